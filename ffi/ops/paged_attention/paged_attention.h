@@ -1,0 +1,69 @@
+// paged_attention: attention of the new tokens of a ragged batch over a paged KV cache.
+#ifndef XLA_GPU_OPS_PAGED_ATTENTION_PAGED_ATTENTION_H_
+#define XLA_GPU_OPS_PAGED_ATTENTION_PAGED_ATTENTION_H_
+
+#include <cstdint>
+
+#include "ffi/common/dtype.h"
+#include "ffi/common/status.h"
+#include "ffi/device/stream.h"
+#include "ffi/host/parallel_for.h"
+
+namespace xla_gpu {
+
+struct PagedAttentionParams {
+  // Both cache layouts reach the kernels as two base pointers and three strides: element (page, slot, head, d) of K is
+  // k_cache[page * page_stride + slot * slot_stride + head * head_stride + d], and of V likewise.
+  const void* query;               // T[num_tokens, num_heads, head_dim]
+  const void* k_cache;             // C, element (0, 0, 0, 0) of K
+  const void* v_cache;             // C, element (0, 0, 0, 0) of V
+  const int32_t* context_lens;     // [max_seqs]
+  const int32_t* block_tables;     // [max_seqs, pages_per_seq]
+  const int32_t* query_start_loc;  // [max_seqs + 1]
+  const int32_t* num_seqs;         // [1]
+  const float* k_scale;            // [1] or [num_kv_heads]: K is stored * k_scale; null unless C is a float8 type
+  const float* v_scale;            // as k_scale, for V
+  const float* sinks;              // [num_heads], a logit that joins the softmax's sum and has no value; null: none
+  void* out;                       // T[num_tokens, num_heads, head_dim]
+  float* lse;                      // [num_tokens, num_heads], natural log of the softmax's sum; null: not wanted
+  void* scratch;                   // [scratch_bytes]; undefined contents; CUDA only
+  int64_t scratch_bytes;
+
+  int64_t page_stride;  // elements, as the next two
+  int64_t slot_stride;
+  int64_t head_stride;
+
+  int64_t num_tokens;
+  int64_t num_heads;
+  int64_t num_kv_heads;
+  int64_t head_dim;
+  int64_t num_pages;
+  int64_t page_size;
+  int64_t max_seqs;
+  int64_t pages_per_seq;
+
+  float scale;
+  int64_t sliding_window;  // keys that a query sees, itself included; 0: all
+  float soft_cap;          // 0: off
+  DType dtype;             // T
+  DType cache_dtype;       // C: T, or a float8 type
+  bool scale_per_head;     // k_scale and v_scale have num_kv_heads elements
+};
+
+// The largest head_dim; any multiple of 8 up to it is supported.
+inline constexpr int64_t kMaxHeadDim = 256;
+
+// Bytes of scratch that LaunchPagedAttention needs. Depends on shapes and dtype alone (never on the values in device
+// memory, nor on the GPU), so that it can be a result of the custom call.
+int64_t PagedAttentionScratchBytes(const PagedAttentionParams& shapes);
+
+// Returns InvalidArgument, naming the sequence, for metadata that the contract excludes. Reads host memory: for CUDA
+// copies of the metadata are passed. Nothing else is read.
+Status CheckPagedAttentionMetadata(const PagedAttentionParams& params);
+
+Status RunPagedAttention(const PagedAttentionParams& params, const Executor& executor);
+Status LaunchPagedAttention(const PagedAttentionParams& params, Stream stream);
+
+}  // namespace xla_gpu
+
+#endif  // XLA_GPU_OPS_PAGED_ATTENTION_PAGED_ATTENTION_H_

@@ -1,0 +1,27 @@
+// simple_add: element-wise a + b. The smallest operator, and the template for new ones.
+#ifndef XLA_GPU_OPS_SIMPLE_ADD_SIMPLE_ADD_H_
+#define XLA_GPU_OPS_SIMPLE_ADD_SIMPLE_ADD_H_
+
+#include <cstdint>
+
+#include "ffi/common/dtype.h"
+#include "ffi/common/status.h"
+#include "ffi/device/stream.h"
+#include "ffi/host/parallel_for.h"
+
+namespace xla_gpu {
+
+struct SimpleAddParams {
+  const void* a;  // T[size]
+  const void* b;  // T[size]
+  void* out;      // T[size]
+  int64_t size;
+  DType dtype;  // T
+};
+
+Status RunSimpleAdd(const SimpleAddParams& params, const Executor& executor);
+Status LaunchSimpleAdd(const SimpleAddParams& params, Stream stream);
+
+}  // namespace xla_gpu
+
+#endif  // XLA_GPU_OPS_SIMPLE_ADD_SIMPLE_ADD_H_

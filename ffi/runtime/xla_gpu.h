@@ -1,0 +1,105 @@
+// The C interface of the library: what Python reaches through ctypes. Names are stable within a minor version.
+//
+// Functions that can fail return NULL, or a text that says what went wrong; it belongs to the calling thread and lives
+// until that thread's next call into this interface. None of them throws or aborts.
+#ifndef XLA_GPU_RUNTIME_XLA_GPU_H_
+#define XLA_GPU_RUNTIME_XLA_GPU_H_
+
+#include <stddef.h>
+#include <stdint.h>
+
+#include "xla/ffi/api/c_api.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+#define XLA_GPU_EXPORT __attribute__((visibility("default")))
+
+// ---- What the library holds ------------------------------------------------------------------------------------------
+
+typedef struct xla_gpu_handler {
+  const char* target;    // "xla_gpu_simple_add"
+  const char* platform;  // "Host" or "CUDA"
+  XLA_FFI_Handler* execute;
+} xla_gpu_handler;
+
+// The handler table; `count` receives its length. Constant for the life of the process.
+XLA_GPU_EXPORT const xla_gpu_handler* xla_gpu_handlers(size_t* count);
+
+// A JSON object: {"version": "0.1.0", "ffi_api": [0, 1], "cuda": "13.0" or null, "cuda_architectures": ["80", …],
+// "compiler": "…", "host_isa": "avx512" (what this processor will run)}.
+XLA_GPU_EXPORT const char* xla_gpu_build_info(void);
+
+// ---- Registration with an XLA runtime --------------------------------------------------------------------------------
+
+// Stages of a handler, as jax.ffi names them. All but `execute` may be NULL.
+typedef struct xla_gpu_stages {
+  XLA_FFI_Handler* instantiate;
+  XLA_FFI_Handler* prepare;
+  XLA_FFI_Handler* initialize;
+  XLA_FFI_Handler* execute;
+} xla_gpu_stages;
+
+// Registers with the runtime whose FFI API is `api` (torch_xla's own CPU client: platform "Host").
+XLA_GPU_EXPORT const char* xla_gpu_register_ffi(const XLA_FFI_Api* api, const char* target, const char* platform,
+                                                const xla_gpu_stages* stages);
+
+// Registers with the CUDA runtime inside a PJRT plug-in, through its PJRT_Gpu_Custom_Call extension. `pjrt_api` is the
+// PJRT_Api* of the plug-in.
+XLA_GPU_EXPORT const char* xla_gpu_register_pjrt(const void* pjrt_api, const char* target, const xla_gpu_stages* stages);
+
+// The FFI API version that a handler was built with, asked from the handler itself; `traits` may be NULL.
+XLA_GPU_EXPORT const char* xla_gpu_handler_version(XLA_FFI_Handler* handler, int* major, int* minor, uint32_t* traits);
+
+// ---- Calls without an XLA runtime (the eager doors) ------------------------------------------------------------------
+
+typedef struct xla_gpu_buffer {
+  void* data;
+  const int64_t* dims;  // [rank], row-major
+  int32_t rank;
+  int32_t dtype;  // XLA_FFI_DataType
+} xla_gpu_buffer;
+
+typedef struct xla_gpu_attribute {
+  const char* name;  // attributes may come in any order
+  int32_t type;      // XLA_FFI_AttrType: SCALAR, ARRAY or STRING
+  int32_t dtype;     // XLA_FFI_DataType of a scalar's value or of an array's elements; unused for a string
+  const void* data;
+  size_t size;  // elements of an array, bytes of a string, 1 for a scalar
+} xla_gpu_attribute;
+
+typedef struct xla_gpu_call_args {
+  size_t struct_size;  // sizeof(xla_gpu_call_args)
+  xla_gpu_stages stages;
+  const xla_gpu_buffer* operands;
+  size_t num_operands;
+  const xla_gpu_buffer* results;
+  size_t num_results;
+  const xla_gpu_attribute* attributes;
+  size_t num_attributes;
+  void* stream;           // cudaStream_t; unused on the host
+  int32_t device_ordinal;  // -1 on the host
+} xla_gpu_call_args;
+
+// Runs all stages of a handler over raw pointers, on the host with the library's own threads, on CUDA on `stream` of
+// device `device_ordinal`. Writes the handler's error code (XLA_FFI_Error_Code) to `code` where the call failed.
+XLA_GPU_EXPORT const char* xla_gpu_call(const xla_gpu_call_args* args, int32_t* code);
+
+// ---- PJRT adapter ----------------------------------------------------------------------------------------------------
+
+// Names the PJRT plug-in that this library's GetPjrtApi() stands in front of. Call it before the first GetPjrtApi().
+XLA_GPU_EXPORT const char* xla_gpu_pjrt_use_plugin(const char* path);
+
+// ---- Operators' static questions -------------------------------------------------------------------------------------
+
+// Bytes of scratch (the last result) of a paged_attention call with these static shapes. dtype: XLA_FFI_DataType.
+XLA_GPU_EXPORT int64_t xla_gpu_paged_attention_scratch_bytes(int64_t num_tokens, int64_t num_heads, int64_t num_kv_heads,
+                                                             int64_t head_dim, int64_t page_size, int64_t max_seqs,
+                                                             int64_t pages_per_seq, int32_t dtype);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif  // XLA_GPU_RUNTIME_XLA_GPU_H_
