@@ -14,9 +14,7 @@ class Status {
   Status() = default;
   static Status Ok() { return {}; }
   // The caller's fault: a value that the operator's contract excludes.
-  static Status InvalidArgument(std::string message) {
-    return {Code::kInvalidArgument, std::move(message)};
-  }
+  static Status InvalidArgument(std::string message) { return {Code::kInvalidArgument, std::move(message)}; }
   // Ours, or the driver's.
   static Status Internal(std::string message) { return {Code::kInternal, std::move(message)}; }
 

@@ -1,0 +1,21 @@
+// Copies of device memory that a handler looks at: only for XLA_GPU_CHECK_INPUTS=1, since it waits for the stream.
+#ifndef XLA_GPU_DEVICE_HOST_COPY_H_
+#define XLA_GPU_DEVICE_HOST_COPY_H_
+
+#include <cstddef>
+
+#include "ffi/common/status.h"
+#include "ffi/device/stream.h"
+
+namespace xla_gpu {
+
+// Waits for `stream` and copies `size` bytes to `destination`. An error while the stream is being captured into a CUDA
+// graph, where nothing can be waited for.
+Status CopyToHost(void* destination, const void* source, size_t size, Stream stream);
+
+// Enqueues a copy from device memory to device memory.
+Status CopyOnDevice(void* destination, const void* source, size_t size, Stream stream);
+
+}  // namespace xla_gpu
+
+#endif  // XLA_GPU_DEVICE_HOST_COPY_H_

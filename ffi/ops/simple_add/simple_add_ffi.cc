@@ -1,0 +1,58 @@
+// simple_add: checks and bindings of the host and CUDA handlers.
+#include "ffi/common/check.h"
+#include "ffi/common/context.h"
+#include "ffi/ops/simple_add/simple_add.h"
+
+namespace xla_gpu {
+namespace {
+
+constexpr char kOp[] = "simple_add";
+
+ffi::Error GetParams(const ffi::AnyBuffer& a, const ffi::AnyBuffer& b, const ffi::AnyBuffer& out,
+                     SimpleAddParams* params) {
+  XLA_GPU_RETURN_IF_ERROR(GetComputeDType(kOp, "a", a, &params->dtype));
+  XLA_GPU_RETURN_IF_ERROR(CheckSame(kOp, "b", b, "a", a));
+  XLA_GPU_RETURN_IF_ERROR(CheckSame(kOp, "out", out, "a", a));
+  params->a = a.untyped_data();
+  params->b = b.untyped_data();
+  params->out = out.untyped_data();
+  params->size = static_cast<int64_t>(a.element_count());
+  return ffi::Error::Success();
+}
+
+// Runs on whatever `run` stands for: the host's threads or a CUDA stream.
+template <typename Run>
+ffi::Error SimpleAdd(const ffi::AnyBuffer& a, const ffi::AnyBuffer& b, const ffi::AnyBuffer& out, Run&& run) {
+  return NoThrow(kOp, [&]() -> ffi::Error {
+    SimpleAddParams params;
+    XLA_GPU_RETURN_IF_ERROR(GetParams(a, b, out, &params));
+    return ToError(run(params));
+  });
+}
+
+ffi::Error SimpleAddHost(ffi::ThreadPool pool, ffi::AnyBuffer a, ffi::AnyBuffer b, ffi::Result<ffi::AnyBuffer> out) {
+  return SimpleAdd(a, b, *out, [&](const auto& params) { return RunSimpleAdd(params, XlaExecutor(pool)); });
+}
+
+#ifdef XLA_GPU_WITH_CUDA
+ffi::Error SimpleAddCuda(Stream stream, ffi::AnyBuffer a, ffi::AnyBuffer b, ffi::Result<ffi::AnyBuffer> out) {
+  return SimpleAdd(a, b, *out, [&](const auto& params) { return LaunchSimpleAdd(params, stream); });
+}
+#endif
+
+}  // namespace
+
+// clang-format off
+#define XLA_GPU_SIMPLE_ADD_SIGNATURE       \
+       Arg<ffi::AnyBuffer>()  /* a */      \
+      .Arg<ffi::AnyBuffer>()  /* b */      \
+      .Ret<ffi::AnyBuffer>()  /* out */
+// clang-format on
+
+XLA_GPU_DEFINE_HANDLER(xla_gpu_simple_add_host, SimpleAddHost, XLA_GPU_BIND_HOST().XLA_GPU_SIMPLE_ADD_SIGNATURE);
+#ifdef XLA_GPU_WITH_CUDA
+XLA_GPU_DEFINE_HANDLER(xla_gpu_simple_add_cuda, SimpleAddCuda, XLA_GPU_BIND_CUDA().XLA_GPU_SIMPLE_ADD_SIGNATURE,
+                       {ffi::Traits::kCmdBufferCompatible});
+#endif
+
+}  // namespace xla_gpu
