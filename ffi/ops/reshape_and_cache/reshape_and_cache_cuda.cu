@@ -1,0 +1,213 @@
+// reshape_and_cache on a GPU, in one launch: a block takes a few consecutive tokens, finds out which of them are the
+// last of their slot, and stores those. A slot's K and V are therefore written by one block, from one token, on every
+// run.
+//
+// NOTE: there is no scratch memory, and the cache cannot hold marks, since any bits are valid keys. So each block reads
+// the slots of all later tokens. They come from L2: for 16k tokens and i32 slots 16 MB in all, beside 134 MB of stores
+// and loads of keys and values (8 heads of 128).
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_fp8.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <type_traits>
+
+#include "ffi/common/cuda_status.h"
+#include "ffi/ops/reshape_and_cache/reshape_and_cache.h"
+
+namespace xla_gpu {
+namespace {
+
+constexpr int kThreads = 256;
+constexpr int kMaxTokensPerBlock = 128;
+constexpr int kTableSize = 512;  // a power of two, 4 × the tokens: probes are short
+constexpr int64_t kWantedBlocks = 512;
+
+template <typename T, int kVec>
+struct alignas(sizeof(T) * kVec) Pack {
+  T values[kVec];
+};
+
+// value / scale in C, saturated. Without a scale T is C, and the bits are kept.
+template <typename C, typename T>
+__device__ C Store(T value, float scale) {
+  if constexpr (std::is_same_v<C, T>) {
+    return value;
+  } else {
+    constexpr __nv_fp8_interpretation_t kFormat = std::is_same_v<C, __nv_fp8_e4m3> ? __NV_E4M3 : __NV_E5M2;
+    C stored;
+    stored.__x = __nv_cvt_float_to_fp8(static_cast<float>(value) / scale, __NV_SATFINITE, kFormat);
+    return stored;
+  }
+}
+
+__device__ unsigned Bucket(unsigned long long slot) {
+  return static_cast<unsigned>((slot * 0x9E3779B97F4A7C15ull) >> 32) % kTableSize;
+}
+
+// The latest token of each slot that this block's tokens name. Open addressing; an empty entry holds kEmpty, which is
+// no slot, since those are not negative.
+struct LatestTokens {
+  static constexpr unsigned long long kEmpty = ~0ull;
+  unsigned long long slots[kTableSize];
+  int64_t tokens[kTableSize];
+
+  __device__ void Insert(int64_t slot) {
+    const auto key = static_cast<unsigned long long>(slot);
+    for (unsigned i = Bucket(key);; i = (i + 1) % kTableSize) {
+      const unsigned long long found = atomicCAS(&slots[i], kEmpty, key);
+      if (found == kEmpty || found == key) return;
+    }
+  }
+  // The entry of `slot`, or -1.
+  __device__ int Find(int64_t slot) const {
+    const auto key = static_cast<unsigned long long>(slot);
+    for (unsigned i = Bucket(key);; i = (i + 1) % kTableSize) {
+      if (slots[i] == key) return static_cast<int>(i);
+      if (slots[i] == kEmpty) return -1;
+    }
+  }
+};
+
+template <typename T, typename C, typename Slot, int kVec>
+__global__ void __launch_bounds__(kThreads)
+    ReshapeAndCacheKernel(const ReshapeAndCacheParams params, int tokens_per_block) {
+  __shared__ LatestTokens latest;
+  __shared__ int64_t destinations[kMaxTokensPerBlock];  // element offset of the token's slot; -1: nothing to store
+
+  const Slot* const slot_mapping = static_cast<const Slot*>(params.slot_mapping);  // [num_slots]
+  const int64_t cache_slots = params.num_pages * params.page_size;
+  const int64_t first = static_cast<int64_t>(blockIdx.x) * tokens_per_block;
+  const int count = static_cast<int>(min(static_cast<int64_t>(tokens_per_block), params.num_slots - first));
+
+  // Which of this block's tokens are the last of their slot.
+  for (int i = threadIdx.x; i < kTableSize; i += kThreads) {
+    latest.slots[i] = LatestTokens::kEmpty;
+    latest.tokens[i] = -1;
+  }
+  __syncthreads();
+  for (int i = threadIdx.x; i < count; i += kThreads) {
+    const int64_t slot = slot_mapping[first + i];
+    if (slot >= 0 && slot < cache_slots) latest.Insert(slot);
+  }
+  __syncthreads();
+#pragma unroll 4
+  for (int64_t token = first + threadIdx.x; token < params.num_slots; token += kThreads) {
+    const int64_t slot = slot_mapping[token];
+    const int entry = slot >= 0 ? latest.Find(slot) : -1;
+    if (entry >= 0) atomicMax(reinterpret_cast<long long*>(&latest.tokens[entry]), static_cast<long long>(token));
+  }
+  __syncthreads();
+  for (int i = threadIdx.x; i < count; i += kThreads) {
+    const int64_t slot = slot_mapping[first + i];
+    const bool in_cache = slot >= 0 && slot < cache_slots;
+    const bool store = in_cache && latest.tokens[latest.Find(slot)] == first + i;
+    destinations[i] =
+        store ? slot / params.page_size * params.page_stride + slot % params.page_size * params.slot_stride : -1;
+  }
+  __syncthreads();
+
+  // The block's tokens × {K, V} × packs of kVec elements.
+  using Source = Pack<T, kVec>;
+  using Stored = Pack<C, kVec>;
+  const auto packs_per_head = static_cast<unsigned>(params.head_dim / kVec);
+  const auto packs_per_row = static_cast<unsigned>(params.num_kv_heads) * packs_per_head;
+  const Source* const key = static_cast<const Source*>(params.key) + first * packs_per_row;
+  const Source* const value = static_cast<const Source*>(params.value) + first * packs_per_row;
+#pragma unroll 2
+  for (unsigned i = threadIdx.x; i < count * 2 * packs_per_row; i += kThreads) {
+    const unsigned row = i / packs_per_row;
+    const unsigned pack = i - row * packs_per_row;
+    const unsigned token = row / 2;
+    const bool is_value = row % 2 != 0;
+    const int64_t destination = destinations[token];
+    if (destination < 0) continue;
+    const unsigned head = pack / packs_per_head;
+    const unsigned pack_of_head = pack - head * packs_per_head;
+    const float* const scales = is_value ? params.v_scale : params.k_scale;
+    const float scale = std::is_same_v<T, C> ? 1.0f : scales[params.scale_per_head ? head : 0];
+    const Source source = (is_value ? value : key)[static_cast<int64_t>(token) * packs_per_row + pack];
+    Stored stored;
+#pragma unroll
+    for (int j = 0; j < kVec; ++j) stored.values[j] = Store<C>(source.values[j], scale);
+    C* const cache = static_cast<C*>(is_value ? params.v_cache : params.k_cache);
+    C* const target = cache + destination + head * params.head_stride + static_cast<int64_t>(pack_of_head) * kVec;
+    *reinterpret_cast<Stored*>(target) = stored;
+  }
+}
+
+// Whether each pack of kVec elements is aligned to its size, on both sides.
+template <typename T, typename C>
+bool IsAligned(const ReshapeAndCacheParams& params, int vec) {
+  const auto source = reinterpret_cast<uintptr_t>(params.key) | reinterpret_cast<uintptr_t>(params.value);
+  const auto stored = reinterpret_cast<uintptr_t>(params.k_cache) | reinterpret_cast<uintptr_t>(params.v_cache);
+  const int64_t elements = params.head_dim | params.page_stride | params.slot_stride | params.head_stride;
+  return source % (vec * sizeof(T)) == 0 && stored % (vec * sizeof(C)) == 0 && elements % vec == 0;
+}
+
+template <typename T, typename C, typename Slot>
+Status LaunchTyped(const ReshapeAndCacheParams& params, Stream stream) {
+  constexpr int kVec = 16 / sizeof(T);
+  int64_t tokens_per_block = (params.num_slots + kWantedBlocks - 1) / kWantedBlocks;
+  tokens_per_block = std::min<int64_t>(tokens_per_block, kMaxTokensPerBlock);
+  // Packs of one block are counted in 32 bits.
+  const int64_t row = 2 * params.num_kv_heads * params.head_dim;
+  tokens_per_block = std::max<int64_t>(1, std::min(tokens_per_block, (int64_t{1} << 31) / row));
+  const int64_t blocks = (params.num_slots + tokens_per_block - 1) / tokens_per_block;
+  if (row >= int64_t{1} << 31 || blocks >= int64_t{1} << 31) {
+    return Status::InvalidArgument(
+        "reshape_and_cache: key: expected fewer than 2^31 elements in a token and 2^38 tokens");
+  }
+  const auto grid = static_cast<unsigned>(blocks);
+  if (IsAligned<T, C>(params, kVec)) {
+    ReshapeAndCacheKernel<T, C, Slot, kVec>
+        <<<grid, kThreads, /*shared_mem=*/0, stream>>>(params, static_cast<int>(tokens_per_block));
+  } else {
+    ReshapeAndCacheKernel<T, C, Slot, 1>
+        <<<grid, kThreads, /*shared_mem=*/0, stream>>>(params, static_cast<int>(tokens_per_block));
+  }
+  XLA_GPU_RETURN_IF_LAUNCH_FAILED();
+  return Status::Ok();
+}
+
+template <typename T, typename C>
+Status LaunchSlots(const ReshapeAndCacheParams& params, Stream stream) {
+  return params.slots_are_64_bit ? LaunchTyped<T, C, int64_t>(params, stream)
+                                 : LaunchTyped<T, C, int32_t>(params, stream);
+}
+
+template <typename T>
+Status LaunchCache(const ReshapeAndCacheParams& params, Stream stream) {
+  if (params.cache_dtype == params.dtype) {
+    // Only the bits matter, so one kernel serves all types of a size.
+    using Bits = std::conditional_t<sizeof(T) == 2, uint16_t, uint32_t>;
+    return LaunchSlots<Bits, Bits>(params, stream);
+  }
+  if (params.k_scale == nullptr || params.v_scale == nullptr) {
+    return Status::InvalidArgument("reshape_and_cache: k_scale, v_scale: expected with a float8 kv_cache, got none");
+  }
+  if (params.cache_dtype == DType::kF8E4M3FN) return LaunchSlots<T, __nv_fp8_e4m3>(params, stream);
+  if (params.cache_dtype == DType::kF8E5M2) return LaunchSlots<T, __nv_fp8_e5m2>(params, stream);
+  return Status::InvalidArgument("reshape_and_cache: kv_cache: expected the dtype of key or a float8 one, got another");
+}
+
+}  // namespace
+
+Status LaunchReshapeAndCache(const ReshapeAndCacheParams& params, Stream stream) {
+  if (params.num_slots == 0 || params.num_kv_heads == 0 || params.head_dim == 0) return Status::Ok();
+  if (params.num_pages == 0 || params.page_size == 0) return Status::Ok();
+  switch (params.dtype) {
+    case DType::kF32:
+      return LaunchCache<float>(params, stream);
+    case DType::kF16:
+      return LaunchCache<__half>(params, stream);
+    case DType::kBF16:
+      return LaunchCache<__nv_bfloat16>(params, stream);
+    default:
+      return Status::InvalidArgument(
+          "reshape_and_cache: key: expected float32, float16 or bfloat16, got another dtype");
+  }
+}
+
+}  // namespace xla_gpu
