@@ -1,0 +1,66 @@
+"""Comparing results: where infinities and NaN are, first; then bits, or an error against a yardstick."""
+
+from __future__ import annotations
+
+import numpy as np
+
+
+def bits(x: np.ndarray) -> np.ndarray:
+    """The same array as unsigned integers, so that NaN equals itself and 0 differs from -0."""
+    return np.ascontiguousarray(x).view(f"u{x.dtype.itemsize}")
+
+
+def _first(mask: np.ndarray) -> tuple[int, ...]:
+    return tuple(int(i) for i in np.argwhere(mask)[0])
+
+
+def assert_bitwise_equal(got: np.ndarray, want: np.ndarray, what: str = "") -> None:
+    """Fails with the first coordinate that differs, both values and both bit patterns."""
+    assert got.shape == want.shape, f"{what}: shape {got.shape}, expected {want.shape}"
+    assert got.dtype == want.dtype, f"{what}: dtype {got.dtype}, expected {want.dtype}"
+    differ = np.atleast_1d(bits(got) != bits(want))
+    if differ.any():
+        at = _first(differ)
+        g, w = np.atleast_1d(got)[at], np.atleast_1d(want)[at]
+        raise AssertionError(
+            f"{what}: {int(differ.sum())} of {differ.size} elements differ, first at {at}: "
+            f"{g} (bits {int(bits(np.asarray(g))):#x}) instead of {w} (bits {int(bits(np.asarray(w))):#x})"
+        )
+
+
+def assert_same_special(got: np.ndarray, want: np.ndarray, what: str = "") -> None:
+    """NaN, +inf and -inf stand in the same places."""
+    assert got.shape == want.shape, f"{what}: shape {got.shape}, expected {want.shape}"
+    for name, test in (("NaN", np.isnan), ("+inf", np.isposinf), ("-inf", np.isneginf)):
+        got_has, want_has = test(got), test(want)
+        if (got_has != want_has).any():
+            at = _first(got_has != want_has)
+            raise AssertionError(
+                f"{what}: {name} at {int(got_has.sum())} places instead of {int(want_has.sum())}; first difference at "
+                f"{at}: {got[at]} instead of {want[at]}"
+            )
+
+
+def error(got: np.ndarray, want: np.ndarray) -> np.ndarray:
+    """|got - want| where both are finite, 0 elsewhere."""
+    got, want = got.astype(np.float64), want.astype(np.float64)
+    finite = np.isfinite(got) & np.isfinite(want)
+    return np.abs(np.where(finite, got, 0) - np.where(finite, want, 0))
+
+
+def assert_close(got: np.ndarray, want: np.ndarray, plain: np.ndarray, what: str = "", floor: float = 1e-5) -> None:
+    """The rule of this project: the largest error against the float64 reference `want` is at most twice that of `plain`,
+    the same computation in the same dtype by plain PyTorch, plus `floor`; and so is the root mean square."""
+    got = got.astype(np.float64)
+    assert_same_special(got, want, what)
+    mine, yardstick = error(got, want), error(plain, want)
+    if mine.size == 0:
+        return
+    for name, measure in (("largest", np.max), ("root mean square", lambda e: np.sqrt(np.mean(e * e)))):
+        limit = 2 * measure(yardstick) + floor
+        if measure(mine) > limit:
+            at = np.unravel_index(int(mine.argmax()), mine.shape)
+            raise AssertionError(
+                f"{what}: {name} error {measure(mine):.3g} exceeds {limit:.3g} (plain PyTorch: {measure(yardstick):.3g}); "
+                f"worst at {tuple(int(i) for i in at)}: {got[at]} instead of {want[at]}"
+            )

@@ -1,0 +1,197 @@
+"""The doors into the library, each as an object that takes and returns NumPy arrays, so that one test body serves all.
+
+A door that this process cannot open says why (`unavailable`); tests then skip with that text.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.util
+import os
+
+import numpy as np
+
+from tests import machine
+
+
+class Door:
+    name: str
+    platform: str  # "host" or "cuda"
+    framework: str  # "torch" or "jax"
+
+    def unavailable(self) -> str | None:
+        """Why this process cannot use the door; None where it can."""
+        raise NotImplementedError
+
+    def call(self, operator: str, arrays: dict[str, np.ndarray], **options) -> tuple[np.ndarray, ...]:
+        """The operator's results, from arrays and plain Python values by argument name. Waits for the results, so an
+        error of the handler is raised here."""
+        raise NotImplementedError
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+def _missing(*modules: str) -> str | None:
+    absent = [m for m in modules if importlib.util.find_spec(m) is None]
+    return f"not installed: {', '.join(absent)}" if absent else None
+
+
+def _as_tuple(results) -> tuple:
+    return tuple(results) if isinstance(results, (tuple, list)) else (results,)
+
+
+class TorchDoor(Door):
+    framework = "torch"
+
+    def device(self):
+        raise NotImplementedError
+
+    def function(self, operator: str):
+        import xla_gpu.torch
+
+        return getattr(xla_gpu.torch, operator)
+
+    def tensors(self, arrays: dict[str, np.ndarray]) -> dict:
+        from tests.arrays import to_torch
+
+        return {name: to_torch(x, self.device()) for name, x in arrays.items()}
+
+    def call(self, operator, arrays, **options):
+        from tests.arrays import to_numpy
+
+        results = _as_tuple(self.function(operator)(**self.tensors(arrays), **options))
+        return tuple(to_numpy(r) for r in results)
+
+
+class Eager(TorchDoor):
+    name, platform = "eager", "host"
+
+    def device(self):
+        return "cpu"
+
+    def unavailable(self):
+        return _missing("torch")
+
+
+class EagerCuda(TorchDoor):
+    name, platform = "eager-cuda", "cuda"
+
+    def device(self):
+        return "cuda"
+
+    @functools.cache  # noqa: B019 - doors live as long as the process
+    def unavailable(self):
+        if reason := _missing("torch") or machine.no_gpu():
+            return reason
+        import torch
+
+        return None if torch.cuda.is_available() else f"torch {torch.__version__} sees no CUDA device"
+
+
+class TorchXla(TorchDoor):
+    """Lazy tensors. torch_xla has one platform per process, that of PJRT_DEVICE."""
+
+    def __init__(self, platform: str):
+        self.platform = platform
+        self.name = "torch_xla" if platform == "host" else "torch_xla-cuda"
+
+    @functools.cache  # noqa: B019
+    def unavailable(self):
+        if reason := _missing("torch", "torch_xla", "jaxlib"):
+            return reason
+        if self.platform == "cuda" and (reason := machine.no_gpu()):
+            return reason
+        wanted = "CPU" if self.platform == "host" else "GPU"
+        if os.environ["PJRT_DEVICE"] != wanted:
+            return f"needs PJRT_DEVICE={wanted}; this process runs with {os.environ['PJRT_DEVICE']}"
+        return None
+
+    def device(self):
+        import torch_xla
+
+        return torch_xla.device()
+
+
+class TorchXlaCompiled(TorchXla):
+    """torch.compile(backend="openxla", fullgraph=True)."""
+
+    def __init__(self, platform: str):
+        super().__init__(platform)
+        self.name += "-compiled"
+
+    def call(self, operator, arrays, **options):
+        import torch
+
+        from tests.arrays import to_numpy
+
+        function, tensors = self.function(operator), self.tensors(arrays)
+        names = tuple(tensors)
+
+        def step(*values):
+            return function(**dict(zip(names, values)), **options)
+
+        # One code object serves every call of this method; without a reset the recompilation limit is soon reached.
+        torch._dynamo.reset()
+        compiled = torch.compile(step, backend="openxla", fullgraph=True)
+        return tuple(to_numpy(r) for r in _as_tuple(compiled(*tensors.values())))
+
+
+class Jax(Door):
+    """jax.jit."""
+
+    framework = "jax"
+
+    def __init__(self, platform: str):
+        self.platform = platform
+        self.name = "jax" if platform == "host" else "jax-cuda"
+
+    @functools.cache  # noqa: B019
+    def unavailable(self):
+        if reason := _missing("jax", "jaxlib"):
+            return reason
+        if self.platform == "host":
+            return None
+        if reason := machine.no_gpu():
+            return reason
+        import jax
+
+        try:
+            jax.devices("cuda")
+        except RuntimeError as e:
+            return f"jax {jax.__version__} has no CUDA platform: {e}"
+        return None
+
+    def device(self):
+        import jax
+
+        return jax.devices("cpu" if self.platform == "host" else "cuda")[0]
+
+    def call(self, operator, arrays, **options):
+        import jax
+
+        import xla_gpu.jax
+
+        function = getattr(xla_gpu.jax, operator)
+        # Only with this switch does JAX know 64-bit integers.
+        wide = any(x.dtype == np.int64 for x in arrays.values() if hasattr(x, "dtype"))
+        with jax.enable_x64(True) if wide else contextlib.nullcontext():
+            placed = jax.device_put(arrays, self.device())
+            results = jax.jit(lambda arrays: function(**arrays, **options))(placed)
+            return tuple(np.asarray(r) for r in _as_tuple(results))
+
+
+ALL: dict[str, Door] = {
+    door.name: door
+    for door in (
+        Eager(),
+        Jax("host"),
+        TorchXla("host"),
+        TorchXlaCompiled("host"),
+        EagerCuda(),
+        Jax("cuda"),
+        TorchXla("cuda"),
+        TorchXlaCompiled("cuda"),
+    )
+}

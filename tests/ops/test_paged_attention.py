@@ -1,0 +1,112 @@
+"""paged_attention and paged_attention_with_lse against the float64 reference, through every door."""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+import pytest
+
+from tests import cases, compare, plain, reference
+from tests.cases import AttentionCase
+
+NAMES = {c.name: c for c in (*cases.COMMON, *cases.MORE)}
+
+
+@functools.cache
+def expected(case: AttentionCase):
+    """(inputs, (out, lse) in float64, (out, lse) by plain PyTorch)."""
+    inputs = cases.build(case)
+    return inputs, reference.paged_attention(**inputs.arrays(), **case.options()), plain.paged_attention(inputs, **case.options())
+
+
+def check(door, case: AttentionCase) -> None:
+    inputs, want, yardstick = expected(case)
+    out, lse = door.call("paged_attention_with_lse", inputs.arrays(), **case.options())
+    assert out.dtype == inputs.query.dtype and lse.dtype == np.float32
+    compare.assert_close(out, want[0], yardstick[0], f"{door.name} {case.name}: out")
+    compare.assert_close(lse, want[1], yardstick[1], f"{door.name} {case.name}: lse")
+    owned = sum(q for q, _ in case.sequences)
+    compare.assert_bitwise_equal(out[owned:], np.zeros_like(out[owned:]), f"{door.name} {case.name}: padding rows")
+
+
+@pytest.mark.parametrize("case", cases.COMMON, ids=lambda c: c.name)
+def test_values(door, case):
+    check(door, case)
+
+
+@pytest.mark.parametrize("case", cases.MORE, ids=lambda c: c.name)
+@pytest.mark.doors("eager", "eager-cuda")
+def test_more_values(door, case):
+    check(door, case)
+
+
+@pytest.mark.parametrize("case", cases.grid(), ids=lambda c: c.name)
+@pytest.mark.doors("eager", "eager-cuda")
+def test_grid(door, case):
+    check(door, case)
+
+
+@pytest.mark.parametrize("case", [NAMES["llama3-8b-decode"], NAMES["gpt-oss-sinks"]], ids=lambda c: c.name)
+def test_without_lse_the_same_bits(door, case):
+    inputs, *_ = expected(case)
+    (out,) = door.call("paged_attention", inputs.arrays(), **case.options())
+    with_lse, _ = door.call("paged_attention_with_lse", inputs.arrays(), **case.options())
+    compare.assert_bitwise_equal(out, with_lse, door.name)
+
+
+def test_num_seqs_may_be_an_int(door):
+    case = NAMES["empty-sequences-in-the-middle"]
+    inputs, *_ = expected(case)
+    arrays = inputs.arrays()
+    (want,) = door.call("paged_attention", arrays, **case.options())
+    del arrays["num_seqs"]
+    (out,) = door.call("paged_attention", arrays, num_seqs=len(case.sequences), **case.options())
+    compare.assert_bitwise_equal(out, want, door.name)
+
+
+@pytest.mark.parametrize("dtype", cases.FLOATS)
+@pytest.mark.doors("eager", "eager-cuda")
+def test_large_logits_do_not_overflow(door, dtype):
+    """Scores of about ±6e4: past float16's range, and past exp's in float32."""
+    case = AttentionCase("large-logits", ((4, 40), (1, 33)), head_dim=64, dtype=dtype, scale=1.0)
+    inputs = cases.build(case)
+    signs = np.where(cases.rng_for("signs").random(inputs.query.shape) < 0.5, -1, 1)
+    inputs.query = (signs * 30).astype(inputs.query.dtype)
+    inputs.kv_cache = (np.sign(inputs.kv_cache) * 30).astype(inputs.query.dtype)  # NaN stays NaN
+    out, lse = door.call("paged_attention_with_lse", inputs.arrays(), **case.options())
+    want, want_lse = reference.paged_attention(**inputs.arrays(), **case.options())
+    assert np.abs(want_lse[np.isfinite(want_lse)]).max() > 2e4
+    compare.assert_same_special(out, want, door.name)
+    # V is ±30 and nearly every row sees one key alone: what is left is one rounding of the result.
+    np.testing.assert_allclose(out.astype(np.float64), want, rtol=1e-2, atol=1e-3)
+    np.testing.assert_allclose(lse, want_lse, rtol=1e-6)
+
+
+@pytest.mark.doors("eager", "eager-cuda")
+def test_a_key_of_minus_infinite_logit_takes_no_part(door):
+    """-inf in a used key makes that logit -inf; the others' sum goes on. Where all logits are -inf the row is 0."""
+    case = AttentionCase("infinite", ((1, 20), (1, 20)), num_heads=2, num_kv_heads=1, head_dim=8, page_size=4)
+    inputs = cases.build(case)
+    inputs.query = np.abs(inputs.query)
+    k_pages, _ = reference.split_cache(inputs.kv_cache)
+    k_pages[inputs.block_tables[0, 1], 2] = -np.inf  # one key of the first sequence
+    k_pages[inputs.block_tables[1, :5]] = -np.inf  # every key of the second
+    want, want_lse = reference.paged_attention(**inputs.arrays(), **case.options())
+    assert np.isfinite(want_lse[0]).all() and np.isneginf(want_lse[1]).all()
+    out, lse = door.call("paged_attention_with_lse", inputs.arrays(), **case.options())
+    compare.assert_same_special(out, want, door.name)
+    compare.assert_same_special(lse, want_lse, door.name)
+    np.testing.assert_allclose(out, want, atol=1e-5)
+    np.testing.assert_allclose(np.where(np.isfinite(lse), lse, 0), np.where(np.isfinite(lse), want_lse, 0), atol=1e-5)
+
+
+@pytest.mark.doors("eager", "eager-cuda")
+def test_layout_does_not_change_bits(door):
+    case = NAMES["mistral-7b-window"]
+    inputs, *_ = expected(case)
+    split = inputs.arrays()
+    combined = dict(split, kv_cache=cases.combine(*reference.split_cache(inputs.kv_cache), "combined"))
+    assert split["kv_cache"].ndim == 5 and combined["kv_cache"].ndim == 4
+    (first,), (second,) = (door.call("paged_attention", arrays, **case.options()) for arrays in (split, combined))
+    compare.assert_bitwise_equal(first, second, door.name)

@@ -1,0 +1,116 @@
+"""What the operators mean, in float64 NumPy, written to be read. Everything else is measured against this."""
+
+from __future__ import annotations
+
+import math
+
+import ml_dtypes
+import numpy as np
+
+FLOAT8_MAX = {np.dtype(ml_dtypes.float8_e4m3fn): 448.0, np.dtype(ml_dtypes.float8_e5m2): 57344.0}
+
+
+def split_cache(kv_cache: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Views of K and V, each [num_pages, page_size, num_kv_heads, head_dim], of a cache in either layout."""
+    if kv_cache.ndim == 4:  # [num_pages, page_size, 2 * num_kv_heads, head_dim], K of head h at 2h, V at 2h + 1
+        return kv_cache[:, :, 0::2], kv_cache[:, :, 1::2]
+    return kv_cache[0], kv_cache[1]  # [2, num_pages, page_size, num_kv_heads, head_dim]
+
+
+def _scale_per_head(scale, num_kv_heads: int) -> np.ndarray:
+    """float64 [num_kv_heads, 1] from None, a number, or an array of one element or one per kv head."""
+    scale = np.ones(1) if scale is None else np.asarray(scale, np.float64).reshape(-1)
+    return np.broadcast_to(scale, num_kv_heads)[:, None]
+
+
+def paged_attention(
+    query: np.ndarray,
+    kv_cache: np.ndarray,
+    context_lens: np.ndarray,
+    block_tables: np.ndarray,
+    query_start_loc: np.ndarray,
+    num_seqs: np.ndarray | int,
+    *,
+    scale: float,
+    sliding_window: int | None = None,
+    soft_cap: float | None = None,
+    k_scale=None,
+    v_scale=None,
+    sinks: np.ndarray | None = None,
+) -> tuple[np.ndarray, np.ndarray]:
+    """float64 (out [num_tokens, num_heads, head_dim], lse [num_tokens, num_heads])."""
+    num_tokens, num_heads, head_dim = query.shape
+    k_pages, v_pages = split_cache(kv_cache)
+    _, page_size, num_kv_heads, _ = k_pages.shape
+    group = num_heads // num_kv_heads
+    k_scale, v_scale = _scale_per_head(k_scale, num_kv_heads), _scale_per_head(v_scale, num_kv_heads)
+
+    out = np.zeros((num_tokens, num_heads, head_dim))
+    lse = np.full((num_tokens, num_heads), -np.inf)
+    for s in range(int(np.asarray(num_seqs).reshape(()))):
+        context_len = int(context_lens[s])
+        pages = block_tables[s, : math.ceil(context_len / page_size)]
+        k = k_pages[pages].reshape(-1, num_kv_heads, head_dim)[:context_len].astype(np.float64) * k_scale
+        v = v_pages[pages].reshape(-1, num_kv_heads, head_dim)[:context_len].astype(np.float64) * v_scale
+        first, last = int(query_start_loc[s]), int(query_start_loc[s + 1])
+        for row in range(first, last):
+            position = context_len - (last - first) + (row - first)
+            oldest = 0 if sliding_window is None else max(0, position - sliding_window + 1)
+            if position < 0:
+                continue  # more new tokens than context: this row sees no key
+            for h in range(num_heads):
+                q = query[row, h].astype(np.float64)
+                scores = k[oldest : position + 1, h // group] @ q * scale
+                if soft_cap is not None:
+                    scores = soft_cap * np.tanh(scores / soft_cap)
+                logits = scores if sinks is None else np.append(scores, np.float64(sinks[h]))
+                top = logits.max()
+                if top == -np.inf:
+                    continue  # every logit is -inf: nothing to see
+                total = np.exp(logits - top).sum()
+                out[row, h] = np.exp(scores - top) / total @ v[oldest : position + 1, h // group]
+                lse[row, h] = top + np.log(total)
+    return out, lse
+
+
+def to_storage(value: np.ndarray, scale, cache_dtype: np.dtype) -> np.ndarray:
+    """value T[..., num_kv_heads, head_dim] as a cache of `cache_dtype` holds it: value / scale in float32, rounded to
+    nearest, beyond the largest finite number: that number."""
+    if cache_dtype not in FLOAT8_MAX:
+        return value.astype(cache_dtype)
+    scale = _scale_per_head(scale, value.shape[-2]).astype(np.float32)
+    scaled = value.astype(np.float32) / scale
+    limit = np.float32(FLOAT8_MAX[cache_dtype])
+    return np.clip(scaled, -limit, limit).astype(cache_dtype)  # NaN passes through np.clip
+
+
+def reshape_and_cache(key, value, kv_cache, slot_mapping, *, k_scale=None, v_scale=None) -> np.ndarray:
+    """The cache after the new tokens; negative slots are skipped, of duplicate slots the last token wins."""
+    kv_cache = kv_cache.copy()
+    k_pages, v_pages = split_cache(kv_cache)
+    page_size = k_pages.shape[1]
+    key = to_storage(key, k_scale, kv_cache.dtype)
+    value = to_storage(value, v_scale, kv_cache.dtype)
+    for token, slot in enumerate(slot_mapping.tolist()):
+        if slot >= 0:
+            k_pages[slot // page_size, slot % page_size] = key[token]
+            v_pages[slot // page_size, slot % page_size] = value[token]
+    return kv_cache
+
+
+def merge_attention_states(out_a, lse_a, out_b, lse_b) -> tuple[np.ndarray, np.ndarray]:
+    """Attention over the union of two disjoint sets of keys, from the results over each. float64."""
+    out_a, out_b = out_a.astype(np.float64), out_b.astype(np.float64)
+    lse_a, lse_b = lse_a.astype(np.float64), lse_b.astype(np.float64)
+    top = np.maximum(lse_a, lse_b)
+    empty = top == -np.inf
+    top = np.where(empty, 0, top)
+    weight_a, weight_b = np.exp(lse_a - top), np.exp(lse_b - top)
+    total = weight_a + weight_b
+    safe = np.where(empty, 1, total)
+    # A side with weight 0 has seen nothing; whatever its rows hold takes no part.
+    part_a = np.where(weight_a[..., None] > 0, out_a * (weight_a / safe)[..., None], 0)
+    part_b = np.where(weight_b[..., None] > 0, out_b * (weight_b / safe)[..., None], 0)
+    with np.errstate(divide="ignore"):
+        lse = np.where(empty, -np.inf, top + np.log(total))
+    return part_a + part_b, lse
