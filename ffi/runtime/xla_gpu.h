@@ -16,7 +16,8 @@ extern "C" {
 
 #define XLA_GPU_EXPORT __attribute__((visibility("default")))
 
-// ---- What the library holds ------------------------------------------------------------------------------------------
+// ---- What the library holds
+// ------------------------------------------------------------------------------------------
 
 typedef struct xla_gpu_handler {
   const char* target;    // "xla_gpu_simple_add"
@@ -31,7 +32,8 @@ XLA_GPU_EXPORT const xla_gpu_handler* xla_gpu_handlers(size_t* count);
 // "compiler": "…", "host_isa": "avx512" (what this processor will run)}.
 XLA_GPU_EXPORT const char* xla_gpu_build_info(void);
 
-// ---- Registration with an XLA runtime --------------------------------------------------------------------------------
+// ---- Registration with an XLA runtime
+// --------------------------------------------------------------------------------
 
 // Stages of a handler, as jax.ffi names them. All but `execute` may be NULL.
 typedef struct xla_gpu_stages {
@@ -47,12 +49,14 @@ XLA_GPU_EXPORT const char* xla_gpu_register_ffi(const XLA_FFI_Api* api, const ch
 
 // Registers with the CUDA runtime inside a PJRT plug-in, through its PJRT_Gpu_Custom_Call extension. `pjrt_api` is the
 // PJRT_Api* of the plug-in.
-XLA_GPU_EXPORT const char* xla_gpu_register_pjrt(const void* pjrt_api, const char* target, const xla_gpu_stages* stages);
+XLA_GPU_EXPORT const char* xla_gpu_register_pjrt(const void* pjrt_api, const char* target,
+                                                 const xla_gpu_stages* stages);
 
 // The FFI API version that a handler was built with, asked from the handler itself; `traits` may be NULL.
 XLA_GPU_EXPORT const char* xla_gpu_handler_version(XLA_FFI_Handler* handler, int* major, int* minor, uint32_t* traits);
 
-// ---- Calls without an XLA runtime (the eager doors) ------------------------------------------------------------------
+// ---- Calls without an XLA runtime (the eager doors)
+// ------------------------------------------------------------------
 
 typedef struct xla_gpu_buffer {
   void* data;
@@ -78,7 +82,7 @@ typedef struct xla_gpu_call_args {
   size_t num_results;
   const xla_gpu_attribute* attributes;
   size_t num_attributes;
-  void* stream;           // cudaStream_t; unused on the host
+  void* stream;            // cudaStream_t; unused on the host
   int32_t device_ordinal;  // -1 on the host
 } xla_gpu_call_args;
 
@@ -86,17 +90,19 @@ typedef struct xla_gpu_call_args {
 // device `device_ordinal`. Writes the handler's error code (XLA_FFI_Error_Code) to `code` where the call failed.
 XLA_GPU_EXPORT const char* xla_gpu_call(const xla_gpu_call_args* args, int32_t* code);
 
-// ---- PJRT adapter ----------------------------------------------------------------------------------------------------
+// ---- PJRT adapter
+// ----------------------------------------------------------------------------------------------------
 
 // Names the PJRT plug-in that this library's GetPjrtApi() stands in front of. Call it before the first GetPjrtApi().
 XLA_GPU_EXPORT const char* xla_gpu_pjrt_use_plugin(const char* path);
 
-// ---- Operators' static questions -------------------------------------------------------------------------------------
+// ---- Operators' static questions
+// -------------------------------------------------------------------------------------
 
 // Bytes of scratch (the last result) of a paged_attention call with these static shapes. dtype: XLA_FFI_DataType.
-XLA_GPU_EXPORT int64_t xla_gpu_paged_attention_scratch_bytes(int64_t num_tokens, int64_t num_heads, int64_t num_kv_heads,
-                                                             int64_t head_dim, int64_t page_size, int64_t max_seqs,
-                                                             int64_t pages_per_seq, int32_t dtype);
+XLA_GPU_EXPORT int64_t xla_gpu_paged_attention_scratch_bytes(int64_t num_tokens, int64_t num_heads,
+                                                             int64_t num_kv_heads, int64_t head_dim, int64_t page_size,
+                                                             int64_t max_seqs, int64_t pages_per_seq, int32_t dtype);
 
 #ifdef __cplusplus
 }

@@ -1,0 +1,105 @@
+#include "ffi/runtime/device.h"
+
+#include <algorithm>
+#include <cstdlib>
+#include <string>
+
+#ifdef XLA_GPU_WITH_CUDA
+#include <cuda_runtime_api.h>
+#endif
+
+namespace xla_gpu {
+namespace {
+
+#ifdef XLA_GPU_WITH_CUDA
+Error CudaError(const char* call, cudaError_t status) {
+  std::string text = std::string(call) + ": " + cudaGetErrorName(status) + ": " + cudaGetErrorString(status);
+  if (status == cudaErrorInsufficientDriver || status == cudaErrorNoDevice || status == cudaErrorStubLibrary) {
+    text += " (this machine has no NVIDIA GPU or driver, or a driver older than CUDA " XLA_GPU_CUDA_VERSION
+            " needs; nvidia-smi shows both)";
+  }
+  // Clears the runtime's memory of the error, so that the next launch on this thread does not report it again.
+  cudaGetLastError();
+  return Error::Internal(std::move(text));
+}
+
+// cudaMallocAsync aligns to this much; it takes no argument for more.
+constexpr size_t kCudaAlignment = 256;
+#else
+Error NoCuda() {
+  return Error::FailedPrecondition("this library was built without CUDA (XLA_GPU_CUDA=OFF)");
+}
+#endif
+
+}  // namespace
+
+DeviceScope::DeviceScope(int32_t device_ordinal) {
+  if (device_ordinal < 0) return;
+#ifdef XLA_GPU_WITH_CUDA
+  int current = -1;
+  if (cudaError_t status = cudaGetDevice(&current); status != cudaSuccess) {
+    error_ = CudaError("cudaGetDevice", status);
+    return;
+  }
+  if (current == device_ordinal) return;
+  if (cudaError_t status = cudaSetDevice(device_ordinal); status != cudaSuccess) {
+    error_ = CudaError(("cudaSetDevice(" + std::to_string(device_ordinal) + ")").c_str(), status);
+    return;
+  }
+  previous_ = current;
+#else
+  error_ = NoCuda();
+#endif
+}
+
+DeviceScope::~DeviceScope() {
+#ifdef XLA_GPU_WITH_CUDA
+  if (previous_ >= 0) cudaSetDevice(previous_);
+#endif
+}
+
+Error AllocateMemory(int32_t device_ordinal, [[maybe_unused]] void* stream, size_t size, size_t alignment,
+                     void** data) {
+  *data = nullptr;
+  if (alignment == 0 || (alignment & (alignment - 1)) != 0) {
+    return Error::InvalidArgument("allocating memory: alignment " + std::to_string(alignment) +
+                                  " is not a power of two");
+  }
+  if (size == 0) return {};
+  if (device_ordinal < 0) {
+    const int status = posix_memalign(data, std::max(alignment, sizeof(void*)), size);
+    if (status == 0) return {};
+    *data = nullptr;
+    return {XLA_FFI_Error_Code_RESOURCE_EXHAUSTED, "allocating " + std::to_string(size) + " bytes: out of memory"};
+  }
+#ifdef XLA_GPU_WITH_CUDA
+  if (alignment > kCudaAlignment) {
+    return Error::InvalidArgument("allocating device memory: alignment " + std::to_string(alignment) +
+                                  ", expected at most " + std::to_string(kCudaAlignment));
+  }
+  if (cudaError_t status = cudaMallocAsync(data, size, static_cast<cudaStream_t>(stream)); status != cudaSuccess) {
+    *data = nullptr;
+    return CudaError(("cudaMallocAsync of " + std::to_string(size) + " bytes").c_str(), status);
+  }
+  return {};
+#else
+  return NoCuda();
+#endif
+}
+
+Error FreeMemory(int32_t device_ordinal, [[maybe_unused]] void* stream, void* data) {
+  if (device_ordinal < 0) {
+    free(data);
+    return {};
+  }
+#ifdef XLA_GPU_WITH_CUDA
+  if (cudaError_t status = cudaFreeAsync(data, static_cast<cudaStream_t>(stream)); status != cudaSuccess) {
+    return CudaError("cudaFreeAsync", status);
+  }
+  return {};
+#else
+  return NoCuda();
+#endif
+}
+
+}  // namespace xla_gpu

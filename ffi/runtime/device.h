@@ -1,0 +1,34 @@
+// Memory and the current device, on the host and on CUDA.
+#ifndef XLA_GPU_RUNTIME_DEVICE_H_
+#define XLA_GPU_RUNTIME_DEVICE_H_
+
+#include <cstddef>
+#include <cstdint>
+
+#include "ffi/runtime/error.h"
+
+namespace xla_gpu {
+
+// Makes a CUDA device the thread's current one as long as the scope lives; -1 (the host) does nothing.
+class DeviceScope {
+ public:
+  explicit DeviceScope(int32_t device_ordinal);
+  ~DeviceScope();
+  DeviceScope(const DeviceScope&) = delete;
+  DeviceScope& operator=(const DeviceScope&) = delete;
+
+  const Error& error() const { return error_; }
+
+ private:
+  Error error_;
+  int previous_ = -1;  // the device to go back to; -1: nothing to undo
+};
+
+// `size` bytes at a multiple of `alignment` (a power of two), on the host (`device_ordinal` -1) or on the current CUDA
+// device in the order of `stream`. Null for size 0.
+Error AllocateMemory(int32_t device_ordinal, void* stream, size_t size, size_t alignment, void** data);
+Error FreeMemory(int32_t device_ordinal, void* stream, void* data);
+
+}  // namespace xla_gpu
+
+#endif  // XLA_GPU_RUNTIME_DEVICE_H_

@@ -1,0 +1,189 @@
+// A PJRT plug-in that is another PJRT plug-in, JAX's CUDA one, with a few entries of its table replaced, so that
+// torch_xla 2.9 (PJRT API 0.7x of August 2025) can use it:
+//  - The platform is called "gpu": torch_xla ends the process on any tensor of a device type called "CUDA".
+//  - Structures that later versions of the API appended to are passed on in a larger, zero-filled copy: newer plug-ins
+//    refuse the smaller ones ("expected 112, got 80").
+// All else is the plug-in's own.
+#include <cstdlib>
+#include <cstring>
+#include <mutex>
+#include <string>
+
+#include "ffi/runtime/error.h"
+#include "ffi/runtime/pjrt_abi.h"
+#include "ffi/runtime/pjrt_plugin.h"
+#include "ffi/runtime/xla_gpu.h"
+
+namespace xla_gpu::pjrt {
+namespace {
+
+// Set once, before any replaced entry can be called.
+const Api* real_api = nullptr;
+
+// A copy of `given` with room for what later versions of the API append. Zero means "not given" for all of it.
+class GrownArgs {
+ public:
+  // A larger structure than this comes from a framework newer than this library, which needs no help.
+  static constexpr size_t kSize = 512;
+  static bool Fits(const void* given) {
+    return given != nullptr && SizeOf(given) >= sizeof(Args) && SizeOf(given) < kSize;
+  }
+
+  explicit GrownArgs(const void* given) {
+    std::memcpy(bytes_, given, SizeOf(given));
+    args()->struct_size = kSize;
+  }
+  Args* args() { return reinterpret_cast<Args*>(bytes_); }
+
+  // Hands the outputs back to the caller, whose structure keeps its own size.
+  void CopyTo(void* given) const {
+    std::memcpy(static_cast<char*>(given) + sizeof(size_t), bytes_ + sizeof(size_t), SizeOf(given) - sizeof(size_t));
+  }
+
+ private:
+  static size_t SizeOf(const void* given) { return static_cast<const Args*>(given)->struct_size; }
+
+  alignas(16) char bytes_[kSize] = {};
+};
+
+void* PlatformName(void* untyped) {
+  auto* args = static_cast<ClientPlatformNameArgs*>(untyped);
+  args->platform_name = "gpu";
+  args->platform_name_size = 3;
+  return nullptr;
+}
+
+void* Execute(void* untyped) {
+  const Entry execute = real_api->entries()[kLoadedExecutableExecute];
+  auto* args = static_cast<LoadedExecutableExecuteArgs*>(untyped);
+  if (args->struct_size < sizeof *args || !GrownArgs::Fits(args->options)) return execute(args);
+  Args* const given = args->options;
+  GrownArgs options(given);
+  args->options = options.args();
+  void* const error = execute(args);
+  args->options = given;
+  return error;
+}
+
+template <size_t kEntry>
+void* CallWithGrownArgs(void* args) {
+  const Entry entry = real_api->entries()[kEntry];
+  if (!GrownArgs::Fits(args)) return entry(args);
+  GrownArgs grown(args);
+  void* const error = entry(grown.args());
+  grown.CopyTo(args);
+  return error;
+}
+
+// The adapter's table in front of `api`.
+const Api* MakeTable(const Api& api) {
+  const size_t words = api.struct_size / sizeof(void*);
+  void** const storage = new void*[words];  // for the rest of the process: threads of the plug-in may outlive main()
+  std::memcpy(storage, &api, words * sizeof(void*));
+  auto* table = reinterpret_cast<Api*>(storage);
+  auto* entries = const_cast<Entry*>(table->entries());
+  const auto replace = [&](size_t entry, Entry replacement) {
+    if (entries[entry] != nullptr) entries[entry] = replacement;
+  };
+  replace(kClientPlatformName, PlatformName);
+  replace(kLoadedExecutableExecute, Execute);
+  replace(kExecutableDeserializeAndLoad, CallWithGrownArgs<kExecutableDeserializeAndLoad>);
+  replace(kExecutableGetCompiledMemoryStats, CallWithGrownArgs<kExecutableGetCompiledMemoryStats>);
+  real_api = &api;
+  return table;
+}
+
+// ---- When there is no plug-in ----------------------------------------------------------------------------------------
+
+// GetPjrtApi() cannot fail, and frameworks use what it returns without looking. So without a plug-in they get a table
+// whose every function fails with the reason.
+std::string& FailureText() {
+  static auto* const text = new std::string;
+  return *text;
+}
+
+void* Fail(void*) { return &FailureText(); }
+void* FailureDestroy(void*) { return nullptr; }
+void* FailureMessage(void* untyped) {
+  auto* args = static_cast<ErrorMessageArgs*>(untyped);
+  args->message = FailureText().c_str();
+  args->message_size = FailureText().size();
+  return nullptr;
+}
+void* FailureGetCode(void* untyped) {
+  static_cast<ErrorGetCodeArgs*>(untyped)->code = kFailedPrecondition;
+  return nullptr;
+}
+
+const Api* FailingTable() {
+  struct Table {
+    Api api;
+    Entry entries[200];  // more than the API of any framework that may come here
+  };
+  static const Table table = [] {
+    Table made = {};
+    made.api.struct_size = sizeof made;
+    made.api.version = {sizeof(Version), nullptr, kMajor, kOldestMinor};
+    for (Entry& entry : made.entries) entry = Fail;
+    made.entries[kErrorDestroy] = FailureDestroy;
+    made.entries[kErrorMessage] = FailureMessage;
+    made.entries[kErrorGetCode] = FailureGetCode;
+    return made;
+  }();
+  return &table.api;
+}
+
+// ---- Which plug-in ---------------------------------------------------------------------------------------------------
+
+std::mutex mutex;  // of what follows
+const Api* adapter_table = nullptr;
+const std::string* adapter_path = nullptr;
+
+Error UsePlugin(const std::string& path) {
+  std::lock_guard<std::mutex> lock(mutex);
+  if (adapter_table != nullptr) {
+    if (path == *adapter_path) return {};
+    return Error::FailedPrecondition("the plug-in " + *adapter_path + " is already in use; a process has one");
+  }
+  const Api* api = nullptr;
+  if (Error error = LoadPlugin(path, &api); !error.ok()) return error;
+  adapter_path = new std::string(path);
+  adapter_table = MakeTable(*api);
+  return {};
+}
+
+const Api* GetTable() {
+  {
+    std::lock_guard<std::mutex> lock(mutex);
+    if (adapter_table != nullptr) return adapter_table;
+  }
+  const char* path = std::getenv("XLA_GPU_PJRT_PLUGIN");
+  Error error = path == nullptr || path[0] == '\0'
+                    ? Error::FailedPrecondition("no PJRT plug-in was named; set XLA_GPU_PJRT_PLUGIN to the path of "
+                                                "JAX's xla_cuda_plugin.so, or let the xla_gpu package find it")
+                    : UsePlugin(path);
+  std::lock_guard<std::mutex> lock(mutex);
+  if (adapter_table != nullptr) return adapter_table;
+  FailureText() = "xla_gpu: " + error.message;
+  return FailingTable();
+}
+
+}  // namespace
+}  // namespace xla_gpu::pjrt
+
+extern "C" const char* xla_gpu_pjrt_use_plugin(const char* path) {
+  using xla_gpu::Error;
+  return xla_gpu::Report(xla_gpu::Guarded("xla_gpu_pjrt_use_plugin", [&]() -> Error {
+    if (path == nullptr || path[0] == '\0') return Error::InvalidArgument("the PJRT plug-in's path is null or empty");
+    return xla_gpu::pjrt::UsePlugin(path);
+  }));
+}
+
+// The entry point of a PJRT plug-in. Never null.
+extern "C" XLA_GPU_EXPORT const void* GetPjrtApi() {
+  try {
+    return xla_gpu::pjrt::GetTable();
+  } catch (...) {  // no memory
+    return xla_gpu::pjrt::FailingTable();
+  }
+}
