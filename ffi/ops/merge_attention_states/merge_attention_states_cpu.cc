@@ -1,0 +1,68 @@
+#include <algorithm>
+#include <cmath>
+#include <limits>
+
+#include "ffi/host/convert.h"
+#include "ffi/host/float_mode.h"
+#include "ffi/ops/merge_attention_states/merge_attention_states.h"
+
+namespace xla_gpu {
+namespace {
+
+// Rows of one work item: enough to outweigh a thread's wake-up.
+constexpr int64_t kRows = 256;
+
+template <class Element>
+void MergeRow(const MergeAttentionStatesParams& p, int64_t row) {
+  using Stored = typename Element::Stored;
+  constexpr float kNone = -std::numeric_limits<float>::infinity();
+  const auto* a = static_cast<const Stored*>(p.out_a) + row * p.head_dim;
+  const auto* b = static_cast<const Stored*>(p.out_b) + row * p.head_dim;
+  auto* out = static_cast<Stored*>(p.out) + row * p.head_dim;
+  const float lse_a = p.lse_a[row];
+  const float lse_b = p.lse_b[row];
+  // A state that saw no key has no part in the result, whatever its values are; two of them are one of the kind.
+  if (lse_a == kNone || lse_b == kNone) {
+    const Stored* other = lse_b == kNone ? a : b;
+    p.lse[row] = lse_b == kNone ? lse_a : lse_b;
+    for (int64_t d = 0; d < p.head_dim; ++d) out[d] = p.lse[row] == kNone ? Element::Store(0.0f) : other[d];
+    return;
+  }
+  const float max = std::max(lse_a, lse_b);
+  const float weight_a = std::exp(lse_a - max);
+  const float weight_b = std::exp(lse_b - max);
+  const float sum = weight_a + weight_b;
+  p.lse[row] = max + std::log(sum);
+  for (int64_t d = 0; d < p.head_dim; ++d) {
+    out[d] = Element::Store((weight_a * Element::Load(a[d]) + weight_b * Element::Load(b[d])) / sum);
+  }
+}
+
+template <class Element>
+Status Merge(const MergeAttentionStatesParams& params, const Executor& executor) {
+  ParallelFor(executor, (params.num_rows + kRows - 1) / kRows, [&params](int64_t block) {
+    const ScopedFloatMode mode;
+    const int64_t end = std::min(params.num_rows, (block + 1) * kRows);
+    for (int64_t row = block * kRows; row < end; ++row) MergeRow<Element>(params, row);
+  });
+  return Status::Ok();
+}
+
+}  // namespace
+
+Status RunMergeAttentionStates(const MergeAttentionStatesParams& params, const Executor& executor) {
+  switch (params.dtype) {
+    case DType::kF32:
+      return Merge<Float32>(params, executor);
+    case DType::kF16:
+      return Merge<Float16>(params, executor);
+    case DType::kBF16:
+      return Merge<BFloat16>(params, executor);
+    case DType::kF8E4M3FN:
+    case DType::kF8E5M2:
+      break;
+  }
+  return Status::InvalidArgument("merge_attention_states: out_a: expected float32, float16 or bfloat16, got float8");
+}
+
+}  // namespace xla_gpu
