@@ -17,10 +17,10 @@ class Executor {
   virtual void Schedule(std::function<void()> task) const = 0;
 };
 
-// Calls `body(i)` once for each i in [0, count), on the caller's thread and on those of `executor`, and returns when all
-// are done. The caller waits for items that another thread has begun, never for a task that has not started: safe when
-// the caller itself occupies the pool's last thread. Which thread runs which item is not defined, so `body` must write
-// results that do not depend on it. `body` must not throw.
+// Calls `body(i)` once for each i in [0, count), on the caller's thread and on those of `executor`, and returns when
+// all are done. The caller waits for items that another thread has begun, never for a task that has not started: safe
+// when the caller itself occupies the pool's last thread. Which thread runs which item is not defined, so `body` must
+// write results that do not depend on it. `body` must not throw.
 void ParallelFor(const Executor& executor, int64_t count, const std::function<void(int64_t)>& body);
 
 }  // namespace xla_gpu
