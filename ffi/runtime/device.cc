@@ -26,9 +26,7 @@ Error CudaError(const char* call, cudaError_t status) {
 // cudaMallocAsync aligns to this much; it takes no argument for more.
 constexpr size_t kCudaAlignment = 256;
 #else
-Error NoCuda() {
-  return Error::FailedPrecondition("this library was built without CUDA (XLA_GPU_CUDA=OFF)");
-}
+Error NoCuda() { return Error::FailedPrecondition("this library was built without CUDA (XLA_GPU_CUDA=OFF)"); }
 #endif
 
 }  // namespace

@@ -63,7 +63,8 @@ XLA_FFI_Error* Serve(const char* name, Args* args, size_t expected_size, Body&& 
   }));
 }
 
-// ---- Errors ----------------------------------------------------------------------------------------------------------
+// ---- Errors
+// ----------------------------------------------------------------------------------------------------------
 
 XLA_FFI_Error* ErrorCreate(XLA_FFI_Error_Create_Args* args) {
   return MakeError(xla_gpu::Guarded("XLA_FFI_Error_Create", [&]() -> Error {
@@ -79,7 +80,8 @@ void ErrorGetMessage(XLA_FFI_Error_GetMessage_Args* args) {
 
 void ErrorDestroy(XLA_FFI_Error_Destroy_Args* args) { DeleteError(args->error); }
 
-// ---- Registration ----------------------------------------------------------------------------------------------------
+// ---- Registration
+// ----------------------------------------------------------------------------------------------------
 
 XLA_FFI_Error* HandlerRegister(XLA_FFI_Handler_Register_Args* args) {
   return Serve("XLA_FFI_Handler_Register", args, XLA_FFI_Handler_Register_Args_STRUCT_SIZE, []() -> Error {
@@ -120,7 +122,8 @@ XLA_FFI_Error* TypeIdRegister(XLA_FFI_TypeId_Register_Args* args) {
   });
 }
 
-// ---- Context: stream, device, run, user data -------------------------------------------------------------------------
+// ---- Context: stream, device, run, user data
+// -------------------------------------------------------------------------
 
 XLA_FFI_Error* StreamGet(XLA_FFI_Stream_Get_Args* args) {
   return Serve("XLA_FFI_Stream_Get", args, XLA_FFI_Stream_Get_Args_STRUCT_SIZE, [&]() -> Error {
@@ -153,7 +156,8 @@ XLA_FFI_Error* ExecutionContextGet(XLA_FFI_ExecutionContext_Get_Args* args) {
   });
 }
 
-// ---- State -----------------------------------------------------------------------------------------------------------
+// ---- State
+// -----------------------------------------------------------------------------------------------------------
 
 XLA_FFI_Error* StateSet(XLA_FFI_State_Set_Args* args) {
   constexpr char kName[] = "XLA_FFI_State_Set";
@@ -191,7 +195,8 @@ XLA_FFI_Error* StateGet(XLA_FFI_State_Get_Args* args) {
   });
 }
 
-// ---- Memory ----------------------------------------------------------------------------------------------------------
+// ---- Memory
+// ----------------------------------------------------------------------------------------------------------
 
 XLA_FFI_Error* DeviceMemoryAllocate(XLA_FFI_DeviceMemory_Allocate_Args* args) {
   return Serve("XLA_FFI_DeviceMemory_Allocate", args, XLA_FFI_DeviceMemory_Allocate_Args_STRUCT_SIZE, [&]() -> Error {
@@ -199,8 +204,7 @@ XLA_FFI_Error* DeviceMemoryAllocate(XLA_FFI_DeviceMemory_Allocate_Args* args) {
     std::lock_guard<std::mutex> lock(context.mutex);
     context.allocations.reserve(context.allocations.size() + 1);  // so that nothing below can fail halfway
     void* data = nullptr;
-    Error error =
-        xla_gpu::AllocateMemory(context.device_ordinal, context.stream, args->size, args->alignment, &data);
+    Error error = xla_gpu::AllocateMemory(context.device_ordinal, context.stream, args->size, args->alignment, &data);
     if (!error.ok()) return error;
     if (data != nullptr) context.allocations.push_back(data);
     args->data = data;
@@ -223,7 +227,8 @@ XLA_FFI_Error* DeviceMemoryFree(XLA_FFI_DeviceMemory_Free_Args* args) {
   });
 }
 
-// ---- Threads ---------------------------------------------------------------------------------------------------------
+// ---- Threads
+// ---------------------------------------------------------------------------------------------------------
 
 // As in XLA:GPU. Handlers' helpers then run the task on the calling thread.
 Error NoThreadPool() { return Error::FailedPrecondition("a call on a CUDA device has no thread pool"); }
@@ -244,7 +249,8 @@ XLA_FFI_Error* ThreadPoolNumThreads(XLA_FFI_ThreadPool_NumThreads_Args* args) {
   });
 }
 
-// ---- Futures ---------------------------------------------------------------------------------------------------------
+// ---- Futures
+// ---------------------------------------------------------------------------------------------------------
 
 void Complete(XLA_FFI_Future* future, Error error) {
   // Holds the state itself: the waiter may delete `future` between the notification and the end of this function.

@@ -63,8 +63,7 @@ Error CheckStages(const xla_gpu_stages& stages, const std::string& runtime, int 
                                        VersionText(metadata.major, metadata.minor) + ", but " + runtime +
                                        " offers API " + VersionText(major, minor) +
                                        "; build the handler with headers of API " + VersionText(major, minor) +
-                                       " or older" +
-                                       (major == 0 && minor == 1 ? " (jaxlib 0.7 ships 0.1)" : ""));
+                                       " or older" + (major == 0 && minor == 1 ? " (jaxlib 0.7 ships 0.1)" : ""));
     }
     if (handler == stages.execute) *traits = metadata.traits;
   }

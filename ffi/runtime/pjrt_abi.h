@@ -44,9 +44,7 @@ struct Api {
   Version version;
 
   const Entry* entries() const { return reinterpret_cast<const Entry*>(this + 1); }
-  size_t num_entries() const {
-    return struct_size < sizeof(Api) ? 0 : (struct_size - sizeof(Api)) / sizeof(Entry);
-  }
+  size_t num_entries() const { return struct_size < sizeof(Api) ? 0 : (struct_size - sizeof(Api)) / sizeof(Entry); }
 };
 static_assert(sizeof(Api) == 40, "PJRT's function table begins 40 bytes into PJRT_Api");
 
@@ -113,8 +111,8 @@ struct GpuRegisterCustomCallArgs {
   void* prepare;
   void* initialize;
   void* execute;
-  uint32_t traits;  // since version 3 of the extension; older plug-ins ask the handler
-  uint32_t unused;  // together with what follows room for later versions: plug-ins refuse a smaller structure than
+  uint32_t traits;   // since version 3 of the extension; older plug-ins ask the handler
+  uint32_t unused;   // together with what follows room for later versions: plug-ins refuse a smaller structure than
   uint64_t room[8];  // their own, and take a larger one
 };
 

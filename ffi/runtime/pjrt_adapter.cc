@@ -93,7 +93,8 @@ const Api* MakeTable(const Api& api) {
   return table;
 }
 
-// ---- When there is no plug-in ----------------------------------------------------------------------------------------
+// ---- When there is no plug-in
+// ----------------------------------------------------------------------------------------
 
 // GetPjrtApi() cannot fail, and frameworks use what it returns without looking. So without a plug-in they get a table
 // whose every function fails with the reason.
@@ -133,7 +134,8 @@ const Api* FailingTable() {
   return &table.api;
 }
 
-// ---- Which plug-in ---------------------------------------------------------------------------------------------------
+// ---- Which plug-in
+// ---------------------------------------------------------------------------------------------------
 
 std::mutex mutex;  // of what follows
 const Api* adapter_table = nullptr;
@@ -159,8 +161,9 @@ const Api* GetTable() {
   }
   const char* path = std::getenv("XLA_GPU_PJRT_PLUGIN");
   Error error = path == nullptr || path[0] == '\0'
-                    ? Error::FailedPrecondition("no PJRT plug-in was named; set XLA_GPU_PJRT_PLUGIN to the path of "
-                                                "JAX's xla_cuda_plugin.so, or let the xla_gpu package find it")
+                    ? Error::FailedPrecondition(
+                          "no PJRT plug-in was named; set XLA_GPU_PJRT_PLUGIN to the path of "
+                          "JAX's xla_cuda_plugin.so, or let the xla_gpu package find it")
                     : UsePlugin(path);
   std::lock_guard<std::mutex> lock(mutex);
   if (adapter_table != nullptr) return adapter_table;

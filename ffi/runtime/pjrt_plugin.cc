@@ -17,19 +17,18 @@ Error CheckApi(const Api& api) {
   const Version& version = api.version;
   if (api.struct_size < sizeof(Api) || api.num_entries() <= kExecutableGetCompiledMemoryStats) {
     return Error::FailedPrecondition("the plug-in's PJRT_Api has " + std::to_string(api.struct_size) +
-                                     " bytes, too few for a PJRT API of version " +
-                                     VersionText(kMajor, kOldestMinor) + kRemedy);
+                                     " bytes, too few for a PJRT API of version " + VersionText(kMajor, kOldestMinor) +
+                                     kRemedy);
   }
   if (version.major_version != kMajor || version.minor_version < kOldestMinor) {
-    return Error::FailedPrecondition("the plug-in offers PJRT API " +
-                                     VersionText(version.major_version, version.minor_version) + ", supported is " +
-                                     VersionText(kMajor, kOldestMinor) + " or newer within " +
-                                     std::to_string(kMajor) + kRemedy);
+    return Error::FailedPrecondition(
+        "the plug-in offers PJRT API " + VersionText(version.major_version, version.minor_version) + ", supported is " +
+        VersionText(kMajor, kOldestMinor) + " or newer within " + std::to_string(kMajor) + kRemedy);
   }
   for (size_t entry : {kErrorDestroy, kErrorMessage, kClientPlatformName, kLoadedExecutableExecute}) {
     if (api.entries()[entry] == nullptr) {
-      return Error::FailedPrecondition("the plug-in leaves entry " + std::to_string(entry) +
-                                       " of its PJRT_Api null" + kRemedy);
+      return Error::FailedPrecondition("the plug-in leaves entry " + std::to_string(entry) + " of its PJRT_Api null" +
+                                       kRemedy);
     }
   }
   return {};

@@ -43,8 +43,8 @@ Error RegisterFfi(const XLA_FFI_Api* api, const char* target, const char* platfo
                                      " bytes) has no function that registers handlers");
   }
   XLA_FFI_Handler_Traits traits = 0;
-  if (Error error = CheckStages(*stages, "the runtime", api->api_version.major_version,
-                                api->api_version.minor_version, &traits);
+  if (Error error =
+          CheckStages(*stages, "the runtime", api->api_version.major_version, api->api_version.minor_version, &traits);
       !error.ok()) {
     return error;
   }

@@ -67,10 +67,10 @@ typedef struct xla_gpu_buffer {
 
 typedef struct xla_gpu_attribute {
   const char* name;  // attributes may come in any order
-  int32_t type;      // XLA_FFI_AttrType: SCALAR, ARRAY or STRING
-  int32_t dtype;     // XLA_FFI_DataType of a scalar's value or of an array's elements; unused for a string
-  const void* data;
-  size_t size;  // elements of an array, bytes of a string, 1 for a scalar
+  int32_t type;      // XLA_FFI_AttrType: SCALAR, ARRAY, STRING or DICTIONARY
+  int32_t dtype;     // XLA_FFI_DataType of a scalar's value or of an array's elements; else unused
+  const void* data;  // the value, the elements, the bytes, or a dictionary's members: const xla_gpu_attribute[size]
+  size_t size;       // 1 for a scalar; elements of an array, bytes of a string, members of a dictionary
 } xla_gpu_attribute;
 
 typedef struct xla_gpu_call_args {

@@ -1,33 +1,10 @@
-// What the library holds: the handler table and the build's description.
-#include <cstddef>
+// The build's description.
 #include <string>
 
 #include "ffi/host/isa.h"
 #include "ffi/runtime/xla_gpu.h"
 
-// xla_gpu_ops.inc holds one line XLA_GPU_OP(stem) for each operator and is written by CMake from the one list of
-// operators, so that a forgotten operator cannot be missing here alone.
-#define XLA_GPU_OP(op) extern "C" XLA_FFI_Error* xla_gpu_##op##_host(XLA_FFI_CallFrame*);
-#include "xla_gpu_ops.inc"
-#undef XLA_GPU_OP
-#ifdef XLA_GPU_WITH_CUDA
-#define XLA_GPU_OP(op) extern "C" XLA_FFI_Error* xla_gpu_##op##_cuda(XLA_FFI_CallFrame*);
-#include "xla_gpu_ops.inc"
-#undef XLA_GPU_OP
-#endif
-
 namespace {
-
-constexpr xla_gpu_handler kHandlers[] = {
-#define XLA_GPU_OP(op) {"xla_gpu_" #op, "Host", xla_gpu_##op##_host},
-#include "xla_gpu_ops.inc"
-#undef XLA_GPU_OP
-#ifdef XLA_GPU_WITH_CUDA
-#define XLA_GPU_OP(op) {"xla_gpu_" #op, "CUDA", xla_gpu_##op##_cuda},
-#include "xla_gpu_ops.inc"
-#undef XLA_GPU_OP
-#endif
-};
 
 #ifdef XLA_GPU_WITH_CUDA
 // "80;90a" -> ["80", "90a"]
@@ -63,11 +40,6 @@ std::string BuildInfo() {
 }
 
 }  // namespace
-
-extern "C" const xla_gpu_handler* xla_gpu_handlers(size_t* count) {
-  if (count != nullptr) *count = sizeof kHandlers / sizeof kHandlers[0];
-  return kHandlers;
-}
 
 extern "C" const char* xla_gpu_build_info(void) {
   try {

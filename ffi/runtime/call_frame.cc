@@ -1,6 +1,7 @@
 // xla_gpu_call: a typed XLA FFI handler called without XLA, over raw pointers.
 #include <algorithm>
 #include <limits>
+#include <memory>
 #include <numeric>
 #include <string>
 #include <string_view>
@@ -17,6 +18,9 @@ namespace {
 
 // XLA's arrays have at most this many dimensions; more is taken for a field that was not set.
 constexpr int32_t kMaxRank = 64;
+
+// Deeper dictionaries are taken for one that holds itself.
+constexpr int kMaxDictionaryDepth = 32;
 
 // Bits of an element, 0 for a type that buffers and attributes cannot have.
 int BitsOf(int32_t dtype) {
@@ -120,66 +124,82 @@ struct Buffers {
   }
 };
 
-// Attributes in the form that handlers take them: sorted by name.
-struct Attributes {
-  std::vector<XLA_FFI_ByteSpan> names;
-  std::vector<XLA_FFI_AttrType> types;
-  std::vector<XLA_FFI_Scalar> scalars;  // of each attribute one of these three is used
-  std::vector<XLA_FFI_Array> arrays;
-  std::vector<XLA_FFI_ByteSpan> strings;
-  std::vector<XLA_FFI_ByteSpan*> name_pointers;
-  std::vector<void*> pointers;
-
-  Error Fill(const xla_gpu_attribute* given, size_t count) {
+// Attributes in the form that handlers take them: sorted by name. A dictionary's are attributes again.
+class Attributes {
+ public:
+  // `path` precedes the names in texts: "options." for those of a dictionary called options.
+  Error Fill(const xla_gpu_attribute* given, size_t count, const std::string& path = {}) {
     if (given == nullptr && count != 0) return Invalid("attributes", "null");
     for (size_t i = 0; i < count; ++i) {
-      if (Error error = Check(i, given[i]); !error.ok()) return error;
+      if (Error error = Check(i, given[i], path); !error.ok()) return error;
     }
     std::vector<size_t> order(count);
     std::iota(order.begin(), order.end(), size_t{0});
     std::sort(order.begin(), order.end(),
               [&](size_t x, size_t y) { return std::string_view(given[x].name) < std::string_view(given[y].name); });
-    names.resize(count);
-    types.resize(count);
-    scalars.resize(count);
-    arrays.resize(count);
-    strings.resize(count);
-    name_pointers.resize(count);
-    pointers.resize(count);
+    names_.resize(count);
+    types_.resize(count);
+    values_.resize(count);
+    name_pointers_.resize(count);
+    pointers_.resize(count);
     for (size_t i = 0; i < count; ++i) {
       const xla_gpu_attribute& attribute = given[order[i]];
       const std::string_view name(attribute.name);
-      if (i > 0 && name == std::string_view(names[i - 1].ptr, names[i - 1].len)) {
-        return Invalid("attribute " + std::string(name), "given twice");
+      if (i > 0 && name == std::string_view(names_[i - 1].ptr, names_[i - 1].len)) {
+        return Invalid("attribute " + path + attribute.name, "given twice");
       }
-      names[i] = {name.data(), name.size()};
-      name_pointers[i] = &names[i];
-      types[i] = static_cast<XLA_FFI_AttrType>(attribute.type);
+      names_[i] = {name.data(), name.size()};
+      name_pointers_[i] = &names_[i];
+      types_[i] = static_cast<XLA_FFI_AttrType>(attribute.type);
+      pointers_[i] = &values_[i];
       const auto dtype = static_cast<XLA_FFI_DataType>(attribute.dtype);
       void* data = const_cast<void*>(attribute.data);  // handlers only read it
-      switch (types[i]) {
+      switch (types_[i]) {
         case XLA_FFI_AttrType_SCALAR:
-          scalars[i] = {dtype, data};
-          pointers[i] = &scalars[i];
+          values_[i].scalar = {dtype, data};
           break;
         case XLA_FFI_AttrType_ARRAY:
-          arrays[i] = {dtype, attribute.size, data};
-          pointers[i] = &arrays[i];
+          values_[i].array = {dtype, attribute.size, data};
           break;
-        default:
-          strings[i] = {static_cast<const char*>(data), attribute.size};
-          pointers[i] = &strings[i];
+        case XLA_FFI_AttrType_STRING:
+          values_[i].string = {static_cast<const char*>(data), attribute.size};
+          break;
+        case XLA_FFI_AttrType_DICTIONARY: {
+          auto& nested = nested_.emplace_back(std::make_unique<Attributes>());
+          const auto* members = static_cast<const xla_gpu_attribute*>(data);
+          Error error = nested->Fill(members, attribute.size, path + attribute.name + ".");
+          if (!error.ok()) return error;
+          values_[i].dictionary = nested->View();
+          break;
+        }
       }
     }
     return {};
   }
 
+  XLA_FFI_Attrs View() {
+    XLA_FFI_Attrs attrs = {};
+    attrs.struct_size = XLA_FFI_Attrs_STRUCT_SIZE;
+    attrs.size = static_cast<int64_t>(pointers_.size());
+    attrs.types = types_.data();
+    attrs.names = name_pointers_.data();
+    attrs.attrs = pointers_.data();
+    return attrs;
+  }
+
  private:
-  static Error Check(size_t index, const xla_gpu_attribute& attribute) {
-    if (attribute.name == nullptr) return Invalid("attribute " + std::to_string(index), "its name is null");
-    const auto invalid = [&](const std::string& what) {
-      return Invalid("attribute " + std::string(attribute.name), what);
-    };
+  union Value {
+    XLA_FFI_Scalar scalar;
+    XLA_FFI_Array array;
+    XLA_FFI_ByteSpan string;
+    XLA_FFI_Attrs dictionary;
+  };
+
+  static Error Check(size_t index, const xla_gpu_attribute& attribute, const std::string& path) {
+    if (attribute.name == nullptr) {
+      return Invalid("attribute " + path + "(number " + std::to_string(index) + ")", "its name is null");
+    }
+    const auto invalid = [&](const std::string& what) { return Invalid("attribute " + path + attribute.name, what); };
     switch (attribute.type) {
       case XLA_FFI_AttrType_SCALAR:
         if (attribute.size != 1) return invalid("a scalar of size " + std::to_string(attribute.size) + ", expected 1");
@@ -191,12 +211,22 @@ struct Attributes {
         }
         [[fallthrough]];
       case XLA_FFI_AttrType_STRING:
+      case XLA_FFI_AttrType_DICTIONARY:
         if (attribute.size != 0 && attribute.data == nullptr) return invalid("data is null");
+        if (std::count(path.begin(), path.end(), '.') >= kMaxDictionaryDepth) return invalid("nested too deeply");
         return {};
       default:
-        return invalid("unknown type " + std::to_string(attribute.type) + " (expected SCALAR, ARRAY or STRING)");
+        return invalid("unknown type " + std::to_string(attribute.type) +
+                       " (expected SCALAR, ARRAY, STRING or DICTIONARY)");
     }
   }
+
+  std::vector<XLA_FFI_ByteSpan> names_;
+  std::vector<XLA_FFI_AttrType> types_;
+  std::vector<Value> values_;
+  std::vector<std::unique_ptr<Attributes>> nested_;
+  std::vector<XLA_FFI_ByteSpan*> name_pointers_;
+  std::vector<void*> pointers_;
 };
 
 // The frame of one call. Its arrays live in the members; `this` must not move.
@@ -230,11 +260,7 @@ class CallFrame {
       frame.rets.types = result_types_.data();
       frame.rets.rets = results_.pointers.data();
     }
-    frame.attrs.struct_size = XLA_FFI_Attrs_STRUCT_SIZE;
-    frame.attrs.size = static_cast<int64_t>(attributes_.pointers.size());
-    frame.attrs.types = attributes_.types.data();
-    frame.attrs.names = attributes_.name_pointers.data();
-    frame.attrs.attrs = attributes_.pointers.data();
+    frame.attrs = attributes_.View();
     Error error = Guarded("the handler", [&] { return TakeError(handler(&frame)); });
     // A future is waited for even beside an error: its task may still write the buffers.
     if (frame.future != nullptr) {
@@ -254,8 +280,8 @@ class CallFrame {
 Error Call(const xla_gpu_call_args* args) {
   if (args == nullptr) return Error::InvalidArgument("xla_gpu_call: args is null");
   if (args->struct_size != sizeof(xla_gpu_call_args)) {
-    return Error::InvalidArgument("xla_gpu_call: struct_size is " + std::to_string(args->struct_size) +
-                                  ", expected " + std::to_string(sizeof(xla_gpu_call_args)) +
+    return Error::InvalidArgument("xla_gpu_call: struct_size is " + std::to_string(args->struct_size) + ", expected " +
+                                  std::to_string(sizeof(xla_gpu_call_args)) +
                                   ": the caller and the library are of different versions");
   }
   if (args->device_ordinal < -1) {
@@ -271,8 +297,8 @@ Error Call(const xla_gpu_call_args* args) {
   if (error = frame.Fill(*args); !error.ok()) return error;
   const DeviceScope device(args->device_ordinal);
   if (!device.error().ok()) {
-    return {device.error().code, "xla_gpu_call: device " + std::to_string(args->device_ordinal) + ": " +
-                                     device.error().message};
+    return {device.error().code,
+            "xla_gpu_call: device " + std::to_string(args->device_ordinal) + ": " + device.error().message};
   }
   XLA_FFI_ExecutionContext context(args->stream, args->device_ordinal);
   const struct {
