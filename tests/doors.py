@@ -9,6 +9,7 @@ import contextlib
 import functools
 import importlib.util
 import os
+from collections.abc import Callable
 
 import numpy as np
 
@@ -24,10 +25,14 @@ class Door:
         """Why this process cannot use the door; None where it can."""
         raise NotImplementedError
 
-    def call(self, operator: str, arrays: dict[str, np.ndarray], **options) -> tuple[np.ndarray, ...]:
-        """The operator's results, from arrays and plain Python values by argument name. Waits for the results, so an
-        error of the handler is raised here."""
+    def run(self, body: Callable, arrays: dict[str, np.ndarray]) -> tuple[np.ndarray, ...]:
+        """The results of `body(ops, **tensors)`, traced into one program; ops is the door's module of operators. Waits
+        for the results, so an error of a handler is raised here."""
         raise NotImplementedError
+
+    def call(self, operator: str, arrays: dict[str, np.ndarray], **options) -> tuple[np.ndarray, ...]:
+        """One operator's results, from arrays and plain Python values by argument name."""
+        return self.run(lambda ops, **tensors: getattr(ops, operator)(**tensors, **options), arrays)
 
     def __repr__(self) -> str:
         return self.name
@@ -48,20 +53,20 @@ class TorchDoor(Door):
     def device(self):
         raise NotImplementedError
 
-    def function(self, operator: str):
+    def module(self):
         import xla_gpu.torch
 
-        return getattr(xla_gpu.torch, operator)
+        return xla_gpu.torch
 
     def tensors(self, arrays: dict[str, np.ndarray]) -> dict:
         from tests.arrays import to_torch
 
         return {name: to_torch(x, self.device()) for name, x in arrays.items()}
 
-    def call(self, operator, arrays, **options):
+    def run(self, body, arrays):
         from tests.arrays import to_numpy
 
-        results = _as_tuple(self.function(operator)(**self.tensors(arrays), **options))
+        results = _as_tuple(body(self.module(), **self.tensors(arrays)))
         return tuple(to_numpy(r) for r in results)
 
 
@@ -121,16 +126,16 @@ class TorchXlaCompiled(TorchXla):
         super().__init__(platform)
         self.name += "-compiled"
 
-    def call(self, operator, arrays, **options):
+    def run(self, body, arrays):
         import torch
 
         from tests.arrays import to_numpy
 
-        function, tensors = self.function(operator), self.tensors(arrays)
+        ops, tensors = self.module(), self.tensors(arrays)
         names = tuple(tensors)
 
         def step(*values):
-            return function(**dict(zip(names, values)), **options)
+            return body(ops, **dict(zip(names, values, strict=True)))
 
         # One code object serves every call of this method; without a reset the recompilation limit is soon reached.
         torch._dynamo.reset()
@@ -168,17 +173,16 @@ class Jax(Door):
 
         return jax.devices("cpu" if self.platform == "host" else "cuda")[0]
 
-    def call(self, operator, arrays, **options):
+    def run(self, body, arrays):
         import jax
 
         import xla_gpu.jax
 
-        function = getattr(xla_gpu.jax, operator)
-        # Only with this switch does JAX know 64-bit integers.
-        wide = any(x.dtype == np.int64 for x in arrays.values() if hasattr(x, "dtype"))
+        # Only with this switch does JAX know 64-bit types.
+        wide = any(x.dtype in (np.int64, np.float64) for x in arrays.values())
         with jax.enable_x64(True) if wide else contextlib.nullcontext():
             placed = jax.device_put(arrays, self.device())
-            results = jax.jit(lambda arrays: function(**arrays, **options))(placed)
+            results = jax.jit(lambda arrays: body(xla_gpu.jax, **arrays))(placed)
             return tuple(np.asarray(r) for r in _as_tuple(results))
 
 

@@ -36,7 +36,7 @@ def test_in_place(door, case):
 
     arrays = cases.build_cache(case)
     tensors = door.tensors(arrays)
-    returned = door.function("reshape_and_cache_")(**tensors)
+    returned = door.module().reshape_and_cache_(**tensors)
     want = reference.reshape_and_cache(**arrays)
     compare.assert_bitwise_equal(to_numpy(tensors["kv_cache"]), want, f"{door.name}: the argument")
     assert returned is None or returned is tensors["kv_cache"]
@@ -50,7 +50,7 @@ def test_functional_leaves_its_argument_alone(door):
 
     arrays = cases.build_cache(cases.CACHE_CASES[0])
     tensors = door.tensors(arrays)
-    new = door.function("reshape_and_cache")(**tensors)
+    new = door.module().reshape_and_cache(**tensors)
     compare.assert_bitwise_equal(to_numpy(new), reference.reshape_and_cache(**arrays), door.name)
     compare.assert_bitwise_equal(to_numpy(tensors["kv_cache"]), arrays["kv_cache"], f"{door.name}: the argument")
 

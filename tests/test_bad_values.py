@@ -1,0 +1,199 @@
+"""Values on the device that the contract excludes: on the host the error that names the sequence; on CUDA, where a
+handler may not look, NaN in that sequence's rows and nothing else; with XLA_GPU_CHECK_INPUTS=1 the error there too."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from tests import cases, compare
+
+CASE = cases.AttentionCase("bad-values", ((2, 40), (3, 33), (1, 17)), num_heads=4, num_kv_heads=2, page_size=8, spare_columns=0)
+BAD_SEQUENCE = 1
+CAPACITY = CASE.pages_per_seq * CASE.page_size
+
+
+def page(value):
+    def change(inputs):
+        inputs.block_tables[BAD_SEQUENCE, 2] = value
+
+    return change
+
+
+def context(value):
+    def change(inputs):
+        inputs.context_lens[BAD_SEQUENCE] = value
+
+    return change
+
+
+NUM_PAGES = cases.build(CASE).kv_cache.shape[0]
+SEQUENCE_VALUES = {
+    "page-is-num_pages": page(NUM_PAGES),
+    "page-minus-1": page(-1),
+    "page-2147483647": page(2**31 - 1),
+    "page-minus-2147483648": page(-(2**31)),
+    "context-negative": context(-1),
+    "context-most-negative": context(-(2**31)),
+    "context-over-capacity": context(CAPACITY + 1),
+    "context-2147483647": context(2**31 - 1),
+}
+
+
+def start(*values):
+    def change(inputs):
+        inputs.query_start_loc[: len(values)] = values
+
+    return change
+
+
+def seqs(value):
+    def change(inputs):
+        inputs.num_seqs[0] = value
+
+    return change
+
+
+# What the error must name, besides the operator.
+BATCH_VALUES = {
+    "starts-fall": (start(0, 4, 2, 6), "sequence 1"),
+    "starts-negative": (start(-1, 2, 5, 6), "sequence 0"),
+    "starts-most-negative": (start(0, -(2**31), 5, 6), "sequence [01]"),
+    "starts-past-num_tokens": (start(0, 2, CASE.num_tokens + 1, CASE.num_tokens + 1), "sequence 1"),
+    "starts-2147483647": (start(0, 2, 5, 2**31 - 1), "sequence 2"),
+    "num_seqs-negative": (seqs(-1), "num_seqs"),
+    "num_seqs-over-max_seqs": (seqs(CASE.max_seqs + 1), "num_seqs"),
+    "num_seqs-2147483647": (seqs(2**31 - 1), "num_seqs"),
+}
+
+# torch_xla and JAX raise what their runtime makes of InvalidArgument; the eager door raises ValueError itself.
+ERRORS = (ValueError, RuntimeError)
+
+
+def good(door):
+    return door.call("paged_attention", cases.build(CASE).arrays(), **CASE.options())[0]
+
+
+def assert_error(door, inputs, pattern):
+    with pytest.raises(ERRORS, match=f"(?s)paged_attention.*{pattern}"):
+        door.call("paged_attention", inputs.arrays(), **CASE.options())
+    # A failing call leaves the next one healthy.
+    out = good(door)
+    assert np.isfinite(out.astype(np.float32)).all()
+
+
+@pytest.mark.parametrize("name", SEQUENCE_VALUES)
+@pytest.mark.doors(platform="host")
+def test_host_names_the_sequence(door, name):
+    inputs = cases.build(CASE)
+    SEQUENCE_VALUES[name](inputs)
+    assert_error(door, inputs, f"sequence {BAD_SEQUENCE}")
+
+
+@pytest.mark.parametrize("name", BATCH_VALUES)
+@pytest.mark.doors(platform="host")
+def test_host_names_what_is_wrong_with_the_batch(door, name):
+    change, pattern = BATCH_VALUES[name]
+    inputs = cases.build(CASE)
+    change(inputs)
+    assert_error(door, inputs, pattern)
+
+
+@pytest.mark.parametrize("name", [*SEQUENCE_VALUES, *BATCH_VALUES])
+@pytest.mark.doors(platform="cuda")
+def test_cuda_error_where_asked_for(door, name, monkeypatch):
+    monkeypatch.setenv("XLA_GPU_CHECK_INPUTS", "1")
+    inputs = cases.build(CASE)
+    if name in SEQUENCE_VALUES:
+        SEQUENCE_VALUES[name](inputs)
+        assert_error(door, inputs, f"sequence {BAD_SEQUENCE}")
+    else:
+        change, pattern = BATCH_VALUES[name]
+        change(inputs)
+        assert_error(door, inputs, pattern)
+
+
+@pytest.mark.parametrize("name", SEQUENCE_VALUES)
+@pytest.mark.doors(platform="cuda")
+def test_cuda_rows_of_that_sequence_are_nan(door, name):
+    want = good(door)
+    inputs = cases.build(CASE)
+    SEQUENCE_VALUES[name](inputs)
+    out, lse = door.call("paged_attention_with_lse", inputs.arrays(), **CASE.options())
+    rows = slice(*inputs.query_start_loc[BAD_SEQUENCE : BAD_SEQUENCE + 2])
+    assert np.isnan(out[rows]).all() and np.isnan(lse[rows]).all()
+    out[rows] = want[rows]
+    compare.assert_bitwise_equal(out, want, f"{door.name}: the other sequences")
+
+
+@pytest.mark.parametrize("name", BATCH_VALUES)
+@pytest.mark.doors(platform="cuda")
+def test_cuda_survives_a_bad_batch(door, name):
+    """Whose rows are whose is in question here; what is promised is no crash, and numbers nowhere invented: a row is
+    either NaN, or 0, or what a sequence with sound metadata would have got."""
+    want = good(door)
+    inputs = cases.build(CASE)
+    BATCH_VALUES[name][0](inputs)
+    (out,) = door.call("paged_attention", inputs.arrays(), **CASE.options())
+    if name.startswith("num_seqs"):
+        assert np.isnan(out).all()
+    sound = {"starts-fall": [0], "starts-2147483647": [0, 1], "starts-past-num_tokens": [0]}.get(name, [])
+    for s in sound:
+        rows = slice(*inputs.query_start_loc[s : s + 2])
+        rows = slice(rows.start, min(rows.stop, want.shape[0]))
+        keep = slice(rows.start, min(rows.stop, int(np.cumsum([q for q, _ in CASE.sequences])[s])))
+        if rows == keep:
+            compare.assert_bitwise_equal(out[keep], want[keep], f"{door.name}: sequence {s}")
+    compare.assert_bitwise_equal(good(door), want, f"{door.name}: the next call")
+
+
+CACHE_CASE = cases.CacheCase("bad-slots", skipped=0)
+SLOTS = CACHE_CASE.num_pages * CACHE_CASE.page_size
+BAD_SLOTS = {"just-past": (SLOTS, "int32"), "2147483647": (2**31 - 1, "int32"), "2**40+17": (2**40 + 17, "int64")}
+
+
+def bad_slot(name):
+    slot, dtype = BAD_SLOTS[name]
+    arrays = cases.build_cache(CACHE_CASE)
+    skipped = dict(arrays, slot_mapping=arrays["slot_mapping"].astype(dtype))
+    skipped["slot_mapping"][4] = -1
+    arrays = dict(skipped, slot_mapping=skipped["slot_mapping"].copy())
+    arrays["slot_mapping"][4] = slot
+    return arrays, skipped
+
+
+def assert_slot_error(door, name):
+    arrays, skipped = bad_slot(name)
+    with pytest.raises(ERRORS, match=rf"(?s)reshape_and_cache.*slot_mapping.*(token 4|\[4\]).*{BAD_SLOTS[name][0]}"):
+        door.call("reshape_and_cache", arrays)
+    door.call("reshape_and_cache", skipped)
+
+
+@pytest.mark.parametrize("name", BAD_SLOTS)
+@pytest.mark.doors(platform="host")
+def test_host_names_the_token_of_a_slot_past_the_cache(door, name):
+    assert_slot_error(door, name)
+
+
+@pytest.mark.parametrize("name", BAD_SLOTS)
+@pytest.mark.doors(platform="cuda")
+def test_cuda_slot_past_the_cache(door, name, monkeypatch):
+    from tests import reference
+
+    arrays, skipped = bad_slot(name)
+    (cache,) = door.call("reshape_and_cache", arrays)
+    compare.assert_bitwise_equal(cache, reference.reshape_and_cache(**skipped), f"{door.name}: skipped")
+    monkeypatch.setenv("XLA_GPU_CHECK_INPUTS", "1")
+    assert_slot_error(door, name)
+
+
+@pytest.mark.doors("eager")
+def test_a_failing_in_place_update_changes_nothing(door):
+    """The slots are checked before the first is written."""
+    from tests.arrays import to_numpy
+
+    arrays, _ = bad_slot("just-past")
+    tensors = door.tensors(arrays)
+    with pytest.raises(ERRORS):
+        door.module().reshape_and_cache_(**tensors)
+    compare.assert_bitwise_equal(to_numpy(tensors["kv_cache"]), arrays["kv_cache"], "the cache after an error")
