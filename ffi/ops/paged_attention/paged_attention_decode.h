@@ -1,0 +1,27 @@
+// The decode path of paged_attention: sequences with few query rows, limited by the bytes of K and V.
+#ifndef XLA_GPU_OPS_PAGED_ATTENTION_PAGED_ATTENTION_DECODE_H_
+#define XLA_GPU_OPS_PAGED_ATTENTION_PAGED_ATTENTION_DECODE_H_
+
+#include <cstdint>
+
+#include "ffi/common/status.h"
+#include "ffi/device/stream.h"
+#include "ffi/ops/paged_attention/paged_attention.h"
+
+namespace xla_gpu {
+
+// Sequences with 1 <= q_len <= kMaxDecodeRows belong to the decode path, longer ones to the prefill path.
+inline constexpr int64_t kMaxDecodeRows = 8;
+
+// Bytes at the start of `scratch` that LaunchDecode may use. Depends on shapes and dtypes alone.
+int64_t DecodeScratchBytes(const PagedAttentionParams& shapes);
+
+// Computes the rows (out, and lse where wanted) of every sequence with 1 <= q_len <= kMaxDecodeRows whose query rows
+// are its own (paged_attention_metadata.cuh), and writes nothing else. Rows of such a sequence are NaN if its
+// context_len or a page number that its queries see is invalid. `params.scratch` holds at least DecodeScratchBytes and
+// its contents may be anything. The launches depend on shapes, attributes and the device alone.
+Status LaunchDecode(const PagedAttentionParams& params, Stream stream);
+
+}  // namespace xla_gpu
+
+#endif  // XLA_GPU_OPS_PAGED_ATTENTION_PAGED_ATTENTION_DECODE_H_
