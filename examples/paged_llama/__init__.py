@@ -1,0 +1,1 @@
+"""A Llama served from a paged KV cache with continuous batching; ../serve_llama.py is the program."""
