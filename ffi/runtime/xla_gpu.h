@@ -52,6 +52,10 @@ XLA_GPU_EXPORT const char* xla_gpu_register_ffi(const XLA_FFI_Api* api, const ch
 XLA_GPU_EXPORT const char* xla_gpu_register_pjrt(const void* pjrt_api, const char* target,
                                                  const xla_gpu_stages* stages);
 
+// The FFI API of the CUDA runtime inside a PJRT plug-in; `ffi_api` receives NULL where the plug-in does not tell (jax
+// 0.7.2's does not, 0.10.2's does).
+XLA_GPU_EXPORT const char* xla_gpu_pjrt_ffi_api(const void* pjrt_api, const XLA_FFI_Api** ffi_api);
+
 // The FFI API version that a handler was built with, asked from the handler itself; `traits` may be NULL.
 XLA_GPU_EXPORT const char* xla_gpu_handler_version(XLA_FFI_Handler* handler, int* major, int* minor, uint32_t* traits);
 
