@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 
 import pytest
@@ -45,3 +46,15 @@ def door(request) -> doors.Door:
     if reason := door.unavailable():
         pytest.skip(f"{door.name}: {reason}")
     return door
+
+
+@pytest.fixture(scope="session")
+def foreign() -> ctypes.CDLL:
+    """The library of ffi/testing: handlers that know nothing of ours."""
+    path = os.environ.get("XLA_GPU_TEST_HANDLERS")
+    if not path:
+        pytest.skip("XLA_GPU_TEST_HANDLERS is not set; `make test` builds them, or CMake with -DXLA_GPU_TEST_HANDLERS=ON")
+    library = ctypes.CDLL(path)
+    library.xla_gpu_test_ticks.restype = ctypes.c_int64
+    library.xla_gpu_test_stage_calls.restype = ctypes.c_int64
+    return library
