@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """Serves a Llama through xla_gpu: greedy generation with continuous batching over a paged KV cache, in torch_xla.
 
-python examples/serve_llama.py --check                       # a small model with random weights, on the CPU
-python examples/serve_llama.py --device gpu --model DIR      # a Hugging Face checkpoint
-python examples/serve_llama.py --device gpu --shape llama3-8b --dtype bfloat16 --ignore-eos --random-prompts 64x2048
+A small model with random weights, on the CPU:      serve_llama.py --check
+A Hugging Face checkpoint, on a GPU:                serve_llama.py --device gpu --model DIR
+A large model's speed, with random weights:         see README.md beside this file
 """
 
 from __future__ import annotations
@@ -157,6 +157,32 @@ def print_texts(requests, tokenizer) -> None:
         print(f"[{index}] {prompt}\n    → {tokenizer.decode(request.generated)!r}")
 
 
+def report(arguments: argparse.Namespace, figures, allocator, seconds: dict[str, float], compiled: int) -> dict:
+    """Prints the figures; returns them for --json."""
+    rates, mixed, decode = figures.rates(), figures.mixed, figures.decode
+    print(
+        f"{figures.seconds:.2f} s of serving after {seconds['load_seconds']:.1f} s of loading and "
+        f"{seconds['compile_seconds']:.1f} s of compiling\n"
+        f"prefill: {mixed.prompt_tokens} tokens, {rates['prefill_tokens_per_second']:.1f} tokens/s in {mixed.steps} "
+        f"mixed steps, which decoded {mixed.new_tokens} tokens besides\n"
+        f"decode: {decode.new_tokens} tokens, {rates['decode_tokens_per_second']:.1f} tokens/s in {decode.steps} steps\n"
+        f"pages: {allocator.handed_out} handed out of {allocator.num_pages}, at most {allocator.peak_used} in use"
+    )
+    settings = ("device", "dtype", "max_seqs", "chunk", "page_size", "num_pages")
+    return {
+        **{name: getattr(arguments, name) for name in settings},
+        "model": str(arguments.model or arguments.shape),
+        **dataclasses.asdict(figures),
+        **rates,
+        **seconds,
+        "prompt_tokens": figures.prompt_tokens,
+        "new_tokens": figures.new_tokens,
+        "pages_handed_out": allocator.handed_out,
+        "most_pages_in_use": allocator.peak_used,
+        "compilations": compiled,
+    }
+
+
 def main(argv: list[str] | None = None) -> int:
     arguments = parse_arguments(argv)
     began = time.perf_counter()
@@ -168,18 +194,22 @@ def main(argv: list[str] | None = None) -> int:
     from paged_llama.model import PagedLlama
     from paged_llama.scheduler import Scheduler
 
-    config, tokenizer, theirs = prepare(arguments)
-    requests, longest = make_requests(arguments, config, tokenizer)
-    scheduler = Scheduler(
-        num_pages=arguments.num_pages,
-        page_size=arguments.page_size,
-        max_seqs=arguments.max_seqs,
-        chunk=arguments.chunk,
-        max_tokens=longest,
-    )
-    scheduler.add(requests)
-    model = PagedLlama(config, getattr(torch, arguments.dtype), longest)
-    load_weights(arguments, model, theirs, device)
+    try:
+        config, tokenizer, theirs = prepare(arguments)
+        requests, longest = make_requests(arguments, config, tokenizer)
+        scheduler = Scheduler(
+            num_pages=arguments.num_pages,
+            page_size=arguments.page_size,
+            max_seqs=arguments.max_seqs,
+            chunk=arguments.chunk,
+            max_tokens=longest,
+        )
+        scheduler.add(requests)
+        model = PagedLlama(config, getattr(torch, arguments.dtype), longest)
+        load_weights(arguments, model, theirs, device)
+    except (ValueError, OSError) as error:
+        print(f"serve_llama.py: {error}", file=sys.stderr)
+        return 2
     engine = Engine(model, scheduler, device)
     loaded = time.perf_counter()
     engine.warm_up()
@@ -188,41 +218,12 @@ def main(argv: list[str] | None = None) -> int:
 
     if not arguments.quiet and not arguments.random_prompts:
         print_texts(requests, tokenizer)
-    rates, allocator = figures.rates(), scheduler.allocator
-    record = (
-        dataclasses.asdict(figures)
-        | rates
-        | {
-            "prompt_tokens": figures.prompt_tokens,
-            "new_tokens": figures.new_tokens,
-            "device": arguments.device,
-            "dtype": arguments.dtype,
-            "model": str(arguments.model or arguments.shape),
-            "requests": len(requests),
-            "max_seqs": arguments.max_seqs,
-            "chunk": arguments.chunk,
-            "page_size": arguments.page_size,
-            "num_pages": arguments.num_pages,
-            "pages_handed_out": allocator.handed_out,
-            "most_pages_in_use": allocator.peak_used,
-            "load_seconds": loaded - began,
-            "compile_seconds": warm - loaded,
-            "compilations": compilations(),
-        }
-    )
-    print(
-        f"{len(requests)} requests in {figures.seconds:.2f} s after {loaded - began:.1f} s of loading and "
-        f"{warm - loaded:.1f} s of compiling\n"
-        f"prefill: {figures.prompt_tokens} tokens, {rates['prefill_tokens_per_second']:.1f} tokens/s in "
-        f"{figures.mixed.steps} mixed steps, which decoded {figures.mixed.new_tokens} tokens besides\n"
-        f"decode: {figures.decode.new_tokens} tokens, {rates['decode_tokens_per_second']:.1f} tokens/s in "
-        f"{figures.decode.steps} steps\n"
-        f"pages: {allocator.handed_out} handed out of {allocator.num_pages}, at most {allocator.peak_used} in use"
-    )
+    seconds = {"load_seconds": loaded - began, "compile_seconds": warm - loaded}
+    record = report(arguments, figures, scheduler.allocator, seconds, compilations())
+    record["requests"] = len(requests)
     wrong = 0
     if arguments.check:
-        wrong = check(arguments, requests, theirs)
-        record["requests_unlike_transformers"] = wrong
+        wrong = record["requests_unlike_transformers"] = check(arguments, requests, theirs)
     if arguments.json:
         arguments.json.write_text(json.dumps(record, indent=2) + "\n")
     if wrong:
@@ -231,7 +232,7 @@ def main(argv: list[str] | None = None) -> int:
     if arguments.check:
         print(
             f"demo: OK, {figures.new_tokens} tokens identical to transformers, "
-            f"{rates['tokens_per_second']:.1f} tokens/s, {record['compilations']} compilations"
+            f"{record['tokens_per_second']:.1f} tokens/s, {record['compilations']} compilations"
         )
     return 0
 
