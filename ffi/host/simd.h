@@ -1,0 +1,250 @@
+// Vectors of the widest kind that the including source is compiled for, as GCC and Clang know them, and the arithmetic
+// on them that kernels need. A kernel's source is compiled once per ISA; each time XLA_GPU_SIMD_NAMESPACE names a
+// namespace of its own.
+//
+// NOTE: such a source must neither define nor call inline functions outside that namespace, those of the C++ library
+// included: the linker keeps one copy of an inline function, and if it kept the AVX-512 one, baseline code would run
+// it.
+#ifndef XLA_GPU_HOST_SIMD_H_
+#define XLA_GPU_HOST_SIMD_H_
+
+#ifndef XLA_GPU_SIMD_NAMESPACE
+#error "define XLA_GPU_SIMD_NAMESPACE before including simd.h"
+#endif
+
+#include <stdint.h>
+#include <string.h>
+
+#if defined(__F16C__)
+#include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
+#endif
+
+#define XLA_GPU_INLINE inline __attribute__((always_inline))
+#if defined(__clang__)
+#define XLA_GPU_UNROLL _Pragma("clang loop unroll(full)")
+#else
+#define XLA_GPU_UNROLL _Pragma("GCC unroll 16")
+#endif
+
+namespace xla_gpu {
+namespace XLA_GPU_SIMD_NAMESPACE {
+
+#if defined(__AVX512F__)
+constexpr int kLanes = 16;
+#elif defined(__AVX2__)
+constexpr int kLanes = 8;
+#else
+constexpr int kLanes = 4;
+#endif
+
+typedef float VecF __attribute__((vector_size(4 * kLanes)));
+typedef int32_t VecI __attribute__((vector_size(4 * kLanes)));
+typedef uint32_t VecU __attribute__((vector_size(4 * kLanes)));
+typedef uint16_t VecU16 __attribute__((vector_size(2 * kLanes)));
+typedef uint8_t VecU8 __attribute__((vector_size(kLanes)));
+
+constexpr float kInfinity = __builtin_inff();
+
+// ---- Moving --------------------------------------------------------------------------------------------------------
+
+template <class Vector>
+XLA_GPU_INLINE Vector LoadAs(const void* from) {
+  Vector vector;
+  memcpy(&vector, from, sizeof(vector));
+  return vector;
+}
+
+XLA_GPU_INLINE VecF LoadF(const float* from) { return LoadAs<VecF>(from); }
+XLA_GPU_INLINE void StoreF(float* to, VecF vector) { memcpy(to, &vector, sizeof(vector)); }
+XLA_GPU_INLINE VecF Broadcast(float value) { return value - VecF{}; }
+XLA_GPU_INLINE VecF BitsToF(VecU bits) { return reinterpret_cast<VecF>(bits); }
+XLA_GPU_INLINE VecU BitsOf(VecF vector) { return reinterpret_cast<VecU>(vector); }
+
+XLA_GPU_INLINE VecI LaneIndex() {
+#if defined(__AVX512F__)
+  return VecI{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+#elif defined(__AVX2__)
+  return VecI{0, 1, 2, 3, 4, 5, 6, 7};
+#else
+  return VecI{0, 1, 2, 3};
+#endif
+}
+
+#if defined(__has_builtin)
+#if __has_builtin(__builtin_shufflevector)
+#define XLA_GPU_SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#endif
+#endif
+#ifndef XLA_GPU_SHUFFLE
+#define XLA_GPU_SHUFFLE(a, b, ...) __builtin_shuffle(a, b, VecI{__VA_ARGS__})
+#endif
+
+// a0 b0 a1 b1 …, of the lower and of the upper half of the lanes.
+XLA_GPU_INLINE VecF InterleaveLow(VecF a, VecF b) {
+#if defined(__AVX512F__)
+  return XLA_GPU_SHUFFLE(a, b, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+#elif defined(__AVX2__)
+  return XLA_GPU_SHUFFLE(a, b, 0, 8, 1, 9, 2, 10, 3, 11);
+#else
+  return XLA_GPU_SHUFFLE(a, b, 0, 4, 1, 5);
+#endif
+}
+
+XLA_GPU_INLINE VecF InterleaveHigh(VecF a, VecF b) {
+#if defined(__AVX512F__)
+  return XLA_GPU_SHUFFLE(a, b, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
+#elif defined(__AVX2__)
+  return XLA_GPU_SHUFFLE(a, b, 4, 12, 5, 13, 6, 14, 7, 15);
+#else
+  return XLA_GPU_SHUFFLE(a, b, 2, 6, 3, 7);
+#endif
+}
+
+// Transposes a square of kLanes vectors: each round of interleaving a[i] with a[i + kLanes / 2] moves one bit of the
+// row index into the lane index.
+XLA_GPU_INLINE void Transpose(VecF (&a)[kLanes]) {
+  XLA_GPU_UNROLL
+  for (int round = 1; round < kLanes; round *= 2) {
+    VecF b[kLanes];
+    XLA_GPU_UNROLL
+    for (int i = 0; i < kLanes / 2; ++i) {
+      b[2 * i] = InterleaveLow(a[i], a[i + kLanes / 2]);
+      b[2 * i + 1] = InterleaveHigh(a[i], a[i + kLanes / 2]);
+    }
+    XLA_GPU_UNROLL
+    for (int i = 0; i < kLanes; ++i) a[i] = b[i];
+  }
+}
+
+// ---- Reducing ------------------------------------------------------------------------------------------------------
+
+XLA_GPU_INLINE VecF Max(VecF a, VecF b) { return a > b ? a : b; }  // b where one of them is NaN
+
+// Lane i of the result is the sum of a[i]'s lanes.
+XLA_GPU_INLINE VecF SumEach(VecF (&a)[kLanes]) {
+  XLA_GPU_UNROLL
+  for (int count = kLanes / 2; count > 0; count /= 2) {
+    XLA_GPU_UNROLL
+    for (int i = 0; i < count; ++i) a[i] = InterleaveLow(a[i], a[i + count]) + InterleaveHigh(a[i], a[i + count]);
+  }
+  return a[0];
+}
+
+XLA_GPU_INLINE float SumLanes(VecF a) {
+  XLA_GPU_UNROLL
+  for (int i = 1; i < kLanes; i *= 2) a = InterleaveLow(a, a) + InterleaveHigh(a, a);
+  return a[0];
+}
+
+XLA_GPU_INLINE float MaxLanes(VecF a) {
+  XLA_GPU_UNROLL
+  for (int i = 1; i < kLanes; i *= 2) a = Max(InterleaveLow(a, a), InterleaveHigh(a, a));
+  return a[0];
+}
+
+// ---- Functions -----------------------------------------------------------------------------------------------------
+
+// e^x for x < 88, within 2 ulp; 0 where the result would be subnormal; NaN stays NaN.
+XLA_GPU_INLINE VecF Exp(VecF x) {
+  // Adding 1.5 * 2^23 rounds to an integer, which is then the low bits of the sum.
+  const VecF magic = Broadcast(0x1.8p23f);
+  const VecF shifted = x * 0x1.715476p0f + magic;
+  const VecF n = shifted - magic;
+  const VecF r = (x - n * 0x1.62e4p-1f) - n * 0x1.7f7d1cp-20f;  // ln 2 in two parts, the first of 15 bits
+  // A fit of (e^r - 1 - r) / r^2 on |r| <= ln 2 / 2 that makes e^r's relative error 3e-9.
+  VecF p = r * 0x1.6a241ap-10f + 0x1.1239f2p-7f;
+  p = p * r + 0x1.5558f2p-5f;
+  p = p * r + 0x1.555492p-3f;
+  p = p * r + 0x1.fffffcp-2f;
+  const VecF mantissa = (p * r) * r + r + 1.0f;
+  const VecF power = BitsToF((BitsOf(shifted) - BitsOf(magic) + 127u) << 23);
+  return x < -87.33654f ? VecF{} : mantissa * power;
+}
+
+// Within 4 ulp; NaN stays NaN.
+XLA_GPU_INLINE VecF Tanh(VecF x) {
+  const VecU sign = BitsOf(x) & 0x80000000u;
+  const VecF magnitude = BitsToF(BitsOf(x) ^ sign);
+  // Near zero 1 - 2 / (e^2x + 1) cancels; there a fit of (tanh(x) / x - 1) / x^2, relative error 4e-9.
+  const VecF z = x * x;
+  VecF p = z * -0.005717045f + 0.020650588f;
+  p = p * z - 0.053743497f;
+  p = p * z + 0.13331491f;
+  p = p * z - 0.33333284f;
+  const VecF small = (p * z) * magnitude + magnitude;
+  const VecF capped = magnitude > 10.0f ? Broadcast(10.0f) : magnitude;  // tanh(10) is 1 in float32
+  const VecF large = 1.0f - 2.0f / (Exp(capped + capped) + 1.0f);
+  return BitsToF(BitsOf(magnitude < 0.625f ? small : large) | sign);
+}
+
+// ---- Element types: how kLanes stored numbers become float32 -------------------------------------------------------
+
+// The first 8 of kLanes numbers, the rest 0: the end of a row whose length is a multiple of 8 but not of kLanes.
+template <class Element>
+XLA_GPU_INLINE VecF LoadEight(const typename Element::Stored* from) {
+  typename Element::Stored padded[kLanes > 8 ? kLanes : 8] = {};
+  memcpy(padded, from, 8 * sizeof(padded[0]));
+  return Element::Load(padded);
+}
+
+struct Float32 {
+  typedef float Stored;
+  static XLA_GPU_INLINE VecF Load(const Stored* from) { return LoadF(from); }
+};
+
+struct BFloat16 {
+  typedef uint16_t Stored;
+  static XLA_GPU_INLINE VecF Load(const Stored* from) {
+    return BitsToF(__builtin_convertvector(LoadAs<VecU16>(from), VecU) << 16);
+  }
+};
+
+XLA_GPU_INLINE VecF Float16ToF(VecU16 half) {
+#if defined(__AVX512F__)
+  return reinterpret_cast<VecF>(_mm512_maskz_cvtph_ps(0xffff, reinterpret_cast<__m256i>(half)));
+#elif defined(__F16C__) && defined(__AVX2__)
+  return reinterpret_cast<VecF>(_mm256_cvtph_ps(reinterpret_cast<__m128i>(half)));
+#elif defined(__aarch64__)
+  return reinterpret_cast<VecF>(vcvt_f32_f16(reinterpret_cast<float16x4_t>(half)));
+#else
+  const VecU bits = __builtin_convertvector(half, VecU);
+  const VecU magnitude = bits & 0x7fffu;
+  const VecU normal = (magnitude << 13) + (112u << 23);
+  const VecU special = normal + (112u << 23);  // infinities and NaN
+  const VecU subnormal = BitsOf(__builtin_convertvector(reinterpret_cast<VecI>(magnitude), VecF) * 0x1p-24f);
+  const VecU absolute = magnitude < 0x0400u ? subnormal : magnitude < 0x7c00u ? normal : special;
+  return BitsToF(absolute | (bits & 0x8000u) << 16);
+#endif
+}
+
+struct Float16 {
+  typedef uint16_t Stored;
+  static XLA_GPU_INLINE VecF Load(const Stored* from) { return Float16ToF(LoadAs<VecU16>(from)); }
+};
+
+struct Float8E5M2 {  // the upper byte of a float16
+  typedef uint8_t Stored;
+  static XLA_GPU_INLINE VecF Load(const Stored* from) {
+    return Float16ToF(__builtin_convertvector(LoadAs<VecU8>(from), VecU16) << 8);
+  }
+};
+
+struct Float8E4M3FN {
+  typedef uint8_t Stored;
+  static XLA_GPU_INLINE VecF Load(const Stored* from) {
+    const VecU bits = __builtin_convertvector(LoadAs<VecU8>(from), VecU);
+    const VecU magnitude = bits & 0x7fu;
+    const VecU normal = (magnitude << 20) + (120u << 23);
+    const VecU subnormal = BitsOf(__builtin_convertvector(reinterpret_cast<VecI>(magnitude), VecF) * 0x1p-9f);
+    const VecU finite = magnitude < 8u ? subnormal : normal;
+    const VecU absolute = magnitude == 0x7fu ? VecU{} + 0x7fc00000u : finite;
+    return BitsToF(absolute | (bits & 0x80u) << 24);
+  }
+};
+
+}  // namespace XLA_GPU_SIMD_NAMESPACE
+}  // namespace xla_gpu
+
+#endif  // XLA_GPU_HOST_SIMD_H_

@@ -1,0 +1,258 @@
+// The two matrix products of host attention, blocked so that a tile's accumulators stay in registers. Compiled once per
+// ISA: see ffi/host/simd.h for what may not be done here.
+#ifndef XLA_GPU_OPS_PAGED_ATTENTION_PAGED_ATTENTION_CPU_PRODUCTS_H_
+#define XLA_GPU_OPS_PAGED_ATTENTION_PAGED_ATTENTION_CPU_PRODUCTS_H_
+
+#include "ffi/host/simd.h"
+#include "ffi/ops/paged_attention/paged_attention_cpu_tile.h"
+
+namespace xla_gpu {
+namespace XLA_GPU_SIMD_NAMESPACE {
+
+// Register blocks are kBlockRows rows by kBlockVectors vectors: half of the registers, the rest for operands.
+constexpr int kBlockRows = 4;
+constexpr int kBlockVectors = kLanes == 16 ? 4 : 2;
+
+// Terms that are summed one by one before they join the rest: the error of a long sum grows with this instead of its
+// length.
+constexpr int64_t kSegment = 32;
+
+// A row's end that fills half a vector only (head_dim 8 modulo 16, 16 lanes).
+XLA_GPU_INLINE bool HasHalfVector(int64_t head_dim) { return head_dim % kLanes != 0; }
+
+// ---- Scores with K as it lies in the cache -------------------------------------------------------------------------
+
+// scores[r, n] = q[r] · k[n] for kRows rows and kLanes / kRows keys, vectorised along head_dim.
+template <class Element, int kRows>
+XLA_GPU_INLINE void ScoreFewRows(const float* q, int64_t q_stride, const typename Element::Stored* k,
+                                 const int64_t* offsets, int64_t last_key, int64_t head_dim, float* scores) {
+  constexpr int kKeys = kLanes / kRows;
+  const typename Element::Stored* rows[kKeys];
+  XLA_GPU_UNROLL
+  for (int n = 0; n < kKeys; ++n) rows[n] = k + offsets[n < last_key ? n : last_key];
+  VecF acc[kLanes] = {};
+  int64_t d = 0;
+  for (; d + kLanes <= head_dim; d += kLanes) {
+    VecF left[kRows];
+    XLA_GPU_UNROLL
+    for (int r = 0; r < kRows; ++r) left[r] = LoadF(q + r * q_stride + d);
+    XLA_GPU_UNROLL
+    for (int n = 0; n < kKeys; ++n) {
+      const VecF right = Element::Load(rows[n] + d);
+      XLA_GPU_UNROLL
+      for (int r = 0; r < kRows; ++r) acc[r * kKeys + n] += left[r] * right;
+    }
+  }
+  if (HasHalfVector(head_dim)) {
+    XLA_GPU_UNROLL
+    for (int n = 0; n < kKeys; ++n) {
+      const VecF right = LoadEight<Element>(rows[n] + d);
+      XLA_GPU_UNROLL
+      for (int r = 0; r < kRows; ++r) acc[r * kKeys + n] += LoadF(q + r * q_stride + d) * right;
+    }
+  }
+  float sums[kLanes];
+  StoreF(sums, SumEach(acc));
+  XLA_GPU_UNROLL
+  for (int r = 0; r < kRows; ++r) memcpy(scores + r * kTileKeys, sums + r * kKeys, kKeys * sizeof(float));
+}
+
+template <class Element, int kRows>
+XLA_GPU_INLINE void ScoreRowsOverKeys(const float* q, int64_t q_stride, const typename Element::Stored* k,
+                                      const int64_t* offsets, int64_t num_keys, int64_t head_dim, float* scores) {
+  constexpr int64_t kKeys = kLanes / kRows;
+  for (int64_t n = 0; n < num_keys; n += kKeys) {
+    ScoreFewRows<Element, kRows>(q, q_stride, k, offsets + n, num_keys - n - 1, head_dim, scores + n);
+  }
+}
+
+// scores[rows, kTileKeys] = q[rows, head_dim] · k[num_keys, head_dim]ᵀ. Columns past num_keys are undefined.
+template <class Element>
+void ScoreDirect(const float* q, int64_t q_stride, int64_t rows, const typename Element::Stored* k,
+                 const int64_t* offsets, int64_t num_keys, int64_t head_dim, float* scores) {
+  int64_t r = 0;
+  for (; r + 4 <= rows; r += 4) {
+    ScoreRowsOverKeys<Element, 4>(q + r * q_stride, q_stride, k, offsets, num_keys, head_dim, scores + r * kTileKeys);
+  }
+  if (r + 2 <= rows) {
+    ScoreRowsOverKeys<Element, 2>(q + r * q_stride, q_stride, k, offsets, num_keys, head_dim, scores + r * kTileKeys);
+    r += 2;
+  }
+  if (r < rows) {
+    ScoreRowsOverKeys<Element, 1>(q + r * q_stride, q_stride, k, offsets, num_keys, head_dim, scores + r * kTileKeys);
+  }
+}
+
+// ---- Scores with K rearranged --------------------------------------------------------------------------------------
+
+// Writes k_t[AccStride(head_dim), kTileKeys], K's tile transposed and in float32, zero past num_keys.
+template <class Element>
+void TransposeKeys(const typename Element::Stored* k, const int64_t* offsets, int64_t num_keys, int64_t head_dim,
+                   float* k_t) {
+  for (int64_t n = 0; n < kTileKeys; n += kLanes) {
+    for (int64_t d = 0; d < head_dim; d += kLanes) {
+      VecF square[kLanes];
+      XLA_GPU_UNROLL
+      for (int i = 0; i < kLanes; ++i) {
+        if (n + i >= num_keys) {
+          square[i] = VecF{};
+        } else if (d + kLanes <= head_dim) {
+          square[i] = Element::Load(k + offsets[n + i] + d);
+        } else {
+          square[i] = LoadEight<Element>(k + offsets[n + i] + d);
+        }
+      }
+      Transpose(square);
+      XLA_GPU_UNROLL
+      for (int i = 0; i < kLanes; ++i) StoreF(k_t + (d + i) * kTileKeys + n, square[i]);
+    }
+  }
+}
+
+template <int kRows>
+XLA_GPU_INLINE void ScoreBlock(const float* q, int64_t q_stride, const float* k_t, int64_t head_dim, float* scores) {
+  for (int64_t segment = 0; segment < head_dim; segment += kSegment) {
+    const int64_t end = segment + kSegment < head_dim ? segment + kSegment : head_dim;
+    VecF acc[kRows][kBlockVectors] = {};
+    for (int64_t d = segment; d < end; ++d) {
+      VecF right[kBlockVectors];
+      XLA_GPU_UNROLL
+      for (int j = 0; j < kBlockVectors; ++j) right[j] = LoadF(k_t + d * kTileKeys + j * kLanes);
+      XLA_GPU_UNROLL
+      for (int r = 0; r < kRows; ++r) {
+        const VecF left = Broadcast(q[r * q_stride + d]);
+        XLA_GPU_UNROLL
+        for (int j = 0; j < kBlockVectors; ++j) acc[r][j] += left * right[j];
+      }
+    }
+    XLA_GPU_UNROLL
+    for (int r = 0; r < kRows; ++r) {
+      XLA_GPU_UNROLL
+      for (int j = 0; j < kBlockVectors; ++j) {
+        float* const score = scores + r * kTileKeys + j * kLanes;
+        StoreF(score, segment == 0 ? acc[r][j] : LoadF(score) + acc[r][j]);
+      }
+    }
+  }
+}
+
+// scores[rows, kTileKeys] = q[rows, head_dim] · k_t[head_dim, kTileKeys].
+inline void ScoreTransposed(const float* q, int64_t q_stride, int64_t rows, const float* k_t, int64_t head_dim,
+                            float* scores) {
+  for (int64_t r = 0; r < rows; r += kBlockRows) {
+    const float* const q_block = q + r * q_stride;
+    for (int64_t n = 0; n < kTileKeys; n += kBlockVectors * kLanes) {
+      float* const block = scores + r * kTileKeys + n;
+      switch (rows - r) {
+        case 1:
+          ScoreBlock<1>(q_block, q_stride, k_t + n, head_dim, block);
+          break;
+        case 2:
+          ScoreBlock<2>(q_block, q_stride, k_t + n, head_dim, block);
+          break;
+        case 3:
+          ScoreBlock<3>(q_block, q_stride, k_t + n, head_dim, block);
+          break;
+        default:
+          ScoreBlock<kBlockRows>(q_block, q_stride, k_t + n, head_dim, block);
+      }
+    }
+  }
+}
+
+// ---- Weighted sums of V --------------------------------------------------------------------------------------------
+
+template <class Element, int kRows, int kVectors, bool kHalf>
+XLA_GPU_INLINE void AddValuesBlock(const float* weights, const typename Element::Stored* v, const int64_t* offsets,
+                                   int64_t num_keys, float* acc, int64_t acc_stride) {
+  VecF sum[kRows][kVectors] = {};
+  for (int64_t n = 0; n < num_keys; ++n) {
+    const typename Element::Stored* const row = v + offsets[n];
+    VecF right[kVectors];
+    XLA_GPU_UNROLL
+    for (int j = 0; j < kVectors; ++j) right[j] = kHalf ? LoadEight<Element>(row) : Element::Load(row + j * kLanes);
+    XLA_GPU_UNROLL
+    for (int r = 0; r < kRows; ++r) {
+      const VecF left = Broadcast(weights[r * kTileKeys + n]);
+      XLA_GPU_UNROLL
+      for (int j = 0; j < kVectors; ++j) sum[r][j] += left * right[j];
+    }
+  }
+  XLA_GPU_UNROLL
+  for (int r = 0; r < kRows; ++r) {
+    XLA_GPU_UNROLL
+    for (int j = 0; j < kVectors; ++j) {
+      float* const to = acc + r * acc_stride + j * kLanes;
+      StoreF(to, LoadF(to) + sum[r][j]);
+    }
+  }
+}
+
+template <class Element, int kRows>
+void AddValuesRows(const float* weights, const typename Element::Stored* v, const int64_t* offsets, int64_t num_keys,
+                   int64_t head_dim, float* acc, int64_t acc_stride) {
+  int64_t d = 0;
+  for (; d + kBlockVectors * kLanes <= head_dim; d += kBlockVectors * kLanes) {
+    AddValuesBlock<Element, kRows, kBlockVectors, false>(weights, v + d, offsets, num_keys, acc + d, acc_stride);
+  }
+  for (; d + kLanes <= head_dim; d += kLanes) {
+    AddValuesBlock<Element, kRows, 1, false>(weights, v + d, offsets, num_keys, acc + d, acc_stride);
+  }
+  if (HasHalfVector(head_dim)) {
+    AddValuesBlock<Element, kRows, 1, true>(weights, v + d, offsets, num_keys, acc + d, acc_stride);
+  }
+}
+
+// acc[rows, head_dim] += weights[rows, num_keys] · v[num_keys, head_dim]; weights' rows lie kTileKeys apart.
+template <class Element>
+void AddValues(const float* weights, int64_t rows, const typename Element::Stored* v, const int64_t* offsets,
+               int64_t num_keys, int64_t head_dim, float* acc, int64_t acc_stride) {
+  for (int64_t r = 0; r < rows; r += kBlockRows) {
+    const float* const w = weights + r * kTileKeys;
+    float* const a = acc + r * acc_stride;
+    switch (rows - r) {
+      case 1:
+        AddValuesRows<Element, 1>(w, v, offsets, num_keys, head_dim, a, acc_stride);
+        break;
+      case 2:
+        AddValuesRows<Element, 2>(w, v, offsets, num_keys, head_dim, a, acc_stride);
+        break;
+      case 3:
+        AddValuesRows<Element, 3>(w, v, offsets, num_keys, head_dim, a, acc_stride);
+        break;
+      default:
+        AddValuesRows<Element, kBlockRows>(w, v, offsets, num_keys, head_dim, a, acc_stride);
+    }
+  }
+}
+
+// Writes packed[num_keys, AccStride(head_dim)], V's tile in float32.
+template <class Element>
+void PackValues(const typename Element::Stored* v, const int64_t* offsets, int64_t num_keys, int64_t head_dim,
+                float* packed) {
+  const int64_t stride = AccStride(head_dim);
+  for (int64_t n = 0; n < num_keys; ++n) {
+    const typename Element::Stored* const row = v + offsets[n];
+    int64_t d = 0;
+    for (; d + kLanes <= head_dim; d += kLanes) StoreF(packed + n * stride + d, Element::Load(row + d));
+    if (HasHalfVector(head_dim)) StoreF(packed + n * stride + d, LoadEight<Element>(row + d));
+  }
+}
+
+// Whether all of a tile's values are finite.
+template <class Element>
+bool AllFinite(const typename Element::Stored* v, const int64_t* offsets, int64_t num_keys, int64_t head_dim) {
+  VecF zeros{};  // times 0 only what is not finite becomes NaN, and a sum never loses that
+  for (int64_t n = 0; n < num_keys; ++n) {
+    const typename Element::Stored* const row = v + offsets[n];
+    int64_t d = 0;
+    for (; d + kLanes <= head_dim; d += kLanes) zeros += Element::Load(row + d) * 0.0f;
+    if (HasHalfVector(head_dim)) zeros += LoadEight<Element>(row + d) * 0.0f;
+  }
+  return SumLanes(zeros) == 0.0f;
+}
+
+}  // namespace XLA_GPU_SIMD_NAMESPACE
+}  // namespace xla_gpu
+
+#endif  // XLA_GPU_OPS_PAGED_ATTENTION_PAGED_ATTENTION_CPU_PRODUCTS_H_
