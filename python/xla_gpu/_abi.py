@@ -1,0 +1,90 @@
+"""The C interface of the library (ffi/runtime/xla_gpu.h) as ctypes types and signatures."""
+
+from __future__ import annotations
+
+import ctypes as ct
+
+ERROR_INVALID_ARGUMENT = 3  # XLA_FFI_Error_Code
+ATTR_ARRAY, ATTR_DICTIONARY, ATTR_SCALAR, ATTR_STRING = 1, 2, 3, 4  # XLA_FFI_AttrType
+
+
+class Handler(ct.Structure):
+    _fields_ = [("target", ct.c_char_p), ("platform", ct.c_char_p), ("execute", ct.c_void_p)]
+
+
+class Stages(ct.Structure):
+    _fields_ = [(stage, ct.c_void_p) for stage in ("instantiate", "prepare", "initialize", "execute")]
+
+
+class Buffer(ct.Structure):
+    _fields_ = [
+        ("data", ct.c_void_p),
+        ("dims", ct.POINTER(ct.c_int64)),
+        ("rank", ct.c_int32),
+        ("dtype", ct.c_int32),
+    ]
+
+
+class Attribute(ct.Structure):
+    _fields_ = [
+        ("name", ct.c_char_p),
+        ("type", ct.c_int32),
+        ("dtype", ct.c_int32),
+        ("data", ct.c_void_p),
+        ("size", ct.c_size_t),
+    ]
+
+
+class CallArgs(ct.Structure):
+    _fields_ = [
+        ("struct_size", ct.c_size_t),
+        ("stages", Stages),
+        ("operands", ct.POINTER(Buffer)),
+        ("num_operands", ct.c_size_t),
+        ("results", ct.POINTER(Buffer)),
+        ("num_results", ct.c_size_t),
+        ("attributes", ct.POINTER(Attribute)),
+        ("num_attributes", ct.c_size_t),
+        ("stream", ct.c_void_p),
+        ("device_ordinal", ct.c_int32),
+    ]
+
+
+# name: (result, arguments). A char* result is an error text, or NULL.
+SIGNATURES = {
+    "xla_gpu_handlers": (ct.POINTER(Handler), [ct.POINTER(ct.c_size_t)]),
+    "xla_gpu_build_info": (ct.c_char_p, []),
+    "xla_gpu_register_ffi": (ct.c_char_p, [ct.c_void_p, ct.c_char_p, ct.c_char_p, ct.POINTER(Stages)]),
+    "xla_gpu_register_pjrt": (ct.c_char_p, [ct.c_void_p, ct.c_char_p, ct.POINTER(Stages)]),
+    "xla_gpu_pjrt_ffi_api": (ct.c_char_p, [ct.c_void_p, ct.POINTER(ct.c_void_p)]),
+    "xla_gpu_handler_version": (
+        ct.c_char_p,
+        [ct.c_void_p, ct.POINTER(ct.c_int), ct.POINTER(ct.c_int), ct.POINTER(ct.c_uint32)],
+    ),
+    "xla_gpu_call": (ct.c_char_p, [ct.POINTER(CallArgs), ct.POINTER(ct.c_int32)]),
+    "xla_gpu_pjrt_use_plugin": (ct.c_char_p, [ct.c_char_p]),
+}
+
+# Questions that operators answer. A library built for kernel work may hold fewer operators.
+OPERATOR_SIGNATURES = {
+    "xla_gpu_paged_attention_scratch_bytes": (ct.c_int64, [ct.c_int64] * 7 + [ct.c_int32]),
+}
+
+
+class _ApiHead(ct.Structure):
+    """What XLA_FFI_Api and PJRT_Api both begin with."""
+
+    _fields_ = [
+        ("struct_size", ct.c_size_t),
+        ("extension_start", ct.c_void_p),
+        ("version_struct_size", ct.c_size_t),
+        ("version_extension_start", ct.c_void_p),
+        ("major", ct.c_int),
+        ("minor", ct.c_int),
+    ]
+
+
+def api_version(address: int) -> tuple[int, int]:
+    """Major and minor version of the XLA_FFI_Api or PJRT_Api at ``address``."""
+    head = _ApiHead.from_address(address)
+    return head.major, head.minor
