@@ -165,7 +165,8 @@ def report(arguments: argparse.Namespace, figures, allocator, seconds: dict[str,
         f"{seconds['compile_seconds']:.1f} s of compiling\n"
         f"prefill: {mixed.prompt_tokens} tokens, {rates['prefill_tokens_per_second']:.1f} tokens/s in {mixed.steps} "
         f"mixed steps, which decoded {mixed.new_tokens} tokens besides\n"
-        f"decode: {decode.new_tokens} tokens, {rates['decode_tokens_per_second']:.1f} tokens/s in {decode.steps} steps\n"
+        f"decode: {decode.new_tokens} tokens, {rates['decode_tokens_per_second']:.1f} tokens/s in {decode.steps} "
+        f"decoding steps\n"
         f"pages: {allocator.handed_out} handed out of {allocator.num_pages}, at most {allocator.peak_used} in use"
     )
     settings = ("device", "dtype", "max_seqs", "chunk", "page_size", "num_pages")

@@ -19,7 +19,7 @@ pytest.importorskip("safetensors")
 EXAMPLES = pathlib.Path(__file__).parents[1] / "examples"
 sys.path.insert(0, str(EXAMPLES))
 
-from paged_llama import weights
+from paged_llama import reference, weights
 from paged_llama.config import SHAPES, LlamaConfig
 from paged_llama.model import PagedLlama, rotation_table
 from paged_llama.scheduler import Request, Scheduler, run
@@ -190,6 +190,20 @@ def test_published_shapes_have_the_size_of_their_names():
 
     assert parameters(SHAPES["llama3-8b"]) == 8_030_261_248
     assert parameters(SHAPES["llama3-1b"]) == 1_235_814_400
+
+
+def test_a_comparison_names_the_first_token_that_differs():
+    model = tiny_model()
+    prompt = [3, 50, 7]
+    expected = reference.generate(model, prompt, 8, frozenset({1}))
+    assert expected == expected_tokens(model, prompt, 8)
+    assert reference.compare(model, prompt, list(expected), expected) is None
+    wrong = [*expected[:5], (expected[5] + 1) % 96, *expected[6:]]
+    mismatch = reference.compare(model, prompt, wrong, expected)
+    assert (mismatch.index, mismatch.got, mismatch.expected) == (5, wrong[5], expected[5])
+    assert 1e-4 < mismatch.gap < 1e3 and f"new token 5: got {wrong[5]}" in str(mismatch)
+    shorter = reference.compare(model, prompt, expected[:4], expected)
+    assert (shorter.index, shorter.got, shorter.expected) == (4, None, expected[4])
 
 
 # ---- The whole program -----------------------------------------------------------------------------------------------
