@@ -1,0 +1,25 @@
+"""Hand-written LLM-serving kernels for XLA programs: one library of typed FFI handlers, four front doors.
+
+``import xla_gpu`` imports no framework. The doors are ``xla_gpu.torch`` (torch_xla, ``torch.compile``, and eager PyTorch on
+CPU and CUDA tensors) and ``xla_gpu.jax``.
+"""
+
+__version__: str
+
+
+def __getattr__(name: str) -> str:
+    # Looked up when asked for: torch_xla imports this package at start-up, and importlib.metadata costs milliseconds.
+    if name != "__version__":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import metadata
+    from pathlib import Path
+
+    project = Path(__file__).parents[2] / "pyproject.toml"
+    if project.is_file():  # a checkout on PYTHONPATH, whatever may be installed beside it
+        import tomllib
+
+        version = tomllib.loads(project.read_text())["project"]["version"]
+    else:
+        version = metadata.version("xla_gpu")
+    globals()[name] = version
+    return str(version)

@@ -1,0 +1,86 @@
+"""torch.ops.xla_gpu.*: the operators as torch.library ones, for XLA, CPU, CUDA and fake tensors."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from . import _torch_eager, _torch_xla
+from ._signature import OpCall, Operator, check_inputs_requested
+from ._torch_tensors import check_operands, spec, torch_dtype
+
+LIBRARY = torch.library.Library("xla_gpu", "FRAGMENT")
+BACKENDS = ("CPU", "CUDA", "XLA")
+
+Results = tuple[torch.Tensor, ...]
+
+
+def run(call: OpCall, tensors: Sequence[torch.Tensor], in_place: bool = False) -> Results:
+    """Runs ``call`` on tensors of one device. Every operator and ffi_call end here."""
+    device = check_operands(call.name, call.operand_names, tensors)
+    if device.type == "xla":
+        return _torch_xla.run(call, tensors)
+    return _torch_eager.run(call, tensors, in_place)
+
+
+def fake_results(call: OpCall, tensors: Sequence[torch.Tensor]) -> Results:
+    """Results without values, for fake and meta tensors."""
+    device = check_operands(call.name, call.operand_names, tensors)
+    return tuple(
+        torch.empty(result.shape, dtype=torch_dtype(call.name, result.dtype), device=device) for result in call.results
+    )
+
+
+class Binder:
+    """Turns the arguments of an operator's kernel into its OpCall and the operand tensors."""
+
+    def __init__(self, operator: Operator) -> None:
+        self._operator = operator
+        self._names = [argument.name for argument in torch._C.parse_schema(f"_{operator.schema}").arguments]
+        # typed: True, 1 and 1.0 are equal, and only one of them is a window.
+        self._bind = functools.lru_cache(maxsize=4096, typed=True)(operator.bind)
+
+    def arguments(self, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """By name; those that have their default may be absent."""
+        return {**dict(zip(self._names, args, strict=False)), **kwargs}
+
+    def bind(self, arguments: dict[str, Any], traced: bool) -> tuple[OpCall, list[torch.Tensor]]:
+        tensors, values = [], dict(arguments)
+        for operand in self._operator.operands:
+            tensor = values.get(operand)
+            if tensor is not None:
+                tensors.append(tensor)
+                values[operand] = spec(f"{self._operator.name}: {operand}", tensor)
+        # Fake tensors may have symbols for sizes, which no cache can take.
+        bind = self._operator.bind if traced else self._bind
+        return bind(**values, check_inputs=check_inputs_requested()), tensors
+
+
+def define(name: str, schema: str, kernel: Callable[..., Any], fake: Callable[..., Any]) -> None:
+    """Defines torch.ops.xla_gpu.<name> with one kernel for all backends."""
+    LIBRARY.define(f"{name}{schema}", tags=(torch.Tag.pt2_compliant_tag,))
+    for backend in BACKENDS:
+        LIBRARY.impl(name, kernel, backend)
+    torch.library.register_fake(f"xla_gpu::{name}", fake, lib=LIBRARY)
+
+
+def define_operator(operator: Operator, calls: Callable[..., Results] | None = None) -> None:
+    """Defines an operator; ``calls(call, tensors, arguments)``, if given, takes the place of ``run(call, tensors)``."""
+    binder = Binder(operator)
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        arguments = binder.arguments(args, kwargs)
+        call, tensors = binder.bind(arguments, traced=False)
+        return _unpacked(run(call, tensors) if calls is None else calls(call, tensors, arguments))
+
+    def fake(*args: Any, **kwargs: Any) -> Any:
+        return _unpacked(fake_results(*binder.bind(binder.arguments(args, kwargs), traced=True)))
+
+    define(operator.name, operator.schema, kernel, fake)
+
+
+def _unpacked(results: Results) -> Any:
+    return results[0] if len(results) == 1 else results

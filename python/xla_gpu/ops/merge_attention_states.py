@@ -1,0 +1,57 @@
+"""merge_attention_states: one attention result from two over disjoint sets of keys."""
+
+from __future__ import annotations
+
+from .._checks import FLOATS, Checks
+from .._signature import ArraySpec, OpCall, Operator
+
+CONTRACT = """
+With ``paged_attention_with_lse`` run over two disjoint sets of keys (a prefix that many sequences share and the rest, or the
+shards of a context), this gives the attention over their union:
+``lse = log(exp(lse_a) + exp(lse_b))`` and ``out = exp(lse_a - lse) * out_a + exp(lse_b - lse) * out_b``, in float32.
+
+Args:
+  out_a: T[num_tokens, num_heads, head_dim]; T is float32, float16 or bfloat16.
+  lse_a: float32[num_tokens, num_heads], natural logarithm; -inf where the row saw no key.
+  out_b: as out_a.
+  lse_b: as lse_a.
+
+Returns:
+  (out, lse) of the shapes and dtypes of (out_a, lse_a). A row that saw no key on either side is 0 with lse -inf.
+
+Raises:
+  TypeError: an argument has another dtype.
+  ValueError: an argument has another shape.
+"""
+
+_check = Checks("merge_attention_states")
+
+
+def _bind(
+    out_a: ArraySpec, lse_a: ArraySpec, out_b: ArraySpec, lse_b: ArraySpec, *, check_inputs: bool = False
+) -> OpCall:
+    del check_inputs  # no value of an element is wrong
+    axes = "num_tokens, num_heads, head_dim"
+    _check.dtype("out_a", out_a, FLOATS)
+    num_tokens, num_heads, _ = _check.rank("out_a", out_a, axes)
+    _check.dtype("lse_a", lse_a, ("float32",))
+    _check.shape("lse_a", lse_a, (num_tokens, num_heads), "num_tokens, num_heads")
+    _check.dtype("out_b", out_b, (out_a.dtype,), " (as out_a)")
+    _check.shape("out_b", out_b, out_a.shape, axes)
+    _check.dtype("lse_b", lse_b, ("float32",))
+    _check.shape("lse_b", lse_b, lse_a.shape, "num_tokens, num_heads")
+    return OpCall(
+        name="merge_attention_states",
+        target="xla_gpu_merge_attention_states",
+        operand_names=OPERATOR.operands,
+        operands=(out_a, lse_a, out_b, lse_b),
+        results=(out_a, lse_a),
+    )
+
+
+OPERATOR = Operator(
+    "merge_attention_states",
+    "(Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b) -> (Tensor, Tensor)",
+    ("out_a", "lse_a", "out_b", "lse_b"),
+    _bind,
+)

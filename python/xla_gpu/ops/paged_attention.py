@@ -1,0 +1,169 @@
+"""paged_attention: attention of the new tokens of a ragged batch over a paged KV cache."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy as np
+
+from .. import _library
+from .._attributes import attributes
+from .._checks import FLOATS, Checks
+from .._dtypes import DTYPES
+from .._signature import ArraySpec, OpCall, Operator
+from ._cache import check_cache, check_scales
+
+CONTRACT = """
+Sequences of any lengths share one call: prefill, chunks of it and decode steps mix freely. Attention is causal and aligned to
+the end: query i of a sequence with q_len rows sits at position ``context_len - q_len + i``. Query head h reads kv head
+``h // (num_heads // num_kv_heads)``. Scores, softmax and sums are float32.
+
+Args:
+  query: T[num_tokens, num_heads, head_dim], the new tokens of all sequences, one after the other. T is float32, float16
+    or bfloat16; head_dim a multiple of 8 up to 256.
+  kv_cache: T[num_pages, page_size, 2 * num_kv_heads, head_dim] with K of head h at 2h and V at 2h + 1, or
+    T[2, num_pages, page_size, num_kv_heads, head_dim] with K first. It may be float8_e4m3fn or float8_e5m2 instead of T.
+    It holds K and V of the new tokens already (see reshape_and_cache).
+  context_lens: int32[max_seqs], tokens of each sequence, the new ones included.
+  block_tables: int32[max_seqs, pages_per_seq]; page i of sequence s is ``kv_cache[block_tables[s, i]]``.
+  query_start_loc: int32[max_seqs + 1]; sequence s owns the rows ``query_start_loc[s] : query_start_loc[s + 1]`` of query.
+  num_seqs: int32[1], or an int: how many of max_seqs are live. An int is part of the traced program; pass an array where
+    it changes from step to step.
+  scale: multiplies q . k; often ``head_dim ** -0.5``. A number, not an array.
+  sliding_window: a query sees its last ``sliding_window`` keys, itself included; None: all.
+  soft_cap: scores become ``soft_cap * tanh(score / soft_cap)``, after scale and before the mask; None: off.
+  k_scale: float32[1] or float32[num_kv_heads], given with a float8 cache and with no other: K is stored * k_scale.
+  v_scale: as k_scale, for V.
+  sinks: float32[num_heads], a logit per head that takes part in the softmax's sum and has no value; None: none.
+
+Returns:
+  T[num_tokens, num_heads, head_dim]. A row that sees no key is 0, and so are the rows from ``query_start_loc[num_seqs]``
+  on. Entries of the metadata past num_seqs, entries of block_tables past the context and cache slots past it are never read.
+
+Raises:
+  TypeError: an argument has another dtype or type.
+  ValueError: an argument has another shape, or a number is out of its range.
+
+  Wrong numbers in context_lens, block_tables, query_start_loc or num_seqs never lead to an access out of bounds. On the
+  host they are an error that names the sequence, raised where the result is first needed. On CUDA the rows of that
+  sequence are NaN; with XLA_GPU_CHECK_INPUTS=1 in the environment when the call is traced the handler looks at them, at
+  the price of waiting for the device, and returns the error.
+"""
+
+CONTRACT_WITH_LSE = """
+Takes what paged_attention takes, and returns beside its result the logarithm of the softmax's sum, with which
+merge_attention_states combines results over disjoint sets of keys.
+
+Returns:
+  (out, lse): out as of paged_attention; lse float32[num_tokens, num_heads], natural logarithm, sinks included, -inf for
+  rows that see no key.
+"""
+
+MAX_HEAD_DIM = 256
+
+_TARGET = "xla_gpu_paged_attention"
+_TARGET_WITH_LSE = "xla_gpu_paged_attention_with_lse"
+
+OPERANDS = (
+    *("query", "kv_cache", "context_lens", "block_tables", "query_start_loc", "num_seqs"),
+    *("k_scale", "v_scale", "sinks"),
+)
+
+_ARGUMENTS = (
+    "(Tensor query, Tensor kv_cache, Tensor context_lens, Tensor block_tables, Tensor query_start_loc, Tensor num_seqs, *, "
+    "float scale, int? sliding_window=None, float? soft_cap=None, "
+    "Tensor? k_scale=None, Tensor? v_scale=None, Tensor? sinks=None)"
+)
+
+
+def bind_call(
+    check: Checks,
+    target: str,
+    query: ArraySpec,
+    kv_cache: ArraySpec,
+    context_lens: ArraySpec,
+    block_tables: ArraySpec,
+    query_start_loc: ArraySpec,
+    num_seqs: ArraySpec,
+    *,
+    scale: float,
+    sliding_window: int | None = None,
+    soft_cap: float | None = None,
+    k_scale: ArraySpec | None = None,
+    v_scale: ArraySpec | None = None,
+    sinks: ArraySpec | None = None,
+    check_inputs: bool = False,
+) -> OpCall:
+    """The custom call of any operator that is paged attention; ``check`` names the operator and its arguments."""
+    check.dtype("query", query, FLOATS)
+    num_tokens, num_heads, head_dim = check.rank("query", query, "num_tokens, num_heads, head_dim")
+    if head_dim % 8 != 0 or not 8 <= head_dim <= MAX_HEAD_DIM:
+        raise check.value_error("query", f"head_dim a multiple of 8 from 8 to {MAX_HEAD_DIM}", query)
+
+    cache = check_cache(check, kv_cache, query.dtype, "query")
+    if cache.head_dim != head_dim:
+        raise check.value_error("kv_cache", f"head_dim {head_dim} (as query)", kv_cache)
+    if num_heads < 1 or num_heads % cache.num_kv_heads != 0:
+        raise check.value_error("query", f"num_heads a multiple of num_kv_heads = {cache.num_kv_heads}", query)
+
+    int32 = ("int32",)
+    for argument, spec in (
+        ("context_lens", context_lens),
+        ("block_tables", block_tables),
+        ("query_start_loc", query_start_loc),
+        ("num_seqs", num_seqs),
+    ):
+        check.dtype(argument, spec, int32)
+    (max_seqs,) = check.rank("context_lens", context_lens, "max_seqs")
+    _, pages_per_seq = check.rank("block_tables", block_tables, "max_seqs, pages_per_seq")
+    check.shape("block_tables", block_tables, (max_seqs, pages_per_seq), "max_seqs, pages_per_seq")
+    check.shape("query_start_loc", query_start_loc, (max_seqs + 1,), "max_seqs + 1")
+    check.shape("num_seqs", num_seqs, (1,), "1")
+
+    kv_scales = check_scales(check, kv_cache, cache.num_kv_heads, k_scale, v_scale)
+    if sinks is not None:
+        check.dtype("sinks", sinks, ("float32",))
+        check.shape("sinks", sinks, (num_heads,), "num_heads")
+
+    values = {
+        "scale": check.float32("scale", scale),
+        "sliding_window": np.int64(0 if sliding_window is None else check.integer("sliding_window", sliding_window, 1)),
+        "soft_cap": np.float32(0) if soft_cap is None else check.float32("soft_cap", soft_cap, positive=True),
+        "check_inputs": np.bool_(check_inputs),
+        "kv_scales": np.bool_(kv_scales),
+        "has_sinks": np.bool_(sinks is not None),
+    }
+    specs = (query, kv_cache, context_lens, block_tables, query_start_loc, num_seqs, k_scale, v_scale, sinks)
+    given = [(argument, spec) for argument, spec in zip(OPERANDS, specs, strict=True) if spec is not None]
+    lse = (ArraySpec((num_tokens, num_heads), "float32"),) if target == _TARGET_WITH_LSE else ()
+    return OpCall(
+        name=check.name,
+        target=target,
+        operand_names=tuple(check.argument(argument) for argument, _ in given),
+        operands=tuple(spec for _, spec in given),
+        results=(query, *lse),
+        attributes=attributes(check.name, values),
+        scratch=functools.partial(
+            _scratch_bytes,
+            *(num_tokens, num_heads, cache.num_kv_heads, head_dim, cache.page_size, max_seqs, pages_per_seq),
+            query.dtype,
+        ),
+    )
+
+
+def _scratch_bytes(*shape_and_dtype: Any) -> int:
+    *shape, dtype = shape_and_dtype
+    return _library.load().paged_attention_scratch_bytes(*map(int, shape), DTYPES[dtype].code)
+
+
+def _bind(*args: ArraySpec, **kwargs: Any) -> OpCall:
+    return bind_call(Checks("paged_attention"), _TARGET, *args, **kwargs)
+
+
+def _bind_with_lse(*args: ArraySpec, **kwargs: Any) -> OpCall:
+    return bind_call(Checks("paged_attention_with_lse"), _TARGET_WITH_LSE, *args, **kwargs)
+
+
+OPERATOR = Operator("paged_attention", f"{_ARGUMENTS} -> Tensor", OPERANDS, _bind)
+OPERATOR_WITH_LSE = Operator("paged_attention_with_lse", f"{_ARGUMENTS} -> (Tensor, Tensor)", OPERANDS, _bind_with_lse)

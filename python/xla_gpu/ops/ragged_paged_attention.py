@@ -1,0 +1,114 @@
+"""ragged_paged_attention: the signature of torch_xla's operator for TPUs, over paged_attention's custom call."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .._checks import FLOAT8S, Checks
+from .._signature import ArraySpec, OpCall, Operator
+from .paged_attention import bind_call
+
+CONTRACT = """
+The parameters of torch_xla's ``torch.ops.xla.ragged_paged_attention``, so that code written for TPUs moves over by its
+namespace. See paged_attention for the meaning of the arrays.
+
+Args:
+  q: T[num_tokens, num_heads, head_dim]; T is float32, float16 or bfloat16.
+  kv_pages: T[num_pages, page_size, 2 * num_kv_heads, head_dim], or of dtype float8_e4m3fn or float8_e5m2.
+  kv_lens: int32[max_seqs].
+  page_indices: int32[max_seqs, pages_per_seq].
+  cu_q_lens: int32[max_seqs + 1].
+  num_seqs: int32[1].
+  sm_scale: multiplies q . k.
+  sliding_window: a query sees its last ``sliding_window`` keys, itself included; None: all.
+  soft_cap: ``soft_cap * tanh(score / soft_cap)``; None: off.
+  mask_value: accepted and ignored. Masked keys are left out exactly, which no finite number does.
+  k_scale: K is stored * k_scale, for any dtype of kv_pages; None: 1.
+  v_scale: as k_scale, for V.
+  use_kernel: False runs a reference in the framework's own operations instead of the handler, on any device.
+  num_kv_pages_per_block: tuning of the TPU kernel: accepted and ignored.
+  num_queries_per_block: accepted and ignored.
+  vmem_limit_bytes: accepted and ignored.
+
+Returns:
+  T[num_tokens, num_heads, head_dim]. Rows past the live sequences are 0.
+
+Raises:
+  TypeError: an argument has another dtype or type.
+  ValueError: an argument has another shape, or a number is out of its range.
+"""
+
+_check = Checks("ragged_paged_attention")
+
+_NAMES = {
+    "query": "q",
+    "kv_cache": "kv_pages",
+    "context_lens": "kv_lens",
+    "block_tables": "page_indices",
+    "query_start_loc": "cu_q_lens",
+    "scale": "sm_scale",
+}
+
+ONE = ArraySpec((1,), "float32")
+
+
+def number(argument: str, value: float | None) -> float:
+    """k_scale or v_scale as the factor that it is."""
+    return 1.0 if value is None else float(_check.float32(argument, value))
+
+
+def has_float8_cache(kv_pages: ArraySpec) -> bool:
+    """Whether k_scale and v_scale become operands of the custom call; otherwise they are folded into other factors."""
+    return kv_pages.dtype in FLOAT8S
+
+
+def _bind(
+    q: ArraySpec,
+    kv_pages: ArraySpec,
+    kv_lens: ArraySpec,
+    page_indices: ArraySpec,
+    cu_q_lens: ArraySpec,
+    num_seqs: ArraySpec,
+    sm_scale: float = 1.0,
+    sliding_window: int | None = None,
+    soft_cap: float | None = None,
+    mask_value: float | None = None,
+    k_scale: float | None = None,
+    v_scale: float | None = None,
+    use_kernel: bool = True,
+    num_kv_pages_per_block: int | None = None,
+    num_queries_per_block: int | None = None,
+    vmem_limit_bytes: int | None = None,
+    *,
+    check_inputs: bool = False,
+) -> OpCall:
+    del mask_value, use_kernel, num_kv_pages_per_block, num_queries_per_block, vmem_limit_bytes
+    if len(_check.array("kv_pages", kv_pages).shape) != 4:
+        raise _check.value_error("kv_pages", "rank 4 [num_pages, page_size, 2 * num_kv_heads, head_dim]", kv_pages)
+    scales: dict[str, Any] = {}
+    k_factor, _ = number("k_scale", k_scale), number("v_scale", v_scale)
+    if has_float8_cache(kv_pages):
+        scales = {"k_scale": ONE, "v_scale": ONE}
+        k_factor = 1.0
+    scale = float(_check.float32("sm_scale", sm_scale)) * k_factor
+    return bind_call(
+        Checks("ragged_paged_attention", _NAMES),
+        "xla_gpu_paged_attention",
+        *(q, kv_pages, kv_lens, page_indices, cu_q_lens, num_seqs),
+        scale=scale,
+        sliding_window=sliding_window,
+        soft_cap=soft_cap,
+        check_inputs=check_inputs,
+        **scales,
+    )
+
+
+OPERATOR = Operator(
+    "ragged_paged_attention",
+    "(Tensor q, Tensor kv_pages, Tensor kv_lens, Tensor page_indices, Tensor cu_q_lens, Tensor num_seqs, "
+    "float sm_scale=1.0, int? sliding_window=None, float? soft_cap=None, float? mask_value=None, float? k_scale=None, "
+    "float? v_scale=None, bool use_kernel=True, int? num_kv_pages_per_block=None, int? num_queries_per_block=None, "
+    "int? vmem_limit_bytes=None) -> Tensor",
+    ("q", "kv_pages", "kv_lens", "page_indices", "cu_q_lens", "num_seqs"),
+    _bind,
+)
