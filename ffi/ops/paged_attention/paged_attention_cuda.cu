@@ -1,0 +1,65 @@
+// paged_attention on a GPU: checks what the kernels rely on, and launches the paths. Each path finds its sequences on
+// the device, so that the launches depend on shapes alone.
+#include <cstdint>
+#include <string>
+
+#include "ffi/ops/paged_attention/paged_attention.h"
+#include "ffi/ops/paged_attention/paged_attention_decode.h"
+#include "ffi/ops/paged_attention/paged_attention_prefill.h"
+
+namespace xla_gpu {
+namespace {
+
+Status CheckAligned(const char* argument, const void* pointer, uintptr_t bytes) {
+  if (reinterpret_cast<uintptr_t>(pointer) % bytes == 0) return Status::Ok();
+  return Status::InvalidArgument(std::string("paged_attention: ") + argument + ": expected an address aligned to " +
+                                 std::to_string(bytes) + " bytes, got one that is not");
+}
+
+// Chunks of 8 elements are read and written whole.
+Status CheckLayout(const PagedAttentionParams& params) {
+  const uintptr_t cache_chunk = IsFloat8(params.cache_dtype) ? 8 : 16;
+  for (const Status& status :
+       {CheckAligned("query", params.query, 16), CheckAligned("out", params.out, 16),
+        CheckAligned("kv_cache", params.k_cache, cache_chunk), CheckAligned("kv_cache", params.v_cache, cache_chunk)}) {
+    if (!status.ok()) return status;
+  }
+  if (params.head_dim % 8 != 0 || params.head_dim > kMaxHeadDim ||
+      (params.page_stride | params.slot_stride | params.head_stride) % 8 != 0) {
+    return Status::InvalidArgument(
+        "paged_attention: kv_cache: expected a head_dim and strides that are multiples of 8");
+  }
+  // Rows are counted in 32 bits: positions are int32, and so are grids.
+  if (params.num_tokens * params.num_heads >= int64_t{1} << 31) {
+    return Status::InvalidArgument("paged_attention: query: expected fewer than 2^31 rows of head_dim, got " +
+                                   std::to_string(params.num_tokens * params.num_heads));
+  }
+  return Status::Ok();
+}
+
+}  // namespace
+
+Status LaunchPrefill(const PagedAttentionParams& params, Stream stream) {
+  switch (params.dtype) {
+    case DType::kF32:
+      return LaunchPrefillF32(params, stream);
+    case DType::kF16:
+      return LaunchPrefillF16(params, stream);
+    case DType::kBF16:
+      return LaunchPrefillBF16(params, stream);
+    default:
+      return Status::InvalidArgument(
+          "paged_attention: query: expected float32, float16 or bfloat16, got another dtype");
+  }
+}
+
+Status LaunchPagedAttention(const PagedAttentionParams& params, Stream stream) {
+  if (params.num_tokens == 0 || params.num_heads == 0 || params.head_dim == 0) return Status::Ok();
+  if (Status status = CheckLayout(params); !status.ok()) return status;
+  if (Status status = LaunchDecode(params, stream); !status.ok()) return status;
+  // Rows without an owner are written by the prefill path's blocks without a tile, and by the decode path where there
+  // is no room for a longer sequence.
+  return params.num_tokens > kMaxDecodeRows ? LaunchPrefill(params, stream) : Status::Ok();
+}
+
+}  // namespace xla_gpu

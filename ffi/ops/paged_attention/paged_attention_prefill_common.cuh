@@ -1,0 +1,212 @@
+// What the prefill kernels share beside the schedule: the rows of a tile, the way from products to logits, the loop
+// over a block's tiles, and the rows that no product fills.
+#ifndef XLA_GPU_OPS_PAGED_ATTENTION_PAGED_ATTENTION_PREFILL_COMMON_CUH_
+#define XLA_GPU_OPS_PAGED_ATTENTION_PAGED_ATTENTION_PREFILL_COMMON_CUH_
+
+#include <math_constants.h>
+
+#include <cstdint>
+
+#include "ffi/device/mma.cuh"
+#include "ffi/ops/paged_attention/paged_attention_prefill_schedule.cuh"
+#include "ffi/ops/paged_attention/paged_attention_unowned.cuh"
+
+namespace xla_gpu {
+
+constexpr float kLog2E = 1.4426950408889634f;
+constexpr float kLn2 = 0.6931471805599453f;
+
+// 1 - 2 / (e^2x + 1): absolute error of 1e-7 or so, which soft_cap multiplies; exact at ±infinity.
+__device__ inline float FastTanh(float x) { return 1.0f - __fdividef(2.0f, Exp2(2.0f * kLog2E * x) + 1.0f); }
+
+// A tile's rows, and the keys that they see.
+struct PrefillRows {
+  int seq;
+  int kv_head;
+  int count;      // rows of the tile; its shared memory may have more
+  int key_begin;  // positions [key_begin, key_end) are seen by some row
+  int key_end;
+  int first_row_last_key;  // all rows see the keys of [last_row_first_key, first_row_last_key]
+  int last_row_first_key;
+
+  int64_t q_begin;
+  int64_t num_heads;
+  int64_t window;  // 0: none
+  unsigned group;
+  unsigned first;      // packed row of the sequence where the tile begins
+  int first_position;  // of the sequence's first row; negative where there are more rows than keys
+
+  __device__ PrefillRows(const PagedAttentionParams& params, const PrefillTile& tile, int rows_per_tile)
+      : seq(tile.seq),
+        kv_head(tile.kv_head),
+        q_begin(tile.q_begin),
+        num_heads(params.num_heads),
+        window(params.sliding_window),
+        group(static_cast<unsigned>(params.num_heads / params.num_kv_heads)),
+        first(static_cast<unsigned>(tile.index) * rows_per_tile),
+        first_position(tile.context_len - tile.q_len) {
+    count = static_cast<int>(min(static_cast<unsigned>(rows_per_tile), tile.q_len * group - first));
+    int first_row_first_key, last_row_last_key;
+    VisibleKeys(0, &first_row_first_key, &first_row_last_key);
+    VisibleKeys(count - 1, &last_row_first_key, &last_row_last_key);
+    key_begin = first_row_first_key;
+    key_end = last_row_last_key + 1;
+  }
+
+  // The keys [*first_key, *last_key] that a row sees; none if *last_key < 0.
+  __device__ void VisibleKeys(int row, int* first_key, int* last_key) const {
+    const int position = first_position + static_cast<int>((first + row) / group);
+    *last_key = row < count ? max(position, -1) : -1;
+    *first_key = window == 0 ? 0 : static_cast<int>(max(int64_t{0}, position - window + 1));
+  }
+  __device__ int Head(int row) const { return kv_head * group + (first + row) % group; }
+  // Row of query and out as [num_tokens * num_heads, head_dim].
+  __device__ int64_t HeadRow(int row) const { return (q_begin + (first + row) / group) * num_heads + Head(row); }
+};
+
+// Element offset of a key or value of kv head 0 from the cache's base.
+__device__ inline int64_t KeyOffset(const PagedAttentionParams& params, int seq, int position) {
+  const auto page_size = static_cast<unsigned>(params.page_size);
+  const unsigned index = static_cast<unsigned>(position) / page_size;
+  const unsigned slot = static_cast<unsigned>(position) - index * page_size;
+  const int32_t page = __ldg(params.block_tables + seq * params.pages_per_seq + index);
+  return page * params.page_stride + slot * params.slot_stride;
+}
+
+__device__ inline const char* HeadStart(const PagedAttentionParams& params, const void* cache, int kv_head) {
+  const auto size = static_cast<int64_t>(SizeOf(params.cache_dtype));
+  return static_cast<const char*>(cache) + kv_head * params.head_stride * size;
+}
+
+struct SoftmaxEnd {
+  bool empty;    // the row sees no key
+  float factor;  // of the sum of values
+  float lse;
+};
+
+// From products q·k to logits. Where nothing stands against it the scale is applied inside the exponent alone.
+struct PrefillScores {
+  float scale;    // of a product; includes k_scale
+  float to_log2;  // what turns the transformed scores into logits of base 2; positive
+  float soft_cap;
+  float v_scale = 1.0f;
+  const float* sinks;
+  bool premultiply;
+
+  __device__ PrefillScores(const PagedAttentionParams& params, int kv_head)
+      : scale(params.scale), soft_cap(params.soft_cap), sinks(params.sinks) {
+    if (params.k_scale != nullptr) {
+      const int index = params.scale_per_head ? kv_head : 0;
+      scale *= params.k_scale[index];
+      v_scale = params.v_scale[index];
+    }
+    // A scale that is not positive would turn the order of scores around, or mix up -infinity and NaN.
+    premultiply = soft_cap > 0.0f || !(scale > 0.0f);
+    to_log2 = premultiply ? kLog2E : scale * kLog2E;
+  }
+
+  // kExact: for float32, whose results would show the fast tanh's error.
+  template <bool kExact, int kM, int kN, int kI>
+  __device__ void Transform(float (&s)[kM][kN][kI]) const {
+    if (!premultiply) return;
+    if (soft_cap > 0.0f) {
+      const float inner = scale / soft_cap;
+#pragma unroll
+      for (int m = 0; m < kM; ++m) {
+#pragma unroll
+        for (int n = 0; n < kN; ++n) {
+#pragma unroll
+          for (int i = 0; i < kI; ++i) {
+            const float x = s[m][n][i] * inner;
+            s[m][n][i] = soft_cap * (kExact ? tanhf(x) : FastTanh(x));
+          }
+        }
+      }
+    } else {
+#pragma unroll
+      for (int m = 0; m < kM; ++m) {
+#pragma unroll
+        for (int n = 0; n < kN; ++n) {
+#pragma unroll
+          for (int i = 0; i < kI; ++i) s[m][n][i] *= scale;
+        }
+      }
+    }
+  }
+
+  // `largest`: the row's largest transformed score; `sum`: of exp2((score - largest) * to_log2).
+  __device__ SoftmaxEnd End(float largest, float sum, int head) const {
+    // NOTE: NaN scores leave `largest` at -infinity when a row has no others, but not the sum at 0.
+    if (largest == -INFINITY && sum == 0.0f) return {true, 0.0f, -INFINITY};
+    float shift = largest == -INFINITY ? 0.0f : largest * to_log2;
+    float factor = 1.0f;
+    if (sinks != nullptr) {
+      const float sink = sinks[head] * kLog2E;
+      const float together = fmaxf(shift, sink);
+      factor = Exp2(shift - together);
+      sum = sum * factor + Exp2(sink - together);
+      shift = together;
+    }
+    return {false, factor * v_scale / sum, kLn2 * shift + logf(sum)};
+  }
+};
+
+// Whether all pages that the sequence's queries see lie in the cache. By the whole block: it is a barrier.
+__device__ inline bool PagesInCache(const PagedAttentionParams& params, const PrefillTile& tile) {
+  const auto page_size = static_cast<unsigned>(params.page_size);
+  int64_t key_begin = 0;
+  if (params.sliding_window > 0) {
+    key_begin = max(int64_t{0}, tile.context_len - tile.q_len - params.sliding_window + 1);
+  }
+  const unsigned end = (static_cast<unsigned>(tile.context_len) + page_size - 1) / page_size;
+  const int32_t* const table = params.block_tables + tile.seq * params.pages_per_seq;
+  bool outside = false;
+#pragma unroll 8
+  for (unsigned i = static_cast<unsigned>(key_begin) / page_size + threadIdx.x; i < end; i += blockDim.x) {
+    const int64_t page = __ldg(table + i);
+    outside |= page < 0 || page >= params.num_pages;
+  }
+  return !__syncthreads_or(outside);
+}
+
+// NaN in a tile's rows, which are those of a sequence with wrong metadata.
+template <typename T>
+__device__ void FillTile(const PrefillRows& rows, const PagedAttentionParams& params) {
+  for (int row = threadIdx.x / 32; row < rows.count; row += blockDim.x / 32) {
+    const int64_t head_row = rows.HeadRow(row);
+    FillHeads<T>(params, head_row / params.num_heads, head_row % params.num_heads, 1, CUDART_NAN_F, CUDART_NAN_F);
+  }
+}
+
+// All that a block of a prefill kernel does. The last block of the grid, and those before it that find no tile, fill
+// the rows that belong to no sequence.
+template <typename Kernel, typename T>
+__device__ void RunPrefillTiles(const PagedAttentionParams& params, char* shared) {
+  using Schedule = typename Kernel::Schedule;
+  Schedule schedule(params, *reinterpret_cast<typename Schedule::Storage*>(shared));
+  const unsigned tile_blocks = gridDim.x - 1;
+  unsigned rank = blockIdx.x < tile_blocks ? blockIdx.x : ~0u;
+  unsigned total = 0;
+  PrefillTile tile;
+  while (schedule.Find(rank, &tile, &total)) {
+    // Also the barrier after which shared memory is free.
+    const bool valid = PagesInCache(params, tile) && tile.valid;
+    const PrefillRows rows(params, tile, Kernel::kRows);
+    if (valid) {
+      Kernel(params, shared).Run(rows);
+    } else {
+      FillTile<T>(rows, params);
+    }
+    rank += tile_blocks;
+    if (rank >= total) return;
+    __syncthreads();
+  }
+
+  const unsigned fillers = gridDim.x - min(total, tile_blocks);
+  if (blockIdx.x < gridDim.x - fillers) return;
+  FillUnownedRows<T>(params, blockIdx.x - (gridDim.x - fillers), fillers);
+}
+
+}  // namespace xla_gpu
+
+#endif  // XLA_GPU_OPS_PAGED_ATTENTION_PAGED_ATTENTION_PREFILL_COMMON_CUH_
