@@ -6,27 +6,17 @@ with this package. So nothing here may fail or take time before torch_xla starts
 
 from __future__ import annotations
 
-import ctypes
 import functools
-import importlib.util
 import os
-import pkgutil
-import re
 from pathlib import Path
 from typing import Any
 
 from torch_xla.experimental import plugins
 
-from . import _cuda, _library
-from ._abi import api_version
+from . import _cuda, _cuda_plugin, _library
 from ._errors import CompatibilityError
 
 ENVIRONMENT = "XLA_GPU_PJRT_PLUGIN"
-_FILE_NAME = "xla_cuda_plugin.so"
-_EXTRAS = (
-    "Install the one that fits your driver (nvidia-smi shows its CUDA version): pip install 'xla_gpu[cuda12]' for CUDA "
-    "12, driver 525 or newer, or pip install 'xla_gpu[cuda13]' for CUDA 13, driver 580 or newer."
-)
 
 
 class GpuPlugin(plugins.DevicePlugin):  # type: ignore[misc]
@@ -105,7 +95,6 @@ def _number(name: str, text: str) -> float:
         raise ValueError(f"{name}: expected a number, got {text!r}") from None
 
 
-@functools.cache
 def pjrt_api() -> int:
     """Address of the PJRT_Api of JAX's CUDA plug-in itself, which the adapter stands in front of.
 
@@ -113,18 +102,7 @@ def pjrt_api() -> int:
     """
     path = plugin_path()
     _use(path)
-    plugin = ctypes.CDLL(str(path))
-    plugin.GetPjrtApi.restype = ctypes.c_void_p
-    return int(plugin.GetPjrtApi())
-
-
-def ffi_version() -> tuple[int, int] | None:
-    """Version of the XLA FFI API of the plug-in's runtime; None where the plug-in does not tell."""
-    api = ctypes.c_void_p()
-    error = _library.load().cdll.xla_gpu_pjrt_ffi_api(pjrt_api(), ctypes.byref(api))
-    if error is not None:
-        raise CompatibilityError(error.decode(errors="replace"))
-    return api_version(api.value) if api.value else None
+    return _cuda_plugin.pjrt_api(path)
 
 
 @functools.cache
@@ -139,25 +117,13 @@ def plugin_path() -> Path:
         if not Path(named).is_file():
             raise CompatibilityError(f"{ENVIRONMENT} names {named}, which is not a file")
         return Path(named)
-    found = _installed_plugins()
+    found = _cuda_plugin.installed()
     if not found:
         raise CompatibilityError(
             "PJRT_DEVICE=GPU needs JAX's CUDA plug-in, and neither package jax-cuda12-pjrt nor jax-cuda13-pjrt is "
-            f"installed. {_EXTRAS}"
+            f"installed. {_cuda_plugin.EXTRAS}"
         )
     return found.get(_torch_cuda_major(), found[max(found)])
-
-
-def _installed_plugins() -> dict[int, Path]:
-    """Paths of the installed CUDA plug-ins by CUDA's major version."""
-    namespace = importlib.util.find_spec("jax_plugins")  # a namespace package: finding it runs no code
-    found = {}
-    for module in pkgutil.iter_modules(namespace.submodule_search_locations if namespace else []):
-        if match := re.fullmatch(r"xla_cuda(\d+)", module.name):
-            path = Path(str(getattr(module.module_finder, "path", ""))) / module.name / _FILE_NAME
-            if path.is_file():
-                found[int(match[1])] = path
-    return found
 
 
 def _torch_cuda_major() -> int:
@@ -173,12 +139,12 @@ def _check_driver(path: Path) -> None:
         driver = _cuda.driver()
     except _cuda.DriverError as error:
         raise CompatibilityError(f"PJRT_DEVICE=GPU: {error}") from None
-    match = re.search(r"xla_cuda(\d+)$", path.parent.name)
-    if match and driver.cuda[0] < int(match[1]):
+    needed = _cuda_plugin.cuda_major(path)
+    if needed is not None and driver.cuda[0] < needed:
         raise CompatibilityError(
             f"PJRT_DEVICE=GPU: the NVIDIA driver (version {driver.version or 'unknown'}) supports CUDA "
-            f"{driver.cuda[0]}.{driver.cuda[1]}, and the installed plug-in jax-cuda{match[1]}-pjrt needs {match[1]}.0. "
-            f"Update the driver, or change the plug-in. {_EXTRAS}"
+            f"{driver.cuda[0]}.{driver.cuda[1]}, and the installed plug-in jax-cuda{needed}-pjrt needs {needed}.0. "
+            f"Update the driver, or change the plug-in. {_cuda_plugin.EXTRAS}"
         )
 
 

@@ -1,0 +1,28 @@
+"""``python -m xla_gpu``: the package's command line."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from . import _doctor
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs the command line and returns its exit status."""
+    parser = argparse.ArgumentParser(prog="python -m xla_gpu")
+    commands = parser.add_subparsers(required=True)
+    doctor = commands.add_parser(
+        "doctor",
+        help="say what is installed, and which doors work",
+        description="Runs simple_add through every door, each in a process of its own, and says which work, and what "
+        "to do about the others. Exit status 0: every door whose framework is installed, on a device that is present, "
+        "works.",
+    )
+    doctor.add_argument("--json", action="store_true", help="print the report as one JSON object")
+    options = parser.parse_args(arguments)
+    return _doctor.run(as_json=options.json)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
