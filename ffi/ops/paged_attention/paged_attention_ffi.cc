@@ -285,9 +285,14 @@ XLA_GPU_DEFINE_HANDLER(xla_gpu_paged_attention_with_lse_cuda, PagedAttentionWith
                        {ffi::Traits::kCmdBufferCompatible});
 #endif
 
+}  // namespace xla_gpu
+
+// NOTE: at global scope. A definition inside the namespace does not inherit the header's visibility, and the name would
+// stay inside the library.
 extern "C" int64_t xla_gpu_paged_attention_scratch_bytes(int64_t num_tokens, int64_t num_heads, int64_t num_kv_heads,
                                                          int64_t head_dim, int64_t page_size, int64_t max_seqs,
                                                          int64_t pages_per_seq, int32_t dtype) {
+  using namespace xla_gpu;
   const std::optional<DType> known = ToDType(static_cast<ffi::DataType>(dtype));
   if (!known) return 0;
   PagedAttentionParams shapes{};
@@ -301,5 +306,3 @@ extern "C" int64_t xla_gpu_paged_attention_scratch_bytes(int64_t num_tokens, int
   shapes.dtype = *known;
   return PagedAttentionScratchBytes(shapes);
 }
-
-}  // namespace xla_gpu
