@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+from pathlib import Path
 
 import pytest
 
@@ -58,3 +59,13 @@ def foreign() -> ctypes.CDLL:
     library.xla_gpu_test_ticks.restype = ctypes.c_int64
     library.xla_gpu_test_stage_calls.restype = ctypes.c_int64
     return library
+
+
+@pytest.fixture(scope="session")
+def fake_plugin() -> Path:
+    """The PJRT plug-in without a device, of ffi/testing."""
+    handlers = os.environ.get("XLA_GPU_TEST_HANDLERS")
+    path = Path(handlers).with_name("libxla_gpu_fake_pjrt_plugin.so") if handlers else None
+    if path is None or not path.is_file():
+        pytest.skip("the fake plug-in stands beside XLA_GPU_TEST_HANDLERS; `make test` builds both")
+    return path

@@ -21,9 +21,10 @@ Error CheckApi(const Api& api) {
                                      kRemedy);
   }
   if (version.major_version != kMajor || version.minor_version < kOldestMinor) {
-    return Error::FailedPrecondition(
-        "the plug-in offers PJRT API " + VersionText(version.major_version, version.minor_version) + ", supported is " +
-        VersionText(kMajor, kOldestMinor) + " or newer within " + std::to_string(kMajor) + kRemedy);
+    return Error::FailedPrecondition("the plug-in offers PJRT API " +
+                                     VersionText(version.major_version, version.minor_version) +
+                                     ", supported are versions " + std::to_string(kMajor) + ".x from " +
+                                     VersionText(kMajor, kOldestMinor) + " on" + kRemedy);
   }
   for (size_t entry : {kErrorDestroy, kErrorMessage, kClientPlatformName, kLoadedExecutableExecute}) {
     if (api.entries()[entry] == nullptr) {

@@ -38,9 +38,19 @@ def cuda_major(path: Path) -> int | None:
     return int(match[1]) if match else None
 
 
+def check_file(path: Path) -> None:
+    """Raises CompatibilityError for a file that cannot be loaded, a download cut short above all.
+
+    The dynamic linker maps a truncated library and the process dies of SIGBUS.
+    """
+    if why := _library._why(path):
+        raise CompatibilityError(f"the CUDA plug-in {path} cannot be loaded: {why}. Install its package again.")
+
+
 @functools.cache
 def pjrt_api(path: Path) -> int:
     """Address of the PJRT_Api of the plug-in at ``path``, which stays loaded. Needs no GPU."""
+    check_file(path)
     try:
         plugin = ctypes.CDLL(str(path))
         plugin.GetPjrtApi.restype = ctypes.c_void_p

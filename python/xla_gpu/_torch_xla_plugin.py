@@ -149,6 +149,7 @@ def _check_driver(path: Path) -> None:
 
 
 def _use(path: Path) -> None:
+    _cuda_plugin.check_file(path)
     error = _library.load().cdll.xla_gpu_pjrt_use_plugin(os.fsencode(path))
     if error is not None:
         raise CompatibilityError(f"PJRT_DEVICE=GPU: {error.decode(errors='replace')}")

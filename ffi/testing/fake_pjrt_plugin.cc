@@ -1,0 +1,113 @@
+// A PJRT plug-in without a device, for the tests of the adapter and of registration: it behaves like plug-ins of
+// several versions do, and remembers what it was given. FAKE_PJRT chooses: "old" (PJRT API 0.50), "major" (1.112),
+// "short" (a table that ends early), "null" (no table), "bare" (no extensions), "circle" (extensions in a circle), else
+// a sound one.
+#include <cstdlib>
+#include <cstring>
+#include <string>
+
+#include "ffi/runtime/pjrt_abi.h"
+
+namespace {
+
+namespace pjrt = xla_gpu::pjrt;
+
+constexpr size_t kEntries = 130;
+constexpr size_t kOptionsSize = 112;      // PJRT_ExecuteOptions of PJRT API 0.78
+constexpr size_t kMemoryStatsSize = 144;  // PJRT_Executable_GetCompiledMemoryStats_Args of 0.104
+
+size_t options_size = 0;
+std::string registered_target;
+
+// An error is its text.
+void* MakeError(std::string text) { return new std::string(std::move(text)); }
+
+void* ErrorDestroy(void* args) {
+  delete static_cast<std::string*>(static_cast<pjrt::ErrorDestroyArgs*>(args)->error);
+  return nullptr;
+}
+
+void* ErrorMessage(void* untyped) {
+  auto* args = static_cast<pjrt::ErrorMessageArgs*>(untyped);
+  const auto* text = static_cast<const std::string*>(args->error);
+  args->message = text->data();
+  args->message_size = text->size();
+  return nullptr;
+}
+
+void* ErrorGetCode(void* args) {
+  static_cast<pjrt::ErrorGetCodeArgs*>(args)->code = pjrt::kFailedPrecondition;
+  return nullptr;
+}
+
+void* PlatformName(void* untyped) {
+  auto* args = static_cast<pjrt::ClientPlatformNameArgs*>(untyped);
+  args->platform_name = "cuda";
+  args->platform_name_size = 4;
+  return nullptr;
+}
+
+void* CheckSize(const char* name, size_t expected, size_t got) {
+  if (got >= expected) return nullptr;
+  return MakeError(std::string("Unexpected ") + name + " size: expected " + std::to_string(expected) + ", got " +
+                   std::to_string(got));
+}
+
+void* Execute(void* untyped) {
+  const pjrt::Args* options = static_cast<pjrt::LoadedExecutableExecuteArgs*>(untyped)->options;
+  options_size = options->struct_size;
+  return CheckSize("PJRT_ExecuteOptions", kOptionsSize, options->struct_size);
+}
+
+// Writes 7 into the first number of the statistics.
+void* GetCompiledMemoryStats(void* untyped) {
+  auto* args = static_cast<pjrt::Args*>(untyped);
+  if (void* error = CheckSize("PJRT_Executable_GetCompiledMemoryStats_Args", kMemoryStatsSize, args->struct_size)) {
+    return error;
+  }
+  const int64_t size = 7;
+  std::memcpy(reinterpret_cast<char*>(args) + 24, &size, sizeof size);
+  return nullptr;
+}
+
+void* Unimplemented(void*) { return MakeError("the fake plug-in does nothing else"); }
+
+void* RegisterCustomCall(pjrt::GpuRegisterCustomCallArgs* args) {
+  registered_target.assign(args->function_name, args->function_name_size);
+  if (registered_target == "refuse_me") return MakeError("the fake plug-in refuses this name");
+  return nullptr;
+}
+
+struct Table {
+  pjrt::Api api;
+  pjrt::Entry entries[kEntries];
+};
+
+}  // namespace
+
+extern "C" __attribute__((visibility("default"))) size_t fake_pjrt_options_size() { return options_size; }
+extern "C" __attribute__((visibility("default"))) const char* fake_pjrt_registered_target() {
+  return registered_target.c_str();
+}
+
+extern "C" __attribute__((visibility("default"))) const void* GetPjrtApi() {
+  static Table table = {};
+  static pjrt::Extension other = {sizeof other, 3, nullptr};
+  static pjrt::GpuCustomCallExtension custom_call = {{sizeof custom_call, pjrt::kGpuCustomCall, nullptr},
+                                                     RegisterCustomCall};
+  const char* variable = std::getenv("FAKE_PJRT");
+  const std::string mode = variable != nullptr ? variable : "";
+  if (mode == "null") return nullptr;
+  table.api.struct_size = mode == "short" ? sizeof(pjrt::Api) + 20 * sizeof(pjrt::Entry) : sizeof table;
+  table.api.version = {sizeof(pjrt::Version), nullptr, mode == "major" ? 1 : 0, mode == "old" ? 50 : 112};
+  table.api.extension_start = mode == "bare" ? nullptr : &other;
+  other.next = mode == "circle" ? &other : &custom_call.base;
+  for (pjrt::Entry& entry : table.entries) entry = Unimplemented;
+  table.entries[pjrt::kErrorDestroy] = ErrorDestroy;
+  table.entries[pjrt::kErrorMessage] = ErrorMessage;
+  table.entries[pjrt::kErrorGetCode] = ErrorGetCode;
+  table.entries[pjrt::kClientPlatformName] = PlatformName;
+  table.entries[pjrt::kLoadedExecutableExecute] = Execute;
+  table.entries[pjrt::kExecutableGetCompiledMemoryStats] = GetCompiledMemoryStats;
+  return &table;
+}
