@@ -18,15 +18,16 @@ def paged_attention(
 ) -> tuple[np.ndarray, np.ndarray]:
     """(out in the query's dtype, lse float32)."""
     query = to_torch(inputs.query)
-    k_pages, v_pages = (to_torch(np.ascontiguousarray(part)) for part in reference.split_cache(inputs.kv_cache))
+    k_pages, v_pages = reference.split_cache(inputs.kv_cache)
     _, page_size, num_kv_heads, head_dim = k_pages.shape
     num_tokens, num_heads, _ = query.shape
 
-    def dequantised(pages, kv_scale):
+    def gathered(cache, kv_scale):
+        keys = to_torch(cache[pages].reshape(-1, num_kv_heads, head_dim)[:context_len])
         if kv_scale is None:
-            return pages
+            return keys
         kv_scale = torch.from_numpy(kv_scale).expand(num_kv_heads)[:, None]
-        return (pages.float() * kv_scale).to(query.dtype)
+        return (keys.float() * kv_scale).to(query.dtype)
 
     out = torch.zeros_like(query)
     lse = torch.full((num_tokens, num_heads), -math.inf)
@@ -35,9 +36,8 @@ def paged_attention(
         first, last = int(inputs.query_start_loc[s]), int(inputs.query_start_loc[s + 1])
         if first == last or context_len == 0:
             continue
-        pages = torch.from_numpy(inputs.block_tables[s, : math.ceil(context_len / page_size)]).long()
-        k = dequantised(k_pages[pages].reshape(-1, num_kv_heads, head_dim)[:context_len], inputs.k_scale)
-        v = dequantised(v_pages[pages].reshape(-1, num_kv_heads, head_dim)[:context_len], inputs.v_scale)
+        pages = inputs.block_tables[s, : math.ceil(context_len / page_size)]
+        k, v = gathered(k_pages, inputs.k_scale), gathered(v_pages, inputs.v_scale)
         k = k.repeat_interleave(num_heads // num_kv_heads, dim=1).transpose(0, 1)
         v = v.repeat_interleave(num_heads // num_kv_heads, dim=1).transpose(0, 1)
         q = query[first:last].transpose(0, 1)

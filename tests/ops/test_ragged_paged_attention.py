@@ -37,6 +37,8 @@ def torch_xla_reference(inputs, case):
     custom_kernel = pytest.importorskip("torch_xla.experimental.custom_kernel")
     from tests.arrays import to_numpy, to_torch
 
+    if case.dtype == "float16":
+        pytest.skip("its mask value does not fit float16")
     arguments = [to_torch(x) for x in renamed(inputs).values()]
     return to_numpy(custom_kernel.ragged_paged_attention(*arguments, **options(case), use_kernel=False))
 
