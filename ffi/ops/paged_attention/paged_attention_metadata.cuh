@@ -25,6 +25,7 @@ struct SequenceInfo {
   int32_t q_len;        // rows; 0 where the sequence owns none
   int32_t context_len;  // keys, the new ones included; 0 where !valid
   bool valid;           // context_len is in range; if not, the owned rows are NaN
+  bool owned;           // the rows are the sequence's own: its range is in bounds and in order
 };
 
 // The number of live sequences, or -1 where num_seqs is outside [0, max_seqs].
@@ -58,7 +59,7 @@ __device__ inline SequenceInfo LoadSequence(const PagedAttentionParams& params, 
     }
   }
   const bool valid = context_len >= 0 && context_len <= params.pages_per_seq * params.page_size;
-  return {begin, owns ? end - begin : 0, valid ? context_len : 0, valid};
+  return {begin, owns ? end - begin : 0, valid ? context_len : 0, valid, owns};
 }
 
 }  // namespace xla_gpu

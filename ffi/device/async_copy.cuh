@@ -1,0 +1,55 @@
+// cp.async: copies from global to shared memory that complete in the background, in groups, per thread.
+#ifndef XLA_GPU_DEVICE_ASYNC_COPY_CUH_
+#define XLA_GPU_DEVICE_ASYNC_COPY_CUH_
+
+#include <cstdint>
+
+namespace xla_gpu {
+
+__device__ inline uint32_t SharedAddress(const void* pointer) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
+}
+
+// An L2 policy for data that is read once.
+__device__ inline uint64_t EvictFirstPolicy() {
+  uint64_t policy;
+  asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+
+// Copies 16 bytes past L1; writes zeros, and reads nothing, where !read.
+__device__ inline void CopyAsync16(uint32_t shared, const void* global, bool read, uint64_t policy) {
+  asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;" ::"r"(shared), "l"(global),
+               "r"(read ? 16 : 0), "l"(policy)
+               : "memory");
+}
+
+// As CopyAsync16 for rows that are only 8-byte aligned; these go through L1.
+__device__ inline void CopyAsync8(uint32_t shared, const void* global, bool read, uint64_t policy) {
+  asm volatile("cp.async.ca.shared.global.L2::cache_hint [%0], [%1], 8, %2, %3;" ::"r"(shared), "l"(global),
+               "r"(read ? 8 : 0), "l"(policy)
+               : "memory");
+}
+
+__device__ inline void CommitAsync() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+template <int kPending>
+__device__ inline void WaitAsync() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+}
+
+// WaitAsync for a count that is the same in all threads, but only known at run time: 0 to 5.
+__device__ inline void WaitAsync(int pending) {
+  switch (pending) {
+    case 5: WaitAsync<5>(); break;
+    case 4: WaitAsync<4>(); break;
+    case 3: WaitAsync<3>(); break;
+    case 2: WaitAsync<2>(); break;
+    case 1: WaitAsync<1>(); break;
+    default: WaitAsync<0>(); break;
+  }
+}
+
+}  // namespace xla_gpu
+
+#endif  // XLA_GPU_DEVICE_ASYNC_COPY_CUH_

@@ -1,0 +1,17 @@
+// The decode path's entry: which kernel serves which dtypes.
+#include "ffi/ops/paged_attention/paged_attention_decode.h"
+
+#include "ffi/ops/paged_attention/paged_attention_decode_formats.h"
+
+namespace xla_gpu {
+
+Status LaunchDecode(const PagedAttentionParams& params, Stream stream) {
+  // NOTE: with max_seqs == 0 the one block still writes the rows, none of which has an owner.
+  if (params.num_tokens == 0 || params.num_heads == 0) return Status::Ok();
+  if (params.dtype == DType::kF32) return decode::LaunchF32(params, stream);
+  if (params.cache_dtype == DType::kF8E4M3FN) return decode::LaunchE4M3(params, stream);
+  if (params.cache_dtype == DType::kF8E5M2) return decode::LaunchE5M2(params, stream);
+  return params.dtype == DType::kBF16 ? decode::LaunchBF16(params, stream) : decode::LaunchF16(params, stream);
+}
+
+}  // namespace xla_gpu

@@ -1,0 +1,455 @@
+// What one warp of the decode kernel does with a tile of keys: fetch it, score it, add it up.
+#ifndef XLA_GPU_OPS_PAGED_ATTENTION_PAGED_ATTENTION_DECODE_WARP_CUH_
+#define XLA_GPU_OPS_PAGED_ATTENTION_PAGED_ATTENTION_DECODE_WARP_CUH_
+
+#include <cstdint>
+
+#include "ffi/device/async_copy.cuh"
+#include "ffi/device/mma.cuh"
+#include "ffi/ops/paged_attention/paged_attention_decode_merge.cuh"
+#include "ffi/ops/paged_attention/paged_attention_decode_work.cuh"
+
+namespace xla_gpu::decode {
+
+// What the cache holds. Products are computed in bf16 for kBF16 and in float16 for all others; float8 is exact in it.
+enum class Format { kF16, kBF16, kE4M3, kE5M2 };
+
+// Sizes for a cache of format `kFormat` and head_dim up to kDim.
+template <Format kFormat_, int kDim_>
+struct Shape {
+  static constexpr Format kFormat = kFormat_;
+  static constexpr int kDim = kDim_;
+  static constexpr bool kFloat8 = kFormat == Format::kE4M3 || kFormat == Format::kE5M2;
+  static constexpr __nv_fp8_interpretation_t kFloat8Kind = kFormat == Format::kE4M3 ? __NV_E4M3 : __NV_E5M2;
+  using Operand = std::conditional_t<kFormat == Format::kBF16, __nv_bfloat16, __half>;
+
+  static constexpr int kElementBytes = kFloat8 ? 1 : 2;
+  static constexpr int kRowBytes = kDim * kElementBytes;
+  static constexpr int kTile = kFloat8 ? 32 : 16;               // keys of a warp's tile
+  static constexpr int kTileBytes = kTile * kRowBytes;          // of K, and again of V
+  static constexpr int kWarpStageBytes = 2 * kTileBytes;
+  static constexpr int kStageBytes = kWarps * kWarpStageBytes;
+  static constexpr int kSteps = kDim / 16;                      // of the scores' sum over head_dim
+  static constexpr bool kQueryInRegisters = kDim <= 128;        // else in shared memory: no room beside the sums
+  static constexpr int kBlocksPerSm = kDim <= 128 ? 2 : 1;      // that the registers allow
+
+  // Byte of 16-byte chunk `chunk` of row `row` of a tile: chunks change places so that the same chunk of eight
+  // consecutive rows lies in eight different groups of banks.
+  __device__ static uint32_t At(int row, int chunk) {
+    const int swap = kRowBytes % 128 == 0 ? row & 7 : row >> 1 & 3;
+    return row * kRowBytes + ((chunk ^ swap) << 4);
+  }
+};
+
+// Keys of one tile, looked up in the page table and ready to be fetched. Lane i describes key i of the tile.
+struct Lookup {
+  bool any;      // false: nothing left to fetch
+  bool visible;  // seen by a query of the sequence; others are fetched as zeros
+  int head;      // kv head
+  int page;
+  int slot;
+};
+
+// Fetches the tiles of a warp's strands in order, through all of its block's work, some tiles ahead of the arithmetic.
+template <typename S>
+class Fetcher {
+ public:
+  __device__ void Start(const DecodeArgs& args, const Plan& plan, const uint8_t* order, uint32_t ring) {
+    ring_ = ring;
+    policy_ = EvictFirstPolicy();
+    bad_stages_ = 0;
+    walk_.Start(args, plan, order);
+    SetStrand();
+    first_ = LookUp(args, plan, order);
+    second_ = LookUp(args, plan, order);
+  }
+
+  // Starts the copies of the next tile into `stage`, as one group of asynchronous copies.
+  __device__ void Fetch(const DecodeArgs& args, const Plan& plan, const uint8_t* order, int stage) {
+    const Lookup now = first_;
+    first_ = second_;
+    second_ = LookUp(args, plan, order);
+    if (now.any) Copy(args, now, stage);
+    CommitAsync();
+  }
+
+  // Whether the tile in `stage` has a page number outside the cache.
+  __device__ bool IsBad(int stage) const { return bad_stages_ >> stage & 1; }
+
+ private:
+  __device__ void SetStrand() {
+    if (!walk_.active) return;
+    const int strand = walk_.group * kWarps + threadIdx.x / 32;
+    tile_ = walk_.cut.StrandBegin(strand);
+    tile_end_ = walk_.cut.StrandBegin(strand + 1);
+  }
+
+  __device__ Lookup LookUp(const DecodeArgs& args, const Plan& plan, const uint8_t* order) {
+    while (walk_.active && tile_ >= tile_end_) {
+      walk_.Next(args, plan, order);
+      SetStrand();
+    }
+    Lookup result = {walk_.active, false, 0, 0, 0};
+    if (!walk_.active) return result;
+    const PagedAttentionParams& params = args.params;
+    const int lane = threadIdx.x % 32;
+    const int key = tile_ * S::kTile + lane;
+    const int64_t first_hidden = params.sliding_window > 0 ? int64_t{walk_.sequence.context_len} -
+                                                                 walk_.sequence.q_len - params.sliding_window
+                                                           : int64_t{-1};
+    result.visible = lane < S::kTile && key < walk_.sequence.context_len && key > first_hidden;
+    result.head = walk_.head;
+    if (result.visible) {
+      const int index = args.PageOf(key);
+      result.slot = key - index * static_cast<int>(params.page_size);
+      result.page = __ldg(params.block_tables + walk_.seq * params.pages_per_seq + index);
+    }
+    ++tile_;
+    return result;
+  }
+
+  __device__ void Copy(const DecodeArgs& args, const Lookup& tile, int stage) {
+    const PagedAttentionParams& params = args.params;
+    constexpr int kChunks = S::kRowBytes / 16;
+    constexpr int kLanes = kChunks % 8 == 0 ? 8 : 4;  // that share a row, a chunk each
+    constexpr int kRowsAtOnce = 32 / kLanes;
+    const int lane = threadIdx.x % 32;
+    const bool in_cache = tile.page >= 0 && tile.page < params.num_pages;
+    const bool bad = __any_sync(0xffffffffu, tile.visible && !in_cache);
+    bad_stages_ = (bad_stages_ & ~(1u << stage)) | static_cast<uint32_t>(bad) << stage;
+    const bool read = tile.visible && in_cache;
+    // Of this lane's key, in bytes; unused where !read.
+    const int64_t offset =
+        read ? (tile.page * params.page_stride + tile.slot * params.slot_stride) * S::kElementBytes : int64_t{-1};
+    const int64_t head_offset = tile.head * params.head_stride * S::kElementBytes;
+    const char* const k = static_cast<const char*>(params.k_cache) + head_offset;
+    const char* const v = static_cast<const char*>(params.v_cache) + head_offset;
+    const uint32_t k_ring = ring_ + stage * S::kStageBytes;
+    const int row_bytes = static_cast<int>(params.head_dim) * S::kElementBytes;
+    const bool narrow = S::kFloat8 && row_bytes % 16 != 0;  // rows are 8-byte aligned only
+#pragma unroll
+    for (int i = 0; i < S::kTile / kRowsAtOnce; ++i) {
+      const int row = i * kRowsAtOnce + lane / kLanes;
+      const int64_t row_offset = __shfl_sync(0xffffffffu, offset, row);
+      const bool read_row = row_offset >= 0;
+      const int64_t at = read_row ? row_offset : 0;
+#pragma unroll
+      for (int j = 0; j < kChunks / kLanes; ++j) {
+        const int chunk = j * kLanes + lane % kLanes;
+        const uint32_t to = k_ring + S::At(row, chunk);
+        if (!narrow) {
+          if (chunk * 16 < row_bytes) {
+            CopyAsync16(to, k + at + chunk * 16, read_row, policy_);
+            CopyAsync16(to + S::kTileBytes, v + at + chunk * 16, read_row, policy_);
+          }
+        } else {
+          for (int byte = chunk * 16; byte < min(chunk * 16 + 16, row_bytes); byte += 8) {
+            CopyAsync8(to + byte % 16, k + at + byte, read_row, policy_);
+            CopyAsync8(to + byte % 16 + S::kTileBytes, v + at + byte, read_row, policy_);
+          }
+        }
+      }
+    }
+  }
+
+  Walk<S::kTile> walk_;
+  int tile_, tile_end_;
+  Lookup first_, second_;
+  uint32_t ring_;  // shared address of this warp's part of stage 0
+  uint64_t policy_;
+  uint32_t bad_stages_;
+};
+
+// The query rows of a row tile as A operands. Columns of a float8 cache come four to a lane, in the cache's order, so the
+// query's columns are put in the same order: a sum over head_dim does not mind.
+template <typename S>
+struct Query {
+  uint32_t a[S::kQueryInRegisters ? S::kSteps : 1][4];
+  float scale[2];  // of rows g and g + 8: scores are the products times it, in units of log2 (of 1 under a soft cap)
+
+  __device__ static uint2 LoadFour(const DecodeArgs& args, int64_t row_at, int column) {
+    uint2 four = {0, 0};
+    if (row_at >= 0 && column < args.params.head_dim) {
+      const char* const row = static_cast<const char*>(args.params.query) + row_at * args.params.head_dim * 2;
+      four = __ldg(reinterpret_cast<const uint2*>(row + column * 2));
+    }
+    return four;
+  }
+  __device__ static uint32_t LoadTwo(const DecodeArgs& args, int64_t row_at, int column) {
+    uint32_t two = 0;
+    if (row_at >= 0 && column < args.params.head_dim) {
+      const char* const row = static_cast<const char*>(args.params.query) + row_at * args.params.head_dim * 2;
+      two = __ldg(reinterpret_cast<const uint32_t*>(row + column * 2));
+    }
+    return two;
+  }
+
+  // `shared`: room for kSteps * 32 * 16 bytes where the registers are short; the block's warps hold the same query.
+  __device__ void Load(const DecodeArgs& args, const Walk<S::kTile>& walk, uint4* shared) {
+    const int lane = threadIdx.x % 32;
+    int64_t at[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int row = walk.row_tile * kRows + lane / 4 + 8 * i;
+      at[i] = row < walk.NumRows(args) ? RowPlace::Of(args, walk.sequence, walk.head, row).at : -1;
+      scale[i] = args.params.scale;
+    }
+    if constexpr (S::kFloat8) {
+      const float k_scale = __ldg(args.params.k_scale + (args.params.scale_per_head ? walk.head : 0));
+      scale[0] *= k_scale;
+      scale[1] *= k_scale;
+    }
+    const bool to_half = S::kFloat8 && args.params.dtype == DType::kBF16;
+    float shrink[2] = {1.0f, 1.0f};
+    if (to_half) {
+      // bf16 has a wider range than float16: rows are scaled by a power of two to at most 2 in magnitude.
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        float largest = 0.0f;
+        for (int step = 0; step < S::kSteps; ++step) {
+          const uint2 four = LoadFour(args, at[i], step * 16 + lane % 4 * 4);
+          const float2 low = Unpack<__nv_bfloat16>(four.x), high = Unpack<__nv_bfloat16>(four.y);
+          largest = fmaxf(largest, fmaxf(fmaxf(fabsf(low.x), fabsf(low.y)), fmaxf(fabsf(high.x), fabsf(high.y))));
+        }
+        largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 1));
+        largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 2));
+        // Powers of two by their exponent bits; kept away from the ends of float32's range.
+        const int exponent = min(max(static_cast<int>(__float_as_uint(largest) >> 23), 27), 227);
+        shrink[i] = __uint_as_float((254 - exponent) << 23);
+        scale[i] *= __uint_as_float(exponent << 23);
+      }
+    }
+    if (args.params.soft_cap == 0.0f) {
+      scale[0] *= kLog2E;
+      scale[1] *= kLog2E;
+    }
+    const auto load_step = [&](int step, uint32_t(&to)[4]) {
+      if constexpr (S::kFloat8) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          uint2 four = LoadFour(args, at[i], step * 16 + lane % 4 * 4);
+          if (to_half) {
+            const float2 low = Unpack<__nv_bfloat16>(four.x), high = Unpack<__nv_bfloat16>(four.y);
+            four = {Pack<__half>(low.x * shrink[i], low.y * shrink[i]),
+                    Pack<__half>(high.x * shrink[i], high.y * shrink[i])};
+          }
+          to[i] = four.x;
+          to[i + 2] = four.y;
+        }
+      } else {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) to[i] = LoadTwo(args, at[i % 2], step * 16 + lane % 4 * 2 + i / 2 * 8);
+      }
+    };
+    if constexpr (S::kQueryInRegisters) {
+#pragma unroll
+      for (int step = 0; step < S::kSteps; ++step) load_step(step, a[step]);
+    } else {
+      __syncthreads();  // the last query is no longer read
+      for (int step = threadIdx.x / 32; step < S::kSteps; step += kWarps) {
+        uint32_t four[4];
+        load_step(step, four);
+        shared[step * 32 + lane] = {four[0], four[1], four[2], four[3]};
+      }
+      __syncthreads();
+    }
+  }
+
+  __device__ void Step(int step, const uint4* shared, uint32_t (&to)[4]) const {
+    if constexpr (S::kQueryInRegisters) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) to[i] = a[step][i];
+    } else {
+      const uint4 four = shared[step * 32 + threadIdx.x % 32];
+      to[0] = four.x, to[1] = four.y, to[2] = four.z, to[3] = four.w;
+    }
+  }
+};
+
+// The running result of a strand: rows g (softmax[0], out[.][0], out[.][1]) and g + 8 of a lane. Until it is closed,
+// the sums are of this lane's own keys.
+template <typename S>
+struct Strand {
+  Softmax softmax[2];
+  float out[S::kDim / 8][4];
+
+  __device__ void Clear() {
+    softmax[0] = softmax[1] = {-INFINITY, 0.0f};
+#pragma unroll
+    for (int i = 0; i < S::kDim / 8; ++i) {
+#pragma unroll
+      for (int j = 0; j < 4; ++j) out[i][j] = 0.0f;
+    }
+  }
+
+  // Adds the tile of keys [first_key, first_key + kTile) at shared address `tile`.
+  __device__ void Add(const DecodeArgs& args, const Walk<S::kTile>& walk, const Query<S>& query, const uint4* shared_query,
+                      uint32_t tile, int first_key) {
+    constexpr int kColumns = S::kTile / 8;
+    float score[kColumns][4];
+    Score(query, shared_query, tile, score);
+    Transform(args, walk, query, first_key, score);
+
+    float largest[2] = {softmax[0].max, softmax[1].max};
+#pragma unroll
+    for (int i = 0; i < kColumns; ++i) {
+      largest[0] = fmaxf(largest[0], fmaxf(score[i][0], score[i][1]));
+      largest[1] = fmaxf(largest[1], fmaxf(score[i][2], score[i][3]));
+    }
+    bool grown = false;
+    float correction[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      largest[i] = fmaxf(largest[i], __shfl_xor_sync(0xffffffffu, largest[i], 1));
+      largest[i] = fmaxf(largest[i], __shfl_xor_sync(0xffffffffu, largest[i], 2));
+      grown = grown || largest[i] != softmax[i].max;
+      const float shift = largest[i] == -INFINITY ? 0.0f : largest[i];
+      correction[i] = Exp2(softmax[i].max - shift);
+      softmax[i].max = largest[i];
+      float sum = 0.0f;
+#pragma unroll
+      for (int j = 0; j < kColumns; ++j) {
+        score[j][2 * i] = Exp2(score[j][2 * i] - shift);
+        score[j][2 * i + 1] = Exp2(score[j][2 * i + 1] - shift);
+        sum += score[j][2 * i] + score[j][2 * i + 1];
+      }
+      softmax[i].sum = __fmaf_rn(softmax[i].sum, correction[i], sum);
+    }
+    if (__any_sync(0xffffffffu, grown)) {  // else the corrections are 1
+#pragma unroll
+      for (int i = 0; i < S::kDim / 8; ++i) {
+#pragma unroll
+        for (int j = 0; j < 4; ++j) out[i][j] *= correction[j / 2];
+      }
+    }
+    AddValues(tile + S::kTileBytes, score);
+  }
+
+  // Adds up the lanes' sums. `bad`: a page number was wrong.
+  __device__ void Close(bool bad) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      softmax[i].sum += __shfl_xor_sync(0xffffffffu, softmax[i].sum, 1);
+      softmax[i].sum += __shfl_xor_sync(0xffffffffu, softmax[i].sum, 2);
+      if (bad) softmax[i].sum = NAN;
+    }
+  }
+
+  // Pairs of neighbouring output columns: pair `i` of row g + 8 * half, at columns 2 * PairAt(i) and one more.
+  static constexpr int kPairs = S::kDim / 8;
+  __device__ static int PairAt(int i) {
+    const int t = threadIdx.x % 4;
+    return S::kFloat8 ? i / 2 * 8 + t * 2 + i % 2 : i * 4 + t;
+  }
+  __device__ float& PairElement(int i, int half, int element) {
+    // NOTE: with float8, even columns of 16 come from one product and odd ones from the next.
+    return S::kFloat8 ? out[i / 2 * 2 + element][2 * half + i % 2] : out[i][2 * half + element];
+  }
+
+ private:
+  __device__ void Score(const Query<S>& query, const uint4* shared_query, uint32_t tile, float (&score)[S::kTile / 8][4]) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int i = 0; i < S::kTile / 8; ++i) score[i][0] = score[i][1] = score[i][2] = score[i][3] = 0.0f;
+    // Matrices of 8 keys: with float8 four of them at one step, else two of them at the step's two halves.
+    const int row = S::kFloat8 ? lane : lane % 8 + lane / 16 * 8;
+#pragma unroll
+    for (int step = 0; step < S::kSteps; ++step) {
+      uint32_t a[4], k[4];
+      query.Step(step, shared_query, a);
+      LoadMatrix4(k, tile + S::At(row, S::kFloat8 ? step : step * 2 + lane / 8 % 2));
+      if constexpr (S::kFloat8) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          Mma16x8x16<__half>(score[i], a, Float8PairToHalf2<S::kFloat8Kind>(k[i]),
+                             Float8PairToHalf2<S::kFloat8Kind>(k[i] >> 16));
+        }
+      } else {
+        Mma16x8x16<typename S::Operand>(score[0], a, k[0], k[1]);
+        Mma16x8x16<typename S::Operand>(score[1], a, k[2], k[3]);
+      }
+    }
+  }
+
+  // Scale, soft cap and mask.
+  __device__ void Transform(const DecodeArgs& args, const Walk<S::kTile>& walk, const Query<S>& query, int first_key,
+                            float (&score)[S::kTile / 8][4]) {
+    const int lane = threadIdx.x % 32;
+    const PagedAttentionParams& params = args.params;
+    const SequenceInfo& sequence = walk.sequence;
+#pragma unroll
+    for (int i = 0; i < S::kTile / 8; ++i) {
+#pragma unroll
+      for (int j = 0; j < 4; ++j) score[i][j] *= query.scale[j / 2];
+    }
+    if (params.soft_cap != 0.0f) {
+      const float inverse = 2.0f * kLog2E / params.soft_cap;
+#pragma unroll
+      for (int i = 0; i < S::kTile / 8; ++i) {
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {  // cap * tanh(score / cap), in units of log2
+          const float tanh = 1.0f - __fdividef(2.0f, Exp2(score[i][j] * inverse) + 1.0f);
+          score[i][j] = params.soft_cap * kLog2E * tanh;
+        }
+      }
+    }
+    const int first_query = sequence.context_len - sequence.q_len;  // its position
+    const bool all_see_end = first_key + S::kTile <= first_query + 1;
+    const bool all_see_begin =
+        params.sliding_window == 0 || first_key > int64_t{sequence.context_len} - 1 - params.sliding_window;
+    if (all_see_end && all_see_begin) return;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int row = walk.row_tile * kRows + lane / 4 + 8 * i;
+      const int position = first_query + row / args.group;
+      const int64_t hidden = params.sliding_window > 0 ? int64_t{position} - params.sliding_window : int64_t{-1};
+#pragma unroll
+      for (int j = 0; j < S::kTile / 8; ++j) {
+#pragma unroll
+        for (int n = 0; n < 2; ++n) {
+          const int key = first_key + j * 8 + lane % 4 * 2 + n;
+          if (key > position || key >= sequence.context_len || key <= hidden) score[j][2 * i + n] = -INFINITY;
+        }
+      }
+    }
+  }
+
+  __device__ void AddValues(uint32_t tile, const float (&score)[S::kTile / 8][4]) {
+    using T = typename S::Operand;
+    const int lane = threadIdx.x % 32;
+    uint32_t p[S::kTile / 16][4];
+#pragma unroll
+    for (int i = 0; i < S::kTile / 16; ++i) {
+#pragma unroll
+      for (int j = 0; j < 4; ++j) p[i][j] = Pack<T>(score[2 * i + j / 2][j % 2 * 2], score[2 * i + j / 2][j % 2 * 2 + 1]);
+    }
+    // Matrices of 8 keys by 16 bytes: with float8 all 32 keys of 16 columns, else both halves of 16 keys by 16 columns.
+    const int row = S::kFloat8 ? lane : lane % 16;
+#pragma unroll
+    for (int step = 0; step < S::kSteps; ++step) {
+      uint32_t v[4];
+      LoadMatrix4Transposed(v, tile + S::At(row, S::kFloat8 ? step : step * 2 + lane / 16));
+      if constexpr (S::kFloat8) {
+        uint32_t even[4], odd[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const uint32_t sorted = __byte_perm(v[i], 0, 0x3120);  // two keys of the even column, then of the odd one
+          even[i] = Float8PairToHalf2<S::kFloat8Kind>(sorted);
+          odd[i] = Float8PairToHalf2<S::kFloat8Kind>(sorted >> 16);
+        }
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          Mma16x8x16<T>(out[2 * step], p[i], even[2 * i], even[2 * i + 1]);
+          Mma16x8x16<T>(out[2 * step + 1], p[i], odd[2 * i], odd[2 * i + 1]);
+        }
+      } else {
+        Mma16x8x16<T>(out[2 * step], p[0], v[0], v[1]);
+        Mma16x8x16<T>(out[2 * step + 1], p[0], v[2], v[3]);
+      }
+    }
+  }
+};
+
+}  // namespace xla_gpu::decode
+
+#endif  // XLA_GPU_OPS_PAGED_ATTENTION_PAGED_ATTENTION_DECODE_WARP_CUH_
