@@ -99,6 +99,26 @@ def test_host_names_what_is_wrong_with_the_batch(door, name):
     assert_error(door, inputs, pattern)
 
 
+@pytest.mark.doors("torch_xla")
+def test_torch_xla_reports_an_error_twice_and_is_healthy_then(door):
+    """What users see: the error where the result is waited for, once more when the next program starts, and no more."""
+    import torch
+
+    inputs = cases.build(CASE)
+    context(-1)(inputs)
+
+    def failing():
+        return door.module().paged_attention(**door.tensors(inputs.arrays()), **CASE.options()).cpu()
+
+    with pytest.raises(RuntimeError, match="sequence 1"):
+        failing()
+    ones = torch.ones(3, device=door.device())
+    with pytest.raises(RuntimeError, match="sequence 1"):
+        (ones + 1).cpu()
+    for i in range(3):
+        assert (ones + i).cpu().tolist() == [1.0 + i] * 3
+
+
 @pytest.mark.parametrize("name", [*SEQUENCE_VALUES, *BATCH_VALUES])
 @pytest.mark.doors(platform="cuda")
 def test_cuda_error_where_asked_for(door, name, monkeypatch):

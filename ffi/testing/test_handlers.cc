@@ -59,7 +59,7 @@ ffi::Error Tick(ffi::Buffer<ffi::F32> a, ffi::Result<ffi::Buffer<ffi::F32>> out)
 }
 
 // ---- fail: an error of any code -----------------------------------------------------------------------------------------
-ffi::Error Fail(ffi::Result<ffi::AnyBuffer>, int64_t code, std::string_view message) {
+ffi::Error Fail(ffi::AnyBuffer, ffi::Result<ffi::AnyBuffer>, int64_t code, std::string_view message) {
   return ffi::Error(static_cast<ffi::ErrorCode>(code), std::string(message));
 }
 
@@ -71,12 +71,13 @@ ffi::Error Instantiate(int64_t key) {
   return key == 7 ? ffi::Error::Success() : ffi::Error::InvalidArgument("test_staged: key is not 7");
 }
 
-ffi::Error Prepare() {
+// NOTE: a runtime passes buffers to these two as well as to the execution, with addresses that must not be read yet.
+ffi::Error Prepare(ffi::RemainingArgs, ffi::RemainingRets, int64_t) {
   ++stage_calls[1];
   return ffi::Error::Success();
 }
 
-ffi::Error Initialize() {
+ffi::Error Initialize(ffi::RemainingArgs, ffi::RemainingRets, int64_t) {
   ++stage_calls[2];
   return ffi::Error::Success();
 }
@@ -172,13 +173,22 @@ TEST_HANDLER(xla_gpu_test_tick, Tick,
                  .Ret<ffi::Buffer<ffi::F32>>());
 TEST_HANDLER(xla_gpu_test_fail, Fail,
              ffi::Ffi::Bind()
+                 .Arg<ffi::AnyBuffer>()
                  .Ret<ffi::AnyBuffer>()
                  .Attr<int64_t>("code")
                  .Attr<std::string_view>("message"));
 TEST_HANDLER(xla_gpu_test_staged_instantiate, Instantiate,
              ffi::Ffi::Bind<ffi::ExecutionStage::kInstantiate>().Attr<int64_t>("key"));
-TEST_HANDLER(xla_gpu_test_staged_prepare, Prepare, ffi::Ffi::Bind<ffi::ExecutionStage::kPrepare>());
-TEST_HANDLER(xla_gpu_test_staged_initialize, Initialize, ffi::Ffi::Bind<ffi::ExecutionStage::kInitialize>());
+TEST_HANDLER(xla_gpu_test_staged_prepare, Prepare,
+             ffi::Ffi::Bind<ffi::ExecutionStage::kPrepare>()
+                 .RemainingArgs()
+                 .RemainingRets()
+                 .Attr<int64_t>("key"));
+TEST_HANDLER(xla_gpu_test_staged_initialize, Initialize,
+             ffi::Ffi::Bind<ffi::ExecutionStage::kInitialize>()
+                 .RemainingArgs()
+                 .RemainingRets()
+                 .Attr<int64_t>("key"));
 TEST_HANDLER(xla_gpu_test_staged_execute, Execute,
              ffi::Ffi::Bind()
                  .Arg<ffi::Buffer<ffi::F32>>()
