@@ -178,33 +178,26 @@ __device__ void FillTile(const PrefillRows& rows, const PagedAttentionParams& pa
   }
 }
 
-// All that a block of a prefill kernel does. The last block of the grid, and those before it that find no tile, fill
-// the rows that belong to no sequence.
+// All that a block of a prefill kernel does: its tile, or, without one, a share of the rows that belong to no sequence.
+// There is always such a block, since the grid has one more than there can be tiles.
 template <typename Kernel, typename T>
-__device__ void RunPrefillTiles(const PagedAttentionParams& params, char* shared) {
+__device__ void RunPrefillTile(const PagedAttentionParams& params, char* shared) {
   using Schedule = typename Kernel::Schedule;
   Schedule schedule(params, *reinterpret_cast<typename Schedule::Storage*>(shared));
-  const unsigned tile_blocks = gridDim.x - 1;
-  unsigned rank = blockIdx.x < tile_blocks ? blockIdx.x : ~0u;
   unsigned total = 0;
   PrefillTile tile;
-  while (schedule.Find(rank, &tile, &total)) {
-    // Also the barrier after which shared memory is free.
-    const bool valid = PagesInCache(params, tile) && tile.valid;
-    const PrefillRows rows(params, tile, Kernel::kRows);
-    if (valid) {
-      Kernel(params, shared).Run(rows);
-    } else {
-      FillTile<T>(rows, params);
-    }
-    rank += tile_blocks;
-    if (rank >= total) return;
-    __syncthreads();
+  if (!schedule.Find(blockIdx.x, &tile, &total)) {
+    FillUnownedRows<T>(params, blockIdx.x - total, gridDim.x - total);
+    return;
   }
-
-  const unsigned fillers = gridDim.x - min(total, tile_blocks);
-  if (blockIdx.x < gridDim.x - fillers) return;
-  FillUnownedRows<T>(params, blockIdx.x - (gridDim.x - fillers), fillers);
+  // Also the barrier after which shared memory is free.
+  const bool valid = PagesInCache(params, tile) && tile.valid;
+  const PrefillRows rows(params, tile, Kernel::kRows);
+  if (valid) {
+    Kernel(params, shared).Run(rows);
+  } else {
+    FillTile<T>(rows, params);
+  }
 }
 
 }  // namespace xla_gpu

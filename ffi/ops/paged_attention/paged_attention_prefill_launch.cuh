@@ -8,6 +8,7 @@
 #include "ffi/common/cuda_status.h"
 #include "ffi/ops/paged_attention/paged_attention_decode.h"
 #include "ffi/ops/paged_attention/paged_attention_prefill_mma.cuh"
+#include "ffi/ops/paged_attention/paged_attention_prefill_wgmma.cuh"
 
 namespace xla_gpu {
 
@@ -36,10 +37,32 @@ Status LaunchPrefillMma(const PagedAttentionParams& params, Stream stream) {
   return LaunchPrefillKernel<Kernel>(PrefillMmaKernel<Kernel>, params, stream);
 }
 
+// Launches the kernel for sm_90a where the current device has code of it; `*launched` tells.
+template <typename Kernel>
+Status TryLaunchPrefillWgmma(const PagedAttentionParams& params, Stream stream, bool* launched) {
+  // Code for other targets is an empty kernel of one warp.
+  cudaFuncAttributes attributes;
+  XLA_GPU_RETURN_IF_CUDA(cudaFuncGetAttributes(&attributes, PrefillWgmmaKernel<Kernel>));
+  *launched = attributes.maxThreadsPerBlock >= Kernel::kThreads;
+  if (!*launched) return Status::Ok();
+  return LaunchPrefillKernel<Kernel>(PrefillWgmmaKernel<Kernel>, params, stream);
+}
+
+template <typename T>
+Status TryLaunchPrefillSm90(const PagedAttentionParams& params, Stream stream, bool* launched) {
+  *launched = false;
+  if (IsFloat8(params.cache_dtype)) return Status::Ok();
+  if (params.head_dim <= 64) return TryLaunchPrefillWgmma<PrefillWgmma<T, 64, 128>>(params, stream, launched);
+  if (params.head_dim <= 128) return TryLaunchPrefillWgmma<PrefillWgmma<T, 128, 128>>(params, stream, launched);
+  return TryLaunchPrefillWgmma<PrefillWgmma<T, 256, 64>>(params, stream, launched);
+}
+
 // Tiles by head_dim. At most 99 KiB of shared memory, the limit of a block on sm_86 and sm_89; two blocks on an SM of
 // sm_80 and sm_90.
 template <typename T>
 Status LaunchPrefill16Bit(const PagedAttentionParams& params, Stream stream) {
+  bool launched = false;
+  if (Status status = TryLaunchPrefillSm90<T>(params, stream, &launched); !status.ok() || launched) return status;
   if (IsFloat8(params.cache_dtype)) {
     if (params.head_dim <= 64) return LaunchPrefillMma<PrefillMma<T, 64, 32, 64, 1, true>>(params, stream);
     if (params.head_dim <= 128) return LaunchPrefillMma<PrefillMma<T, 128, 32, 64, 1, true>>(params, stream);

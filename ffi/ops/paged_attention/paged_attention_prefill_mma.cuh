@@ -10,6 +10,7 @@
 #include "ffi/device/float8.cuh"
 #include "ffi/device/mma.cuh"
 #include "ffi/ops/paged_attention/paged_attention_prefill_common.cuh"
+#include "ffi/ops/paged_attention/paged_attention_prefill_fragments.cuh"
 #include "ffi/ops/paged_attention/paged_attention_prefill_schedule.cuh"
 
 namespace xla_gpu {
@@ -140,9 +141,6 @@ struct PrefillMma {
   }
 
   // ---- arithmetic
-  // Rows of an accumulator fragment: lane / 4 and lane / 4 + 8 of each tile of 16.
-  __device__ int FragmentRow(int row_tile, int half) const { return row_tile * 16 + half * 8 + lane / 4; }
-
   // `q`, `k`, `v`: addresses of this lane's share of a fragment at the start of its row. Further fragments follow by
   // constants; the compiler would compute all their addresses before the loop over tiles and run out of registers.
   __device__ void Scores(uint32_t q, uint32_t k_tile, float (&s)[kRowTiles][kKeyTiles][4]) const {
@@ -207,10 +205,7 @@ struct PrefillMma {
     const PrefillScores scores(params, rows.kv_head);
 
     float o[kRowTiles][kDimTiles][4] = {};
-    float largest[kRowTiles][2];   // of the scores so far, in the units of `scores`
-    float sum[kRowTiles][2] = {};  // of this lane's columns
-#pragma unroll
-    for (int m = 0; m < kRowTiles; ++m) largest[m][0] = largest[m][1] = -INFINITY;
+    PrefillSoftmax<kRowTiles> softmax(warp * kWarpRows);
     uint32_t q_fragment = shared_address + ChunkOffset(warp * kWarpRows + lane % 16, lane / 16);
     uint32_t k_fragment = shared_address + kKeyStart + ChunkOffset(lane % 8 + lane / 16 * 8, lane / 8 % 2);
     uint32_t v_fragment = shared_address + kValueStart + ChunkOffset(lane % 16, lane / 16);
@@ -263,56 +258,8 @@ struct PrefillMma {
         load_key();
       }
 
-      // ---- softmax
-      scores.Transform</*kExact=*/false>(s);
-      const int first_position = tile * kKeys;
-      if (first_position + kKeys - 1 > rows.first_row_last_key || first_position < rows.last_row_first_key) {
-#pragma unroll
-        for (int m = 0; m < kRowTiles; ++m) {
-#pragma unroll
-          for (int h = 0; h < 2; ++h) {
-            int first_key, last_key;
-            rows.VisibleKeys(warp * kWarpRows + FragmentRow(m, h), &first_key, &last_key);
-            first_key -= first_position + lane % 4 * 2;
-            last_key -= first_position + lane % 4 * 2;
-#pragma unroll
-            for (int n = 0; n < kKeyTiles; ++n) {
-              if (n * 8 > last_key || n * 8 < first_key) s[m][n][2 * h] = -INFINITY;
-              if (n * 8 + 1 > last_key || n * 8 + 1 < first_key) s[m][n][2 * h + 1] = -INFINITY;
-            }
-          }
-        }
-      }
-#pragma unroll
-      for (int m = 0; m < kRowTiles; ++m) {
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-          float row_largest = largest[m][h];
-#pragma unroll
-          for (int n = 0; n < kKeyTiles; ++n) {
-            row_largest = fmaxf(row_largest, fmaxf(s[m][n][2 * h], s[m][n][2 * h + 1]));
-          }
-          row_largest = fmaxf(row_largest, __shfl_xor_sync(~0u, row_largest, 1));
-          row_largest = fmaxf(row_largest, __shfl_xor_sync(~0u, row_largest, 2));
-          // A row that has seen no key so far keeps its zeros.
-          const float shift = row_largest == -INFINITY ? 0.0f : row_largest * scores.to_log2;
-          const float correction = Exp2(largest[m][h] * scores.to_log2 - shift);
-          largest[m][h] = row_largest;
-          float row_sum = sum[m][h] * correction;
-#pragma unroll
-          for (int n = 0; n < kKeyTiles; ++n) {
-            s[m][n][2 * h] = Exp2(fmaf(s[m][n][2 * h], scores.to_log2, -shift));
-            s[m][n][2 * h + 1] = Exp2(fmaf(s[m][n][2 * h + 1], scores.to_log2, -shift));
-            row_sum += s[m][n][2 * h] + s[m][n][2 * h + 1];
-          }
-          sum[m][h] = row_sum;
-#pragma unroll
-          for (int d = 0; d < kDimTiles; ++d) {
-            o[m][d][2 * h] *= correction;
-            o[m][d][2 * h + 1] *= correction;
-          }
-        }
-      }
+      softmax.Update(rows, scores, tile * kKeys, s);
+      if (softmax.NeedsRescale()) softmax.Rescale(o);
 
       WaitAsync<1>();
       if constexpr (kFp8) {
@@ -332,41 +279,8 @@ struct PrefillMma {
       if (thread < kKeys) Offsets(tile)[thread] = offset;
     }
     WaitAsync<0>();
-    Finish(rows, scores, o, largest, sum);
-  }
-
-  __device__ void Finish(const PrefillRows& rows, const PrefillScores& scores, float (&o)[kRowTiles][kDimTiles][4],
-                         const float (&largest)[kRowTiles][2], const float (&sum)[kRowTiles][2]) {
-    // Through shared memory, in the place of the warp's own query rows, so that whole chunks reach `out`.
-#pragma unroll
-    for (int m = 0; m < kRowTiles; ++m) {
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        const int row = warp * kWarpRows + FragmentRow(m, h);
-        float row_sum = sum[m][h];
-        row_sum += __shfl_xor_sync(~0u, row_sum, 1);
-        row_sum += __shfl_xor_sync(~0u, row_sum, 2);
-        const int head = row < rows.count ? rows.Head(row) : 0;
-        const SoftmaxEnd end = scores.End(largest[m][h], row_sum, head);
-        if (params.lse != nullptr && row < rows.count && lane % 4 == 0) params.lse[rows.HeadRow(row)] = end.lse;
-#pragma unroll
-        for (int d = 0; d < kDimTiles; ++d) {
-          const float x = end.empty ? 0.0f : o[m][d][2 * h] * end.factor;
-          const float y = end.empty ? 0.0f : o[m][d][2 * h + 1] * end.factor;
-          *reinterpret_cast<uint32_t*>(shared + ChunkOffset(row, d) + lane % 4 * 4) = Pack<T>(x, y);
-        }
-      }
-    }
-    __syncwarp();
-    T* const out = static_cast<T*>(params.out);
-#pragma unroll 4
-    for (int i = lane; i < kWarpRows * kChunks; i += 32) {
-      const int row = warp * kWarpRows + i / kChunks;
-      const int chunk = i % kChunks;
-      if (row >= rows.count || chunk * 8 >= params.head_dim) continue;
-      *reinterpret_cast<uint4*>(out + rows.HeadRow(row) * params.head_dim + chunk * 8) =
-          *reinterpret_cast<const uint4*>(shared + ChunkOffset(row, chunk));
-    }
+    // In the place of the warp's own query rows.
+    softmax.template Finish<T>(params, rows, scores, o, [&](int row, int d) { return shared + ChunkOffset(row, d); });
   }
 };
 
@@ -374,7 +288,7 @@ template <typename Kernel>
 __global__ void __launch_bounds__(Kernel::kThreads, 2)
     PrefillMmaKernel(const __grid_constant__ PagedAttentionParams params) {
   extern __shared__ __align__(1024) char shared[];
-  RunPrefillTiles<Kernel, typename Kernel::Element>(params, shared);
+  RunPrefillTile<Kernel, typename Kernel::Element>(params, shared);
 }
 
 }  // namespace xla_gpu

@@ -53,8 +53,8 @@ class PrefillSchedule {
         num_live_(LiveSequences(params)),
         in_order_(QueryStartsInOrder(params, num_live_)) {}
 
-  // The tile of the given rank (over all sequences and kv heads; kv heads next to each other), read by all threads, or
-  // false if there are `*total` of them only. To be called by the whole block, with a barrier before the storage is
+  // The tile of the given rank (over all sequences and kv heads; kv heads next to each other), read by all threads; or
+  // false, if there are no more than `*total`. To be called by the whole block, with a barrier before the storage is
   // used for something else.
   __device__ bool Find(unsigned rank, PrefillTile* tile, unsigned* total) {
     const auto kv_heads = static_cast<unsigned>(params_.num_kv_heads);
@@ -68,8 +68,6 @@ class PrefillSchedule {
         Search(row_tile - before, count);
         *tile = storage_.tile;
         tile->kv_head = static_cast<int>(rank - row_tile * kv_heads);
-        // A lower bound where further batches follow: enough to go on to the next tile of this block.
-        *total = next < num_live_ ? ~0u : (before + in_batch) * kv_heads;
         return true;
       }
       before += in_batch;

@@ -230,7 +230,7 @@ template <typename Kernel>
 __global__ void __launch_bounds__(Kernel::kThreads)
     PrefillSimtKernel(const __grid_constant__ PagedAttentionParams params) {
   extern __shared__ __align__(1024) char shared[];
-  RunPrefillTiles<Kernel, float>(params, shared);
+  RunPrefillTile<Kernel, float>(params, shared);
 }
 
 }  // namespace xla_gpu

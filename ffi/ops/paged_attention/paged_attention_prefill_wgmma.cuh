@@ -1,0 +1,286 @@
+// Prefill attention in float16 and bfloat16 for sm_90a. One warpgroup copies tiles of K and V, page by page, into a
+// ring in shared memory; two warpgroups compute, each for half of the tile's query rows. A warpgroup's scores of one
+// tile run on the tensor cores together with the sum of values of the tile before, beneath the softmax; and the two
+// warpgroups take turns, so that the softmax of one runs beneath the products of the other.
+#ifndef XLA_GPU_OPS_PAGED_ATTENTION_PAGED_ATTENTION_PREFILL_WGMMA_CUH_
+#define XLA_GPU_OPS_PAGED_ATTENTION_PAGED_ATTENTION_PREFILL_WGMMA_CUH_
+
+#include <cstdint>
+
+#include "ffi/device/cached_copy.cuh"
+#include "ffi/device/mbarrier.cuh"
+#include "ffi/device/wgmma.cuh"
+#include "ffi/ops/paged_attention/paged_attention_prefill_common.cuh"
+#include "ffi/ops/paged_attention/paged_attention_prefill_fragments.cuh"
+#include "ffi/ops/paged_attention/paged_attention_prefill_schedule.cuh"
+
+// Only code for sm_90a has these instructions; compiled for anything else, the kernel is empty and never launched.
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+#define XLA_GPU_HAS_WGMMA 1
+#else
+#define XLA_GPU_HAS_WGMMA 0
+#endif
+
+namespace xla_gpu {
+
+// kDim: head_dim, rounded up to a multiple of 64; the rest of a row is zeros in shared memory. kKeys: keys of a tile.
+template <typename T, int kDim, int kKeys>
+struct PrefillWgmma {
+  using Element = T;
+  static constexpr int kGroupThreads = 128;
+  static constexpr int kConsumers = 2;  // warpgroups that compute
+  static constexpr int kThreads = (1 + kConsumers) * kGroupThreads;
+  static constexpr int kRows = kConsumers * 64;
+  static constexpr int kStages = 2;
+  static constexpr int kKeyTiles = kKeys / 8;
+  static constexpr int kDimTiles = kDim / 8;
+  static constexpr int kChunks = kDim / 8;  // 16-byte chunks of a row
+  // Rows lie in slabs of 64 elements, as the tensor cores read them.
+  static constexpr int kQuerySlab = kRows * 128;
+  static constexpr int kTileSlab = kKeys * 128;
+  static constexpr int kTileBytes = kKeys * kDim * 2;
+  static constexpr int kTileChunks = kKeys * kChunks / kGroupThreads;  // of one thread
+
+  // Shared memory, from the start: Q, K stages, V stages, row offsets of two tiles, barriers.
+  static constexpr int kKeyStart = kRows * kDim * 2;
+  static constexpr int kValueStart = kKeyStart + kStages * kTileBytes;
+  static constexpr int kOffsetStart = kValueStart + kStages * kTileBytes;
+  static constexpr int kBarrierStart = kOffsetStart + 2 * kKeys * static_cast<int>(sizeof(int64_t));
+  static constexpr int kSharedBytes = kBarrierStart + 4 * kStages * 8;
+  // Barriers: K full, V full, K free, V free; for each stage.
+  enum { kKeyFull, kValueFull, kKeyFree, kValueFree };
+
+  using Schedule = PrefillSchedule<kThreads, kRows>;
+  static_assert(sizeof(typename Schedule::Storage) <= kOffsetStart);
+  static_assert(kDim % 64 == 0 && kKeys <= kGroupThreads);
+
+  // Registers of a thread, in place of the 168 that the launch gives each; together no more than an SM has.
+  static constexpr int kProducerRegisters = 40;
+  static constexpr int kConsumerRegisters = 232;
+
+  const PagedAttentionParams& params;
+  char* const shared;  // aligned to 1024 bytes
+  const uint32_t shared_address;
+  const int thread = static_cast<int>(threadIdx.x) % kGroupThreads;  // in the warpgroup
+
+  __device__ PrefillWgmma(const PagedAttentionParams& params, char* shared)
+      : params(params), shared(shared), shared_address(SharedAddress(shared)) {}
+
+  __device__ uint32_t Barrier(int kind, int stage) const {
+    return shared_address + kBarrierStart + (kind * kStages + stage) * 8;
+  }
+  // Byte offset of a chunk of a row, in slabs of `slab` bytes.
+  static __device__ int ChunkOffset(int slab, int row, int chunk) {
+    return chunk / 8 * slab + row * 128 + ((chunk ^ row) & 7) * 16;
+  }
+
+  __device__ void Run(const PrefillRows& rows) {
+#if XLA_GPU_HAS_WGMMA
+    if (threadIdx.x == 0) {
+      for (int stage = 0; stage < kStages; ++stage) {
+        InitBarrier(Barrier(kKeyFull, stage), kGroupThreads);
+        InitBarrier(Barrier(kValueFull, stage), kGroupThreads);
+        InitBarrier(Barrier(kKeyFree, stage), kConsumers * 4);  // one arrival for each warp
+        InitBarrier(Barrier(kValueFree, stage), kConsumers * 4);
+      }
+    }
+    __syncthreads();
+    // The same in all lanes of a warp, and known to the compiler to be.
+    const int group = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / kGroupThreads, 0);
+    const int first_tile = rows.key_begin / kKeys;
+    const int last_tile = (rows.key_end + kKeys - 1) / kKeys - 1;
+    if (group == 0) {
+      asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kProducerRegisters));
+      Produce(rows, first_tile, last_tile);
+    } else {
+      asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kConsumerRegisters));
+      Consume(rows, group - 1, first_tile, last_tile);
+    }
+#endif
+  }
+
+ private:
+  // ---- the warpgroup that copies
+  __device__ void Produce(const PrefillRows& rows, int first_tile, int last_tile) {
+    if (last_tile < first_tile) return;
+    const char* const key_cache = HeadStart(params, params.k_cache, rows.kv_head) + thread % kChunks * 16;
+    const char* const value_cache = HeadStart(params, params.v_cache, rows.kv_head) + thread % kChunks * 16;
+    LoadQuery(rows);
+    int64_t offset = LookUp(rows, last_tile);
+    uint32_t unannounced = 0;  // the barrier of the last group of copies
+    for (int i = 0; i <= last_tile - first_tile; ++i) {
+      const int tile = last_tile - i;
+      const int stage = i % kStages;
+      const uint32_t parity = (i / kStages + 1) % 2;
+      int64_t* const offsets = reinterpret_cast<int64_t*>(shared + kOffsetStart) + i % 2 * kKeys;
+      if (thread < kKeys) offsets[thread] = offset;
+      SyncNamed(kProducerBarrier, kGroupThreads);
+      // The next page number arrives while this tile's copies are under way.
+      offset = LookUp(rows, tile - 1);
+      WaitBarrier(Barrier(kKeyFree, stage), parity);
+      LoadTile(key_cache, kKeyStart + stage * kTileBytes, offsets);
+      Announce(&unannounced, Barrier(kKeyFull, stage));
+      WaitBarrier(Barrier(kValueFree, stage), parity);
+      LoadTile(value_cache, kValueStart + stage * kTileBytes, offsets);
+      Announce(&unannounced, Barrier(kValueFull, stage));
+    }
+    WaitAsync<0>();
+    FenceForTensorCores();
+    ArriveBarrier(unannounced);
+  }
+
+  // Ends a group of copies, and tells the consumers of the one before.
+  __device__ void Announce(uint32_t* unannounced, uint32_t barrier) const {
+    CommitAsync();
+    if (*unannounced != 0) {
+      WaitAsync<1>();
+      FenceForTensorCores();
+      ArriveBarrier(*unannounced);
+    }
+    *unannounced = barrier;
+  }
+
+  // Travels with the first tile of K.
+  __device__ void LoadQuery(const PrefillRows& rows) const {
+    const T* const query = static_cast<const T*>(params.query);
+#pragma unroll 2
+    for (int i = thread; i < kRows * kChunks; i += kGroupThreads) {
+      const int row = i / kChunks;
+      const int chunk = i % kChunks;
+      const bool valid = row < rows.count && chunk * 8 < params.head_dim;
+      const T* source = valid ? query + rows.HeadRow(row) * params.head_dim + chunk * 8 : query;
+      CopyAsync16(shared_address + ChunkOffset(kQuerySlab, row, chunk), source, valid);
+    }
+  }
+
+  // Where key `thread` of a tile lies, in bytes; -1 for keys that no row of this block sees, which become zeros in
+  // shared memory, so that nothing which lies in unused slots takes part.
+  __device__ int64_t LookUp(const PrefillRows& rows, int tile) const {
+    const int position = tile * kKeys + thread;
+    if (thread >= kKeys || position < rows.key_begin || position >= rows.key_end) return -1;
+    return KeyOffset(params, rows.seq, position) * 2;
+  }
+
+  // `cache`: this thread's chunk of the kv head's element (0, 0, head, 0).
+  __device__ void LoadTile(const char* cache, int start, const int64_t* offsets) const {
+    const bool in_row = thread % kChunks * 8 < params.head_dim;
+    constexpr int kRowStep = kGroupThreads / kChunks;
+    const uint32_t target = shared_address + start;
+#pragma unroll 4
+    for (int i = 0; i < kTileChunks; ++i) {
+      const int row = i * kRowStep + thread / kChunks;
+      const int64_t offset = offsets[row];
+      const bool valid = in_row && offset >= 0;
+      CopyAsync16(target + ChunkOffset(kTileSlab, row, thread % kChunks), cache + (valid ? offset : 0), valid);
+    }
+  }
+
+  // ---- the warpgroups that compute
+  __device__ void Consume(const PrefillRows& rows, int group, int first_tile, int last_tile) {
+    const int warp = thread / 32;
+    const PrefillScores scores(params, rows.kv_head);
+    PrefillSoftmax<1> softmax(group * 64 + warp * 16);
+    float o[1][kDimTiles][4] = {};
+    const int count = last_tile - first_tile + 1;
+    if (count > 0) {
+      float s[1][kKeyTiles][4];
+      uint32_t p[kKeyTiles / 2][4];
+
+      WaitBarrier(Barrier(kKeyFull, 0), 0);
+      FenceWgmma();
+      StartScores(group, 0, s[0]);
+      CommitWgmma();
+      WaitWgmma<0>();
+      ReadAfterWgmma(s[0]);
+      Release(Barrier(kKeyFree, 0));
+      softmax.Update(rows, scores, last_tile * kKeys, s);
+      PackProbabilities(s[0], p);
+      if (group == 1) ArriveNamed(kTurnBarrier, kConsumers * kGroupThreads);
+
+      for (int i = 1; i < count; ++i) {
+        const int stage = i % kStages;
+        const int stage_before = (i - 1) % kStages;
+        WaitBarrier(Barrier(kKeyFull, stage), i / kStages % 2);
+        WaitBarrier(Barrier(kValueFull, stage_before), (i - 1) / kStages % 2);
+        SyncNamed(kTurnBarrier + group, kConsumers * kGroupThreads);
+        FenceWgmma();
+        StartScores(group, stage, s[0]);
+        CommitWgmma();
+        StartValues(stage_before, p, o[0]);
+        CommitWgmma();
+        // The other group's turn; nobody waits for the very last one.
+        if (group == 0 || i + 1 < count) ArriveNamed(kTurnBarrier + 1 - group, kConsumers * kGroupThreads);
+        WaitWgmma<1>();
+        ReadAfterWgmma(s[0]);
+        Release(Barrier(kKeyFree, stage));
+        softmax.Update(rows, scores, (last_tile - i) * kKeys, s);
+        WaitWgmma<0>();
+        ReadAfterWgmma(o[0]);
+        Release(Barrier(kValueFree, stage_before));
+        softmax.Rescale(o);
+        PackProbabilities(s[0], p);
+      }
+
+      const int stage = (count - 1) % kStages;
+      WaitBarrier(Barrier(kValueFull, stage), (count - 1) / kStages % 2);
+      FenceWgmma();
+      StartValues(stage, p, o[0]);
+      CommitWgmma();
+      WaitWgmma<0>();
+      ReadAfterWgmma(o[0]);
+    }
+    // Results pass through the place of the group's own query rows, which all its warps have finished with.
+    SyncNamed(kGroupBarrier + group, kGroupThreads);
+    softmax.template Finish<T>(params, rows, scores, o,
+                               [&](int row, int d) { return shared + ChunkOffset(kQuerySlab, row, d); });
+  }
+
+  __device__ void Release(uint32_t barrier) const {
+    if (thread % 32 == 0) ArriveBarrier(barrier);
+  }
+
+  __device__ void StartScores(int group, int stage, float (&s)[kKeyTiles][4]) const {
+    const uint32_t q = shared_address + group * 64 * 128;
+    const uint32_t k = shared_address + kKeyStart + stage * kTileBytes;
+#pragma unroll
+    for (int step = 0; step < kDim / 16; ++step) {
+      Wgmma<T>(s, DescribeRows(q + step / 4 * kQuerySlab + step % 4 * 32),
+               DescribeRows(k + step / 4 * kTileSlab + step % 4 * 32), step > 0);
+    }
+  }
+
+  __device__ void StartValues(int stage, const uint32_t (&p)[kKeyTiles / 2][4], float (&o)[kDimTiles][4]) const {
+    const uint32_t v = shared_address + kValueStart + stage * kTileBytes;
+#pragma unroll
+    for (int step = 0; step < kKeys / 16; ++step) {
+      WgmmaColumns<T>(o, p[step], DescribeColumns(v + step * 16 * 128, kTileSlab));
+    }
+  }
+
+  // The layout of two tiles of scores side by side is that of the left operand of a product.
+  static __device__ void PackProbabilities(const float (&s)[kKeyTiles][4], uint32_t (&p)[kKeyTiles / 2][4]) {
+#pragma unroll
+    for (int n = 0; n < kKeyTiles; ++n) {
+      p[n / 2][n % 2 * 2] = Pack<T>(s[n][0], s[n][1]);
+      p[n / 2][n % 2 * 2 + 1] = Pack<T>(s[n][2], s[n][3]);
+    }
+  }
+
+  // Named barriers.
+  static constexpr int kProducerBarrier = 1;
+  static constexpr int kTurnBarrier = 2;   // and 3: a consumer's turn to start products
+  static constexpr int kGroupBarrier = 4;  // and 5: the warps of a consumer
+};
+
+template <typename Kernel>
+__global__ void __launch_bounds__(XLA_GPU_HAS_WGMMA ? Kernel::kThreads : 32, 1)
+    PrefillWgmmaKernel(const __grid_constant__ PagedAttentionParams params) {
+#if XLA_GPU_HAS_WGMMA
+  extern __shared__ __align__(1024) char shared[];
+  RunPrefillTile<Kernel, typename Kernel::Element>(params, shared);
+#endif
+}
+
+}  // namespace xla_gpu
+
+#endif  // XLA_GPU_OPS_PAGED_ATTENTION_PAGED_ATTENTION_PREFILL_WGMMA_CUH_
