@@ -1,7 +1,7 @@
 """Hand-written LLM-serving kernels for XLA programs: one library of typed FFI handlers, four front doors.
 
-``import xla_gpu`` imports no framework. The doors are ``xla_gpu.torch`` (torch_xla, ``torch.compile``, and eager PyTorch on
-CPU and CUDA tensors) and ``xla_gpu.jax``.
+``import xla_gpu`` imports no framework. The doors are ``xla_gpu.torch`` (torch_xla, ``torch.compile``, and eager
+PyTorch on CPU and CUDA tensors) and ``xla_gpu.jax``.
 """
 
 __version__: str

@@ -97,6 +97,6 @@ def _numpy_dtype(name: str) -> np.dtype[Any]:
     if name == "bfloat16":
         import ml_dtypes  # comes with jaxlib; only who used it to make the attribute gets here
 
-        return np.dtype(ml_dtypes.bfloat16)
+        dtype: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
+        return dtype
     return np.dtype(name)
-

@@ -4,27 +4,62 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from . import _library, _targets
+from . import _jax_reference, _library, _targets
 from ._attributes import numpy_value
 from ._signature import ArraySpec, OpCall, Operator, check_inputs_requested
+from .ops import ragged_paged_attention
+from .ops.paged_attention import num_seqs_number
 
 
 def call(operator: Operator, **arguments: Any) -> Any:
     """The results of ``operator``; arguments by the names of its declaration."""
-    arrays = []
+    return _run(*_bind(operator, arguments))
+
+
+def ragged(**arguments: Any) -> Any:
+    """ragged_paged_attention: numbers where paged_attention takes arrays."""
+    bound, arrays = _bind(ragged_paged_attention.OPERATOR, arguments)
+    k_scale, v_scale = (ragged_paged_attention.number(name, arguments[name]) for name in ("k_scale", "v_scale"))
+    if not arguments["use_kernel"]:
+        return _jax_reference.ragged_paged_attention(
+            *arrays,
+            sm_scale=arguments["sm_scale"],
+            sliding_window=arguments["sliding_window"],
+            soft_cap=arguments["soft_cap"],
+            k_scale=k_scale,
+            v_scale=v_scale,
+        )
+    if ragged_paged_attention.has_float8_cache(bound.operands[1]):  # the handler applies the scales
+        return _run(bound, [*arrays, *(jnp.full((1,), scale, jnp.float32) for scale in (k_scale, v_scale))])
+    out = _run(bound, arrays)  # k_scale is a factor of scale already
+    return out if v_scale == 1.0 else (out.astype(jnp.float32) * v_scale).astype(out.dtype)
+
+
+def num_seqs_array(name: str, num_seqs: Any, context_lens: Any) -> Any:
+    """``num_seqs`` as int32[1]."""
+    if hasattr(num_seqs, "shape") and not isinstance(num_seqs, np.generic):
+        return num_seqs
+    return jnp.full((1,), num_seqs_number(name, num_seqs, np.shape(context_lens)), jnp.int32)
+
+
+def _bind(operator: Operator, arguments: dict[str, Any]) -> tuple[OpCall, list[Any]]:
+    arrays, values = [], dict(arguments)
     for name in operator.operands:
-        value = arguments.get(name)
+        value = values.get(name)
         if value is not None:
             array = _array(f"{operator.name}: {name}", value)
             arrays.append(array)
-            arguments[name] = ArraySpec(tuple(array.shape), array.dtype.name)
-    bound = _bound(operator)(**arguments, check_inputs=check_inputs_requested())
+            values[name] = ArraySpec(tuple(array.shape), array.dtype.name)
+    return _binder(operator)(**values, check_inputs=check_inputs_requested()), arrays
+
+
+def _run(bound: OpCall, arrays: list[Any]) -> Any:
     results = _function(bound, _varying_axes(arrays))(*arrays)[: len(bound.results)]
     return results[0] if len(results) == 1 else tuple(results)
 
@@ -36,7 +71,7 @@ def _array(where: str, value: Any) -> Any:
 
 
 @functools.cache
-def _bound(operator: Operator) -> Callable[..., OpCall]:
+def _binder(operator: Operator) -> Callable[..., OpCall]:
     # typed: True, 1 and 1.0 are equal, and only one of them is a window.
     cached = functools.lru_cache(maxsize=4096, typed=True)(operator.bind)
 
@@ -62,15 +97,15 @@ def _function(call: OpCall, varying_axes: frozenset[str]) -> Callable[..., Any]:
         input_output_aliases=dict(call.aliases) or None,
     )
 
-    @jax.custom_jvp
     def function(*arrays: Any) -> Any:
         return target(*arrays, **attributes)
 
-    @function.defjvp
-    def _(primals: Any, tangents: Any) -> Any:
+    def derivative(primals: Any, tangents: Any) -> Any:
         raise ValueError(f"{call.name} has no gradient; jax.lax.stop_gradient its arguments where none is wanted")
 
-    return function
+    differentiable: Any = jax.custom_jvp(function)
+    differentiable.defjvp(derivative)
+    return cast(Callable[..., Any], differentiable)
 
 
 def _varying_axes(arrays: list[Any]) -> frozenset[str]:

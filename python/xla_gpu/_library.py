@@ -37,7 +37,8 @@ class Library:
         count = ctypes.c_size_t()
         table = self.cdll.xla_gpu_handlers(ctypes.byref(count))
         return [
-            HandlerEntry(table[i].target.decode(), table[i].platform.decode(), table[i].execute) for i in range(count.value)
+            HandlerEntry(table[i].target.decode(), table[i].platform.decode(), table[i].execute)
+            for i in range(count.value)
         ]
 
     def build_info(self) -> dict[str, Any]:

@@ -78,8 +78,22 @@ def register(name: str, fn: Any, platform: str = "cpu", api_version: int = 1) ->
         )
     target = Target(name, platform, *(_address(stage, functions.get(stage)) for stage in STAGES))
     _own()
+    if platform == "cpu":
+        # Both doors to the host, torch_xla 2.9's runtime and the library itself, are of this version. CUDA plug-ins
+        # may be newer; they are asked when the target is first called.
+        check_version(target, _library.load().ffi_api(), "the host's runtime")
     _add(target)
     _kept_alive.append(fn)
+
+
+def check_version(target: Target, api: tuple[int, int], whose: str) -> None:
+    """Raises TargetError if ``target`` was built against a newer FFI API than ``api``."""
+    built = target.version()
+    if built > api:
+        raise TargetError(
+            f"FFI target {target.name!r} was built with XLA FFI API {built[0]}.{built[1]}, but {whose} has "
+            f"{api[0]}.{api[1]}; build it with headers of that version or older (jaxlib 0.7 ships 0.1)"
+        )
 
 
 def lookup(name: str, platform: str) -> Target:

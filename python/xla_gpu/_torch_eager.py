@@ -1,4 +1,4 @@
-"""The eager doors: handlers called on the memory of CPU and CUDA tensors, on PyTorch's current stream, without copies."""
+"""The eager doors: handlers called on the memory of CPU and CUDA tensors, on PyTorch's current stream."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from . import _targets
+from . import _library, _targets
 from ._frames import Frame
 from ._signature import OpCall
 from ._torch_tensors import torch_dtype
@@ -22,6 +22,9 @@ class _Plan:
     def __init__(self, call: OpCall, platform: str) -> None:
         self.call = call
         self.target = _targets.lookup(call.target, platform)
+        _targets.check_version(
+            self.target, _library.load().ffi_api(), "the library, which calls handlers of eager tensors,"
+        )
         self.aliased = {result: operand for operand, result in call.aliases}
         self.operand_layouts = [_permutation(call.operand_layout(i)) for i in range(len(call.operands))]
         self.results = [
@@ -101,7 +104,9 @@ def _check_in_place(call: OpCall, tensors: Sequence[torch.Tensor], operands: lis
     for i, other in enumerate(operands):
         other_start, other_end = _extent(other)
         if i != index and other_start < end and start < other_end:
-            raise ValueError(f"{where}: expected memory apart from {call.operand_names[i]}, since it is updated in place")
+            raise ValueError(
+                f"{where}: expected memory apart from {call.operand_names[i]}, since it is updated in place"
+            )
 
 
 def _extent(memory: torch.Tensor) -> tuple[int, int]:

@@ -7,10 +7,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 from . import _torch_eager, _torch_xla
 from ._signature import OpCall, Operator, check_inputs_requested
-from ._torch_tensors import check_operands, spec, torch_dtype
+from ._torch_tensors import check_no_gradient, check_operands, spec, torch_dtype
 
 LIBRARY = torch.library.Library("xla_gpu", "FRAGMENT")
 BACKENDS = ("CPU", "CUDA", "XLA")
@@ -59,12 +60,39 @@ class Binder:
         return bind(**values, check_inputs=check_inputs_requested()), tensors
 
 
-def define(name: str, schema: str, kernel: Callable[..., Any], fake: Callable[..., Any]) -> None:
-    """Defines torch.ops.xla_gpu.<name> with one kernel for all backends."""
+def define(
+    name: str,
+    schema: str,
+    kernel: Callable[..., Any],
+    fake: Callable[..., Any],
+    backends: Sequence[str] = BACKENDS,
+) -> None:
+    """Defines torch.ops.xla_gpu.<name> with one kernel for all ``backends``."""
     LIBRARY.define(f"{name}{schema}", tags=(torch.Tag.pt2_compliant_tag,))
-    for backend in BACKENDS:
+    for backend in backends:
         LIBRARY.impl(name, kernel, backend)
+    LIBRARY.impl(name, _refusing_gradients(name, schema), "Autograd")
     torch.library.register_fake(f"xla_gpu::{name}", fake, lib=LIBRARY)
+
+
+def _refusing_gradients(name: str, schema: str) -> Callable[..., Any]:
+    """The kernel that runs before those of backends, which do not always see what autograd marked.
+
+    torch_xla and torch.func unwrap the tensors first, and a gradient of zero would be the silent result.
+    """
+    names = [argument.name for argument in torch._C.parse_schema(f"_{schema}").arguments]
+    operator = getattr(torch.ops.xla_gpu, name).default
+
+    def before(*args: Any, **kwargs: Any) -> Any:
+        if torch.is_grad_enabled() or forward_ad._current_level >= 0:
+            for argument, value in (*zip(names, args, strict=False), *kwargs.items()):
+                for tensor in value if isinstance(value, list) else (value,):
+                    if isinstance(tensor, torch.Tensor):
+                        check_no_gradient(name, argument, tensor)
+        with torch._C._AutoDispatchBelowAutograd():
+            return operator(*args, **kwargs)
+
+    return before
 
 
 def define_operator(operator: Operator, calls: Callable[..., Results] | None = None) -> None:

@@ -35,12 +35,10 @@ def check_operands(name: str, operand_names: Sequence[str], tensors: Sequence[to
     """The device that all operands of operator ``name`` share.
 
     Raises:
-      ValueError: devices differ, or a gradient is asked for.
+      ValueError: devices differ.
       TypeError: an operand is sparse or otherwise without one block of memory.
     """
     device = tensors[0].device
-    grad = torch.is_grad_enabled()
-    dual = forward_ad._current_level >= 0
     for argument, tensor in zip(operand_names, tensors, strict=True):
         if tensor.device != device:
             raise ValueError(
@@ -48,9 +46,14 @@ def check_operands(name: str, operand_names: Sequence[str], tensors: Sequence[to
             )
         if tensor.layout is not torch.strided:
             raise TypeError(f"{name}: {argument}: expected a dense tensor, got layout {tensor.layout}")
-        if (grad and tensor.requires_grad) or (dual and forward_ad.unpack_dual(tensor).tangent is not None):
-            raise ValueError(
-                f"{name}: {argument}: expected a tensor that does not require a gradient, since {name} has none; "
-                "call it under torch.no_grad() or torch.inference_mode(), or pass a detach()ed tensor"
-            )
     return device
+
+
+def check_no_gradient(name: str, argument: str, tensor: torch.Tensor) -> None:
+    """Raises ValueError where a gradient through ``tensor`` is asked for, in reverse or in forward mode."""
+    wanted = tensor.requires_grad and torch.is_grad_enabled()
+    if wanted or (forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None):
+        raise ValueError(
+            f"{name}: {argument}: expected a tensor that does not require a gradient, since {name} has none; "
+            "call it under torch.no_grad() or torch.inference_mode(), or pass a detach()ed tensor"
+        )

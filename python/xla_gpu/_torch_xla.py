@@ -47,7 +47,9 @@ def _computation(call: OpCall) -> Any:
     from torch_xla.core import xla_builder
 
     _register(_targets.lookup(call.target, platform()))
-    computation = _jax.mlir.mlir_module_to_xla_computation(_stablehlo.module(call), use_tuple_args=False, return_tuple=True)
+    computation = _jax.mlir.mlir_module_to_xla_computation(
+        _stablehlo.module(call), use_tuple_args=False, return_tuple=True
+    )
     return xla_builder.computation_from_module_proto(call.target, computation.as_serialized_hlo_module_proto())
 
 
@@ -61,7 +63,9 @@ def platform() -> str:
         return "cpu"
     if device_type in ("GPU", "CUDA"):
         return "CUDA"
-    raise TargetError(f"torch_xla runs on {device_type}; xla_gpu has handlers for CPU and NVIDIA GPUs (PJRT_DEVICE=CPU or GPU)")
+    raise TargetError(
+        f"torch_xla runs on {device_type}; xla_gpu has handlers for CPU and NVIDIA GPUs (PJRT_DEVICE=CPU or GPU)"
+    )
 
 
 @functools.cache
@@ -72,7 +76,9 @@ def _register(target: Target) -> None:
         from . import _torch_xla_host
 
         api = _torch_xla_host.ffi_api()
-        error = cdll.xla_gpu_register_ffi(api, target.name.encode(), target.runtime_platform.encode(), ctypes.byref(stages))
+        error = cdll.xla_gpu_register_ffi(
+            api, target.name.encode(), target.runtime_platform.encode(), ctypes.byref(stages)
+        )
     else:
         from . import _torch_xla_plugin
 

@@ -1,7 +1,181 @@
-"""The JAX door."""
+"""The JAX door: the operators as functions of JAX arrays.
+
+They work under jax.jit on the CPU and on NVIDIA GPUs, one call at a time under jax.vmap, and inside jax.shard_map.
+They have no gradients: differentiating through one raises ValueError. A handler's error is raised where JAX first
+waits for a result.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.typing
+
 from . import _jax
+from ._contracts import contract
+from .ops import merge_attention_states as _merge_attention_states
+from .ops import paged_attention as _paged_attention
+from .ops import ragged_paged_attention as _ragged_paged_attention
+from .ops import reshape_and_cache as _reshape_and_cache
 from .ops import simple_add as _simple_add
 
+__all__ = [
+    "merge_attention_states",
+    "paged_attention",
+    "paged_attention_with_lse",
+    "ragged_paged_attention",
+    "reshape_and_cache",
+    "simple_add",
+]
 
-def simple_add(a, b):
+
+@contract(_simple_add.CONTRACT)
+def simple_add(a: jax.typing.ArrayLike, b: jax.typing.ArrayLike) -> jax.Array:
+    """Element-wise a + b."""
     return _jax.call(_simple_add.OPERATOR, a=a, b=b)
+
+
+@contract(_paged_attention.CONTRACT)
+def paged_attention(
+    query: jax.typing.ArrayLike,
+    kv_cache: jax.typing.ArrayLike,
+    context_lens: jax.typing.ArrayLike,
+    block_tables: jax.typing.ArrayLike,
+    query_start_loc: jax.typing.ArrayLike,
+    num_seqs: jax.typing.ArrayLike,
+    *,
+    scale: float,
+    sliding_window: int | None = None,
+    soft_cap: float | None = None,
+    k_scale: jax.typing.ArrayLike | None = None,
+    v_scale: jax.typing.ArrayLike | None = None,
+    sinks: jax.typing.ArrayLike | None = None,
+) -> jax.Array:
+    """Attention of the new tokens of a ragged batch over a paged KV cache."""
+    return _jax.call(
+        _paged_attention.OPERATOR,
+        query=query,
+        kv_cache=kv_cache,
+        context_lens=context_lens,
+        block_tables=block_tables,
+        query_start_loc=query_start_loc,
+        num_seqs=_jax.num_seqs_array("paged_attention", num_seqs, context_lens),
+        scale=scale,
+        sliding_window=sliding_window,
+        soft_cap=soft_cap,
+        k_scale=k_scale,
+        v_scale=v_scale,
+        sinks=sinks,
+    )
+
+
+@contract(_paged_attention.CONTRACT_WITH_LSE)
+def paged_attention_with_lse(
+    query: jax.typing.ArrayLike,
+    kv_cache: jax.typing.ArrayLike,
+    context_lens: jax.typing.ArrayLike,
+    block_tables: jax.typing.ArrayLike,
+    query_start_loc: jax.typing.ArrayLike,
+    num_seqs: jax.typing.ArrayLike,
+    *,
+    scale: float,
+    sliding_window: int | None = None,
+    soft_cap: float | None = None,
+    k_scale: jax.typing.ArrayLike | None = None,
+    v_scale: jax.typing.ArrayLike | None = None,
+    sinks: jax.typing.ArrayLike | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """paged_attention, and the logarithm of the softmax's sum."""
+    out, lse = _jax.call(
+        _paged_attention.OPERATOR_WITH_LSE,
+        query=query,
+        kv_cache=kv_cache,
+        context_lens=context_lens,
+        block_tables=block_tables,
+        query_start_loc=query_start_loc,
+        num_seqs=_jax.num_seqs_array("paged_attention_with_lse", num_seqs, context_lens),
+        scale=scale,
+        sliding_window=sliding_window,
+        soft_cap=soft_cap,
+        k_scale=k_scale,
+        v_scale=v_scale,
+        sinks=sinks,
+    )
+    return out, lse
+
+
+@contract(_merge_attention_states.CONTRACT)
+def merge_attention_states(
+    out_a: jax.typing.ArrayLike,
+    lse_a: jax.typing.ArrayLike,
+    out_b: jax.typing.ArrayLike,
+    lse_b: jax.typing.ArrayLike,
+) -> tuple[jax.Array, jax.Array]:
+    """One attention result from two over disjoint sets of keys."""
+    out, lse = _jax.call(_merge_attention_states.OPERATOR, out_a=out_a, lse_a=lse_a, out_b=out_b, lse_b=lse_b)
+    return out, lse
+
+
+@contract(_reshape_and_cache.CONTRACT)
+def reshape_and_cache(
+    key: jax.typing.ArrayLike,
+    value: jax.typing.ArrayLike,
+    kv_cache: jax.typing.ArrayLike,
+    slot_mapping: jax.typing.ArrayLike,
+    *,
+    k_scale: jax.typing.ArrayLike | None = None,
+    v_scale: jax.typing.ArrayLike | None = None,
+) -> jax.Array:
+    """A paged KV cache with new keys and values in it.
+
+    The result takes the place of kv_cache without a copy where XLA may give up the old one: donate it
+    (``jax.jit(step, donate_argnames="kv_cache")``), or carry it through jax.lax.scan.
+    """
+    return _jax.call(
+        _reshape_and_cache.OPERATOR,
+        key=key,
+        value=value,
+        kv_cache=kv_cache,
+        slot_mapping=slot_mapping,
+        k_scale=k_scale,
+        v_scale=v_scale,
+    )
+
+
+@contract(_ragged_paged_attention.CONTRACT)
+def ragged_paged_attention(
+    q: jax.typing.ArrayLike,
+    kv_pages: jax.typing.ArrayLike,
+    kv_lens: jax.typing.ArrayLike,
+    page_indices: jax.typing.ArrayLike,
+    cu_q_lens: jax.typing.ArrayLike,
+    num_seqs: jax.typing.ArrayLike,
+    sm_scale: float = 1.0,
+    sliding_window: int | None = None,
+    soft_cap: float | None = None,
+    mask_value: float | None = None,
+    k_scale: float | None = None,
+    v_scale: float | None = None,
+    use_kernel: bool = True,
+    num_kv_pages_per_block: int | None = None,
+    num_queries_per_block: int | None = None,
+    vmem_limit_bytes: int | None = None,
+) -> jax.Array:
+    """paged_attention by the name and the parameters of torch_xla's operator for TPUs."""
+    return _jax.ragged(
+        q=q,
+        kv_pages=kv_pages,
+        kv_lens=kv_lens,
+        page_indices=page_indices,
+        cu_q_lens=cu_q_lens,
+        num_seqs=_jax.num_seqs_array("ragged_paged_attention", num_seqs, kv_lens),
+        sm_scale=sm_scale,
+        sliding_window=sliding_window,
+        soft_cap=soft_cap,
+        mask_value=mask_value,
+        k_scale=k_scale,
+        v_scale=v_scale,
+        use_kernel=use_kernel,
+        num_kv_pages_per_block=num_kv_pages_per_block,
+        num_queries_per_block=num_queries_per_block,
+        vmem_limit_bytes=vmem_limit_bytes,
+    )

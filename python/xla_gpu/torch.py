@@ -1,3 +1,285 @@
-"""The PyTorch doors."""
-from . import _torch_ops as _torch_ops
-from . import _torch_operators as _torch_operators
+"""The PyTorch doors: torch_xla (lazily and under torch.compile), and eager CPU and CUDA tensors.
+
+Importing this module defines ``torch.ops.xla_gpu.*``; the functions here are the same operators with their
+documentation. What holds for all of them:
+
+* Operands must be on one device and must not require gradients while gradients are recorded; else ValueError.
+* Eager tensors are used where they lie, on PyTorch's current stream. Operands that are not row-major are copied first,
+  except one that is updated in place, for which that is a ValueError.
+* A handler's error is raised at once for eager CPU tensors: ValueError for arguments that the operator excludes, else
+  xla_gpu.errors.HandlerError. For XLA tensors it is raised where the result is first waited for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from . import _targets, _torch_operators, _torch_xla
+from ._contracts import contract
+from ._torch_ffi import FfiCall
+from .ops import merge_attention_states as _merge_attention_states
+from .ops import paged_attention as _paged_attention
+from .ops import ragged_paged_attention as _ragged_paged_attention
+from .ops import reshape_and_cache as _reshape_and_cache
+from .ops import simple_add as _simple_add
+
+__all__ = [
+    "ffi_call",
+    "hlo",
+    "merge_attention_states",
+    "paged_attention",
+    "paged_attention_with_lse",
+    "ragged_paged_attention",
+    "register_ffi_target",
+    "reshape_and_cache",
+    "reshape_and_cache_",
+    "simple_add",
+]
+
+_ops = torch.ops.xla_gpu
+
+
+# ---- Operators -------------------------------------------------------------------------------------------------------
+
+
+@contract(_simple_add.CONTRACT)
+def simple_add(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Element-wise a + b."""
+    return _ops.simple_add(a, b)
+
+
+@contract(_paged_attention.CONTRACT)
+def paged_attention(
+    query: torch.Tensor,
+    kv_cache: torch.Tensor,
+    context_lens: torch.Tensor,
+    block_tables: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    num_seqs: torch.Tensor | int,
+    *,
+    scale: float,
+    sliding_window: int | None = None,
+    soft_cap: float | None = None,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Attention of the new tokens of a ragged batch over a paged KV cache."""
+    return _ops.paged_attention(
+        *(query, kv_cache, context_lens, block_tables, query_start_loc),
+        _torch_operators.num_seqs_tensor("paged_attention", num_seqs, context_lens),
+        scale=scale,
+        sliding_window=sliding_window,
+        soft_cap=soft_cap,
+        k_scale=k_scale,
+        v_scale=v_scale,
+        sinks=sinks,
+    )
+
+
+@contract(_paged_attention.CONTRACT_WITH_LSE)
+def paged_attention_with_lse(
+    query: torch.Tensor,
+    kv_cache: torch.Tensor,
+    context_lens: torch.Tensor,
+    block_tables: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    num_seqs: torch.Tensor | int,
+    *,
+    scale: float,
+    sliding_window: int | None = None,
+    soft_cap: float | None = None,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """paged_attention, and the logarithm of the softmax's sum."""
+    out, lse = _ops.paged_attention_with_lse(
+        *(query, kv_cache, context_lens, block_tables, query_start_loc),
+        _torch_operators.num_seqs_tensor("paged_attention_with_lse", num_seqs, context_lens),
+        scale=scale,
+        sliding_window=sliding_window,
+        soft_cap=soft_cap,
+        k_scale=k_scale,
+        v_scale=v_scale,
+        sinks=sinks,
+    )
+    return out, lse
+
+
+@contract(_merge_attention_states.CONTRACT)
+def merge_attention_states(
+    out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One attention result from two over disjoint sets of keys."""
+    out, lse = _ops.merge_attention_states(out_a, lse_a, out_b, lse_b)
+    return out, lse
+
+
+@contract(_reshape_and_cache.CONTRACT)
+def reshape_and_cache(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    kv_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    *,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """A copy of a paged KV cache with new keys and values in it; ``reshape_and_cache_`` updates in place."""
+    return _ops.reshape_and_cache(key, value, kv_cache, slot_mapping, k_scale=k_scale, v_scale=v_scale)
+
+
+@contract(_reshape_and_cache.CONTRACT)
+def reshape_and_cache_(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    kv_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    *,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Stores new keys and values into a paged KV cache, in place, and returns that cache.
+
+    No copy of the cache is made: on eager tensors the handler writes into it, which needs a row-major cache; on XLA
+    tensors, lazily and under torch.compile, its buffer is donated to the program, so that the cache should be a
+    tensor of its own rather than a view into a larger one. A clone of it that torch_xla has not materialised yet
+    shares the buffer, and is lost when a compiled function donates it: call torch_xla.sync() between clone() and such
+    a function.
+    """
+    return _ops.reshape_and_cache_(key, value, kv_cache, slot_mapping, k_scale=k_scale, v_scale=v_scale)
+
+
+@contract(_ragged_paged_attention.CONTRACT)
+def ragged_paged_attention(
+    q: torch.Tensor,
+    kv_pages: torch.Tensor,
+    kv_lens: torch.Tensor,
+    page_indices: torch.Tensor,
+    cu_q_lens: torch.Tensor,
+    num_seqs: torch.Tensor | int,
+    sm_scale: float = 1.0,
+    sliding_window: int | None = None,
+    soft_cap: float | None = None,
+    mask_value: float | None = None,
+    k_scale: float | None = None,
+    v_scale: float | None = None,
+    use_kernel: bool = True,
+    num_kv_pages_per_block: int | None = None,
+    num_queries_per_block: int | None = None,
+    vmem_limit_bytes: int | None = None,
+) -> torch.Tensor:
+    """paged_attention by the name and the parameters of torch_xla's operator for TPUs."""
+    return _ops.ragged_paged_attention(
+        *(q, kv_pages, kv_lens, page_indices, cu_q_lens),
+        _torch_operators.num_seqs_tensor("ragged_paged_attention", num_seqs, kv_lens),
+        sm_scale=sm_scale,
+        sliding_window=sliding_window,
+        soft_cap=soft_cap,
+        mask_value=mask_value,
+        k_scale=k_scale,
+        v_scale=v_scale,
+        use_kernel=use_kernel,
+        num_kv_pages_per_block=num_kv_pages_per_block,
+        num_queries_per_block=num_queries_per_block,
+        vmem_limit_bytes=vmem_limit_bytes,
+    )
+
+
+# ---- Other people's handlers -----------------------------------------------------------------------------------------
+
+
+def register_ffi_target(name: str, fn: Any, platform: str = "cpu", api_version: int = 1) -> None:
+    """Registers a typed XLA FFI handler under ``name``, for torch_xla's client and for eager tensors.
+
+    The library's own operators are registered through the same function. An XLA runtime learns of a target when it is
+    first called there.
+
+    Args:
+      name: the target's name, which ffi_call takes.
+      fn: the handler, as jax.ffi.register_ffi_target takes it: a PyCapsule, a ctypes function pointer, or a dict of
+        them by stage ("instantiate", "prepare", "initialize", "execute").
+      platform: "cpu" or "CUDA".
+      api_version: 1, the typed FFI.
+
+    Raises:
+      xla_gpu.errors.TargetError: another function has this name on this platform; or platform, api_version or the
+        keys of the dict are none of the above; or, for "cpu", the handler was built against a newer FFI API than any
+        runtime here.
+      TypeError: fn is of another type.
+    """
+    _targets.register(name, fn, platform, api_version)
+
+
+def ffi_call(
+    target_name: str,
+    result_shape_dtypes: Any,
+    *,
+    has_side_effect: bool = False,
+    input_layouts: Sequence[Sequence[int] | None] | None = None,
+    output_layouts: Sequence[Sequence[int] | None] | Sequence[int] | None = None,
+    input_output_aliases: dict[int, int] | None = None,
+) -> Callable[..., Any]:
+    """A function that calls an FFI target on tensors, with the meaning of jax.ffi.ffi_call.
+
+    ``ffi_call("my_target", x)(x, y, scale=np.float32(2), n=3)`` passes x and y as buffers and scale and n as
+    attributes. XLA, eager CPU, eager CUDA, meta and fake tensors are served, and torch.compile and torch.export trace
+    through it.
+
+    Attributes have the types that jax.ffi gives them: bool, int and float of Python are bool, int64_t and double; NumPy
+    scalars have their own type; NumPy arrays are spans of their elements; str and bytes are strings; a dict is a
+    dictionary of attributes. Inside torch.compile, which turns NumPy values into tensors, give those to ``.bind``
+    outside of it: ``f = ffi_call("my_target", x).bind(scale=np.float32(2))``, and call ``f(x, y)`` inside.
+
+    Args:
+      target_name: a name that register_ffi_target was given.
+      result_shape_dtypes: anything with ``shape`` and ``dtype``, a tensor on the meta device for example, or a
+        sequence of such, one for each result.
+      has_side_effect: XLA runs the call though no result of it is used. torch_xla's lazy graph holds what live
+        tensors need, so a result must still be kept until torch_xla.sync().
+      input_layouts: for each operand None (row-major) or its axes from major to minor.
+      output_layouts: for each result the same; for one result that is no sequence, its layout itself.
+      input_output_aliases: operand index to result index: the handler gets one buffer for both. The operand keeps its
+        value; where it is needed later, or eagerly, a copy of it is passed.
+
+    Returns:
+      A function of tensors and attributes. It returns a tensor, or where result_shape_dtypes is a tuple or another
+      sequence a tuple or a list of tensors.
+
+    Raises:
+      xla_gpu.errors.TargetError: raised by the function returned: the target is not registered on the tensors'
+        platform, or the runtime there refuses it, for example since it was built against a newer FFI API.
+      ValueError, TypeError: operands, layouts, aliases or attributes do not fit together.
+    """
+    return FfiCall(
+        target_name,
+        result_shape_dtypes,
+        has_side_effect=has_side_effect,
+        input_layouts=input_layouts,
+        output_layouts=output_layouts,
+        input_output_aliases=input_output_aliases,
+    )
+
+
+# ---- Seeing what happens ---------------------------------------------------------------------------------------------
+
+
+def hlo(tensors: torch.Tensor | Sequence[torch.Tensor]) -> str:
+    """HLO text, before optimisation, of the pending graph that would compute these XLA tensors.
+
+    Custom calls show with target, typed attributes, layouts and aliases. Nothing is run. After torch_xla.sync() a
+    tensor is a parameter of the next graph, and the text shows no more than that.
+
+    Raises:
+      TypeError: an element is not a tensor on an XLA device.
+    """
+    sequence = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+    for tensor in sequence:
+        if not isinstance(tensor, torch.Tensor) or tensor.device.type != "xla":
+            got = f"one on {tensor.device}" if isinstance(tensor, torch.Tensor) else type(tensor).__name__
+            raise TypeError(f"hlo: tensors: expected XLA tensors, got {got}")
+    return _torch_xla.hlo(sequence)

@@ -23,7 +23,9 @@ def check_cache(check: Checks, kv_cache: ArraySpec, dtype: str, whose: str) -> C
         num_pages, page_size, heads, head_dim = shape
         if heads % 2 != 0 or heads < 2:
             raise check.value_error(
-                "kv_cache", "[num_pages, page_size, 2 * num_kv_heads, head_dim], K of head h at 2h and V at 2h + 1", kv_cache
+                "kv_cache",
+                "[num_pages, page_size, 2 * num_kv_heads, head_dim], K of head h at 2h and V at 2h + 1",
+                kv_cache,
             )
         num_kv_heads = heads // 2
     elif len(shape) == 5:
@@ -50,7 +52,9 @@ def check_scales(
     for argument, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
         if scale is None:
             if wanted:
-                raise check.value_error(argument, f"float32[1] or float32[{num_kv_heads}] with a {kv_cache.dtype} cache", None)
+                raise check.value_error(
+                    argument, f"float32[1] or float32[{num_kv_heads}] with a {kv_cache.dtype} cache", None
+                )
             continue
         if not wanted:
             raise check.value_error(argument, f"None with a {kv_cache.dtype} cache, which has no scales", scale)

@@ -6,8 +6,8 @@ from .._checks import FLOATS, Checks
 from .._signature import ArraySpec, OpCall, Operator
 
 CONTRACT = """
-With ``paged_attention_with_lse`` run over two disjoint sets of keys (a prefix that many sequences share and the rest, or the
-shards of a context), this gives the attention over their union:
+With ``paged_attention_with_lse`` run over two disjoint sets of keys (a prefix that many sequences share and the rest,
+or the shards of a context), this gives the attention over their union:
 ``lse = log(exp(lse_a) + exp(lse_b))`` and ``out = exp(lse_a - lse) * out_a + exp(lse_b - lse) * out_b``, in float32.
 
 Args:

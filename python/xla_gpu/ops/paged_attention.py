@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -15,21 +16,21 @@ from .._signature import ArraySpec, OpCall, Operator
 from ._cache import check_cache, check_scales
 
 CONTRACT = """
-Sequences of any lengths share one call: prefill, chunks of it and decode steps mix freely. Attention is causal and aligned to
-the end: query i of a sequence with q_len rows sits at position ``context_len - q_len + i``. Query head h reads kv head
-``h // (num_heads // num_kv_heads)``. Scores, softmax and sums are float32.
+Sequences of any lengths share one call: prefill, chunks of it and decode steps mix freely. Attention is causal and
+aligned to the end: query i of a sequence with q_len rows sits at position ``context_len - q_len + i``. Query head h
+reads kv head ``h // (num_heads // num_kv_heads)``. Scores, softmax and sums are float32.
 
 Args:
   query: T[num_tokens, num_heads, head_dim], the new tokens of all sequences, one after the other. T is float32, float16
     or bfloat16; head_dim a multiple of 8 up to 256.
   kv_cache: T[num_pages, page_size, 2 * num_kv_heads, head_dim] with K of head h at 2h and V at 2h + 1, or
-    T[2, num_pages, page_size, num_kv_heads, head_dim] with K first. It may be float8_e4m3fn or float8_e5m2 instead of T.
-    It holds K and V of the new tokens already (see reshape_and_cache).
+    T[2, num_pages, page_size, num_kv_heads, head_dim] with K first. It may be float8_e4m3fn or float8_e5m2 instead of
+    T. It holds K and V of the new tokens already (see reshape_and_cache).
   context_lens: int32[max_seqs], tokens of each sequence, the new ones included.
   block_tables: int32[max_seqs, pages_per_seq]; page i of sequence s is ``kv_cache[block_tables[s, i]]``.
-  query_start_loc: int32[max_seqs + 1]; sequence s owns the rows ``query_start_loc[s] : query_start_loc[s + 1]`` of query.
-  num_seqs: int32[1], or an int: how many of max_seqs are live. An int is part of the traced program; pass an array where
-    it changes from step to step.
+  query_start_loc: int32[max_seqs + 1]; sequence s owns the rows ``query_start_loc[s]:query_start_loc[s + 1]`` of query.
+  num_seqs: int32[1], or an int: how many of max_seqs are live. An int is part of the traced program; pass an array
+    where it changes from step to step.
   scale: multiplies q . k; often ``head_dim ** -0.5``. A number, not an array.
   sliding_window: a query sees its last ``sliding_window`` keys, itself included; None: all.
   soft_cap: scores become ``soft_cap * tanh(score / soft_cap)``, after scale and before the mask; None: off.
@@ -38,8 +39,9 @@ Args:
   sinks: float32[num_heads], a logit per head that takes part in the softmax's sum and has no value; None: none.
 
 Returns:
-  T[num_tokens, num_heads, head_dim]. A row that sees no key is 0, and so are the rows from ``query_start_loc[num_seqs]``
-  on. Entries of the metadata past num_seqs, entries of block_tables past the context and cache slots past it are never read.
+  T[num_tokens, num_heads, head_dim]. A row that sees no key is 0, and so are the rows from
+  ``query_start_loc[num_seqs]`` on. Entries of the metadata past num_seqs, entries of block_tables past the context
+  and cache slots past it are never read.
 
 Raises:
   TypeError: an argument has another dtype or type.
@@ -71,8 +73,8 @@ OPERANDS = (
 )
 
 _ARGUMENTS = (
-    "(Tensor query, Tensor kv_cache, Tensor context_lens, Tensor block_tables, Tensor query_start_loc, Tensor num_seqs, *, "
-    "float scale, int? sliding_window=None, float? soft_cap=None, "
+    "(Tensor query, Tensor kv_cache, Tensor context_lens, Tensor block_tables, Tensor query_start_loc, "
+    "Tensor num_seqs, *, float scale, int? sliding_window=None, float? soft_cap=None, "
     "Tensor? k_scale=None, Tensor? v_scale=None, Tensor? sinks=None)"
 )
 
@@ -150,6 +152,14 @@ def bind_call(
             query.dtype,
         ),
     )
+
+
+def num_seqs_number(name: str, num_seqs: Any, context_lens_shape: Sequence[int]) -> int:
+    """``num_seqs`` given as a number, checked."""
+    check = Checks(name)
+    if len(context_lens_shape) != 1:  # the check of context_lens itself says more
+        return check.integer("num_seqs", num_seqs, 0)
+    return check.integer("num_seqs", num_seqs, 0, context_lens_shape[0])
 
 
 def _scratch_bytes(*shape_and_dtype: Any) -> int:

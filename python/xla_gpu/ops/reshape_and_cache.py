@@ -78,7 +78,8 @@ def _bind(
 
 OPERATOR = Operator(
     "reshape_and_cache",
-    "(Tensor key, Tensor value, Tensor kv_cache, Tensor slot_mapping, *, Tensor? k_scale=None, Tensor? v_scale=None) -> Tensor",
+    "(Tensor key, Tensor value, Tensor kv_cache, Tensor slot_mapping, "
+    "*, Tensor? k_scale=None, Tensor? v_scale=None) -> Tensor",
     OPERANDS,
     _bind,
 )
