@@ -18,6 +18,7 @@ from importlib import metadata
 from typing import Any, NamedTuple
 
 from . import _cuda, _library
+from ._errors import LibraryError
 
 REPORT_MARK = "xla_gpu doctor report: "
 _PACKAGES = ("torch", "torch_xla", "jax", "jaxlib", "jax-cuda12-pjrt", "jax-cuda13-pjrt", "numpy")
@@ -90,7 +91,7 @@ def _versions() -> dict[str, str | None]:
 def _library_report() -> dict[str, Any]:
     try:
         library = _library.load()
-    except _library.LibraryError as error:
+    except LibraryError as error:
         return {"error": str(error)}
     targets: dict[str, list[str]] = {}
     for handler in library.handlers():
