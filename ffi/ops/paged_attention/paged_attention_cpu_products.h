@@ -20,6 +20,14 @@ constexpr int64_t kSegment = 32;
 // A row's end that fills half a vector only (head_dim 8 modulo 16, 16 lanes).
 XLA_GPU_INLINE bool HasHalfVector(int64_t head_dim) { return head_dim % kLanes != 0; }
 
+// Asks for bytes [begin, end) of a row of the cache, one cache line or a few. Into the second level: rows a power of
+// two apart would push each other out of the first.
+XLA_GPU_INLINE void Prefetch(const void* row, int64_t begin, int64_t end) {
+  for (int64_t byte = begin; byte < end; byte += 64) {
+    __builtin_prefetch(static_cast<const char*>(row) + byte, /*rw=*/0, /*locality=*/2);
+  }
+}
+
 // ---- Scores with K as it lies in the cache -------------------------------------------------------------------------
 
 // scores[r, n] = q[r] · k[n] for kRows rows and kLanes / kRows keys, vectorised along head_dim.
@@ -59,27 +67,36 @@ XLA_GPU_INLINE void ScoreFewRows(const float* q, int64_t q_stride, const typenam
 
 template <class Element, int kRows>
 XLA_GPU_INLINE void ScoreRowsOverKeys(const float* q, int64_t q_stride, const typename Element::Stored* k,
-                                      const int64_t* offsets, int64_t num_keys, int64_t head_dim, float* scores) {
+                                      const int64_t* offsets, int64_t num_keys, int64_t head_dim, float* scores,
+                                      const typename Element::Stored* ahead) {
   constexpr int64_t kKeys = kLanes / kRows;
   for (int64_t n = 0; n < num_keys; n += kKeys) {
+    if (ahead != nullptr) {
+      for (int64_t i = n; i < n + kKeys; ++i) Prefetch(ahead + offsets[i], 0, head_dim * sizeof(*ahead));
+    }
     ScoreFewRows<Element, kRows>(q, q_stride, k, offsets + n, num_keys - n - 1, head_dim, scores + n);
   }
 }
 
-// scores[rows, kTileKeys] = q[rows, head_dim] · k[num_keys, head_dim]ᵀ. Columns past num_keys are undefined.
+// scores[rows, kTileKeys] = q[rows, head_dim] · k[num_keys, head_dim]ᵀ. Columns past num_keys are undefined. While it
+// works it asks for the same rows of `ahead`; `offsets` has kTileKeys entries.
 template <class Element>
 void ScoreDirect(const float* q, int64_t q_stride, int64_t rows, const typename Element::Stored* k,
-                 const int64_t* offsets, int64_t num_keys, int64_t head_dim, float* scores) {
+                 const int64_t* offsets, int64_t num_keys, int64_t head_dim, float* scores,
+                 const typename Element::Stored* ahead) {
   int64_t r = 0;
   for (; r + 4 <= rows; r += 4) {
-    ScoreRowsOverKeys<Element, 4>(q + r * q_stride, q_stride, k, offsets, num_keys, head_dim, scores + r * kTileKeys);
+    ScoreRowsOverKeys<Element, 4>(q + r * q_stride, q_stride, k, offsets, num_keys, head_dim, scores + r * kTileKeys,
+                                  r == 0 ? ahead : nullptr);
   }
   if (r + 2 <= rows) {
-    ScoreRowsOverKeys<Element, 2>(q + r * q_stride, q_stride, k, offsets, num_keys, head_dim, scores + r * kTileKeys);
+    ScoreRowsOverKeys<Element, 2>(q + r * q_stride, q_stride, k, offsets, num_keys, head_dim, scores + r * kTileKeys,
+                                  r == 0 ? ahead : nullptr);
     r += 2;
   }
   if (r < rows) {
-    ScoreRowsOverKeys<Element, 1>(q + r * q_stride, q_stride, k, offsets, num_keys, head_dim, scores + r * kTileKeys);
+    ScoreRowsOverKeys<Element, 1>(q + r * q_stride, q_stride, k, offsets, num_keys, head_dim, scores + r * kTileKeys,
+                                  r == 0 ? ahead : nullptr);
   }
 }
 
@@ -162,12 +179,22 @@ inline void ScoreTransposed(const float* q, int64_t q_stride, int64_t rows, cons
 
 // ---- Weighted sums of V --------------------------------------------------------------------------------------------
 
-template <class Element, int kRows, int kVectors, bool kHalf>
+// Rows of the cache that will be needed next, to be asked for while others are summed.
+template <class Element>
+struct Ahead {
+  const typename Element::Stored* base;  // null: none
+  const int64_t* offsets;                // [kTileKeys]
+};
+
+template <class Element, int kRows, int kVectors, bool kHalf, bool kAhead>
 XLA_GPU_INLINE void AddValuesBlock(const float* weights, const typename Element::Stored* v, const int64_t* offsets,
-                                   int64_t num_keys, float* acc, int64_t acc_stride) {
+                                   int64_t num_keys, float* acc, int64_t acc_stride, const Ahead<Element>& ahead,
+                                   int64_t d) {
+  constexpr int64_t kBytes = kVectors * kLanes * sizeof(typename Element::Stored);
   VecF sum[kRows][kVectors] = {};
   for (int64_t n = 0; n < num_keys; ++n) {
     const typename Element::Stored* const row = v + offsets[n];
+    if (kAhead) Prefetch(ahead.base + ahead.offsets[n] + d, 0, kBytes);
     VecF right[kVectors];
     XLA_GPU_UNROLL
     for (int j = 0; j < kVectors; ++j) right[j] = kHalf ? LoadEight<Element>(row) : Element::Load(row + j * kLanes);
@@ -188,41 +215,51 @@ XLA_GPU_INLINE void AddValuesBlock(const float* weights, const typename Element:
   }
 }
 
-template <class Element, int kRows>
+template <class Element, int kRows, bool kAhead>
 void AddValuesRows(const float* weights, const typename Element::Stored* v, const int64_t* offsets, int64_t num_keys,
-                   int64_t head_dim, float* acc, int64_t acc_stride) {
+                   int64_t head_dim, float* acc, int64_t acc_stride, const Ahead<Element>& ahead) {
   int64_t d = 0;
   for (; d + kBlockVectors * kLanes <= head_dim; d += kBlockVectors * kLanes) {
-    AddValuesBlock<Element, kRows, kBlockVectors, false>(weights, v + d, offsets, num_keys, acc + d, acc_stride);
+    AddValuesBlock<Element, kRows, kBlockVectors, false, kAhead>(weights, v + d, offsets, num_keys, acc + d, acc_stride,
+                                                                 ahead, d);
   }
   for (; d + kLanes <= head_dim; d += kLanes) {
-    AddValuesBlock<Element, kRows, 1, false>(weights, v + d, offsets, num_keys, acc + d, acc_stride);
+    AddValuesBlock<Element, kRows, 1, false, kAhead>(weights, v + d, offsets, num_keys, acc + d, acc_stride, ahead, d);
   }
   if (HasHalfVector(head_dim)) {
-    AddValuesBlock<Element, kRows, 1, true>(weights, v + d, offsets, num_keys, acc + d, acc_stride);
+    AddValuesBlock<Element, kRows, 1, true, kAhead>(weights, v + d, offsets, num_keys, acc + d, acc_stride, ahead, d);
+  }
+}
+
+template <class Element, bool kAhead>
+XLA_GPU_INLINE void AddValuesOfUpTo4Rows(const float* weights, int64_t rows, const typename Element::Stored* v,
+                                         const int64_t* offsets, int64_t num_keys, int64_t head_dim, float* acc,
+                                         int64_t acc_stride, const Ahead<Element>& ahead) {
+  static_assert(kBlockRows == 4, "one case per number of rows");
+  switch (rows) {
+    case 1:
+      return AddValuesRows<Element, 1, kAhead>(weights, v, offsets, num_keys, head_dim, acc, acc_stride, ahead);
+    case 2:
+      return AddValuesRows<Element, 2, kAhead>(weights, v, offsets, num_keys, head_dim, acc, acc_stride, ahead);
+    case 3:
+      return AddValuesRows<Element, 3, kAhead>(weights, v, offsets, num_keys, head_dim, acc, acc_stride, ahead);
+    default:
+      return AddValuesRows<Element, 4, kAhead>(weights, v, offsets, num_keys, head_dim, acc, acc_stride, ahead);
   }
 }
 
 // acc[rows, head_dim] += weights[rows, num_keys] · v[num_keys, head_dim]; weights' rows lie kTileKeys apart.
 template <class Element>
 void AddValues(const float* weights, int64_t rows, const typename Element::Stored* v, const int64_t* offsets,
-               int64_t num_keys, int64_t head_dim, float* acc, int64_t acc_stride) {
-  for (int64_t r = 0; r < rows; r += kBlockRows) {
-    const float* const w = weights + r * kTileKeys;
-    float* const a = acc + r * acc_stride;
-    switch (rows - r) {
-      case 1:
-        AddValuesRows<Element, 1>(w, v, offsets, num_keys, head_dim, a, acc_stride);
-        break;
-      case 2:
-        AddValuesRows<Element, 2>(w, v, offsets, num_keys, head_dim, a, acc_stride);
-        break;
-      case 3:
-        AddValuesRows<Element, 3>(w, v, offsets, num_keys, head_dim, a, acc_stride);
-        break;
-      default:
-        AddValuesRows<Element, kBlockRows>(w, v, offsets, num_keys, head_dim, a, acc_stride);
-    }
+               int64_t num_keys, int64_t head_dim, float* acc, int64_t acc_stride, const Ahead<Element>& ahead) {
+  int64_t r = 0;
+  if (ahead.base != nullptr) {
+    AddValuesOfUpTo4Rows<Element, true>(weights, rows, v, offsets, num_keys, head_dim, acc, acc_stride, ahead);
+    r = kBlockRows;
+  }
+  for (; r < rows; r += kBlockRows) {
+    AddValuesOfUpTo4Rows<Element, false>(weights + r * kTileKeys, rows - r, v, offsets, num_keys, head_dim,
+                                         acc + r * acc_stride, acc_stride, ahead);
   }
 }
 

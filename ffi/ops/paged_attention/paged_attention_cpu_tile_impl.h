@@ -10,9 +10,6 @@
 namespace xla_gpu {
 namespace XLA_GPU_SIMD_NAMESPACE {
 
-// Keys after which the cache lines of the next rows are asked for: between bursts the processor has work to overlap.
-constexpr int64_t kPrefetchKeys = 16;
-
 XLA_GPU_INLINE int64_t Smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 XLA_GPU_INLINE int64_t Larger(int64_t a, int64_t b) { return a > b ? a : b; }
 
@@ -58,7 +55,8 @@ inline void LoadQueries(const PagedAttentionParams& params, const AttentionTile&
   }
 }
 
-// Where the keys from `first` on lie in the cache, in elements from element (0, 0, 0, 0).
+// Where `count` keys from `first` on lie in the cache, in elements from element (0, 0, 0, 0). Fills kTileKeys entries;
+// what lies past the keys is only ever prefetched.
 inline void LocateKeys(const PagedAttentionParams& params, const int32_t* pages, int64_t first, int64_t count,
                        int64_t* offsets) {
   int64_t page = first / params.page_size;
@@ -70,17 +68,7 @@ inline void LocateKeys(const PagedAttentionParams& params, const int32_t* pages,
       ++page;
     }
   }
-}
-
-template <class Stored>
-XLA_GPU_INLINE void PrefetchRows(const Stored* base, const int64_t* offsets, int64_t begin, int64_t end,
-                                 int64_t head_dim) {
-  const int64_t bytes = head_dim * sizeof(Stored);
-  for (int64_t n = begin; n < end; ++n) {
-    const auto* row = reinterpret_cast<const char*>(base + offsets[n]);
-    // Into the second level: rows a power of two apart would push each other out of the first.
-    for (int64_t byte = 0; byte < bytes; byte += 64) __builtin_prefetch(row + byte, 0, 2);
-  }
+  for (int64_t n = Larger(count, 0); n < kTileKeys; ++n) offsets[n] = 0;
 }
 
 struct Scoring {
@@ -157,7 +145,7 @@ void AddVisibleValues(const PagedAttentionParams& params, const AttentionTile& t
     for (int64_t g = 0; g < group; ++g, ++row) {
       if (visible.begin >= visible.end) continue;
       AddValues<Element>(weights + row * kTileKeys + visible.begin, 1, v, offsets + visible.begin,
-                         visible.end - visible.begin, width, acc + row * stride, stride);
+                         visible.end - visible.begin, width, acc + row * stride, stride, Ahead<Element>{});
     }
   }
 }
@@ -215,11 +203,7 @@ void AttendTileAs(const PagedAttentionParams& params, const AttentionTile& tile,
       const Scoring scoring = {params.scale * k_scale, params.soft_cap};
 
       if (direct) {
-        for (int64_t n = 0; n < num_keys; n += kPrefetchKeys) {
-          const int64_t end = Smaller(n + kPrefetchKeys, num_keys);
-          PrefetchRows(v, offsets, n, end, head_dim);
-          ScoreDirect<Element>(q_head, stride, rows, k, offsets + n, end - n, head_dim, scores + n);
-        }
+        ScoreDirect<Element>(q_head, stride, rows, k, offsets, num_keys, head_dim, scores, /*ahead=*/v);
       } else {
         TransposeKeys<Element>(k, offsets, num_keys, head_dim, k_t);
         ScoreTransposed(q_head, stride, rows, k_t, head_dim, scores);
@@ -230,20 +214,14 @@ void AttendTileAs(const PagedAttentionParams& params, const AttentionTile& tile,
       if (hidden && !AllFinite<Element>(v, offsets, num_keys, head_dim)) {
         AddVisibleValues<Element>(params, tile, key, num_keys, scores, v, offsets, head_dim, acc);
       } else if (direct) {
-        const bool last_head = h + 1 == heads;
-        const Stored* const next_k =
-            last_head ? static_cast<const Stored*>(params.k_cache) + tile.head_begin * params.head_stride
-                      : k + params.head_stride;
-        const int64_t* const ahead = last_head ? next_offsets : offsets;
-        const int64_t num_ahead = last_head ? next_keys : num_keys;
-        for (int64_t n = 0; n < num_keys; n += kPrefetchKeys) {
-          const int64_t end = Smaller(n + kPrefetchKeys, num_keys);
-          PrefetchRows(next_k, ahead, Smaller(n, num_ahead), Smaller(end, num_ahead), head_dim);
-          AddValues<Element>(scores + n, rows, v, offsets + n, end - n, head_dim, acc, stride);
-        }
+        const Ahead<Element> next_head = {k + params.head_stride, offsets};
+        const Ahead<Element> next_keys_of_first_head = {k - h * params.head_stride, next_offsets};
+        AddValues<Element>(scores, rows, v, offsets, num_keys, head_dim, acc, stride,
+                           h + 1 < heads ? next_head : next_keys_of_first_head);
       } else {
         PackValues<Element>(v, offsets, num_keys, head_dim, v_packed);
-        AddValues<Float32>(scores, rows, v_packed, packed_offsets, num_keys, packed_width, acc, stride);
+        AddValues<Float32>(scores, rows, v_packed, packed_offsets, num_keys, packed_width, acc, stride,
+                           Ahead<Float32>{});
       }
     }
   }
