@@ -15,6 +15,8 @@
 #include <stdint.h>
 #include <string.h>
 
+#include <utility>  // for std::integer_sequence, a type
+
 #if defined(__F16C__)
 #include <immintrin.h>
 #elif defined(__aarch64__)
@@ -62,16 +64,6 @@ XLA_GPU_INLINE VecF Broadcast(float value) { return value - VecF{}; }
 XLA_GPU_INLINE VecF BitsToF(VecU bits) { return reinterpret_cast<VecF>(bits); }
 XLA_GPU_INLINE VecU BitsOf(VecF vector) { return reinterpret_cast<VecU>(vector); }
 
-XLA_GPU_INLINE VecI LaneIndex() {
-#if defined(__AVX512F__)
-  return VecI{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-#elif defined(__AVX2__)
-  return VecI{0, 1, 2, 3, 4, 5, 6, 7};
-#else
-  return VecI{0, 1, 2, 3};
-#endif
-}
-
 #if defined(__has_builtin)
 #if __has_builtin(__builtin_shufflevector)
 #define XLA_GPU_SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
@@ -81,25 +73,27 @@ XLA_GPU_INLINE VecI LaneIndex() {
 #define XLA_GPU_SHUFFLE(a, b, ...) __builtin_shuffle(a, b, VecI{__VA_ARGS__})
 #endif
 
-// a0 b0 a1 b1 …, of the lower and of the upper half of the lanes.
-XLA_GPU_INLINE VecF InterleaveLow(VecF a, VecF b) {
-#if defined(__AVX512F__)
-  return XLA_GPU_SHUFFLE(a, b, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
-#elif defined(__AVX2__)
-  return XLA_GPU_SHUFFLE(a, b, 0, 8, 1, 9, 2, 10, 3, 11);
-#else
-  return XLA_GPU_SHUFFLE(a, b, 0, 4, 1, 5);
-#endif
+using Lanes = std::make_integer_sequence<int, kLanes>;
+
+template <int... kLane>
+XLA_GPU_INLINE VecI LaneIndex(std::integer_sequence<int, kLane...>) {
+  return VecI{kLane...};
 }
 
-XLA_GPU_INLINE VecF InterleaveHigh(VecF a, VecF b) {
-#if defined(__AVX512F__)
-  return XLA_GPU_SHUFFLE(a, b, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
-#elif defined(__AVX2__)
-  return XLA_GPU_SHUFFLE(a, b, 4, 12, 5, 13, 6, 14, 7, 15);
-#else
-  return XLA_GPU_SHUFFLE(a, b, 2, 6, 3, 7);
-#endif
+// a0 b0 a1 b1 …, of the lower and of the upper half of the lanes.
+template <int... kLane>
+XLA_GPU_INLINE VecF InterleaveLow(VecF a, VecF b, std::integer_sequence<int, kLane...>) {
+  return XLA_GPU_SHUFFLE(a, b, (kLane / 2 + kLane % 2 * kLanes)...);
+}
+template <int... kLane>
+XLA_GPU_INLINE VecF InterleaveHigh(VecF a, VecF b, std::integer_sequence<int, kLane...>) {
+  return XLA_GPU_SHUFFLE(a, b, (kLanes / 2 + kLane / 2 + kLane % 2 * kLanes)...);
+}
+
+// Each lane gets the one kDistance further, round the end.
+template <int kDistance, int... kLane>
+XLA_GPU_INLINE VecF Rotate(VecF a, std::integer_sequence<int, kLane...>) {
+  return XLA_GPU_SHUFFLE(a, a, ((kLane + kDistance) % kLanes)...);
 }
 
 // Transposes a square of kLanes vectors: each round of interleaving a[i] with a[i + kLanes / 2] moves one bit of the
@@ -110,8 +104,8 @@ XLA_GPU_INLINE void Transpose(VecF (&a)[kLanes]) {
     VecF b[kLanes];
     XLA_GPU_UNROLL
     for (int i = 0; i < kLanes / 2; ++i) {
-      b[2 * i] = InterleaveLow(a[i], a[i + kLanes / 2]);
-      b[2 * i + 1] = InterleaveHigh(a[i], a[i + kLanes / 2]);
+      b[2 * i] = InterleaveLow(a[i], a[i + kLanes / 2], Lanes());
+      b[2 * i + 1] = InterleaveHigh(a[i], a[i + kLanes / 2], Lanes());
     }
     XLA_GPU_UNROLL
     for (int i = 0; i < kLanes; ++i) a[i] = b[i];
@@ -127,20 +121,24 @@ XLA_GPU_INLINE VecF SumEach(VecF (&a)[kLanes]) {
   XLA_GPU_UNROLL
   for (int count = kLanes / 2; count > 0; count /= 2) {
     XLA_GPU_UNROLL
-    for (int i = 0; i < count; ++i) a[i] = InterleaveLow(a[i], a[i + count]) + InterleaveHigh(a[i], a[i + count]);
+    for (int i = 0; i < count; ++i) {
+      a[i] = InterleaveLow(a[i], a[i + count], Lanes()) + InterleaveHigh(a[i], a[i + count], Lanes());
+    }
   }
   return a[0];
 }
 
+template <int kDistance = kLanes / 2>
 XLA_GPU_INLINE float SumLanes(VecF a) {
-  XLA_GPU_UNROLL
-  for (int i = 1; i < kLanes; i *= 2) a = InterleaveLow(a, a) + InterleaveHigh(a, a);
+  a += Rotate<kDistance>(a, Lanes());
+  if constexpr (kDistance > 1) return SumLanes<kDistance / 2>(a);
   return a[0];
 }
 
+template <int kDistance = kLanes / 2>
 XLA_GPU_INLINE float MaxLanes(VecF a) {
-  XLA_GPU_UNROLL
-  for (int i = 1; i < kLanes; i *= 2) a = Max(InterleaveLow(a, a), InterleaveHigh(a, a));
+  a = Max(a, Rotate<kDistance>(a, Lanes()));
+  if constexpr (kDistance > 1) return MaxLanes<kDistance / 2>(a);
   return a[0];
 }
 

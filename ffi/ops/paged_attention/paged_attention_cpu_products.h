@@ -28,6 +28,15 @@ XLA_GPU_INLINE void Prefetch(const void* row, int64_t begin, int64_t end) {
   }
 }
 
+// Asks for the share of a tile's kTileKeys rows that falls to block `row` of `rows`: spread over a product, the
+// requests cost nothing.
+template <class Stored>
+XLA_GPU_INLINE void PrefetchShare(const Stored* base, const int64_t* offsets, int64_t head_dim, int64_t row,
+                                  int64_t rows) {
+  const int64_t end = row + kBlockRows < rows ? (row + kBlockRows) * kTileKeys / rows : kTileKeys;
+  for (int64_t n = row * kTileKeys / rows; n < end; ++n) Prefetch(base + offsets[n], 0, head_dim * sizeof(Stored));
+}
+
 // ---- Scores with K as it lies in the cache -------------------------------------------------------------------------
 
 // scores[r, n] = q[r] · k[n] for kRows rows and kLanes / kRows keys, vectorised along head_dim.
@@ -153,26 +162,23 @@ XLA_GPU_INLINE void ScoreBlock(const float* q, int64_t q_stride, const float* k_
   }
 }
 
-// scores[rows, kTileKeys] = q[rows, head_dim] · k_t[head_dim, kTileKeys].
+// scores[rows, kTileKeys] = q[rows, head_dim] · k_t[head_dim, kTileKeys], for the first kBlockRows of `rows` at most.
 inline void ScoreTransposed(const float* q, int64_t q_stride, int64_t rows, const float* k_t, int64_t head_dim,
                             float* scores) {
-  for (int64_t r = 0; r < rows; r += kBlockRows) {
-    const float* const q_block = q + r * q_stride;
-    for (int64_t n = 0; n < kTileKeys; n += kBlockVectors * kLanes) {
-      float* const block = scores + r * kTileKeys + n;
-      switch (rows - r) {
-        case 1:
-          ScoreBlock<1>(q_block, q_stride, k_t + n, head_dim, block);
-          break;
-        case 2:
-          ScoreBlock<2>(q_block, q_stride, k_t + n, head_dim, block);
-          break;
-        case 3:
-          ScoreBlock<3>(q_block, q_stride, k_t + n, head_dim, block);
-          break;
-        default:
-          ScoreBlock<kBlockRows>(q_block, q_stride, k_t + n, head_dim, block);
-      }
+  static_assert(kBlockRows == 4, "one case per number of rows");
+  for (int64_t n = 0; n < kTileKeys; n += kBlockVectors * kLanes) {
+    switch (rows) {
+      case 1:
+        ScoreBlock<1>(q, q_stride, k_t + n, head_dim, scores + n);
+        break;
+      case 2:
+        ScoreBlock<2>(q, q_stride, k_t + n, head_dim, scores + n);
+        break;
+      case 3:
+        ScoreBlock<3>(q, q_stride, k_t + n, head_dim, scores + n);
+        break;
+      default:
+        ScoreBlock<4>(q, q_stride, k_t + n, head_dim, scores + n);
     }
   }
 }

@@ -88,7 +88,7 @@ XLA_GPU_INLINE void SoftmaxRow(const Scoring& scoring, Visible visible, int64_t 
     VecF score = LoadF(scores + n) * scoring.scale;
     if (scoring.soft_cap > 0) score = Tanh(score / scoring.soft_cap) * scoring.soft_cap;
     if (!all) {
-      const VecI key = LaneIndex() + static_cast<int32_t>(n);
+      const VecI key = LaneIndex(Lanes()) + static_cast<int32_t>(n);
       score = ((key >= begin) & (key < end)) ? score : Broadcast(-kInfinity);
     }
     StoreF(scores + n, score);
@@ -159,6 +159,8 @@ void AttendTileAs(const PagedAttentionParams& params, const AttentionTile& tile,
   const int64_t heads = tile.head_end - tile.head_begin;
   const int64_t rows = tile.num_queries * (params.num_heads / params.num_kv_heads);
   const bool direct = rows <= kMaxDirectRows;
+  const Stored* const first_k = static_cast<const Stored*>(params.k_cache) + tile.head_begin * params.head_stride;
+  const Stored* const first_v = static_cast<const Stored*>(params.v_cache) + tile.head_begin * params.head_stride;
 
   float* const q = workspace;
   float* const scores = q + heads * rows * stride;
@@ -193,8 +195,8 @@ void AttendTileAs(const PagedAttentionParams& params, const AttentionTile& tile,
     // Heads inside, keys outside: what lies together in memory is used together.
     for (int64_t h = 0; h < heads; ++h) {
       const int64_t head = tile.head_begin + h;
-      const Stored* const k = static_cast<const Stored*>(params.k_cache) + head * params.head_stride;
-      const Stored* const v = static_cast<const Stored*>(params.v_cache) + head * params.head_stride;
+      const Stored* const k = first_k + h * params.head_stride;
+      const Stored* const v = first_v + h * params.head_stride;
       const float* const q_head = q + h * rows * stride;
       float* const acc = state.acc + h * rows * stride;
       float* const max_sum = state.max_sum + 2 * h * rows;
@@ -206,22 +208,28 @@ void AttendTileAs(const PagedAttentionParams& params, const AttentionTile& tile,
         ScoreDirect<Element>(q_head, stride, rows, k, offsets, num_keys, head_dim, scores, /*ahead=*/v);
       } else {
         TransposeKeys<Element>(k, offsets, num_keys, head_dim, k_t);
-        ScoreTransposed(q_head, stride, rows, k_t, head_dim, scores);
+        for (int64_t r = 0; r < rows; r += kBlockRows) {
+          PrefetchShare(v, offsets, head_dim, r, rows);
+          ScoreTransposed(q_head + r * stride, stride, rows - r, k_t, head_dim, scores + r * kTileKeys);
+        }
       }
 
       const bool hidden = SoftmaxTile(params, tile, scoring, key, num_keys, scores, max_sum, acc);
 
+      // What the next round of this loop begins with.
+      const bool last_head = h + 1 == heads;
+      const Ahead<Element> ahead = {last_head ? first_k : k + params.head_stride, last_head ? next_offsets : offsets};
       if (hidden && !AllFinite<Element>(v, offsets, num_keys, head_dim)) {
         AddVisibleValues<Element>(params, tile, key, num_keys, scores, v, offsets, head_dim, acc);
       } else if (direct) {
-        const Ahead<Element> next_head = {k + params.head_stride, offsets};
-        const Ahead<Element> next_keys_of_first_head = {k - h * params.head_stride, next_offsets};
-        AddValues<Element>(scores, rows, v, offsets, num_keys, head_dim, acc, stride,
-                           h + 1 < heads ? next_head : next_keys_of_first_head);
+        AddValues<Element>(scores, rows, v, offsets, num_keys, head_dim, acc, stride, ahead);
       } else {
         PackValues<Element>(v, offsets, num_keys, head_dim, v_packed);
-        AddValues<Float32>(scores, rows, v_packed, packed_offsets, num_keys, packed_width, acc, stride,
-                           Ahead<Float32>{});
+        for (int64_t r = 0; r < rows; r += kBlockRows) {
+          PrefetchShare(ahead.base, ahead.offsets, head_dim, r, rows);
+          AddValues<Float32>(scores + r * kTileKeys, Smaller(kBlockRows, rows - r), v_packed, packed_offsets, num_keys,
+                             packed_width, acc + r * stride, stride, Ahead<Float32>{});
+        }
       }
     }
   }
