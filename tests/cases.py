@@ -124,7 +124,8 @@ def build(case: AttentionCase, seed: int = 0, poison: bool = True) -> AttentionI
     free = list(rng.permutation(num_pages))
     shared = [free.pop() for _ in range(case.shared_prefix)]
 
-    junk = np.array(ABSURD_PAGES if poison else [0], np.int32)
+    # The same numbers are drawn with and without poison, so that what is read is the same.
+    junk = np.array(ABSURD_PAGES, np.int64) * poison
     block_tables = rng.choice(junk, (case.max_seqs, table_width)).astype(np.int32)
     written = np.zeros((num_pages, page_size), bool)
     for s, (_, context_len) in enumerate(case.sequences):
@@ -145,10 +146,9 @@ def build(case: AttentionCase, seed: int = 0, poison: bool = True) -> AttentionI
     if case.padding_tokens:
         query[-case.padding_tokens :] = dtype.type(np.nan if poison else 0)
 
-    lens_junk, start_junk = ([2**31 - 1, -(2**31), -5], [-7, 2**31 - 1]) if poison else ([0], [0])
-    context_lens = rng.choice(np.array(lens_junk, np.int32), case.max_seqs)
+    context_lens = rng.choice(np.array([2**31 - 1, -(2**31), -5], np.int64) * poison, case.max_seqs)
     context_lens[:live] = [c for _, c in case.sequences]
-    query_start_loc = rng.choice(np.array(start_junk, np.int32), case.max_seqs + 1)
+    query_start_loc = rng.choice(np.array([-7, 2**31 - 1], np.int64) * poison, case.max_seqs + 1)
     query_start_loc[: live + 1] = np.cumsum([0] + [q for q, _ in case.sequences])
 
     inputs = AttentionInputs(

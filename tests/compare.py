@@ -21,10 +21,11 @@ def assert_bitwise_equal(got: np.ndarray, want: np.ndarray, what: str = "") -> N
     differ = np.atleast_1d(bits(got) != bits(want))
     if differ.any():
         at = _first(differ)
-        g, w = np.atleast_1d(got)[at], np.atleast_1d(want)[at]
+        g, w = (np.atleast_1d(x)[at] for x in (got, want))
+        g_bits, w_bits = (int(np.atleast_1d(bits(x))[at]) for x in (got, want))
         raise AssertionError(
             f"{what}: {int(differ.sum())} of {differ.size} elements differ, first at {at}: "
-            f"{g} (bits {int(bits(np.asarray(g))):#x}) instead of {w} (bits {int(bits(np.asarray(w))):#x})"
+            f"{g} (bits {g_bits:#x}) instead of {w} (bits {w_bits:#x})"
         )
 
 

@@ -79,7 +79,8 @@ def to_storage(value: np.ndarray, scale, cache_dtype: np.dtype) -> np.ndarray:
     if cache_dtype not in FLOAT8_MAX:
         return value.astype(cache_dtype)
     scale = _scale_per_head(scale, value.shape[-2]).astype(np.float32)
-    scaled = value.astype(np.float32) / scale
+    with np.errstate(over="ignore", invalid="ignore"):  # infinities and NaN are cases like others
+        scaled = value.astype(np.float32) / scale
     limit = np.float32(FLOAT8_MAX[cache_dtype])
     return np.clip(scaled, -limit, limit).astype(cache_dtype)  # NaN passes through np.clip
 

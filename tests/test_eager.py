@@ -37,7 +37,7 @@ def test_requires_grad_is_refused(door, argument):
         door.module().paged_attention(**tensors, **OPTIONS)
 
 
-@pytest.mark.doors("torch_xla", "torch_xla-compiled", "torch_xla-cuda", "torch_xla-cuda-compiled")
+@pytest.mark.doors("torch_xla", "torch_xla-cuda")
 def test_requires_grad_is_refused_by_torch_xla(door):
     arrays = cases.build(CASE).arrays()
 
@@ -242,7 +242,8 @@ def test_after_fork(door):
         "a = torch.ones(1 << 22)\n"
         "ops.simple_add(a, a)\n"
         "pid = os.fork()\n"
-        "good = bool((ops.simple_add(a, a) == 2).all())\n"
+        # No operation of torch's own: its OpenMP threads do not survive a fork.
+        "good = bool((ops.simple_add(a, a).numpy() == 2).all())\n"
         "if pid == 0: os._exit(0 if good else 3)\n"
         "print(good, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))\n"
     )

@@ -40,6 +40,10 @@ def operator_folders() -> list[str]:
     return re.search(r"set\(XLA_GPU_OPS\s+([\w\s]+)\)", text).group(1).split()
 
 
+# Operators with another's target: a second name and signature for the same handler.
+WITHOUT_TARGET = {"ragged_paged_attention"}
+
+
 # ---- Symbols = targets = operators ---------------------------------------------------------------------------------------
 def test_exported_handlers_are_the_handler_table(exported):
     table = {f"{h.target}_{'cuda' if h.platform == 'CUDA' else 'host'}" for h in _library.load().handlers()}
@@ -50,7 +54,7 @@ def test_exported_handlers_are_the_handler_table(exported):
 def test_handler_table_is_the_operators():
     platforms = ["Host", "CUDA"] if with_cuda() else ["Host"]
     table = sorted((h.target, h.platform) for h in _library.load().handlers())
-    assert table == sorted((f"xla_gpu_{op.name}", p) for op in OPERATORS for p in platforms)
+    assert table == sorted((f"xla_gpu_{op.name}", p) for op in OPERATORS if op.name not in WITHOUT_TARGET for p in platforms)
 
 
 def test_registered_targets_are_the_handler_table():
@@ -138,7 +142,14 @@ def test_kernels_include_no_xla_and_no_framework():
 
 
 def test_only_framework_modules_import_frameworks():
-    allowed = {"torch": r"torch", "torch_xla": r"torch", "_XLAC": r"torch", "jax": r"jax", "jaxlib": r"jax|stablehlo|lower", "jax_plugins": r"plugin|jax|torch"}
+    allowed = {
+        "torch": r"torch",
+        "torch_xla": r"torch",
+        "_XLAC": r"torch",
+        "jax": r"jax",
+        "jaxlib": r"jax|torch",  # torch_xla's calls are lowered by jaxlib
+        "jax_plugins": r"jax|torch|cuda_plugin",  # the CUDA plug-in that torch_xla borrows
+    }
     statement = re.compile(r"^\s*(?:from|import)\s+(torch_xla|torch|_XLAC|jaxlib|jax_plugins|jax)\b", re.MULTILINE)
     for path in sorted(PACKAGE.rglob("*.py")):
         for module in statement.findall(path.read_text()):
