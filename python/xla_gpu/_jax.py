@@ -13,7 +13,7 @@ import numpy as np
 from . import _jax_reference, _library, _targets
 from ._attributes import numpy_value
 from ._signature import ArraySpec, OpCall, Operator, check_inputs_requested
-from .ops import ragged_paged_attention
+from .ops import _ragged_paged_attention as ragged_paged_attention
 from .ops.paged_attention import num_seqs_number
 
 

@@ -78,10 +78,13 @@ def load() -> Library:
       LibraryError: it is missing, truncated, of another processor architecture, or not this package's library.
     """
     path = find()
+    # Asked first: the dynamic linker's texts are cryptic, and of a truncated file it may die by a signal.
+    if defect := _why(path):
+        raise LibraryError(f"{path} cannot be loaded: {defect}")
     try:
         cdll = ctypes.CDLL(str(path))
     except OSError as error:
-        raise LibraryError(f"{path} cannot be loaded: {_why(path) or error}") from error
+        raise LibraryError(f"{path} cannot be loaded: {error}") from error
     for name, (result, arguments) in _abi.SIGNATURES.items():
         try:
             function = getattr(cdll, name)
@@ -118,7 +121,7 @@ _MACHINES = {3: "i386", 40: "arm", 62: "x86_64", 183: "aarch64", 243: "riscv64"}
 
 
 def _why(path: Path) -> str | None:
-    """Why the dynamic linker refused the file, where its ELF header tells; the linker's own texts are cryptic."""
+    """What the file's ELF header says against loading it."""
     size = path.stat().st_size
     with path.open("rb") as file:
         header = file.read(64)
@@ -126,12 +129,11 @@ def _why(path: Path) -> str | None:
         return f"it is not an ELF library (it has {size} bytes)"
     if len(header) < 64:
         return f"it is truncated to {size} bytes"
-    machine = struct.unpack_from("<H", header, 0x12)[0]
+    (machine,) = struct.unpack_from("<H", header, 0x12)
     name = _MACHINES.get(machine, f"machine {machine}")
     if name != platform.machine():
         return f"it was built for {name}, and this machine is {platform.machine()}"
-    table = struct.unpack_from("<Q", header, 0x28)[0]
+    (sections,) = struct.unpack_from("<Q", header, 0x28)
     entry, count = struct.unpack_from("<HH", header, 0x3A)
-    if size < table + entry * count:  # the section headers stand last in the file
-        return f"it is truncated: {size} bytes of at least {table + entry * count}"
-    return None
+    whole = sections + entry * count  # the table of sections stands last in the file
+    return f"it is truncated to {size} of at least {whole} bytes" if size < whole else None

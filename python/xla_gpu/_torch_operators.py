@@ -10,7 +10,8 @@ from . import _torch_reference
 from ._signature import OpCall
 from ._torch_ops import LIBRARY, Binder, Results, define, define_operator, fake_results, run
 from ._torch_tensors import check_operands
-from .ops import OPERATORS, ragged_paged_attention, reshape_and_cache
+from .ops import OPERATORS, reshape_and_cache
+from .ops import _ragged_paged_attention as ragged_paged_attention
 from .ops.paged_attention import num_seqs_number
 
 # ---- ragged_paged_attention: numbers where paged_attention takes tensors ---------------------------------------------
@@ -40,7 +41,8 @@ def _ragged(call: OpCall, tensors: list[torch.Tensor], arguments: dict[str, Any]
 
 
 for _operator in OPERATORS:
-    define_operator(_operator, _ragged if _operator is ragged_paged_attention.OPERATOR else None)
+    define_operator(_operator)
+define_operator(ragged_paged_attention.OPERATOR, _ragged)
 
 
 # ---- reshape_and_cache_: in place ------------------------------------------------------------------------------------
@@ -83,8 +85,8 @@ define("_reshape_and_cache_", f"{_ARGUMENTS} -> ()", _update_memory, _update_fak
 
 def num_seqs_tensor(name: str, num_seqs: torch.Tensor | int, context_lens: torch.Tensor) -> torch.Tensor:
     """``num_seqs`` as int32[1] on the device of ``context_lens``."""
-    if isinstance(num_seqs, torch.Tensor):
-        return num_seqs
+    if isinstance(num_seqs, torch.Tensor) or not isinstance(context_lens, torch.Tensor):
+        return num_seqs  # or whatever it is: the operator says what is wrong with context_lens
     number = num_seqs_number(name, num_seqs, context_lens.shape)
     device = context_lens.device
     if device.type == "xla" and not torch.compiler.is_compiling():

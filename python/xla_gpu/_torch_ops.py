@@ -110,5 +110,23 @@ def define_operator(operator: Operator, calls: Callable[..., Results] | None = N
     define(operator.name, operator.schema, kernel, fake)
 
 
+def call(operator: Operator, *args: Any, **kwargs: Any) -> Any:
+    """Calls an operator for the functions of xla_gpu.torch.
+
+    The dispatcher's own texts about arguments of a wrong type name neither what was expected nor our documentation's
+    types; the declaration's do.
+    """
+    try:
+        return getattr(torch.ops.xla_gpu, operator.name)(*args, **kwargs)
+    except RuntimeError:
+        binder = Binder(operator)
+        values = binder.arguments(args, kwargs)
+        for name in operator.operands:
+            if isinstance(values.get(name), torch.Tensor):
+                values[name] = spec(f"{operator.name}: {name}", values[name])
+        operator.bind(**values)
+        raise
+
+
 def _unpacked(results: Results) -> Any:
     return results[0] if len(results) == 1 else results

@@ -38,19 +38,12 @@ def hlo(tensors: Sequence[torch.Tensor]) -> str:
 
 @functools.lru_cache(maxsize=4096)
 def _computation(call: OpCall) -> Any:
-    try:
-        from jaxlib import _jax
-    except ImportError as error:
-        raise ImportError(
-            "xla_gpu.torch needs jaxlib to lower StableHLO for torch_xla: pip install 'xla_gpu[torch]'"
-        ) from error
     from torch_xla.core import xla_builder
 
+    from ._lowering_jaxlib import hlo_module_proto
+
     _register(_targets.lookup(call.target, platform()))
-    computation = _jax.mlir.mlir_module_to_xla_computation(
-        _stablehlo.module(call), use_tuple_args=False, return_tuple=True
-    )
-    return xla_builder.computation_from_module_proto(call.target, computation.as_serialized_hlo_module_proto())
+    return xla_builder.computation_from_module_proto(call.target, hlo_module_proto(_stablehlo.module(call)))
 
 
 @functools.cache

@@ -12,9 +12,9 @@ import jax.typing
 
 from . import _jax
 from ._contracts import contract
+from .ops import _ragged_paged_attention as _ragged_paged_attention
 from .ops import merge_attention_states as _merge_attention_states
 from .ops import paged_attention as _paged_attention
-from .ops import ragged_paged_attention as _ragged_paged_attention
 from .ops import reshape_and_cache as _reshape_and_cache
 from .ops import simple_add as _simple_add
 

@@ -17,12 +17,12 @@ from typing import Any
 
 import torch
 
-from . import _targets, _torch_operators, _torch_xla
+from . import _targets, _torch_operators, _torch_ops, _torch_xla
 from ._contracts import contract
 from ._torch_ffi import FfiCall
+from .ops import _ragged_paged_attention as _ragged_paged_attention
 from .ops import merge_attention_states as _merge_attention_states
 from .ops import paged_attention as _paged_attention
-from .ops import ragged_paged_attention as _ragged_paged_attention
 from .ops import reshape_and_cache as _reshape_and_cache
 from .ops import simple_add as _simple_add
 
@@ -39,16 +39,13 @@ __all__ = [
     "simple_add",
 ]
 
-_ops = torch.ops.xla_gpu
-
-
 # ---- Operators -------------------------------------------------------------------------------------------------------
 
 
 @contract(_simple_add.CONTRACT)
 def simple_add(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """Element-wise a + b."""
-    return _ops.simple_add(a, b)
+    return _torch_ops.call(_simple_add.OPERATOR, a, b)
 
 
 @contract(_paged_attention.CONTRACT)
@@ -68,7 +65,8 @@ def paged_attention(
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention of the new tokens of a ragged batch over a paged KV cache."""
-    return _ops.paged_attention(
+    return _torch_ops.call(
+        _paged_attention.OPERATOR,
         *(query, kv_cache, context_lens, block_tables, query_start_loc),
         _torch_operators.num_seqs_tensor("paged_attention", num_seqs, context_lens),
         scale=scale,
@@ -97,7 +95,8 @@ def paged_attention_with_lse(
     sinks: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """paged_attention, and the logarithm of the softmax's sum."""
-    out, lse = _ops.paged_attention_with_lse(
+    out, lse = _torch_ops.call(
+        _paged_attention.OPERATOR_WITH_LSE,
         *(query, kv_cache, context_lens, block_tables, query_start_loc),
         _torch_operators.num_seqs_tensor("paged_attention_with_lse", num_seqs, context_lens),
         scale=scale,
@@ -115,7 +114,7 @@ def merge_attention_states(
     out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """One attention result from two over disjoint sets of keys."""
-    out, lse = _ops.merge_attention_states(out_a, lse_a, out_b, lse_b)
+    out, lse = _torch_ops.call(_merge_attention_states.OPERATOR, out_a, lse_a, out_b, lse_b)
     return out, lse
 
 
@@ -130,7 +129,9 @@ def reshape_and_cache(
     v_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """A copy of a paged KV cache with new keys and values in it; ``reshape_and_cache_`` updates in place."""
-    return _ops.reshape_and_cache(key, value, kv_cache, slot_mapping, k_scale=k_scale, v_scale=v_scale)
+    return _torch_ops.call(
+        _reshape_and_cache.OPERATOR, key, value, kv_cache, slot_mapping, k_scale=k_scale, v_scale=v_scale
+    )
 
 
 @contract(_reshape_and_cache.CONTRACT)
@@ -151,7 +152,7 @@ def reshape_and_cache_(
     shares the buffer, and is lost when a compiled function donates it: call torch_xla.sync() between clone() and such
     a function.
     """
-    return _ops.reshape_and_cache_(key, value, kv_cache, slot_mapping, k_scale=k_scale, v_scale=v_scale)
+    return torch.ops.xla_gpu.reshape_and_cache_(key, value, kv_cache, slot_mapping, k_scale=k_scale, v_scale=v_scale)
 
 
 @contract(_ragged_paged_attention.CONTRACT)
@@ -174,7 +175,8 @@ def ragged_paged_attention(
     vmem_limit_bytes: int | None = None,
 ) -> torch.Tensor:
     """paged_attention by the name and the parameters of torch_xla's operator for TPUs."""
-    return _ops.ragged_paged_attention(
+    return _torch_ops.call(
+        _ragged_paged_attention.OPERATOR,
         *(q, kv_pages, kv_lens, page_indices, cu_q_lens),
         _torch_operators.num_seqs_tensor("ragged_paged_attention", num_seqs, kv_lens),
         sm_scale=sm_scale,
