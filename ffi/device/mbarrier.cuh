@@ -15,6 +15,11 @@ __device__ inline void ArriveBarrier(uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
+// Arrives when this thread's cp.async copies so far are complete, without waiting for them.
+__device__ inline void ArriveAfterCopies(uint32_t barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
+}
+
 // Waits for the end of the phase whose number has this parity; phases count from 0. Before the end of phase 0 a wait
 // for parity 1 returns at once.
 __device__ inline void WaitBarrier(uint32_t barrier, uint32_t parity) {
@@ -31,12 +36,28 @@ __device__ inline void WaitBarrier(uint32_t barrier, uint32_t parity) {
       : "memory");
 }
 
-// Makes this thread's completed writes to shared memory visible to the tensor cores' own reads.
+// Makes writes to shared memory that this thread has made, or learnt of through a barrier, visible to the tensor cores'
+// own reads.
 __device__ inline void FenceForTensorCores() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // Named barriers, number 0 being __syncthreads. `threads`: how many take part, those that only arrive included.
 __device__ inline void SyncNamed(int barrier, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
+// As SyncNamed; whether `value` is true in any of the threads.
+__device__ inline bool SyncNamedOr(int barrier, int threads, bool value) {
+  int any;
+  asm volatile(
+      "{\n"
+      ".reg .pred mine, all;\n"
+      "setp.ne.b32 mine, %3, 0;\n"
+      "bar.red.or.pred all, %1, %2, mine;\n"
+      "selp.b32 %0, 1, 0, all;\n"
+      "}"
+      : "=r"(any)
+      : "r"(barrier), "r"(threads), "r"(static_cast<int>(value))
+      : "memory");
+  return any != 0;
 }
 __device__ inline void ArriveNamed(int barrier, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");

@@ -64,12 +64,13 @@ struct PrefillRows {
   __device__ int64_t HeadRow(int row) const { return (q_begin + (first + row) / group) * num_heads + Head(row); }
 };
 
-// Element offset of a key or value of kv head 0 from the cache's base.
+// Element offset of a key or value of kv head 0 from the cache's base; -1 if its page lies outside.
 __device__ inline int64_t KeyOffset(const PagedAttentionParams& params, int seq, int position) {
   const auto page_size = static_cast<unsigned>(params.page_size);
   const unsigned index = static_cast<unsigned>(position) / page_size;
   const unsigned slot = static_cast<unsigned>(position) - index * page_size;
   const int32_t page = __ldg(params.block_tables + seq * params.pages_per_seq + index);
+  if (page < 0 || page >= params.num_pages) return -1;
   return page * params.page_stride + slot * params.slot_stride;
 }
 
@@ -151,8 +152,9 @@ struct PrefillScores {
   }
 };
 
-// Whether all pages that the sequence's queries see lie in the cache. By the whole block: it is a barrier.
-__device__ inline bool PagesInCache(const PagedAttentionParams& params, const PrefillTile& tile) {
+// Whether a page that the sequence's queries see lies outside the cache, as far as thread `thread` of `threads` looks.
+__device__ inline bool FindsPageOutside(const PagedAttentionParams& params, const PrefillTile& tile, unsigned thread,
+                                        unsigned threads) {
   const auto page_size = static_cast<unsigned>(params.page_size);
   int64_t key_begin = 0;
   if (params.sliding_window > 0) {
@@ -162,17 +164,17 @@ __device__ inline bool PagesInCache(const PagedAttentionParams& params, const Pr
   const int32_t* const table = params.block_tables + tile.seq * params.pages_per_seq;
   bool outside = false;
 #pragma unroll 8
-  for (unsigned i = static_cast<unsigned>(key_begin) / page_size + threadIdx.x; i < end; i += blockDim.x) {
+  for (unsigned i = static_cast<unsigned>(key_begin) / page_size + thread; i < end; i += threads) {
     const int64_t page = __ldg(table + i);
     outside |= page < 0 || page >= params.num_pages;
   }
-  return !__syncthreads_or(outside);
+  return outside;
 }
 
-// NaN in a tile's rows, which are those of a sequence with wrong metadata.
+// NaN in a tile's rows, which are those of a sequence with wrong metadata, by warp `warp` of `warps`.
 template <typename T>
-__device__ void FillTile(const PrefillRows& rows, const PagedAttentionParams& params) {
-  for (int row = threadIdx.x / 32; row < rows.count; row += blockDim.x / 32) {
+__device__ void FillTile(const PrefillRows& rows, const PagedAttentionParams& params, int warp, int warps) {
+  for (int row = warp; row < rows.count; row += warps) {
     const int64_t head_row = rows.HeadRow(row);
     FillHeads<T>(params, head_row / params.num_heads, head_row % params.num_heads, 1, CUDART_NAN_F, CUDART_NAN_F);
   }
@@ -191,12 +193,17 @@ __device__ void RunPrefillTile(const PagedAttentionParams& params, char* shared)
     return;
   }
   // Also the barrier after which shared memory is free.
-  const bool valid = PagesInCache(params, tile) && tile.valid;
+  bool valid = tile.valid;
+  if constexpr (Kernel::kChecksPages) {
+    __syncthreads();
+  } else {
+    valid = !__syncthreads_or(FindsPageOutside(params, tile, threadIdx.x, blockDim.x)) && valid;
+  }
   const PrefillRows rows(params, tile, Kernel::kRows);
   if (valid) {
-    Kernel(params, shared).Run(rows);
+    Kernel(params, shared).Run(tile, rows);
   } else {
-    FillTile<T>(rows, params);
+    FillTile<T>(rows, params, static_cast<int>(threadIdx.x) / 32, static_cast<int>(blockDim.x) / 32);
   }
 }
 

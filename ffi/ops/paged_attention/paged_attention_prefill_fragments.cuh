@@ -5,6 +5,7 @@
 
 #include <cstdint>
 
+#include "ffi/device/async_copy.cuh"
 #include "ffi/device/mma.cuh"
 #include "ffi/ops/paged_attention/paged_attention_prefill_common.cuh"
 
@@ -59,6 +60,12 @@ struct PrefillSoftmax {
         sum[m][h] = row_sum;
       }
     }
+  }
+
+  // The first 16 rows' sums, to 8 bytes of this lane's in shared memory.
+  __device__ void StoreSums(void* target) const {
+    asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(SharedAddress(target)), "f"(sum[0][0]), "f"(sum[0][1])
+                 : "memory");
   }
 
   template <int kDimTiles>

@@ -22,6 +22,7 @@ namespace xla_gpu {
 template <typename T, int kDim, int kWarpRows, int kKeys, int kStages, bool kFp8>
 struct PrefillMma {
   using Element = T;
+  static constexpr bool kChecksPages = false;
   static constexpr int kWarps = 4;
   static constexpr int kThreads = kWarps * 32;
   static constexpr int kRows = kWarps * kWarpRows;
@@ -198,7 +199,7 @@ struct PrefillMma {
     }
   }
 
-  __device__ void Run(const PrefillRows& rows) {
+  __device__ void Run(const PrefillTile& /*tile*/, const PrefillRows& rows) {
     const int chunk_start = thread % kChunks * (kFp8 ? 8 : 16);
     const char* const key_cache = HeadStart(params, params.k_cache, rows.kv_head) + chunk_start;
     const char* const value_cache = HeadStart(params, params.v_cache, rows.kv_head) + chunk_start;

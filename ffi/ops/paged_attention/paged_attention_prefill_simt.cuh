@@ -15,6 +15,7 @@ namespace xla_gpu {
 // kDim: head_dim, rounded up. Threads form a grid of kColumns × (kThreads / kColumns); each has four rows of the tile.
 template <int kDim>
 struct PrefillSimt {
+  static constexpr bool kChecksPages = false;
   static constexpr int kThreads = 128;
   static constexpr int kColumns = kDim > 128 ? 16 : 8;
   static constexpr int kRowThreads = kThreads / kColumns;
@@ -139,7 +140,7 @@ struct PrefillSimt {
     }
   }
 
-  __device__ void Run(const PrefillRows& rows) {
+  __device__ void Run(const PrefillTile& /*tile*/, const PrefillRows& rows) {
     const char* const key_cache = HeadStart(params, params.k_cache, rows.kv_head);
     const char* const value_cache = HeadStart(params, params.v_cache, rows.kv_head);
     const PrefillScores scores(params, rows.kv_head);

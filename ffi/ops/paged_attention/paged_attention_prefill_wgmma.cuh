@@ -27,6 +27,8 @@ namespace xla_gpu {
 template <typename T, int kDim, int kKeys>
 struct PrefillWgmma {
   using Element = T;
+  // The consumers look at all pages while the first copies are under way; copies check their own.
+  static constexpr bool kChecksPages = true;
   static constexpr int kGroupThreads = 128;
   static constexpr int kConsumers = 2;  // warpgroups that compute
   static constexpr int kThreads = (1 + kConsumers) * kGroupThreads;
@@ -46,7 +48,8 @@ struct PrefillWgmma {
   static constexpr int kValueStart = kKeyStart + kStages * kTileBytes;
   static constexpr int kOffsetStart = kValueStart + kStages * kTileBytes;
   static constexpr int kBarrierStart = kOffsetStart + 2 * kKeys * static_cast<int>(sizeof(int64_t));
-  static constexpr int kSharedBytes = kBarrierStart + 4 * kStages * 8;
+  static constexpr int kSumStart = kBarrierStart + 4 * kStages * 8;
+  static constexpr int kSharedBytes = kSumStart + kConsumers * kGroupThreads * 8;
   // Barriers: K full, V full, K free, V free; for each stage.
   enum { kKeyFull, kValueFull, kKeyFree, kValueFree };
 
@@ -74,7 +77,7 @@ struct PrefillWgmma {
     return chunk / 8 * slab + row * 128 + ((chunk ^ row) & 7) * 16;
   }
 
-  __device__ void Run(const PrefillRows& rows) {
+  __device__ void Run(const PrefillTile& tile, const PrefillRows& rows) {
 #if XLA_GPU_HAS_WGMMA
     if (threadIdx.x == 0) {
       for (int stage = 0; stage < kStages; ++stage) {
@@ -94,7 +97,7 @@ struct PrefillWgmma {
       Produce(rows, first_tile, last_tile);
     } else {
       asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kConsumerRegisters));
-      Consume(rows, group - 1, first_tile, last_tile);
+      Consume(tile, rows, group - 1, first_tile, last_tile);
     }
 #endif
   }
@@ -107,7 +110,6 @@ struct PrefillWgmma {
     const char* const value_cache = HeadStart(params, params.v_cache, rows.kv_head) + thread % kChunks * 16;
     LoadQuery(rows);
     int64_t offset = LookUp(rows, last_tile);
-    uint32_t unannounced = 0;  // the barrier of the last group of copies
     for (int i = 0; i <= last_tile - first_tile; ++i) {
       const int tile = last_tile - i;
       const int stage = i % kStages;
@@ -119,25 +121,13 @@ struct PrefillWgmma {
       offset = LookUp(rows, tile - 1);
       WaitBarrier(Barrier(kKeyFree, stage), parity);
       LoadTile(key_cache, kKeyStart + stage * kTileBytes, offsets);
-      Announce(&unannounced, Barrier(kKeyFull, stage));
+      ArriveAfterCopies(Barrier(kKeyFull, stage));
       WaitBarrier(Barrier(kValueFree, stage), parity);
       LoadTile(value_cache, kValueStart + stage * kTileBytes, offsets);
-      Announce(&unannounced, Barrier(kValueFull, stage));
+      ArriveAfterCopies(Barrier(kValueFull, stage));
     }
+    // A thread must not end before its copies.
     WaitAsync<0>();
-    FenceForTensorCores();
-    ArriveBarrier(unannounced);
-  }
-
-  // Ends a group of copies, and tells the consumers of the one before.
-  __device__ void Announce(uint32_t* unannounced, uint32_t barrier) const {
-    CommitAsync();
-    if (*unannounced != 0) {
-      WaitAsync<1>();
-      FenceForTensorCores();
-      ArriveBarrier(*unannounced);
-    }
-    *unannounced = barrier;
   }
 
   // Travels with the first tile of K.
@@ -176,17 +166,22 @@ struct PrefillWgmma {
   }
 
   // ---- the warpgroups that compute
-  __device__ void Consume(const PrefillRows& rows, int group, int first_tile, int last_tile) {
+  __device__ void Consume(const PrefillTile& tile, const PrefillRows& rows, int group, int first_tile, int last_tile) {
     const int warp = thread / 32;
     const PrefillScores scores(params, rows.kv_head);
     PrefillSoftmax<1> softmax(group * 64 + warp * 16);
     float o[1][kDimTiles][4] = {};
     const int count = last_tile - first_tile + 1;
+    constexpr int kConsumerThreads = kConsumers * kGroupThreads;
+    const unsigned consumer_thread = threadIdx.x - kGroupThreads;
+    const bool outside =
+        SyncNamedOr(kTurnBarrier, kConsumerThreads, FindsPageOutside(params, tile, consumer_thread, kConsumerThreads));
     if (count > 0) {
       float s[1][kKeyTiles][4];
       uint32_t p[kKeyTiles / 2][4];
 
       WaitBarrier(Barrier(kKeyFull, 0), 0);
+      FenceForTensorCores();
       FenceWgmma();
       StartScores(group, 0, s[0]);
       CommitWgmma();
@@ -195,25 +190,29 @@ struct PrefillWgmma {
       Release(Barrier(kKeyFree, 0));
       softmax.Update(rows, scores, last_tile * kKeys, s);
       PackProbabilities(s[0], p);
-      if (group == 1) ArriveNamed(kTurnBarrier, kConsumers * kGroupThreads);
+      if (group == 1 && count > 1) ArriveNamed(kTurnBarrier, kConsumerThreads);
 
       for (int i = 1; i < count; ++i) {
         const int stage = i % kStages;
         const int stage_before = (i - 1) % kStages;
         WaitBarrier(Barrier(kKeyFull, stage), i / kStages % 2);
         WaitBarrier(Barrier(kValueFull, stage_before), (i - 1) / kStages % 2);
-        SyncNamed(kTurnBarrier + group, kConsumers * kGroupThreads);
+        FenceForTensorCores();
+        SyncNamed(kTurnBarrier + group, kConsumerThreads);
         FenceWgmma();
         StartScores(group, stage, s[0]);
         CommitWgmma();
         StartValues(stage_before, p, o[0]);
         CommitWgmma();
         // The other group's turn; nobody waits for the very last one.
-        if (group == 0 || i + 1 < count) ArriveNamed(kTurnBarrier + 1 - group, kConsumers * kGroupThreads);
+        if (group == 0 || i + 1 < count) ArriveNamed(kTurnBarrier + 1 - group, kConsumerThreads);
         WaitWgmma<1>();
         ReadAfterWgmma(s[0]);
         Release(Barrier(kKeyFree, stage));
         softmax.Update(rows, scores, (last_tile - i) * kKeys, s);
+        // Nobody reads this; but the assembler would put off the exponentials until after the wait, which they are to
+        // bridge.
+        softmax.StoreSums(shared + kSumStart + consumer_thread * 8);
         WaitWgmma<0>();
         ReadAfterWgmma(o[0]);
         Release(Barrier(kValueFree, stage_before));
@@ -223,6 +222,7 @@ struct PrefillWgmma {
 
       const int stage = (count - 1) % kStages;
       WaitBarrier(Barrier(kValueFull, stage), (count - 1) / kStages % 2);
+      FenceForTensorCores();
       FenceWgmma();
       StartValues(stage, p, o[0]);
       CommitWgmma();
@@ -231,8 +231,12 @@ struct PrefillWgmma {
     }
     // Results pass through the place of the group's own query rows, which all its warps have finished with.
     SyncNamed(kGroupBarrier + group, kGroupThreads);
-    softmax.template Finish<T>(params, rows, scores, o,
-                               [&](int row, int d) { return shared + ChunkOffset(kQuerySlab, row, d); });
+    if (outside) {
+      FillTile<T>(rows, params, static_cast<int>(consumer_thread) / 32, kConsumerThreads / 32);
+    } else {
+      softmax.template Finish<T>(params, rows, scores, o,
+                                 [&](int row, int d) { return shared + ChunkOffset(kQuerySlab, row, d); });
+    }
   }
 
   __device__ void Release(uint32_t barrier) const {
