@@ -62,10 +62,9 @@ struct PrefillSoftmax {
     }
   }
 
-  // The first 16 rows' sums, to 8 bytes of this lane's in shared memory.
+  // Something of all sums of the first 16 rows, to 4 bytes of this lane's in shared memory.
   __device__ void StoreSums(void* target) const {
-    asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(SharedAddress(target)), "f"(sum[0][0]), "f"(sum[0][1])
-                 : "memory");
+    asm volatile("st.shared.f32 [%0], %1;" ::"r"(SharedAddress(target)), "f"(sum[0][0] + sum[0][1]) : "memory");
   }
 
   template <int kDimTiles>

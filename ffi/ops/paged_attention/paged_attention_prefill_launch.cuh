@@ -52,9 +52,9 @@ template <typename T>
 Status TryLaunchPrefillSm90(const PagedAttentionParams& params, Stream stream, bool* launched) {
   *launched = false;
   if (IsFloat8(params.cache_dtype)) return Status::Ok();
-  if (params.head_dim <= 64) return TryLaunchPrefillWgmma<PrefillWgmma<T, 64, 128>>(params, stream, launched);
-  if (params.head_dim <= 128) return TryLaunchPrefillWgmma<PrefillWgmma<T, 128, 128>>(params, stream, launched);
-  return TryLaunchPrefillWgmma<PrefillWgmma<T, 256, 64>>(params, stream, launched);
+  if (params.head_dim <= 64) return TryLaunchPrefillWgmma<PrefillWgmma<T, 64, 128, 3, 4>>(params, stream, launched);
+  if (params.head_dim <= 128) return TryLaunchPrefillWgmma<PrefillWgmma<T, 128, 128, 2, 3>>(params, stream, launched);
+  return TryLaunchPrefillWgmma<PrefillWgmma<T, 256, 64, 2, 3>>(params, stream, launched);
 }
 
 // Tiles by head_dim. At most 99 KiB of shared memory, the limit of a block on sm_86 and sm_89; two blocks on an SM of

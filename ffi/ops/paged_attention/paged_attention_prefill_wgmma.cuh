@@ -24,7 +24,8 @@
 namespace xla_gpu {
 
 // kDim: head_dim, rounded up to a multiple of 64; the rest of a row is zeros in shared memory. kKeys: keys of a tile.
-template <typename T, int kDim, int kKeys>
+// kKeyStages, kValueStages: tiles of K and of V in the ring. A tile of V is used a round later than the K of its keys.
+template <typename T, int kDim, int kKeys, int kKeyStages, int kValueStages>
 struct PrefillWgmma {
   using Element = T;
   // The consumers look at all pages while the first copies are under way; copies check their own.
@@ -33,7 +34,6 @@ struct PrefillWgmma {
   static constexpr int kConsumers = 2;  // warpgroups that compute
   static constexpr int kThreads = (1 + kConsumers) * kGroupThreads;
   static constexpr int kRows = kConsumers * 64;
-  static constexpr int kStages = 2;
   static constexpr int kKeyTiles = kKeys / 8;
   static constexpr int kDimTiles = kDim / 8;
   static constexpr int kChunks = kDim / 8;  // 16-byte chunks of a row
@@ -43,19 +43,35 @@ struct PrefillWgmma {
   static constexpr int kTileBytes = kKeys * kDim * 2;
   static constexpr int kTileChunks = kKeys * kChunks / kGroupThreads;  // of one thread
 
-  // Shared memory, from the start: Q, K stages, V stages, row offsets of two tiles, barriers.
+  // Shared memory, from the start: Q, K stages, V stages, row offsets of three tiles, a word for each consumer,
+  // barriers.
   static constexpr int kKeyStart = kRows * kDim * 2;
-  static constexpr int kValueStart = kKeyStart + kStages * kTileBytes;
-  static constexpr int kOffsetStart = kValueStart + kStages * kTileBytes;
-  static constexpr int kBarrierStart = kOffsetStart + 2 * kKeys * static_cast<int>(sizeof(int64_t));
-  static constexpr int kSumStart = kBarrierStart + 4 * kStages * 8;
-  static constexpr int kSharedBytes = kSumStart + kConsumers * kGroupThreads * 8;
-  // Barriers: K full, V full, K free, V free; for each stage.
-  enum { kKeyFull, kValueFull, kKeyFree, kValueFree };
+  static constexpr int kValueStart = kKeyStart + kKeyStages * kTileBytes;
+  static constexpr int kOffsetStart = kValueStart + kValueStages * kTileBytes;
+  static constexpr int kSumStart = kOffsetStart + 3 * kKeys * static_cast<int>(sizeof(int64_t));
+  static constexpr int kBarrierStart = kSumStart + kConsumers * kGroupThreads * 4;
+  static constexpr int kSharedBytes = kBarrierStart + 2 * (kKeyStages + kValueStages) * 8;
+
+  // A place in a ring of stages, and how often the ring has been gone around, in its lowest bit.
+  // kFirst: the number of the ring's first stage among all.
+  template <int kStages, int kFirst>
+  struct Place {
+    static constexpr int kFirstStage = kFirst;
+    int stage = 0;
+    uint32_t round = 0;
+    __device__ void Advance() {
+      if (++stage == kStages) {
+        stage = 0;
+        round ^= 1;
+      }
+    }
+  };
+  using KeyPlace = Place<kKeyStages, 0>;
+  using ValuePlace = Place<kValueStages, kKeyStages>;
 
   using Schedule = PrefillSchedule<kThreads, kRows>;
   static_assert(sizeof(typename Schedule::Storage) <= kOffsetStart);
-  static_assert(kDim % 64 == 0 && kKeys <= kGroupThreads);
+  static_assert(kDim % 64 == 0 && kKeys <= kGroupThreads && kSharedBytes <= 227 * 1024);
 
   // Registers of a thread, in place of the 168 that the launch gives each; together no more than an SM has.
   static constexpr int kProducerRegisters = 40;
@@ -69,8 +85,14 @@ struct PrefillWgmma {
   __device__ PrefillWgmma(const PagedAttentionParams& params, char* shared)
       : params(params), shared(shared), shared_address(SharedAddress(shared)) {}
 
-  __device__ uint32_t Barrier(int kind, int stage) const {
-    return shared_address + kBarrierStart + (kind * kStages + stage) * 8;
+  // A stage's barriers: one for full, one for free.
+  template <typename AnyPlace>
+  __device__ uint32_t Full(AnyPlace place) const {
+    return shared_address + kBarrierStart + (AnyPlace::kFirstStage + place.stage) * 16;
+  }
+  template <typename AnyPlace>
+  __device__ uint32_t Free(AnyPlace place) const {
+    return Full(place) + 8;
   }
   // Byte offset of a chunk of a row, in slabs of `slab` bytes.
   static __device__ int ChunkOffset(int slab, int row, int chunk) {
@@ -80,11 +102,10 @@ struct PrefillWgmma {
   __device__ void Run(const PrefillTile& tile, const PrefillRows& rows) {
 #if XLA_GPU_HAS_WGMMA
     if (threadIdx.x == 0) {
-      for (int stage = 0; stage < kStages; ++stage) {
-        InitBarrier(Barrier(kKeyFull, stage), kGroupThreads);
-        InitBarrier(Barrier(kValueFull, stage), kGroupThreads);
-        InitBarrier(Barrier(kKeyFree, stage), kConsumers * 4);  // one arrival for each warp
-        InitBarrier(Barrier(kValueFree, stage), kConsumers * 4);
+      for (int stage = 0; stage < kKeyStages + kValueStages; ++stage) {
+        const uint32_t barrier = shared_address + kBarrierStart + stage * 16;
+        InitBarrier(barrier, kGroupThreads);
+        InitBarrier(barrier + 8, kConsumers * 4);  // one arrival for each warp
       }
     }
     __syncthreads();
@@ -110,24 +131,36 @@ struct PrefillWgmma {
     const char* const value_cache = HeadStart(params, params.v_cache, rows.kv_head) + thread % kChunks * 16;
     LoadQuery(rows);
     int64_t offset = LookUp(rows, last_tile);
-    for (int i = 0; i <= last_tile - first_tile; ++i) {
-      const int tile = last_tile - i;
-      const int stage = i % kStages;
-      const uint32_t parity = (i / kStages + 1) % 2;
-      int64_t* const offsets = reinterpret_cast<int64_t*>(shared + kOffsetStart) + i % 2 * kKeys;
+    KeyPlace key_place;
+    ValuePlace value_place;
+    const int64_t* offsets_before = nullptr;
+    int table = 0;
+    // K of a tile, then V of the one before: the order in which they are used.
+    for (int tile = last_tile; tile >= first_tile; --tile) {
+      int64_t* const offsets = reinterpret_cast<int64_t*>(shared + kOffsetStart) + table * kKeys;
+      table = table == 2 ? 0 : table + 1;
       if (thread < kKeys) offsets[thread] = offset;
       SyncNamed(kProducerBarrier, kGroupThreads);
       // The next page number arrives while this tile's copies are under way.
       offset = LookUp(rows, tile - 1);
-      WaitBarrier(Barrier(kKeyFree, stage), parity);
-      LoadTile(key_cache, kKeyStart + stage * kTileBytes, offsets);
-      ArriveAfterCopies(Barrier(kKeyFull, stage));
-      WaitBarrier(Barrier(kValueFree, stage), parity);
-      LoadTile(value_cache, kValueStart + stage * kTileBytes, offsets);
-      ArriveAfterCopies(Barrier(kValueFull, stage));
+      WaitBarrier(Free(key_place), key_place.round ^ 1);
+      LoadTile(key_cache, kKeyStart + key_place.stage * kTileBytes, offsets);
+      ArriveAfterCopies(Full(key_place));
+      key_place.Advance();
+      if (tile != last_tile) LoadValues(value_cache, offsets_before, &value_place);
+      offsets_before = offsets;
     }
+    LoadValues(value_cache, offsets_before, &value_place);
     // A thread must not end before its copies.
+    CommitAsync();
     WaitAsync<0>();
+  }
+
+  __device__ void LoadValues(const char* cache, const int64_t* offsets, ValuePlace* place) const {
+    WaitBarrier(Free(*place), place->round ^ 1);
+    LoadTile(cache, kValueStart + place->stage * kTileBytes, offsets);
+    ArriveAfterCopies(Full(*place));
+    place->Advance();
   }
 
   // Travels with the first tile of K.
@@ -156,7 +189,7 @@ struct PrefillWgmma {
     const bool in_row = thread % kChunks * 8 < params.head_dim;
     constexpr int kRowStep = kGroupThreads / kChunks;
     const uint32_t target = shared_address + start;
-#pragma unroll 4
+#pragma unroll 8
     for (int i = 0; i < kTileChunks; ++i) {
       const int row = i * kRowStep + thread / kChunks;
       const int64_t offset = offsets[row];
@@ -180,51 +213,53 @@ struct PrefillWgmma {
       float s[1][kKeyTiles][4];
       uint32_t p[kKeyTiles / 2][4];
 
-      WaitBarrier(Barrier(kKeyFull, 0), 0);
+      KeyPlace key_place;
+      ValuePlace value_place;
+      WaitBarrier(Full(key_place), key_place.round);
       FenceForTensorCores();
       FenceWgmma();
-      StartScores(group, 0, s[0]);
+      StartScores(group, key_place.stage, s[0]);
       CommitWgmma();
       WaitWgmma<0>();
       ReadAfterWgmma(s[0]);
-      Release(Barrier(kKeyFree, 0));
+      Release(Free(key_place));
+      key_place.Advance();
       softmax.Update(rows, scores, last_tile * kKeys, s);
       PackProbabilities(s[0], p);
       if (group == 1 && count > 1) ArriveNamed(kTurnBarrier, kConsumerThreads);
 
       for (int i = 1; i < count; ++i) {
-        const int stage = i % kStages;
-        const int stage_before = (i - 1) % kStages;
-        WaitBarrier(Barrier(kKeyFull, stage), i / kStages % 2);
-        WaitBarrier(Barrier(kValueFull, stage_before), (i - 1) / kStages % 2);
+        WaitBarrier(Full(key_place), key_place.round);
+        WaitBarrier(Full(value_place), value_place.round);
         FenceForTensorCores();
         SyncNamed(kTurnBarrier + group, kConsumerThreads);
         FenceWgmma();
-        StartScores(group, stage, s[0]);
+        StartScores(group, key_place.stage, s[0]);
         CommitWgmma();
-        StartValues(stage_before, p, o[0]);
+        StartValues(value_place.stage, p, o[0]);
         CommitWgmma();
         // The other group's turn; nobody waits for the very last one.
         if (group == 0 || i + 1 < count) ArriveNamed(kTurnBarrier + 1 - group, kConsumerThreads);
         WaitWgmma<1>();
         ReadAfterWgmma(s[0]);
-        Release(Barrier(kKeyFree, stage));
+        Release(Free(key_place));
+        key_place.Advance();
         softmax.Update(rows, scores, (last_tile - i) * kKeys, s);
         // Nobody reads this; but the assembler would put off the exponentials until after the wait, which they are to
         // bridge.
-        softmax.StoreSums(shared + kSumStart + consumer_thread * 8);
+        softmax.StoreSums(shared + kSumStart + consumer_thread * 4);
         WaitWgmma<0>();
         ReadAfterWgmma(o[0]);
-        Release(Barrier(kValueFree, stage_before));
+        Release(Free(value_place));
+        value_place.Advance();
         softmax.Rescale(o);
         PackProbabilities(s[0], p);
       }
 
-      const int stage = (count - 1) % kStages;
-      WaitBarrier(Barrier(kValueFull, stage), (count - 1) / kStages % 2);
+      WaitBarrier(Full(value_place), value_place.round);
       FenceForTensorCores();
       FenceWgmma();
-      StartValues(stage, p, o[0]);
+      StartValues(value_place.stage, p, o[0]);
       CommitWgmma();
       WaitWgmma<0>();
       ReadAfterWgmma(o[0]);
