@@ -444,6 +444,41 @@ def test_handler_of_a_newer_api(door, newer):
     assert "jaxlib" in text, f"no remedy: {text}"
 
 
+# ---- On CUDA -------------------------------------------------------------------------------------------------------------------------
+@pytest.fixture(scope="module")
+def cuda_targets(foreign):
+    ffi.register_ffi_target("xla_gpu_test_fill", foreign.xla_gpu_test_fill_cuda, platform="CUDA")
+    ffi.register_ffi_target("xla_gpu_test_raw_copy", foreign.xla_gpu_test_raw_copy_cuda, platform="CUDA")
+
+
+CUDA = pytest.mark.doors("eager-cuda", "torch_xla-cuda", "torch_xla-cuda-compiled")
+
+
+@CUDA
+def test_cuda_handler_runs_on_the_doors_stream(door, cuda_targets):
+    """What the handler queued comes before what is queued next."""
+    for value in (2.0, -3.5):
+        call = ffi.ffi_call("xla_gpu_test_fill", spec((1 << 20,))).bind(value=np.float32(value))
+        (out,) = run(door, lambda a, call=call: call(a) + a[0], A)
+        assert (out == value).all()
+
+
+@CUDA
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_cuda_layouts(door, cuda_targets, layout):
+    a = np.arange(24, dtype=np.float32).reshape(2, 3, 4)
+    (flat,) = run(door, ffi.ffi_call("xla_gpu_test_raw_copy", spec((24,)), input_layouts=[layout]), a)
+    np.testing.assert_array_equal(flat, a.transpose(layout).reshape(-1))
+    (back,) = run(door, ffi.ffi_call("xla_gpu_test_raw_copy", spec((2, 3, 4)), output_layouts=layout), flat)
+    np.testing.assert_array_equal(back, a)
+
+
+@CUDA
+def test_cuda_target_that_is_registered_for_cpu_alone(door, cuda_targets):
+    with pytest.raises(Exception, match="'xla_gpu_test_negate' is not registered on platform 'CUDA'.*registered on cpu"):
+        run(door, lambda a: ffi.ffi_call("xla_gpu_test_negate", a)(a), A)
+
+
 # ---- Threads ---------------------------------------------------------------------------------------------------------------------------
 @pytest.mark.doors("eager")
 def test_from_many_threads(door):

@@ -1,5 +1,7 @@
 // Foreign handlers for the tests of the bridge (register_ffi_target, ffi_call). Each shows one thing. They are written
 // as a user would write them, with XLA's headers and nothing of ours.
+#include <dlfcn.h>
+
 #include <atomic>
 #include <cstdint>
 #include <cstdio>
@@ -88,6 +90,34 @@ ffi::Error Execute(ffi::Buffer<ffi::F32> a, ffi::Result<ffi::Buffer<ffi::F32>> o
   return ffi::Error::Success();
 }
 
+// ---- On CUDA: fills and copies on XLA's stream, through the driver, so that these tests need no CUDA compiler ----------------
+using Stream = void*;  // CUstream
+
+template <typename Function>
+Function Driver(const char* name) {
+  static void* library = dlopen("libcuda.so.1", RTLD_NOW);
+  return library == nullptr ? nullptr : reinterpret_cast<Function>(dlsym(library, name));
+}
+
+ffi::Error FillCuda(Stream stream, ffi::AnyBuffer, ffi::Result<ffi::Buffer<ffi::F32>> out, float value) {
+  const auto fill = Driver<int (*)(uint64_t, uint32_t, size_t, Stream)>("cuMemsetD32Async");
+  if (fill == nullptr) return ffi::Error::Internal("test_fill: no CUDA driver");
+  uint32_t pattern;
+  std::memcpy(&pattern, &value, sizeof pattern);
+  const int code = fill(reinterpret_cast<uint64_t>(out->untyped_data()), pattern, out->element_count(), stream);
+  return code == 0 ? ffi::Error::Success() : ffi::Error::Internal("test_fill: CUDA error " + std::to_string(code));
+}
+
+ffi::Error RawCopyCuda(Stream stream, ffi::AnyBuffer a, ffi::Result<ffi::AnyBuffer> out) {
+  if (a.size_bytes() != out->size_bytes()) return ffi::Error::InvalidArgument("test_raw_copy: sizes differ");
+  if (a.untyped_data() == out->untyped_data()) return ffi::Error::Success();
+  const auto copy = Driver<int (*)(uint64_t, uint64_t, size_t, Stream)>("cuMemcpyDtoDAsync_v2");
+  if (copy == nullptr) return ffi::Error::Internal("test_raw_copy: no CUDA driver");
+  const int code = copy(reinterpret_cast<uint64_t>(out->untyped_data()), reinterpret_cast<uint64_t>(a.untyped_data()),
+                        a.size_bytes(), stream);
+  return code == 0 ? ffi::Error::Success() : ffi::Error::Internal("test_raw_copy: CUDA error " + std::to_string(code));
+}
+
 // ---- describe: the attributes exactly as they arrive ---------------------------------------------------------------------
 void Hex(const void* data, size_t size, std::string* text) {
   char digits[3];
@@ -163,6 +193,19 @@ TEST_HANDLER(xla_gpu_test_raw_copy, RawCopy,
              ffi::Ffi::Bind()
                  .Arg<ffi::AnyBuffer>()
                  .Ret<ffi::AnyBuffer>());
+TEST_HANDLER(xla_gpu_test_raw_copy_cuda, RawCopyCuda,
+             ffi::Ffi::Bind()
+                 .Ctx<ffi::PlatformStream<Stream>>()
+                 .Arg<ffi::AnyBuffer>()
+                 .Ret<ffi::AnyBuffer>(),
+             {ffi::Traits::kCmdBufferCompatible});
+TEST_HANDLER(xla_gpu_test_fill_cuda, FillCuda,
+             ffi::Ffi::Bind()
+                 .Ctx<ffi::PlatformStream<Stream>>()
+                 .Arg<ffi::AnyBuffer>()
+                 .Ret<ffi::Buffer<ffi::F32>>()
+                 .Attr<float>("value"),
+             {ffi::Traits::kCmdBufferCompatible});
 TEST_HANDLER(xla_gpu_test_increment, Increment,
              ffi::Ffi::Bind()
                  .Arg<ffi::Buffer<ffi::F32>>()
