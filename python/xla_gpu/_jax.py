@@ -60,7 +60,10 @@ def _bind(operator: Operator, arguments: dict[str, Any]) -> tuple[OpCall, list[A
 
 
 def _run(bound: OpCall, arrays: list[Any]) -> Any:
-    results = _function(bound, _varying_axes(arrays))(*arrays)[: len(bound.results)]
+    axes = _varying_axes(arrays)
+    # What says over which mesh the results vary must not outlive that mesh's context.
+    function = _function.__wrapped__(bound, axes) if axes else _function(bound, axes)
+    results = function(*arrays)[: len(bound.results)]
     return results[0] if len(results) == 1 else tuple(results)
 
 
@@ -87,8 +90,9 @@ def _binder(operator: Operator) -> Callable[..., OpCall]:
 @functools.lru_cache(maxsize=4096)
 def _function(call: OpCall, varying_axes: frozenset[str]) -> Callable[..., Any]:
     _register()
-    extra = {"vma": varying_axes} if varying_axes else {}
-    results = [jax.ShapeDtypeStruct(spec.shape, jnp.dtype(spec.dtype), **extra) for spec in call.all_results]
+    results = [
+        jax.ShapeDtypeStruct(spec.shape, jnp.dtype(spec.dtype), **_varying(varying_axes)) for spec in call.all_results
+    ]
     attributes = {name: numpy_value(attribute) for name, attribute in call.attributes}
     target = jax.ffi.ffi_call(
         call.target,
@@ -110,7 +114,26 @@ def _function(call: OpCall, varying_axes: frozenset[str]) -> Callable[..., Any]:
 
 def _varying_axes(arrays: list[Any]) -> frozenset[str]:
     """The mesh axes over which the arrays vary inside jax.shard_map, which results then do too."""
-    return frozenset().union(*(getattr(jax.typeof(array), "vma", None) or () for array in arrays))
+    axes: frozenset[str] = frozenset()
+    for array in arrays:
+        type_ = jax.typeof(array)
+        # jax 0.10 put what was `vma` into a type of its own.
+        manual = getattr(type_, "manual_axis_type", None)
+        axes |= manual.varying if manual is not None else getattr(type_, "vma", axes)
+    return axes
+
+
+def _varying(axes: frozenset[str]) -> dict[str, Any]:
+    """The arguments of jax.ShapeDtypeStruct that say so."""
+    if not axes:
+        return {}
+    if "manual_axis_type" not in jax.ShapeDtypeStruct.__slots__:
+        return {"vma": axes}
+    mesh = jax.sharding.get_abstract_mesh()
+    return {
+        "manual_axis_type": jax.sharding.ManualAxisType(varying=axes),
+        "sharding": jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec()),
+    }
 
 
 @functools.cache

@@ -93,12 +93,15 @@ def run(call: OpCall, tensors: Sequence[torch.Tensor], in_place: bool = False) -
 
 def _check_in_place(call: OpCall, tensors: Sequence[torch.Tensor], operands: list[torch.Tensor], index: int) -> None:
     where = f"{call.name}: {call.operand_names[index]}"
-    target = operands[index]
-    # The first test is true where a copy was made above: writing into it would be lost.
-    if target.data_ptr() != tensors[index].data_ptr():
+    target, given = operands[index], tensors[index]
+    if target.data_ptr() != given.data_ptr():  # a copy was made above, and writing into it would be lost
+        if given.data_ptr() % _ALIGNMENT:
+            got = f"one at {given.data_ptr() % _ALIGNMENT} bytes past such an address"
+        else:
+            got = f"strides {given.stride()}"
         raise ValueError(
-            f"{where}: expected a row-major tensor aligned to {_ALIGNMENT} bytes, since it is updated in place, "
-            f"got strides {tensors[index].stride()}"
+            f"{where}: expected a row-major tensor at an address aligned to {_ALIGNMENT} bytes, "
+            f"since it is updated in place, got {got}"
         )
     start, end = _extent(target)
     for i, other in enumerate(operands):

@@ -82,13 +82,14 @@ def _refusing_gradients(name: str, schema: str) -> Callable[..., Any]:
     """
     names = [argument.name for argument in torch._C.parse_schema(f"_{schema}").arguments]
     operator = getattr(torch.ops.xla_gpu, name).default
+    public_name = name.removeprefix("_")
 
     def before(*args: Any, **kwargs: Any) -> Any:
         if torch.is_grad_enabled() or forward_ad._current_level >= 0:
             for argument, value in (*zip(names, args, strict=False), *kwargs.items()):
                 for tensor in value if isinstance(value, list) else (value,):
                     if isinstance(tensor, torch.Tensor):
-                        check_no_gradient(name, argument, tensor)
+                        check_no_gradient(public_name, argument, tensor)
         with torch._C._AutoDispatchBelowAutograd():
             return operator(*args, **kwargs)
 

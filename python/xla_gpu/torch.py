@@ -6,8 +6,9 @@ documentation. What holds for all of them:
 * Operands must be on one device and must not require gradients while gradients are recorded; else ValueError.
 * Eager tensors are used where they lie, on PyTorch's current stream. Operands that are not row-major are copied first,
   except one that is updated in place, for which that is a ValueError.
-* A handler's error is raised at once for eager CPU tensors: ValueError for arguments that the operator excludes, else
-  xla_gpu.errors.HandlerError. For XLA tensors it is raised where the result is first waited for.
+* A handler's error is raised at once for eager tensors: ValueError for arguments that the operator excludes, else
+  xla_gpu.errors.HandlerError. For XLA tensors it is a RuntimeError, raised where the result is first waited for; torch_xla
+  raises the same error once more at the next step, or in ``torch_xla.core.xla_model.wait_device_ops()``.
 """
 
 from __future__ import annotations
