@@ -31,6 +31,11 @@ __device__ inline void CopyAsync8(uint32_t shared, const void* global, bool read
                : "memory");
 }
 
+// Copies 4 bytes, through L1.
+__device__ inline void CopyAsync4(uint32_t shared, const void* global) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared), "l"(global) : "memory");
+}
+
 __device__ inline void CommitAsync() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
 template <int kPending>
@@ -38,15 +43,21 @@ __device__ inline void WaitAsync() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
-// WaitAsync for a count that is the same in all threads, but only known at run time: 0 to 5.
+// WaitAsync for a count that is the same in all threads, but only known at run time: 0 to 5. The likely one is asked for
+// first, and the questions are branches rather than a table: a table's look-up takes longer than a branch.
 __device__ inline void WaitAsync(int pending) {
-  switch (pending) {
-    case 5: WaitAsync<5>(); break;
-    case 4: WaitAsync<4>(); break;
-    case 3: WaitAsync<3>(); break;
-    case 2: WaitAsync<2>(); break;
-    case 1: WaitAsync<1>(); break;
-    default: WaitAsync<0>(); break;
+  if (pending == 2) {
+    WaitAsync<2>();
+  } else if (pending == 1) {
+    WaitAsync<1>();
+  } else if (pending == 5) {
+    WaitAsync<5>();
+  } else if (pending == 3) {
+    WaitAsync<3>();
+  } else if (pending == 4) {
+    WaitAsync<4>();
+  } else {
+    WaitAsync<0>();
   }
 }
 

@@ -1,4 +1,4 @@
-// Thread block clusters: a barrier and reads of another block's shared memory. Callable on sm_90 and above.
+// Thread block clusters: a barrier and writes to another block's shared memory. Callable on sm_90 and above.
 #ifndef XLA_GPU_DEVICE_CLUSTER_CUH_
 #define XLA_GPU_DEVICE_CLUSTER_CUH_
 
@@ -20,15 +20,13 @@ __device__ inline void ClusterWait() {
 #endif
 }
 
-// Two floats at this block's shared address `shared`, read from the block of rank `rank` instead.
-__device__ inline float2 LoadRemote(uint32_t shared, uint32_t rank) {
-  float2 value = {0.0f, 0.0f};
+// Writes two floats to shared address `shared` of the block of rank `rank`.
+__device__ inline void StoreRemote(uint32_t shared, uint32_t rank, float2 value) {
 #if __CUDA_ARCH__ >= 900
   uint32_t remote;
   asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(shared), "r"(rank));
-  asm volatile("ld.shared::cluster.v2.f32 {%0, %1}, [%2];" : "=f"(value.x), "=f"(value.y) : "r"(remote) : "memory");
+  asm volatile("st.shared::cluster.v2.f32 [%0], {%1, %2};" ::"r"(remote), "f"(value.x), "f"(value.y) : "memory");
 #endif
-  return value;
 }
 
 }  // namespace xla_gpu

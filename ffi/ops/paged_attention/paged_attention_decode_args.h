@@ -20,19 +20,14 @@ namespace xla_gpu::decode {
     }                                                                                                                \
   } while (false)
 
-inline constexpr int kWarps = 4;                          // of a block; each computes one strand of the block's group
-inline constexpr int kThreads = kWarps * 32;              // of a block
-inline constexpr int kTeam = int{kMaxDecodeGroups};       // blocks that share a unit
-inline constexpr int kStrands = kTeam * kWarps;           // of a unit, at most
-inline constexpr int kRows = 16;                          // query rows of a matrix tile: (query, head) pairs
-inline constexpr int kWindow = 256;                       // sequences that are put in order at a time
-inline constexpr int kSoloKeys = 1024;                    // sequences that see no more keys may be computed solo
+inline constexpr int kTeam = int{kMaxDecodeGroups};  // blocks that share a unit
+inline constexpr int kRows = 16;                     // query rows of a matrix tile: (query, head) pairs
+inline constexpr int kWindow = 256;                  // sequences that are put in order at a time
 
 struct DecodeArgs {
   PagedAttentionParams params;
   int group;                // query heads per kv head
   int num_teams;            // gridDim.x / kTeam
-  int solo_units;           // short sequences are computed solo from this many units on
   int stages;               // of the ring in shared memory
   int seq_begin, seq_end;   // the sequences of this launch
   bool cluster;             // teams are clusters and merge through shared memory; if not, through the scratch

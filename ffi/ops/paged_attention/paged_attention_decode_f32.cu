@@ -34,12 +34,11 @@ __global__ void __launch_bounds__(kWarps32 * 32) DecodeF32Kernel(const __grid_co
   const int lane = threadIdx.x % 32;
   const int seq = blockIdx.x;
   const int head = blockIdx.y;
-  Plan plan = {};
-  plan.live = LiveSequences(params);
-  plan.in_order = QueryStartsInOrder(params, plan.live);
-  if (args.fill_unowned && seq == 0 && head == 0) FillUnownedRows(args, plan);
-  if (seq >= plan.live) return;
-  const SequenceInfo sequence = LoadSequence(params, seq, plan.in_order);
+  const int live = LiveSequences(params);
+  const bool in_order = QueryStartsInOrder(params, live);
+  if (args.fill_unowned && seq == 0 && head == 0) FillUnownedRows(args, live, in_order);
+  if (seq >= live) return;
+  const SequenceInfo sequence = LoadSequence(params, seq, in_order);
   if (sequence.q_len < 1 || sequence.q_len > kMaxDecodeRows) return;
 
   const int64_t head_offset = head / args.group * params.head_stride;

@@ -1,5 +1,5 @@
-// The decode kernel: blocks of four warps that walk over their share of the work (paged_attention_decode_work.cuh) with
-// K and V streaming through a ring of tiles per warp. Warps meet only when a group of keys is done.
+// The decode kernel: one block per SM that walks over its share of the work (paged_attention_decode_work.cuh) with K and V
+// streaming through a ring of tiles per warp. Warps meet only when a group of keys is done.
 #ifndef XLA_GPU_OPS_PAGED_ATTENTION_PAGED_ATTENTION_DECODE_KERNEL_CUH_
 #define XLA_GPU_OPS_PAGED_ATTENTION_PAGED_ATTENTION_DECODE_KERNEL_CUH_
 
@@ -10,167 +10,152 @@
 
 namespace xla_gpu::decode {
 
-// Two places in shared memory where a warp's result waits for another warp, block or group.
-template <typename S>
-struct Exchange {
-  float2 out[2][kRows * S::kDim / 2];
-  Softmax softmax[2][kRows];
-
-  // Pairs are stored so that the four lanes of eight rows meet no bank twice as often as they must.
-  __device__ static int At(int row, int pair) { return row * (S::kDim / 2) + (pair ^ ((row & 3) << 2)); }
-
-  __device__ void Store(int slot, Strand<S>& strand, int rows) {
-    __syncwarp();  // the warp's reads of the slot are done
-    const int lane = threadIdx.x % 32;
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int row = lane / 4 + 8 * half;
-      if (row >= rows) continue;
-#pragma unroll
-      for (int i = 0; i < Strand<S>::kPairs; ++i) {
-        out[slot][At(row, Strand<S>::PairAt(i))] = {strand.PairElement(i, half, 0), strand.PairElement(i, half, 1)};
-      }
-      if (lane % 4 == 0) softmax[slot][row] = strand.softmax[half];
-    }
-  }
-
-  // Merges the slot with `strand`, into it: the strand first, or the slot first.
-  template <bool kSlotFirst>
-  __device__ void Merge(int slot, Strand<S>& strand, int rows) const {
-    const int lane = threadIdx.x % 32;
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int row = lane / 4 + 8 * half;
-      if (row >= rows) continue;
-      Softmax other = softmax[slot][row];
-      MergeFactors factors;
-      if (kSlotFirst) {
-        factors = MergeInto(other, strand.softmax[half]);
-        strand.softmax[half] = other;
-      } else {
-        factors = MergeInto(strand.softmax[half], other);
-      }
-#pragma unroll
-      for (int i = 0; i < Strand<S>::kPairs; ++i) {
-        const float2 pair = out[slot][At(row, Strand<S>::PairAt(i))];
-        float& x = strand.PairElement(i, half, 0);
-        float& y = strand.PairElement(i, half, 1);
-        x = kSlotFirst ? decode::Merge(pair.x, x, factors) : decode::Merge(x, pair.x, factors);
-        y = kSlotFirst ? decode::Merge(pair.y, y, factors) : decode::Merge(y, pair.y, factors);
-      }
-    }
-  }
-};
+inline constexpr int kPassRows = 4;  // rows that a block merges at a time
 
 // Shared memory behind the ring.
 template <typename S>
 struct Shared {
-  Exchange<S> exchange;
+  static constexpr int kPairs = S::kDim / 2;  // of a row
+  static_assert(kPairs % 16 == 0);
+
+  float2 strands[S::kWarps][kPassRows * kPairs];  // some rows of the warps' results
+  float2 groups[kTeam][kRows * kPairs / kTeam];   // this block's part of the output, from each block of its cluster
+  Softmax strand_softmax[S::kWarps][kRows];
+  Softmax group_softmax[kTeam][kRows];
+  typename Fetcher<S>::Looks looks[S::kWarps];
   uint4 query[S::kQueryInRegisters ? 1 : S::kSteps * 32];
   uint8_t order[kWindow];
+  int first_solo;
+
+  // Where pair `pair` of row `row` of a pass lies: four lanes of each of four rows meet no bank twice.
+  __device__ static int At(int row, int pair) { return row * kPairs + (pair ^ (row << 2)); }
 };
 
-// Writes a finished row tile, held by one warp, to the output.
+// The part of a row tile that a thread merges: one pair of columns of one row of each pass, or kDim / 128 of them.
 template <typename S>
-__device__ inline void StoreRows(const DecodeArgs& args, const Walk<S::kTile>& walk, Strand<S>& strand, int rows) {
-  const int lane = threadIdx.x % 32;
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const int row = lane / 4 + 8 * half;
-    if (row >= rows) continue;
-    const RowPlace place = RowPlace::Of(args, walk.sequence, walk.head, walk.row_tile * kRows + row);
-    float lse;
-    const float factor = Finish(args, strand.softmax[half], place.head, &lse);
-#pragma unroll
-    for (int i = 0; i < Strand<S>::kPairs; ++i) {
-      const int column = 2 * Strand<S>::PairAt(i);
-      if (column < args.params.head_dim) {
-        StorePair(args, place.at * args.params.head_dim + column,
-                  {strand.PairElement(i, half, 0) * factor, strand.PairElement(i, half, 1) * factor});
-      }
-    }
-    if (args.params.lse != nullptr && lane % 4 == 0) args.params.lse[place.at] = lse;
-  }
-}
+struct Merger {
+  static constexpr int kPasses = kRows / kPassRows;
+  static constexpr int kEach = (kPassRows * Shared<S>::kPairs + S::kThreads - 1) / S::kThreads;
 
-// Writes a group's result, held by one warp, to the scratch.
-template <typename S>
-__device__ inline void StoreScratch(const DecodeArgs& args, const Walk<S::kTile>& walk, Strand<S>& strand, int rows) {
-  const int lane = threadIdx.x % 32;
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const int row = lane / 4 + 8 * half;
-    if (row >= rows) continue;
-    const RowPlace place = RowPlace::Of(args, walk.sequence, walk.head, walk.row_tile * kRows + row);
-    const ScratchPlace to = ScratchPlace::Of(args, walk.seq, walk.sequence, place, walk.group);
-#pragma unroll
-    for (int i = 0; i < Strand<S>::kPairs; ++i) {
-      const int column = 2 * Strand<S>::PairAt(i);
-      if (column < args.params.head_dim) {
-        *reinterpret_cast<float2*>(to.out + column) = {strand.PairElement(i, half, 0), strand.PairElement(i, half, 1)};
-      }
-    }
-    if (lane % 4 == 0) *to.softmax = strand.softmax[half];
-  }
-}
+  // The unit's groups so far, where the block computes all of them.
+  float2 out[kPasses][kEach];
+  Softmax softmax[kPasses][kEach];
 
-// Merges the groups of a unit, which lie in slot 0 of the cluster's blocks, and writes this block's part of the output.
-template <typename S>
-__device__ inline void MergeCluster(const DecodeArgs& args, const Walk<S::kTile>& walk, const Exchange<S>& exchange,
-                                    int rows) {
-  const int pairs = static_cast<int>(args.params.head_dim / 2);
-  const int part = (rows * pairs + kTeam - 1) / kTeam;
-  const int begin = blockIdx.x % kTeam * part;
-  const int end = min(begin + part, rows * pairs);
-  const int groups = walk.cut.Groups();
-  for (int i = begin + threadIdx.x; i < end; i += kThreads) {
-    const int row = i / pairs;
-    const int pair = i - row * pairs;
-    const uint32_t softmax_at = SharedAddress(&exchange.softmax[0][row]);
-    const uint32_t out_at = SharedAddress(&exchange.out[0][Exchange<S>::At(row, pair)]);
-    float2 softmax[kTeam], out[kTeam];
+  // Merges the warps' strands into a group and passes it on: adds it to the unit's groups and writes the output after the
+  // last one (solo), gives it to the blocks of the cluster, or puts it into the scratch. All threads call it.
+  __device__ void Merge(const DecodeArgs& args, const Walk<S>& walk, Strand<S>& strand, Shared<S>& shared, int rows,
+                        int warp, int lane) {
+    const int pairs = static_cast<int>(args.params.head_dim / 2);
+    const int part = (rows * pairs + kTeam - 1) / kTeam;
+    if (lane % 4 == 0) {
+      shared.strand_softmax[warp][lane / 4] = strand.softmax[0];
+      shared.strand_softmax[warp][lane / 4 + 8] = strand.softmax[1];
+    }
 #pragma unroll
-    for (int group = 0; group < kTeam; ++group) {
-      if (group < groups) {
-        softmax[group] = LoadRemote(softmax_at, group);
-        out[group] = LoadRemote(out_at, group);
+    for (int pass = 0; pass < kPasses; ++pass) {
+      if (pass * kPassRows >= rows) break;
+      if (pass > 0) __syncthreads();  // the last pass has been read
+      if (lane / 16 == pass % 2) {    // lanes of rows [4 * pass, 4 * pass + 4)
+#pragma unroll
+        for (int i = 0; i < Strand<S>::kPairs; ++i) {
+          shared.strands[warp][Shared<S>::At(lane / 4 % 4, strand.PairAt(i, lane))] = {
+              strand.PairElement(i, pass / 2, 0), strand.PairElement(i, pass / 2, 1)};
+        }
+      }
+      __syncthreads();
+#pragma unroll
+      for (int each = 0; each < kEach; ++each) {
+        const int index = each * S::kThreads + threadIdx.x;
+        const int pass_row = index / Shared<S>::kPairs;
+        const int pair = index % Shared<S>::kPairs;
+        const int row = pass * kPassRows + pass_row;
+        if (pass_row >= kPassRows || row >= rows || pair >= pairs) continue;
+        Softmax total = shared.strand_softmax[0][row];
+        float2 sum = shared.strands[0][Shared<S>::At(pass_row, pair)];
+#pragma unroll
+        for (int i = 1; i < S::kWarps; ++i) {
+          const MergeFactors factors = MergeInto(total, shared.strand_softmax[i][row]);
+          const float2 other = shared.strands[i][Shared<S>::At(pass_row, pair)];
+          sum = {decode::Merge(sum.x, other.x, factors), decode::Merge(sum.y, other.y, factors)};
+        }
+        if (walk.solo) {
+          if (!walk.IsFirstGroup()) {
+            const MergeFactors factors = MergeInto(softmax[pass][each], total);
+            total = softmax[pass][each];
+            sum = {decode::Merge(out[pass][each].x, sum.x, factors), decode::Merge(out[pass][each].y, sum.y, factors)};
+          }
+          softmax[pass][each] = total;
+          out[pass][each] = sum;
+          if (walk.IsLastGroup()) StoreResult(args, walk, row, pair, total, sum);
+        } else if (args.cluster) {
+          const int element = row * pairs + pair;
+          const int rank = element / part;
+          const int at = element - rank * part;
+          const int group = walk.group;
+          StoreRemote(SharedAddress(&shared.groups[group][at]), rank, sum);
+          if (at == 0 || pair == 0) {
+            StoreRemote(SharedAddress(&shared.group_softmax[group][row]), rank, {total.max, total.sum});
+          }
+        } else {
+          const RowPlace place = RowPlace::Of(args, walk.sequence, walk.head, walk.row_tile * kRows + row);
+          const ScratchPlace to = ScratchPlace::Of(args, walk.seq, walk.sequence, place, walk.group);
+          reinterpret_cast<float2*>(to.out)[pair] = sum;
+          if (pair == 0) *to.softmax = total;
+        }
       }
     }
-    Softmax total = {softmax[0].x, softmax[0].y};
-    float2 sum = out[0];
+  }
+
+  // Merges the groups that the cluster's blocks gave to this one and writes its part of the output.
+  __device__ static void MergeGroups(const DecodeArgs& args, const Walk<S>& walk, const Shared<S>& shared, int rows) {
+    const int pairs = static_cast<int>(args.params.head_dim / 2);
+    const int part = (rows * pairs + kTeam - 1) / kTeam;
+    const int begin = blockIdx.x % kTeam * part;
+    const int size = min(part, rows * pairs - begin);
+    const int groups = walk.cut.Groups();
+    for (int at = threadIdx.x; at < size; at += S::kThreads) {
+      const int row = (begin + at) / pairs;
+      Softmax total = shared.group_softmax[0][row];
+      float2 sum = shared.groups[0][at];
 #pragma unroll
-    for (int group = 1; group < kTeam; ++group) {
-      if (group < groups) {
-        const MergeFactors factors = MergeInto(total, {softmax[group].x, softmax[group].y});
-        sum = {Merge(sum.x, out[group].x, factors), Merge(sum.y, out[group].y, factors)};
+      for (int group = 1; group < kTeam; ++group) {
+        if (group < groups) {
+          const MergeFactors factors = MergeInto(total, shared.group_softmax[group][row]);
+          const float2 other = shared.groups[group][at];
+          sum = {decode::Merge(sum.x, other.x, factors), decode::Merge(sum.y, other.y, factors)};
+        }
       }
+      StoreResult(args, walk, row, begin + at - row * pairs, total, sum);
     }
+  }
+
+  __device__ static void StoreResult(const DecodeArgs& args, const Walk<S>& walk, int row, int pair,
+                                     const Softmax& total, float2 sum) {
     const RowPlace place = RowPlace::Of(args, walk.sequence, walk.head, walk.row_tile * kRows + row);
     float lse;
     const float factor = Finish(args, total, place.head, &lse);
     StorePair(args, place.at * args.params.head_dim + 2 * pair, {sum.x * factor, sum.y * factor});
     if (args.params.lse != nullptr && pair == 0) args.params.lse[place.at] = lse;
   }
-}
+};
 
 // Writes the rows that no sequence owns: see paged_attention_metadata.cuh.
-__device__ inline void FillUnownedRows(const DecodeArgs& args, const Plan& plan) {
+__device__ inline void FillUnownedRows(const DecodeArgs& args, int live, bool in_order) {
   const PagedAttentionParams& params = args.params;
-  const int first_pad = plan.live >= 0 ? __ldg(params.query_start_loc + plan.live) : -1;
+  const int first_pad = live >= 0 ? __ldg(params.query_start_loc + live) : -1;
+  const bool has_pad = first_pad >= 0 && first_pad <= params.num_tokens;
   for (int row = 0; row < params.num_tokens; ++row) {
     bool owned = false;
-    if (plan.live > 0) {
-      if (plan.in_order) {
-        owned = row >= __ldg(params.query_start_loc) && row < first_pad;
-      } else {
-        for (int s = 0; s < plan.live && !owned; ++s) {
-          const SequenceInfo sequence = LoadSequence(params, s, false);
-          owned = row >= sequence.q_begin && row < sequence.q_begin + sequence.q_len;
-        }
+    if (live > 0 && in_order) {
+      owned = row >= __ldg(params.query_start_loc) && row < first_pad;
+    } else {
+      for (int s = 0; s < live && !owned; ++s) {
+        const SequenceInfo sequence = LoadSequence(params, s, false);
+        owned = row >= sequence.q_begin && row < sequence.q_begin + sequence.q_len;
       }
     }
     if (owned) continue;
-    const bool pad = first_pad >= 0 && first_pad <= params.num_tokens && row >= first_pad;
+    const bool pad = has_pad && row >= first_pad;
     const float value = pad ? 0.0f : NAN;
     const int64_t width = params.num_heads * params.head_dim;
     for (int64_t i = 2 * threadIdx.x; i < width; i += 2 * blockDim.x) StorePair(args, row * width + i, {value, value});
@@ -184,38 +169,38 @@ __device__ inline void FillUnownedRows(const DecodeArgs& args, const Plan& plan)
 // Grid: num_teams * kTeam blocks, in clusters of kTeam where args.cluster. Dynamic shared memory: args.stages *
 // kStageBytes + sizeof(Shared).
 template <typename S>
-__global__ void __launch_bounds__(kThreads, S::kBlocksPerSm) DecodeKernel(const __grid_constant__ DecodeArgs args) {
+__global__ void __launch_bounds__(S::kThreads, 1) DecodeKernel(const __grid_constant__ DecodeArgs args) {
   extern __shared__ __align__(128) uint8_t memory[];
   Shared<S>& shared = *reinterpret_cast<Shared<S>*>(memory + args.stages * S::kStageBytes);
-  Exchange<S>& exchange = shared.exchange;
   const uint8_t* const order = shared.order;
   const int warp = threadIdx.x / 32;
+  const int lane = threadIdx.x % 32;
   const uint32_t ring = SharedAddress(memory) + warp * S::kWarpStageBytes;
   const int stages = args.stages;
 
+  // Whether this block has told its cluster that it may be written to, and not yet heard the same from all others.
+  bool cluster_pending = args.cluster;
+  if (args.cluster) ClusterArrive();
   if (args.params.head_dim < S::kDim) {  // columns past head_dim: no copy ever touches them
-    for (int i = threadIdx.x; i < stages * S::kStageBytes / 16; i += kThreads) {
+    for (int i = threadIdx.x; i < stages * S::kStageBytes / 16; i += S::kThreads) {
       reinterpret_cast<uint4*>(memory)[i] = {0, 0, 0, 0};
     }
   }
 
-  bool cluster_pending = false;  // this block has told the cluster that it read its slots, and not heard from all others
   int begin = args.seq_begin;
   do {  // once even without a sequence: for the rows that none owns
-    if (cluster_pending) ClusterWait();
-    cluster_pending = false;
-    __syncthreads();  // `order` and the exchange are free
-    static_assert(kWindow * sizeof(int) <= sizeof(exchange.out));
-    const Plan plan = MakePlan<S::kTile>(args, begin, reinterpret_cast<int*>(exchange.out), shared.order);
+    static_assert(kWindow * sizeof(int) <= sizeof(shared.strands));
+    const Plan plan = MakePlan<S>(args, begin, {reinterpret_cast<int*>(shared.strands), &shared.first_solo, shared.order});
 
     Fetcher<S> fetcher;
-    fetcher.Start(args, plan, order, ring);
+    fetcher.Start(args, plan, order, ring, &shared.looks[warp], warp, lane);
     for (int stage = 0; stage < stages; ++stage) fetcher.Fetch(args, plan, order, stage);
     int stage = 0;
 
     Query<S> query;
     Strand<S> strand;
-    Walk<S::kTile> walk;
+    Merger<S> merger;
+    Walk<S> walk;
     for (walk.Start(args, plan, order); walk.active; walk.Next(args, plan, order)) {
       const int rows = min(kRows, walk.NumRows(args) - walk.row_tile * kRows);
       const int groups = walk.cut.Groups();
@@ -227,95 +212,64 @@ __global__ void __launch_bounds__(kThreads, S::kBlocksPerSm) DecodeKernel(const 
       }
 
       if (walk.group < groups) {
-        if (walk.IsFirstGroup()) query.Load(args, walk, shared.query);
+        if (walk.IsFirstGroup()) query.Load(args, walk, shared.query, warp, lane);
         strand.Clear();
         bool bad = false;
-        const int end = walk.cut.StrandBegin(walk.group * kWarps + warp + 1);
-        for (int tile = walk.cut.StrandBegin(walk.group * kWarps + warp); tile < end; ++tile) {
+        const int end = walk.cut.StrandBegin(walk.group * S::kWarps + warp + 1);
+        for (int tile = walk.cut.StrandBegin(walk.group * S::kWarps + warp); tile < end; ++tile) {
           WaitAsync(stages - 1);
           __syncwarp();
           bad = bad || fetcher.IsBad(stage);
-          strand.Add(args, walk, query, shared.query, ring + stage * S::kStageBytes, tile * S::kTile);
-          __syncwarp();
+          strand.Add(args, walk, query, shared.query, ring + stage * S::kStageBytes, tile * S::kTile, lane);
           fetcher.Fetch(args, plan, order, stage);
           stage = stage + 1 == stages ? 0 : stage + 1;
         }
         strand.Close(bad);
       }
 
-      if (cluster_pending) ClusterWait();
-      cluster_pending = false;
-      if (walk.solo) {
-        // (0 + 1) + (2 + 3) through slot 1; slot 0 holds the sum of the groups so far.
-        if (warp == 1) exchange.Store(1, strand, rows);
-        __syncthreads();
-        if (warp == 0) exchange.template Merge<false>(1, strand, rows);
-        __syncthreads();
-        if (warp == 3) exchange.Store(1, strand, rows);
-        __syncthreads();
-        if (warp == 2) {
-          exchange.template Merge<false>(1, strand, rows);
-          exchange.Store(1, strand, rows);
-        }
-        __syncthreads();
-        if (warp == 0) {
-          exchange.template Merge<false>(1, strand, rows);
-          if (!walk.IsFirstGroup()) exchange.template Merge<true>(0, strand, rows);
-          if (walk.IsLastGroup()) {
-            StoreRows(args, walk, strand, rows);
-          } else {
-            exchange.Store(0, strand, rows);
-          }
-        }
-        __syncthreads();
-        continue;
+      if (!walk.solo && cluster_pending) {
+        ClusterWait();
+        cluster_pending = false;
       }
-
-      if (walk.group < groups) {
-        if (warp % 2 == 1) exchange.Store(warp / 2, strand, rows);
-        __syncthreads();
-        if (warp % 2 == 0) exchange.template Merge<false>(warp / 2, strand, rows);
-        if (warp == 2) exchange.Store(1, strand, rows);
-        __syncthreads();
-        if (warp == 0) {
-          exchange.template Merge<false>(1, strand, rows);
-          if (args.cluster) {
-            exchange.Store(0, strand, rows);
-          } else {
-            StoreScratch(args, walk, strand, rows);
-          }
-        }
-      }
-      if (args.cluster) {
+      if (walk.group < groups) merger.Merge(args, walk, strand, shared, rows, warp, lane);
+      if (!walk.solo && args.cluster) {
         ClusterArrive();
         ClusterWait();
-        MergeCluster(args, walk, exchange, rows);
+        Merger<S>::MergeGroups(args, walk, shared, rows);
         ClusterArrive();
         cluster_pending = true;
       } else {
-        __syncthreads();
+        __syncthreads();  // the merge has been read
       }
     }
-    if (args.fill_unowned && begin == args.seq_begin && blockIdx.x == gridDim.x - 1) FillUnownedRows(args, plan);
+    if (args.fill_unowned && begin == args.seq_begin && blockIdx.x == gridDim.x - 1) {
+      FillUnownedRows(args, plan.live, plan.in_order);
+    }
     begin += kWindow;
+    __syncthreads();  // `order` and `strands` are free
   } while (begin < args.seq_end);
   if (cluster_pending) ClusterWait();
 }
 
-// Merges the groups that lie in the scratch, where teams are no clusters. Grid: (sequences of the launch, kv heads).
-template <int kTile>
-__global__ void __launch_bounds__(kThreads) MergeScratchKernel(const __grid_constant__ DecodeArgs args) {
+// Merges the groups that lie in the scratch, where teams are no clusters. Grid: (sequences of the launch, kv heads); it
+// plans as the blocks of the decode kernel did.
+template <typename S>
+__global__ void __launch_bounds__(S::kThreads) MergeScratchKernel(const __grid_constant__ DecodeArgs args) {
+  __shared__ int keys[kWindow];
+  __shared__ int first_solo;
+  __shared__ uint8_t order[kWindow];
   const PagedAttentionParams& params = args.params;
-  const int live = LiveSequences(params);
-  const int seq = args.seq_begin + blockIdx.x;
-  const bool in_order = QueryStartsInOrder(params, live);
-  if (seq >= live) return;
-  const SequenceInfo sequence = LoadSequence(params, seq, in_order);
-  const Cut<kTile> cut = Cut<kTile>::Of(params, sequence);
-  const int groups = cut.Groups();
-  if (sequence.q_len < 1 || sequence.q_len > kMaxDecodeRows || groups == 0 || cut.Solo(args, live)) return;
+  const int begin = args.seq_begin + blockIdx.x / kWindow * kWindow;
+  const Plan plan = MakePlan<S>(args, begin, {keys, &first_solo, order});
+  __syncthreads();
+  const int rank = blockIdx.x % kWindow;
+  if (rank >= plan.num_team) return;
+  const int seq = begin + order[rank];
+  const SequenceInfo sequence = LoadSequence(params, seq, plan.in_order);
+  const int groups = Cut<S>::Of(params, sequence).Groups();
+  if (groups == 0) return;
   const int pairs = static_cast<int>(params.head_dim / 2);
-  for (int i = threadIdx.x; i < sequence.q_len * args.group * pairs; i += kThreads) {
+  for (int i = threadIdx.x; i < sequence.q_len * args.group * pairs; i += S::kThreads) {
     const int row = i / pairs;
     const int pair = i - row * pairs;
     const RowPlace place = RowPlace::Of(args, sequence, blockIdx.y, row);

@@ -24,7 +24,8 @@ struct Residency {
   int shared_bytes = 0;
 };
 
-inline cudaLaunchConfig_t TeamConfig(const Residency& residency, int teams, Stream stream, cudaLaunchAttribute (&attributes)[2]) {
+inline cudaLaunchConfig_t TeamConfig(const Residency& residency, int teams, int threads, Stream stream,
+                                     cudaLaunchAttribute (&attributes)[2]) {
   attributes[0].id = cudaLaunchAttributeClusterDimension;
   attributes[0].val.clusterDim = {static_cast<unsigned>(kTeam), 1, 1};
   // A team's blocks each want an SM's bandwidth for themselves.
@@ -32,7 +33,7 @@ inline cudaLaunchConfig_t TeamConfig(const Residency& residency, int teams, Stre
   attributes[1].val.clusterSchedulingPolicyPreference = cudaClusterSchedulingPolicySpread;
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(static_cast<unsigned>(teams * kTeam));
-  config.blockDim = dim3(kThreads);
+  config.blockDim = dim3(threads);
   config.dynamicSmemBytes = static_cast<size_t>(residency.shared_bytes);
   config.stream = stream;
   config.attrs = attributes;
@@ -42,25 +43,17 @@ inline cudaLaunchConfig_t TeamConfig(const Residency& residency, int teams, Stre
 
 template <typename S>
 Status FindResidency(int device, Residency* residency) {
-  int per_sm, per_block, reserved, sms;
-  XLA_GPU_DECODE_CHECK(cudaDeviceGetAttribute(&per_sm, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device));
+  int per_block, sms;
   XLA_GPU_DECODE_CHECK(cudaDeviceGetAttribute(&per_block, cudaDevAttrMaxSharedMemoryPerBlockOptin, device));
-  XLA_GPU_DECODE_CHECK(cudaDeviceGetAttribute(&reserved, cudaDevAttrReservedSharedMemoryPerBlock, device));
   XLA_GPU_DECODE_CHECK(cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device));
   constexpr int kFixed = static_cast<int>(sizeof(Shared<S>));
-  constexpr int kMaxStages = 6;  // WaitAsync counts to 5
-  int blocks = S::kBlocksPerSm;
-  int stages = (std::min(per_block, per_sm / blocks - reserved) - kFixed) / S::kStageBytes;
-  if (stages < 2) {
-    blocks = 1;
-    stages = (per_block - kFixed) / S::kStageBytes;
-  }
+  const int stages = (per_block - kFixed) / S::kStageBytes;
   if (stages < 1) return Status::Internal("paged_attention: the device has too little shared memory");
-  residency->stages = std::min(stages, kMaxStages);
+  residency->stages = std::min(stages, S::kMaxStages);
   residency->shared_bytes = residency->stages * S::kStageBytes + kFixed;
   XLA_GPU_DECODE_CHECK(cudaFuncSetAttribute(DecodeKernel<S>, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                             residency->shared_bytes));
-  residency->teams = std::max(1, sms * blocks / kTeam);
+  residency->teams = std::max(1, sms / kTeam);
 
   // Clusters need code compiled for them, not only a device that has them.
   cudaFuncAttributes attributes;
@@ -68,7 +61,7 @@ Status FindResidency(int device, Residency* residency) {
   if (attributes.ptxVersion >= 90) {
     residency->cluster = true;
     cudaLaunchAttribute launch[2];
-    const cudaLaunchConfig_t config = TeamConfig(*residency, 1, nullptr, launch);
+    const cudaLaunchConfig_t config = TeamConfig(*residency, 1, S::kThreads, nullptr, launch);
     int clusters = 0;
     const bool can = cudaFuncSetAttribute(DecodeKernel<S>, cudaFuncAttributeNonPortableClusterSizeAllowed, 1) ==
                          cudaSuccess &&
@@ -108,7 +101,6 @@ Status LaunchShape(const PagedAttentionParams& params, Stream stream) {
   args.cluster = residency.cluster;
   const int64_t units = std::min(params.max_seqs, params.num_tokens) * params.num_kv_heads;
   args.num_teams = static_cast<int>(std::min<int64_t>(residency.teams, std::max<int64_t>(units, 1)));
-  args.solo_units = residency.teams * kTeam / 2;
 
   // Partial results go through the scratch where there are no clusters: as many sequences at a time as it holds.
   const int64_t rows = DecodeScratchRows(params);
@@ -119,11 +111,11 @@ Status LaunchShape(const PagedAttentionParams& params, Stream stream) {
     args.seq_begin = static_cast<int>(begin);
     args.seq_end = static_cast<int>(std::min(begin + step, params.max_seqs));
     cudaLaunchAttribute attributes[2];
-    const cudaLaunchConfig_t config = TeamConfig(residency, args.num_teams, stream, attributes);
+    const cudaLaunchConfig_t config = TeamConfig(residency, args.num_teams, S::kThreads, stream, attributes);
     XLA_GPU_DECODE_CHECK(cudaLaunchKernelEx(&config, DecodeKernel<S>, args));
     if (!residency.cluster && args.seq_end > args.seq_begin) {
       const dim3 grid(args.seq_end - args.seq_begin, static_cast<unsigned>(params.num_kv_heads));
-      MergeScratchKernel<S::kTile><<<grid, kThreads, 0, stream>>>(args);
+      MergeScratchKernel<S><<<grid, S::kThreads, 0, stream>>>(args);
       XLA_GPU_DECODE_CHECK(cudaGetLastError());
     }
     args.fill_unowned = false;

@@ -7,70 +7,57 @@
 #include "ffi/device/async_copy.cuh"
 #include "ffi/device/mma.cuh"
 #include "ffi/ops/paged_attention/paged_attention_decode_merge.cuh"
+#include "ffi/ops/paged_attention/paged_attention_decode_shape.cuh"
 #include "ffi/ops/paged_attention/paged_attention_decode_work.cuh"
 
 namespace xla_gpu::decode {
 
-// What the cache holds. Products are computed in bf16 for kBF16 and in float16 for all others; float8 is exact in it.
-enum class Format { kF16, kBF16, kE4M3, kE5M2 };
-
-// Sizes for a cache of format `kFormat` and head_dim up to kDim.
-template <Format kFormat_, int kDim_>
-struct Shape {
-  static constexpr Format kFormat = kFormat_;
-  static constexpr int kDim = kDim_;
-  static constexpr bool kFloat8 = kFormat == Format::kE4M3 || kFormat == Format::kE5M2;
-  static constexpr __nv_fp8_interpretation_t kFloat8Kind = kFormat == Format::kE4M3 ? __NV_E4M3 : __NV_E5M2;
-  using Operand = std::conditional_t<kFormat == Format::kBF16, __nv_bfloat16, __half>;
-
-  static constexpr int kElementBytes = kFloat8 ? 1 : 2;
-  static constexpr int kRowBytes = kDim * kElementBytes;
-  static constexpr int kTile = kFloat8 ? 32 : 16;               // keys of a warp's tile
-  static constexpr int kTileBytes = kTile * kRowBytes;          // of K, and again of V
-  static constexpr int kWarpStageBytes = 2 * kTileBytes;
-  static constexpr int kStageBytes = kWarps * kWarpStageBytes;
-  static constexpr int kSteps = kDim / 16;                      // of the scores' sum over head_dim
-  static constexpr bool kQueryInRegisters = kDim <= 128;        // else in shared memory: no room beside the sums
-  static constexpr int kBlocksPerSm = kDim <= 128 ? 2 : 1;      // that the registers allow
-
-  // Byte of 16-byte chunk `chunk` of row `row` of a tile: chunks change places so that the same chunk of eight
-  // consecutive rows lies in eight different groups of banks.
-  __device__ static uint32_t At(int row, int chunk) {
-    const int swap = kRowBytes % 128 == 0 ? row & 7 : row >> 1 & 3;
-    return row * kRowBytes + ((chunk ^ swap) << 4);
-  }
-};
-
-// Keys of one tile, looked up in the page table and ready to be fetched. Lane i describes key i of the tile.
-struct Lookup {
-  bool any;      // false: nothing left to fetch
-  bool visible;  // seen by a query of the sequence; others are fetched as zeros
-  int head;      // kv head
-  int page;
-  int slot;
-};
-
-// Fetches the tiles of a warp's strands in order, through all of its block's work, some tiles ahead of the arithmetic.
+// Fetches the tiles of a warp's strands in order, through all of its block's work, `stages` tiles ahead of the arithmetic.
+// Page numbers are fetched the same way, another `stages` tiles ahead.
 template <typename S>
 class Fetcher {
  public:
-  __device__ void Start(const DecodeArgs& args, const Plan& plan, const uint8_t* order, uint32_t ring) {
+  // What is known of a tile before its page numbers arrive.
+  struct Tile {
+    int head;       // kv head; -1: nothing left to fetch
+    int first_key;  // of the tile
+    int begin;      // keys before it are hidden and fetched as zeros
+    int end;        // as are keys from here on
+  };
+  static constexpr int kLooks = S::kMaxStages + 1;
+  // Of one warp, in shared memory.
+  struct Looks {
+    Tile tiles[kLooks];
+    int pages[kLooks][S::kTile];
+  };
+
+  __device__ void Start(const DecodeArgs& args, const Plan& plan, const uint8_t* order, uint32_t ring, Looks* looks,
+                        int warp, int lane) {
     ring_ = ring;
+    looks_ = looks;
+    warp_ = warp;
+    lane_ = lane;
     policy_ = EvictFirstPolicy();
     bad_stages_ = 0;
+    look_ = 0;
     walk_.Start(args, plan, order);
     SetStrand();
-    first_ = LookUp(args, plan, order);
-    second_ = LookUp(args, plan, order);
+    for (int i = 0; i < args.stages; ++i) LookUp(args, plan, order, i);
+    CommitAsync();
+    WaitAsync<0>();
+    __syncwarp();
   }
 
-  // Starts the copies of the next tile into `stage`, as one group of asynchronous copies.
+  // Starts the copies of the next tile into `stage`, as one group of asynchronous copies. The groups of all but the last
+  // `stages` - 1 calls have been waited for.
   __device__ void Fetch(const DecodeArgs& args, const Plan& plan, const uint8_t* order, int stage) {
-    const Lookup now = first_;
-    first_ = second_;
-    second_ = LookUp(args, plan, order);
-    if (now.any) Copy(args, now, stage);
+    __syncwarp();  // the stage and the looks are no longer read
+    const int ahead = look_ + args.stages;
+    const int size = args.stages + 1;
+    LookUp(args, plan, order, ahead >= size ? ahead - size : ahead);
+    Copy(args, looks_->tiles[look_], looks_->pages[look_], stage);
     CommitAsync();
+    look_ = look_ + 1 == size ? 0 : look_ + 1;
   }
 
   // Whether the tile in `stage` has a page number outside the cache.
@@ -79,85 +66,91 @@ class Fetcher {
  private:
   __device__ void SetStrand() {
     if (!walk_.active) return;
-    const int strand = walk_.group * kWarps + threadIdx.x / 32;
+    const int strand = walk_.group * S::kWarps + warp_;
     tile_ = walk_.cut.StrandBegin(strand);
     tile_end_ = walk_.cut.StrandBegin(strand + 1);
   }
 
-  __device__ Lookup LookUp(const DecodeArgs& args, const Plan& plan, const uint8_t* order) {
+  __device__ void LookUp(const DecodeArgs& args, const Plan& plan, const uint8_t* order, int look) {
     while (walk_.active && tile_ >= tile_end_) {
       walk_.Next(args, plan, order);
       SetStrand();
     }
-    Lookup result = {walk_.active, false, 0, 0, 0};
-    if (!walk_.active) return result;
     const PagedAttentionParams& params = args.params;
-    const int lane = threadIdx.x % 32;
-    const int key = tile_ * S::kTile + lane;
-    const int64_t first_hidden = params.sliding_window > 0 ? int64_t{walk_.sequence.context_len} -
-                                                                 walk_.sequence.q_len - params.sliding_window
-                                                           : int64_t{-1};
-    result.visible = lane < S::kTile && key < walk_.sequence.context_len && key > first_hidden;
-    result.head = walk_.head;
-    if (result.visible) {
-      const int index = args.PageOf(key);
-      result.slot = key - index * static_cast<int>(params.page_size);
-      result.page = __ldg(params.block_tables + walk_.seq * params.pages_per_seq + index);
+    Tile tile = {-1, 0, 0, 0};
+    if (walk_.active) {
+      const int64_t hidden = int64_t{walk_.sequence.context_len} - walk_.sequence.q_len - params.sliding_window;
+      tile = {walk_.head, tile_ * S::kTile, params.sliding_window > 0 && hidden >= 0 ? static_cast<int>(hidden) + 1 : 0,
+              walk_.sequence.context_len};
+      const int key = tile.first_key + lane_;
+      if (lane_ < S::kTile && key >= tile.begin && key < tile.end) {
+        CopyAsync4(SharedAddress(&looks_->pages[look][lane_]),
+                   params.block_tables + walk_.seq * params.pages_per_seq + args.PageOf(key));
+      }
+      ++tile_;
     }
-    ++tile_;
-    return result;
+    if (lane_ == 0) looks_->tiles[look] = tile;
   }
 
-  __device__ void Copy(const DecodeArgs& args, const Lookup& tile, int stage) {
+  __device__ void Copy(const DecodeArgs& args, const Tile& tile, const int* pages, int stage) {
+    if (tile.head < 0) return;
     const PagedAttentionParams& params = args.params;
     constexpr int kChunks = S::kRowBytes / 16;
     constexpr int kLanes = kChunks % 8 == 0 ? 8 : 4;  // that share a row, a chunk each
     constexpr int kRowsAtOnce = 32 / kLanes;
-    const int lane = threadIdx.x % 32;
-    const bool in_cache = tile.page >= 0 && tile.page < params.num_pages;
-    const bool bad = __any_sync(0xffffffffu, tile.visible && !in_cache);
+    const int key = tile.first_key + lane_;
+    bool bad = false;
+    int64_t offset = -1;  // of this lane's key, in bytes; -1: not to be read
+    if (lane_ < S::kTile && key >= tile.begin && key < tile.end) {
+      const int page = pages[lane_];
+      bad = page < 0 || page >= params.num_pages;
+      const int slot = key - args.PageOf(key) * static_cast<int>(params.page_size);
+      if (!bad) offset = (page * params.page_stride + slot * params.slot_stride) * S::kElementBytes;
+    }
+    bad = __any_sync(0xffffffffu, bad);
     bad_stages_ = (bad_stages_ & ~(1u << stage)) | static_cast<uint32_t>(bad) << stage;
-    const bool read = tile.visible && in_cache;
-    // Of this lane's key, in bytes; unused where !read.
-    const int64_t offset =
-        read ? (tile.page * params.page_stride + tile.slot * params.slot_stride) * S::kElementBytes : int64_t{-1};
-    const int64_t head_offset = tile.head * params.head_stride * S::kElementBytes;
-    const char* const k = static_cast<const char*>(params.k_cache) + head_offset;
-    const char* const v = static_cast<const char*>(params.v_cache) + head_offset;
-    const uint32_t k_ring = ring_ + stage * S::kStageBytes;
+
+    const int first_chunk = lane_ % kLanes;
+    const int64_t head_offset = tile.head * params.head_stride * S::kElementBytes + first_chunk * 16;
+    const char* const k_head = static_cast<const char*>(params.k_cache) + head_offset;
+    const int64_t to_v = static_cast<const char*>(params.v_cache) - static_cast<const char*>(params.k_cache);
+    const uint32_t to = ring_ + stage * S::kStageBytes;
     const int row_bytes = static_cast<int>(params.head_dim) * S::kElementBytes;
     const bool narrow = S::kFloat8 && row_bytes % 16 != 0;  // rows are 8-byte aligned only
 #pragma unroll
     for (int i = 0; i < S::kTile / kRowsAtOnce; ++i) {
-      const int row = i * kRowsAtOnce + lane / kLanes;
+      const int row = i * kRowsAtOnce + lane_ / kLanes;
       const int64_t row_offset = __shfl_sync(0xffffffffu, offset, row);
-      const bool read_row = row_offset >= 0;
-      const int64_t at = read_row ? row_offset : 0;
+      const bool read = row_offset >= 0;
+      const char* const k = k_head + (read ? row_offset : 0);
+      const char* const v = k + to_v;
 #pragma unroll
       for (int j = 0; j < kChunks / kLanes; ++j) {
-        const int chunk = j * kLanes + lane % kLanes;
-        const uint32_t to = k_ring + S::At(row, chunk);
+        const int from = j * kLanes * 16;
+        const uint32_t at = to + S::At(row, first_chunk + j * kLanes);
         if (!narrow) {
-          if (chunk * 16 < row_bytes) {
-            CopyAsync16(to, k + at + chunk * 16, read_row, policy_);
-            CopyAsync16(to + S::kTileBytes, v + at + chunk * 16, read_row, policy_);
+          if (first_chunk * 16 + from < row_bytes) {
+            CopyAsync16(at, k + from, read, policy_);
+            CopyAsync16(at + S::kTileBytes, v + from, read, policy_);
           }
         } else {
-          for (int byte = chunk * 16; byte < min(chunk * 16 + 16, row_bytes); byte += 8) {
-            CopyAsync8(to + byte % 16, k + at + byte, read_row, policy_);
-            CopyAsync8(to + byte % 16 + S::kTileBytes, v + at + byte, read_row, policy_);
+          for (int half = 0; half < 16 && first_chunk * 16 + from + half < row_bytes; half += 8) {
+            CopyAsync8(at + half, k + from + half, read, policy_);
+            CopyAsync8(at + half + S::kTileBytes, v + from + half, read, policy_);
           }
         }
       }
     }
   }
 
-  Walk<S::kTile> walk_;
+  Walk<S> walk_;
   int tile_, tile_end_;
-  Lookup first_, second_;
+  int look_;       // of the next tile to copy
+  Looks* looks_;
   uint32_t ring_;  // shared address of this warp's part of stage 0
   uint64_t policy_;
   uint32_t bad_stages_;
+  int warp_, lane_;
 };
 
 // The query rows of a row tile as A operands. Columns of a float8 cache come four to a lane, in the cache's order, so the
@@ -185,8 +178,7 @@ struct Query {
   }
 
   // `shared`: room for kSteps * 32 * 16 bytes where the registers are short; the block's warps hold the same query.
-  __device__ void Load(const DecodeArgs& args, const Walk<S::kTile>& walk, uint4* shared) {
-    const int lane = threadIdx.x % 32;
+  __device__ void Load(const DecodeArgs& args, const Walk<S>& walk, uint4* shared, int warp, int lane) {
     int64_t at[2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -246,7 +238,7 @@ struct Query {
       for (int step = 0; step < S::kSteps; ++step) load_step(step, a[step]);
     } else {
       __syncthreads();  // the last query is no longer read
-      for (int step = threadIdx.x / 32; step < S::kSteps; step += kWarps) {
+      for (int step = warp; step < S::kSteps; step += S::kWarps) {
         uint32_t four[4];
         load_step(step, four);
         shared[step * 32 + lane] = {four[0], four[1], four[2], four[3]};
@@ -261,7 +253,10 @@ struct Query {
       for (int i = 0; i < 4; ++i) to[i] = a[step][i];
     } else {
       const uint4 four = shared[step * 32 + threadIdx.x % 32];
-      to[0] = four.x, to[1] = four.y, to[2] = four.z, to[3] = four.w;
+      to[0] = four.x;
+      to[1] = four.y;
+      to[2] = four.z;
+      to[3] = four.w;
     }
   }
 };
@@ -283,12 +278,12 @@ struct Strand {
   }
 
   // Adds the tile of keys [first_key, first_key + kTile) at shared address `tile`.
-  __device__ void Add(const DecodeArgs& args, const Walk<S::kTile>& walk, const Query<S>& query, const uint4* shared_query,
-                      uint32_t tile, int first_key) {
+  __device__ void Add(const DecodeArgs& args, const Walk<S>& walk, const Query<S>& query, const uint4* shared_query,
+                      uint32_t tile, int first_key, int lane) {
     constexpr int kColumns = S::kTile / 8;
     float score[kColumns][4];
-    Score(query, shared_query, tile, score);
-    Transform(args, walk, query, first_key, score);
+    Score(query, shared_query, tile, score, lane);
+    Transform(args, walk, query, first_key, score, lane);
 
     float largest[2] = {softmax[0].max, softmax[1].max};
 #pragma unroll
@@ -322,7 +317,7 @@ struct Strand {
         for (int j = 0; j < 4; ++j) out[i][j] *= correction[j / 2];
       }
     }
-    AddValues(tile + S::kTileBytes, score);
+    AddValues(tile + S::kTileBytes, score, lane);
   }
 
   // Adds up the lanes' sums. `bad`: a page number was wrong.
@@ -337,8 +332,8 @@ struct Strand {
 
   // Pairs of neighbouring output columns: pair `i` of row g + 8 * half, at columns 2 * PairAt(i) and one more.
   static constexpr int kPairs = S::kDim / 8;
-  __device__ static int PairAt(int i) {
-    const int t = threadIdx.x % 4;
+  __device__ static int PairAt(int i, int lane) {
+    const int t = lane % 4;
     return S::kFloat8 ? i / 2 * 8 + t * 2 + i % 2 : i * 4 + t;
   }
   __device__ float& PairElement(int i, int half, int element) {
@@ -347,10 +342,14 @@ struct Strand {
   }
 
  private:
-  __device__ void Score(const Query<S>& query, const uint4* shared_query, uint32_t tile, float (&score)[S::kTile / 8][4]) {
-    const int lane = threadIdx.x % 32;
+  __device__ void Score(const Query<S>& query, const uint4* shared_query, uint32_t tile, float (&score)[S::kTile / 8][4],
+                        int lane) {
+    float odd[S::kTile / 8][4];  // odd steps apart: two short chains of products instead of a long one
 #pragma unroll
-    for (int i = 0; i < S::kTile / 8; ++i) score[i][0] = score[i][1] = score[i][2] = score[i][3] = 0.0f;
+    for (int i = 0; i < S::kTile / 8; ++i) {
+#pragma unroll
+      for (int j = 0; j < 4; ++j) score[i][j] = odd[i][j] = 0.0f;
+    }
     // Matrices of 8 keys: with float8 four of them at one step, else two of them at the step's two halves.
     const int row = S::kFloat8 ? lane : lane % 8 + lane / 16 * 8;
 #pragma unroll
@@ -361,20 +360,24 @@ struct Strand {
       if constexpr (S::kFloat8) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          Mma16x8x16<__half>(score[i], a, Float8PairToHalf2<S::kFloat8Kind>(k[i]),
+          Mma16x8x16<__half>(step % 2 ? odd[i] : score[i], a, Float8PairToHalf2<S::kFloat8Kind>(k[i]),
                              Float8PairToHalf2<S::kFloat8Kind>(k[i] >> 16));
         }
       } else {
-        Mma16x8x16<typename S::Operand>(score[0], a, k[0], k[1]);
-        Mma16x8x16<typename S::Operand>(score[1], a, k[2], k[3]);
+        Mma16x8x16<typename S::Operand>(step % 2 ? odd[0] : score[0], a, k[0], k[1]);
+        Mma16x8x16<typename S::Operand>(step % 2 ? odd[1] : score[1], a, k[2], k[3]);
       }
+    }
+#pragma unroll
+    for (int i = 0; i < S::kTile / 8; ++i) {
+#pragma unroll
+      for (int j = 0; j < 4; ++j) score[i][j] += odd[i][j];
     }
   }
 
   // Scale, soft cap and mask.
-  __device__ void Transform(const DecodeArgs& args, const Walk<S::kTile>& walk, const Query<S>& query, int first_key,
-                            float (&score)[S::kTile / 8][4]) {
-    const int lane = threadIdx.x % 32;
+  __device__ void Transform(const DecodeArgs& args, const Walk<S>& walk, const Query<S>& query, int first_key,
+                            float (&score)[S::kTile / 8][4], int lane) {
     const PagedAttentionParams& params = args.params;
     const SequenceInfo& sequence = walk.sequence;
 #pragma unroll
@@ -414,9 +417,8 @@ struct Strand {
     }
   }
 
-  __device__ void AddValues(uint32_t tile, const float (&score)[S::kTile / 8][4]) {
+  __device__ void AddValues(uint32_t tile, const float (&score)[S::kTile / 8][4], int lane) {
     using T = typename S::Operand;
-    const int lane = threadIdx.x % 32;
     uint32_t p[S::kTile / 16][4];
 #pragma unroll
     for (int i = 0; i < S::kTile / 16; ++i) {

@@ -1,25 +1,26 @@
 // Who computes what in the decode path, worked out by every block for itself from the metadata.
 //
-// The keys that a sequence's queries see are cut into tiles, the tiles into up to 64 strands of equal length, and four
-// consecutive strands form a group. One warp computes a strand, one block (four warps) a group, and the results are
-// merged in a fixed tree: (0 + 1) + (2 + 3) inside a group, then the groups from left to right. The cuts are a function
-// of the sequence's length alone, so its bits do not depend on which block computed which group.
+// The keys that a sequence's queries see are cut into tiles, the tiles into strands of equal length (at most 16 times the
+// warps of a block), and the strands into groups of as many as a block has warps. A warp computes a strand, a block a
+// group; the strands of a group are merged from left to right, then the groups. The cuts are a function of the sequence's
+// length alone, so its bits do not depend on which block computed which group.
 //
-// A team of 16 consecutive blocks (a cluster, where the device has them) walks over the (sequence, kv head) units, the
-// longest first, and computes a unit at a time: block i its group i. Where there are units for all blocks, those of short
-// sequences are instead given to single blocks, each of which computes all groups of its unit ("solo").
+// A unit is a sequence and a kv head. A team of 16 consecutive blocks (a cluster, where the device has them) computes
+// long units, the longest first, block i the group i of each. Units that are short beside what there is to do for every
+// block are computed by single blocks ("solo"), group after group, since a team's meeting would cost more than it saves.
 #ifndef XLA_GPU_OPS_PAGED_ATTENTION_PAGED_ATTENTION_DECODE_WORK_CUH_
 #define XLA_GPU_OPS_PAGED_ATTENTION_PAGED_ATTENTION_DECODE_WORK_CUH_
 
 #include <cstdint>
 
 #include "ffi/ops/paged_attention/paged_attention_decode_args.h"
+#include "ffi/ops/paged_attention/paged_attention_decode_shape.cuh"
 #include "ffi/ops/paged_attention/paged_attention_metadata.cuh"
 
 namespace xla_gpu::decode {
 
-// The keys of a sequence, in tiles of kTile.
-template <int kTile>
+// The keys of a sequence, in tiles.
+template <typename S>
 struct Cut {
   int first_tile;  // keys before it are hidden from all of the sequence's queries
   int tiles;
@@ -30,19 +31,17 @@ struct Cut {
       const int64_t hidden = int64_t{sequence.context_len} - sequence.q_len - params.sliding_window + 1;
       begin = hidden > 0 ? static_cast<int>(hidden) : 0;
     }
-    const int first = begin / kTile;
-    return {first, (sequence.context_len + kTile - 1) / kTile - first};
+    const int first = begin / S::kTile;
+    return {first, (sequence.context_len + S::kTile - 1) / S::kTile - first};
   }
 
-  __device__ int Strands() const { return tiles < kStrands ? tiles : kStrands; }
-  __device__ int Groups() const { return (Strands() + kWarps - 1) / kWarps; }
+  __device__ int Groups() const {
+    return ((tiles < S::kStrands ? tiles : S::kStrands) + S::kWarps - 1) / S::kWarps;
+  }
   // The first tile of strand i; that of strand i + 1 is its end.
   __device__ int StrandBegin(int i) const {
-    const int at = tiles > kStrands ? static_cast<int>(int64_t{i} * tiles / kStrands) : (i < tiles ? i : tiles);
+    const int at = tiles > S::kStrands ? static_cast<int>(int64_t{i} * tiles / S::kStrands) : (i < tiles ? i : tiles);
     return first_tile + at;
-  }
-  __device__ bool Solo(const DecodeArgs& args, int live) const {
-    return tiles * int64_t{kTile} <= kSoloKeys && live * args.params.num_kv_heads >= args.solo_units;
   }
 };
 
@@ -55,62 +54,84 @@ struct Plan {
   bool in_order;  // of query_start_loc
 };
 
-// Plans the window [begin, begin + kWindow). `keys` [kWindow] may be reused once the next block-wide barrier is passed.
+// Where MakePlan works. `keys` and `first_solo` may be reused once the next block-wide barrier is passed.
+struct PlanMemory {
+  int* keys;           // [kWindow]
+  int* first_solo;     // [1]
+  uint8_t* order;      // [kWindow]
+};
+
+// Plans the window [begin, begin + kWindow).
 // NOTE: lengths are loaded before num_seqs is known, to save one trip to memory; what lies past num_seqs is not used.
-template <int kTile>
-__device__ inline Plan MakePlan(const DecodeArgs& args, int begin, int* keys, uint8_t* order) {
+template <typename S>
+__device__ inline Plan MakePlan(const DecodeArgs& args, int begin, const PlanMemory& memory) {
   const PagedAttentionParams& params = args.params;
+  constexpr int kEach = (kWindow + S::kThreads - 1) / S::kThreads;
   const int end = min(begin + kWindow, args.seq_end);
   Plan plan = {begin, LiveSequences(params), 0, 0, true};
   bool ordered = true;
-  SequenceInfo mine[kWindow / kThreads];
+  SequenceInfo mine[kEach];
 #pragma unroll
-  for (int i = 0; i < kWindow / kThreads; ++i) {
-    const int s = begin + i * kThreads + threadIdx.x;
+  for (int i = 0; i < kEach; ++i) {
+    const int s = begin + i * S::kThreads + threadIdx.x;
     mine[i] = {};
     if (s < end) mine[i] = LoadSequence(params, s, /*in_order=*/true);
     ordered = ordered && (mine[i].owned || s >= min(end, plan.live));
   }
+  if (threadIdx.x == 0) *memory.first_solo = kWindow;
   if (begin == 0 && end == params.max_seqs) {
     plan.in_order = __syncthreads_and(ordered);
   } else {
     plan.in_order = QueryStartsInOrder(params, plan.live);
   }
-  int key[kWindow / kThreads];
-  bool solo[kWindow / kThreads];
+  int key[kEach];
 #pragma unroll
-  for (int i = 0; i < kWindow / kThreads; ++i) {
-    const int at = i * kThreads + threadIdx.x;
+  for (int i = 0; i < kEach; ++i) {
+    const int at = i * S::kThreads + threadIdx.x;
     const int s = begin + at;
     key[i] = -1;
-    solo[i] = false;
     if (s < end && s < plan.live) {
       if (!plan.in_order) mine[i] = LoadSequence(params, s, /*in_order=*/false);
       if (mine[i].q_len >= 1 && mine[i].q_len <= kMaxDecodeRows) {
-        const Cut<kTile> cut = Cut<kTile>::Of(params, mine[i]);
         // Unique, and larger for more tiles.
-        key[i] = min(cut.tiles, (1 << 22) - 1) << 8 | (kWindow - 1 - at);
-        solo[i] = cut.Solo(args, plan.live);
+        key[i] = min(Cut<S>::Of(params, mine[i]).tiles, (1 << 22) - 1) << 8 | (kWindow - 1 - at);
       }
     }
-    if (at < end - begin) keys[at] = key[i];
+    if (at < end - begin) memory.keys[at] = key[i];
   }
   __syncthreads();
 #pragma unroll
-  for (int i = 0; i < kWindow / kThreads; ++i) {
+  for (int i = 0; i < kEach; ++i) {
     int rank = 0;
+    int64_t rest = 0;  // tiles of this sequence and all after it
+    int num_rest = 0;
     if (key[i] >= 0) {
-      for (int j = 0; j < end - begin; ++j) rank += keys[j] > key[i];
-      order[rank] = static_cast<uint8_t>(i * kThreads + threadIdx.x);
+      for (int j = 0; j < end - begin; ++j) {
+        const int other = memory.keys[j];
+        const bool before = other > key[i];
+        rank += before;
+        num_rest += !before && other >= 0;
+        rest += before ? 0 : max(other, 0) >> 8;
+      }
+      memory.order[rank] = static_cast<uint8_t>(i * S::kThreads + threadIdx.x);
+      // Solo, blocks wait for each other up to the length of a unit: little if a block has at least two of them. Also if
+      // the meetings of teams would cost more; one costs about as much as streaming kMeetingKeys keys.
+      constexpr int kMeetingKeys = 128;
+      const int64_t heads = params.num_kv_heads;
+      const int64_t tiles = key[i] >> 8;
+      const int64_t share = tiles * args.num_teams * kTeam;  // if every block had one such unit
+      const bool solo = 2 * share <= rest * heads ||
+                        (share <= rest * heads && tiles * S::kTile * args.num_teams <= num_rest * heads * kMeetingKeys);
+      if (solo) atomicMin(memory.first_solo, rank);
     }
     plan.num_all += __syncthreads_count(key[i] >= 0);
-    plan.num_team += __syncthreads_count(key[i] >= 0 && !solo[i]);
   }
+  plan.num_team = min(*memory.first_solo, plan.num_all);
   return plan;
 }
 
-// A walk over the work of one block: units, their matrix tiles of rows, and their groups.
-template <int kTile>
+// A walk over the work of one block: units, their tiles of rows, and their groups.
+template <typename S>
 struct Walk {
   bool active;   // false: the walk is over
   bool solo;
@@ -120,7 +141,7 @@ struct Walk {
   int group;
   int seq;
   SequenceInfo sequence;
-  Cut<kTile> cut;
+  Cut<S> cut;
 
   __device__ void Start(const DecodeArgs& args, const Plan& plan, const uint8_t* order) {
     active = true;
@@ -130,7 +151,7 @@ struct Walk {
   }
 
   __device__ int NumRows(const DecodeArgs& args) const { return sequence.q_len * args.group; }
-  // The first group of its unit and row tile that this block computes.
+  // The first and last group of its unit and row tile that this block computes.
   __device__ bool IsFirstGroup() const { return !solo || group == 0; }
   __device__ bool IsLastGroup() const { return !solo || group + 1 >= cut.Groups(); }
 
@@ -146,39 +167,41 @@ struct Walk {
   }
 
  private:
+  // Position in a list that `all` walkers go through back and forth, so that none gets the longer unit each time.
+  __device__ static int Snake(int round, int walker, int all) {
+    return round * all + (round % 2 == 0 ? walker : all - 1 - walker);
+  }
+
   __device__ void NextUnit(const DecodeArgs& args, const Plan& plan, const uint8_t* order) {
     const int heads = static_cast<int>(args.params.num_kv_heads);
-    int rank;
-    while (true) {
-      if (!solo) {
-        // Back and forth over the teams, so that none gets the longer unit each time.
-        const int team = blockIdx.x / kTeam;
-        const int at = round * args.num_teams + (round % 2 == 0 ? team : args.num_teams - 1 - team);
-        if (at < plan.num_team * heads) {
-          rank = at / heads;
-          head = at % heads;
-          ++round;
-          break;
-        }
-        if (++round * args.num_teams < plan.num_team * heads) continue;
+    const int num_team = plan.num_team * heads;
+    const int num_solo = plan.num_all * heads - num_team;
+    int at = -1;
+    while (!solo && at < 0) {
+      at = Snake(round, blockIdx.x / kTeam, args.num_teams);
+      if (at >= num_team) at = -1;
+      if (at < 0 && (round + 1) * args.num_teams >= num_team) {
         solo = true;
         round = 0;
+      } else {
+        ++round;
       }
-      const int at = round * gridDim.x + blockIdx.x;
-      if (at >= (plan.num_all - plan.num_team) * heads) {
+    }
+    while (at < 0) {
+      if (round * static_cast<int>(gridDim.x) >= num_solo) {
         active = false;
         return;
       }
-      rank = plan.num_team + at / heads;
-      head = at % heads;
-      ++round;
-      break;
+      at = Snake(round++, gridDim.x - 1 - blockIdx.x, gridDim.x);
+      at = at < num_solo ? num_team + at : -1;
     }
+    const int rank = at / heads;
+    head = at - rank * heads;
     row_tile = 0;
     group = solo ? 0 : blockIdx.x % kTeam;
     seq = plan.begin + order[rank];
     sequence = LoadSequence(args.params, seq, plan.in_order);
-    cut = Cut<kTile>::Of(args.params, sequence);
+    cut = Cut<S>::Of(args.params, sequence);
   }
 };
 

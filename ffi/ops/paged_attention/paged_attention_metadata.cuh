@@ -46,18 +46,24 @@ __device__ inline bool QueryStartsInOrder(const PagedAttentionParams& params, in
   return __syncthreads_and(ok);
 }
 
+// True iff no entry of query_start_loc before s that is in bounds lies above `begin`.
+// NOTE: not inlined, since it only runs on wrong metadata.
+__device__ __noinline__ static bool NoEarlierStartAbove(const int32_t* query_start_loc, int64_t num_tokens, int32_t s,
+                                                        int32_t begin) {
+  for (int32_t i = 0; i < s; ++i) {
+    const int32_t earlier = __ldg(query_start_loc + i);
+    if (earlier >= 0 && earlier <= num_tokens && earlier > begin) return false;
+  }
+  return true;
+}
+
 // Sequence s of the live ones. `in_order` is what QueryStartsInOrder returned.
 __device__ inline SequenceInfo LoadSequence(const PagedAttentionParams& params, int32_t s, bool in_order) {
   const int32_t begin = __ldg(params.query_start_loc + s);
   const int32_t end = __ldg(params.query_start_loc + s + 1);
   const int32_t context_len = __ldg(params.context_lens + s);
   bool owns = 0 <= begin && begin <= end && end <= params.num_tokens;
-  if (!in_order) {
-    for (int32_t i = 0; i < s && owns; ++i) {
-      const int32_t earlier = __ldg(params.query_start_loc + i);
-      owns = !(earlier >= 0 && earlier <= params.num_tokens && earlier > begin);
-    }
-  }
+  if (!in_order) owns = owns && NoEarlierStartAbove(params.query_start_loc, params.num_tokens, s, begin);
   const bool valid = context_len >= 0 && context_len <= params.pages_per_seq * params.page_size;
   return {begin, owns ? end - begin : 0, valid ? context_len : 0, valid, owns};
 }
