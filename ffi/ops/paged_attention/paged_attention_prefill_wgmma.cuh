@@ -41,14 +41,14 @@ struct PrefillWgmma {
   static constexpr int kQuerySlab = kRows * 128;
   static constexpr int kTileSlab = kKeys * 128;
   static constexpr int kTileBytes = kKeys * kDim * 2;
-  static constexpr int kTileChunks = kKeys * kChunks / kGroupThreads;  // of one thread
+  // A copying warp has kWarpKeys consecutive keys of a tile; its lanes have the chunks of kLaneKeys rows at a time.
+  static constexpr int kWarpKeys = kKeys / 4;
+  static constexpr int kLaneKeys = 32 / kChunks;
 
-  // Shared memory, from the start: Q, K stages, V stages, row offsets of three tiles, a word for each consumer,
-  // barriers.
+  // Shared memory, from the start: Q, K stages, V stages, a word for each consumer, barriers.
   static constexpr int kKeyStart = kRows * kDim * 2;
   static constexpr int kValueStart = kKeyStart + kKeyStages * kTileBytes;
-  static constexpr int kOffsetStart = kValueStart + kValueStages * kTileBytes;
-  static constexpr int kSumStart = kOffsetStart + 3 * kKeys * static_cast<int>(sizeof(int64_t));
+  static constexpr int kSumStart = kValueStart + kValueStages * kTileBytes;
   static constexpr int kBarrierStart = kSumStart + kConsumers * kGroupThreads * 4;
   static constexpr int kSharedBytes = kBarrierStart + 2 * (kKeyStages + kValueStages) * 8;
 
@@ -70,8 +70,8 @@ struct PrefillWgmma {
   using ValuePlace = Place<kValueStages, kKeyStages>;
 
   using Schedule = PrefillSchedule<kThreads, kRows>;
-  static_assert(sizeof(typename Schedule::Storage) <= kOffsetStart);
-  static_assert(kDim % 64 == 0 && kKeys <= kGroupThreads && kSharedBytes <= 227 * 1024);
+  static_assert(sizeof(typename Schedule::Storage) <= kSumStart);
+  static_assert(kDim % 64 == 0 && kChunks <= 32 && kWarpKeys <= 32 && kSharedBytes <= 227 * 1024);
 
   // Registers of a thread, in place of the 168 that the launch gives each; together no more than an SM has.
   static constexpr int kProducerRegisters = 40;
@@ -125,42 +125,33 @@ struct PrefillWgmma {
 
  private:
   // ---- the warpgroup that copies
+  // Where a warp's keys of a tile lie.
+  struct KeyRows {
+    int64_t offset;  // of key `lane`, in bytes from its kv head's first; 0 where it is not read
+    uint32_t read;   // bit i: key i is seen by a row of this block, and its page exists
+  };
+
   __device__ void Produce(const PrefillRows& rows, int first_tile, int last_tile) {
     if (last_tile < first_tile) return;
     const char* const key_cache = HeadStart(params, params.k_cache, rows.kv_head) + thread % kChunks * 16;
     const char* const value_cache = HeadStart(params, params.v_cache, rows.kv_head) + thread % kChunks * 16;
     LoadQuery(rows);
-    int64_t offset = LookUp(rows, last_tile);
+    KeyRows before{}, now, next = LookUp(rows, last_tile);
     KeyPlace key_place;
     ValuePlace value_place;
-    const int64_t* offsets_before = nullptr;
-    int table = 0;
     // K of a tile, then V of the one before: the order in which they are used.
     for (int tile = last_tile; tile >= first_tile; --tile) {
-      int64_t* const offsets = reinterpret_cast<int64_t*>(shared + kOffsetStart) + table * kKeys;
-      table = table == 2 ? 0 : table + 1;
-      if (thread < kKeys) offsets[thread] = offset;
-      SyncNamed(kProducerBarrier, kGroupThreads);
+      now = next;
       // The next page number arrives while this tile's copies are under way.
-      offset = LookUp(rows, tile - 1);
-      WaitBarrier(Free(key_place), key_place.round ^ 1);
-      LoadTile(key_cache, kKeyStart + key_place.stage * kTileBytes, offsets);
-      ArriveAfterCopies(Full(key_place));
-      key_place.Advance();
-      if (tile != last_tile) LoadValues(value_cache, offsets_before, &value_place);
-      offsets_before = offsets;
+      next = LookUp(rows, tile - 1);
+      LoadTile(key_cache, kKeyStart, now, &key_place);
+      if (tile != last_tile) LoadTile(value_cache, kValueStart, before, &value_place);
+      before = now;
     }
-    LoadValues(value_cache, offsets_before, &value_place);
+    LoadTile(value_cache, kValueStart, before, &value_place);
     // A thread must not end before its copies.
     CommitAsync();
     WaitAsync<0>();
-  }
-
-  __device__ void LoadValues(const char* cache, const int64_t* offsets, ValuePlace* place) const {
-    WaitBarrier(Free(*place), place->round ^ 1);
-    LoadTile(cache, kValueStart + place->stage * kTileBytes, offsets);
-    ArriveAfterCopies(Full(*place));
-    place->Advance();
   }
 
   // Travels with the first tile of K.
@@ -176,25 +167,58 @@ struct PrefillWgmma {
     }
   }
 
-  // Where key `thread` of a tile lies, in bytes; -1 for keys that no row of this block sees, which become zeros in
-  // shared memory, so that nothing which lies in unused slots takes part.
-  __device__ int64_t LookUp(const PrefillRows& rows, int tile) const {
-    const int position = tile * kKeys + thread;
-    if (thread >= kKeys || position < rows.key_begin || position >= rows.key_end) return -1;
-    return KeyOffset(params, rows.seq, position) * 2;
+  // Keys that are not read become zeros in shared memory, so that nothing which lies in unused slots takes part.
+  __device__ KeyRows LookUp(const PrefillRows& rows, int tile) const {
+    const int lane = thread % 32;
+    const int position = tile * kKeys + thread / 32 * kWarpKeys + lane;
+    int64_t offset = -1;
+    if (lane < kWarpKeys && position >= rows.key_begin && position < rows.key_end) {
+      offset = KeyOffset(params, rows.seq, position);
+    }
+    return {offset < 0 ? 0 : offset * 2, __ballot_sync(~0u, offset >= 0)};
   }
 
-  // `cache`: this thread's chunk of the kv head's element (0, 0, head, 0).
-  __device__ void LoadTile(const char* cache, int start, const int64_t* offsets) const {
-    const bool in_row = thread % kChunks * 8 < params.head_dim;
-    constexpr int kRowStep = kGroupThreads / kChunks;
-    const uint32_t target = shared_address + start;
-#pragma unroll 8
-    for (int i = 0; i < kTileChunks; ++i) {
-      const int row = i * kRowStep + thread / kChunks;
-      const int64_t offset = offsets[row];
-      const bool valid = in_row && offset >= 0;
-      CopyAsync16(target + ChunkOffset(kTileSlab, row, thread % kChunks), cache + (valid ? offset : 0), valid);
+  // Starts the copy of a tile to the ring at `start`, as soon as there is room. `cache`: this lane's chunk of the kv
+  // head's element (0, 0, head, 0).
+  template <typename AnyPlace>
+  __device__ void LoadTile(const char* cache, int start, const KeyRows& keys, AnyPlace* place) const {
+    WaitBarrier(Free(*place), place->round ^ 1);
+    constexpr uint32_t kAll = kWarpKeys == 32 ? ~0u : (1u << kWarpKeys % 32) - 1;
+    if (keys.read == kAll && params.head_dim == kDim) {
+      CopyTile</*kWhole=*/true>(cache, start + place->stage * kTileBytes, keys);
+    } else {
+      CopyTile</*kWhole=*/false>(cache, start + place->stage * kTileBytes, keys);
+    }
+    ArriveAfterCopies(Full(*place));
+    place->Advance();
+  }
+
+  template <bool kWhole>
+  __device__ void CopyTile(const char* cache, int start, const KeyRows& keys) const {
+    const int row = thread % 32 / kChunks;  // of the first kLaneKeys
+    const int chunk = thread % kChunks;
+    const bool in_row = chunk * 8 < params.head_dim;
+    const uint32_t target = shared_address + start + ChunkOffset(kTileSlab, thread / 32 * kWarpKeys + row, chunk);
+    constexpr int kSteps = kWarpKeys / kLaneKeys;
+    constexpr int kBatch = 4;
+    static_assert(kSteps % kBatch == 0);
+#pragma unroll
+    for (int first = 0; first < kSteps; first += kBatch) {
+      // All of a batch's offsets before its copies, past which the compiler moves nothing; but not all batches' at
+      // once, for which there are no registers.
+      int source = first * kLaneKeys + row;
+      asm volatile("" : "+r"(source));
+      int64_t offsets[kBatch];
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) offsets[i] = __shfl_sync(~0u, keys.offset, source + i * kLaneKeys);
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) {
+        const int rows_further = (first + i) * kLaneKeys;
+        const bool read = kWhole || (in_row && (keys.read >> (rows_further + row) & 1) != 0);
+        // The chunk's place in a row depends on the row's lowest three bits, of which `row` and `rows_further` share
+        // none.
+        CopyAsync16((target ^ (rows_further % 8 * 16)) + rows_further * 128, cache + offsets[i], read);
+      }
     }
   }
 
@@ -306,9 +330,8 @@ struct PrefillWgmma {
   }
 
   // Named barriers.
-  static constexpr int kProducerBarrier = 1;
-  static constexpr int kTurnBarrier = 2;   // and 3: a consumer's turn to start products
-  static constexpr int kGroupBarrier = 4;  // and 5: the warps of a consumer
+  static constexpr int kTurnBarrier = 1;   // and 2: a consumer's turn to start products
+  static constexpr int kGroupBarrier = 3;  // and 4: the warps of a consumer
 };
 
 template <typename Kernel>
