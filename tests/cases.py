@@ -177,16 +177,36 @@ COMMON = (
     _case("llama3-8b-decode", [(1, 37), (1, 128), (1, 1), (1, 16)], num_heads=32, num_kv_heads=8, head_dim=128),
     _case("llama3-8b-mixed-bf16", [(1, 70), (19, 19), (1, 33), (8, 40)], num_heads=8, head_dim=128, dtype="bfloat16"),
     _case(
-        "mistral-7b-window", [(1, 100), (20, 61), (1, 15)], head_dim=128, sliding_window=24, dtype="float16", layout="split"
+        "mistral-7b-window",
+        [(1, 100), (20, 61), (1, 15)],
+        head_dim=128,
+        sliding_window=24,
+        dtype="float16",
+        layout="split",
     ),
     _case("gemma2-9b-soft-cap", [(1, 50), (7, 30)], num_heads=4, head_dim=256, soft_cap=50.0, sliding_window=40),
     _case("mixtral-8x7b-chunked-prefill", [(24, 24), (24, 88), (1, 90)], num_heads=8, head_dim=128, page_size=7),
-    _case("speculative-4-rows", [(4, 60), (4, 4), (4, 129)], num_heads=6, num_kv_heads=2, page_size=1, dtype="bfloat16"),
+    _case(
+        "speculative-4-rows", [(4, 60), (4, 4), (4, 129)], num_heads=6, num_kv_heads=2, page_size=1, dtype="bfloat16"
+    ),
     _case("empty-sequences-in-the-middle", [(3, 20), (0, 31), (0, 0), (1, 9), (0, 5)], page_size=3),
     _case("more-queries-than-context", [(9, 4), (1, 0), (2, 33)]),
-    _case("gpt-oss-sinks", [(1, 64), (5, 41)], num_heads=8, num_kv_heads=1, sinks=True, sliding_window=32, dtype="bfloat16"),
     _case(
-        "fp8-cache-per-head", [(1, 45), (6, 30)], cache_dtype="float8_e4m3fn", scales="per_head", dtype="bfloat16", head_dim=80
+        "gpt-oss-sinks",
+        [(1, 64), (5, 41)],
+        num_heads=8,
+        num_kv_heads=1,
+        sinks=True,
+        sliding_window=32,
+        dtype="bfloat16",
+    ),
+    _case(
+        "fp8-cache-per-head",
+        [(1, 45), (6, 30)],
+        cache_dtype="float8_e4m3fn",
+        scales="per_head",
+        dtype="bfloat16",
+        head_dim=80,
     ),
     _case("fp8-e5m2-one-scale", [(1, 45), (6, 30)], cache_dtype="float8_e5m2", scales="one", layout="split"),
 )
@@ -328,7 +348,9 @@ def build_cache(case: CacheCase, seed: int = 0) -> dict[str, np.ndarray]:
     num_slots = case.num_tokens if case.num_slots is None else case.num_slots
     slots = rng.permutation(case.num_pages * case.page_size)[:num_slots].astype(DTYPES[case.slot_dtype])
     lowest = np.iinfo(slots.dtype).min
-    slots[rng.permutation(num_slots)[: case.skipped]] = rng.choice(np.array([-1, -7, lowest], slots.dtype), case.skipped)
+    slots[rng.permutation(num_slots)[: case.skipped]] = rng.choice(
+        np.array([-1, -7, lowest], slots.dtype), case.skipped
+    )
     arrays = {
         "key": (rng.standard_normal(tokens) * case.spread).astype(dtype),
         "value": (rng.standard_normal(tokens) * case.spread).astype(dtype),

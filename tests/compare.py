@@ -50,8 +50,8 @@ def error(got: np.ndarray, want: np.ndarray) -> np.ndarray:
 
 
 def assert_close(got: np.ndarray, want: np.ndarray, plain: np.ndarray, what: str = "", floor: float = 1e-5) -> None:
-    """The rule of this project: the largest error against the float64 reference `want` is at most twice that of `plain`,
-    the same computation in the same dtype by plain PyTorch, plus `floor`; and so is the root mean square."""
+    """The rule of this project: the largest error against the float64 reference `want` is at most twice that of
+    `plain`, the same computation in the same dtype by plain PyTorch, plus `floor`; and so is the root mean square."""
     got = got.astype(np.float64)
     assert_same_special(got, want, what)
     mine, yardstick = error(got, want), error(plain, want)
@@ -62,6 +62,7 @@ def assert_close(got: np.ndarray, want: np.ndarray, plain: np.ndarray, what: str
         if measure(mine) > limit:
             at = np.unravel_index(int(mine.argmax()), mine.shape)
             raise AssertionError(
-                f"{what}: {name} error {measure(mine):.3g} exceeds {limit:.3g} (plain PyTorch: {measure(yardstick):.3g}); "
+                f"{what}: {name} error {measure(mine):.3g} exceeds {limit:.3g} "
+                f"(plain PyTorch: {measure(yardstick):.3g}); "
                 f"worst at {tuple(int(i) for i in at)}: {got[at]} instead of {want[at]}"
             )

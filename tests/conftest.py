@@ -54,7 +54,9 @@ def foreign() -> ctypes.CDLL:
     """The library of ffi/testing: handlers that know nothing of ours."""
     path = os.environ.get("XLA_GPU_TEST_HANDLERS")
     if not path:
-        pytest.skip("XLA_GPU_TEST_HANDLERS is not set; `make test` builds them, or CMake with -DXLA_GPU_TEST_HANDLERS=ON")
+        pytest.skip(
+            "XLA_GPU_TEST_HANDLERS is not set; `make test` builds them, or CMake with -DXLA_GPU_TEST_HANDLERS=ON"
+        )
     library = ctypes.CDLL(path)
     library.xla_gpu_test_ticks.restype = ctypes.c_int64
     library.xla_gpu_test_stage_calls.restype = ctypes.c_int64

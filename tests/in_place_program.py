@@ -1,5 +1,5 @@
-"""Three steps of a two-layer model: each layer stores its new keys and values in place and attends over its cache.
-Run by test_in_place.py in a process of its own, since XLA reads XLA_FLAGS once: python -m tests.in_place_program DOOR."""
+"""Three steps of a two-layer model: each layer stores its new keys and values in place and attends over its cache. Run
+by test_in_place.py in its own process, since XLA reads XLA_FLAGS once: python -m tests.in_place_program DOOR LAYOUT."""
 
 from __future__ import annotations
 

@@ -26,7 +26,9 @@ def no_gpu() -> str | None:
 
 def default_pjrt_device() -> str:
     """GPU where torch_xla can run on one: a GPU, and JAX's CUDA plug-in."""
-    plugin = any(importlib.util.find_spec(f"jax_plugins.xla_cuda{n}") for n in (12, 13)) if _has("jax_plugins") else False
+    plugin = (
+        any(importlib.util.find_spec(f"jax_plugins.xla_cuda{n}") for n in (12, 13)) if _has("jax_plugins") else False
+    )
     return "GPU" if gpu_count() and _has("torch_xla") and plugin else "CPU"
 
 

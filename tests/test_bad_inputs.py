@@ -1,5 +1,5 @@
-"""Wrong static inputs: each argument × rank, shape, dtype, value, through every door. The text names the operator, the
-argument, what was expected and what came."""
+"""Wrong static inputs: each argument by rank, shape, dtype and value, through every door. The text names the operator,
+the argument, what was expected and what came."""
 
 from __future__ import annotations
 
@@ -187,7 +187,7 @@ BAD += [b for b in attention_cases("paged_attention_with_lse") if b.name in ("ra
 
 
 def wrong_types(operator: str) -> list[Bad]:
-    """Options of a wrong Python type. Only the doors without a schema's own conversion in between see them as they are."""
+    """Options of a wrong Python type."""
     T = TypeError
     return [
         Bad(operator, "text", "scale", "str", option("scale", "0.5"), T),
@@ -231,7 +231,9 @@ def test_wrong_type_raises(door, bad):
     with pytest.raises((TypeError, RuntimeError)) as caught:
         door.call(bad.operator, arrays, **options)
     text = str(caught.value)
-    assert re.search(rf"{bad.operator}\b.*[Ee]xpected.*\b{bad.argument}\b.*{bad.got}|{bad.operator}: {bad.argument}: expected", text)
+    assert re.search(
+        rf"{bad.operator}\b.*[Ee]xpected.*\b{bad.argument}\b.*{bad.got}|{bad.operator}: {bad.argument}: expected", text
+    )
 
 
 @pytest.mark.parametrize("operator", ["paged_attention", "paged_attention_with_lse"])
@@ -249,7 +251,9 @@ def test_num_seqs_as_a_python_number(door, number):
     arrays, options = valid(Bad("paged_attention", "", "", "", drop("")))
     del arrays["num_seqs"]
     error = ValueError if type(number) is int else TypeError
-    with pytest.raises(error, match=rf"paged_attention: num_seqs: expected .*, got .*({number}|{type(number).__name__})"):
+    with pytest.raises(
+        error, match=rf"paged_attention: num_seqs: expected .*, got .*({number}|{type(number).__name__})"
+    ):
         door.call("paged_attention", arrays, num_seqs=number, **options)
 
 

@@ -8,7 +8,9 @@ import pytest
 
 from tests import cases, compare
 
-CASE = cases.AttentionCase("bad-values", ((2, 40), (3, 33), (1, 17)), num_heads=4, num_kv_heads=2, page_size=8, spare_columns=0)
+CASE = cases.AttentionCase(
+    "bad-values", ((2, 40), (3, 33), (1, 17)), num_heads=4, num_kv_heads=2, page_size=8, spare_columns=0
+)
 BAD_SEQUENCE = 1
 CAPACITY = CASE.pages_per_seq * CASE.page_size
 

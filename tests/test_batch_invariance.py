@@ -28,15 +28,17 @@ SHAPES = {
     "gqa-bf16": dict(num_heads=8, num_kv_heads=2, head_dim=128, dtype="bfloat16", page_size=16),
     "group-3-f32": dict(num_heads=3, num_kv_heads=1, head_dim=80, dtype="float32", page_size=7, sliding_window=100),
     "fp8-sinks": dict(
-        num_heads=4, num_kv_heads=4, head_dim=64, dtype="float16", cache_dtype="float8_e4m3fn", scales="one", sinks=True,
-        soft_cap=20.0,
+        num_heads=4, num_kv_heads=4, head_dim=64, dtype="float16", cache_dtype="float8_e4m3fn", scales="one",
+        sinks=True, soft_cap=20.0,
     ),
 }  # fmt: skip
 
 
 @functools.cache
 def subject(name: str, shape: str) -> tuple[AttentionCase, AttentionInputs]:
-    case = AttentionCase(f"subject-{name}-{shape}", (SUBJECTS[name],), spare_seqs=0, spare_columns=0, padding_tokens=0, **SHAPES[shape])
+    case = AttentionCase(
+        f"subject-{name}-{shape}", (SUBJECTS[name],), spare_seqs=0, spare_columns=0, padding_tokens=0, **SHAPES[shape]
+    )
     return case, cases.build(case)
 
 
@@ -44,7 +46,9 @@ def batch(name: str, shape: str, before, after, **changes) -> tuple[dict, Attent
     """Arrays in which the subject stands between other sequences, its K and V on other pages; and its rows."""
     alone, inputs = subject(name, shape)
     others = AttentionCase(
-        f"batch-{name}-{shape}-{before}-{after}-{changes}", (*before, SUBJECTS[name], *after), **{**SHAPES[shape], **changes}
+        f"batch-{name}-{shape}-{before}-{after}-{changes}",
+        (*before, SUBJECTS[name], *after),
+        **{**SHAPES[shape], **changes},
     )
     arrays = cases.build(others)
     place = len(before)

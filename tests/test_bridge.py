@@ -4,10 +4,10 @@ jax.ffi's functions of these names."""
 from __future__ import annotations
 
 import ctypes
-import os
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import ml_dtypes
 import numpy as np
@@ -53,7 +53,7 @@ def run(door, body, *arrays):
 A = np.arange(6, dtype=np.float32)
 
 
-# ---- Results, attributes, aliases, layouts -----------------------------------------------------------------------------------
+# ---- Results, attributes, aliases, layouts ---------------------------------------------------------------------------
 def test_one_result_and_a_typed_attribute(door):
     call = ffi.ffi_call("xla_gpu_test_scale", spec((6,))).bind(factor=np.float32(2.5))
     compare.assert_bitwise_equal(run(door, call, A)[0], A * np.float32(2.5), door.name)
@@ -105,7 +105,9 @@ class Described:
     shape, dtype = (6,), np.dtype(np.float32)
 
 
-@pytest.mark.parametrize("result", [Described(), spec((6,)), torch.zeros(6), A], ids=["object", "meta", "tensor", "numpy"])
+@pytest.mark.parametrize(
+    "result", [Described(), spec((6,)), torch.zeros(6), A], ids=["object", "meta", "tensor", "numpy"]
+)
 @pytest.mark.doors("eager", "torch_xla")
 def test_what_describes_a_result(door, result):
     (out,) = run(door, ffi.ffi_call("xla_gpu_test_negate", result), A)
@@ -159,17 +161,21 @@ def test_layouts_mean_what_they_mean_in_jax(door, foreign):
     jax = pytest.importorskip("jax")
     if door.name != "eager":
         pytest.skip("jax is asked once")
-    jax.ffi.register_ffi_target("xla_gpu_test_raw_copy", jax.ffi.pycapsule(foreign.xla_gpu_test_raw_copy), platform="cpu")
+    jax.ffi.register_ffi_target(
+        "xla_gpu_test_raw_copy", jax.ffi.pycapsule(foreign.xla_gpu_test_raw_copy), platform="cpu"
+    )
     a = np.arange(24, dtype=np.float32).reshape(2, 3, 4)
     for layout in LAYOUTS:
         with jax.default_device(jax.devices("cpu")[0]):
-            call = jax.ffi.ffi_call("xla_gpu_test_raw_copy", jax.ShapeDtypeStruct((24,), np.float32), input_layouts=[layout])
+            call = jax.ffi.ffi_call(
+                "xla_gpu_test_raw_copy", jax.ShapeDtypeStruct((24,), np.float32), input_layouts=[layout]
+            )
             theirs = np.asarray(jax.jit(call)(a))
         (ours,) = run(door, ffi.ffi_call("xla_gpu_test_raw_copy", spec((24,)), input_layouts=[layout]), a)
         compare.assert_bitwise_equal(ours, theirs, str(layout))
 
 
-# ---- Typing of attributes ------------------------------------------------------------------------------------------------------
+# ---- Typing of attributes --------------------------------------------------------------------------------------------
 def scalar(code, value):
     return f"scalar:{code}:{np.asarray(value).tobytes().hex()}"
 
@@ -194,7 +200,10 @@ ATTRIBUTES = {
     "np-float16": (np.float16(0.1), scalar(10, np.float16(0.1))),
     "np-bfloat16": (ml_dtypes.bfloat16(0.1), scalar(16, np.asarray(0.1, ml_dtypes.bfloat16))),
     "array-int64": (np.array([1, -2, 3]), "array:5:3:" + np.array([1, -2, 3]).tobytes().hex()),
-    "array-float32": (np.array([0.5, np.inf], np.float32), "array:11:2:" + np.array([0.5, np.inf], np.float32).tobytes().hex()),
+    "array-float32": (
+        np.array([0.5, np.inf], np.float32),
+        "array:11:2:" + np.array([0.5, np.inf], np.float32).tobytes().hex(),
+    ),
     "array-one": (np.array([7], np.int32), "array:4:1:07000000"),
     "array-same": (np.array([7, 7, 7], np.int32), "array:4:3:" + "07000000" * 3),
     "dict": ({"b": 1, "a": np.float32(2)}, "{a=scalar:11:00000040 b=" + scalar(5, np.int64(1)) + "}"),
@@ -207,7 +216,7 @@ def test_attribute_types(door, name):
     call = ffi.ffi_call("xla_gpu_test_describe", spec((256,), torch.uint8)).bind(x=value)
     if name in ("np-float16", "np-bfloat16") and door.name != "eager":
         # XLA's own limit, for jax.ffi too.
-        with pytest.raises((RuntimeError, ValueError, TypeError), match="attribute:? x"):
+        with pytest.raises((RuntimeError, ValueError, TypeError), match=r"attribute:? x"):
             run(door, call, A)
         return
     (out,) = run(door, call, A)
@@ -247,7 +256,7 @@ def test_a_handler_that_wants_another_type_says_so(door):
         run(door, lambda a: ffi.ffi_call("xla_gpu_test_scale", a)(a, factor=2.0), A)
 
 
-# ---- Side effects and stages -----------------------------------------------------------------------------------------------------
+# ---- Side effects and stages -----------------------------------------------------------------------------------------
 def test_side_effects_happen_though_nobody_uses_the_result(door, foreign):
     before = foreign.xla_gpu_test_ticks()
 
@@ -287,15 +296,19 @@ def test_an_error_of_the_handler_comes_through(door, code):
         run(door, lambda a: ffi.ffi_call("xla_gpu_test_fail", a)(a, code=code, message=message), A)
 
 
-# ---- Refusals ----------------------------------------------------------------------------------------------------------------------
+# ---- Refusals --------------------------------------------------------------------------------------------------------
 def test_target_that_is_not_registered(door):
-    with pytest.raises(Exception, match="'xla_gpu_test_nobody' is not registered on platform 'cpu'.*not registered anywhere"):
+    with pytest.raises(
+        Exception, match=r"'xla_gpu_test_nobody' is not registered on platform 'cpu'.*not registered anywhere"
+    ):
         run(door, lambda a: ffi.ffi_call("xla_gpu_test_nobody", a)(a), A)
 
 
 def test_target_of_another_platform(door, foreign):
     ffi.register_ffi_target("xla_gpu_test_only_cuda", foreign.xla_gpu_test_negate, platform="CUDA")
-    with pytest.raises(Exception, match="'xla_gpu_test_only_cuda' is not registered on platform 'cpu'.*registered on CUDA"):
+    with pytest.raises(
+        Exception, match=r"'xla_gpu_test_only_cuda' is not registered on platform 'cpu'.*registered on CUDA"
+    ):
         run(door, lambda a: ffi.ffi_call("xla_gpu_test_only_cuda", a)(a), A)
 
 
@@ -303,13 +316,13 @@ def test_target_of_another_platform(door, foreign):
 def test_wrong_signature(door):
     """Operands, results and attributes that the handler does not bind: its own words, from the FFI's decoding."""
     two = ffi.ffi_call("xla_gpu_test_negate", spec((6,)))
-    with pytest.raises((ValueError, RuntimeError), match="(?i)arguments|operands"):
+    with pytest.raises((ValueError, RuntimeError), match=r"(?i)arguments|operands"):
         run(door, lambda a: two(a, a), A)
-    with pytest.raises((ValueError, RuntimeError), match="(?i)results|rets"):
+    with pytest.raises((ValueError, RuntimeError), match=r"(?i)results|rets"):
         run(door, lambda a: tuple(ffi.ffi_call("xla_gpu_test_negate", (a, a))(a)), A)
-    with pytest.raises((ValueError, RuntimeError), match="(?i)factor|attribute"):
+    with pytest.raises((ValueError, RuntimeError), match=r"(?i)factor|attribute"):
         run(door, lambda a: ffi.ffi_call("xla_gpu_test_scale", a)(a), A)
-    with pytest.raises((ValueError, RuntimeError), match="(?i)dtype|type|buffer"):
+    with pytest.raises((ValueError, RuntimeError), match=r"(?i)dtype|type|buffer"):
         run(door, lambda a: ffi.ffi_call("xla_gpu_test_negate", spec((6,)))(a), A.astype(np.int32))
     (out,) = run(door, ffi.ffi_call("xla_gpu_test_negate", spec((6,))), A)
     np.testing.assert_array_equal(out, -A)
@@ -334,7 +347,7 @@ def test_arguments_that_do_not_fit_together(door, arguments, text):
 
 @pytest.mark.doors("eager", "torch_xla")
 def test_alias_of_another_shape(door):
-    with pytest.raises(ValueError, match="input_output_aliases.*one shape and dtype"):
+    with pytest.raises(ValueError, match=r"input_output_aliases.*one shape and dtype"):
         run(door, lambda a: ffi.ffi_call("xla_gpu_test_negate", spec((7,)), input_output_aliases={0: 0})(a), A)
 
 
@@ -349,14 +362,14 @@ def test_registering_a_name_twice(door, foreign):
     del door
     ffi.register_ffi_target("xla_gpu_test_negate", foreign.xla_gpu_test_negate)  # the same function: fine
     ffi.register_ffi_target("xla_gpu_test_negate", capsule(foreign.xla_gpu_test_negate))
-    with pytest.raises(errors.TargetError, match="'xla_gpu_test_negate' is already registered.*another function"):
+    with pytest.raises(errors.TargetError, match=r"'xla_gpu_test_negate' is already registered.*another function"):
         ffi.register_ffi_target("xla_gpu_test_negate", foreign.xla_gpu_test_tick)
 
 
 @pytest.mark.doors("eager")
 def test_an_operator_of_ours_cannot_be_replaced(door, foreign):
     del door
-    with pytest.raises(errors.TargetError, match="xla_gpu_simple_add.*already registered"):
+    with pytest.raises(errors.TargetError, match=r"xla_gpu_simple_add.*already registered"):
         ffi.register_ffi_target("xla_gpu_simple_add", foreign.xla_gpu_test_negate)
 
 
@@ -385,7 +398,7 @@ def test_register_refuses(door, foreign, arguments, error, text):
 
 @pytest.mark.doors("eager")
 def test_a_function_that_is_no_handler(door):
-    """Some C function, whatever it does with the arguments: an error, no crash. A process of its own, to be able to tell."""
+    """Some C function, whatever it does: an error, no crash. In its own process, to be able to tell."""
     del door
     code = """
 import ctypes, torch, xla_gpu.torch as ffi
@@ -401,12 +414,12 @@ except (ValueError, RuntimeError) as e:
     assert "not_a_handler" in result.stdout and "typed XLA FFI handler" in result.stdout
 
 
-# ---- A handler of a newer API --------------------------------------------------------------------------------------------------------
+# ---- A handler of a newer API ----------------------------------------------------------------------------------------
 NEWER = """
 #include "xla/ffi/api/ffi.h"
-static xla::ffi::Error Nothing(xla::ffi::AnyBuffer, xla::ffi::Result<xla::ffi::AnyBuffer>) { return xla::ffi::Error::Success(); }
-XLA_FFI_DEFINE_HANDLER_SYMBOL(newer, Nothing,
-    xla::ffi::Ffi::Bind().Arg<xla::ffi::AnyBuffer>().Ret<xla::ffi::AnyBuffer>());
+namespace ffi = xla::ffi;
+static ffi::Error Nothing(ffi::AnyBuffer, ffi::Result<ffi::AnyBuffer>) { return ffi::Error::Success(); }
+XLA_FFI_DEFINE_HANDLER_SYMBOL(newer, Nothing, ffi::Ffi::Bind().Arg<ffi::AnyBuffer>().Ret<ffi::AnyBuffer>());
 """
 
 
@@ -418,7 +431,7 @@ def newer(tmp_path_factory):
 
     jax = pytest.importorskip("jax")
     include = jax.ffi.include_dir()
-    text = open(os.path.join(include, "xla/ffi/api/c_api.h")).read()
+    text = Path(include, "xla/ffi/api/c_api.h").read_text()
     minor = int(re.search(r"#define XLA_FFI_API_MINOR (\d+)", text)[1])
     if minor <= 1:
         pytest.skip(f"jaxlib's headers are of API 0.{minor}, as old as torch_xla's")
@@ -444,7 +457,7 @@ def test_handler_of_a_newer_api(door, newer):
     assert "jaxlib" in text, f"no remedy: {text}"
 
 
-# ---- On CUDA -------------------------------------------------------------------------------------------------------------------------
+# ---- On CUDA ---------------------------------------------------------------------------------------------------------
 @pytest.fixture(scope="module")
 def cuda_targets(foreign):
     ffi.register_ffi_target("xla_gpu_test_fill", foreign.xla_gpu_test_fill_cuda, platform="CUDA")
@@ -475,11 +488,13 @@ def test_cuda_layouts(door, cuda_targets, layout):
 
 @CUDA
 def test_cuda_target_that_is_registered_for_cpu_alone(door, cuda_targets):
-    with pytest.raises(Exception, match="'xla_gpu_test_negate' is not registered on platform 'CUDA'.*registered on cpu"):
+    with pytest.raises(
+        Exception, match=r"'xla_gpu_test_negate' is not registered on platform 'CUDA'.*registered on cpu"
+    ):
         run(door, lambda a: ffi.ffi_call("xla_gpu_test_negate", a)(a), A)
 
 
-# ---- Threads ---------------------------------------------------------------------------------------------------------------------------
+# ---- Threads ---------------------------------------------------------------------------------------------------------
 @pytest.mark.doors("eager")
 def test_from_many_threads(door):
     del door

@@ -38,7 +38,10 @@ def run(code: str) -> None:
 
 @pytest.mark.parametrize(
     "order",
-    ["with_jax(), with_torch_xla(), with_eager(), with_jax()", "with_torch_xla(), with_jax(), with_eager(), with_torch_xla()"],
+    [
+        "with_jax(), with_torch_xla(), with_eager(), with_jax()",
+        "with_torch_xla(), with_jax(), with_eager(), with_torch_xla()",
+    ],
     ids=["jax-first", "torch_xla-first"],
 )
 def test_each_first(order):

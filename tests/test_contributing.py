@@ -1,5 +1,5 @@
-"""CONTRIBUTING's "Adding an operator" is complete and true: every file that it names is there for every operator, and no
-operator has a file that it does not name."""
+"""CONTRIBUTING's "Adding an operator" is complete and true: every file that it names is there for every operator, and
+the template has no file that it does not name."""
 
 from __future__ import annotations
 
@@ -54,7 +54,9 @@ def test_the_template_is_complete():
     named = [ROOT / path for path in named_paths("simple_add")]
     for path in files.stdout.split():
         if "simple_add" in path:
-            assert any(p == ROOT / path or p in (ROOT / path).parents for p in named), f"CONTRIBUTING does not name {path}"
+            assert any(p == ROOT / path or p in (ROOT / path).parents for p in named), (
+                f"CONTRIBUTING does not name {path}"
+            )
 
 
 @pytest.mark.parametrize("operator", operator_folders())

@@ -8,7 +8,11 @@ import pytest
 
 from tests import cases, compare, doors
 
-CASES = [c for c in cases.COMMON if c.name in ("llama3-8b-mixed-bf16", "mistral-7b-window", "gpt-oss-sinks", "fp8-cache-per-head")]
+CASES = [
+    c
+    for c in cases.COMMON
+    if c.name in ("llama3-8b-mixed-bf16", "mistral-7b-window", "gpt-oss-sinks", "fp8-cache-per-head")
+]
 FIRST = {"host": "eager", "cuda": "eager-cuda"}
 OTHERS = [name for name in doors.ALL if name not in FIRST.values()]
 

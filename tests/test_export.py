@@ -95,7 +95,8 @@ def test_jax_export_is_the_same_for_every_platform():
     checks = [jax.export.DisabledSafetyCheck.custom_call("xla_gpu_paged_attention")]
     attention = jax.jit(lambda arrays: xla_gpu.jax.paged_attention(**arrays, scale=0.25, sliding_window=16))
     texts = [
-        jax.export.export(attention, platforms=[p], disabled_checks=checks)(inputs).mlir_module() for p in ("cpu", "cuda")
+        jax.export.export(attention, platforms=[p], disabled_checks=checks)(inputs).mlir_module()
+        for p in ("cpu", "cuda")
     ]
     calls = [re.findall(r"stablehlo\.custom_call @xla_gpu_paged_attention.*", text) for text in texts]
     assert calls[0] == calls[1] != []

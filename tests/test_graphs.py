@@ -58,7 +58,9 @@ def test_dtypes_and_shapes_in_one_process(door):
         for shape in ((6,), (2, 3), (3, 2)):
             a = cases.rng_for(f"{dtype}{shape}").standard_normal(shape).astype(cases.DTYPES[dtype])
             (out,) = door.call("simple_add", {"a": a, "b": a})
-            compare.assert_bitwise_equal(out, (a.astype(np.float32) * 2).astype(a.dtype), f"{door.name} {dtype} {shape}")
+            compare.assert_bitwise_equal(
+                out, (a.astype(np.float32) * 2).astype(a.dtype), f"{door.name} {dtype} {shape}"
+            )
 
 
 def test_check_inputs_is_part_of_the_key(door, monkeypatch):
@@ -170,7 +172,9 @@ def test_lengths_change_on_the_device_between_replays(door):
 
         torch._dynamo.reset()
         ops = door.module()
-        compiled = torch.compile(lambda tensors: ops.paged_attention(**tensors, **FIRST), backend="openxla", fullgraph=True)
+        compiled = torch.compile(
+            lambda tensors: ops.paged_attention(**tensors, **FIRST), backend="openxla", fullgraph=True
+        )
 
         def step(arrays):
             return compiled(door.tensors(arrays)).cpu().numpy()

@@ -123,7 +123,7 @@ def test_handler_refuses_attributes(door, changes, text):
 @pytest.mark.parametrize("result", [spec((7, 4, 64), "float16"), spec((6, 4, 64))], ids=["dtype", "shape"])
 def test_handler_refuses_another_result(door, result, monkeypatch):
     monkeypatch.setitem(globals(), "results", lambda operator, arrays: (result, spec((1 << 22,), "uint8")))
-    with pytest.raises(ValueError, match="paged_attention: out: expected float32.* as query, got"):
+    with pytest.raises(ValueError, match=r"paged_attention: out: expected float32.* as query, got"):
         call(door, "paged_attention", *bad_inputs.valid(ATTENTION))
 
 
@@ -132,7 +132,7 @@ def test_handler_refuses_too_little_scratch(door, monkeypatch):
     arrays, options = bad_inputs.valid(ATTENTION)
     out = spec(arrays["query"].shape)
     monkeypatch.setitem(globals(), "results", lambda operator, arrays: (out, spec((0,), "uint8")))
-    with pytest.raises(ValueError, match="paged_attention: scratch: expected at least .* bytes, got 0"):
+    with pytest.raises(ValueError, match=r"paged_attention: scratch: expected at least .* bytes, got 0"):
         call(door, "paged_attention", arrays, options)
 
 
@@ -144,13 +144,17 @@ def test_handler_refuses_under_jax(door, bad):
 
     import xla_gpu.jax
 
-    (ready,) = door.call("simple_add", {"a": np.ones(1, np.float32), "b": np.ones(1, np.float32)})  # registers the targets
+    (ready,) = door.call(
+        "simple_add", {"a": np.ones(1, np.float32), "b": np.ones(1, np.float32)}
+    )  # registers the targets
     assert ready == 2 and xla_gpu.jax
     arrays, options = bad_inputs.valid(bad)
     bad.change(arrays, options)
     if any(x.dtype == np.float64 for x in arrays.values()):
         pytest.skip("JAX makes it float32")
-    shapes = [jax.ShapeDtypeStruct(tuple(r.shape), str(r.dtype).removeprefix("torch.")) for r in results(bad.operator, arrays)]
+    shapes = [
+        jax.ShapeDtypeStruct(tuple(r.shape), str(r.dtype).removeprefix("torch.")) for r in results(bad.operator, arrays)
+    ]
     operands = jax.device_put([arrays[name] for name in OPERANDS[bad.operator]], door.device())
     with pytest.raises(Exception, match=rf"{bad.operator}: \w+: expected"):
         jax.block_until_ready(jax.ffi.ffi_call(f"xla_gpu_{bad.operator}", shapes)(*operands))

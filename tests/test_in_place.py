@@ -1,5 +1,5 @@
-"""The KV cache is updated in place: the optimised HLO of a whole model step holds the typed custom calls, the alias from
-the cache's parameter to its result, and no other instruction that makes anything of the cache's shape."""
+"""The KV cache is updated in place: the optimised HLO of a whole model step holds the typed custom calls, the alias
+from the cache's parameter to its result, and no other instruction that makes anything of the cache's shape."""
 
 from __future__ import annotations
 

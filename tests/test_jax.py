@@ -112,7 +112,7 @@ def test_derivatives_are_refused_by_name(door, transform):
         "jvp": lambda: jax.jvp(loss, (arrays["query"],), (arrays["query"],)),
         "vjp": lambda: jax.vjp(loss, arrays["query"]),
     }
-    with pytest.raises(Exception, match="paged_attention.*(gradient|derivative|differentia)"):
+    with pytest.raises(Exception, match=r"paged_attention.*(gradient|derivative|differentia)"):
         calls[transform]()
 
 
@@ -154,7 +154,9 @@ def test_inside_control_flow(door):
         cache = xla_gpu.jax.reshape_and_cache(arrays["key"], arrays["value"], cache, slot_mapping)
         return cache, None
 
-    cache, _ = jax.jit(lambda c, s: jax.lax.scan(step, c, s))(*jax.device_put((arrays["kv_cache"], slots), door.device()))
+    cache, _ = jax.jit(lambda c, s: jax.lax.scan(step, c, s))(
+        *jax.device_put((arrays["kv_cache"], slots), door.device())
+    )
     want = arrays["kv_cache"]
     for row in slots:
         want = reference.reshape_and_cache(arrays["key"], arrays["value"], want, row)

@@ -69,7 +69,10 @@ def test_another_library():
     import ctypes.util
 
     name = ctypes.util.find_library("m")
-    path = next((p for d in ("/lib/x86_64-linux-gnu", "/usr/lib64", "/lib64", "/usr/lib") if (p := Path(d) / name).exists()), None)
+    path = next(
+        (p for d in ("/lib/x86_64-linux-gnu", "/usr/lib64", "/lib64", "/usr/lib") if (p := Path(d) / name).exists()),
+        None,
+    )
     if path is None:
         pytest.skip(f"{name} is in none of the usual places")
     text = load(path)

@@ -3,6 +3,7 @@ package; every operator has its files on every floor; the rules on who includes 
 
 from __future__ import annotations
 
+import contextlib
 import re
 import subprocess
 from pathlib import Path
@@ -44,7 +45,7 @@ def operator_folders() -> list[str]:
 WITHOUT_TARGET = {"ragged_paged_attention"}
 
 
-# ---- Symbols = targets = operators ---------------------------------------------------------------------------------------
+# ---- Symbols = targets = operators -----------------------------------------------------------------------------------
 def test_exported_handlers_are_the_handler_table(exported):
     table = {f"{h.target}_{'cuda' if h.platform == 'CUDA' else 'host'}" for h in _library.load().handlers()}
     handlers = {name for name in exported if re.fullmatch(r"xla_gpu_.*_(host|cuda)", name)}
@@ -54,7 +55,9 @@ def test_exported_handlers_are_the_handler_table(exported):
 def test_handler_table_is_the_operators():
     platforms = ["Host", "CUDA"] if with_cuda() else ["Host"]
     table = sorted((h.target, h.platform) for h in _library.load().handlers())
-    assert table == sorted((f"xla_gpu_{op.name}", p) for op in OPERATORS if op.name not in WITHOUT_TARGET for p in platforms)
+    assert table == sorted(
+        (f"xla_gpu_{op.name}", p) for op in OPERATORS if op.name not in WITHOUT_TARGET for p in platforms
+    )
 
 
 def test_registered_targets_are_the_handler_table():
@@ -90,7 +93,7 @@ def test_same_argument_names_in_both_doors():
         assert names[0] == names[1], op.name
 
 
-# ---- Files: one stem on every floor ----------------------------------------------------------------------------------------
+# ---- Files: one stem on every floor ----------------------------------------------------------------------------------
 @pytest.mark.parametrize("folder", operator_folders())
 def test_operator_has_its_files(folder):
     ops = FFI / "ops" / folder
@@ -115,7 +118,7 @@ def test_every_source_file_is_compiled():
         assert source.name in lists, f"{source.relative_to(ROOT)} is in no CMakeLists.txt"
 
 
-# ---- Who includes what ------------------------------------------------------------------------------------------------------
+# ---- Who includes what -----------------------------------------------------------------------------------------------
 def includes(path: Path) -> list[str]:
     return re.findall(r'^\s*#\s*include\s+[<"]([^>"]+)[>"]', path.read_text(), re.MULTILINE)
 
@@ -133,8 +136,12 @@ def test_kernels_include_no_xla_and_no_framework():
                 found |= reached(ours, seen)
         return found
 
-    kernels = [p for p in (FFI / "ops").rglob("*") if p.suffix in (".cc", ".cu", ".cuh", ".h") and not p.stem.endswith("_ffi")]
-    kernels += [p for folder in ("host", "device") for p in (FFI / folder).iterdir() if p.suffix in (".cc", ".cu", ".cuh", ".h")]
+    kernels = [
+        p for p in (FFI / "ops").rglob("*") if p.suffix in (".cc", ".cu", ".cuh", ".h") and not p.stem.endswith("_ffi")
+    ]
+    kernels += [
+        p for folder in ("host", "device") for p in (FFI / folder).iterdir() if p.suffix in (".cc", ".cu", ".cuh", ".h")
+    ]
     assert kernels
     for path in kernels:
         forbidden = {i for i in reached(path, set()) if re.match(r"(xla|torch|ATen|c10|jax|pybind11|Python\.h)\b", i)}
@@ -163,7 +170,7 @@ def test_handlers_do_not_throw_abort_or_exit():
         assert not found, f"{path.relative_to(ROOT)}: {found}"
 
 
-# ---- What the library needs -------------------------------------------------------------------------------------------------
+# ---- What the library needs ------------------------------------------------------------------------------------------
 def test_depends_on_the_system_alone():
     dynamic = tool("readelf", "--dynamic", str(_library.find()))
     needed = re.findall(r"\(NEEDED\).*\[(.*?)\]", dynamic)
@@ -179,10 +186,8 @@ def test_versions_agree():
     info = _library.load().build_info()
     assert info["version"] == xla_gpu.__version__
     assert info["ffi_api"] == [0, 1]
-    try:
+    with contextlib.suppress(metadata.PackageNotFoundError):  # used from its source folder
         assert metadata.version("xla_gpu") == xla_gpu.__version__
-    except metadata.PackageNotFoundError:
-        pass  # used from its source folder
     assert f'version = "{xla_gpu.__version__}"' in (ROOT / "pyproject.toml").read_text()
 
 

@@ -28,10 +28,11 @@ def contiguous(inputs: cases.AttentionInputs, case: AttentionCase):
     from tests import reference
     from tests.arrays import to_torch
 
-    (q_len, context_len), = case.sequences
+    ((q_len, context_len),) = case.sequences
     pages = inputs.block_tables[0, : -(-context_len // case.page_size)]
     k, v = (
-        part[pages].reshape(-1, case.num_kv_heads, case.head_dim)[:context_len] for part in reference.split_cache(inputs.kv_cache)
+        part[pages].reshape(-1, case.num_kv_heads, case.head_dim)[:context_len]
+        for part in reference.split_cache(inputs.kv_cache)
     )
     return [to_torch(np.ascontiguousarray(x)).transpose(0, 1)[None] for x in (inputs.query[:q_len], k, v)]
 
@@ -42,7 +43,7 @@ def test_agrees_with_eager_attention_of(door, model, case):
     module = pytest.importorskip(f"transformers.models.{model}.modeling_{model}", exc_type=ImportError)
     inputs = cases.build(case)
     q, k, v = contiguous(inputs, case)
-    (q_len, context_len), = case.sequences
+    ((q_len, context_len),) = case.sequences
     rows, keys = torch.arange(context_len - q_len, context_len)[:, None], torch.arange(context_len)[None]
     hidden = keys > rows
     if case.sliding_window:
@@ -68,7 +69,9 @@ def test_a_whole_llama_layer(door):
     from transformers.models.llama import modeling_llama as llama
 
     torch.manual_seed(0)
-    config = LlamaConfig(hidden_size=128, num_attention_heads=8, num_key_value_heads=2, head_dim=16, num_hidden_layers=1)
+    config = LlamaConfig(
+        hidden_size=128, num_attention_heads=8, num_key_value_heads=2, head_dim=16, num_hidden_layers=1
+    )
     config._attn_implementation = "eager"
     layer, rotary = llama.LlamaAttention(config, 0).eval(), llama.LlamaRotaryEmbedding(config)
     x = torch.randn(1, 23, 128)

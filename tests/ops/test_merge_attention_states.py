@@ -10,7 +10,9 @@ from tests import cases, compare, plain, reference
 
 def states(dtype: str, num_tokens=37, num_heads=6, head_dim=80):
     rng = cases.rng_for(f"merge {dtype}")
-    out_a, out_b = (rng.standard_normal((num_tokens, num_heads, head_dim)).astype(cases.DTYPES[dtype]) for _ in range(2))
+    out_a, out_b = (
+        rng.standard_normal((num_tokens, num_heads, head_dim)).astype(cases.DTYPES[dtype]) for _ in range(2)
+    )
     lse_a, lse_b = (rng.uniform(-10, 10, (num_tokens, num_heads)).astype(np.float32) for _ in range(2))
     # What empty parts look like: in one, the other, both.
     for lse, out, rows in ((lse_a, out_a, (3, 5)), (lse_b, out_b, (4, 5))):

@@ -17,7 +17,11 @@ NAMES = {c.name: c for c in (*cases.COMMON, *cases.MORE)}
 def expected(case: AttentionCase):
     """(inputs, (out, lse) in float64, (out, lse) by plain PyTorch)."""
     inputs = cases.build(case)
-    return inputs, reference.paged_attention(**inputs.arrays(), **case.options()), plain.paged_attention(inputs, **case.options())
+    return (
+        inputs,
+        reference.paged_attention(**inputs.arrays(), **case.options()),
+        plain.paged_attention(inputs, **case.options()),
+    )
 
 
 def check(door, case: AttentionCase) -> None:

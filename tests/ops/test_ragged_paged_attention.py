@@ -60,7 +60,9 @@ def jax_reference(module):
 
 OTHERS = {
     "torch_xla nonkernel": torch_xla_reference,
-    "torch_xla ref_ragged_paged_attention": jax_reference("torch_xla.experimental.pallas_kernels.ragged_paged_attention_v2"),
+    "torch_xla ref_ragged_paged_attention": jax_reference(
+        "torch_xla.experimental.pallas_kernels.ragged_paged_attention_v2"
+    ),
     "jax ref_ragged_paged_attention": jax_reference("jax.experimental.pallas.ops.tpu.ragged_paged_attention"),
 }
 
@@ -117,7 +119,9 @@ def test_without_the_kernel(door):
 
 @pytest.mark.doors("eager", "eager-cuda", "torch_xla", "torch_xla-cuda")
 def test_float8_scales_are_floats(door):
-    case = cases.AttentionCase("rpa-fp8", ((1, 40), (3, 20)), cache_dtype="float8_e4m3fn", scales="one", dtype="bfloat16")
+    case = cases.AttentionCase(
+        "rpa-fp8", ((1, 40), (3, 20)), cache_dtype="float8_e4m3fn", scales="one", dtype="bfloat16"
+    )
     inputs = cases.build(case)
     want, _ = reference.paged_attention(**inputs.arrays(), **case.options())
     (out,) = door.call(

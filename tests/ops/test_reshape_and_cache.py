@@ -59,8 +59,8 @@ def test_functional_leaves_its_argument_alone(door):
 @pytest.mark.doors("eager", "eager-cuda", "jax", "jax-cuda")
 def test_of_duplicate_slots_one_wins_whole(door, cache_dtype):
     case = CacheCase(
-        "duplicates", num_tokens=64, cache_dtype=cache_dtype, scales=cache_dtype and "one", page_size=4, num_pages=4, skipped=0,
-        num_slots=16,
+        "duplicates", num_tokens=64, cache_dtype=cache_dtype, scales=cache_dtype and "one", page_size=4, num_pages=4,
+        skipped=0, num_slots=16,
     )  # fmt: skip
     arrays = cases.build_cache(case)
     arrays["slot_mapping"] = np.repeat(np.array([3, 5, 11, 8], np.int32), 16)
@@ -73,7 +73,9 @@ def test_of_duplicate_slots_one_wins_whole(door, cache_dtype):
         k, v = k_pages[slot // 4, slot % 4], v_pages[slot // 4, slot % 4]
         winners = [t for t in candidates if (compare.bits(stored[t]) == compare.bits(k)).all()]
         assert winners, f"slot {slot} holds no token's key"
-        assert any((compare.bits(stored_v[t]) == compare.bits(v)).all() for t in winners), f"slot {slot}: K and V of two tokens"
+        assert any((compare.bits(stored_v[t]) == compare.bits(v)).all() for t in winners), (
+            f"slot {slot}: K and V of two tokens"
+        )
         if door.platform == "host":
             assert candidates[-1] in winners, "on the host the last token stays"
 
@@ -97,4 +99,6 @@ def test_every_bfloat16_rounds_to_nearest_float8(door, dtype, cache_dtype):
     want = reference.reshape_and_cache(**arrays)
     compare.assert_same_special(cache.astype(np.float32), want.astype(np.float32), door.name)
     number = ~np.isnan(want.astype(np.float32))  # which of its NaN patterns a NaN becomes is nobody's business
-    compare.assert_bitwise_equal(np.where(number, compare.bits(cache), 0), np.where(number, compare.bits(want), 0), door.name)
+    compare.assert_bitwise_equal(
+        np.where(number, compare.bits(cache), 0), np.where(number, compare.bits(want), 0), door.name
+    )

@@ -16,7 +16,9 @@ def test_is_the_sum_bit_for_bit(door, dtype, shape):
     rng = cases.rng_for(f"simple_add {dtype} {shape}")
     a, b = (rng.standard_normal(shape).astype(cases.DTYPES[dtype]) for _ in range(2))
     (out,) = door.call("simple_add", {"a": a, "b": b})
-    compare.assert_bitwise_equal(out, np.asarray(a.astype(np.float32) + b.astype(np.float32)).astype(a.dtype), door.name)
+    compare.assert_bitwise_equal(
+        out, np.asarray(a.astype(np.float32) + b.astype(np.float32)).astype(a.dtype), door.name
+    )
 
 
 @pytest.mark.parametrize("dtype", cases.FLOATS)
