@@ -74,8 +74,8 @@ struct PrefillWgmma {
   static_assert(kDim % 64 == 0 && kChunks <= 32 && kWarpKeys <= 32 && kSharedBytes <= 227 * 1024);
 
   // Registers of a thread, in place of the 168 that the launch gives each; together no more than an SM has.
-  static constexpr int kProducerRegisters = 40;
-  static constexpr int kConsumerRegisters = 232;
+  static constexpr int kProducerRegisters = 56;
+  static constexpr int kConsumerRegisters = 224;
 
   const PagedAttentionParams& params;
   char* const shared;  // aligned to 1024 bytes
