@@ -17,18 +17,29 @@ __device__ inline uint64_t EvictFirstPolicy() {
   return policy;
 }
 
-// Copies 16 bytes past L1; writes zeros, and reads nothing, where !read.
-__device__ inline void CopyAsync16(uint32_t shared, const void* global, bool read, uint64_t policy) {
-  asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;" ::"r"(shared), "l"(global),
-               "r"(read ? 16 : 0), "l"(policy)
+// Copies 16 bytes past L1.
+__device__ inline void CopyAsync16(uint32_t shared, const void* global, uint64_t policy) {
+  asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "l"(policy)
                : "memory");
+}
+
+// As above; writes zeros, and reads nothing, where !read.
+// NOTE: not the form with a source size, for which the compiler moves the address about.
+__device__ inline void CopyAsync16(uint32_t shared, const void* global, bool read, uint64_t policy) {
+  asm volatile(
+      "{.reg .pred ignore; setp.eq.u32 ignore, %2, 0;"
+      " cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, ignore, %3;}" ::"r"(shared),
+      "l"(global), "r"(static_cast<uint32_t>(read)), "l"(policy)
+      : "memory");
 }
 
 // As CopyAsync16 for rows that are only 8-byte aligned; these go through L1.
 __device__ inline void CopyAsync8(uint32_t shared, const void* global, bool read, uint64_t policy) {
-  asm volatile("cp.async.ca.shared.global.L2::cache_hint [%0], [%1], 8, %2, %3;" ::"r"(shared), "l"(global),
-               "r"(read ? 8 : 0), "l"(policy)
-               : "memory");
+  asm volatile(
+      "{.reg .pred ignore; setp.eq.u32 ignore, %2, 0;"
+      " cp.async.ca.shared.global.L2::cache_hint [%0], [%1], 8, ignore, %3;}" ::"r"(shared),
+      "l"(global), "r"(static_cast<uint32_t>(read)), "l"(policy)
+      : "memory");
 }
 
 // Copies 4 bytes, through L1.
@@ -60,6 +71,9 @@ __device__ inline void WaitAsync(int pending) {
     WaitAsync<0>();
   }
 }
+
+// Brings the 128 bytes at `global` into L2, some time.
+__device__ inline void PrefetchToL2(const void* global) { asm volatile("prefetch.global.L2 [%0];" ::"l"(global)); }
 
 }  // namespace xla_gpu
 

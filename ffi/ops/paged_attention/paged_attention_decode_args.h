@@ -22,7 +22,7 @@ namespace xla_gpu::decode {
 
 inline constexpr int kTeam = int{kMaxDecodeGroups};  // blocks that share a unit
 inline constexpr int kRows = 16;                     // query rows of a matrix tile: (query, head) pairs
-inline constexpr int kWindow = 256;                  // sequences that are put in order at a time
+inline constexpr int kWindow = 128;                  // sequences that are put in order at a time: one a thread
 
 struct DecodeArgs {
   PagedAttentionParams params;

@@ -1,4 +1,4 @@
-// The decode kernel: one block per SM that walks over its share of the work (paged_attention_decode_work.cuh) with K and V
+// The decode kernel: resident blocks that walk over their share of the work (paged_attention_decode_work.cuh) with K and V
 // streaming through a ring of tiles per warp. Warps meet only when a group of keys is done.
 #ifndef XLA_GPU_OPS_PAGED_ATTENTION_PAGED_ATTENTION_DECODE_KERNEL_CUH_
 #define XLA_GPU_OPS_PAGED_ATTENTION_PAGED_ATTENTION_DECODE_KERNEL_CUH_
@@ -19,124 +19,159 @@ struct Shared {
   static_assert(kPairs % 16 == 0);
 
   float2 strands[S::kWarps][kPassRows * kPairs];  // some rows of the warps' results
-  float2 groups[kTeam][kRows * kPairs / kTeam];   // this block's part of the output, from each block of its cluster
+  // This block's part of some rows of the output, from each block of its cluster; two of them take turns.
+  float2 groups[2][kTeam][kPassRows * kPairs / kTeam];
   Softmax strand_softmax[S::kWarps][kRows];
-  Softmax group_softmax[kTeam][kRows];
+  Softmax group_softmax[2][kTeam][kPassRows];
   typename Fetcher<S>::Looks looks[S::kWarps];
   uint4 query[S::kQueryInRegisters ? 1 : S::kSteps * 32];
   uint8_t order[kWindow];
-  int first_solo;
 
   // Where pair `pair` of row `row` of a pass lies: four lanes of each of four rows meet no bank twice.
   __device__ static int At(int row, int pair) { return row * kPairs + (pair ^ (row << 2)); }
 };
 
-// The part of a row tile that a thread merges: one pair of columns of one row of each pass, or kDim / 128 of them.
-template <typename S>
-struct Merger {
-  static constexpr int kPasses = kRows / kPassRows;
-  static constexpr int kEach = (kPassRows * Shared<S>::kPairs + S::kThreads - 1) / S::kThreads;
+// Some rows of a unit that the cluster's blocks have given to one another and not merged yet.
+struct Given {
+  bool any;
+  int turn;         // which of the two buffers is next
+  int groups;       // blocks that gave something
+  int rows;         // of a pass: 1 to kPassRows
+  int first_row;    // of the unit
+  int head;         // kv head
+  int q_begin;      // of the sequence
+};
 
-  // The unit's groups so far, where the block computes all of them.
-  float2 out[kPasses][kEach];
-  Softmax softmax[kPasses][kEach];
+// Merges partial results from warps to blocks to units. A thread has to do with one pair of columns of one row of each
+// pass, or kDim / 64 of them.
+template <typename S>
+class Merger {
+ public:
+  __device__ explicit Merger(const DecodeArgs& args) : given_{} {
+    // The cluster's blocks may be written to from now on.
+    if (args.cluster) ClusterArrive();
+    first_ = true;
+  }
 
   // Merges the warps' strands into a group and passes it on: adds it to the unit's groups and writes the output after the
-  // last one (solo), gives it to the blocks of the cluster, or puts it into the scratch. All threads call it.
+  // last one (solo), gives it to the blocks of the cluster, or puts it into the scratch. All threads call it, in clusters
+  // those of all blocks; `in_group`: false in a block whose group has no keys, and which has nothing to give.
   __device__ void Merge(const DecodeArgs& args, const Walk<S>& walk, Strand<S>& strand, Shared<S>& shared, int rows,
-                        int warp, int lane) {
+                        bool in_group, int warp, int lane) {
     const int pairs = static_cast<int>(args.params.head_dim / 2);
-    const int part = (rows * pairs + kTeam - 1) / kTeam;
     if (lane % 4 == 0) {
       shared.strand_softmax[warp][lane / 4] = strand.softmax[0];
       shared.strand_softmax[warp][lane / 4 + 8] = strand.softmax[1];
     }
-#pragma unroll
-    for (int pass = 0; pass < kPasses; ++pass) {
-      if (pass * kPassRows >= rows) break;
-      if (pass > 0) __syncthreads();  // the last pass has been read
-      if (lane / 16 == pass % 2) {    // lanes of rows [4 * pass, 4 * pass + 4)
+    // NOTE: loops are kept as loops, here and below: code that is run once waits for its instructions.
+#pragma unroll 1
+    for (int pass = 0; pass * kPassRows < rows; ++pass) {
+      const int pass_rows = min(kPassRows, rows - pass * kPassRows);
+      const int part = (pass_rows * pairs + kTeam - 1) / kTeam;
+      if (in_group && lane / 16 == pass % 2) {  // lanes of rows [4 * pass, 4 * pass + 4)
 #pragma unroll
         for (int i = 0; i < Strand<S>::kPairs; ++i) {
           shared.strands[warp][Shared<S>::At(lane / 4 % 4, strand.PairAt(i, lane))] = {
-              strand.PairElement(i, pass / 2, 0), strand.PairElement(i, pass / 2, 1)};
+              pass < 2 ? strand.PairElement(i, 0, 0) : strand.PairElement(i, 1, 0),
+              pass < 2 ? strand.PairElement(i, 0, 1) : strand.PairElement(i, 1, 1)};
         }
       }
       __syncthreads();
-#pragma unroll
+      const bool give = !walk.solo && args.cluster;
+      if (give) Receive(args, shared);
+#pragma unroll 1
       for (int each = 0; each < kEach; ++each) {
         const int index = each * S::kThreads + threadIdx.x;
         const int pass_row = index / Shared<S>::kPairs;
         const int pair = index % Shared<S>::kPairs;
         const int row = pass * kPassRows + pass_row;
-        if (pass_row >= kPassRows || row >= rows || pair >= pairs) continue;
-        Softmax total = shared.strand_softmax[0][row];
-        float2 sum = shared.strands[0][Shared<S>::At(pass_row, pair)];
-#pragma unroll
-        for (int i = 1; i < S::kWarps; ++i) {
-          const MergeFactors factors = MergeInto(total, shared.strand_softmax[i][row]);
-          const float2 other = shared.strands[i][Shared<S>::At(pass_row, pair)];
-          sum = {decode::Merge(sum.x, other.x, factors), decode::Merge(sum.y, other.y, factors)};
-        }
+        if (!in_group || pass_row >= pass_rows || pair >= pairs) continue;
+        Softmax total;
+        float2 sum;
+        MergeAll<S::kWarps>([&](int i) { return shared.strand_softmax[i][row]; },
+                            [&](int i) { return shared.strands[i][Shared<S>::At(pass_row, pair)]; }, &total, &sum);
         if (walk.solo) {
           if (!walk.IsFirstGroup()) {
-            const MergeFactors factors = MergeInto(softmax[pass][each], total);
-            total = softmax[pass][each];
-            sum = {decode::Merge(out[pass][each].x, sum.x, factors), decode::Merge(out[pass][each].y, sum.y, factors)};
+            const MergeFactors factors = MergeInto(softmax_[pass][each], total);
+            total = softmax_[pass][each];
+            sum = {decode::Merge(out_[pass][each].x, sum.x, factors), decode::Merge(out_[pass][each].y, sum.y, factors)};
           }
-          softmax[pass][each] = total;
-          out[pass][each] = sum;
-          if (walk.IsLastGroup()) StoreResult(args, walk, row, pair, total, sum);
-        } else if (args.cluster) {
-          const int element = row * pairs + pair;
+          softmax_[pass][each] = total;
+          out_[pass][each] = sum;
+          if (walk.IsLastGroup()) {
+            const RowPlace place = RowPlace::Of(args, walk.sequence.q_begin, walk.head, walk.row_tile * kRows + row);
+            StoreResult(args, place, pair, total, sum);
+          }
+        } else if (give) {
+          const int element = pass_row * pairs + pair;
           const int rank = element / part;
           const int at = element - rank * part;
-          const int group = walk.group;
-          StoreRemote(SharedAddress(&shared.groups[group][at]), rank, sum);
+          StoreRemote(SharedAddress(&shared.groups[given_.turn][walk.group][at]), rank, sum);
           if (at == 0 || pair == 0) {
-            StoreRemote(SharedAddress(&shared.group_softmax[group][row]), rank, {total.max, total.sum});
+            StoreRemote(SharedAddress(&shared.group_softmax[given_.turn][walk.group][pass_row]), rank,
+                        {total.max, total.sum});
           }
         } else {
-          const RowPlace place = RowPlace::Of(args, walk.sequence, walk.head, walk.row_tile * kRows + row);
+          const RowPlace place = RowPlace::Of(args, walk.sequence.q_begin, walk.head, walk.row_tile * kRows + row);
           const ScratchPlace to = ScratchPlace::Of(args, walk.seq, walk.sequence, place, walk.group);
           reinterpret_cast<float2*>(to.out)[pair] = sum;
           if (pair == 0) *to.softmax = total;
         }
       }
-    }
-  }
-
-  // Merges the groups that the cluster's blocks gave to this one and writes its part of the output.
-  __device__ static void MergeGroups(const DecodeArgs& args, const Walk<S>& walk, const Shared<S>& shared, int rows) {
-    const int pairs = static_cast<int>(args.params.head_dim / 2);
-    const int part = (rows * pairs + kTeam - 1) / kTeam;
-    const int begin = blockIdx.x % kTeam * part;
-    const int size = min(part, rows * pairs - begin);
-    const int groups = walk.cut.Groups();
-    for (int at = threadIdx.x; at < size; at += S::kThreads) {
-      const int row = (begin + at) / pairs;
-      Softmax total = shared.group_softmax[0][row];
-      float2 sum = shared.groups[0][at];
-#pragma unroll
-      for (int group = 1; group < kTeam; ++group) {
-        if (group < groups) {
-          const MergeFactors factors = MergeInto(total, shared.group_softmax[group][row]);
-          const float2 other = shared.groups[group][at];
-          sum = {decode::Merge(sum.x, other.x, factors), decode::Merge(sum.y, other.y, factors)};
-        }
+      if (give) {
+        ClusterArrive();
+        given_ = {true, given_.turn, walk.cut.Groups(), pass_rows, walk.row_tile * kRows + pass * kPassRows, walk.head,
+                  walk.sequence.q_begin};
       }
-      StoreResult(args, walk, row, begin + at - row * pairs, total, sum);
+      __syncthreads();  // the strands have been read
     }
   }
 
-  __device__ static void StoreResult(const DecodeArgs& args, const Walk<S>& walk, int row, int pair,
-                                     const Softmax& total, float2 sum) {
-    const RowPlace place = RowPlace::Of(args, walk.sequence, walk.head, walk.row_tile * kRows + row);
+  // Merges what was given last, if anything, and writes this block's part of the output. The cluster's other work goes on
+  // between the giving and this, so that nobody waits long.
+  __device__ void Receive(const DecodeArgs& args, const Shared<S>& shared) {
+    if (first_ && args.cluster) ClusterWait();
+    first_ = false;
+    if (!given_.any) return;
+    given_.any = false;
+    ClusterWait();
+    const int pairs = static_cast<int>(args.params.head_dim / 2);
+    const int part = (given_.rows * pairs + kTeam - 1) / kTeam;
+    const int at = threadIdx.x;
+    static_assert(kPassRows * Shared<S>::kPairs / kTeam <= S::kThreads);
+    const int element = blockIdx.x % kTeam * part + at;
+    if (at < part && element < given_.rows * pairs) {
+      const int row = element / pairs;
+      const int pair = element - row * pairs;
+      const Softmax none = {-INFINITY, 0.0f};
+      Softmax total;
+      float2 sum;
+      MergeAll<kTeam>([&](int i) { return i < given_.groups ? shared.group_softmax[given_.turn][i][row] : none; },
+                      [&](int i) { return i < given_.groups ? shared.groups[given_.turn][i][at] : float2{0.0f, 0.0f}; },
+                      &total, &sum);
+      const RowPlace place = RowPlace::Of(args, given_.q_begin, given_.head, given_.first_row + row);
+      StoreResult(args, place, pair, total, sum);
+    }
+    given_.turn ^= 1;
+  }
+
+ private:
+  static constexpr int kPasses = kRows / kPassRows;
+  static constexpr int kEach = (kPassRows * Shared<S>::kPairs + S::kThreads - 1) / S::kThreads;
+
+  __device__ static void StoreResult(const DecodeArgs& args, const RowPlace& place, int pair, const Softmax& total,
+                                     float2 sum) {
     float lse;
     const float factor = Finish(args, total, place.head, &lse);
     StorePair(args, place.at * args.params.head_dim + 2 * pair, {sum.x * factor, sum.y * factor});
     if (args.params.lse != nullptr && pair == 0) args.params.lse[place.at] = lse;
   }
+
+  // The unit's groups so far, where the block computes all of them. In local memory, for the index.
+  float2 out_[kPasses][kEach];
+  Softmax softmax_[kPasses][kEach];
+  Given given_;
+  bool first_;  // nothing was given yet, and the cluster's blocks may not have started
 };
 
 // Writes the rows that no sequence owns: see paged_attention_metadata.cuh.
@@ -166,10 +201,22 @@ __device__ inline void FillUnownedRows(const DecodeArgs& args, int live, bool in
   }
 }
 
+// Starts bringing into L2 what the first steps wait for, one line a thread: page table and query.
+__device__ inline void PrefetchInputs(const DecodeArgs& args) {
+  const PagedAttentionParams& params = args.params;
+  const int64_t at = (int64_t{blockIdx.x} * blockDim.x + threadIdx.x) * 128;
+  if (at < params.max_seqs * params.pages_per_seq * int64_t{sizeof(int32_t)}) {
+    PrefetchToL2(reinterpret_cast<const char*>(params.block_tables) + at);
+  }
+  if (at < params.num_tokens * params.num_heads * params.head_dim * int64_t{2}) {
+    PrefetchToL2(static_cast<const char*>(params.query) + at);
+  }
+}
+
 // Grid: num_teams * kTeam blocks, in clusters of kTeam where args.cluster. Dynamic shared memory: args.stages *
 // kStageBytes + sizeof(Shared).
 template <typename S>
-__global__ void __launch_bounds__(S::kThreads, 1) DecodeKernel(const __grid_constant__ DecodeArgs args) {
+__global__ void __launch_bounds__(S::kThreads, S::kBlocksPerSm) DecodeKernel(const __grid_constant__ DecodeArgs args) {
   extern __shared__ __align__(128) uint8_t memory[];
   Shared<S>& shared = *reinterpret_cast<Shared<S>*>(memory + args.stages * S::kStageBytes);
   const uint8_t* const order = shared.order;
@@ -178,9 +225,8 @@ __global__ void __launch_bounds__(S::kThreads, 1) DecodeKernel(const __grid_cons
   const uint32_t ring = SharedAddress(memory) + warp * S::kWarpStageBytes;
   const int stages = args.stages;
 
-  // Whether this block has told its cluster that it may be written to, and not yet heard the same from all others.
-  bool cluster_pending = args.cluster;
-  if (args.cluster) ClusterArrive();
+  PrefetchInputs(args);
+  Merger<S> merger(args);
   if (args.params.head_dim < S::kDim) {  // columns past head_dim: no copy ever touches them
     for (int i = threadIdx.x; i < stages * S::kStageBytes / 16; i += S::kThreads) {
       reinterpret_cast<uint4*>(memory)[i] = {0, 0, 0, 0};
@@ -190,29 +236,26 @@ __global__ void __launch_bounds__(S::kThreads, 1) DecodeKernel(const __grid_cons
   int begin = args.seq_begin;
   do {  // once even without a sequence: for the rows that none owns
     static_assert(kWindow * sizeof(int) <= sizeof(shared.strands));
-    const Plan plan = MakePlan<S>(args, begin, {reinterpret_cast<int*>(shared.strands), &shared.first_solo, shared.order});
-
-    Fetcher<S> fetcher;
-    fetcher.Start(args, plan, order, ring, &shared.looks[warp], warp, lane);
-    for (int stage = 0; stage < stages; ++stage) fetcher.Fetch(args, plan, order, stage);
-    int stage = 0;
+    const Plan plan = MakePlan<S>(args, begin, reinterpret_cast<int*>(shared.strands), shared.order);
 
     Query<S> query;
-    Strand<S> strand;
-    Merger<S> merger;
     Walk<S> walk;
-    for (walk.Start(args, plan, order); walk.active; walk.Next(args, plan, order)) {
+    walk.Start(args, plan, order);
+    const auto load_query = [&] {
+      if (walk.active && walk.IsFirstGroup()) query.Load(args, walk, shared.query, warp, lane);
+    };
+    load_query();
+
+    Fetcher<S> fetcher;
+    fetcher.Start(args, plan, order, walk, ring, &shared.looks[warp], warp, lane);
+    int stage = 0;
+
+    Strand<S> strand;
+    while (walk.active) {
       const int rows = min(kRows, walk.NumRows(args) - walk.row_tile * kRows);
       const int groups = walk.cut.Groups();
-      if (groups == 0) {
-        if (walk.solo || walk.group == 0) {
-          StoreConstantRows(args, walk.sequence, walk.head, walk.row_tile * kRows, walk.row_tile * kRows + rows);
-        }
-        continue;
-      }
-
-      if (walk.group < groups) {
-        if (walk.IsFirstGroup()) query.Load(args, walk, shared.query, warp, lane);
+      const bool in_group = walk.group < groups;
+      if (in_group) {
         strand.Clear();
         bool bad = false;
         const int end = walk.cut.StrandBegin(walk.group * S::kWarps + warp + 1);
@@ -226,21 +269,13 @@ __global__ void __launch_bounds__(S::kThreads, 1) DecodeKernel(const __grid_cons
         }
         strand.Close(bad);
       }
-
-      if (!walk.solo && cluster_pending) {
-        ClusterWait();
-        cluster_pending = false;
+      if (groups > 0) {
+        merger.Merge(args, walk, strand, shared, rows, in_group, warp, lane);
+      } else if (walk.solo || walk.group == 0) {
+        StoreConstantRows(args, walk.sequence, walk.head, walk.row_tile * kRows, walk.row_tile * kRows + rows);
       }
-      if (walk.group < groups) merger.Merge(args, walk, strand, shared, rows, warp, lane);
-      if (!walk.solo && args.cluster) {
-        ClusterArrive();
-        ClusterWait();
-        Merger<S>::MergeGroups(args, walk, shared, rows);
-        ClusterArrive();
-        cluster_pending = true;
-      } else {
-        __syncthreads();  // the merge has been read
-      }
+      walk.Next(args, plan, order);
+      load_query();
     }
     if (args.fill_unowned && begin == args.seq_begin && blockIdx.x == gridDim.x - 1) {
       FillUnownedRows(args, plan.live, plan.in_order);
@@ -248,19 +283,18 @@ __global__ void __launch_bounds__(S::kThreads, 1) DecodeKernel(const __grid_cons
     begin += kWindow;
     __syncthreads();  // `order` and `strands` are free
   } while (begin < args.seq_end);
-  if (cluster_pending) ClusterWait();
+  merger.Receive(args, shared);
 }
 
 // Merges the groups that lie in the scratch, where teams are no clusters. Grid: (sequences of the launch, kv heads); it
 // plans as the blocks of the decode kernel did.
 template <typename S>
 __global__ void __launch_bounds__(S::kThreads) MergeScratchKernel(const __grid_constant__ DecodeArgs args) {
-  __shared__ int keys[kWindow];
-  __shared__ int first_solo;
+  __shared__ __align__(16) int keys[kWindow];
   __shared__ uint8_t order[kWindow];
   const PagedAttentionParams& params = args.params;
   const int begin = args.seq_begin + blockIdx.x / kWindow * kWindow;
-  const Plan plan = MakePlan<S>(args, begin, {keys, &first_solo, order});
+  const Plan plan = MakePlan<S>(args, begin, keys, order);
   __syncthreads();
   const int rank = blockIdx.x % kWindow;
   if (rank >= plan.num_team) return;
@@ -272,7 +306,7 @@ __global__ void __launch_bounds__(S::kThreads) MergeScratchKernel(const __grid_c
   for (int i = threadIdx.x; i < sequence.q_len * args.group * pairs; i += S::kThreads) {
     const int row = i / pairs;
     const int pair = i - row * pairs;
-    const RowPlace place = RowPlace::Of(args, sequence, blockIdx.y, row);
+    const RowPlace place = RowPlace::Of(args, sequence.q_begin, blockIdx.y, row);
     Softmax total;
     float2 sum;
     for (int group = 0; group < groups; ++group) {

@@ -43,17 +43,24 @@ inline cudaLaunchConfig_t TeamConfig(const Residency& residency, int teams, int 
 
 template <typename S>
 Status FindResidency(int device, Residency* residency) {
-  int per_block, sms;
+  int per_sm, per_block, reserved, sms;
+  XLA_GPU_DECODE_CHECK(cudaDeviceGetAttribute(&per_sm, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device));
+  XLA_GPU_DECODE_CHECK(cudaDeviceGetAttribute(&reserved, cudaDevAttrReservedSharedMemoryPerBlock, device));
   XLA_GPU_DECODE_CHECK(cudaDeviceGetAttribute(&per_block, cudaDevAttrMaxSharedMemoryPerBlockOptin, device));
   XLA_GPU_DECODE_CHECK(cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device));
   constexpr int kFixed = static_cast<int>(sizeof(Shared<S>));
-  const int stages = (per_block - kFixed) / S::kStageBytes;
+  int blocks = S::kBlocksPerSm;
+  int stages = (std::min(per_block, per_sm / blocks - reserved) - kFixed) / S::kStageBytes;
+  if (stages < 2) {
+    blocks = 1;
+    stages = (per_block - kFixed) / S::kStageBytes;
+  }
   if (stages < 1) return Status::Internal("paged_attention: the device has too little shared memory");
   residency->stages = std::min(stages, S::kMaxStages);
   residency->shared_bytes = residency->stages * S::kStageBytes + kFixed;
   XLA_GPU_DECODE_CHECK(cudaFuncSetAttribute(DecodeKernel<S>, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                             residency->shared_bytes));
-  residency->teams = std::max(1, sms / kTeam);
+  residency->teams = std::max(1, sms * blocks / kTeam);
 
   // Clusters need code compiled for them, not only a device that has them.
   cudaFuncAttributes attributes;

@@ -41,6 +41,35 @@ __device__ inline float Merge(float first, float second, const MergeFactors& fac
   return __fmaf_rn(second, factors.second, __fmul_rn(first, factors.first));
 }
 
+// Merges partial results 0 to kCount - 1 from left to right into (total, sum): softmax(i) and out(i) give the i-th.
+// NOTE: the maxima are worked out first, so that all the powers are independent of one another.
+template <int kCount, typename SoftmaxAt, typename OutAt>
+__device__ inline void MergeAll(const SoftmaxAt& softmax, const OutAt& out, Softmax* total, float2* sum) {
+  Softmax parts[kCount];
+  float2 outs[kCount];
+  float max[kCount];
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    parts[i] = softmax(i);
+    outs[i] = out(i);
+    max[i] = i == 0 ? parts[0].max : fmaxf(max[i - 1], parts[i].max);
+  }
+  MergeFactors factors[kCount];
+#pragma unroll
+  for (int i = 1; i < kCount; ++i) {
+    const float shift = max[i] == -INFINITY ? 0.0f : max[i];
+    factors[i] = {Exp2(max[i - 1] - shift), Exp2(parts[i].max - shift)};
+  }
+  float total_sum = parts[0].sum;
+  *sum = outs[0];
+#pragma unroll
+  for (int i = 1; i < kCount; ++i) {
+    total_sum = Merge(total_sum, parts[i].sum, factors[i]);
+    *sum = {Merge(sum->x, outs[i].x, factors[i]), Merge(sum->y, outs[i].y, factors[i])};
+  }
+  *total = {max[kCount - 1], total_sum};
+}
+
 // What a row's output is multiplied by in the end; `lse` receives the natural log of its sum.
 __device__ inline float Finish(const DecodeArgs& args, Softmax softmax, int head, float* lse) {
   if (softmax.sum == 0.0f) {  // no key seen; a sink alone has no value
@@ -65,10 +94,10 @@ struct RowPlace {
   int head;
   int64_t at;  // token * num_heads + head
 
-  __device__ static RowPlace Of(const DecodeArgs& args, const SequenceInfo& sequence, int kv_head, int row) {
+  __device__ static RowPlace Of(const DecodeArgs& args, int q_begin, int kv_head, int row) {
     const int query = row / args.group;
     const int head = kv_head * args.group + (row - query * args.group);
-    return {head, (int64_t{sequence.q_begin} + query) * args.params.num_heads + head};
+    return {head, (int64_t{q_begin} + query) * args.params.num_heads + head};
   }
 };
 
@@ -108,7 +137,7 @@ __device__ inline void StoreConstantRows(const DecodeArgs& args, const SequenceI
   const float value = sequence.valid ? 0.0f : NAN;
   const int pairs = static_cast<int>(args.params.head_dim / 2);
   for (int i = threadIdx.x; i < (last - first) * pairs; i += blockDim.x) {
-    const RowPlace place = RowPlace::Of(args, sequence, kv_head, first + i / pairs);
+    const RowPlace place = RowPlace::Of(args, sequence.q_begin, kv_head, first + i / pairs);
     StorePair(args, place.at * args.params.head_dim + i % pairs * 2, {value, value});
     if (args.params.lse != nullptr && i % pairs == 0) args.params.lse[place.at] = sequence.valid ? -INFINITY : NAN;
   }

@@ -25,7 +25,8 @@ struct Shape {
   static constexpr __nv_fp8_interpretation_t kFloat8Kind = kFormat == Format::kE4M3 ? __NV_E4M3 : __NV_E5M2;
   using Operand = std::conditional_t<kFormat == Format::kBF16, __nv_bfloat16, __half>;
 
-  static constexpr int kWarps = kDim <= 128 ? 8 : 4;  // of a block, one block to an SM; each computes a strand
+  static constexpr int kWarps = 4;                          // of a block; each computes a strand
+  static constexpr int kBlocksPerSm = kDim <= 128 ? 2 : 1;  // that registers and shared memory allow
   static constexpr int kThreads = 32 * kWarps;
   static constexpr int kStrands = kTeam * kWarps;  // of a unit, at most
 
@@ -35,7 +36,7 @@ struct Shape {
   static constexpr int kTileBytes = kTile * kRowBytes;  // of K, and again of V
   static constexpr int kWarpStageBytes = 2 * kTileBytes;
   static constexpr int kStageBytes = kWarps * kWarpStageBytes;
-  static constexpr int kMaxStages = kDim <= 64 ? 6 : 4;
+  static constexpr int kMaxStages = kDim <= 64 ? 6 : kDim <= 128 ? 3 : 4;
   static constexpr int kSteps = kDim / 16;                  // of the scores' sum over head_dim
   static constexpr bool kQueryInRegisters = kDim <= 128;    // else in shared memory: no room beside the sums
 

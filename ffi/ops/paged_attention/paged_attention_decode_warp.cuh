@@ -31,8 +31,9 @@ class Fetcher {
     int pages[kLooks][S::kTile];
   };
 
-  __device__ void Start(const DecodeArgs& args, const Plan& plan, const uint8_t* order, uint32_t ring, Looks* looks,
-                        int warp, int lane) {
+  // Starts where `walk` is, and fills all stages.
+  __device__ void Start(const DecodeArgs& args, const Plan& plan, const uint8_t* order, const Walk<S>& walk, uint32_t ring,
+                        Looks* looks, int warp, int lane) {
     ring_ = ring;
     looks_ = looks;
     warp_ = warp;
@@ -40,30 +41,35 @@ class Fetcher {
     policy_ = EvictFirstPolicy();
     bad_stages_ = 0;
     look_ = 0;
-    walk_.Start(args, plan, order);
+    walk_ = walk;
     SetStrand();
-    for (int i = 0; i < args.stages; ++i) LookUp(args, plan, order, i);
-    CommitAsync();
-    WaitAsync<0>();
-    __syncwarp();
+#pragma unroll 1
+    for (int i = -args.stages; i < args.stages; ++i) {
+      if (i == 0) WaitAsync<0>();
+      Step(args, plan, order, i);
+    }
   }
 
   // Starts the copies of the next tile into `stage`, as one group of asynchronous copies. The groups of all but the last
   // `stages` - 1 calls have been waited for.
   __device__ void Fetch(const DecodeArgs& args, const Plan& plan, const uint8_t* order, int stage) {
-    __syncwarp();  // the stage and the looks are no longer read
-    const int ahead = look_ + args.stages;
-    const int size = args.stages + 1;
-    LookUp(args, plan, order, ahead >= size ? ahead - size : ahead);
-    Copy(args, looks_->tiles[look_], looks_->pages[look_], stage);
-    CommitAsync();
-    look_ = look_ + 1 == size ? 0 : look_ + 1;
+    Step(args, plan, order, stage);
   }
 
   // Whether the tile in `stage` has a page number outside the cache.
   __device__ bool IsBad(int stage) const { return bad_stages_ >> stage & 1; }
 
  private:
+  // Looks a tile up and, unless stage < 0, copies the one looked up `stages` steps ago.
+  __device__ void Step(const DecodeArgs& args, const Plan& plan, const uint8_t* order, int stage) {
+    __syncwarp();  // the stage and the looks are no longer read
+    const int size = args.stages + 1;
+    LookUp(args, plan, order, look_);
+    look_ = look_ + 1 == size ? 0 : look_ + 1;  // which is also the one that was looked up `stages` steps ago
+    if (stage >= 0) Copy(args, looks_->tiles[look_], looks_->pages[look_], stage);
+    CommitAsync();
+  }
+
   __device__ void SetStrand() {
     if (!walk_.active) return;
     const int strand = walk_.group * S::kWarps + warp_;
@@ -116,15 +122,30 @@ class Fetcher {
     const int64_t to_v = static_cast<const char*>(params.v_cache) - static_cast<const char*>(params.k_cache);
     const uint32_t to = ring_ + stage * S::kStageBytes;
     const int row_bytes = static_cast<int>(params.head_dim) * S::kElementBytes;
-    const bool narrow = S::kFloat8 && row_bytes % 16 != 0;  // rows are 8-byte aligned only
+    if (row_bytes == S::kRowBytes && __all_sync(0xffffffffu, lane_ >= S::kTile || offset >= 0)) {
 #pragma unroll
+      for (int i = 0; i < S::kTile / kRowsAtOnce; ++i) {
+        const int row = i * kRowsAtOnce + lane_ / kLanes;
+        const char* const k = k_head + __shfl_sync(0xffffffffu, offset, row);
+        const char* const v = k + to_v;
+#pragma unroll
+        for (int j = 0; j < kChunks / kLanes; ++j) {
+          const uint32_t at = to + S::At(row, first_chunk + j * kLanes);
+          CopyAsync16(at, k + j * kLanes * 16, policy_);
+          CopyAsync16(at + S::kTileBytes, v + j * kLanes * 16, policy_);
+        }
+      }
+      return;
+    }
+    const bool narrow = S::kFloat8 && row_bytes % 16 != 0;  // rows are 8-byte aligned only
+#pragma unroll 1
     for (int i = 0; i < S::kTile / kRowsAtOnce; ++i) {
       const int row = i * kRowsAtOnce + lane_ / kLanes;
       const int64_t row_offset = __shfl_sync(0xffffffffu, offset, row);
       const bool read = row_offset >= 0;
       const char* const k = k_head + (read ? row_offset : 0);
       const char* const v = k + to_v;
-#pragma unroll
+#pragma unroll 1
       for (int j = 0; j < kChunks / kLanes; ++j) {
         const int from = j * kLanes * 16;
         const uint32_t at = to + S::At(row, first_chunk + j * kLanes);
@@ -145,7 +166,7 @@ class Fetcher {
 
   Walk<S> walk_;
   int tile_, tile_end_;
-  int look_;       // of the next tile to copy
+  int look_;       // the next one to fill
   Looks* looks_;
   uint32_t ring_;  // shared address of this warp's part of stage 0
   uint64_t policy_;
@@ -160,30 +181,18 @@ struct Query {
   uint32_t a[S::kQueryInRegisters ? S::kSteps : 1][4];
   float scale[2];  // of rows g and g + 8: scores are the products times it, in units of log2 (of 1 under a soft cap)
 
-  __device__ static uint2 LoadFour(const DecodeArgs& args, int64_t row_at, int column) {
-    uint2 four = {0, 0};
-    if (row_at >= 0 && column < args.params.head_dim) {
-      const char* const row = static_cast<const char*>(args.params.query) + row_at * args.params.head_dim * 2;
-      four = __ldg(reinterpret_cast<const uint2*>(row + column * 2));
-    }
-    return four;
-  }
-  __device__ static uint32_t LoadTwo(const DecodeArgs& args, int64_t row_at, int column) {
-    uint32_t two = 0;
-    if (row_at >= 0 && column < args.params.head_dim) {
-      const char* const row = static_cast<const char*>(args.params.query) + row_at * args.params.head_dim * 2;
-      two = __ldg(reinterpret_cast<const uint32_t*>(row + column * 2));
-    }
-    return two;
-  }
-
-  // `shared`: room for kSteps * 32 * 16 bytes where the registers are short; the block's warps hold the same query.
+  // `shared`: room for kSteps * 32 * 16 bytes where the registers are short; the block's warps hold the same query. Rows
+  // past the unit's repeat its last one: nobody reads their results.
   __device__ void Load(const DecodeArgs& args, const Walk<S>& walk, uint4* shared, int warp, int lane) {
-    int64_t at[2];
+    const char* rows[2];  // at this lane's first columns
+    const int head_dim = static_cast<int>(args.params.head_dim);
+    constexpr int kLaneColumns = S::kFloat8 ? 4 : 2;
+    const int first_column = lane % 4 * kLaneColumns;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const int row = walk.row_tile * kRows + lane / 4 + 8 * i;
-      at[i] = row < walk.NumRows(args) ? RowPlace::Of(args, walk.sequence, walk.head, row).at : -1;
+      const int row = min(walk.row_tile * kRows + lane / 4 + 8 * i, walk.NumRows(args) - 1);
+      const int64_t at = RowPlace::Of(args, walk.sequence.q_begin, walk.head, row).at * head_dim + first_column;
+      rows[i] = static_cast<const char*>(args.params.query) + 2 * at;
       scale[i] = args.params.scale;
     }
     if constexpr (S::kFloat8) {
@@ -198,9 +207,10 @@ struct Query {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         float largest = 0.0f;
-        for (int step = 0; step < S::kSteps; ++step) {
-          const uint2 four = LoadFour(args, at[i], step * 16 + lane % 4 * 4);
-          const float2 low = Unpack<__nv_bfloat16>(four.x), high = Unpack<__nv_bfloat16>(four.y);
+        for (int column = 0; column + first_column < head_dim; column += 16) {
+          const uint2 four = __ldg(reinterpret_cast<const uint2*>(rows[i] + 2 * column));
+          const float2 low = Unpack<__nv_bfloat16>(four.x);
+          const float2 high = Unpack<__nv_bfloat16>(four.y);
           largest = fmaxf(largest, fmaxf(fmaxf(fabsf(low.x), fabsf(low.y)), fmaxf(fabsf(high.x), fabsf(high.y))));
         }
         largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 1));
@@ -216,21 +226,29 @@ struct Query {
       scale[1] *= kLog2E;
     }
     const auto load_step = [&](int step, uint32_t(&to)[4]) {
-      if constexpr (S::kFloat8) {
 #pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          uint2 four = LoadFour(args, at[i], step * 16 + lane % 4 * 4);
-          if (to_half) {
-            const float2 low = Unpack<__nv_bfloat16>(four.x), high = Unpack<__nv_bfloat16>(four.y);
-            four = {Pack<__half>(low.x * shrink[i], low.y * shrink[i]),
-                    Pack<__half>(high.x * shrink[i], high.y * shrink[i])};
+      for (int i = 0; i < 4; ++i) to[i] = 0;
+      if constexpr (S::kFloat8) {
+        if (step * 16 + first_column < head_dim) {
+#pragma unroll
+          for (int i = 0; i < 2; ++i) {
+            uint2 four = __ldg(reinterpret_cast<const uint2*>(rows[i] + step * 32));
+            if (to_half) {
+              const float2 low = Unpack<__nv_bfloat16>(four.x);
+              const float2 high = Unpack<__nv_bfloat16>(four.y);
+              four = {Pack<__half>(low.x * shrink[i], low.y * shrink[i]),
+                      Pack<__half>(high.x * shrink[i], high.y * shrink[i])};
+            }
+            to[i] = four.x;
+            to[i + 2] = four.y;
           }
-          to[i] = four.x;
-          to[i + 2] = four.y;
         }
       } else {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) to[i] = LoadTwo(args, at[i % 2], step * 16 + lane % 4 * 2 + i / 2 * 8);
+        for (int i = 0; i < 2; ++i) {
+          if (step * 16 < head_dim) to[i] = __ldg(reinterpret_cast<const uint32_t*>(rows[i] + step * 32));
+          if (step * 16 + 8 < head_dim) to[i + 2] = __ldg(reinterpret_cast<const uint32_t*>(rows[i] + step * 32 + 16));
+        }
       }
     };
     if constexpr (S::kQueryInRegisters) {

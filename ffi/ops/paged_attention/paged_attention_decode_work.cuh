@@ -6,8 +6,8 @@
 // length alone, so its bits do not depend on which block computed which group.
 //
 // A unit is a sequence and a kv head. A team of 16 consecutive blocks (a cluster, where the device has them) computes
-// long units, the longest first, block i the group i of each. Units that are short beside what there is to do for every
-// block are computed by single blocks ("solo"), group after group, since a team's meeting would cost more than it saves.
+// long units, the longest first, block i the group i of each. Where there are enough short units for all blocks, each is
+// computed by a single block ("solo"), group after group: a team's meeting would cost more than it saves.
 #ifndef XLA_GPU_OPS_PAGED_ATTENTION_PAGED_ATTENTION_DECODE_WORK_CUH_
 #define XLA_GPU_OPS_PAGED_ATTENTION_PAGED_ATTENTION_DECODE_WORK_CUH_
 
@@ -18,6 +18,11 @@
 #include "ffi/ops/paged_attention/paged_attention_metadata.cuh"
 
 namespace xla_gpu::decode {
+
+#ifndef SOLO_KEYS
+#define SOLO_KEYS 1024
+#endif
+inline constexpr int kSoloKeys = SOLO_KEYS;  // sequences that see no more may be computed solo
 
 // The keys of a sequence, in tiles.
 template <typename S>
@@ -54,79 +59,48 @@ struct Plan {
   bool in_order;  // of query_start_loc
 };
 
-// Where MakePlan works. `keys` and `first_solo` may be reused once the next block-wide barrier is passed.
-struct PlanMemory {
-  int* keys;           // [kWindow]
-  int* first_solo;     // [1]
-  uint8_t* order;      // [kWindow]
-};
-
-// Plans the window [begin, begin + kWindow).
+// Plans the window [begin, begin + kWindow). `keys` and `order` [kWindow] are in shared memory, `keys` on 16 bytes; it may
+// be reused afterwards.
 // NOTE: lengths are loaded before num_seqs is known, to save one trip to memory; what lies past num_seqs is not used.
 template <typename S>
-__device__ inline Plan MakePlan(const DecodeArgs& args, int begin, const PlanMemory& memory) {
+__device__ inline Plan MakePlan(const DecodeArgs& args, int begin, int* keys, uint8_t* order) {
+  static_assert(S::kThreads == kWindow);
   const PagedAttentionParams& params = args.params;
-  constexpr int kEach = (kWindow + S::kThreads - 1) / S::kThreads;
-  const int end = min(begin + kWindow, args.seq_end);
+  const int size = min(kWindow, args.seq_end - begin);
+  const int mine = threadIdx.x;
+  SequenceInfo sequence = {};
+  if (mine < size) sequence = LoadSequence(params, begin + mine, /*in_order=*/true);
   Plan plan = {begin, LiveSequences(params), 0, 0, true};
-  bool ordered = true;
-  SequenceInfo mine[kEach];
-#pragma unroll
-  for (int i = 0; i < kEach; ++i) {
-    const int s = begin + i * S::kThreads + threadIdx.x;
-    mine[i] = {};
-    if (s < end) mine[i] = LoadSequence(params, s, /*in_order=*/true);
-    ordered = ordered && (mine[i].owned || s >= min(end, plan.live));
-  }
-  if (threadIdx.x == 0) *memory.first_solo = kWindow;
-  if (begin == 0 && end == params.max_seqs) {
-    plan.in_order = __syncthreads_and(ordered);
+  const bool is_live = mine < min(size, plan.live - begin);
+  if (size == params.max_seqs) {
+    plan.in_order = __syncthreads_and(sequence.owned || !is_live);
   } else {
     plan.in_order = QueryStartsInOrder(params, plan.live);
   }
-  int key[kEach];
-#pragma unroll
-  for (int i = 0; i < kEach; ++i) {
-    const int at = i * S::kThreads + threadIdx.x;
-    const int s = begin + at;
-    key[i] = -1;
-    if (s < end && s < plan.live) {
-      if (!plan.in_order) mine[i] = LoadSequence(params, s, /*in_order=*/false);
-      if (mine[i].q_len >= 1 && mine[i].q_len <= kMaxDecodeRows) {
-        // Unique, and larger for more tiles.
-        key[i] = min(Cut<S>::Of(params, mine[i]).tiles, (1 << 22) - 1) << 8 | (kWindow - 1 - at);
-      }
-    }
-    if (at < end - begin) memory.keys[at] = key[i];
+  if (is_live && !plan.in_order) sequence = LoadSequence(params, begin + mine, /*in_order=*/false);
+  int key = -1;
+  bool is_short = false;
+  if (is_live && sequence.q_len >= 1 && sequence.q_len <= kMaxDecodeRows) {
+    const int tiles = Cut<S>::Of(params, sequence).tiles;
+    key = min(tiles, (1 << 23) - 1) << 7 | (kWindow - 1 - mine);  // unique, and larger for more tiles
+    is_short = tiles <= kSoloKeys / S::kTile;
   }
-  __syncthreads();
-#pragma unroll
-  for (int i = 0; i < kEach; ++i) {
+  keys[mine] = key;
+  plan.num_all = __syncthreads_count(key >= 0);
+  if (key >= 0) {
     int rank = 0;
-    int64_t rest = 0;  // tiles of this sequence and all after it
-    int num_rest = 0;
-    if (key[i] >= 0) {
-      for (int j = 0; j < end - begin; ++j) {
-        const int other = memory.keys[j];
-        const bool before = other > key[i];
-        rank += before;
-        num_rest += !before && other >= 0;
-        rest += before ? 0 : max(other, 0) >> 8;
-      }
-      memory.order[rank] = static_cast<uint8_t>(i * S::kThreads + threadIdx.x);
-      // Solo, blocks wait for each other up to the length of a unit: little if a block has at least two of them. Also if
-      // the meetings of teams would cost more; one costs about as much as streaming kMeetingKeys keys.
-      constexpr int kMeetingKeys = 128;
-      const int64_t heads = params.num_kv_heads;
-      const int64_t tiles = key[i] >> 8;
-      const int64_t share = tiles * args.num_teams * kTeam;  // if every block had one such unit
-      const bool solo = 2 * share <= rest * heads ||
-                        (share <= rest * heads && tiles * S::kTile * args.num_teams <= num_rest * heads * kMeetingKeys);
-      if (solo) atomicMin(memory.first_solo, rank);
+    for (int i = 0; i < size; i += 4) {
+      const int4 four = *reinterpret_cast<const int4*>(keys + i);
+      rank += (four.x > key) + (four.y > key) + (four.z > key) + (four.w > key);
     }
-    plan.num_all += __syncthreads_count(key[i] >= 0);
+    order[rank] = static_cast<uint8_t>(mine);
   }
-  plan.num_team = min(*memory.first_solo, plan.num_all);
+  // As many short units are computed solo as give every block the same number of them.
+  const int num_short = __syncthreads_count(is_short);
+  const int heads = static_cast<int>(params.num_kv_heads);
+  const int blocks = args.num_teams * kTeam;
+  plan.num_team = plan.num_all;
+  if (num_short * heads >= blocks) plan.num_team -= num_short * heads / blocks * blocks / heads;
   return plan;
 }
 
