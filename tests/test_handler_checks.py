@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 
 from tests import test_bad_inputs as bad_inputs
-from tests.arrays import TORCH_DTYPES
 from tests.test_bad_inputs import BAD, Bad
 
 torch = pytest.importorskip("torch")
+from tests.arrays import TORCH_DTYPES  # noqa: E402 - it imports torch
+
 pytestmark = pytest.mark.doors("eager", "eager-cuda")
 
 # In the order of the custom call.
