@@ -55,8 +55,9 @@ class Checks:
 
     def integer(self, argument: str, value: Any, minimum: int, maximum: int = 2**63 - 1) -> int:
         try:
-            # An index() would take a bool, which is a slip wherever a count is meant.
-            number = None if isinstance(value, bool | np.bool_) else operator.index(value)
+            # index() would take a bool, which is a slip wherever a count is meant.
+            # NOTE: torch.compile traces isinstance with a tuple, but not with a union.
+            number = None if isinstance(value, (bool, np.bool_)) else operator.index(value)
         except TypeError:
             number = None
         if number is None:

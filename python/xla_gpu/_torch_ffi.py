@@ -213,5 +213,5 @@ def _define(name: str, has_side_effect: bool) -> None:
 
 _define("ffi_call", has_side_effect=False)
 _define("ffi_call_with_side_effect", has_side_effect=True)
-# Else torch.compile drops calls whose results are not used.
+# Else torch.export drops calls whose results are not used.
 torch.fx.node.has_side_effect(torch.ops.xla_gpu.ffi_call_with_side_effect.default)

@@ -1,14 +1,14 @@
 """The PyTorch doors: torch_xla (lazily and under torch.compile), and eager CPU and CUDA tensors.
 
 Importing this module defines ``torch.ops.xla_gpu.*``; the functions here are the same operators with their
-documentation. What holds for all of them:
+documentation, and take num_seqs as an int too. What holds for all of them:
 
 * Operands must be on one device and must not require gradients while gradients are recorded; else ValueError.
 * Eager tensors are used where they lie, on PyTorch's current stream. Operands that are not row-major are copied first,
   except one that is updated in place, for which that is a ValueError.
 * A handler's error is raised at once for eager tensors: ValueError for arguments that the operator excludes, else
-  xla_gpu.errors.HandlerError. For XLA tensors it is a RuntimeError, raised where the result is first waited for; torch_xla
-  raises the same error once more at the next step, or in ``torch_xla.core.xla_model.wait_device_ops()``.
+  xla_gpu.errors.HandlerError. For XLA tensors it is a RuntimeError, raised where the result is first waited for;
+  torch_xla raises the same error once more at the next step, or in ``torch_xla.core.xla_model.wait_device_ops()``.
 """
 
 from __future__ import annotations
@@ -242,8 +242,8 @@ def ffi_call(
       target_name: a name that register_ffi_target was given.
       result_shape_dtypes: anything with ``shape`` and ``dtype``, a tensor on the meta device for example, or a
         sequence of such, one for each result.
-      has_side_effect: XLA runs the call though no result of it is used. torch_xla's lazy graph holds what live
-        tensors need, so a result must still be kept until torch_xla.sync().
+      has_side_effect: XLA neither drops the call nor merges it with an equal one. What XLA never sees it cannot keep:
+        torch_xla's lazy graph and torch.compile's Inductor hold only what leads to a result in use, so use one.
       input_layouts: for each operand None (row-major) or its axes from major to minor.
       output_layouts: for each result the same; for one result that is no sequence, its layout itself.
       input_output_aliases: operand index to result index: the handler gets one buffer for both. The operand keeps its
