@@ -3,14 +3,18 @@ handler may not look, NaN in that sequence's rows and nothing else; with XLA_GPU
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 
 from tests import cases, compare
 
+# The sequence in the middle is the one to go wrong: a few rows, which the kernels for decoding take, or many.
 CASE = cases.AttentionCase(
     "bad-values", ((2, 40), (3, 33), (1, 17)), num_heads=4, num_kv_heads=2, page_size=8, spare_columns=0
 )
+CASES = {"decode": CASE, "prefill": dataclasses.replace(CASE, sequences=((2, 40), (30, 33), (1, 17)))}
 BAD_SEQUENCE = 1
 CAPACITY = CASE.pages_per_seq * CASE.page_size
 
@@ -72,8 +76,8 @@ BATCH_VALUES = {
 ERRORS = (ValueError, RuntimeError)
 
 
-def good(door):
-    return door.call("paged_attention", cases.build(CASE).arrays(), **CASE.options())[0]
+def good(door, case=CASE):
+    return door.call("paged_attention", cases.build(case).arrays(), **case.options())[0]
 
 
 def assert_error(door, inputs, pattern):
@@ -135,37 +139,47 @@ def test_cuda_error_where_asked_for(door, name, monkeypatch):
         assert_error(door, inputs, pattern)
 
 
+@pytest.mark.parametrize("path", CASES)
 @pytest.mark.parametrize("name", SEQUENCE_VALUES)
 @pytest.mark.doors(platform="cuda")
-def test_cuda_rows_of_that_sequence_are_nan(door, name):
-    want = good(door)
-    inputs = cases.build(CASE)
+def test_cuda_rows_of_that_sequence_are_nan(door, name, path):
+    case = CASES[path]
+    want = good(door, case)
+    inputs = cases.build(case)
     SEQUENCE_VALUES[name](inputs)
-    out, lse = door.call("paged_attention_with_lse", inputs.arrays(), **CASE.options())
+    out, lse = door.call("paged_attention_with_lse", inputs.arrays(), **case.options())
     rows = slice(*inputs.query_start_loc[BAD_SEQUENCE : BAD_SEQUENCE + 2])
     assert np.isnan(out[rows]).all() and np.isnan(lse[rows]).all()
     out[rows] = want[rows]
     compare.assert_bitwise_equal(out, want, f"{door.name}: the other sequences")
 
 
+# Rows by what they hold. CASE has sequences in rows 0-1, 2-4 and 5, and padding in rows 6-8: as without the bad entry
+# ("good"), NaN, or 0. Rows in none of them belong to a sequence that the bad entry gave other, sound bounds.
+CUDA_ROWS = {
+    "starts-fall": {"nan": [4, 5], "zero": [6, 7, 8]},
+    "starts-negative": {"nan": [0, 1], "good": [2, 3, 4, 5], "zero": [6, 7, 8]},
+    "starts-most-negative": {"nan": [0, 1, 2, 3, 4], "good": [5], "zero": [6, 7, 8]},
+    "starts-past-num_tokens": {"good": [0, 1], "nan": [2, 3, 4, 5, 6, 7, 8]},
+    "starts-2147483647": {"good": [0, 1, 2, 3, 4], "nan": [5, 6, 7, 8]},
+    "num_seqs-negative": {"nan": list(range(9))},
+    "num_seqs-over-max_seqs": {"nan": list(range(9))},
+    "num_seqs-2147483647": {"nan": list(range(9))},
+}
+
+
 @pytest.mark.parametrize("name", BATCH_VALUES)
 @pytest.mark.doors(platform="cuda")
-def test_cuda_survives_a_bad_batch(door, name):
-    """Whose rows are whose is in question here; what is promised is no crash, and numbers nowhere invented: a row is
-    either NaN, or 0, or what a sequence with sound metadata would have got."""
+def test_cuda_rows_after_a_bad_batch(door, name):
+    """A wrong bound spoils the sequences that it bounds, and no others."""
     want = good(door)
     inputs = cases.build(CASE)
     BATCH_VALUES[name][0](inputs)
     (out,) = door.call("paged_attention", inputs.arrays(), **CASE.options())
-    if name.startswith("num_seqs"):
-        assert np.isnan(out).all()
-    sound = {"starts-fall": [0], "starts-2147483647": [0, 1], "starts-past-num_tokens": [0]}.get(name, [])
-    for s in sound:
-        rows = slice(*inputs.query_start_loc[s : s + 2])
-        rows = slice(rows.start, min(rows.stop, want.shape[0]))
-        keep = slice(rows.start, min(rows.stop, int(np.cumsum([q for q, _ in CASE.sequences])[s])))
-        if rows == keep:
-            compare.assert_bitwise_equal(out[keep], want[keep], f"{door.name}: sequence {s}")
+    rows = {"good": [], "nan": [], "zero": []} | CUDA_ROWS[name]
+    compare.assert_bitwise_equal(out[rows["good"]], want[rows["good"]], f"{door.name}: sound sequences")
+    assert np.isnan(out[rows["nan"]]).all()
+    assert (out[rows["zero"]] == 0).all()
     compare.assert_bitwise_equal(good(door), want, f"{door.name}: the next call")
 
 
