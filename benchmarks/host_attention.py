@@ -3,8 +3,8 @@
     python benchmarks/host_attention.py [--threads 2] [--rounds 20] [--json FILE]
 
 Both sides get the same tensors and the same number of threads, take turns in one process, and are checked against
-float64. PyTorch is given three ways to serve grouped heads and is counted by the fastest. The floor is the bytes of K and V over the
-bandwidth at which this machine sums a large tensor, measured in the same run.
+float64. PyTorch is given three ways to serve grouped heads and is counted by the fastest. The floor is the bytes of K
+and V over the bandwidth at which this machine sums a large tensor, measured in the same run.
 """
 
 from __future__ import annotations
