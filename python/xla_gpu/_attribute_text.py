@@ -32,17 +32,17 @@ _PLAIN: dict[str, Callable[[str], Any]] = {
 }
 
 
-def parse_attribute(text: str) -> Attribute:
-    """The attribute that ``attribute_text`` made into ``text``."""
+def parse_attribute(where: str, name: str, text: str) -> Attribute:
+    """The attribute that ``attribute_text`` made into ``text``; ``where`` begins the error texts."""
     kind, _, payload = text.partition(":")
     if kind in _PLAIN:
-        ((_, attribute),) = attributes("ffi_call", {"value": _PLAIN[kind](payload)})
+        ((_, attribute),) = attributes(where, {name: _PLAIN[kind](payload)})
         return attribute
     fields: list[Any] = json.loads(payload)
     if kind == "bytes":
         return Text(bytes.fromhex(fields[0]))
     if kind == "dict":
-        return Dictionary(tuple((name, parse_attribute(value)) for name, value in fields))
+        return Dictionary(tuple((member, parse_attribute(where, member, value)) for member, value in fields))
     if kind == "scalar":
         return Scalar(fields[0], bytes.fromhex(fields[1]))
     return Array(fields[0], tuple(fields[1]), bytes.fromhex(fields[2]))

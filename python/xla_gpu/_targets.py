@@ -39,8 +39,15 @@ class Target(NamedTuple):
         return _RUNTIME_NAMES[self.platform]
 
     def version(self) -> tuple[int, int]:
-        """The FFI API version that the handler was built against."""
-        return _library.load().handler_version(self.execute)
+        """The newest FFI API version that one of the handler's stages was built against. Raises TargetError."""
+        versions = []
+        for stage in STAGES:
+            if address := getattr(self, stage):
+                try:
+                    versions.append(_library.load().handler_version(address))
+                except ValueError as error:
+                    raise TargetError(f"FFI target {self.name!r}: its {stage} function: {error}") from None
+        return max(versions)
 
 
 _lock = threading.Lock()
@@ -77,6 +84,8 @@ def register(name: str, fn: Any, platform: str = "cpu", api_version: int = 1) ->
             f"{', '.join(map(repr, STAGES[:3]))}, got the keys {sorted(functions)}"
         )
     target = Target(name, platform, *(_address(stage, functions.get(stage)) for stage in STAGES))
+    if not target.execute:
+        raise TypeError("register_ffi_target: fn: expected a function for the stage 'execute', got None")
     _own()
     if platform == "cpu":
         # Both doors to the host, torch_xla 2.9's runtime and the library itself, are of this version. CUDA plug-ins

@@ -142,7 +142,10 @@ def _bind(
     shapes = _split(result_sizes, result_ranks)
     results = tuple(ArraySpec(shape, dtype) for shape, dtype in zip(shapes, result_dtypes, strict=True))
     attributes = tuple(
-        sorted((name, parse_attribute(value)) for name, value in zip(attribute_names, attribute_values, strict=True))
+        sorted(
+            (name, parse_attribute(target, name, value))
+            for name, value in zip(attribute_names, attribute_values, strict=True)
+        )
     )
     call = OpCall(
         name=target,
