@@ -57,9 +57,9 @@ inline constexpr int64_t kMaxHeadDim = 256;
 // memory, nor on the GPU), so that it can be a result of the custom call.
 int64_t PagedAttentionScratchBytes(const PagedAttentionParams& shapes);
 
-// Returns InvalidArgument, naming the sequence, for metadata that the contract excludes. Reads host memory: for CUDA
-// copies of the metadata are passed. Nothing else is read.
-Status CheckPagedAttentionMetadata(const PagedAttentionParams& params);
+// Returns InvalidArgument, naming the operator and the sequence, for metadata that the contract excludes. Reads host
+// memory: for CUDA copies of the metadata are passed. Nothing else is read.
+Status CheckPagedAttentionMetadata(const PagedAttentionParams& params, const char* op = "paged_attention");
 
 Status RunPagedAttention(const PagedAttentionParams& params, const Executor& executor);
 Status LaunchPagedAttention(const PagedAttentionParams& params, Stream stream);

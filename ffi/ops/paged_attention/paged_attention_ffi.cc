@@ -165,7 +165,7 @@ ffi::Error OnHost(const char* op, ffi::ThreadPool pool, const Operands& operands
   return NoThrow(op, [&]() -> ffi::Error {
     PagedAttentionParams params;
     XLA_GPU_RETURN_IF_ERROR(GetParams(op, operands, results, attributes, &params));
-    XLA_GPU_RETURN_IF_ERROR(ToError(CheckPagedAttentionMetadata(params)));
+    XLA_GPU_RETURN_IF_ERROR(ToError(CheckPagedAttentionMetadata(params, op)));
     return ToError(RunPagedAttention(params, XlaExecutor(pool)));
   });
 }
@@ -192,7 +192,7 @@ ffi::Error PagedAttentionWithLseHost(ffi::ThreadPool pool, ffi::AnyBuffer query,
 
 #ifdef XLA_GPU_WITH_CUDA
 // XLA_GPU_CHECK_INPUTS=1: looks at copies of the metadata.
-ffi::Error CheckOnDevice(const PagedAttentionParams& params, Stream stream) {
+ffi::Error CheckOnDevice(const char* op, const PagedAttentionParams& params, Stream stream) {
   PagedAttentionParams on_host = params;
   std::vector<int32_t> context_lens(params.max_seqs), block_tables(params.max_seqs * params.pages_per_seq),
       query_start_loc(params.max_seqs + 1), num_seqs(1);
@@ -207,7 +207,7 @@ ffi::Error CheckOnDevice(const PagedAttentionParams& params, Stream stream) {
     XLA_GPU_RETURN_IF_ERROR(ToError(CopyToHost(copy.data(), *pointer, copy.size() * sizeof(int32_t), stream)));
     *pointer = copy.data();
   }
-  return ToError(CheckPagedAttentionMetadata(on_host));
+  return ToError(CheckPagedAttentionMetadata(on_host, op));
 }
 
 ffi::Error OnCuda(const char* op, Stream stream, const Operands& operands, const Results& results,
@@ -215,7 +215,7 @@ ffi::Error OnCuda(const char* op, Stream stream, const Operands& operands, const
   return NoThrow(op, [&]() -> ffi::Error {
     PagedAttentionParams params;
     XLA_GPU_RETURN_IF_ERROR(GetParams(op, operands, results, attributes, &params));
-    if (attributes.check_inputs) XLA_GPU_RETURN_IF_ERROR(CheckOnDevice(params, stream));
+    if (attributes.check_inputs) XLA_GPU_RETURN_IF_ERROR(CheckOnDevice(op, params, stream));
     return ToError(LaunchPagedAttention(params, stream));
   });
 }
