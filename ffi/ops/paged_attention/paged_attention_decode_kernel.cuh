@@ -25,7 +25,9 @@ struct Shared {
   Softmax group_softmax[2][kTeam][kPassRows];
   typename Fetcher<S>::Looks looks[S::kWarps];
   uint4 query[S::kQueryInRegisters ? 1 : S::kSteps * 32];
-  uint8_t order[kWindow];
+  Entry order[kWindow];
+  uint64_t given[2];  // barrier: `groups` and `group_softmax` are complete
+  uint64_t taken[2];  // barrier: all blocks of the cluster have read theirs
 
   // Where pair `pair` of row `row` of a pass lies: four lanes of each of four rows meet no bank twice.
   __device__ static int At(int row, int pair) { return row * kPairs + (pair ^ (row << 2)); }
@@ -33,13 +35,11 @@ struct Shared {
 
 // Some rows of a unit that the cluster's blocks have given to one another and not merged yet.
 struct Given {
-  bool any;
-  int turn;         // which of the two buffers is next
-  int groups;       // blocks that gave something
-  int rows;         // of a pass: 1 to kPassRows
-  int first_row;    // of the unit
-  int head;         // kv head
-  int q_begin;      // of the sequence
+  int groups;     // blocks that gave something
+  int rows;       // 1 to kPassRows
+  int first_row;  // of the unit
+  int head;       // kv head
+  int q_begin;    // of the sequence
 };
 
 // Merges partial results from warps to blocks to units. A thread has to do with one pair of columns of one row of each
@@ -47,18 +47,33 @@ struct Given {
 template <typename S>
 class Merger {
  public:
-  __device__ explicit Merger(const DecodeArgs& args) : given_{} {
-    // The cluster's blocks may be written to from now on.
-    if (args.cluster) ClusterArrive();
-    first_ = true;
+  static constexpr int kPasses = kRows / kPassRows;
+  static constexpr int kEach = (kPassRows * Shared<S>::kPairs + S::kThreads - 1) / S::kThreads;
+  // A unit's groups so far, where the block computes all of them.
+  struct Solo {
+    float2 out[kPasses][kEach];
+    Softmax softmax[kPasses][kEach];
+  };
+
+  __device__ Merger(const DecodeArgs& args, Shared<S>& shared) : steps_(0) {
+    if (!args.cluster) return;
+    if (threadIdx.x == 0) {
+      for (int i = 0; i < 2; ++i) {
+        InitBarrier(&shared.given[i], 1);
+        InitBarrier(&shared.taken[i], kTeam);
+      }
+    }
+    __syncwarp();
+    ClusterStartArrive();
   }
 
   // Merges the warps' strands into a group and passes it on: adds it to the unit's groups and writes the output after the
   // last one (solo), gives it to the blocks of the cluster, or puts it into the scratch. All threads call it, in clusters
   // those of all blocks; `in_group`: false in a block whose group has no keys, and which has nothing to give.
-  __device__ void Merge(const DecodeArgs& args, const Walk<S>& walk, Strand<S>& strand, Shared<S>& shared, int rows,
-                        bool in_group, int warp, int lane) {
+  __device__ void Merge(const DecodeArgs& args, const Walk<S>& walk, Strand<S>& strand, Shared<S>& shared, Solo& so_far,
+                        int rows, bool in_group, int warp, int lane) {
     const int pairs = static_cast<int>(args.params.head_dim / 2);
+    const bool give = !walk.solo && args.cluster;
     if (lane % 4 == 0) {
       shared.strand_softmax[warp][lane / 4] = strand.softmax[0];
       shared.strand_softmax[warp][lane / 4 + 8] = strand.softmax[1];
@@ -67,7 +82,6 @@ class Merger {
 #pragma unroll 1
     for (int pass = 0; pass * kPassRows < rows; ++pass) {
       const int pass_rows = min(kPassRows, rows - pass * kPassRows);
-      const int part = (pass_rows * pairs + kTeam - 1) / kTeam;
       if (in_group && lane / 16 == pass % 2) {  // lanes of rows [4 * pass, 4 * pass + 4)
 #pragma unroll
         for (int i = 0; i < Strand<S>::kPairs; ++i) {
@@ -77,8 +91,18 @@ class Merger {
         }
       }
       __syncthreads();
-      const bool give = !walk.solo && args.cluster;
-      if (give) Receive(args, shared);
+      const int turn = steps_ & 1;
+      const int part = (pass_rows * pairs + kTeam - 1) / kTeam;
+      if (give) {
+        if (steps_ == 0) {
+          ClusterStartWait();
+        } else if (warp == 0) {
+          Receive(args, shared, lane);
+          TellTaken(shared, lane);
+        }
+        if (threadIdx.x == 0) ArriveExpecting(&shared.given[turn], BytesGiven(walk.cut.Groups(), pass_rows, pairs));
+        if (steps_ >= 2) WaitBarrier(&shared.taken[turn], Parity(steps_ - 2));
+      }
 #pragma unroll 1
       for (int each = 0; each < kEach; ++each) {
         const int index = each * S::kThreads + threadIdx.x;
@@ -92,12 +116,14 @@ class Merger {
                             [&](int i) { return shared.strands[i][Shared<S>::At(pass_row, pair)]; }, &total, &sum);
         if (walk.solo) {
           if (!walk.IsFirstGroup()) {
-            const MergeFactors factors = MergeInto(softmax_[pass][each], total);
-            total = softmax_[pass][each];
-            sum = {decode::Merge(out_[pass][each].x, sum.x, factors), decode::Merge(out_[pass][each].y, sum.y, factors)};
+            const float2 out = so_far.out[pass][each];
+            Softmax softmax = so_far.softmax[pass][each];
+            const MergeFactors factors = MergeInto(softmax, total);
+            total = softmax;
+            sum = {decode::Merge(out.x, sum.x, factors), decode::Merge(out.y, sum.y, factors)};
           }
-          softmax_[pass][each] = total;
-          out_[pass][each] = sum;
+          so_far.softmax[pass][each] = total;
+          so_far.out[pass][each] = sum;
           if (walk.IsLastGroup()) {
             const RowPlace place = RowPlace::Of(args, walk.sequence.q_begin, walk.head, walk.row_tile * kRows + row);
             StoreResult(args, place, pair, total, sum);
@@ -106,10 +132,11 @@ class Merger {
           const int element = pass_row * pairs + pair;
           const int rank = element / part;
           const int at = element - rank * part;
-          StoreRemote(SharedAddress(&shared.groups[given_.turn][walk.group][at]), rank, sum);
+          const uint32_t barrier = RemoteAddress(&shared.given[turn], rank);
+          SendRemote(RemoteAddress(&shared.groups[turn][walk.group][at], rank), barrier, sum);
           if (at == 0 || pair == 0) {
-            StoreRemote(SharedAddress(&shared.group_softmax[given_.turn][walk.group][pass_row]), rank,
-                        {total.max, total.sum});
+            SendRemote(RemoteAddress(&shared.group_softmax[turn][walk.group][pass_row], rank), barrier,
+                       {total.max, total.sum});
           }
         } else {
           const RowPlace place = RowPlace::Of(args, walk.sequence.q_begin, walk.head, walk.row_tile * kRows + row);
@@ -119,59 +146,77 @@ class Merger {
         }
       }
       if (give) {
-        ClusterArrive();
-        given_ = {true, given_.turn, walk.cut.Groups(), pass_rows, walk.row_tile * kRows + pass * kPassRows, walk.head,
+        ++steps_;
+        given_ = {walk.cut.Groups(), pass_rows, walk.row_tile * kRows + pass * kPassRows, walk.head,
                   walk.sequence.q_begin};
       }
       __syncthreads();  // the strands have been read
     }
   }
 
-  // Merges what was given last, if anything, and writes this block's part of the output. The cluster's other work goes on
+  // Merges what was given last, and leaves when nobody will write to this block any more.
+  __device__ void Finish(const DecodeArgs& args, Shared<S>& shared, int warp, int lane) {
+    if (!args.cluster) return;
+    if (steps_ == 0) {
+      ClusterStartWait();
+    } else if (warp == 0) {
+      Receive(args, shared, lane);
+      if (steps_ >= 2) WaitBarrier(&shared.taken[steps_ & 1], Parity(steps_ - 2));
+    }
+  }
+
+ private:
+  // Of step `step`'s phase of the barriers that it uses.
+  __device__ static uint32_t Parity(int step) { return step >> 1 & 1; }
+
+  // Bytes that this block is given: its part of `rows` rows, and the Softmax of each row that it has a part of.
+  __device__ static uint32_t BytesGiven(int groups, int rows, int pairs) {
+    const int part = (rows * pairs + kTeam - 1) / kTeam;
+    const int begin = blockIdx.x % kTeam * part;
+    const int end = min(begin + part, rows * pairs);
+    if (begin >= end) return 0;
+    return groups * (end - begin + (end - 1) / pairs - begin / pairs + 1) * static_cast<uint32_t>(sizeof(float2));
+  }
+
+  // One warp merges what was given last and writes this block's part of the output. The cluster's other work goes on
   // between the giving and this, so that nobody waits long.
-  __device__ void Receive(const DecodeArgs& args, const Shared<S>& shared) {
-    if (first_ && args.cluster) ClusterWait();
-    first_ = false;
-    if (!given_.any) return;
-    given_.any = false;
-    ClusterWait();
+  __device__ void Receive(const DecodeArgs& args, Shared<S>& shared, int lane) {
+    const int turn = (steps_ - 1) & 1;
+    WaitBarrier(&shared.given[turn], Parity(steps_ - 1));
     const int pairs = static_cast<int>(args.params.head_dim / 2);
     const int part = (given_.rows * pairs + kTeam - 1) / kTeam;
-    const int at = threadIdx.x;
-    static_assert(kPassRows * Shared<S>::kPairs / kTeam <= S::kThreads);
-    const int element = blockIdx.x % kTeam * part + at;
-    if (at < part && element < given_.rows * pairs) {
+    const int element = blockIdx.x % kTeam * part + lane;
+    static_assert(kPassRows * Shared<S>::kPairs / kTeam <= 32);
+    if (lane < part && element < given_.rows * pairs) {
       const int row = element / pairs;
       const int pair = element - row * pairs;
       const Softmax none = {-INFINITY, 0.0f};
       Softmax total;
       float2 sum;
-      MergeAll<kTeam>([&](int i) { return i < given_.groups ? shared.group_softmax[given_.turn][i][row] : none; },
-                      [&](int i) { return i < given_.groups ? shared.groups[given_.turn][i][at] : float2{0.0f, 0.0f}; },
-                      &total, &sum);
+      MergeAll<kTeam>([&](int i) { return i < given_.groups ? shared.group_softmax[turn][i][row] : none; },
+                      [&](int i) { return i < given_.groups ? shared.groups[turn][i][lane] : float2{0.0f, 0.0f}; }, &total,
+                      &sum);
       const RowPlace place = RowPlace::Of(args, given_.q_begin, given_.head, given_.first_row + row);
       StoreResult(args, place, pair, total, sum);
     }
-    given_.turn ^= 1;
+    __syncwarp();
   }
 
- private:
-  static constexpr int kPasses = kRows / kPassRows;
-  static constexpr int kEach = (kPassRows * Shared<S>::kPairs + S::kThreads - 1) / S::kThreads;
+  // Tells the cluster's blocks that what they gave last has been read.
+  __device__ void TellTaken(Shared<S>& shared, int lane) {
+    if (lane < kTeam) ArriveRemote(RemoteAddress(&shared.taken[(steps_ - 1) & 1], lane));
+  }
 
   __device__ static void StoreResult(const DecodeArgs& args, const RowPlace& place, int pair, const Softmax& total,
                                      float2 sum) {
     float lse;
-    const float factor = Finish(args, total, place.head, &lse);
+    const float factor = decode::Finish(args, total, place.head, &lse);
     StorePair(args, place.at * args.params.head_dim + 2 * pair, {sum.x * factor, sum.y * factor});
     if (args.params.lse != nullptr && pair == 0) args.params.lse[place.at] = lse;
   }
 
-  // The unit's groups so far, where the block computes all of them. In local memory, for the index.
-  float2 out_[kPasses][kEach];
-  Softmax softmax_[kPasses][kEach];
-  Given given_;
-  bool first_;  // nothing was given yet, and the cluster's blocks may not have started
+  Given given_;  // in the last step, if steps_ > 0
+  int steps_;    // in which the cluster's blocks gave something to one another
 };
 
 // Writes the rows that no sequence owns: see paged_attention_metadata.cuh.
@@ -219,14 +264,15 @@ template <typename S>
 __global__ void __launch_bounds__(S::kThreads, S::kBlocksPerSm) DecodeKernel(const __grid_constant__ DecodeArgs args) {
   extern __shared__ __align__(128) uint8_t memory[];
   Shared<S>& shared = *reinterpret_cast<Shared<S>*>(memory + args.stages * S::kStageBytes);
-  const uint8_t* const order = shared.order;
+  const Entry* const order = shared.order;
   const int warp = threadIdx.x / 32;
   const int lane = threadIdx.x % 32;
   const uint32_t ring = SharedAddress(memory) + warp * S::kWarpStageBytes;
   const int stages = args.stages;
 
+  Merger<S> merger(args, shared);
+  typename Merger<S>::Solo solo;
   PrefetchInputs(args);
-  Merger<S> merger(args);
   if (args.params.head_dim < S::kDim) {  // columns past head_dim: no copy ever touches them
     for (int i = threadIdx.x; i < stages * S::kStageBytes / 16; i += S::kThreads) {
       reinterpret_cast<uint4*>(memory)[i] = {0, 0, 0, 0};
@@ -270,7 +316,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kBlocksPerSm) DecodeKernel(con
         strand.Close(bad);
       }
       if (groups > 0) {
-        merger.Merge(args, walk, strand, shared, rows, in_group, warp, lane);
+        merger.Merge(args, walk, strand, shared, solo, rows, in_group, warp, lane);
       } else if (walk.solo || walk.group == 0) {
         StoreConstantRows(args, walk.sequence, walk.head, walk.row_tile * kRows, walk.row_tile * kRows + rows);
       }
@@ -283,7 +329,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kBlocksPerSm) DecodeKernel(con
     begin += kWindow;
     __syncthreads();  // `order` and `strands` are free
   } while (begin < args.seq_end);
-  merger.Receive(args, shared);
+  merger.Finish(args, shared, warp, lane);
 }
 
 // Merges the groups that lie in the scratch, where teams are no clusters. Grid: (sequences of the launch, kv heads); it
@@ -291,14 +337,14 @@ __global__ void __launch_bounds__(S::kThreads, S::kBlocksPerSm) DecodeKernel(con
 template <typename S>
 __global__ void __launch_bounds__(S::kThreads) MergeScratchKernel(const __grid_constant__ DecodeArgs args) {
   __shared__ __align__(16) int keys[kWindow];
-  __shared__ uint8_t order[kWindow];
+  __shared__ Entry order[kWindow];
   const PagedAttentionParams& params = args.params;
   const int begin = args.seq_begin + blockIdx.x / kWindow * kWindow;
   const Plan plan = MakePlan<S>(args, begin, keys, order);
   __syncthreads();
   const int rank = blockIdx.x % kWindow;
   if (rank >= plan.num_team) return;
-  const int seq = begin + order[rank];
+  const int seq = begin + (order[rank].packed & 0xff);
   const SequenceInfo sequence = LoadSequence(params, seq, plan.in_order);
   const int groups = Cut<S>::Of(params, sequence).Groups();
   if (groups == 0) return;

@@ -32,7 +32,7 @@ class Fetcher {
   };
 
   // Starts where `walk` is, and fills all stages.
-  __device__ void Start(const DecodeArgs& args, const Plan& plan, const uint8_t* order, const Walk<S>& walk, uint32_t ring,
+  __device__ void Start(const DecodeArgs& args, const Plan& plan, const Entry* order, const Walk<S>& walk, uint32_t ring,
                         Looks* looks, int warp, int lane) {
     ring_ = ring;
     looks_ = looks;
@@ -52,7 +52,7 @@ class Fetcher {
 
   // Starts the copies of the next tile into `stage`, as one group of asynchronous copies. The groups of all but the last
   // `stages` - 1 calls have been waited for.
-  __device__ void Fetch(const DecodeArgs& args, const Plan& plan, const uint8_t* order, int stage) {
+  __device__ void Fetch(const DecodeArgs& args, const Plan& plan, const Entry* order, int stage) {
     Step(args, plan, order, stage);
   }
 
@@ -61,7 +61,7 @@ class Fetcher {
 
  private:
   // Looks a tile up and, unless stage < 0, copies the one looked up `stages` steps ago.
-  __device__ void Step(const DecodeArgs& args, const Plan& plan, const uint8_t* order, int stage) {
+  __device__ void Step(const DecodeArgs& args, const Plan& plan, const Entry* order, int stage) {
     __syncwarp();  // the stage and the looks are no longer read
     const int size = args.stages + 1;
     LookUp(args, plan, order, look_);
@@ -77,7 +77,7 @@ class Fetcher {
     tile_end_ = walk_.cut.StrandBegin(strand + 1);
   }
 
-  __device__ void LookUp(const DecodeArgs& args, const Plan& plan, const uint8_t* order, int look) {
+  __device__ void LookUp(const DecodeArgs& args, const Plan& plan, const Entry* order, int look) {
     while (walk_.active && tile_ >= tile_end_) {
       walk_.Next(args, plan, order);
       SetStrand();

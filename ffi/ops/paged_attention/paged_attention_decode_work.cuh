@@ -52,18 +52,24 @@ struct Cut {
 
 // The sequences of a window that the decode path owns, the longest first.
 struct Plan {
-  int begin;      // sequence that 0 in `order` stands for
+  int begin;      // first sequence of the window
   int live;       // sequences of the call; -1: num_seqs is wrong
   int num_team;   // sequences computed by teams; they come first
   int num_all;
   bool in_order;  // of query_start_loc
 };
 
+// What is kept of a sequence in shared memory, by its place in the plan's order.
+struct Entry {
+  int context_len;
+  int packed;  // place in the window | q_len << 8 | valid << 16
+};
+
 // Plans the window [begin, begin + kWindow). `keys` and `order` [kWindow] are in shared memory, `keys` on 16 bytes; it may
 // be reused afterwards.
 // NOTE: lengths are loaded before num_seqs is known, to save one trip to memory; what lies past num_seqs is not used.
 template <typename S>
-__device__ inline Plan MakePlan(const DecodeArgs& args, int begin, int* keys, uint8_t* order) {
+__device__ inline Plan MakePlan(const DecodeArgs& args, int begin, int* keys, Entry* order) {
   static_assert(S::kThreads == kWindow);
   const PagedAttentionParams& params = args.params;
   const int size = min(kWindow, args.seq_end - begin);
@@ -93,7 +99,7 @@ __device__ inline Plan MakePlan(const DecodeArgs& args, int begin, int* keys, ui
       const int4 four = *reinterpret_cast<const int4*>(keys + i);
       rank += (four.x > key) + (four.y > key) + (four.z > key) + (four.w > key);
     }
-    order[rank] = static_cast<uint8_t>(mine);
+    order[rank] = {sequence.context_len, mine | sequence.q_len << 8 | sequence.valid << 16};
   }
   // As many short units are computed solo as give every block the same number of them.
   const int num_short = __syncthreads_count(is_short);
@@ -117,7 +123,7 @@ struct Walk {
   SequenceInfo sequence;
   Cut<S> cut;
 
-  __device__ void Start(const DecodeArgs& args, const Plan& plan, const uint8_t* order) {
+  __device__ void Start(const DecodeArgs& args, const Plan& plan, const Entry* order) {
     active = true;
     solo = false;
     round = 0;
@@ -130,7 +136,7 @@ struct Walk {
   __device__ bool IsLastGroup() const { return !solo || group + 1 >= cut.Groups(); }
 
   // To the next group, row tile or unit.
-  __device__ void Next(const DecodeArgs& args, const Plan& plan, const uint8_t* order) {
+  __device__ void Next(const DecodeArgs& args, const Plan& plan, const Entry* order) {
     if (!IsLastGroup()) {
       ++group;
       return;
@@ -146,7 +152,7 @@ struct Walk {
     return round * all + (round % 2 == 0 ? walker : all - 1 - walker);
   }
 
-  __device__ void NextUnit(const DecodeArgs& args, const Plan& plan, const uint8_t* order) {
+  __device__ void NextUnit(const DecodeArgs& args, const Plan& plan, const Entry* order) {
     const int heads = static_cast<int>(args.params.num_kv_heads);
     const int num_team = plan.num_team * heads;
     const int num_solo = plan.num_all * heads - num_team;
@@ -173,8 +179,10 @@ struct Walk {
     head = at - rank * heads;
     row_tile = 0;
     group = solo ? 0 : blockIdx.x % kTeam;
-    seq = plan.begin + order[rank];
-    sequence = LoadSequence(args.params, seq, plan.in_order);
+    const Entry entry = order[rank];
+    seq = plan.begin + (entry.packed & 0xff);
+    sequence = {__ldg(args.params.query_start_loc + seq), entry.packed >> 8 & 0xff, entry.context_len,
+                (entry.packed >> 16) != 0, true};
     cut = Cut<S>::Of(args.params, sequence);
   }
 };
