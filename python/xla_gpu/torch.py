@@ -13,7 +13,7 @@ documentation, and take num_seqs as an int too. What holds for all of them:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -226,7 +226,7 @@ def ffi_call(
     input_layouts: Sequence[Sequence[int] | None] | None = None,
     output_layouts: Sequence[Sequence[int] | None] | Sequence[int] | None = None,
     input_output_aliases: dict[int, int] | None = None,
-) -> Callable[..., Any]:
+) -> FfiCall:
     """A function that calls an FFI target on tensors, with the meaning of jax.ffi.ffi_call.
 
     ``ffi_call("my_target", x)(x, y, scale=np.float32(2), n=3)`` passes x and y as buffers and scale and n as
