@@ -2,6 +2,7 @@
 #ifndef XLA_GPU_OPS_PAGED_ATTENTION_PAGED_ATTENTION_DECODE_ARGS_H_
 #define XLA_GPU_OPS_PAGED_ATTENTION_PAGED_ATTENTION_DECODE_ARGS_H_
 
+#include <cuda.h>
 #include <cuda_runtime.h>
 
 #include <cstdint>
@@ -32,11 +33,18 @@ struct DecodeArgs {
   int seq_begin, seq_end;   // the sequences of this launch
   bool cluster;             // teams are clusters and merge through shared memory; if not, through the scratch
   bool fill_unowned;        // write the rows that no sequence owns
+  int box_keys;             // keys that the copy engine fetches at a time, all of one page; 0: copies by threads
   bool slot_by_sequence;    // scratch rows are counted from seq_begin, kMaxDecodeRows a sequence, not by token
   uint64_t page_magic;      // token / page_size = token * page_magic >> page_shift
   int page_shift;
 
   __device__ int PageOf(int token) const { return static_cast<int>(token * page_magic >> page_shift); }
+};
+
+// K and V for the copy engine: boxes of box_keys keys by the width of a swizzled row. Unused where box_keys is 0.
+struct TensorMaps {
+  CUtensorMap k;
+  CUtensorMap v;
 };
 
 // The arguments that follow from the parameters alone.

@@ -94,12 +94,7 @@ class Merger {
       const int turn = steps_ & 1;
       const int part = (pass_rows * pairs + kTeam - 1) / kTeam;
       if (give) {
-        if (steps_ == 0) {
-          ClusterStartWait();
-        } else if (warp == 0) {
-          Receive(args, shared, lane);
-          TellTaken(shared, lane);
-        }
+        if (steps_ == 0) ClusterStartWait();
         if (threadIdx.x == 0) ArriveExpecting(&shared.given[turn], BytesGiven(walk.cut.Groups(), pass_rows, pairs));
         if (steps_ >= 2) WaitBarrier(&shared.taken[turn], Parity(steps_ - 2));
       }
@@ -145,12 +140,16 @@ class Merger {
           if (pair == 0) *to.softmax = total;
         }
       }
+      __syncthreads();  // the strands have been read
       if (give) {
+        if (steps_ > 0 && warp == steps_ % S::kWarps) {
+          Receive(args, shared, lane);
+          if (lane < kTeam) ArriveRemote(RemoteAddress(&shared.taken[(steps_ - 1) & 1], lane));
+        }
         ++steps_;
         given_ = {walk.cut.Groups(), pass_rows, walk.row_tile * kRows + pass * kPassRows, walk.head,
                   walk.sequence.q_begin};
       }
-      __syncthreads();  // the strands have been read
     }
   }
 
@@ -178,7 +177,7 @@ class Merger {
     return groups * (end - begin + (end - 1) / pairs - begin / pairs + 1) * static_cast<uint32_t>(sizeof(float2));
   }
 
-  // One warp merges what was given last and writes this block's part of the output. The cluster's other work goes on
+  // One warp merges what was given in step steps_ - 1 and writes this block's part of the output. A step's work lies
   // between the giving and this, so that nobody waits long.
   __device__ void Receive(const DecodeArgs& args, Shared<S>& shared, int lane) {
     const int turn = (steps_ - 1) & 1;
@@ -200,11 +199,6 @@ class Merger {
       StoreResult(args, place, pair, total, sum);
     }
     __syncwarp();
-  }
-
-  // Tells the cluster's blocks that what they gave last has been read.
-  __device__ void TellTaken(Shared<S>& shared, int lane) {
-    if (lane < kTeam) ArriveRemote(RemoteAddress(&shared.taken[(steps_ - 1) & 1], lane));
   }
 
   __device__ static void StoreResult(const DecodeArgs& args, const RowPlace& place, int pair, const Softmax& total,
@@ -261,20 +255,24 @@ __device__ inline void PrefetchInputs(const DecodeArgs& args) {
 // Grid: num_teams * kTeam blocks, in clusters of kTeam where args.cluster. Dynamic shared memory: args.stages *
 // kStageBytes + sizeof(Shared).
 template <typename S>
-__global__ void __launch_bounds__(S::kThreads, S::kBlocksPerSm) DecodeKernel(const __grid_constant__ DecodeArgs args) {
-  extern __shared__ __align__(128) uint8_t memory[];
+__global__ void __launch_bounds__(S::kThreads, S::kBlocksPerSm) 
+    DecodeKernel(const __grid_constant__ DecodeArgs args, const __grid_constant__ TensorMaps maps) {
+  extern __shared__ __align__(1024) uint8_t memory[];
   Shared<S>& shared = *reinterpret_cast<Shared<S>*>(memory + args.stages * S::kStageBytes);
   const Entry* const order = shared.order;
   const int warp = threadIdx.x / 32;
   const int lane = threadIdx.x % 32;
-  const uint32_t ring = SharedAddress(memory) + warp * S::kWarpStageBytes;
-  const int stages = args.stages;
 
   Merger<S> merger(args, shared);
   typename Merger<S>::Solo solo;
+  Fetcher<S> fetcher(args, SharedAddress(memory) + warp * S::kWarpStageBytes, &shared.looks[warp], warp, lane);
+  if (args.box_keys > 0 && threadIdx.x == 0) {
+    PrefetchTensorMap(&maps.k);
+    PrefetchTensorMap(&maps.v);
+  }
   PrefetchInputs(args);
-  if (args.params.head_dim < S::kDim) {  // columns past head_dim: no copy ever touches them
-    for (int i = threadIdx.x; i < stages * S::kStageBytes / 16; i += S::kThreads) {
+  if (args.box_keys == 0 && args.params.head_dim < S::kDim) {  // columns past head_dim: no copy ever touches them
+    for (int i = threadIdx.x; i < args.stages * S::kStageBytes / 16; i += S::kThreads) {
       reinterpret_cast<uint4*>(memory)[i] = {0, 0, 0, 0};
     }
   }
@@ -292,9 +290,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kBlocksPerSm) DecodeKernel(con
     };
     load_query();
 
-    Fetcher<S> fetcher;
-    fetcher.Start(args, plan, order, walk, ring, &shared.looks[warp], warp, lane);
-    int stage = 0;
+    fetcher.Start(args, maps, plan, order, walk);
 
     Strand<S> strand;
     while (walk.active) {
@@ -306,12 +302,11 @@ __global__ void __launch_bounds__(S::kThreads, S::kBlocksPerSm) DecodeKernel(con
         bool bad = false;
         const int end = walk.cut.StrandBegin(walk.group * S::kWarps + warp + 1);
         for (int tile = walk.cut.StrandBegin(walk.group * S::kWarps + warp); tile < end; ++tile) {
-          WaitAsync(stages - 1);
-          __syncwarp();
-          bad = bad || fetcher.IsBad(stage);
-          strand.Add(args, walk, query, shared.query, ring + stage * S::kStageBytes, tile * S::kTile, lane);
-          fetcher.Fetch(args, plan, order, stage);
-          stage = stage + 1 == stages ? 0 : stage + 1;
+          const uint32_t at = fetcher.Wait(args);
+          bad = bad || fetcher.IsBad();
+          if (args.box_keys > 0) strand.ClearHidden(args, walk, at, tile * S::kTile, lane);
+          strand.Add(args, walk, query, shared.query, at, tile * S::kTile, lane);
+          fetcher.Advance(args, maps, plan, order);
         }
         strand.Close(bad);
       }

@@ -2,6 +2,7 @@
 #ifndef XLA_GPU_OPS_PAGED_ATTENTION_PAGED_ATTENTION_DECODE_LAUNCH_CUH_
 #define XLA_GPU_OPS_PAGED_ATTENTION_PAGED_ATTENTION_DECODE_LAUNCH_CUH_
 
+#include <cuda.h>
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -18,7 +19,8 @@ namespace xla_gpu::decode {
 // How a kernel is launched on a device.
 struct Residency {
   bool known = false;
-  bool cluster = false;
+  bool sm90 = false;     // the kernel's code is for sm_90 or above
+  bool cluster = false;  // clusters of kTeam blocks fit
   int teams = 0;  // that are resident at a time
   int stages = 0;
   int shared_bytes = 0;
@@ -65,7 +67,8 @@ Status FindResidency(int device, Residency* residency) {
   // Clusters need code compiled for them, not only a device that has them.
   cudaFuncAttributes attributes;
   XLA_GPU_DECODE_CHECK(cudaFuncGetAttributes(&attributes, DecodeKernel<S>));
-  if (attributes.ptxVersion >= 90) {
+  residency->sm90 = attributes.ptxVersion >= 90;
+  if (residency->sm90) {
     residency->cluster = true;
     cudaLaunchAttribute launch[2];
     const cudaLaunchConfig_t config = TeamConfig(*residency, 1, S::kThreads, nullptr, launch);
@@ -98,6 +101,49 @@ Status GetResidency(Residency* residency) {
   return Status::Ok();
 }
 
+// The driver's function, or null. Looked up once; the driver is not linked with.
+inline decltype(&cuTensorMapEncodeTiled) TensorMapEncoder() {
+  static const auto encoder = [] {
+    void* function = nullptr;
+    cudaDriverEntryPointQueryResult result;
+    const cudaError_t error =
+        cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault, &result);
+    if (error != cudaSuccess) cudaGetLastError();
+    const bool found = error == cudaSuccess && result == cudaDriverEntryPointSuccess;
+    return found ? reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(function) : nullptr;
+  }();
+  return encoder;
+}
+
+// The keys of a box: as many as a tile and a page are multiples of. 0 where the copy engine cannot be used: pages too
+// small for it to pay, or rows that do not start on 16 bytes.
+template <typename S>
+int MakeTensorMaps(const PagedAttentionParams& params, TensorMaps* maps) {
+  const int64_t bytes = S::kElementBytes;
+  int keys = S::kTile;
+  while (params.page_size % keys != 0) keys /= 2;
+  const auto encode = TensorMapEncoder();
+  if (keys < 8 || params.head_dim * bytes % 16 != 0 || encode == nullptr) return 0;
+  const cuuint64_t sizes[4] = {static_cast<cuuint64_t>(params.head_dim), static_cast<cuuint64_t>(params.num_kv_heads),
+                               static_cast<cuuint64_t>(params.page_size), static_cast<cuuint64_t>(params.num_pages)};
+  const cuuint64_t strides[3] = {static_cast<cuuint64_t>(params.head_stride * bytes),
+                                 static_cast<cuuint64_t>(params.slot_stride * bytes),
+                                 static_cast<cuuint64_t>(params.page_stride * bytes)};
+  const cuuint32_t box[4] = {S::kSliceRowBytes / S::kElementBytes, 1, static_cast<cuuint32_t>(keys), 1};
+  const cuuint32_t steps[4] = {1, 1, 1, 1};
+  const void* const bases[2] = {params.k_cache, params.v_cache};
+  CUtensorMap* const to[2] = {&maps->k, &maps->v};
+  for (int i = 0; i < 2; ++i) {
+    const CUresult result = encode(
+        to[i], S::kFloat8 ? CU_TENSOR_MAP_DATA_TYPE_UINT8 : CU_TENSOR_MAP_DATA_TYPE_UINT16, 4, const_cast<void*>(bases[i]),
+        sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+        S::kSliceRowBytes == 128 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B,
+        CU_TENSOR_MAP_L2_PROMOTION_NONE, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+    if (result != CUDA_SUCCESS) return 0;
+  }
+  return keys;
+}
+
 template <typename S>
 Status LaunchShape(const PagedAttentionParams& params, Stream stream) {
   Residency residency;
@@ -106,6 +152,8 @@ Status LaunchShape(const PagedAttentionParams& params, Stream stream) {
   DecodeArgs args = MakeArgs(params);
   args.stages = residency.stages;
   args.cluster = residency.cluster;
+  TensorMaps maps = {};
+  if (residency.sm90) args.box_keys = MakeTensorMaps<S>(params, &maps);
   const int64_t units = std::min(params.max_seqs, params.num_tokens) * params.num_kv_heads;
   args.num_teams = static_cast<int>(std::min<int64_t>(residency.teams, std::max<int64_t>(units, 1)));
 
@@ -119,7 +167,7 @@ Status LaunchShape(const PagedAttentionParams& params, Stream stream) {
     args.seq_end = static_cast<int>(std::min(begin + step, params.max_seqs));
     cudaLaunchAttribute attributes[2];
     const cudaLaunchConfig_t config = TeamConfig(residency, args.num_teams, S::kThreads, stream, attributes);
-    XLA_GPU_DECODE_CHECK(cudaLaunchKernelEx(&config, DecodeKernel<S>, args));
+    XLA_GPU_DECODE_CHECK(cudaLaunchKernelEx(&config, DecodeKernel<S>, args, maps));
     if (!residency.cluster && args.seq_end > args.seq_begin) {
       const dim3 grid(args.seq_end - args.seq_begin, static_cast<unsigned>(params.num_kv_heads));
       MergeScratchKernel<S><<<grid, S::kThreads, 0, stream>>>(args);

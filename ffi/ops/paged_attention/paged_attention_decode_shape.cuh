@@ -40,11 +40,17 @@ struct Shape {
   static constexpr int kSteps = kDim / 16;                  // of the scores' sum over head_dim
   static constexpr bool kQueryInRegisters = kDim <= 128;    // else in shared memory: no room beside the sums
 
-  // Byte of 16-byte chunk `chunk` of row `row` of a tile: chunks change places so that the same chunk of eight
-  // consecutive rows lies in eight different groups of banks.
+  // A tile is stored in slices of 128 or 64 bytes of all its rows, as the copy engine writes them.
+  static constexpr int kSliceRowBytes = kRowBytes % 128 == 0 ? 128 : 64;
+  static constexpr int kSlices = kRowBytes / kSliceRowBytes;
+  static constexpr int kSliceBytes = kTile * kSliceRowBytes;
+
+  // Byte of 16-byte chunk `chunk` of row `row` of a tile. Chunks of a slice's row change places so that the same chunk of
+  // eight consecutive rows lies in eight different groups of banks.
   __device__ static uint32_t At(int row, int chunk) {
-    const int swap = kRowBytes % 128 == 0 ? row & 7 : row >> 1 & 3;
-    return row * kRowBytes + ((chunk ^ swap) << 4);
+    constexpr int kChunks = kSliceRowBytes / 16;
+    const int swap = kSliceRowBytes == 128 ? row & 7 : row >> 1 & 3;
+    return chunk / kChunks * kSliceBytes + row * kSliceRowBytes + ((chunk % kChunks ^ swap) << 4);
   }
 };
 

@@ -5,7 +5,9 @@
 #include <cstdint>
 
 #include "ffi/device/async_copy.cuh"
+#include "ffi/device/cluster.cuh"
 #include "ffi/device/mma.cuh"
+#include "ffi/device/tensor_copy.cuh"
 #include "ffi/ops/paged_attention/paged_attention_decode_merge.cuh"
 #include "ffi/ops/paged_attention/paged_attention_decode_shape.cuh"
 #include "ffi/ops/paged_attention/paged_attention_decode_work.cuh"
@@ -28,17 +30,21 @@ class Fetcher {
   // Of one warp, in shared memory.
   struct Looks {
     Tile tiles[kLooks];
-    int pages[kLooks][S::kTile];
+    int pages[kLooks][S::kTile];     // by key, or by box
+    uint64_t arrived[S::kMaxStages];  // barriers: a stage's boxes are there
   };
 
+  __device__ Fetcher(const DecodeArgs& args, uint32_t ring, Looks* looks, int warp, int lane)
+      : looks_(looks), ring_(ring), policy_(EvictFirstPolicy()), stage_(0), parity_(0), warp_(warp), lane_(lane) {
+    if (lane == 0 && args.box_keys > 0) {
+      for (int i = 0; i < S::kMaxStages; ++i) InitBarrier(&looks->arrived[i], 1);
+      FenceForCopies();
+    }
+  }
+
   // Starts where `walk` is, and fills all stages.
-  __device__ void Start(const DecodeArgs& args, const Plan& plan, const Entry* order, const Walk<S>& walk, uint32_t ring,
-                        Looks* looks, int warp, int lane) {
-    ring_ = ring;
-    looks_ = looks;
-    warp_ = warp;
-    lane_ = lane;
-    policy_ = EvictFirstPolicy();
+  __device__ void Start(const DecodeArgs& args, const TensorMaps& maps, const Plan& plan, const Entry* order,
+                        const Walk<S>& walk) {
     bad_stages_ = 0;
     look_ = 0;
     walk_ = walk;
@@ -46,27 +52,50 @@ class Fetcher {
 #pragma unroll 1
     for (int i = -args.stages; i < args.stages; ++i) {
       if (i == 0) WaitAsync<0>();
-      Step(args, plan, order, i);
+      Step(args, maps, plan, order, i < 0 ? i : Ahead(args, i));
     }
   }
 
-  // Starts the copies of the next tile into `stage`, as one group of asynchronous copies. The groups of all but the last
-  // `stages` - 1 calls have been waited for.
-  __device__ void Fetch(const DecodeArgs& args, const Plan& plan, const Entry* order, int stage) {
-    Step(args, plan, order, stage);
+  // Waits for the oldest tile; returns its shared address.
+  __device__ uint32_t Wait(const DecodeArgs& args) {
+    WaitAsync(args.stages - 1);
+    if (args.box_keys > 0) WaitBarrier(&looks_->arrived[stage_], parity_);
+    __syncwarp();
+    return ring_ + stage_ * S::kStageBytes;
   }
 
-  // Whether the tile in `stage` has a page number outside the cache.
-  __device__ bool IsBad(int stage) const { return bad_stages_ >> stage & 1; }
+  // Whether the oldest tile has a page number outside the cache.
+  __device__ bool IsBad() const { return bad_stages_ >> stage_ & 1; }
+
+  // Gives the oldest tile's stage to the next one and starts its copies.
+  __device__ void Advance(const DecodeArgs& args, const TensorMaps& maps, const Plan& plan, const Entry* order) {
+    Step(args, maps, plan, order, stage_);
+    parity_ ^= stage_ + 1 == args.stages;
+    stage_ = Ahead(args, 1);
+  }
 
  private:
-  // Looks a tile up and, unless stage < 0, copies the one looked up `stages` steps ago.
-  __device__ void Step(const DecodeArgs& args, const Plan& plan, const Entry* order, int stage) {
+  // The stage `tiles` after the oldest one's.
+  __device__ int Ahead(const DecodeArgs& args, int tiles) const {
+    return stage_ + tiles >= args.stages ? stage_ + tiles - args.stages : stage_ + tiles;
+  }
+
+  // Looks a tile up and, unless stage < 0, copies the one looked up `stages` steps ago: one group of asynchronous copies.
+  __device__ void Step(const DecodeArgs& args, const TensorMaps& maps, const Plan& plan, const Entry* order, int stage) {
     __syncwarp();  // the stage and the looks are no longer read
     const int size = args.stages + 1;
     LookUp(args, plan, order, look_);
     look_ = look_ + 1 == size ? 0 : look_ + 1;  // which is also the one that was looked up `stages` steps ago
-    if (stage >= 0) Copy(args, looks_->tiles[look_], looks_->pages[look_], stage);
+    if (stage >= 0) {
+      const Tile tile = looks_->tiles[look_];
+      if (tile.head >= 0) {
+        if (args.box_keys > 0) {
+          CopyBoxes(args, maps, tile, looks_->pages[look_], stage);
+        } else {
+          Copy(args, tile, looks_->pages[look_], stage);
+        }
+      }
+    }
     CommitAsync();
   }
 
@@ -88,8 +117,9 @@ class Fetcher {
       const int64_t hidden = int64_t{walk_.sequence.context_len} - walk_.sequence.q_len - params.sliding_window;
       tile = {walk_.head, tile_ * S::kTile, params.sliding_window > 0 && hidden >= 0 ? static_cast<int>(hidden) + 1 : 0,
               walk_.sequence.context_len};
-      const int key = tile.first_key + lane_;
-      if (lane_ < S::kTile && key >= tile.begin && key < tile.end) {
+      const int each = args.box_keys > 0 ? args.box_keys : 1;
+      const int key = tile.first_key + lane_ * each;
+      if (lane_ * each < S::kTile && key + each > tile.begin && key < tile.end) {
         CopyAsync4(SharedAddress(&looks_->pages[look][lane_]),
                    params.block_tables + walk_.seq * params.pages_per_seq + args.PageOf(key));
       }
@@ -98,8 +128,44 @@ class Fetcher {
     if (lane_ == 0) looks_->tiles[look] = tile;
   }
 
+  __device__ void SetBad(int stage, bool bad) {
+    bad_stages_ = (bad_stages_ & ~(1u << stage)) | static_cast<uint32_t>(bad) << stage;
+  }
+
+  // By the copy engine. Boxes without a visible key, or of a bad page, are asked for outside the tensor: they become zeros.
+  __device__ void CopyBoxes(const DecodeArgs& args, const TensorMaps& maps, const Tile& tile, const int* pages,
+                            int stage) {
+    bool bad = false;
+    uint64_t* const barrier = &looks_->arrived[stage];
+    if (lane_ == 0) ArriveExpecting(barrier, S::kWarpStageBytes);
+    for (int i = 0; i < S::kTile; i += args.box_keys) {
+      const int key = tile.first_key + i;
+      int page = -1;
+      if (key + args.box_keys > tile.begin && key < tile.end) {
+        page = pages[i / args.box_keys];
+        if (page < 0 || page >= args.params.num_pages) {
+          page = -1;
+          bad = true;
+        }
+      }
+      const int slot = key - args.PageOf(key) * static_cast<int>(args.params.page_size);
+      const uint32_t to = ring_ + stage * S::kStageBytes + i * S::kSliceRowBytes;
+      if (lane_ == 0) {
+#pragma unroll
+        for (int slice = 0; slice < S::kSlices; ++slice) {
+          constexpr int kColumns = S::kSliceRowBytes / S::kElementBytes;
+          const uint32_t at = to + slice * S::kSliceBytes;
+          CopyBox(at, &maps.k, barrier, slice * kColumns, tile.head, slot, page, policy_);
+          CopyBox(at + S::kTileBytes, &maps.v, barrier, slice * kColumns, tile.head, slot, page, policy_);
+        }
+      }
+    }
+    __syncwarp();
+    SetBad(stage, bad);
+  }
+
+  // By the warp's threads.
   __device__ void Copy(const DecodeArgs& args, const Tile& tile, const int* pages, int stage) {
-    if (tile.head < 0) return;
     const PagedAttentionParams& params = args.params;
     constexpr int kChunks = S::kRowBytes / 16;
     constexpr int kLanes = kChunks % 8 == 0 ? 8 : 4;  // that share a row, a chunk each
@@ -113,8 +179,7 @@ class Fetcher {
       const int slot = key - args.PageOf(key) * static_cast<int>(params.page_size);
       if (!bad) offset = (page * params.page_stride + slot * params.slot_stride) * S::kElementBytes;
     }
-    bad = __any_sync(0xffffffffu, bad);
-    bad_stages_ = (bad_stages_ & ~(1u << stage)) | static_cast<uint32_t>(bad) << stage;
+    SetBad(stage, __any_sync(0xffffffffu, bad));
 
     const int first_chunk = lane_ % kLanes;
     const int64_t head_offset = tile.head * params.head_stride * S::kElementBytes + first_chunk * 16;
@@ -170,6 +235,8 @@ class Fetcher {
   Looks* looks_;
   uint32_t ring_;  // shared address of this warp's part of stage 0
   uint64_t policy_;
+  int stage_;        // of the oldest tile
+  uint32_t parity_;  // of its barrier's phase
   uint32_t bad_stages_;
   int warp_, lane_;
 };
@@ -336,6 +403,24 @@ struct Strand {
       }
     }
     AddValues(tile + S::kTileBytes, score, lane);
+  }
+
+  // Clears the values of hidden keys in the tile at shared address `tile`, which the copy engine has fetched along with the
+  // others: what stands there may be NaN.
+  __device__ static void ClearHidden(const DecodeArgs& args, const Walk<S>& walk, uint32_t tile, int first_key, int lane) {
+    const SequenceInfo& sequence = walk.sequence;
+    const int64_t begin =
+        args.params.sliding_window > 0 ? int64_t{sequence.context_len} - sequence.q_len - args.params.sliding_window + 1 : 0;
+    if (first_key >= begin && first_key + S::kTile <= sequence.context_len) return;
+    for (int row = 0; row < S::kTile; ++row) {
+      if (first_key + row >= begin && first_key + row < sequence.context_len) continue;
+      for (int chunk = lane; chunk < S::kRowBytes / 16; chunk += 32) {
+        asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(tile + S::kTileBytes + S::At(row, chunk)), "r"(0)
+                     : "memory");
+      }
+    }
+    FenceForCopies();
+    __syncwarp();
   }
 
   // Adds up the lanes' sums. `bad`: a page number was wrong.

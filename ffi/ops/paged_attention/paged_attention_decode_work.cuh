@@ -20,7 +20,7 @@
 namespace xla_gpu::decode {
 
 #ifndef SOLO_KEYS
-#define SOLO_KEYS 1024
+#define SOLO_KEYS 4096
 #endif
 inline constexpr int kSoloKeys = SOLO_KEYS;  // sequences that see no more may be computed solo
 
@@ -73,15 +73,19 @@ __device__ inline Plan MakePlan(const DecodeArgs& args, int begin, int* keys, En
   static_assert(S::kThreads == kWindow);
   const PagedAttentionParams& params = args.params;
   const int size = min(kWindow, args.seq_end - begin);
-  const int mine = threadIdx.x;
+  // Up to 32 sequences are put in order by every warp for itself, all with the same result: no barriers.
+  const bool by_warp = size <= 32;
+  const int mine = by_warp ? threadIdx.x % 32 : threadIdx.x;
   SequenceInfo sequence = {};
   if (mine < size) sequence = LoadSequence(params, begin + mine, /*in_order=*/true);
   Plan plan = {begin, LiveSequences(params), 0, 0, true};
   const bool is_live = mine < min(size, plan.live - begin);
-  if (size == params.max_seqs) {
-    plan.in_order = __syncthreads_and(sequence.owned || !is_live);
-  } else {
+  if (size != params.max_seqs) {
     plan.in_order = QueryStartsInOrder(params, plan.live);
+  } else if (by_warp) {
+    plan.in_order = __all_sync(0xffffffffu, sequence.owned || !is_live);
+  } else {
+    plan.in_order = __syncthreads_and(sequence.owned || !is_live);
   }
   if (is_live && !plan.in_order) sequence = LoadSequence(params, begin + mine, /*in_order=*/false);
   int key = -1;
@@ -91,18 +95,28 @@ __device__ inline Plan MakePlan(const DecodeArgs& args, int begin, int* keys, En
     key = min(tiles, (1 << 23) - 1) << 7 | (kWindow - 1 - mine);  // unique, and larger for more tiles
     is_short = tiles <= kSoloKeys / S::kTile;
   }
-  keys[mine] = key;
-  plan.num_all = __syncthreads_count(key >= 0);
-  if (key >= 0) {
-    int rank = 0;
+  int rank = 0;
+  int num_short;
+  if (by_warp) {
+    for (int i = 0; i < size; ++i) rank += __shfl_sync(0xffffffffu, key, i) > key;
+    plan.num_all = __popc(__ballot_sync(0xffffffffu, key >= 0));
+    num_short = __popc(__ballot_sync(0xffffffffu, is_short));
+  } else {
+    keys[mine] = key;
+    plan.num_all = __syncthreads_count(key >= 0);
     for (int i = 0; i < size; i += 4) {
       const int4 four = *reinterpret_cast<const int4*>(keys + i);
       rank += (four.x > key) + (four.y > key) + (four.z > key) + (four.w > key);
     }
-    order[rank] = {sequence.context_len, mine | sequence.q_len << 8 | sequence.valid << 16};
+    num_short = __syncthreads_count(is_short);
+  }
+  if (key >= 0) order[rank] = {sequence.context_len, mine | sequence.q_len << 8 | sequence.valid << 16};
+  if (by_warp) {
+    __syncwarp();
+  } else {
+    __syncthreads();
   }
   // As many short units are computed solo as give every block the same number of them.
-  const int num_short = __syncthreads_count(is_short);
   const int heads = static_cast<int>(params.num_kv_heads);
   const int blocks = args.num_teams * kTeam;
   plan.num_team = plan.num_all;
