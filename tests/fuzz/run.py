@@ -1,0 +1,61 @@
+"""One run of the fuzzer: a kind of input, a seed, a number of inputs."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence
+
+import hypothesis
+from hypothesis import HealthCheck, Phase, Verbosity
+
+from tests.doors import Door
+from tests.fuzz import checks, strategies
+
+KINDS = {
+    "attention": strategies.attentions(),
+    "update": strategies.updates(),
+    "merge": strategies.merges,
+    "add": strategies.adds,
+    "hostile": strategies.hostiles(),
+}
+# Of the time; attention has the most to get wrong.
+WEIGHTS = {"attention": 10, "hostile": 5, "update": 4, "merge": 2, "add": 1}
+
+
+class Failure(AssertionError):
+    """What was wrong, with the smallest input that hypothesis found for it."""
+
+    def __init__(self, kind: str, seed: int, x, error: BaseException) -> None:
+        super().__init__(f"{kind}, seed {seed}: {error}\nthe smallest input that fails:\n    {x!r}")
+        self.input = x
+
+
+def run(kind: str, seed: int, examples: int, doors: Sequence[Door]) -> None:
+    """Checks `examples` inputs of a kind, the same for the same seed. Raises Failure."""
+    if importlib.util.find_spec("torch"):
+        import torch
+
+        torch.set_num_threads(1)  # the yardstick's tensors are small, and its threads would fight with the doors'
+    last = None
+
+    @hypothesis.seed(seed)
+    @hypothesis.settings(
+        max_examples=examples,
+        database=None,
+        deadline=None,
+        phases=(Phase.generate, Phase.shrink),
+        suppress_health_check=list(HealthCheck),
+        report_multiple_bugs=False,
+        print_blob=False,
+        verbosity=Verbosity.quiet,
+    )
+    @hypothesis.given(KINDS[kind])
+    def test(x):
+        nonlocal last
+        last = x
+        checks.check(x, doors)
+
+    try:
+        test()
+    except Exception as e:  # hypothesis runs the smallest input last
+        raise Failure(kind, seed, last, e) from e
