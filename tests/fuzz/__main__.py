@@ -4,15 +4,14 @@
     python -m tests.fuzz --minutes 5 --door eager-cuda --door jax-cuda --jobs 8
     python -m tests.fuzz --kind attention --seed 7 --examples 1000      # a round of that seed again
 
-Prints every failure with the smallest input that shows it, as an expression for tests/fuzz/regressions.py, and at the end
-one line of JSON with what was checked. Ends with 1 if something failed.
+Prints every failure with the smallest input that shows it, as an expression for tests/fuzz/regressions.py, and at the
+end one line of JSON with what was checked. Ends with 1 if something failed.
 """
 
 from __future__ import annotations
 
 import argparse
 import collections
-import itertools
 import json
 import os
 import random
@@ -90,9 +89,9 @@ def _fuzz(args: argparse.Namespace, seed: int) -> dict:
             rounds[kind] += 1
             attempt(run.run, kind, seed, args.examples, chosen)
     else:
-        turns = itertools.cycle([kind for kind in kinds for _ in range(run.WEIGHTS[kind])])
+        turns, weights = random.Random(seed), [run.WEIGHTS[kind] for kind in kinds]
         while time.monotonic() - started < args.minutes * 60:
-            kind = next(turns)
+            (kind,) = turns.choices(kinds, weights)
             rounds[kind] += 1
             attempt(run.run, kind, seed, EXAMPLES, chosen)
             seed = (seed + 1) % 2**32

@@ -1,5 +1,6 @@
-"""Wrong numbers in the metadata, and what the contract makes of them, written a second time: on the host the error that
-names the argument and the sequence, or a right result; on CUDA the rows that become NaN, and right numbers elsewhere."""
+"""Wrong numbers in the metadata, and what the contract makes of them, written a second time: on the host the error
+that names the argument and the sequence, or a right result; on CUDA the rows that become NaN, and right ones elsewhere.
+"""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""Inputs that once failed, each with the fault that it found; every run of the fuzzer begins with them. A failure prints
-the expression to put here."""
+"""Inputs that once failed, each with the fault that it found; every run of the fuzzer begins with them. A failure
+prints the expression to put here."""
 
 from __future__ import annotations
 
 from tests.cases import AttentionCase, CacheCase  # noqa: F401 - for the expressions
-from tests.fuzz.inputs import Add, Attention, Hostile, Merge, Update  # noqa: F401
+from tests.fuzz.inputs import Add, Attention, Hostile, Merge, Update
 
 CASES: dict[str, Add | Attention | Hostile | Merge | Update] = {
     # The lse of a batch without rows is a null pointer, by which the check took the call for one without lse.
