@@ -5,6 +5,7 @@
 
 #include <algorithm>
 
+#include "ffi/device/float8.cuh"
 #include "ffi/ops/paged_attention/paged_attention_decode_args.h"
 #include "ffi/ops/paged_attention/paged_attention_decode_formats.h"
 #include "ffi/ops/paged_attention/paged_attention_decode_kernel.cuh"
@@ -13,7 +14,7 @@ namespace xla_gpu::decode {
 namespace {
 
 constexpr int kWarps32 = 8;
-constexpr int kChunk = 8;                                     // keys whose loads are in flight together
+constexpr int kChunk = 8;                                      // keys whose loads are in flight together
 constexpr int kVectors = static_cast<int>(kMaxHeadDim) / 128;  // float4 of a row per lane
 
 __device__ inline float Dot(const float4& a, const float4& b) {
@@ -26,7 +27,23 @@ __device__ inline void AddScaled(float4& sum, const float4& a, float f) {
   sum = {__fmaf_rn(a.x, f, sum.x), __fmaf_rn(a.y, f, sum.y), __fmaf_rn(a.z, f, sum.z), __fmaf_rn(a.w, f, sum.w)};
 }
 
+// Four neighbouring values of the cache, by what it holds.
+struct CacheF32 {
+  using Stored = float;
+  __device__ static float4 Load(const float* at) { return __ldg(reinterpret_cast<const float4*>(at)); }
+};
+
+template <bool kE4M3>
+struct CacheFloat8 {
+  using Stored = uint8_t;
+  __device__ static float4 Load(const uint8_t* at) {
+    return Float8ToFloat4<kE4M3>(__ldg(reinterpret_cast<const uint32_t*>(at)));
+  }
+};
+
+template <class Cache>
 __global__ void __launch_bounds__(kWarps32 * 32) DecodeF32Kernel(const __grid_constant__ DecodeArgs args) {
+  using Stored = typename Cache::Stored;
   __shared__ float4 outs[kWarps32][kVectors * 32];
   __shared__ Softmax sums[kWarps32];
   const PagedAttentionParams& params = args.params;
@@ -42,8 +59,10 @@ __global__ void __launch_bounds__(kWarps32 * 32) DecodeF32Kernel(const __grid_co
   if (sequence.q_len < 1 || sequence.q_len > kMaxDecodeRows) return;
 
   const int64_t head_offset = head / args.group * params.head_stride;
-  const float* const k_head = static_cast<const float*>(params.k_cache) + head_offset;
-  const float* const v_head = static_cast<const float*>(params.v_cache) + head_offset;
+  const Stored* const k_head = static_cast<const Stored*>(params.k_cache) + head_offset;
+  const Stored* const v_head = static_cast<const Stored*>(params.v_cache) + head_offset;
+  float scale = params.scale;
+  if (params.k_scale != nullptr) scale *= __ldg(params.k_scale + (params.scale_per_head ? head / args.group : 0));
   bool bad = !sequence.valid;
   for (int query = 0; query < sequence.q_len; ++query) {
     const int64_t place = (int64_t{sequence.q_begin} + query) * params.num_heads + head;
@@ -56,7 +75,8 @@ __global__ void __launch_bounds__(kWarps32 * 32) DecodeF32Kernel(const __grid_co
       const int column = i * 128 + lane * 4;
       q[i] = out[i] = {0.0f, 0.0f, 0.0f, 0.0f};
       if (column < params.head_dim) {
-        q[i] = *reinterpret_cast<const float4*>(static_cast<const float*>(params.query) + place * params.head_dim + column);
+        q[i] = *reinterpret_cast<const float4*>(static_cast<const float*>(params.query) + place * params.head_dim +
+                                                column);
       }
     }
     Softmax softmax = {-INFINITY, 0.0f};
@@ -82,8 +102,8 @@ __global__ void __launch_bounds__(kWarps32 * 32) DecodeF32Kernel(const __grid_co
           const int column = i * 128 + lane * 4;
           k[key][i] = v[key][i] = {0.0f, 0.0f, 0.0f, 0.0f};
           if (offset >= 0 && column < params.head_dim) {
-            k[key][i] = __ldg(reinterpret_cast<const float4*>(k_head + offset + column));
-            v[key][i] = __ldg(reinterpret_cast<const float4*>(v_head + offset + column));
+            k[key][i] = Cache::Load(k_head + offset + column);
+            v[key][i] = Cache::Load(v_head + offset + column);
           }
         }
         score[key] = offset >= 0 ? 0.0f : -INFINITY;
@@ -96,7 +116,7 @@ __global__ void __launch_bounds__(kWarps32 * 32) DecodeF32Kernel(const __grid_co
         for (int i = 0; i < kVectors; ++i) sum += Dot(q[i], k[key][i]);
 #pragma unroll
         for (int lanes = 16; lanes > 0; lanes /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, lanes);
-        sum *= params.scale;
+        sum *= scale;
         if (params.soft_cap != 0.0f) sum = params.soft_cap * tanhf(sum / params.soft_cap);
         if (score[key] == 0.0f) score[key] = sum * kLog2E;
         largest = fmaxf(largest, score[key]);
@@ -148,7 +168,10 @@ Status LaunchF32(const PagedAttentionParams& params, Stream stream) {
   DecodeArgs args = MakeArgs(params);
   const dim3 grid(static_cast<unsigned>(std::max<int64_t>(params.max_seqs, 1)),
                   static_cast<unsigned>(params.num_heads));
-  DecodeF32Kernel<<<grid, kWarps32 * 32, 0, stream>>>(args);
+  const auto kernel = params.cache_dtype == DType::kF8E4M3FN ? DecodeF32Kernel<CacheFloat8<true>>
+                      : params.cache_dtype == DType::kF8E5M2 ? DecodeF32Kernel<CacheFloat8<false>>
+                                                             : DecodeF32Kernel<CacheF32>;
+  kernel<<<grid, kWarps32 * 32, 0, stream>>>(args);
   XLA_GPU_DECODE_CHECK(cudaGetLastError());
   return Status::Ok();
 }

@@ -8,6 +8,7 @@
 
 namespace xla_gpu::decode {
 
+// Queries of float32, over float32 and float8 caches.
 Status LaunchF32(const PagedAttentionParams& params, Stream stream);
 Status LaunchF16(const PagedAttentionParams& params, Stream stream);
 Status LaunchBF16(const PagedAttentionParams& params, Stream stream);
