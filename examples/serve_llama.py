@@ -58,6 +58,7 @@ def select_device(arguments: argparse.Namespace):
     """Returns torch_xla's device. Comes before anything else that imports torch_xla, which reads PJRT_DEVICE."""
     os.environ["PJRT_DEVICE"] = arguments.device.upper()
     import torch_xla
+    import torch_xla.backends
 
     if arguments.device == "gpu" and arguments.dtype == "float32":
         # Otherwise XLA multiplies float32 matrices in TF32, with 10 bits of mantissa.
