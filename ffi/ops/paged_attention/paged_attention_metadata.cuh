@@ -10,7 +10,7 @@
 //    context_len is negative or over pages_per_seq * page_size, or if a page number that a query of the sequence sees is
 //    outside [0, num_pages).
 //  - Rows that no live sequence owns are written by the dispatcher: 0 from query_start_loc[num_seqs] on, if that entry
-//    lies in [0, num_tokens]; NaN otherwise.
+//    lies in [0, num_tokens], and before query_start_loc[0], if all entries are in order; NaN otherwise.
 #ifndef XLA_GPU_OPS_PAGED_ATTENTION_PAGED_ATTENTION_METADATA_CUH_
 #define XLA_GPU_OPS_PAGED_ATTENTION_PAGED_ATTENTION_METADATA_CUH_
 

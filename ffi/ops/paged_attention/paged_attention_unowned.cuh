@@ -1,5 +1,5 @@
-// The rows that no sequence owns (paged_attention_metadata.cuh): 0 and -infinity where the batch is padded, NaN where
-// wrong metadata left them without an owner.
+// The rows that no sequence owns (paged_attention_metadata.cuh): 0 and -infinity where the batch is padded, before its
+// first sequence or after its last, NaN where wrong metadata left them without an owner.
 #ifndef XLA_GPU_OPS_PAGED_ATTENTION_PAGED_ATTENTION_UNOWNED_CUH_
 #define XLA_GPU_OPS_PAGED_ATTENTION_PAGED_ATTENTION_UNOWNED_CUH_
 
@@ -25,7 +25,8 @@ class UnownedRows {
 
   __device__ Fill Of(int64_t token) const {
     if (IsOwned(token)) return Fill::kNone;
-    return token >= padding_begin_ ? Fill::kZero : Fill::kNan;
+    const bool before_all = in_order_ && num_live_ > 0 && token < __ldg(params_.query_start_loc);
+    return token >= padding_begin_ || before_all ? Fill::kZero : Fill::kNan;
   }
 
  private:
