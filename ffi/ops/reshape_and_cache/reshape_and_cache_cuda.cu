@@ -37,7 +37,10 @@ __device__ C Store(T value, float scale) {
   } else {
     constexpr __nv_fp8_interpretation_t kFormat = std::is_same_v<C, __nv_fp8_e4m3> ? __NV_E4M3 : __NV_E5M2;
     C stored;
-    stored.__x = __nv_cvt_float_to_fp8(static_cast<float>(value) / scale, __NV_SATFINITE, kFormat);
+    const float scaled = static_cast<float>(value) / scale;
+    stored.__x = __nv_cvt_float_to_fp8(scaled, __NV_SATFINITE, kFormat);
+    // The hardware's NaN has no sign, and in e5m2 another payload than the host's.
+    if (isnan(scaled)) stored.__x = (signbit(scaled) ? 0x80 : 0) | (kFormat == __NV_E4M3 ? 0x7f : 0x7e);
     return stored;
   }
 }
