@@ -229,7 +229,7 @@ __device__ inline void FillUnownedRows(const DecodeArgs& args, int live, bool in
       }
     }
     if (owned) continue;
-    const bool pad = has_pad && row >= first_pad;
+    const bool pad = (has_pad && row >= first_pad) || (live >= 0 && in_order);
     const float value = pad ? 0.0f : NAN;
     const int64_t width = params.num_heads * params.head_dim;
     for (int64_t i = 2 * threadIdx.x; i < width; i += 2 * blockDim.x) StorePair(args, row * width + i, {value, value});

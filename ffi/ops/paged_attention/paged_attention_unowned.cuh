@@ -25,8 +25,8 @@ class UnownedRows {
 
   __device__ Fill Of(int64_t token) const {
     if (IsOwned(token)) return Fill::kNone;
-    const bool before_all = in_order_ && num_live_ > 0 && token < __ldg(params_.query_start_loc);
-    return token >= padding_begin_ || before_all ? Fill::kZero : Fill::kNan;
+    const bool sound = in_order_ && num_live_ >= 0;  // then the row stands before the first sequence or behind the last
+    return token >= padding_begin_ || sound ? Fill::kZero : Fill::kNan;
   }
 
  private:
