@@ -114,3 +114,18 @@ def test_layout_does_not_change_bits(door):
     assert split["kv_cache"].ndim == 5 and combined["kv_cache"].ndim == 4
     (first,), (second,) = (door.call("paged_attention", arrays, **case.options()) for arrays in (split, combined))
     compare.assert_bitwise_equal(first, second, door.name)
+
+
+@pytest.mark.doors("eager", "eager-cuda")
+def test_rows_before_the_first_sequence_are_zero(door):
+    """query_start_loc may begin above 0; like the padding at the end, those rows are nobody's."""
+    case = NAMES["more-queries-than-context"]
+    inputs = cases.build(case)
+    inputs.query = np.concatenate([np.full_like(inputs.query[:2], np.nan), inputs.query])
+    inputs.query_start_loc[: len(case.sequences) + 1] += 2
+    out, lse = door.call("paged_attention_with_lse", inputs.arrays(), **case.options())
+    want, want_lse = door.call("paged_attention_with_lse", cases.build(case).arrays(), **case.options())
+    compare.assert_bitwise_equal(out[:2], np.zeros_like(out[:2]), door.name)
+    assert np.isneginf(lse[:2]).all()
+    compare.assert_bitwise_equal(out[2:], want, door.name)
+    compare.assert_bitwise_equal(lse[2:], want_lse, door.name)
