@@ -157,10 +157,9 @@ def test_layouts_order_axes_from_major_to_minor(door, layout):
     np.testing.assert_array_equal(run(door, both, a)[0], a)
 
 
+@pytest.mark.doors("eager")
 def test_layouts_mean_what_they_mean_in_jax(door, foreign):
     jax = pytest.importorskip("jax")
-    if door.name != "eager":
-        pytest.skip("jax is asked once")
     jax.ffi.register_ffi_target(
         "xla_gpu_test_raw_copy", jax.ffi.pycapsule(foreign.xla_gpu_test_raw_copy), platform="cpu"
     )
@@ -515,10 +514,9 @@ def test_from_many_threads(door):
     assert failures == []
 
 
+@pytest.mark.doors("torch_xla")
 def test_export_keeps_foreign_calls(door):
     """torch.export, as StableHLO."""
-    if door.name != "torch_xla":
-        pytest.skip("export needs torch_xla, and it once")
     from torch_xla.stablehlo import exported_program_to_stablehlo
 
     call = ffi.ffi_call("xla_gpu_test_scale", spec((6,))).bind(factor=np.float32(3))
