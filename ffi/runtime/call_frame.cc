@@ -107,19 +107,18 @@ struct Buffers {
     }
     if (buffer.rank > 0 && buffer.dims == nullptr) return invalid("dims is null");
     int64_t elements = 1;
-    bool too_large = false;
+    bool too_large = false, empty = false;
     for (int32_t d = 0; d < buffer.rank; ++d) {
       const int64_t dim = buffer.dims[d];
       if (dim < 0) return invalid("dimension " + std::to_string(d) + " is " + std::to_string(dim));
-      too_large = too_large || __builtin_mul_overflow(elements, dim, &elements);
-    }
-    for (int32_t d = 0; d < buffer.rank; ++d) {
-      if (buffer.dims[d] == 0) return {};  // empty, whatever the other dimensions are; data may be null
+      empty = empty || dim == 0;
+      // Without the zeros: handlers multiply some dimensions of an empty buffer too.
+      too_large = too_large || __builtin_mul_overflow(elements, std::max<int64_t>(dim, 1), &elements);
     }
     if (too_large || elements > std::numeric_limits<int64_t>::max() / bits) {
       return invalid("its size in bytes does not fit 64 bits");
     }
-    if (buffer.data == nullptr) return invalid("data is null");
+    if (buffer.data == nullptr && !empty) return invalid("data is null");
     return {};
   }
 };
@@ -213,6 +212,14 @@ class Attributes {
       case XLA_FFI_AttrType_STRING:
       case XLA_FFI_AttrType_DICTIONARY:
         if (attribute.size != 0 && attribute.data == nullptr) return invalid("data is null");
+        if (attribute.type != XLA_FFI_AttrType_STRING && attribute.type != XLA_FFI_AttrType_DICTIONARY &&
+            attribute.dtype == XLA_FFI_DataType_PRED) {
+          // Handlers read them as bool, of which C++ knows two.
+          const auto* bytes = static_cast<const uint8_t*>(attribute.data);
+          for (size_t i = 0; i < attribute.size; ++i) {
+            if (bytes[i] > 1) return invalid("a bool of value " + std::to_string(bytes[i]) + ", expected 0 or 1");
+          }
+        }
         if (std::count(path.begin(), path.end(), '.') >= kMaxDictionaryDepth) return invalid("nested too deeply");
         return {};
       default:

@@ -1,0 +1,64 @@
+// A call of a handler through the C interface, made from a fuzzer's input. All memory is on the heap and exactly as
+// large as the call says, so that AddressSanitizer sees the first byte read or written past it.
+#ifndef XLA_GPU_TESTING_FUZZ_CALL_H_
+#define XLA_GPU_TESTING_FUZZ_CALL_H_
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "ffi/runtime/xla_gpu.h"
+#include "ffi/testing/fuzz/input.h"
+
+namespace xla_gpu::fuzz {
+
+class Call {
+ public:
+  explicit Call(Input* input) : input_(*input) {}
+  Call(const Call&) = delete;
+  Call& operator=(const Call&) = delete;
+
+  // Buffers of any dtype and shape, attributes of any type, with some fields that no call may have.
+  void Anything();
+
+  // A sound call of one of the library's operators with small shapes and hostile contents, then up to three changes.
+  void Operator();
+
+  // Whether the call was answered with a result; ends the process where the answer breaks the interface's promises.
+  bool Run(XLA_FFI_Handler* handler);
+
+ private:
+  using Shape = std::vector<int64_t>;
+
+  // `bytes` of fresh memory: from the input at first, then the last byte repeated.
+  void* Memory(size_t bytes);
+  int64_t* Dims(const Shape& shape);
+
+  void Add(std::vector<xla_gpu_buffer>* buffers, int32_t dtype, const Shape& shape);
+  void AddNumbers(int32_t dtype, const Shape& shape, int64_t end);  // an operand of numbers mostly below `end`
+  template <typename T>
+  void AddScalar(const char* name, int32_t dtype, T value);
+  void AnyBuffer(std::vector<xla_gpu_buffer>* buffers);
+  std::vector<xla_gpu_attribute>* AnyAttributes(int depth);
+  void Change();
+
+  void SimpleAdd();
+  void PagedAttention();
+  void ReshapeAndCache();
+  void MergeAttentionStates();
+
+  Input& input_;
+  std::vector<std::unique_ptr<char, void (*)(void*)>> memory_;
+  std::vector<std::unique_ptr<std::vector<xla_gpu_attribute>>> lists_;
+  std::vector<std::unique_ptr<std::string>> names_;
+  std::vector<xla_gpu_buffer> operands_, results_;
+  std::vector<xla_gpu_attribute> attributes_;
+  const char* target_ = nullptr;  // of the library; null: the handler that Run is given
+  int32_t device_ordinal_ = -1;
+  size_t struct_size_ = sizeof(xla_gpu_call_args);
+};
+
+}  // namespace xla_gpu::fuzz
+
+#endif  // XLA_GPU_TESTING_FUZZ_CALL_H_
