@@ -6,18 +6,44 @@
 
 #include <string>
 
+#include "ffi/common/device_code.h"
 #include "ffi/common/status.h"
 
 namespace xla_gpu {
 
+// Why a GPU that is too old, too new or driven by too old a driver refuses the library's code; empty for other errors.
+inline std::string DeviceCodeText(cudaError_t error) {
+  switch (error) {
+    case cudaErrorInsufficientDriver:
+    case cudaErrorUnsupportedPtxVersion:
+      return ": the NVIDIA driver is older than this library's CUDA " XLA_GPU_CUDA_VERSION
+             ": update it (nvidia-smi shows the CUDA version that it supports), or build the library with that version";
+    case cudaErrorNoKernelImageForDevice:
+    case cudaErrorInvalidDeviceFunction:
+    case cudaErrorInvalidKernelImage:
+      break;
+    default:
+      return {};
+  }
+  int device = 0, major = 0, minor = 0;
+  cudaDeviceProp properties = {};
+  if (cudaGetDevice(&device) == cudaSuccess && cudaGetDeviceProperties(&properties, device) == cudaSuccess) {
+    major = properties.major;
+    minor = properties.minor;
+  }
+  return ": " + NoDeviceCodeText(properties.name, major, minor, XLA_GPU_CUDA_ARCHITECTURES);
+}
+
 inline Status CudaStatus(cudaError_t error, const char* file, int line, const char* expression) {
   if (error == cudaSuccess) return Status::Ok();
+  // Clears the runtime's memory of the error: the next launch of this thread asks for it and would report it as its own.
+  cudaGetLastError();
   // The path from the sources' root on: where the library was built is nobody's business.
   std::string path(file);
   const size_t root = path.rfind("ffi/");
   if (root != std::string::npos) path.erase(0, root);
   return Status::Internal(path + ":" + std::to_string(line) + ": " + expression + ": " + cudaGetErrorName(error) +
-                          " (" + cudaGetErrorString(error) + ")");
+                          " (" + cudaGetErrorString(error) + ")" + DeviceCodeText(error));
 }
 
 }  // namespace xla_gpu
