@@ -36,7 +36,8 @@ inline std::string DeviceCodeText(cudaError_t error) {
 
 inline Status CudaStatus(cudaError_t error, const char* file, int line, const char* expression) {
   if (error == cudaSuccess) return Status::Ok();
-  // Clears the runtime's memory of the error: the next launch of this thread asks for it and would report it as its own.
+  // Clears the runtime's memory of the error: the next launch of this thread asks for it and would report it as its
+  // own.
   cudaGetLastError();
   // The path from the sources' root on: where the library was built is nobody's business.
   std::string path(file);
