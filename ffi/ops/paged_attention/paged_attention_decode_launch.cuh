@@ -16,30 +16,34 @@
 
 namespace xla_gpu::decode {
 
+// Blocks of a team, the largest first, and the place of those that are used where there are many units.
+inline constexpr int kTeams[4] = {16, 8, 4, 2};
+inline constexpr int kMixedTeam = 2;
+
 // How a kernel is launched on a device.
 struct Residency {
   bool known = false;
   bool sm90 = false;     // the kernel's code is for sm_90 or above
-  bool cluster = false;  // clusters of kTeam blocks fit
-  int teams = 0;  // that are resident at a time
+  bool cluster[4] = {};  // a team can be a cluster
+  int teams[4] = {};     // that are resident at a time
   int stages = 0;
   int shared_bytes = 0;
 };
 
-inline cudaLaunchConfig_t TeamConfig(const Residency& residency, int teams, int threads, Stream stream,
+inline cudaLaunchConfig_t TeamConfig(const Residency& residency, int size, int teams, int threads, Stream stream,
                                      cudaLaunchAttribute (&attributes)[2]) {
   attributes[0].id = cudaLaunchAttributeClusterDimension;
-  attributes[0].val.clusterDim = {static_cast<unsigned>(kTeam), 1, 1};
+  attributes[0].val.clusterDim = {static_cast<unsigned>(kTeams[size]), 1, 1};
   // A team's blocks each want an SM's bandwidth for themselves.
   attributes[1].id = cudaLaunchAttributeClusterSchedulingPolicyPreference;
   attributes[1].val.clusterSchedulingPolicyPreference = cudaClusterSchedulingPolicySpread;
   cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(static_cast<unsigned>(teams * kTeam));
+  config.gridDim = dim3(static_cast<unsigned>(teams * kTeams[size]));
   config.blockDim = dim3(threads);
   config.dynamicSmemBytes = static_cast<size_t>(residency.shared_bytes);
   config.stream = stream;
   config.attrs = attributes;
-  config.numAttrs = residency.cluster ? 2 : 0;
+  config.numAttrs = residency.cluster[size] ? 2 : 0;
   return config;
 }
 
@@ -47,8 +51,8 @@ template <typename S>
 Status FindResidency(int device, Residency* residency) {
   int per_sm, per_block, reserved, sms;
   XLA_GPU_DECODE_CHECK(cudaDeviceGetAttribute(&per_sm, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device));
-  XLA_GPU_DECODE_CHECK(cudaDeviceGetAttribute(&reserved, cudaDevAttrReservedSharedMemoryPerBlock, device));
   XLA_GPU_DECODE_CHECK(cudaDeviceGetAttribute(&per_block, cudaDevAttrMaxSharedMemoryPerBlockOptin, device));
+  XLA_GPU_DECODE_CHECK(cudaDeviceGetAttribute(&reserved, cudaDevAttrReservedSharedMemoryPerBlock, device));
   XLA_GPU_DECODE_CHECK(cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device));
   constexpr int kFixed = static_cast<int>(sizeof(Shared<S>));
   int blocks = S::kBlocksPerSm;
@@ -62,23 +66,25 @@ Status FindResidency(int device, Residency* residency) {
   residency->shared_bytes = residency->stages * S::kStageBytes + kFixed;
   XLA_GPU_DECODE_CHECK(cudaFuncSetAttribute(DecodeKernel<S>, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                             residency->shared_bytes));
-  residency->teams = std::max(1, sms * blocks / kTeam);
-
-  // Clusters need code compiled for them, not only a device that has them.
+  // The copy engine and clusters need code compiled for them, not only a device that has them.
   cudaFuncAttributes attributes;
   XLA_GPU_DECODE_CHECK(cudaFuncGetAttributes(&attributes, DecodeKernel<S>));
   residency->sm90 = attributes.ptxVersion >= 90;
-  if (residency->sm90) {
-    residency->cluster = true;
+  for (int size = 0; size < 4; ++size) {
+    residency->teams[size] = std::max(1, sms * blocks / kTeams[size]);
+    if (!residency->sm90) continue;
+    constexpr int kPortable = 8;  // blocks that any cluster may have
+    residency->cluster[size] = true;
     cudaLaunchAttribute launch[2];
-    const cudaLaunchConfig_t config = TeamConfig(*residency, 1, S::kThreads, nullptr, launch);
+    const cudaLaunchConfig_t config = TeamConfig(*residency, size, 1, S::kThreads, nullptr, launch);
     int clusters = 0;
-    const bool can = cudaFuncSetAttribute(DecodeKernel<S>, cudaFuncAttributeNonPortableClusterSizeAllowed, 1) ==
-                         cudaSuccess &&
-                     cudaOccupancyMaxActiveClusters(&clusters, DecodeKernel<S>, &config) == cudaSuccess && clusters > 0;
+    const bool can =
+        (kTeams[size] <= kPortable ||
+         cudaFuncSetAttribute(DecodeKernel<S>, cudaFuncAttributeNonPortableClusterSizeAllowed, 1) == cudaSuccess) &&
+        cudaOccupancyMaxActiveClusters(&clusters, DecodeKernel<S>, &config) == cudaSuccess && clusters > 0;
     if (!can) cudaGetLastError();
-    residency->cluster = can;
-    if (can) residency->teams = clusters;
+    residency->cluster[size] = can;
+    if (can) residency->teams[size] = clusters;
   }
   residency->known = true;
   return Status::Ok();
@@ -151,24 +157,35 @@ Status LaunchShape(const PagedAttentionParams& params, Stream stream) {
 
   DecodeArgs args = MakeArgs(params);
   args.stages = residency.stages;
-  args.cluster = residency.cluster;
   TensorMaps maps = {};
   if (residency.sm90) args.box_keys = MakeTensorMaps<S>(params, &maps);
-  const int64_t units = std::min(params.max_seqs, params.num_tokens) * params.num_kv_heads;
-  args.num_teams = static_cast<int>(std::min<int64_t>(residency.teams, std::max<int64_t>(units, 1)));
+  // The largest teams of which there is one for every unit at a time; else small ones in several waves, but not so many
+  // that the idle ones of a padded batch take long.
+  constexpr int kWaves = 5;
+  const int64_t units = std::max<int64_t>(std::min(params.max_seqs, params.num_tokens) * params.num_kv_heads, 1);
+  int size = 0;
+  while (size < 4 && residency.teams[size] < units) ++size;
+  args.mixed = size == 4;
+  if (args.mixed) size = kMixedTeam;
+  args.team = kTeams[size];
+  args.block_slots = residency.teams[size] * args.team;
+  args.num_teams = static_cast<int>(std::min<int64_t>(residency.teams[size] * kWaves, units));
+  args.part_quads = static_cast<int>((params.head_dim / 4 + args.team - 1) / args.team);
+  args.part_magic = (65536u + args.part_quads - 1) / args.part_quads;
+  args.cluster = residency.cluster[size];
 
   // Partial results go through the scratch where there are no clusters: as many sequences at a time as it holds.
   const int64_t rows = DecodeScratchRows(params);
-  args.slot_by_sequence = !residency.cluster && rows < std::min(params.num_tokens, params.max_seqs * kMaxDecodeRows);
+  args.slot_by_sequence = !args.cluster && rows < std::min(params.num_tokens, params.max_seqs * kMaxDecodeRows);
   const int64_t step = args.slot_by_sequence ? std::max<int64_t>(rows / kMaxDecodeRows, 1) : params.max_seqs;
   int64_t begin = 0;
   do {
     args.seq_begin = static_cast<int>(begin);
     args.seq_end = static_cast<int>(std::min(begin + step, params.max_seqs));
     cudaLaunchAttribute attributes[2];
-    const cudaLaunchConfig_t config = TeamConfig(residency, args.num_teams, S::kThreads, stream, attributes);
+    const cudaLaunchConfig_t config = TeamConfig(residency, size, args.num_teams, S::kThreads, stream, attributes);
     XLA_GPU_DECODE_CHECK(cudaLaunchKernelEx(&config, DecodeKernel<S>, args, maps));
-    if (!residency.cluster && args.seq_end > args.seq_begin) {
+    if (!args.cluster && args.seq_end > args.seq_begin) {
       const dim3 grid(args.seq_end - args.seq_begin, static_cast<unsigned>(params.num_kv_heads));
       MergeScratchKernel<S><<<grid, S::kThreads, 0, stream>>>(args);
       XLA_GPU_DECODE_CHECK(cudaGetLastError());

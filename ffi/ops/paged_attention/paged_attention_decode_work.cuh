@@ -1,13 +1,15 @@
 // Who computes what in the decode path, worked out by every block for itself from the metadata.
 //
-// The keys that a sequence's queries see are cut into tiles, the tiles into strands of equal length (at most 16 times the
-// warps of a block), and the strands into groups of as many as a block has warps. A warp computes a strand, a block a
-// group; the strands of a group are merged from left to right, then the groups. The cuts are a function of the sequence's
-// length alone, so its bits do not depend on which block computed which group.
+// The keys that a sequence's queries see are cut into tiles, the tiles into up to 64 strands of equal length, and four
+// consecutive strands form a group. A warp computes a strand, the four warps of a block a group. Results are merged in a
+// fixed tree: the strands of a group from left to right, then the up to 16 groups in pairs, pairs of pairs and so on. The
+// cuts are a function of the sequence's length alone, so its bits do not depend on who computed what.
 //
-// A unit is a sequence and a kv head. A team of 16 consecutive blocks (a cluster, where the device has them) computes
-// long units, the longest first, block i the group i of each. Where there are enough short units for all blocks, each is
-// computed by a single block ("solo"), group after group: a team's meeting would cost more than it saves.
+// A unit is a sequence and a kv head. A team of 2, 4, 8 or 16 consecutive blocks (a cluster, where the device has them)
+// shares a unit, each block an equal run of its groups; teams are as large as fits on the device at a time. With more units
+// than that, teams are of 4, units that are long beside what there is to do for a block are shared by a team, and the
+// others go to single blocks, so that there are few meetings. There are then more teams than fit on the device: as one
+// leaves, the next comes, which keeps the load even although blocks differ in speed.
 #ifndef XLA_GPU_OPS_PAGED_ATTENTION_PAGED_ATTENTION_DECODE_WORK_CUH_
 #define XLA_GPU_OPS_PAGED_ATTENTION_PAGED_ATTENTION_DECODE_WORK_CUH_
 
@@ -18,11 +20,6 @@
 #include "ffi/ops/paged_attention/paged_attention_metadata.cuh"
 
 namespace xla_gpu::decode {
-
-#ifndef SOLO_KEYS
-#define SOLO_KEYS 4096
-#endif
-inline constexpr int kSoloKeys = SOLO_KEYS;  // sequences that see no more may be computed solo
 
 // The keys of a sequence, in tiles.
 template <typename S>
@@ -54,8 +51,9 @@ struct Cut {
 struct Plan {
   int begin;      // first sequence of the window
   int live;       // sequences of the call; -1: num_seqs is wrong
-  int num_team;   // sequences computed by teams; they come first
-  int num_all;
+  int num_all;      // of them
+  int solo_begin;   // those in [solo_begin, solo_end) are computed by single blocks
+  int solo_end;
   bool in_order;  // of query_start_loc
 };
 
@@ -78,7 +76,7 @@ __device__ inline Plan MakePlan(const DecodeArgs& args, int begin, int* keys, En
   const int mine = by_warp ? threadIdx.x % 32 : threadIdx.x;
   SequenceInfo sequence = {};
   if (mine < size) sequence = LoadSequence(params, begin + mine, /*in_order=*/true);
-  Plan plan = {begin, LiveSequences(params), 0, 0, true};
+  Plan plan = {begin, LiveSequences(params), 0, 0, 0, true};
   const bool is_live = mine < min(size, plan.live - begin);
   if (size != params.max_seqs) {
     plan.in_order = QueryStartsInOrder(params, plan.live);
@@ -89,65 +87,89 @@ __device__ inline Plan MakePlan(const DecodeArgs& args, int begin, int* keys, En
   }
   if (is_live && !plan.in_order) sequence = LoadSequence(params, begin + mine, /*in_order=*/false);
   int key = -1;
-  bool is_short = false;
   if (is_live && sequence.q_len >= 1 && sequence.q_len <= kMaxDecodeRows) {
-    const int tiles = Cut<S>::Of(params, sequence).tiles;
-    key = min(tiles, (1 << 23) - 1) << 7 | (kWindow - 1 - mine);  // unique, and larger for more tiles
-    is_short = tiles <= kSoloKeys / S::kTile;
+    const int length = Cut<S>::Of(params, sequence).tiles;
+    key = min(length, (1 << 23) - 1) << 7 | (kWindow - 1 - mine);  // unique, and larger for more tiles
   }
   int rank = 0;
-  int num_short;
+  int tiles = 0;  // of all sequences
   if (by_warp) {
-    for (int i = 0; i < size; ++i) rank += __shfl_sync(0xffffffffu, key, i) > key;
+    for (int i = 0; i < size; ++i) {
+      const int other = __shfl_sync(0xffffffffu, key, i);
+      rank += other > key;
+      tiles += max(other, 0) >> 7;
+    }
     plan.num_all = __popc(__ballot_sync(0xffffffffu, key >= 0));
-    num_short = __popc(__ballot_sync(0xffffffffu, is_short));
   } else {
     keys[mine] = key;
     plan.num_all = __syncthreads_count(key >= 0);
     for (int i = 0; i < size; i += 4) {
       const int4 four = *reinterpret_cast<const int4*>(keys + i);
       rank += (four.x > key) + (four.y > key) + (four.z > key) + (four.w > key);
+      tiles += (max(four.x, 0) >> 7) + (max(four.y, 0) >> 7) + (max(four.z, 0) >> 7) + (max(four.w, 0) >> 7);
     }
-    num_short = __syncthreads_count(is_short);
   }
   if (key >= 0) order[rank] = {sequence.context_len, mine | sequence.q_len << 8 | sequence.valid << 16};
+  if (args.mixed) {
+    // By what there is to do for every block that fits on the device: more than that is for teams; up to a quarter of it
+    // for single blocks; in between, as many are for single blocks as make whole waves of them, so that no last few keep
+    // the others waiting.
+    const int heads = static_cast<int>(params.num_kv_heads);
+    const int64_t share = int64_t{tiles} * heads;
+    const int64_t mine_of_all = int64_t{max(key, 0) >> 7} * args.block_slots;
+    const bool is_short = key >= 0 && 4 * mine_of_all <= share;
+    const bool is_middle = key >= 0 && !is_short && mine_of_all <= share;
+    int num_short, num_middle;
+    if (by_warp) {
+      num_short = __popc(__ballot_sync(0xffffffffu, is_short));
+      num_middle = __popc(__ballot_sync(0xffffffffu, is_middle));
+    } else {
+      num_short = __syncthreads_count(is_short);
+      num_middle = __syncthreads_count(is_middle);
+    }
+    const int middle_solo = num_middle * heads / args.block_slots * args.block_slots / heads;
+    // Sorted by length: long, middle, short. The middle ones left over go to teams, before the others.
+    plan.solo_begin = plan.num_all - num_short - middle_solo;
+    plan.solo_end = plan.num_all;
+  } else {
+    plan.solo_begin = plan.solo_end = plan.num_all;
+  }
   if (by_warp) {
     __syncwarp();
   } else {
     __syncthreads();
   }
-  // As many short units are computed solo as give every block the same number of them.
-  const int heads = static_cast<int>(params.num_kv_heads);
-  const int blocks = args.num_teams * kTeam;
-  plan.num_team = plan.num_all;
-  if (num_short * heads >= blocks) plan.num_team -= num_short * heads / blocks * blocks / heads;
   return plan;
 }
 
 // A walk over the work of one block: units, their tiles of rows, and their groups.
 template <typename S>
 struct Walk {
-  bool active;   // false: the walk is over
-  bool solo;
-  int round;     // of units
-  int head;      // kv head
-  int row_tile;  // rows [kRows * row_tile, …) of the unit's q_len * group rows
+  bool active;       // false: the walk is over
+  int round;         // of items: units for teams, or as many units as a team has blocks
+  int head;          // kv head
+  int row_tile;      // rows [kRows * row_tile, …) of the unit's q_len * group rows
+  int block_groups;  // that each block computes of the unit
+  int first_group;   // of this block; past the unit's groups if it has none
   int group;
   int seq;
   SequenceInfo sequence;
   Cut<S> cut;
 
   __device__ void Start(const DecodeArgs& args, const Plan& plan, const Entry* order) {
-    active = true;
-    solo = false;
     round = 0;
     NextUnit(args, plan, order);
   }
 
   __device__ int NumRows(const DecodeArgs& args) const { return sequence.q_len * args.group; }
-  // The first and last group of its unit and row tile that this block computes.
-  __device__ bool IsFirstGroup() const { return !solo || group == 0; }
-  __device__ bool IsLastGroup() const { return !solo || group + 1 >= cut.Groups(); }
+  // Whether this block has a group of the unit at all, and is at its first or last one.
+  __device__ bool HasGroup() const { return group < cut.Groups(); }
+  __device__ bool IsFirstGroup() const { return group == first_group; }
+  __device__ bool IsLastGroup() const { return group + 1 >= min(first_group + block_groups, cut.Groups()); }
+  // A unit of so few groups that one block computes it all.
+  __device__ bool IsAlone() const { return cut.Groups() <= block_groups; }
+  // Blocks of the team that have a group of the unit.
+  __device__ int NumGivers() const { return (cut.Groups() + block_groups - 1) / block_groups; }
 
   // To the next group, row tile or unit.
   __device__ void Next(const DecodeArgs& args, const Plan& plan, const Entry* order) {
@@ -155,45 +177,34 @@ struct Walk {
       ++group;
       return;
     }
-    group = solo ? 0 : blockIdx.x % kTeam;
+    group = first_group;
     if ((++row_tile) * kRows < NumRows(args)) return;
     NextUnit(args, plan, order);
   }
 
  private:
-  // Position in a list that `all` walkers go through back and forth, so that none gets the longer unit each time.
-  __device__ static int Snake(int round, int walker, int all) {
-    return round * all + (round % 2 == 0 ? walker : all - 1 - walker);
-  }
-
   __device__ void NextUnit(const DecodeArgs& args, const Plan& plan, const Entry* order) {
     const int heads = static_cast<int>(args.params.num_kv_heads);
-    const int num_team = plan.num_team * heads;
-    const int num_solo = plan.num_all * heads - num_team;
-    int at = -1;
-    while (!solo && at < 0) {
-      at = Snake(round, blockIdx.x / kTeam, args.num_teams);
-      if (at >= num_team) at = -1;
-      if (at < 0 && (round + 1) * args.num_teams >= num_team) {
-        solo = true;
-        round = 0;
-      } else {
-        ++round;
-      }
-    }
-    while (at < 0) {
-      if (round * static_cast<int>(gridDim.x) >= num_solo) {
-        active = false;
-        return;
-      }
-      at = Snake(round++, gridDim.x - 1 - blockIdx.x, gridDim.x);
-      at = at < num_solo ? num_team + at : -1;
-    }
-    const int rank = at / heads;
-    head = at - rank * heads;
+    const int rank = blockIdx.x % args.team;
+    const int num_shared = plan.solo_begin * heads;
+    const int num_all = plan.num_all * heads;
+    int at;  // of the unit in the order
+    do {
+      const int item = blockIdx.x / args.team + round * args.num_teams;
+      const bool solo = item >= num_shared;
+      at = solo ? num_shared + (item - num_shared) * args.team + rank : item;
+      block_groups = solo ? kGroups : kGroups / args.team;
+      // Blocks take turns with the runs of groups, for short units do not have all of them.
+      first_group = solo ? 0 : (rank + round) % args.team * block_groups;
+      ++round;
+      active = at < num_all;
+    } while (!active && at - rank < num_all);  // none for this block, but there may be one in the next round
+    if (!active) return;
+    const int place = at / heads;
+    head = at - place * heads;
     row_tile = 0;
-    group = solo ? 0 : blockIdx.x % kTeam;
-    const Entry entry = order[rank];
+    group = first_group;
+    const Entry entry = order[place];
     seq = plan.begin + (entry.packed & 0xff);
     sequence = {__ldg(args.params.query_start_loc + seq), entry.packed >> 8 & 0xff, entry.context_len,
                 (entry.packed >> 16) != 0, true};
