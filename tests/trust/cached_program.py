@@ -1,6 +1,6 @@
-"""Calls that differ in one attribute, shape or dtype each, with a persistent compilation cache. Run by test_caches.py,
-twice over one folder: python -m tests.trust.cached_program DOOR FOLDER. Prints what the cache did, and ends with 1 where a
-result is another call's."""
+"""Calls that differ in one attribute, shape or dtype each, with a persistent compilation cache. Run twice over one
+folder by test_caches.py: python -m tests.trust.cached_program DOOR FOLDER. Prints what the cache did, and ends with 1
+where a result is another call's."""
 
 from __future__ import annotations
 

@@ -13,6 +13,7 @@ from tests.cases import AttentionCase
 LOADS = {"few-rows": ((2, 40), (0, 12), (1, 17)), "many-rows": ((30, 40), (0, 12), (17, 17))}
 FLOATS = pytest.mark.parametrize("dtype", cases.FLOATS)
 ROWS = pytest.mark.parametrize("load", LOADS)
+EAGER = pytest.mark.doors("eager", "eager-cuda")
 
 
 def attend(door, case, inputs):
@@ -28,13 +29,24 @@ def check(door, case, inputs):
     return out, lse
 
 
+STARTS = [0, 1, 5, -7, 2**31 - 1, -(2**31)]
+
+
+@EAGER
 @ROWS
 @FLOATS
-@pytest.mark.parametrize("start", [0, 1, 5, -7, 2**31 - 1, -(2**31)])
+@pytest.mark.parametrize("start", STARTS)
 def test_no_live_sequence(door, start, dtype, load):
+    check_no_live_sequence(door, start, dtype, load)
+
+
+@pytest.mark.parametrize("start", [0, 5])
+def test_no_live_sequence_through_all_doors(door, start):
+    check_no_live_sequence(door, start, "bfloat16", "few-rows")
+
+
+def check_no_live_sequence(door, start, dtype, load):
     """num_seqs is 0: every row is 0, whatever stands in the rest of the metadata, NaN in query and cache included."""
-    if not door.name.startswith("eager") and (dtype, load) != ("bfloat16", "few-rows"):
-        pytest.skip("the eager doors take them all")
     case = AttentionCase("no-live", LOADS[load], num_heads=4, num_kv_heads=2, page_size=8, dtype=dtype)
     inputs = cases.build(case)
     inputs.query[:], inputs.kv_cache[:] = np.nan, np.nan
@@ -45,11 +57,10 @@ def test_no_live_sequence(door, start, dtype, load):
     assert np.isneginf(lse).all()
 
 
+@EAGER
 @ROWS
 @FLOATS
 def test_rows_before_the_first_sequence_are_zero(door, dtype, load):
-    if not door.name.startswith("eager") and (dtype, load) != ("bfloat16", "few-rows"):
-        pytest.skip("the eager doors take them all")
     case = AttentionCase("rows-before", LOADS[load], num_heads=4, num_kv_heads=2, page_size=8, dtype=dtype)
     inputs = cases.build(case)
     before = 3
@@ -61,7 +72,7 @@ def test_rows_before_the_first_sequence_are_zero(door, dtype, load):
     assert np.isneginf(lse[:before]).all()
 
 
-@pytest.mark.doors("eager", "eager-cuda")
+@EAGER
 @ROWS
 @FLOATS
 def test_live_sequences_all_empty(door, dtype, load):
@@ -75,7 +86,7 @@ def test_live_sequences_all_empty(door, dtype, load):
     assert not out.any() and np.isneginf(lse).all()
 
 
-@pytest.mark.doors("eager", "eager-cuda")
+@EAGER
 def test_nothing_at_all(door):
     """Arrays without elements: no rows, no sequences, no pages, one after the other and together."""
     case = AttentionCase("nothing", ((1, 4),), page_size=4, num_heads=4, num_kv_heads=2)
@@ -94,13 +105,11 @@ def test_nothing_at_all(door):
         assert out.shape == inputs.query.shape and not out.any() and np.isneginf(lse).all()
 
 
-@pytest.mark.doors("eager", "eager-cuda", "jax", "jax-cuda")
+@EAGER
 @ROWS
 @FLOATS
 def test_pages_of_many_sequences(door, dtype, load):
     """All sequences on one set of pages; and one page all over a table."""
-    if door.framework == "jax" and dtype != "bfloat16":
-        pytest.skip("the eager doors take them all")
     sequences = tuple((q, 40) for q, _ in LOADS[load])
     case = AttentionCase("shared", sequences, num_heads=4, num_kv_heads=2, page_size=8, dtype=dtype, spread=0.5)
     inputs = cases.build(case)
@@ -110,7 +119,7 @@ def test_pages_of_many_sequences(door, dtype, load):
     check(door, case, inputs)
 
 
-@pytest.mark.doors("eager", "eager-cuda")
+@EAGER
 @ROWS
 @FLOATS
 def test_a_context_that_fills_its_table(door, dtype, load):
