@@ -91,8 +91,8 @@ def replays(case: AttentionCase):
 @pytest.mark.parametrize("name", REPLAYED)
 @pytest.mark.doors("jax", "torch_xla-compiled", "jax-cuda", "torch_xla-cuda-compiled")
 def test_a_thousand_replays_of_one_program(door, name):
-    """Whatever the last replay left in scratch, plans and threads: the bits of a first run of these lengths, here of the
-    eager door, which compiles nothing."""
+    """Whatever the last replay left in scratch, plans and threads: the bits of a first run, here of the eager door,
+    which compiles nothing."""
     from tests import doors
 
     case = REPLAYED[name]
