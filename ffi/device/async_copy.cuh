@@ -54,8 +54,8 @@ __device__ inline void WaitAsync() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
-// WaitAsync for a count that is the same in all threads, but only known at run time: 0 to 5. The likely one is asked for
-// first, and the questions are branches rather than a table: a table's look-up takes longer than a branch.
+// WaitAsync for a count that is the same in all threads, but only known at run time: 0 to 5. The likely one is asked
+// for first, and the questions are branches rather than a table: a table's look-up takes longer than a branch.
 __device__ inline void WaitAsync(int pending) {
   if (pending == 2) {
     WaitAsync<2>();

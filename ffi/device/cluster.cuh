@@ -12,8 +12,8 @@
 
 namespace xla_gpu {
 
-// An arrival at a barrier in this block's shared memory completes its phase after `arrivals` of them, and when the bytes
-// announced with them have come. Phases have parity 0, 1, 0, …
+// An arrival at a barrier in this block's shared memory completes its phase after `arrivals` of them, and when the
+// bytes announced with them have come. Phases have parity 0, 1, 0, …
 __device__ inline void InitBarrier(uint64_t* barrier, int arrivals) {
 #if __CUDA_ARCH__ >= 900
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(SharedAddress(barrier)), "r"(arrivals) : "memory");
@@ -47,11 +47,10 @@ __device__ inline void WaitBarrier(uint64_t* barrier, uint32_t parity) {
 #if __CUDA_ARCH__ >= 900
   uint32_t done = 0;
   while (!done) {
-    asm volatile(
-        "{.reg .pred done; mbarrier.try_wait.parity.shared::cta.b64 done, [%1], %2; selp.u32 %0, 1, 0, done;}"
-        : "=r"(done)
-        : "r"(SharedAddress(barrier)), "r"(parity)
-        : "memory");
+    asm volatile("{.reg .pred done; mbarrier.try_wait.parity.shared::cta.b64 done, [%1], %2; selp.u32 %0, 1, 0, done;}"
+                 : "=r"(done)
+                 : "r"(SharedAddress(barrier)), "r"(parity)
+                 : "memory");
   }
 #endif
 }
@@ -83,9 +82,10 @@ __device__ inline void SendRemote(uint32_t to, uint32_t barrier, float2 value) {
 
 __device__ inline void SendRemote(uint32_t to, uint32_t barrier, float4 value) {
 #if __CUDA_ARCH__ >= 900
-  asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(to),
-               "f"(value.x), "f"(value.y), "f"(value.z), "f"(value.w), "r"(barrier)
-               : "memory");
+  asm volatile(
+      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(to),
+      "f"(value.x), "f"(value.y), "f"(value.z), "f"(value.w), "r"(barrier)
+      : "memory");
 #endif
 }
 

@@ -16,8 +16,8 @@ __device__ inline void PrefetchTensorMap(const CUtensorMap* map) {
 #endif
 }
 
-// Copies the box of `map` at (x, y, z, w), x fastest, to shared address `shared`; parts outside the tensor become zeros.
-// `barrier` counts the box's bytes when they are there. Called by one thread.
+// Copies the box of `map` at (x, y, z, w), x fastest, to shared address `shared`; parts outside the tensor become
+// zeros. `barrier` counts the box's bytes when they are there. Called by one thread.
 __device__ inline void CopyBox(uint32_t shared, const CUtensorMap* map, uint64_t* barrier, int x, int y, int z, int w,
                                uint64_t policy) {
 #if __CUDA_ARCH__ >= 900

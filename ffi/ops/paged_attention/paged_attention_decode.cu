@@ -1,6 +1,5 @@
 // The decode path's entry: which kernel serves which dtypes.
 #include "ffi/ops/paged_attention/paged_attention_decode.h"
-
 #include "ffi/ops/paged_attention/paged_attention_decode_formats.h"
 
 namespace xla_gpu {

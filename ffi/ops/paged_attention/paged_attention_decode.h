@@ -34,9 +34,9 @@ constexpr int64_t DecodeScratchBytes(const PagedAttentionParams& shapes) {
 
 // Computes the rows (out, and lse where wanted) of every sequence with 1 <= q_len <= kMaxDecodeRows whose query rows
 // are its own (paged_attention_metadata.cuh). Rows of such a sequence are NaN if its context_len or a page number that
-// its queries see is invalid. If num_tokens <= kMaxDecodeRows it also writes the rows that no sequence owns, so that the
-// call needs no other launch; otherwise it writes nothing else. `params.scratch` holds at least DecodeScratchBytes and
-// its contents may be anything. The launches depend on shapes, attributes and the device alone.
+// its queries see is invalid. If num_tokens <= kMaxDecodeRows it also writes the rows that no sequence owns, so that
+// the call needs no other launch; otherwise it writes nothing else. `params.scratch` holds at least DecodeScratchBytes
+// and its contents may be anything. The launches depend on shapes, attributes and the device alone.
 Status LaunchDecode(const PagedAttentionParams& params, Stream stream);
 
 }  // namespace xla_gpu

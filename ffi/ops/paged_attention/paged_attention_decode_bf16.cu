@@ -3,6 +3,8 @@
 
 namespace xla_gpu::decode {
 
-Status LaunchBF16(const PagedAttentionParams& params, Stream stream) { return LaunchFormat<Format::kBF16>(params, stream); }
+Status LaunchBF16(const PagedAttentionParams& params, Stream stream) {
+  return LaunchFormat<Format::kBF16>(params, stream);
+}
 
 }  // namespace xla_gpu::decode

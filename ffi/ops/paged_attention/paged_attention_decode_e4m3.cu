@@ -3,6 +3,8 @@
 
 namespace xla_gpu::decode {
 
-Status LaunchE4M3(const PagedAttentionParams& params, Stream stream) { return LaunchFormat<Format::kE4M3>(params, stream); }
+Status LaunchE4M3(const PagedAttentionParams& params, Stream stream) {
+  return LaunchFormat<Format::kE4M3>(params, stream);
+}
 
 }  // namespace xla_gpu::decode

@@ -3,6 +3,8 @@
 
 namespace xla_gpu::decode {
 
-Status LaunchE5M2(const PagedAttentionParams& params, Stream stream) { return LaunchFormat<Format::kE5M2>(params, stream); }
+Status LaunchE5M2(const PagedAttentionParams& params, Stream stream) {
+  return LaunchFormat<Format::kE5M2>(params, stream);
+}
 
 }  // namespace xla_gpu::decode

@@ -3,6 +3,8 @@
 
 namespace xla_gpu::decode {
 
-Status LaunchF16(const PagedAttentionParams& params, Stream stream) { return LaunchFormat<Format::kF16>(params, stream); }
+Status LaunchF16(const PagedAttentionParams& params, Stream stream) {
+  return LaunchFormat<Format::kF16>(params, stream);
+}
 
 }  // namespace xla_gpu::decode

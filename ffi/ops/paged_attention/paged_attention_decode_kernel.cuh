@@ -1,11 +1,12 @@
-// The decode kernel: resident blocks that walk over their share of the work (paged_attention_decode_work.cuh) with K and V
-// streaming through a ring of tiles per warp. Warps meet only when a group of keys is done.
+// The decode kernel: resident blocks that walk over their share of the work (paged_attention_decode_work.cuh) with K
+// and V streaming through a ring of tiles per warp. Warps meet only when a group of keys is done.
 #ifndef XLA_GPU_OPS_PAGED_ATTENTION_PAGED_ATTENTION_DECODE_KERNEL_CUH_
 #define XLA_GPU_OPS_PAGED_ATTENTION_PAGED_ATTENTION_DECODE_KERNEL_CUH_
 
 #include <cstdint>
 
 #include "ffi/device/cluster.cuh"
+#include "ffi/ops/paged_attention/paged_attention_decode_fetch.cuh"
 #include "ffi/ops/paged_attention/paged_attention_decode_warp.cuh"
 
 namespace xla_gpu::decode {
@@ -28,8 +29,8 @@ struct Shared {
   uint64_t given[2];  // barrier: `parts` and `part_softmax` are complete
   uint64_t taken[2];  // barrier: all blocks of the cluster have read theirs
 
-  // Where columns 4 * quad to 4 * quad + 3 of row `row` of a pass lie: four lanes of each of four rows that store pairs of
-  // columns meet no bank twice.
+  // Where columns 4 * quad to 4 * quad + 3 of row `row` of a pass lie: four lanes of each of four rows that store pairs
+  // of columns meet no bank twice.
   __device__ static int At(int row, int quad) { return row * kQuads + (quad ^ (row << 1)); }
 };
 
@@ -68,9 +69,10 @@ class Merger {
     ClusterStartArrive();
   }
 
-  // Merges the warps' strands into a group and puts it into the tree of the block's groups of the unit. After the last of them, passes
-  // the sum on: writes the output if no other block has a group, else gives it to the blocks of the cluster, or puts it
-  // into the scratch. All threads of a team call it; where the block has no group, only to be given something.
+  // Merges the warps' strands into a group and puts it into the tree of the block's groups of the unit. After the last
+  // of them, passes the sum on: writes the output if no other block has a group, else gives it to the blocks of the
+  // cluster, or puts it into the scratch. All threads of a team call it; where the block has no group, only to be given
+  // something.
   __device__ void Merge(const DecodeArgs& args, const Walk<S>& walk, Strand<S>& strand, Shared<S>& shared, Sums& so_far,
                         int rows, int warp, int lane) {
     const int quads = static_cast<int>(args.params.head_dim / 4);
@@ -256,7 +258,7 @@ __device__ inline void PrefetchInputs(const DecodeArgs& args) {
 // Grid: num_teams * team blocks, in clusters of a team where args.cluster. Dynamic shared memory: args.stages *
 // kStageBytes + sizeof(Shared).
 template <typename S>
-__global__ void __launch_bounds__(S::kThreads, S::kBlocksPerSm) 
+__global__ void __launch_bounds__(S::kThreads, S::kBlocksPerSm)
     DecodeKernel(const __grid_constant__ DecodeArgs args, const __grid_constant__ TensorMaps maps) {
   extern __shared__ __align__(1024) uint8_t memory[];
   Shared<S>& shared = *reinterpret_cast<Shared<S>*>(memory + args.stages * S::kStageBytes);
@@ -343,7 +345,7 @@ __global__ void __launch_bounds__(S::kThreads) MergeScratchKernel(const __grid_c
   const int groups = Cut<S>::Of(params, sequence).Groups();
   const int block_groups = kGroups / args.team;
   const int givers = (groups + block_groups - 1) / block_groups;
-  if (rank >= plan.solo_begin || givers <= 1) return;  // written by the block that computed it
+  if (!plan.IsShared(rank) || givers <= 1) return;  // written by the block that computed it
   const int quads = static_cast<int>(params.head_dim / 4);
   for (int i = threadIdx.x; i < sequence.q_len * args.group * quads; i += S::kThreads) {
     const int row = i / quads;

@@ -17,15 +17,15 @@
 namespace xla_gpu::decode {
 
 // Blocks of a team, the largest first, and the place of those that are used where there are many units.
-inline constexpr int kTeams[4] = {16, 8, 4, 2};
+inline constexpr int kTeams[3] = {16, 8, 4};
 inline constexpr int kMixedTeam = 2;
 
 // How a kernel is launched on a device.
 struct Residency {
   bool known = false;
   bool sm90 = false;     // the kernel's code is for sm_90 or above
-  bool cluster[4] = {};  // a team can be a cluster
-  int teams[4] = {};     // that are resident at a time
+  bool cluster[3] = {};  // a team can be a cluster
+  int teams[3] = {};     // that are resident at a time
   int stages = 0;
   int shared_bytes = 0;
 };
@@ -64,13 +64,13 @@ Status FindResidency(int device, Residency* residency) {
   if (stages < 1) return Status::Internal("paged_attention: the device has too little shared memory");
   residency->stages = std::min(stages, S::kMaxStages);
   residency->shared_bytes = residency->stages * S::kStageBytes + kFixed;
-  XLA_GPU_DECODE_CHECK(cudaFuncSetAttribute(DecodeKernel<S>, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                            residency->shared_bytes));
+  XLA_GPU_DECODE_CHECK(
+      cudaFuncSetAttribute(DecodeKernel<S>, cudaFuncAttributeMaxDynamicSharedMemorySize, residency->shared_bytes));
   // The copy engine and clusters need code compiled for them, not only a device that has them.
   cudaFuncAttributes attributes;
   XLA_GPU_DECODE_CHECK(cudaFuncGetAttributes(&attributes, DecodeKernel<S>));
   residency->sm90 = attributes.ptxVersion >= 90;
-  for (int size = 0; size < 4; ++size) {
+  for (int size = 0; size < 3; ++size) {
     residency->teams[size] = std::max(1, sms * blocks / kTeams[size]);
     if (!residency->sm90) continue;
     constexpr int kPortable = 8;  // blocks that any cluster may have
@@ -140,11 +140,11 @@ int MakeTensorMaps(const PagedAttentionParams& params, TensorMaps* maps) {
   const void* const bases[2] = {params.k_cache, params.v_cache};
   CUtensorMap* const to[2] = {&maps->k, &maps->v};
   for (int i = 0; i < 2; ++i) {
-    const CUresult result = encode(
-        to[i], S::kFloat8 ? CU_TENSOR_MAP_DATA_TYPE_UINT8 : CU_TENSOR_MAP_DATA_TYPE_UINT16, 4, const_cast<void*>(bases[i]),
-        sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-        S::kSliceRowBytes == 128 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B,
-        CU_TENSOR_MAP_L2_PROMOTION_NONE, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+    const CUresult result =
+        encode(to[i], S::kFloat8 ? CU_TENSOR_MAP_DATA_TYPE_UINT8 : CU_TENSOR_MAP_DATA_TYPE_UINT16, 4,
+               const_cast<void*>(bases[i]), sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+               S::kSliceRowBytes == 128 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B,
+               CU_TENSOR_MAP_L2_PROMOTION_NONE, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
     if (result != CUDA_SUCCESS) return 0;
   }
   return keys;
@@ -159,17 +159,18 @@ Status LaunchShape(const PagedAttentionParams& params, Stream stream) {
   args.stages = residency.stages;
   TensorMaps maps = {};
   if (residency.sm90) args.box_keys = MakeTensorMaps<S>(params, &maps);
-  // The largest teams of which there is one for every unit at a time; else small ones in several waves, but not so many
-  // that the idle ones of a padded batch take long.
+  // The largest teams of which there is one for every unit at a time. For some more units, the largest, which then work
+  // off several each. For many, small ones in several waves, but not so many that a padded batch's idle ones take long.
   constexpr int kWaves = 5;
+  constexpr int kManyUnits = 128;
   const int64_t units = std::max<int64_t>(std::min(params.max_seqs, params.num_tokens) * params.num_kv_heads, 1);
   int size = 0;
-  while (size < 4 && residency.teams[size] < units) ++size;
-  args.mixed = size == 4;
-  if (args.mixed) size = kMixedTeam;
+  while (size < kMixedTeam && residency.teams[size] < units) ++size;
+  args.mixed = units > kManyUnits;
+  if (!args.mixed && residency.teams[size] < units) size = 0;
   args.team = kTeams[size];
   args.block_slots = residency.teams[size] * args.team;
-  args.num_teams = static_cast<int>(std::min<int64_t>(residency.teams[size] * kWaves, units));
+  args.num_teams = static_cast<int>(std::min<int64_t>(residency.teams[size] * (args.mixed ? kWaves : 1), units));
   args.part_quads = static_cast<int>((params.head_dim / 4 + args.team - 1) / args.team);
   args.part_magic = (65536u + args.part_quads - 1) / args.part_quads;
   args.cluster = residency.cluster[size];

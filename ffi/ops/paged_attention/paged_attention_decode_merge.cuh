@@ -41,7 +41,7 @@ __device__ inline float Merge(float first, float second, const MergeFactors& fac
   return __fmaf_rn(second, factors.second, __fmul_rn(first, factors.first));
 }
 
-// As MergeInto, with the partial outputs beside: (first, first_out) becomes the result.
+// A row's partial result in four of its columns.
 struct Part {
   Softmax softmax;
   float4 out;
@@ -155,8 +155,8 @@ struct ScratchPlace {
   float* out;        // [head_dim]
   Softmax* softmax;  // [1]
 
-  __device__ static ScratchPlace Of(const DecodeArgs& args, int seq, const SequenceInfo& sequence, const RowPlace& place,
-                                    int part) {
+  __device__ static ScratchPlace Of(const DecodeArgs& args, int seq, const SequenceInfo& sequence,
+                                    const RowPlace& place, int part) {
     const PagedAttentionParams& params = args.params;
     int64_t row = place.at;
     if (args.slot_by_sequence) {

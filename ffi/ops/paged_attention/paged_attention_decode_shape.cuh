@@ -37,16 +37,16 @@ struct Shape {
   static constexpr int kWarpStageBytes = 2 * kTileBytes;
   static constexpr int kStageBytes = kWarps * kWarpStageBytes;
   static constexpr int kMaxStages = kDim <= 64 ? 6 : kDim <= 128 ? 3 : 4;
-  static constexpr int kSteps = kDim / 16;                  // of the scores' sum over head_dim
-  static constexpr bool kQueryInRegisters = kDim <= 128;    // else in shared memory: no room beside the sums
+  static constexpr int kSteps = kDim / 16;                // of the scores' sum over head_dim
+  static constexpr bool kQueryInRegisters = kDim <= 128;  // else in shared memory: no room beside the sums
 
   // A tile is stored in slices of 128 or 64 bytes of all its rows, as the copy engine writes them.
   static constexpr int kSliceRowBytes = kRowBytes % 128 == 0 ? 128 : 64;
   static constexpr int kSlices = kRowBytes / kSliceRowBytes;
   static constexpr int kSliceBytes = kTile * kSliceRowBytes;
 
-  // Byte of 16-byte chunk `chunk` of row `row` of a tile. Chunks of a slice's row change places so that the same chunk of
-  // eight consecutive rows lies in eight different groups of banks.
+  // Byte of 16-byte chunk `chunk` of row `row` of a tile. Chunks of a slice's row change places so that the same chunk
+  // of eight consecutive rows lies in eight different groups of banks.
   __device__ static uint32_t At(int row, int chunk) {
     constexpr int kChunks = kSliceRowBytes / 16;
     const int swap = kSliceRowBytes == 128 ? row & 7 : row >> 1 & 3;

@@ -1,15 +1,15 @@
 // Who computes what in the decode path, worked out by every block for itself from the metadata.
 //
 // The keys that a sequence's queries see are cut into tiles, the tiles into up to 64 strands of equal length, and four
-// consecutive strands form a group. A warp computes a strand, the four warps of a block a group. Results are merged in a
-// fixed tree: the strands of a group from left to right, then the up to 16 groups in pairs, pairs of pairs and so on. The
-// cuts are a function of the sequence's length alone, so its bits do not depend on who computed what.
+// consecutive strands form a group. A warp computes a strand, the four warps of a block a group. Results are merged in
+// a fixed tree: the strands of a group from left to right, then the up to 16 groups in pairs, pairs of pairs and so on.
+// The cuts are a function of the sequence's length alone, so its bits do not depend on who computed what.
 //
-// A unit is a sequence and a kv head. A team of 2, 4, 8 or 16 consecutive blocks (a cluster, where the device has them)
-// shares a unit, each block an equal run of its groups; teams are as large as fits on the device at a time. With more units
-// than that, teams are of 4, units that are long beside what there is to do for a block are shared by a team, and the
-// others go to single blocks, so that there are few meetings. There are then more teams than fit on the device: as one
-// leaves, the next comes, which keeps the load even although blocks differ in speed.
+// A unit is a sequence and a kv head. A team of 4, 8 or 16 consecutive blocks (a cluster, where the device has them)
+// shares a unit, each block an equal run of its groups. With many units, teams are of 4, units that are long beside
+// what there is to do for a block are shared by a team, and most others go to single blocks, so that there are few
+// meetings. There are then more teams than fit on the device: as one leaves, the next comes, which keeps the load even
+// although blocks differ in speed.
 #ifndef XLA_GPU_OPS_PAGED_ATTENTION_PAGED_ATTENTION_DECODE_WORK_CUH_
 #define XLA_GPU_OPS_PAGED_ATTENTION_PAGED_ATTENTION_DECODE_WORK_CUH_
 
@@ -37,9 +37,7 @@ struct Cut {
     return {first, (sequence.context_len + S::kTile - 1) / S::kTile - first};
   }
 
-  __device__ int Groups() const {
-    return ((tiles < S::kStrands ? tiles : S::kStrands) + S::kWarps - 1) / S::kWarps;
-  }
+  __device__ int Groups() const { return ((tiles < S::kStrands ? tiles : S::kStrands) + S::kWarps - 1) / S::kWarps; }
   // The first tile of strand i; that of strand i + 1 is its end.
   __device__ int StrandBegin(int i) const {
     const int at = tiles > S::kStrands ? static_cast<int>(int64_t{i} * tiles / S::kStrands) : (i < tiles ? i : tiles);
@@ -49,12 +47,16 @@ struct Cut {
 
 // The sequences of a window that the decode path owns, the longest first.
 struct Plan {
-  int begin;      // first sequence of the window
-  int live;       // sequences of the call; -1: num_seqs is wrong
-  int num_all;      // of them
-  int solo_begin;   // those in [solo_begin, solo_end) are computed by single blocks
-  int solo_end;
-  bool in_order;  // of query_start_loc
+  int begin;    // first sequence of the window
+  int live;     // sequences of the call; -1: num_seqs is wrong
+  int num_all;  // of them
+  // In the order: long ones and the last few of the middle ones are shared by teams, the others go to single blocks.
+  int long_end;
+  int middle_end;  // of the middle ones for single blocks
+  int few_end;     // of the last few
+  bool in_order;   // of query_start_loc
+
+  __device__ bool IsShared(int place) const { return place < long_end || (place >= middle_end && place < few_end); }
 };
 
 // What is kept of a sequence in shared memory, by its place in the plan's order.
@@ -63,9 +65,9 @@ struct Entry {
   int packed;  // place in the window | q_len << 8 | valid << 16
 };
 
-// Plans the window [begin, begin + kWindow). `keys` and `order` [kWindow] are in shared memory, `keys` on 16 bytes; it may
-// be reused afterwards.
-// NOTE: lengths are loaded before num_seqs is known, to save one trip to memory; what lies past num_seqs is not used.
+// Plans the window [begin, begin + kWindow). `keys` and `order` [kWindow] are in shared memory, `keys` on 16 bytes; it
+// may be reused afterwards. NOTE: lengths are loaded before num_seqs is known, to save one trip to memory; what lies
+// past num_seqs is not used.
 template <typename S>
 __device__ inline Plan MakePlan(const DecodeArgs& args, int begin, int* keys, Entry* order) {
   static_assert(S::kThreads == kWindow);
@@ -76,7 +78,7 @@ __device__ inline Plan MakePlan(const DecodeArgs& args, int begin, int* keys, En
   const int mine = by_warp ? threadIdx.x % 32 : threadIdx.x;
   SequenceInfo sequence = {};
   if (mine < size) sequence = LoadSequence(params, begin + mine, /*in_order=*/true);
-  Plan plan = {begin, LiveSequences(params), 0, 0, 0, true};
+  Plan plan = {begin, LiveSequences(params), 0, 0, 0, 0, true};
   const bool is_live = mine < min(size, plan.live - begin);
   if (size != params.max_seqs) {
     plan.in_order = QueryStartsInOrder(params, plan.live);
@@ -111,28 +113,28 @@ __device__ inline Plan MakePlan(const DecodeArgs& args, int begin, int* keys, En
   }
   if (key >= 0) order[rank] = {sequence.context_len, mine | sequence.q_len << 8 | sequence.valid << 16};
   if (args.mixed) {
-    // By what there is to do for every block that fits on the device: more than that is for teams; up to a quarter of it
-    // for single blocks; in between, as many are for single blocks as make whole waves of them, so that no last few keep
-    // the others waiting.
+    // By what there is to do for every block that fits on the device: units of more than that are long, of up to a 16th
+    // short. Of those between, single blocks get as many as make whole waves. The last few are shared, so that nobody
+    // waits long for the end.
     const int heads = static_cast<int>(params.num_kv_heads);
     const int64_t share = int64_t{tiles} * heads;
-    const int64_t mine_of_all = int64_t{max(key, 0) >> 7} * args.block_slots;
-    const bool is_short = key >= 0 && 4 * mine_of_all <= share;
-    const bool is_middle = key >= 0 && !is_short && mine_of_all <= share;
-    int num_short, num_middle;
+    const int64_t mine_by_all = int64_t{max(key, 0) >> 7} * args.block_slots;
+    const bool is_long = key >= 0 && mine_by_all > share;
+    const bool is_short = key >= 0 && 16 * mine_by_all <= share;
+    int num_long, num_short;
     if (by_warp) {
+      num_long = __popc(__ballot_sync(0xffffffffu, is_long));
       num_short = __popc(__ballot_sync(0xffffffffu, is_short));
-      num_middle = __popc(__ballot_sync(0xffffffffu, is_middle));
     } else {
+      num_long = __syncthreads_count(is_long);
       num_short = __syncthreads_count(is_short);
-      num_middle = __syncthreads_count(is_middle);
     }
-    const int middle_solo = num_middle * heads / args.block_slots * args.block_slots / heads;
-    // Sorted by length: long, middle, short. The middle ones left over go to teams, before the others.
-    plan.solo_begin = plan.num_all - num_short - middle_solo;
-    plan.solo_end = plan.num_all;
+    const int num_middle = plan.num_all - num_long - num_short;
+    plan.long_end = num_long;
+    plan.middle_end = num_long + num_middle * heads / args.block_slots * args.block_slots / heads;
+    plan.few_end = num_long + num_middle;
   } else {
-    plan.solo_begin = plan.solo_end = plan.num_all;
+    plan.long_end = plan.middle_end = plan.few_end = plan.num_all;
   }
   if (by_warp) {
     __syncwarp();
@@ -185,21 +187,43 @@ struct Walk {
  private:
   __device__ void NextUnit(const DecodeArgs& args, const Plan& plan, const Entry* order) {
     const int heads = static_cast<int>(args.params.num_kv_heads);
-    const int rank = blockIdx.x % args.team;
-    const int num_shared = plan.solo_begin * heads;
-    const int num_all = plan.num_all * heads;
-    int at;  // of the unit in the order
+    const int team = args.team;
+    const int rank = blockIdx.x % team;
+    // Items: a shared unit each, or as many others as a team has blocks.
+    const int middle_items = ((plan.middle_end - plan.long_end) * heads + team - 1) / team;
+    const int few = plan.long_end * heads + middle_items;  // the item where the last few start
+    const int shorts = few + (plan.few_end - plan.middle_end) * heads;
+    const int items = shorts + ((plan.num_all - plan.few_end) * heads + team - 1) / team;
+    int at;   // of the unit in the order
+    int end;  // of the units that the item is one of
     do {
-      const int item = blockIdx.x / args.team + round * args.num_teams;
-      const bool solo = item >= num_shared;
-      at = solo ? num_shared + (item - num_shared) * args.team + rank : item;
-      block_groups = solo ? kGroups : kGroups / args.team;
+      int item = blockIdx.x / team + round * args.num_teams;
+      active = item < items;
+      if (!active) return;
+      bool solo = false;
+      int begin = 0;
+      end = plan.long_end;
+      if (item >= shorts) {
+        item -= shorts;
+        begin = plan.few_end;
+        end = plan.num_all;
+        solo = true;
+      } else if (item >= few) {
+        item -= few;
+        begin = plan.middle_end;
+        end = plan.few_end;
+      } else if (item >= plan.long_end * heads) {
+        item -= plan.long_end * heads;
+        begin = plan.long_end;
+        end = plan.middle_end;
+        solo = true;
+      }
+      at = begin * heads + (solo ? item * team + rank : item);
+      block_groups = solo ? kGroups : kGroups / team;
       // Blocks take turns with the runs of groups, for short units do not have all of them.
-      first_group = solo ? 0 : (rank + round) % args.team * block_groups;
+      first_group = solo ? 0 : (rank + round) % team * block_groups;
       ++round;
-      active = at < num_all;
-    } while (!active && at - rank < num_all);  // none for this block, but there may be one in the next round
-    if (!active) return;
+    } while (at >= end * heads);  // none for this block
     const int place = at / heads;
     head = at - place * heads;
     row_tile = 0;
