@@ -4,6 +4,8 @@ was, and the smallest input that shows it, to be kept in regressions.py. For hou
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 
 import pytest
 
@@ -44,6 +46,22 @@ def test_eager(door, kind):
 def test_all_doors(platform, kind):
     run = pytest.importorskip("tests.fuzz.run")
     run.run(kind, SEED + 1, ALL_DOORS[kind], available(platform))
+
+
+@pytest.mark.parametrize("isa", ["baseline", "avx2"])
+def test_other_instruction_sets(isa):
+    """The host kernels that this processor would not choose, in a process of its own, and with one thread."""
+    pytest.importorskip("tests.fuzz.run")
+    if reason := doors.ALL["eager"].unavailable():
+        pytest.skip(reason)
+    result = subprocess.run(
+        [sys.executable, "-m", "tests.fuzz", "--door=eager", f"--seed={SEED + 2}", "--examples=60"],
+        env=os.environ | {"XLA_GPU_HOST_ISA": isa, "XLA_GPU_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert result.returncode == 0, result.stdout[-5000:] + result.stderr[-3000:]
 
 
 def test_a_fault_is_found_and_made_small(monkeypatch):
