@@ -71,21 +71,12 @@ __device__ inline void ArriveRemote(uint32_t barrier) {
 #endif
 }
 
-// Sends floats; the other block's barrier counts their bytes when they are there.
+// Sends two floats; the other block's barrier counts their bytes when they are there.
 __device__ inline void SendRemote(uint32_t to, uint32_t barrier, float2 value) {
 #if __CUDA_ARCH__ >= 900
   asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];" ::"r"(to),
                "f"(value.x), "f"(value.y), "r"(barrier)
                : "memory");
-#endif
-}
-
-__device__ inline void SendRemote(uint32_t to, uint32_t barrier, float4 value) {
-#if __CUDA_ARCH__ >= 900
-  asm volatile(
-      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(to),
-      "f"(value.x), "f"(value.y), "f"(value.z), "f"(value.w), "r"(barrier)
-      : "memory");
 #endif
 }
 

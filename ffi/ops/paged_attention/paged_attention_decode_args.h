@@ -8,43 +8,30 @@
 #include <cstdint>
 #include <string>
 
+#include "ffi/common/cuda_status.h"
 #include "ffi/ops/paged_attention/paged_attention.h"
 #include "ffi/ops/paged_attention/paged_attention_decode.h"
 
 namespace xla_gpu::decode {
 
-#define XLA_GPU_DECODE_CHECK(expression)                                                                         \
-  do {                                                                                                           \
-    if (const cudaError_t error_ = (expression); error_ != cudaSuccess) {                                        \
-      return Status::Internal(std::string(__FILE__) + ":" + std::to_string(__LINE__) + ": " #expression + ": " + \
-                              cudaGetErrorString(error_));                                                       \
-    }                                                                                                            \
-  } while (false)
-
-inline constexpr int kGroups = int{kMaxDecodeGroups};  // of a unit, at most
-inline constexpr int kRows = 16;                       // query rows of a matrix tile: (query, head) pairs
-inline constexpr int kWindow = 128;                    // sequences that are put in order at a time: one a thread
+inline constexpr int kTeam = int{kMaxDecodeGroups};  // blocks that share a unit
+inline constexpr int kRows = 16;                     // query rows of a matrix tile: (query, head) pairs
+inline constexpr int kWindow = 128;                  // sequences that are put in order at a time: one a thread
 
 struct DecodeArgs {
   PagedAttentionParams params;
   int group;               // query heads per kv head
-  int team;                // blocks of a team: a power of two, at most kGroups
-  bool mixed;              // short units are computed by single blocks
-  int block_slots;         // blocks that are resident at a time
-  int num_teams;           // gridDim.x / team
+  int num_teams;           // gridDim.x / kTeam
   int stages;              // of the ring in shared memory
   int seq_begin, seq_end;  // the sequences of this launch
   bool cluster;            // teams are clusters and merge through shared memory; if not, through the scratch
   bool fill_unowned;       // write the rows that no sequence owns
-  int part_quads;          // fours of columns of a row that one block of a team merges
-  uint32_t part_magic;     // quad / part_quads = quad * part_magic >> 16
   int box_keys;            // keys that the copy engine fetches at a time, all of one page; 0: copies by threads
-  int64_t scratch_rows;    // query rows that the scratch has room for
+  int64_t scratch_rows;    // DecodeScratchRows, which only the host may ask: it takes constants by reference
   bool slot_by_sequence;   // scratch rows are counted from seq_begin, kMaxDecodeRows a sequence, not by token
   uint64_t page_magic;     // token / page_size = token * page_magic >> page_shift
   int page_shift;
 
-  __device__ int PartOf(int quad) const { return static_cast<int>(quad * part_magic >> 16); }
   __device__ int PageOf(int token) const { return static_cast<int>(token * page_magic >> page_shift); }
 };
 
@@ -58,9 +45,9 @@ struct TensorMaps {
 inline DecodeArgs MakeArgs(const PagedAttentionParams& params) {
   DecodeArgs args = {};
   args.params = params;
+  args.scratch_rows = DecodeScratchRows(params);
   args.group = static_cast<int>(params.num_heads / params.num_kv_heads);
   args.fill_unowned = params.num_tokens <= kMaxDecodeRows;
-  args.scratch_rows = DecodeScratchRows(params);
   // token / page_size for tokens below 2^31, as a product and a shift.
   int log2 = 0;
   while ((int64_t{1} << log2) < params.page_size) ++log2;

@@ -172,7 +172,7 @@ Status LaunchF32(const PagedAttentionParams& params, Stream stream) {
                       : params.cache_dtype == DType::kF8E5M2 ? DecodeF32Kernel<CacheFloat8<false>>
                                                              : DecodeF32Kernel<CacheF32>;
   kernel<<<grid, kWarps32 * 32, 0, stream>>>(args);
-  XLA_GPU_DECODE_CHECK(cudaGetLastError());
+  XLA_GPU_RETURN_IF_LAUNCH_FAILED();
   return Status::Ok();
 }
 

@@ -6,7 +6,6 @@
 #include <cstdint>
 
 #include "ffi/device/cluster.cuh"
-#include "ffi/ops/paged_attention/paged_attention_decode_fetch.cuh"
 #include "ffi/ops/paged_attention/paged_attention_decode_warp.cuh"
 
 namespace xla_gpu::decode {
@@ -16,45 +15,44 @@ inline constexpr int kPassRows = 4;  // rows that a block merges at a time
 // Shared memory behind the ring.
 template <typename S>
 struct Shared {
-  static constexpr int kQuads = S::kDim / 4;  // fours of columns of a row
+  static constexpr int kPairs = S::kDim / 2;  // of a row
+  static_assert(kPairs % 16 == 0);
 
-  float4 strands[S::kWarps][kPassRows * kQuads];  // some rows of the warps' results
+  float2 strands[S::kWarps][kPassRows * kPairs];  // some rows of the warps' results
   // This block's part of some rows of the output, from each block of its cluster; two of them take turns.
-  float4 parts[2][kPassRows * kQuads];
+  float2 groups[2][kTeam][kPassRows * kPairs / kTeam];
   Softmax strand_softmax[S::kWarps][kRows];
-  Softmax part_softmax[2][kGroups][kPassRows];
+  Softmax group_softmax[2][kTeam][kPassRows];
   typename Fetcher<S>::Looks looks[S::kWarps];
   uint4 query[S::kQueryInRegisters ? 1 : S::kSteps * 32];
   Entry order[kWindow];
-  uint64_t given[2];  // barrier: `parts` and `part_softmax` are complete
+  uint64_t given[2];  // barrier: `groups` and `group_softmax` are complete
   uint64_t taken[2];  // barrier: all blocks of the cluster have read theirs
 
-  // Where columns 4 * quad to 4 * quad + 3 of row `row` of a pass lie: four lanes of each of four rows that store pairs
-  // of columns meet no bank twice.
-  __device__ static int At(int row, int quad) { return row * kQuads + (quad ^ (row << 1)); }
+  // Where pair `pair` of row `row` of a pass lies: four lanes of each of four rows meet no bank twice.
+  __device__ static int At(int row, int pair) { return row * kPairs + (pair ^ (row << 2)); }
 };
 
 // Some rows of a unit that the cluster's blocks have given to one another and not merged yet.
 struct Given {
-  int givers;     // blocks that gave something
+  int groups;     // blocks that gave something
   int rows;       // 1 to kPassRows
   int first_row;  // of the unit
   int head;       // kv head
   int q_begin;    // of the sequence
 };
 
-// Merges partial results from warps to blocks to units. A thread has to do with four columns of one row of each pass,
-// or with a few times four.
+// Merges partial results from warps to blocks to units. A thread has to do with one pair of columns of one row of each
+// pass, or kDim / 64 of them.
 template <typename S>
 class Merger {
  public:
   static constexpr int kPasses = kRows / kPassRows;
-  static constexpr int kEach = (kPassRows * Shared<S>::kQuads + S::kThreads - 1) / S::kThreads;
-  static constexpr int kLevels = 4;  // of the tree of groups
-  static_assert(1 << kLevels == kGroups);
-  // The block's groups of a unit so far: by level, a left half of a subtree that waits for its right half.
-  struct Sums {
-    Part parts[kPasses][kEach][kLevels];
+  static constexpr int kEach = (kPassRows * Shared<S>::kPairs + S::kThreads - 1) / S::kThreads;
+  // A unit's groups so far, where the block computes all of them.
+  struct Solo {
+    float2 out[kPasses][kEach];
+    Softmax softmax[kPasses][kEach];
   };
 
   __device__ Merger(const DecodeArgs& args, Shared<S>& shared) : steps_(0) {
@@ -62,24 +60,20 @@ class Merger {
     if (threadIdx.x == 0) {
       for (int i = 0; i < 2; ++i) {
         InitBarrier(&shared.given[i], 1);
-        InitBarrier(&shared.taken[i], args.team);
+        InitBarrier(&shared.taken[i], kTeam);
       }
     }
     __syncwarp();
     ClusterStartArrive();
   }
 
-  // Merges the warps' strands into a group and puts it into the tree of the block's groups of the unit. After the last
-  // of them, passes the sum on: writes the output if no other block has a group, else gives it to the blocks of the
-  // cluster, or puts it into the scratch. All threads of a team call it; where the block has no group, only to be given
-  // something.
-  __device__ void Merge(const DecodeArgs& args, const Walk<S>& walk, Strand<S>& strand, Shared<S>& shared, Sums& so_far,
-                        int rows, int warp, int lane) {
-    const int quads = static_cast<int>(args.params.head_dim / 4);
-    const bool in_group = walk.HasGroup();
-    const bool is_last = walk.IsLastGroup();
-    const bool is_alone = walk.IsAlone();
-    const bool give = is_last && !is_alone && args.cluster;
+  // Merges the warps' strands into a group and passes it on: adds it to the unit's groups and writes the output after
+  // the last one (solo), gives it to the blocks of the cluster, or puts it into the scratch. All threads call it, in
+  // clusters those of all blocks; `in_group`: false in a block whose group has no keys, and which has nothing to give.
+  __device__ void Merge(const DecodeArgs& args, const Walk<S>& walk, Strand<S>& strand, Shared<S>& shared, Solo& so_far,
+                        int rows, bool in_group, int warp, int lane) {
+    const int pairs = static_cast<int>(args.params.head_dim / 2);
+    const bool give = !walk.solo && args.cluster;
     if (lane % 4 == 0) {
       shared.strand_softmax[warp][lane / 4] = strand.softmax[0];
       shared.strand_softmax[warp][lane / 4 + 8] = strand.softmax[1];
@@ -91,71 +85,69 @@ class Merger {
       if (in_group && lane / 16 == pass % 2) {  // lanes of rows [4 * pass, 4 * pass + 4)
 #pragma unroll
         for (int i = 0; i < Strand<S>::kPairs; ++i) {
-          const int pair = strand.PairAt(i, lane);
-          float2* const to = reinterpret_cast<float2*>(&shared.strands[warp][Shared<S>::At(lane / 4 % 4, pair / 2)]);
-          to[pair % 2] = {pass < 2 ? strand.PairElement(i, 0, 0) : strand.PairElement(i, 1, 0),
-                          pass < 2 ? strand.PairElement(i, 0, 1) : strand.PairElement(i, 1, 1)};
+          shared.strands[warp][Shared<S>::At(lane / 4 % 4, strand.PairAt(i, lane))] = {
+              pass < 2 ? strand.PairElement(i, 0, 0) : strand.PairElement(i, 1, 0),
+              pass < 2 ? strand.PairElement(i, 0, 1) : strand.PairElement(i, 1, 1)};
         }
       }
       __syncthreads();
       const int turn = steps_ & 1;
+      const int part = (pass_rows * pairs + kTeam - 1) / kTeam;
       if (give) {
         if (steps_ == 0) ClusterStartWait();
-        if (threadIdx.x == 0) ArriveExpecting(&shared.given[turn], BytesGiven(args, walk.NumGivers(), pass_rows));
+        if (threadIdx.x == 0) ArriveExpecting(&shared.given[turn], BytesGiven(walk.cut.Groups(), pass_rows, pairs));
         if (steps_ >= 2) WaitBarrier(&shared.taken[turn], Parity(steps_ - 2));
       }
 #pragma unroll 1
       for (int each = 0; each < kEach; ++each) {
         const int index = each * S::kThreads + threadIdx.x;
-        const int pass_row = index / Shared<S>::kQuads;
-        const int quad = index % Shared<S>::kQuads;
+        const int pass_row = index / Shared<S>::kPairs;
+        const int pair = index % Shared<S>::kPairs;
         const int row = pass * kPassRows + pass_row;
-        if (!in_group || pass_row >= pass_rows || quad >= quads) continue;
-        Part sum;
+        if (!in_group || pass_row >= pass_rows || pair >= pairs) continue;
+        Softmax total;
+        float2 sum;
         MergeAll<S::kWarps>([&](int i) { return shared.strand_softmax[i][row]; },
-                            [&](int i) { return shared.strands[i][Shared<S>::At(pass_row, quad)]; }, &sum.softmax,
-                            &sum.out);
-        const int index_in_block = walk.group - walk.first_group;
-        int level = 0;
-#pragma unroll 1
-        for (; 1 << level < walk.block_groups; ++level) {
-          if (index_in_block >> level & 1) {
-            sum = MergeParts(so_far.parts[pass][each][level], sum);
-          } else if (!is_last) {  // else there is no right half
-            break;
+                            [&](int i) { return shared.strands[i][Shared<S>::At(pass_row, pair)]; }, &total, &sum);
+        if (walk.solo) {
+          if (!walk.IsFirstGroup()) {
+            const float2 out = so_far.out[pass][each];
+            Softmax softmax = so_far.softmax[pass][each];
+            const MergeFactors factors = MergeInto(softmax, total);
+            total = softmax;
+            sum = {decode::Merge(out.x, sum.x, factors), decode::Merge(out.y, sum.y, factors)};
           }
-        }
-        const int part = walk.first_group / walk.block_groups;
-        if (!is_last) {
-          so_far.parts[pass][each][level] = sum;
+          so_far.softmax[pass][each] = total;
+          so_far.out[pass][each] = sum;
+          if (walk.IsLastGroup()) {
+            const RowPlace place = RowPlace::Of(args, walk.sequence.q_begin, walk.head, walk.row_tile * kRows + row);
+            StoreResult(args, place, pair, total, sum);
+          }
         } else if (give) {
-          const int rank = args.PartOf(quad);
-          const int at = quad - rank * args.part_quads;
+          const int element = pass_row * pairs + pair;
+          const int rank = element / part;
+          const int at = element - rank * part;
           const uint32_t barrier = RemoteAddress(&shared.given[turn], rank);
-          SendRemote(RemoteAddress(&shared.parts[turn][PartAt(args, part, pass_row) + at], rank), barrier, sum.out);
-          if (at == 0) {
-            SendRemote(RemoteAddress(&shared.part_softmax[turn][part][pass_row], rank), barrier,
-                       float2{sum.softmax.max, sum.softmax.sum});
+          SendRemote(RemoteAddress(&shared.groups[turn][walk.group][at], rank), barrier, sum);
+          if (at == 0 || pair == 0) {
+            SendRemote(RemoteAddress(&shared.group_softmax[turn][walk.group][pass_row], rank), barrier,
+                       {total.max, total.sum});
           }
         } else {
           const RowPlace place = RowPlace::Of(args, walk.sequence.q_begin, walk.head, walk.row_tile * kRows + row);
-          if (is_alone) {
-            StoreResult(args, place, quad, sum.softmax, sum.out);
-          } else {
-            const ScratchPlace to = ScratchPlace::Of(args, walk.seq, walk.sequence, place, part);
-            reinterpret_cast<float4*>(to.out)[quad] = sum.out;
-            if (quad == 0) *to.softmax = sum.softmax;
-          }
+          const ScratchPlace to = ScratchPlace::Of(args, walk.seq, walk.sequence, place, walk.group);
+          reinterpret_cast<float2*>(to.out)[pair] = sum;
+          if (pair == 0) *to.softmax = total;
         }
       }
       __syncthreads();  // the strands have been read
       if (give) {
         if (steps_ > 0 && warp == steps_ % S::kWarps) {
           Receive(args, shared, lane);
-          if (lane < args.team) ArriveRemote(RemoteAddress(&shared.taken[(steps_ - 1) & 1], lane));
+          if (lane < kTeam) ArriveRemote(RemoteAddress(&shared.taken[(steps_ - 1) & 1], lane));
         }
         ++steps_;
-        given_ = {walk.NumGivers(), pass_rows, walk.row_tile * kRows + pass * kPassRows, walk.head,
+        given_ = {walk.cut.Groups(), pass_rows, walk.row_tile * kRows + pass * kPassRows, walk.head,
                   walk.sequence.q_begin};
       }
     }
@@ -176,16 +168,13 @@ class Merger {
   // Of step `step`'s phase of the barriers that it uses.
   __device__ static uint32_t Parity(int step) { return step >> 1 & 1; }
 
-  // Bytes that this block is given: its part of `rows` rows, and their Softmax.
-  __device__ static uint32_t BytesGiven(const DecodeArgs& args, int givers, int rows) {
-    const int rank = blockIdx.x % args.team;
-    const int quads = min(args.part_quads, static_cast<int>(args.params.head_dim / 4) - rank * args.part_quads);
-    return quads <= 0 ? 0 : givers * rows * (quads * sizeof(float4) + sizeof(Softmax));
-  }
-
-  // Where a giver's row starts in `parts`.
-  __device__ static int PartAt(const DecodeArgs& args, int giver, int row) {
-    return (giver * kPassRows + row) * args.part_quads;
+  // Bytes that this block is given: its part of `rows` rows, and the Softmax of each row that it has a part of.
+  __device__ static uint32_t BytesGiven(int groups, int rows, int pairs) {
+    const int part = (rows * pairs + kTeam - 1) / kTeam;
+    const int begin = blockIdx.x % kTeam * part;
+    const int end = min(begin + part, rows * pairs);
+    if (begin >= end) return 0;
+    return groups * (end - begin + (end - 1) / pairs - begin / pairs + 1) * static_cast<uint32_t>(sizeof(float2));
   }
 
   // One warp merges what was given in step steps_ - 1 and writes this block's part of the output. A step's work lies
@@ -193,21 +182,31 @@ class Merger {
   __device__ void Receive(const DecodeArgs& args, Shared<S>& shared, int lane) {
     const int turn = (steps_ - 1) & 1;
     WaitBarrier(&shared.given[turn], Parity(steps_ - 1));
-    const int first_quad = blockIdx.x % args.team * args.part_quads;
-#pragma unroll 1
-    for (int at = lane; at < given_.rows * args.part_quads; at += 32) {
-      const int row = args.PartOf(at);
-      const int quad = first_quad + at - row * args.part_quads;
-      if (quad >= static_cast<int>(args.params.head_dim / 4)) continue;
-      const Part sum = MergeTree<kGroups>([&](int i) {
-        Part part = {{-INFINITY, 0.0f}, {0.0f, 0.0f, 0.0f, 0.0f}};
-        if (i < given_.givers) part = {shared.part_softmax[turn][i][row], shared.parts[turn][PartAt(args, i, 0) + at]};
-        return part;
-      });
-      StoreResult(args, RowPlace::Of(args, given_.q_begin, given_.head, given_.first_row + row), quad, sum.softmax,
-                  sum.out);
+    const int pairs = static_cast<int>(args.params.head_dim / 2);
+    const int part = (given_.rows * pairs + kTeam - 1) / kTeam;
+    const int element = blockIdx.x % kTeam * part + lane;
+    static_assert(kPassRows * Shared<S>::kPairs / kTeam <= 32);
+    if (lane < part && element < given_.rows * pairs) {
+      const int row = element / pairs;
+      const int pair = element - row * pairs;
+      const Softmax none = {-INFINITY, 0.0f};
+      Softmax total;
+      float2 sum;
+      MergeAll<kTeam>([&](int i) { return i < given_.groups ? shared.group_softmax[turn][i][row] : none; },
+                      [&](int i) { return i < given_.groups ? shared.groups[turn][i][lane] : float2{0.0f, 0.0f}; },
+                      &total, &sum);
+      const RowPlace place = RowPlace::Of(args, given_.q_begin, given_.head, given_.first_row + row);
+      StoreResult(args, place, pair, total, sum);
     }
     __syncwarp();
+  }
+
+  __device__ static void StoreResult(const DecodeArgs& args, const RowPlace& place, int pair, const Softmax& total,
+                                     float2 sum) {
+    float lse;
+    const float factor = decode::Finish(args, total, place.head, &lse);
+    StorePair(args, place.at * args.params.head_dim + 2 * pair, {sum.x * factor, sum.y * factor});
+    if (args.params.lse != nullptr && pair == 0) args.params.lse[place.at] = lse;
   }
 
   Given given_;  // in the last step, if steps_ > 0
@@ -233,9 +232,7 @@ __device__ inline void FillUnownedRows(const DecodeArgs& args, int live, bool in
     const bool pad = (has_pad && row >= first_pad) || (live >= 0 && in_order);
     const float value = pad ? 0.0f : NAN;
     const int64_t width = params.num_heads * params.head_dim;
-    for (int64_t i = 4 * threadIdx.x; i < width; i += 4 * blockDim.x) {
-      StoreFour(args, row * width + i, {value, value, value, value});
-    }
+    for (int64_t i = 2 * threadIdx.x; i < width; i += 2 * blockDim.x) StorePair(args, row * width + i, {value, value});
     if (params.lse == nullptr) continue;
     for (int64_t i = threadIdx.x; i < params.num_heads; i += blockDim.x) {
       params.lse[row * params.num_heads + i] = pad ? -INFINITY : NAN;
@@ -255,7 +252,7 @@ __device__ inline void PrefetchInputs(const DecodeArgs& args) {
   }
 }
 
-// Grid: num_teams * team blocks, in clusters of a team where args.cluster. Dynamic shared memory: args.stages *
+// Grid: num_teams * kTeam blocks, in clusters of kTeam where args.cluster. Dynamic shared memory: args.stages *
 // kStageBytes + sizeof(Shared).
 template <typename S>
 __global__ void __launch_bounds__(S::kThreads, S::kBlocksPerSm)
@@ -267,7 +264,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kBlocksPerSm)
   const int lane = threadIdx.x % 32;
 
   Merger<S> merger(args, shared);
-  typename Merger<S>::Sums sums;
+  typename Merger<S>::Solo solo;
   Fetcher<S> fetcher(args, SharedAddress(memory) + warp * S::kWarpStageBytes, &shared.looks[warp], warp, lane);
   if (args.box_keys > 0 && threadIdx.x == 0) {
     PrefetchTensorMap(&maps.k);
@@ -293,12 +290,14 @@ __global__ void __launch_bounds__(S::kThreads, S::kBlocksPerSm)
     };
     load_query();
 
-    if (walk.active) fetcher.Start(args, maps, plan, order, walk);
+    fetcher.Start(args, maps, plan, order, walk);
 
     Strand<S> strand;
     while (walk.active) {
       const int rows = min(kRows, walk.NumRows(args) - walk.row_tile * kRows);
-      if (walk.HasGroup()) {
+      const int groups = walk.cut.Groups();
+      const bool in_group = walk.group < groups;
+      if (in_group) {
         strand.Clear();
         bool bad = false;
         const int end = walk.cut.StrandBegin(walk.group * S::kWarps + warp + 1);
@@ -311,9 +310,9 @@ __global__ void __launch_bounds__(S::kThreads, S::kBlocksPerSm)
         }
         strand.Close(bad);
       }
-      if (walk.HasGroup() || !walk.IsAlone()) {
-        merger.Merge(args, walk, strand, shared, sums, rows, warp, lane);
-      } else if (walk.cut.Groups() == 0 && walk.first_group == 0) {
+      if (groups > 0) {
+        merger.Merge(args, walk, strand, shared, solo, rows, in_group, warp, lane);
+      } else if (walk.solo || walk.group == 0) {
         StoreConstantRows(args, walk.sequence, walk.head, walk.row_tile * kRows, walk.row_tile * kRows + rows);
       }
       walk.Next(args, plan, order);
@@ -339,27 +338,34 @@ __global__ void __launch_bounds__(S::kThreads) MergeScratchKernel(const __grid_c
   const Plan plan = MakePlan<S>(args, begin, keys, order);
   __syncthreads();
   const int rank = blockIdx.x % kWindow;
-  if (rank >= plan.num_all) return;
+  if (rank >= plan.num_team) return;
   const int seq = begin + (order[rank].packed & 0xff);
   const SequenceInfo sequence = LoadSequence(params, seq, plan.in_order);
   const int groups = Cut<S>::Of(params, sequence).Groups();
-  const int block_groups = kGroups / args.team;
-  const int givers = (groups + block_groups - 1) / block_groups;
-  if (!plan.IsShared(rank) || givers <= 1) return;  // written by the block that computed it
-  const int quads = static_cast<int>(params.head_dim / 4);
-  for (int i = threadIdx.x; i < sequence.q_len * args.group * quads; i += S::kThreads) {
-    const int row = i / quads;
-    const int quad = i - row * quads;
+  if (groups == 0) return;
+  const int pairs = static_cast<int>(params.head_dim / 2);
+  for (int i = threadIdx.x; i < sequence.q_len * args.group * pairs; i += S::kThreads) {
+    const int row = i / pairs;
+    const int pair = i - row * pairs;
     const RowPlace place = RowPlace::Of(args, sequence.q_begin, blockIdx.y, row);
-    const Part sum = MergeTree<kGroups>([&](int giver) {
-      Part part = {{-INFINITY, 0.0f}, {0.0f, 0.0f, 0.0f, 0.0f}};
-      if (giver < givers) {
-        const ScratchPlace from = ScratchPlace::Of(args, seq, sequence, place, giver);
-        part = {*from.softmax, reinterpret_cast<const float4*>(from.out)[quad]};
+    Softmax total;
+    float2 sum;
+    for (int group = 0; group < groups; ++group) {
+      const ScratchPlace from = ScratchPlace::Of(args, seq, sequence, place, group);
+      const Softmax softmax = *from.softmax;
+      const float2 out = reinterpret_cast<const float2*>(from.out)[pair];
+      if (group == 0) {
+        total = softmax;
+        sum = out;
+      } else {
+        const MergeFactors factors = MergeInto(total, softmax);
+        sum = {Merge(sum.x, out.x, factors), Merge(sum.y, out.y, factors)};
       }
-      return part;
-    });
-    StoreResult(args, place, quad, sum.softmax, sum.out);
+    }
+    float lse;
+    const float factor = Finish(args, total, place.head, &lse);
+    StorePair(args, place.at * params.head_dim + 2 * pair, {sum.x * factor, sum.y * factor});
+    if (params.lse != nullptr && pair == 0) params.lse[place.at] = lse;
   }
 }
 

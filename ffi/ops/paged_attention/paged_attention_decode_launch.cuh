@@ -16,44 +16,40 @@
 
 namespace xla_gpu::decode {
 
-// Blocks of a team, the largest first, and the place of those that are used where there are many units.
-inline constexpr int kTeams[3] = {16, 8, 4};
-inline constexpr int kMixedTeam = 2;
-
 // How a kernel is launched on a device.
 struct Residency {
   bool known = false;
   bool sm90 = false;     // the kernel's code is for sm_90 or above
-  bool cluster[3] = {};  // a team can be a cluster
-  int teams[3] = {};     // that are resident at a time
+  bool cluster = false;  // clusters of kTeam blocks fit
+  int teams = 0;         // that are resident at a time
   int stages = 0;
   int shared_bytes = 0;
 };
 
-inline cudaLaunchConfig_t TeamConfig(const Residency& residency, int size, int teams, int threads, Stream stream,
+inline cudaLaunchConfig_t TeamConfig(const Residency& residency, int teams, int threads, Stream stream,
                                      cudaLaunchAttribute (&attributes)[2]) {
   attributes[0].id = cudaLaunchAttributeClusterDimension;
-  attributes[0].val.clusterDim = {static_cast<unsigned>(kTeams[size]), 1, 1};
+  attributes[0].val.clusterDim = {static_cast<unsigned>(kTeam), 1, 1};
   // A team's blocks each want an SM's bandwidth for themselves.
   attributes[1].id = cudaLaunchAttributeClusterSchedulingPolicyPreference;
   attributes[1].val.clusterSchedulingPolicyPreference = cudaClusterSchedulingPolicySpread;
   cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(static_cast<unsigned>(teams * kTeams[size]));
+  config.gridDim = dim3(static_cast<unsigned>(teams * kTeam));
   config.blockDim = dim3(threads);
   config.dynamicSmemBytes = static_cast<size_t>(residency.shared_bytes);
   config.stream = stream;
   config.attrs = attributes;
-  config.numAttrs = residency.cluster[size] ? 2 : 0;
+  config.numAttrs = residency.cluster ? 2 : 0;
   return config;
 }
 
 template <typename S>
 Status FindResidency(int device, Residency* residency) {
   int per_sm, per_block, reserved, sms;
-  XLA_GPU_DECODE_CHECK(cudaDeviceGetAttribute(&per_sm, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device));
-  XLA_GPU_DECODE_CHECK(cudaDeviceGetAttribute(&per_block, cudaDevAttrMaxSharedMemoryPerBlockOptin, device));
-  XLA_GPU_DECODE_CHECK(cudaDeviceGetAttribute(&reserved, cudaDevAttrReservedSharedMemoryPerBlock, device));
-  XLA_GPU_DECODE_CHECK(cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device));
+  XLA_GPU_RETURN_IF_CUDA(cudaDeviceGetAttribute(&per_sm, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device));
+  XLA_GPU_RETURN_IF_CUDA(cudaDeviceGetAttribute(&reserved, cudaDevAttrReservedSharedMemoryPerBlock, device));
+  XLA_GPU_RETURN_IF_CUDA(cudaDeviceGetAttribute(&per_block, cudaDevAttrMaxSharedMemoryPerBlockOptin, device));
+  XLA_GPU_RETURN_IF_CUDA(cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device));
   constexpr int kFixed = static_cast<int>(sizeof(Shared<S>));
   int blocks = S::kBlocksPerSm;
   int stages = (std::min(per_block, per_sm / blocks - reserved) - kFixed) / S::kStageBytes;
@@ -64,27 +60,25 @@ Status FindResidency(int device, Residency* residency) {
   if (stages < 1) return Status::Internal("paged_attention: the device has too little shared memory");
   residency->stages = std::min(stages, S::kMaxStages);
   residency->shared_bytes = residency->stages * S::kStageBytes + kFixed;
-  XLA_GPU_DECODE_CHECK(
+  XLA_GPU_RETURN_IF_CUDA(
       cudaFuncSetAttribute(DecodeKernel<S>, cudaFuncAttributeMaxDynamicSharedMemorySize, residency->shared_bytes));
-  // The copy engine and clusters need code compiled for them, not only a device that has them.
+  residency->teams = std::max(1, sms * blocks / kTeam);
+
+  // Clusters need code compiled for them, not only a device that has them.
   cudaFuncAttributes attributes;
-  XLA_GPU_DECODE_CHECK(cudaFuncGetAttributes(&attributes, DecodeKernel<S>));
+  XLA_GPU_RETURN_IF_CUDA(cudaFuncGetAttributes(&attributes, DecodeKernel<S>));
   residency->sm90 = attributes.ptxVersion >= 90;
-  for (int size = 0; size < 3; ++size) {
-    residency->teams[size] = std::max(1, sms * blocks / kTeams[size]);
-    if (!residency->sm90) continue;
-    constexpr int kPortable = 8;  // blocks that any cluster may have
-    residency->cluster[size] = true;
+  if (residency->sm90) {
+    residency->cluster = true;
     cudaLaunchAttribute launch[2];
-    const cudaLaunchConfig_t config = TeamConfig(*residency, size, 1, S::kThreads, nullptr, launch);
+    const cudaLaunchConfig_t config = TeamConfig(*residency, 1, S::kThreads, nullptr, launch);
     int clusters = 0;
     const bool can =
-        (kTeams[size] <= kPortable ||
-         cudaFuncSetAttribute(DecodeKernel<S>, cudaFuncAttributeNonPortableClusterSizeAllowed, 1) == cudaSuccess) &&
+        cudaFuncSetAttribute(DecodeKernel<S>, cudaFuncAttributeNonPortableClusterSizeAllowed, 1) == cudaSuccess &&
         cudaOccupancyMaxActiveClusters(&clusters, DecodeKernel<S>, &config) == cudaSuccess && clusters > 0;
     if (!can) cudaGetLastError();
-    residency->cluster[size] = can;
-    if (can) residency->teams[size] = clusters;
+    residency->cluster = can;
+    if (can) residency->teams = clusters;
   }
   residency->known = true;
   return Status::Ok();
@@ -97,7 +91,7 @@ Status GetResidency(Residency* residency) {
   static std::mutex mutex;
   static std::array<Residency, kMaxDevices> known;
   int device;
-  XLA_GPU_DECODE_CHECK(cudaGetDevice(&device));
+  XLA_GPU_RETURN_IF_CUDA(cudaGetDevice(&device));
   if (device >= kMaxDevices) return FindResidency<S>(device, residency);
   const std::lock_guard<std::mutex> lock(mutex);
   if (!known[device].known) {
@@ -157,39 +151,27 @@ Status LaunchShape(const PagedAttentionParams& params, Stream stream) {
 
   DecodeArgs args = MakeArgs(params);
   args.stages = residency.stages;
+  args.cluster = residency.cluster;
   TensorMaps maps = {};
   if (residency.sm90) args.box_keys = MakeTensorMaps<S>(params, &maps);
-  // The largest teams of which there is one for every unit at a time. For some more units, the largest, which then work
-  // off several each. For many, small ones in several waves, but not so many that a padded batch's idle ones take long.
-  constexpr int kWaves = 5;
-  constexpr int kManyUnits = 128;
-  const int64_t units = std::max<int64_t>(std::min(params.max_seqs, params.num_tokens) * params.num_kv_heads, 1);
-  int size = 0;
-  while (size < kMixedTeam && residency.teams[size] < units) ++size;
-  args.mixed = units > kManyUnits;
-  if (!args.mixed && residency.teams[size] < units) size = 0;
-  args.team = kTeams[size];
-  args.block_slots = residency.teams[size] * args.team;
-  args.num_teams = static_cast<int>(std::min<int64_t>(residency.teams[size] * (args.mixed ? kWaves : 1), units));
-  args.part_quads = static_cast<int>((params.head_dim / 4 + args.team - 1) / args.team);
-  args.part_magic = (65536u + args.part_quads - 1) / args.part_quads;
-  args.cluster = residency.cluster[size];
+  const int64_t units = std::min(params.max_seqs, params.num_tokens) * params.num_kv_heads;
+  args.num_teams = static_cast<int>(std::min<int64_t>(residency.teams, std::max<int64_t>(units, 1)));
 
   // Partial results go through the scratch where there are no clusters: as many sequences at a time as it holds.
   const int64_t rows = DecodeScratchRows(params);
-  args.slot_by_sequence = !args.cluster && rows < std::min(params.num_tokens, params.max_seqs * kMaxDecodeRows);
+  args.slot_by_sequence = !residency.cluster && rows < std::min(params.num_tokens, params.max_seqs * kMaxDecodeRows);
   const int64_t step = args.slot_by_sequence ? std::max<int64_t>(rows / kMaxDecodeRows, 1) : params.max_seqs;
   int64_t begin = 0;
   do {
     args.seq_begin = static_cast<int>(begin);
     args.seq_end = static_cast<int>(std::min(begin + step, params.max_seqs));
     cudaLaunchAttribute attributes[2];
-    const cudaLaunchConfig_t config = TeamConfig(residency, size, args.num_teams, S::kThreads, stream, attributes);
-    XLA_GPU_DECODE_CHECK(cudaLaunchKernelEx(&config, DecodeKernel<S>, args, maps));
-    if (!args.cluster && args.seq_end > args.seq_begin) {
+    const cudaLaunchConfig_t config = TeamConfig(residency, args.num_teams, S::kThreads, stream, attributes);
+    XLA_GPU_RETURN_IF_CUDA(cudaLaunchKernelEx(&config, DecodeKernel<S>, args, maps));
+    if (!residency.cluster && args.seq_end > args.seq_begin) {
       const dim3 grid(args.seq_end - args.seq_begin, static_cast<unsigned>(params.num_kv_heads));
       MergeScratchKernel<S><<<grid, S::kThreads, 0, stream>>>(args);
-      XLA_GPU_DECODE_CHECK(cudaGetLastError());
+      XLA_GPU_RETURN_IF_LAUNCH_FAILED();
     }
     args.fill_unowned = false;
     begin += step;

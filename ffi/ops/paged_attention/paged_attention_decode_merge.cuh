@@ -41,23 +41,12 @@ __device__ inline float Merge(float first, float second, const MergeFactors& fac
   return __fmaf_rn(second, factors.second, __fmul_rn(first, factors.first));
 }
 
-// A row's partial result in four of its columns.
-struct Part {
-  Softmax softmax;
-  float4 out;
-};
-
-__device__ inline float4 Merge(const float4& first, const float4& second, const MergeFactors& factors) {
-  return {Merge(first.x, second.x, factors), Merge(first.y, second.y, factors), Merge(first.z, second.z, factors),
-          Merge(first.w, second.w, factors)};
-}
-
 // Merges partial results 0 to kCount - 1 from left to right into (total, sum): softmax(i) and out(i) give the i-th.
 // NOTE: the maxima are worked out first, so that all the powers are independent of one another.
 template <int kCount, typename SoftmaxAt, typename OutAt>
-__device__ inline void MergeAll(const SoftmaxAt& softmax, const OutAt& out, Softmax* total, float4* sum) {
+__device__ inline void MergeAll(const SoftmaxAt& softmax, const OutAt& out, Softmax* total, float2* sum) {
   Softmax parts[kCount];
-  float4 outs[kCount];
+  float2 outs[kCount];
   float max[kCount];
 #pragma unroll
   for (int i = 0; i < kCount; ++i) {
@@ -76,24 +65,9 @@ __device__ inline void MergeAll(const SoftmaxAt& softmax, const OutAt& out, Soft
 #pragma unroll
   for (int i = 1; i < kCount; ++i) {
     total_sum = Merge(total_sum, parts[i].sum, factors[i]);
-    *sum = Merge(*sum, outs[i], factors[i]);
+    *sum = {Merge(sum->x, outs[i].x, factors[i]), Merge(sum->y, outs[i].y, factors[i])};
   }
   *total = {max[kCount - 1], total_sum};
-}
-
-__device__ inline Part MergeParts(Part first, const Part& second) {
-  const MergeFactors factors = MergeInto(first.softmax, second.softmax);
-  return {first.softmax, Merge(first.out, second.out, factors)};
-}
-
-// Merges parts [0, kCount) by a binary tree. Those past a unit's last are empty, and merging them changes no bit.
-template <int kCount, typename PartAt>
-__device__ inline Part MergeTree(const PartAt& part, int first = 0) {
-  if constexpr (kCount == 1) {
-    return part(first);
-  } else {
-    return MergeParts(MergeTree<kCount / 2>(part, first), MergeTree<kCount / 2>(part, first + kCount / 2));
-  }
 }
 
 // What a row's output is multiplied by in the end; `lse` receives the natural log of its sum.
@@ -127,43 +101,31 @@ struct RowPlace {
   }
 };
 
-// Four neighbouring elements of out, the first at a multiple of four.
-__device__ inline void StoreFour(const DecodeArgs& args, int64_t at, const float4& value) {
+// Two neighbouring elements of out, the first at an even index.
+__device__ inline void StorePair(const DecodeArgs& args, int64_t at, float2 value) {
   if (args.params.dtype == DType::kF32) {
-    reinterpret_cast<float4*>(args.params.out)[at / 4] = value;
-  } else if (args.params.dtype == DType::kBF16) {
-    reinterpret_cast<uint2*>(args.params.out)[at / 4] = {Pack<__nv_bfloat16>(value.x, value.y),
-                                                         Pack<__nv_bfloat16>(value.z, value.w)};
-  } else {
-    reinterpret_cast<uint2*>(args.params.out)[at / 4] = {Pack<__half>(value.x, value.y),
-                                                         Pack<__half>(value.z, value.w)};
+    reinterpret_cast<float2*>(args.params.out)[at / 2] = value;
+    return;
   }
+  const uint32_t pair =
+      args.params.dtype == DType::kBF16 ? Pack<__nv_bfloat16>(value.x, value.y) : Pack<__half>(value.x, value.y);
+  reinterpret_cast<uint32_t*>(args.params.out)[at / 2] = pair;
 }
 
-// Writes the finished columns 4 * quad to 4 * quad + 3 of a row.
-__device__ inline void StoreResult(const DecodeArgs& args, const RowPlace& place, int quad, const Softmax& softmax,
-                                   const float4& sum) {
-  float lse;
-  const float factor = Finish(args, softmax, place.head, &lse);
-  StoreFour(args, place.at * args.params.head_dim + 4 * quad,
-            {sum.x * factor, sum.y * factor, sum.z * factor, sum.w * factor});
-  if (args.params.lse != nullptr && quad == 0) args.params.lse[place.at] = lse;
-}
-
-// Partial results of one block's groups in the scratch: outputs [rows][head_dim] first, then Softmax pairs.
+// Partial results of one group in the scratch: outputs [rows][head_dim] first, then Softmax pairs.
 struct ScratchPlace {
   float* out;        // [head_dim]
   Softmax* softmax;  // [1]
 
   __device__ static ScratchPlace Of(const DecodeArgs& args, int seq, const SequenceInfo& sequence,
-                                    const RowPlace& place, int part) {
+                                    const RowPlace& place, int group) {
     const PagedAttentionParams& params = args.params;
     int64_t row = place.at;
     if (args.slot_by_sequence) {
       row += ((seq - args.seq_begin) * kMaxDecodeRows - sequence.q_begin) * params.num_heads;
     }
-    const int64_t at = row * kGroups + part;
-    const int64_t all = args.scratch_rows * params.num_heads * kGroups;
+    const int64_t at = row * kTeam + group;
+    const int64_t all = args.scratch_rows * params.num_heads * kTeam;
     float* const base = static_cast<float*>(params.scratch);
     return {base + at * params.head_dim, reinterpret_cast<Softmax*>(base + all * params.head_dim) + at};
   }
@@ -173,11 +135,11 @@ struct ScratchPlace {
 __device__ inline void StoreConstantRows(const DecodeArgs& args, const SequenceInfo& sequence, int kv_head, int first,
                                          int last) {
   const float value = sequence.valid ? 0.0f : NAN;
-  const int quads = static_cast<int>(args.params.head_dim / 4);
-  for (int i = threadIdx.x; i < (last - first) * quads; i += blockDim.x) {
-    const RowPlace place = RowPlace::Of(args, sequence.q_begin, kv_head, first + i / quads);
-    StoreFour(args, place.at * args.params.head_dim + i % quads * 4, {value, value, value, value});
-    if (args.params.lse != nullptr && i % quads == 0) args.params.lse[place.at] = sequence.valid ? -INFINITY : NAN;
+  const int pairs = static_cast<int>(args.params.head_dim / 2);
+  for (int i = threadIdx.x; i < (last - first) * pairs; i += blockDim.x) {
+    const RowPlace place = RowPlace::Of(args, sequence.q_begin, kv_head, first + i / pairs);
+    StorePair(args, place.at * args.params.head_dim + i % pairs * 2, {value, value});
+    if (args.params.lse != nullptr && i % pairs == 0) args.params.lse[place.at] = sequence.valid ? -INFINITY : NAN;
   }
 }
 

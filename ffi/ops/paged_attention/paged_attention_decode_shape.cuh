@@ -28,7 +28,7 @@ struct Shape {
   static constexpr int kWarps = 4;                          // of a block; each computes a strand
   static constexpr int kBlocksPerSm = kDim <= 128 ? 2 : 1;  // that registers and shared memory allow
   static constexpr int kThreads = 32 * kWarps;
-  static constexpr int kStrands = kGroups * kWarps;  // of a unit, at most
+  static constexpr int kStrands = kTeam * kWarps;  // of a unit, at most
 
   static constexpr int kElementBytes = kFloat8 ? 1 : 2;
   static constexpr int kRowBytes = kDim * kElementBytes;
