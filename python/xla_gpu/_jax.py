@@ -12,6 +12,7 @@ import numpy as np
 
 from . import _jax_reference, _library, _targets
 from ._attributes import numpy_value
+from ._errors import TargetError
 from ._signature import ArraySpec, OpCall, Operator, check_inputs_requested
 from .ops import _ragged_paged_attention as ragged_paged_attention
 from .ops.paged_attention import num_seqs_number
@@ -141,4 +142,10 @@ def _register() -> None:
     """Registers the library's handlers with JAX; those of a platform that starts later wait in JAX's own queue."""
     for handler in _library.load().handlers():
         platform = "cpu" if handler.platform == "Host" else handler.platform
-        jax.ffi.register_ffi_target(handler.target, _targets.capsule(handler.address), platform=platform)
+        try:
+            jax.ffi.register_ffi_target(handler.target, _targets.capsule(handler.address), platform=platform)
+        except RuntimeError as error:
+            raise TargetError(
+                f"FFI target {handler.target!r} was refused by JAX's {platform} runtime: {error}. If the name is "
+                "taken, something else in this process registered it first: a second copy of the library, or other code"
+            ) from error

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import importlib.metadata
 import importlib.resources
 import json
 import os
 import platform
+import re
 import struct
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -97,7 +99,23 @@ def load() -> Library:
     for name, (result, arguments) in _abi.OPERATOR_SIGNATURES.items():
         if (function := getattr(cdll, name, None)) is not None:
             function.restype, function.argtypes = result, arguments
-    return Library(path, cdll)
+    library = Library(path, cdll)
+    _check_version(library)
+    return library
+
+
+def _check_version(library: Library) -> None:
+    """Raises LibraryError for a library of another version than the package: its handlers may bind other arguments."""
+    try:
+        from . import __version__ as package
+    except importlib.metadata.PackageNotFoundError:  # only its files were copied
+        return
+    built = library.build_info().get("version")
+    if built != re.match(r"[0-9.]*", package)[0]:  # type: ignore[index]
+        raise LibraryError(
+            f"{library.path} is of version {built}, and the package xla_gpu is of version {package}: handlers and "
+            "declarations must be of one version. Build and install the package again."
+        )
 
 
 def find() -> Path:

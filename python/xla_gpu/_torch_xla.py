@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 
-from . import _library, _stablehlo, _targets
+from . import _compatibility, _library, _stablehlo, _targets
+from ._compatibility import TORCH_XLA, TORCH_XLA_REMEDY
 from ._errors import TargetError
 from ._signature import OpCall
 from ._targets import Target
@@ -48,7 +49,13 @@ def _computation(call: OpCall) -> Any:
 
 @functools.cache
 def platform() -> str:
-    """The platform of torch_xla's client, as register_ffi_target calls it."""
+    """The platform of torch_xla's client, as register_ffi_target calls it.
+
+    Raises:
+      CompatibilityError: torch_xla is of another version than the one whose runtime is known here.
+      TargetError: it runs on another platform than CPU and GPU.
+    """
+    _compatibility.framework("torch_xla", "the torch_xla door", TORCH_XLA, TORCH_XLA_REMEDY, newest=TORCH_XLA)
     from torch_xla import runtime
 
     device_type = str(runtime.device_type())
@@ -79,4 +86,7 @@ def _register(target: Target) -> None:
         error = cdll.xla_gpu_register_pjrt(api, target.name.encode(), ctypes.byref(stages))
     if error is not None:
         text = error.decode(errors="replace")
-        raise TargetError(f"FFI target {target.name!r} was refused by torch_xla's {target.platform} runtime: {text}")
+        raise TargetError(
+            f"FFI target {target.name!r} was refused by torch_xla's {target.platform} runtime: {text}. If the name is "
+            "taken, something else in this process registered it first: a second copy of the library, or other code"
+        )

@@ -13,7 +13,8 @@ from typing import Any
 
 from torch_xla.experimental import plugins
 
-from . import _cuda, _cuda_plugin, _library
+from . import _compatibility, _cuda, _cuda_plugin, _library
+from ._compatibility import TORCH_XLA, TORCH_XLA_REMEDY
 from ._errors import CompatibilityError
 
 ENVIRONMENT = "XLA_GPU_PJRT_PLUGIN"
@@ -33,6 +34,7 @@ class GpuPlugin(plugins.DevicePlugin):  # type: ignore[misc]
           CompatibilityError: the driver, a GPU or JAX's CUDA plug-in is missing or too old.
           LibraryError: libxla_gpu_ffi.so cannot be loaded.
         """
+        _compatibility.framework("torch_xla", "PJRT_DEVICE=GPU", TORCH_XLA, TORCH_XLA_REMEDY, newest=TORCH_XLA)
         path = plugin_path()
         if not os.environ.get(ENVIRONMENT):
             _check_driver(path)

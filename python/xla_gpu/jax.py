@@ -7,6 +7,9 @@ waits for a result.
 
 from __future__ import annotations
 
+from . import _jax_version as _jax_version
+
+# isort: split
 import jax
 import jax.typing
 

@@ -16,6 +16,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from . import _torch_version as _torch_version
+
+# isort: split
 import torch
 
 from . import _targets, _torch_operators, _torch_ops, _torch_xla

@@ -275,10 +275,10 @@ void Call::Change() {
         dim = dim > 0 ? input_.Below(dim) : dim;
       }
       break;
-    case 3:
-      if (buffer != nullptr && buffer->rank > 0) --buffer->rank;
-      if (buffer != nullptr && Bytes(buffer->dtype, Shape(buffer->dims, buffer->dims + buffer->rank)) == 0) {
-        buffer->data = nullptr;
+    case 3:  // without the last dimension, unless that was the zero that made the buffer small
+      if (buffer != nullptr && buffer->rank > 0) {
+        const Shape before(buffer->dims, buffer->dims + buffer->rank), after(before.begin(), before.end() - 1);
+        if (Bytes(buffer->dtype, after) <= Bytes(buffer->dtype, before)) --buffer->rank;
       }
       break;
     case 4:  // narrower elements, or of the same width
