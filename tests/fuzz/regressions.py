@@ -6,6 +6,7 @@ from __future__ import annotations
 from tests.cases import AttentionCase, CacheCase  # noqa: F401 - for the expressions
 from tests.fuzz.inputs import Add, Attention, Hostile, Merge, Update
 
+# fmt: off
 CASES: dict[str, Add | Attention | Hostile | Merge | Update] = {
     # The lse of a batch without rows is a null pointer, by which the check took the call for one without lse.
     "the-error-names-the-operator-without-rows": Hostile(
@@ -14,5 +15,15 @@ CASES: dict[str, Add | Attention | Hostile | Merge | Update] = {
             batches=(((0, 0),),),
         ),
         damage=(("context_lens", 0, -1),),
+    ),
+    # No fault but the tolerance's: two logits of hundreds whose difference float32 rounds, where PyTorch was lucky.
+    "logits-of-hundreds": Attention(
+        AttentionCase(
+            "fuzz", (), num_heads=30, num_kv_heads=3, head_dim=8, page_size=26, cache_dtype="float8_e4m3fn",
+            sliding_window=9, scales="one", spread=4.0, spare_seqs=0, spare_columns=3, padding_tokens=8,
+        ),
+        batches=(((36, 40), (36, 245), (1, 1), (1, 1)), ((1, 1),) * 6 + ((1, 313),)),
+        seed=3532135,
+        with_lse=False,
     ),
 }

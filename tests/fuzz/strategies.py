@@ -67,7 +67,8 @@ def programs(draw) -> AttentionCase:
         soft_cap=draw(st.one_of(st.none(), st.floats(0.5, 100, width=32))),
         scale=draw(st.one_of(st.none(), st.floats(-1, 1, width=32))),
         sinks=draw(st.booleans()),
-        spread=draw(st.sampled_from([1.0, 1.0, 0.1, 4.0])),
+        # A float8_e4m3fn cache would overflow to NaN at 4.
+        spread=draw(st.sampled_from([1.0, 1.0, 0.1] if cache_dtype == "float8_e4m3fn" else [1.0, 1.0, 0.1, 4.0])),
         spare_seqs=draw(st.integers(0, 4)),
         spare_columns=draw(st.integers(0, 4)),
         padding_tokens=draw(st.integers(0, 12)),

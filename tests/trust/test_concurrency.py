@@ -17,13 +17,14 @@ CASE = AttentionCase(
     "threads", ((1, 300), (20, 60), (3, 40)), num_heads=8, num_kv_heads=2, head_dim=128, dtype="bfloat16"
 )
 THREADS, CALLS = 8, 200
+THREAD_SAFE = pytest.mark.doors("eager", "jax", "torch_xla", "eager-cuda", "jax-cuda", "torch_xla-cuda")
 
 
 def two_gpus() -> str | None:
     return machine.no_gpu() or (None if machine.gpu_count() >= 2 else "one GPU; two are needed")
 
 
-@pytest.mark.doors("eager", "jax", "eager-cuda", "jax-cuda")
+@THREAD_SAFE
 def test_many_threads_through_one_program(door):
     batches = [cases.build(CASE, seed) for seed in range(THREADS)]
     step = program(door, "paged_attention_with_lse", CASE.options())
@@ -100,7 +101,7 @@ print(len(results))
 """
 
 
-@pytest.mark.doors("eager", "jax", "eager-cuda", "jax-cuda")
+@THREAD_SAFE
 def test_the_first_calls_of_a_process_from_eight_threads(door):
     """The library is loaded, targets are registered and plans are made once, whoever comes first."""
     assert run_python(FIRST, door.name).split() == ["8"]
