@@ -1,4 +1,5 @@
-# make demo | test | lint | format | library | wheel | clean. A fresh machine needs Python 3.11 or newer and gcc.
+# make demo | test | test-versions | sanitize | fuzz-cxx | lint | format | library | wheel | clean.
+# A fresh machine needs Python 3.11 or newer and gcc.
 #
 # PYTHON       the interpreter that .venv is made with
 # XLA_GPU_CUDA ON or OFF: whether the installed library holds CUDA handlers; ON where a GPU is found
@@ -13,7 +14,8 @@ PIP     := $(BIN)/python -m pip --disable-pip-version-check --quiet
 HEADERS := build/ffi-headers
 SOURCES := $(shell git ls-files CMakeLists.txt pyproject.toml third_party ffi python 2>/dev/null)
 
-.PHONY: demo test lint format library library-cuda test-handlers wheel clean
+.PHONY: demo test test-versions test-oldest test-newest sanitize fuzz-cxx lint format library library-cuda test-handlers \
+        wheel clean
 .DELETE_ON_ERROR:
 
 # ---- What users run ------------------------------------------------------------------------------------------------
@@ -21,8 +23,7 @@ demo: $(VENV)/.installed
 	$(BIN)/python examples/serve_llama.py --check
 
 test: $(VENV)/.installed test-handlers
-	XLA_GPU_TEST_HANDLERS=$(CURDIR)/build/test-handlers/ffi/testing/libxla_gpu_test_handlers.so \
-	  $(BIN)/python -m pytest
+	XLA_GPU_TEST_HANDLERS=$(HANDLERS) $(BIN)/python -m pytest
 
 # ---- Set-up: frameworks once, the package again whenever one of its sources changed ----------------------------------
 $(VENV)/.frameworks: pyproject.toml
@@ -66,6 +67,87 @@ wheel: $(VENV)/.dev
 	rm -rf dist build/wheel
 	XLA_GPU_CUDA=$(XLA_GPU_CUDA) $(BIN)/python -m build --wheel --outdir build/wheel
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m auditwheel repair --wheel-dir dist build/wheel/*.whl
+
+# ---- Other versions of JAX, sanitizers, fuzzing ------------------------------------------------------------------------
+HANDLERS := $(CURDIR)/build/test-handlers/ffi/testing/libxla_gpu_test_handlers.so
+
+# The oldest and the newest jaxlib that the supported Pythons allow. `make test` has the newest for .venv's Python.
+test-versions: test-oldest test-newest
+
+# The oldest stands before .venv's own, so that torch_xla's door, which lowers by jaxlib, is tested with it too.
+OLDEST_JAX   := 0.7.0
+OLDEST_TESTS := tests/ops/test_simple_add.py tests/ops/test_reshape_and_cache.py tests/ops/test_merge_attention_states.py \
+                tests/test_jax.py tests/test_export.py tests/test_doors_agree.py tests/test_bridge.py \
+                tests/test_handler_checks.py tests/test_coexist.py tests/test_doctor.py tests/skew/test_registration.py
+
+build/versions/jax-$(OLDEST_JAX)/.done: $(VENV)/.frameworks
+	$(PIP) install --upgrade --no-deps --target $(@D) jax==$(OLDEST_JAX) jaxlib==$(OLDEST_JAX)
+	touch $@
+
+test-oldest: $(VENV)/.installed test-handlers build/versions/jax-$(OLDEST_JAX)/.done
+	PYTHONPATH=$(CURDIR)/build/versions/jax-$(OLDEST_JAX) XLA_GPU_TEST_HANDLERS=$(HANDLERS) \
+	  $(BIN)/python -m pytest -q -r fE $(OLDEST_TESTS)
+
+# The newest of all wants a newer Python than the oldest that is supported, and gets an environment without PyTorch.
+NEWER_PYTHON ?= $(shell for python in python3.13 python3.12 $$HOME/.pyenv/versions/3.13.*/bin/python \
+                $$HOME/.pyenv/versions/3.12.*/bin/python; do $$python -c "import venv" 2>/dev/null && echo $$python && break; done)
+
+build/versions/newest/.done:
+	$(NEWER_PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip --disable-pip-version-check --quiet install jax jaxlib numpy ml_dtypes pytest hypothesis
+	touch $@
+
+ifeq ($(NEWER_PYTHON),)
+test-newest:
+	@echo "test-newest: skipped, since there is no Python 3.12 or 3.13; NEWER_PYTHON names one"
+else
+test-newest: $(VENV)/.installed test-handlers build/versions/newest/.done
+	library=$$($(BIN)/python -c "from xla_gpu import _library; print(_library.find())") && \
+	PYTHONPATH=$(CURDIR)/python XLA_GPU_LIBRARY=$$library XLA_GPU_TEST_HANDLERS=$(HANDLERS) \
+	  build/versions/newest/bin/python -m pytest -q -r fE
+endif
+
+# AddressSanitizer and UndefinedBehaviorSanitizer in the library, in handlers of "other people", in the fake plug-in and in
+# the fuzz target; ThreadSanitizer in a program of its own. Three options need reasons:
+# - detect_leaks=0: Python and the frameworks give back little at exit, and the leak checker reports all of it.
+# - no detect_stack_use_after_return: GCC 12 aligns such frames too little for AVX-512 (fixed in 12.4), a crash of its own.
+# - libstdc++ preloaded: AddressSanitizer looks for it at start, and Python brings none.
+SANITIZE       := build/sanitize
+SANITIZE_TESTS := tests/test_sanitizers.py tests/ops tests/test_handler_checks.py tests/test_bad_values.py tests/test_bridge.py \
+                  tests/test_eager.py tests/test_batch_invariance.py tests/test_pjrt_adapter.py \
+                  tests/skew/test_registration.py tests/trust/test_metadata.py tests/trust/test_memory.py
+SANITIZED      := LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so) \
+                  $$(gcc -print-file-name=libstdc++.so.6)" ASAN_OPTIONS=detect_leaks=0 \
+                  UBSAN_OPTIONS=print_stacktrace=1:halt_on_error=1 XLA_GPU_SANITIZED=1 \
+                  XLA_GPU_LIBRARY=$(CURDIR)/$(SANITIZE)/ffi/libxla_gpu_ffi.so \
+                  XLA_GPU_TEST_HANDLERS=$(CURDIR)/$(SANITIZE)/ffi/testing/libxla_gpu_test_handlers.so
+FUZZ_RUNS      ?= 1000000
+
+sanitize: $(VENV)/.installed $(VENV)/.dev $(HEADERS)/.done
+	$(CMAKE) -S . -B $(SANITIZE) $(CMAKE_FLAGS) -DXLA_GPU_CUDA=OFF -DXLA_GPU_TEST_HANDLERS=ON -DXLA_GPU_SANITIZE=ON \
+	  -DXLA_GPU_FUZZ=ON -DCMAKE_CXX_FLAGS_RELEASE=-O1
+	$(CMAKE) --build $(SANITIZE) -j $(JOBS)
+	$(SANITIZE)/ffi/testing/xla_gpu_thread_test
+	ASAN_OPTIONS=detect_leaks=1 UBSAN_OPTIONS=print_stacktrace=1 XLA_GPU_NUM_THREADS=2 \
+	  $(SANITIZE)/ffi/testing/xla_gpu_fuzz_call_frame -runs=$(FUZZ_RUNS)
+	$(SANITIZED) $(BIN)/python -m pytest -q -r fE $(SANITIZE_TESTS) \
+	  -k "not torch_xla and not cuda and not agrees_with"
+	for isa in baseline avx2; do \
+	  $(SANITIZED) XLA_GPU_HOST_ISA=$$isa $(BIN)/python -m pytest -q -r fE tests/ops/test_paged_attention.py \
+	    -k "eager and not cuda" || exit 1; \
+	done
+
+# The fuzz target by libFuzzer, which looks for inputs that reach new code: needs clang++ and its runtime (Debian:
+# apt-get install clang libclang-rt-14-dev). What it finds is kept in build/fuzz-cxx/corpus.
+FUZZ_SECONDS ?= 300
+
+fuzz-cxx: $(VENV)/.dev $(HEADERS)/.done
+	$(CMAKE) -S . -B build/fuzz-cxx $(CMAKE_FLAGS) -DCMAKE_CXX_COMPILER=clang++ -DXLA_GPU_CUDA=OFF -DXLA_GPU_SANITIZE=ON \
+	  -DXLA_GPU_FUZZ=ON -DCMAKE_CXX_FLAGS_RELEASE=-O1
+	$(CMAKE) --build build/fuzz-cxx -j $(JOBS) --target xla_gpu_fuzz_call_frame
+	mkdir -p build/fuzz-cxx/corpus
+	cd build/fuzz-cxx && ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 XLA_GPU_NUM_THREADS=1 \
+	  ffi/testing/xla_gpu_fuzz_call_frame -max_total_time=$(FUZZ_SECONDS) -max_len=4096 -print_final_stats=1 corpus
 
 # ---- Linters ---------------------------------------------------------------------------------------------------------
 PYTHON_FILES := python tests examples benchmarks third_party
