@@ -65,19 +65,19 @@ def test_other_instruction_sets(isa):
 
 
 def test_a_fault_is_found_and_made_small(monkeypatch):
-    """The fuzzer itself: an operator that is wrong for windows of over 3 keys, at least 2 of them in the context."""
+    """The fuzzer itself: an operator that takes windows of over 3 keys for windows of 2."""
     run = pytest.importorskip("tests.fuzz.run")
-    from tests import reference
-
-    right = reference.paged_attention
-
-    def wrong(*args, sliding_window=None, **kwargs):
-        return right(*args, sliding_window=sliding_window if (sliding_window or 0) <= 3 else 2, **kwargs)
-
-    monkeypatch.setattr(reference, "paged_attention", wrong)
     door = doors.ALL["eager"]
     if reason := door.unavailable():
         pytest.skip(reason)
-    with pytest.raises(run.Failure, match=r"attention, seed 1: .*\n(.*\n)*.*Attention\(.*sliding_window=4") as caught:
+    right = checks.program
+
+    def wrong(door, operator, options):
+        window = options["sliding_window"]
+        return right(door, operator, options | {"sliding_window": 2 if (window or 0) > 3 else window})
+
+    monkeypatch.setattr(checks, "program", wrong)
+    with pytest.raises(run.Failure, match=r"attention, seed 1: [^\n]* error .*\n.*\n.*sliding_window=4\b") as caught:
         run.run("attention", 1, 200, [door])
-    assert sum(len(batch) for batch in caught.value.input.batches) == 1
+    (batch,) = caught.value.input.batches
+    assert len(batch) == 1
