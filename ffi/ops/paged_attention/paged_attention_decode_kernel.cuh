@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "ffi/device/cluster.cuh"
+#include "ffi/ops/paged_attention/paged_attention_decode_fetch.cuh"
 #include "ffi/ops/paged_attention/paged_attention_decode_warp.cuh"
 
 namespace xla_gpu::decode {
