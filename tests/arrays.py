@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import numpy as np
-import torch
+import pytest
 
 from tests.cases import DTYPES
 
+torch = pytest.importorskip("torch")  # and so skips the modules of tests that need this one
 TORCH_DTYPES = {name: getattr(torch, name) for name in DTYPES}
 NUMPY_DTYPES = {torch_dtype: DTYPES[name] for name, torch_dtype in TORCH_DTYPES.items()}
 _SAME_SIZE = {1: (np.uint8, torch.uint8), 2: (np.int16, torch.int16)}

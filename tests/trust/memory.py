@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import numpy as np
-import torch
 
-from tests.arrays import NUMPY_DTYPES, TORCH_DTYPES, to_numpy
+from tests.arrays import NUMPY_DTYPES, TORCH_DTYPES, to_numpy, torch
 from tests.doors import Door
 
 EDGE = 512  # bytes of canary before and behind each buffer
