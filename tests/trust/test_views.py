@@ -127,7 +127,7 @@ def test_jax_over_memory_that_it_was_lent(door, name):
         got = jax.jit(lambda arrays: xla_gpu.jax.paged_attention_with_lse(**arrays, **options))(placed)
         got = [np.asarray(x) for x in got]
     except Exception as e:
-        assert "aligned" in str(e), e
+        assert "aligned" in str(e) or "must be a multiple of" in str(e), e
         return
     for g, w in zip(got, want, strict=True):
         compare.assert_bitwise_equal(g, w, f"{door.name}: {name}")
