@@ -121,7 +121,7 @@ SANITIZED      := LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-
                   UBSAN_OPTIONS=print_stacktrace=1:halt_on_error=1 XLA_GPU_SANITIZED=1 \
                   XLA_GPU_LIBRARY=$(CURDIR)/$(SANITIZE)/ffi/libxla_gpu_ffi.so \
                   XLA_GPU_TEST_HANDLERS=$(CURDIR)/$(SANITIZE)/ffi/testing/libxla_gpu_test_handlers.so
-FUZZ_RUNS      ?= 1000000
+FUZZ_RUNS      ?= 500000
 
 sanitize: $(VENV)/.installed $(VENV)/.dev $(HEADERS)/.done
 	$(CMAKE) -S . -B $(SANITIZE) $(CMAKE_FLAGS) -DXLA_GPU_CUDA=OFF -DXLA_GPU_TEST_HANDLERS=ON -DXLA_GPU_SANITIZE=ON \
