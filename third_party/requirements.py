@@ -1,7 +1,7 @@
 """Prints what the extras named on the command line require, one requirement a line, from pyproject.toml.
 
-`pip install '.[test]'` would build the package to learn this. Set-up wants the frameworks first and once, and the package
-again after each change.
+`pip install '.[test]'` would build the package to learn this. Set-up wants the frameworks first and once, and the
+package again after each change.
 """
 
 import pathlib
