@@ -58,10 +58,10 @@ library-cuda: $(VENV)/.dev $(HEADERS)/.done
 	$(CMAKE) -S . -B build/cuda $(CMAKE_FLAGS) -DXLA_GPU_WERROR=ON -DCMAKE_CUDA_ARCHITECTURES=$(CUDA_ARCH)
 	$(CMAKE) --build build/cuda -j $(JOBS)
 
-# Handlers of "other people", which the tests register through the bridge.
+# Handlers of "other people", which the tests register through the bridge, and a PJRT plug-in without a device.
 test-handlers: $(VENV)/.dev $(HEADERS)/.done
 	$(CMAKE) -S . -B build/test-handlers $(CMAKE_FLAGS) -DXLA_GPU_CUDA=OFF -DXLA_GPU_TEST_HANDLERS=ON
-	$(CMAKE) --build build/test-handlers -j $(JOBS) --target xla_gpu_test_handlers
+	$(CMAKE) --build build/test-handlers -j $(JOBS) --target xla_gpu_test_handlers xla_gpu_fake_pjrt_plugin
 
 wheel: $(VENV)/.dev
 	rm -rf dist build/wheel
