@@ -15,8 +15,8 @@ from ._errors import CompatibilityError
 
 _FILE_NAME = "xla_cuda_plugin.so"
 EXTRAS = (
-    "Install the one that fits your driver (nvidia-smi shows its CUDA version): pip install 'xla_gpu[cuda12]' for CUDA "
-    "12, driver 525 or newer, or pip install 'xla_gpu[cuda13]' for CUDA 13, driver 580 or newer."
+    "Install the one that fits your driver (nvidia-smi shows its CUDA version), in a checkout of xla_gpu: pip install "
+    "'.[cuda12]' for CUDA 12, driver 525 or newer, or pip install '.[cuda13]' for CUDA 13, driver 580 or newer."
 )
 
 

@@ -37,8 +37,10 @@ class Door(NamedTuple):
     install: str  # what brings the framework
 
 
-_GPU_EXTRAS = "pip install 'xla_gpu[cuda12]' (driver 525 or newer) or 'xla_gpu[cuda13]' (driver 580 or newer)"
-_TORCH, _JAX = "pip install 'xla_gpu[torch]'", "pip install 'xla_gpu[jax]'"
+_GPU_EXTRAS = (
+    "in a checkout of xla_gpu: pip install '.[cuda12]' (driver 525 or newer) or '.[cuda13]' (driver 580 or newer)"
+)
+_TORCH, _JAX = (f"in a checkout of xla_gpu: pip install '.[{extra}]'" for extra in ("torch", "jax"))
 _CUDA_TORCH = "a build of PyTorch with CUDA: pip install torch==2.9.0"
 DOORS = (
     Door("torch_xla", "CPU", ("torch", "torch_xla"), "_doctor_torch_xla", {"PJRT_DEVICE": "CPU"}, _TORCH),
@@ -138,7 +140,7 @@ def _try_door(door: Door, library: dict[str, Any], device: dict[str, Any]) -> di
 
     missing = [module for module in door.requires if importlib.util.find_spec(module) is None]
     if missing:
-        return outcome(NOT_INSTALLED, f"{' and '.join(missing)} is not installed", door.install)
+        return outcome(NOT_INSTALLED, f"not installed: {', '.join(missing)}", door.install)
     if door.device == "GPU" and not device["gpus"]:
         return outcome(NO_DEVICE, "this process may use no GPU; see device", "run where there is an NVIDIA GPU")
     if "error" in library:

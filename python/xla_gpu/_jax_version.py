@@ -2,4 +2,4 @@
 
 from . import _compatibility
 
-_compatibility.framework("jax", "xla_gpu.jax", (0, 7), "pip install 'xla_gpu[jax]'")
+_compatibility.framework("jax", "xla_gpu.jax", (0, 7), "pip install '.[jax]' in a checkout of xla_gpu")

@@ -10,7 +10,9 @@ def hlo_module_proto(stablehlo: str) -> bytes:
     try:
         from jaxlib import _jax
     except ImportError as error:
-        raise LibraryError("lowering for torch_xla needs jaxlib 0.7 or newer: pip install 'xla_gpu[torch]'") from error
+        raise LibraryError(
+            "lowering for torch_xla needs jaxlib 0.7 or newer: pip install '.[torch]' in a checkout of xla_gpu"
+        ) from error
     try:
         convert = _jax.mlir.mlir_module_to_xla_computation
         computation = convert(stablehlo, use_tuple_args=False, return_tuple=True)

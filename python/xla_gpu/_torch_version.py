@@ -2,4 +2,4 @@
 
 from . import _compatibility
 
-_compatibility.framework("torch", "xla_gpu.torch", (2, 9), "pip install 'xla_gpu[torch]'")
+_compatibility.framework("torch", "xla_gpu.torch", (2, 9), "pip install '.[torch]' in a checkout of xla_gpu")

@@ -21,7 +21,7 @@ def stand_in(folder, name: str, text: str):
 
 @pytest.mark.parametrize(
     ("framework", "needed", "remedy"),
-    [("jax", "jax 0.7 or newer", "xla_gpu[jax]"), ("torch", "torch 2.9 or newer", "xla_gpu[torch]")],
+    [("jax", "jax 0.7 or newer", ".[jax]"), ("torch", "torch 2.9 or newer", ".[torch]")],
 )
 class TestFrontDoors:
     def test_missing(self, framework, needed, remedy):
