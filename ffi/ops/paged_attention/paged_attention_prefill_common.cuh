@@ -153,8 +153,6 @@ struct PrefillScores {
 };
 
 // Whether a page that the sequence's queries see lies outside the cache, as far as thread `thread` of `threads` looks.
-// kAtOnce: pages looked at together, which is a matter of registers.
-template <int kAtOnce = 8>
 __device__ inline bool FindsPageOutside(const PagedAttentionParams& params, const PrefillTile& tile, unsigned thread,
                                         unsigned threads) {
   const auto page_size = static_cast<unsigned>(params.page_size);
@@ -165,7 +163,7 @@ __device__ inline bool FindsPageOutside(const PagedAttentionParams& params, cons
   const unsigned end = (static_cast<unsigned>(tile.context_len) + page_size - 1) / page_size;
   const int32_t* const table = params.block_tables + tile.seq * params.pages_per_seq;
   bool outside = false;
-#pragma unroll kAtOnce
+#pragma unroll 8
   for (unsigned i = static_cast<unsigned>(key_begin) / page_size + thread; i < end; i += threads) {
     const int64_t page = __ldg(table + i);
     outside |= page < 0 || page >= params.num_pages;
@@ -173,13 +171,12 @@ __device__ inline bool FindsPageOutside(const PagedAttentionParams& params, cons
   return outside;
 }
 
-// The same in all of a tile's rows, by warp `warp` of `warps`: NaN in those of a sequence with wrong metadata.
+// NaN in a tile's rows, which are those of a sequence with wrong metadata, by warp `warp` of `warps`.
 template <typename T>
-__device__ void FillTile(const PrefillRows& rows, const PagedAttentionParams& params, int warp, int warps, float value,
-                         float lse) {
+__device__ void FillTile(const PrefillRows& rows, const PagedAttentionParams& params, int warp, int warps) {
   for (int row = warp; row < rows.count; row += warps) {
     const int64_t head_row = rows.HeadRow(row);
-    FillHeads<T>(params, head_row / params.num_heads, head_row % params.num_heads, 1, value, lse);
+    FillHeads<T>(params, head_row / params.num_heads, head_row % params.num_heads, 1, CUDART_NAN_F, CUDART_NAN_F);
   }
 }
 
@@ -206,8 +203,7 @@ __device__ void RunPrefillTile(const PagedAttentionParams& params, char* shared)
   if (valid) {
     Kernel(params, shared).Run(tile, rows);
   } else {
-    FillTile<T>(rows, params, static_cast<int>(threadIdx.x) / 32, static_cast<int>(blockDim.x) / 32, CUDART_NAN_F,
-                CUDART_NAN_F);
+    FillTile<T>(rows, params, static_cast<int>(threadIdx.x) / 32, static_cast<int>(blockDim.x) / 32);
   }
 }
 

@@ -4,12 +4,10 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <numeric>
 
 #include "ffi/common/cuda_status.h"
 #include "ffi/ops/paged_attention/paged_attention_decode.h"
 #include "ffi/ops/paged_attention/paged_attention_prefill_mma.cuh"
-#include "ffi/ops/paged_attention/paged_attention_prefill_tma.cuh"
 #include "ffi/ops/paged_attention/paged_attention_prefill_wgmma.cuh"
 
 namespace xla_gpu {
@@ -39,75 +37,24 @@ Status LaunchPrefillMma(const PagedAttentionParams& params, Stream stream) {
   return LaunchPrefillKernel<Kernel>(PrefillMmaKernel<Kernel>, params, stream);
 }
 
-// Whether the current device has code for sm_90a of this kernel: for other targets it is empty and of one warp.
-template <typename Kernel, typename Params>
-Status HasSm90Code(void (*kernel)(Params), bool* has) {
-  cudaFuncAttributes attributes;
-  XLA_GPU_RETURN_IF_CUDA(cudaFuncGetAttributes(&attributes, kernel));
-  *has = attributes.maxThreadsPerBlock >= Kernel::kThreads;
-  return Status::Ok();
-}
-
+// Launches the kernel for sm_90a where the current device has code of it; `*launched` tells.
 template <typename Kernel>
 Status TryLaunchPrefillWgmma(const PagedAttentionParams& params, Stream stream, bool* launched) {
-  if (Status status = HasSm90Code<Kernel>(PrefillWgmmaKernel<Kernel>, launched); !status.ok() || !*launched) {
-    return status;
-  }
+  // Code for other targets is an empty kernel of one warp.
+  cudaFuncAttributes attributes;
+  XLA_GPU_RETURN_IF_CUDA(cudaFuncGetAttributes(&attributes, PrefillWgmmaKernel<Kernel>));
+  *launched = attributes.maxThreadsPerBlock >= Kernel::kThreads;
+  if (!*launched) return Status::Ok();
   return LaunchPrefillKernel<Kernel>(PrefillWgmmaKernel<Kernel>, params, stream);
-}
-
-inline bool EncodeCache(const PagedAttentionParams& params, const void* cache, int box_rows, CUtensorMap* map) {
-  const auto unsign = [](int64_t x) { return static_cast<uint64_t>(x); };
-  return EncodeTensorMap(
-      {cache,
-       {unsign(params.head_dim), unsign(params.page_size), unsign(params.num_kv_heads), unsign(params.num_pages)},
-       {unsign(params.slot_stride), unsign(params.head_stride), unsign(params.page_stride)},
-       static_cast<uint32_t>(box_rows),
-       params.cache_dtype == DType::kBF16},
-      map);
-}
-
-template <typename Kernel>
-Status TryLaunchPrefillTma(const PagedAttentionParams& params, Stream stream, bool* launched) {
-  PrefillTmaParams tma{params, {}, {}, static_cast<int>(std::gcd(params.page_size, int64_t{Kernel::kTileKeys}))};
-  // A box is whole groups of eight rows, as wgmma reads them.
-  *launched = tma.box_rows % 8 == 0;
-  if (!*launched) return Status::Ok();
-  const auto kernel = PrefillTmaKernel<Kernel>;
-  if (Status status = HasSm90Code<Kernel>(kernel, launched); !status.ok() || !*launched) return status;
-  *launched = EncodeCache(params, params.k_cache, tma.box_rows, &tma.k_map) &&
-              EncodeCache(params, params.v_cache, tma.box_rows, &tma.v_map);
-  if (!*launched) return Status::Ok();
-  int device, processors;
-  XLA_GPU_RETURN_IF_CUDA(cudaGetDevice(&device));
-  XLA_GPU_RETURN_IF_CUDA(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device));
-  XLA_GPU_RETURN_IF_CUDA(
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Kernel::kSharedBytes));
-  const dim3 grid(std::min(PrefillBlocks(params, Kernel::kRows), static_cast<unsigned>(processors)),
-                  static_cast<unsigned>(std::max<int64_t>(
-                      1, (params.max_seqs + Kernel::Plan::kSequences - 1) / Kernel::Plan::kSequences)));
-  kernel<<<grid, Kernel::kThreads, Kernel::kSharedBytes, stream>>>(tma);
-  XLA_GPU_RETURN_IF_LAUNCH_FAILED();
-  return Status::Ok();
-}
-
-template <typename T, int kDim>
-Status TryLaunchPrefillSm90(const PagedAttentionParams& params, Stream stream, bool* launched) {
-  constexpr int kKeys = kDim == 256 ? 64 : 128;
-  using Pages =
-      PrefillTma<T, kDim, kKeys, kDim == 64 ? 3 : 2, kDim == 256 ? 1 : 2, kDim == 64 ? 3 : 2, kDim == 64 ? 3 : 2>;
-  if (Status status = TryLaunchPrefillTma<Pages>(params, stream, launched); !status.ok() || *launched) return status;
-  using Slots = PrefillWgmma<T, kDim, kKeys, kDim == 64 ? 3 : 2, kDim == 64 ? 4 : 3>;
-  return TryLaunchPrefillWgmma<Slots>(params, stream, launched);
 }
 
 template <typename T>
 Status TryLaunchPrefillSm90(const PagedAttentionParams& params, Stream stream, bool* launched) {
   *launched = false;
   if (IsFloat8(params.cache_dtype)) return Status::Ok();
-  if (params.head_dim <= 64) return TryLaunchPrefillSm90<T, 64>(params, stream, launched);
-  if (params.head_dim <= 128) return TryLaunchPrefillSm90<T, 128>(params, stream, launched);
-  return TryLaunchPrefillSm90<T, 256>(params, stream, launched);
+  if (params.head_dim <= 64) return TryLaunchPrefillWgmma<PrefillWgmma<T, 64, 128, 3, 4>>(params, stream, launched);
+  if (params.head_dim <= 128) return TryLaunchPrefillWgmma<PrefillWgmma<T, 128, 128, 2, 3>>(params, stream, launched);
+  return TryLaunchPrefillWgmma<PrefillWgmma<T, 256, 64, 2, 3>>(params, stream, launched);
 }
 
 // Tiles by head_dim. At most 99 KiB of shared memory, the limit of a block on sm_86 and sm_89; two blocks on an SM of

@@ -291,8 +291,7 @@ struct PrefillWgmma {
     // Results pass through the place of the group's own query rows, which all its warps have finished with.
     SyncNamed(kGroupBarrier + group, kGroupThreads);
     if (outside) {
-      FillTile<T>(rows, params, static_cast<int>(consumer_thread) / 32, kConsumerThreads / 32, CUDART_NAN_F,
-                  CUDART_NAN_F);
+      FillTile<T>(rows, params, static_cast<int>(consumer_thread) / 32, kConsumerThreads / 32);
     } else {
       softmax.template Finish<T>(params, rows, scores, o,
                                  [&](int row, int d) { return shared + ChunkOffset(kQuerySlab, row, d); });
