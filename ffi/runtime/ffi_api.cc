@@ -63,8 +63,7 @@ XLA_FFI_Error* Serve(const char* name, Args* args, size_t expected_size, Body&& 
   }));
 }
 
-// ---- Errors
-// ----------------------------------------------------------------------------------------------------------
+// ---- Errors ----
 
 XLA_FFI_Error* ErrorCreate(XLA_FFI_Error_Create_Args* args) {
   return MakeError(xla_gpu::Guarded("XLA_FFI_Error_Create", [&]() -> Error {
@@ -80,8 +79,7 @@ void ErrorGetMessage(XLA_FFI_Error_GetMessage_Args* args) {
 
 void ErrorDestroy(XLA_FFI_Error_Destroy_Args* args) { DeleteError(args->error); }
 
-// ---- Registration
-// ----------------------------------------------------------------------------------------------------
+// ---- Registration ----
 
 XLA_FFI_Error* HandlerRegister(XLA_FFI_Handler_Register_Args* args) {
   return Serve("XLA_FFI_Handler_Register", args, XLA_FFI_Handler_Register_Args_STRUCT_SIZE, []() -> Error {
@@ -122,8 +120,7 @@ XLA_FFI_Error* TypeIdRegister(XLA_FFI_TypeId_Register_Args* args) {
   });
 }
 
-// ---- Context: stream, device, run, user data
-// -------------------------------------------------------------------------
+// ---- Context: stream, device, run, user data ----
 
 XLA_FFI_Error* StreamGet(XLA_FFI_Stream_Get_Args* args) {
   return Serve("XLA_FFI_Stream_Get", args, XLA_FFI_Stream_Get_Args_STRUCT_SIZE, [&]() -> Error {
@@ -156,8 +153,7 @@ XLA_FFI_Error* ExecutionContextGet(XLA_FFI_ExecutionContext_Get_Args* args) {
   });
 }
 
-// ---- State
-// -----------------------------------------------------------------------------------------------------------
+// ---- State ----
 
 XLA_FFI_Error* StateSet(XLA_FFI_State_Set_Args* args) {
   constexpr char kName[] = "XLA_FFI_State_Set";
@@ -195,8 +191,7 @@ XLA_FFI_Error* StateGet(XLA_FFI_State_Get_Args* args) {
   });
 }
 
-// ---- Memory
-// ----------------------------------------------------------------------------------------------------------
+// ---- Memory ----
 
 XLA_FFI_Error* DeviceMemoryAllocate(XLA_FFI_DeviceMemory_Allocate_Args* args) {
   return Serve("XLA_FFI_DeviceMemory_Allocate", args, XLA_FFI_DeviceMemory_Allocate_Args_STRUCT_SIZE, [&]() -> Error {
@@ -227,8 +222,7 @@ XLA_FFI_Error* DeviceMemoryFree(XLA_FFI_DeviceMemory_Free_Args* args) {
   });
 }
 
-// ---- Threads
-// ---------------------------------------------------------------------------------------------------------
+// ---- Threads ----
 
 // As in XLA:GPU. Handlers' helpers then run the task on the calling thread.
 Error NoThreadPool() { return Error::FailedPrecondition("a call on a CUDA device has no thread pool"); }
@@ -249,8 +243,7 @@ XLA_FFI_Error* ThreadPoolNumThreads(XLA_FFI_ThreadPool_NumThreads_Args* args) {
   });
 }
 
-// ---- Futures
-// ---------------------------------------------------------------------------------------------------------
+// ---- Futures ----
 
 void Complete(XLA_FFI_Future* future, Error error) {
   // Holds the state itself: the waiter may delete `future` between the notification and the end of this function.

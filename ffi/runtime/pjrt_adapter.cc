@@ -93,8 +93,7 @@ const Api* MakeTable(const Api& api) {
   return table;
 }
 
-// ---- When there is no plug-in
-// ----------------------------------------------------------------------------------------
+// ---- When there is no plug-in ----
 
 // GetPjrtApi() cannot fail, and frameworks use what it returns without looking. So without a plug-in they get a table
 // whose every function fails with the reason.
@@ -134,8 +133,7 @@ const Api* FailingTable() {
   return &table.api;
 }
 
-// ---- Which plug-in
-// ---------------------------------------------------------------------------------------------------
+// ---- Which plug-in ----
 
 std::mutex mutex;  // of what follows
 const Api* adapter_table = nullptr;

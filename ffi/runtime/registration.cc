@@ -86,8 +86,7 @@ Error RegisterThroughExtension(const pjrt::Api& api, const char* target, const x
   return pjrt::TakeError(api, extension->register_custom_call(&args));
 }
 
-// ---- The FFI API behind a plug-in
-// --------------------------------------------------------------------------------------
+// ---- The FFI API behind a plug-in ----
 
 // The extension reports no failure (seen in the plug-ins of jax 0.7.2 and 0.10.2: it drops the runtime's error) and
 // tells no FFI version. But a runtime asks every handler that it registers for its metadata, and newer ones pass their

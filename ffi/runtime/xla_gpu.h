@@ -16,8 +16,7 @@ extern "C" {
 
 #define XLA_GPU_EXPORT __attribute__((visibility("default")))
 
-// ---- What the library holds
-// ------------------------------------------------------------------------------------------
+// ---- What the library holds ----
 
 typedef struct xla_gpu_handler {
   const char* target;    // "xla_gpu_simple_add"
@@ -32,8 +31,7 @@ XLA_GPU_EXPORT const xla_gpu_handler* xla_gpu_handlers(size_t* count);
 // "compiler": "…", "host_isa": "avx512" (what this processor will run)}.
 XLA_GPU_EXPORT const char* xla_gpu_build_info(void);
 
-// ---- Registration with an XLA runtime
-// --------------------------------------------------------------------------------
+// ---- Registration with an XLA runtime ----
 
 // Stages of a handler, as jax.ffi names them. All but `execute` may be NULL.
 typedef struct xla_gpu_stages {
@@ -59,8 +57,7 @@ XLA_GPU_EXPORT const char* xla_gpu_pjrt_ffi_api(const void* pjrt_api, const XLA_
 // The FFI API version that a handler was built with, asked from the handler itself; `traits` may be NULL.
 XLA_GPU_EXPORT const char* xla_gpu_handler_version(XLA_FFI_Handler* handler, int* major, int* minor, uint32_t* traits);
 
-// ---- Calls without an XLA runtime (the eager doors)
-// ------------------------------------------------------------------
+// ---- Calls without an XLA runtime (the eager doors) ----
 
 typedef struct xla_gpu_buffer {
   void* data;
@@ -94,14 +91,12 @@ typedef struct xla_gpu_call_args {
 // device `device_ordinal`. Writes the handler's error code (XLA_FFI_Error_Code) to `code` where the call failed.
 XLA_GPU_EXPORT const char* xla_gpu_call(const xla_gpu_call_args* args, int32_t* code);
 
-// ---- PJRT adapter
-// ----------------------------------------------------------------------------------------------------
+// ---- PJRT adapter ----
 
 // Names the PJRT plug-in that this library's GetPjrtApi() stands in front of. Call it before the first GetPjrtApi().
 XLA_GPU_EXPORT const char* xla_gpu_pjrt_use_plugin(const char* path);
 
-// ---- Operators' static questions
-// -------------------------------------------------------------------------------------
+// ---- Operators' static questions ----
 
 // Bytes of scratch (the last result) of a paged_attention call with these static shapes. dtype: XLA_FFI_DataType.
 XLA_GPU_EXPORT int64_t xla_gpu_paged_attention_scratch_bytes(int64_t num_tokens, int64_t num_heads,

@@ -16,8 +16,7 @@ namespace {
 
 namespace ffi = xla::ffi;
 
-// ---- scale: one operand, one result, one typed attribute
-// ---------------------------------------------------------------
+// ---- scale: one operand, one result, one typed attribute ----
 ffi::Error Scale(ffi::Buffer<ffi::F32> a, ffi::Result<ffi::Buffer<ffi::F32>> out, float factor) {
   if (a.element_count() != out->element_count()) return ffi::Error::InvalidArgument("test_scale: sizes differ");
   for (size_t i = 0; i < a.element_count(); ++i) out->typed_data()[i] = a.typed_data()[i] * factor;
@@ -30,8 +29,7 @@ ffi::Error Negate(ffi::Buffer<ffi::F32> a, ffi::Result<ffi::Buffer<ffi::F32>> ou
   return ffi::Error::Success();
 }
 
-// ---- two_results: of different shapes and dtypes
-// -----------------------------------------------------------------------
+// ---- two_results: of different shapes and dtypes ----
 ffi::Error TwoResults(ffi::Buffer<ffi::F32> a, ffi::Result<ffi::Buffer<ffi::F32>> plus_one,
                       ffi::Result<ffi::Buffer<ffi::S32>> count) {
   for (size_t i = 0; i < a.element_count(); ++i) plus_one->typed_data()[i] = a.typed_data()[i] + 1;
@@ -39,24 +37,21 @@ ffi::Error TwoResults(ffi::Buffer<ffi::F32> a, ffi::Result<ffi::Buffer<ffi::F32>
   return ffi::Error::Success();
 }
 
-// ---- raw_copy: the operand's bytes in the order in which they lie in memory
-// ---------------------------------------------
+// ---- raw_copy: the operand's bytes in the order in which they lie in memory ----
 ffi::Error RawCopy(ffi::AnyBuffer a, ffi::Result<ffi::AnyBuffer> out) {
   if (a.size_bytes() != out->size_bytes()) return ffi::Error::InvalidArgument("test_raw_copy: sizes differ");
   std::memcpy(out->untyped_data(), a.untyped_data(), a.size_bytes());
   return ffi::Error::Success();
 }
 
-// ---- increment: in place, or an error
-// ----------------------------------------------------------------------------------
+// ---- increment: in place, or an error ----
 ffi::Error Increment(ffi::Buffer<ffi::F32> a, ffi::Result<ffi::Buffer<ffi::F32>> out) {
   if (a.untyped_data() != out->untyped_data()) return ffi::Error::Internal("test_increment: the operand was copied");
   for (size_t i = 0; i < a.element_count(); ++i) out->typed_data()[i] += 1;
   return ffi::Error::Success();
 }
 
-// ---- tick: counts its calls
-// ---------------------------------------------------------------------------------------------
+// ---- tick: counts its calls ----
 std::atomic<int64_t> ticks{0};
 
 ffi::Error Tick(ffi::Buffer<ffi::F32> a, ffi::Result<ffi::Buffer<ffi::F32>> out) {
@@ -65,14 +60,12 @@ ffi::Error Tick(ffi::Buffer<ffi::F32> a, ffi::Result<ffi::Buffer<ffi::F32>> out)
   return ffi::Error::Success();
 }
 
-// ---- fail: an error of any code
-// -----------------------------------------------------------------------------------------
+// ---- fail: an error of any code ----
 ffi::Error Fail(ffi::AnyBuffer, ffi::Result<ffi::AnyBuffer>, int64_t code, std::string_view message) {
   return ffi::Error(static_cast<ffi::ErrorCode>(code), std::string(message));
 }
 
-// ---- staged: counts each stage's calls, and checks that all see the attribute
-// ---------------------------------------------
+// ---- staged: counts each stage's calls, and checks that all see the attribute ----
 std::atomic<int64_t> stage_calls[4];
 
 ffi::Error Instantiate(int64_t key) {
@@ -97,8 +90,7 @@ ffi::Error Execute(ffi::Buffer<ffi::F32> a, ffi::Result<ffi::Buffer<ffi::F32>> o
   return ffi::Error::Success();
 }
 
-// ---- On CUDA: fills and copies on XLA's stream, through the driver, so that these tests need no CUDA compiler
-// ----------------
+// ---- On CUDA: fills and copies on XLA's stream, through the driver, so that these tests need no CUDA compiler ----
 using Stream = void*;  // CUstream
 
 template <typename Function>
@@ -126,8 +118,7 @@ ffi::Error RawCopyCuda(Stream stream, ffi::AnyBuffer a, ffi::Result<ffi::AnyBuff
   return code == 0 ? ffi::Error::Success() : ffi::Error::Internal("test_raw_copy: CUDA error " + std::to_string(code));
 }
 
-// ---- describe: the attributes exactly as they arrive
-// ---------------------------------------------------------------------
+// ---- describe: the attributes exactly as they arrive ----
 void Hex(const void* data, size_t size, std::string* text) {
   char digits[3];
   for (size_t i = 0; i < size; ++i) {

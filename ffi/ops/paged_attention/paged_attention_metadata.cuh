@@ -3,14 +3,12 @@
 // The metadata lives in device memory and may be wrong. The rules, under which each row is written by exactly one
 // kernel and a wrong entry spoils as few sequences as possible:
 //  - num_seqs outside [0, max_seqs]: no sequence is live; every row is NaN.
-//  - A live sequence s owns the rows [b, e) = [query_start_loc[s], query_start_loc[s + 1]) iff 0 <= b <= e <=
-//  num_tokens
-//    and b is at least every earlier entry that itself lies in [0, num_tokens]. Two sequences never own the same row:
-//    for s < t, t's first row is at least query_start_loc[s + 1].
+//  - A live sequence s owns the rows [b, e) = [query_start_loc[s], query_start_loc[s + 1]) iff
+//    0 <= b <= e <= num_tokens and b is at least every earlier entry that itself lies in [0, num_tokens]. Two sequences
+//    never own the same row: for s < t, t's first row is at least query_start_loc[s + 1].
 //  - Owned rows are written by the path that q_len selects (decode up to kMaxDecodeRows, prefill above). They are NaN
-//  if
-//    context_len is negative or over pages_per_seq * page_size, or if a page number that a query of the sequence sees
-//    is outside [0, num_pages).
+//    if context_len is negative or over pages_per_seq * page_size, or if a page number that a query of the sequence
+//    sees is outside [0, num_pages).
 //  - Rows that no live sequence owns are written by the dispatcher: 0 from query_start_loc[num_seqs] on, if that entry
 //    lies in [0, num_tokens], and before query_start_loc[0], if all entries are in order; NaN otherwise.
 #ifndef XLA_GPU_OPS_PAGED_ATTENTION_PAGED_ATTENTION_METADATA_CUH_

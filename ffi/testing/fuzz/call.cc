@@ -113,8 +113,7 @@ void Call::AddScalar(const char* name, int32_t dtype, T value) {
   attributes_.push_back({name, XLA_FFI_AttrType_SCALAR, dtype, data, 1});
 }
 
-// ---- Anything
-// ----------------------------------------------------------------------------------------------------------
+// ---- Anything ----
 void Call::AnyBuffer(std::vector<xla_gpu_buffer>* buffers) {
   const auto dtype = static_cast<int32_t>(input_.Once(32) ? input_.Raw<int32_t>() : input_.Below(40));
   Shape shape(static_cast<size_t>(input_.Below(6)));
@@ -170,8 +169,7 @@ void Call::Anything() {
   if (input_.Once(64)) struct_size_ = input_.Byte();
 }
 
-// ---- The library's operators
-// -------------------------------------------------------------------------------------------
+// ---- The library's operators ----
 void Call::SimpleAdd() {
   target_ = "xla_gpu_simple_add";
   const int32_t dtype = kFloats[input_.Below(3)];
@@ -323,8 +321,7 @@ void Call::Operator() {
   for (int64_t i = input_.Once(2) ? input_.Below(4) : 0; i > 0; --i) Change();
 }
 
-// ---- The call
-// ----------------------------------------------------------------------------------------------------------
+// ---- The call ----
 bool Call::Run(XLA_FFI_Handler* handler) {
   if (target_ != nullptr) {
     size_t count = 0;
