@@ -29,6 +29,24 @@ def assert_bitwise_equal(got: np.ndarray, want: np.ndarray, what: str = "") -> N
         )
 
 
+def assert_within_ulps(got: np.ndarray, want: np.ndarray, ulps: int, what: str = "") -> None:
+    """Fails where more than `ulps` numbers of the dtype lie between the two. NaN equals NaN alone, and 0 equals -0."""
+    assert got.shape == want.shape, f"{what}: shape {got.shape}, expected {want.shape}"
+    assert got.dtype == want.dtype, f"{what}: dtype {got.dtype}, expected {want.dtype}"
+    assert_same_special(got, want, what)
+    half = 1 << (8 * got.dtype.itemsize - 1)
+    places = [np.atleast_1d(bits(x)).astype(np.int64) for x in (got, want)]
+    # The bits of negative numbers count downwards from `half`.
+    g, w = (np.where(place < half, place, half - place) for place in places)
+    far = (np.abs(g - w) > ulps) & ~np.atleast_1d(np.isnan(want))
+    if far.any():
+        at = _first(far)
+        raise AssertionError(
+            f"{what}: {int(far.sum())} of {far.size} elements differ by more than {ulps} ulp, first at {at}: "
+            f"{np.atleast_1d(got)[at]} instead of {np.atleast_1d(want)[at]}"
+        )
+
+
 def assert_same_special(got: np.ndarray, want: np.ndarray, what: str = "") -> None:
     """NaN, +inf and -inf stand in the same places."""
     assert got.shape == want.shape, f"{what}: shape {got.shape}, expected {want.shape}"

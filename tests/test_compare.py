@@ -30,6 +30,27 @@ def test_bitwise_names_the_first_difference():
         compare.assert_bitwise_equal(X, X[:2])
 
 
+@pytest.mark.parametrize("dtype", cases.FLOATS)
+def test_ulps_are_counted_across_zero(dtype):
+    dtype = cases.DTYPES[dtype]
+    unsigned = np.dtype(f"u{dtype.itemsize}")
+    steps = np.array([0, 1, 2, 3], unsigned)
+    up, down = steps.view(dtype), (steps | unsigned.type(1 << (8 * dtype.itemsize - 1))).view(dtype)
+    zeros = np.zeros(4, dtype)
+    for got in (up, down):
+        compare.assert_within_ulps(got, zeros, 3)
+        compare.assert_within_ulps(got[:3], zeros[:3], 2)
+        with pytest.raises(AssertionError, match=r"1 of 4 elements differ by more than 2 ulp, first at \(3,\)"):
+            compare.assert_within_ulps(got, zeros, 2)
+    compare.assert_within_ulps(up[1:2], down[1:2], 2)
+    with pytest.raises(AssertionError, match="1 of 1"):
+        compare.assert_within_ulps(up[1:2], down[1:2], 1)
+    nan = np.full(4, np.nan, dtype)
+    compare.assert_within_ulps(nan, nan, 0)
+    with pytest.raises(AssertionError, match="NaN at 0 places instead of 4"):
+        compare.assert_within_ulps(zeros, nan, 2)
+
+
 @pytest.mark.parametrize("special", [np.nan, np.inf, -np.inf])
 def test_special_values_are_compared_by_place(special):
     compare.assert_close(changed(special), changed(special), X)

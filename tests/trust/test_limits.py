@@ -116,6 +116,16 @@ def test_a_large_cache_in_a_compiled_program(door):
 
 
 # ---- Rows, sequences, tables -----------------------------------------------------------------------------------------
+def assert_is_the_value(door, out, value):
+    """What a softmax over a single key leaves of its value: all of it, bit for bit; but on CUDA in float32 the weight
+    is exp2 of a difference that a fused multiplication leaves not quite 0, and it and the division may round once each.
+    """
+    if door.platform == "cuda" and value.dtype == np.float32:
+        compare.assert_within_ulps(out, value, 2, door.name)
+    else:
+        compare.assert_bitwise_equal(out, value, door.name)
+
+
 @pytest.mark.parametrize("dtype", cases.FLOATS)
 @pytest.mark.doors("eager", "eager-cuda")
 def test_more_sequences_than_16_bits_count(door, dtype):
@@ -132,8 +142,7 @@ def test_more_sequences_than_16_bits_count(door, dtype):
         "num_seqs": np.array([num_seqs], np.int32),
     }
     (out,) = door.call("paged_attention", arrays, scale=0.25)
-    want = cache[arrays["block_tables"][:, 0], 0][:, 1::2]
-    compare.assert_bitwise_equal(out, want, door.name)
+    assert_is_the_value(door, out, cache[arrays["block_tables"][:, 0], 0][:, 1::2])
 
 
 @pytest.mark.parametrize("dtype", cases.FLOATS)
@@ -163,7 +172,7 @@ def test_more_tokens_than_16_bits_count(door, dtype):
         "num_seqs": np.array([1], np.int32),
     }
     (out,) = door.call("paged_attention", prompt, scale=0.25, sliding_window=1)
-    compare.assert_bitwise_equal(out, value, door.name)
+    assert_is_the_value(door, out, value)
 
     lse = np.zeros((rows, 2), np.float32)
     nothing = np.full_like(lse, -np.inf)
