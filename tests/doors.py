@@ -93,7 +93,13 @@ class EagerCuda(TorchDoor):
             return reason
         import torch
 
-        return None if torch.cuda.is_available() else f"torch {torch.__version__} sees no CUDA device"
+        if not torch.cuda.is_available():
+            return f"torch {torch.__version__} sees no CUDA device"
+        try:
+            torch.zeros(1, device="cuda")
+        except (RuntimeError, AssertionError) as e:  # a torch whose CUDA libraries are absent may see devices yet
+            return f"torch {torch.__version__} does not reach the GPU: {str(e)[:200]}"
+        return None
 
 
 @contextlib.contextmanager
@@ -230,3 +236,11 @@ ALL: dict[str, Door] = {
         TorchXlaCompiled("cuda"),
     )
 }
+
+
+def beside(door: Door) -> Door | None:
+    """Another open door of the same platform, to compare with: the eager one, which compiles nothing, where it is open;
+    None if there is no other."""
+    others = [other for other in ALL.values() if other is not door and other.platform == door.platform]
+    others.sort(key=lambda other: not other.name.startswith("eager"))
+    return next((other for other in others if not other.unavailable()), None)

@@ -13,16 +13,7 @@ CASES = [
     for c in cases.COMMON
     if c.name in ("llama3-8b-mixed-bf16", "mistral-7b-window", "gpt-oss-sinks", "fp8-cache-per-head")
 ]
-FIRST = {"host": "eager", "cuda": "eager-cuda"}
-OTHERS = [name for name in doors.ALL if name not in FIRST.values()]
-
-
-def yardstick(platform: str) -> doors.Door:
-    """The door to compare with: the eager one, or where that is closed another of the platform."""
-    for door in (doors.ALL[FIRST[platform]], *doors.ALL.values()):
-        if door.platform == platform and not door.unavailable():
-            return door
-    raise AssertionError("the door under test itself is open")
+OTHERS = [name for name in doors.ALL if not name.startswith("eager")]
 
 
 @functools.cache
@@ -33,8 +24,8 @@ def attention(door: str, case: cases.AttentionCase):
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
 @pytest.mark.doors(*OTHERS)
 def test_attention_bit_for_bit(door, case):
-    other = yardstick(door.platform)
-    if other is door:
+    other = doors.beside(door)
+    if other is None:
         pytest.skip("the only door of its platform in this process")
     for what, got, want in zip(("out", "lse"), attention(door.name, case), attention(other.name, case), strict=True):
         compare.assert_bitwise_equal(got, want, f"{door.name} against {other.name}, {case.name}: {what}")
@@ -42,8 +33,8 @@ def test_attention_bit_for_bit(door, case):
 
 @pytest.mark.doors(*OTHERS)
 def test_int64_slots_and_float8_bit_for_bit(door):
-    other = yardstick(door.platform)
-    if other is door:
+    other = doors.beside(door)
+    if other is None:
         pytest.skip("the only door of its platform in this process")
     arrays = cases.build_cache(next(c for c in cases.CACHE_CASES if c.name == "fp8-e5m2-per-head"))
     (got,), (want,) = door.call("reshape_and_cache", arrays), other.call("reshape_and_cache", arrays)
