@@ -170,7 +170,7 @@ class TorchXlaCompiled(TorchXla):
         return tuple(to_numpy(r) for r in _as_tuple(compiled(*tensors.values())))
 
 
-def _enable_x64():
+def enable_x64():
     import jax
 
     if hasattr(jax, "enable_x64"):
@@ -217,7 +217,7 @@ class Jax(Door):
 
         # Only with this switch does JAX know 64-bit types.
         wide = any(x.dtype in (np.int64, np.float64) for x in arrays.values())
-        with _enable_x64() if wide else contextlib.nullcontext():
+        with enable_x64() if wide else contextlib.nullcontext():
             placed = jax.device_put(arrays, self.device())
             results = jax.jit(lambda arrays: body(xla_gpu.jax, **arrays))(placed)
             return tuple(np.asarray(r) for r in _as_tuple(results))

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
 import pytest
+
+from tests import doors
 
 SETUP = """
 import os
@@ -21,9 +24,13 @@ def with_torch_xla():
     to = lambda x: torch.from_numpy(x).to(torch_xla.device())
     return xla_gpu.torch.simple_add(to(a), to(a[::-1].copy())).cpu().numpy()
 
-def with_eager():
+def with_eager(device="cpu"):
     import torch, xla_gpu.torch
-    return xla_gpu.torch.simple_add(torch.from_numpy(a), torch.from_numpy(a[::-1].copy())).numpy()
+    to = lambda x: torch.from_numpy(x).to(device)
+    return xla_gpu.torch.simple_add(to(a), to(a[::-1].copy())).cpu().numpy()
+
+def with_eager_cuda():
+    return with_eager("cuda")
 
 def same(*results):
     for r in results:
@@ -31,8 +38,12 @@ def same(*results):
 """
 
 
-def run(code: str) -> None:
-    result = subprocess.run([sys.executable, "-c", SETUP + code], capture_output=True, text=True, timeout=300)
+def run(code: str, platform: str = "host") -> None:
+    names = {"host": ("CPU", "cpu"), "cuda": ("GPU", "cuda")}[platform]
+    environment = os.environ | dict(zip(("PJRT_DEVICE", "JAX_PLATFORMS"), names, strict=True))
+    result = subprocess.run(
+        [sys.executable, "-c", SETUP + code], capture_output=True, text=True, timeout=300, env=environment
+    )
     assert result.returncode == 0, f"exit {result.returncode}: {result.stderr[-3000:]}"
 
 
@@ -44,10 +55,24 @@ def run(code: str) -> None:
     ],
     ids=["jax-first", "torch_xla-first"],
 )
-def test_each_first(order):
-    pytest.importorskip("jax")
-    pytest.importorskip("torch_xla")
-    run(f"same({order})")
+@pytest.mark.doors("torch_xla", "torch_xla-cuda")
+def test_each_first(door, order):
+    jax = doors.ALL["jax" if door.platform == "host" else "jax-cuda"]
+    if reason := jax.unavailable():
+        pytest.skip(f"{jax.name}: {reason}")
+    run(f"same({order})", door.platform)
+
+
+@pytest.mark.parametrize(
+    "order",
+    ["with_jax(), with_eager_cuda(), with_eager(), with_jax()", "with_eager_cuda(), with_jax(), with_eager_cuda()"],
+    ids=["jax-first", "eager-first"],
+)
+@pytest.mark.doors("eager-cuda")
+def test_each_first_on_one_gpu(door, order):
+    if reason := doors.ALL["jax-cuda"].unavailable():
+        pytest.skip(f"jax-cuda: {reason}")
+    run(f"same({order})", door.platform)
 
 
 def test_user_registers_ours_with_jax_too():

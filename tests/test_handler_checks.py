@@ -10,6 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from tests import doors
 from tests import test_bad_inputs as bad_inputs
 from tests.test_bad_inputs import BAD, Bad
 
@@ -153,11 +154,11 @@ def test_handler_refuses_under_jax(door, bad):
     assert ready == 2 and xla_gpu.jax
     arrays, options = bad_inputs.valid(bad)
     bad.change(arrays, options)
-    if any(x.dtype == np.float64 for x in arrays.values()):
-        pytest.skip("JAX makes it float32")
-    shapes = [
-        jax.ShapeDtypeStruct(tuple(r.shape), str(r.dtype).removeprefix("torch.")) for r in results(bad.operator, arrays)
-    ]
-    operands = jax.device_put([arrays[name] for name in OPERANDS[bad.operator]], door.device())
-    with pytest.raises(Exception, match=rf"{bad.operator}: \w+: expected"):
-        jax.block_until_ready(jax.ffi.ffi_call(f"xla_gpu_{bad.operator}", shapes)(*operands))
+    with doors.enable_x64():  # without, JAX makes float64 float32
+        shapes = [
+            jax.ShapeDtypeStruct(tuple(r.shape), str(r.dtype).removeprefix("torch."))
+            for r in results(bad.operator, arrays)
+        ]
+        operands = jax.device_put([arrays[name] for name in OPERANDS[bad.operator]], door.device())
+        with pytest.raises(Exception, match=rf"{bad.operator}: \w+: expected"):
+            jax.block_until_ready(jax.ffi.ffi_call(f"xla_gpu_{bad.operator}", shapes)(*operands))

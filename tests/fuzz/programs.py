@@ -8,8 +8,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from tests.doors import Door
-from tests.doors import _enable_x64 as enable_x64
+from tests.doors import Door, enable_x64
 
 
 def program(door: Door, operator: str, options: dict | None = None) -> Callable[[dict], tuple[np.ndarray, ...]]:

@@ -69,7 +69,8 @@ OTHERS = {
 
 @pytest.mark.parametrize("other", OTHERS)
 @pytest.mark.parametrize("case", CLEAN, ids=lambda c: c.name)
-@pytest.mark.doors("eager", "eager-cuda")
+# torch_xla's door too: where that is, torch may have no CUDA, and without it two of these implementations are missing.
+@pytest.mark.doors("eager", "eager-cuda", "torch_xla-cuda")
 def test_agrees_with(door, case, other):
     inputs = cases.build(case, poison=False)
     theirs = OTHERS[other](inputs, case)
