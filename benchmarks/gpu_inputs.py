@@ -7,6 +7,7 @@ import dataclasses
 import torch
 from tests.cases import AttentionCase
 
+DEVICE = "cuda"  # attention.py's --device
 CACHE_DTYPES = {"float8_e4m3fn": torch.float8_e4m3fn, "float8_e5m2": torch.float8_e5m2}
 
 
@@ -29,24 +30,24 @@ class Inputs:
 
 
 def build(case: AttentionCase, seed: int = 0) -> Inputs:
-    generator = torch.Generator("cuda").manual_seed(seed)
+    generator = torch.Generator(DEVICE).manual_seed(seed)
     dtype = getattr(torch, case.dtype)
 
     def normal(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, device="cuda", dtype=dtype, generator=generator)
+        return torch.randn(*shape, device=DEVICE, dtype=dtype, generator=generator)
 
     def int32(values: list[int]) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.int32, device="cuda")
+        return torch.tensor(values, dtype=torch.int32, device=DEVICE)
 
     pages = [-(-context // case.page_size) for _, context in case.sequences]
     kv_cache = normal(2, sum(pages), case.page_size, case.num_kv_heads, case.head_dim)
     scales = {}
     if case.cache_dtype:
-        scale = torch.full((1,), 0.02, device="cuda")
+        scale = torch.full((1,), 0.02, device=DEVICE)
         kv_cache = (kv_cache / 0.02).clamp(-448, 448).to(CACHE_DTYPES[case.cache_dtype])
         scales = {"k_scale": scale, "v_scale": scale}
-    order = torch.randperm(sum(pages), device="cuda", dtype=torch.int32, generator=generator)
-    tables = torch.zeros(len(pages), max(pages), device="cuda", dtype=torch.int32)
+    order = torch.randperm(sum(pages), device=DEVICE, dtype=torch.int32, generator=generator)
+    tables = torch.zeros(len(pages), max(pages), device=DEVICE, dtype=torch.int32)
     at = 0
     for row, count in zip(tables, pages, strict=True):
         row[:count] = order[at : at + count]
@@ -66,6 +67,11 @@ def build(case: AttentionCase, seed: int = 0) -> Inputs:
     )
 
 
+def pick(array: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    """array[places], also of float8, for which PyTorch knows no such thing."""
+    return array.view(torch.uint8)[places].view(array.dtype) if array.itemsize == 1 else array[places]
+
+
 def reference(inputs: Inputs, rows: list[int]) -> torch.Tensor:
     """float64 attention of some rows of the batch, [len(rows), num_heads, head_dim]."""
     case, starts = inputs.case, inputs.query_start_loc.tolist()
@@ -77,7 +83,7 @@ def reference(inputs: Inputs, rows: list[int]) -> torch.Tensor:
         begin = max(0, position + 1 - (case.sliding_window or context))
         pages = inputs.block_tables[s, : -(-context // case.page_size)].long()
         k, v = (
-            half[pages].reshape(-1, case.num_kv_heads, case.head_dim)[begin : position + 1].to(torch.float64)
+            pick(half, pages).reshape(-1, case.num_kv_heads, case.head_dim)[begin : position + 1].to(torch.float64)
             for half in inputs.kv_cache
         )
         if inputs.scales:

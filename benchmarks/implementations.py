@@ -1,7 +1,8 @@
 """What is measured side by side: this package, and each peer that is installed.
 
 FlashAttention-3 as vLLM builds it: FA3_LIBRARY names `_vllm_fa3_C.abi3.so` out of vllm's wheel.
-FlashInfer: `pip install flashinfer-python`; compiles its kernels at first use.
+FlashInfer: `pip install flashinfer-python`; compiles its kernels at first use, one for each head size, and another for
+windows, which takes a minute or two. attention.py --warm-up-peers has that done beforehand.
 cuDNN and FlashAttention-2 come with PyTorch; they know no pages and get dense K and V, for whole prompts of one length.
 """
 
@@ -69,31 +70,40 @@ class FlashAttention3Dense(FlashAttention3):
     paged = False
 
     def prepare(self, inputs: Inputs) -> Call:
-        _only_whole_prompts(inputs)
-        k, v = (half.view(-1, *half.shape[2:]) for half in inputs.kv_cache)
+        k, v = _dense(inputs)
         return self.call(inputs, k, v, None, None, inputs.query_start_loc)
 
 
 class FlashInfer:
     paged = True
+    compiles = True
 
-    def __init__(self, backend: str) -> None:
-        self.backend = backend
+    def __init__(self, backend: str, all_kernels: bool) -> None:
+        self.backend, self.all_kernels = backend, all_kernels
         self.name = f"FlashInfer {backend}"
 
     def prepare(self, inputs: Inputs) -> Call:
-        import flashinfer
-
         case = inputs.case
         if inputs.scales:
             raise Unsuited("left out: the scales' meaning differs")
+        if not self.all_kernels and (case.head_dim != 128 or case.sliding_window):
+            raise Unsuited("another kernel to compile, for a load or two")
+        if torch.cuda.is_available():  # else it compiles for every architecture there is
+            major, minor = torch.cuda.get_device_capability()
+            arch = f"{major}.{minor}{'a' if major >= 9 else ''}"
+            os.environ.setdefault("FLASHINFER_CUDA_ARCH_LIST", arch)
+        import flashinfer
+
         pages = [-(-context // case.page_size) for _, context in case.sequences]
-        starts = torch.tensor([sum(pages[:i]) for i in range(len(pages) + 1)], dtype=torch.int32, device="cuda")
         indices = torch.cat([row[:n] for row, n in zip(inputs.block_tables, pages, strict=True)])
-        last = torch.tensor(
-            [(context - 1) % case.page_size + 1 for _, context in case.sequences], dtype=torch.int32, device="cuda"
+        starts, last = (
+            torch.tensor(values, dtype=torch.int32, device=inputs.query.device)
+            for values in (
+                [sum(pages[:i]) for i in range(len(pages) + 1)],
+                [(context - 1) % case.page_size + 1 for _, context in case.sequences],
+            )
         )
-        workspace = torch.empty(256 << 20, dtype=torch.uint8, device="cuda")
+        workspace = torch.empty(256 << 20, dtype=torch.uint8, device=inputs.query.device)
         heads = (case.num_heads, case.num_kv_heads, case.head_dim)
         out, cache = torch.empty_like(inputs.query), tuple(inputs.kv_cache)
         window = (case.sliding_window or 0) - 1
@@ -129,17 +139,12 @@ class Sdpa:
         self.name, self.backend = name, backend
 
     def prepare(self, inputs: Inputs) -> Call:
-        _only_whole_prompts(inputs)
         case = inputs.case
         if len(set(case.sequences)) != 1:
             raise Unsuited("one length alone")
         batch, tokens = len(case.sequences), case.sequences[0][0]
 
-        def dense(array: torch.Tensor, heads: int) -> torch.Tensor:
-            return array.reshape(batch, tokens, heads, case.head_dim).transpose(1, 2)
-
-        q = dense(inputs.query, case.num_heads)
-        k, v = (dense(half, case.num_kv_heads) for half in inputs.kv_cache)
+        q, k, v = (x.view(batch, tokens, -1, case.head_dim).transpose(1, 2) for x in (inputs.query, *_dense(inputs)))
         options = {"is_causal": True, "scale": case.softmax_scale, "enable_gqa": case.num_heads != case.num_kv_heads}
 
         def call() -> torch.Tensor:
@@ -150,18 +155,23 @@ class Sdpa:
         return call
 
 
-def _only_whole_prompts(inputs: Inputs) -> None:
+def _dense(inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
+    """K and V [num_tokens, num_kv_heads, head_dim] of whole prompts, in the order of their tokens."""
     case = inputs.case
     whole = all(rows == context and context % case.page_size == 0 for rows, context in case.sequences)
     if not whole or max(rows for rows, _ in case.sequences) == 1 or case.sliding_window or inputs.scales:
         raise Unsuited("dense K and V, whole prompts without a window alone")
+    counts = [context // case.page_size for _, context in case.sequences]
+    pages = torch.cat([row[:count] for row, count in zip(inputs.block_tables, counts, strict=True)]).long()
+    k, v = (half[pages].view(-1, case.num_kv_heads, case.head_dim) for half in inputs.kv_cache)
+    return k, v
 
 
-def installed() -> list:
+def installed(all_kernels: bool = False) -> list:
     """This package, then the peers found on this machine."""
     found: list = [XlaGpu()]
     if os.environ.get("FA3_LIBRARY"):
         found += [FlashAttention3(), FlashAttention3Dense()]
     if importlib.util.find_spec("flashinfer"):
-        found += [FlashInfer("fa2"), FlashInfer("tensor cores"), FlashInfer("fa3")]
+        found += [FlashInfer(backend, all_kernels) for backend in ("fa2", "tensor cores", "fa3")]
     return [*found, Sdpa("cuDNN dense", SDPBackend.CUDNN_ATTENTION), Sdpa("FA2 dense", SDPBackend.FLASH_ATTENTION)]

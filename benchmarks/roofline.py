@@ -9,19 +9,17 @@ Needs matplotlib.
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import pathlib
 
 import matplotlib
 import numpy as np
-from benchmarks.attention import BYTES_PER_SECOND, OPERATIONS_PER_SECOND
+from benchmarks.loads import BYTES_PER_SECOND, OPERATIONS_PER_SECOND
 
 matplotlib.use("Agg")
 from matplotlib import pyplot
 
 OURS, PEER, LIMIT = "#c2410c", "#475569", "#94a3b8"
-PAGED_PEERS = ("FA3", "FlashInfer fa2", "FlashInfer tensor cores", "FlashInfer fa3")
 
 
 def main() -> None:
@@ -34,16 +32,16 @@ def main() -> None:
     intensity = np.geomspace(1, 20_000, 200)
     limit = np.minimum(intensity * BYTES_PER_SECOND, OPERATIONS_PER_SECOND)
     axes.loglog(intensity, limit / 1e12, color=LIMIT, lw=2, zorder=1)
-    machines = set()
+    machines, dates = set(), set()
     labels = {"xla_gpu": OURS, "best paged peer": PEER}
     for path in arguments.results:
         result = json.loads(path.read_text())
         machines.add(f"{result['machine']['gpu']}, PyTorch {result['machine']['torch']}")
+        dates.add(result["date"])
         for row in result["rows"]:
             times = row["microseconds"]
             x = row["operations"] / row["bytes"]
-            peers = [times[name] for name in PAGED_PEERS if name in times]
-            for name, time in (("best paged peer", min(peers, default=None)), ("xla_gpu", times.get("xla_gpu"))):
+            for name, time in (("best paged peer", times.get(row["best_peer"])), ("xla_gpu", times.get("xla_gpu"))):
                 if time is None:
                     continue
                 y = row["operations"] / time / 1e6
@@ -54,8 +52,8 @@ def main() -> None:
     axes.set_xlabel("operations per byte that must move")
     axes.set_ylabel("TFLOP/s")
     bandwidth, rate = BYTES_PER_SECOND / 1e12, OPERATIONS_PER_SECOND / 1e12
-    date = datetime.date.fromtimestamp(max(path.stat().st_mtime for path in arguments.results))
-    axes.set_title(f"Paged attention under {bandwidth:.1f} TB/s and {rate:.0f} TFLOP/s\n{'; '.join(machines)}, {date}")
+    source = "; ".join([*sorted(machines), *sorted(dates)])
+    axes.set_title(f"Paged attention under {bandwidth:.1f} TB/s and {rate:.0f} TFLOP/s\n{source}")
     axes.grid(which="both", alpha=0.2)
     axes.legend(frameon=False, loc="lower right")
     figure.savefig(arguments.out, dpi=150)

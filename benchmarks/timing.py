@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+import time
 from collections.abc import Callable, Sequence
 
 import torch
@@ -17,9 +18,12 @@ def sets_needed(bytes_of_one: float) -> int:
 
 
 def microseconds(calls: Sequence[Callable[[], object]], repeats: int = 30, minimum_calls: int = 20) -> float:
-    """Median microseconds of one call; `calls` do the same work on different arrays and are captured in turn."""
+    """Median microseconds of one call; `calls` do the same work on different arrays and are captured in turn. Without a
+    GPU, wall time."""
     for call in calls:
         call()
+    if not torch.cuda.is_available():
+        return wall_microseconds(calls, repeats)
     torch.cuda.synchronize()
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):
@@ -42,4 +46,14 @@ def microseconds(calls: Sequence[Callable[[], object]], repeats: int = 30, minim
         end.record()
         end.synchronize()
         times.append(begin.elapsed_time(end) * 1e3 / (rounds * len(calls)))
+    return statistics.median(times)
+
+
+def wall_microseconds(calls: Sequence[Callable[[], object]], repeats: int) -> float:
+    times = []
+    for _ in range(repeats):
+        begin = time.perf_counter()
+        for call in calls:
+            call()
+        times.append((time.perf_counter() - begin) * 1e6 / len(calls))
     return statistics.median(times)
