@@ -1,11 +1,11 @@
 """What a call costs inside an XLA program: 32 attention calls, each on the last one's result, in one program.
 
-    python -m benchmarks.xla_calls --door eager                    # a captured CUDA graph: the kernels alone
-    python -m benchmarks.xla_calls --door jax                      # jax.jit
+    python -m benchmarks.xla_calls --door eager jax    # a captured CUDA graph: the kernels alone; then jax.jit
     PJRT_DEVICE=GPU python -m benchmarks.xla_calls --door torch_xla    # torch.compile(backend="openxla")
 
-Prints microseconds per call. On one machine, the difference to eager is XLA's price for the call. --device cpu runs the
-same programs on the host, where eager calls are not captured.
+Prints microseconds per call, of programs that are queued one after the other, and, where eager is the first door, the
+difference to it: XLA's price for the call. --device cpu runs the same programs on the host, where eager calls are not
+captured.
 """
 
 from __future__ import annotations
@@ -22,17 +22,20 @@ from benchmarks import loads
 from tests import cases
 
 CALLS = 32
-REPEATS = 30
+REPEATS = 20
+QUEUED = 10  # programs in a row, so that the start of one hides behind the last
 
 
-def seconds(run: Callable[[], object]) -> float:
-    """Median wall time of one program, which `run` starts and waits for."""
-    run()
+def seconds(run: Callable[[], object], wait: Callable[[object], object]) -> float:
+    """Median wall time of one program of several that `run` starts; `wait` waits for what the last has returned."""
+    wait(run())
     times = []
     for _ in range(REPEATS):
         begin = time.perf_counter()
-        run()
-        times.append(time.perf_counter() - begin)
+        for _ in range(QUEUED):
+            result = run()
+        wait(result)
+        times.append((time.perf_counter() - begin) / QUEUED)
     return statistics.median(times)
 
 
@@ -52,7 +55,7 @@ def eager(arrays: list[np.ndarray], scale: float, device: str) -> float:
     program = functools.partial(chain, xla_gpu.torch.paged_attention, query, tuple(rest), scale)
     with torch.no_grad():
         if device == "cpu":
-            return seconds(program)
+            return seconds(program, lambda result: result)
         from benchmarks import timing
 
         return timing.microseconds([program], REPEATS, minimum_calls=1) / 1e6
@@ -66,7 +69,7 @@ def jax(arrays: list[np.ndarray], scale: float, device: str) -> float:
     where = jax.devices("cpu" if device == "cpu" else "cuda")[0]
     query, *rest = (jax.device_put(array, where) for array in arrays)
     program = jax.jit(functools.partial(chain, xla_gpu.jax.paged_attention, scale=scale))
-    return seconds(lambda: program(query, tuple(rest)).block_until_ready())
+    return seconds(lambda: program(query, tuple(rest)), lambda result: result.block_until_ready())
 
 
 def torch_xla(arrays: list[np.ndarray], scale: float, device: str) -> float:
@@ -83,13 +86,8 @@ def torch_xla(arrays: list[np.ndarray], scale: float, device: str) -> float:
         functools.partial(chain, xla_gpu.torch.paged_attention, scale=scale), backend="openxla", fullgraph=True
     )
 
-    def run() -> None:
-        program(query, tuple(rest))
-        xm.wait_device_ops()
-
     with torch.no_grad():
-        run()
-        return seconds(run)
+        return seconds(lambda: program(query, tuple(rest)), lambda result: xm.wait_device_ops())
 
 
 DOORS = {"eager": eager, "jax": jax, "torch_xla": torch_xla}
@@ -97,18 +95,26 @@ DOORS = {"eager": eager, "jax": jax, "torch_xla": torch_xla}
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--door", choices=DOORS, required=True)
+    parser.add_argument("--door", choices=DOORS, nargs="+", required=True)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--load", default="8x1k llama3-8b", help="a decode load of loads.py (default %(default)s)")
+    names = ("1x1k llama3-8b", "8x1k llama3-8b")
+    parser.add_argument("--load", nargs="+", default=names, help="decode loads of loads.py (default %(default)s)")
     arguments = parser.parse_args()
-    case = next(case for case in loads.DECODE if case.name == arguments.load)
-    inputs = cases.build(case, poison=False)
-    arrays = [
-        *(inputs.query, inputs.kv_cache, inputs.context_lens, inputs.block_tables),
-        *(inputs.query_start_loc, inputs.num_seqs),
-    ]
-    per_call = DOORS[arguments.door](arrays, case.softmax_scale, arguments.device) / CALLS * 1e6
-    print(f"{arguments.door} {arguments.device}, {case.name}, {CALLS} calls in one program: {per_call:.2f} us per call")
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # the doors share the GPU
+    for name in arguments.load:
+        case = next(case for case in loads.DECODE if case.name == name)
+        inputs = cases.build(case, poison=False)
+        arrays = [
+            *(inputs.query, inputs.kv_cache, inputs.context_lens, inputs.block_tables),
+            *(inputs.query_start_loc, inputs.num_seqs),
+        ]
+        times: dict[str, float] = {}
+        for door in arguments.door:
+            times[door] = DOORS[door](arrays, case.softmax_scale, arguments.device) / CALLS * 1e6
+            text = f"{door} {arguments.device}, {name}, {CALLS} calls in one program: {times[door]:.2f} us per call"
+            if door != "eager" and "eager" in times:
+                text += f", {times[door] - times['eager']:+.2f} us beside eager"
+            print(text, flush=True)
 
 
 if __name__ == "__main__":
