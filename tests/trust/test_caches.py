@@ -59,9 +59,9 @@ def test_from_a_persistent_compilation_cache(door, tmp_path):
     if door.framework == "jax":
         assert not first.get("cache_hits") and second["cache_hits"] == first["cache_misses"]
     else:
-        # torch_xla's CPU client cannot load what it stored, with any program; it compiles again then. On a GPU the keys
-        # of two processes differ, with any program, and none is found. Either way the second process has compared each
-        # variant with the reference: what counts is that no entry serves two of them.
+        # torch_xla's CPU client cannot load what it stored, with any program; it compiles again then. On a GPU a second
+        # process has other keys for the same programs and finds none. Either way it has compared each variant with the
+        # reference: what counts is that no entry serves two of them.
         stored = first["PersistentCacheMiss"]
         found = second.get("PersistentCacheHit", 0) + second.get("PersistentCacheDeserializeFailure", 0)
         assert stored >= 2 * len(cached_program.CASES)
