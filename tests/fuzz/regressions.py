@@ -26,4 +26,13 @@ CASES: dict[str, Add | Attention | Hostile | Merge | Update] = {
         seed=3532135,
         with_lse=False,
     ),
+    # Two query rows over a context of one key, whose page is wrong: on CUDA the row that sees no key was 0, not NaN.
+    "a-wrong-page-and-a-row-that-sees-no-key": Hostile(
+        Attention(
+            AttentionCase("fuzz", (), num_heads=1, num_kv_heads=1, spare_seqs=0, spare_columns=0, padding_tokens=0),
+            batches=(((2, 1),),),
+            with_lse=False,
+        ),
+        damage=(("block_tables", 0, -1),),
+    ),
 }
