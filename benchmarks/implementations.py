@@ -88,10 +88,6 @@ class FlashInfer:
             raise Unsuited("left out: the scales' meaning differs")
         if not self.all_kernels and (case.head_dim != 128 or case.sliding_window):
             raise Unsuited("another kernel to compile, for a load or two")
-        if torch.cuda.is_available():  # else it compiles for every architecture there is
-            major, minor = torch.cuda.get_device_capability()
-            arch = f"{major}.{minor}{'a' if major >= 9 else ''}"
-            os.environ.setdefault("FLASHINFER_CUDA_ARCH_LIST", arch)
         import flashinfer
 
         pages = [-(-context // case.page_size) for _, context in case.sequences]

@@ -39,7 +39,7 @@ def same(*results):
 
 
 def run(code: str, platform: str = "host") -> None:
-    names = {"host": ("CPU", "cpu"), "cuda": ("GPU", "cuda")}[platform]
+    names = {"host": ("CPU", "cpu"), "cuda": ("GPU", "cuda,cpu")}[platform]
     environment = os.environ | dict(zip(("PJRT_DEVICE", "JAX_PLATFORMS"), names, strict=True))
     result = subprocess.run(
         [sys.executable, "-c", SETUP + code], capture_output=True, text=True, timeout=300, env=environment
