@@ -18,7 +18,7 @@ Status CheckAligned(const char* argument, const void* pointer, uintptr_t bytes) 
 
 // Chunks of 8 elements are read and written whole.
 Status CheckLayout(const PagedAttentionParams& params) {
-  const uintptr_t cache_chunk = IsFloat8(params.cache_dtype) ? 8 : 16;
+  const uintptr_t cache_chunk = IsFloat8(params.cache_dtype) && params.head_dim % 16 != 0 ? 8 : 16;
   for (const Status& status :
        {CheckAligned("query", params.query, 16), CheckAligned("out", params.out, 16),
         CheckAligned("kv_cache", params.k_cache, cache_chunk), CheckAligned("kv_cache", params.v_cache, cache_chunk)}) {

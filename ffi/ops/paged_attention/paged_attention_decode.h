@@ -2,7 +2,6 @@
 #ifndef XLA_GPU_OPS_PAGED_ATTENTION_PAGED_ATTENTION_DECODE_H_
 #define XLA_GPU_OPS_PAGED_ATTENTION_PAGED_ATTENTION_DECODE_H_
 
-#include <algorithm>
 #include <cstdint>
 
 #include "ffi/common/status.h"
@@ -14,23 +13,8 @@ namespace xla_gpu {
 // Sequences with 1 <= q_len <= kMaxDecodeRows belong to the decode path, longer ones to the prefill path.
 inline constexpr int64_t kMaxDecodeRows = 8;
 
-// A sequence's keys are cut into at most this many groups, whose partial results are merged in order.
-inline constexpr int64_t kMaxDecodeGroups = 16;
-
-// Query rows for which partial results fit into the scratch at a time. All of them, up to 32 MiB; beyond that the
-// sequences are worked off in several rounds of launches.
-constexpr int64_t DecodeScratchRows(const PagedAttentionParams& shapes) {
-  const int64_t row_bytes = shapes.num_heads * kMaxDecodeGroups * (shapes.head_dim + 2) * int64_t{sizeof(float)};
-  const int64_t rows = std::min(shapes.num_tokens, shapes.max_seqs * kMaxDecodeRows);
-  return std::min(rows, std::max(kMaxDecodeRows, (int64_t{32} << 20) / std::max<int64_t>(row_bytes, 1)));
-}
-
 // Bytes at the start of `scratch` that LaunchDecode may use. Depends on shapes and dtypes alone.
-constexpr int64_t DecodeScratchBytes(const PagedAttentionParams& shapes) {
-  if (shapes.dtype == DType::kF32) return 0;
-  return DecodeScratchRows(shapes) * shapes.num_heads * kMaxDecodeGroups * (shapes.head_dim + 2) *
-         int64_t{sizeof(float)};
-}
+int64_t DecodeScratchBytes(const PagedAttentionParams& shapes);
 
 // Computes the rows (out, and lse where wanted) of every sequence with 1 <= q_len <= kMaxDecodeRows whose query rows
 // are its own (paged_attention_metadata.cuh). Rows of such a sequence are NaN if its context_len or a page number that

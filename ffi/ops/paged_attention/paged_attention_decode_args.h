@@ -1,59 +1,101 @@
-// What the decode kernels are launched with, beside the operator's own parameters.
+// What the decode kernels are launched with, beside the operator's own parameters, and the sizes that host and device
+// agree on.
 #ifndef XLA_GPU_OPS_PAGED_ATTENTION_PAGED_ATTENTION_DECODE_ARGS_H_
 #define XLA_GPU_OPS_PAGED_ATTENTION_PAGED_ATTENTION_DECODE_ARGS_H_
 
-#include <cuda.h>
-#include <cuda_runtime.h>
-
+#include <algorithm>
 #include <cstdint>
-#include <string>
 
-#include "ffi/common/cuda_status.h"
 #include "ffi/ops/paged_attention/paged_attention.h"
 #include "ffi/ops/paged_attention/paged_attention_decode.h"
 
 namespace xla_gpu::decode {
 
-inline constexpr int kTeam = int{kMaxDecodeGroups};  // blocks that share a unit
-inline constexpr int kRows = 16;                     // query rows of a matrix tile: (query, head) pairs
-inline constexpr int kWindow = 128;                  // sequences that are put in order at a time: one a thread
+inline constexpr int kMaxChunks = 48;   // of a unit
+inline constexpr int kGroupChunks = 8;  // chunks that are merged first among themselves
+inline constexpr int kMaxGroups = kMaxChunks / kGroupChunks;
+inline constexpr int kWorkerSlots = 28;  // partial results that a worker leaves behind, at most: see WorkerSlot
+inline constexpr int kMaxSms = 152;      // for which the scratch is laid out: more are not used
+
+constexpr int DecodeBlocksPerSm(int dim, int row_tiles) { return row_tiles > 1 || dim > 128 ? 2 : 3; }
 
 struct DecodeArgs {
   PagedAttentionParams params;
   int group;               // query heads per kv head
-  int num_teams;           // gridDim.x / kTeam
-  int stages;              // of the ring in shared memory
-  int seq_begin, seq_end;  // the sequences of this launch
-  bool cluster;            // teams are clusters and merge through shared memory; if not, through the scratch
+  int workers;             // blocks among which the chunks are shared out
+  int units_per_head;      // row tiles of a sequence and kv head, at most
+  int slot_rows;           // rows of a partial result in the scratch
+  int64_t slots;           // partial results that the scratch holds
+  bool slots_by_unit;      // a slot for each chunk of each unit; else kWorkerSlots for each worker
   bool fill_unowned;       // write the rows that no sequence owns
-  int box_keys;            // keys that the copy engine fetches at a time, all of one page; 0: copies by threads
-  int64_t scratch_rows;    // DecodeScratchRows, which only the host may ask: it takes constants by reference
-  bool slot_by_sequence;   // scratch rows are counted from seq_begin, kMaxDecodeRows a sequence, not by token
-  uint64_t page_magic;     // token / page_size = token * page_magic >> page_shift
+  int window;              // sliding_window, or 0 where it hides nothing
+  uint64_t stream_policy;  // kEvictFirst: as a parameter it stands in a uniform register
+  uint32_t slot_bytes;     // between neighbouring slots of the cache
+  uint32_t num_pages;      // in 32 bits, as the next
+  uint32_t page_size;
+  uint32_t page_magic;  // 2 * token * page_magic >> 32 + page_shift is token / page_size
   int page_shift;
 
-  __device__ int PageOf(int token) const { return static_cast<int>(token * page_magic >> page_shift); }
+#ifdef __CUDACC__
+  __device__ int PageOf(int token) const {
+    return static_cast<int>(__umulhi(2u * static_cast<unsigned>(token), page_magic) >> page_shift);
+  }
+#endif
 };
 
-// K and V for the copy engine: boxes of box_keys keys by the width of a swizzled row. Unused where box_keys is 0.
-struct TensorMaps {
-  CUtensorMap k;
-  CUtensorMap v;
+// Which kernel, and how the scratch is used.
+struct Layout {
+  int dim;        // head_dim that the kernel is made for
+  int row_tiles;  // of eight (query, head) rows
+  bool narrow;    // rows of the cache start at multiples of 8 bytes, not 16
+  int units_per_head;
+  int slot_rows;
+  int64_t units;
+  int64_t slots;
+  bool slots_by_unit;
 };
+
+inline Layout MakeLayout(const PagedAttentionParams& params) {
+  Layout layout = {};
+  const bool float8 = IsFloat8(params.cache_dtype);
+  const int64_t dim = params.head_dim;
+  layout.dim = dim <= 64 ? 64 : dim <= 128 ? 128 : dim <= 192 && !float8 ? 192 : 256;
+  const int64_t group = params.num_heads / std::max<int64_t>(params.num_kv_heads, 1);
+  const int64_t rows = group * std::min(params.num_tokens, kMaxDecodeRows);
+  // With more tokens than sequences some have several; then their rows shall share one pass over K and V.
+  const bool several = params.num_tokens > params.max_seqs;
+  layout.narrow = float8 && dim % 16 != 0;
+  layout.row_tiles = layout.narrow || (rows > 8 && (group > 8 || several)) ? 2 : 1;
+  const int64_t tile = 8 * layout.row_tiles;
+  layout.units_per_head = static_cast<int>((rows + tile - 1) / tile);
+  layout.slot_rows = static_cast<int>(std::min(rows, tile));
+  layout.units = std::min(params.max_seqs, params.num_tokens) * params.num_kv_heads * layout.units_per_head;
+  const int64_t by_unit = params.max_seqs * params.num_kv_heads * layout.units_per_head * kMaxChunks;
+  const int64_t by_worker = int64_t{kMaxSms} * DecodeBlocksPerSm(layout.dim, layout.row_tiles) * kWorkerSlots;
+  layout.slots_by_unit = by_unit <= by_worker;
+  layout.slots = std::min(by_unit, by_worker);
+  return layout;
+}
 
 // The arguments that follow from the parameters alone.
-inline DecodeArgs MakeArgs(const PagedAttentionParams& params) {
+inline DecodeArgs MakeArgs(const PagedAttentionParams& params, const Layout& layout) {
   DecodeArgs args = {};
   args.params = params;
-  args.scratch_rows = DecodeScratchRows(params);
   args.group = static_cast<int>(params.num_heads / params.num_kv_heads);
+  args.units_per_head = layout.units_per_head;
+  args.slot_rows = layout.slot_rows;
+  args.slots = layout.slots;
+  args.slots_by_unit = layout.slots_by_unit;
   args.fill_unowned = params.num_tokens <= kMaxDecodeRows;
-  // token / page_size for tokens below 2^31, as a product and a shift.
-  int log2 = 0;
-  while ((int64_t{1} << log2) < params.page_size) ++log2;
-  args.page_shift = 31 + log2;
-  args.page_magic = ((uint64_t{1} << args.page_shift) + static_cast<uint64_t>(params.page_size) - 1) /
-                    static_cast<uint64_t>(params.page_size);
+  const bool hides = params.sliding_window < std::min(params.pages_per_seq * params.page_size, int64_t{1} << 31);
+  args.window = hides ? static_cast<int>(params.sliding_window) : 0;
+  args.num_pages = static_cast<uint32_t>(params.num_pages);
+  args.page_size = static_cast<uint32_t>(params.page_size);
+  // token / page_size for tokens below 2^31: the magic number is 2^(31 + shift) / page_size, rounded up.
+  while ((int64_t{1} << args.page_shift) < params.page_size) ++args.page_shift;
+  args.page_magic =
+      static_cast<uint32_t>(((uint64_t{1} << (31 + args.page_shift)) + static_cast<uint64_t>(params.page_size) - 1) /
+                            static_cast<uint64_t>(params.page_size));
   return args;
 }
 

@@ -5,10 +5,13 @@
 
 #include <algorithm>
 
+#include "ffi/common/cuda_status.h"
 #include "ffi/device/float8.cuh"
 #include "ffi/ops/paged_attention/paged_attention_decode_args.h"
 #include "ffi/ops/paged_attention/paged_attention_decode_formats.h"
-#include "ffi/ops/paged_attention/paged_attention_decode_kernel.cuh"
+#include "ffi/ops/paged_attention/paged_attention_decode_merge.cuh"
+#include "ffi/ops/paged_attention/paged_attention_metadata.cuh"
+#include "ffi/ops/paged_attention/paged_attention_unowned.cuh"
 
 namespace xla_gpu::decode {
 namespace {
@@ -53,7 +56,7 @@ __global__ void __launch_bounds__(kWarps32 * 32) DecodeF32Kernel(const __grid_co
   const int head = blockIdx.y;
   const int live = LiveSequences(params);
   const bool in_order = QueryStartsInOrder(params, live);
-  if (args.fill_unowned && seq == 0 && head == 0) FillUnownedRows(args, live, in_order);
+  if (args.fill_unowned && seq == 0 && head == 0) FillUnownedRows<float>(params, 0, 1);
   if (seq >= live) return;
   const SequenceInfo sequence = LoadSequence(params, seq, in_order);
   if (sequence.q_len < 1 || sequence.q_len > kMaxDecodeRows) return;
@@ -165,7 +168,7 @@ __global__ void __launch_bounds__(kWarps32 * 32) DecodeF32Kernel(const __grid_co
 }  // namespace
 
 Status LaunchF32(const PagedAttentionParams& params, Stream stream) {
-  DecodeArgs args = MakeArgs(params);
+  const DecodeArgs args = MakeArgs(params, MakeLayout(params));
   const dim3 grid(static_cast<unsigned>(std::max<int64_t>(params.max_seqs, 1)),
                   static_cast<unsigned>(params.num_heads));
   const auto kernel = params.cache_dtype == DType::kF8E4M3FN ? DecodeF32Kernel<CacheFloat8<true>>

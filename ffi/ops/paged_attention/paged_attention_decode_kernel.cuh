@@ -1,373 +1,265 @@
-// The decode kernel: resident blocks that walk over their share of the work (paged_attention_decode_work.cuh) with K
-// and V streaming through a ring of tiles per warp. Warps meet only when a group of keys is done.
+// The split kernel of the decode path: each block is a worker and computes the chunks of keys that it owns.
 #ifndef XLA_GPU_OPS_PAGED_ATTENTION_PAGED_ATTENTION_DECODE_KERNEL_CUH_
 #define XLA_GPU_OPS_PAGED_ATTENTION_PAGED_ATTENTION_DECODE_KERNEL_CUH_
 
 #include <cstdint>
 
-#include "ffi/device/cluster.cuh"
-#include "ffi/ops/paged_attention/paged_attention_decode_fetch.cuh"
-#include "ffi/ops/paged_attention/paged_attention_decode_warp.cuh"
+#include "ffi/device/dependent_launch.cuh"
+#include "ffi/ops/paged_attention/paged_attention_decode_merge.cuh"
+#include "ffi/ops/paged_attention/paged_attention_decode_plan.cuh"
+#include "ffi/ops/paged_attention/paged_attention_decode_tile.cuh"
 
 namespace xla_gpu::decode {
 
-inline constexpr int kPassRows = 4;  // rows that a block merges at a time
-
-// Shared memory behind the ring.
 template <typename S>
-struct Shared {
-  static constexpr int kPairs = S::kDim / 2;  // of a row
-  static_assert(kPairs % 16 == 0);
+using SplitPlan = Plan<S::kThreads, S::kBlockKeys, S::kRows>;
 
-  float2 strands[S::kWarps][kPassRows * kPairs];  // some rows of the warps' results
-  // This block's part of some rows of the output, from each block of its cluster; two of them take turns.
-  float2 groups[2][kTeam][kPassRows * kPairs / kTeam];
-  Softmax strand_softmax[S::kWarps][kRows];
-  Softmax group_softmax[2][kTeam][kPassRows];
-  typename Fetcher<S>::Looks looks[S::kWarps];
-  uint4 query[S::kQueryInRegisters ? 1 : S::kSteps * 32];
-  Entry order[kWindow];
-  uint64_t given[2];  // barrier: `groups` and `group_softmax` are complete
-  uint64_t taken[2];  // barrier: all blocks of the cluster have read theirs
-
-  // Where pair `pair` of row `row` of a pass lies: four lanes of each of four rows meet no bank twice.
-  __device__ static int At(int row, int pair) { return row * kPairs + (pair ^ (row << 2)); }
+template <typename S>
+struct SplitShared {
+  // Rows are a little longer than a multiple of 128 bytes: columns of neighbouring rows lie in other banks.
+  static constexpr int kStride = S::kDim + 4;
+  alignas(16) float out[S::kWarps][S::kRows][kStride];
+  alignas(16) float4 group_out[S::kRows * S::kDim / 4];  // over the chunks of a group so far
+  alignas(16) float4 unit_out[S::kRows * S::kDim / 4];   // over the groups of a unit so far
+  Softmax softmax[S::kWarps][S::kRows];
+  // Read by all threads of a row and written by one: in turns, by the parity of the chunk.
+  Softmax group_softmax[2][S::kRows];
+  Softmax unit_softmax[2][S::kRows];
+  uint4 query[S::kSteps][32];
+  typename SplitPlan<S>::Shared plan;
+  uint64_t begin;  // of the worker's part of the line
+  uint64_t end;
 };
 
-// Some rows of a unit that the cluster's blocks have given to one another and not merged yet.
-struct Given {
-  int groups;     // blocks that gave something
-  int rows;       // 1 to kPassRows
-  int first_row;  // of the unit
-  int head;       // kv head
-  int q_begin;    // of the sequence
-};
-
-// Merges partial results from warps to blocks to units. A thread has to do with one pair of columns of one row of each
-// pass, or kDim / 64 of them.
+// A worker's walk over the line.
 template <typename S>
-class Merger {
+class Worker {
  public:
-  static constexpr int kPasses = kRows / kPassRows;
-  static constexpr int kEach = (kPassRows * Shared<S>::kPairs + S::kThreads - 1) / S::kThreads;
-  // A unit's groups so far, where the block computes all of them.
-  struct Solo {
-    float2 out[kPasses][kEach];
-    Softmax softmax[kPasses][kEach];
-  };
+  __device__ Worker(const DecodeArgs& args, SplitShared<S>& shared) : args_(args), shared_(shared) {}
 
-  __device__ Merger(const DecodeArgs& args, Shared<S>& shared) : steps_(0) {
-    if (!args.cluster) return;
-    if (threadIdx.x == 0) {
-      for (int i = 0; i < 2; ++i) {
-        InitBarrier(&shared.given[i], 1);
-        InitBarrier(&shared.taken[i], kTeam);
+  __device__ void Run() {
+    SplitPlan<S> plan(args_, shared_.plan);
+    const uint64_t begin = plan.WorkerBegin(blockIdx.x);
+    const uint64_t end = min(plan.WorkerBegin(blockIdx.x + 1), plan.Total());
+    if (begin >= end) return;
+    shared_.begin = begin;
+    shared_.end = end;
+    int index = plan.Find(begin);
+    const PlanEntry* entry = &plan.At(index);
+    const uint64_t into = begin - entry->begin;
+    const unsigned length = static_cast<unsigned>(entry->chunks * entry->blocks);
+    unsigned unit = static_cast<unsigned>(into >> 32 ? into / length : static_cast<uint32_t>(into) / length);
+    // A chunk that began before belongs to another worker.
+    const unsigned blocks = static_cast<unsigned>(entry->blocks);
+    int chunk = static_cast<int>((static_cast<unsigned>(into - uint64_t{unit} * length) + blocks - 1) / blocks);
+    while (true) {
+      if (UnitPlace::Of(*entry, unit).begin + static_cast<unsigned>(chunk * entry->blocks) >= shared_.end) return;
+      if (chunk < entry->chunks) RunUnit(index, plan.SequenceOf(index), unit, chunk);
+      chunk = 0;
+      entry = &plan.At(index);
+      if (++unit == static_cast<unsigned>(entry->units) * static_cast<unsigned>(args_.params.num_kv_heads)) {
+        if (entry->end >= shared_.end) return;
+        index = plan.Next(index);
+        entry = &plan.At(index);
+        unit = 0;
       }
-    }
-    __syncwarp();
-    ClusterStartArrive();
-  }
-
-  // Merges the warps' strands into a group and passes it on: adds it to the unit's groups and writes the output after
-  // the last one (solo), gives it to the blocks of the cluster, or puts it into the scratch. All threads call it, in
-  // clusters those of all blocks; `in_group`: false in a block whose group has no keys, and which has nothing to give.
-  __device__ void Merge(const DecodeArgs& args, const Walk<S>& walk, Strand<S>& strand, Shared<S>& shared, Solo& so_far,
-                        int rows, bool in_group, int warp, int lane) {
-    const int pairs = static_cast<int>(args.params.head_dim / 2);
-    const bool give = !walk.solo && args.cluster;
-    if (lane % 4 == 0) {
-      shared.strand_softmax[warp][lane / 4] = strand.softmax[0];
-      shared.strand_softmax[warp][lane / 4 + 8] = strand.softmax[1];
-    }
-    // NOTE: loops are kept as loops, here and below: code that is run once waits for its instructions.
-#pragma unroll 1
-    for (int pass = 0; pass * kPassRows < rows; ++pass) {
-      const int pass_rows = min(kPassRows, rows - pass * kPassRows);
-      if (in_group && lane / 16 == pass % 2) {  // lanes of rows [4 * pass, 4 * pass + 4)
-#pragma unroll
-        for (int i = 0; i < Strand<S>::kPairs; ++i) {
-          shared.strands[warp][Shared<S>::At(lane / 4 % 4, strand.PairAt(i, lane))] = {
-              pass < 2 ? strand.PairElement(i, 0, 0) : strand.PairElement(i, 1, 0),
-              pass < 2 ? strand.PairElement(i, 0, 1) : strand.PairElement(i, 1, 1)};
-        }
-      }
-      __syncthreads();
-      const int turn = steps_ & 1;
-      const int part = (pass_rows * pairs + kTeam - 1) / kTeam;
-      if (give) {
-        if (steps_ == 0) ClusterStartWait();
-        if (threadIdx.x == 0) ArriveExpecting(&shared.given[turn], BytesGiven(walk.cut.Groups(), pass_rows, pairs));
-        if (steps_ >= 2) WaitBarrier(&shared.taken[turn], Parity(steps_ - 2));
-      }
-#pragma unroll 1
-      for (int each = 0; each < kEach; ++each) {
-        const int index = each * S::kThreads + threadIdx.x;
-        const int pass_row = index / Shared<S>::kPairs;
-        const int pair = index % Shared<S>::kPairs;
-        const int row = pass * kPassRows + pass_row;
-        if (!in_group || pass_row >= pass_rows || pair >= pairs) continue;
-        Softmax total;
-        float2 sum;
-        MergeAll<S::kWarps>([&](int i) { return shared.strand_softmax[i][row]; },
-                            [&](int i) { return shared.strands[i][Shared<S>::At(pass_row, pair)]; }, &total, &sum);
-        if (walk.solo) {
-          if (!walk.IsFirstGroup()) {
-            const float2 out = so_far.out[pass][each];
-            Softmax softmax = so_far.softmax[pass][each];
-            const MergeFactors factors = MergeInto(softmax, total);
-            total = softmax;
-            sum = {decode::Merge(out.x, sum.x, factors), decode::Merge(out.y, sum.y, factors)};
-          }
-          so_far.softmax[pass][each] = total;
-          so_far.out[pass][each] = sum;
-          if (walk.IsLastGroup()) {
-            const RowPlace place = RowPlace::Of(args, walk.sequence.q_begin, walk.head, walk.row_tile * kRows + row);
-            StoreResult(args, place, pair, total, sum);
-          }
-        } else if (give) {
-          const int element = pass_row * pairs + pair;
-          const int rank = element / part;
-          const int at = element - rank * part;
-          const uint32_t barrier = RemoteAddress(&shared.given[turn], rank);
-          SendRemote(RemoteAddress(&shared.groups[turn][walk.group][at], rank), barrier, sum);
-          if (at == 0 || pair == 0) {
-            SendRemote(RemoteAddress(&shared.group_softmax[turn][walk.group][pass_row], rank), barrier,
-                       {total.max, total.sum});
-          }
-        } else {
-          const RowPlace place = RowPlace::Of(args, walk.sequence.q_begin, walk.head, walk.row_tile * kRows + row);
-          const ScratchPlace to = ScratchPlace::Of(args, walk.seq, walk.sequence, place, walk.group);
-          reinterpret_cast<float2*>(to.out)[pair] = sum;
-          if (pair == 0) *to.softmax = total;
-        }
-      }
-      __syncthreads();  // the strands have been read
-      if (give) {
-        if (steps_ > 0 && warp == steps_ % S::kWarps) {
-          Receive(args, shared, lane);
-          if (lane < kTeam) ArriveRemote(RemoteAddress(&shared.taken[(steps_ - 1) & 1], lane));
-        }
-        ++steps_;
-        given_ = {walk.cut.Groups(), pass_rows, walk.row_tile * kRows + pass * kPassRows, walk.head,
-                  walk.sequence.q_begin};
-      }
-    }
-  }
-
-  // Merges what was given last, and leaves when nobody will write to this block any more.
-  __device__ void Finish(const DecodeArgs& args, Shared<S>& shared, int warp, int lane) {
-    if (!args.cluster) return;
-    if (steps_ == 0) {
-      ClusterStartWait();
-    } else if (warp == 0) {
-      Receive(args, shared, lane);
-      if (steps_ >= 2) WaitBarrier(&shared.taken[steps_ & 1], Parity(steps_ - 2));
     }
   }
 
  private:
-  // Of step `step`'s phase of the barriers that it uses.
-  __device__ static uint32_t Parity(int step) { return step >> 1 & 1; }
+  // The chunks of a unit that are this worker's.
+  struct Share {
+    int begin;
+    int end;
+    bool whole;
 
-  // Bytes that this block is given: its part of `rows` rows, and the Softmax of each row that it has a part of.
-  __device__ static uint32_t BytesGiven(int groups, int rows, int pairs) {
-    const int part = (rows * pairs + kTeam - 1) / kTeam;
-    const int begin = blockIdx.x % kTeam * part;
-    const int end = min(begin + part, rows * pairs);
-    if (begin >= end) return 0;
-    return groups * (end - begin + (end - 1) / pairs - begin / pairs + 1) * static_cast<uint32_t>(sizeof(float2));
-  }
+    __device__ bool Has(int chunk) const { return begin <= chunk && chunk < end; }
+  };
 
-  // One warp merges what was given in step steps_ - 1 and writes this block's part of the output. A step's work lies
-  // between the giving and this, so that nobody waits long.
-  __device__ void Receive(const DecodeArgs& args, Shared<S>& shared, int lane) {
-    const int turn = (steps_ - 1) & 1;
-    WaitBarrier(&shared.given[turn], Parity(steps_ - 1));
-    const int pairs = static_cast<int>(args.params.head_dim / 2);
-    const int part = (given_.rows * pairs + kTeam - 1) / kTeam;
-    const int element = blockIdx.x % kTeam * part + lane;
-    static_assert(kPassRows * Shared<S>::kPairs / kTeam <= 32);
-    if (lane < part && element < given_.rows * pairs) {
-      const int row = element / pairs;
-      const int pair = element - row * pairs;
-      const Softmax none = {-INFINITY, 0.0f};
-      Softmax total;
-      float2 sum;
-      MergeAll<kTeam>([&](int i) { return i < given_.groups ? shared.group_softmax[turn][i][row] : none; },
-                      [&](int i) { return i < given_.groups ? shared.groups[turn][i][lane] : float2{0.0f, 0.0f}; },
-                      &total, &sum);
-      const RowPlace place = RowPlace::Of(args, given_.q_begin, given_.head, given_.first_row + row);
-      StoreResult(args, place, pair, total, sum);
+  // Computes the unit's chunks from `chunk` on, as far as they are this worker's.
+  __device__ void RunUnit(int entry_index, int sequence, unsigned unit_of_entry, int chunk) {
+    const PagedAttentionParams& params = args_.params;
+    const PlanEntry& entry = shared_.plan.entries[entry_index];
+    const UnitPlace place = UnitPlace::Of(entry, unit_of_entry);
+    if (entry.end_key == entry.first_key) return StoreConstant(entry, place);
+    const int lane = static_cast<int>(threadIdx.x) % 32;
+    const int warp = static_cast<int>(threadIdx.x) / 32;
+
+    // The worker has the chunks up to:
+    const uint64_t room = shared_.end - place.begin + static_cast<unsigned>(entry.blocks) - 1;
+    const uint64_t length = static_cast<unsigned>(entry.chunks * entry.blocks);
+    const int end = room >= length
+                        ? entry.chunks
+                        : static_cast<int>(static_cast<unsigned>(room) / static_cast<unsigned>(entry.blocks));
+    const Share share = {chunk, end, chunk == 0 && end == entry.chunks};
+    const int begin_key = entry.first_key + chunk * entry.blocks * S::kBlockKeys;
+    const int end_key = end == entry.chunks ? entry.end_key : entry.first_key + end * entry.blocks * S::kBlockKeys;
+
+    UnitView unit;
+    const int64_t head = place.kv_head * params.head_stride * S::kElementBytes;
+    unit.keys = static_cast<const char*>(params.k_cache) + head + lane % 4 * 16;
+    unit.values = static_cast<const char*>(params.v_cache) + head + lane / 4 * S::kValueBytes;
+    unit.pages = params.block_tables + sequence * params.pages_per_seq;
+    unit.entry = &entry;
+    unit.row_tile = place.row_tile;
+    unit.end_key = end_key;
+    unit.hidden_by_end = min(0, entry.end_key - end_key - entry.q_len + 1);
+    // The compiler would rather add the parameters' addresses again for each key.
+    asm("" : "+l"(unit.keys), "+l"(unit.values), "+l"(unit.pages));
+
+    // Keys are asked for before the query is waited for. Each warp has a tile of every block of keys; past the last key
+    // it fetches that key again, and takes its scores away.
+    int left = end_key - begin_key - warp * S::kTileKeys;  // keys from the tile's first one on; may be negative
+    bool bad = false;
+    const Columns<S> columns(args_);
+    Lookup lookup;
+    lookup.Start(args_, unit, left, S::kTileKeys);
+    Query<S> query;
+    query.Load(args_, entry, place);
+    uint32_t slot = lookup.Slot(args_, &bad);
+    KeyTile<S> keys;
+    keys.Load(args_, unit.keys, slot, columns);
+    lookup.Start(args_, unit, left - S::kBlockKeys, S::kTileKeys);
+    query.Share(shared_.query);
+
+    Running<S> running;
+    running.Clear();
+    int blocks = (end_key - begin_key - 1) / S::kBlockKeys + 1;
+    int of_chunk = entry.blocks;
+    // NOTE: values are fetched at the top of a turn although there was time to before. Where registers of loads in
+    // flight are passed on or merged, the compiler may move them, and wait for them.
+    while (true) {
+      ValueTile<S> values;
+      typename Running<S>::Scores scores;
+      if constexpr (S::kOverlap) values.Load(args_, unit.values, slot, columns);
+      Running<S>::Multiply(args_, keys, shared_.query, scores);
+      if constexpr (!S::kOverlap) values.Load(args_, unit.values, slot, columns);
+      slot = lookup.Slot(args_, &bad);
+      if constexpr (S::kOverlap) keys.Load(args_, unit.keys, slot, columns);
+      left -= S::kBlockKeys;
+      lookup.Start(args_, unit, left - S::kBlockKeys, S::kTileKeys);
+      running.Weigh(args_, unit, query, left + S::kBlockKeys, scores);
+      running.AddValues(values, scores);
+      if constexpr (!S::kOverlap) keys.Load(args_, unit.keys, slot, columns);
+      --blocks;
+      if (--of_chunk > 0 && blocks > 0) continue;
+      running.Close(__any_sync(0xffffffffu, bad));
+      Stage(entry, place, running);
+      Collect(entry, place, chunk, share,
+              (int64_t{sequence} * params.num_kv_heads + place.kv_head) * args_.units_per_head + place.row_tile);
+      if (blocks == 0) return;
+      running.Clear();
+      of_chunk = entry.blocks;
+      ++chunk;
     }
-    __syncwarp();
   }
 
-  __device__ static void StoreResult(const DecodeArgs& args, const RowPlace& place, int pair, const Softmax& total,
-                                     float2 sum) {
-    float lse;
-    const float factor = decode::Finish(args, total, place.head, &lse);
-    StorePair(args, place.at * args.params.head_dim + 2 * pair, {sum.x * factor, sum.y * factor});
-    if (args.params.lse != nullptr && pair == 0) args.params.lse[place.at] = lse;
+  // The rows of a sequence without keys: 0, or NaN if it is not valid.
+  __device__ void StoreConstant(const PlanEntry& entry, const UnitPlace& place) {
+    const int rows = min(entry.q_len * args_.group - place.row_tile * S::kRows, S::kRows);
+    const int columns = static_cast<int>(args_.params.head_dim) / 4;
+    const Partial nothing = {{-INFINITY, entry.valid ? 0.0f : NAN}, {0.0f, 0.0f, 0.0f, 0.0f}};
+    for (int i = static_cast<int>(threadIdx.x); i < rows * columns; i += S::kThreads) {
+      const int row = place.row_tile * S::kRows + i / columns;
+      StoreRow(args_, RowPlace::Of(args_, entry.q_begin, place.kv_head, row), i % columns * 4, nothing);
+    }
   }
 
-  Given given_;  // in the last step, if steps_ > 0
-  int steps_;    // in which the cluster's blocks gave something to one another
+  // Hands this warp's result of a chunk to the block.
+  __device__ void Stage(const PlanEntry& entry, const UnitPlace& place, const Running<S>& running) {
+    const int lane = static_cast<int>(threadIdx.x) % 32;
+    const int warp = static_cast<int>(threadIdx.x) / 32;
+    const int rows = min(entry.q_len * args_.group - place.row_tile * S::kRows, S::kRows);
+    __syncthreads();  // the last chunk's are no longer read
+#pragma unroll
+    for (int n = 0; n < S::kRowTiles; ++n) {
+      if (lane % 4 == 0) shared_.softmax[warp][8 * n + lane / 4] = {running.max[n], running.sum[n]};
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const int row = 8 * n + lane % 4 * 2 + i;
+        if (row >= rows) continue;
+#pragma unroll
+        for (int j = 0; j < S::kOutTiles; j += 2) {
+          constexpr int kLaneTiles = S::kValueColumns / 2;
+          const int column = (j / kLaneTiles * 8 + lane / 4) * S::kValueColumns + j % kLaneTiles * 2;
+          *reinterpret_cast<float4*>(&shared_.out[warp][row][column]) = {
+              running.out[j][n][i], running.out[j][n][i + 2], running.out[j + 1][n][i], running.out[j + 1][n][i + 2]};
+        }
+      }
+    }
+    __syncthreads();
+  }
+
+  // Merges the warps' results of a chunk, and these with those of the chunks before it.
+  __device__ void Collect(const PlanEntry& entry, const UnitPlace& place, int chunk, const Share& share,
+                          int64_t unit_index) {
+    const int parity = chunk % 2;
+    const int first = chunk / kGroupChunks * kGroupChunks;
+    const int last = min(first + kGroupChunks, entry.chunks) - 1;
+    // Of the owners it matters only which are this worker.
+    const GroupPlace group = {share.Has(0) ? blockIdx.x : ~0u, share.Has(first) ? blockIdx.x : ~0u,
+                              share.Has(last) ? blockIdx.x : ~1u};
+    const int rows = min(entry.q_len * args_.group - place.row_tile * S::kRows, S::kRows);
+    const int head_dim = static_cast<int>(args_.params.head_dim);
+    for (int i = static_cast<int>(threadIdx.x); i < rows * (S::kDim / 4); i += S::kThreads) {
+      const int row = i / (S::kDim / 4);
+      const int column = i % (S::kDim / 4) * 4;
+      if (column >= head_dim) continue;
+      Partial of_warp[S::kWarps];
+#pragma unroll
+      for (int warp = 0; warp < S::kWarps; ++warp) {
+        of_warp[warp] = {shared_.softmax[warp][row], *reinterpret_cast<const float4*>(&shared_.out[warp][row][column])};
+      }
+      MergeParts(of_warp, S::kWarps);
+      Partial result = of_warp[0];
+      if (!share.whole && !group.Whole()) {
+        Slots::Store(args_, group.Slot(args_, unit_index, chunk, blockIdx.x), row, column, result);
+        continue;
+      }
+      if (chunk > first) {
+        Partial before = {shared_.group_softmax[parity][row], shared_.group_out[i]};
+        before.Add(result);
+        result = before;
+      }
+      if (chunk < last) {
+        if (column == 0) shared_.group_softmax[1 - parity][row] = result.softmax;
+        shared_.group_out[i] = result.out;
+        if (chunk > kGroupChunks - 1 && share.whole && column == 0) {
+          shared_.unit_softmax[1 - parity][row] = shared_.unit_softmax[parity][row];
+        }
+        continue;
+      }
+      if (!share.whole) {
+        Slots::Store(args_, group.Slot(args_, unit_index, first, blockIdx.x), row, column, result);
+        continue;
+      }
+      if (first > 0) {
+        Partial before = {shared_.unit_softmax[parity][row], shared_.unit_out[i]};
+        before.Add(result);
+        result = before;
+      }
+      if (last + 1 < entry.chunks) {
+        if (column == 0) shared_.unit_softmax[1 - parity][row] = result.softmax;
+        shared_.unit_out[i] = result.out;
+        continue;
+      }
+      StoreRow(args_, RowPlace::Of(args_, entry.q_begin, place.kv_head, place.row_tile * S::kRows + row), column,
+               result);
+    }
+  }
+
+  const DecodeArgs& args_;
+  SplitShared<S>& shared_;
+  uint64_t begin_;
+  uint64_t end_;
 };
 
-// Writes the rows that no sequence owns: see paged_attention_metadata.cuh.
-__device__ inline void FillUnownedRows(const DecodeArgs& args, int live, bool in_order) {
-  const PagedAttentionParams& params = args.params;
-  const int first_pad = live >= 0 ? __ldg(params.query_start_loc + live) : -1;
-  const bool has_pad = first_pad >= 0 && first_pad <= params.num_tokens;
-  for (int row = 0; row < params.num_tokens; ++row) {
-    bool owned = false;
-    if (live > 0 && in_order) {
-      owned = row >= __ldg(params.query_start_loc) && row < first_pad;
-    } else {
-      for (int s = 0; s < live && !owned; ++s) {
-        const SequenceInfo sequence = LoadSequence(params, s, false);
-        owned = row >= sequence.q_begin && row < sequence.q_begin + sequence.q_len;
-      }
-    }
-    if (owned) continue;
-    const bool pad = (has_pad && row >= first_pad) || (live >= 0 && in_order);
-    const float value = pad ? 0.0f : NAN;
-    const int64_t width = params.num_heads * params.head_dim;
-    for (int64_t i = 2 * threadIdx.x; i < width; i += 2 * blockDim.x) StorePair(args, row * width + i, {value, value});
-    if (params.lse == nullptr) continue;
-    for (int64_t i = threadIdx.x; i < params.num_heads; i += blockDim.x) {
-      params.lse[row * params.num_heads + i] = pad ? -INFINITY : NAN;
-    }
-  }
-}
-
-// Starts bringing into L2 what the first steps wait for, one line a thread: page table and query.
-__device__ inline void PrefetchInputs(const DecodeArgs& args) {
-  const PagedAttentionParams& params = args.params;
-  const int64_t at = (int64_t{blockIdx.x} * blockDim.x + threadIdx.x) * 128;
-  if (at < params.max_seqs * params.pages_per_seq * int64_t{sizeof(int32_t)}) {
-    PrefetchToL2(reinterpret_cast<const char*>(params.block_tables) + at);
-  }
-  if (at < params.num_tokens * params.num_heads * params.head_dim * int64_t{2}) {
-    PrefetchToL2(static_cast<const char*>(params.query) + at);
-  }
-}
-
-// Grid: num_teams * kTeam blocks, in clusters of kTeam where args.cluster. Dynamic shared memory: args.stages *
-// kStageBytes + sizeof(Shared).
 template <typename S>
 __global__ void __launch_bounds__(S::kThreads, S::kBlocksPerSm)
-    DecodeKernel(const __grid_constant__ DecodeArgs args, const __grid_constant__ TensorMaps maps) {
-  extern __shared__ __align__(1024) uint8_t memory[];
-  Shared<S>& shared = *reinterpret_cast<Shared<S>*>(memory + args.stages * S::kStageBytes);
-  const Entry* const order = shared.order;
-  const int warp = threadIdx.x / 32;
-  const int lane = threadIdx.x % 32;
-
-  Merger<S> merger(args, shared);
-  typename Merger<S>::Solo solo;
-  Fetcher<S> fetcher(args, SharedAddress(memory) + warp * S::kWarpStageBytes, &shared.looks[warp], warp, lane);
-  if (args.box_keys > 0 && threadIdx.x == 0) {
-    PrefetchTensorMap(&maps.k);
-    PrefetchTensorMap(&maps.v);
-  }
-  PrefetchInputs(args);
-  if (args.box_keys == 0 && args.params.head_dim < S::kDim) {  // columns past head_dim: no copy ever touches them
-    for (int i = threadIdx.x; i < args.stages * S::kStageBytes / 16; i += S::kThreads) {
-      reinterpret_cast<uint4*>(memory)[i] = {0, 0, 0, 0};
-    }
-  }
-
-  int begin = args.seq_begin;
-  do {  // once even without a sequence: for the rows that none owns
-    static_assert(kWindow * sizeof(int) <= sizeof(shared.strands));
-    const Plan plan = MakePlan<S>(args, begin, reinterpret_cast<int*>(shared.strands), shared.order);
-
-    Query<S> query;
-    Walk<S> walk;
-    walk.Start(args, plan, order);
-    const auto load_query = [&] {
-      if (walk.active && walk.IsFirstGroup()) query.Load(args, walk, shared.query, warp, lane);
-    };
-    load_query();
-
-    fetcher.Start(args, maps, plan, order, walk);
-
-    Strand<S> strand;
-    while (walk.active) {
-      const int rows = min(kRows, walk.NumRows(args) - walk.row_tile * kRows);
-      const int groups = walk.cut.Groups();
-      const bool in_group = walk.group < groups;
-      if (in_group) {
-        strand.Clear();
-        bool bad = false;
-        const int end = walk.cut.StrandBegin(walk.group * S::kWarps + warp + 1);
-        for (int tile = walk.cut.StrandBegin(walk.group * S::kWarps + warp); tile < end; ++tile) {
-          const uint32_t at = fetcher.Wait(args);
-          bad = bad || fetcher.IsBad();
-          if (args.box_keys > 0) strand.ClearHidden(args, walk, at, tile * S::kTile, lane);
-          strand.Add(args, walk, query, shared.query, at, tile * S::kTile, lane);
-          fetcher.Advance(args, maps, plan, order);
-        }
-        strand.Close(bad);
-      }
-      if (groups > 0) {
-        merger.Merge(args, walk, strand, shared, solo, rows, in_group, warp, lane);
-      } else if (walk.solo || walk.group == 0) {
-        StoreConstantRows(args, walk.sequence, walk.head, walk.row_tile * kRows, walk.row_tile * kRows + rows);
-      }
-      walk.Next(args, plan, order);
-      load_query();
-    }
-    if (args.fill_unowned && begin == args.seq_begin && blockIdx.x == gridDim.x - 1) {
-      FillUnownedRows(args, plan.live, plan.in_order);
-    }
-    begin += kWindow;
-    __syncthreads();  // `order` and `strands` are free
-  } while (begin < args.seq_end);
-  merger.Finish(args, shared, warp, lane);
-}
-
-// Merges the groups that lie in the scratch, where teams are no clusters. Grid: (sequences of the launch, kv heads); it
-// plans as the blocks of the decode kernel did.
-template <typename S>
-__global__ void __launch_bounds__(S::kThreads) MergeScratchKernel(const __grid_constant__ DecodeArgs args) {
-  __shared__ __align__(16) int keys[kWindow];
-  __shared__ Entry order[kWindow];
-  const PagedAttentionParams& params = args.params;
-  const int begin = args.seq_begin + blockIdx.x / kWindow * kWindow;
-  const Plan plan = MakePlan<S>(args, begin, keys, order);
-  __syncthreads();
-  const int rank = blockIdx.x % kWindow;
-  if (rank >= plan.num_team) return;
-  const int seq = begin + (order[rank].packed & 0xff);
-  const SequenceInfo sequence = LoadSequence(params, seq, plan.in_order);
-  const int groups = Cut<S>::Of(params, sequence).Groups();
-  if (groups == 0) return;
-  const int pairs = static_cast<int>(params.head_dim / 2);
-  for (int i = threadIdx.x; i < sequence.q_len * args.group * pairs; i += S::kThreads) {
-    const int row = i / pairs;
-    const int pair = i - row * pairs;
-    const RowPlace place = RowPlace::Of(args, sequence.q_begin, blockIdx.y, row);
-    Softmax total;
-    float2 sum;
-    for (int group = 0; group < groups; ++group) {
-      const ScratchPlace from = ScratchPlace::Of(args, seq, sequence, place, group);
-      const Softmax softmax = *from.softmax;
-      const float2 out = reinterpret_cast<const float2*>(from.out)[pair];
-      if (group == 0) {
-        total = softmax;
-        sum = out;
-      } else {
-        const MergeFactors factors = MergeInto(total, softmax);
-        sum = {Merge(sum.x, out.x, factors), Merge(sum.y, out.y, factors)};
-      }
-    }
-    float lse;
-    const float factor = Finish(args, total, place.head, &lse);
-    StorePair(args, place.at * params.head_dim + 2 * pair, {sum.x * factor, sum.y * factor});
-    if (params.lse != nullptr && pair == 0) params.lse[place.at] = lse;
-  }
+    DecodeSplitKernel(const __grid_constant__ DecodeArgs args) {
+  extern __shared__ __align__(16) char dynamic_shared[];
+  AllowDependentLaunch();
+  Worker<S>(args, *reinterpret_cast<SplitShared<S>*>(dynamic_shared)).Run();
 }
 
 }  // namespace xla_gpu::decode

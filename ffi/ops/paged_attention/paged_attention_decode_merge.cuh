@@ -1,5 +1,5 @@
-// Partial results of the softmax and how two of them become one. The same few functions serve every place where partial
-// results meet (registers, shared memory, another block's shared memory, scratch), so that the bits agree.
+// Partial results of the softmax, how two of them become one, and where they wait for each other. The same few
+// functions serve every place where partial results meet, so that the bits agree.
 #ifndef XLA_GPU_OPS_PAGED_ATTENTION_PAGED_ATTENTION_DECODE_MERGE_CUH_
 #define XLA_GPU_OPS_PAGED_ATTENTION_PAGED_ATTENTION_DECODE_MERGE_CUH_
 
@@ -9,7 +9,7 @@
 #include <cstdint>
 
 #include "ffi/device/mma.cuh"
-#include "ffi/ops/paged_attention/paged_attention_decode_work.cuh"
+#include "ffi/ops/paged_attention/paged_attention_decode_args.h"
 
 namespace xla_gpu::decode {
 
@@ -41,33 +41,42 @@ __device__ inline float Merge(float first, float second, const MergeFactors& fac
   return __fmaf_rn(second, factors.second, __fmul_rn(first, factors.first));
 }
 
-// Merges partial results 0 to kCount - 1 from left to right into (total, sum): softmax(i) and out(i) give the i-th.
+// A partial result of a row: its softmax and four neighbouring columns of its output.
+struct Partial {
+  Softmax softmax;
+  float4 out;
+
+  __device__ void Add(const Partial& other) {
+    const MergeFactors factors = MergeInto(softmax, other.softmax);
+    out = {Merge(out.x, other.out.x, factors), Merge(out.y, other.out.y, factors), Merge(out.z, other.out.z, factors),
+           Merge(out.w, other.out.w, factors)};
+  }
+};
+
+// parts[0].Add(parts[1]), and so on up to part `count` - 1.
 // NOTE: the maxima are worked out first, so that all the powers are independent of one another.
-template <int kCount, typename SoftmaxAt, typename OutAt>
-__device__ inline void MergeAll(const SoftmaxAt& softmax, const OutAt& out, Softmax* total, float2* sum) {
-  Softmax parts[kCount];
-  float2 outs[kCount];
-  float max[kCount];
-#pragma unroll
-  for (int i = 0; i < kCount; ++i) {
-    parts[i] = softmax(i);
-    outs[i] = out(i);
-    max[i] = i == 0 ? parts[0].max : fmaxf(max[i - 1], parts[i].max);
-  }
+template <int kCount>
+__device__ inline void MergeParts(Partial (&parts)[kCount], int count) {
   MergeFactors factors[kCount];
+  float max = parts[0].softmax.max;
 #pragma unroll
   for (int i = 1; i < kCount; ++i) {
-    const float shift = max[i] == -INFINITY ? 0.0f : max[i];
-    factors[i] = {Exp2(max[i - 1] - shift), Exp2(parts[i].max - shift)};
+    if (i >= count) break;
+    const float before = max;
+    max = fmaxf(max, parts[i].softmax.max);
+    const float shift = max == -INFINITY ? 0.0f : max;
+    factors[i] = {Exp2(before - shift), Exp2(parts[i].softmax.max - shift)};
   }
-  float total_sum = parts[0].sum;
-  *sum = outs[0];
+  Partial& sum = parts[0];
 #pragma unroll
   for (int i = 1; i < kCount; ++i) {
-    total_sum = Merge(total_sum, parts[i].sum, factors[i]);
-    *sum = {Merge(sum->x, outs[i].x, factors[i]), Merge(sum->y, outs[i].y, factors[i])};
+    if (i >= count) break;
+    const Partial& other = parts[i];
+    sum.softmax.sum = Merge(sum.softmax.sum, other.softmax.sum, factors[i]);
+    sum.out = {Merge(sum.out.x, other.out.x, factors[i]), Merge(sum.out.y, other.out.y, factors[i]),
+               Merge(sum.out.z, other.out.z, factors[i]), Merge(sum.out.w, other.out.w, factors[i])};
   }
-  *total = {max[kCount - 1], total_sum};
+  sum.softmax.max = max;
 }
 
 // What a row's output is multiplied by in the end; `lse` receives the natural log of its sum.
@@ -89,7 +98,7 @@ __device__ inline float Finish(const DecodeArgs& args, Softmax softmax, int head
   return factor;
 }
 
-// Where row `row` of a unit (its rows are (query, head) pairs, heads first) stands in out and lse.
+// Where row `row` of a sequence and kv head (its rows are (query, head) pairs, heads first) stands in out and lse.
 struct RowPlace {
   int head;
   int64_t at;  // token * num_heads + head
@@ -101,47 +110,63 @@ struct RowPlace {
   }
 };
 
-// Two neighbouring elements of out, the first at an even index.
-__device__ inline void StorePair(const DecodeArgs& args, int64_t at, float2 value) {
-  if (args.params.dtype == DType::kF32) {
-    reinterpret_cast<float2*>(args.params.out)[at / 2] = value;
-    return;
+// Writes four columns of a finished row, and its log-sum-exp with the first ones. Queries of 16 bits only.
+__device__ inline void StoreRow(const DecodeArgs& args, const RowPlace& place, int column, const Partial& result) {
+  const PagedAttentionParams& params = args.params;
+  float lse;
+  const float factor = Finish(args, result.softmax, place.head, &lse);
+  const float4 out = {result.out.x * factor, result.out.y * factor, result.out.z * factor, result.out.w * factor};
+  uint2 packed;
+  if (params.dtype == DType::kBF16) {
+    packed = {Pack<__nv_bfloat16>(out.x, out.y), Pack<__nv_bfloat16>(out.z, out.w)};
+  } else {
+    packed = {Pack<__half>(out.x, out.y), Pack<__half>(out.z, out.w)};
   }
-  const uint32_t pair =
-      args.params.dtype == DType::kBF16 ? Pack<__nv_bfloat16>(value.x, value.y) : Pack<__half>(value.x, value.y);
-  reinterpret_cast<uint32_t*>(args.params.out)[at / 2] = pair;
+  *reinterpret_cast<uint2*>(static_cast<uint16_t*>(params.out) + place.at * params.head_dim + column) = packed;
+  if (params.lse != nullptr && column == 0) params.lse[place.at] = lse;
 }
 
-// Partial results of one group in the scratch: outputs [rows][head_dim] first, then Softmax pairs.
-struct ScratchPlace {
-  float* out;        // [head_dim]
-  Softmax* softmax;  // [1]
-
-  __device__ static ScratchPlace Of(const DecodeArgs& args, int seq, const SequenceInfo& sequence,
-                                    const RowPlace& place, int group) {
-    const PagedAttentionParams& params = args.params;
-    int64_t row = place.at;
-    if (args.slot_by_sequence) {
-      row += ((seq - args.seq_begin) * kMaxDecodeRows - sequence.q_begin) * params.num_heads;
-    }
-    const int64_t at = row * kTeam + group;
-    const int64_t all = args.scratch_rows * params.num_heads * kTeam;
-    float* const base = static_cast<float*>(params.scratch);
-    return {base + at * params.head_dim, reinterpret_cast<Softmax*>(base + all * params.head_dim) + at};
+// The scratch: slots of slot_rows rows, all their outputs first, then all their softmaxes.
+struct Slots {
+  __device__ static float* Out(const DecodeArgs& args, int64_t slot, int row) {
+    return static_cast<float*>(args.params.scratch) + (slot * args.slot_rows + row) * args.params.head_dim;
+  }
+  __device__ static Softmax* Of(const DecodeArgs& args, int64_t slot, int row) {
+    float* const base = static_cast<float*>(args.params.scratch) + args.slots * args.slot_rows * args.params.head_dim;
+    return reinterpret_cast<Softmax*>(base) + slot * args.slot_rows + row;
+  }
+  __device__ static void Store(const DecodeArgs& args, int64_t slot, int row, int column, const Partial& partial) {
+    *reinterpret_cast<float4*>(Out(args, slot, row) + column) = partial.out;
+    if (column == 0) *Of(args, slot, row) = partial.softmax;
   }
 };
 
-// Writes rows [first, last) of a unit that has no partial results: NaN for a bad sequence, 0 for one without keys.
-__device__ inline void StoreConstantRows(const DecodeArgs& args, const SequenceInfo& sequence, int kv_head, int first,
-                                         int last) {
-  const float value = sequence.valid ? 0.0f : NAN;
-  const int pairs = static_cast<int>(args.params.head_dim / 2);
-  for (int i = threadIdx.x; i < (last - first) * pairs; i += blockDim.x) {
-    const RowPlace place = RowPlace::Of(args, sequence.q_begin, kv_head, first + i / pairs);
-    StorePair(args, place.at * args.params.head_dim + i % pairs * 2, {value, value});
-    if (args.params.lse != nullptr && i % pairs == 0) args.params.lse[place.at] = sequence.valid ? -INFINITY : NAN;
+// How a group of a unit's chunks was shared out among the workers, from the places of their chunks on the line.
+struct GroupPlace {
+  unsigned unit_owner;   // of the unit's first chunk
+  unsigned first_owner;  // of the group's first chunk
+  unsigned last_owner;
+
+  // One worker has it all, and leaves one partial result behind; else each chunk has one.
+  __device__ bool Whole() const { return first_owner == last_owner; }
+
+  // The slot of the group, if it is whole, or of chunk `chunk` of the unit, which `owner` computed. A worker has part
+  // of at most two groups, one whose beginning it lacks and one whose end; whole groups belong to at most one unit
+  // whose beginning it lacks and one whose end.
+  __device__ int64_t Slot(const DecodeArgs& args, int64_t unit, int chunk, unsigned owner) const {
+    if (args.slots_by_unit) return unit * kMaxChunks + chunk;
+    const int in_group = chunk % kGroupChunks;
+    const int group = chunk / kGroupChunks;
+    int index;
+    if (Whole()) {
+      index = 2 * kGroupChunks + (unit_owner == owner ? kMaxGroups : 0) + group;
+    } else {
+      index = (first_owner == owner ? kGroupChunks : 0) + in_group;
+    }
+    return int64_t{owner} * kWorkerSlots + index;
   }
-}
+};
+static_assert(kWorkerSlots >= 2 * kGroupChunks + 2 * kMaxGroups, "a slot for every place in Slot()");
 
 }  // namespace xla_gpu::decode
 

@@ -2,9 +2,17 @@
 // on a machine without CUDA has the same result shapes.
 #include "ffi/ops/paged_attention/paged_attention.h"
 #include "ffi/ops/paged_attention/paged_attention_decode.h"
+#include "ffi/ops/paged_attention/paged_attention_decode_args.h"
 #include "ffi/ops/paged_attention/paged_attention_prefill.h"
 
 namespace xla_gpu {
+
+int64_t DecodeScratchBytes(const PagedAttentionParams& shapes) {
+  // float32 needs none: a block sees all keys of a row.
+  if (shapes.dtype == DType::kF32 || shapes.num_kv_heads == 0) return 0;
+  const decode::Layout layout = decode::MakeLayout(shapes);
+  return layout.slots * layout.slot_rows * (shapes.head_dim + 2) * int64_t{sizeof(float)};
+}
 
 int64_t PagedAttentionScratchBytes(const PagedAttentionParams& shapes) {
   return DecodeScratchBytes(shapes) + PrefillScratchBytes(shapes);
