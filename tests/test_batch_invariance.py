@@ -81,6 +81,16 @@ def test_neighbours_do_not_change_bits(door, name, shape, neighbours):
         compare.assert_bitwise_equal(g, w, f"{door.name} {name} {shape} {neighbours}: {what}")
 
 
+@pytest.mark.doors("eager-cuda", "jax-cuda")
+def test_larger_tiles_do_not_change_bits(door):
+    """With many new rows CUDA takes larger tiles of rows, in another kernel."""
+    case, inputs = subject("chunk", "gqa-bf16")
+    want = results(door, inputs.arrays(), case)
+    got = results(door, *batch("chunk", "gqa-bf16", ((1900, 1900),), ((30, 700),)))
+    for what, g, w in zip(("out", "lse"), got, want, strict=True):
+        compare.assert_bitwise_equal(g, w, f"{door.name}: {what}")
+
+
 @pytest.mark.parametrize("changes", [{"spare_seqs": 60}, {"spare_columns": 300}, {"padding_tokens": 200}], ids=str)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("name", ["decode", "chunk"])

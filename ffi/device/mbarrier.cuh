@@ -20,6 +20,11 @@ __device__ inline void ArriveAfterCopies(uint32_t barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }
 
+// Arrives, and lets the phase end only after `bytes` more from the copy engine.
+__device__ inline void ArriveExpecting(uint32_t barrier, int bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+
 // Waits for the end of the phase whose number has this parity; phases count from 0. Before the end of phase 0 a wait
 // for parity 1 returns at once.
 __device__ inline void WaitBarrier(uint32_t barrier, uint32_t parity) {

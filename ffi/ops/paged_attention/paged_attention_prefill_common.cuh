@@ -19,6 +19,27 @@ constexpr float kLn2 = 0.6931471805599453f;
 // 1 - 2 / (e^2x + 1): absolute error of 1e-7 or so, which soft_cap multiplies; exact at ±infinity.
 __device__ inline float FastTanh(float x) { return 1.0f - __fdividef(2.0f, Exp2(2.0f * kLog2E * x) + 1.0f); }
 
+// Division by a number that the host knows, for numerators below 2^31.
+struct FastDivisor {
+  unsigned divisor = 1;
+  unsigned multiplier = 0;  // 2^shift / divisor, rounded up; 0: divides as any other number
+  int shift = 0;
+
+  FastDivisor() = default;
+  explicit __host__ __device__ FastDivisor(unsigned divisor) : divisor(divisor) {}
+  static FastDivisor Make(unsigned divisor) {
+    FastDivisor fast(divisor);
+    fast.shift = 31;
+    while (1u << (fast.shift - 31) < divisor) ++fast.shift;
+    fast.multiplier = static_cast<unsigned>(((uint64_t{1} << fast.shift) + divisor - 1) / divisor);
+    return fast;
+  }
+  __device__ unsigned Divide(unsigned x) const {
+    if (multiplier == 0) return x / divisor;
+    return static_cast<unsigned>(static_cast<uint64_t>(x) * multiplier >> shift);
+  }
+};
+
 // A tile's rows, and the keys that they see.
 struct PrefillRows {
   int seq;
@@ -33,16 +54,23 @@ struct PrefillRows {
   int64_t num_heads;
   int64_t window;  // 0: none
   unsigned group;
+  FastDivisor by_group;
   unsigned first;      // packed row of the sequence where the tile begins
   int first_position;  // of the sequence's first row; negative where there are more rows than keys
 
   __device__ PrefillRows(const PagedAttentionParams& params, const PrefillTile& tile, int rows_per_tile)
+      : PrefillRows(params, tile, rows_per_tile,
+                    FastDivisor(static_cast<unsigned>(params.num_heads / params.num_kv_heads))) {}
+
+  __device__ PrefillRows(const PagedAttentionParams& params, const PrefillTile& tile, int rows_per_tile,
+                         FastDivisor by_group)
       : seq(tile.seq),
         kv_head(tile.kv_head),
         q_begin(tile.q_begin),
         num_heads(params.num_heads),
         window(params.sliding_window),
-        group(static_cast<unsigned>(params.num_heads / params.num_kv_heads)),
+        group(by_group.divisor),
+        by_group(by_group),
         first(static_cast<unsigned>(tile.index) * rows_per_tile),
         first_position(tile.context_len - tile.q_len) {
     count = static_cast<int>(min(static_cast<unsigned>(rows_per_tile), tile.q_len * group - first));
@@ -55,7 +83,7 @@ struct PrefillRows {
 
   // The keys [*first_key, *last_key] that a row sees; none if *last_key < 0.
   __device__ void VisibleKeys(int row, int* first_key, int* last_key) const {
-    const int position = first_position + static_cast<int>((first + row) / group);
+    const int position = first_position + static_cast<int>(by_group.Divide(first + row));
     *last_key = row < count ? max(position, -1) : -1;
     *first_key = window == 0 ? 0 : static_cast<int>(max(int64_t{0}, position - window + 1));
   }
@@ -135,6 +163,21 @@ struct PrefillScores {
     }
   }
 
+  // As End, with approximate division and logarithm (a relative 2^-21 or so).
+  __device__ SoftmaxEnd EndFast(float largest, float sum, int head) const {
+    if (largest == -INFINITY && sum == 0.0f) return {true, 0.0f, -INFINITY};
+    float shift = largest == -INFINITY ? 0.0f : __fmul_rn(largest, to_log2);
+    float factor = 1.0f;
+    if (sinks != nullptr) {
+      const float sink = __fmul_rn(sinks[head], kLog2E);
+      const float together = fmaxf(shift, sink);
+      factor = Exp2(shift - together);
+      sum = __fmaf_rn(sum, factor, Exp2(sink - together));
+      shift = together;
+    }
+    return {false, __fdividef(factor * v_scale, sum), kLn2 * (shift + __log2f(sum))};
+  }
+
   // `largest`: the row's largest transformed score; `sum`: of exp2((score - largest) * to_log2).
   __device__ SoftmaxEnd End(float largest, float sum, int head) const {
     // NOTE: NaN scores leave `largest` at -infinity when a row has no others, but not the sum at 0.
@@ -153,6 +196,8 @@ struct PrefillScores {
 };
 
 // Whether a page that the sequence's queries see lies outside the cache, as far as thread `thread` of `threads` looks.
+// kAtOnce: pages looked at together, which is a matter of registers.
+template <int kAtOnce = 8>
 __device__ inline bool FindsPageOutside(const PagedAttentionParams& params, const PrefillTile& tile, unsigned thread,
                                         unsigned threads) {
   const auto page_size = static_cast<unsigned>(params.page_size);
@@ -163,7 +208,7 @@ __device__ inline bool FindsPageOutside(const PagedAttentionParams& params, cons
   const unsigned end = (static_cast<unsigned>(tile.context_len) + page_size - 1) / page_size;
   const int32_t* const table = params.block_tables + tile.seq * params.pages_per_seq;
   bool outside = false;
-#pragma unroll 8
+#pragma unroll kAtOnce
   for (unsigned i = static_cast<unsigned>(key_begin) / page_size + thread; i < end; i += threads) {
     const int64_t page = __ldg(table + i);
     outside |= page < 0 || page >= params.num_pages;
@@ -171,12 +216,13 @@ __device__ inline bool FindsPageOutside(const PagedAttentionParams& params, cons
   return outside;
 }
 
-// NaN in a tile's rows, which are those of a sequence with wrong metadata, by warp `warp` of `warps`.
+// The same in all of a tile's rows, by warp `warp` of `warps`: NaN in those of a sequence with wrong metadata.
 template <typename T>
-__device__ void FillTile(const PrefillRows& rows, const PagedAttentionParams& params, int warp, int warps) {
+__device__ void FillTile(const PrefillRows& rows, const PagedAttentionParams& params, int warp, int warps, float value,
+                         float lse) {
   for (int row = warp; row < rows.count; row += warps) {
     const int64_t head_row = rows.HeadRow(row);
-    FillHeads<T>(params, head_row / params.num_heads, head_row % params.num_heads, 1, CUDART_NAN_F, CUDART_NAN_F);
+    FillHeads<T>(params, head_row / params.num_heads, head_row % params.num_heads, 1, value, lse);
   }
 }
 
@@ -203,7 +249,8 @@ __device__ void RunPrefillTile(const PagedAttentionParams& params, char* shared)
   if (valid) {
     Kernel(params, shared).Run(tile, rows);
   } else {
-    FillTile<T>(rows, params, static_cast<int>(threadIdx.x) / 32, static_cast<int>(blockDim.x) / 32);
+    FillTile<T>(rows, params, static_cast<int>(threadIdx.x) / 32, static_cast<int>(blockDim.x) / 32, CUDART_NAN_F,
+                CUDART_NAN_F);
   }
 }
 

@@ -12,16 +12,23 @@
 namespace xla_gpu {
 
 // The softmax of a warp's kRowTiles * 16 rows, the first of which is row `first_row` of the tile.
-template <int kRowTiles>
+// kSlack: numerators are relative to an earlier largest score until a later one exceeds it by a factor of 2^kSlack. It
+// saves most of the rescaling; numerators up to 2^kSlack must fit the dtype of their product with V.
+template <int kRowTiles, int kSlack = 0>
 struct PrefillSoftmax {
   const int first_row;
-  float largest[kRowTiles][2];     // of the scores so far, in the units of PrefillScores
-  float sum[kRowTiles][2] = {};    // of this lane's columns
+  float largest[kRowTiles][2];     // of the scores so far (see kSlack), in the units of PrefillScores
+  float sum[kRowTiles][2];         // of this lane's columns
   float correction[kRowTiles][2];  // what the last update multiplies earlier sums with
 
-  __device__ explicit PrefillSoftmax(int first_row) : first_row(first_row) {
+  __device__ explicit PrefillSoftmax(int first_row) : first_row(first_row) { Reset(); }
+
+  __device__ void Reset() {
 #pragma unroll
-    for (int m = 0; m < kRowTiles; ++m) largest[m][0] = largest[m][1] = -INFINITY;
+    for (int m = 0; m < kRowTiles; ++m) {
+      largest[m][0] = largest[m][1] = -INFINITY;
+      sum[m][0] = sum[m][1] = 0.0f;
+    }
   }
 
   static __device__ int Lane() { return static_cast<int>(threadIdx.x) % 32; }
@@ -31,33 +38,72 @@ struct PrefillSoftmax {
   template <int kKeyTiles>
   __device__ void Update(const PrefillRows& rows, const PrefillScores& scores, int first_position,
                          float (&s)[kRowTiles][kKeyTiles][4]) {
+    const bool mask =
+        first_position + kKeyTiles * 8 - 1 > rows.first_row_last_key || first_position < rows.last_row_first_key;
+    Update(rows, scores, first_position, mask, s);
+  }
+
+  // `mask`: whether some row does not see all of the keys.
+  template <int kKeyTiles>
+  __device__ void Update(const PrefillRows& rows, const PrefillScores& scores, int first_position, bool mask,
+                         float (&s)[kRowTiles][kKeyTiles][4]) {
+    Begin(rows, scores, first_position, mask, s);
+    Exponentials<0, kKeyTiles>(scores, s);
+  }
+
+  // The first part of an update: masks, and the largest scores.
+  template <int kKeyTiles>
+  __device__ void Begin(const PrefillRows& rows, const PrefillScores& scores, int first_position, bool mask,
+                        float (&s)[kRowTiles][kKeyTiles][4]) {
     scores.Transform</*kExact=*/false>(s);
-    if (first_position + kKeyTiles * 8 - 1 > rows.first_row_last_key || first_position < rows.last_row_first_key) {
-      Mask(rows, first_position, s);
-    }
+    if (mask) Mask(rows, first_position, s);
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m) {
+      float row_largest[2][2];  // of both rows, even and odd columns
+#pragma unroll
+      for (int i = 0; i < 4; ++i) row_largest[i / 2][i % 2] = s[m][0][i];
+#pragma unroll
+      for (int n = 1; n < kKeyTiles; ++n) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) row_largest[i / 2][i % 2] = fmaxf(row_largest[i / 2][i % 2], s[m][n][i]);
+      }
+      float together[2] = {fmaxf(row_largest[0][0], row_largest[0][1]), fmaxf(row_largest[1][0], row_largest[1][1])};
+#pragma unroll
+      for (int step = 1; step <= 2; ++step) {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) together[h] = fmaxf(together[h], __shfl_xor_sync(~0u, together[h], step));
+      }
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        float row_largest = largest[m][h];
-#pragma unroll
-        for (int n = 0; n < kKeyTiles; ++n) {
-          row_largest = fmaxf(row_largest, fmaxf(s[m][n][2 * h], s[m][n][2 * h + 1]));
+        float all = fmaxf(largest[m][h], together[h]);
+        if constexpr (kSlack > 0) {
+          // NOTE: also true of the first score after none, where the left side is infinite.
+          const bool exceeds = (all - largest[m][h]) * scores.to_log2 > static_cast<float>(kSlack);
+          all = exceeds ? all : largest[m][h];
         }
-        row_largest = fmaxf(row_largest, __shfl_xor_sync(~0u, row_largest, 1));
-        row_largest = fmaxf(row_largest, __shfl_xor_sync(~0u, row_largest, 2));
-        // A row that has seen no key so far keeps its zeros.
-        const float shift = row_largest == -INFINITY ? 0.0f : row_largest * scores.to_log2;
-        correction[m][h] = Exp2(largest[m][h] * scores.to_log2 - shift);
-        largest[m][h] = row_largest;
-        float row_sum = sum[m][h] * correction[m][h];
+        // Exactly 1 where nothing changes: the difference of two products need not be 0.
+        const float changed = Exp2(__fmaf_rn(largest[m][h], scores.to_log2, -Shift(scores, all)));
+        correction[m][h] = all == largest[m][h] ? 1.0f : changed;
+        largest[m][h] = all;
+        sum[m][h] = __fmul_rn(sum[m][h], correction[m][h]);
+      }
+    }
+  }
+
+  // The second part, of the key tiles [kFirst, kEnd).
+  template <int kFirst, int kEnd, int kKeyTiles>
+  __device__ void Exponentials(const PrefillScores& scores, float (&s)[kRowTiles][kKeyTiles][4]) {
 #pragma unroll
-        for (int n = 0; n < kKeyTiles; ++n) {
-          s[m][n][2 * h] = Exp2(fmaf(s[m][n][2 * h], scores.to_log2, -shift));
-          s[m][n][2 * h + 1] = Exp2(fmaf(s[m][n][2 * h + 1], scores.to_log2, -shift));
-          row_sum += s[m][n][2 * h] + s[m][n][2 * h + 1];
+    for (int m = 0; m < kRowTiles; ++m) {
+      const float shift[2] = {Shift(scores, largest[m][0]), Shift(scores, largest[m][1])};
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+#pragma unroll
+        for (int n = kFirst; n < kEnd; ++n) {
+          s[m][n][2 * h] = Exp2(fmaf(s[m][n][2 * h], scores.to_log2, -shift[h]));
+          s[m][n][2 * h + 1] = Exp2(fmaf(s[m][n][2 * h + 1], scores.to_log2, -shift[h]));
+          sum[m][h] += s[m][n][2 * h] + s[m][n][2 * h + 1];
         }
-        sum[m][h] = row_sum;
       }
     }
   }
@@ -123,7 +169,63 @@ struct PrefillSoftmax {
     }
   }
 
+  // As Finish, straight from registers: four lanes exchange their parts of four chunks of a row, so that each has a
+  // whole one. `wrong`: NaN instead.
+  template <typename T, int kDimTiles>
+  __device__ void FinishInRegisters(const PagedAttentionParams& params, const PrefillRows& rows,
+                                    const PrefillScores& scores, const float (&o)[kRowTiles][kDimTiles][4],
+                                    bool wrong) const {
+    static_assert(kDimTiles % 4 == 0);
+    const int part = Lane() % 4;
+#pragma unroll
+    for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const int row = Row(m, h);
+        const bool in_tile = row < rows.count;
+        float row_sum = sum[m][h];
+        row_sum += __shfl_xor_sync(~0u, row_sum, 1);
+        row_sum += __shfl_xor_sync(~0u, row_sum, 2);
+        const unsigned packed = rows.first + row;
+        const unsigned token = rows.by_group.Divide(packed);
+        const int head = rows.kv_head * static_cast<int>(rows.group) + static_cast<int>(packed - token * rows.group);
+        SoftmaxEnd end = scores.EndFast(largest[m][h], row_sum, in_tile ? head : 0);
+        if (wrong) end = {false, CUDART_NAN_F, CUDART_NAN_F};
+        const int64_t head_row = in_tile ? (rows.q_begin + token) * rows.num_heads + head : 0;
+        if (params.lse != nullptr && in_tile && part == 0) params.lse[head_row] = end.lse;
+        T* const out = static_cast<T*>(params.out) + head_row * params.head_dim;
+#pragma unroll
+        for (int d = 0; d < kDimTiles; d += 4) {
+          uint32_t x[4];
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            // NOTE: sums of rows that see no key are 0.
+            x[i] = Pack<T>(o[m][d + i][2 * h] * end.factor, o[m][d + i][2 * h + 1] * end.factor);
+          }
+          const bool odd = part % 2 != 0;
+          const uint32_t from1[2] = {__shfl_xor_sync(~0u, odd ? x[0] : x[1], 1),
+                                     __shfl_xor_sync(~0u, odd ? x[2] : x[3], 1)};
+          // Of two chunks, this lane's and the next lane's parts.
+          const uint2 low_chunk = odd ? make_uint2(from1[0], x[1]) : make_uint2(x[0], from1[0]);
+          const uint2 high_chunk = odd ? make_uint2(from1[1], x[3]) : make_uint2(x[2], from1[1]);
+          const bool upper = part >= 2;
+          const uint2 sent = upper ? low_chunk : high_chunk;
+          const uint2 got = make_uint2(__shfl_xor_sync(~0u, sent.x, 2), __shfl_xor_sync(~0u, sent.y, 2));
+          const uint4 chunk = upper ? make_uint4(got.x, got.y, high_chunk.x, high_chunk.y)
+                                    : make_uint4(low_chunk.x, low_chunk.y, got.x, got.y);
+          const int column = (d + part) * 8;
+          if (in_tile && column < params.head_dim) *reinterpret_cast<uint4*>(out + column) = chunk;
+        }
+      }
+    }
+  }
+
  private:
+  // What numerators are relative to, in base 2. A row that has seen no key so far keeps its zeros.
+  static __device__ float Shift(const PrefillScores& scores, float row_largest) {
+    return row_largest == -INFINITY ? 0.0f : __fmul_rn(row_largest, scores.to_log2);
+  }
+
   template <int kKeyTiles>
   __device__ void Mask(const PrefillRows& rows, int first_position, float (&s)[kRowTiles][kKeyTiles][4]) const {
 #pragma unroll

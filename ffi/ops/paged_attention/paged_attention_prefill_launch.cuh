@@ -4,10 +4,12 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <numeric>
 
 #include "ffi/common/cuda_status.h"
 #include "ffi/ops/paged_attention/paged_attention_decode.h"
 #include "ffi/ops/paged_attention/paged_attention_prefill_mma.cuh"
+#include "ffi/ops/paged_attention/paged_attention_prefill_tma.cuh"
 #include "ffi/ops/paged_attention/paged_attention_prefill_wgmma.cuh"
 
 namespace xla_gpu {
@@ -37,24 +39,107 @@ Status LaunchPrefillMma(const PagedAttentionParams& params, Stream stream) {
   return LaunchPrefillKernel<Kernel>(PrefillMmaKernel<Kernel>, params, stream);
 }
 
-// Launches the kernel for sm_90a where the current device has code of it; `*launched` tells.
+// Whether the current device has code for sm_90a of this kernel: for other targets it is empty and of one warp.
+template <typename Kernel, typename Params>
+Status HasSm90Code(void (*kernel)(Params), bool* has) {
+  cudaFuncAttributes attributes;
+  XLA_GPU_RETURN_IF_CUDA(cudaFuncGetAttributes(&attributes, kernel));
+  *has = attributes.maxThreadsPerBlock >= Kernel::kThreads;
+  return Status::Ok();
+}
+
 template <typename Kernel>
 Status TryLaunchPrefillWgmma(const PagedAttentionParams& params, Stream stream, bool* launched) {
-  // Code for other targets is an empty kernel of one warp.
-  cudaFuncAttributes attributes;
-  XLA_GPU_RETURN_IF_CUDA(cudaFuncGetAttributes(&attributes, PrefillWgmmaKernel<Kernel>));
-  *launched = attributes.maxThreadsPerBlock >= Kernel::kThreads;
-  if (!*launched) return Status::Ok();
+  if (Status status = HasSm90Code<Kernel>(PrefillWgmmaKernel<Kernel>, launched); !status.ok() || !*launched) {
+    return status;
+  }
   return LaunchPrefillKernel<Kernel>(PrefillWgmmaKernel<Kernel>, params, stream);
+}
+
+// `columns`: of a row of the cache, from the first kv head's on.
+inline bool EncodeCache(const PagedAttentionParams& params, const void* cache, int box_rows, CUtensorMap* map) {
+  const auto unsign = [](int64_t x) { return static_cast<uint64_t>(x); };
+  return EncodePages(
+      {cache, unsign((params.num_kv_heads - 1) * params.head_stride + params.head_dim), unsign(params.page_size),
+       unsign(params.num_pages), unsign(params.slot_stride), unsign(params.page_stride),
+       static_cast<uint32_t>(box_rows), static_cast<uint32_t>(params.head_dim), params.cache_dtype == DType::kBF16},
+      map);
+}
+
+inline Status Multiprocessors(unsigned* count) {
+  int device, processors;
+  XLA_GPU_RETURN_IF_CUDA(cudaGetDevice(&device));
+  XLA_GPU_RETURN_IF_CUDA(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device));
+  *count = static_cast<unsigned>(processors);
+  return Status::Ok();
+}
+
+template <typename Kernel>
+Status TryLaunchPrefillTma(const PagedAttentionParams& params, Stream stream, bool* launched) {
+  PrefillTmaParams tma{};
+  tma.attention = params;
+  tma.box_rows = static_cast<int>(std::gcd(params.page_size, int64_t{Kernel::kTileKeys}));
+  tma.head_slabs = static_cast<int>(params.head_stride / 64);
+  // A box is whole groups of eight rows and slabs of 64 columns, as wgmma reads them.
+  *launched = tma.box_rows % 8 == 0 && params.head_dim == Kernel::kHeadDim && params.head_stride % 64 == 0;
+  if (!*launched) return Status::Ok();
+  const auto kernel = PrefillTmaKernel<Kernel>;
+  if (Status status = HasSm90Code<Kernel>(kernel, launched); !status.ok() || !*launched) return status;
+  *launched = EncodeCache(params, params.k_cache, tma.box_rows, &tma.k_map) &&
+              EncodeCache(params, params.v_cache, tma.box_rows, &tma.v_map);
+  if (!*launched) return Status::Ok();
+  const auto group = static_cast<unsigned>(params.num_heads / params.num_kv_heads);
+  tma.group = FastDivisor::Make(group);
+  tma.query_in_boxes = 64 % group == 0 && EncodeRows(params.query, params.num_tokens, params.num_heads, params.head_dim,
+                                                     64 / group, group, params.dtype == DType::kBF16, &tma.q_map);
+  XLA_GPU_RETURN_IF_CUDA(
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Kernel::kSharedBytes));
+  unsigned processors = 0;
+  if (Status status = Multiprocessors(&processors); !status.ok()) return status;
+  constexpr int64_t kSequences = Kernel::Plan::kSequences;
+  const dim3 grid(std::min(PrefillBlocks(params, Kernel::kRows), processors),
+                  static_cast<unsigned>(std::max<int64_t>(1, (params.max_seqs + kSequences - 1) / kSequences)));
+  kernel<<<grid, Kernel::kThreads, Kernel::kSharedBytes, stream>>>(tma);
+  XLA_GPU_RETURN_IF_LAUNCH_FAILED();
+  return Status::Ok();
+}
+
+// The kernel for pages of whole groups of eight slots, by head_dim.
+template <typename T, int kDim>
+Status TryLaunchPrefillPages(const PagedAttentionParams& params, Stream stream, bool* launched) {
+  if constexpr (kDim == 64) {
+    return TryLaunchPrefillTma<PrefillTma<T, 64, 128, 3, true, 2, 4, 4>>(params, stream, launched);
+  } else if constexpr (kDim == 128) {
+    using Large = PrefillTma<T, 128, 112, 3, false, 1, 3, 3, 512>;
+    using Small = PrefillTma<T, 128, 112, 2, true, 1, 3, 3, 512>;
+    // Small tiles, of which there are more, where the large ones would not go twice around the GPU. Shapes of a batch
+    // decide, so both must give the same bits: tiles of keys are the same, and so is what is done with each row.
+    unsigned processors = 0;
+    if (Status status = Multiprocessors(&processors); !status.ok()) return status;
+    return PrefillBlocks(params, Large::kRows) < 2 * processors ? TryLaunchPrefillTma<Small>(params, stream, launched)
+                                                                : TryLaunchPrefillTma<Large>(params, stream, launched);
+  } else {
+    return TryLaunchPrefillTma<PrefillTma<T, 256, 80, 2, true, 1, 2, 2, 128, 64>>(params, stream, launched);
+  }
+}
+
+template <typename T, int kDim>
+Status TryLaunchPrefillSm90(const PagedAttentionParams& params, Stream stream, bool* launched) {
+  if (Status status = TryLaunchPrefillPages<T, kDim>(params, stream, launched); !status.ok() || *launched) {
+    return status;
+  }
+  constexpr int kKeys = kDim == 256 ? 64 : 128;
+  using Slots = PrefillWgmma<T, kDim, kKeys, kDim == 64 ? 3 : 2, kDim == 64 ? 4 : 3>;
+  return TryLaunchPrefillWgmma<Slots>(params, stream, launched);
 }
 
 template <typename T>
 Status TryLaunchPrefillSm90(const PagedAttentionParams& params, Stream stream, bool* launched) {
   *launched = false;
   if (IsFloat8(params.cache_dtype)) return Status::Ok();
-  if (params.head_dim <= 64) return TryLaunchPrefillWgmma<PrefillWgmma<T, 64, 128, 3, 4>>(params, stream, launched);
-  if (params.head_dim <= 128) return TryLaunchPrefillWgmma<PrefillWgmma<T, 128, 128, 2, 3>>(params, stream, launched);
-  return TryLaunchPrefillWgmma<PrefillWgmma<T, 256, 64, 2, 3>>(params, stream, launched);
+  if (params.head_dim <= 64) return TryLaunchPrefillSm90<T, 64>(params, stream, launched);
+  if (params.head_dim <= 128) return TryLaunchPrefillSm90<T, 128>(params, stream, launched);
+  return TryLaunchPrefillSm90<T, 256>(params, stream, launched);
 }
 
 // Tiles by head_dim. At most 99 KiB of shared memory, the limit of a block on sm_86 and sm_89; two blocks on an SM of

@@ -291,7 +291,8 @@ struct PrefillWgmma {
     // Results pass through the place of the group's own query rows, which all its warps have finished with.
     SyncNamed(kGroupBarrier + group, kGroupThreads);
     if (outside) {
-      FillTile<T>(rows, params, static_cast<int>(consumer_thread) / 32, kConsumerThreads / 32);
+      FillTile<T>(rows, params, static_cast<int>(consumer_thread) / 32, kConsumerThreads / 32, CUDART_NAN_F,
+                  CUDART_NAN_F);
     } else {
       softmax.template Finish<T>(params, rows, scores, o,
                                  [&](int row, int d) { return shared + ChunkOffset(kQuerySlab, row, d); });

@@ -1,0 +1,113 @@
+// Copies of boxes out of a tensor in global memory by the copy engine of sm_90, described to it by a tensor map, which
+// the host makes.
+#ifndef XLA_GPU_DEVICE_TENSOR_MAP_CUH_
+#define XLA_GPU_DEVICE_TENSOR_MAP_CUH_
+
+#include <cuda.h>
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+namespace xla_gpu {
+
+// Rows of 16-bit elements, `row_stride` elements apart, in pages `page_stride` elements apart: slots of a paged cache.
+// Seen by the copy engine as [pages][page_rows / 8][columns / 64][8][64], so that a box of `box_rows` rows and
+// `box_columns` columns lies in shared memory as groups of 8 rows, each as slabs of 64 columns, 1024 bytes a slab: rows
+// of 128 bytes, the 16-byte chunks of row r permuted by XOR with r % 8, if it starts at a multiple of 1024 bytes.
+// Boxes of pages outside the tensor become zeros, and nothing is read.
+struct TensorOfRows {
+  const void* start;
+  uint64_t columns;    // a multiple of 64, from `start` on; they may belong to several heads
+  uint64_t page_rows;  // a multiple of 8
+  uint64_t pages;
+  uint64_t row_stride;
+  uint64_t page_stride;
+  uint32_t box_rows;
+  uint32_t box_columns;
+  bool bfloat16;
+};
+
+// False where the driver has no tensor maps, or not of this kind.
+// NOTE: asks the runtime for the driver's function: the library has to load where there is no driver.
+inline bool EncodeTensor(const void* start, int rank, const cuuint64_t* sizes, const cuuint64_t* stride_bytes,
+                         const cuuint32_t* box, bool bfloat16, CUtensorMap* map) {
+  using Encode = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*,
+                              const cuuint64_t*, const cuuint32_t*, const cuuint32_t*, CUtensorMapInterleave,
+                              CUtensorMapSwizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
+  static const Encode encode = [] {
+    void* function = nullptr;
+    cudaDriverEntryPointQueryResult found{};
+    const cudaError_t error =
+        cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault, &found);
+    return reinterpret_cast<Encode>(error == cudaSuccess && found == cudaDriverEntryPointSuccess ? function : nullptr);
+  }();
+  if (encode == nullptr) return false;
+  const cuuint32_t steps[5] = {1, 1, 1, 1, 1};
+  return encode(map, bfloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
+                static_cast<cuuint32_t>(rank), const_cast<void*>(start), sizes, stride_bytes, box, steps,
+                CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
+}
+
+inline bool EncodePages(const TensorOfRows& tensor, CUtensorMap* map) {
+  const cuuint64_t sizes[5] = {64, 8, tensor.columns / 64, tensor.page_rows / 8, tensor.pages};
+  const cuuint64_t stride_bytes[4] = {tensor.row_stride * 2, 128, tensor.row_stride * 16, tensor.page_stride * 2};
+  const cuuint32_t box[5] = {64, 8, tensor.box_columns / 64, tensor.box_rows / 8, 1};
+  return EncodeTensor(tensor.start, 5, sizes, stride_bytes, box, tensor.bfloat16, map);
+}
+
+// Rows of 64 or more dense 16-bit elements in a tensor [tokens][heads][columns], all dense, in boxes of `box_tokens` by
+// `box_heads` rows: slabs of 64 columns, of rows of 128 bytes with chunks permuted as above.
+inline bool EncodeRows(const void* start, uint64_t tokens, uint64_t heads, uint64_t columns, uint32_t box_tokens,
+                       uint32_t box_heads, bool bfloat16, CUtensorMap* map) {
+  const cuuint64_t sizes[4] = {64, heads, tokens, columns / 64};
+  const cuuint64_t stride_bytes[3] = {columns * 2, heads * columns * 2, 128};
+  const cuuint32_t box[4] = {64, box_heads, box_tokens, static_cast<cuuint32_t>(columns / 64)};
+  return EncodeTensor(start, 4, sizes, stride_bytes, box, bfloat16, map);
+}
+
+#ifdef __CUDACC__
+
+__device__ inline void PrefetchTensorMap(const CUtensorMap& map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(reinterpret_cast<uint64_t>(&map)) : "memory");
+}
+
+// True in one lane of a warp, which the compiler then knows to be one: it needs no loop over lanes around what only one
+// can issue.
+__device__ inline bool ElectLane() {
+  uint32_t elected;
+  asm volatile(
+      "{\n"
+      ".reg .pred chosen;\n"
+      "elect.sync _|chosen, 0xffffffff;\n"
+      "selp.u32 %0, 1, 0, chosen;\n"
+      "}"
+      : "=r"(elected));
+  return elected != 0;
+}
+
+// Starts the copy of the box that begins at slab `slab`, group of rows `group` of page `page` to `shared`; its bytes
+// count at `barrier`. `map` lies in the kernel's parameters. By one thread.
+__device__ inline void CopyBox(uint32_t shared, const CUtensorMap& map, uint32_t barrier, int slab, int group,
+                               int page) {
+  asm volatile(
+      "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %3, %4, %5, "
+      "%6}], [%2];" ::"r"(shared),
+      "l"(reinterpret_cast<uint64_t>(&map)), "r"(barrier), "r"(0), "r"(slab), "r"(group), "r"(page)
+      : "memory");
+}
+
+// As CopyBox, of all columns of the rows from (token, head) on.
+__device__ inline void CopyRows(uint32_t shared, const CUtensorMap& map, uint32_t barrier, int head, int token) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %3}], "
+      "[%2];" ::"r"(shared),
+      "l"(reinterpret_cast<uint64_t>(&map)), "r"(barrier), "r"(0), "r"(head), "r"(token)
+      : "memory");
+}
+
+#endif  // __CUDACC__
+
+}  // namespace xla_gpu
+
+#endif  // XLA_GPU_DEVICE_TENSOR_MAP_CUH_
