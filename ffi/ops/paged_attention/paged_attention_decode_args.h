@@ -17,7 +17,22 @@ inline constexpr int kMaxGroups = kMaxChunks / kGroupChunks;
 inline constexpr int kWorkerSlots = 28;  // partial results that a worker leaves behind, at most: see WorkerSlot
 inline constexpr int kMaxSms = 152;      // for which the scratch is laid out: more are not used
 
+inline constexpr int kMaxWorkers = kMaxSms * 4;
+
 constexpr int DecodeBlocksPerSm(int dim, int row_tiles) { return row_tiles > 1 || dim > 128 ? 2 : 3; }
+
+// A unit of which several workers have chunks, for the block that merges their results.
+struct alignas(16) MergeJob {
+  uint64_t begin;       // of the unit, on the line
+  uint64_t per_worker;  // of the line
+  int64_t unit;         // its index
+  int32_t chunks;       // 0: no such unit
+  int32_t blocks;       // of a chunk
+  int32_t q_begin;
+  int32_t q_len;
+  int32_t kv_head;
+  int32_t row_tile;
+};
 
 struct DecodeArgs {
   PagedAttentionParams params;

@@ -12,7 +12,16 @@
 namespace xla_gpu::decode {
 
 template <typename S>
-using SplitPlan = Plan<S::kThreads, S::kBlockKeys, S::kRows>;
+using DecodePlan = Plan<S::kThreads, S::kBlockKeys, S::kRows>;
+
+// The chunks of a unit that are a worker's.
+struct Share {
+  int begin;
+  int end;
+  bool whole;
+
+  __device__ bool Has(int chunk) const { return begin <= chunk && chunk < end; }
+};
 
 template <typename S>
 struct SplitShared {
@@ -26,7 +35,11 @@ struct SplitShared {
   Softmax group_softmax[2][S::kRows];
   Softmax unit_softmax[2][S::kRows];
   uint4 query[S::kSteps][32];
-  typename SplitPlan<S>::Shared plan;
+  typename DecodePlan<S>::Shared plan;
+  // Of the unit at hand, what is needed at the end of a chunk: there are no registers for it.
+  UnitPlace place;
+  Share share;
+  int64_t unit;    // its index
   uint64_t begin;  // of the worker's part of the line
   uint64_t end;
 };
@@ -38,10 +51,10 @@ class Worker {
   __device__ Worker(const DecodeArgs& args, SplitShared<S>& shared) : args_(args), shared_(shared) {}
 
   __device__ void Run() {
-    SplitPlan<S> plan(args_, shared_.plan);
+    DecodePlan<S> plan(args_, shared_.plan);
     const uint64_t begin = plan.WorkerBegin(blockIdx.x);
     const uint64_t end = min(plan.WorkerBegin(blockIdx.x + 1), plan.Total());
-    if (begin >= end) return;
+    if (begin >= end) return Describe({});
     shared_.begin = begin;
     shared_.end = end;
     int index = plan.Find(begin);
@@ -52,6 +65,10 @@ class Worker {
     // A chunk that began before belongs to another worker.
     const unsigned blocks = static_cast<unsigned>(entry->blocks);
     int chunk = static_cast<int>((static_cast<unsigned>(into - uint64_t{unit} * length) + blocks - 1) / blocks);
+    // If the worker before has begun the unit in which this one begins, this one is the second and describes it.
+    const uint64_t unit_begin = UnitPlace::Of(*entry, unit).begin;
+    const bool second = unit_begin < begin && plan.WorkerBegin(blockIdx.x - 1) <= unit_begin;
+    Describe(second ? plan.Job(*entry, plan.SequenceOf(index), unit) : MergeJob{});
     while (true) {
       if (UnitPlace::Of(*entry, unit).begin + static_cast<unsigned>(chunk * entry->blocks) >= shared_.end) return;
       if (chunk < entry->chunks) RunUnit(index, plan.SequenceOf(index), unit, chunk);
@@ -67,14 +84,10 @@ class Worker {
   }
 
  private:
-  // The chunks of a unit that are this worker's.
-  struct Share {
-    int begin;
-    int end;
-    bool whole;
-
-    __device__ bool Has(int chunk) const { return begin <= chunk && chunk < end; }
-  };
+  // Leaves a job behind for the block that merges.
+  __device__ void Describe(const MergeJob& job) {
+    if (!args_.slots_by_unit && threadIdx.x == 0) *Scratch::Job(args_, blockIdx.x) = job;
+  }
 
   // Computes the unit's chunks from `chunk` on, as far as they are this worker's.
   __device__ void RunUnit(int entry_index, int sequence, unsigned unit_of_entry, int chunk) {
@@ -120,7 +133,14 @@ class Worker {
     KeyTile<S> keys;
     keys.Load(args_, unit.keys, slot, columns);
     lookup.Start(args_, unit, left - S::kBlockKeys, S::kTileKeys);
+    __syncthreads();  // what stands there is no longer read
     query.Share(shared_.query);
+    if (threadIdx.x == 0) {
+      shared_.place = place;
+      shared_.share = share;
+      shared_.unit = UnitIndex(args_, sequence, place);
+    }
+    __syncthreads();
 
     Running<S> running;
     running.Clear();
@@ -144,12 +164,11 @@ class Worker {
       --blocks;
       if (--of_chunk > 0 && blocks > 0) continue;
       running.Close(__any_sync(0xffffffffu, bad));
-      Stage(entry, place, running);
-      Collect(entry, place, chunk, share,
-              (int64_t{sequence} * params.num_kv_heads + place.kv_head) * args_.units_per_head + place.row_tile);
+      Stage(*unit.entry, running);
+      Collect(*unit.entry, chunk);
       if (blocks == 0) return;
       running.Clear();
-      of_chunk = entry.blocks;
+      of_chunk = unit.entry->blocks;
       ++chunk;
     }
   }
@@ -166,10 +185,10 @@ class Worker {
   }
 
   // Hands this warp's result of a chunk to the block.
-  __device__ void Stage(const PlanEntry& entry, const UnitPlace& place, const Running<S>& running) {
+  __device__ void Stage(const PlanEntry& entry, const Running<S>& running) {
     const int lane = static_cast<int>(threadIdx.x) % 32;
     const int warp = static_cast<int>(threadIdx.x) / 32;
-    const int rows = min(entry.q_len * args_.group - place.row_tile * S::kRows, S::kRows);
+    const int rows = min(entry.q_len * args_.group - shared_.place.row_tile * S::kRows, S::kRows);
     __syncthreads();  // the last chunk's are no longer read
 #pragma unroll
     for (int n = 0; n < S::kRowTiles; ++n) {
@@ -191,8 +210,10 @@ class Worker {
   }
 
   // Merges the warps' results of a chunk, and these with those of the chunks before it.
-  __device__ void Collect(const PlanEntry& entry, const UnitPlace& place, int chunk, const Share& share,
-                          int64_t unit_index) {
+  __device__ void Collect(const PlanEntry& entry, int chunk) {
+    const UnitPlace place = shared_.place;
+    const Share share = shared_.share;
+    const int64_t unit_index = shared_.unit;
     const int parity = chunk % 2;
     const int first = chunk / kGroupChunks * kGroupChunks;
     const int last = min(first + kGroupChunks, entry.chunks) - 1;
@@ -213,7 +234,7 @@ class Worker {
       MergeParts(of_warp, S::kWarps);
       Partial result = of_warp[0];
       if (!share.whole && !group.Whole()) {
-        Slots::Store(args_, group.Slot(args_, unit_index, chunk, blockIdx.x), row, column, result);
+        Scratch::Store(args_, group.Slot(args_, unit_index, chunk, blockIdx.x), row, column, result);
         continue;
       }
       if (chunk > first) {
@@ -230,7 +251,7 @@ class Worker {
         continue;
       }
       if (!share.whole) {
-        Slots::Store(args_, group.Slot(args_, unit_index, first, blockIdx.x), row, column, result);
+        Scratch::Store(args_, group.Slot(args_, unit_index, first, blockIdx.x), row, column, result);
         continue;
       }
       if (first > 0) {

@@ -126,14 +126,16 @@ __device__ inline void StoreRow(const DecodeArgs& args, const RowPlace& place, i
   if (params.lse != nullptr && column == 0) params.lse[place.at] = lse;
 }
 
-// The scratch: slots of slot_rows rows, all their outputs first, then all their softmaxes.
-struct Slots {
+// The scratch: a job for each worker, then slots of slot_rows rows, all their outputs first, then all their softmaxes.
+struct Scratch {
+  __device__ static MergeJob* Job(const DecodeArgs& args, unsigned worker) {
+    return static_cast<MergeJob*>(args.params.scratch) + worker;
+  }
   __device__ static float* Out(const DecodeArgs& args, int64_t slot, int row) {
-    return static_cast<float*>(args.params.scratch) + (slot * args.slot_rows + row) * args.params.head_dim;
+    return reinterpret_cast<float*>(Job(args, kMaxWorkers)) + (slot * args.slot_rows + row) * args.params.head_dim;
   }
   __device__ static Softmax* Of(const DecodeArgs& args, int64_t slot, int row) {
-    float* const base = static_cast<float*>(args.params.scratch) + args.slots * args.slot_rows * args.params.head_dim;
-    return reinterpret_cast<Softmax*>(base) + slot * args.slot_rows + row;
+    return reinterpret_cast<Softmax*>(Out(args, args.slots, 0)) + slot * args.slot_rows + row;
   }
   __device__ static void Store(const DecodeArgs& args, int64_t slot, int row, int column, const Partial& partial) {
     *reinterpret_cast<float4*>(Out(args, slot, row) + column) = partial.out;

@@ -111,6 +111,24 @@ __device__ __noinline__ void LoadWindow(const DecodeArgs& args, PlanShared<kThre
   FillWindow(args, shared, entry, window, start);
 }
 
+// Where a unit is.
+struct UnitPlace {
+  int kv_head;
+  int row_tile;
+  uint64_t begin;  // on the line
+
+  __device__ static UnitPlace Of(const PlanEntry& entry, unsigned unit) {
+    const unsigned head = unit / static_cast<unsigned>(entry.units);
+    return {static_cast<int>(head), static_cast<int>(unit - head * static_cast<unsigned>(entry.units)),
+            entry.begin + static_cast<uint64_t>(unit) * (entry.chunks * entry.blocks)};
+  }
+};
+
+// Its index among all that the call may have.
+__device__ inline int64_t UnitIndex(const DecodeArgs& args, int sequence, const UnitPlace& place) {
+  return (int64_t{sequence} * args.params.num_kv_heads + place.kv_head) * args.units_per_head + place.row_tile;
+}
+
 // All threads of a block build the plan, and call each of its functions, together.
 template <int kThreads, int kBlockKeys, int kRows>
 class Plan {
@@ -152,9 +170,12 @@ class Plan {
 
   __device__ uint64_t Total() const { return total_; }
   __device__ uint64_t WorkerBegin(unsigned worker) const { return worker * per_worker_; }
-  __device__ unsigned Owner(uint64_t position) const {
-    if ((position | per_worker_) >> 32) return static_cast<unsigned>(position / per_worker_);
-    return static_cast<uint32_t>(position) / static_cast<uint32_t>(per_worker_);
+  // Of a unit of an entry.
+  __device__ MergeJob Job(const PlanEntry& entry, int sequence, unsigned unit) const {
+    const UnitPlace place = UnitPlace::Of(entry, unit);
+    return {place.begin,  per_worker_,   UnitIndex(args_, sequence, place),
+            entry.chunks, entry.blocks,  entry.q_begin,
+            entry.q_len,  place.kv_head, place.row_tile};
   }
 
   // The entry that holds `position` < Total(), which does not lie before the window.
@@ -198,19 +219,6 @@ class Plan {
   bool in_order_;
   uint64_t total_;
   uint64_t per_worker_;
-};
-
-// Where a worker's, or a chunk's, place in a unit is.
-struct UnitPlace {
-  int kv_head;
-  int row_tile;
-  uint64_t begin;  // on the line
-
-  __device__ static UnitPlace Of(const PlanEntry& entry, unsigned unit) {
-    const unsigned head = unit / static_cast<unsigned>(entry.units);
-    return {static_cast<int>(head), static_cast<int>(unit - head * static_cast<unsigned>(entry.units)),
-            entry.begin + static_cast<uint64_t>(unit) * (entry.chunks * entry.blocks)};
-  }
 };
 
 }  // namespace xla_gpu::decode

@@ -92,11 +92,10 @@ struct Query {
     }
   }
 
-  // Hands it to the block. Called by all of its threads.
+  // Hands it to the block, which synchronizes before and after.
   __device__ void Share(uint4 (&shared)[S::kSteps][32]) const {
     const int lane = static_cast<int>(threadIdx.x) % 32;
     const int warp = static_cast<int>(threadIdx.x) / 32;
-    __syncthreads();  // the last query is no longer read
 #pragma unroll
     for (int i = 0; i < kMine; ++i) {
       const int vector = i * S::kWarps + warp;
@@ -106,7 +105,6 @@ struct Query {
       shared[2 * vector][lane] = {low.x, high.x, low.y, high.y};
       shared[2 * vector + 1][lane] = {low.z, high.z, low.w, high.w};
     }
-    __syncthreads();
   }
 
   __device__ float Scale(int tile) const { return scale[S::kFloat8 ? tile : 0]; }

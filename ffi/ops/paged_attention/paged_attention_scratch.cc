@@ -11,7 +11,8 @@ int64_t DecodeScratchBytes(const PagedAttentionParams& shapes) {
   // float32 needs none: a block sees all keys of a row.
   if (shapes.dtype == DType::kF32 || shapes.num_kv_heads == 0) return 0;
   const decode::Layout layout = decode::MakeLayout(shapes);
-  return layout.slots * layout.slot_rows * (shapes.head_dim + 2) * int64_t{sizeof(float)};
+  return decode::kMaxWorkers * int64_t{sizeof(decode::MergeJob)} +
+         layout.slots * layout.slot_rows * (shapes.head_dim + 2) * int64_t{sizeof(float)};
 }
 
 int64_t PagedAttentionScratchBytes(const PagedAttentionParams& shapes) {
