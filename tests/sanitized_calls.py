@@ -11,7 +11,7 @@ import numpy as np
 
 from tests import cases, reference
 from xla_gpu import _frames, _targets
-from xla_gpu._signature import ArraySpec
+from xla_gpu._signature import ArraySpec, check_inputs_requested
 from xla_gpu.ops import merge_attention_states, paged_attention, reshape_and_cache, simple_add
 
 
@@ -90,7 +90,7 @@ class Host:
 def call(memory, operator, arrays: dict[str, np.ndarray], plant: str | None = None, **options) -> list[np.ndarray]:
     """The operator's results. `plant` leaves out what a tool must notice: operands' values, or half of the result."""
     specs = {name: ArraySpec(array.shape, array.dtype.name) for name, array in arrays.items()}
-    bound = operator.bind(**specs, **options)
+    bound = operator.bind(**specs, **options, check_inputs=check_inputs_requested())
     given = [arrays[name] for name in operator.operands if name in arrays]
     operands = [memory.allocate(array.nbytes) for array in given]
     aliased = {result: operand for operand, result in bound.aliases}

@@ -66,7 +66,18 @@ __global__ void __launch_bounds__(kWarps32 * 32) DecodeF32Kernel(const __grid_co
   const Stored* const v_head = static_cast<const Stored*>(params.v_cache) + head_offset;
   float scale = params.scale;
   if (params.k_scale != nullptr) scale *= __ldg(params.k_scale + (params.scale_per_head ? head / args.group : 0));
+  // A wrong page spoils all rows of the sequence, those too that see no key.
   bool bad = !sequence.valid;
+  if (sequence.context_len > 0) {
+    const int64_t hidden = int64_t{sequence.context_len} - sequence.q_len - args.window;
+    const int first = args.window > 0 && hidden >= 0 ? args.PageOf(static_cast<int>(hidden) + 1) : 0;
+    const int last = args.PageOf(sequence.context_len - 1);
+    for (int index = first + static_cast<int>(threadIdx.x); index <= last; index += blockDim.x) {
+      const int page = __ldg(params.block_tables + seq * params.pages_per_seq + index);
+      bad = bad || page < 0 || page >= params.num_pages;
+    }
+  }
+  bad = __syncthreads_or(bad);
   for (int query = 0; query < sequence.q_len; ++query) {
     const int64_t place = (int64_t{sequence.q_begin} + query) * params.num_heads + head;
     const int position = sequence.context_len - sequence.q_len + query;

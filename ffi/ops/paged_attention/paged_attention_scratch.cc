@@ -1,5 +1,8 @@
 // The scratch memory of paged_attention, as the sum of what its paths need. Compiled in every build: a program exported
 // on a machine without CUDA has the same result shapes.
+#include <algorithm>
+#include <cstdint>
+
 #include "ffi/ops/paged_attention/paged_attention.h"
 #include "ffi/ops/paged_attention/paged_attention_decode.h"
 #include "ffi/ops/paged_attention/paged_attention_decode_args.h"
@@ -10,9 +13,15 @@ namespace xla_gpu {
 int64_t DecodeScratchBytes(const PagedAttentionParams& shapes) {
   // float32 needs none: a block sees all keys of a row.
   if (shapes.dtype == DType::kF32 || shapes.num_kv_heads == 0) return 0;
-  const decode::Layout layout = decode::MakeLayout(shapes);
-  return decode::kMaxWorkers * int64_t{sizeof(decode::MergeJob)} +
-         layout.slots * layout.slot_rows * (shapes.head_dim + 2) * int64_t{sizeof(float)};
+  // Whoever asks need not know what the cache holds.
+  int64_t floats = 0;
+  for (const DType cache : {shapes.dtype, DType::kF8E4M3FN}) {
+    PagedAttentionParams params = shapes;
+    params.cache_dtype = cache;
+    const decode::Layout layout = decode::MakeLayout(params);
+    floats = std::max(floats, layout.slots * layout.slot_rows * (shapes.head_dim + 2));
+  }
+  return decode::kMaxWorkers * int64_t{sizeof(decode::MergeJob)} + floats * int64_t{sizeof(float)};
 }
 
 int64_t PagedAttentionScratchBytes(const PagedAttentionParams& shapes) {
