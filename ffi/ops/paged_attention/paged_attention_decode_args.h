@@ -70,7 +70,8 @@ struct Layout {
   bool slots_by_unit;
 };
 
-inline Layout MakeLayout(const PagedAttentionParams& params) {
+// `row_tiles` at most: GPUs with little shared memory take one.
+inline Layout MakeLayout(const PagedAttentionParams& params, int row_tiles = 2) {
   Layout layout = {};
   const bool float8 = IsFloat8(params.cache_dtype);
   const int64_t dim = params.head_dim;
@@ -80,7 +81,7 @@ inline Layout MakeLayout(const PagedAttentionParams& params) {
   // With more tokens than sequences some have several; then their rows shall share one pass over K and V.
   const bool several = params.num_tokens > params.max_seqs;
   layout.narrow = float8 && dim % 16 != 0;
-  layout.row_tiles = layout.narrow || (rows > 8 && (group > 8 || several)) ? 2 : 1;
+  layout.row_tiles = layout.narrow ? 2 : rows > 8 && (group > 8 || several) ? row_tiles : 1;
   const int64_t tile = 8 * layout.row_tiles;
   layout.units_per_head = static_cast<int>((rows + tile - 1) / tile);
   layout.slot_rows = static_cast<int>(std::min(rows, tile));

@@ -101,13 +101,25 @@ Status LaunchShape(const PagedAttentionParams& params, const Layout& layout, Str
   return Status::Ok();
 }
 
+// What a block may have of shared memory on every GPU from sm_80 on.
+inline constexpr size_t kSharedBytesEverywhere = 99 * 1024;
+
 template <Format kFormat, int kDim>
-Status LaunchDim(const PagedAttentionParams& params, const Layout& layout, Stream stream) {
+Status LaunchDim(const PagedAttentionParams& params, Layout layout, Stream stream) {
+  using OneTile = Shape<kFormat, kDim, 1>;
+  using TwoTiles = Shape<kFormat, kDim, 2>;
+  static_assert(sizeof(SplitShared<OneTile>) <= kSharedBytesEverywhere);
   if constexpr (kFormat == Format::kE4M3 || kFormat == Format::kE5M2) {
     if (layout.narrow) return LaunchShape<Shape<kFormat, kDim, 2, true>>(params, layout, stream);
   }
-  return layout.row_tiles == 1 ? LaunchShape<Shape<kFormat, kDim, 1>>(params, layout, stream)
-                               : LaunchShape<Shape<kFormat, kDim, 2>>(params, layout, stream);
+  if constexpr (sizeof(SplitShared<TwoTiles>) > kSharedBytesEverywhere) {
+    int device, per_block;
+    XLA_GPU_RETURN_IF_CUDA(cudaGetDevice(&device));
+    XLA_GPU_RETURN_IF_CUDA(cudaDeviceGetAttribute(&per_block, cudaDevAttrMaxSharedMemoryPerBlockOptin, device));
+    if (static_cast<size_t>(per_block) < sizeof(SplitShared<TwoTiles>)) layout = MakeLayout(params, 1);
+  }
+  return layout.row_tiles == 1 ? LaunchShape<OneTile>(params, layout, stream)
+                               : LaunchShape<TwoTiles>(params, layout, stream);
 }
 
 template <Format kFormat>
