@@ -14,10 +14,10 @@ namespace xla_gpu::decode {
 inline constexpr int kMaxChunks = 48;   // of a unit
 inline constexpr int kGroupChunks = 8;  // chunks that are merged first among themselves
 inline constexpr int kMaxGroups = kMaxChunks / kGroupChunks;
-inline constexpr int kWorkerSlots = 28;  // partial results that a worker leaves behind, at most: see WorkerSlot
+inline constexpr int kWorkerSlots = 28;  // partial results that a worker leaves behind, at most: see GroupPlace::Slot
 inline constexpr int kMaxSms = 152;      // for which the scratch is laid out: more are not used
 
-inline constexpr int kMaxWorkers = kMaxSms * 4;
+inline constexpr int kMaxWorkers = kMaxSms * 4;  // no shape has more blocks on an SM
 
 constexpr int DecodeBlocksPerSm(int dim, int row_tiles) { return row_tiles > 1 || dim > 128 ? 2 : 3; }
 

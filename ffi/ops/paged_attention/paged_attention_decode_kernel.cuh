@@ -271,8 +271,6 @@ class Worker {
 
   const DecodeArgs& args_;
   SplitShared<S>& shared_;
-  uint64_t begin_;
-  uint64_t end_;
 };
 
 template <typename S>

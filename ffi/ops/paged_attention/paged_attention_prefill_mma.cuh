@@ -6,7 +6,7 @@
 
 #include <cstdint>
 
-#include "ffi/device/cached_copy.cuh"
+#include "ffi/device/async_copy.cuh"
 #include "ffi/device/float8.cuh"
 #include "ffi/device/mma.cuh"
 #include "ffi/ops/paged_attention/paged_attention_prefill_common.cuh"

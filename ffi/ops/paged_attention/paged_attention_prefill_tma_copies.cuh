@@ -6,7 +6,7 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "ffi/device/cached_copy.cuh"
+#include "ffi/device/async_copy.cuh"
 #include "ffi/device/mbarrier.cuh"
 #include "ffi/device/tensor_map.cuh"
 #include "ffi/ops/paged_attention/paged_attention_prefill_common.cuh"

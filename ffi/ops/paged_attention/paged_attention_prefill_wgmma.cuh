@@ -7,7 +7,7 @@
 
 #include <cstdint>
 
-#include "ffi/device/cached_copy.cuh"
+#include "ffi/device/async_copy.cuh"
 #include "ffi/device/mbarrier.cuh"
 #include "ffi/device/wgmma.cuh"
 #include "ffi/ops/paged_attention/paged_attention_prefill_common.cuh"
