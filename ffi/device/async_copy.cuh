@@ -11,10 +11,27 @@ __device__ inline uint32_t SharedAddress(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
+// An L2 policy for data that is read once: the first to leave. What createpolicy.fractional.L2::evict_first makes of the
+// fraction 1.
+inline constexpr uint64_t kEvictFirst = 0x12f0000000000000;
+
 // Copies 16 bytes past L1; writes zeros, and reads nothing, where !read.
 __device__ inline void CopyAsync16(uint32_t shared, const void* global, bool read) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "r"(read ? 16 : 0)
                : "memory");
+}
+
+// As above, with an L2 policy.
+// NOTE: not the form with a source size, for which the compiler moves the address about.
+__device__ inline void CopyAsync16(uint32_t shared, const void* global, bool read, uint64_t policy) {
+  asm volatile(
+      "{\n"
+      ".reg .pred ignore;\n"
+      "setp.eq.u32 ignore, %2, 0;\n"
+      "cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, ignore, %3;\n"
+      "}" ::"r"(shared),
+      "l"(global), "r"(static_cast<uint32_t>(read)), "l"(policy)
+      : "memory");
 }
 
 // As CopyAsync16 for rows that are only 8-byte aligned; these go through L1.

@@ -11,28 +11,15 @@
 
 namespace xla_gpu::decode {
 
-inline constexpr int kMaxChunks = 48;   // of a unit
+inline constexpr int kMaxChunks = 64;   // of a unit
 inline constexpr int kGroupChunks = 8;  // chunks that are merged first among themselves
 inline constexpr int kMaxGroups = kMaxChunks / kGroupChunks;
-inline constexpr int kWorkerSlots = 28;  // partial results that a worker leaves behind, at most: see GroupPlace::Slot
-inline constexpr int kMaxSms = 152;      // for which the scratch is laid out: more are not used
-
-inline constexpr int kMaxWorkers = kMaxSms * 4;  // no shape has more blocks on an SM
-
-constexpr int DecodeBlocksPerSm(int dim, int row_tiles) { return row_tiles > 1 || dim > 128 ? 2 : 3; }
-
-// A unit of which several workers have chunks, for the block that merges their results.
-struct alignas(16) MergeJob {
-  uint64_t begin;       // of the unit, on the line
-  uint64_t per_worker;  // of the line
-  int64_t unit;         // its index
-  int32_t chunks;       // 0: no such unit
-  int32_t blocks;       // of a chunk
-  int32_t q_begin;
-  int32_t q_len;
-  int32_t kv_head;
-  int32_t row_tile;
-};
+inline constexpr int kWorkerSlots = kGroupChunks + kMaxGroups + 2;  // partial results that a worker leaves: see SlotOf
+inline constexpr int kMaxSms = 152;                                 // for which the scratch is laid out
+inline constexpr int kDecodeBlocksPerSm = 2;
+// With so few units a call is short: then all chunks' results are left one by one, and whoever merges them need not know
+// who computed what.
+inline constexpr int kFewUnits = 32;
 
 struct DecodeArgs {
   PagedAttentionParams params;
@@ -41,7 +28,9 @@ struct DecodeArgs {
   int units_per_head;      // row tiles of a sequence and kv head, at most
   int slot_rows;           // rows of a partial result in the scratch
   int64_t slots;           // partial results that the scratch holds
-  bool slots_by_unit;      // a slot for each chunk of each unit; else kWorkerSlots for each worker
+  int64_t tasks;           // rows of units whose partial results are to be merged, at most
+  bool few;                // a slot for each chunk of each unit; else kWorkerSlots for each worker
+  bool jobs_by_unit;       // tasks are the rows of all units; else those of the units in which workers begin
   bool fill_unowned;       // write the rows that no sequence owns
   int window;              // sliding_window, or 0 where it hides nothing
   uint64_t stream_policy;  // kEvictFirst: as a parameter it stands in a uniform register
@@ -67,11 +56,10 @@ struct Layout {
   int slot_rows;
   int64_t units;
   int64_t slots;
-  bool slots_by_unit;
+  bool few;
 };
 
-// `row_tiles` at most: GPUs with little shared memory take one.
-inline Layout MakeLayout(const PagedAttentionParams& params, int row_tiles = 2) {
+inline Layout MakeLayout(const PagedAttentionParams& params) {
   Layout layout = {};
   const bool float8 = IsFloat8(params.cache_dtype);
   const int64_t dim = params.head_dim;
@@ -81,15 +69,14 @@ inline Layout MakeLayout(const PagedAttentionParams& params, int row_tiles = 2) 
   // With more tokens than sequences some have several; then their rows shall share one pass over K and V.
   const bool several = params.num_tokens > params.max_seqs;
   layout.narrow = float8 && dim % 16 != 0;
-  layout.row_tiles = layout.narrow ? 2 : rows > 8 && (group > 8 || several) ? row_tiles : 1;
+  layout.row_tiles = layout.narrow ? 2 : rows > 8 && (group > 8 || several) ? 2 : 1;
   const int64_t tile = 8 * layout.row_tiles;
   layout.units_per_head = static_cast<int>((rows + tile - 1) / tile);
   layout.slot_rows = static_cast<int>(std::min(rows, tile));
   layout.units = std::min(params.max_seqs, params.num_tokens) * params.num_kv_heads * layout.units_per_head;
-  const int64_t by_unit = params.max_seqs * params.num_kv_heads * layout.units_per_head * kMaxChunks;
-  const int64_t by_worker = int64_t{kMaxSms} * DecodeBlocksPerSm(layout.dim, layout.row_tiles) * kWorkerSlots;
-  layout.slots_by_unit = by_unit <= by_worker;
-  layout.slots = std::min(by_unit, by_worker);
+  const int64_t units = params.max_seqs * params.num_kv_heads * layout.units_per_head;
+  layout.few = units <= kFewUnits;
+  layout.slots = layout.few ? units * kMaxChunks : int64_t{kMaxSms} * kDecodeBlocksPerSm * kWorkerSlots;
   return layout;
 }
 
@@ -101,7 +88,7 @@ inline DecodeArgs MakeArgs(const PagedAttentionParams& params, const Layout& lay
   args.units_per_head = layout.units_per_head;
   args.slot_rows = layout.slot_rows;
   args.slots = layout.slots;
-  args.slots_by_unit = layout.slots_by_unit;
+  args.few = layout.few;
   args.fill_unowned = params.num_tokens <= kMaxDecodeRows;
   const bool hides = params.sliding_window < std::min(params.pages_per_seq * params.page_size, int64_t{1} << 31);
   args.window = hides ? static_cast<int>(params.sliding_window) : 0;

@@ -11,104 +11,229 @@
 
 namespace xla_gpu::decode {
 
-inline constexpr int kCombineThreads = 256;
-inline constexpr int kCombineRows = 4;  // at a time
+inline constexpr int kCombineWarps = 4;
+inline constexpr int kCombineThreads = 32 * kCombineWarps;
+inline constexpr int kCombineParts = 8;   // partial results that a lane has in flight
+inline constexpr int kCombineRounds = 4;  // tasks that a warp prepares at a time
 
 // The sizes that the split kernel's shape has.
-template <int kDim, int kRows, int kBlockKeys>
+template <int kBlockKeys, int kRows>
+using CombinePlan = Plan<kCombineThreads, kBlockKeys, kRows>;
+
+// A row whose partial results a warp is to merge: where these stand, and where the row.
+struct CombineTask {
+  unsigned lanes[2];          // a bit for each chunk with which a partial result begins
+  unsigned slots[kMaxChunks];  // of those
+  int slot_row;
+  int unit_row;
+  int q_begin;
+  int kv_head;
+};
+static_assert(kMaxChunks <= 64, "two words of bits");
+
+template <int kRows, int kBlockKeys>
 struct CombineShared {
-  using P = Plan<kCombineThreads, kBlockKeys, kRows>;
-  alignas(16) float4 out[kMaxGroups][kCombineRows][kDim / 4];
-  Softmax softmax[kMaxGroups][kCombineRows];
-  typename P::Shared plan;
+  CombineTask tasks[kCombineRounds][kCombineWarps];
+  typename CombinePlan<kBlockKeys, kRows>::Shared plan;
 };
 
-// The job of a block where there are few units, one for each block: found while the kernel before still runs.
-template <typename P>
-__device__ inline MergeJob PlanJob(const DecodeArgs& args, typename P::Shared& shared) {
-  P plan(args, shared);
-  const unsigned per_head = static_cast<unsigned>(args.units_per_head);
-  const unsigned per_sequence = per_head * static_cast<unsigned>(args.params.num_kv_heads);
-  const int entry = plan.FindSequence(static_cast<int>(blockIdx.x / per_sequence));
-  const unsigned unit = blockIdx.x % per_sequence;
-  if (entry < 0 || plan.At(entry).chunks == 0) return {};
-  const unsigned units = static_cast<unsigned>(plan.At(entry).units);
-  if (unit % per_head >= units) return {};
-  return plan.Job(plan.At(entry), plan.SequenceOf(entry), unit / per_head * units + unit % per_head);
-}
+// Who owns the chunks of a job's unit.
+struct Owners {
+  const MergeJob& job;
 
-// With slots by unit block i merges unit i, else the unit that worker i has described.
-template <int kDim, int kRows, int kBlockKeys>
-__global__ void __launch_bounds__(kCombineThreads) DecodeCombineKernel(const __grid_constant__ DecodeArgs args) {
-  using Shared = CombineShared<kDim, kRows, kBlockKeys>;
-  extern __shared__ __align__(16) char dynamic_shared[];
-  auto& shared = *reinterpret_cast<Shared*>(dynamic_shared);
-  if (args.fill_unowned && blockIdx.x == 0) {
-    if (args.params.dtype == DType::kBF16) {
-      FillUnownedRows<__nv_bfloat16>(args.params, 0, 1);
-    } else {
-      FillUnownedRows<__half>(args.params, 0, 1);
-    }
-  }
-  MergeJob job;
-  if (args.slots_by_unit) job = PlanJob<typename Shared::P>(args, shared.plan);
-  // All blocks wait: when this kernel has ended, so has the one before.
-  WaitForPreviousKernel();
-  if (!args.slots_by_unit) job = *Scratch::Job(args, blockIdx.x);
-  if (job.chunks == 0) return;
-  const auto owner = [&](int chunk) {
+  __device__ unsigned Of(int chunk) const {
     const uint64_t position = job.begin + static_cast<unsigned>(chunk * job.blocks);
     if ((position | job.per_worker) >> 32) return static_cast<unsigned>(position / job.per_worker);
     return static_cast<uint32_t>(position) / static_cast<uint32_t>(job.per_worker);
-  };
-  const unsigned unit_owner = owner(0);
-  if (unit_owner == owner(job.chunks - 1)) return;  // it had all chunks, and has written the rows
+  }
+  // The first chunk after those of `worker`, who has some.
+  __device__ int End(unsigned worker) const {
+    const uint64_t length = (worker + uint64_t{1}) * job.per_worker - job.begin;
+    if (length >= static_cast<unsigned>(job.chunks * job.blocks)) return job.chunks;
+    const unsigned blocks = static_cast<unsigned>(job.blocks);
+    return static_cast<int>((static_cast<unsigned>(length) + blocks - 1) / blocks);
+  }
+};
 
+// The jobs, by number: each unit, or the unit in which the worker of that number begins, if it is the second that has
+// chunks of it. By all threads of a block together; each may ask for another job.
+template <typename P>
+class Jobs {
+ public:
+  __device__ Jobs(const DecodeArgs& args, typename P::Shared& shared) : args_(args), plan_(args, shared) {}
+
+  __device__ MergeJob Find(int64_t index) {
+    MergeJob job = {};
+    if (plan_.Window() > 0) plan_.FirstWindow();
+    while (true) {
+      if (job.chunks == 0) job = args_.jobs_by_unit ? OfUnit(index) : OfWorker(index);
+      if (plan_.LastWindow()) return job;
+      plan_.NextWindow();
+    }
+  }
+
+ private:
+  // Of those in the window.
+  __device__ MergeJob OfUnit(int64_t index) const {
+    const unsigned per_head = static_cast<unsigned>(args_.units_per_head);
+    const unsigned per_sequence = per_head * static_cast<unsigned>(args_.params.num_kv_heads);
+    const int entry = static_cast<int>(static_cast<unsigned>(index) / per_sequence) - plan_.Window();
+    if (entry < 0 || entry >= kCombineThreads || plan_.At(entry).chunks == 0) return {};
+    const unsigned unit = static_cast<unsigned>(index) % per_sequence;
+    const unsigned units = static_cast<unsigned>(plan_.At(entry).units);
+    if (unit % per_head >= units) return {};
+    return plan_.Job(plan_.At(entry), plan_.SequenceOf(entry), unit / per_head * units + unit % per_head);
+  }
+
+  __device__ MergeJob OfWorker(int64_t index) const {
+    if (index == 0 || index >= args_.workers) return {};
+    const uint64_t begin = plan_.WorkerBegin(static_cast<unsigned>(index));
+    if (begin < plan_.At(0).begin || begin >= plan_.WindowEnd()) return {};
+    const int found = plan_.Search(begin);
+    const PlanEntry& entry = plan_.At(found);
+    const unsigned unit = entry.UnitAt(begin - entry.begin);
+    const uint64_t unit_begin = UnitPlace::Of(entry, unit).begin;
+    if (unit_begin == begin || unit_begin < plan_.WorkerBegin(static_cast<unsigned>(index) - 1)) return {};
+    return plan_.Job(entry, plan_.SequenceOf(found), unit);
+  }
+
+  const DecodeArgs& args_;
+  P plan_;
+};
+
+// A warp's sums over parts in order: of a group the parts one after the other, then the groups. Four columns for a lane.
+struct PartSums {
+  Partial group;
+  Partial unit;
+  bool any_group = false;
+  bool any_unit = false;
+
+  __device__ void Add(const Partial& part, bool begins_group) {
+    if (!begins_group) return group.Add(part);
+    CloseGroup();
+    group = part;
+    any_group = true;
+  }
+  __device__ void CloseGroup() {
+    if (!any_group) return;
+    if (any_unit) {
+      unit.Add(group);
+    } else {
+      unit = group;
+    }
+    any_unit = true;
+    any_group = false;
+  }
+};
+
+// By a warp: what is to be done for row `slot_row` of a job's row tile, which is row `unit_row` of the unit.
+__device__ inline void Prepare(const DecodeArgs& args, const MergeJob& job, int slot_row, int unit_row,
+                               CombineTask& task) {
   const int lane = static_cast<int>(threadIdx.x) % 32;
-  const int warp = static_cast<int>(threadIdx.x) / 32;
+  const Owners owners = {job};
+  const bool exists = job.chunks > 0 && unit_row < job.q_len * args.group;
+  const unsigned unit_owner = exists ? owners.Of(0) : 0;
+  const int owned = exists ? owners.End(unit_owner) : 0;
+  // Whoever has all of a unit's chunks has written its rows.
+  const int chunks = exists && owned < job.chunks ? job.chunks : 0;
+  // The first chunk that does not stand merged with those before it, group by group, in the place of the unit's first.
+  const int merged = owned / kGroupChunks * kGroupChunks;
+#pragma unroll 1
+  for (int i = 0; i < 2; ++i) {
+    const int chunk = 32 * i + lane;
+    bool begins = false;
+    if (chunk < chunks) {
+      const int first = chunk / kGroupChunks * kGroupChunks;
+      const unsigned owner = owners.Of(chunk);
+      const bool has_begin = owner == owners.Of(first);
+      task.slots[chunk] = SlotOf(chunk, owner, owner == unit_owner, has_begin);
+      // A part begins with each chunk, but for those whose owner has them merged with the group's first one.
+      begins = chunk < merged ? chunk == 0 : chunk == first || !has_begin;
+    }
+    const unsigned lanes = __ballot_sync(0xffffffffu, begins);
+    if (lane == 0) task.lanes[i] = lanes;
+  }
+  if (lane == 0) {
+    task.slot_row = slot_row;
+    task.unit_row = unit_row;
+    task.q_begin = job.q_begin;
+    task.kv_head = job.kv_head;
+  }
+  __syncwarp();
+}
+
+// By a warp: merges a row's partial results and writes it, unless in rehearsal.
+__device__ inline void MergeRow(const DecodeArgs& args, const CombineTask& task, bool rehearsal) {
   const int head_dim = static_cast<int>(args.params.head_dim);
-  const int groups = (job.chunks + kGroupChunks - 1) / kGroupChunks;
-  const int rows = min(job.q_len * args.group - job.row_tile * kRows, kRows);
-  for (int begin = 0; begin < rows; begin += kCombineRows) {
-    const int now = min(kCombineRows, rows - begin);
-    if (begin > 0) __syncthreads();  // what stands there is no longer read
-    for (int task = warp; task < now * groups; task += kCombineThreads / 32) {
-      const int group = task / now;
-      const int row = task - group * now;
-      const int first = group * kGroupChunks;
-      const int last = min(first + kGroupChunks, job.chunks) - 1;
-      const GroupPlace place = {unit_owner, owner(first), owner(last)};
-      const int parts = place.Whole() ? 1 : last - first + 1;
-      // Lane i finds the i-th part.
-      const int my_chunk = min(first + lane, last);
-      const int64_t my_slot = place.Slot(args, job.unit, my_chunk, owner(my_chunk));
-      int64_t slots[kGroupChunks];
+  if (task.lanes[0] == 0) return;
+  for (int column = static_cast<int>(threadIdx.x) % 32 * 4; column < head_dim; column += 128) {
+    PartSums sums;
+#pragma unroll 1
+    for (int i = 0; i < 2; ++i) {
+      unsigned left = task.lanes[i];
+      while (left != 0) {
+        Partial parts[kCombineParts];
+        unsigned after = left;
 #pragma unroll
-      for (int i = 0; i < kGroupChunks; ++i) slots[i] = __shfl_sync(0xffffffffu, my_slot, i);
-      for (int column = lane * 4; column < head_dim; column += 128) {
-        Partial part[kGroupChunks];
-#pragma unroll
-        for (int i = 0; i < kGroupChunks; ++i) {
-          if (i >= parts) break;
-          part[i].softmax = *Scratch::Of(args, slots[i], begin + row);
-          part[i].out = *reinterpret_cast<const float4*>(Scratch::Out(args, slots[i], begin + row) + column);
+        for (int j = 0; j < kCombineParts; ++j) {
+          if (after == 0) break;
+          const unsigned slot = task.slots[32 * i + __ffs(after) - 1];
+          parts[j] = LoadPart(Scratch::Of(args, slot, task.slot_row),
+                              Scratch::Out(args, slot, task.slot_row) + column, !rehearsal);
+          after &= after - 1;
         }
-        MergeParts(part, parts);
-        shared.out[group][row][column / 4] = part[0].out;
-        if (column == 0) shared.softmax[group][row] = part[0].softmax;
+#pragma unroll
+        for (int j = 0; j < kCombineParts; ++j) {
+          if (left == 0) break;
+          sums.Add(parts[j], (__ffs(left) - 1) % kGroupChunks == 0);
+          left &= left - 1;
+        }
       }
     }
-    __syncthreads();
-    for (int i = static_cast<int>(threadIdx.x); i < now * (kDim / 4); i += kCombineThreads) {
-      const int row = i / (kDim / 4);
-      const int column = i % (kDim / 4) * 4;
-      if (column >= head_dim) continue;
-      Partial result = {shared.softmax[0][row], shared.out[0][row][column / 4]};
-      for (int group = 1; group < groups; ++group) {
-        result.Add({shared.softmax[group][row], shared.out[group][row][column / 4]});
-      }
-      const int unit_row = job.row_tile * kRows + begin + row;
-      StoreRow(args, RowPlace::Of(args, job.q_begin, job.kv_head, unit_row), column, result);
+    sums.CloseGroup();
+    StoreRow(args, RowPlace::Of(args, task.q_begin, task.kv_head, task.unit_row), column, sums.unit, !rehearsal);
+  }
+}
+
+// Writes the rows that no sequence owns, where that is the decode path's business.
+__device__ inline void FillRowsOfNoSequence(const DecodeArgs& args) {
+  if (!args.fill_unowned || blockIdx.x != 0) return;
+  if (args.params.dtype == DType::kBF16) {
+    FillUnownedRows<__nv_bfloat16>(args.params, 0, 1);
+  } else {
+    FillUnownedRows<__half>(args.params, 0, 1);
+  }
+}
+
+// Merges what the workers have left behind, a row with each warp. Few blocks, so that they find room beside those of the
+// kernel before, and know what to do when it ends.
+template <int kRows, int kBlockKeys>
+__global__ void __launch_bounds__(kCombineThreads, 4) DecodeCombineKernel(const __grid_constant__ DecodeArgs args) {
+  extern __shared__ __align__(16) char dynamic_shared[];
+  auto& shared = *reinterpret_cast<CombineShared<kRows, kBlockKeys>*>(dynamic_shared);
+  FillRowsOfNoSequence(args);
+  Jobs<CombinePlan<kBlockKeys, kRows>> jobs(args, shared.plan);
+  const int warp = static_cast<int>(threadIdx.x) / 32;
+  const int64_t stride = int64_t{gridDim.x} * kCombineWarps;
+  // Memory is busy with K and V, and instructions come through it too: what is to run when the kernel before has ended
+  // is gone through while it still runs, with nothing read or written.
+  bool rehearsal = true;
+  for (int64_t begin = int64_t{blockIdx.x} * kCombineWarps; begin < args.tasks; begin += kCombineRounds * stride) {
+    int rounds = 0;
+    for (; rounds < kCombineRounds && begin + rounds * stride < args.tasks; ++rounds) {
+      const unsigned task = static_cast<unsigned>(begin + rounds * stride) + warp;
+      const unsigned index = task / static_cast<unsigned>(args.slot_rows);
+      const MergeJob job = jobs.Find(index);
+      const int row = static_cast<int>(task - index * static_cast<unsigned>(args.slot_rows));
+      Prepare(args, task < args.tasks ? job : MergeJob{}, row, job.row_tile * kRows + row, shared.tasks[rounds][warp]);
+    }
+#pragma unroll 1
+    for (int round = rehearsal ? -1 : 0; round < rounds; ++round) {
+      MergeRow(args, shared.tasks[max(round, 0)][warp], rehearsal);
+      if (!rehearsal) continue;
+      // All blocks wait: when this kernel has ended, so has the one before.
+      WaitForPreviousKernel();
+      rehearsal = false;
     }
   }
 }

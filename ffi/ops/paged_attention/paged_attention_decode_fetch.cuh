@@ -1,10 +1,10 @@
-// How a warp of the decode kernel gets its keys and values: look-ups of pages, and loads straight into registers.
+// How a warp of the decode kernel gets its keys and values: look-ups of pages, and copies into its ring.
 #ifndef XLA_GPU_OPS_PAGED_ATTENTION_PAGED_ATTENTION_DECODE_FETCH_CUH_
 #define XLA_GPU_OPS_PAGED_ATTENTION_PAGED_ATTENTION_DECODE_FETCH_CUH_
 
 #include <cstdint>
 
-#include "ffi/device/stream_load.cuh"
+#include "ffi/device/async_copy.cuh"
 #include "ffi/ops/paged_attention/paged_attention_decode_plan.cuh"
 #include "ffi/ops/paged_attention/paged_attention_decode_shape.cuh"
 
@@ -12,7 +12,7 @@ namespace xla_gpu::decode {
 
 // What a warp needs to know of the unit at hand. What is seldom needed is left in shared memory, for want of registers.
 struct UnitView {
-  const char* keys;  // of the kv head, at this lane's first columns
+  const char* keys;  // of the kv head, at this lane's first column
   const char* values;
   const int32_t* pages;    // the sequence's row of block_tables
   const PlanEntry* entry;  // in shared memory
@@ -44,92 +44,46 @@ struct Lookup {
   }
 };
 
-// Where this lane's columns stand in a row of the cache, in bytes from its first. Chunks that may lie past head_dim are
-// fetched from the row's beginning if they do.
+// What a lane copies of a row: 16 bytes. Columns past head_dim become zeros: there the query has zeros too, but 0 * inf is
+// not 0.
 template <typename S>
-struct Columns {
-  static constexpr int kKeyTail = S::kKeyChunks - S::kFixedKeyChunks;
-  int key[kKeyTail];       // from lane % 4 * 16
-  int key_high[kKeyTail];  // its second half, where halves are fetched apart
-  int value;               // from lane / 4 * kValueBytes
-  int value_high;
+struct LaneCopy {
+  int column;    // in bytes; of what is not read another one that is there
+  int bytes;     // 16, or 0 past head_dim; kNarrow: 8 too
+  uint32_t to;   // from a tile's place on
 
-  __device__ explicit Columns(const DecodeArgs& args) {
+  __device__ explicit LaneCopy(const DecodeArgs& args) {
     const int lane = static_cast<int>(threadIdx.x) % 32;
-    const int bytes = static_cast<int>(args.params.head_dim) * S::kElementBytes;
-    const int key_at = lane % 4 * 16;
-#pragma unroll
-    for (int i = 0; i < kKeyTail; ++i) {
-      const int at = S::kFixedBytes + 64 * i;
-      key[i] = key_at + at < bytes ? at : -key_at;
-      key_high[i] = key_at + at + 8 < bytes ? at + 8 : -key_at;
-    }
-    constexpr int kLast = S::kFixedValueChunks * 8 * S::kValueBytes;
-    const int value_at = lane / 4 * S::kValueBytes;
-    value = value_at + kLast < bytes ? kLast : -value_at;
-    value_high = value_at + kLast + 8 < bytes ? kLast + 8 : -value_at;
+    const int chunk = lane % S::kRowLanes;
+    const int row = lane / S::kRowLanes;
+    const int left = static_cast<int>(args.params.head_dim) * S::kElementBytes - chunk * 16;
+    bytes = min(max(left, 0), 16);
+    column = bytes > 0 ? chunk * 16 : 0;
+    to = row * S::kRowBytes + (chunk ^ S::Swizzle(row)) * 16;
   }
-};
 
-// True iff 8 bytes of this lane's keys, `at` bytes from its first column, lie past head_dim.
-template <typename S>
-__device__ inline bool PastHeadDim(const DecodeArgs& args, int at) {
-  return static_cast<int>(threadIdx.x) % 4 * 16 + at >= static_cast<int>(args.params.head_dim) * S::kElementBytes;
-}
-
-// The keys and values of a tile, in flight or at hand.
-template <typename S>
-struct KeyTile {
-  uint4 at[S::kKeyTiles * 2][S::kKeyChunks];  // of keys g and g + 8 of each matrix tile (g = lane / 4)
-
-  __device__ void Load(const DecodeArgs& args, const char* keys, uint32_t slot, const Columns<S>& columns) {
-    const int lane = static_cast<int>(threadIdx.x) % 32;
+  // Starts the copy of a tile's rows: keys to `tile`, values `values_at` behind it. Lane i knows the slot of key i.
+  __device__ void Start(const DecodeArgs& args, const UnitView& unit, uint32_t slot, uint32_t tile,
+                        uint32_t values_at) const {
+    const int row = static_cast<int>(threadIdx.x) % 32 / S::kRowLanes;
+    // Lanes without a part of a row show their slots all the same.
+    const bool idle =
+        S::kRowLanes > S::kRowChunks && static_cast<int>(threadIdx.x) % S::kRowLanes >= S::kRowChunks;
 #pragma unroll
-    for (int i = 0; i < S::kKeyTiles * 2; ++i) {
-      const char* const key =
-          keys + static_cast<uint64_t>(__shfl_sync(0xffffffffu, slot, i * 8 + lane / 4)) * args.slot_bytes;
-#pragma unroll
-      for (int j = 0; j < S::kKeyChunks; ++j) {
-        const char* const from = key + (j < S::kFixedKeyChunks ? 64 * j : columns.key[j - S::kFixedKeyChunks]);
-        if constexpr (S::kNarrow) {
-          const uint2 low = LoadStream8(args.stream_policy, from);
-          const uint2 high =
-              LoadStream8(args.stream_policy,
-                          key + (j < S::kFixedKeyChunks ? 64 * j + 8 : columns.key_high[j - S::kFixedKeyChunks]));
-          at[i][j] = {low.x, low.y, high.x, high.y};
-        } else {
-          at[i][j] = LoadStream16(args.stream_policy, from);
-        }
-      }
-    }
-  }
-};
-
-template <typename S>
-struct ValueTile {
-  static constexpr int kVectors = S::kValueChunks;
-  uint4 at[S::kKeyTiles * 4][kVectors];  // of keys 2t, 2t + 1, 2t + 8 and 2t + 9 of each matrix tile (t = lane % 4)
-
-  __device__ void Load(const DecodeArgs& args, const char* values, uint32_t slot, const Columns<S>& columns) {
-    const int lane = static_cast<int>(threadIdx.x) % 32;
-#pragma unroll
-    for (int i = 0; i < S::kKeyTiles * 4; ++i) {
-      const int key = i / 4 * 16 + i % 2 + i / 2 % 2 * 8 + lane % 4 * 2;
-      const char* const value = values + static_cast<uint64_t>(__shfl_sync(0xffffffffu, slot, key)) * args.slot_bytes;
-#pragma unroll
-      for (int j = 0; j < kVectors; ++j) {
-        const char* const from = value + (j < S::kFixedValueChunks ? 128 * j : columns.value);
-        if constexpr (S::kValueBytes == 8) {
-          const uint2 eight = LoadStream8(args.stream_policy, from);
-          at[i][j] = {eight.x, eight.y, 0, 0};
-        } else if constexpr (S::kNarrow) {
-          const uint2 low = LoadStream8(args.stream_policy, from);
-          const uint2 high =
-              LoadStream8(args.stream_policy, value + (j < S::kFixedValueChunks ? 128 * j + 8 : columns.value_high));
-          at[i][j] = {low.x, low.y, high.x, high.y};
-        } else {
-          at[i][j] = LoadStream16(args.stream_policy, from);
-        }
+    for (int i = 0; i < S::kTileKeys / S::kCopyRows; ++i) {
+      const uint64_t of_row = __shfl_sync(0xffffffffu, slot, i * S::kCopyRows + row);
+      const char* const key = unit.keys + of_row * args.slot_bytes;
+      const char* const value = unit.values + of_row * args.slot_bytes;
+      const uint32_t at = ((tile + to) ^ (S::Swizzle(i * S::kCopyRows) * 16)) + i * S::kCopyRows * S::kRowBytes;
+      if (idle) continue;
+      if constexpr (S::kNarrow) {
+        CopyAsync8(at, key, bytes > 0);
+        CopyAsync8(at + 8, key + (bytes > 8 ? 8 : 0), bytes > 8);
+        CopyAsync8(at + values_at, value, bytes > 0);
+        CopyAsync8(at + values_at + 8, value + (bytes > 8 ? 8 : 0), bytes > 8);
+      } else {
+        CopyAsync16(at, key, bytes > 0, args.stream_policy);
+        CopyAsync16(at + values_at, value, bytes > 0, args.stream_policy);
       }
     }
   }

@@ -18,30 +18,15 @@ using DecodePlan = Plan<S::kThreads, S::kBlockKeys, S::kRows>;
 struct Share {
   int begin;
   int end;
-  bool whole;
-
-  __device__ bool Has(int chunk) const { return begin <= chunk && chunk < end; }
 };
 
 template <typename S>
 struct SplitShared {
-  // Rows are a little longer than a multiple of 128 bytes: columns of neighbouring rows lie in other banks.
-  static constexpr int kStride = S::kDim + 4;
-  alignas(16) float out[S::kWarps][S::kRows][kStride];
-  alignas(16) float4 group_out[S::kRows * S::kDim / 4];  // over the chunks of a group so far
-  alignas(16) float4 unit_out[S::kRows * S::kDim / 4];   // over the groups of a unit so far
-  Softmax softmax[S::kWarps][S::kRows];
-  // Read by all threads of a row and written by one: in turns, by the parity of the chunk.
-  Softmax group_softmax[2][S::kRows];
-  Softmax unit_softmax[2][S::kRows];
-  uint4 query[S::kSteps][32];
+  alignas(1024) char keys[S::kRing][S::kWarps][S::kTileBytes];
+  alignas(1024) char values[S::kRing][S::kWarps][S::kTileBytes];
+  Published<S> published[2];  // of a step and the one before it, in turns
   typename DecodePlan<S>::Shared plan;
-  // Of the unit at hand, what is needed at the end of a chunk: there are no registers for it.
-  UnitPlace place;
-  Share share;
-  int64_t unit;    // its index
-  uint64_t begin;  // of the worker's part of the line
-  uint64_t end;
+  uint64_t end;  // of the worker's part of the line
 };
 
 // A worker's walk over the line.
@@ -54,28 +39,21 @@ class Worker {
     DecodePlan<S> plan(args_, shared_.plan);
     const uint64_t begin = plan.WorkerBegin(blockIdx.x);
     const uint64_t end = min(plan.WorkerBegin(blockIdx.x + 1), plan.Total());
-    if (begin >= end) return Describe({});
-    shared_.begin = begin;
+    if (begin >= end) return;
     shared_.end = end;
     int index = plan.Find(begin);
     const PlanEntry* entry = &plan.At(index);
     const uint64_t into = begin - entry->begin;
-    const unsigned length = static_cast<unsigned>(entry->chunks * entry->blocks);
-    unsigned unit = static_cast<unsigned>(into >> 32 ? into / length : static_cast<uint32_t>(into) / length);
+    unsigned unit = entry->UnitAt(into);
     // A chunk that began before belongs to another worker.
     const unsigned blocks = static_cast<unsigned>(entry->blocks);
-    int chunk = static_cast<int>((static_cast<unsigned>(into - uint64_t{unit} * length) + blocks - 1) / blocks);
-    // If the worker before has begun the unit in which this one begins, this one is the second and describes it.
-    const uint64_t unit_begin = UnitPlace::Of(*entry, unit).begin;
-    const bool second = unit_begin < begin && plan.WorkerBegin(blockIdx.x - 1) <= unit_begin;
-    Describe(second ? plan.Job(*entry, plan.SequenceOf(index), unit) : MergeJob{});
+    int chunk = static_cast<int>((static_cast<unsigned>(into - uint64_t{unit} * entry->UnitLength()) + blocks - 1) / blocks);
     while (true) {
-      if (UnitPlace::Of(*entry, unit).begin + static_cast<unsigned>(chunk * entry->blocks) >= shared_.end) return;
+      if (UnitPlace::Of(*entry, unit).begin + static_cast<unsigned>(chunk * entry->blocks) >= end) return;
       if (chunk < entry->chunks) RunUnit(index, plan.SequenceOf(index), unit, chunk);
       chunk = 0;
-      entry = &plan.At(index);
       if (++unit == static_cast<unsigned>(entry->units) * static_cast<unsigned>(args_.params.num_kv_heads)) {
-        if (entry->end >= shared_.end) return;
+        if (entry->End(args_) >= end) return;
         index = plan.Next(index);
         entry = &plan.At(index);
         unit = 0;
@@ -84,93 +62,102 @@ class Worker {
   }
 
  private:
-  // Leaves a job behind for the block that merges.
-  __device__ void Describe(const MergeJob& job) {
-    if (!args_.slots_by_unit && threadIdx.x == 0) *Scratch::Job(args_, blockIdx.x) = job;
-  }
-
   // Computes the unit's chunks from `chunk` on, as far as they are this worker's.
   __device__ void RunUnit(int entry_index, int sequence, unsigned unit_of_entry, int chunk) {
     const PagedAttentionParams& params = args_.params;
     const PlanEntry& entry = shared_.plan.entries[entry_index];
     const UnitPlace place = UnitPlace::Of(entry, unit_of_entry);
     if (entry.end_key == entry.first_key) return StoreConstant(entry, place);
-    const int lane = static_cast<int>(threadIdx.x) % 32;
     const int warp = static_cast<int>(threadIdx.x) / 32;
 
     // The worker has the chunks up to:
     const uint64_t room = shared_.end - place.begin + static_cast<unsigned>(entry.blocks) - 1;
-    const uint64_t length = static_cast<unsigned>(entry.chunks * entry.blocks);
+    const uint64_t length = entry.UnitLength();
     const int end = room >= length
                         ? entry.chunks
                         : static_cast<int>(static_cast<unsigned>(room) / static_cast<unsigned>(entry.blocks));
-    const Share share = {chunk, end, chunk == 0 && end == entry.chunks};
+    const Share share = {chunk, end};
     const int begin_key = entry.first_key + chunk * entry.blocks * S::kBlockKeys;
     const int end_key = end == entry.chunks ? entry.end_key : entry.first_key + end * entry.blocks * S::kBlockKeys;
 
+    const LaneCopy<S> copy(args_);
     UnitView unit;
-    const int64_t head = place.kv_head * params.head_stride * S::kElementBytes;
-    unit.keys = static_cast<const char*>(params.k_cache) + head + lane % 4 * 16;
-    unit.values = static_cast<const char*>(params.v_cache) + head + lane / 4 * S::kValueBytes;
+    const int64_t head = place.kv_head * params.head_stride * S::kElementBytes + copy.column;
+    unit.keys = static_cast<const char*>(params.k_cache) + head;
+    unit.values = static_cast<const char*>(params.v_cache) + head;
     unit.pages = params.block_tables + sequence * params.pages_per_seq;
     unit.entry = &entry;
     unit.row_tile = place.row_tile;
     unit.end_key = end_key;
-    unit.hidden_by_end = min(0, entry.end_key - end_key - entry.q_len + 1);
-    // The compiler would rather add the parameters' addresses again for each key.
+    unit.hidden_by_end = min(0, entry.end_key - end_key - int{entry.q_len} + 1);
+    // The compiler would rather add the parameters' addresses again for each tile.
     asm("" : "+l"(unit.keys), "+l"(unit.values), "+l"(unit.pages));
 
-    // Keys are asked for before the query is waited for. Each warp has a tile of every block of keys; past the last key
-    // it fetches that key again, and takes its scores away.
+    // Each warp has a tile of every block of keys. Past the last key it fetches that key again, and takes its scores
+    // away.
+    constexpr int kAhead = S::kRing == 1 ? 1 : S::kRing - 1;  // steps
+    constexpr uint32_t kStep = S::kWarps * S::kTileBytes;
     int left = end_key - begin_key - warp * S::kTileKeys;  // keys from the tile's first one on; may be negative
+    int blocks = (end_key - begin_key - 1) / S::kBlockKeys + 1;
     bool bad = false;
-    const Columns<S> columns(args_);
-    Lookup lookup;
-    lookup.Start(args_, unit, left, S::kTileKeys);
+    Lookup first[kAhead];
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) first[i].Start(args_, unit, left - i * S::kBlockKeys, S::kTileKeys);
     Query<S> query;
     query.Load(args_, entry, place);
-    uint32_t slot = lookup.Slot(args_, &bad);
-    KeyTile<S> keys;
-    keys.Load(args_, unit.keys, slot, columns);
-    lookup.Start(args_, unit, left - S::kBlockKeys, S::kTileKeys);
-    __syncthreads();  // what stands there is no longer read
-    query.Share(shared_.query);
-    if (threadIdx.x == 0) {
-      shared_.place = place;
-      shared_.share = share;
-      shared_.unit = UnitIndex(args_, sequence, place);
-    }
-    __syncthreads();
+    const uint32_t my_keys = SharedAddress(shared_.keys[0][warp]);
+    // Copies the tile of a step `ahead` steps from now, if there is one, to stage `stage`, given in bytes.
+    const auto fetch = [&](const Lookup& lookup, int ahead, uint32_t stage) {
+      const uint32_t slot = lookup.Slot(args_, &bad);
+      if (ahead < blocks) copy.Start(args_, unit, slot, my_keys + stage, sizeof(shared_.keys));
+      CommitAsync();
+    };
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) fetch(first[i], i, i * kStep);
+    Lookup lookup;
+    lookup.Start(args_, unit, left - kAhead * S::kBlockKeys, S::kTileKeys);
 
-    Running<S> running;
+    Running<S> running, group, whole;
     running.Clear();
-    int blocks = (end_key - begin_key - 1) / S::kBlockKeys + 1;
+    const uint32_t key_offset = KeyOffset<S>();
+    const typename Running<S>::ValueOffsets value_offsets;
+    const uint32_t all_values = SharedAddress(shared_.values[0][0]);
+    uint32_t stage = 0;
+    uint32_t stage_before = (S::kRing - 1) * kStep;
+    int parity = 0;
     int of_chunk = entry.blocks;
-    // NOTE: values are fetched at the top of a turn although there was time to before. Where registers of loads in
-    // flight are passed on or merged, the compiler may move them, and wait for them.
     while (true) {
-      ValueTile<S> values;
-      typename Running<S>::Scores scores;
-      if constexpr (S::kOverlap) values.Load(args_, unit.values, slot, columns);
-      Running<S>::Multiply(args_, keys, shared_.query, scores);
-      if constexpr (!S::kOverlap) values.Load(args_, unit.values, slot, columns);
-      slot = lookup.Slot(args_, &bad);
-      if constexpr (S::kOverlap) keys.Load(args_, unit.keys, slot, columns);
+      Scores<S> scores;
+      WaitAsync<kAhead - 1>();
+      __syncwarp();
+      MultiplyKeys<S>(my_keys + stage + key_offset, query, scores);
+      PublishScores<S>(args_, unit, query, left, __any_sync(0xffffffffu, bad), scores, shared_.published[parity]);
+      // Behind it all scores and values of this step are there, and those of the last one are no longer read.
+      __syncthreads();
+      if constexpr (S::kRing > 1) {
+        fetch(lookup, kAhead, stage_before);
+        lookup.Start(args_, unit, left - (kAhead + 1) * S::kBlockKeys, S::kTileKeys);
+      }
+      running.AddStep(shared_.published[parity], all_values + stage, value_offsets);
+      if constexpr (S::kRing == 1) {
+        __syncthreads();
+        fetch(lookup, kAhead, stage_before);
+        lookup.Start(args_, unit, left - (kAhead + 1) * S::kBlockKeys, S::kTileKeys);
+      }
+      parity = 1 - parity;
+      stage_before = stage;
+      stage = stage == (S::kRing - 1) * kStep ? 0 : stage + kStep;
       left -= S::kBlockKeys;
-      lookup.Start(args_, unit, left - S::kBlockKeys, S::kTileKeys);
-      running.Weigh(args_, unit, query, left + S::kBlockKeys, scores);
-      running.AddValues(values, scores);
-      if constexpr (!S::kOverlap) keys.Load(args_, unit.keys, slot, columns);
       --blocks;
       if (--of_chunk > 0 && blocks > 0) continue;
-      running.Close(__any_sync(0xffffffffu, bad));
-      Stage(*unit.entry, running);
-      Collect(*unit.entry, chunk);
-      if (blocks == 0) return;
+      running.Close();
+      Collect(*unit.entry, place, UnitIndex(args_, sequence, place), share, chunk, running, group, whole);
+      if (blocks == 0) break;
       running.Clear();
       of_chunk = unit.entry->blocks;
       ++chunk;
     }
+    __syncthreads();  // what the next unit overwrites is no longer read
   }
 
   // The rows of a sequence without keys: 0, or NaN if it is not valid.
@@ -184,88 +171,104 @@ class Worker {
     }
   }
 
-  // Hands this warp's result of a chunk to the block.
-  __device__ void Stage(const PlanEntry& entry, const Running<S>& running) {
+  // Merges a chunk's sums with those of the chunks before it: `group` over the chunks of a group so far, `whole` over the
+  // groups of a unit so far.
+  __device__ void Collect(const PlanEntry& entry, const UnitPlace& place, int64_t unit, const Share& share, int chunk,
+                          const Running<S>& running, Running<S>& group, Running<S>& whole) {
+    const int first = chunk / kGroupChunks * kGroupChunks;
+    const bool share_ends = chunk == share.end - 1;
+    const bool has_group_begin = share.begin <= first;
+    const bool has_unit_begin = share.begin == 0;
+    const int rows = min(entry.q_len * args_.group - place.row_tile * S::kRows, S::kRows);
+    if (args_.few && entry.chunks > 1) return Leave(SlotOfFew(static_cast<unsigned>(unit), chunk), rows, running);
+    const auto leave = [&](int from, const Running<S>& sums) {
+      Leave(SlotOf(from, blockIdx.x, has_unit_begin, has_group_begin), rows, sums);
+    };
+    if (!has_group_begin) return leave(chunk, running);
+    if (chunk == first) {
+      group = running;
+    } else {
+      group.Add(running);
+    }
+    if (chunk != min(first + kGroupChunks, entry.chunks) - 1) {
+      if (!share_ends) return;
+      leave(first, group);
+      if (has_unit_begin && first > 0) leave(0, whole);
+      return;
+    }
+    if (!has_unit_begin) return leave(first, group);
+    if (first == 0) {
+      whole = group;
+    } else {
+      whole.Add(group);
+    }
+    if (chunk == entry.chunks - 1) {
+      Finish(entry, place, rows, whole);
+    } else if (share_ends) {
+      leave(0, whole);
+    }
+  }
+
+  // Leaves partial sums in a slot of the scratch.
+  __device__ void Leave(int64_t slot, int rows, const Running<S>& sums) {
     const int lane = static_cast<int>(threadIdx.x) % 32;
-    const int warp = static_cast<int>(threadIdx.x) / 32;
-    const int rows = min(entry.q_len * args_.group - shared_.place.row_tile * S::kRows, S::kRows);
-    __syncthreads();  // the last chunk's are no longer read
+    const int head_dim = static_cast<int>(args_.params.head_dim);
 #pragma unroll
     for (int n = 0; n < S::kRowTiles; ++n) {
-      if (lane % 4 == 0) shared_.softmax[warp][8 * n + lane / 4] = {running.max[n], running.sum[n]};
+      const int softmax_row = 8 * n + lane / 4;
+      if (threadIdx.x < 32 && lane % 4 == 0 && softmax_row < rows) {
+        *Scratch::Of(args_, slot, softmax_row) = sums.softmax[n];
+      }
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         const int row = 8 * n + lane % 4 * 2 + i;
         if (row >= rows) continue;
+        float* const out = Scratch::Out(args_, slot, row);
 #pragma unroll
-        for (int j = 0; j < S::kOutTiles; j += 2) {
-          constexpr int kLaneTiles = S::kValueColumns / 2;
-          const int column = (j / kLaneTiles * 8 + lane / 4) * S::kValueColumns + j % kLaneTiles * 2;
-          *reinterpret_cast<float4*>(&shared_.out[warp][row][column]) = {
-              running.out[j][n][i], running.out[j][n][i + 2], running.out[j + 1][n][i], running.out[j + 1][n][i + 2]};
+        for (int tile = 0; tile < S::kOwnTiles; ++tile) {
+#pragma unroll
+          for (int half = 0; half < 2; ++half) {
+            const int column = Running<S>::Column(tile, half);
+            if (column < head_dim) out[column] = sums.out[tile][n][i + 2 * half];
+          }
         }
       }
     }
-    __syncthreads();
   }
 
-  // Merges the warps' results of a chunk, and these with those of the chunks before it.
-  __device__ void Collect(const PlanEntry& entry, int chunk) {
-    const UnitPlace place = shared_.place;
-    const Share share = shared_.share;
-    const int64_t unit_index = shared_.unit;
-    const int parity = chunk % 2;
-    const int first = chunk / kGroupChunks * kGroupChunks;
-    const int last = min(first + kGroupChunks, entry.chunks) - 1;
-    // Of the owners it matters only which are this worker.
-    const GroupPlace group = {share.Has(0) ? blockIdx.x : ~0u, share.Has(first) ? blockIdx.x : ~0u,
-                              share.Has(last) ? blockIdx.x : ~1u};
-    const int rows = min(entry.q_len * args_.group - place.row_tile * S::kRows, S::kRows);
-    const int head_dim = static_cast<int>(args_.params.head_dim);
-    for (int i = static_cast<int>(threadIdx.x); i < rows * (S::kDim / 4); i += S::kThreads) {
-      const int row = i / (S::kDim / 4);
-      const int column = i % (S::kDim / 4) * 4;
-      if (column >= head_dim) continue;
-      Partial of_warp[S::kWarps];
+  // Writes the unit's rows.
+  __device__ void Finish(const PlanEntry& entry, const UnitPlace& place, int rows, const Running<S>& sums) {
+    const PagedAttentionParams& params = args_.params;
+    const int lane = static_cast<int>(threadIdx.x) % 32;
 #pragma unroll
-      for (int warp = 0; warp < S::kWarps; ++warp) {
-        of_warp[warp] = {shared_.softmax[warp][row], *reinterpret_cast<const float4*>(&shared_.out[warp][row][column])};
-      }
-      MergeParts(of_warp, S::kWarps);
-      Partial result = of_warp[0];
-      if (!share.whole && !group.Whole()) {
-        Scratch::Store(args_, group.Slot(args_, unit_index, chunk, blockIdx.x), row, column, result);
-        continue;
-      }
-      if (chunk > first) {
-        Partial before = {shared_.group_softmax[parity][row], shared_.group_out[i]};
-        before.Add(result);
-        result = before;
-      }
-      if (chunk < last) {
-        if (column == 0) shared_.group_softmax[1 - parity][row] = result.softmax;
-        shared_.group_out[i] = result.out;
-        if (chunk > kGroupChunks - 1 && share.whole && column == 0) {
-          shared_.unit_softmax[1 - parity][row] = shared_.unit_softmax[parity][row];
+    for (int n = 0; n < S::kRowTiles; ++n) {
+      // Rows past the unit's take the last one's head.
+      const int softmax_row = 8 * n + lane / 4;
+      const int known = place.row_tile * S::kRows + min(softmax_row, rows - 1);
+      const RowPlace of = RowPlace::Of(args_, entry.q_begin, place.kv_head, known);
+      float lse;
+      const float of_row = FinishRow(args_, sums.softmax[n], of.head, &lse);
+      if (params.lse != nullptr && threadIdx.x < 32 && lane % 4 == 0 && softmax_row < rows) params.lse[of.at] = lse;
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const float factor = Running<S>::OfRow(of_row, i);
+        const int row = 8 * n + lane % 4 * 2 + i;
+        if (row >= rows) continue;
+        const int64_t at =
+            RowPlace::Of(args_, entry.q_begin, place.kv_head, place.row_tile * S::kRows + row).at * params.head_dim;
+        uint16_t* const out = static_cast<uint16_t*>(params.out) + at;
+#pragma unroll
+        for (int tile = 0; tile < S::kOwnTiles; ++tile) {
+          const float low = sums.out[tile][n][i] * factor;
+          const float high = sums.out[tile][n][i + 2] * factor;
+          const uint32_t two =
+              params.dtype == DType::kBF16 ? Pack<__nv_bfloat16>(low, high) : Pack<__half>(low, high);
+          const int column = Running<S>::Column(tile, 0);
+          const int other = Running<S>::Column(tile, 1);
+          if (column < params.head_dim) out[column] = static_cast<uint16_t>(two);
+          if (other < params.head_dim) out[other] = static_cast<uint16_t>(two >> 16);
         }
-        continue;
       }
-      if (!share.whole) {
-        Scratch::Store(args_, group.Slot(args_, unit_index, first, blockIdx.x), row, column, result);
-        continue;
-      }
-      if (first > 0) {
-        Partial before = {shared_.unit_softmax[parity][row], shared_.unit_out[i]};
-        before.Add(result);
-        result = before;
-      }
-      if (last + 1 < entry.chunks) {
-        if (column == 0) shared_.unit_softmax[1 - parity][row] = result.softmax;
-        shared_.unit_out[i] = result.out;
-        continue;
-      }
-      StoreRow(args_, RowPlace::Of(args_, entry.q_begin, place.kv_head, place.row_tile * S::kRows + row), column,
-               result);
     }
   }
 
@@ -274,7 +277,7 @@ class Worker {
 };
 
 template <typename S>
-__global__ void __launch_bounds__(S::kThreads, S::kBlocksPerSm)
+__global__ void __launch_bounds__(S::kThreads, S::kRegisterBlocks)
     DecodeSplitKernel(const __grid_constant__ DecodeArgs args) {
   extern __shared__ __align__(16) char dynamic_shared[];
   AllowDependentLaunch();

@@ -12,6 +12,7 @@
 #include "ffi/common/cuda_status.h"
 #include "ffi/ops/paged_attention/paged_attention_decode_args.h"
 #include "ffi/ops/paged_attention/paged_attention_decode_combine.cuh"
+#include "ffi/ops/paged_attention/paged_attention_decode_combine_few.cuh"
 #include "ffi/ops/paged_attention/paged_attention_decode_formats.h"
 #include "ffi/ops/paged_attention/paged_attention_decode_kernel.cuh"
 
@@ -20,19 +21,20 @@ namespace xla_gpu::decode {
 // How the kernels of a shape are launched on a device.
 struct Residency {
   bool known = false;
+  int sms = 0;
   int workers = 0;         // blocks of the split kernel that are resident at a time
   bool dependent = false;  // the kernels' code is for sm_90 or above: the second may begin before the first ends
 };
 
 template <typename S>
-using CombineSharedOf = CombineShared<S::kDim, S::kRows, S::kBlockKeys>;
+inline constexpr auto kCombineKernelOf = DecodeCombineKernel<S::kRows, S::kBlockKeys>;
 template <typename S>
-inline constexpr auto kCombineKernelOf = DecodeCombineKernel<S::kDim, S::kRows, S::kBlockKeys>;
+inline constexpr auto kCombineFewKernelOf = DecodeCombineFewKernel<S::kDim, S::kRows, S::kBlockKeys>;
 
 template <typename S>
 Status FindResidency(int device, Residency* residency) {
   constexpr int kSplitBytes = static_cast<int>(sizeof(SplitShared<S>));
-  constexpr int kCombineBytes = static_cast<int>(sizeof(CombineSharedOf<S>));
+  constexpr int kCombineBytes = static_cast<int>(sizeof(CombineShared<S::kRows, S::kBlockKeys>));
   int sms, per_block, blocks;
   XLA_GPU_RETURN_IF_CUDA(cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device));
   XLA_GPU_RETURN_IF_CUDA(cudaDeviceGetAttribute(&per_block, cudaDevAttrMaxSharedMemoryPerBlockOptin, device));
@@ -47,10 +49,18 @@ Status FindResidency(int device, Residency* residency) {
       cudaFuncSetAttribute(kCombineKernelOf<S>, cudaFuncAttributeMaxDynamicSharedMemorySize, kCombineBytes));
   XLA_GPU_RETURN_IF_CUDA(
       cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, DecodeSplitKernel<S>, S::kThreads, kSplitBytes));
-  residency->workers = std::min(sms, kMaxSms) * std::clamp(blocks, 1, S::kBlocksPerSm);
+  residency->sms = sms;
+  residency->workers = std::min(sms, kMaxSms) * std::clamp(blocks, 1, kDecodeBlocksPerSm);
   cudaFuncAttributes code;
   XLA_GPU_RETURN_IF_CUDA(cudaFuncGetAttributes(&code, kCombineKernelOf<S>));
   residency->dependent = code.ptxVersion >= 90;
+  // All want the same of L1 as shared memory: an SM does not change it while it is busy.
+  for (const void* kernel :
+       {reinterpret_cast<const void*>(DecodeSplitKernel<S>), reinterpret_cast<const void*>(kCombineKernelOf<S>),
+        reinterpret_cast<const void*>(kCombineFewKernelOf<S>)}) {
+    XLA_GPU_RETURN_IF_CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
+                                                cudaSharedmemCarveoutMaxShared));
+  }
   residency->known = true;
   return Status::Ok();
 }
@@ -82,44 +92,54 @@ Status LaunchShape(const PagedAttentionParams& params, const Layout& layout, Str
   const int64_t blocks = (params.pages_per_seq * params.page_size + S::kBlockKeys - 1) / S::kBlockKeys;
   const int64_t chunks = layout.units * std::clamp<int64_t>(blocks, 1, kMaxChunks);
   args.workers = static_cast<int>(std::clamp<int64_t>(chunks, 1, residency.workers));
-
-  DecodeSplitKernel<S><<<args.workers, S::kThreads, sizeof(SplitShared<S>), stream>>>(args);
-  XLA_GPU_RETURN_IF_LAUNCH_FAILED();
+  const int64_t units = params.max_seqs * params.num_kv_heads * layout.units_per_head;
+  args.jobs_by_unit = args.few || units <= args.workers;
+  args.tasks = (args.jobs_by_unit ? std::max<int64_t>(units, 1) : args.workers) * layout.slot_rows;
 
   cudaLaunchAttribute attribute;
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attribute.val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config = {};
-  const int64_t units = params.max_seqs * params.num_kv_heads * layout.units_per_head;
-  config.gridDim = dim3(static_cast<unsigned>(args.slots_by_unit ? std::max<int64_t>(units, 1) : args.workers));
-  config.blockDim = dim3(kCombineThreads);
-  config.dynamicSmemBytes = sizeof(CombineSharedOf<S>);
+  if (args.few) {
+    config.gridDim = dim3(static_cast<unsigned>(args.tasks));
+    config.blockDim = dim3(kCombineFewThreads);
+  } else {
+    const int64_t rounds = (args.tasks + kCombineWarps - 1) / kCombineWarps;
+    config.gridDim = dim3(static_cast<unsigned>(std::min<int64_t>(rounds, residency.sms)));
+    config.blockDim = dim3(kCombineThreads);
+    config.dynamicSmemBytes = sizeof(CombineShared<S::kRows, S::kBlockKeys>);
+  }
   config.stream = stream;
   config.attrs = &attribute;
   config.numAttrs = residency.dependent ? 1 : 0;
-  XLA_GPU_RETURN_IF_CUDA(cudaLaunchKernelEx(&config, kCombineKernelOf<S>, args));
+  DecodeSplitKernel<S><<<args.workers, S::kThreads, sizeof(SplitShared<S>), stream>>>(args);
+  XLA_GPU_RETURN_IF_LAUNCH_FAILED();
+  XLA_GPU_RETURN_IF_CUDA(cudaLaunchKernelEx(&config, args.few ? kCombineFewKernelOf<S> : kCombineKernelOf<S>, args));
   return Status::Ok();
 }
 
-// What a block may have of shared memory on every GPU from sm_80 on.
-inline constexpr size_t kSharedBytesEverywhere = 99 * 1024;
+template <Format kFormat, int kDim, int kRowTiles, bool kNarrow>
+Status LaunchDepth(const PagedAttentionParams& params, const Layout& layout, Stream stream) {
+  using Deep = Shape<kFormat, kDim, kRowTiles, kNarrow, true>;
+  using Shallow = Shape<kFormat, kDim, kRowTiles, kNarrow, false>;
+  static_assert(sizeof(SplitShared<Shallow>) <= 99 * 1024, "what a block may have on every GPU from sm_80 on");
+  constexpr int kReserved = 1024;  // by the system, in each block
+  int device, per_block, per_sm;
+  XLA_GPU_RETURN_IF_CUDA(cudaGetDevice(&device));
+  XLA_GPU_RETURN_IF_CUDA(cudaDeviceGetAttribute(&per_block, cudaDevAttrMaxSharedMemoryPerBlockOptin, device));
+  XLA_GPU_RETURN_IF_CUDA(cudaDeviceGetAttribute(&per_sm, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device));
+  constexpr int kDeepBytes = static_cast<int>(sizeof(SplitShared<Deep>));
+  const bool deep = kDeepBytes <= per_block && kDecodeBlocksPerSm * (kDeepBytes + kReserved) <= per_sm;
+  return deep ? LaunchShape<Deep>(params, layout, stream) : LaunchShape<Shallow>(params, layout, stream);
+}
 
 template <Format kFormat, int kDim>
-Status LaunchDim(const PagedAttentionParams& params, Layout layout, Stream stream) {
-  using OneTile = Shape<kFormat, kDim, 1>;
-  using TwoTiles = Shape<kFormat, kDim, 2>;
-  static_assert(sizeof(SplitShared<OneTile>) <= kSharedBytesEverywhere);
+Status LaunchDim(const PagedAttentionParams& params, const Layout& layout, Stream stream) {
   if constexpr (kFormat == Format::kE4M3 || kFormat == Format::kE5M2) {
-    if (layout.narrow) return LaunchShape<Shape<kFormat, kDim, 2, true>>(params, layout, stream);
+    if (layout.narrow) return LaunchDepth<kFormat, kDim, 2, true>(params, layout, stream);
   }
-  if constexpr (sizeof(SplitShared<TwoTiles>) > kSharedBytesEverywhere) {
-    int device, per_block;
-    XLA_GPU_RETURN_IF_CUDA(cudaGetDevice(&device));
-    XLA_GPU_RETURN_IF_CUDA(cudaDeviceGetAttribute(&per_block, cudaDevAttrMaxSharedMemoryPerBlockOptin, device));
-    if (static_cast<size_t>(per_block) < sizeof(SplitShared<TwoTiles>)) layout = MakeLayout(params, 1);
-  }
-  return layout.row_tiles == 1 ? LaunchShape<OneTile>(params, layout, stream)
-                               : LaunchShape<TwoTiles>(params, layout, stream);
+  return layout.row_tiles == 1 ? LaunchDepth<kFormat, kDim, 1, false>(params, layout, stream)
+                               : LaunchDepth<kFormat, kDim, 2, false>(params, layout, stream);
 }
 
 template <Format kFormat>

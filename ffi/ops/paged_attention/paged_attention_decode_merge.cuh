@@ -53,34 +53,8 @@ struct Partial {
   }
 };
 
-// parts[0].Add(parts[1]), and so on up to part `count` - 1.
-// NOTE: the maxima are worked out first, so that all the powers are independent of one another.
-template <int kCount>
-__device__ inline void MergeParts(Partial (&parts)[kCount], int count) {
-  MergeFactors factors[kCount];
-  float max = parts[0].softmax.max;
-#pragma unroll
-  for (int i = 1; i < kCount; ++i) {
-    if (i >= count) break;
-    const float before = max;
-    max = fmaxf(max, parts[i].softmax.max);
-    const float shift = max == -INFINITY ? 0.0f : max;
-    factors[i] = {Exp2(before - shift), Exp2(parts[i].softmax.max - shift)};
-  }
-  Partial& sum = parts[0];
-#pragma unroll
-  for (int i = 1; i < kCount; ++i) {
-    if (i >= count) break;
-    const Partial& other = parts[i];
-    sum.softmax.sum = Merge(sum.softmax.sum, other.softmax.sum, factors[i]);
-    sum.out = {Merge(sum.out.x, other.out.x, factors[i]), Merge(sum.out.y, other.out.y, factors[i]),
-               Merge(sum.out.z, other.out.z, factors[i]), Merge(sum.out.w, other.out.w, factors[i])};
-  }
-  sum.softmax.max = max;
-}
-
 // What a row's output is multiplied by in the end; `lse` receives the natural log of its sum.
-__device__ inline float Finish(const DecodeArgs& args, Softmax softmax, int head, float* lse) {
+__device__ inline float FinishRow(const DecodeArgs& args, Softmax softmax, int head, float* lse) {
   if (softmax.sum == 0.0f) {  // no key seen; a sink alone has no value
     *lse = -INFINITY;
     return 0.0f;
@@ -110,11 +84,12 @@ struct RowPlace {
   }
 };
 
-// Writes four columns of a finished row, and its log-sum-exp with the first ones. Queries of 16 bits only.
-__device__ inline void StoreRow(const DecodeArgs& args, const RowPlace& place, int column, const Partial& result) {
+// Writes four columns of a finished row, and its log-sum-exp with the first ones, if `write`. Queries of 16 bits only.
+__device__ inline void StoreRow(const DecodeArgs& args, const RowPlace& place, int column, const Partial& result,
+                                bool write = true) {
   const PagedAttentionParams& params = args.params;
   float lse;
-  const float factor = Finish(args, result.softmax, place.head, &lse);
+  const float factor = FinishRow(args, result.softmax, place.head, &lse);
   const float4 out = {result.out.x * factor, result.out.y * factor, result.out.z * factor, result.out.w * factor};
   uint2 packed;
   if (params.dtype == DType::kBF16) {
@@ -122,53 +97,52 @@ __device__ inline void StoreRow(const DecodeArgs& args, const RowPlace& place, i
   } else {
     packed = {Pack<__half>(out.x, out.y), Pack<__half>(out.z, out.w)};
   }
+  if (!write) return;
   *reinterpret_cast<uint2*>(static_cast<uint16_t*>(params.out) + place.at * params.head_dim + column) = packed;
   if (params.lse != nullptr && column == 0) params.lse[place.at] = lse;
 }
 
-// The scratch: a job for each worker, then slots of slot_rows rows, all their outputs first, then all their softmaxes.
+// The scratch: slots of slot_rows rows, all their outputs first, then all their softmaxes.
 struct Scratch {
-  __device__ static MergeJob* Job(const DecodeArgs& args, unsigned worker) {
-    return static_cast<MergeJob*>(args.params.scratch) + worker;
-  }
   __device__ static float* Out(const DecodeArgs& args, int64_t slot, int row) {
-    return reinterpret_cast<float*>(Job(args, kMaxWorkers)) + (slot * args.slot_rows + row) * args.params.head_dim;
+    return static_cast<float*>(args.params.scratch) + (slot * args.slot_rows + row) * args.params.head_dim;
   }
   __device__ static Softmax* Of(const DecodeArgs& args, int64_t slot, int row) {
     return reinterpret_cast<Softmax*>(Out(args, args.slots, 0)) + slot * args.slot_rows + row;
   }
-  __device__ static void Store(const DecodeArgs& args, int64_t slot, int row, int column, const Partial& partial) {
-    *reinterpret_cast<float4*>(Out(args, slot, row) + column) = partial.out;
-    if (column == 0) *Of(args, slot, row) = partial.softmax;
-  }
 };
 
-// How a group of a unit's chunks was shared out among the workers, from the places of their chunks on the line.
-struct GroupPlace {
-  unsigned unit_owner;   // of the unit's first chunk
-  unsigned first_owner;  // of the group's first chunk
-  unsigned last_owner;
+// The slot of the partial result that worker `worker` leaves behind of a unit's chunks from `chunk` on: of the groups from
+// the unit's beginning on that it has whole, merged (chunk 0); of a group's chunks from its beginning on; or of one chunk
+// of a group whose beginning another worker has. has_unit_begin, has_group_begin: the worker has the first chunk of the
+// unit, of the chunk's group. It leaves at most one unit that it has begun, one group of it, and one unit whose beginning
+// it lacks.
+__device__ inline unsigned SlotOf(int chunk, unsigned worker, bool has_unit_begin, bool has_group_begin) {
+  const int index = has_unit_begin    ? kGroupChunks + kMaxGroups + (chunk == 0 ? 0 : 1)
+                    : has_group_begin ? kGroupChunks + chunk / kGroupChunks
+                                      : chunk % kGroupChunks;
+  return worker * kWorkerSlots + index;
+}
+// As above where there are few units: of one chunk.
+__device__ inline unsigned SlotOfFew(unsigned unit, int chunk) { return unit * kMaxChunks + chunk; }
 
-  // One worker has it all, and leaves one partial result behind; else each chunk has one.
-  __device__ bool Whole() const { return first_owner == last_owner; }
-
-  // The slot of the group, if it is whole, or of chunk `chunk` of the unit, which `owner` computed. A worker has part
-  // of at most two groups, one whose beginning it lacks and one whose end; whole groups belong to at most one unit
-  // whose beginning it lacks and one whose end.
-  __device__ int64_t Slot(const DecodeArgs& args, int64_t unit, int chunk, unsigned owner) const {
-    if (args.slots_by_unit) return unit * kMaxChunks + chunk;
-    const int in_group = chunk % kGroupChunks;
-    const int group = chunk / kGroupChunks;
-    int index;
-    if (Whole()) {
-      index = 2 * kGroupChunks + (unit_owner == owner ? kMaxGroups : 0) + group;
-    } else {
-      index = (first_owner == owner ? kGroupChunks : 0) + in_group;
-    }
-    return int64_t{owner} * kWorkerSlots + index;
-  }
-};
-static_assert(kWorkerSlots >= 2 * kGroupChunks + 2 * kMaxGroups, "a slot for every place in Slot()");
+// A partial result's softmax and four columns of its output, past L1, which may have seen the place before it was written.
+// Nothing is read, but the instructions are fetched, unless `read`.
+__device__ inline Partial LoadPart(const Softmax* softmax, const float* out, bool read) {
+  Partial part = {{0.0f, 0.0f}, {0.0f, 0.0f, 0.0f, 0.0f}};
+  asm volatile(
+      "{\n"
+      ".reg .pred read;\n"
+      "setp.ne.u32 read, %8, 0;\n"
+      "@read ld.global.cg.v2.f32 {%0, %1}, [%6];\n"
+      "@read ld.global.cg.v4.f32 {%2, %3, %4, %5}, [%7];\n"
+      "}"
+      : "+f"(part.softmax.max), "+f"(part.softmax.sum), "+f"(part.out.x), "+f"(part.out.y), "+f"(part.out.z),
+        "+f"(part.out.w)
+      : "l"(softmax), "l"(out), "r"(static_cast<uint32_t>(read))
+      : "memory");
+  return part;
+}
 
 }  // namespace xla_gpu::decode
 

@@ -19,25 +19,34 @@ namespace xla_gpu::decode {
 // A sequence of the plan's window. One without chunks is not of the decode path.
 struct PlanEntry {
   uint64_t begin;  // of its first unit, on the line
-  uint64_t end;
   int32_t q_begin;
-  int32_t q_len;
   int32_t first_key;  // keys before it are hidden from all of the sequence's queries
   int32_t end_key;
-  bool valid;      // context_len is; if not, there are no keys
-  int32_t chunks;  // of a unit
   int32_t blocks;  // of a chunk, each of kBlockKeys keys
   int32_t units;   // row tiles of a kv head
+  uint8_t q_len;
+  uint8_t chunks;  // of a unit
+  bool valid;      // context_len is; if not, there are no keys
+
+  __device__ unsigned UnitLength() const { return static_cast<unsigned>(chunks * blocks); }
+  // The unit that is `into` the entry's part of the line.
+  __device__ unsigned UnitAt(uint64_t into) const {
+    const unsigned length = UnitLength();
+    return static_cast<unsigned>(into >> 32 ? into / length : static_cast<uint32_t>(into) / length);
+  }
+  __device__ uint64_t End(const DecodeArgs& args) const {
+    return begin + static_cast<uint64_t>(UnitLength()) * (units * args.params.num_kv_heads);
+  }
 };
+static_assert(sizeof(PlanEntry) == 32 && kMaxChunks < 256 && kMaxDecodeRows < 256);
 
 // kBlockKeys, kRows: the shape's.
 template <int kThreads, int kBlockKeys, int kRows>
 struct PlanShared {
-  PlanEntry entries[kThreads];  // the window
+  PlanEntry entries[kThreads];  // the window, in order; those past the live ones are empty
   uint64_t warp_sums[kThreads / 32];
   uint64_t window_end;  // on the line
   int window;           // its first sequence
-  int found;
 };
 
 // This thread's entry of a window, given what the metadata says of its sequence; without `owned` an empty one.
@@ -48,7 +57,7 @@ __device__ inline PlanEntry MakePlanEntry(const DecodeArgs& args, bool owned, in
   const bool valid = context_len >= 0 && context_len <= args.params.pages_per_seq * args.params.page_size &&
                      (context_len == 0 || args.num_pages > 0);
   entry.q_begin = q_begin;
-  entry.q_len = q_len;
+  entry.q_len = static_cast<uint8_t>(q_len);
   entry.valid = valid;
   entry.end_key = valid ? context_len : 0;
   if (args.window > 0) {
@@ -59,7 +68,7 @@ __device__ inline PlanEntry MakePlanEntry(const DecodeArgs& args, bool owned, in
   const unsigned blocks = static_cast<unsigned>(max((entry.end_key - entry.first_key - 1) / kBlockKeys + 1, 1));
   const unsigned per_chunk = max((blocks + kMaxChunks - 1) / kMaxChunks, blocks >= 2048 / kBlockKeys ? 2u : 1u);
   entry.blocks = static_cast<int>(per_chunk);
-  entry.chunks = static_cast<int>((blocks + per_chunk - 1) / per_chunk);
+  entry.chunks = static_cast<uint8_t>((blocks + per_chunk - 1) / per_chunk);
   entry.units = (q_len * args.group + kRows - 1) / kRows;
   return entry;
 }
@@ -68,8 +77,7 @@ __device__ inline PlanEntry MakePlanEntry(const DecodeArgs& args, bool owned, in
 template <int kThreads, int kBlockKeys, int kRows>
 __device__ inline void FillWindow(const DecodeArgs& args, PlanShared<kThreads, kBlockKeys, kRows>& shared,
                                   PlanEntry entry, int window, uint64_t start) {
-  const uint64_t length = static_cast<uint64_t>(static_cast<unsigned>(entry.chunks * entry.blocks)) *
-                          (entry.units * args.params.num_kv_heads);
+  const uint64_t length = entry.End(args);  // its `begin` is 0
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const int warp = static_cast<int>(threadIdx.x) / 32;
   uint64_t end = length;
@@ -87,7 +95,6 @@ __device__ inline void FillWindow(const DecodeArgs& args, PlanShared<kThreads, k
     all += shared.warp_sums[i];
   }
   entry.begin = end - length;
-  entry.end = end;
   shared.entries[threadIdx.x] = entry;
   if (threadIdx.x == 0) {
     shared.window = window;
@@ -120,7 +127,7 @@ struct UnitPlace {
   __device__ static UnitPlace Of(const PlanEntry& entry, unsigned unit) {
     const unsigned head = unit / static_cast<unsigned>(entry.units);
     return {static_cast<int>(head), static_cast<int>(unit - head * static_cast<unsigned>(entry.units)),
-            entry.begin + static_cast<uint64_t>(unit) * (entry.chunks * entry.blocks)};
+            entry.begin + static_cast<uint64_t>(unit) * entry.UnitLength()};
   }
 };
 
@@ -129,7 +136,20 @@ __device__ inline int64_t UnitIndex(const DecodeArgs& args, int sequence, const 
   return (int64_t{sequence} * args.params.num_kv_heads + place.kv_head) * args.units_per_head + place.row_tile;
 }
 
-// All threads of a block build the plan, and call each of its functions, together.
+// A unit of which several workers have chunks, for those that merge their results.
+struct MergeJob {
+  uint64_t begin;       // of the unit, on the line
+  uint64_t per_worker;  // of the line
+  int64_t unit;         // its index
+  int32_t chunks;       // 0: no such unit
+  int32_t blocks;       // of a chunk
+  int32_t q_begin;
+  int32_t q_len;
+  int32_t kv_head;
+  int32_t row_tile;
+};
+
+// All threads of a block build the plan, and call its functions that are not const, together.
 template <int kThreads, int kBlockKeys, int kRows>
 class Plan {
  public:
@@ -166,10 +186,24 @@ class Plan {
     const uint32_t workers = static_cast<uint32_t>(args.workers);
     per_worker_ = rounded >> 32 ? rounded / workers : static_cast<uint32_t>(rounded) / workers;
     if (per_worker_ == 0) per_worker_ = 1;
+    if (live_ <= kThreads && per_worker_ >> 31 == 0) Align();
   }
 
   __device__ uint64_t Total() const { return total_; }
   __device__ uint64_t WorkerBegin(unsigned worker) const { return worker * per_worker_; }
+  // The entry of the window that holds `position`, which lies in the window.
+  __device__ int Search(uint64_t position) const {
+    int low = 0, high = kThreads;
+    while (high - low > 1) {
+      const int middle = (low + high) / 2;
+      if (shared_.entries[middle].begin <= position) {
+        low = middle;
+      } else {
+        high = middle;
+      }
+    }
+    return low;
+  }
   // Of a unit of an entry.
   __device__ MergeJob Job(const PlanEntry& entry, int sequence, unsigned unit) const {
     const UnitPlace place = UnitPlace::Of(entry, unit);
@@ -181,10 +215,7 @@ class Plan {
   // The entry that holds `position` < Total(), which does not lie before the window.
   __device__ int Find(uint64_t position) {
     while (position >= shared_.window_end) NextWindow();
-    const PlanEntry& mine = shared_.entries[threadIdx.x];
-    if (mine.begin <= position && position < mine.end) shared_.found = static_cast<int>(threadIdx.x);
-    __syncthreads();
-    return shared_.found;
+    return Search(position);
   }
 
   // The next entry with chunks, which must exist.
@@ -198,19 +229,40 @@ class Plan {
     return entry;
   }
 
-  // The entry of sequence s, or -1.
-  __device__ int FindSequence(int s) {
-    if (s >= live_) return -1;
-    while (s >= shared_.window + kThreads) NextWindow();
-    return s - shared_.window;
+  // The window: of the live sequences those from Window() on, its part of the line up to WindowEnd().
+  __device__ int Window() const { return shared_.window; }
+  __device__ uint64_t WindowEnd() const { return shared_.window_end; }
+  __device__ bool LastWindow() const { return shared_.window + kThreads >= live_; }
+  __device__ void FirstWindow() { LoadWindow(args_, shared_, 0, 0, live_, in_order_); }
+  __device__ void NextWindow() {
+    LoadWindow(args_, shared_, shared_.window + kThreads, shared_.window_end, live_, in_order_);
   }
 
   __device__ const PlanEntry& At(int entry) const { return shared_.entries[entry]; }
   __device__ int SequenceOf(int entry) const { return shared_.window + entry; }
 
  private:
-  __device__ void NextWindow() {
-    LoadWindow(args_, shared_, shared_.window + kThreads, shared_.window_end, live_, in_order_);
+  // Where all units are of a length, a little more for each worker may save much merging: whole units, or an equal part of
+  // a unit.
+  __device__ void Align() {
+    const PlanEntry& mine = shared_.entries[threadIdx.x];
+    const PlanEntry& other = shared_.entries[0];
+    const unsigned length = other.UnitLength();
+    const bool alike = mine.chunks == 0 || mine.UnitLength() == length;
+    if (!__syncthreads_and(alike) || length == 0) return;
+    const unsigned share = static_cast<unsigned>(per_worker_);
+    const unsigned most = share + share / 16;
+    const unsigned units = (share + length - 1) / length;
+    if (units * uint64_t{length} <= most) {
+      per_worker_ = units * uint64_t{length};
+      return;
+    }
+    const unsigned blocks = static_cast<unsigned>(other.blocks);
+    for (unsigned parts = length / share; parts > 1 && length / parts <= most; --parts) {
+      if (length % (parts * blocks) != 0) continue;
+      per_worker_ = length / parts;
+      return;
+    }
   }
 
   const DecodeArgs& args_;

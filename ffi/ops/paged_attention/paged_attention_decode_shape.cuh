@@ -16,21 +16,24 @@ namespace xla_gpu::decode {
 enum class Format { kF16, kBF16, kE4M3, kE5M2 };
 
 // For a cache of format `kFormat`, head_dim up to kDim, and kRowTiles times eight (query, head) rows at a time.
-// kNarrow: rows of the cache may start at any multiple of 8 bytes, so that 16 of them are fetched in two parts.
-template <Format kFormat_, int kDim_, int kRowTiles_, bool kNarrow_ = false>
+// kNarrow: rows of the cache may start at any multiple of 8 bytes, so that 16 of them are fetched in two parts. kDeep: for
+// GPUs where two blocks of more than 99 KiB find room on an SM. It changes no result.
+template <Format kFormat_, int kDim_, int kRowTiles_, bool kNarrow_, bool kDeep_>
 struct Shape {
   static constexpr Format kFormat = kFormat_;
   static constexpr int kDim = kDim_;
   static constexpr int kRowTiles = kRowTiles_;  // columns of 8 in the products
   static constexpr int kRows = 8 * kRowTiles;
   static constexpr bool kNarrow = kNarrow_;
+  static constexpr bool kDeep = kDeep_;
   static constexpr bool kFloat8 = kFormat == Format::kE4M3 || kFormat == Format::kE5M2;
   static constexpr __nv_fp8_interpretation_t kFloat8Kind = kFormat == Format::kE4M3 ? __NV_E4M3 : __NV_E5M2;
   using Operand = std::conditional_t<kFormat == Format::kBF16, __nv_bfloat16, __half>;
 
   static constexpr int kWarps = 4;
   static constexpr int kThreads = 32 * kWarps;
-  static constexpr int kBlocksPerSm = DecodeBlocksPerSm(kDim, kRowTiles);
+  // Registers for three blocks on an SM where only two find room: the second kernel's blocks wait beside them.
+  static constexpr int kRegisterBlocks = kDim <= 128 && kRowTiles == 1 ? 3 : 2;
 
   static constexpr int kElementBytes = kFloat8 ? 1 : 2;
   static constexpr int kRowBytes = kDim * kElementBytes;
@@ -39,27 +42,30 @@ struct Shape {
   static constexpr int kBlockKeys =
       kWarps * kTileKeys;  // keys of a block's step: the unit in which chunks are measured
 
-  // A lane's part of a key is kKeyChunks times 16 bytes, of a value kValueChunks times kValueBytes. Only the last
-  // 64 columns (float8: up to 128) of a row may lie past head_dim; offsets before them are constants.
-  static constexpr int kKeyChunks = kRowBytes / 64;
-  static constexpr int kValueBytes = kRowBytes / 8 < 16 ? kRowBytes / 8 : 16;
-  static constexpr int kValueChunks = kRowBytes / (8 * kValueBytes);
-  static constexpr int kValueColumns = kValueBytes / kElementBytes;  // neighbouring columns of a lane
-  static constexpr int kFixedBytes = (kDim == 64               ? 0
-                                      : kDim == 128            ? 64
-                                      : kDim == 192 || kFloat8 ? 128
-                                                               : 192) *
-                                     kElementBytes;
-  static constexpr int kFixedKeyChunks = kFixedBytes / 64;
-  static constexpr int kFixedValueChunks = kFixedBytes / (8 * kValueBytes);
-  static constexpr int kOutTiles = kDim / 16;
+  // Tiles wait in shared memory, row after row in chunks of 16 bytes. Chunks of a row trade places with others of its
+  // 128 bytes, by the row's number: then eight rows' chunks of one column, which a matrix load takes at once, lie in
+  // different banks.
+  static constexpr int kRowChunks = kRowBytes / 16;
+  static constexpr int kTileBytes = kTileKeys * kRowBytes;  // of keys, and again of values
+  static constexpr int kSwizzleBytes = kRowBytes < 128 ? kRowBytes : 128;
+  // Of row `row`, what its chunks' numbers are combined with (XOR).
+  __host__ __device__ static constexpr int Swizzle(int row) {
+    return kRowBytes < 128 ? row / (128 / kRowBytes) % kRowChunks : row % 8;
+  }
+  // A row is copied by the lanes of a power of two, several rows at a time.
+  static constexpr int kRowLanes = kRowChunks == 24 ? 32 : kRowChunks;
+  static constexpr int kCopyRows = 32 / kRowLanes;
 
-  static constexpr int kSteps = kDim / 16;         // of the scores' sum over columns
-  static constexpr int kQueryVectors = kDim / 32;  // of 16 bytes, that a lane loads of a query row
+  // Tiles, each of keys and of values, that a warp has in flight or at hand. With one, steps end with another barrier.
+  static constexpr int kStageBytes = 2 * kTileBytes;
+  static constexpr int kRing = kDim == 256 && !kFloat8 ? (kDeep ? 3 : 1)
+                               : kDeep && kKeyTiles * kRowTiles < 4 ? 24576 / kStageBytes
+                               : kStageBytes > 8192                 ? 1
+                                                                    : 16384 / kStageBytes;
 
-  // Keys and values of a tile are in flight together where a lane has registers for both; if not, one after the other.
-  static constexpr int kTileRegisters = kKeyTiles * 2 * kKeyChunks * 4;
-  static constexpr bool kOverlap = 2 * kTileRegisters + kRowTiles * kDim / 4 <= 176;
+  // A warp scores the keys of its own tile, and adds up its own columns of the values of all warps' tiles.
+  static constexpr int kOwnTiles = kDim / 16 / kWarps;  // matrix tiles of 16 columns
+  static constexpr int kSteps = kDim / 16;  // of the scores' sum over columns
 };
 
 }  // namespace xla_gpu::decode

@@ -1,11 +1,10 @@
-// What one warp of the decode kernel does with its keys: fetch them, score them, add their values up.
+// What one warp of the decode kernel does with a step of the block: score the keys of its own tile, publish the scores,
+// and add up its own columns of the values of all four tiles, with everybody's scores.
 //
-// Keys and values go from the cache straight into the registers in which the tensor cores want them. A sum over columns
-// may run in any order, so a lane takes 16 neighbouring bytes of a key as they are, and the query's columns in the same
-// order: scores[row][key] = Q · Kᵀ, for 16 rows and 8 keys at a time. The weights leave that product in the order in
-// which out[column][row] = Vᵀ · weightsᵀ wants them, for 16 columns, 16 keys and 8 rows at a time; columns of the
-// output may stand in any order, so a lane takes 16 neighbouring bytes of each of its values and pairs the columns of
-// two keys.
+// scores[row][key] = Q · Kᵀ, for 16 rows and 8 keys at a time. The weights leave that product in the order in which
+// out[column][row] = Vᵀ · weightsᵀ wants them, for 16 columns, 16 keys and 8 rows at a time: a lane reads what the same
+// lane of another warp has written. float8 is converted to float16 on the way; then a sum over columns runs in the order
+// in which a lane gets them: four neighbouring bytes of a key, and two of each of two values.
 #ifndef XLA_GPU_OPS_PAGED_ATTENTION_PAGED_ATTENTION_DECODE_TILE_CUH_
 #define XLA_GPU_OPS_PAGED_ATTENTION_PAGED_ATTENTION_DECODE_TILE_CUH_
 
@@ -19,35 +18,41 @@
 
 namespace xla_gpu::decode {
 
-// Element i of a vector, for i known at compile time.
-__device__ inline uint32_t& Word(uint4& vector, int i) {
-  return i == 0 ? vector.x : i == 1 ? vector.y : i == 2 ? vector.z : vector.w;
+// Two chunks (of 16 bytes) of 16 rows of a tile are four matrices of eight rows and a chunk. A lane gives the address of a
+// row of one: of keys first those of both halves of the rows, then of the other chunk, of values first both chunks.
+template <typename S>
+__device__ inline uint32_t MatrixOffset(int half, int chunk) {
+  const int row = half * 8 + static_cast<int>(threadIdx.x) % 8;
+  return row * S::kRowBytes + (chunk ^ S::Swizzle(row)) * 16;
 }
-__device__ inline uint32_t Word(const uint4& vector, int i) {
-  return i == 0 ? vector.x : i == 1 ? vector.y : i == 2 ? vector.z : vector.w;
+template <typename S>
+__device__ inline uint32_t KeyOffset() {
+  const int matrix = static_cast<int>(threadIdx.x) % 32 / 8;
+  return MatrixOffset<S>(matrix % 2, matrix / 2);
+}
+template <typename S>
+__device__ inline uint32_t ValueOffset() {
+  const int matrix = static_cast<int>(threadIdx.x) % 32 / 8;
+  return MatrixOffset<S>(matrix / 2, matrix % 2);
+}
+// The address of chunks 2 * pair and 2 * pair + 1, from that of the first two.
+template <typename S>
+__device__ inline uint32_t PairAddress(uint32_t first, int pair) {
+  return (first ^ (pair * 32 % S::kSwizzleBytes)) + pair * 32 / S::kSwizzleBytes * S::kSwizzleBytes;
 }
 
-// NOTE: volatile, lest the compiler keep the query in registers.
-__device__ inline void LoadShared16(const void* from, uint32_t (&to)[4]) {
-  asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];"
-               : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
-               : "r"(static_cast<uint32_t>(__cvta_generic_to_shared(from))));
-}
-
-// The query rows of a row tile as A operands, in shared memory and in the cache's order of columns.
+// The query rows of a row tile as B operands. Every warp has them all.
 template <typename S>
 struct Query {
-  // Of rows g and g + 8 (g = lane / 4), the rows of this lane's scores: these are products times it, in units of log2
-  // (of 1 under a soft cap).
+  // Of row g (g = lane / 4) of each row tile: what products are multiplied with, for scores in units of log2 (of 1 under a
+  // soft cap).
   float scale[S::kFloat8 ? S::kRowTiles : 1];
-  static constexpr int kMine = (S::kQueryVectors + S::kWarps - 1) / S::kWarps;
-  uint4 mine[S::kRowTiles][kMine];
+  uint32_t words[S::kRowTiles][S::kSteps][2];  // of each step's 16 columns, in the order in which keys come
 
-  // Fetches this warp's part. Rows past the unit's repeat its last one: nobody reads their results.
+  // Rows past the unit's repeat its last one: nobody reads their results.
   __device__ void Load(const DecodeArgs& args, const PlanEntry& entry, const UnitPlace& unit) {
     const PagedAttentionParams& params = args.params;
     const int lane = static_cast<int>(threadIdx.x) % 32;
-    const int warp = static_cast<int>(threadIdx.x) / 32;
     const int head_dim = static_cast<int>(params.head_dim);
     const int last_row = entry.q_len * args.group - 1;
     float score_scale = params.scale;
@@ -57,59 +62,46 @@ struct Query {
     for (int tile = 0; tile < S::kRowTiles; ++tile) {
       const int row = min(unit.row_tile * S::kRows + 8 * tile + lane / 4, last_row);
       const int64_t at = RowPlace::Of(args, entry.q_begin, unit.kv_head, row).at * head_dim;
-      const char* const from = static_cast<const char*>(params.query) + 2 * at;
-      const auto load = [&](int i) {
-        const int column = S::kFloat8 ? i / 2 * 64 + lane % 4 * 16 + i % 2 * 8 : i * 32 + lane % 4 * 8;
-        uint4 vector = {0, 0, 0, 0};
-        if (column < head_dim) vector = __ldg(reinterpret_cast<const uint4*>(from + 2 * column));
-        return vector;
-      };
+      const uint16_t* const from = static_cast<const uint16_t*>(params.query) + at;
+      auto& of_row = words[tile];
+#pragma unroll
+      for (int step = 0; step < S::kSteps; ++step) {
+        if constexpr (S::kFloat8) {
+          const int column = 16 * step + lane % 4 * 4;
+          uint2 four = {0, 0};
+          if (column < head_dim) four = __ldg(reinterpret_cast<const uint2*>(from + column));
+          of_row[step][0] = four.x;
+          of_row[step][1] = four.y;
+        } else {
+#pragma unroll
+          for (int i = 0; i < 2; ++i) {
+            const int column = 16 * step + 8 * i + lane % 4 * 2;
+            of_row[step][i] = column < head_dim ? __ldg(reinterpret_cast<const uint32_t*>(from + column)) : 0;
+          }
+        }
+      }
       scale[S::kFloat8 ? tile : 0] = score_scale;
       if constexpr (S::kFloat8) {
-        uint4 row_vectors[S::kQueryVectors];
-#pragma unroll
-        for (int i = 0; i < S::kQueryVectors; ++i) row_vectors[i] = load(i);
-        if (params.dtype == DType::kBF16) scale[tile] *= ToHalf(row_vectors);
-#pragma unroll
-        for (int i = 0; i < S::kQueryVectors; ++i) {
-          if (i % S::kWarps == warp) mine[tile][i / S::kWarps] = row_vectors[i];
-        }
-      } else {
-#pragma unroll
-        for (int i = 0; i < kMine; ++i) mine[tile][i] = load(i * S::kWarps + warp);
+        if (params.dtype == DType::kBF16) scale[tile] *= ToHalf(of_row);
       }
     }
   }
 
-  // Hands it to the block, which synchronizes before and after.
-  __device__ void Share(uint4 (&shared)[S::kSteps][32]) const {
-    const int lane = static_cast<int>(threadIdx.x) % 32;
-    const int warp = static_cast<int>(threadIdx.x) / 32;
-#pragma unroll
-    for (int i = 0; i < kMine; ++i) {
-      const int vector = i * S::kWarps + warp;
-      if (vector >= S::kQueryVectors) break;
-      const uint4 low = mine[0][i];
-      const uint4 high = S::kRowTiles == 2 ? mine[S::kRowTiles - 1][i] : uint4{0, 0, 0, 0};
-      shared[2 * vector][lane] = {low.x, high.x, low.y, high.y};
-      shared[2 * vector + 1][lane] = {low.z, high.z, low.w, high.w};
-    }
+  // Of row 2t + i of a row tile (t = lane % 4).
+  __device__ float Scale(int tile, int i) const {
+    if constexpr (!S::kFloat8) return scale[0];
+    return __shfl_sync(0xffffffffu, scale[S::kFloat8 ? tile : 0], static_cast<int>(threadIdx.x) % 4 * 8 + 4 * i);
   }
-
-  __device__ float Scale(int tile) const { return scale[S::kFloat8 ? tile : 0]; }
 
  private:
   // bf16 has a wider range than float16: the row is scaled by a power of two to at most 2 in magnitude, whose inverse
   // is returned.
-  __device__ static float ToHalf(uint4 (&row)[S::kQueryVectors]) {
+  __device__ static float ToHalf(uint32_t (&row)[S::kSteps][2]) {
     float largest = 0.0f;
 #pragma unroll
-    for (int i = 0; i < S::kQueryVectors; ++i) {
-#pragma unroll
-      for (int word = 0; word < 4; ++word) {
-        const float2 two = Unpack<__nv_bfloat16>(Word(row[i], word));
-        largest = fmaxf(largest, fmaxf(fabsf(two.x), fabsf(two.y)));
-      }
+    for (int i = 0; i < S::kSteps * 2; ++i) {
+      const float2 two = Unpack<__nv_bfloat16>(row[i / 2][i % 2]);
+      largest = fmaxf(largest, fmaxf(fabsf(two.x), fabsf(two.y)));
     }
     largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 1));
     largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 2));
@@ -117,139 +109,219 @@ struct Query {
     const int exponent = min(max(static_cast<int>(__float_as_uint(largest) >> 23), 27), 227);
     const float shrink = __uint_as_float((254 - exponent) << 23);
 #pragma unroll
-    for (int i = 0; i < S::kQueryVectors; ++i) {
-#pragma unroll
-      for (int word = 0; word < 4; ++word) {
-        const float2 two = Unpack<__nv_bfloat16>(Word(row[i], word));
-        Word(row[i], word) = Pack<__half>(two.x * shrink, two.y * shrink);
-      }
+    for (int i = 0; i < S::kSteps * 2; ++i) {
+      const float2 two = Unpack<__nv_bfloat16>(row[i / 2][i % 2]);
+      row[i / 2][i % 2] = Pack<__half>(two.x * shrink, two.y * shrink);
     }
     return __uint_as_float(exponent << 23);
   }
 };
 
-// A warp's running result over its keys of a chunk. Of rows g and g + 8 (g = lane / 4) a lane has the softmax over its
-// own keys; of each matrix tile of 16 columns, for rows 2t and 2t + 1 (t = lane % 4) of each tile of 8, two
-// neighbouring columns: c[0] and c[1] the first, c[2] and c[3] the second.
+// Scores of 16 keys and a row tile: of keys g (two) and g + 8 (two), rows 2t and 2t + 1 (g = lane / 4, t = lane % 4).
+template <typename S>
+using Scores = float[S::kKeyTiles][S::kRowTiles][4];
+
+// The scores of a step, in units of log2: of each tile of 16 keys row after row.
+template <typename S>
+struct Published {
+  alignas(16) float scores[S::kWarps * S::kKeyTiles][S::kRows][16];
+
+  // Where a key's score stands in its row: lanes that write, or read, at once hit different banks, or two the same.
+  __device__ static int Place(int row, int key) { return key ^ row / 2 % 2 * 8; }
+};
+
+// `keys`: the tile's place, plus KeyOffset().
+template <typename S>
+__device__ inline void MultiplyKeys(uint32_t keys, const Query<S>& query, Scores<S>& scores) {
+  using T = typename S::Operand;
+#pragma unroll
+  for (int m = 0; m < S::kKeyTiles; ++m) {
+#pragma unroll
+    for (int n = 0; n < S::kRowTiles; ++n) {
+#pragma unroll
+      for (int j = 0; j < 4; ++j) scores[m][n][j] = 0.0f;
+    }
+  }
+#pragma unroll
+  for (int pair = 0; pair < S::kRowChunks / 2; ++pair) {
+#pragma unroll
+    for (int m = 0; m < S::kKeyTiles; ++m) {
+      uint32_t k[4];
+      LoadMatrix4(k, PairAddress<S>(keys + m * 16 * S::kRowBytes, pair));
+      if constexpr (S::kFloat8) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {  // 16 columns
+          const uint32_t a[4] = {
+              Float8PairToHalf2<S::kFloat8Kind>(k[2 * i]), Float8PairToHalf2<S::kFloat8Kind>(k[2 * i + 1]),
+              Float8PairToHalf2<S::kFloat8Kind>(k[2 * i] >> 16), Float8PairToHalf2<S::kFloat8Kind>(k[2 * i + 1] >> 16)};
+#pragma unroll
+          for (int n = 0; n < S::kRowTiles; ++n) {
+            const auto& b = query.words[n][2 * pair + i];
+            Mma16x8x16<T>(scores[m][n], a, b[0], b[1]);
+          }
+        }
+      } else {
+#pragma unroll
+        for (int n = 0; n < S::kRowTiles; ++n) {
+          Mma16x8x16<T>(scores[m][n], k, query.words[n][pair][0], query.words[n][pair][1]);
+        }
+      }
+    }
+  }
+}
+
+// Takes away the scores of keys that a row does not see. The tile's first key is `left` keys before unit.end_key.
+template <typename S>
+__device__ inline void MaskScores(const DecodeArgs& args, const UnitView& unit, int left, Scores<S>& scores) {
+  const PlanEntry& entry = *unit.entry;
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+#pragma unroll
+  for (int n = 0; n < S::kRowTiles; ++n) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int row = min(unit.row_tile * S::kRows + 8 * n + lane % 4 * 2 + i, entry.q_len * args.group - 1);
+      // The last key that the row sees, counted from the tile's first.
+      const int last = left + (entry.end_key - unit.end_key) - entry.q_len + row / args.group;
+#pragma unroll
+      for (int m = 0; m < S::kKeyTiles; ++m) {
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+          const int key = 16 * m + 8 * j + lane / 4;
+          const bool hidden = args.window > 0 && last - key >= args.window;
+          if (key >= left || key > last || hidden) scores[m][n][2 * j + i] = -INFINITY;
+        }
+      }
+    }
+  }
+}
+
+// Turns products into scores, and publishes them. `bad`: a page number was wrong, which spoils all rows.
+template <typename S>
+__device__ inline void PublishScores(const DecodeArgs& args, const UnitView& unit, const Query<S>& query, int left,
+                                     bool bad, Scores<S>& scores, Published<S>& published) {
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  const int warp = static_cast<int>(threadIdx.x) / 32;
+  float* const all = &scores[0][0][0];
+#pragma unroll
+  for (int n = 0; n < S::kRowTiles; ++n) {
+    const float scale[2] = {query.Scale(n, 0), query.Scale(n, 1)};
+#pragma unroll
+    for (int m = 0; m < S::kKeyTiles; ++m) {
+#pragma unroll
+      for (int j = 0; j < 4; ++j) scores[m][n][j] *= scale[j % 2];
+    }
+  }
+  if (args.params.soft_cap != 0.0f) {
+    const float inverse = 2.0f * kLog2E / args.params.soft_cap;
+#pragma unroll
+    for (int i = 0; i < S::kKeyTiles * S::kRowTiles * 4; ++i) {  // cap * tanh(score / cap), in units of log2
+      const float tanh = 1.0f - __fdividef(2.0f, Exp2(all[i] * inverse) + 1.0f);
+      all[i] = args.params.soft_cap * kLog2E * tanh;
+    }
+  }
+  if (left + unit.hidden_by_end < S::kTileKeys || args.window > 0) MaskScores<S>(args, unit, left, scores);
+#pragma unroll
+  for (int n = 0; n < S::kRowTiles; ++n) {
+#pragma unroll
+    for (int m = 0; m < S::kKeyTiles; ++m) {
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const int row = 8 * n + lane % 4 * 2 + j % 2;
+        published.scores[warp * S::kKeyTiles + m][row][Published<S>::Place(row, lane / 4 + j / 2 * 8)] =
+            bad ? NAN : scores[m][n][j];
+      }
+    }
+  }
+}
+
+// The sums over some keys: of row g of each row tile the softmax, which all warps have; of each of this warp's matrix tiles of
+// 16 columns, for rows 2t and 2t + 1 of each tile of 8, two columns: c[0] and c[1] are of Column(0), c[2] and c[3] of
+// Column(1).
 template <typename S>
 struct Running {
-  float max[S::kRowTiles];
-  float sum[S::kRowTiles];
-  float out[S::kOutTiles][S::kRowTiles][4];
+  Softmax softmax[S::kRowTiles];
+  float out[S::kOwnTiles][S::kRowTiles][4];
 
   __device__ void Clear() {
 #pragma unroll
     for (int n = 0; n < S::kRowTiles; ++n) {
-      max[n] = -INFINITY;
-      sum[n] = 0.0f;
+      softmax[n] = {-INFINITY, 0.0f};
 #pragma unroll
-      for (int i = 0; i < S::kOutTiles; ++i) {
+      for (int i = 0; i < S::kOwnTiles; ++i) {
 #pragma unroll
         for (int j = 0; j < 4; ++j) out[i][n][j] = 0.0f;
       }
     }
   }
 
-  // Of eight keys each: rows g (two) and g + 8 (two), keys 2t and 2t + 1.
-  using Scores = float[2 * S::kKeyTiles][4];
-
-  __device__ static void Multiply(const DecodeArgs& args, const KeyTile<S>& keys, const uint4 (&query)[S::kSteps][32],
-                                  Scores& scores) {
-    using T = typename S::Operand;
-    const int lane = static_cast<int>(threadIdx.x) % 32;
-#pragma unroll
-    for (int i = 0; i < S::kKeyTiles * 2; ++i) {
-#pragma unroll
-      for (int j = 0; j < 4; ++j) scores[i][j] = 0.0f;
-    }
-    constexpr int kChunkSteps = S::kSteps / S::kKeyChunks;  // matrix steps of 16 columns in 16 bytes of four lanes
-    // Past head_dim the query has zeros, but 0 * inf is not 0. By halves of a chunk.
-    bool past[S::kKeyChunks - S::kFixedKeyChunks][2];
-#pragma unroll
-    for (int j = S::kFixedKeyChunks; j < S::kKeyChunks; ++j) {
-      past[j - S::kFixedKeyChunks][0] = PastHeadDim<S>(args, 64 * j);
-      past[j - S::kFixedKeyChunks][1] = S::kNarrow ? PastHeadDim<S>(args, 64 * j + 8) : past[j - S::kFixedKeyChunks][0];
-    }
-    const auto word_of = [&](const uint4& chunk, int j, int i) {
-      return j >= S::kFixedKeyChunks && past[j < S::kFixedKeyChunks ? 0 : j - S::kFixedKeyChunks][i / 2]
-                 ? 0u
-                 : Word(chunk, i);
-    };
-#pragma unroll
-    for (int step = 0; step < S::kSteps; ++step) {
-      uint32_t a[4];
-      LoadShared16(&query[step][lane], a);
-      const int word = step % kChunkSteps;
-#pragma unroll
-      for (int i = 0; i < S::kKeyTiles * 2; ++i) {
-        const int j = step / kChunkSteps;
-        const uint4& chunk = keys.at[i][j];
-        if constexpr (S::kFloat8) {
-          const uint32_t four = word_of(chunk, j, word);
-          Mma16x8x16<T>(scores[i], a, Float8PairToHalf2<S::kFloat8Kind>(four),
-                        Float8PairToHalf2<S::kFloat8Kind>(four >> 16));
-        } else {
-          Mma16x8x16<T>(scores[i], a, word_of(chunk, j, 2 * word), word_of(chunk, j, 2 * word + 1));
-        }
-      }
-    }
+  // The column of tile `tile` of this warp's.
+  __device__ static int Column(int tile, int half) {
+    const int g = static_cast<int>(threadIdx.x) % 32 / 4;
+    const int warp = static_cast<int>(threadIdx.x) / 32;
+    return 16 * (warp * S::kOwnTiles + tile) + (S::kFloat8 ? 2 * g + half : g + 8 * half);
   }
 
-  // Turns products into weights, and adds these up. The tile's first key is `left` keys before unit.end_key.
-  __device__ void Weigh(const DecodeArgs& args, const UnitView& unit, const Query<S>& query, int left, Scores& scores) {
-    const int lane = static_cast<int>(threadIdx.x) % 32;
-    constexpr int kTiles = 2 * S::kKeyTiles;
-#pragma unroll
-    for (int i = 0; i < kTiles; ++i) {
-#pragma unroll
-      for (int n = 0; n < S::kRowTiles; ++n) {
-        scores[i][2 * n] *= query.Scale(n);
-        scores[i][2 * n + 1] *= query.Scale(n);
-      }
-    }
-    if (args.params.soft_cap != 0.0f) {
-      const float inverse = 2.0f * kLog2E / args.params.soft_cap;
-#pragma unroll
-      for (int i = 0; i < kTiles; ++i) {
-#pragma unroll
-        for (int j = 0; j < 2 * S::kRowTiles; ++j) {  // cap * tanh(score / cap), in units of log2
-          const float tanh = 1.0f - __fdividef(2.0f, Exp2(scores[i][j] * inverse) + 1.0f);
-          scores[i][j] = args.params.soft_cap * kLog2E * tanh;
-        }
-      }
-    }
-    if (left + unit.hidden_by_end < S::kTileKeys || args.window > 0) Mask(args, unit, left, scores);
+  // What is of row g of a row tile, for the rows 2t (i = 0) and 2t + 1 of a lane's sums.
+  __device__ static float OfRow(float value, int i) {
+    return __shfl_sync(0xffffffffu, value, static_cast<int>(threadIdx.x) % 4 * 8 + 4 * i);
+  }
 
+  // Where this warp's columns of a tile of values are, in the order of AddStep.
+  static constexpr int kPairs = S::kFloat8 ? (S::kOwnTiles + 1) / 2 : S::kOwnTiles;
+  struct ValueOffsets {
+    uint32_t at[kPairs];
+
+    __device__ ValueOffsets() {
+      const int warp = static_cast<int>(threadIdx.x) / 32;
+#pragma unroll
+      for (int i = 0; i < kPairs; ++i) {
+        const int tile = warp * S::kOwnTiles + (S::kFloat8 ? 2 * i : i);
+        at[i] = PairAddress<S>(ValueOffset<S>(), S::kFloat8 ? tile / 2 : tile);
+      }
+    }
+  };
+
+  // Adds a step of the block. `values`: its first tile's place; the others follow.
+  __device__ void AddStep(const Published<S>& published, uint32_t values, const ValueOffsets& offsets) {
+    using T = typename S::Operand;
+    const int lane = static_cast<int>(threadIdx.x) % 32;
+    // Of row g, keys 2t, 2t + 1, 2t + 8 and 2t + 9 of each tile.
+    constexpr int kTiles = S::kWarps * S::kKeyTiles;
+    float weights[kTiles][S::kRowTiles][4];
+    float shift[S::kRowTiles];
     float correction[S::kRowTiles];
     bool grown = false;
 #pragma unroll
     for (int n = 0; n < S::kRowTiles; ++n) {
-      float largest = fmaxf(scores[0][2 * n], scores[0][2 * n + 1]);
+      const int row = 8 * n + lane / 4;
+      const int place = Published<S>::Place(row, lane % 4 * 2);
+      float largest = -INFINITY;
 #pragma unroll
-      for (int i = 1; i < kTiles; ++i) largest = fmaxf(largest, fmaxf(scores[i][2 * n], scores[i][2 * n + 1]));
+      for (int tile = 0; tile < kTiles; ++tile) {
+        const float2 low = *reinterpret_cast<const float2*>(&published.scores[tile][row][place]);
+        const float2 high = *reinterpret_cast<const float2*>(&published.scores[tile][row][place ^ 8]);
+        weights[tile][n][0] = low.x;
+        weights[tile][n][1] = low.y;
+        weights[tile][n][2] = high.x;
+        weights[tile][n][3] = high.y;
+        largest = fmaxf(largest, fmaxf(fmaxf(low.x, low.y), fmaxf(high.x, high.y)));
+      }
       largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 1));
       largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 2));
-      largest = fmaxf(largest, max[n]);
-      grown = grown || largest != max[n];
-      const float shift = largest == -INFINITY ? 0.0f : largest;
-      correction[n] = Exp2(max[n] - shift);
-      max[n] = largest;
-      float added = 0.0f;
-#pragma unroll
-      for (int i = 0; i < kTiles; ++i) {
-        scores[i][2 * n] = Exp2(scores[i][2 * n] - shift);
-        scores[i][2 * n + 1] = Exp2(scores[i][2 * n + 1] - shift);
-        added += scores[i][2 * n] + scores[i][2 * n + 1];
-      }
-      sum[n] = __fmaf_rn(sum[n], correction[n], added);
+      largest = fmaxf(largest, softmax[n].max);
+      grown = grown || largest != softmax[n].max;
+      shift[n] = largest == -INFINITY ? 0.0f : largest;
+      correction[n] = Exp2(softmax[n].max - shift[n]);
+      softmax[n].max = largest;
+      softmax[n].sum *= correction[n];
     }
     if (__any_sync(0xffffffffu, grown)) {  // else the corrections are 1
 #pragma unroll
       for (int n = 0; n < S::kRowTiles; ++n) {
-        const float first_row = __shfl_sync(0xffffffffu, correction[n], lane % 4 * 8);
-        const float second_row = __shfl_sync(0xffffffffu, correction[n], lane % 4 * 8 + 4);
+        const float first_row = OfRow(correction[n], 0);
+        const float second_row = OfRow(correction[n], 1);
 #pragma unroll
-        for (int i = 0; i < S::kOutTiles; ++i) {
+        for (int i = 0; i < S::kOwnTiles; ++i) {
           out[i][n][0] *= first_row;
           out[i][n][1] *= second_row;
           out[i][n][2] *= first_row;
@@ -257,78 +329,70 @@ struct Running {
         }
       }
     }
-  }
-
-  // Takes away the scores of keys that a row does not see.
-  __device__ static void Mask(const DecodeArgs& args, const UnitView& unit, int left, Scores& scores) {
-    const PlanEntry& entry = *unit.entry;
-    const int lane = static_cast<int>(threadIdx.x) % 32;
 #pragma unroll
-    for (int n = 0; n < S::kRowTiles; ++n) {
-      const int row = min(unit.row_tile * S::kRows + 8 * n + lane / 4, entry.q_len * args.group - 1);
-      // The last key that the row sees, counted from the tile's first.
-      const int last = left + (entry.end_key - unit.end_key) - entry.q_len + row / args.group;
-#pragma unroll
-      for (int i = 0; i < 2 * S::kKeyTiles; ++i) {
-#pragma unroll
-        for (int j = 0; j < 2; ++j) {
-          const int key = 8 * i + lane % 4 * 2 + j;
-          const bool hidden = args.window > 0 && last - key >= args.window;
-          if (key >= left || key > last || hidden) scores[i][2 * n + j] = -INFINITY;
-        }
-      }
-    }
-  }
-
-  __device__ void AddValues(const ValueTile<S>& values, const Scores& weights) {
-    using T = typename S::Operand;
-#pragma unroll
-    for (int m = 0; m < S::kKeyTiles; ++m) {
+    for (int tile = 0; tile < kTiles; ++tile) {
       uint32_t b[S::kRowTiles][2];
 #pragma unroll
       for (int n = 0; n < S::kRowTiles; ++n) {
-        b[n][0] = Pack<T>(weights[2 * m][2 * n], weights[2 * m][2 * n + 1]);
-        b[n][1] = Pack<T>(weights[2 * m + 1][2 * n], weights[2 * m + 1][2 * n + 1]);
+        auto& of_row = weights[tile][n];
+#pragma unroll
+        for (int j = 0; j < 4; ++j) of_row[j] = Exp2(of_row[j] - shift[n]);
+        softmax[n].sum += (of_row[0] + of_row[1]) + (of_row[2] + of_row[3]);
+        b[n][0] = Pack<T>(of_row[0], of_row[1]);
+        b[n][1] = Pack<T>(of_row[2], of_row[3]);
       }
-      const auto& at = values.at;
 #pragma unroll
-      for (int j = 0; j < S::kValueChunks; ++j) {
-        constexpr int kWords = S::kValueBytes / 4;
+      for (int pair = 0; pair < kPairs; ++pair) {
+        uint32_t v[4];
+        LoadMatrix4Transposed(v, values + tile * 16 * S::kRowBytes + offsets.at[pair]);
+        if constexpr (S::kFloat8) {
+          // With one tile for a warp, it is the second of its pair for every other warp.
+          const bool second = S::kOwnTiles == 1 && threadIdx.x / 32 % 2 == 1;
 #pragma unroll
-        for (int k = 0; k < kWords; ++k) {
-          const uint32_t v[4] = {Word(at[4 * m][j], k), Word(at[4 * m + 1][j], k), Word(at[4 * m + 2][j], k),
-                                 Word(at[4 * m + 3][j], k)};
-          if constexpr (S::kFloat8) {
+          for (int i = 0; i < (S::kOwnTiles == 1 ? 1 : 2); ++i) {
+            // Of two keys two columns each; the keys of a column shall stand side by side.
+            const uint32_t low = __byte_perm(second ? v[1] : v[i], 0, 0x3120);
+            const uint32_t high = __byte_perm(second ? v[3] : v[i + 2], 0, 0x3120);
+            const uint32_t a[4] = {
+                Float8PairToHalf2<S::kFloat8Kind>(low), Float8PairToHalf2<S::kFloat8Kind>(low >> 16),
+                Float8PairToHalf2<S::kFloat8Kind>(high), Float8PairToHalf2<S::kFloat8Kind>(high >> 16)};
 #pragma unroll
-            for (int half = 0; half < 2; ++half) {  // two columns each
-              const uint32_t first = __byte_perm(v[0], v[1], half ? 0x7362 : 0x5140);
-              const uint32_t second = __byte_perm(v[2], v[3], half ? 0x7362 : 0x5140);
-              const uint32_t a[4] = {
-                  Float8PairToHalf2<S::kFloat8Kind>(first), Float8PairToHalf2<S::kFloat8Kind>(first >> 16),
-                  Float8PairToHalf2<S::kFloat8Kind>(second), Float8PairToHalf2<S::kFloat8Kind>(second >> 16)};
-#pragma unroll
-              for (int n = 0; n < S::kRowTiles; ++n) {
-                Mma16x8x16<T>(out[(j * kWords + k) * 2 + half][n], a, b[n][0], b[n][1]);
-              }
-            }
-          } else {
-            const uint32_t a[4] = {__byte_perm(v[0], v[1], 0x5410), __byte_perm(v[0], v[1], 0x7632),
-                                   __byte_perm(v[2], v[3], 0x5410), __byte_perm(v[2], v[3], 0x7632)};
-#pragma unroll
-            for (int n = 0; n < S::kRowTiles; ++n) Mma16x8x16<T>(out[j * kWords + k][n], a, b[n][0], b[n][1]);
+            for (int n = 0; n < S::kRowTiles; ++n) Mma16x8x16<T>(out[2 * pair + i][n], a, b[n][0], b[n][1]);
           }
+        } else {
+#pragma unroll
+          for (int n = 0; n < S::kRowTiles; ++n) Mma16x8x16<T>(out[pair][n], v, b[n][0], b[n][1]);
         }
       }
     }
   }
 
-  // Adds up the lanes' sums. `bad`: a page number was wrong.
-  __device__ void Close(bool bad) {
+  // Adds up the lanes' sums: until then each has those over its own keys.
+  __device__ void Close() {
 #pragma unroll
     for (int n = 0; n < S::kRowTiles; ++n) {
-      sum[n] += __shfl_xor_sync(0xffffffffu, sum[n], 1);
-      sum[n] += __shfl_xor_sync(0xffffffffu, sum[n], 2);
-      if (bad) sum[n] = NAN;
+      softmax[n].sum += __shfl_xor_sync(0xffffffffu, softmax[n].sum, 1);
+      softmax[n].sum += __shfl_xor_sync(0xffffffffu, softmax[n].sum, 2);
+    }
+  }
+
+  // As Partial::Add, of closed sums.
+  __device__ void Add(const Running& other) {
+#pragma unroll
+    for (int n = 0; n < S::kRowTiles; ++n) {
+      const MergeFactors of_row = MergeInto(softmax[n], other.softmax[n]);
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const MergeFactors factors = {OfRow(of_row.first, i), OfRow(of_row.second, i)};
+#pragma unroll
+        for (int tile = 0; tile < S::kOwnTiles; ++tile) {
+#pragma unroll
+          for (int half = 0; half < 2; ++half) {
+            float& mine = out[tile][n][i + 2 * half];
+            mine = Merge(mine, other.out[tile][n][i + 2 * half], factors);
+          }
+        }
+      }
     }
   }
 };

@@ -18,12 +18,10 @@ int64_t DecodeScratchBytes(const PagedAttentionParams& shapes) {
   for (const DType cache : {shapes.dtype, DType::kF8E4M3FN}) {
     PagedAttentionParams params = shapes;
     params.cache_dtype = cache;
-    for (const int row_tiles : {1, 2}) {  // the GPU decides
-      const decode::Layout layout = decode::MakeLayout(params, row_tiles);
-      floats = std::max(floats, layout.slots * layout.slot_rows * (shapes.head_dim + 2));
-    }
+    const decode::Layout layout = decode::MakeLayout(params);
+    floats = std::max(floats, layout.slots * layout.slot_rows * (shapes.head_dim + 2));
   }
-  return decode::kMaxWorkers * int64_t{sizeof(decode::MergeJob)} + floats * int64_t{sizeof(float)};
+  return floats * int64_t{sizeof(float)};
 }
 
 int64_t PagedAttentionScratchBytes(const PagedAttentionParams& shapes) {
