@@ -15,6 +15,7 @@ inline constexpr int kMaxChunks = 64;   // of a unit
 inline constexpr int kGroupChunks = 8;  // chunks that are merged first among themselves
 inline constexpr int kMaxGroups = kMaxChunks / kGroupChunks;
 inline constexpr int kWorkerSlots = kGroupChunks + kMaxGroups + 2;  // partial results that a worker leaves: see SlotOf
+inline constexpr int kSlotPadding = 4;  // floats behind a row's output: its softmax, and room so that rows are aligned
 inline constexpr int kMaxSms = 152;                                 // for which the scratch is laid out
 inline constexpr int kDecodeBlocksPerSm = 2;
 // With so few units a call is short: then all chunks' results are left one by one, and whoever merges them need not know
@@ -25,12 +26,13 @@ struct DecodeArgs {
   PagedAttentionParams params;
   int group;               // query heads per kv head
   int workers;             // blocks among which the chunks are shared out
-  int units_per_head;      // row tiles of a sequence and kv head, at most
+  int tiles_per_token;     // row tiles that begin in a token's rows of a kv head, at most
   int slot_rows;           // rows of a partial result in the scratch
   int64_t slots;           // partial results that the scratch holds
-  int64_t tasks;           // rows of units whose partial results are to be merged, at most
+  int jobs;                // units whose partial results are to be merged, at most
+  int job_warps;           // that share the rows of a job
   bool few;                // a slot for each chunk of each unit; else kWorkerSlots for each worker
-  bool jobs_by_unit;       // tasks are the rows of all units; else those of the units in which workers begin
+  bool jobs_by_unit;       // jobs are all units; else those in which workers begin
   bool fill_unowned;       // write the rows that no sequence owns
   int window;              // sliding_window, or 0 where it hides nothing
   uint64_t stream_policy;  // kEvictFirst: as a parameter it stands in a uniform register
@@ -52,9 +54,9 @@ struct Layout {
   int dim;        // head_dim that the kernel is made for
   int row_tiles;  // of eight (query, head) rows
   bool narrow;    // rows of the cache start at multiples of 8 bytes, not 16
-  int units_per_head;
+  int tiles_per_token;
   int slot_rows;
-  int64_t units;
+  int64_t units;  // at most
   int64_t slots;
   bool few;
 };
@@ -71,12 +73,11 @@ inline Layout MakeLayout(const PagedAttentionParams& params) {
   layout.narrow = float8 && dim % 16 != 0;
   layout.row_tiles = layout.narrow ? 2 : rows > 8 && (group > 8 || several) ? 2 : 1;
   const int64_t tile = 8 * layout.row_tiles;
-  layout.units_per_head = static_cast<int>((rows + tile - 1) / tile);
+  layout.tiles_per_token = static_cast<int>((group + tile - 1) / tile);
   layout.slot_rows = static_cast<int>(std::min(rows, tile));
-  layout.units = std::min(params.max_seqs, params.num_tokens) * params.num_kv_heads * layout.units_per_head;
-  const int64_t units = params.max_seqs * params.num_kv_heads * layout.units_per_head;
-  layout.few = units <= kFewUnits;
-  layout.slots = layout.few ? units * kMaxChunks : int64_t{kMaxSms} * kDecodeBlocksPerSm * kWorkerSlots;
+  layout.units = params.num_tokens * layout.tiles_per_token * params.num_kv_heads;
+  layout.few = layout.units <= kFewUnits;
+  layout.slots = layout.few ? layout.units * kMaxChunks : int64_t{kMaxSms} * kDecodeBlocksPerSm * kWorkerSlots;
   return layout;
 }
 
@@ -85,7 +86,7 @@ inline DecodeArgs MakeArgs(const PagedAttentionParams& params, const Layout& lay
   DecodeArgs args = {};
   args.params = params;
   args.group = static_cast<int>(params.num_heads / params.num_kv_heads);
-  args.units_per_head = layout.units_per_head;
+  args.tiles_per_token = layout.tiles_per_token;
   args.slot_rows = layout.slot_rows;
   args.slots = layout.slots;
   args.few = layout.few;

@@ -13,19 +13,21 @@ namespace xla_gpu::decode {
 
 inline constexpr int kCombineWarps = 4;
 inline constexpr int kCombineThreads = 32 * kCombineWarps;
-inline constexpr int kCombineParts = 8;   // partial results that a lane has in flight
-inline constexpr int kCombineRounds = 4;  // tasks that a warp prepares at a time
+inline constexpr int kCombineBlocks = 2;  // on an SM, beside the first kernel's
+inline constexpr int kCombineParts = 4;   // partial results that a lane has in flight
+inline constexpr int kCombineRounds = 2;  // tasks that a warp prepares at a time
 
 // The sizes that the split kernel's shape has.
 template <int kBlockKeys, int kRows>
 using CombinePlan = Plan<kCombineThreads, kBlockKeys, kRows>;
 
-// A row whose partial results a warp is to merge: where these stand, and where the row.
+// Rows of a unit whose partial results a warp is to merge: where these stand, and where the rows.
 struct CombineTask {
   unsigned lanes[2];          // a bit for each chunk with which a partial result begins
   unsigned slots[kMaxChunks];  // of those
-  int slot_row;
-  int unit_row;
+  int first_row;  // of the slots; from it on every job_warps-th
+  int rows;       // that the slots have
+  int unit_row;   // of the slots' first row
   int q_begin;
   int kv_head;
 };
@@ -62,7 +64,7 @@ class Jobs {
  public:
   __device__ Jobs(const DecodeArgs& args, typename P::Shared& shared) : args_(args), plan_(args, shared) {}
 
-  __device__ MergeJob Find(int64_t index) {
+  __device__ MergeJob Find(unsigned index) {
     MergeJob job = {};
     if (plan_.Window() > 0) plan_.FirstWindow();
     while (true) {
@@ -74,27 +76,31 @@ class Jobs {
 
  private:
   // Of those in the window.
-  __device__ MergeJob OfUnit(int64_t index) const {
-    const unsigned per_head = static_cast<unsigned>(args_.units_per_head);
-    const unsigned per_sequence = per_head * static_cast<unsigned>(args_.params.num_kv_heads);
-    const int entry = static_cast<int>(static_cast<unsigned>(index) / per_sequence) - plan_.Window();
-    if (entry < 0 || entry >= kCombineThreads || plan_.At(entry).chunks == 0) return {};
-    const unsigned unit = static_cast<unsigned>(index) % per_sequence;
-    const unsigned units = static_cast<unsigned>(plan_.At(entry).units);
-    if (unit % per_head >= units) return {};
-    return plan_.Job(plan_.At(entry), plan_.SequenceOf(entry), unit / per_head * units + unit % per_head);
+  __device__ MergeJob OfUnit(unsigned index) const {
+    const UnitOfIndex place(args_, index);
+    int found = -1;
+    // Each lane looks at some of the sequences.
+    const int lane = static_cast<int>(threadIdx.x) % 32;
+    for (int first = 0; first < kCombineThreads; first += 32) {
+      const PlanEntry& entry = plan_.At(first + lane);
+      const bool mine = entry.chunks > 0 && place.RowTile(args_, entry.q_begin, entry.units) >= 0;
+      const unsigned lanes = __ballot_sync(0xffffffffu, mine);
+      if (lanes != 0) found = first + __ffs(lanes) - 1;
+    }
+    if (found < 0) return {};
+    const PlanEntry& entry = plan_.At(found);
+    return plan_.Job(entry, place.kv_head * entry.units + place.RowTile(args_, entry.q_begin, entry.units));
   }
 
-  __device__ MergeJob OfWorker(int64_t index) const {
-    if (index == 0 || index >= args_.workers) return {};
-    const uint64_t begin = plan_.WorkerBegin(static_cast<unsigned>(index));
+  __device__ MergeJob OfWorker(unsigned index) const {
+    if (index == 0 || index >= static_cast<unsigned>(args_.workers)) return {};
+    const uint64_t begin = plan_.WorkerBegin(index);
     if (begin < plan_.At(0).begin || begin >= plan_.WindowEnd()) return {};
-    const int found = plan_.Search(begin);
-    const PlanEntry& entry = plan_.At(found);
+    const PlanEntry& entry = plan_.At(plan_.Search(begin));
     const unsigned unit = entry.UnitAt(begin - entry.begin);
     const uint64_t unit_begin = UnitPlace::Of(entry, unit).begin;
-    if (unit_begin == begin || unit_begin < plan_.WorkerBegin(static_cast<unsigned>(index) - 1)) return {};
-    return plan_.Job(entry, plan_.SequenceOf(found), unit);
+    if (unit_begin == begin || unit_begin < plan_.WorkerBegin(index - 1)) return {};
+    return plan_.Job(entry, unit);
   }
 
   const DecodeArgs& args_;
@@ -126,12 +132,13 @@ struct PartSums {
   }
 };
 
-// By a warp: what is to be done for row `slot_row` of a job's row tile, which is row `unit_row` of the unit.
-__device__ inline void Prepare(const DecodeArgs& args, const MergeJob& job, int slot_row, int unit_row,
-                               CombineTask& task) {
+// By a warp: what is to be done for a job's rows from `first_row` on.
+template <int kRows>
+__device__ inline void Prepare(const DecodeArgs& args, const MergeJob& job, int first_row, CombineTask& task) {
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const Owners owners = {job};
-  const bool exists = job.chunks > 0 && unit_row < job.q_len * args.group;
+  const int rows = min(job.q_len * args.group - job.row_tile * kRows, kRows);
+  const bool exists = job.chunks > 0 && first_row < rows;
   const unsigned unit_owner = exists ? owners.Of(0) : 0;
   const int owned = exists ? owners.End(unit_owner) : 0;
   // Whoever has all of a unit's chunks has written its rows.
@@ -154,44 +161,51 @@ __device__ inline void Prepare(const DecodeArgs& args, const MergeJob& job, int 
     if (lane == 0) task.lanes[i] = lanes;
   }
   if (lane == 0) {
-    task.slot_row = slot_row;
-    task.unit_row = unit_row;
+    task.first_row = first_row;
+    task.rows = rows;
+    task.unit_row = job.row_tile * kRows;
     task.q_begin = job.q_begin;
     task.kv_head = job.kv_head;
   }
   __syncwarp();
 }
 
-// By a warp: merges a row's partial results and writes it, unless in rehearsal.
-__device__ inline void MergeRow(const DecodeArgs& args, const CombineTask& task, bool rehearsal) {
+// By a warp: merges its rows' partial results and writes them. In rehearsal nothing is read or written.
+__device__ inline void MergeRows(const DecodeArgs& args, const CombineTask& task, bool rehearsal) {
   const int head_dim = static_cast<int>(args.params.head_dim);
   if (task.lanes[0] == 0) return;
-  for (int column = static_cast<int>(threadIdx.x) % 32 * 4; column < head_dim; column += 128) {
-    PartSums sums;
 #pragma unroll 1
-    for (int i = 0; i < 2; ++i) {
-      unsigned left = task.lanes[i];
-      while (left != 0) {
-        Partial parts[kCombineParts];
-        unsigned after = left;
+  for (int row = task.first_row; row < task.rows; row += args.job_warps) {
+#pragma unroll 1
+    for (int column = static_cast<int>(threadIdx.x) % 32 * 4; column < head_dim; column += 128) {
+      PartSums sums;
+#pragma unroll 1
+      for (int i = 0; i < 2; ++i) {
+        unsigned left = task.lanes[i];
+        while (left != 0) {
+          Partial parts[kCombineParts];
+          unsigned after = left;
 #pragma unroll
-        for (int j = 0; j < kCombineParts; ++j) {
-          if (after == 0) break;
-          const unsigned slot = task.slots[32 * i + __ffs(after) - 1];
-          parts[j] = LoadPart(Scratch::Of(args, slot, task.slot_row),
-                              Scratch::Out(args, slot, task.slot_row) + column, !rehearsal);
-          after &= after - 1;
-        }
+          for (int j = 0; j < kCombineParts; ++j) {
+            if (after == 0) break;
+            const unsigned slot = task.slots[32 * i + __ffs(after) - 1];
+            parts[j] =
+                LoadPart(Scratch::Of(args, slot, row), Scratch::Out(args, slot, row) + column, !rehearsal);
+            after &= after - 1;
+          }
 #pragma unroll
-        for (int j = 0; j < kCombineParts; ++j) {
-          if (left == 0) break;
-          sums.Add(parts[j], (__ffs(left) - 1) % kGroupChunks == 0);
-          left &= left - 1;
+          for (int j = 0; j < kCombineParts; ++j) {
+            if (left == 0) break;
+            sums.Add(parts[j], (__ffs(left) - 1) % kGroupChunks == 0);
+            left &= left - 1;
+          }
         }
       }
+      sums.CloseGroup();
+      StoreRow(args, RowPlace::Of(args, task.q_begin, task.kv_head, task.unit_row + row), column, sums.unit,
+               !rehearsal);
     }
-    sums.CloseGroup();
-    StoreRow(args, RowPlace::Of(args, task.q_begin, task.kv_head, task.unit_row), column, sums.unit, !rehearsal);
+    if (rehearsal) return;
   }
 }
 
@@ -205,10 +219,10 @@ __device__ inline void FillRowsOfNoSequence(const DecodeArgs& args) {
   }
 }
 
-// Merges what the workers have left behind, a row with each warp. Few blocks, so that they find room beside those of the
+// Merges what the workers have left behind. Few blocks, so that they find room beside those of the
 // kernel before, and know what to do when it ends.
 template <int kRows, int kBlockKeys>
-__global__ void __launch_bounds__(kCombineThreads, 4) DecodeCombineKernel(const __grid_constant__ DecodeArgs args) {
+__global__ void __launch_bounds__(kCombineThreads, 5) DecodeCombineKernel(const __grid_constant__ DecodeArgs args) {
   extern __shared__ __align__(16) char dynamic_shared[];
   auto& shared = *reinterpret_cast<CombineShared<kRows, kBlockKeys>*>(dynamic_shared);
   FillRowsOfNoSequence(args);
@@ -218,18 +232,20 @@ __global__ void __launch_bounds__(kCombineThreads, 4) DecodeCombineKernel(const 
   // Memory is busy with K and V, and instructions come through it too: what is to run when the kernel before has ended
   // is gone through while it still runs, with nothing read or written.
   bool rehearsal = true;
-  for (int64_t begin = int64_t{blockIdx.x} * kCombineWarps; begin < args.tasks; begin += kCombineRounds * stride) {
+  const int64_t tasks = int64_t{args.jobs} * args.job_warps;
+  for (int64_t begin = int64_t{blockIdx.x} * kCombineWarps; begin < tasks; begin += kCombineRounds * stride) {
     int rounds = 0;
-    for (; rounds < kCombineRounds && begin + rounds * stride < args.tasks; ++rounds) {
+    for (; rounds < kCombineRounds && begin + rounds * stride < tasks; ++rounds) {
       const unsigned task = static_cast<unsigned>(begin + rounds * stride) + warp;
-      const unsigned index = task / static_cast<unsigned>(args.slot_rows);
+      const unsigned index = task / static_cast<unsigned>(args.job_warps);
       const MergeJob job = jobs.Find(index);
-      const int row = static_cast<int>(task - index * static_cast<unsigned>(args.slot_rows));
-      Prepare(args, task < args.tasks ? job : MergeJob{}, row, job.row_tile * kRows + row, shared.tasks[rounds][warp]);
+      Prepare<kRows>(args, task < tasks ? job : MergeJob{},
+                     static_cast<int>(task - index * static_cast<unsigned>(args.job_warps)),
+                     shared.tasks[rounds][warp]);
     }
 #pragma unroll 1
     for (int round = rehearsal ? -1 : 0; round < rounds; ++round) {
-      MergeRow(args, shared.tasks[max(round, 0)][warp], rehearsal);
+      MergeRows(args, shared.tasks[max(round, 0)][warp], rehearsal);
       if (!rehearsal) continue;
       // All blocks wait: when this kernel has ended, so has the one before.
       WaitForPreviousKernel();

@@ -10,29 +10,30 @@ namespace xla_gpu::decode {
 
 inline constexpr int kCombineFewThreads = 32 * kMaxGroups;  // a warp for each group of chunks
 
-// Block i merges row i % slot_rows of unit i / slot_rows, counted as in UnitIndex.
+// Block i merges row i % slot_rows of the unit whose UnitIndex is i / slot_rows.
 template <int kDim, int kRows, int kBlockKeys>
 __global__ void __launch_bounds__(kCombineFewThreads, 3) DecodeCombineFewKernel(const __grid_constant__ DecodeArgs args) {
   __shared__ alignas(16) float4 out[kMaxGroups][kDim / 4];
   __shared__ Softmax softmax[kMaxGroups];
+  __shared__ PlanEntry found;  // the unit's sequence; without chunks if there is none
   FillRowsOfNoSequence(args);
   const unsigned rows = static_cast<unsigned>(args.slot_rows);
   const unsigned unit = blockIdx.x / rows;
   const int row = static_cast<int>(blockIdx.x - unit * rows);
-  const unsigned per_head = static_cast<unsigned>(args.units_per_head);
-  const unsigned per_sequence = per_head * static_cast<unsigned>(args.params.num_kv_heads);
-  const int sequence = static_cast<int>(unit / per_sequence);
-  const unsigned of_sequence = unit - static_cast<unsigned>(sequence) * per_sequence;
-  const int kv_head = static_cast<int>(of_sequence / per_head);
-  const int unit_row = static_cast<int>(of_sequence % per_head) * kRows + row;
+  const UnitOfIndex place(args, unit);
   const int live = LiveSequences(args.params);
   const bool in_order = QueryStartsInOrder(args.params, live);
-  PlanEntry entry = {};
-  if (sequence < live) {
-    const SequenceInfo info = LoadSequence(args.params, sequence, in_order);
-    entry = MakePlanEntry<kBlockKeys, kRows>(args, info.owned, info.q_begin, info.q_len,
-                                             info.valid ? info.context_len : -1);
+  if (threadIdx.x == 0) found.chunks = 0;
+  __syncthreads();
+  for (int s = static_cast<int>(threadIdx.x); s < live; s += kCombineFewThreads) {
+    const SequenceInfo info = LoadSequence(args.params, s, in_order);
+    const PlanEntry mine = MakePlanEntry<kBlockKeys, kRows>(args, info.owned, info.q_begin, info.q_len,
+                                                            info.valid ? info.context_len : -1);
+    if (mine.chunks > 0 && place.RowTile(args, mine.q_begin, mine.units) >= 0) found = mine;
   }
+  __syncthreads();
+  const PlanEntry entry = found;
+  const int unit_row = place.RowTile(args, entry.q_begin, entry.units) * kRows + row;
   // A single chunk's worker has written the rows.
   const bool exists = entry.chunks > 1 && unit_row < entry.q_len * args.group;
   const int groups = exists ? (entry.chunks + kGroupChunks - 1) / kGroupChunks : 0;
@@ -42,9 +43,8 @@ __global__ void __launch_bounds__(kCombineFewThreads, 3) DecodeCombineFewKernel(
   const int parts = min(int{entry.chunks} - warp * kGroupChunks, kGroupChunks);
   // From slot to slot.
   const unsigned slot = SlotOfFew(unit, warp * kGroupChunks);
-  const Softmax* const first_softmax = Scratch::Of(args, slot, row);
   const float* const first_out = Scratch::Out(args, slot, row);
-  const int stride = args.slot_rows * head_dim;
+  const int stride = args.slot_rows * (head_dim + kSlotPadding);
   // All blocks wait: when this kernel has ended, so has the one before.
   WaitForPreviousKernel();
   if (warp < groups) {
@@ -52,7 +52,8 @@ __global__ void __launch_bounds__(kCombineFewThreads, 3) DecodeCombineFewKernel(
       Partial part[kGroupChunks];
 #pragma unroll
       for (int i = 0; i < kGroupChunks; ++i) {
-        if (i < parts) part[i] = LoadPart(first_softmax + i * args.slot_rows, first_out + i * stride + column, true);
+        const float* const part_out = first_out + i * stride;
+        if (i < parts) part[i] = LoadPart(reinterpret_cast<const Softmax*>(part_out + head_dim), part_out + column, true);
       }
 #pragma unroll
       for (int i = 1; i < kGroupChunks; ++i) {
@@ -67,7 +68,7 @@ __global__ void __launch_bounds__(kCombineFewThreads, 3) DecodeCombineFewKernel(
   if (!exists || column >= head_dim) return;
   Partial result = {softmax[0], out[0][column / 4]};
   for (int group = 1; group < groups; ++group) result.Add({softmax[group], out[group][column / 4]});
-  StoreRow(args, RowPlace::Of(args, entry.q_begin, kv_head, unit_row), column, result);
+  StoreRow(args, RowPlace::Of(args, entry.q_begin, place.kv_head, unit_row), column, result);
 }
 
 }  // namespace xla_gpu::decode

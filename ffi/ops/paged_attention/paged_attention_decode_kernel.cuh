@@ -151,7 +151,7 @@ class Worker {
       --blocks;
       if (--of_chunk > 0 && blocks > 0) continue;
       running.Close();
-      Collect(*unit.entry, place, UnitIndex(args_, sequence, place), share, chunk, running, group, whole);
+      Collect(*unit.entry, place, share, chunk, running, group, whole);
       if (blocks == 0) break;
       running.Clear();
       of_chunk = unit.entry->blocks;
@@ -173,14 +173,17 @@ class Worker {
 
   // Merges a chunk's sums with those of the chunks before it: `group` over the chunks of a group so far, `whole` over the
   // groups of a unit so far.
-  __device__ void Collect(const PlanEntry& entry, const UnitPlace& place, int64_t unit, const Share& share, int chunk,
+  __device__ void Collect(const PlanEntry& entry, const UnitPlace& place, const Share& share, int chunk,
                           const Running<S>& running, Running<S>& group, Running<S>& whole) {
     const int first = chunk / kGroupChunks * kGroupChunks;
     const bool share_ends = chunk == share.end - 1;
     const bool has_group_begin = share.begin <= first;
     const bool has_unit_begin = share.begin == 0;
     const int rows = min(entry.q_len * args_.group - place.row_tile * S::kRows, S::kRows);
-    if (args_.few && entry.chunks > 1) return Leave(SlotOfFew(static_cast<unsigned>(unit), chunk), rows, running);
+    if (args_.few && entry.chunks > 1) {
+      const int64_t unit = UnitIndex(args_, entry.q_begin, place.kv_head, place.row_tile);
+      return Leave(SlotOfFew(static_cast<unsigned>(unit), chunk), rows, running);
+    }
     const auto leave = [&](int from, const Running<S>& sums) {
       Leave(SlotOf(from, blockIdx.x, has_unit_begin, has_group_begin), rows, sums);
     };

@@ -92,20 +92,21 @@ Status LaunchShape(const PagedAttentionParams& params, const Layout& layout, Str
   const int64_t blocks = (params.pages_per_seq * params.page_size + S::kBlockKeys - 1) / S::kBlockKeys;
   const int64_t chunks = layout.units * std::clamp<int64_t>(blocks, 1, kMaxChunks);
   args.workers = static_cast<int>(std::clamp<int64_t>(chunks, 1, residency.workers));
-  const int64_t units = params.max_seqs * params.num_kv_heads * layout.units_per_head;
-  args.jobs_by_unit = args.few || units <= args.workers;
-  args.tasks = (args.jobs_by_unit ? std::max<int64_t>(units, 1) : args.workers) * layout.slot_rows;
+  args.jobs_by_unit = args.few || layout.units <= args.workers;
+  args.jobs = static_cast<int>(args.jobs_by_unit ? layout.units : args.workers);
+  const int combine_blocks = residency.sms * kCombineBlocks;
+  args.job_warps = std::clamp(combine_blocks * kCombineWarps / args.jobs, 1, layout.slot_rows);
 
   cudaLaunchAttribute attribute;
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attribute.val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config = {};
   if (args.few) {
-    config.gridDim = dim3(static_cast<unsigned>(args.tasks));
+    config.gridDim = dim3(static_cast<unsigned>(args.jobs * layout.slot_rows));
     config.blockDim = dim3(kCombineFewThreads);
   } else {
-    const int64_t rounds = (args.tasks + kCombineWarps - 1) / kCombineWarps;
-    config.gridDim = dim3(static_cast<unsigned>(std::min<int64_t>(rounds, residency.sms)));
+    const int blocks_of_jobs = (args.jobs * args.job_warps + kCombineWarps - 1) / kCombineWarps;
+    config.gridDim = dim3(static_cast<unsigned>(std::min(blocks_of_jobs, combine_blocks)));
     config.blockDim = dim3(kCombineThreads);
     config.dynamicSmemBytes = sizeof(CombineShared<S::kRows, S::kBlockKeys>);
   }

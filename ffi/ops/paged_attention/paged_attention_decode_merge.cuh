@@ -102,13 +102,14 @@ __device__ inline void StoreRow(const DecodeArgs& args, const RowPlace& place, i
   if (params.lse != nullptr && column == 0) params.lse[place.at] = lse;
 }
 
-// The scratch: slots of slot_rows rows, all their outputs first, then all their softmaxes.
+// The scratch: slots of slot_rows rows, each its output and then its softmax.
 struct Scratch {
   __device__ static float* Out(const DecodeArgs& args, int64_t slot, int row) {
-    return static_cast<float*>(args.params.scratch) + (slot * args.slot_rows + row) * args.params.head_dim;
+    return static_cast<float*>(args.params.scratch) +
+           (slot * args.slot_rows + row) * (args.params.head_dim + kSlotPadding);
   }
   __device__ static Softmax* Of(const DecodeArgs& args, int64_t slot, int row) {
-    return reinterpret_cast<Softmax*>(Out(args, args.slots, 0)) + slot * args.slot_rows + row;
+    return reinterpret_cast<Softmax*>(Out(args, slot, row) + args.params.head_dim);
   }
 };
 

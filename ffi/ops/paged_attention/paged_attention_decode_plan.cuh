@@ -66,7 +66,8 @@ __device__ inline PlanEntry MakePlanEntry(const DecodeArgs& args, bool owned, in
   }
   // An empty sequence has one empty chunk: somebody has to write its rows.
   const unsigned blocks = static_cast<unsigned>(max((entry.end_key - entry.first_key - 1) / kBlockKeys + 1, 1));
-  const unsigned per_chunk = max((blocks + kMaxChunks - 1) / kMaxChunks, blocks >= 2048 / kBlockKeys ? 2u : 1u);
+  const unsigned least = blocks >= 8192 / kBlockKeys ? 4 : blocks >= 2048 / kBlockKeys ? 2 : 1;
+  const unsigned per_chunk = max((blocks + kMaxChunks - 1) / kMaxChunks, least);
   entry.blocks = static_cast<int>(per_chunk);
   entry.chunks = static_cast<uint8_t>((blocks + per_chunk - 1) / per_chunk);
   entry.units = (q_len * args.group + kRows - 1) / kRows;
@@ -131,16 +132,32 @@ struct UnitPlace {
   }
 };
 
-// Its index among all that the call may have.
-__device__ inline int64_t UnitIndex(const DecodeArgs& args, int sequence, const UnitPlace& place) {
-  return (int64_t{sequence} * args.params.num_kv_heads + place.kv_head) * args.units_per_head + place.row_tile;
+// Its index among all that the call may have: sequences' tokens are their own, and a token begins at most tiles_per_token
+// row tiles.
+__device__ inline int64_t UnitIndex(const DecodeArgs& args, int q_begin, int kv_head, int row_tile) {
+  return (int64_t{q_begin} * args.tiles_per_token + row_tile) * args.params.num_kv_heads + kv_head;
 }
+// The other way round: the kv head, and what is left of the index.
+struct UnitOfIndex {
+  int kv_head;
+  int64_t tile;
+
+  __device__ UnitOfIndex(const DecodeArgs& args, unsigned index) {
+    const unsigned heads = static_cast<unsigned>(args.params.num_kv_heads);
+    tile = index / heads;
+    kv_head = static_cast<int>(index - static_cast<unsigned>(tile) * heads);
+  }
+  // The row tile if it is one of a sequence with these tokens, or -1.
+  __device__ int RowTile(const DecodeArgs& args, int q_begin, int tiles) const {
+    const int64_t row_tile = tile - int64_t{q_begin} * args.tiles_per_token;
+    return 0 <= row_tile && row_tile < tiles ? static_cast<int>(row_tile) : -1;
+  }
+};
 
 // A unit of which several workers have chunks, for those that merge their results.
 struct MergeJob {
   uint64_t begin;       // of the unit, on the line
   uint64_t per_worker;  // of the line
-  int64_t unit;         // its index
   int32_t chunks;       // 0: no such unit
   int32_t blocks;       // of a chunk
   int32_t q_begin;
@@ -205,11 +222,10 @@ class Plan {
     return low;
   }
   // Of a unit of an entry.
-  __device__ MergeJob Job(const PlanEntry& entry, int sequence, unsigned unit) const {
+  __device__ MergeJob Job(const PlanEntry& entry, unsigned unit) const {
     const UnitPlace place = UnitPlace::Of(entry, unit);
-    return {place.begin,  per_worker_,   UnitIndex(args_, sequence, place),
-            entry.chunks, entry.blocks,  entry.q_begin,
-            entry.q_len,  place.kv_head, place.row_tile};
+    return {place.begin,   per_worker_, entry.chunks,  entry.blocks,
+            entry.q_begin, entry.q_len, place.kv_head, place.row_tile};
   }
 
   // The entry that holds `position` < Total(), which does not lie before the window.

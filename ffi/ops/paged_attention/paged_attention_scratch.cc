@@ -19,7 +19,7 @@ int64_t DecodeScratchBytes(const PagedAttentionParams& shapes) {
     PagedAttentionParams params = shapes;
     params.cache_dtype = cache;
     const decode::Layout layout = decode::MakeLayout(params);
-    floats = std::max(floats, layout.slots * layout.slot_rows * (shapes.head_dim + 2));
+    floats = std::max(floats, layout.slots * layout.slot_rows * (shapes.head_dim + decode::kSlotPadding));
   }
   return floats * int64_t{sizeof(float)};
 }
