@@ -35,8 +35,8 @@ struct PrefillSoftmax {
   __device__ int Row(int m, int half) const { return first_row + m * 16 + half * 8 + Lane() / 4; }
 
   // Scores of keys from `first_position` on become the softmax's numerators relative to the largest score so far.
-  template <int kKeyTiles>
-  __device__ void Update(const PrefillRows& rows, const PrefillScores& scores, int first_position,
+  template <int kKeyTiles, typename Rows>
+  __device__ void Update(const Rows& rows, const PrefillScores& scores, int first_position,
                          float (&s)[kRowTiles][kKeyTiles][4]) {
     const bool mask =
         first_position + kKeyTiles * 8 - 1 > rows.first_row_last_key || first_position < rows.last_row_first_key;
@@ -44,16 +44,16 @@ struct PrefillSoftmax {
   }
 
   // `mask`: whether some row does not see all of the keys.
-  template <int kKeyTiles>
-  __device__ void Update(const PrefillRows& rows, const PrefillScores& scores, int first_position, bool mask,
+  template <int kKeyTiles, typename Rows>
+  __device__ void Update(const Rows& rows, const PrefillScores& scores, int first_position, bool mask,
                          float (&s)[kRowTiles][kKeyTiles][4]) {
     Begin(rows, scores, first_position, mask, s);
     Exponentials<0, kKeyTiles>(scores, s);
   }
 
   // The first part of an update: masks, and the largest scores.
-  template <int kKeyTiles>
-  __device__ void Begin(const PrefillRows& rows, const PrefillScores& scores, int first_position, bool mask,
+  template <int kKeyTiles, typename Rows>
+  __device__ void Begin(const Rows& rows, const PrefillScores& scores, int first_position, bool mask,
                         float (&s)[kRowTiles][kKeyTiles][4]) {
     scores.Transform</*kExact=*/false>(s);
     if (mask) Mask(rows, first_position, s);
@@ -135,8 +135,8 @@ struct PrefillSoftmax {
 
   // Writes the rows and their log-sum-exp, by way of shared memory that only this warp uses: whole 16-byte chunks reach
   // `out`. `chunk(row, d)` is the place of elements [8d, 8d + 8) of a row.
-  template <typename T, int kDimTiles, typename Chunk>
-  __device__ void Finish(const PagedAttentionParams& params, const PrefillRows& rows, const PrefillScores& scores,
+  template <typename T, int kDimTiles, typename Rows, typename Chunk>
+  __device__ void Finish(const PagedAttentionParams& params, const Rows& rows, const PrefillScores& scores,
                          const float (&o)[kRowTiles][kDimTiles][4], Chunk chunk) const {
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m) {
@@ -171,10 +171,9 @@ struct PrefillSoftmax {
 
   // As Finish, straight from registers: four lanes exchange their parts of four chunks of a row, so that each has a
   // whole one. `wrong`: NaN instead.
-  template <typename T, int kDimTiles>
-  __device__ void FinishInRegisters(const PagedAttentionParams& params, const PrefillRows& rows,
-                                    const PrefillScores& scores, const float (&o)[kRowTiles][kDimTiles][4],
-                                    bool wrong) const {
+  template <typename T, int kDimTiles, typename Rows>
+  __device__ void FinishInRegisters(const PagedAttentionParams& params, const Rows& rows, const PrefillScores& scores,
+                                    const float (&o)[kRowTiles][kDimTiles][4], bool wrong) const {
     static_assert(kDimTiles % 4 == 0);
     const int part = Lane() % 4;
 #pragma unroll
@@ -187,11 +186,12 @@ struct PrefillSoftmax {
         row_sum += __shfl_xor_sync(~0u, row_sum, 1);
         row_sum += __shfl_xor_sync(~0u, row_sum, 2);
         const unsigned packed = rows.first + row;
-        const unsigned token = rows.by_group.Divide(packed);
-        const int head = rows.kv_head * static_cast<int>(rows.group) + static_cast<int>(packed - token * rows.group);
+        const unsigned token = rows.group.Divide(packed);
+        const unsigned group = rows.group.divisor;
+        const int head = static_cast<int>(rows.kv_head * group + (packed - token * group));
         SoftmaxEnd end = scores.EndFast(largest[m][h], row_sum, in_tile ? head : 0);
         if (wrong) end = {false, CUDART_NAN_F, CUDART_NAN_F};
-        const int64_t head_row = in_tile ? (rows.q_begin + token) * rows.num_heads + head : 0;
+        const int64_t head_row = in_tile ? (rows.q_begin + token) * static_cast<unsigned>(rows.num_heads) + head : 0;
         if (params.lse != nullptr && in_tile && part == 0) params.lse[head_row] = end.lse;
         T* const out = static_cast<T*>(params.out) + head_row * params.head_dim;
 #pragma unroll
@@ -226,8 +226,8 @@ struct PrefillSoftmax {
     return row_largest == -INFINITY ? 0.0f : __fmul_rn(row_largest, scores.to_log2);
   }
 
-  template <int kKeyTiles>
-  __device__ void Mask(const PrefillRows& rows, int first_position, float (&s)[kRowTiles][kKeyTiles][4]) const {
+  template <int kKeyTiles, typename Rows>
+  __device__ void Mask(const Rows& rows, int first_position, float (&s)[kRowTiles][kKeyTiles][4]) const {
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m) {
 #pragma unroll

@@ -81,7 +81,8 @@ Status TryLaunchPrefillTma(const PagedAttentionParams& params, Stream stream, bo
   tma.box_rows = static_cast<int>(std::gcd(params.page_size, int64_t{Kernel::kTileKeys}));
   tma.head_slabs = static_cast<int>(params.head_stride / 64);
   // A box is whole groups of eight rows and slabs of 64 columns, as wgmma reads them.
-  *launched = tma.box_rows % 8 == 0 && params.head_dim == Kernel::kHeadDim && params.head_stride % 64 == 0;
+  *launched = tma.box_rows % 8 == 0 && params.head_dim == Kernel::kHeadDim && params.head_stride % 64 == 0 &&
+              params.page_size >> 31 == 0;
   if (!*launched) return Status::Ok();
   const auto kernel = PrefillTmaKernel<Kernel>;
   if (Status status = HasSm90Code<Kernel>(kernel, launched); !status.ok() || !*launched) return status;
@@ -90,6 +91,8 @@ Status TryLaunchPrefillTma(const PagedAttentionParams& params, Stream stream, bo
   if (!*launched) return Status::Ok();
   const auto group = static_cast<unsigned>(params.num_heads / params.num_kv_heads);
   tma.group = FastDivisor::Make(group);
+  tma.kv_heads = FastDivisor::Make(params.num_kv_heads);
+  tma.page = FastDivisor::Make(params.page_size);
   tma.query_in_boxes = 64 % group == 0 && EncodeRows(params.query, params.num_tokens, params.num_heads, params.head_dim,
                                                      64 / group, group, params.dtype == DType::kBF16, &tma.q_map);
   XLA_GPU_RETURN_IF_CUDA(
