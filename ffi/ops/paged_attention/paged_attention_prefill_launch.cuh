@@ -114,13 +114,19 @@ Status TryLaunchPrefillPages(const PagedAttentionParams& params, Stream stream, 
     return TryLaunchPrefillTma<PrefillTma<T, 64, 128, 3, true, 2, 4, 4>>(params, stream, launched);
   } else if constexpr (kDim == 128) {
     using Large = PrefillTma<T, 128, 112, 3, false, 1, 3, 3, 512>;
-    using Small = PrefillTma<T, 128, 112, 2, true, 1, 3, 3, 512>;
-    // Small tiles, of which there are more, where the large ones would not go twice around the GPU. Shapes of a batch
-    // decide, so both must give the same bits: tiles of keys are the same, and so is what is done with each row.
+    using Medium = PrefillTma<T, 128, 112, 2, true, 1, 3, 3, 512>;
+    using Small = PrefillTma<T, 128, 112, 1, true, 1, 3, 3, 512>;
+    // Smaller tiles, of which there are more, where large ones would leave parts of the GPU idle. Shapes of a batch
+    // decide, so all must give the same bits: tiles of keys are the same, and so is what is done with each row.
     unsigned processors = 0;
     if (Status status = Multiprocessors(&processors); !status.ok()) return status;
-    return PrefillBlocks(params, Large::kRows) < 2 * processors ? TryLaunchPrefillTma<Small>(params, stream, launched)
-                                                                : TryLaunchPrefillTma<Large>(params, stream, launched);
+    const int64_t rows = params.num_tokens * (params.num_heads / params.num_kv_heads);
+    const int64_t tiles = (rows + Large::kRows - 1) / Large::kRows * params.num_kv_heads;
+    if (4 * tiles <= 3 * processors) return TryLaunchPrefillTma<Small>(params, stream, launched);
+    // Long contexts want large tiles sooner, which read their keys less often.
+    const int64_t rounds = params.pages_per_seq * params.page_size <= 8192 ? 3 : 2;
+    if (tiles < rounds * processors) return TryLaunchPrefillTma<Medium>(params, stream, launched);
+    return TryLaunchPrefillTma<Large>(params, stream, launched);
   } else {
     return TryLaunchPrefillTma<PrefillTma<T, 256, 80, 2, true, 1, 2, 2, 128, 64>>(params, stream, launched);
   }
