@@ -102,8 +102,18 @@ Status TryLaunchPrefillTma(const PagedAttentionParams& params, Stream stream, bo
   constexpr int64_t kSequences = Kernel::Plan::kSequences;
   const dim3 grid(std::min(PrefillBlocks(params, Kernel::kRows), processors),
                   static_cast<unsigned>(std::max<int64_t>(1, (params.max_seqs + kSequences - 1) / kSequences)));
-  kernel<<<grid, Kernel::kThreads, Kernel::kSharedBytes, stream>>>(tma);
-  XLA_GPU_RETURN_IF_LAUNCH_FAILED();
+  // Blocks get ready while the decode path's last ones end.
+  cudaLaunchAttribute attribute;
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = grid;
+  config.blockDim = dim3(Kernel::kThreads);
+  config.dynamicSmemBytes = Kernel::kSharedBytes;
+  config.stream = stream;
+  config.attrs = &attribute;
+  config.numAttrs = 1;
+  XLA_GPU_RETURN_IF_CUDA(cudaLaunchKernelEx(&config, kernel, tma));
   return Status::Ok();
 }
 

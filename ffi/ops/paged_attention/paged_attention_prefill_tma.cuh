@@ -12,6 +12,7 @@
 
 #include <cstdint>
 
+#include "ffi/device/dependent_launch.cuh"
 #include "ffi/device/mbarrier.cuh"
 #include "ffi/device/wgmma.cuh"
 #include "ffi/ops/paged_attention/paged_attention_prefill_common.cuh"
@@ -72,6 +73,8 @@ struct PrefillTma : PrefillTmaCopies<PrefillTmaBlock<T, kDim, kKeys, kConsumers,
   __device__ void Run() {
 #if XLA_GPU_HAS_WGMMA
     if (threadIdx.x / 32 == 3) InitBarriers();
+    // All blocks wait, also those without a tile: when this kernel has ended, so has the one before.
+    WaitForPreviousKernel();
     const bool few = params.max_seqs <= WarpPlan::kSequences;
     const WarpPlan warp_plan(params, tma.group.divisor, tma.kv_heads, few);
     const Plan plan(params, tma.group.divisor, tma.kv_heads, !few,
