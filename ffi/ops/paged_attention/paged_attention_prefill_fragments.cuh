@@ -8,6 +8,7 @@
 #include "ffi/device/async_copy.cuh"
 #include "ffi/device/mma.cuh"
 #include "ffi/ops/paged_attention/paged_attention_prefill_common.cuh"
+#include "ffi/ops/paged_attention/paged_attention_prefill_merge.cuh"
 
 namespace xla_gpu {
 
@@ -32,6 +33,13 @@ struct PrefillSoftmax {
   }
 
   static __device__ int Lane() { return static_cast<int>(threadIdx.x) % 32; }
+  // Of which the compiler does not know that it never changes: it would else work out addresses of results before the
+  // loop over keys, where registers are short.
+  static __device__ int OpaqueLane() {
+    int lane = Lane();
+    asm volatile("" : "+r"(lane));
+    return lane;
+  }
   __device__ int Row(int m, int half) const { return first_row + m * 16 + half * 8 + Lane() / 4; }
 
   // Scores of keys from `first_position` on become the softmax's numerators relative to the largest score so far.
@@ -169,18 +177,62 @@ struct PrefillSoftmax {
     }
   }
 
+  // For parts of a tile's keys: adds what lies in the scratch to the results so far, and leaves them there, as `mode`
+  // says. The rows there begin at `first`, and are this tile's, or with kPartApart all of out's. `wrong`: NaN.
+  template <int kDimTiles, typename Rows>
+  __device__ void FoldPart(const Rows& rows, const PrefillScores& scores, const PrefillPartials& partials,
+                           int64_t first, PrefillPartMode mode, bool wrong, float (&o)[kRowTiles][kDimTiles][4]) {
+    const int lane = OpaqueLane();
+    const int part = lane % 4;
+#pragma unroll
+    for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        float row_sum = sum[m][h];
+        row_sum += __shfl_xor_sync(~0u, row_sum, 1);
+        row_sum += __shfl_xor_sync(~0u, row_sum, 2);
+        if (wrong) row_sum = CUDART_NAN_F;
+        const int row = first_row + m * 16 + h * 8 + lane / 4;
+        const bool in_tile = row < rows.count;
+        const int64_t place = in_tile ? first + ((mode & kPartApart) != 0 ? rows.HeadRow(row) : row) : 0;
+        float2* const values = reinterpret_cast<float2*>(partials.values + place * (kDimTiles * 8)) + part;
+        if (in_tile && (mode & kFoldPart) != 0) {
+          const PrefillFold both(__ldcg(partials.sums + place), make_float2(largest[m][h], row_sum), scores.to_log2);
+          largest[m][h] = both.sums.x;
+          row_sum = both.sums.y;
+#pragma unroll
+          for (int d = 0; d < kDimTiles; ++d) {
+            const float2 before = __ldcg(values + d * 4);
+            o[m][d][2 * h] = both.Of(before.x, o[m][d][2 * h]);
+            o[m][d][2 * h + 1] = both.Of(before.y, o[m][d][2 * h + 1]);
+          }
+        }
+        __syncwarp();  // all four lanes have read the sums
+        if (in_tile && (mode & kKeepPart) != 0) {
+#pragma unroll
+          for (int d = 0; d < kDimTiles; ++d) values[d * 4] = make_float2(o[m][d][2 * h], o[m][d][2 * h + 1]);
+          if (part == 0) partials.sums[place] = make_float2(largest[m][h], row_sum);
+        }
+        // The four lanes' sums are added up once more.
+        sum[m][h] = part == 0 ? row_sum : 0.0f;
+      }
+    }
+    __syncwarp();
+  }
+
   // As Finish, straight from registers: four lanes exchange their parts of four chunks of a row, so that each has a
   // whole one. `wrong`: NaN instead.
   template <typename T, int kDimTiles, typename Rows>
   __device__ void FinishInRegisters(const PagedAttentionParams& params, const Rows& rows, const PrefillScores& scores,
                                     const float (&o)[kRowTiles][kDimTiles][4], bool wrong) const {
     static_assert(kDimTiles % 4 == 0);
-    const int part = Lane() % 4;
+    const int lane = OpaqueLane();
+    const int part = lane % 4;
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m) {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        const int row = Row(m, h);
+        const int row = first_row + m * 16 + h * 8 + lane / 4;
         const bool in_tile = row < rows.count;
         float row_sum = sum[m][h];
         row_sum += __shfl_xor_sync(~0u, row_sum, 1);

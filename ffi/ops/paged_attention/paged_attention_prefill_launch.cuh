@@ -8,7 +8,10 @@
 
 #include "ffi/common/cuda_status.h"
 #include "ffi/ops/paged_attention/paged_attention_decode.h"
+#include "ffi/ops/paged_attention/paged_attention_prefill.h"
+#include "ffi/ops/paged_attention/paged_attention_prefill_merge.cuh"
 #include "ffi/ops/paged_attention/paged_attention_prefill_mma.cuh"
+#include "ffi/ops/paged_attention/paged_attention_prefill_parts.h"
 #include "ffi/ops/paged_attention/paged_attention_prefill_tma.cuh"
 #include "ffi/ops/paged_attention/paged_attention_prefill_wgmma.cuh"
 
@@ -100,7 +103,23 @@ Status TryLaunchPrefillTma(const PagedAttentionParams& params, Stream stream, bo
   unsigned processors = 0;
   if (Status status = Multiprocessors(&processors); !status.ok()) return status;
   constexpr int64_t kSequences = Kernel::Plan::kSequences;
-  const dim3 grid(std::min(PrefillBlocks(params, Kernel::kRows), processors),
+  const PrefillScratch scratch = PrefillScratch::Of(params);
+  static_assert(Kernel::kTileKeys == PrefillSplit::TileKeys(Kernel::kHeadDim));
+  static_assert(Kernel::kRows <= PrefillScratch::kMaxTileRows &&
+                Kernel::Plan::kSequences == PrefillScratch::BlockSequences(Kernel::kHeadDim));
+  processors = std::min(processors, static_cast<unsigned>(PrefillScratch::kMaxBlocks));
+  tma.split = {scratch.splits,
+               scratch.max_apart,
+               static_cast<int>(params.sliding_window >> 31 != 0 ? 0 : params.sliding_window),
+               static_cast<int>(group),
+               static_cast<int>(params.num_kv_heads),
+               Kernel::kTileKeys};
+  tma.partials.values = reinterpret_cast<float*>(static_cast<char*>(params.scratch) + PrefillScratchBegin(params));
+  tma.partials.sums = reinterpret_cast<float2*>(tma.partials.values + scratch.all_rows * params.head_dim);
+  tma.partials.rows = scratch.rows;
+  tma.partials.block_rows = scratch.max_apart * scratch.rows;
+  // Parts of keys are as many tasks more.
+  const dim3 grid(scratch.max_apart > 0 ? processors : std::min(PrefillBlocks(params, Kernel::kRows), processors),
                   static_cast<unsigned>(std::max<int64_t>(1, (params.max_seqs + kSequences - 1) / kSequences)));
   // Blocks get ready while the decode path's last ones end.
   cudaLaunchAttribute attribute;
@@ -114,6 +133,12 @@ Status TryLaunchPrefillTma(const PagedAttentionParams& params, Stream stream, bo
   config.attrs = &attribute;
   config.numAttrs = 1;
   XLA_GPU_RETURN_IF_CUDA(cudaLaunchKernelEx(&config, kernel, tma));
+  if (scratch.max_apart == 0) return Status::Ok();
+  config.gridDim = dim3(std::min(static_cast<unsigned>((scratch.rows + 3) / 4), 8 * processors));
+  config.blockDim = dim3(kMergeThreads);
+  config.dynamicSmemBytes = 0;
+  XLA_GPU_RETURN_IF_CUDA(cudaLaunchKernelEx(&config, PrefillMergeKernel<typename Kernel::Element, Kernel::kHeadDim>,
+                                            params, tma.split, tma.partials));
   return Status::Ok();
 }
 
@@ -132,8 +157,13 @@ Status TryLaunchPrefillPages(const PagedAttentionParams& params, Stream stream, 
     if (Status status = Multiprocessors(&processors); !status.ok()) return status;
     const int64_t rows = params.num_tokens * (params.num_heads / params.num_kv_heads);
     const int64_t tiles = (rows + Large::kRows - 1) / Large::kRows * params.num_kv_heads;
-    if (4 * tiles <= 3 * processors) return TryLaunchPrefillTma<Small>(params, stream, launched);
-    // Long contexts want large tiles sooner, which read their keys less often.
+    // Long contexts want larger tiles, which read their keys less often; unless there are so few rows that several
+    // tiles of a sequence read them at the same time.
+    const int64_t cache_bytes =
+        4 * params.max_seqs * params.pages_per_seq * params.page_size * params.num_kv_heads * params.head_dim;
+    if (rows <= 512 || (4 * tiles <= 3 * processors && cache_bytes <= int64_t{64} << 20)) {
+      return TryLaunchPrefillTma<Small>(params, stream, launched);
+    }
     const int64_t rounds = params.pages_per_seq * params.page_size <= 8192 ? 3 : 2;
     if (tiles < rounds * processors) return TryLaunchPrefillTma<Medium>(params, stream, launched);
     return TryLaunchPrefillTma<Large>(params, stream, launched);

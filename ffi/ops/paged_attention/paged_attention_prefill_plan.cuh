@@ -24,7 +24,7 @@ class PrefillPlan {
  public:
   // Sequences of one row of blocks: row y has those from y * kSequences on.
   static constexpr int kSequences = kMaxSequences;
-  using List = PrefillList<kThreads, kRows, kSequences, kClasses>;
+  using List = PrefillList<kThreads, kRows, kSequences, kClasses, SplitPrompts>;
   struct Storage {
     typename List::Storage list;
     int first_start;  // of the first sequence's rows
@@ -32,9 +32,9 @@ class PrefillPlan {
   };
 
   // Not `used`: nothing is done. With a barrier before `Find`.
-  __device__ PrefillPlan(const PagedAttentionParams& params, unsigned group, FastDivisor kv_heads, bool used,
-                         Storage& storage)
-      : list_(params, group, storage.list), kv_heads_(kv_heads) {
+  __device__ PrefillPlan(const PagedAttentionParams& params, unsigned group, FastDivisor kv_heads,
+                         const PrefillSplit& split, bool used, Storage& storage)
+      : list_(params, group, SplitPrompts{split}, storage.list), kv_heads_(kv_heads) {
     if (!used) return;
     const int thread = static_cast<int>(threadIdx.x);
     const int first = static_cast<int>(blockIdx.y) * kSequences;
@@ -118,6 +118,9 @@ class PrefillWarpPlan {
 
   __device__ bool HasUnownedRows() const { return has_unowned_rows_; }
 
+  // To be called before Find where keys may be split.
+  __device__ void Split(const PrefillSplit& split) { SplitPrompts{split}(&prompt_); }
+
   // As PrefillPlan::Find.
   __device__ bool Find(unsigned n, PrefillTile* tile) const {
     const unsigned rank = PrefillRank(n);
@@ -150,8 +153,12 @@ class PrefillWarpPlan {
       unsigned left = row_tile - later;
       FindAmongLanes(tiles_.FirstEndingAt(prompt_, begin), tiles_.FirstEndingAt(prompt_, end), &left, &owner, &index);
     }
-    const PrefillPrompt prompt = {owner, __shfl_sync(~0u, prompt_.q_begin, owner),
-                                  __shfl_sync(~0u, prompt_.q_len, owner), __shfl_sync(~0u, prompt_.context_len, owner)};
+    const PrefillPrompt prompt = {owner,
+                                  __shfl_sync(~0u, prompt_.q_begin, owner),
+                                  __shfl_sync(~0u, prompt_.q_len, owner),
+                                  __shfl_sync(~0u, prompt_.context_len, owner),
+                                  __shfl_sync(~0u, prompt_.parts, owner),
+                                  0};
     *tile = prompt.Tile(index, rank - row_tile * kv_heads_.divisor);
     return true;
   }
@@ -159,8 +166,8 @@ class PrefillWarpPlan {
  private:
   const PrefillTiles<kRows> tiles_;
   const FastDivisor kv_heads_;
-  PrefillPrompt prompt_ = {0, 0, 0, -1};  // this lane's; without rows, if it is none
-  unsigned prompts_ = 0;                  // the lanes that have one
+  PrefillPrompt prompt_ = {0, 0, 0, -1, 1, 0};  // this lane's; without rows, if it is none
+  unsigned prompts_ = 0;                        // the lanes that have one
   bool has_unowned_rows_ = false;
 };
 

@@ -9,6 +9,7 @@
 #include "ffi/ops/paged_attention/paged_attention.h"
 #include "ffi/ops/paged_attention/paged_attention_decode.h"
 #include "ffi/ops/paged_attention/paged_attention_metadata.cuh"
+#include "ffi/ops/paged_attention/paged_attention_prefill_parts.h"
 
 namespace xla_gpu {
 
@@ -22,6 +23,7 @@ struct PrefillTile {
   bool valid;  // false: the rows become NaN
   int index;   // the tile covers packed rows [index * kRows, (index + 1) * kRows) of the sequence
   int kv_head;
+  int part;  // of the keys, where these are split among blocks
 };
 
 // A sequence with more rows than the decode path takes.
@@ -30,14 +32,42 @@ struct PrefillPrompt {
   int q_begin;
   int q_len;
   int context_len;  // -1 where it is wrong
+  int parts;        // of the keys, for each of which its tiles are counted again
+  int part_keys;    // where there are several
 
-  // Position after the last row's; at least q_len, so that all tiles end at positive positions.
-  __device__ int End() const { return max(context_len, q_len); }
+  // What stands for the position after the last row's; at least q_len, so that all tiles end at positive positions.
+  __device__ int End() const { return parts > 1 ? part_keys : max(context_len, q_len); }
 
   __device__ PrefillTile Tile(unsigned index, unsigned kv_head) const {
     const bool valid = context_len >= 0;
-    return {seq, q_begin, q_len, valid ? context_len : 0, valid, static_cast<int>(index), static_cast<int>(kv_head)};
+    unsigned part = 0;
+    if (parts > 1) {
+      const unsigned whole = index / parts;
+      part = index - whole * parts;
+      index = whole;
+    }
+    return {seq,
+            q_begin,
+            q_len,
+            valid ? context_len : 0,
+            valid,
+            static_cast<int>(index),
+            static_cast<int>(kv_head),
+            static_cast<int>(part)};
   }
+};
+
+// How a list finds out about parts of keys: as PrefillSplit says, or not at all.
+struct SplitPrompts {
+  const PrefillSplit& split;
+  __device__ void operator()(PrefillPrompt* prompt) const {
+    const PrefillParts parts = split.Of(prompt->q_len, prompt->context_len);
+    prompt->parts = split.Apart(parts);
+    prompt->part_keys = parts.tiles * split.keys;
+  }
+};
+struct KeepPrompts {
+  __device__ void operator()(PrefillPrompt* /*prompt*/) const {}
 };
 
 // How many tiles a prompt has, and where they end: one past the position of the last row.
@@ -46,11 +76,12 @@ struct PrefillTiles {
   unsigned group;
 
   __device__ unsigned Count(const PrefillPrompt& prompt) const {
-    return (static_cast<unsigned>(prompt.q_len) * group + kRows - 1) / kRows;
+    return (static_cast<unsigned>(prompt.q_len) * group + kRows - 1) / kRows * prompt.parts;
   }
 
   // The first tile that ends at `end` or later.
   __device__ unsigned FirstEndingAt(const PrefillPrompt& prompt, int end) const {
+    if (prompt.parts > 1) return end > prompt.part_keys ? Count(prompt) : 0;
     const int tokens = end - (prompt.End() - prompt.q_len);
     if (tokens > prompt.q_len) return Count(prompt);
     return tokens <= 1 ? 0 : static_cast<unsigned>(tokens - 1) * group / kRows;
@@ -80,18 +111,18 @@ __device__ inline bool FindAmongLanes(unsigned first, unsigned last, unsigned* l
 // Prompts, listed by the threads of a block together, and their tiles in the order of the last key that a tile sees,
 // latest first: a tile's time grows with it. The order is by classes of equal width in key positions; it decides when a
 // tile is done, never what it computes.
-template <int kThreads, int kRows, int kCapacity, int kClasses>
+template <int kThreads, int kRows, int kCapacity, int kClasses, typename Split>
 class PrefillList {
  public:
   struct Storage {
-    PrefillPrompt prompts[kCapacity];
+    int4 prompts[kCapacity];         // seq, q_begin, q_len, context_len
     unsigned tiles_up_to[kClasses];  // [class] tiles in this class and in the ones before
     int warp_counts[kThreads / 32];
     int max_end;
   };
 
-  __device__ PrefillList(const PagedAttentionParams& params, unsigned group, Storage& storage)
-      : params_(params), storage_(storage), tiles_{group} {}
+  __device__ PrefillList(const PagedAttentionParams& params, unsigned group, Split split, Storage& storage)
+      : params_(params), split_(split), storage_(storage), tiles_{group} {}
 
   // Empties the list. The next barrier of the block is to come before Collect.
   __device__ void Clear() {
@@ -106,10 +137,11 @@ class PrefillList {
   // takes. `in_order` is what QueryStartsInOrder returned.
   __device__ void Collect(int base, int last, bool in_order) {
     const int thread = static_cast<int>(threadIdx.x);
-    PrefillPrompt prompt{base + thread, 0, 0, -1};
+    PrefillPrompt prompt{base + thread, 0, 0, -1, 1, 0};
     if (prompt.seq < last) {
       const SequenceInfo info = LoadSequence(params_, prompt.seq, in_order);
-      prompt = {prompt.seq, info.q_begin, info.q_len, info.valid ? info.context_len : -1};
+      prompt = {prompt.seq, info.q_begin, info.q_len, info.valid ? info.context_len : -1, 1, 0};
+      split_(&prompt);
     }
     const bool mine = prompt.q_len > kMaxDecodeRows;
     if (!__syncthreads_or(mine)) return;
@@ -122,7 +154,7 @@ class PrefillList {
       count_ += storage_.warp_counts[warp];
     }
     if (mine) {
-      storage_.prompts[position] = prompt;
+      storage_.prompts[position] = make_int4(prompt.seq, prompt.q_begin, prompt.q_len, prompt.context_len);
       atomicMax(&storage_.max_end, prompt.End());
     }
     __syncthreads();
@@ -136,7 +168,7 @@ class PrefillList {
       const int end = ClassEnd(static_cast<int>(threadIdx.x));
       unsigned tiles = 0;
       for (int i = 0; i < count_; ++i) {
-        const PrefillPrompt& prompt = storage_.prompts[i];
+        const PrefillPrompt prompt = At(i);
         tiles += tiles_.Count(prompt) - tiles_.FirstEndingAt(prompt, end);
       }
       storage_.tiles_up_to[threadIdx.x] = tiles;
@@ -160,16 +192,23 @@ class PrefillList {
     for (;; base += 32) {
       unsigned first = 0, last = 0;  // this lane's prompt has tiles [first, last) in the class
       if (base + lane < count_) {
-        const PrefillPrompt& prompt = storage_.prompts[base + lane];
+        const PrefillPrompt prompt = At(base + lane);
         first = tiles_.FirstEndingAt(prompt, ClassEnd(found));
         last = found == 0 ? tiles_.Count(prompt) : tiles_.FirstEndingAt(prompt, ClassEnd(found - 1));
       }
       if (FindAmongLanes(first, last, &left, &owner, &index)) break;
     }
-    return storage_.prompts[base + owner].Tile(index, kv_head);
+    return At(base + owner).Tile(index, kv_head);
   }
 
  private:
+  __device__ PrefillPrompt At(int index) const {
+    const int4 stored = storage_.prompts[index];
+    PrefillPrompt prompt{stored.x, stored.y, stored.z, stored.w, 1, 0};
+    split_(&prompt);
+    return prompt;
+  }
+
   // The smallest end of a tile in class `index`.
   __device__ int ClassEnd(int index) const {
     const int width = (storage_.max_end + kClasses - 1) / kClasses;
@@ -177,6 +216,7 @@ class PrefillList {
   }
 
   const PagedAttentionParams& params_;
+  const Split split_;
   Storage& storage_;
   const PrefillTiles<kRows> tiles_;
   int count_ = 0;
@@ -188,7 +228,7 @@ template <int kThreads, int kRows>
 class PrefillSchedule {
  public:
   // Sequences that are looked at together; more of them (over 1024 prompts in one call) follow in further batches.
-  using List = PrefillList<kThreads, kRows, 1024, std::min(kThreads, 256)>;
+  using List = PrefillList<kThreads, kRows, 1024, std::min(kThreads, 256), KeepPrompts>;
   struct Storage {
     typename List::Storage list;
     PrefillTile tile;
@@ -198,7 +238,7 @@ class PrefillSchedule {
   __device__ PrefillSchedule(const PagedAttentionParams& params, Storage& storage)
       : params_(params),
         storage_(storage),
-        list_(params, static_cast<unsigned>(params.num_heads / params.num_kv_heads), storage.list) {}
+        list_(params, static_cast<unsigned>(params.num_heads / params.num_kv_heads), KeepPrompts(), storage.list) {}
 
   // The tile of the given rank (over all sequences and kv heads; kv heads next to each other), read by all threads; or
   // false, if there are no more than `*total`. To be called by the whole block, with a barrier before the storage is

@@ -75,9 +75,10 @@ struct PrefillTma : PrefillTmaCopies<PrefillTmaBlock<T, kDim, kKeys, kConsumers,
     if (threadIdx.x / 32 == 3) InitBarriers();
     // All blocks wait, also those without a tile: when this kernel has ended, so has the one before.
     WaitForPreviousKernel();
+    AllowDependentLaunch();
     const bool few = params.max_seqs <= WarpPlan::kSequences;
-    const WarpPlan warp_plan(params, tma.group.divisor, tma.kv_heads, few);
-    const Plan plan(params, tma.group.divisor, tma.kv_heads, !few,
+    WarpPlan warp_plan(params, tma.group.divisor, tma.kv_heads, few);
+    const Plan plan(params, tma.group.divisor, tma.kv_heads, tma.split, !few,
                     *reinterpret_cast<typename Plan::Storage*>(shared + kPlanStart));
     const bool fill = few ? warp_plan.HasUnownedRows() : plan.HasUnownedRows();
     if (fill && blockIdx.y == 0) FillUnownedRows<T>(params, blockIdx.x, gridDim.x);
@@ -94,6 +95,7 @@ struct PrefillTma : PrefillTmaCopies<PrefillTmaBlock<T, kDim, kKeys, kConsumers,
         return --warp < 0;
       };
       if (is_next()) {
+        if (few && tma.split.on) warp_plan.Split(tma.split);
         this->FindTiles(
             [&](unsigned n, PrefillTile* tile) { return few ? warp_plan.Find(n, tile) : plan.Find(n, tile); });
       } else if (is_next()) {
@@ -322,10 +324,15 @@ struct PrefillTma : PrefillTmaCopies<PrefillTmaBlock<T, kDim, kKeys, kConsumers,
     return position + kKeys - 1 > rows.first_row_last_key || position < rows.last_row_first_key;
   }
 
-  __device__ void Finish(SlotPlace slot, const Softmax& softmax, const PrefillScores& scores,
-                         const float (&o)[1][kDimTiles][4]) const {
+  __device__ void Finish(SlotPlace slot, Softmax softmax, const PrefillScores& scores,
+                         float (&o)[1][kDimTiles][4]) const {
     WaitBarrier(Checked(slot), slot.round);
-    softmax.template FinishInRegisters<T>(params, At(slot).rows, scores, o, At(slot).outside);
+    const bool outside = At(slot).outside;
+    const PrefillPartMode mode = At(slot).mode;
+    if (mode != 0) {
+      softmax.FoldPart(At(slot).rows, scores, tma.partials, At(slot).partials, mode, outside, o);
+    }
+    if ((mode & kKeepPart) == 0) softmax.template FinishInRegisters<T>(params, At(slot).rows, scores, o, outside);
     Release(Free(slot));
   }
 

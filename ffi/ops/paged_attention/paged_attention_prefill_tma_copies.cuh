@@ -60,13 +60,36 @@ struct PrefillTmaCopies : Block {
     SlotPlace place;
     int known_seq = -1;  // a sequence whose pages have been looked at; each lane remembers one of its own
     bool known_outside = false;
+    int next_part = 0;
     PrefillTile tile;
 #pragma unroll 1
-    for (unsigned n = 0; find(n, &tile); ++n) {
+    for (unsigned n = 0; find(n, &tile);) {
       WaitBarrier(Free(place), place.round ^ 1);
       Slot& slot = At(place);
+      const Rows rows(params, tile, kRows, tma.group);
+      PrefillPartMode mode = 0;
+      PrefillParts parts = {1, 0};
+      if (tma.split.on) parts = tma.split.Of(tile.q_len, tile.context_len);
+      if (parts.count > 1) {
+        int64_t first_row;
+        if (tma.split.Apart(parts) > 1) {
+          mode = kPartApart | kKeepPart;
+          first_row = tile.part * tma.partials.rows;
+        } else {  // all for this block: the tile comes back for each
+          int first_key, last_key;
+          rows.VisibleKeys(rows.count - 1, &first_key, &last_key);
+          tile.part = next_part;
+          if (next_part > 0) mode = kFoldPart;
+          if (last_key / (parts.tiles * kKeys) > next_part) mode |= kKeepPart;
+          next_part = (mode & kKeepPart) != 0 ? next_part + 1 : 0;
+          first_row = tma.partials.block_rows + (int64_t{blockIdx.y} * gridDim.x + blockIdx.x) * kRows;
+        }
+        if (lane == 0) slot.partials = first_row;
+      }
+      if (lane == 0) slot.mode = mode;
+      if (next_part == 0) ++n;
       // Rows that see no key are written here.
-      const bool computed = Describe(Rows(params, tile, kRows, tma.group), &slot) > 0 && tile.valid;
+      const bool computed = Describe(rows, tile.part * parts.tiles, parts.tiles, &slot) > 0 && tile.valid;
       if (computed) Release(Full(place));
       if (tile.valid && __shfl_sync(~0u, known_seq, tile.seq % 32) != tile.seq) {
         const bool outside = __any_sync(~0u, FindsPageOutside<2>(params, tile, lane, 32));
@@ -80,6 +103,10 @@ struct PrefillTmaCopies : Block {
         if (lane == 0) slot.outside = outside;
         Release(Checked(place));
         place.Advance();
+      } else if (mode != 0) {  // none of them sees a key of this part
+        for (int row = lane; row < rows.count; row += 32) {
+          tma.partials.sums[tile.part * tma.partials.rows + rows.HeadRow(row)] = make_float2(-INFINITY, 0.0f);
+        }
       } else {
         const bool wrong = !tile.valid || outside;
         FillTile<T>(slot.rows, params, 0, 1, wrong ? CUDART_NAN_F : 0.0f, wrong ? CUDART_NAN_F : -CUDART_INF_F);
@@ -91,16 +118,23 @@ struct PrefillTmaCopies : Block {
     Release(Full(place));
   }
 
-  // Writes a slot, but for `outside`; returns the number of tiles of keys. Lanes below kConsumers look at the rows of
-  // their warpgroup, the others at all.
-  __device__ int Describe(Rows rows, Slot* slot) const {
+  // Writes a slot, but for `outside` and the parts; returns the number of tiles of keys, of which it takes `most` from
+  // `from` on, or all where `most` is 0. Lanes below kConsumers look at the rows of their warpgroup, the others at all.
+  __device__ int Describe(Rows rows, int from, int most, Slot* slot) const {
     const bool one_group = lane < kConsumers;
     const int begin = one_group ? lane * 64 : 0;
     const int end = one_group ? min(begin + 64, rows.count) : rows.count;
     int seen_begin, seen_last, all_begin, all_last;
     rows.KeysOf(begin, end, &seen_begin, &seen_last, &all_begin, &all_last);
-    const int first = seen_begin / kKeys;
-    const int last = (seen_last + kKeys) / kKeys - 1;
+    int first = seen_begin / kKeys;
+    int last = (seen_last + kKeys) / kKeys - 1;
+    if (most > 0) {
+      // All see the keys from 0 on, up to their own.
+      first = from;
+      last = max(min(last, from + most - 1), from - 1);
+      seen_begin = from * kKeys;
+      seen_last = min(seen_last, (from + most) * kKeys - 1);
+    }
     const int first_of_all = __shfl_sync(~0u, first, kConsumers);
     const int tiles = __shfl_sync(~0u, last, kConsumers) + 1 - first_of_all;
     if (one_group) {
