@@ -80,8 +80,8 @@ class PrefillPlan {
   bool has_unowned_rows_ = false;
 };
 
-// For up to 32 sequences: a lane of a warp has one, and warps know nothing of each other. It takes a third of the time
-// until a block's first tile is known, which for short prompts is a tenth of the whole.
+// For up to 32 sequences: a lane of a warp has one, and warps know nothing of each other. Without the barriers and
+// shared memory of the other, a prompt of 1024 tokens takes 24 µs instead of 26.
 template <int kRows>
 class PrefillWarpPlan {
  public:
