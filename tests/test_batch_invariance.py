@@ -15,6 +15,7 @@ pytestmark = pytest.mark.doors("eager", "eager-cuda", "jax-cuda")
 
 # The sequence under test: a decode step, a few speculative rows, a chunk of a prefill, a long context.
 SUBJECTS = {"decode": (1, 211), "speculative": (4, 130), "chunk": (40, 170), "long": (1, 3000)}
+BEHIND_A_LONG_CONTEXT = {"few-rows": (16, 9000)}
 NEIGHBOURS = {
     "alone": ((), ()),
     "behind-a-prefill": (((90, 90),), ()),
@@ -37,10 +38,14 @@ SHAPES = {
 }  # fmt: skip
 
 
+def sequence(name: str) -> tuple[int, int]:
+    return {**SUBJECTS, **BEHIND_A_LONG_CONTEXT}[name]
+
+
 @functools.cache
 def subject(name: str, shape: str) -> tuple[AttentionCase, AttentionInputs]:
     case = AttentionCase(
-        f"subject-{name}-{shape}", (SUBJECTS[name],), spare_seqs=0, spare_columns=0, padding_tokens=0, **SHAPES[shape]
+        f"subject-{name}-{shape}", (sequence(name),), spare_seqs=0, spare_columns=0, padding_tokens=0, **SHAPES[shape]
     )
     return case, cases.build(case)
 
@@ -50,7 +55,7 @@ def batch(name: str, shape: str, before, after, **changes) -> tuple[dict, Attent
     alone, inputs = subject(name, shape)
     others = AttentionCase(
         f"batch-{name}-{shape}-{before}-{after}-{changes}",
-        (*before, SUBJECTS[name], *after),
+        (*before, sequence(name), *after),
         **{**SHAPES[shape], **changes},
     )
     arrays = cases.build(others)
@@ -58,7 +63,7 @@ def batch(name: str, shape: str, before, after, **changes) -> tuple[dict, Attent
     rows = slice(*arrays.query_start_loc[place : place + 2])
     arrays.query[rows] = inputs.query
     theirs, ours = reference.split_cache(arrays.kv_cache), reference.split_cache(inputs.kv_cache)
-    pages = -(-SUBJECTS[name][1] // alone.page_size)
+    pages = -(-sequence(name)[1] // alone.page_size)
     for their, our in zip(theirs, ours, strict=True):
         their[arrays.block_tables[place, :pages]] = our[inputs.block_tables[0, :pages]]
     arrays.k_scale, arrays.v_scale, arrays.sinks = inputs.k_scale, inputs.v_scale, inputs.sinks
@@ -87,6 +92,18 @@ def test_larger_tiles_do_not_change_bits(door):
     case, inputs = subject("chunk", "gqa-bf16")
     want = results(door, inputs.arrays(), case)
     got = results(door, *batch("chunk", "gqa-bf16", ((1900, 1900),), ((30, 700),)))
+    for what, g, w in zip(("out", "lse"), got, want, strict=True):
+        compare.assert_bitwise_equal(g, w, f"{door.name}: {what}")
+
+
+@pytest.mark.doors("eager-cuda", "jax-cuda")
+@pytest.mark.parametrize("before", [((30, 70),), ((200, 200),), ((2500, 2500),)], ids=["few", "some", "many"])
+@pytest.mark.parametrize("spare_seqs", [0, 40])
+def test_parts_of_keys_do_not_change_bits(door, before, spare_seqs):
+    """Behind a long context CUDA splits the keys of few rows, among blocks if there are few, else within a block."""
+    case, inputs = subject("few-rows", "gqa-bf16")
+    want = results(door, inputs.arrays(), case)
+    got = results(door, *batch("few-rows", "gqa-bf16", before, ((1, 50),), spare_seqs=spare_seqs))
     for what, g, w in zip(("out", "lse"), got, want, strict=True):
         compare.assert_bitwise_equal(g, w, f"{door.name}: {what}")
 

@@ -47,6 +47,9 @@ __device__ inline void WaitAsync() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
+// Brings the 128 bytes at `global` into L2, some time.
+__device__ inline void PrefetchToL2(const void* global) { asm volatile("prefetch.global.L2 [%0];" ::"l"(global)); }
+
 }  // namespace xla_gpu
 
 #endif  // XLA_GPU_DEVICE_ASYNC_COPY_CUH_

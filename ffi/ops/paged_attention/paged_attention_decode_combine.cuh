@@ -64,6 +64,8 @@ class Jobs {
  public:
   __device__ Jobs(const DecodeArgs& args, typename P::Shared& shared) : args_(args), plan_(args, shared) {}
 
+  __device__ bool None() const { return plan_.Total() == 0; }
+
   __device__ MergeJob Find(unsigned index) {
     MergeJob job = {};
     if (plan_.Window() > 0) plan_.FirstWindow();
@@ -225,8 +227,10 @@ template <int kRows, int kBlockKeys>
 __global__ void __launch_bounds__(kCombineThreads, 5) DecodeCombineKernel(const __grid_constant__ DecodeArgs args) {
   extern __shared__ __align__(16) char dynamic_shared[];
   auto& shared = *reinterpret_cast<CombineShared<kRows, kBlockKeys>*>(dynamic_shared);
+  AllowDependentLaunch();
   FillRowsOfNoSequence(args);
   Jobs<CombinePlan<kBlockKeys, kRows>> jobs(args, shared.plan);
+  if (jobs.None()) return WaitForPreviousKernel();
   const int warp = static_cast<int>(threadIdx.x) / 32;
   const int64_t stride = int64_t{gridDim.x} * kCombineWarps;
   // Memory is busy with K and V, and instructions come through it too: what is to run when the kernel before has ended

@@ -279,11 +279,23 @@ class Worker {
   SplitShared<S>& shared_;
 };
 
+// Brings the page table into L2 while nobody knows yet who needs which part of it. Not a large one, of which little is
+// read.
+__device__ inline void PrefetchPages(const DecodeArgs& args) {
+  constexpr int kLine = 32;  // page numbers
+  constexpr int kMostLines = 4096;
+  const int64_t lines = (args.params.max_seqs * args.params.pages_per_seq + kLine - 1) / kLine;
+  if (lines > kMostLines) return;
+  const int64_t line = int64_t{threadIdx.x} * gridDim.x + blockIdx.x;
+  if (line < lines) PrefetchToL2(args.params.block_tables + line * kLine);
+}
+
 template <typename S>
 __global__ void __launch_bounds__(S::kThreads, S::kRegisterBlocks)
     DecodeSplitKernel(const __grid_constant__ DecodeArgs args) {
   extern __shared__ __align__(16) char dynamic_shared[];
   AllowDependentLaunch();
+  PrefetchPages(args);
   Worker<S>(args, *reinterpret_cast<SplitShared<S>*>(dynamic_shared)).Run();
 }
 

@@ -10,10 +10,13 @@
 
 namespace xla_gpu {
 
-// Bytes of scratch that LaunchPrefill needs after those of the decode path: none, one block sees all keys of a row.
-constexpr int64_t PrefillScratchBytes(const PagedAttentionParams& /*shapes*/) { return 0; }
+// Where the scratch that LaunchPrefill needs begins, behind that of the decode path, and its size in bytes: partial
+// results of few rows behind long contexts.
+int64_t PrefillScratchBegin(const PagedAttentionParams& shapes);
+int64_t PrefillScratchBytes(const PagedAttentionParams& shapes);
 
-// Writes the rows of every sequence of more than kMaxDecodeRows rows, and those that belong to no sequence. One launch.
+// Writes the rows of every sequence of more than kMaxDecodeRows rows, and those that belong to no sequence. Two
+// launches where contexts may be long, else one.
 Status LaunchPrefill(const PagedAttentionParams& params, Stream stream);
 
 // By dtype of query; each in its own file, for the compiler's time.

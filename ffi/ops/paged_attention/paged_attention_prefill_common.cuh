@@ -19,29 +19,30 @@ constexpr float kLn2 = 0.6931471805599453f;
 // 1 - 2 / (e^2x + 1): absolute error of 1e-7 or so, which soft_cap multiplies; exact at ±infinity.
 __device__ inline float FastTanh(float x) { return 1.0f - __fdividef(2.0f, Exp2(2.0f * kLog2E * x) + 1.0f); }
 
-// Division by a number that the host knows, for numerators below 2^31.
-struct FastDivisor {
-  unsigned divisor = 1;
-  unsigned multiplier = 0;  // 2^shift / divisor, rounded up; 0: divides as any other number
-  int shift = 0;
+// Division by any number.
+struct PlainDivisor {
+  unsigned divisor;
+  __device__ unsigned Divide(unsigned x) const { return x / divisor; }
+};
 
-  FastDivisor() = default;
-  explicit __host__ __device__ FastDivisor(unsigned divisor) : divisor(divisor) {}
-  static FastDivisor Make(unsigned divisor) {
-    FastDivisor fast(divisor);
-    fast.shift = 31;
-    while (1u << (fast.shift - 31) < divisor) ++fast.shift;
-    fast.multiplier = static_cast<unsigned>(((uint64_t{1} << fast.shift) + divisor - 1) / divisor);
+// Division by a number below 2^31 that the host knows, for numerators below 2^31.
+struct FastDivisor {
+  unsigned divisor;
+  unsigned multiplier;  // 2^(31 + shift) / divisor, rounded up
+  int shift;
+
+  static FastDivisor Make(int64_t divisor) {
+    FastDivisor fast{static_cast<unsigned>(divisor), 0, 0};
+    while (int64_t{1} << fast.shift < divisor) ++fast.shift;
+    fast.multiplier = static_cast<unsigned>(((int64_t{1} << (31 + fast.shift)) + divisor - 1) / divisor);
     return fast;
   }
-  __device__ unsigned Divide(unsigned x) const {
-    if (multiplier == 0) return x / divisor;
-    return static_cast<unsigned>(static_cast<uint64_t>(x) * multiplier >> shift);
-  }
+  __device__ unsigned Divide(unsigned x) const { return __umulhi(2 * x, multiplier) >> shift; }
 };
 
 // A tile's rows, and the keys that they see.
-struct PrefillRows {
+template <typename Divisor>
+struct PrefillRowsBy {
   int seq;
   int kv_head;
   int count;      // rows of the tile; its shared memory may have more
@@ -50,47 +51,57 @@ struct PrefillRows {
   int first_row_last_key;  // all rows see the keys of [last_row_first_key, first_row_last_key]
   int last_row_first_key;
 
-  int64_t q_begin;
-  int64_t num_heads;
-  int64_t window;  // 0: none
-  unsigned group;
-  FastDivisor by_group;
+  int q_begin;
+  int num_heads;
+  int window;  // 0: none
+  Divisor group;
   unsigned first;      // packed row of the sequence where the tile begins
   int first_position;  // of the sequence's first row; negative where there are more rows than keys
 
-  __device__ PrefillRows(const PagedAttentionParams& params, const PrefillTile& tile, int rows_per_tile)
-      : PrefillRows(params, tile, rows_per_tile,
-                    FastDivisor(static_cast<unsigned>(params.num_heads / params.num_kv_heads))) {}
-
-  __device__ PrefillRows(const PagedAttentionParams& params, const PrefillTile& tile, int rows_per_tile,
-                         FastDivisor by_group)
+  // Without the keys.
+  __device__ PrefillRowsBy(const PagedAttentionParams& params, const PrefillTile& tile, int rows_per_tile,
+                           Divisor group)
       : seq(tile.seq),
         kv_head(tile.kv_head),
         q_begin(tile.q_begin),
-        num_heads(params.num_heads),
-        window(params.sliding_window),
-        group(by_group.divisor),
-        by_group(by_group),
+        num_heads(static_cast<int>(params.num_heads)),
+        // A window of 2^31 or more hides nothing.
+        window(params.sliding_window >> 31 != 0 ? 0 : static_cast<int>(params.sliding_window)),
+        group(group),
         first(static_cast<unsigned>(tile.index) * rows_per_tile),
         first_position(tile.context_len - tile.q_len) {
-    count = static_cast<int>(min(static_cast<unsigned>(rows_per_tile), tile.q_len * group - first));
-    int first_row_first_key, last_row_last_key;
-    VisibleKeys(0, &first_row_first_key, &first_row_last_key);
-    VisibleKeys(count - 1, &last_row_first_key, &last_row_last_key);
-    key_begin = first_row_first_key;
-    key_end = last_row_last_key + 1;
+    count = static_cast<int>(min(static_cast<unsigned>(rows_per_tile), tile.q_len * group.divisor - first));
+  }
+
+  // The keys of rows [begin, end) of the tile: those that some row sees, [*seen_begin, *seen_last], and those that all
+  // see, [*all_begin, *all_last].
+  __device__ void KeysOf(int begin, int end, int* seen_begin, int* seen_last, int* all_begin, int* all_last) const {
+    VisibleKeys(begin, seen_begin, all_last);
+    VisibleKeys(end - 1, all_begin, seen_last);
+  }
+  __device__ void FindKeys() {
+    KeysOf(0, count, &key_begin, &key_end, &last_row_first_key, &first_row_last_key);
+    ++key_end;
   }
 
   // The keys [*first_key, *last_key] that a row sees; none if *last_key < 0.
   __device__ void VisibleKeys(int row, int* first_key, int* last_key) const {
-    const int position = first_position + static_cast<int>(by_group.Divide(first + row));
-    *last_key = row < count ? max(position, -1) : -1;
-    *first_key = window == 0 ? 0 : static_cast<int>(max(int64_t{0}, position - window + 1));
+    const int position = max(first_position + static_cast<int>(group.Divide(first + row)), -1);
+    *last_key = row < count ? position : -1;
+    *first_key = window == 0 ? 0 : max(position - window + 1, 0);
   }
-  __device__ int Head(int row) const { return kv_head * group + (first + row) % group; }
+  __device__ int Head(int row) const {
+    return kv_head * static_cast<int>(group.divisor) + static_cast<int>((first + row) % group.divisor);
+  }
   // Row of query and out as [num_tokens * num_heads, head_dim].
-  __device__ int64_t HeadRow(int row) const { return (q_begin + (first + row) / group) * num_heads + Head(row); }
+  __device__ int64_t HeadRow(int row) const {
+    const unsigned token = group.Divide(first + row);
+    const unsigned head = kv_head * group.divisor + (first + row - token * group.divisor);
+    return (q_begin + token) * static_cast<unsigned>(num_heads) + head;
+  }
 };
+
+using PrefillRows = PrefillRowsBy<PlainDivisor>;
 
 // Element offset of a key or value of kv head 0 from the cache's base; -1 if its page lies outside.
 __device__ inline int64_t KeyOffset(const PagedAttentionParams& params, int seq, int position) {
@@ -207,22 +218,22 @@ __device__ inline bool FindsPageOutside(const PagedAttentionParams& params, cons
   }
   const unsigned end = (static_cast<unsigned>(tile.context_len) + page_size - 1) / page_size;
   const int32_t* const table = params.block_tables + tile.seq * params.pages_per_seq;
+  // Negative numbers are 2^31 and more without their sign.
+  const auto num_pages = static_cast<unsigned>(min(params.num_pages, int64_t{1} << 31));
   bool outside = false;
 #pragma unroll kAtOnce
   for (unsigned i = static_cast<unsigned>(key_begin) / page_size + thread; i < end; i += threads) {
-    const int64_t page = __ldg(table + i);
-    outside |= page < 0 || page >= params.num_pages;
+    outside |= static_cast<unsigned>(__ldg(table + i)) >= num_pages;
   }
   return outside;
 }
 
 // The same in all of a tile's rows, by warp `warp` of `warps`: NaN in those of a sequence with wrong metadata.
-template <typename T>
-__device__ void FillTile(const PrefillRows& rows, const PagedAttentionParams& params, int warp, int warps, float value,
+template <typename T, typename Rows>
+__device__ void FillTile(const Rows& rows, const PagedAttentionParams& params, int warp, int warps, float value,
                          float lse) {
   for (int row = warp; row < rows.count; row += warps) {
-    const int64_t head_row = rows.HeadRow(row);
-    FillHeads<T>(params, head_row / params.num_heads, head_row % params.num_heads, 1, value, lse);
+    FillHeads<T>(params, rows.HeadRow(row), 1, value, lse);
   }
 }
 
@@ -245,7 +256,9 @@ __device__ void RunPrefillTile(const PagedAttentionParams& params, char* shared)
   } else {
     valid = !__syncthreads_or(FindsPageOutside(params, tile, threadIdx.x, blockDim.x)) && valid;
   }
-  const PrefillRows rows(params, tile, Kernel::kRows);
+  PrefillRows rows(params, tile, Kernel::kRows,
+                   PlainDivisor{static_cast<unsigned>(params.num_heads / params.num_kv_heads)});
+  rows.FindKeys();
   if (valid) {
     Kernel(params, shared).Run(tile, rows);
   } else {

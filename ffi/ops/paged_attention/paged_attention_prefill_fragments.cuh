@@ -8,6 +8,7 @@
 #include "ffi/device/async_copy.cuh"
 #include "ffi/device/mma.cuh"
 #include "ffi/ops/paged_attention/paged_attention_prefill_common.cuh"
+#include "ffi/ops/paged_attention/paged_attention_prefill_merge.cuh"
 
 namespace xla_gpu {
 
@@ -32,11 +33,18 @@ struct PrefillSoftmax {
   }
 
   static __device__ int Lane() { return static_cast<int>(threadIdx.x) % 32; }
+  // Of which the compiler does not know that it never changes: it would else work out addresses of results before the
+  // loop over keys, where registers are short.
+  static __device__ int OpaqueLane() {
+    int lane = Lane();
+    asm volatile("" : "+r"(lane));
+    return lane;
+  }
   __device__ int Row(int m, int half) const { return first_row + m * 16 + half * 8 + Lane() / 4; }
 
   // Scores of keys from `first_position` on become the softmax's numerators relative to the largest score so far.
-  template <int kKeyTiles>
-  __device__ void Update(const PrefillRows& rows, const PrefillScores& scores, int first_position,
+  template <int kKeyTiles, typename Rows>
+  __device__ void Update(const Rows& rows, const PrefillScores& scores, int first_position,
                          float (&s)[kRowTiles][kKeyTiles][4]) {
     const bool mask =
         first_position + kKeyTiles * 8 - 1 > rows.first_row_last_key || first_position < rows.last_row_first_key;
@@ -44,16 +52,16 @@ struct PrefillSoftmax {
   }
 
   // `mask`: whether some row does not see all of the keys.
-  template <int kKeyTiles>
-  __device__ void Update(const PrefillRows& rows, const PrefillScores& scores, int first_position, bool mask,
+  template <int kKeyTiles, typename Rows>
+  __device__ void Update(const Rows& rows, const PrefillScores& scores, int first_position, bool mask,
                          float (&s)[kRowTiles][kKeyTiles][4]) {
     Begin(rows, scores, first_position, mask, s);
     Exponentials<0, kKeyTiles>(scores, s);
   }
 
   // The first part of an update: masks, and the largest scores.
-  template <int kKeyTiles>
-  __device__ void Begin(const PrefillRows& rows, const PrefillScores& scores, int first_position, bool mask,
+  template <int kKeyTiles, typename Rows>
+  __device__ void Begin(const Rows& rows, const PrefillScores& scores, int first_position, bool mask,
                         float (&s)[kRowTiles][kKeyTiles][4]) {
     scores.Transform</*kExact=*/false>(s);
     if (mask) Mask(rows, first_position, s);
@@ -135,8 +143,8 @@ struct PrefillSoftmax {
 
   // Writes the rows and their log-sum-exp, by way of shared memory that only this warp uses: whole 16-byte chunks reach
   // `out`. `chunk(row, d)` is the place of elements [8d, 8d + 8) of a row.
-  template <typename T, int kDimTiles, typename Chunk>
-  __device__ void Finish(const PagedAttentionParams& params, const PrefillRows& rows, const PrefillScores& scores,
+  template <typename T, int kDimTiles, typename Rows, typename Chunk>
+  __device__ void Finish(const PagedAttentionParams& params, const Rows& rows, const PrefillScores& scores,
                          const float (&o)[kRowTiles][kDimTiles][4], Chunk chunk) const {
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m) {
@@ -169,29 +177,73 @@ struct PrefillSoftmax {
     }
   }
 
-  // As Finish, straight from registers: four lanes exchange their parts of four chunks of a row, so that each has a
-  // whole one. `wrong`: NaN instead.
-  template <typename T, int kDimTiles>
-  __device__ void FinishInRegisters(const PagedAttentionParams& params, const PrefillRows& rows,
-                                    const PrefillScores& scores, const float (&o)[kRowTiles][kDimTiles][4],
-                                    bool wrong) const {
-    static_assert(kDimTiles % 4 == 0);
-    const int part = Lane() % 4;
+  // For parts of a tile's keys: adds what lies in the scratch to the results so far, and leaves them there, as `mode`
+  // says. The rows there begin at `first`, and are this tile's, or with kPartApart all of out's. `wrong`: NaN.
+  template <int kDimTiles, typename Rows>
+  __device__ void FoldPart(const Rows& rows, const PrefillScores& scores, const PrefillPartials& partials,
+                           int64_t first, PrefillPartMode mode, bool wrong, float (&o)[kRowTiles][kDimTiles][4]) {
+    const int lane = OpaqueLane();
+    const int part = lane % 4;
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m) {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        const int row = Row(m, h);
+        float row_sum = sum[m][h];
+        row_sum += __shfl_xor_sync(~0u, row_sum, 1);
+        row_sum += __shfl_xor_sync(~0u, row_sum, 2);
+        if (wrong) row_sum = CUDART_NAN_F;
+        const int row = first_row + m * 16 + h * 8 + lane / 4;
+        const bool in_tile = row < rows.count;
+        const int64_t place = in_tile ? first + ((mode & kPartApart) != 0 ? rows.HeadRow(row) : row) : 0;
+        float2* const values = reinterpret_cast<float2*>(partials.values + place * (kDimTiles * 8)) + part;
+        if (in_tile && (mode & kFoldPart) != 0) {
+          const PrefillFold both(__ldcg(partials.sums + place), make_float2(largest[m][h], row_sum), scores.to_log2);
+          largest[m][h] = both.sums.x;
+          row_sum = both.sums.y;
+#pragma unroll
+          for (int d = 0; d < kDimTiles; ++d) {
+            const float2 before = __ldcg(values + d * 4);
+            o[m][d][2 * h] = both.Of(before.x, o[m][d][2 * h]);
+            o[m][d][2 * h + 1] = both.Of(before.y, o[m][d][2 * h + 1]);
+          }
+        }
+        __syncwarp();  // all four lanes have read the sums
+        if (in_tile && (mode & kKeepPart) != 0) {
+#pragma unroll
+          for (int d = 0; d < kDimTiles; ++d) values[d * 4] = make_float2(o[m][d][2 * h], o[m][d][2 * h + 1]);
+          if (part == 0) partials.sums[place] = make_float2(largest[m][h], row_sum);
+        }
+        // The four lanes' sums are added up once more.
+        sum[m][h] = part == 0 ? row_sum : 0.0f;
+      }
+    }
+    __syncwarp();
+  }
+
+  // As Finish, straight from registers: four lanes exchange their parts of four chunks of a row, so that each has a
+  // whole one. `wrong`: NaN instead.
+  template <typename T, int kDimTiles, typename Rows>
+  __device__ void FinishInRegisters(const PagedAttentionParams& params, const Rows& rows, const PrefillScores& scores,
+                                    const float (&o)[kRowTiles][kDimTiles][4], bool wrong) const {
+    static_assert(kDimTiles % 4 == 0);
+    const int lane = OpaqueLane();
+    const int part = lane % 4;
+#pragma unroll
+    for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const int row = first_row + m * 16 + h * 8 + lane / 4;
         const bool in_tile = row < rows.count;
         float row_sum = sum[m][h];
         row_sum += __shfl_xor_sync(~0u, row_sum, 1);
         row_sum += __shfl_xor_sync(~0u, row_sum, 2);
         const unsigned packed = rows.first + row;
-        const unsigned token = rows.by_group.Divide(packed);
-        const int head = rows.kv_head * static_cast<int>(rows.group) + static_cast<int>(packed - token * rows.group);
+        const unsigned token = rows.group.Divide(packed);
+        const unsigned group = rows.group.divisor;
+        const int head = static_cast<int>(rows.kv_head * group + (packed - token * group));
         SoftmaxEnd end = scores.EndFast(largest[m][h], row_sum, in_tile ? head : 0);
         if (wrong) end = {false, CUDART_NAN_F, CUDART_NAN_F};
-        const int64_t head_row = in_tile ? (rows.q_begin + token) * rows.num_heads + head : 0;
+        const int64_t head_row = in_tile ? (rows.q_begin + token) * static_cast<unsigned>(rows.num_heads) + head : 0;
         if (params.lse != nullptr && in_tile && part == 0) params.lse[head_row] = end.lse;
         T* const out = static_cast<T*>(params.out) + head_row * params.head_dim;
 #pragma unroll
@@ -226,8 +278,8 @@ struct PrefillSoftmax {
     return row_largest == -INFINITY ? 0.0f : __fmul_rn(row_largest, scores.to_log2);
   }
 
-  template <int kKeyTiles>
-  __device__ void Mask(const PrefillRows& rows, int first_position, float (&s)[kRowTiles][kKeyTiles][4]) const {
+  template <int kKeyTiles, typename Rows>
+  __device__ void Mask(const Rows& rows, int first_position, float (&s)[kRowTiles][kKeyTiles][4]) const {
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m) {
 #pragma unroll

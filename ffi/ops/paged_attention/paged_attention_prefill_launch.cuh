@@ -8,7 +8,10 @@
 
 #include "ffi/common/cuda_status.h"
 #include "ffi/ops/paged_attention/paged_attention_decode.h"
+#include "ffi/ops/paged_attention/paged_attention_prefill.h"
+#include "ffi/ops/paged_attention/paged_attention_prefill_merge.cuh"
 #include "ffi/ops/paged_attention/paged_attention_prefill_mma.cuh"
+#include "ffi/ops/paged_attention/paged_attention_prefill_parts.h"
 #include "ffi/ops/paged_attention/paged_attention_prefill_tma.cuh"
 #include "ffi/ops/paged_attention/paged_attention_prefill_wgmma.cuh"
 
@@ -81,7 +84,8 @@ Status TryLaunchPrefillTma(const PagedAttentionParams& params, Stream stream, bo
   tma.box_rows = static_cast<int>(std::gcd(params.page_size, int64_t{Kernel::kTileKeys}));
   tma.head_slabs = static_cast<int>(params.head_stride / 64);
   // A box is whole groups of eight rows and slabs of 64 columns, as wgmma reads them.
-  *launched = tma.box_rows % 8 == 0 && params.head_dim == Kernel::kHeadDim && params.head_stride % 64 == 0;
+  *launched = tma.box_rows % 8 == 0 && params.head_dim == Kernel::kHeadDim && params.head_stride % 64 == 0 &&
+              params.page_size >> 31 == 0;
   if (!*launched) return Status::Ok();
   const auto kernel = PrefillTmaKernel<Kernel>;
   if (Status status = HasSm90Code<Kernel>(kernel, launched); !status.ok() || !*launched) return status;
@@ -90,6 +94,8 @@ Status TryLaunchPrefillTma(const PagedAttentionParams& params, Stream stream, bo
   if (!*launched) return Status::Ok();
   const auto group = static_cast<unsigned>(params.num_heads / params.num_kv_heads);
   tma.group = FastDivisor::Make(group);
+  tma.kv_heads = FastDivisor::Make(params.num_kv_heads);
+  tma.page = FastDivisor::Make(params.page_size);
   tma.query_in_boxes = 64 % group == 0 && EncodeRows(params.query, params.num_tokens, params.num_heads, params.head_dim,
                                                      64 / group, group, params.dtype == DType::kBF16, &tma.q_map);
   XLA_GPU_RETURN_IF_CUDA(
@@ -97,10 +103,42 @@ Status TryLaunchPrefillTma(const PagedAttentionParams& params, Stream stream, bo
   unsigned processors = 0;
   if (Status status = Multiprocessors(&processors); !status.ok()) return status;
   constexpr int64_t kSequences = Kernel::Plan::kSequences;
-  const dim3 grid(std::min(PrefillBlocks(params, Kernel::kRows), processors),
+  const PrefillScratch scratch = PrefillScratch::Of(params);
+  static_assert(Kernel::kTileKeys == PrefillSplit::TileKeys(Kernel::kHeadDim));
+  static_assert(Kernel::kRows <= PrefillScratch::kMaxTileRows &&
+                Kernel::Plan::kSequences == PrefillScratch::BlockSequences(Kernel::kHeadDim));
+  processors = std::min(processors, static_cast<unsigned>(PrefillScratch::kMaxBlocks));
+  tma.split = {scratch.splits,
+               scratch.max_apart,
+               static_cast<int>(params.sliding_window >> 31 != 0 ? 0 : params.sliding_window),
+               static_cast<int>(group),
+               static_cast<int>(params.num_kv_heads),
+               Kernel::kTileKeys};
+  tma.partials.values = reinterpret_cast<float*>(static_cast<char*>(params.scratch) + PrefillScratchBegin(params));
+  tma.partials.sums = reinterpret_cast<float2*>(tma.partials.values + scratch.all_rows * params.head_dim);
+  tma.partials.rows = scratch.rows;
+  tma.partials.block_rows = scratch.max_apart * scratch.rows;
+  // Parts of keys are as many tasks more.
+  const dim3 grid(scratch.max_apart > 0 ? processors : std::min(PrefillBlocks(params, Kernel::kRows), processors),
                   static_cast<unsigned>(std::max<int64_t>(1, (params.max_seqs + kSequences - 1) / kSequences)));
-  kernel<<<grid, Kernel::kThreads, Kernel::kSharedBytes, stream>>>(tma);
-  XLA_GPU_RETURN_IF_LAUNCH_FAILED();
+  // Blocks get ready while the decode path's last ones end.
+  cudaLaunchAttribute attribute;
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = grid;
+  config.blockDim = dim3(Kernel::kThreads);
+  config.dynamicSmemBytes = Kernel::kSharedBytes;
+  config.stream = stream;
+  config.attrs = &attribute;
+  config.numAttrs = 1;
+  XLA_GPU_RETURN_IF_CUDA(cudaLaunchKernelEx(&config, kernel, tma));
+  if (scratch.max_apart == 0) return Status::Ok();
+  config.gridDim = dim3(std::min(static_cast<unsigned>((scratch.rows + 3) / 4), 8 * processors));
+  config.blockDim = dim3(kMergeThreads);
+  config.dynamicSmemBytes = 0;
+  XLA_GPU_RETURN_IF_CUDA(cudaLaunchKernelEx(&config, PrefillMergeKernel<typename Kernel::Element, Kernel::kHeadDim>,
+                                            params, tma.split, tma.partials));
   return Status::Ok();
 }
 
@@ -111,13 +149,24 @@ Status TryLaunchPrefillPages(const PagedAttentionParams& params, Stream stream, 
     return TryLaunchPrefillTma<PrefillTma<T, 64, 128, 3, true, 2, 4, 4>>(params, stream, launched);
   } else if constexpr (kDim == 128) {
     using Large = PrefillTma<T, 128, 112, 3, false, 1, 3, 3, 512>;
-    using Small = PrefillTma<T, 128, 112, 2, true, 1, 3, 3, 512>;
-    // Small tiles, of which there are more, where the large ones would not go twice around the GPU. Shapes of a batch
-    // decide, so both must give the same bits: tiles of keys are the same, and so is what is done with each row.
+    using Medium = PrefillTma<T, 128, 112, 2, true, 1, 3, 3, 512>;
+    using Small = PrefillTma<T, 128, 112, 1, true, 1, 3, 3, 512>;
+    // Smaller tiles, of which there are more, where large ones would leave parts of the GPU idle. Shapes of a batch
+    // decide, so all must give the same bits: tiles of keys are the same, and so is what is done with each row.
     unsigned processors = 0;
     if (Status status = Multiprocessors(&processors); !status.ok()) return status;
-    return PrefillBlocks(params, Large::kRows) < 2 * processors ? TryLaunchPrefillTma<Small>(params, stream, launched)
-                                                                : TryLaunchPrefillTma<Large>(params, stream, launched);
+    const int64_t rows = params.num_tokens * (params.num_heads / params.num_kv_heads);
+    const int64_t tiles = (rows + Large::kRows - 1) / Large::kRows * params.num_kv_heads;
+    // Long contexts want larger tiles, which read their keys less often; unless there are so few rows that several
+    // tiles of a sequence read them at the same time.
+    const int64_t cache_bytes =
+        4 * params.max_seqs * params.pages_per_seq * params.page_size * params.num_kv_heads * params.head_dim;
+    if (rows <= 512 || (4 * tiles <= 3 * processors && cache_bytes <= int64_t{64} << 20)) {
+      return TryLaunchPrefillTma<Small>(params, stream, launched);
+    }
+    const int64_t rounds = params.pages_per_seq * params.page_size <= 8192 ? 3 : 2;
+    if (tiles < rounds * processors) return TryLaunchPrefillTma<Medium>(params, stream, launched);
+    return TryLaunchPrefillTma<Large>(params, stream, launched);
   } else {
     return TryLaunchPrefillTma<PrefillTma<T, 256, 80, 2, true, 1, 2, 2, 128, 64>>(params, stream, launched);
   }

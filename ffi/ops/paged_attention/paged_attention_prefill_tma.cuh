@@ -12,6 +12,7 @@
 
 #include <cstdint>
 
+#include "ffi/device/dependent_launch.cuh"
 #include "ffi/device/mbarrier.cuh"
 #include "ffi/device/wgmma.cuh"
 #include "ffi/ops/paged_attention/paged_attention_prefill_common.cuh"
@@ -36,6 +37,7 @@ struct PrefillTma : PrefillTmaCopies<PrefillTmaBlock<T, kDim, kKeys, kConsumers,
   using Copies::Full;
   using Copies::FullQuery;
   using Copies::kBarrierStart;
+  using Copies::kCheckRing;
   using Copies::kConsumerRegisters;
   using Copies::kDimTiles;
   using Copies::kGroupBytes;
@@ -63,34 +65,42 @@ struct PrefillTma : PrefillTmaCopies<PrefillTmaBlock<T, kDim, kKeys, kConsumers,
   using typename Copies::KeyPlace;
   using typename Copies::Plan;
   using typename Copies::QueryPlace;
+  using typename Copies::Rows;
   using typename Copies::SlotPlace;
   using typename Copies::ValuePlace;
+  using typename Copies::WarpPlan;
 
   __device__ void Run() {
 #if XLA_GPU_HAS_WGMMA
-    const Plan plan(params, tma.group.divisor, *reinterpret_cast<typename Plan::Storage*>(shared + kPlanStart));
-    if (plan.HasUnownedRows() && blockIdx.y == 0) FillUnownedRows<T>(params, blockIdx.x, gridDim.x);
-    if (blockIdx.x >= plan.Total()) return;
-    if (threadIdx.x < kSingle + 1) {
-      const int ring = static_cast<int>(threadIdx.x);
-      const uint32_t barrier = shared_address + kBarrierStart + ring * 16;
-      constexpr int kConsumerWarps = kConsumers * 4;
-      InitBarrier(barrier, ring < kKeyRing ? 32 : 1);
-      // Slots: also the three warps that copy.
-      InitBarrier(barrier + 8, ring < kKeyRing ? 4 : ring < kSlotRing ? kConsumerWarps : kConsumerWarps + 3);
-      FenceForTensorCores();
-    }
+    if (threadIdx.x / 32 == 3) InitBarriers();
+    // All blocks wait, also those without a tile: when this kernel has ended, so has the one before.
+    WaitForPreviousKernel();
+    if (tma.split.max_apart > 0) AllowDependentLaunch();  // of the kernel that puts parts together
+    const bool few = params.max_seqs <= WarpPlan::kSequences;
+    WarpPlan warp_plan(params, tma.group.divisor, tma.kv_heads, few);
+    const Plan plan(params, tma.group.divisor, tma.kv_heads, tma.split, !few,
+                    *reinterpret_cast<typename Plan::Storage*>(shared + kPlanStart));
+    const bool fill = few ? warp_plan.HasUnownedRows() : plan.HasUnownedRows();
+    if (fill && blockIdx.y == 0) FillUnownedRows<T>(params, blockIdx.x, gridDim.x);
+    if (few ? warp_plan.IsEmpty() : plan.IsEmpty()) return;
     __syncthreads();
     // The same in all lanes of a warp, and known to the compiler to be.
     const int group = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / kGroupThreads, 0);
     if (group == 0) {
       asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kProducerRegisters));
-      const int warp = __shfl_sync(~0u, thread / 32, 0);
-      if (warp == 0) {
+      int warp = __shfl_sync(~0u, thread / 32, 0);
+      // NOTE: hidden from the compiler, which would make a table of addresses that has to come from memory first.
+      const auto is_next = [&warp] {
+        asm("" : "+r"(warp));
+        return --warp < 0;
+      };
+      if (is_next()) {
+        if (few && tma.split.on) warp_plan.Split(tma.split);
+        this->FindTiles(
+            [&](unsigned n, PrefillTile* tile) { return few ? warp_plan.Find(n, tile) : plan.Find(n, tile); });
+      } else if (is_next()) {
         this->template CopyTiles</*kValues=*/false>();
-      } else if (warp == 1) {
-        this->FindTiles(plan);
-      } else if (warp == 2) {
+      } else if (is_next()) {
         this->template CopyTiles</*kValues=*/true>();
       } else {
         this->CopyQueries();
@@ -108,6 +118,27 @@ struct PrefillTma : PrefillTmaCopies<PrefillTmaBlock<T, kDim, kKeys, kConsumers,
 
  private:
   using Softmax = PrefillSoftmax<1, 8>;
+
+  // By one warp. Written out by one lane: with a lane for each, the compiler makes a loop over lanes of each step.
+  __device__ void InitBarriers() const {
+    constexpr int kConsumerWarps = kConsumers * 4;
+    if (ElectLane()) {
+      PrefetchTensorMap(tma.k_map);
+      PrefetchTensorMap(tma.v_map);
+      if (tma.query_in_boxes) PrefetchTensorMap(tma.q_map);
+#pragma unroll
+      for (int ring = 0; ring <= kSingle; ++ring) {
+        const uint32_t full = shared_address + kBarrierStart + ring * 16;
+        InitBarrier(full, ring < kKeyRing ? 32 : 1);
+        // Slots: also the three warps that copy.
+        if (ring < kCheckRing) {
+          InitBarrier(full + 8, ring < kKeyRing ? 4 : ring < kSlotRing ? kConsumerWarps : kConsumerWarps + 3);
+        }
+      }
+      FenceForTensorCores();
+    }
+    __syncwarp();
+  }
 
   // Tiles of keys that only other warpgroups' rows see.
   __device__ void SkipTiles(int count, KeyPlace* key_place, ValuePlace* value_place) const {
@@ -208,8 +239,9 @@ struct PrefillTma : PrefillTmaCopies<PrefillTmaBlock<T, kDim, kKeys, kConsumers,
     Clear(o[0]);
 
     WaitBarrier(FullQuery(query_place, group), query_place.round);
+    // Ordinary copies have written Q.
+    if (!tma.query_in_boxes) FenceForTensorCores();
     WaitBarrier(Full(key_place), key_place.round);
-    FenceForTensorCores();
     FenceWgmma();
     StartScores(group, query_place.stage, key_place.stage, s[0]);
     CommitWgmma();
@@ -242,7 +274,7 @@ struct PrefillTma : PrefillTmaCopies<PrefillTmaBlock<T, kDim, kKeys, kConsumers,
       const bool mask = NeedsMask(slot, position);
       WaitBarrier(Full(key_place), key_place.round);
       WaitBarrier(Full(value_place), value_place.round);
-      SyncNamed(kTurnBarrier + group, 2 * kGroupThreads);
+      if (kConsumers > 1) SyncNamed(kTurnBarrier + group, 2 * kGroupThreads);
       FenceWgmma();
       StartScores(group, query_place.stage, key_place.stage, s[0]);
       CommitWgmma();
@@ -273,7 +305,7 @@ struct PrefillTma : PrefillTmaCopies<PrefillTmaBlock<T, kDim, kKeys, kConsumers,
       PackProbabilities(s[0], p);
     }
     // One turn was passed before the first.
-    if (group == 0) SyncNamed(kTurnBarrier, 2 * kGroupThreads);
+    if (kConsumers > 1 && group == 0) SyncNamed(kTurnBarrier, 2 * kGroupThreads);
     WaitBarrier(Full(value_place), value_place.round);
     FenceWgmma();
     StartValues(value_place.stage, p, o[0]);
@@ -284,18 +316,23 @@ struct PrefillTma : PrefillTmaCopies<PrefillTmaBlock<T, kDim, kKeys, kConsumers,
   }
 
   __device__ void PassTurn(int group) const {
-    ArriveNamed(kTurnBarrier + (group + 1 == kConsumers ? 0 : group + 1), 2 * kGroupThreads);
+    if (kConsumers > 1) ArriveNamed(kTurnBarrier + (group + 1 == kConsumers ? 0 : group + 1), 2 * kGroupThreads);
   }
 
   __device__ bool NeedsMask(SlotPlace slot, int position) const {
-    const PrefillRows& rows = At(slot).rows;
+    const Rows& rows = At(slot).rows;
     return position + kKeys - 1 > rows.first_row_last_key || position < rows.last_row_first_key;
   }
 
-  __device__ void Finish(SlotPlace slot, const Softmax& softmax, const PrefillScores& scores,
-                         const float (&o)[1][kDimTiles][4]) const {
+  __device__ void Finish(SlotPlace slot, Softmax softmax, const PrefillScores& scores,
+                         float (&o)[1][kDimTiles][4]) const {
     WaitBarrier(Checked(slot), slot.round);
-    softmax.template FinishInRegisters<T>(params, At(slot).rows, scores, o, At(slot).outside);
+    const bool outside = At(slot).outside;
+    const PrefillPartMode mode = At(slot).mode;
+    if (mode != 0) {
+      softmax.FoldPart(At(slot).rows, scores, tma.partials, At(slot).partials, mode, outside, o);
+    }
+    if ((mode & kKeepPart) == 0) softmax.template FinishInRegisters<T>(params, At(slot).rows, scores, o, outside);
     Release(Free(slot));
   }
 

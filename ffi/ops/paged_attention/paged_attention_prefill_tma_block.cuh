@@ -10,19 +10,24 @@
 #include "ffi/device/mbarrier.cuh"
 #include "ffi/device/tensor_map.cuh"
 #include "ffi/ops/paged_attention/paged_attention_prefill_common.cuh"
+#include "ffi/ops/paged_attention/paged_attention_prefill_merge.cuh"
 #include "ffi/ops/paged_attention/paged_attention_prefill_plan.cuh"
 
 namespace xla_gpu {
 
 struct PrefillTmaParams {
   PagedAttentionParams attention;
+  FastDivisor group;     // query heads of a kv head
+  FastDivisor kv_heads;  // num_kv_heads
+  FastDivisor page;      // page_size
+  int box_rows;          // divides page_size and the keys of a tile
+  int head_slabs;        // of 64 columns, from one kv head to the next
+  bool query_in_boxes;   // whole tokens make up 64 rows, and q_map is there
+  PrefillSplit split;
+  PrefillPartials partials;
   CUtensorMap k_map;  // in boxes of box_rows slots and head_dim columns
   CUtensorMap v_map;
-  CUtensorMap q_map;    // in boxes of the 64 rows of a warpgroup
-  int box_rows;         // divides page_size and the keys of a tile
-  int head_slabs;       // of 64 columns, from one kv head to the next
-  bool query_in_boxes;  // whole tokens make up 64 rows, and q_map is there
-  FastDivisor group;    // query heads of a kv head
+  CUtensorMap q_map;  // in boxes of the 64 rows of a warpgroup
 };
 
 // kDim: head_dim. kKeys: keys of a tile. kConsumers: warpgroups that compute. kSharedRing: tiles of K and V take turns
@@ -49,6 +54,8 @@ struct PrefillTmaBlock {
   static constexpr int kSlots = kDim == 256 ? 2 : 4;  // tiles of rows that are known at a time
 
   using Plan = PrefillPlan<kThreads, kRows, kSequences, kClasses>;
+  using WarpPlan = PrefillWarpPlan<kRows>;
+  using Rows = PrefillRowsBy<FastDivisor>;
 
   // Tiles of keys of a warpgroup's rows: those that some row sees, and those that all rows see whole.
   struct GroupTiles {
@@ -57,12 +64,14 @@ struct PrefillTmaBlock {
   };
 
   // A tile of rows, as the scheduling warp describes it to the others.
-  struct Slot {
-    PrefillRows rows;
+  struct alignas(8) Slot {
+    Rows rows;
     GroupTiles groups[kConsumers];
     int first_tile, last_tile;  // of keys
     int tiles;                  // of keys; 0: there are no more tiles of rows
     bool outside;               // some page of the sequence lies outside the cache
+    PrefillPartMode mode;       // of a part of the tile's keys; else 0
+    int64_t partials;           // where its results lie in the scratch: a row
   };
 
   // Shared memory, from the start: Q stages, K stages, V stages, a word for each consumer, slots, plan, barriers.
@@ -70,7 +79,7 @@ struct PrefillTmaBlock {
   static constexpr int kValueStart = kKeyStart + (kSharedRing ? 0 : kKeyStages * kTileBytes);
   static constexpr int kSumStart = kKeyStart + (kKeyStages + kValueStages) * kTileBytes;
   static constexpr int kSlotStart = kSumStart + 8;
-  static constexpr int kPlanStart = kSlotStart + kSlots * static_cast<int>(sizeof(Slot));
+  static constexpr int kPlanStart = (kSlotStart + kSlots * static_cast<int>(sizeof(Slot)) + 15) / 16 * 16;
   static constexpr int kBarrierStart = (kPlanStart + static_cast<int>(sizeof(typename Plan::Storage)) + 7) / 8 * 8;
   // Rings of stages, each with a barrier for full and one for free.
   static constexpr int kQueryRing = 0;
@@ -84,8 +93,8 @@ struct PrefillTmaBlock {
   static_assert(kDim % 64 == 0 && kKeys % 16 == 0 && kKeys <= 256 && kSharedBytes <= 227 * 1024);
 
   // Registers of a thread, in place of those that the launch gives each; together no more than an SM has.
-  static constexpr int kProducerRegisters = kConsumers == 2 ? 40 : 32;
-  static constexpr int kConsumerRegisters = kConsumers == 2 ? 232 : 160;
+  static constexpr int kProducerRegisters = kConsumers == 3 ? 32 : kDim == 256 ? 40 : 56;
+  static constexpr int kConsumerRegisters = kConsumers == 3 ? 160 : kDim == 256 ? 232 : 224;
 
   // A place in a ring, and how often the ring has been gone around, in its lowest bit.
   template <int kStages, int kRing, int kStart = 0, int kStep = 1>

@@ -22,8 +22,8 @@ struct PrefillTmaCopies : Block {
   using T = typename Block::Element;
   using typename Block::GroupTiles;
   using typename Block::KeyPlace;
-  using typename Block::Plan;
   using typename Block::QueryPlace;
+  using typename Block::Rows;
   using typename Block::Slot;
   using typename Block::SlotPlace;
   using typename Block::ValuePlace;
@@ -54,24 +54,42 @@ struct PrefillTmaCopies : Block {
   using Block::tma;
 
   // ---- the warp that finds tiles and looks at the sequences' pages
-  __device__ void FindTiles(const Plan& plan) const {
+  // `find`: as PrefillPlan::Find.
+  template <typename Find>
+  __device__ void FindTiles(Find find) const {
     SlotPlace place;
     int known_seq = -1;  // a sequence whose pages have been looked at; each lane remembers one of its own
     bool known_outside = false;
+    int next_part = 0;
     PrefillTile tile;
-    for (unsigned n = 0; plan.Find(n, &tile); ++n) {
+#pragma unroll 1
+    for (unsigned n = 0; find(n, &tile);) {
       WaitBarrier(Free(place), place.round ^ 1);
       Slot& slot = At(place);
-      if (lane == 0) {
-        slot.rows = PrefillRows(params, tile, kRows, tma.group);
-        slot.first_tile = slot.rows.key_begin / kKeys;
-        slot.last_tile = (slot.rows.key_end + kKeys - 1) / kKeys - 1;
-        slot.tiles = slot.last_tile + 1 - slot.first_tile;
+      const Rows rows(params, tile, kRows, tma.group);
+      PrefillPartMode mode = 0;
+      PrefillParts parts = {1, 0};
+      if (tma.split.on) parts = tma.split.Of(tile.q_len, tile.context_len);
+      if (parts.count > 1) {
+        int64_t first_row;
+        if (tma.split.Apart(parts) > 1) {
+          mode = kPartApart | kKeepPart;
+          first_row = tile.part * tma.partials.rows;
+        } else {  // all for this block: the tile comes back for each
+          int first_key, last_key;
+          rows.VisibleKeys(rows.count - 1, &first_key, &last_key);
+          tile.part = next_part;
+          if (next_part > 0) mode = kFoldPart;
+          if (last_key / (parts.tiles * kKeys) > next_part) mode |= kKeepPart;
+          next_part = (mode & kKeepPart) != 0 ? next_part + 1 : 0;
+          first_row = tma.partials.block_rows + (int64_t{blockIdx.y} * gridDim.x + blockIdx.x) * kRows;
+        }
+        if (lane == 0) slot.partials = first_row;
       }
-      __syncwarp();
-      if (lane < kConsumers) slot.groups[lane] = TilesOfGroup(slot.rows, lane);
+      if (lane == 0) slot.mode = mode;
+      if (next_part == 0) ++n;
       // Rows that see no key are written here.
-      const bool computed = tile.valid && slot.tiles > 0;
+      const bool computed = Describe(rows, tile.part * parts.tiles, parts.tiles, &slot) > 0 && tile.valid;
       if (computed) Release(Full(place));
       if (tile.valid && __shfl_sync(~0u, known_seq, tile.seq % 32) != tile.seq) {
         const bool outside = __any_sync(~0u, FindsPageOutside<2>(params, tile, lane, 32));
@@ -85,6 +103,10 @@ struct PrefillTmaCopies : Block {
         if (lane == 0) slot.outside = outside;
         Release(Checked(place));
         place.Advance();
+      } else if (mode != 0) {  // none of them sees a key of this part
+        for (int row = lane; row < rows.count; row += 32) {
+          tma.partials.sums[tile.part * tma.partials.rows + rows.HeadRow(row)] = make_float2(-INFINITY, 0.0f);
+        }
       } else {
         const bool wrong = !tile.valid || outside;
         FillTile<T>(slot.rows, params, 0, 1, wrong ? CUDART_NAN_F : 0.0f, wrong ? CUDART_NAN_F : -CUDART_INF_F);
@@ -96,27 +118,54 @@ struct PrefillTmaCopies : Block {
     Release(Full(place));
   }
 
-  static __device__ GroupTiles TilesOfGroup(const PrefillRows& rows, int group) {
-    const int row = group * 64;
-    if (row >= rows.count) return {rows.key_begin / kKeys, rows.key_begin / kKeys - 1, 0, 0};
-    int begin, all_end, all_begin, end;
-    rows.VisibleKeys(row, &begin, &all_end);
-    rows.VisibleKeys(min(row + 64, rows.count) - 1, &all_begin, &end);
-    return {begin / kKeys, (end + kKeys) / kKeys - 1, (all_begin + kKeys - 1) / kKeys, (all_end + 1) / kKeys - 1};
+  // Writes a slot, but for `outside` and the parts; returns the number of tiles of keys, of which it takes `most` from
+  // `from` on, or all where `most` is 0. Lanes below kConsumers look at the rows of their warpgroup, the others at all.
+  __device__ int Describe(Rows rows, int from, int most, Slot* slot) const {
+    const bool one_group = lane < kConsumers;
+    const int begin = one_group ? lane * 64 : 0;
+    const int end = one_group ? min(begin + 64, rows.count) : rows.count;
+    int seen_begin, seen_last, all_begin, all_last;
+    rows.KeysOf(begin, end, &seen_begin, &seen_last, &all_begin, &all_last);
+    int first = seen_begin / kKeys;
+    int last = (seen_last + kKeys) / kKeys - 1;
+    if (most > 0) {
+      // All see the keys from 0 on, up to their own.
+      first = from;
+      last = max(min(last, from + most - 1), from - 1);
+      seen_begin = from * kKeys;
+      seen_last = min(seen_last, (from + most) * kKeys - 1);
+    }
+    const int first_of_all = __shfl_sync(~0u, first, kConsumers);
+    const int tiles = __shfl_sync(~0u, last, kConsumers) + 1 - first_of_all;
+    if (one_group) {
+      slot->groups[lane] = begin < end
+                               ? GroupTiles{first, last, (all_begin + kKeys - 1) / kKeys, (all_last + 1) / kKeys - 1}
+                               : GroupTiles{first_of_all, first_of_all - 1, 0, 0};
+    } else if (lane == kConsumers) {
+      rows.key_begin = seen_begin;
+      rows.key_end = seen_last + 1;
+      rows.last_row_first_key = all_begin;
+      rows.first_row_last_key = all_last;
+      slot->rows = rows;
+      slot->first_tile = first;
+      slot->last_tile = last;
+      slot->tiles = tiles;
+    }
+    __syncwarp();
+    return tiles;
   }
 
   // ---- the warp that copies Q
   __device__ void CopyQueries() const {
-    if (lane == 0 && tma.query_in_boxes) PrefetchTensorMap(tma.q_map);
     SlotPlace slot;
     QueryPlace place;
     for (;; slot.Advance(), place.Advance()) {
       WaitBarrier(Full(slot), slot.round);
       if (At(slot).tiles == 0) break;
-      const PrefillRows& rows = At(slot).rows;
+      const Rows& rows = At(slot).rows;
       const uint32_t stage = shared_address + place.stage * kQueryBytes;
       const int token = static_cast<int>(rows.q_begin + tma.group.Divide(rows.first));
-      const int head = rows.kv_head * static_cast<int>(rows.group);
+      const int head = rows.kv_head * static_cast<int>(rows.group.divisor);
 #pragma unroll
       for (int group = 0; group < kConsumers; ++group) {
         const uint32_t full = FullQuery(place, group);
@@ -142,7 +191,7 @@ struct PrefillTmaCopies : Block {
   }
 
   // The 64 rows from `first` on, to `target`.
-  __device__ void CopyQuery(uint32_t target, const PrefillRows& rows, int first) const {
+  __device__ void CopyQuery(uint32_t target, const Rows& rows, int first) const {
     constexpr int kStepRows = 32 / kChunks;
     const T* const query = static_cast<const T*>(params.query) + lane % kChunks * 8;
 #pragma unroll 1
@@ -171,7 +220,6 @@ struct PrefillTmaCopies : Block {
   template <bool kValues>
   __device__ void CopyTiles() const {
     const CUtensorMap& map = kValues ? tma.v_map : tma.k_map;
-    if (lane == 0) PrefetchTensorMap(map);
     SlotPlace slot;
     std::conditional_t<kValues, ValuePlace, KeyPlace> place;
     uint32_t single_round = 0;
@@ -213,15 +261,14 @@ struct PrefillTmaCopies : Block {
     SeenRows(slot, tile, &begin, &end);
     const int row = lane * tma.box_rows;
     const int row_end = row + tma.box_rows;
-    const auto page_size = static_cast<unsigned>(params.page_size);
     const unsigned position = static_cast<unsigned>(tile) * kKeys + row;
-    const unsigned index = position / page_size;
+    const unsigned index = tma.page.Divide(position);
     int page = -1;
     if (row < end && row_end > begin) {
       page = __ldg(params.block_tables + At(slot).rows.seq * params.pages_per_seq + index);
     }
     const bool cut = (begin > row && begin < row_end) || (end > row && end < row_end);
-    return {page, static_cast<int>(position - index * page_size), cut};
+    return {page, static_cast<int>(position - index * tma.page.divisor), cut};
   }
 
   // Starts the copies of a tile to `target`. Boxes that are not read, and wrong pages, lie outside the tensor: they

@@ -7,6 +7,7 @@
 #include "ffi/ops/paged_attention/paged_attention_decode.h"
 #include "ffi/ops/paged_attention/paged_attention_decode_args.h"
 #include "ffi/ops/paged_attention/paged_attention_prefill.h"
+#include "ffi/ops/paged_attention/paged_attention_prefill_parts.h"
 
 namespace xla_gpu {
 
@@ -24,8 +25,17 @@ int64_t DecodeScratchBytes(const PagedAttentionParams& shapes) {
   return floats * int64_t{sizeof(float)};
 }
 
+int64_t PrefillScratchBegin(const PagedAttentionParams& shapes) {
+  return (DecodeScratchBytes(shapes) + 255) / 256 * 256;
+}
+
+int64_t PrefillScratchBytes(const PagedAttentionParams& shapes) {
+  return PrefillScratch::Of(shapes).Bytes(shapes.head_dim);
+}
+
 int64_t PagedAttentionScratchBytes(const PagedAttentionParams& shapes) {
-  return DecodeScratchBytes(shapes) + PrefillScratchBytes(shapes);
+  const int64_t prefill = PrefillScratchBytes(shapes);
+  return prefill == 0 ? DecodeScratchBytes(shapes) : PrefillScratchBegin(shapes) + prefill;
 }
 
 }  // namespace xla_gpu

@@ -49,12 +49,11 @@ class UnownedRows {
   int64_t padding_begin_;
 };
 
-// Writes `value` to the query heads [head_begin, head_begin + heads) of a token, and `lse` to theirs, by one warp.
+// Writes `value` to `heads` rows of out as [num_tokens * num_heads, head_dim], from `row` on, and `lse` to theirs, by
+// one warp.
 template <typename T>
-__device__ void FillHeads(const PagedAttentionParams& params, int64_t token, int64_t head_begin, int64_t heads,
-                          float value, float lse) {
+__device__ void FillHeads(const PagedAttentionParams& params, int64_t row, int64_t heads, float value, float lse) {
   const int lane = static_cast<int>(threadIdx.x) % 32;
-  const int64_t row = token * params.num_heads + head_begin;
   T* const out = static_cast<T*>(params.out) + row * params.head_dim;
   // head_dim is a multiple of 8: packs of 8 elements, whose address is a multiple of 16 bytes.
   struct alignas(16) Pack {
@@ -62,9 +61,10 @@ __device__ void FillHeads(const PagedAttentionParams& params, int64_t token, int
   } pack;
 #pragma unroll
   for (int i = 0; i < 8; ++i) pack.values[i] = static_cast<T>(value);
-  for (int64_t i = lane; i < heads * params.head_dim / 8; i += 32) reinterpret_cast<Pack*>(out)[i] = pack;
+  const int packs = static_cast<int>(heads * params.head_dim / 8);
+  for (int i = lane; i < packs; i += 32) reinterpret_cast<Pack*>(out)[i] = pack;
   if (params.lse == nullptr) return;
-  for (int64_t i = lane; i < heads; i += 32) params.lse[row + i] = lse;
+  for (int i = lane; i < static_cast<int>(heads); i += 32) params.lse[row + i] = lse;
 }
 
 // Fills the rows without an owner, as block `part` of `parts`.
@@ -84,7 +84,7 @@ __device__ void FillUnownedRows(const PagedAttentionParams& params, unsigned par
     for (unsigned left = zero | nan; left != 0; left &= left - 1) {
       const int i = __ffs(static_cast<int>(left)) - 1;
       const bool is_zero = (zero >> i & 1) != 0;
-      FillHeads<T>(params, base + i, 0, params.num_heads, is_zero ? 0.0f : CUDART_NAN_F,
+      FillHeads<T>(params, (base + i) * params.num_heads, params.num_heads, is_zero ? 0.0f : CUDART_NAN_F,
                    is_zero ? -CUDART_INF_F : CUDART_NAN_F);
     }
   }
