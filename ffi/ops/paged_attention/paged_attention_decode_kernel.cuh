@@ -293,10 +293,15 @@ __device__ inline void PrefetchPages(const DecodeArgs& args) {
 template <typename S>
 __global__ void __launch_bounds__(S::kThreads, S::kRegisterBlocks)
     DecodeSplitKernel(const __grid_constant__ DecodeArgs args) {
-  extern __shared__ __align__(16) char dynamic_shared[];
-  AllowDependentLaunch();
-  PrefetchPages(args);
-  Worker<S>(args, *reinterpret_cast<SplitShared<S>*>(dynamic_shared)).Run();
+#ifdef __CUDA_ARCH__
+  // Code that is never launched is not to be compiled.
+  if constexpr (CodeIsDeep(__CUDA_ARCH__) == S::kDeep) {
+    extern __shared__ __align__(16) char dynamic_shared[];
+    AllowDependentLaunch();
+    PrefetchPages(args);
+    Worker<S>(args, *reinterpret_cast<SplitShared<S>*>(dynamic_shared)).Run();
+  }
+#endif
 }
 
 }  // namespace xla_gpu::decode

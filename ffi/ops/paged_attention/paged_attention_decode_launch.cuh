@@ -23,6 +23,7 @@ struct Residency {
   bool known = false;
   int sms = 0;
   int workers = 0;         // blocks of the split kernel that are resident at a time
+  bool deep = false;       // the device's code is for deep shapes, else for the others: the rest is known of those alone
   bool dependent = false;  // the kernels' code is for sm_90 or above: the second may begin before the first ends
 };
 
@@ -35,6 +36,14 @@ template <typename S>
 Status FindResidency(int device, Residency* residency) {
   constexpr int kSplitBytes = static_cast<int>(sizeof(SplitShared<S>));
   constexpr int kCombineBytes = static_cast<int>(sizeof(CombineShared<S::kRows, S::kBlockKeys>));
+  cudaFuncAttributes code;
+  XLA_GPU_RETURN_IF_CUDA(cudaFuncGetAttributes(&code, kCombineKernelOf<S>));
+  residency->dependent = code.ptxVersion >= 90;
+  residency->deep = CodeIsDeep(code.ptxVersion * 10);
+  if (residency->deep != S::kDeep) {
+    residency->known = true;
+    return Status::Ok();
+  }
   int sms, per_block, blocks;
   XLA_GPU_RETURN_IF_CUDA(cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device));
   XLA_GPU_RETURN_IF_CUDA(cudaDeviceGetAttribute(&per_block, cudaDevAttrMaxSharedMemoryPerBlockOptin, device));
@@ -51,9 +60,6 @@ Status FindResidency(int device, Residency* residency) {
       cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, DecodeSplitKernel<S>, S::kThreads, kSplitBytes));
   residency->sms = sms;
   residency->workers = std::min(sms, kMaxSms) * std::clamp(blocks, 1, kDecodeBlocksPerSm);
-  cudaFuncAttributes code;
-  XLA_GPU_RETURN_IF_CUDA(cudaFuncGetAttributes(&code, kCombineKernelOf<S>));
-  residency->dependent = code.ptxVersion >= 90;
   // All want the same of L1 as shared memory: an SM does not change it while it is busy.
   for (const void* kernel :
        {reinterpret_cast<const void*>(DecodeSplitKernel<S>), reinterpret_cast<const void*>(kCombineKernelOf<S>),
@@ -124,14 +130,9 @@ Status LaunchDepth(const PagedAttentionParams& params, const Layout& layout, Str
   using Deep = Shape<kFormat, kDim, kRowTiles, kNarrow, true>;
   using Shallow = Shape<kFormat, kDim, kRowTiles, kNarrow, false>;
   static_assert(sizeof(SplitShared<Shallow>) <= 99 * 1024, "what a block may have on every GPU from sm_80 on");
-  constexpr int kReserved = 1024;  // by the system, in each block
-  int device, per_block, per_sm;
-  XLA_GPU_RETURN_IF_CUDA(cudaGetDevice(&device));
-  XLA_GPU_RETURN_IF_CUDA(cudaDeviceGetAttribute(&per_block, cudaDevAttrMaxSharedMemoryPerBlockOptin, device));
-  XLA_GPU_RETURN_IF_CUDA(cudaDeviceGetAttribute(&per_sm, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device));
-  constexpr int kDeepBytes = static_cast<int>(sizeof(SplitShared<Deep>));
-  const bool deep = kDeepBytes <= per_block && kDecodeBlocksPerSm * (kDeepBytes + kReserved) <= per_sm;
-  return deep ? LaunchShape<Deep>(params, layout, stream) : LaunchShape<Shallow>(params, layout, stream);
+  Residency residency;
+  if (Status status = GetResidency<Deep>(&residency); !status.ok()) return status;
+  return residency.deep ? LaunchShape<Deep>(params, layout, stream) : LaunchShape<Shallow>(params, layout, stream);
 }
 
 template <Format kFormat, int kDim>

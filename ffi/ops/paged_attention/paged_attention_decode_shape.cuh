@@ -15,9 +15,13 @@ namespace xla_gpu::decode {
 // What the cache holds. Products are computed in bf16 for kBF16 and in float16 for all others; float8 is exact in it.
 enum class Format { kF16, kBF16, kE4M3, kE5M2 };
 
+// Whether code for an architecture, given as in __CUDA_ARCH__, has the kernels of deep shapes, or those of the others.
+// Those of sm_90 and sm_100 have 228 KiB of shared memory, those before 164 or 100, sm_120 has 100.
+__host__ __device__ constexpr bool CodeIsDeep(int architecture) { return architecture >= 900 && architecture < 1200; }
+
 // For a cache of format `kFormat`, head_dim up to kDim, and kRowTiles times eight (query, head) rows at a time.
 // kNarrow: rows of the cache may start at any multiple of 8 bytes, so that 16 of them are fetched in two parts. kDeep: for
-// GPUs where two blocks of more than 99 KiB find room on an SM. It changes no result.
+// GPUs where two blocks of more than 99 KiB find room on an SM: see CodeIsDeep. It changes no result.
 template <Format kFormat_, int kDim_, int kRowTiles_, bool kNarrow_, bool kDeep_>
 struct Shape {
   static constexpr Format kFormat = kFormat_;
