@@ -56,10 +56,12 @@ Status LaunchPrefill(const PagedAttentionParams& params, Stream stream) {
 Status LaunchPagedAttention(const PagedAttentionParams& params, Stream stream) {
   if (params.num_tokens == 0 || params.num_heads == 0 || params.head_dim == 0) return Status::Ok();
   if (Status status = CheckLayout(params); !status.ok()) return status;
-  if (Status status = LaunchDecode(params, stream); !status.ok()) return status;
   // Rows without an owner are written by the prefill path's blocks without a tile, and by the decode path where there
-  // is no room for a longer sequence.
-  return params.num_tokens > kMaxDecodeRows ? LaunchPrefill(params, stream) : Status::Ok();
+  // is no room for a longer sequence. The decode path comes second: its blocks begin where those of the other have ended.
+  if (params.num_tokens > kMaxDecodeRows) {
+    if (Status status = LaunchPrefill(params, stream); !status.ok()) return status;
+  }
+  return LaunchDecode(params, stream);
 }
 
 }  // namespace xla_gpu

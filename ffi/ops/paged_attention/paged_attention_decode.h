@@ -21,6 +21,8 @@ int64_t DecodeScratchBytes(const PagedAttentionParams& shapes);
 // its queries see is invalid. If num_tokens <= kMaxDecodeRows it also writes the rows that no sequence owns, so that
 // the call needs no other launch; otherwise it writes nothing else. `params.scratch` holds at least DecodeScratchBytes
 // and its contents may be anything. The launches depend on shapes, attributes and the device alone.
+// NOTE: with more than kMaxDecodeRows tokens the kernel launched just before must be the prefill path's, or one that no
+// other may overtake: the first kernel here may begin once that one allows it.
 Status LaunchDecode(const PagedAttentionParams& params, Stream stream);
 
 }  // namespace xla_gpu

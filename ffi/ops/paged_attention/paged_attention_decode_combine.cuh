@@ -227,7 +227,6 @@ template <int kRows, int kBlockKeys>
 __global__ void __launch_bounds__(kCombineThreads, 5) DecodeCombineKernel(const __grid_constant__ DecodeArgs args) {
   extern __shared__ __align__(16) char dynamic_shared[];
   auto& shared = *reinterpret_cast<CombineShared<kRows, kBlockKeys>*>(dynamic_shared);
-  AllowDependentLaunch();
   FillRowsOfNoSequence(args);
   Jobs<CombinePlan<kBlockKeys, kRows>> jobs(args, shared.plan);
   if (jobs.None()) return WaitForPreviousKernel();

@@ -16,7 +16,6 @@ __global__ void __launch_bounds__(kCombineFewThreads, 3) DecodeCombineFewKernel(
   __shared__ alignas(16) float4 out[kMaxGroups][kDim / 4];
   __shared__ Softmax softmax[kMaxGroups];
   __shared__ PlanEntry found;  // the unit's sequence; without chunks if there is none
-  AllowDependentLaunch();
   FillRowsOfNoSequence(args);
   const unsigned rows = static_cast<unsigned>(args.slot_rows);
   const unsigned unit = blockIdx.x / rows;

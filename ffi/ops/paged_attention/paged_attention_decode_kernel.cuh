@@ -300,6 +300,8 @@ __global__ void __launch_bounds__(S::kThreads, S::kRegisterBlocks)
     AllowDependentLaunch();
     PrefetchPages(args);
     Worker<S>(args, *reinterpret_cast<SplitShared<S>*>(dynamic_shared)).Run();
+    // One block waits: when this kernel has ended, so has the one before, of which it needs nothing.
+    if (blockIdx.x == 0) WaitForPreviousKernel();
   }
 #endif
 }

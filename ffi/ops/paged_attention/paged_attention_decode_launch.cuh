@@ -119,8 +119,13 @@ Status LaunchShape(const PagedAttentionParams& params, const Layout& layout, Str
   config.stream = stream;
   config.attrs = &attribute;
   config.numAttrs = residency.dependent ? 1 : 0;
-  DecodeSplitKernel<S><<<args.workers, S::kThreads, sizeof(SplitShared<S>), stream>>>(args);
-  XLA_GPU_RETURN_IF_LAUNCH_FAILED();
+  cudaLaunchConfig_t split = config;
+  split.gridDim = dim3(static_cast<unsigned>(args.workers));
+  split.blockDim = dim3(S::kThreads);
+  split.dynamicSmemBytes = sizeof(SplitShared<S>);
+  // Behind the prefill path, which has waited for all that came before. Else what came before may write what is read.
+  if (params.num_tokens <= kMaxDecodeRows) split.numAttrs = 0;
+  XLA_GPU_RETURN_IF_CUDA(cudaLaunchKernelEx(&split, DecodeSplitKernel<S>, args));
   XLA_GPU_RETURN_IF_CUDA(cudaLaunchKernelEx(&config, args.few ? kCombineFewKernelOf<S> : kCombineKernelOf<S>, args));
   return Status::Ok();
 }

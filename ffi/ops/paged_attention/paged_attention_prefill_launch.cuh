@@ -121,7 +121,7 @@ Status TryLaunchPrefillTma(const PagedAttentionParams& params, Stream stream, bo
   // Parts of keys are as many tasks more.
   const dim3 grid(scratch.max_apart > 0 ? processors : std::min(PrefillBlocks(params, Kernel::kRows), processors),
                   static_cast<unsigned>(std::max<int64_t>(1, (params.max_seqs + kSequences - 1) / kSequences)));
-  // Blocks get ready while the decode path's last ones end.
+  // Blocks get ready while the last ones of the kernel before end, if it allows that.
   cudaLaunchAttribute attribute;
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attribute.val.programmaticStreamSerializationAllowed = 1;

@@ -75,7 +75,7 @@ struct PrefillTma : PrefillTmaCopies<PrefillTmaBlock<T, kDim, kKeys, kConsumers,
     if (threadIdx.x / 32 == 3) InitBarriers();
     // All blocks wait, also those without a tile: when this kernel has ended, so has the one before.
     WaitForPreviousKernel();
-    if (tma.split.max_apart > 0) AllowDependentLaunch();  // of the kernel that puts parts together
+    AllowDependentLaunch();  // of the kernel that puts parts together, or of the decode path
     const bool few = params.max_seqs <= WarpPlan::kSequences;
     WarpPlan warp_plan(params, tma.group.divisor, tma.kv_heads, few);
     const Plan plan(params, tma.group.divisor, tma.kv_heads, tma.split, !few,
