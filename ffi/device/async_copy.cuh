@@ -11,8 +11,8 @@ __device__ inline uint32_t SharedAddress(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
-// An L2 policy for data that is read once: the first to leave. What createpolicy.fractional.L2::evict_first makes of the
-// fraction 1.
+// An L2 policy for data that is read once: the first to leave. What createpolicy.fractional.L2::evict_first makes of
+// the fraction 1.
 inline constexpr uint64_t kEvictFirst = 0x12f0000000000000;
 
 // Copies 16 bytes past L1; writes zeros, and reads nothing, where !read.

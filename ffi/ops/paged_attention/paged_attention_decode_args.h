@@ -16,10 +16,10 @@ inline constexpr int kGroupChunks = 8;  // chunks that are merged first among th
 inline constexpr int kMaxGroups = kMaxChunks / kGroupChunks;
 inline constexpr int kWorkerSlots = kGroupChunks + kMaxGroups + 2;  // partial results that a worker leaves: see SlotOf
 inline constexpr int kSlotPadding = 4;  // floats behind a row's output: its softmax, and room so that rows are aligned
-inline constexpr int kMaxSms = 152;                                 // for which the scratch is laid out
+inline constexpr int kMaxSms = 152;     // for which the scratch is laid out
 inline constexpr int kDecodeBlocksPerSm = 2;
-// With so few units a call is short: then all chunks' results are left one by one, and whoever merges them need not know
-// who computed what.
+// With so few units a call is short: then all chunks' results are left one by one, and whoever merges them need not
+// know who computed what.
 inline constexpr int kFewUnits = 32;
 
 struct DecodeArgs {

@@ -23,11 +23,11 @@ using CombinePlan = Plan<kCombineThreads, kBlockKeys, kRows>;
 
 // Rows of a unit whose partial results a warp is to merge: where these stand, and where the rows.
 struct CombineTask {
-  unsigned lanes[2];          // a bit for each chunk with which a partial result begins
+  unsigned lanes[2];           // a bit for each chunk with which a partial result begins
   unsigned slots[kMaxChunks];  // of those
-  int first_row;  // of the slots; from it on every job_warps-th
-  int rows;       // that the slots have
-  int unit_row;   // of the slots' first row
+  int first_row;               // of the slots; from it on every job_warps-th
+  int rows;                    // that the slots have
+  int unit_row;                // of the slots' first row
   int q_begin;
   int kv_head;
 };
@@ -63,8 +63,6 @@ template <typename P>
 class Jobs {
  public:
   __device__ Jobs(const DecodeArgs& args, typename P::Shared& shared) : args_(args), plan_(args, shared) {}
-
-  __device__ bool None() const { return plan_.Total() == 0; }
 
   __device__ MergeJob Find(unsigned index) {
     MergeJob job = {};
@@ -109,7 +107,8 @@ class Jobs {
   P plan_;
 };
 
-// A warp's sums over parts in order: of a group the parts one after the other, then the groups. Four columns for a lane.
+// A warp's sums over parts in order: of a group the parts one after the other, then the groups. Four columns for a
+// lane.
 struct PartSums {
   Partial group;
   Partial unit;
@@ -191,8 +190,7 @@ __device__ inline void MergeRows(const DecodeArgs& args, const CombineTask& task
           for (int j = 0; j < kCombineParts; ++j) {
             if (after == 0) break;
             const unsigned slot = task.slots[32 * i + __ffs(after) - 1];
-            parts[j] =
-                LoadPart(Scratch::Of(args, slot, row), Scratch::Out(args, slot, row) + column, !rehearsal);
+            parts[j] = LoadPart(Scratch::Of(args, slot, row), Scratch::Out(args, slot, row) + column, !rehearsal);
             after &= after - 1;
           }
 #pragma unroll
@@ -228,8 +226,8 @@ __global__ void __launch_bounds__(kCombineThreads, 5) DecodeCombineKernel(const 
   extern __shared__ __align__(16) char dynamic_shared[];
   auto& shared = *reinterpret_cast<CombineShared<kRows, kBlockKeys>*>(dynamic_shared);
   FillRowsOfNoSequence(args);
+  if (!MayHaveDecodeRows(args)) return WaitForPreviousKernel();
   Jobs<CombinePlan<kBlockKeys, kRows>> jobs(args, shared.plan);
-  if (jobs.None()) return WaitForPreviousKernel();
   const int warp = static_cast<int>(threadIdx.x) / 32;
   const int64_t stride = int64_t{gridDim.x} * kCombineWarps;
   // Memory is busy with K and V, and instructions come through it too: what is to run when the kernel before has ended

@@ -12,7 +12,8 @@ inline constexpr int kCombineFewThreads = 32 * kMaxGroups;  // a warp for each g
 
 // Block i merges row i % slot_rows of the unit whose UnitIndex is i / slot_rows.
 template <int kDim, int kRows, int kBlockKeys>
-__global__ void __launch_bounds__(kCombineFewThreads, 3) DecodeCombineFewKernel(const __grid_constant__ DecodeArgs args) {
+__global__ void __launch_bounds__(kCombineFewThreads, 3)
+    DecodeCombineFewKernel(const __grid_constant__ DecodeArgs args) {
   __shared__ alignas(16) float4 out[kMaxGroups][kDim / 4];
   __shared__ Softmax softmax[kMaxGroups];
   __shared__ PlanEntry found;  // the unit's sequence; without chunks if there is none
@@ -53,7 +54,8 @@ __global__ void __launch_bounds__(kCombineFewThreads, 3) DecodeCombineFewKernel(
 #pragma unroll
       for (int i = 0; i < kGroupChunks; ++i) {
         const float* const part_out = first_out + i * stride;
-        if (i < parts) part[i] = LoadPart(reinterpret_cast<const Softmax*>(part_out + head_dim), part_out + column, true);
+        if (i < parts)
+          part[i] = LoadPart(reinterpret_cast<const Softmax*>(part_out + head_dim), part_out + column, true);
       }
 #pragma unroll
       for (int i = 1; i < kGroupChunks; ++i) {

@@ -44,13 +44,13 @@ struct Lookup {
   }
 };
 
-// What a lane copies of a row: 16 bytes. Columns past head_dim become zeros: there the query has zeros too, but 0 * inf is
-// not 0.
+// What a lane copies of a row: 16 bytes. Columns past head_dim become zeros: there the query has zeros too, but 0 * inf
+// is not 0.
 template <typename S>
 struct LaneCopy {
-  int column;    // in bytes; of what is not read another one that is there
-  int bytes;     // 16, or 0 past head_dim; kNarrow: 8 too
-  uint32_t to;   // from a tile's place on
+  int column;   // in bytes; of what is not read another one that is there
+  int bytes;    // 16, or 0 past head_dim; kNarrow: 8 too
+  uint32_t to;  // from a tile's place on
 
   __device__ explicit LaneCopy(const DecodeArgs& args) {
     const int lane = static_cast<int>(threadIdx.x) % 32;
@@ -67,8 +67,7 @@ struct LaneCopy {
                         uint32_t values_at) const {
     const int row = static_cast<int>(threadIdx.x) % 32 / S::kRowLanes;
     // Lanes without a part of a row show their slots all the same.
-    const bool idle =
-        S::kRowLanes > S::kRowChunks && static_cast<int>(threadIdx.x) % S::kRowLanes >= S::kRowChunks;
+    const bool idle = S::kRowLanes > S::kRowChunks && static_cast<int>(threadIdx.x) % S::kRowLanes >= S::kRowChunks;
 #pragma unroll
     for (int i = 0; i < S::kTileKeys / S::kCopyRows; ++i) {
       const uint64_t of_row = __shfl_sync(0xffffffffu, slot, i * S::kCopyRows + row);

@@ -47,7 +47,8 @@ class Worker {
     unsigned unit = entry->UnitAt(into);
     // A chunk that began before belongs to another worker.
     const unsigned blocks = static_cast<unsigned>(entry->blocks);
-    int chunk = static_cast<int>((static_cast<unsigned>(into - uint64_t{unit} * entry->UnitLength()) + blocks - 1) / blocks);
+    int chunk =
+        static_cast<int>((static_cast<unsigned>(into - uint64_t{unit} * entry->UnitLength()) + blocks - 1) / blocks);
     while (true) {
       if (UnitPlace::Of(*entry, unit).begin + static_cast<unsigned>(chunk * entry->blocks) >= end) return;
       if (chunk < entry->chunks) RunUnit(index, plan.SequenceOf(index), unit, chunk);
@@ -171,8 +172,8 @@ class Worker {
     }
   }
 
-  // Merges a chunk's sums with those of the chunks before it: `group` over the chunks of a group so far, `whole` over the
-  // groups of a unit so far.
+  // Merges a chunk's sums with those of the chunks before it: `group` over the chunks of a group so far, `whole` over
+  // the groups of a unit so far.
   __device__ void Collect(const PlanEntry& entry, const UnitPlace& place, const Share& share, int chunk,
                           const Running<S>& running, Running<S>& group, Running<S>& whole) {
     const int first = chunk / kGroupChunks * kGroupChunks;
@@ -264,8 +265,7 @@ class Worker {
         for (int tile = 0; tile < S::kOwnTiles; ++tile) {
           const float low = sums.out[tile][n][i] * factor;
           const float high = sums.out[tile][n][i + 2] * factor;
-          const uint32_t two =
-              params.dtype == DType::kBF16 ? Pack<__nv_bfloat16>(low, high) : Pack<__half>(low, high);
+          const uint32_t two = params.dtype == DType::kBF16 ? Pack<__nv_bfloat16>(low, high) : Pack<__half>(low, high);
           const int column = Running<S>::Column(tile, 0);
           const int other = Running<S>::Column(tile, 1);
           if (column < params.head_dim) out[column] = static_cast<uint16_t>(two);
@@ -298,8 +298,10 @@ __global__ void __launch_bounds__(S::kThreads, S::kRegisterBlocks)
   if constexpr (CodeIsDeep(__CUDA_ARCH__) == S::kDeep) {
     extern __shared__ __align__(16) char dynamic_shared[];
     AllowDependentLaunch();
-    PrefetchPages(args);
-    Worker<S>(args, *reinterpret_cast<SplitShared<S>*>(dynamic_shared)).Run();
+    if (MayHaveDecodeRows(args)) {
+      PrefetchPages(args);
+      Worker<S>(args, *reinterpret_cast<SplitShared<S>*>(dynamic_shared)).Run();
+    }
     // One block waits: when this kernel has ended, so has the one before, of which it needs nothing.
     if (blockIdx.x == 0) WaitForPreviousKernel();
   }

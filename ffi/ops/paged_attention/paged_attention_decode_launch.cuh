@@ -22,8 +22,8 @@ namespace xla_gpu::decode {
 struct Residency {
   bool known = false;
   int sms = 0;
-  int workers = 0;         // blocks of the split kernel that are resident at a time
-  bool deep = false;       // the device's code is for deep shapes, else for the others: the rest is known of those alone
+  int workers = 0;    // blocks of the split kernel that are resident at a time
+  bool deep = false;  // the device's code is for deep shapes, else for the others: the rest is known of those alone
   bool dependent = false;  // the kernels' code is for sm_90 or above: the second may begin before the first ends
 };
 
@@ -64,8 +64,8 @@ Status FindResidency(int device, Residency* residency) {
   for (const void* kernel :
        {reinterpret_cast<const void*>(DecodeSplitKernel<S>), reinterpret_cast<const void*>(kCombineKernelOf<S>),
         reinterpret_cast<const void*>(kCombineFewKernelOf<S>)}) {
-    XLA_GPU_RETURN_IF_CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
-                                                cudaSharedmemCarveoutMaxShared));
+    XLA_GPU_RETURN_IF_CUDA(
+        cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared));
   }
   residency->known = true;
   return Status::Ok();

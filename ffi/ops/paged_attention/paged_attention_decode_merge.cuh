@@ -113,11 +113,11 @@ struct Scratch {
   }
 };
 
-// The slot of the partial result that worker `worker` leaves behind of a unit's chunks from `chunk` on: of the groups from
-// the unit's beginning on that it has whole, merged (chunk 0); of a group's chunks from its beginning on; or of one chunk
-// of a group whose beginning another worker has. has_unit_begin, has_group_begin: the worker has the first chunk of the
-// unit, of the chunk's group. It leaves at most one unit that it has begun, one group of it, and one unit whose beginning
-// it lacks.
+// The slot of the partial result that worker `worker` leaves behind of a unit's chunks from `chunk` on: of the groups
+// from the unit's beginning on that it has whole, merged (chunk 0); of a group's chunks from its beginning on; or of
+// one chunk of a group whose beginning another worker has. has_unit_begin, has_group_begin: the worker has the first
+// chunk of the unit, of the chunk's group. It leaves at most one unit that it has begun, one group of it, and one unit
+// whose beginning it lacks.
 __device__ inline unsigned SlotOf(int chunk, unsigned worker, bool has_unit_begin, bool has_group_begin) {
   const int index = has_unit_begin    ? kGroupChunks + kMaxGroups + (chunk == 0 ? 0 : 1)
                     : has_group_begin ? kGroupChunks + chunk / kGroupChunks
@@ -127,8 +127,8 @@ __device__ inline unsigned SlotOf(int chunk, unsigned worker, bool has_unit_begi
 // As above where there are few units: of one chunk.
 __device__ inline unsigned SlotOfFew(unsigned unit, int chunk) { return unit * kMaxChunks + chunk; }
 
-// A partial result's softmax and four columns of its output, past L1, which may have seen the place before it was written.
-// Nothing is read, but the instructions are fetched, unless `read`.
+// A partial result's softmax and four columns of its output, past L1, which may have seen the place before it was
+// written. Nothing is read, but the instructions are fetched, unless `read`.
 __device__ inline Partial LoadPart(const Softmax* softmax, const float* out, bool read) {
   Partial part = {{0.0f, 0.0f}, {0.0f, 0.0f, 0.0f, 0.0f}};
   asm volatile(

@@ -132,8 +132,8 @@ struct UnitPlace {
   }
 };
 
-// Its index among all that the call may have: sequences' tokens are their own, and a token begins at most tiles_per_token
-// row tiles.
+// Its index among all that the call may have: sequences' tokens are their own, and a token begins at most
+// tiles_per_token row tiles.
 __device__ inline int64_t UnitIndex(const DecodeArgs& args, int q_begin, int kv_head, int row_tile) {
   return (int64_t{q_begin} * args.tiles_per_token + row_tile) * args.params.num_kv_heads + kv_head;
 }
@@ -165,6 +165,18 @@ struct MergeJob {
   int32_t kv_head;
   int32_t row_tile;
 };
+
+// False if no sequence can be of the decode path; asked only where that is likely. By all threads of a block together.
+__device__ inline bool MayHaveDecodeRows(const DecodeArgs& args) {
+  const PagedAttentionParams& params = args.params;
+  if (params.num_tokens <= params.max_seqs * kMaxDecodeRows) return true;
+  bool any = false;
+  for (int64_t s = threadIdx.x; s < params.max_seqs; s += blockDim.x) {
+    const int64_t rows = int64_t{__ldg(params.query_start_loc + s + 1)} - __ldg(params.query_start_loc + s);
+    any = any || (1 <= rows && rows <= kMaxDecodeRows);
+  }
+  return __syncthreads_or(any);
+}
 
 // All threads of a block build the plan, and call its functions that are not const, together.
 template <int kThreads, int kBlockKeys, int kRows>
@@ -258,8 +270,8 @@ class Plan {
   __device__ int SequenceOf(int entry) const { return shared_.window + entry; }
 
  private:
-  // Where all units are of a length, a little more for each worker may save much merging: whole units, or an equal part of
-  // a unit.
+  // Where all units are of a length, a little more for each worker may save much merging: whole units, or an equal part
+  // of a unit.
   __device__ void Align() {
     const PlanEntry& mine = shared_.entries[threadIdx.x];
     const PlanEntry& other = shared_.entries[0];

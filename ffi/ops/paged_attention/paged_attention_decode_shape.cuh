@@ -20,8 +20,8 @@ enum class Format { kF16, kBF16, kE4M3, kE5M2 };
 __host__ __device__ constexpr bool CodeIsDeep(int architecture) { return architecture >= 900 && architecture < 1200; }
 
 // For a cache of format `kFormat`, head_dim up to kDim, and kRowTiles times eight (query, head) rows at a time.
-// kNarrow: rows of the cache may start at any multiple of 8 bytes, so that 16 of them are fetched in two parts. kDeep: for
-// GPUs where two blocks of more than 99 KiB find room on an SM: see CodeIsDeep. It changes no result.
+// kNarrow: rows of the cache may start at any multiple of 8 bytes, so that 16 of them are fetched in two parts. kDeep:
+// for GPUs where two blocks of more than 99 KiB find room on an SM: see CodeIsDeep. It changes no result.
 template <Format kFormat_, int kDim_, int kRowTiles_, bool kNarrow_, bool kDeep_>
 struct Shape {
   static constexpr Format kFormat = kFormat_;
@@ -62,14 +62,14 @@ struct Shape {
 
   // Tiles, each of keys and of values, that a warp has in flight or at hand. With one, steps end with another barrier.
   static constexpr int kStageBytes = 2 * kTileBytes;
-  static constexpr int kRing = kDim == 256 && !kFloat8 ? (kDeep ? 3 : 1)
+  static constexpr int kRing = kDim == 256 && !kFloat8              ? (kDeep ? 3 : 1)
                                : kDeep && kKeyTiles * kRowTiles < 4 ? 24576 / kStageBytes
                                : kStageBytes > 8192                 ? 1
                                                                     : 16384 / kStageBytes;
 
   // A warp scores the keys of its own tile, and adds up its own columns of the values of all warps' tiles.
   static constexpr int kOwnTiles = kDim / 16 / kWarps;  // matrix tiles of 16 columns
-  static constexpr int kSteps = kDim / 16;  // of the scores' sum over columns
+  static constexpr int kSteps = kDim / 16;              // of the scores' sum over columns
 };
 
 }  // namespace xla_gpu::decode

@@ -3,8 +3,8 @@
 //
 // scores[row][key] = Q · Kᵀ, for 16 rows and 8 keys at a time. The weights leave that product in the order in which
 // out[column][row] = Vᵀ · weightsᵀ wants them, for 16 columns, 16 keys and 8 rows at a time: a lane reads what the same
-// lane of another warp has written. float8 is converted to float16 on the way; then a sum over columns runs in the order
-// in which a lane gets them: four neighbouring bytes of a key, and two of each of two values.
+// lane of another warp has written. float8 is converted to float16 on the way; then a sum over columns runs in the
+// order in which a lane gets them: four neighbouring bytes of a key, and two of each of two values.
 #ifndef XLA_GPU_OPS_PAGED_ATTENTION_PAGED_ATTENTION_DECODE_TILE_CUH_
 #define XLA_GPU_OPS_PAGED_ATTENTION_PAGED_ATTENTION_DECODE_TILE_CUH_
 
@@ -18,8 +18,9 @@
 
 namespace xla_gpu::decode {
 
-// Two chunks (of 16 bytes) of 16 rows of a tile are four matrices of eight rows and a chunk. A lane gives the address of a
-// row of one: of keys first those of both halves of the rows, then of the other chunk, of values first both chunks.
+// Two chunks (of 16 bytes) of 16 rows of a tile are four matrices of eight rows and a chunk. A lane gives the address
+// of a row of one: of keys first those of both halves of the rows, then of the other chunk, of values first both
+// chunks.
 template <typename S>
 __device__ inline uint32_t MatrixOffset(int half, int chunk) {
   const int row = half * 8 + static_cast<int>(threadIdx.x) % 8;
@@ -44,8 +45,8 @@ __device__ inline uint32_t PairAddress(uint32_t first, int pair) {
 // The query rows of a row tile as B operands. Every warp has them all.
 template <typename S>
 struct Query {
-  // Of row g (g = lane / 4) of each row tile: what products are multiplied with, for scores in units of log2 (of 1 under a
-  // soft cap).
+  // Of row g (g = lane / 4) of each row tile: what products are multiplied with, for scores in units of log2 (of 1
+  // under a soft cap).
   float scale[S::kFloat8 ? S::kRowTiles : 1];
   uint32_t words[S::kRowTiles][S::kSteps][2];  // of each step's 16 columns, in the order in which keys come
 
@@ -234,9 +235,9 @@ __device__ inline void PublishScores(const DecodeArgs& args, const UnitView& uni
   }
 }
 
-// The sums over some keys: of row g of each row tile the softmax, which all warps have; of each of this warp's matrix tiles of
-// 16 columns, for rows 2t and 2t + 1 of each tile of 8, two columns: c[0] and c[1] are of Column(0), c[2] and c[3] of
-// Column(1).
+// The sums over some keys: of row g of each row tile the softmax, which all warps have; of each of this warp's matrix
+// tiles of 16 columns, for rows 2t and 2t + 1 of each tile of 8, two columns: c[0] and c[1] are of Column(0), c[2] and
+// c[3] of Column(1).
 template <typename S>
 struct Running {
   Softmax softmax[S::kRowTiles];
@@ -353,9 +354,9 @@ struct Running {
             // Of two keys two columns each; the keys of a column shall stand side by side.
             const uint32_t low = __byte_perm(second ? v[1] : v[i], 0, 0x3120);
             const uint32_t high = __byte_perm(second ? v[3] : v[i + 2], 0, 0x3120);
-            const uint32_t a[4] = {
-                Float8PairToHalf2<S::kFloat8Kind>(low), Float8PairToHalf2<S::kFloat8Kind>(low >> 16),
-                Float8PairToHalf2<S::kFloat8Kind>(high), Float8PairToHalf2<S::kFloat8Kind>(high >> 16)};
+            const uint32_t a[4] = {Float8PairToHalf2<S::kFloat8Kind>(low), Float8PairToHalf2<S::kFloat8Kind>(low >> 16),
+                                   Float8PairToHalf2<S::kFloat8Kind>(high),
+                                   Float8PairToHalf2<S::kFloat8Kind>(high >> 16)};
 #pragma unroll
             for (int n = 0; n < S::kRowTiles; ++n) Mma16x8x16<T>(out[2 * pair + i][n], a, b[n][0], b[n][1]);
           }
