@@ -35,4 +35,24 @@ CASES: dict[str, Add | Attention | Hostile | Merge | Update] = {
         ),
         damage=(("block_tables", 0, -1),),
     ),
+    # float32 prefill on CUDA summed up a score's columns in one go, which rounds large scores more than PyTorch does.
+    "large-scores-in-float32": Attention(
+        AttentionCase(
+            "fuzz", (), num_heads=1, num_kv_heads=1, spread=4.0, spare_seqs=0, spare_columns=0, padding_tokens=0
+        ),
+        batches=(((1, 1), (9, 801)),),
+    ),
+    "large-scores-in-float32-and-the-output": Attention(
+        AttentionCase(
+            "fuzz", (), num_heads=1, num_kv_heads=1, spread=4.0, spare_seqs=0, spare_columns=0, padding_tokens=0
+        ),
+        batches=(((13, 1537),),),
+        with_lse=False,
+    ),
+    "scores-without-scale-in-float32": Attention(
+        AttentionCase(
+            "fuzz", (), num_heads=1, num_kv_heads=1, scale=1.0, spare_seqs=0, spare_columns=0, padding_tokens=0
+        ),
+        batches=(((9, 977),),),
+    ),
 }

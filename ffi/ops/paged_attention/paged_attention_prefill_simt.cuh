@@ -94,21 +94,32 @@ struct PrefillSimt {
 #pragma unroll
       for (int j = 0; j < kKeysPerThread; ++j) s[0][i][j] = 0.0f;
     }
-#pragma unroll 4
-    for (int d = 0; d < kDim; d += 4) {
-      float4 q[4], k[kKeysPerThread];
+    // Sums of a few columns each, then the sum of these: one long sum would round a large score several times as much.
+    constexpr int kSpan = 16;
+#pragma unroll 1
+    for (int begin = 0; begin < kDim; begin += kSpan) {
+      float part[4][kKeysPerThread] = {};
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        q[i] = *reinterpret_cast<const float4*>(query + (row_thread + i * kRowThreads) * kStride + d);
+      for (int d = begin; d < begin + kSpan; d += 4) {
+        float4 q[4], k[kKeysPerThread];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          q[i] = *reinterpret_cast<const float4*>(query + (row_thread + i * kRowThreads) * kStride + d);
+        }
+#pragma unroll
+        for (int j = 0; j < kKeysPerThread; ++j) {
+          k[j] = *reinterpret_cast<const float4*>(cache_tile + (column + j * kColumns) * kStride + d);
+        }
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+#pragma unroll
+          for (int j = 0; j < kKeysPerThread; ++j) part[i][j] = Dot(q[i], k[j], part[i][j]);
+        }
       }
 #pragma unroll
-      for (int j = 0; j < kKeysPerThread; ++j) {
-        k[j] = *reinterpret_cast<const float4*>(cache_tile + (column + j * kColumns) * kStride + d);
-      }
-#pragma unroll
       for (int i = 0; i < 4; ++i) {
 #pragma unroll
-        for (int j = 0; j < kKeysPerThread; ++j) s[0][i][j] = Dot(q[i], k[j], s[0][i][j]);
+        for (int j = 0; j < kKeysPerThread; ++j) s[0][i][j] += part[i][j];
       }
     }
   }
