@@ -35,7 +35,7 @@ CASES: dict[str, Add | Attention | Hostile | Merge | Update] = {
         ),
         damage=(("block_tables", 0, -1),),
     ),
-    # float32 prefill on CUDA summed up a score's columns in one go, which rounds large scores more than PyTorch does.
+    # float32 prefill on CUDA corrected the sums by a rounding error with each tile of keys.
     "large-scores-in-float32": Attention(
         AttentionCase(
             "fuzz", (), num_heads=1, num_kv_heads=1, spread=4.0, spare_seqs=0, spare_columns=0, padding_tokens=0

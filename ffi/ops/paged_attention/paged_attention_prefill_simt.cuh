@@ -94,32 +94,21 @@ struct PrefillSimt {
 #pragma unroll
       for (int j = 0; j < kKeysPerThread; ++j) s[0][i][j] = 0.0f;
     }
-    // Sums of a few columns each, then the sum of these: one long sum would round a large score several times as much.
-    constexpr int kSpan = 16;
-#pragma unroll 1
-    for (int begin = 0; begin < kDim; begin += kSpan) {
-      float part[4][kKeysPerThread] = {};
+#pragma unroll 4
+    for (int d = 0; d < kDim; d += 4) {
+      float4 q[4], k[kKeysPerThread];
 #pragma unroll
-      for (int d = begin; d < begin + kSpan; d += 4) {
-        float4 q[4], k[kKeysPerThread];
+      for (int i = 0; i < 4; ++i) {
+        q[i] = *reinterpret_cast<const float4*>(query + (row_thread + i * kRowThreads) * kStride + d);
+      }
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          q[i] = *reinterpret_cast<const float4*>(query + (row_thread + i * kRowThreads) * kStride + d);
-        }
-#pragma unroll
-        for (int j = 0; j < kKeysPerThread; ++j) {
-          k[j] = *reinterpret_cast<const float4*>(cache_tile + (column + j * kColumns) * kStride + d);
-        }
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-#pragma unroll
-          for (int j = 0; j < kKeysPerThread; ++j) part[i][j] = Dot(q[i], k[j], part[i][j]);
-        }
+      for (int j = 0; j < kKeysPerThread; ++j) {
+        k[j] = *reinterpret_cast<const float4*>(cache_tile + (column + j * kColumns) * kStride + d);
       }
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
 #pragma unroll
-        for (int j = 0; j < kKeysPerThread; ++j) s[0][i][j] += part[i][j];
+        for (int j = 0; j < kKeysPerThread; ++j) s[0][i][j] = Dot(q[i], k[j], s[0][i][j]);
       }
     }
   }
@@ -191,8 +180,10 @@ struct PrefillSimt {
         for (int step = 1; step < kColumns; step *= 2) {
           row_largest = fmaxf(row_largest, __shfl_xor_sync(~0u, row_largest, step));
         }
-        const float shift = row_largest == -INFINITY ? 0.0f : row_largest * scores.to_log2;
-        const float correction = Exp2(largest[i] * scores.to_log2 - shift);
+        // NOTE: rounded alike, so that nothing is corrected where the largest stays: fused with the subtraction, a product
+        // would leave its rounding error behind, once for each tile.
+        const float shift = row_largest == -INFINITY ? 0.0f : __fmul_rn(row_largest, scores.to_log2);
+        const float correction = Exp2(__fmul_rn(largest[i], scores.to_log2) - shift);
         largest[i] = row_largest;
         sum[i] *= correction;
 #pragma unroll
