@@ -180,8 +180,8 @@ struct PrefillSimt {
         for (int step = 1; step < kColumns; step *= 2) {
           row_largest = fmaxf(row_largest, __shfl_xor_sync(~0u, row_largest, step));
         }
-        // NOTE: rounded alike, so that nothing is corrected where the largest stays: fused with the subtraction, a product
-        // would leave its rounding error behind, once for each tile.
+        // NOTE: rounded alike, so that nothing is corrected where the largest stays: fused with the subtraction, a
+        // product would leave its rounding error behind, once for each tile.
         const float shift = row_largest == -INFINITY ? 0.0f : __fmul_rn(row_largest, scores.to_log2);
         const float correction = Exp2(__fmul_rn(largest[i], scores.to_log2) - shift);
         largest[i] = row_largest;
