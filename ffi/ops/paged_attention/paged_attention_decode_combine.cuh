@@ -137,6 +137,7 @@ struct PartSums {
 template <int kRows>
 __device__ inline void Prepare(const DecodeArgs& args, const MergeJob& job, int first_row, CombineTask& task) {
   const int lane = static_cast<int>(threadIdx.x) % 32;
+  __syncwarp();  // what stood there is no longer read
   const Owners owners = {job};
   const int rows = min(job.q_len * args.group - job.row_tile * kRows, kRows);
   const bool exists = job.chunks > 0 && first_row < rows;
@@ -168,12 +169,12 @@ __device__ inline void Prepare(const DecodeArgs& args, const MergeJob& job, int 
     task.q_begin = job.q_begin;
     task.kv_head = job.kv_head;
   }
-  __syncwarp();
 }
 
 // By a warp: merges its rows' partial results and writes them. In rehearsal nothing is read or written.
 __device__ inline void MergeRows(const DecodeArgs& args, const CombineTask& task, bool rehearsal) {
   const int head_dim = static_cast<int>(args.params.head_dim);
+  __syncwarp();  // lanes prepare tasks for one another
   if (task.lanes[0] == 0) return;
 #pragma unroll 1
   for (int row = task.first_row; row < task.rows; row += args.job_warps) {
@@ -219,8 +220,8 @@ __device__ inline void FillRowsOfNoSequence(const DecodeArgs& args) {
   }
 }
 
-// Merges what the workers have left behind. Few blocks, so that they find room beside those of the
-// kernel before, and know what to do when it ends.
+// Merges what the workers have left behind. Few blocks, so that they find room beside those of the kernel before, and
+// know what to do when it ends.
 template <int kRows, int kBlockKeys>
 __global__ void __launch_bounds__(kCombineThreads, 5) DecodeCombineKernel(const __grid_constant__ DecodeArgs args) {
   extern __shared__ __align__(16) char dynamic_shared[];

@@ -54,8 +54,8 @@ __global__ void __launch_bounds__(kCombineFewThreads, 3)
 #pragma unroll
       for (int i = 0; i < kGroupChunks; ++i) {
         const float* const part_out = first_out + i * stride;
-        if (i < parts)
-          part[i] = LoadPart(reinterpret_cast<const Softmax*>(part_out + head_dim), part_out + column, true);
+        const auto* const part_softmax = reinterpret_cast<const Softmax*>(part_out + head_dim);
+        if (i < parts) part[i] = LoadPart(part_softmax, part_out + column, true);
       }
 #pragma unroll
       for (int i = 1; i < kGroupChunks; ++i) {
