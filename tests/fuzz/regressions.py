@@ -55,4 +55,14 @@ CASES: dict[str, Add | Attention | Hostile | Merge | Update] = {
         ),
         batches=(((9, 977),),),
     ),
+    # No fault but the tolerance's: products of hundreds, which float32 rounds before the cap makes them small.
+    "products-of-hundreds-under-a-cap": Attention(
+        AttentionCase(
+            "fuzz", (), num_heads=24, num_kv_heads=3, head_dim=256, page_size=32, soft_cap=1.0, scale=1.0, spread=4.0,
+            spare_seqs=0, spare_columns=1, padding_tokens=0,
+        ),
+        batches=(((6, 9), (1, 1), (1, 1), (1, 1), (1, 193)),),
+        seed=634043,
+        with_lse=False,
+    ),
 }
