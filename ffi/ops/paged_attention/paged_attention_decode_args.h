@@ -28,7 +28,6 @@ struct DecodeArgs {
   int workers;             // blocks among which the chunks are shared out
   int tiles_per_token;     // row tiles that begin in a token's rows of a kv head, at most
   int slot_rows;           // rows of a partial result in the scratch
-  int64_t slots;           // partial results that the scratch holds
   int jobs;                // units whose partial results are to be merged, at most
   int job_warps;           // that share the rows of a job
   bool few;                // a slot for each chunk of each unit; else kWorkerSlots for each worker
@@ -57,7 +56,7 @@ struct Layout {
   int tiles_per_token;
   int slot_rows;
   int64_t units;  // at most
-  int64_t slots;
+  int64_t slots;  // partial results that the scratch holds
   bool few;
 };
 
@@ -88,7 +87,6 @@ inline DecodeArgs MakeArgs(const PagedAttentionParams& params, const Layout& lay
   args.group = static_cast<int>(params.num_heads / params.num_kv_heads);
   args.tiles_per_token = layout.tiles_per_token;
   args.slot_rows = layout.slot_rows;
-  args.slots = layout.slots;
   args.few = layout.few;
   args.fill_unowned = params.num_tokens <= kMaxDecodeRows;
   const bool hides = params.sliding_window < std::min(params.pages_per_seq * params.page_size, int64_t{1} << 31);

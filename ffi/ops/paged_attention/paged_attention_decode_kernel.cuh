@@ -255,7 +255,7 @@ class Worker {
       if (params.lse != nullptr && threadIdx.x < 32 && lane % 4 == 0 && softmax_row < rows) params.lse[of.at] = lse;
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        const float factor = Running<S>::OfRow(of_row, i);
+        const float factor = OfRow(of_row, i);
         const int row = 8 * n + lane % 4 * 2 + i;
         if (row >= rows) continue;
         const int64_t at =

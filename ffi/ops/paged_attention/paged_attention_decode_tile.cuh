@@ -1,10 +1,10 @@
 // What one warp of the decode kernel does with a step of the block: score the keys of its own tile, publish the scores,
 // and add up its own columns of the values of all four tiles, with everybody's scores.
 //
-// scores[row][key] = Q · Kᵀ, for 16 rows and 8 keys at a time. The weights leave that product in the order in which
-// out[column][row] = Vᵀ · weightsᵀ wants them, for 16 columns, 16 keys and 8 rows at a time: a lane reads what the same
-// lane of another warp has written. float8 is converted to float16 on the way; then a sum over columns runs in the
-// order in which a lane gets them: four neighbouring bytes of a key, and two of each of two values.
+// scores[key][row] = K · Qᵀ, for 16 keys and 8 rows at a time; out[column][row] = Vᵀ · weightsᵀ, for 16 columns, 16
+// keys and 8 rows. Between them scores pass through shared memory, which brings them to the lanes that want them as
+// weights. float8 is converted to float16 on the way; then a sum over columns runs in the order in which a lane gets
+// them: four neighbouring bytes of a key, and two of each of two values.
 #ifndef XLA_GPU_OPS_PAGED_ATTENTION_PAGED_ATTENTION_DECODE_TILE_CUH_
 #define XLA_GPU_OPS_PAGED_ATTENTION_PAGED_ATTENTION_DECODE_TILE_CUH_
 
@@ -40,6 +40,11 @@ __device__ inline uint32_t ValueOffset() {
 template <typename S>
 __device__ inline uint32_t PairAddress(uint32_t first, int pair) {
   return (first ^ (pair * 32 % S::kSwizzleBytes)) + pair * 32 / S::kSwizzleBytes * S::kSwizzleBytes;
+}
+
+// What lanes have of row g = lane / 4 of a row tile, for the rows 2t (i = 0) and 2t + 1 (t = lane % 4).
+__device__ inline float OfRow(float value, int i) {
+  return __shfl_sync(0xffffffffu, value, static_cast<int>(threadIdx.x) % 4 * 8 + 4 * i);
 }
 
 // The query rows of a row tile as B operands. Every warp has them all.
@@ -88,10 +93,10 @@ struct Query {
     }
   }
 
-  // Of row 2t + i of a row tile (t = lane % 4).
+  // Of row 2t + i of a row tile.
   __device__ float Scale(int tile, int i) const {
     if constexpr (!S::kFloat8) return scale[0];
-    return __shfl_sync(0xffffffffu, scale[S::kFloat8 ? tile : 0], static_cast<int>(threadIdx.x) % 4 * 8 + 4 * i);
+    return OfRow(scale[S::kFloat8 ? tile : 0], i);
   }
 
  private:
@@ -260,11 +265,6 @@ struct Running {
     const int g = static_cast<int>(threadIdx.x) % 32 / 4;
     const int warp = static_cast<int>(threadIdx.x) / 32;
     return 16 * (warp * S::kOwnTiles + tile) + (S::kFloat8 ? 2 * g + half : g + 8 * half);
-  }
-
-  // What is of row g of a row tile, for the rows 2t (i = 0) and 2t + 1 of a lane's sums.
-  __device__ static float OfRow(float value, int i) {
-    return __shfl_sync(0xffffffffu, value, static_cast<int>(threadIdx.x) % 4 * 8 + 4 * i);
   }
 
   // Where this warp's columns of a tile of values are, in the order of AddStep.

@@ -40,6 +40,13 @@ struct PrefillSoftmax {
     asm volatile("" : "+r"(lane));
     return lane;
   }
+  // Of all four lanes that have parts of a row.
+  __device__ float RowSum(int m, int half) const {
+    float row_sum = sum[m][half];
+    row_sum += __shfl_xor_sync(~0u, row_sum, 1);
+    row_sum += __shfl_xor_sync(~0u, row_sum, 2);
+    return row_sum;
+  }
   __device__ int Row(int m, int half) const { return first_row + m * 16 + half * 8 + Lane() / 4; }
 
   // Scores of keys from `first_position` on become the softmax's numerators relative to the largest score so far.
@@ -151,9 +158,7 @@ struct PrefillSoftmax {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         const int row = Row(m, h);
-        float row_sum = sum[m][h];
-        row_sum += __shfl_xor_sync(~0u, row_sum, 1);
-        row_sum += __shfl_xor_sync(~0u, row_sum, 2);
+        const float row_sum = RowSum(m, h);
         const int head = row < rows.count ? rows.Head(row) : 0;
         const SoftmaxEnd end = scores.End(largest[m][h], row_sum, head);
         if (params.lse != nullptr && row < rows.count && Lane() % 4 == 0) params.lse[rows.HeadRow(row)] = end.lse;
@@ -188,9 +193,7 @@ struct PrefillSoftmax {
     for (int m = 0; m < kRowTiles; ++m) {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        float row_sum = sum[m][h];
-        row_sum += __shfl_xor_sync(~0u, row_sum, 1);
-        row_sum += __shfl_xor_sync(~0u, row_sum, 2);
+        float row_sum = RowSum(m, h);
         if (wrong) row_sum = CUDART_NAN_F;
         const int row = first_row + m * 16 + h * 8 + lane / 4;
         const bool in_tile = row < rows.count;
@@ -234,9 +237,7 @@ struct PrefillSoftmax {
       for (int h = 0; h < 2; ++h) {
         const int row = first_row + m * 16 + h * 8 + lane / 4;
         const bool in_tile = row < rows.count;
-        float row_sum = sum[m][h];
-        row_sum += __shfl_xor_sync(~0u, row_sum, 1);
-        row_sum += __shfl_xor_sync(~0u, row_sum, 2);
+        const float row_sum = RowSum(m, h);
         const unsigned packed = rows.first + row;
         const unsigned token = rows.group.Divide(packed);
         const unsigned group = rows.group.divisor;
