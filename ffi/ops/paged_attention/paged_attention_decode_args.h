@@ -25,25 +25,36 @@ inline constexpr int kFewUnits = 32;
 struct DecodeArgs {
   PagedAttentionParams params;
   int group;               // query heads per kv head
-  int workers;             // blocks among which the chunks are shared out
+  int heads;               // kv heads of a set: blocks of a team
+  int sets;                // of kv heads
+  int teams;               // among which the chunks are shared out
+  uint32_t teams_magic;    // n * teams_magic >> 32 is n / teams, or one more
+  int line_shift;          // the line is measured in 2^line_shift blocks of keys
+  uint32_t max_context;    // the largest context_len that is valid
   int tiles_per_token;     // row tiles that begin in a token's rows of a kv head, at most
   int slot_rows;           // rows of a partial result in the scratch
-  int jobs;                // units whose partial results are to be merged, at most
-  int job_warps;           // that share the rows of a job
   bool few;                // a slot for each chunk of each unit; else kWorkerSlots for each worker
-  bool jobs_by_unit;       // jobs are all units; else those in which workers begin
+  int few_units;           // then: units of all kv heads, at most
   bool fill_unowned;       // write the rows that no sequence owns
   int window;              // sliding_window, or 0 where it hides nothing
+  int num_tokens;          // in 32 bits, as the next
+  int max_seqs;
+  uint32_t pages_per_seq;
   uint64_t stream_policy;  // kEvictFirst: as a parameter it stands in a uniform register
   uint32_t slot_bytes;     // between neighbouring slots of the cache
-  uint32_t num_pages;      // in 32 bits, as the next
+  uint32_t num_pages;
   uint32_t page_size;
   uint32_t page_magic;  // 2 * token * page_magic >> 32 + page_shift is token / page_size
   int page_shift;
+  uint32_t group_magic;  // 2 * row * group_magic >> 32 is row / group
 
 #ifdef __CUDACC__
   __device__ int PageOf(int token) const {
     return static_cast<int>(__umulhi(2u * static_cast<unsigned>(token), page_magic) >> page_shift);
+  }
+  // Of a row of a sequence and kv head: which query it is.
+  __device__ int QueryOf(int row) const {
+    return static_cast<int>(__umulhi(2u * static_cast<unsigned>(row), group_magic));
   }
 #endif
 };
@@ -88,9 +99,16 @@ inline DecodeArgs MakeArgs(const PagedAttentionParams& params, const Layout& lay
   args.tiles_per_token = layout.tiles_per_token;
   args.slot_rows = layout.slot_rows;
   args.few = layout.few;
+  args.few_units = layout.few ? static_cast<int>(layout.units) : 0;
   args.fill_unowned = params.num_tokens <= kMaxDecodeRows;
   const bool hides = params.sliding_window < std::min(params.pages_per_seq * params.page_size, int64_t{1} << 31);
   args.window = hides ? static_cast<int>(params.sliding_window) : 0;
+  const int64_t room = std::min<int64_t>(params.pages_per_seq * params.page_size, INT32_MAX);
+  args.max_context = params.num_pages > 0 ? static_cast<uint32_t>(room) : 0;
+  args.num_tokens = static_cast<int>(std::min<int64_t>(params.num_tokens, INT32_MAX));
+  args.max_seqs = static_cast<int>(std::min<int64_t>(params.max_seqs, INT32_MAX));
+  args.pages_per_seq = static_cast<uint32_t>(params.pages_per_seq);
+  args.group_magic = static_cast<uint32_t>(((int64_t{1} << 31) + args.group - 1) / args.group);
   args.num_pages = static_cast<uint32_t>(params.num_pages);
   args.page_size = static_cast<uint32_t>(params.page_size);
   // token / page_size for tokens below 2^31: the magic number is 2^(31 + shift) / page_size, rounded up.
@@ -99,6 +117,34 @@ inline DecodeArgs MakeArgs(const PagedAttentionParams& params, const Layout& lay
       static_cast<uint32_t>(((uint64_t{1} << (31 + args.page_shift)) + static_cast<uint64_t>(params.page_size) - 1) /
                             static_cast<uint64_t>(params.page_size));
   return args;
+}
+
+// How many kv heads are computed side by side, by a block each, where `workers` blocks are resident: up to 16, so many
+// that as good as no block is left over.
+inline int HeadsOfSet(int64_t num_kv_heads, int workers) {
+  int best = 1;
+  for (int heads = 1; heads <= std::min<int64_t>({num_kv_heads, 16, workers}); ++heads) {
+    if (num_kv_heads % heads != 0) continue;
+    const auto used = [&](int of) { return workers / of * of; };
+    if (used(heads) >= used(best) - workers / 64) best = heads;
+  }
+  return best;
+}
+
+// Who shares the work, where `workers` blocks of the split kernel are resident.
+inline void ShareOut(const Layout& layout, int block_keys, int workers, DecodeArgs* args) {
+  const PagedAttentionParams& params = args->params;
+  args->heads = HeadsOfSet(params.num_kv_heads, workers);
+  args->sets = static_cast<int>(params.num_kv_heads / args->heads);
+  const int64_t units = layout.units / args->heads;
+  const int64_t keys = std::min<int64_t>(params.pages_per_seq * params.page_size, INT32_MAX);
+  const int64_t blocks = std::max<int64_t>((keys + block_keys - 1) / block_keys, 1);
+  args->teams = static_cast<int>(
+      std::clamp<int64_t>(units * std::min<int64_t>(blocks, kMaxChunks), 1, workers / args->heads));
+  args->teams_magic = static_cast<uint32_t>((uint64_t{1} << 32) / static_cast<uint64_t>(args->teams) + 1);
+  // The line is to be shorter than 2^30. Chunks are equal parts of a unit, rounded up to whole blocks.
+  const int64_t length = blocks + std::max<int64_t>(blocks / 32, 4);
+  while (units * ((length >> args->line_shift) + 1) >> 30 != 0 && args->line_shift < 30) ++args->line_shift;
 }
 
 }  // namespace xla_gpu::decode

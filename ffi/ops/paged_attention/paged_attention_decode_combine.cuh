@@ -1,4 +1,4 @@
-// The second kernel of the decode path: merges the partial results of the units that several workers computed.
+// The second kernel of the decode path: merges the partial results of the units that several teams computed.
 #ifndef XLA_GPU_OPS_PAGED_ATTENTION_PAGED_ATTENTION_DECODE_COMBINE_CUH_
 #define XLA_GPU_OPS_PAGED_ATTENTION_PAGED_ATTENTION_DECODE_COMBINE_CUH_
 
@@ -11,204 +11,277 @@
 
 namespace xla_gpu::decode {
 
-inline constexpr int kCombineWarps = 4;
+inline constexpr int kCombineWarps = kMaxGroups;  // a warp for each group of a row's chunks
 inline constexpr int kCombineThreads = 32 * kCombineWarps;
-inline constexpr int kCombineBlocks = 2;  // on an SM, beside the first kernel's
-inline constexpr int kCombineParts = 4;   // partial results that a lane has in flight
-inline constexpr int kCombineRounds = 2;  // tasks that a warp prepares at a time
+inline constexpr int kMaxTeams = kMaxSms * kDecodeBlocksPerSm;
 
-// The sizes that the split kernel's shape has.
-template <int kBlockKeys, int kRows>
-using CombinePlan = Plan<kCombineThreads, kBlockKeys, kRows>;
-
-// Rows of a unit whose partial results a warp is to merge: where these stand, and where the rows.
-struct CombineTask {
-  unsigned lanes[2];           // a bit for each chunk with which a partial result begins
-  unsigned slots[kMaxChunks];  // of those
-  int first_row;               // of the slots; from it on every job_warps-th
-  int rows;                    // that the slots have
-  int unit_row;                // of the slots' first row
-  int q_begin;
-  int kv_head;
-};
-static_assert(kMaxChunks <= 64, "two words of bits");
-
-template <int kRows, int kBlockKeys>
+template <int kDim, int kBlockKeys, int kRows>
 struct CombineShared {
-  CombineTask tasks[kCombineRounds][kCombineWarps];
-  typename CombinePlan<kBlockKeys, kRows>::Shared plan;
+  // Of each warp's group, merged:
+  float4 out[kCombineWarps][kDim / 4];
+  Softmax softmax[kCombineWarps];
+  bool any[kCombineWarps];  // it has partial results
+  uint16_t jobs[kMaxTeams];
+  int jobs_of_warp[kCombineWarps];
+  int rounds_of_warp[kCombineWarps];
+  typename Plan<kBlockKeys, kRows>::Shared plan[kCombineWarps];
 };
 
-// Who owns the chunks of a job's unit.
-struct Owners {
-  const MergeJob& job;
-
-  __device__ unsigned Of(int chunk) const {
-    const uint64_t position = job.begin + static_cast<unsigned>(chunk * job.blocks);
-    if ((position | job.per_worker) >> 32) return static_cast<unsigned>(position / job.per_worker);
-    return static_cast<uint32_t>(position) / static_cast<uint32_t>(job.per_worker);
-  }
-  // The first chunk after those of `worker`, who has some.
-  __device__ int End(unsigned worker) const {
-    const uint64_t length = (worker + uint64_t{1}) * job.per_worker - job.begin;
-    if (length >= static_cast<unsigned>(job.chunks * job.blocks)) return job.chunks;
-    const unsigned blocks = static_cast<unsigned>(job.blocks);
-    return static_cast<int>((static_cast<unsigned>(length) + blocks - 1) / blocks);
-  }
+// What a warp has to do: the partial results of a row in a group of chunks. Lane i knows of the group's i-th chunk.
+struct MergeTask {
+  unsigned parts;  // a bit for each chunk with which a partial result begins
+  unsigned slot;   // of the partial result
+  int row;         // of the slots
+  int groups;      // of the row, if this warp has its first one, else 0; the next warps have the others
+  RowPlace place;  // of the row
 };
 
-// The jobs, by number: each unit, or the unit in which the worker of that number begins, if it is the second that has
-// chunks of it. By all threads of a block together; each may ask for another job.
-template <typename P>
-class Jobs {
+// A block that merges rows. It turns to one unit and kv head at a time, and there to as many rows at once as it has
+// warps for: a round.
+template <int kDim, int kBlockKeys, int kRows>
+class Merger {
  public:
-  __device__ Jobs(const DecodeArgs& args, typename P::Shared& shared) : args_(args), plan_(args, shared) {}
+  using WarpPlan = Plan<kBlockKeys, kRows>;
+  using Shared = CombineShared<kDim, kBlockKeys, kRows>;
 
-  __device__ MergeJob Find(unsigned index) {
-    MergeJob job = {};
-    if (plan_.Window() > 0) plan_.FirstWindow();
-    while (true) {
-      if (job.chunks == 0) job = args_.jobs_by_unit ? OfUnit(index) : OfWorker(index);
-      if (plan_.LastWindow()) return job;
-      plan_.NextWindow();
+  __device__ Merger(const DecodeArgs& args, Shared& shared) : args_(args), shared_(shared) {}
+
+  // Whatever the teams have left behind.
+  __device__ void Run() {
+    const typename WarpPlan::Start start(args_);
+    WarpPlan plan(args_, shared_.plan[Warp()], start);
+    int jobs, rounds;
+    ListJobs(plan, &jobs, &rounds);
+    const unsigned of_round = static_cast<unsigned>(jobs * args_.heads);
+    const unsigned tasks = of_round * static_cast<unsigned>(rounds);
+    for (unsigned i = blockIdx.x; i < tasks; i += gridDim.x) {
+      const unsigned round = i / of_round;
+      const unsigned rest = i - round * of_round;
+      const unsigned job = rest / static_cast<unsigned>(args_.heads);
+      Merge(PrepareJob(plan, shared_.jobs[job], static_cast<int>(rest - job * args_.heads), static_cast<int>(round)));
     }
+    Wait();
+  }
+
+  // Where there are few units: every chunk has left its result, unless it is the only one.
+  __device__ void RunFew() {
+    const typename WarpPlan::Start start(args_);
+    const unsigned units = static_cast<unsigned>(args_.few_units);
+    for (unsigned i = blockIdx.x; i < units * static_cast<unsigned>(args_.slot_rows); i += gridDim.x) {
+      const unsigned round = i / units;
+      MergeTask task = {};
+      if (FindUnit(start, i - round * units)) task = PrepareFew(i - round * units, static_cast<int>(round));
+      // A block has no more to do behind a unit's last row.
+      if (__syncthreads_or(task.parts != 0)) Merge(task);
+    }
+    Wait();
   }
 
  private:
-  // Of those in the window.
-  __device__ MergeJob OfUnit(unsigned index) const {
-    const UnitOfIndex place(args_, index);
-    int found = -1;
-    // Each lane looks at some of the sequences.
-    const int lane = static_cast<int>(threadIdx.x) % 32;
-    for (int first = 0; first < kCombineThreads; first += 32) {
-      const PlanEntry& entry = plan_.At(first + lane);
-      const bool mine = entry.chunks > 0 && place.RowTile(args_, entry.q_begin, entry.units) >= 0;
-      const unsigned lanes = __ballot_sync(0xffffffffu, mine);
-      if (lanes != 0) found = first + __ffs(lanes) - 1;
+  __device__ static int Warp() { return static_cast<int>(threadIdx.x) / 32; }
+  __device__ static int Lane() { return static_cast<int>(threadIdx.x) % 32; }
+  __device__ static int Groups(const PlanEntry& entry) { return (entry.chunks + kGroupChunks - 1) / kGroupChunks; }
+  // A power of two, so that no row's warps are in two blocks.
+  __device__ static int WarpsOfRow(const PlanEntry& entry) { return 1 << (32 - __clz(Groups(entry) - 1)); }
+
+  // A job is a unit that several teams have, known by the second of them, for all heads of its set. Each thread looks
+  // at the beginnings of some teams' parts of the line. `rounds`: of the longest job.
+  __device__ void ListJobs(WarpPlan& plan, int* jobs, int* rounds) {
+    *jobs = 0;
+    *rounds = 0;
+    for (int first = 1; first < args_.teams; first += kCombineThreads) {
+      const int team = first + static_cast<int>(threadIdx.x);
+      const uint32_t begin = plan.TeamBegin(team);
+      int mine = 0;
+      plan.FirstWindow();
+      while (true) {
+        if (team < args_.teams && plan.Holds(begin)) mine = RoundsOf(plan, team, begin);
+        if (plan.LastWindow()) break;
+        plan.NextWindow();
+      }
+      const unsigned found = __ballot_sync(0xffffffffu, mine > 0);
+      const int longest = __reduce_max_sync(0xffffffffu, mine);
+      if (first > 1) __syncthreads();  // what stood there is no longer read
+      if (Lane() == 0) {
+        shared_.jobs_of_warp[Warp()] = __popc(found);
+        shared_.rounds_of_warp[Warp()] = longest;
+      }
+      __syncthreads();
+      int place = *jobs + __popc(found & ((1u << Lane()) - 1));
+#pragma unroll
+      for (int warp = 0; warp < kCombineWarps; ++warp) {
+        if (warp < Warp()) place += shared_.jobs_of_warp[warp];
+        *jobs += shared_.jobs_of_warp[warp];
+        *rounds = max(*rounds, shared_.rounds_of_warp[warp]);
+      }
+      if (mine > 0) shared_.jobs[place] = static_cast<uint16_t>(team);
     }
-    if (found < 0) return {};
-    const PlanEntry& entry = plan_.At(found);
-    return plan_.Job(entry, place.kv_head * entry.units + place.RowTile(args_, entry.q_begin, entry.units));
+    __syncthreads();
   }
 
-  __device__ MergeJob OfWorker(unsigned index) const {
-    if (index == 0 || index >= static_cast<unsigned>(args_.workers)) return {};
-    const uint64_t begin = plan_.WorkerBegin(index);
-    if (begin < plan_.At(0).begin || begin >= plan_.WindowEnd()) return {};
-    const PlanEntry& entry = plan_.At(plan_.Search(begin));
-    const unsigned unit = entry.UnitAt(begin - entry.begin);
-    const uint64_t unit_begin = UnitPlace::Of(entry, unit).begin;
-    if (unit_begin == begin || unit_begin < plan_.WorkerBegin(index - 1)) return {};
-    return plan_.Job(entry, unit);
+  // Of the job of `team`, whose part of the line begins in the window; 0 if it is not the second team of a unit.
+  __device__ int RoundsOf(const WarpPlan& plan, int team, uint32_t begin) const {
+    const PlanEntry& entry = plan.Search(begin);
+    const uint32_t unit_begin = begin - (begin - entry.begin) % entry.length;
+    const bool is_second = unit_begin != begin && unit_begin >= plan.TeamBegin(team - 1);
+    if (!is_second || entry.ChunkFrom(args_, begin - unit_begin) == entry.chunks) return 0;
+    const int rows_at_once = kCombineWarps / WarpsOfRow(entry);
+    return (min(entry.q_len * args_.group, kRows) + rows_at_once - 1) / rows_at_once;
+  }
+
+  __device__ MergeTask PrepareJob(WarpPlan& plan, int second_team, int head, int round) {
+    const uint32_t begin = plan.TeamBegin(second_team);
+    const PlanEntry& entry = *plan.Find(begin);
+    const UnitPlace place =
+        UnitPlace::Of(args_, entry, static_cast<int>((begin - entry.begin) / entry.length), head);
+    MergeTask task;
+    const int first = Prepare(entry, place, round, &task);
+    const int chunk = first + Lane() % kGroupChunks;
+    const auto owner_of = [&](int of) {
+      return static_cast<int>((place.begin + entry.Place(args_, of)) / plan.PerTeam());
+    };
+    const int owner = owner_of(chunk);
+    const bool has_group_begin = owner == owner_of(first);
+    // The chunks whose groups stand merged in the place of the unit's first one.
+    const int merged = entry.ChunkFrom(args_, begin - place.begin) / kGroupChunks * kGroupChunks;
+    // A part begins with each chunk, but for those whose owner has them merged with the group's first one.
+    const bool begins = chunk < merged ? chunk == 0 : chunk == first || !has_group_begin;
+    task.parts &= __ballot_sync(0xffffffffu, begins);
+    task.slot = SlotOf(chunk, static_cast<unsigned>(owner * args_.heads + head), owner == second_team - 1,
+                       has_group_begin);
+    return task;
+  }
+
+  // Looks for the sequence of a unit, which has several chunks, by its index, and leaves its entry in shared memory.
+  __device__ bool FindUnit(const typename WarpPlan::Start& start, unsigned unit) {
+    const int live = start.num_seqs <= args_.max_seqs ? start.num_seqs : 0;
+    bool ok = true;
+    for (int s = Lane(); s < live; s += 32) {
+      ok = ok && (s < 32 ? start.metadata : Metadata::Load(args_, s)).InOrder(args_);
+    }
+    const bool in_order = __all_sync(0xffffffffu, ok);
+    const int tile = static_cast<int>(unit / static_cast<unsigned>(args_.params.num_kv_heads));
+    bool found = false;
+    for (int first = 0; first < live; first += 32) {
+      const int s = first + Lane();
+      const Metadata metadata = first == 0 ? start.metadata : Metadata::Load(args_, s);
+      bool owned = s < live;
+      if (!in_order) owned = owned && LoadSequence(args_.params, s, false).owned;
+      const PlanEntry entry = MakePlanEntry<kBlockKeys, kRows>(args_, owned, metadata);
+      const int row_tile = tile - entry.q_begin * args_.tiles_per_token;
+      const bool mine = entry.chunks > 1 && 0 <= row_tile && row_tile < entry.tiles;
+      if (mine) shared_.plan[Warp()].entries[0] = entry;
+      found = found || __any_sync(0xffffffffu, mine);
+    }
+    __syncwarp();
+    return found;
+  }
+
+  __device__ MergeTask PrepareFew(unsigned unit, int round) {
+    const PlanEntry& entry = shared_.plan[Warp()].entries[0];
+    const int tile = static_cast<int>(unit / static_cast<unsigned>(args_.params.num_kv_heads));
+    const UnitPlace place = {static_cast<int>(unit - tile * static_cast<unsigned>(args_.params.num_kv_heads)),
+                             tile - entry.q_begin * args_.tiles_per_token, 0};
+    MergeTask task;
+    const int first = Prepare(entry, place, round, &task);
+    task.slot = SlotOfFew(unit, first + Lane() % kGroupChunks);
+    return task;
+  }
+
+  // What this warp has to do in a round, but for the slots; `parts`: of all chunks. Returns the first chunk of its
+  // group, of which lane i knows the i-th.
+  __device__ int Prepare(const PlanEntry& entry, const UnitPlace& place, int round, MergeTask* task) const {
+    const int rows = min(entry.q_len * args_.group - place.row_tile * kRows, kRows);
+    const int groups = Groups(entry);
+    const int warps = WarpsOfRow(entry);
+    const int group = Warp() % warps;
+    const int row = round * (kCombineWarps / warps) + Warp() / warps;
+    const bool exists = row < rows && group < groups;
+    const int first = group * kGroupChunks;
+    const int chunks = min(entry.chunks - first, kGroupChunks);
+    task->parts = exists ? (1u << chunks) - 1 : 0;
+    task->row = row;
+    task->groups = exists && group == 0 ? groups : 0;
+    task->place = RowPlace::Of(args_, entry.q_begin, place.kv_head, place.row_tile * kRows + min(row, rows - 1));
+    return first;
+  }
+
+  // All blocks wait: when this kernel has ended, so has the one before.
+  __device__ void Wait() {
+    if (!waited_) WaitForPreviousKernel();
+    waited_ = true;
+  }
+
+  // Memory is busy with K and V, and instructions come through it too: what is to run when the kernel before has ended
+  // is gone through while it still runs, with nothing read or written.
+  __device__ void Merge(const MergeTask& task) {
+#pragma unroll 1
+    while (true) {
+      const bool rehearsal = !waited_;
+      MergeRows(task, rehearsal);
+      if (!rehearsal) break;
+      Wait();
+    }
+  }
+
+  // By all threads of the block together: merges and writes rows.
+  __device__ void MergeRows(const MergeTask& task, bool rehearsal) {
+    const int head_dim = static_cast<int>(args_.params.head_dim);
+    const int parts = __popc(task.parts);
+    const bool mine = (task.parts >> Lane() & 1) != 0;
+    const Softmax of_lane = LoadSoftmax(Scratch::Of(args_, task.slot, task.row), mine && !rehearsal);
+#pragma unroll 1
+    for (int base = 0; base < kDim; base += 128) {
+      const int column = base + Lane() * 4;
+      const bool read = column < head_dim && !rehearsal;
+      float4 out[kGroupChunks];
+      int lane_of[kGroupChunks];
+      unsigned left = task.parts;
+#pragma unroll
+      for (int i = 0; i < kGroupChunks; ++i) {
+        lane_of[i] = __ffs(static_cast<int>(left)) - 1;
+        left &= left - 1;
+        if (i >= parts) continue;
+        const unsigned slot = __shfl_sync(0xffffffffu, task.slot, lane_of[i]);
+        out[i] = LoadColumns(Scratch::Out(args_, slot, task.row) + column, read);
+      }
+      Partial sum;
+#pragma unroll
+      for (int i = 0; i < kGroupChunks; ++i) {
+        if (i >= parts) break;
+        const Partial part = {{__shfl_sync(0xffffffffu, of_lane.max, lane_of[i]),
+                               __shfl_sync(0xffffffffu, of_lane.sum, lane_of[i])},
+                              out[i]};
+        if (i == 0) {
+          sum = part;
+        } else {
+          sum.Add(part);
+        }
+      }
+      if (parts == 0) continue;
+      if (column < kDim) shared_.out[Warp()][column / 4] = sum.out;
+      if (column == 0) shared_.softmax[Warp()] = sum.softmax;
+    }
+    if (Lane() == 0) shared_.any[Warp()] = parts > 0;
+    __syncthreads();
+    if (task.groups > 0) {
+#pragma unroll 1
+      for (int column = Lane() * 4; column < head_dim; column += 128) {
+        Partial sum = {shared_.softmax[Warp()], shared_.out[Warp()][column / 4]};
+#pragma unroll 1
+        for (int warp = Warp() + 1; warp < Warp() + task.groups; ++warp) {
+          if (shared_.any[warp]) sum.Add({shared_.softmax[warp], shared_.out[warp][column / 4]});
+        }
+        StoreRow(args_, task.place, column, sum, !rehearsal);
+      }
+    }
+    __syncthreads();
   }
 
   const DecodeArgs& args_;
-  P plan_;
+  Shared& shared_;
+  bool waited_ = false;
 };
-
-// A warp's sums over parts in order: of a group the parts one after the other, then the groups. Four columns for a
-// lane.
-struct PartSums {
-  Partial group;
-  Partial unit;
-  bool any_group = false;
-  bool any_unit = false;
-
-  __device__ void Add(const Partial& part, bool begins_group) {
-    if (!begins_group) return group.Add(part);
-    CloseGroup();
-    group = part;
-    any_group = true;
-  }
-  __device__ void CloseGroup() {
-    if (!any_group) return;
-    if (any_unit) {
-      unit.Add(group);
-    } else {
-      unit = group;
-    }
-    any_unit = true;
-    any_group = false;
-  }
-};
-
-// By a warp: what is to be done for a job's rows from `first_row` on.
-template <int kRows>
-__device__ inline void Prepare(const DecodeArgs& args, const MergeJob& job, int first_row, CombineTask& task) {
-  const int lane = static_cast<int>(threadIdx.x) % 32;
-  __syncwarp();  // what stood there is no longer read
-  const Owners owners = {job};
-  const int rows = min(job.q_len * args.group - job.row_tile * kRows, kRows);
-  const bool exists = job.chunks > 0 && first_row < rows;
-  const unsigned unit_owner = exists ? owners.Of(0) : 0;
-  const int owned = exists ? owners.End(unit_owner) : 0;
-  // Whoever has all of a unit's chunks has written its rows.
-  const int chunks = exists && owned < job.chunks ? job.chunks : 0;
-  // The first chunk that does not stand merged with those before it, group by group, in the place of the unit's first.
-  const int merged = owned / kGroupChunks * kGroupChunks;
-#pragma unroll 1
-  for (int i = 0; i < 2; ++i) {
-    const int chunk = 32 * i + lane;
-    bool begins = false;
-    if (chunk < chunks) {
-      const int first = chunk / kGroupChunks * kGroupChunks;
-      const unsigned owner = owners.Of(chunk);
-      const bool has_begin = owner == owners.Of(first);
-      task.slots[chunk] = SlotOf(chunk, owner, owner == unit_owner, has_begin);
-      // A part begins with each chunk, but for those whose owner has them merged with the group's first one.
-      begins = chunk < merged ? chunk == 0 : chunk == first || !has_begin;
-    }
-    const unsigned lanes = __ballot_sync(0xffffffffu, begins);
-    if (lane == 0) task.lanes[i] = lanes;
-  }
-  if (lane == 0) {
-    task.first_row = first_row;
-    task.rows = rows;
-    task.unit_row = job.row_tile * kRows;
-    task.q_begin = job.q_begin;
-    task.kv_head = job.kv_head;
-  }
-}
-
-// By a warp: merges its rows' partial results and writes them. In rehearsal nothing is read or written.
-__device__ inline void MergeRows(const DecodeArgs& args, const CombineTask& task, bool rehearsal) {
-  const int head_dim = static_cast<int>(args.params.head_dim);
-  __syncwarp();  // lanes prepare tasks for one another
-  if (task.lanes[0] == 0) return;
-#pragma unroll 1
-  for (int row = task.first_row; row < task.rows; row += args.job_warps) {
-#pragma unroll 1
-    for (int column = static_cast<int>(threadIdx.x) % 32 * 4; column < head_dim; column += 128) {
-      PartSums sums;
-#pragma unroll 1
-      for (int i = 0; i < 2; ++i) {
-        unsigned left = task.lanes[i];
-        while (left != 0) {
-          Partial parts[kCombineParts];
-          unsigned after = left;
-#pragma unroll
-          for (int j = 0; j < kCombineParts; ++j) {
-            if (after == 0) break;
-            const unsigned slot = task.slots[32 * i + __ffs(after) - 1];
-            parts[j] = LoadPart(Scratch::Of(args, slot, row), Scratch::Out(args, slot, row) + column, !rehearsal);
-            after &= after - 1;
-          }
-#pragma unroll
-          for (int j = 0; j < kCombineParts; ++j) {
-            if (left == 0) break;
-            sums.Add(parts[j], (__ffs(left) - 1) % kGroupChunks == 0);
-            left &= left - 1;
-          }
-        }
-      }
-      sums.CloseGroup();
-      StoreRow(args, RowPlace::Of(args, task.q_begin, task.kv_head, task.unit_row + row), column, sums.unit,
-               !rehearsal);
-    }
-    if (rehearsal) return;
-  }
-}
 
 // Writes the rows that no sequence owns, where that is the decode path's business.
 __device__ inline void FillRowsOfNoSequence(const DecodeArgs& args) {
@@ -220,39 +293,19 @@ __device__ inline void FillRowsOfNoSequence(const DecodeArgs& args) {
   }
 }
 
-// Merges what the workers have left behind. Few blocks, so that they find room beside those of the kernel before, and
-// know what to do when it ends.
-template <int kRows, int kBlockKeys>
-__global__ void __launch_bounds__(kCombineThreads, 5) DecodeCombineKernel(const __grid_constant__ DecodeArgs args) {
+// Merges what the workers have left behind. A block for each SM, which finds room beside those of the kernel before,
+// and knows what to do when it ends.
+template <int kDim, int kBlockKeys, int kRows, bool kFew>
+__global__ void __launch_bounds__(kCombineThreads, 3) DecodeCombineKernel(const __grid_constant__ DecodeArgs args) {
   extern __shared__ __align__(16) char dynamic_shared[];
-  auto& shared = *reinterpret_cast<CombineShared<kRows, kBlockKeys>*>(dynamic_shared);
   FillRowsOfNoSequence(args);
-  if (!MayHaveDecodeRows(args)) return WaitForPreviousKernel();
-  Jobs<CombinePlan<kBlockKeys, kRows>> jobs(args, shared.plan);
-  const int warp = static_cast<int>(threadIdx.x) / 32;
-  const int64_t stride = int64_t{gridDim.x} * kCombineWarps;
-  // Memory is busy with K and V, and instructions come through it too: what is to run when the kernel before has ended
-  // is gone through while it still runs, with nothing read or written.
-  bool rehearsal = true;
-  const int64_t tasks = int64_t{args.jobs} * args.job_warps;
-  for (int64_t begin = int64_t{blockIdx.x} * kCombineWarps; begin < tasks; begin += kCombineRounds * stride) {
-    int rounds = 0;
-    for (; rounds < kCombineRounds && begin + rounds * stride < tasks; ++rounds) {
-      const unsigned task = static_cast<unsigned>(begin + rounds * stride) + warp;
-      const unsigned index = task / static_cast<unsigned>(args.job_warps);
-      const MergeJob job = jobs.Find(index);
-      Prepare<kRows>(args, task < tasks ? job : MergeJob{},
-                     static_cast<int>(task - index * static_cast<unsigned>(args.job_warps)),
-                     shared.tasks[rounds][warp]);
-    }
-#pragma unroll 1
-    for (int round = rehearsal ? -1 : 0; round < rounds; ++round) {
-      MergeRows(args, shared.tasks[max(round, 0)][warp], rehearsal);
-      if (!rehearsal) continue;
-      // All blocks wait: when this kernel has ended, so has the one before.
-      WaitForPreviousKernel();
-      rehearsal = false;
-    }
+  using M = Merger<kDim, kBlockKeys, kRows>;
+  M merger(args, *reinterpret_cast<typename M::Shared*>(dynamic_shared));
+  if constexpr (kFew) {
+    merger.RunFew();
+  } else {
+    if (!MayHaveDecodeRows(args)) return WaitForPreviousKernel();
+    merger.Run();
   }
 }
 

@@ -12,7 +12,7 @@
 namespace xla_gpu::decode {
 
 template <typename S>
-using DecodePlan = Plan<S::kThreads, S::kBlockKeys, S::kRows>;
+using DecodePlan = Plan<S::kBlockKeys, S::kRows>;
 
 // The chunks of a unit that are a worker's.
 struct Share {
@@ -25,9 +25,20 @@ struct SplitShared {
   alignas(1024) char keys[S::kRing][S::kWarps][S::kTileBytes];
   alignas(1024) char values[S::kRing][S::kWarps][S::kTileBytes];
   Published<S> published[2];  // of a step and the one before it, in turns
-  typename DecodePlan<S>::Shared plan;
-  uint64_t end;  // of the worker's part of the line
+  typename DecodePlan<S>::Shared plan[S::kWarps];
+  uint32_t end[S::kWarps];  // of the team's part of the line
 };
+
+// Brings the page table into L2 while nobody knows yet who needs which part of it. Not a large one, of which little is
+// read.
+__device__ inline void PrefetchPages(const DecodeArgs& args) {
+  constexpr unsigned kLine = 32;  // page numbers
+  constexpr unsigned kMostLines = 4096;
+  const uint64_t pages = static_cast<uint64_t>(args.max_seqs) * args.pages_per_seq;
+  const unsigned line = (threadIdx.x * gridDim.y + blockIdx.y) * gridDim.x + blockIdx.x;
+  if (pages > kMostLines * kLine || line * kLine >= pages) return;
+  PrefetchToL2(args.params.block_tables + line * kLine);
+}
 
 // A worker's walk over the line.
 template <typename S>
@@ -36,27 +47,27 @@ class Worker {
   __device__ Worker(const DecodeArgs& args, SplitShared<S>& shared) : args_(args), shared_(shared) {}
 
   __device__ void Run() {
-    DecodePlan<S> plan(args_, shared_.plan);
-    const uint64_t begin = plan.WorkerBegin(blockIdx.x);
-    const uint64_t end = min(plan.WorkerBegin(blockIdx.x + 1), plan.Total());
+    const int warp = static_cast<int>(threadIdx.x) / 32;
+    const typename DecodePlan<S>::Start start(args_);
+    PrefetchPages(args_);
+    DecodePlan<S> plan(args_, shared_.plan[warp], start);
+    const uint32_t begin = plan.TeamBegin(static_cast<int>(blockIdx.y));
+    const uint32_t end = min(begin + plan.PerTeam(), plan.Total());
     if (begin >= end) return;
-    shared_.end = end;
-    int index = plan.Find(begin);
-    const PlanEntry* entry = &plan.At(index);
-    const uint64_t into = begin - entry->begin;
-    unsigned unit = entry->UnitAt(into);
-    // A chunk that began before belongs to another worker.
-    const unsigned blocks = static_cast<unsigned>(entry->blocks);
-    int chunk =
-        static_cast<int>((static_cast<unsigned>(into - uint64_t{unit} * entry->UnitLength()) + blocks - 1) / blocks);
+    shared_.end[warp] = end;
+    const PlanEntry* entry = plan.Find(begin);
+    const uint32_t into = begin - entry->begin;
+    int unit = into < entry->length ? 0 : static_cast<int>(into / entry->length);
+    // A chunk that began before belongs to another team.
+    int chunk = entry->ChunkFrom(args_, into - static_cast<unsigned>(unit) * entry->length);
     while (true) {
-      if (UnitPlace::Of(*entry, unit).begin + static_cast<unsigned>(chunk * entry->blocks) >= end) return;
-      if (chunk < entry->chunks) RunUnit(index, plan.SequenceOf(index), unit, chunk);
+      const UnitPlace place = UnitPlace::Of(args_, *entry, unit, static_cast<int>(blockIdx.x));
+      if (place.begin + entry->Place(args_, chunk) >= end) return;
+      if (chunk < entry->chunks) RunUnit(*entry, place, plan.SequenceOf(entry), chunk);
       chunk = 0;
-      if (++unit == static_cast<unsigned>(entry->units) * static_cast<unsigned>(args_.params.num_kv_heads)) {
+      if (++unit == entry->Units(args_)) {
         if (entry->End(args_) >= end) return;
-        index = plan.Next(index);
-        entry = &plan.At(index);
+        entry = plan.Next(entry);
         unit = 0;
       }
     }
@@ -64,48 +75,38 @@ class Worker {
 
  private:
   // Computes the unit's chunks from `chunk` on, as far as they are this worker's.
-  __device__ void RunUnit(int entry_index, int sequence, unsigned unit_of_entry, int chunk) {
+  __device__ void RunUnit(const PlanEntry& entry, const UnitPlace& place, int sequence, int chunk) {
     const PagedAttentionParams& params = args_.params;
-    const PlanEntry& entry = shared_.plan.entries[entry_index];
-    const UnitPlace place = UnitPlace::Of(entry, unit_of_entry);
     if (entry.end_key == entry.first_key) return StoreConstant(entry, place);
     const int warp = static_cast<int>(threadIdx.x) / 32;
-
-    // The worker has the chunks up to:
-    const uint64_t room = shared_.end - place.begin + static_cast<unsigned>(entry.blocks) - 1;
-    const uint64_t length = entry.UnitLength();
-    const int end = room >= length
-                        ? entry.chunks
-                        : static_cast<int>(static_cast<unsigned>(room) / static_cast<unsigned>(entry.blocks));
+    const int end = entry.ChunkFrom(args_, shared_.end[warp] - place.begin);
     const Share share = {chunk, end};
     const int begin_key = entry.first_key + chunk * entry.blocks * S::kBlockKeys;
     const int end_key = end == entry.chunks ? entry.end_key : entry.first_key + end * entry.blocks * S::kBlockKeys;
 
-    const LaneCopy<S> copy(args_);
-    UnitView unit;
-    const int64_t head = place.kv_head * params.head_stride * S::kElementBytes + copy.column;
-    unit.keys = static_cast<const char*>(params.k_cache) + head;
-    unit.values = static_cast<const char*>(params.v_cache) + head;
-    unit.pages = params.block_tables + sequence * params.pages_per_seq;
-    unit.entry = &entry;
-    unit.row_tile = place.row_tile;
-    unit.end_key = end_key;
-    unit.hidden_by_end = min(0, entry.end_key - end_key - int{entry.q_len} + 1);
-    // The compiler would rather add the parameters' addresses again for each tile.
-    asm("" : "+l"(unit.keys), "+l"(unit.values), "+l"(unit.pages));
-
     // Each warp has a tile of every block of keys. Past the last key it fetches that key again, and takes its scores
-    // away.
+    // away. Its pages are looked up first: all else waits for them.
     constexpr int kAhead = S::kRing == 1 ? 1 : S::kRing - 1;  // steps
     constexpr uint32_t kStep = S::kWarps * S::kTileBytes;
     int left = end_key - begin_key - warp * S::kTileKeys;  // keys from the tile's first one on; may be negative
-    int blocks = (end_key - begin_key - 1) / S::kBlockKeys + 1;
-    bool bad = false;
+    UnitView unit;
+    unit.pages = params.block_tables + static_cast<uint64_t>(sequence) * args_.pages_per_seq;
+    unit.end_key = end_key;
     Lookup first[kAhead];
 #pragma unroll
     for (int i = 0; i < kAhead; ++i) first[i].Start(args_, unit, left - i * S::kBlockKeys, S::kTileKeys);
-    Query<S> query;
-    query.Load(args_, entry, place);
+
+    const LaneCopy<S> copy(args_);
+    const int64_t head = place.kv_head * params.head_stride * S::kElementBytes + copy.column;
+    unit.keys = static_cast<const char*>(params.k_cache) + head;
+    unit.values = static_cast<const char*>(params.v_cache) + head;
+    unit.entry = &entry;
+    unit.row_tile = place.row_tile;
+    unit.hidden_by_end = min(0, entry.end_key - end_key - int{entry.q_len} + 1);
+    // The compiler would rather add the parameters' addresses again for each tile.
+    asm("" : "+l"(unit.keys), "+l"(unit.values), "+l"(unit.pages));
+    int blocks = (end_key - begin_key - 1) / S::kBlockKeys + 1;
+    bool bad = false;
     const uint32_t my_keys = SharedAddress(shared_.keys[0][warp]);
     // Copies the tile of a step `ahead` steps from now, if there is one, to stage `stage`, given in bytes.
     const auto fetch = [&](const Lookup& lookup, int ahead, uint32_t stage) {
@@ -117,6 +118,8 @@ class Worker {
     for (int i = 0; i < kAhead; ++i) fetch(first[i], i, i * kStep);
     Lookup lookup;
     lookup.Start(args_, unit, left - kAhead * S::kBlockKeys, S::kTileKeys);
+    Query<S> query;
+    query.Load(args_, entry, place);
 
     Running<S> running, group, whole;
     running.Clear();
@@ -182,11 +185,10 @@ class Worker {
     const bool has_unit_begin = share.begin == 0;
     const int rows = min(entry.q_len * args_.group - place.row_tile * S::kRows, S::kRows);
     if (args_.few && entry.chunks > 1) {
-      const int64_t unit = UnitIndex(args_, entry.q_begin, place.kv_head, place.row_tile);
-      return Leave(SlotOfFew(static_cast<unsigned>(unit), chunk), rows, running);
+      return Leave(SlotOfFew(UnitIndex(args_, entry.q_begin, place), chunk), rows, running);
     }
     const auto leave = [&](int from, const Running<S>& sums) {
-      Leave(SlotOf(from, blockIdx.x, has_unit_begin, has_group_begin), rows, sums);
+      Leave(SlotOf(from, blockIdx.y * gridDim.x + blockIdx.x, has_unit_begin, has_group_begin), rows, sums);
     };
     if (!has_group_begin) return leave(chunk, running);
     if (chunk == first) {
@@ -214,7 +216,7 @@ class Worker {
   }
 
   // Leaves partial sums in a slot of the scratch.
-  __device__ void Leave(int64_t slot, int rows, const Running<S>& sums) {
+  __device__ void Leave(unsigned slot, int rows, const Running<S>& sums) {
     const int lane = static_cast<int>(threadIdx.x) % 32;
     const int head_dim = static_cast<int>(args_.params.head_dim);
 #pragma unroll
@@ -279,17 +281,6 @@ class Worker {
   SplitShared<S>& shared_;
 };
 
-// Brings the page table into L2 while nobody knows yet who needs which part of it. Not a large one, of which little is
-// read.
-__device__ inline void PrefetchPages(const DecodeArgs& args) {
-  constexpr int kLine = 32;  // page numbers
-  constexpr int kMostLines = 4096;
-  const int64_t lines = (args.params.max_seqs * args.params.pages_per_seq + kLine - 1) / kLine;
-  if (lines > kMostLines) return;
-  const int64_t line = int64_t{threadIdx.x} * gridDim.x + blockIdx.x;
-  if (line < lines) PrefetchToL2(args.params.block_tables + line * kLine);
-}
-
 template <typename S>
 __global__ void __launch_bounds__(S::kThreads, S::kRegisterBlocks)
     DecodeSplitKernel(const __grid_constant__ DecodeArgs args) {
@@ -299,11 +290,10 @@ __global__ void __launch_bounds__(S::kThreads, S::kRegisterBlocks)
     extern __shared__ __align__(16) char dynamic_shared[];
     AllowDependentLaunch();
     if (MayHaveDecodeRows(args)) {
-      PrefetchPages(args);
       Worker<S>(args, *reinterpret_cast<SplitShared<S>*>(dynamic_shared)).Run();
     }
     // One block waits: when this kernel has ended, so has the one before, of which it needs nothing.
-    if (blockIdx.x == 0) WaitForPreviousKernel();
+    if (blockIdx.x == 0 && blockIdx.y == 0) WaitForPreviousKernel();
   }
 #endif
 }

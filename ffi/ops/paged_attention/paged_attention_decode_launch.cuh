@@ -12,7 +12,6 @@
 #include "ffi/common/cuda_status.h"
 #include "ffi/ops/paged_attention/paged_attention_decode_args.h"
 #include "ffi/ops/paged_attention/paged_attention_decode_combine.cuh"
-#include "ffi/ops/paged_attention/paged_attention_decode_combine_few.cuh"
 #include "ffi/ops/paged_attention/paged_attention_decode_formats.h"
 #include "ffi/ops/paged_attention/paged_attention_decode_kernel.cuh"
 
@@ -27,17 +26,15 @@ struct Residency {
   bool dependent = false;  // the kernels' code is for sm_90 or above: the second may begin before the first ends
 };
 
-template <typename S>
-inline constexpr auto kCombineKernelOf = DecodeCombineKernel<S::kRows, S::kBlockKeys>;
-template <typename S>
-inline constexpr auto kCombineFewKernelOf = DecodeCombineFewKernel<S::kDim, S::kRows, S::kBlockKeys>;
+template <typename S, bool kFew>
+inline constexpr auto kCombineKernelOf = DecodeCombineKernel<S::kDim, S::kBlockKeys, S::kRows, kFew>;
 
 template <typename S>
 Status FindResidency(int device, Residency* residency) {
   constexpr int kSplitBytes = static_cast<int>(sizeof(SplitShared<S>));
-  constexpr int kCombineBytes = static_cast<int>(sizeof(CombineShared<S::kRows, S::kBlockKeys>));
+  constexpr int kCombineBytes = static_cast<int>(sizeof(CombineShared<S::kDim, S::kBlockKeys, S::kRows>));
   cudaFuncAttributes code;
-  XLA_GPU_RETURN_IF_CUDA(cudaFuncGetAttributes(&code, kCombineKernelOf<S>));
+  XLA_GPU_RETURN_IF_CUDA(cudaFuncGetAttributes(&code, kCombineKernelOf<S, false>));
   residency->dependent = code.ptxVersion >= 90;
   residency->deep = CodeIsDeep(code.ptxVersion * 10);
   if (residency->deep != S::kDeep) {
@@ -54,16 +51,15 @@ Status FindResidency(int device, Residency* residency) {
   }
   XLA_GPU_RETURN_IF_CUDA(
       cudaFuncSetAttribute(DecodeSplitKernel<S>, cudaFuncAttributeMaxDynamicSharedMemorySize, kSplitBytes));
-  XLA_GPU_RETURN_IF_CUDA(
-      cudaFuncSetAttribute(kCombineKernelOf<S>, cudaFuncAttributeMaxDynamicSharedMemorySize, kCombineBytes));
+  for (const auto kernel : {kCombineKernelOf<S, false>, kCombineKernelOf<S, true>}) {
+    XLA_GPU_RETURN_IF_CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kCombineBytes));
+  }
   XLA_GPU_RETURN_IF_CUDA(
       cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, DecodeSplitKernel<S>, S::kThreads, kSplitBytes));
   residency->sms = sms;
   residency->workers = std::min(sms, kMaxSms) * std::clamp(blocks, 1, kDecodeBlocksPerSm);
   // All want the same of L1 as shared memory: an SM does not change it while it is busy.
-  for (const void* kernel :
-       {reinterpret_cast<const void*>(DecodeSplitKernel<S>), reinterpret_cast<const void*>(kCombineKernelOf<S>),
-        reinterpret_cast<const void*>(kCombineFewKernelOf<S>)}) {
+  for (const auto kernel : {DecodeSplitKernel<S>, kCombineKernelOf<S, false>, kCombineKernelOf<S, true>}) {
     XLA_GPU_RETURN_IF_CUDA(
         cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared));
   }
@@ -95,38 +91,28 @@ Status LaunchShape(const PagedAttentionParams& params, const Layout& layout, Str
   DecodeArgs args = MakeArgs(params, layout);
   args.stream_policy = kEvictFirst;
   args.slot_bytes = static_cast<uint32_t>(params.slot_stride * S::kElementBytes);
-  const int64_t blocks = (params.pages_per_seq * params.page_size + S::kBlockKeys - 1) / S::kBlockKeys;
-  const int64_t chunks = layout.units * std::clamp<int64_t>(blocks, 1, kMaxChunks);
-  args.workers = static_cast<int>(std::clamp<int64_t>(chunks, 1, residency.workers));
-  args.jobs_by_unit = args.few || layout.units <= args.workers;
-  args.jobs = static_cast<int>(args.jobs_by_unit ? layout.units : args.workers);
-  const int combine_blocks = residency.sms * kCombineBlocks;
-  args.job_warps = std::clamp(combine_blocks * kCombineWarps / args.jobs, 1, layout.slot_rows);
+  ShareOut(layout, S::kBlockKeys, residency.workers, &args);
 
   cudaLaunchAttribute attribute;
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attribute.val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config = {};
-  if (args.few) {
-    config.gridDim = dim3(static_cast<unsigned>(args.jobs * layout.slot_rows));
-    config.blockDim = dim3(kCombineFewThreads);
-  } else {
-    const int blocks_of_jobs = (args.jobs * args.job_warps + kCombineWarps - 1) / kCombineWarps;
-    config.gridDim = dim3(static_cast<unsigned>(std::min(blocks_of_jobs, combine_blocks)));
-    config.blockDim = dim3(kCombineThreads);
-    config.dynamicSmemBytes = sizeof(CombineShared<S::kRows, S::kBlockKeys>);
-  }
+  // At most so many rows are to be merged: of a unit for each boundary between teams.
+  const int64_t jobs = args.few ? layout.units : std::min<int64_t>(args.teams - 1, layout.units) * args.heads;
+  config.gridDim = dim3(static_cast<unsigned>(std::clamp<int64_t>(jobs * layout.slot_rows, 1, residency.sms)));
+  config.blockDim = dim3(kCombineThreads);
+  config.dynamicSmemBytes = sizeof(CombineShared<S::kDim, S::kBlockKeys, S::kRows>);
   config.stream = stream;
   config.attrs = &attribute;
   config.numAttrs = residency.dependent ? 1 : 0;
   cudaLaunchConfig_t split = config;
-  split.gridDim = dim3(static_cast<unsigned>(args.workers));
+  split.gridDim = dim3(static_cast<unsigned>(args.heads), static_cast<unsigned>(args.teams));
   split.blockDim = dim3(S::kThreads);
   split.dynamicSmemBytes = sizeof(SplitShared<S>);
   // Behind the prefill path, which has waited for all that came before. Else what came before may write what is read.
   if (params.num_tokens <= kMaxDecodeRows) split.numAttrs = 0;
   XLA_GPU_RETURN_IF_CUDA(cudaLaunchKernelEx(&split, DecodeSplitKernel<S>, args));
-  XLA_GPU_RETURN_IF_CUDA(cudaLaunchKernelEx(&config, args.few ? kCombineFewKernelOf<S> : kCombineKernelOf<S>, args));
+  XLA_GPU_RETURN_IF_CUDA(cudaLaunchKernelEx(&config, args.few ? kCombineKernelOf<S, true> : kCombineKernelOf<S, false>, args));
   return Status::Ok();
 }
 

@@ -10,6 +10,7 @@
 
 #include "ffi/device/mma.cuh"
 #include "ffi/ops/paged_attention/paged_attention_decode_args.h"
+#include "ffi/ops/paged_attention/paged_attention_decode_plan.cuh"
 
 namespace xla_gpu::decode {
 
@@ -78,7 +79,7 @@ struct RowPlace {
   int64_t at;  // token * num_heads + head
 
   __device__ static RowPlace Of(const DecodeArgs& args, int q_begin, int kv_head, int row) {
-    const int query = row / args.group;
+    const int query = args.QueryOf(row);
     const int head = kv_head * args.group + (row - query * args.group);
     return {head, (int64_t{q_begin} + query) * args.params.num_heads + head};
   }
@@ -104,14 +105,21 @@ __device__ inline void StoreRow(const DecodeArgs& args, const RowPlace& place, i
 
 // The scratch: slots of slot_rows rows, each its output and then its softmax.
 struct Scratch {
-  __device__ static float* Out(const DecodeArgs& args, int64_t slot, int row) {
+  __device__ static float* Out(const DecodeArgs& args, unsigned slot, int row) {
     return static_cast<float*>(args.params.scratch) +
-           (slot * args.slot_rows + row) * (args.params.head_dim + kSlotPadding);
+           (int64_t{slot} * args.slot_rows + row) * (args.params.head_dim + kSlotPadding);
   }
-  __device__ static Softmax* Of(const DecodeArgs& args, int64_t slot, int row) {
+  __device__ static Softmax* Of(const DecodeArgs& args, unsigned slot, int row) {
     return reinterpret_cast<Softmax*>(Out(args, slot, row) + args.params.head_dim);
   }
 };
+
+// A unit's index for a kv head among all that the call may have: sequences' tokens are their own, and a token begins at
+// most tiles_per_token row tiles.
+__device__ inline unsigned UnitIndex(const DecodeArgs& args, int q_begin, const UnitPlace& place) {
+  const unsigned tile = static_cast<unsigned>(q_begin) * args.tiles_per_token + place.row_tile;
+  return tile * static_cast<unsigned>(args.params.num_kv_heads) + place.kv_head;
+}
 
 // The slot of the partial result that worker `worker` leaves behind of a unit's chunks from `chunk` on: of the groups
 // from the unit's beginning on that it has whole, merged (chunk 0); of a group's chunks from its beginning on; or of
@@ -127,22 +135,33 @@ __device__ inline unsigned SlotOf(int chunk, unsigned worker, bool has_unit_begi
 // As above where there are few units: of one chunk.
 __device__ inline unsigned SlotOfFew(unsigned unit, int chunk) { return unit * kMaxChunks + chunk; }
 
-// A partial result's softmax and four columns of its output, past L1, which may have seen the place before it was
-// written. Nothing is read, but the instructions are fetched, unless `read`.
-__device__ inline Partial LoadPart(const Softmax* softmax, const float* out, bool read) {
-  Partial part = {{0.0f, 0.0f}, {0.0f, 0.0f, 0.0f, 0.0f}};
+// Of a partial result, past L1, which may have seen the place before it was written. Nothing is read, but the
+// instructions are fetched, unless `read`.
+__device__ inline Softmax LoadSoftmax(const Softmax* from, bool read) {
+  Softmax softmax = {-INFINITY, 0.0f};
   asm volatile(
       "{\n"
       ".reg .pred read;\n"
-      "setp.ne.u32 read, %8, 0;\n"
-      "@read ld.global.cg.v2.f32 {%0, %1}, [%6];\n"
-      "@read ld.global.cg.v4.f32 {%2, %3, %4, %5}, [%7];\n"
+      "setp.ne.u32 read, %3, 0;\n"
+      "@read ld.global.cg.v2.f32 {%0, %1}, [%2];\n"
       "}"
-      : "+f"(part.softmax.max), "+f"(part.softmax.sum), "+f"(part.out.x), "+f"(part.out.y), "+f"(part.out.z),
-        "+f"(part.out.w)
-      : "l"(softmax), "l"(out), "r"(static_cast<uint32_t>(read))
+      : "+f"(softmax.max), "+f"(softmax.sum)
+      : "l"(from), "r"(static_cast<uint32_t>(read))
       : "memory");
-  return part;
+  return softmax;
+}
+__device__ inline float4 LoadColumns(const float* from, bool read) {
+  float4 out = {0.0f, 0.0f, 0.0f, 0.0f};
+  asm volatile(
+      "{\n"
+      ".reg .pred read;\n"
+      "setp.ne.u32 read, %5, 0;\n"
+      "@read ld.global.cg.v4.f32 {%0, %1, %2, %3}, [%4];\n"
+      "}"
+      : "+f"(out.x), "+f"(out.y), "+f"(out.z), "+f"(out.w)
+      : "l"(from), "r"(static_cast<uint32_t>(read))
+      : "memory");
+  return out;
 }
 
 }  // namespace xla_gpu::decode

@@ -1,11 +1,11 @@
-// Who computes what in the decode path, worked out by every block for itself from the metadata.
+// Who computes what in the decode path, worked out by every warp for itself from the metadata.
 //
-// A unit is a sequence, a kv head and a tile of query rows. The keys that a sequence's queries see are cut into chunks,
-// at most kMaxChunks of them, whose length is a function of the number of keys alone. The chunks of all units, one
-// after the other, are laid out on a line, each as long as its blocks of keys, and every worker (a block of the split
-// kernel) owns those that begin in its part of the line. So the load is even whatever the lengths are, while a chunk's
-// bits, and how chunks are merged (eight to a group, then the groups, from left to right), depend on the sequence
-// alone.
+// A unit is a sequence, a set of kv heads and a tile of query rows. The keys that a sequence's queries see are cut into
+// chunks, at most kMaxChunks of them, whose length is a function of the number of keys alone. The chunks of all units,
+// one after the other, are laid out on a line, each as long as its blocks of keys, and every team (a block of the split
+// kernel for each kv head of a set, so that all heads of a page are read at about the same time) owns those that begin
+// in its part of the line. So the load is even whatever the lengths are, while a chunk's bits, and how chunks are
+// merged (eight to a group, then the groups, from left to right), depend on the sequence alone.
 #ifndef XLA_GPU_OPS_PAGED_ATTENTION_PAGED_ATTENTION_DECODE_PLAN_CUH_
 #define XLA_GPU_OPS_PAGED_ATTENTION_PAGED_ATTENTION_DECODE_PLAN_CUH_
 
@@ -16,154 +16,97 @@
 
 namespace xla_gpu::decode {
 
+// x / by, rounded up, where that is below 128.
+__device__ inline int CeilSmall(unsigned x, unsigned by) {
+  // Less than the quotient, by less than 2.
+  int quotient = static_cast<int>(__fdividef(static_cast<float>(x), static_cast<float>(by)));
+  if (static_cast<unsigned>(quotient) * by < x) ++quotient;
+  if (static_cast<unsigned>(quotient) * by < x) ++quotient;
+  return quotient;
+}
+
 // A sequence of the plan's window. One without chunks is not of the decode path.
 struct PlanEntry {
-  uint64_t begin;  // of its first unit, on the line
+  uint32_t begin;   // of its first unit, on the line
+  uint32_t length;  // of a unit, on the line
   int32_t q_begin;
   int32_t first_key;  // keys before it are hidden from all of the sequence's queries
   int32_t end_key;
   int32_t blocks;  // of a chunk, each of kBlockKeys keys
-  int32_t units;   // row tiles of a kv head
+  int32_t tiles;   // of rows, of a kv head
   uint8_t q_len;
   uint8_t chunks;  // of a unit
   bool valid;      // context_len is; if not, there are no keys
 
-  __device__ unsigned UnitLength() const { return static_cast<unsigned>(chunks * blocks); }
-  // The unit that is `into` the entry's part of the line.
-  __device__ unsigned UnitAt(uint64_t into) const {
-    const unsigned length = UnitLength();
-    return static_cast<unsigned>(into >> 32 ? into / length : static_cast<uint32_t>(into) / length);
+  __device__ int Units(const DecodeArgs& args) const { return tiles * args.sets; }
+  __device__ uint32_t End(const DecodeArgs& args) const { return begin + length * static_cast<unsigned>(Units(args)); }
+  // Of a chunk, in a unit's part of the line.
+  __device__ uint32_t Place(const DecodeArgs& args, int chunk) const {
+    return static_cast<unsigned>(chunk * blocks) >> args.line_shift;
   }
-  __device__ uint64_t End(const DecodeArgs& args) const {
-    return begin + static_cast<uint64_t>(UnitLength()) * (units * args.params.num_kv_heads);
+  // The first chunk that begins at `place` or behind it.
+  __device__ int ChunkFrom(const DecodeArgs& args, uint32_t place) const {
+    if (place >= length) return chunks;
+    return min(CeilSmall(place << args.line_shift, static_cast<unsigned>(blocks)), int{chunks});
   }
 };
-static_assert(sizeof(PlanEntry) == 32 && kMaxChunks < 256 && kMaxDecodeRows < 256);
+static_assert(sizeof(PlanEntry) == 32 && kMaxChunks < 127 && kMaxDecodeRows < 256);
 
-// kBlockKeys, kRows: the shape's.
-template <int kThreads, int kBlockKeys, int kRows>
-struct PlanShared {
-  PlanEntry entries[kThreads];  // the window, in order; those past the live ones are empty
-  uint64_t warp_sums[kThreads / 32];
-  uint64_t window_end;  // on the line
-  int window;           // its first sequence
+// What the metadata says of a sequence.
+struct Metadata {
+  int q_begin;
+  int q_end;
+  int context_len;
+
+  __device__ static Metadata Load(const DecodeArgs& args, int sequence) {
+    if (sequence >= args.max_seqs) return {0, 0, 0};
+    const int32_t* const starts = args.params.query_start_loc + sequence;
+    return {__ldg(starts), __ldg(starts + 1), __ldg(args.params.context_lens + sequence)};
+  }
+  __device__ bool InOrder(const DecodeArgs& args) const {
+    return 0 <= q_begin && q_begin <= q_end && q_end <= args.num_tokens;
+  }
 };
 
-// This thread's entry of a window, given what the metadata says of its sequence; without `owned` an empty one.
+// A sequence's entry, whose `begin` is 0; without `owned` an empty one.
 template <int kBlockKeys, int kRows>
-__device__ inline PlanEntry MakePlanEntry(const DecodeArgs& args, bool owned, int q_begin, int q_len, int context_len) {
+__device__ inline PlanEntry MakePlanEntry(const DecodeArgs& args, bool owned, const Metadata& of) {
   PlanEntry entry = {};
-  if (!owned || q_len < 1 || q_len > kMaxDecodeRows) return entry;
-  const bool valid = context_len >= 0 && context_len <= args.params.pages_per_seq * args.params.page_size &&
-                     (context_len == 0 || args.num_pages > 0);
-  entry.q_begin = q_begin;
+  const unsigned q_len = static_cast<unsigned>(of.q_end) - static_cast<unsigned>(of.q_begin);
+  if (!owned || q_len - 1 >= kMaxDecodeRows) return entry;
+  entry.valid = static_cast<unsigned>(of.context_len) <= args.max_context;
+  entry.q_begin = of.q_begin;
   entry.q_len = static_cast<uint8_t>(q_len);
-  entry.valid = valid;
-  entry.end_key = valid ? context_len : 0;
+  entry.end_key = entry.valid ? of.context_len : 0;
   if (args.window > 0) {
     const int64_t hidden = int64_t{entry.end_key} - q_len - args.window + 1;
     entry.first_key = hidden > 0 ? static_cast<int>(hidden) : 0;
   }
   // An empty sequence has one empty chunk: somebody has to write its rows.
-  const unsigned blocks = static_cast<unsigned>(max((entry.end_key - entry.first_key - 1) / kBlockKeys + 1, 1));
-  const unsigned least = blocks >= 8192 / kBlockKeys ? 4 : blocks >= 2048 / kBlockKeys ? 2 : 1;
-  const unsigned per_chunk = max((blocks + kMaxChunks - 1) / kMaxChunks, least);
+  const unsigned keys = static_cast<unsigned>(entry.end_key - entry.first_key);
+  const unsigned blocks = max((keys + kBlockKeys - 1) / kBlockKeys, 1u);
+  const unsigned per_chunk = max((blocks + kMaxChunks - 1) / kMaxChunks, blocks >= 4096 / kBlockKeys ? 2u : 1u);
+  const int chunks = CeilSmall(blocks, per_chunk);
   entry.blocks = static_cast<int>(per_chunk);
-  entry.chunks = static_cast<uint8_t>((blocks + per_chunk - 1) / per_chunk);
-  entry.units = (q_len * args.group + kRows - 1) / kRows;
+  entry.chunks = static_cast<uint8_t>(chunks);
+  entry.tiles = static_cast<int>((q_len * args.group + kRows - 1) / kRows);
+  entry.length = ((static_cast<unsigned>(chunks) * per_chunk - 1) >> args.line_shift) + 1;
   return entry;
 }
 
-// Gives the window's entries, one of each thread, their places on the line, from `start` on.
-template <int kThreads, int kBlockKeys, int kRows>
-__device__ inline void FillWindow(const DecodeArgs& args, PlanShared<kThreads, kBlockKeys, kRows>& shared,
-                                  PlanEntry entry, int window, uint64_t start) {
-  const uint64_t length = entry.End(args);  // its `begin` is 0
-  const int lane = static_cast<int>(threadIdx.x) % 32;
-  const int warp = static_cast<int>(threadIdx.x) / 32;
-  uint64_t end = length;
-#pragma unroll
-  for (int i = 1; i < 32; i *= 2) {
-    const uint64_t before = __shfl_up_sync(0xffffffffu, end, i);
-    if (lane >= i) end += before;
-  }
-  if (lane == 31) shared.warp_sums[warp] = end;
-  __syncthreads();
-  uint64_t all = start;
-#pragma unroll
-  for (int i = 0; i < kThreads / 32; ++i) {
-    if (i == warp) end += all;
-    all += shared.warp_sums[i];
-  }
-  entry.begin = end - length;
-  shared.entries[threadIdx.x] = entry;
-  if (threadIdx.x == 0) {
-    shared.window = window;
-    shared.window_end = all;
-  }
-  __syncthreads();
-}
-
-// NOTE: not inlined, since only batches of many sequences and wrong metadata need it.
-template <int kThreads, int kBlockKeys, int kRows>
-__device__ __noinline__ void LoadWindow(const DecodeArgs& args, PlanShared<kThreads, kBlockKeys, kRows>& shared,
-                                        int window, uint64_t start, int live, bool in_order) {
-  const int s = window + static_cast<int>(threadIdx.x);
-  PlanEntry entry = {};
-  if (s < live) {
-    const SequenceInfo info = LoadSequence(args.params, s, in_order);
-    entry = MakePlanEntry<kBlockKeys, kRows>(args, info.owned, info.q_begin, info.q_len,
-                                             info.valid ? info.context_len : -1);
-  }
-  __syncthreads();  // the last window is no longer read
-  FillWindow(args, shared, entry, window, start);
-}
-
-// Where a unit is.
+// Where a unit is, of which a block has one kv head.
 struct UnitPlace {
   int kv_head;
   int row_tile;
-  uint64_t begin;  // on the line
+  uint32_t begin;  // on the line
 
-  __device__ static UnitPlace Of(const PlanEntry& entry, unsigned unit) {
-    const unsigned head = unit / static_cast<unsigned>(entry.units);
-    return {static_cast<int>(head), static_cast<int>(unit - head * static_cast<unsigned>(entry.units)),
-            entry.begin + static_cast<uint64_t>(unit) * entry.UnitLength()};
+  // head: of the set.
+  __device__ static UnitPlace Of(const DecodeArgs& args, const PlanEntry& entry, int unit, int head) {
+    // Units of a sequence: row tiles first, then sets.
+    const int set = entry.tiles == 1 ? unit : unit / entry.tiles;
+    return {set * args.heads + head, unit - set * entry.tiles,
+            entry.begin + static_cast<unsigned>(unit) * entry.length};
   }
-};
-
-// Its index among all that the call may have: sequences' tokens are their own, and a token begins at most
-// tiles_per_token row tiles.
-__device__ inline int64_t UnitIndex(const DecodeArgs& args, int q_begin, int kv_head, int row_tile) {
-  return (int64_t{q_begin} * args.tiles_per_token + row_tile) * args.params.num_kv_heads + kv_head;
-}
-// The other way round: the kv head, and what is left of the index.
-struct UnitOfIndex {
-  int kv_head;
-  int64_t tile;
-
-  __device__ UnitOfIndex(const DecodeArgs& args, unsigned index) {
-    const unsigned heads = static_cast<unsigned>(args.params.num_kv_heads);
-    tile = index / heads;
-    kv_head = static_cast<int>(index - static_cast<unsigned>(tile) * heads);
-  }
-  // The row tile if it is one of a sequence with these tokens, or -1.
-  __device__ int RowTile(const DecodeArgs& args, int q_begin, int tiles) const {
-    const int64_t row_tile = tile - int64_t{q_begin} * args.tiles_per_token;
-    return 0 <= row_tile && row_tile < tiles ? static_cast<int>(row_tile) : -1;
-  }
-};
-
-// A unit of which several workers have chunks, for those that merge their results.
-struct MergeJob {
-  uint64_t begin;       // of the unit, on the line
-  uint64_t per_worker;  // of the line
-  int32_t chunks;       // 0: no such unit
-  int32_t blocks;       // of a chunk
-  int32_t q_begin;
-  int32_t q_len;
-  int32_t kv_head;
-  int32_t row_tile;
 };
 
 // False if no sequence can be of the decode path; asked only where that is likely. By all threads of a block together.
@@ -178,127 +121,161 @@ __device__ inline bool MayHaveDecodeRows(const DecodeArgs& args) {
   return __syncthreads_or(any);
 }
 
-// All threads of a block build the plan, and call its functions that are not const, together.
-template <int kThreads, int kBlockKeys, int kRows>
+// A warp builds the plan, and calls its functions that are not const, together. It sees 32 sequences at a time, its
+// window, and goes through all windows once for the length of the line.
+template <int kBlockKeys, int kRows>
 class Plan {
  public:
-  using Shared = PlanShared<kThreads, kBlockKeys, kRows>;
+  struct Shared {  // of a warp
+    PlanEntry entries[32];
+  };
 
-  __device__ Plan(const DecodeArgs& args, Shared& shared) : args_(args), shared_(shared) {
-    const PagedAttentionParams& params = args.params;
-    // The entries of this thread are fetched before num_seqs is known; those that are not live are not looked at.
-    const int s = static_cast<int>(threadIdx.x);
-    int begin = 0, end = 0, context_len = 0;
-    if (s < params.max_seqs) {
-      begin = __ldg(params.query_start_loc + s);
-      end = __ldg(params.query_start_loc + s + 1);
-      context_len = __ldg(params.context_lens + s);
+  // What is asked of memory before anything is known: the first sequences, of which some may not be live.
+  struct Start {
+    Metadata metadata;
+    int num_seqs;
+
+    __device__ explicit Start(const DecodeArgs& args)
+        : metadata(Metadata::Load(args, Lane())), num_seqs(__ldg(args.params.num_seqs)) {}
+  };
+
+  __device__ Plan(const DecodeArgs& args, Shared& shared, const Start& start) : args_(args), shared_(shared) {
+    live_ = start.num_seqs <= args.max_seqs ? max(start.num_seqs, 0) : 0;
+    Metadata metadata = start.metadata;
+    bool ok = true;
+    uint32_t alike = 0;  // the length of all units so far, if they have the same
+    end_ = 0;
+    for (window_ = 0;; window_ += 32) {
+      const Metadata mine = metadata;
+      if (window_ + 32 < live_) metadata = Metadata::Load(args, window_ + 32 + Lane());
+      ok = ok && (window_ + Lane() >= live_ || mine.InOrder(args));
+      uint32_t length;
+      begin_ = end_;
+      end_ = Fill(args, shared, live_, window_, begin_, true, mine, &length);
+      if (window_ == 0) alike = __reduce_max_sync(0xffffffffu, length);
+      if (!__all_sync(0xffffffffu, length == 0 || length == alike)) alike = 0;
+      if (window_ + 32 >= live_) break;
     }
-    live_ = max(LiveSequences(params), 0);
-    bool ok = s >= live_ || (0 <= begin && begin <= end && end <= params.num_tokens);
-    if (live_ > kThreads) ok = QueryStartsInOrder(params, live_);
-    in_order_ = __syncthreads_and(ok);
-    if (in_order_) {
-      FillWindow(args, shared, MakePlanEntry<kBlockKeys, kRows>(args, s < live_, begin, end - begin, context_len), 0,
-                 0);
-    } else {
-      LoadWindow(args, shared, 0, 0, live_, in_order_);
+    in_order_ = __all_sync(0xffffffffu, ok);
+    if (!in_order_) {
+      alike = 0;
+      LoadWindow(0, 0);
+      while (!LastWindow()) NextWindow();
     }
-    if (live_ > kThreads) {
-      while (shared.window + kThreads < live_) NextWindow();
-      total_ = shared.window_end;
-      LoadWindow(args, shared, 0, 0, live_, in_order_);
-    } else {
-      total_ = shared.window_end;
-    }
-    const uint64_t rounded = total_ + args.workers - 1;
-    const uint32_t workers = static_cast<uint32_t>(args.workers);
-    per_worker_ = rounded >> 32 ? rounded / workers : static_cast<uint32_t>(rounded) / workers;
-    if (per_worker_ == 0) per_worker_ = 1;
-    if (live_ <= kThreads && per_worker_ >> 31 == 0) Align();
+    total_ = end_;
+    // At least total / teams, exactly or one more.
+    per_team_ = max(__umulhi(total_ + args.teams - 1, args.teams_magic), 1u);
+    if (alike != 0) Align(alike);
   }
 
-  __device__ uint64_t Total() const { return total_; }
-  __device__ uint64_t WorkerBegin(unsigned worker) const { return worker * per_worker_; }
-  // The entry of the window that holds `position`, which lies in the window.
-  __device__ int Search(uint64_t position) const {
-    int low = 0, high = kThreads;
-    while (high - low > 1) {
-      const int middle = (low + high) / 2;
-      if (shared_.entries[middle].begin <= position) {
-        low = middle;
-      } else {
-        high = middle;
-      }
+  __device__ uint32_t Total() const { return total_; }
+  __device__ uint32_t PerTeam() const { return per_team_; }
+  __device__ uint32_t TeamBegin(int team) const { return static_cast<unsigned>(team) * per_team_; }
+
+  // The entry that holds `position` < Total().
+  __device__ const PlanEntry* Find(uint32_t position) {
+    if (position < begin_) FirstWindow();
+    while (position >= end_) NextWindow();
+    const PlanEntry& mine = shared_.entries[Lane()];
+    const unsigned before = __ballot_sync(0xffffffffu, mine.chunks > 0 && mine.begin <= position);
+    return shared_.entries + (31 - __clz(static_cast<int>(before)));
+  }
+  // As above of the window, by each lane for itself: `position` lies in it.
+  __device__ const PlanEntry& Search(uint32_t position) const {
+    int low = 0;
+#pragma unroll
+    for (int step = 16; step > 0; step /= 2) {
+      if (shared_.entries[low + step].begin <= position) low += step;
     }
-    return low;
+    return shared_.entries[low];
   }
-  // Of a unit of an entry.
-  __device__ MergeJob Job(const PlanEntry& entry, unsigned unit) const {
-    const UnitPlace place = UnitPlace::Of(entry, unit);
-    return {place.begin,   per_worker_, entry.chunks,  entry.blocks,
-            entry.q_begin, entry.q_len, place.kv_head, place.row_tile};
-  }
-
-  // The entry that holds `position` < Total(), which does not lie before the window.
-  __device__ int Find(uint64_t position) {
-    while (position >= shared_.window_end) NextWindow();
-    return Search(position);
-  }
-
   // The next entry with chunks, which must exist.
-  __device__ int Next(int entry) {
-    do {
-      if (++entry == kThreads) {
-        NextWindow();
-        entry = 0;
-      }
-    } while (shared_.entries[entry].chunks == 0);
-    return entry;
+  __device__ const PlanEntry* Next(const PlanEntry* entry) {
+    unsigned behind = 0xfffffffeu << (entry - shared_.entries);
+    while (true) {
+      const unsigned live = __ballot_sync(0xffffffffu, shared_.entries[Lane()].chunks > 0) & behind;
+      if (live != 0) return shared_.entries + (__ffs(static_cast<int>(live)) - 1);
+      NextWindow();
+      behind = 0xffffffffu;
+    }
   }
 
-  // The window: of the live sequences those from Window() on, its part of the line up to WindowEnd().
-  __device__ int Window() const { return shared_.window; }
-  __device__ uint64_t WindowEnd() const { return shared_.window_end; }
-  __device__ bool LastWindow() const { return shared_.window + kThreads >= live_; }
-  __device__ void FirstWindow() { LoadWindow(args_, shared_, 0, 0, live_, in_order_); }
-  __device__ void NextWindow() {
-    LoadWindow(args_, shared_, shared_.window + kThreads, shared_.window_end, live_, in_order_);
+  // The window's part of the line.
+  __device__ bool Holds(uint32_t position) const { return begin_ <= position && position < end_; }
+  __device__ bool LastWindow() const { return window_ + 32 >= live_; }
+  __device__ void FirstWindow() {
+    if (window_ > 0) LoadWindow(0, 0);
   }
+  __device__ void NextWindow() { LoadWindow(window_ + 32, end_); }
 
-  __device__ const PlanEntry& At(int entry) const { return shared_.entries[entry]; }
-  __device__ int SequenceOf(int entry) const { return shared_.window + entry; }
+  __device__ int SequenceOf(const PlanEntry* entry) const {
+    return window_ + static_cast<int>(entry - shared_.entries);
+  }
 
  private:
-  // Where all units are of a length, a little more for each worker may save much merging: whole units, or an equal part
-  // of a unit.
-  __device__ void Align() {
-    const PlanEntry& mine = shared_.entries[threadIdx.x];
-    const PlanEntry& other = shared_.entries[0];
-    const unsigned length = other.UnitLength();
-    const bool alike = mine.chunks == 0 || mine.UnitLength() == length;
-    if (!__syncthreads_and(alike) || length == 0) return;
-    const unsigned share = static_cast<unsigned>(per_worker_);
-    const unsigned most = share + share / 16;
-    const unsigned units = (share + length - 1) / length;
-    if (units * uint64_t{length} <= most) {
-      per_worker_ = units * uint64_t{length};
-      return;
+  __device__ static int Lane() { return static_cast<int>(threadIdx.x) % 32; }
+
+  // Gives the entries of the window from sequence `window` on, one of each lane, their places on the line from `begin`
+  // on. Returns where they end.
+  __device__ static uint32_t Fill(const DecodeArgs& args, Shared& shared, int live, int window, uint32_t begin,
+                                  bool in_order, const Metadata& metadata, uint32_t* length_of_unit) {
+    const int sequence = window + Lane();
+    bool owned = sequence < live;
+    if (!in_order) owned = owned && LoadSequence(args.params, sequence, false).owned;
+    PlanEntry entry = MakePlanEntry<kBlockKeys, kRows>(args, owned, metadata);
+    *length_of_unit = entry.length;
+    const uint32_t length = entry.End(args);  // its `begin` is 0
+    uint32_t sum = length;
+#pragma unroll
+    for (int i = 1; i < 32; i *= 2) {
+      const uint32_t before = __shfl_up_sync(0xffffffffu, sum, i);
+      if (Lane() >= i) sum += before;
     }
-    const unsigned blocks = static_cast<unsigned>(other.blocks);
-    for (unsigned parts = length / share; parts > 1 && length / parts <= most; --parts) {
-      if (length % (parts * blocks) != 0) continue;
-      per_worker_ = length / parts;
-      return;
+    entry.begin = begin + sum - length;
+    __syncwarp();  // the last window is no longer read
+    shared.entries[Lane()] = entry;
+    __syncwarp();
+    return begin + __shfl_sync(0xffffffffu, sum, 31);
+  }
+
+  // NOTE: not inlined, since only batches of many sequences and wrong metadata need it; not a member, lest all members
+  // stand in memory.
+  __device__ __noinline__ static uint32_t FillAgain(const DecodeArgs& args, Shared& shared, int live, int window,
+                                                    uint32_t begin, bool in_order) {
+    uint32_t length;
+    return Fill(args, shared, live, window, begin, in_order, Metadata::Load(args, window + Lane()), &length);
+  }
+  __device__ void LoadWindow(int window, uint32_t begin) {
+    window_ = window;
+    begin_ = begin;
+    end_ = FillAgain(args_, shared_, live_, window, begin, in_order_);
+  }
+
+  // Where all units are of a length, a little more for each team may save much merging: whole units, or a part whose
+  // length is a multiple of a power of two, as lengths often are.
+  __device__ void Align(uint32_t length) {
+    const uint32_t most = per_team_ + per_team_ / 16;
+    if (most >= length && per_team_ < 64 * length) {
+      const uint32_t whole = static_cast<unsigned>(CeilSmall(per_team_, length)) * length;
+      if (whole <= most) {
+        per_team_ = whole;
+        return;
+      }
     }
+    if (per_team_ < 16) return;
+    const uint32_t step = 1u << (31 - __clz(static_cast<int>(per_team_ / 16)));
+    per_team_ = (per_team_ + step - 1) / step * step;
   }
 
   const DecodeArgs& args_;
   Shared& shared_;
   int live_;
+  int window_;  // its first sequence
+  uint32_t begin_;
+  uint32_t end_;
   bool in_order_;
-  uint64_t total_;
-  uint64_t per_worker_;
+  uint32_t total_;
+  uint32_t per_team_;
 };
 
 }  // namespace xla_gpu::decode

@@ -37,20 +37,22 @@ struct Query {
     for (int tile = 0; tile < S::kRowTiles; ++tile) {
       const int row = min(unit.row_tile * S::kRows + 8 * tile + lane / 4, last_row);
       const int64_t at = RowPlace::Of(args, entry.q_begin, unit.kv_head, row).at * head_dim;
-      const uint16_t* const from = static_cast<const uint16_t*>(params.query) + at;
+      // A lane's four columns of sixteen, or two of eight. head_dim is a multiple of 8.
+      const int first = lane % 4 * (S::kFloat8 ? 4 : 2);
+      const uint16_t* from = static_cast<const uint16_t*>(params.query) + at + first;
+      asm("" : "+l"(from));  // the compiler would rather work out each address anew
       auto& of_row = words[tile];
 #pragma unroll
       for (int step = 0; step < S::kSteps; ++step) {
         if constexpr (S::kFloat8) {
-          const int column = 16 * step + lane % 4 * 4;
           uint2 four = {0, 0};
-          if (column < head_dim) four = __ldg(reinterpret_cast<const uint2*>(from + column));
+          if (16 * step + first < head_dim) four = __ldg(reinterpret_cast<const uint2*>(from + 16 * step));
           of_row[step][0] = four.x;
           of_row[step][1] = four.y;
         } else {
 #pragma unroll
           for (int i = 0; i < 2; ++i) {
-            const int column = 16 * step + 8 * i + lane % 4 * 2;
+            const int column = 16 * step + 8 * i;
             of_row[step][i] = column < head_dim ? __ldg(reinterpret_cast<const uint32_t*>(from + column)) : 0;
           }
         }
