@@ -57,12 +57,14 @@ Status LaunchPagedAttention(const PagedAttentionParams& params, Stream stream) {
   if (params.num_tokens == 0 || params.num_heads == 0 || params.head_dim == 0) return Status::Ok();
   if (Status status = CheckLayout(params); !status.ok()) return status;
   // Rows without an owner are written by the prefill path's blocks without a tile, and by the decode path where there
-  // is no room for a longer sequence. The decode path comes second: its blocks begin where those of the other have
-  // ended.
-  if (params.num_tokens > kMaxDecodeRows) {
+  // is no room for a longer sequence. Whichever path comes second begins where blocks of the other have ended.
+  const bool both = params.num_tokens > kMaxDecodeRows;
+  const bool decode_first = DecodeComesFirst(params);
+  if (both && !decode_first) {
     if (Status status = LaunchPrefill(params, stream); !status.ok()) return status;
   }
-  return LaunchDecode(params, stream);
+  if (Status status = LaunchDecode(params, stream); !status.ok()) return status;
+  return both && decode_first ? LaunchPrefill(params, stream) : Status::Ok();
 }
 
 }  // namespace xla_gpu

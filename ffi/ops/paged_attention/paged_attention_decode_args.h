@@ -142,9 +142,9 @@ inline void ShareOut(const Layout& layout, int block_keys, int workers, DecodeAr
   args->teams = static_cast<int>(
       std::clamp<int64_t>(units * std::min<int64_t>(blocks, kMaxChunks), 1, workers / args->heads));
   args->teams_magic = static_cast<uint32_t>((uint64_t{1} << 32) / static_cast<uint64_t>(args->teams) + 1);
-  // The line is to be shorter than 2^30. Chunks are equal parts of a unit, rounded up to whole blocks.
+  // The line is to be shorter than 2^30. Chunks are equal parts of a unit, rounded up to whole blocks; then comes a gap.
   const int64_t length = blocks + std::max<int64_t>(blocks / 32, 4);
-  while (units * ((length >> args->line_shift) + 1) >> 30 != 0 && args->line_shift < 30) ++args->line_shift;
+  while (units * ((length >> args->line_shift) + 2) >> 30 != 0 && args->line_shift < 30) ++args->line_shift;
 }
 
 }  // namespace xla_gpu::decode

@@ -20,19 +20,19 @@ struct CombineShared {
   // Of each warp's group, merged:
   float4 out[kCombineWarps][kDim / 4];
   Softmax softmax[kCombineWarps];
-  bool any[kCombineWarps];  // it has partial results
   uint16_t jobs[kMaxTeams];
   int jobs_of_warp[kCombineWarps];
   int rounds_of_warp[kCombineWarps];
   typename Plan<kBlockKeys, kRows>::Shared plan[kCombineWarps];
 };
 
-// What a warp has to do: the partial results of a row in a group of chunks. Lane i knows of the group's i-th chunk.
+// What a warp has to do: the partial results of a row in a group of chunks.
 struct MergeTask {
-  unsigned parts;  // a bit for each chunk with which a partial result begins
-  unsigned slot;   // of the partial result
+  int count;       // of partial results
+  unsigned slot;   // lane i: of the i-th
   int row;         // of the slots
-  int groups;      // of the row, if this warp has its first one, else 0; the next warps have the others
+  int groups;      // that the row has partial results of, if this warp has its first one, else 0
+  int next_group;  // of those: the second one's warp, counted from this one; the others follow
   RowPlace place;  // of the row
 };
 
@@ -72,14 +72,14 @@ class Merger {
       MergeTask task = {};
       if (FindUnit(start, i - round * units)) task = PrepareFew(i - round * units, static_cast<int>(round));
       // A block has no more to do behind a unit's last row.
-      if (__syncthreads_or(task.parts != 0)) Merge(task);
+      if (__syncthreads_or(task.count != 0)) Merge(task);
     }
     Wait();
   }
 
  private:
-  __device__ static int Warp() { return static_cast<int>(threadIdx.x) / 32; }
-  __device__ static int Lane() { return static_cast<int>(threadIdx.x) % 32; }
+  __device__ static int Warp() { return static_cast<int>(threadIdx.x / 32); }
+  __device__ static int Lane() { return static_cast<int>(threadIdx.x % 32); }
   __device__ static int Groups(const PlanEntry& entry) { return (entry.chunks + kGroupChunks - 1) / kGroupChunks; }
   // A power of two, so that no row's warps are in two blocks.
   __device__ static int WarpsOfRow(const PlanEntry& entry) { return 1 << (32 - __clz(Groups(entry) - 1)); }
@@ -146,9 +146,20 @@ class Merger {
     const int merged = entry.ChunkFrom(args_, begin - place.begin) / kGroupChunks * kGroupChunks;
     // A part begins with each chunk, but for those whose owner has them merged with the group's first one.
     const bool begins = chunk < merged ? chunk == 0 : chunk == first || !has_group_begin;
-    task.parts &= __ballot_sync(0xffffffffu, begins);
-    task.slot = SlotOf(chunk, static_cast<unsigned>(owner * args_.heads + head), owner == second_team - 1,
-                       has_group_begin);
+    const unsigned slot = SlotOf(chunk, static_cast<unsigned>(owner * args_.heads + head), owner == second_team - 1,
+                                 has_group_begin);
+    unsigned left = __ballot_sync(0xffffffffu, Lane() < task.count && begins);
+    task.count = __popc(left);
+    int from = 0;  // whose slot this lane wants
+#pragma unroll
+    for (int i = 0; i < kGroupChunks; ++i) {
+      if (i == Lane()) from = __ffs(static_cast<int>(left)) - 1;
+      left &= left - 1;
+    }
+    task.slot = __shfl_sync(0xffffffffu, slot, max(from, 0));
+    const int together = max(merged / kGroupChunks, 1);
+    if (task.groups > 0) task.groups -= together - 1;
+    task.next_group = together;
     return task;
   }
 
@@ -188,8 +199,8 @@ class Merger {
     return task;
   }
 
-  // What this warp has to do in a round, but for the slots; `parts`: of all chunks. Returns the first chunk of its
-  // group, of which lane i knows the i-th.
+  // What this warp has to do in a round where every chunk has left its result, but for the slots. Returns the first
+  // chunk of its group.
   __device__ int Prepare(const PlanEntry& entry, const UnitPlace& place, int round, MergeTask* task) const {
     const int rows = min(entry.q_len * args_.group - place.row_tile * kRows, kRows);
     const int groups = Groups(entry);
@@ -198,10 +209,10 @@ class Merger {
     const int row = round * (kCombineWarps / warps) + Warp() / warps;
     const bool exists = row < rows && group < groups;
     const int first = group * kGroupChunks;
-    const int chunks = min(entry.chunks - first, kGroupChunks);
-    task->parts = exists ? (1u << chunks) - 1 : 0;
+    task->count = exists ? min(entry.chunks - first, kGroupChunks) : 0;
     task->row = row;
     task->groups = exists && group == 0 ? groups : 0;
+    task->next_group = 1;
     task->place = RowPlace::Of(args_, entry.q_begin, place.kv_head, place.row_tile * kRows + min(row, rows - 1));
     return first;
   }
@@ -227,52 +238,39 @@ class Merger {
   // By all threads of the block together: merges and writes rows.
   __device__ void MergeRows(const MergeTask& task, bool rehearsal) {
     const int head_dim = static_cast<int>(args_.params.head_dim);
-    const int parts = __popc(task.parts);
-    const bool mine = (task.parts >> Lane() & 1) != 0;
-    const Softmax of_lane = LoadSoftmax(Scratch::Of(args_, task.slot, task.row), mine && !rehearsal);
+    const Softmax part = LoadSoftmax(Scratch::Of(args_, task.slot, task.row), Lane() < task.count && !rehearsal);
 #pragma unroll 1
     for (int base = 0; base < kDim; base += 128) {
       const int column = base + Lane() * 4;
-      const bool read = column < head_dim && !rehearsal;
-      float4 out[kGroupChunks];
-      int lane_of[kGroupChunks];
-      unsigned left = task.parts;
+      float4 outs[kGroupChunks];
 #pragma unroll
       for (int i = 0; i < kGroupChunks; ++i) {
-        lane_of[i] = __ffs(static_cast<int>(left)) - 1;
-        left &= left - 1;
-        if (i >= parts) continue;
-        const unsigned slot = __shfl_sync(0xffffffffu, task.slot, lane_of[i]);
-        out[i] = LoadColumns(Scratch::Out(args_, slot, task.row) + column, read);
+        if (i >= task.count) break;
+        const unsigned slot = __shfl_sync(0xffffffffu, task.slot, i);
+        outs[i] = LoadColumns(Scratch::Out(args_, slot, task.row) + column, column < head_dim && !rehearsal);
       }
-      Partial sum;
-#pragma unroll
-      for (int i = 0; i < kGroupChunks; ++i) {
-        if (i >= parts) break;
-        const Partial part = {{__shfl_sync(0xffffffffu, of_lane.max, lane_of[i]),
-                               __shfl_sync(0xffffffffu, of_lane.sum, lane_of[i])},
-                              out[i]};
-        if (i == 0) {
-          sum = part;
-        } else {
-          sum.Add(part);
-        }
-      }
-      if (parts == 0) continue;
-      if (column < kDim) shared_.out[Warp()][column / 4] = sum.out;
-      if (column == 0) shared_.softmax[Warp()] = sum.softmax;
+      if (task.count == 0) continue;
+      const Partial group = MergeChain(part).Merge(outs, task.count);
+      if (column < kDim) shared_.out[Warp()][column / 4] = group.out;
+      if (column == 0) shared_.softmax[Warp()] = group.softmax;
     }
-    if (Lane() == 0) shared_.any[Warp()] = parts > 0;
     __syncthreads();
     if (task.groups > 0) {
+      const auto warp_of = [&](int i) { return Warp() + (i == 0 ? 0 : task.next_group + i - 1); };
+      Softmax group = {-INFINITY, 0.0f};
+      if (Lane() < task.groups) group = shared_.softmax[warp_of(Lane())];
+      const MergeChain chain(group);
 #pragma unroll 1
-      for (int column = Lane() * 4; column < head_dim; column += 128) {
-        Partial sum = {shared_.softmax[Warp()], shared_.out[Warp()][column / 4]};
-#pragma unroll 1
-        for (int warp = Warp() + 1; warp < Warp() + task.groups; ++warp) {
-          if (shared_.any[warp]) sum.Add({shared_.softmax[warp], shared_.out[warp][column / 4]});
+      for (int base = 0; base < kDim; base += 128) {
+        const int column = base + Lane() * 4;
+        float4 outs[kMaxGroups];
+#pragma unroll
+        for (int i = 0; i < kMaxGroups; ++i) {
+          if (i >= task.groups) break;
+          outs[i] = shared_.out[warp_of(i)][min(column, kDim - 4) / 4];
         }
-        StoreRow(args_, task.place, column, sum, !rehearsal);
+        const Partial row = chain.Merge(outs, task.groups);
+        if (column < head_dim) StoreRow(args_, task.place, column, row, !rehearsal);
       }
     }
     __syncthreads();
@@ -294,10 +292,11 @@ __device__ inline void FillRowsOfNoSequence(const DecodeArgs& args) {
 }
 
 // Merges what the workers have left behind. A block for each SM, which finds room beside those of the kernel before,
-// and knows what to do when it ends.
+// and knows what to do when it ends: a bound of 320 threads instead of 256 means 96 registers, which are left there.
 template <int kDim, int kBlockKeys, int kRows, bool kFew>
-__global__ void __launch_bounds__(kCombineThreads, 3) DecodeCombineKernel(const __grid_constant__ DecodeArgs args) {
+__global__ void __maxnreg__(96) DecodeCombineKernel(const __grid_constant__ DecodeArgs args) {
   extern __shared__ __align__(16) char dynamic_shared[];
+  AllowDependentLaunch();  // of the prefill path
   FillRowsOfNoSequence(args);
   using M = Merger<kDim, kBlockKeys, kRows>;
   M merger(args, *reinterpret_cast<typename M::Shared*>(dynamic_shared));

@@ -28,11 +28,11 @@ struct Lookup {
   int index;  // of the page in the sequence
   int key;
 
-  // The tile's first key is `left` keys before unit.end_key, or past it.
-  __device__ void Start(const DecodeArgs& args, const UnitView& unit, int left, int keys) {
-    key = unit.end_key - 1 - max(left - 1 - static_cast<int>(threadIdx.x) % keys, 0);
+  // pages: the sequence's row of block_tables. The tile's first key is `left` keys before `end_key`, or past it.
+  __device__ void Start(const DecodeArgs& args, const int32_t* pages, int end_key, int left, int keys) {
+    key = end_key - 1 - max(left - 1 - static_cast<int>(threadIdx.x % keys), 0);
     index = args.PageOf(key);
-    page = __ldg(unit.pages + index);
+    page = __ldg(pages + index);
   }
 
   // The place in the cache, counted in slots. `bad` is set for a page that is not in it, and the first one taken.
@@ -53,7 +53,7 @@ struct LaneCopy {
   uint32_t to;  // from a tile's place on
 
   __device__ explicit LaneCopy(const DecodeArgs& args) {
-    const int lane = static_cast<int>(threadIdx.x) % 32;
+    const int lane = static_cast<int>(threadIdx.x % 32);
     const int chunk = lane % S::kRowLanes;
     const int row = lane / S::kRowLanes;
     const int left = static_cast<int>(args.params.head_dim) * S::kElementBytes - chunk * 16;
@@ -65,9 +65,9 @@ struct LaneCopy {
   // Starts the copy of a tile's rows: keys to `tile`, values `values_at` behind it. Lane i knows the slot of key i.
   __device__ void Start(const DecodeArgs& args, const UnitView& unit, uint32_t slot, uint32_t tile,
                         uint32_t values_at) const {
-    const int row = static_cast<int>(threadIdx.x) % 32 / S::kRowLanes;
+    const int row = static_cast<int>(threadIdx.x % 32 / S::kRowLanes);
     // Lanes without a part of a row show their slots all the same.
-    const bool idle = S::kRowLanes > S::kRowChunks && static_cast<int>(threadIdx.x) % S::kRowLanes >= S::kRowChunks;
+    const bool idle = S::kRowLanes > S::kRowChunks && static_cast<int>(threadIdx.x % S::kRowLanes) >= S::kRowChunks;
 #pragma unroll
     for (int i = 0; i < S::kTileKeys / S::kCopyRows; ++i) {
       const uint64_t of_row = __shfl_sync(0xffffffffu, slot, i * S::kCopyRows + row);

@@ -14,10 +14,16 @@ namespace xla_gpu::decode {
 template <typename S>
 using DecodePlan = Plan<S::kBlockKeys, S::kRows>;
 
-// The chunks of a unit that are a worker's.
+// What a worker computes of a unit: chunks [begin, end), which are the keys [begin_key, end_key).
 struct Share {
+  const PlanEntry* entry;  // in shared memory
+  int unit;                // of the entry
+  UnitPlace place;
+  int sequence;
   int begin;
   int end;
+  int begin_key;
+  int end_key;
 };
 
 template <typename S>
@@ -26,6 +32,7 @@ struct SplitShared {
   alignas(1024) char values[S::kRing][S::kWarps][S::kTileBytes];
   Published<S> published[2];  // of a step and the one before it, in turns
   typename DecodePlan<S>::Shared plan[S::kWarps];
+  Share shares[S::kWarps][2];  // of each warp, which all know the same: the one at hand and the next; for want of registers
   uint32_t end[S::kWarps];  // of the team's part of the line
 };
 
@@ -44,68 +51,123 @@ __device__ inline void PrefetchPages(const DecodeArgs& args) {
 template <typename S>
 class Worker {
  public:
-  __device__ Worker(const DecodeArgs& args, SplitShared<S>& shared) : args_(args), shared_(shared) {}
+  __device__ Worker(const DecodeArgs& args, SplitShared<S>& shared)
+      : args_(args), shared_(shared), plan_(args, shared.plan[threadIdx.x / 32], Begin(args)) {}
 
   __device__ void Run() {
-    const int warp = static_cast<int>(threadIdx.x) / 32;
-    const typename DecodePlan<S>::Start start(args_);
-    PrefetchPages(args_);
-    DecodePlan<S> plan(args_, shared_.plan[warp], start);
-    const uint32_t begin = plan.TeamBegin(static_cast<int>(blockIdx.y));
-    const uint32_t end = min(begin + plan.PerTeam(), plan.Total());
+    const uint32_t begin = plan_.TeamBegin(static_cast<int>(blockIdx.y));
+    const uint32_t end = min(begin + plan_.PerTeam(), plan_.Total());
     if (begin >= end) return;
-    shared_.end[warp] = end;
-    const PlanEntry* entry = plan.Find(begin);
+    shared_.end[threadIdx.x / 32] = end;
+    Share(&shares)[2] = shared_.shares[threadIdx.x / 32];
+    const PlanEntry* const entry = plan_.Find(begin);
     const uint32_t into = begin - entry->begin;
-    int unit = into < entry->length ? 0 : static_cast<int>(into / entry->length);
+    const int unit = into < entry->length ? 0 : static_cast<int>(into / entry->length);
     // A chunk that began before belongs to another team.
-    int chunk = entry->ChunkFrom(args_, into - static_cast<unsigned>(unit) * entry->length);
-    while (true) {
-      const UnitPlace place = UnitPlace::Of(args_, *entry, unit, static_cast<int>(blockIdx.x));
-      if (place.begin + entry->Place(args_, chunk) >= end) return;
-      if (chunk < entry->chunks) RunUnit(*entry, place, plan.SequenceOf(entry), chunk);
-      chunk = 0;
-      if (++unit == entry->Units(args_)) {
-        if (entry->End(args_) >= end) return;
-        entry = plan.Next(entry);
-        unit = 0;
-      }
-    }
+    const int chunk = entry->ChunkFrom(args_, into - static_cast<unsigned>(unit) * entry->length);
+    bool more = SetShare(entry, unit, chunk, &shares[0]);
+    if (more && chunk == entry->chunks) more = Next(shares[0], &shares[0]);
+    Lookup first[kAhead];
+    if (more) LookUpFirst(shares[0], first);
+    for (int i = 0; more; i = 1 - i) more = RunShare(shares[i], &shares[1 - i], first);
   }
 
  private:
-  // Computes the unit's chunks from `chunk` on, as far as they are this worker's.
-  __device__ void RunUnit(const PlanEntry& entry, const UnitPlace& place, int sequence, int chunk) {
-    const PagedAttentionParams& params = args_.params;
-    if (entry.end_key == entry.first_key) return StoreConstant(entry, place);
-    const int warp = static_cast<int>(threadIdx.x) / 32;
-    const int end = entry.ChunkFrom(args_, shared_.end[warp] - place.begin);
-    const Share share = {chunk, end};
-    const int begin_key = entry.first_key + chunk * entry.blocks * S::kBlockKeys;
-    const int end_key = end == entry.chunks ? entry.end_key : entry.first_key + end * entry.blocks * S::kBlockKeys;
+  static constexpr int kAhead = S::kRing == 1 ? 1 : S::kRing - 1;  // steps that are copied ahead
 
-    // Each warp has a tile of every block of keys. Past the last key it fetches that key again, and takes its scores
-    // away. Its pages are looked up first: all else waits for them.
-    constexpr int kAhead = S::kRing == 1 ? 1 : S::kRing - 1;  // steps
-    constexpr uint32_t kStep = S::kWarps * S::kTileBytes;
-    int left = end_key - begin_key - warp * S::kTileKeys;  // keys from the tile's first one on; may be negative
-    UnitView unit;
-    unit.pages = params.block_tables + static_cast<uint64_t>(sequence) * args_.pages_per_seq;
-    unit.end_key = end_key;
-    Lookup first[kAhead];
+  // All that can be asked of memory before anything is known.
+  __device__ static typename DecodePlan<S>::Start Begin(const DecodeArgs& args) {
+    const typename DecodePlan<S>::Start start(args);
+    PrefetchPages(args);
+    return start;
+  }
+
+  // A share that is known to begin with a unit's chunk `begin`. False if that is not the worker's.
+  __device__ bool SetShare(const PlanEntry* entry, int unit, int begin, Share* share) const {
+    const uint32_t line_end = shared_.end[threadIdx.x / 32];
+    const UnitPlace place = UnitPlace::Of(args_, *entry, unit, static_cast<int>(blockIdx.x));
+    if (place.begin + entry->Place(args_, begin) >= line_end) return false;
+    const int end = entry->ChunkFrom(args_, line_end - place.begin);
+    const int chunk_keys = entry->blocks * S::kBlockKeys;
+    *share = {entry,
+              unit,
+              place,
+              plan_.SequenceOf(entry),
+              begin,
+              end,
+              entry->first_key + begin * chunk_keys,
+              end == entry->chunks ? entry->end_key : entry->first_key + end * chunk_keys};
+    return true;
+  }
+  // Of the next unit. False if the worker has none. `next` may be `share`.
+  __device__ bool Next(const Share& share, Share* next) {
+    bool found;
+    if (NextInWindow(share, next, &found)) return found;
+    plan_.NextWindow();
+    return SetShare(plan_.Find(plan_.WindowBegin()), 0, 0, next);
+  }
+  // As above, but false if the next unit is not of the plan's window; else `found` is what Next returns.
+  __device__ bool NextInWindow(const Share& share, Share* next, bool* found) const {
+    const PlanEntry* entry = share.entry;
+    int unit = share.unit + 1;
+    *found = false;
+    if (unit == entry->Units(args_)) {
+      if (entry->End(args_) >= shared_.end[threadIdx.x / 32]) return true;
+      entry = plan_.NextInWindow(entry);
+      if (entry == nullptr) return false;
+      unit = 0;
+    }
+    *found = SetShare(entry, unit, 0, next);
+    return true;
+  }
+
+  __device__ static bool IsEmpty(const Share& share) { return share.entry->end_key == share.entry->first_key; }
+  // Of the warp's tile of the share's first step, the keys from its first one on; may be negative.
+  __device__ static int Left(const Share& share) {
+    return share.end_key - share.begin_key - static_cast<int>(threadIdx.x / 32) * S::kTileKeys;
+  }
+  __device__ const int32_t* PagesOf(const Share& share) const {
+    return args_.params.block_tables + static_cast<uint64_t>(share.sequence) * args_.pages_per_seq;
+  }
+
+  // Asks for the pages of the first steps.
+  __device__ void LookUpFirst(const Share& share, Lookup (&first)[kAhead]) const {
+    if (IsEmpty(share)) return;
 #pragma unroll
-    for (int i = 0; i < kAhead; ++i) first[i].Start(args_, unit, left - i * S::kBlockKeys, S::kTileKeys);
+    for (int i = 0; i < kAhead; ++i) {
+      first[i].Start(args_, PagesOf(share), share.end_key, Left(share) - i * S::kBlockKeys, S::kTileKeys);
+    }
+  }
 
+  // Computes a share, whose first pages have been asked for. Returns whether there is another one: `next`, whose first
+  // pages have been asked for then.
+  __device__ bool RunShare(const Share& share, Share* next, Lookup (&first)[kAhead]) {
+    const PagedAttentionParams& params = args_.params;
+    const PlanEntry& entry = *share.entry;
+    if (IsEmpty(share)) {
+      StoreConstant(entry, share.place);
+      const bool more = Next(share, next);
+      if (more) LookUpFirst(*next, first);
+      return more;
+    }
+    const int warp = static_cast<int>(threadIdx.x / 32);
+    // Each warp has a tile of every block of keys. Past the last key it fetches that key again, and takes its scores
+    // away.
+    constexpr uint32_t kStep = S::kWarps * S::kTileBytes;
+    int left = Left(share);
+    UnitView unit;
+    unit.pages = PagesOf(share);
+    unit.end_key = share.end_key;
     const LaneCopy<S> copy(args_);
-    const int64_t head = place.kv_head * params.head_stride * S::kElementBytes + copy.column;
+    const int64_t head = share.place.kv_head * params.head_stride * S::kElementBytes + copy.column;
     unit.keys = static_cast<const char*>(params.k_cache) + head;
     unit.values = static_cast<const char*>(params.v_cache) + head;
     unit.entry = &entry;
-    unit.row_tile = place.row_tile;
-    unit.hidden_by_end = min(0, entry.end_key - end_key - int{entry.q_len} + 1);
+    unit.row_tile = share.place.row_tile;
+    unit.hidden_by_end = min(0, entry.end_key - unit.end_key - int{entry.q_len} + 1);
     // The compiler would rather add the parameters' addresses again for each tile.
     asm("" : "+l"(unit.keys), "+l"(unit.values), "+l"(unit.pages));
-    int blocks = (end_key - begin_key - 1) / S::kBlockKeys + 1;
+    int blocks = (share.end_key - share.begin_key - 1) / S::kBlockKeys + 1;
     bool bad = false;
     const uint32_t my_keys = SharedAddress(shared_.keys[0][warp]);
     // Copies the tile of a step `ahead` steps from now, if there is one, to stage `stage`, given in bytes.
@@ -117,9 +179,9 @@ class Worker {
 #pragma unroll
     for (int i = 0; i < kAhead; ++i) fetch(first[i], i, i * kStep);
     Lookup lookup;
-    lookup.Start(args_, unit, left - kAhead * S::kBlockKeys, S::kTileKeys);
+    lookup.Start(args_, unit.pages, unit.end_key, left - kAhead * S::kBlockKeys, S::kTileKeys);
     Query<S> query;
-    query.Load(args_, entry, place);
+    query.Load(args_, entry, share.place);
 
     Running<S> running, group, whole;
     running.Clear();
@@ -129,6 +191,7 @@ class Worker {
     uint32_t stage = 0;
     uint32_t stage_before = (S::kRing - 1) * kStep;
     int parity = 0;
+    int chunk = share.begin;
     int of_chunk = entry.blocks;
     while (true) {
       Scores<S> scores;
@@ -140,13 +203,13 @@ class Worker {
       __syncthreads();
       if constexpr (S::kRing > 1) {
         fetch(lookup, kAhead, stage_before);
-        lookup.Start(args_, unit, left - (kAhead + 1) * S::kBlockKeys, S::kTileKeys);
+        lookup.Start(args_, unit.pages, unit.end_key, left - (kAhead + 1) * S::kBlockKeys, S::kTileKeys);
       }
       running.AddStep(shared_.published[parity], all_values + stage, value_offsets);
       if constexpr (S::kRing == 1) {
         __syncthreads();
         fetch(lookup, kAhead, stage_before);
-        lookup.Start(args_, unit, left - (kAhead + 1) * S::kBlockKeys, S::kTileKeys);
+        lookup.Start(args_, unit.pages, unit.end_key, left - (kAhead + 1) * S::kBlockKeys, S::kTileKeys);
       }
       parity = 1 - parity;
       stage_before = stage;
@@ -155,13 +218,23 @@ class Worker {
       --blocks;
       if (--of_chunk > 0 && blocks > 0) continue;
       running.Close();
-      Collect(*unit.entry, place, share, chunk, running, group, whole);
       if (blocks == 0) break;
+      Collect(share, chunk, running, group, whole);
       running.Clear();
       of_chunk = unit.entry->blocks;
       ++chunk;
     }
+    // The next share's pages are looked up beneath this one's end, unless that replaces what is needed there.
+    bool more;
+    const bool in_window = NextInWindow(share, next, &more);
+    if (in_window && more) LookUpFirst(*next, first);
+    Collect(share, chunk, running, group, whole);
+    if (!in_window) {
+      more = Next(share, next);
+      if (more) LookUpFirst(*next, first);
+    }
     __syncthreads();  // what the next unit overwrites is no longer read
+    return more;
   }
 
   // The rows of a sequence without keys: 0, or NaN if it is not valid.
@@ -177,8 +250,10 @@ class Worker {
 
   // Merges a chunk's sums with those of the chunks before it: `group` over the chunks of a group so far, `whole` over
   // the groups of a unit so far.
-  __device__ void Collect(const PlanEntry& entry, const UnitPlace& place, const Share& share, int chunk,
-                          const Running<S>& running, Running<S>& group, Running<S>& whole) {
+  __device__ void Collect(const Share& share, int chunk, const Running<S>& running, Running<S>& group,
+                          Running<S>& whole) {
+    const PlanEntry& entry = *share.entry;
+    const UnitPlace& place = share.place;
     const int first = chunk / kGroupChunks * kGroupChunks;
     const bool share_ends = chunk == share.end - 1;
     const bool has_group_begin = share.begin <= first;
@@ -217,7 +292,7 @@ class Worker {
 
   // Leaves partial sums in a slot of the scratch.
   __device__ void Leave(unsigned slot, int rows, const Running<S>& sums) {
-    const int lane = static_cast<int>(threadIdx.x) % 32;
+    const int lane = static_cast<int>(threadIdx.x % 32);
     const int head_dim = static_cast<int>(args_.params.head_dim);
 #pragma unroll
     for (int n = 0; n < S::kRowTiles; ++n) {
@@ -245,7 +320,7 @@ class Worker {
   // Writes the unit's rows.
   __device__ void Finish(const PlanEntry& entry, const UnitPlace& place, int rows, const Running<S>& sums) {
     const PagedAttentionParams& params = args_.params;
-    const int lane = static_cast<int>(threadIdx.x) % 32;
+    const int lane = static_cast<int>(threadIdx.x % 32);
 #pragma unroll
     for (int n = 0; n < S::kRowTiles; ++n) {
       // Rows past the unit's take the last one's head.
@@ -279,10 +354,11 @@ class Worker {
 
   const DecodeArgs& args_;
   SplitShared<S>& shared_;
+  DecodePlan<S> plan_;
 };
 
 template <typename S>
-__global__ void __launch_bounds__(S::kThreads, S::kRegisterBlocks)
+__global__ void __maxnreg__(S::kDim <= 128 && S::kRowTiles == 1 ? 160 : 255)
     DecodeSplitKernel(const __grid_constant__ DecodeArgs args) {
 #ifdef __CUDA_ARCH__
   // Code that is never launched is not to be compiled.

@@ -110,7 +110,7 @@ Status LaunchShape(const PagedAttentionParams& params, const Layout& layout, Str
   split.blockDim = dim3(S::kThreads);
   split.dynamicSmemBytes = sizeof(SplitShared<S>);
   // Behind the prefill path, which has waited for all that came before. Else what came before may write what is read.
-  if (params.num_tokens <= kMaxDecodeRows) split.numAttrs = 0;
+  if (DecodeComesFirst(params) || params.num_tokens <= kMaxDecodeRows) split.numAttrs = 0;
   XLA_GPU_RETURN_IF_CUDA(cudaLaunchKernelEx(&split, DecodeSplitKernel<S>, args));
   XLA_GPU_RETURN_IF_CUDA(cudaLaunchKernelEx(&config, args.few ? kCombineKernelOf<S, true> : kCombineKernelOf<S, false>, args));
   return Status::Ok();

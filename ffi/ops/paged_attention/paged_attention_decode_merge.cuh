@@ -46,15 +46,48 @@ __device__ inline float Merge(float first, float second, const MergeFactors& fac
 struct Partial {
   Softmax softmax;
   float4 out;
-
-  __device__ void Add(const Partial& other) {
-    const MergeFactors factors = MergeInto(softmax, other.softmax);
-    out = {Merge(out.x, other.out.x, factors), Merge(out.y, other.out.y, factors), Merge(out.z, other.out.z, factors),
-           Merge(out.w, other.out.w, factors)};
-  }
 };
 
-// What a row's output is multiplied by in the end; `lse` receives the natural log of its sum.
+// Merges up to eight partial results of a row from left to right, as MergeInto does one after the other, but that the
+// factors are worked out side by side: lane i knows the i-th softmax.
+class MergeChain {
+ public:
+  __device__ explicit MergeChain(const Softmax& part) : sum_(part.sum), max_(part.max) {
+    const int lane = static_cast<int>(threadIdx.x % 32);
+#pragma unroll
+    for (int i = 1; i < 8; i *= 2) {
+      const float before = __shfl_up_sync(0xffffffffu, max_, i);
+      if (lane >= i) max_ = fmaxf(max_, before);
+    }
+    const float before = __shfl_up_sync(0xffffffffu, max_, 1);
+    const float shift = max_ == -INFINITY ? 0.0f : max_;
+    first_ = Exp2(before - shift);
+    second_ = Exp2(part.max - shift);
+  }
+
+  // Of the first `count` parts, at least one.
+  __device__ Partial Merge(const float4 (&outs)[8], int count) const {
+    Partial all = {{0.0f, __shfl_sync(0xffffffffu, sum_, 0)}, outs[0]};
+#pragma unroll
+    for (int i = 1; i < 8; ++i) {
+      if (i >= count) break;
+      const MergeFactors factors = {__shfl_sync(0xffffffffu, first_, i), __shfl_sync(0xffffffffu, second_, i)};
+      all.softmax.sum = decode::Merge(all.softmax.sum, __shfl_sync(0xffffffffu, sum_, i), factors);
+      all.out = {decode::Merge(all.out.x, outs[i].x, factors), decode::Merge(all.out.y, outs[i].y, factors),
+                 decode::Merge(all.out.z, outs[i].z, factors), decode::Merge(all.out.w, outs[i].w, factors)};
+    }
+    all.softmax.max = __shfl_sync(0xffffffffu, max_, count - 1);
+    return all;
+  }
+
+ private:
+  float sum_;     // of the part
+  float max_;     // of the parts up to this lane's
+  float first_;   // what all before is multiplied with
+  float second_;  // and the part
+};
+
+// What a row's output is multiplied by in the end; `lse` receives the natural log of its sum, if it is wanted.
 __device__ inline float FinishRow(const DecodeArgs& args, Softmax softmax, int head, float* lse) {
   if (softmax.sum == 0.0f) {  // no key seen; a sink alone has no value
     *lse = -INFINITY;
@@ -65,7 +98,7 @@ __device__ inline float FinishRow(const DecodeArgs& args, Softmax softmax, int h
     const MergeFactors factors = MergeInto(softmax, {__fmul_rn(__ldg(args.params.sinks + head), kLog2E), 1.0f});
     correction = factors.first;
   }
-  *lse = __fmul_rn(__fadd_rn(softmax.max, log2f(softmax.sum)), kLn2);
+  if (args.params.lse != nullptr) *lse = __fmul_rn(__fadd_rn(softmax.max, log2f(softmax.sum)), kLn2);
   float factor = __fdiv_rn(correction, softmax.sum);
   if (args.params.v_scale != nullptr) {
     factor = __fmul_rn(factor, __ldg(args.params.v_scale + (args.params.scale_per_head ? head / args.group : 0)));

@@ -2,10 +2,11 @@
 //
 // A unit is a sequence, a set of kv heads and a tile of query rows. The keys that a sequence's queries see are cut into
 // chunks, at most kMaxChunks of them, whose length is a function of the number of keys alone. The chunks of all units,
-// one after the other, are laid out on a line, each as long as its blocks of keys, and every team (a block of the split
-// kernel for each kv head of a set, so that all heads of a page are read at about the same time) owns those that begin
-// in its part of the line. So the load is even whatever the lengths are, while a chunk's bits, and how chunks are
-// merged (eight to a group, then the groups, from left to right), depend on the sequence alone.
+// one after the other, are laid out on a line, each as long as its blocks of keys, with a gap behind each unit for the
+// time that it takes to begin with another. Every team (a block of the split kernel for each kv head of a set, so that
+// all heads of a page are read at about the same time) owns those that begin in its part of the line. So the load is
+// even whatever the lengths are, while a chunk's bits, and how chunks are merged (eight to a group, then the groups,
+// from left to right), depend on the sequence alone.
 #ifndef XLA_GPU_OPS_PAGED_ATTENTION_PAGED_ATTENTION_DECODE_PLAN_CUH_
 #define XLA_GPU_OPS_PAGED_ATTENTION_PAGED_ATTENTION_DECODE_PLAN_CUH_
 
@@ -28,7 +29,7 @@ __device__ inline int CeilSmall(unsigned x, unsigned by) {
 // A sequence of the plan's window. One without chunks is not of the decode path.
 struct PlanEntry {
   uint32_t begin;   // of its first unit, on the line
-  uint32_t length;  // of a unit, on the line
+  uint32_t length;  // of a unit, on the line, with the gap behind it
   int32_t q_begin;
   int32_t first_key;  // keys before it are hidden from all of the sequence's queries
   int32_t end_key;
@@ -112,7 +113,7 @@ struct UnitPlace {
 // False if no sequence can be of the decode path; asked only where that is likely. By all threads of a block together.
 __device__ inline bool MayHaveDecodeRows(const DecodeArgs& args) {
   const PagedAttentionParams& params = args.params;
-  if (params.num_tokens <= params.max_seqs * kMaxDecodeRows) return true;
+  if (DecodeComesFirst(params)) return true;
   bool any = false;
   for (int64_t s = threadIdx.x; s < params.max_seqs; s += blockDim.x) {
     const int64_t rows = int64_t{__ldg(params.query_start_loc + s + 1)} - __ldg(params.query_start_loc + s);
@@ -141,31 +142,30 @@ class Plan {
 
   __device__ Plan(const DecodeArgs& args, Shared& shared, const Start& start) : args_(args), shared_(shared) {
     live_ = start.num_seqs <= args.max_seqs ? max(start.num_seqs, 0) : 0;
-    Metadata metadata = start.metadata;
-    bool ok = true;
-    uint32_t alike = 0;  // the length of all units so far, if they have the same
-    end_ = 0;
-    for (window_ = 0;; window_ += 32) {
-      const Metadata mine = metadata;
-      if (window_ + 32 < live_) metadata = Metadata::Load(args, window_ + 32 + Lane());
-      ok = ok && (window_ + Lane() >= live_ || mine.InOrder(args));
-      uint32_t length;
-      begin_ = end_;
-      end_ = Fill(args, shared, live_, window_, begin_, true, mine, &length);
-      if (window_ == 0) alike = __reduce_max_sync(0xffffffffu, length);
-      if (!__all_sync(0xffffffffu, length == 0 || length == alike)) alike = 0;
-      if (window_ + 32 >= live_) break;
+    bool ok = Lane() >= live_ || start.metadata.InOrder(args);
+    const PlanEntry first = MakePlanEntry<kBlockKeys, kRows>(args, Lane() < live_, start.metadata);
+    Extent extent(args, first);
+    for (int s = 32 + Lane(); s - Lane() < live_; s += 32) {
+      const Metadata metadata = Metadata::Load(args, s);
+      ok = ok && (s >= live_ || metadata.InOrder(args));
+      extent.Add(Extent(args, MakePlanEntry<kBlockKeys, kRows>(args, s < live_, metadata)));
     }
     in_order_ = __all_sync(0xffffffffu, ok);
-    if (!in_order_) {
-      alike = 0;
-      LoadWindow(0, 0);
-      while (!LastWindow()) NextWindow();
-    }
-    total_ = end_;
+    if (!in_order_) extent = ExtentOutOfOrder(args, live_);
+    // Where all units are alike so are the times between them.
+    const bool alike = extent.shortest == extent.longest;
+    gap_ = alike ? 0 : 1;
+    total_ = extent.length + gap_ * extent.units;
     // At least total / teams, exactly or one more.
     per_team_ = max(__umulhi(total_ + args.teams - 1, args.teams_magic), 1u);
-    if (alike != 0) Align(alike);
+    if (alike) Align(extent.longest);
+    if (live_ > 32 || !in_order_) {
+      LoadWindow(0, 0);
+    } else {
+      window_ = 0;
+      begin_ = 0;
+      end_ = Place(args, shared, first, gap_, 0);
+    }
   }
 
   __device__ uint32_t Total() const { return total_; }
@@ -189,18 +189,15 @@ class Plan {
     }
     return shared_.entries[low];
   }
-  // The next entry with chunks, which must exist.
-  __device__ const PlanEntry* Next(const PlanEntry* entry) {
-    unsigned behind = 0xfffffffeu << (entry - shared_.entries);
-    while (true) {
-      const unsigned live = __ballot_sync(0xffffffffu, shared_.entries[Lane()].chunks > 0) & behind;
-      if (live != 0) return shared_.entries + (__ffs(static_cast<int>(live)) - 1);
-      NextWindow();
-      behind = 0xffffffffu;
-    }
+  // The window's next entry with chunks, or null.
+  __device__ const PlanEntry* NextInWindow(const PlanEntry* entry) const {
+    const unsigned behind = 0xfffffffeu << (entry - shared_.entries);
+    const unsigned found = __ballot_sync(0xffffffffu, shared_.entries[Lane()].chunks > 0) & behind;
+    return found == 0 ? nullptr : shared_.entries + (__ffs(static_cast<int>(found)) - 1);
   }
 
   // The window's part of the line.
+  __device__ uint32_t WindowBegin() const { return begin_; }
   __device__ bool Holds(uint32_t position) const { return begin_ <= position && position < end_; }
   __device__ bool LastWindow() const { return window_ + 32 >= live_; }
   __device__ void FirstWindow() {
@@ -213,17 +210,54 @@ class Plan {
   }
 
  private:
-  __device__ static int Lane() { return static_cast<int>(threadIdx.x) % 32; }
+  __device__ static int Lane() { return static_cast<int>(threadIdx.x % 32); }
 
-  // Gives the entries of the window from sequence `window` on, one of each lane, their places on the line from `begin`
-  // on. Returns where they end.
-  __device__ static uint32_t Fill(const DecodeArgs& args, Shared& shared, int live, int window, uint32_t begin,
-                                  bool in_order, const Metadata& metadata, uint32_t* length_of_unit) {
-    const int sequence = window + Lane();
+  // All live sequences' units, or those of some. The same in all lanes.
+  struct Extent {
+    uint32_t units = 0;
+    uint32_t length = 0;  // without gaps
+    uint32_t longest = 0;
+    uint32_t shortest = ~0u;
+
+    Extent() = default;
+    // entry: a lane's.
+    __device__ Extent(const DecodeArgs& args, const PlanEntry& entry) {
+      const unsigned mine = static_cast<unsigned>(entry.Units(args));
+      units = __reduce_add_sync(0xffffffffu, mine);
+      length = __reduce_add_sync(0xffffffffu, mine * entry.length);
+      longest = __reduce_max_sync(0xffffffffu, entry.length);
+      shortest = __reduce_min_sync(0xffffffffu, entry.chunks > 0 ? entry.length : ~0u);
+    }
+    __device__ void Add(const Extent& other) {
+      units += other.units;
+      length += other.length;
+      longest = max(longest, other.longest);
+      shortest = min(shortest, other.shortest);
+    }
+  };
+
+  // NOTE: the next ones are not inlined, since only batches of many sequences and wrong metadata need them, and not
+  // members, lest all members stand in memory.
+  __device__ __noinline__ static Extent ExtentOutOfOrder(const DecodeArgs& args, int live) {
+    Extent extent;
+    for (int s = Lane(); s - Lane() < live; s += 32) extent.Add(Extent(args, EntryOf(args, s, live, false)));
+    return extent;
+  }
+  __device__ __noinline__ static uint32_t PlaceWindow(const DecodeArgs& args, Shared& shared, int live, bool in_order,
+                                                      int window, uint32_t gap, uint32_t begin) {
+    return Place(args, shared, EntryOf(args, window + Lane(), live, in_order), gap, begin);
+  }
+
+  __device__ static PlanEntry EntryOf(const DecodeArgs& args, int sequence, int live, bool in_order) {
     bool owned = sequence < live;
     if (!in_order) owned = owned && LoadSequence(args.params, sequence, false).owned;
-    PlanEntry entry = MakePlanEntry<kBlockKeys, kRows>(args, owned, metadata);
-    *length_of_unit = entry.length;
+    return MakePlanEntry<kBlockKeys, kRows>(args, owned, Metadata::Load(args, sequence));
+  }
+
+  // Gives the window's entries, one of each lane, their places on the line from `begin` on. Returns where they end.
+  __device__ static uint32_t Place(const DecodeArgs& args, Shared& shared, PlanEntry entry, uint32_t gap,
+                                   uint32_t begin) {
+    entry.length += gap;
     const uint32_t length = entry.End(args);  // its `begin` is 0
     uint32_t sum = length;
 #pragma unroll
@@ -238,17 +272,10 @@ class Plan {
     return begin + __shfl_sync(0xffffffffu, sum, 31);
   }
 
-  // NOTE: not inlined, since only batches of many sequences and wrong metadata need it; not a member, lest all members
-  // stand in memory.
-  __device__ __noinline__ static uint32_t FillAgain(const DecodeArgs& args, Shared& shared, int live, int window,
-                                                    uint32_t begin, bool in_order) {
-    uint32_t length;
-    return Fill(args, shared, live, window, begin, in_order, Metadata::Load(args, window + Lane()), &length);
-  }
   __device__ void LoadWindow(int window, uint32_t begin) {
     window_ = window;
     begin_ = begin;
-    end_ = FillAgain(args_, shared_, live_, window, begin, in_order_);
+    end_ = PlaceWindow(args_, shared_, live_, in_order_, window, gap_, begin);
   }
 
   // Where all units are of a length, a little more for each team may save much merging: whole units, or a part whose
@@ -270,7 +297,8 @@ class Plan {
   const DecodeArgs& args_;
   Shared& shared_;
   int live_;
-  int window_;  // its first sequence
+  uint32_t gap_;  // on the line, behind a unit
+  int window_;    // its first sequence
   uint32_t begin_;
   uint32_t end_;
   bool in_order_;

@@ -13,7 +13,7 @@ namespace xla_gpu::decode {
 
 // What lanes have of row g = lane / 4 of a row tile, for the rows 2t (i = 0) and 2t + 1 (t = lane % 4).
 __device__ inline float OfRow(float value, int i) {
-  return __shfl_sync(0xffffffffu, value, static_cast<int>(threadIdx.x) % 4 * 8 + 4 * i);
+  return __shfl_sync(0xffffffffu, value, static_cast<int>(threadIdx.x % 4) * 8 + 4 * i);
 }
 
 // The query rows of a row tile as B operands. Every warp has them all.
@@ -27,7 +27,7 @@ struct Query {
   // Rows past the unit's repeat its last one: nobody reads their results.
   __device__ void Load(const DecodeArgs& args, const PlanEntry& entry, const UnitPlace& unit) {
     const PagedAttentionParams& params = args.params;
-    const int lane = static_cast<int>(threadIdx.x) % 32;
+    const int lane = static_cast<int>(threadIdx.x % 32);
     const int head_dim = static_cast<int>(params.head_dim);
     const int last_row = entry.q_len * args.group - 1;
     float score_scale = params.scale;

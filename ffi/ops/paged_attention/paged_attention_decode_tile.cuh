@@ -24,17 +24,17 @@ namespace xla_gpu::decode {
 // chunks.
 template <typename S>
 __device__ inline uint32_t MatrixOffset(int half, int chunk) {
-  const int row = half * 8 + static_cast<int>(threadIdx.x) % 8;
+  const int row = half * 8 + static_cast<int>(threadIdx.x % 8);
   return row * S::kRowBytes + (chunk ^ S::Swizzle(row)) * 16;
 }
 template <typename S>
 __device__ inline uint32_t KeyOffset() {
-  const int matrix = static_cast<int>(threadIdx.x) % 32 / 8;
+  const int matrix = static_cast<int>(threadIdx.x % 32 / 8);
   return MatrixOffset<S>(matrix % 2, matrix / 2);
 }
 template <typename S>
 __device__ inline uint32_t ValueOffset() {
-  const int matrix = static_cast<int>(threadIdx.x) % 32 / 8;
+  const int matrix = static_cast<int>(threadIdx.x % 32 / 8);
   return MatrixOffset<S>(matrix / 2, matrix % 2);
 }
 // The address of chunks 2 * pair and 2 * pair + 1, from that of the first two.
@@ -100,7 +100,7 @@ __device__ inline void MultiplyKeys(uint32_t keys, const Query<S>& query, Scores
 template <typename S>
 __device__ inline void MaskScores(const DecodeArgs& args, const UnitView& unit, int left, Scores<S>& scores) {
   const PlanEntry& entry = *unit.entry;
-  const int lane = static_cast<int>(threadIdx.x) % 32;
+  const int lane = static_cast<int>(threadIdx.x % 32);
 #pragma unroll
   for (int n = 0; n < S::kRowTiles; ++n) {
 #pragma unroll
@@ -125,8 +125,8 @@ __device__ inline void MaskScores(const DecodeArgs& args, const UnitView& unit, 
 template <typename S>
 __device__ inline void PublishScores(const DecodeArgs& args, const UnitView& unit, const Query<S>& query, int left,
                                      bool bad, Scores<S>& scores, Published<S>& published) {
-  const int lane = static_cast<int>(threadIdx.x) % 32;
-  const int warp = static_cast<int>(threadIdx.x) / 32;
+  const int lane = static_cast<int>(threadIdx.x % 32);
+  const int warp = static_cast<int>(threadIdx.x / 32);
   float* const all = &scores[0][0][0];
 #pragma unroll
   for (int n = 0; n < S::kRowTiles; ++n) {
@@ -182,8 +182,8 @@ struct Running {
 
   // The column of tile `tile` of this warp's.
   __device__ static int Column(int tile, int half) {
-    const int g = static_cast<int>(threadIdx.x) % 32 / 4;
-    const int warp = static_cast<int>(threadIdx.x) / 32;
+    const int g = static_cast<int>(threadIdx.x % 32 / 4);
+    const int warp = static_cast<int>(threadIdx.x / 32);
     return 16 * (warp * S::kOwnTiles + tile) + (S::kFloat8 ? 2 * g + half : g + 8 * half);
   }
 
@@ -193,7 +193,7 @@ struct Running {
     uint32_t at[kPairs];
 
     __device__ ValueOffsets() {
-      const int warp = static_cast<int>(threadIdx.x) / 32;
+      const int warp = static_cast<int>(threadIdx.x / 32);
 #pragma unroll
       for (int i = 0; i < kPairs; ++i) {
         const int tile = warp * S::kOwnTiles + (S::kFloat8 ? 2 * i : i);
@@ -205,7 +205,7 @@ struct Running {
   // Adds a step of the block. `values`: its first tile's place; the others follow.
   __device__ void AddStep(const Published<S>& published, uint32_t values, const ValueOffsets& offsets) {
     using T = typename S::Operand;
-    const int lane = static_cast<int>(threadIdx.x) % 32;
+    const int lane = static_cast<int>(threadIdx.x % 32);
     // Of row g, keys 2t, 2t + 1, 2t + 8 and 2t + 9 of each tile.
     constexpr int kTiles = S::kWarps * S::kKeyTiles;
     float weights[kTiles][S::kRowTiles][4];
@@ -297,7 +297,7 @@ struct Running {
     }
   }
 
-  // As Partial::Add, of closed sums.
+  // Merges closed sums, of keys that come later, into these.
   __device__ void Add(const Running& other) {
 #pragma unroll
     for (int n = 0; n < S::kRowTiles; ++n) {

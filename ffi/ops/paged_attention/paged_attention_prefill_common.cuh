@@ -7,6 +7,7 @@
 
 #include <cstdint>
 
+#include "ffi/device/dependent_launch.cuh"
 #include "ffi/device/mma.cuh"
 #include "ffi/ops/paged_attention/paged_attention_prefill_schedule.cuh"
 #include "ffi/ops/paged_attention/paged_attention_unowned.cuh"
@@ -245,7 +246,10 @@ __device__ void RunPrefillTile(const PagedAttentionParams& params, char* shared)
   Schedule schedule(params, *reinterpret_cast<typename Schedule::Storage*>(shared));
   unsigned total = 0;
   PrefillTile tile;
-  if (!schedule.Find(blockIdx.x, &tile, &total)) {
+  const bool has_tile = schedule.Find(blockIdx.x, &tile, &total);
+  // All blocks wait: when this kernel has ended, so has the decode path, if that came first.
+  WaitForPreviousKernel();
+  if (!has_tile) {
     FillUnownedRows<T>(params, blockIdx.x - total, gridDim.x - total);
     return;
   }

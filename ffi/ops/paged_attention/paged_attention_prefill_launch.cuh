@@ -28,13 +28,40 @@ inline unsigned PrefillBlocks(const PagedAttentionParams& params, int rows_per_t
   return static_cast<unsigned>(tiles * params.num_kv_heads + 1);
 }
 
+// How a prefill kernel is launched whose blocks get ready while the last ones of the kernel before end, if that allows
+// it.
+class PrefillLaunch {
+ public:
+  PrefillLaunch(dim3 blocks, int threads, int shared_bytes, Stream stream) {
+    attribute_.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attribute_.val.programmaticStreamSerializationAllowed = 1;
+    config_.gridDim = blocks;
+    config_.blockDim = dim3(static_cast<unsigned>(threads));
+    config_.dynamicSmemBytes = static_cast<size_t>(shared_bytes);
+    config_.stream = stream;
+    config_.attrs = &attribute_;
+  }
+  PrefillLaunch(const PrefillLaunch&) = delete;
+  PrefillLaunch& operator=(const PrefillLaunch&) = delete;
+
+  template <typename... Params>
+  Status operator()(bool early, void (*kernel)(Params...), const Params&... params) {
+    config_.numAttrs = early ? 1 : 0;
+    XLA_GPU_RETURN_IF_CUDA(cudaLaunchKernelEx(&config_, kernel, params...));
+    return Status::Ok();
+  }
+
+ private:
+  cudaLaunchAttribute attribute_ = {};
+  cudaLaunchConfig_t config_ = {};
+};
+
 template <typename Kernel>
 Status LaunchPrefillKernel(void (*kernel)(PagedAttentionParams), const PagedAttentionParams& params, Stream stream) {
   XLA_GPU_RETURN_IF_CUDA(
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Kernel::kSharedBytes));
-  kernel<<<PrefillBlocks(params, Kernel::kRows), Kernel::kThreads, Kernel::kSharedBytes, stream>>>(params);
-  XLA_GPU_RETURN_IF_LAUNCH_FAILED();
-  return Status::Ok();
+  PrefillLaunch launch(dim3(PrefillBlocks(params, Kernel::kRows)), Kernel::kThreads, Kernel::kSharedBytes, stream);
+  return launch(DecodeComesFirst(params), kernel, params);
 }
 
 template <typename Kernel>
@@ -121,25 +148,11 @@ Status TryLaunchPrefillTma(const PagedAttentionParams& params, Stream stream, bo
   // Parts of keys are as many tasks more.
   const dim3 grid(scratch.max_apart > 0 ? processors : std::min(PrefillBlocks(params, Kernel::kRows), processors),
                   static_cast<unsigned>(std::max<int64_t>(1, (params.max_seqs + kSequences - 1) / kSequences)));
-  // Blocks get ready while the last ones of the kernel before end, if it allows that.
-  cudaLaunchAttribute attribute;
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config = {};
-  config.gridDim = grid;
-  config.blockDim = dim3(Kernel::kThreads);
-  config.dynamicSmemBytes = Kernel::kSharedBytes;
-  config.stream = stream;
-  config.attrs = &attribute;
-  config.numAttrs = 1;
-  XLA_GPU_RETURN_IF_CUDA(cudaLaunchKernelEx(&config, kernel, tma));
-  if (scratch.max_apart == 0) return Status::Ok();
-  config.gridDim = dim3(std::min(static_cast<unsigned>((scratch.rows + 3) / 4), 8 * processors));
-  config.blockDim = dim3(kMergeThreads);
-  config.dynamicSmemBytes = 0;
-  XLA_GPU_RETURN_IF_CUDA(cudaLaunchKernelEx(&config, PrefillMergeKernel<typename Kernel::Element, Kernel::kHeadDim>,
-                                            params, tma.split, tma.partials));
-  return Status::Ok();
+  PrefillLaunch launch(grid, Kernel::kThreads, Kernel::kSharedBytes, stream);
+  if (Status status = launch(true, kernel, tma); !status.ok() || scratch.max_apart == 0) return status;
+  PrefillLaunch merge(dim3(std::min(static_cast<unsigned>((scratch.rows + 3) / 4), 8 * processors)), kMergeThreads, 0,
+                      stream);
+  return merge(true, PrefillMergeKernel<typename Kernel::Element, Kernel::kHeadDim>, params, tma.split, tma.partials);
 }
 
 // The kernel for pages of whole groups of eight slots, by head_dim.

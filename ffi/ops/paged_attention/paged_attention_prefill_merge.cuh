@@ -52,7 +52,7 @@ template <typename T, int kDim>
 __global__ void __launch_bounds__(kMergeThreads)
     PrefillMergeKernel(const __grid_constant__ PagedAttentionParams params, const __grid_constant__ PrefillSplit split,
                        const __grid_constant__ PrefillPartials partials) {
-  AllowDependentLaunch();  // of the decode path
+  AllowDependentLaunch();  // of the decode path, if that comes second
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const int warp = static_cast<int>(blockIdx.x * (kMergeThreads / 32) + threadIdx.x / 32);
   const int warps = static_cast<int>(gridDim.x * (kMergeThreads / 32));

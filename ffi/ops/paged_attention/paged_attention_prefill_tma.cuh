@@ -73,8 +73,10 @@ struct PrefillTma : PrefillTmaCopies<PrefillTmaBlock<T, kDim, kKeys, kConsumers,
   __device__ void Run() {
 #if XLA_GPU_HAS_WGMMA
     if (threadIdx.x / 32 == 3) InitBarriers();
-    // All blocks wait, also those without a tile: when this kernel has ended, so has the one before.
-    WaitForPreviousKernel();
+    // All blocks wait, also those without a tile: when this kernel has ended, so has the one before. Behind the decode
+    // path, which has waited for all that came before, they know by then whether they have one.
+    const bool behind_decode = DecodeComesFirst(params);
+    if (!behind_decode) WaitForPreviousKernel();
     AllowDependentLaunch();  // of the kernel that puts parts together, or of the decode path
     const bool few = params.max_seqs <= WarpPlan::kSequences;
     WarpPlan warp_plan(params, tma.group.divisor, tma.kv_heads, few);
@@ -82,6 +84,7 @@ struct PrefillTma : PrefillTmaCopies<PrefillTmaBlock<T, kDim, kKeys, kConsumers,
                     *reinterpret_cast<typename Plan::Storage*>(shared + kPlanStart));
     const bool fill = few ? warp_plan.HasUnownedRows() : plan.HasUnownedRows();
     if (fill && blockIdx.y == 0) FillUnownedRows<T>(params, blockIdx.x, gridDim.x);
+    if (behind_decode) WaitForPreviousKernel();
     if (few ? warp_plan.IsEmpty() : plan.IsEmpty()) return;
     __syncthreads();
     // The same in all lanes of a warp, and known to the compiler to be.
