@@ -11,6 +11,7 @@
 
 namespace xla_gpu::decode {
 
+inline constexpr float kLog2E = 1.4426950408889634f;
 inline constexpr int kMaxChunks = 64;   // of a unit
 inline constexpr int kGroupChunks = 8;  // chunks that are merged first among themselves
 inline constexpr int kMaxGroups = kMaxChunks / kGroupChunks;
@@ -33,13 +34,18 @@ struct DecodeArgs {
   uint32_t max_context;    // the largest context_len that is valid
   int tiles_per_token;     // row tiles that begin in a token's rows of a kv head, at most
   int slot_rows;           // rows of a partial result in the scratch
+  uint32_t slot_row;       // how long they are, counted in four floats
   bool few;                // a slot for each chunk of each unit; else kWorkerSlots for each worker
   int few_units;           // then: units of all kv heads, at most
   bool fill_unowned;       // write the rows that no sequence owns
+  bool wait_first;         // the kernel before may still write what is read
   int window;              // sliding_window, or 0 where it hides nothing
+  float cap;               // soft_cap in units of log2; 0: none
+  float cap_inverse;       // 2 * log2(e) / soft_cap
   int num_tokens;          // in 32 bits, as the next
   int max_seqs;
   uint32_t pages_per_seq;
+  uint32_t prefetch_pages;  // the page numbers that are brought into L2 beforehand
   uint64_t stream_policy;  // kEvictFirst: as a parameter it stands in a uniform register
   uint32_t slot_bytes;     // between neighbouring slots of the cache
   uint32_t num_pages;
@@ -98,6 +104,8 @@ inline DecodeArgs MakeArgs(const PagedAttentionParams& params, const Layout& lay
   args.group = static_cast<int>(params.num_heads / params.num_kv_heads);
   args.tiles_per_token = layout.tiles_per_token;
   args.slot_rows = layout.slot_rows;
+  static_assert(kSlotPadding == 4);
+  args.slot_row = static_cast<uint32_t>((params.head_dim + kSlotPadding) / 4);
   args.few = layout.few;
   args.few_units = layout.few ? static_cast<int>(layout.units) : 0;
   args.fill_unowned = params.num_tokens <= kMaxDecodeRows;
@@ -105,9 +113,14 @@ inline DecodeArgs MakeArgs(const PagedAttentionParams& params, const Layout& lay
   args.window = hides ? static_cast<int>(params.sliding_window) : 0;
   const int64_t room = std::min<int64_t>(params.pages_per_seq * params.page_size, INT32_MAX);
   args.max_context = params.num_pages > 0 ? static_cast<uint32_t>(room) : 0;
+  args.cap = params.soft_cap * kLog2E;
+  args.cap_inverse = params.soft_cap == 0.0f ? 0.0f : 2.0f * kLog2E / params.soft_cap;
   args.num_tokens = static_cast<int>(std::min<int64_t>(params.num_tokens, INT32_MAX));
   args.max_seqs = static_cast<int>(std::min<int64_t>(params.max_seqs, INT32_MAX));
   args.pages_per_seq = static_cast<uint32_t>(params.pages_per_seq);
+  constexpr int64_t kMostPages = 1 << 17;
+  const int64_t pages = params.max_seqs * params.pages_per_seq;
+  args.prefetch_pages = pages <= kMostPages ? static_cast<uint32_t>(pages) : 0;
   args.group_magic = static_cast<uint32_t>(((int64_t{1} << 31) + args.group - 1) / args.group);
   args.num_pages = static_cast<uint32_t>(params.num_pages);
   args.page_size = static_cast<uint32_t>(params.page_size);

@@ -29,11 +29,11 @@ struct CombineShared {
 // What a warp has to do: the partial results of a row in a group of chunks.
 struct MergeTask {
   int count;       // of partial results
-  unsigned slot;   // lane i: of the i-th
-  int row;         // of the slots
+  uint32_t part;   // lane i: where the i-th is in the scratch
   int groups;      // that the row has partial results of, if this warp has its first one, else 0
   int next_group;  // of those: the second one's warp, counted from this one; the others follow
   RowPlace place;  // of the row
+  RowEnd end;
 };
 
 // A block that merges rows. It turns to one unit and kv head at a time, and there to as many rows at once as it has
@@ -135,7 +135,8 @@ class Merger {
     const UnitPlace place =
         UnitPlace::Of(args_, entry, static_cast<int>((begin - entry.begin) / entry.length), head);
     MergeTask task;
-    const int first = Prepare(entry, place, round, &task);
+    int first, row;
+    Prepare(entry, place, round, &task, &first, &row);
     const int chunk = first + Lane() % kGroupChunks;
     const auto owner_of = [&](int of) {
       return static_cast<int>((place.begin + entry.Place(args_, of)) / plan.PerTeam());
@@ -156,7 +157,7 @@ class Merger {
       if (i == Lane()) from = __ffs(static_cast<int>(left)) - 1;
       left &= left - 1;
     }
-    task.slot = __shfl_sync(0xffffffffu, slot, max(from, 0));
+    task.part = Scratch::Place(args_, __shfl_sync(0xffffffffu, slot, max(from, 0)), row);
     const int together = max(merged / kGroupChunks, 1);
     if (task.groups > 0) task.groups -= together - 1;
     task.next_group = together;
@@ -194,27 +195,28 @@ class Merger {
     const UnitPlace place = {static_cast<int>(unit - tile * static_cast<unsigned>(args_.params.num_kv_heads)),
                              tile - entry.q_begin * args_.tiles_per_token, 0};
     MergeTask task;
-    const int first = Prepare(entry, place, round, &task);
-    task.slot = SlotOfFew(unit, first + Lane() % kGroupChunks);
+    int first, row;
+    Prepare(entry, place, round, &task, &first, &row);
+    task.part = Scratch::Place(args_, SlotOfFew(unit, first + Lane() % kGroupChunks), row);
     return task;
   }
 
-  // What this warp has to do in a round where every chunk has left its result, but for the slots. Returns the first
-  // chunk of its group.
-  __device__ int Prepare(const PlanEntry& entry, const UnitPlace& place, int round, MergeTask* task) const {
+  // What this warp has to do in a round where every chunk has left its result, but for where that is: in slots of its
+  // group's chunks from `first` on, there in row `row`.
+  __device__ void Prepare(const PlanEntry& entry, const UnitPlace& place, int round, MergeTask* task, int* first,
+                          int* row) const {
     const int rows = min(entry.q_len * args_.group - place.row_tile * kRows, kRows);
     const int groups = Groups(entry);
     const int warps = WarpsOfRow(entry);
     const int group = Warp() % warps;
-    const int row = round * (kCombineWarps / warps) + Warp() / warps;
-    const bool exists = row < rows && group < groups;
-    const int first = group * kGroupChunks;
-    task->count = exists ? min(entry.chunks - first, kGroupChunks) : 0;
-    task->row = row;
+    *row = round * (kCombineWarps / warps) + Warp() / warps;
+    const bool exists = *row < rows && group < groups;
+    *first = group * kGroupChunks;
+    task->count = exists ? min(entry.chunks - *first, kGroupChunks) : 0;
     task->groups = exists && group == 0 ? groups : 0;
     task->next_group = 1;
-    task->place = RowPlace::Of(args_, entry.q_begin, place.kv_head, place.row_tile * kRows + min(row, rows - 1));
-    return first;
+    task->place = RowPlace::Of(args_, entry.q_begin, place.kv_head, place.row_tile * kRows + min(*row, rows - 1));
+    task->end = RowEnd::Of(args_, task->place.head);
   }
 
   // All blocks wait: when this kernel has ended, so has the one before.
@@ -238,7 +240,7 @@ class Merger {
   // By all threads of the block together: merges and writes rows.
   __device__ void MergeRows(const MergeTask& task, bool rehearsal) {
     const int head_dim = static_cast<int>(args_.params.head_dim);
-    const Softmax part = LoadSoftmax(Scratch::Of(args_, task.slot, task.row), Lane() < task.count && !rehearsal);
+    const Softmax part = LoadSoftmax(Scratch::SoftmaxOf(args_, task.part), Lane() < task.count && !rehearsal);
 #pragma unroll 1
     for (int base = 0; base < kDim; base += 128) {
       const int column = base + Lane() * 4;
@@ -246,8 +248,9 @@ class Merger {
 #pragma unroll
       for (int i = 0; i < kGroupChunks; ++i) {
         if (i >= task.count) break;
-        const unsigned slot = __shfl_sync(0xffffffffu, task.slot, i);
-        outs[i] = LoadColumns(Scratch::Out(args_, slot, task.row) + column, column < head_dim && !rehearsal);
+        const uint32_t place = __shfl_sync(0xffffffffu, task.part, i);
+        outs[i] = LoadColumns(Scratch::Out(args_, place + static_cast<unsigned>(column / 4)),
+                              column < head_dim && !rehearsal);
       }
       if (task.count == 0) continue;
       const Partial group = MergeChain(part).Merge(outs, task.count);
@@ -270,7 +273,7 @@ class Merger {
           outs[i] = shared_.out[warp_of(i)][min(column, kDim - 4) / 4];
         }
         const Partial row = chain.Merge(outs, task.groups);
-        if (column < head_dim) StoreRow(args_, task.place, column, row, !rehearsal);
+        if (column < head_dim) StoreRow(args_, task.place, task.end, column, row, !rehearsal);
       }
     }
     __syncthreads();

@@ -160,7 +160,7 @@ __global__ void __launch_bounds__(kWarps32 * 32) DecodeF32Kernel(const __grid_co
 #pragma unroll
     for (int i = 1; i < kWarps32; ++i) factors[i] = MergeInto(total, sums[i]);
     float lse;
-    const float factor = FinishRow(args, total, head, &lse);
+    const float factor = FinishRow(args, total, RowEnd::Of(args, head), &lse);
     for (int column = 4 * threadIdx.x; column < params.head_dim; column += 4 * blockDim.x) {
       float4 sum = outs[0][column / 4];
 #pragma unroll

@@ -51,11 +51,13 @@ struct LaneCopy {
   int column;   // in bytes; of what is not read another one that is there
   int bytes;    // 16, or 0 past head_dim; kNarrow: 8 too
   uint32_t to;  // from a tile's place on
+  int row;      // of those that are copied at a time
+  bool idle;    // has no part of a row
 
-  __device__ explicit LaneCopy(const DecodeArgs& args) {
-    const int lane = static_cast<int>(threadIdx.x % 32);
-    const int chunk = lane % S::kRowLanes;
-    const int row = lane / S::kRowLanes;
+  __device__ LaneCopy(const DecodeArgs& args, const Thread& thread) {
+    const int chunk = thread.lane % S::kRowLanes;
+    row = thread.lane / S::kRowLanes;
+    idle = chunk >= S::kRowChunks;
     const int left = static_cast<int>(args.params.head_dim) * S::kElementBytes - chunk * 16;
     bytes = min(max(left, 0), 16);
     column = bytes > 0 ? chunk * 16 : 0;
@@ -65,16 +67,13 @@ struct LaneCopy {
   // Starts the copy of a tile's rows: keys to `tile`, values `values_at` behind it. Lane i knows the slot of key i.
   __device__ void Start(const DecodeArgs& args, const UnitView& unit, uint32_t slot, uint32_t tile,
                         uint32_t values_at) const {
-    const int row = static_cast<int>(threadIdx.x % 32 / S::kRowLanes);
-    // Lanes without a part of a row show their slots all the same.
-    const bool idle = S::kRowLanes > S::kRowChunks && static_cast<int>(threadIdx.x % S::kRowLanes) >= S::kRowChunks;
 #pragma unroll
     for (int i = 0; i < S::kTileKeys / S::kCopyRows; ++i) {
       const uint64_t of_row = __shfl_sync(0xffffffffu, slot, i * S::kCopyRows + row);
       const char* const key = unit.keys + of_row * args.slot_bytes;
       const char* const value = unit.values + of_row * args.slot_bytes;
       const uint32_t at = ((tile + to) ^ (S::Swizzle(i * S::kCopyRows) * 16)) + i * S::kCopyRows * S::kRowBytes;
-      if (idle) continue;
+      if (idle) continue;  // but it shows its slots
       if constexpr (S::kNarrow) {
         CopyAsync8(at, key, bytes > 0);
         CopyAsync8(at + 8, key + (bytes > 8 ? 8 : 0), bytes > 8);

@@ -32,7 +32,7 @@ struct SplitShared {
   alignas(1024) char values[S::kRing][S::kWarps][S::kTileBytes];
   Published<S> published[2];  // of a step and the one before it, in turns
   typename DecodePlan<S>::Shared plan[S::kWarps];
-  Share shares[S::kWarps][2];  // of each warp, which all know the same: the one at hand and the next; for want of registers
+  Share share[S::kWarps];  // all warps know the same; here for want of registers
   uint32_t end[S::kWarps];  // of the team's part of the line
 };
 
@@ -40,11 +40,8 @@ struct SplitShared {
 // read.
 __device__ inline void PrefetchPages(const DecodeArgs& args) {
   constexpr unsigned kLine = 32;  // page numbers
-  constexpr unsigned kMostLines = 4096;
-  const uint64_t pages = static_cast<uint64_t>(args.max_seqs) * args.pages_per_seq;
   const unsigned line = (threadIdx.x * gridDim.y + blockIdx.y) * gridDim.x + blockIdx.x;
-  if (pages > kMostLines * kLine || line * kLine >= pages) return;
-  PrefetchToL2(args.params.block_tables + line * kLine);
+  if (line * kLine < args.prefetch_pages) PrefetchToL2(args.params.block_tables + line * kLine);
 }
 
 // A worker's walk over the line.
@@ -59,17 +56,16 @@ class Worker {
     const uint32_t end = min(begin + plan_.PerTeam(), plan_.Total());
     if (begin >= end) return;
     shared_.end[threadIdx.x / 32] = end;
-    Share(&shares)[2] = shared_.shares[threadIdx.x / 32];
+    Share& share = shared_.share[threadIdx.x / 32];
     const PlanEntry* const entry = plan_.Find(begin);
     const uint32_t into = begin - entry->begin;
     const int unit = into < entry->length ? 0 : static_cast<int>(into / entry->length);
     // A chunk that began before belongs to another team.
-    const int chunk = entry->ChunkFrom(args_, into - static_cast<unsigned>(unit) * entry->length);
-    bool more = SetShare(entry, unit, chunk, &shares[0]);
-    if (more && chunk == entry->chunks) more = Next(shares[0], &shares[0]);
-    Lookup first[kAhead];
-    if (more) LookUpFirst(shares[0], first);
-    for (int i = 0; more; i = 1 - i) more = RunShare(shares[i], &shares[1 - i], first);
+    bool more = SetShare(entry, unit, entry->ChunkFrom(args_, into - static_cast<unsigned>(unit) * entry->length));
+    while (more) {
+      if (share.begin < share.end) RunShare(share);
+      more = Next(share);
+    }
   }
 
  private:
@@ -82,46 +78,37 @@ class Worker {
     return start;
   }
 
-  // A share that is known to begin with a unit's chunk `begin`. False if that is not the worker's.
-  __device__ bool SetShare(const PlanEntry* entry, int unit, int begin, Share* share) const {
+  // Sets the share that begins with a unit's chunk `begin`, of which there may be none. False if that is another
+  // worker's.
+  __device__ bool SetShare(const PlanEntry* entry, int unit, int begin) {
     const uint32_t line_end = shared_.end[threadIdx.x / 32];
     const UnitPlace place = UnitPlace::Of(args_, *entry, unit, static_cast<int>(blockIdx.x));
     if (place.begin + entry->Place(args_, begin) >= line_end) return false;
     const int end = entry->ChunkFrom(args_, line_end - place.begin);
     const int chunk_keys = entry->blocks * S::kBlockKeys;
-    *share = {entry,
-              unit,
-              place,
-              plan_.SequenceOf(entry),
-              begin,
-              end,
-              entry->first_key + begin * chunk_keys,
-              end == entry->chunks ? entry->end_key : entry->first_key + end * chunk_keys};
+    shared_.share[threadIdx.x / 32] = {
+        entry,
+        unit,
+        place,
+        plan_.SequenceOf(entry),
+        begin,
+        end,
+        entry->first_key + begin * chunk_keys,
+        end == entry->chunks ? entry->end_key : entry->first_key + end * chunk_keys};
     return true;
   }
-  // Of the next unit. False if the worker has none. `next` may be `share`.
-  __device__ bool Next(const Share& share, Share* next) {
-    bool found;
-    if (NextInWindow(share, next, &found)) return found;
-    plan_.NextWindow();
-    return SetShare(plan_.Find(plan_.WindowBegin()), 0, 0, next);
-  }
-  // As above, but false if the next unit is not of the plan's window; else `found` is what Next returns.
-  __device__ bool NextInWindow(const Share& share, Share* next, bool* found) const {
+  // Sets that of the next unit. False if it is another worker's, or there is none.
+  __device__ bool Next(const Share& share) {
     const PlanEntry* entry = share.entry;
     int unit = share.unit + 1;
-    *found = false;
     if (unit == entry->Units(args_)) {
-      if (entry->End(args_) >= shared_.end[threadIdx.x / 32]) return true;
-      entry = plan_.NextInWindow(entry);
-      if (entry == nullptr) return false;
+      if (entry->End(args_) >= shared_.end[threadIdx.x / 32]) return false;
+      entry = plan_.Next(entry);
       unit = 0;
     }
-    *found = SetShare(entry, unit, 0, next);
-    return true;
+    return SetShare(entry, unit, 0);
   }
 
-  __device__ static bool IsEmpty(const Share& share) { return share.entry->end_key == share.entry->first_key; }
   // Of the warp's tile of the share's first step, the keys from its first one on; may be negative.
   __device__ static int Left(const Share& share) {
     return share.end_key - share.begin_key - static_cast<int>(threadIdx.x / 32) * S::kTileKeys;
@@ -130,35 +117,26 @@ class Worker {
     return args_.params.block_tables + static_cast<uint64_t>(share.sequence) * args_.pages_per_seq;
   }
 
-  // Asks for the pages of the first steps.
-  __device__ void LookUpFirst(const Share& share, Lookup (&first)[kAhead]) const {
-    if (IsEmpty(share)) return;
-#pragma unroll
-    for (int i = 0; i < kAhead; ++i) {
-      first[i].Start(args_, PagesOf(share), share.end_key, Left(share) - i * S::kBlockKeys, S::kTileKeys);
-    }
-  }
-
-  // Computes a share, whose first pages have been asked for. Returns whether there is another one: `next`, whose first
-  // pages have been asked for then.
-  __device__ bool RunShare(const Share& share, Share* next, Lookup (&first)[kAhead]) {
+  __device__ void RunShare(const Share& share) {
     const PagedAttentionParams& params = args_.params;
     const PlanEntry& entry = *share.entry;
-    if (IsEmpty(share)) {
-      StoreConstant(entry, share.place);
-      const bool more = Next(share, next);
-      if (more) LookUpFirst(*next, first);
-      return more;
-    }
-    const int warp = static_cast<int>(threadIdx.x / 32);
+    if (entry.end_key == entry.first_key) return StoreConstant(entry, share.place);
     // Each warp has a tile of every block of keys. Past the last key it fetches that key again, and takes its scores
-    // away.
-    constexpr uint32_t kStep = S::kWarps * S::kTileBytes;
+    // away. Its pages are looked up first: all else waits for them.
     int left = Left(share);
     UnitView unit;
-    unit.pages = PagesOf(share);
+    unit.pages = params.block_tables + static_cast<uint64_t>(share.sequence) * args_.pages_per_seq;
     unit.end_key = share.end_key;
-    const LaneCopy<S> copy(args_);
+    Lookup first[kAhead];
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) {
+      first[i].Start(args_, unit.pages, unit.end_key, left - i * S::kBlockKeys, S::kTileKeys);
+    }
+    const Thread thread = Thread::Hidden();
+    constexpr uint32_t kStep = S::kWarps * S::kTileBytes;
+    Query<S> query;
+    query.Load(args_, entry, share.place, thread);
+    const LaneCopy<S> copy(args_, thread);
     const int64_t head = share.place.kv_head * params.head_stride * S::kElementBytes + copy.column;
     unit.keys = static_cast<const char*>(params.k_cache) + head;
     unit.values = static_cast<const char*>(params.v_cache) + head;
@@ -169,7 +147,7 @@ class Worker {
     asm("" : "+l"(unit.keys), "+l"(unit.values), "+l"(unit.pages));
     int blocks = (share.end_key - share.begin_key - 1) / S::kBlockKeys + 1;
     bool bad = false;
-    const uint32_t my_keys = SharedAddress(shared_.keys[0][warp]);
+    const uint32_t my_keys = SharedAddress(shared_.keys[0][thread.warp]);
     // Copies the tile of a step `ahead` steps from now, if there is one, to stage `stage`, given in bytes.
     const auto fetch = [&](const Lookup& lookup, int ahead, uint32_t stage) {
       const uint32_t slot = lookup.Slot(args_, &bad);
@@ -180,13 +158,10 @@ class Worker {
     for (int i = 0; i < kAhead; ++i) fetch(first[i], i, i * kStep);
     Lookup lookup;
     lookup.Start(args_, unit.pages, unit.end_key, left - kAhead * S::kBlockKeys, S::kTileKeys);
-    Query<S> query;
-    query.Load(args_, entry, share.place);
-
     Running<S> running, group, whole;
     running.Clear();
-    const uint32_t key_offset = KeyOffset<S>();
-    const typename Running<S>::ValueOffsets value_offsets;
+    const uint32_t key_offset = KeyOffset<S>(thread.lane);
+    const typename Running<S>::ValueOffsets value_offsets(thread);
     const uint32_t all_values = SharedAddress(shared_.values[0][0]);
     uint32_t stage = 0;
     uint32_t stage_before = (S::kRing - 1) * kStep;
@@ -198,18 +173,19 @@ class Worker {
       WaitAsync<kAhead - 1>();
       __syncwarp();
       MultiplyKeys<S>(my_keys + stage + key_offset, query, scores);
-      PublishScores<S>(args_, unit, query, left, __any_sync(0xffffffffu, bad), scores, shared_.published[parity]);
+      PublishScores<S>(args_, unit, query, thread, left, __any_sync(0xffffffffu, bad), scores,
+                       shared_.published[parity]);
       // Behind it all scores and values of this step are there, and those of the last one are no longer read.
       __syncthreads();
-      if constexpr (S::kRing > 1) {
+      const auto fetch_next = [&] {
         fetch(lookup, kAhead, stage_before);
         lookup.Start(args_, unit.pages, unit.end_key, left - (kAhead + 1) * S::kBlockKeys, S::kTileKeys);
-      }
-      running.AddStep(shared_.published[parity], all_values + stage, value_offsets);
-      if constexpr (S::kRing == 1) {
+      };
+      if (S::kRing > 1) fetch_next();
+      running.AddStep(shared_.published[parity], all_values + stage, value_offsets, thread);
+      if (S::kRing == 1) {
         __syncthreads();
-        fetch(lookup, kAhead, stage_before);
-        lookup.Start(args_, unit.pages, unit.end_key, left - (kAhead + 1) * S::kBlockKeys, S::kTileKeys);
+        fetch_next();
       }
       parity = 1 - parity;
       stage_before = stage;
@@ -218,23 +194,13 @@ class Worker {
       --blocks;
       if (--of_chunk > 0 && blocks > 0) continue;
       running.Close();
+      Collect(share, thread, chunk, running, group, whole);
       if (blocks == 0) break;
-      Collect(share, chunk, running, group, whole);
       running.Clear();
       of_chunk = unit.entry->blocks;
       ++chunk;
     }
-    // The next share's pages are looked up beneath this one's end, unless that replaces what is needed there.
-    bool more;
-    const bool in_window = NextInWindow(share, next, &more);
-    if (in_window && more) LookUpFirst(*next, first);
-    Collect(share, chunk, running, group, whole);
-    if (!in_window) {
-      more = Next(share, next);
-      if (more) LookUpFirst(*next, first);
-    }
     __syncthreads();  // what the next unit overwrites is no longer read
-    return more;
   }
 
   // The rows of a sequence without keys: 0, or NaN if it is not valid.
@@ -244,72 +210,82 @@ class Worker {
     const Partial nothing = {{-INFINITY, entry.valid ? 0.0f : NAN}, {0.0f, 0.0f, 0.0f, 0.0f}};
     for (int i = static_cast<int>(threadIdx.x); i < rows * columns; i += S::kThreads) {
       const int row = place.row_tile * S::kRows + i / columns;
-      StoreRow(args_, RowPlace::Of(args_, entry.q_begin, place.kv_head, row), i % columns * 4, nothing);
+      const RowPlace of = RowPlace::Of(args_, entry.q_begin, place.kv_head, row);
+      StoreRow(args_, of, RowEnd::Of(args_, of.head), i % columns * 4, nothing);
     }
   }
 
   // Merges a chunk's sums with those of the chunks before it: `group` over the chunks of a group so far, `whole` over
-  // the groups of a unit so far.
-  __device__ void Collect(const Share& share, int chunk, const Running<S>& running, Running<S>& group,
-                          Running<S>& whole) {
+  // the groups of a unit so far. What nobody else here will merge is left behind, or written if it is all.
+  __device__ void Collect(const Share& share, const Thread& thread, int chunk, const Running<S>& running,
+                          Running<S>& group, Running<S>& whole) {
     const PlanEntry& entry = *share.entry;
     const UnitPlace& place = share.place;
     const int first = chunk / kGroupChunks * kGroupChunks;
     const bool share_ends = chunk == share.end - 1;
     const bool has_group_begin = share.begin <= first;
     const bool has_unit_begin = share.begin == 0;
+    const bool few = args_.few && entry.chunks > 1;
     const int rows = min(entry.q_len * args_.group - place.row_tile * S::kRows, S::kRows);
-    if (args_.few && entry.chunks > 1) {
-      return Leave(SlotOfFew(UnitIndex(args_, entry.q_begin, place), chunk), rows, running);
+    Running<S> left = running;  // behind, from chunk `from` on
+    int from = chunk;
+    bool and_whole = false;
+    if (has_group_begin && !few) {
+      if (chunk == first) {
+        group = running;
+      } else {
+        group.Add(running);
+      }
+      left = group;
+      from = first;
+      if (chunk != min(first + kGroupChunks, entry.chunks) - 1) {
+        if (!share_ends) return;
+        and_whole = has_unit_begin && first > 0;
+      } else if (has_unit_begin) {
+        if (first == 0) {
+          whole = group;
+        } else {
+          whole.Add(group);
+        }
+        if (chunk == entry.chunks - 1) return Finish(entry, place, thread, rows, whole);
+        if (!share_ends) return;
+        left = whole;
+        from = 0;
+      }
     }
-    const auto leave = [&](int from, const Running<S>& sums) {
-      Leave(SlotOf(from, blockIdx.y * gridDim.x + blockIdx.x, has_unit_begin, has_group_begin), rows, sums);
-    };
-    if (!has_group_begin) return leave(chunk, running);
-    if (chunk == first) {
-      group = running;
-    } else {
-      group.Add(running);
-    }
-    if (chunk != min(first + kGroupChunks, entry.chunks) - 1) {
-      if (!share_ends) return;
-      leave(first, group);
-      if (has_unit_begin && first > 0) leave(0, whole);
-      return;
-    }
-    if (!has_unit_begin) return leave(first, group);
-    if (first == 0) {
-      whole = group;
-    } else {
-      whole.Add(group);
-    }
-    if (chunk == entry.chunks - 1) {
-      Finish(entry, place, rows, whole);
-    } else if (share_ends) {
-      leave(0, whole);
+#pragma unroll 1
+    while (true) {
+      const unsigned slot =
+          few ? SlotOfFew(UnitIndex(args_, entry.q_begin, place), chunk)
+              : SlotOf(from, blockIdx.y * gridDim.x + blockIdx.x, has_unit_begin, has_group_begin);
+      Leave(slot, thread, rows, left);
+      if (!and_whole) return;
+      and_whole = false;
+      left = whole;
+      from = 0;
     }
   }
 
   // Leaves partial sums in a slot of the scratch.
-  __device__ void Leave(unsigned slot, int rows, const Running<S>& sums) {
-    const int lane = static_cast<int>(threadIdx.x % 32);
+  __device__ void Leave(unsigned slot, const Thread& thread, int rows, const Running<S>& sums) {
     const int head_dim = static_cast<int>(args_.params.head_dim);
+    const uint32_t place = Scratch::Place(args_, slot, 0);
 #pragma unroll
     for (int n = 0; n < S::kRowTiles; ++n) {
-      const int softmax_row = 8 * n + lane / 4;
-      if (threadIdx.x < 32 && lane % 4 == 0 && softmax_row < rows) {
-        *Scratch::Of(args_, slot, softmax_row) = sums.softmax[n];
+      const int softmax_row = 8 * n + thread.lane / 4;
+      if (thread.warp == 0 && thread.lane % 4 == 0 && softmax_row < rows) {
+        *Scratch::SoftmaxOf(args_, place + static_cast<unsigned>(softmax_row) * args_.slot_row) = sums.softmax[n];
       }
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        const int row = 8 * n + lane % 4 * 2 + i;
+        const int row = 8 * n + thread.lane % 4 * 2 + i;
         if (row >= rows) continue;
-        float* const out = Scratch::Out(args_, slot, row);
+        float* const out = Scratch::Out(args_, place + static_cast<unsigned>(row) * args_.slot_row);
 #pragma unroll
         for (int tile = 0; tile < S::kOwnTiles; ++tile) {
 #pragma unroll
           for (int half = 0; half < 2; ++half) {
-            const int column = Running<S>::Column(tile, half);
+            const int column = Running<S>::Column(thread, tile, half);
             if (column < head_dim) out[column] = sums.out[tile][n][i + 2 * half];
           }
         }
@@ -318,22 +294,23 @@ class Worker {
   }
 
   // Writes the unit's rows.
-  __device__ void Finish(const PlanEntry& entry, const UnitPlace& place, int rows, const Running<S>& sums) {
+  __device__ void Finish(const PlanEntry& entry, const UnitPlace& place, const Thread& thread, int rows,
+                         const Running<S>& sums) {
     const PagedAttentionParams& params = args_.params;
-    const int lane = static_cast<int>(threadIdx.x % 32);
 #pragma unroll
     for (int n = 0; n < S::kRowTiles; ++n) {
       // Rows past the unit's take the last one's head.
-      const int softmax_row = 8 * n + lane / 4;
+      const int softmax_row = 8 * n + thread.lane / 4;
       const int known = place.row_tile * S::kRows + min(softmax_row, rows - 1);
       const RowPlace of = RowPlace::Of(args_, entry.q_begin, place.kv_head, known);
       float lse;
-      const float of_row = FinishRow(args_, sums.softmax[n], of.head, &lse);
-      if (params.lse != nullptr && threadIdx.x < 32 && lane % 4 == 0 && softmax_row < rows) params.lse[of.at] = lse;
+      const float of_row = FinishRow(args_, sums.softmax[n], RowEnd::Of(args_, of.head), &lse);
+      const bool writes_lse = params.lse != nullptr && thread.warp == 0 && thread.lane % 4 == 0;
+      if (writes_lse && softmax_row < rows) params.lse[of.at] = lse;
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         const float factor = OfRow(of_row, i);
-        const int row = 8 * n + lane % 4 * 2 + i;
+        const int row = 8 * n + thread.lane % 4 * 2 + i;
         if (row >= rows) continue;
         const int64_t at =
             RowPlace::Of(args_, entry.q_begin, place.kv_head, place.row_tile * S::kRows + row).at * params.head_dim;
@@ -343,8 +320,8 @@ class Worker {
           const float low = sums.out[tile][n][i] * factor;
           const float high = sums.out[tile][n][i + 2] * factor;
           const uint32_t two = params.dtype == DType::kBF16 ? Pack<__nv_bfloat16>(low, high) : Pack<__half>(low, high);
-          const int column = Running<S>::Column(tile, 0);
-          const int other = Running<S>::Column(tile, 1);
+          const int column = Running<S>::Column(thread, tile, 0);
+          const int other = Running<S>::Column(thread, tile, 1);
           if (column < params.head_dim) out[column] = static_cast<uint16_t>(two);
           if (other < params.head_dim) out[other] = static_cast<uint16_t>(two >> 16);
         }
@@ -357,6 +334,17 @@ class Worker {
   DecodePlan<S> plan_;
 };
 
+// Asks for all of a kernel's parameters at once, instead of waiting for one part after the other.
+template <typename Params>
+__device__ inline void FetchConstants(const Params& params) {
+  constexpr int kLine = 64 / sizeof(uint32_t);
+  const uint32_t* const words = reinterpret_cast<const uint32_t*>(&params);
+  uint32_t any = 0;
+#pragma unroll
+  for (int i = 0; i < static_cast<int>(sizeof(Params) / sizeof(uint32_t)); i += kLine) any |= words[i];
+  asm volatile("" ::"r"(any));
+}
+
 template <typename S>
 __global__ void __maxnreg__(S::kDim <= 128 && S::kRowTiles == 1 ? 160 : 255)
     DecodeSplitKernel(const __grid_constant__ DecodeArgs args) {
@@ -364,6 +352,8 @@ __global__ void __maxnreg__(S::kDim <= 128 && S::kRowTiles == 1 ? 160 : 255)
   // Code that is never launched is not to be compiled.
   if constexpr (CodeIsDeep(__CUDA_ARCH__) == S::kDeep) {
     extern __shared__ __align__(16) char dynamic_shared[];
+    FetchConstants(args);
+    if (args.wait_first) WaitForPreviousKernel();
     AllowDependentLaunch();
     if (MayHaveDecodeRows(args)) {
       Worker<S>(args, *reinterpret_cast<SplitShared<S>*>(dynamic_shared)).Run();

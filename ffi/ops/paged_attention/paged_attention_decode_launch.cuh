@@ -92,6 +92,8 @@ Status LaunchShape(const PagedAttentionParams& params, const Layout& layout, Str
   args.stream_policy = kEvictFirst;
   args.slot_bytes = static_cast<uint32_t>(params.slot_stride * S::kElementBytes);
   ShareOut(layout, S::kBlockKeys, residency.workers, &args);
+  // Not behind the prefill path, which has waited for all that came before.
+  args.wait_first = params.num_tokens <= kMaxDecodeRows || DecodeComesFirst(params);
 
   cudaLaunchAttribute attribute;
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
@@ -109,8 +111,6 @@ Status LaunchShape(const PagedAttentionParams& params, const Layout& layout, Str
   split.gridDim = dim3(static_cast<unsigned>(args.heads), static_cast<unsigned>(args.teams));
   split.blockDim = dim3(S::kThreads);
   split.dynamicSmemBytes = sizeof(SplitShared<S>);
-  // Behind the prefill path, which has waited for all that came before. Else what came before may write what is read.
-  if (DecodeComesFirst(params) || params.num_tokens <= kMaxDecodeRows) split.numAttrs = 0;
   XLA_GPU_RETURN_IF_CUDA(cudaLaunchKernelEx(&split, DecodeSplitKernel<S>, args));
   XLA_GPU_RETURN_IF_CUDA(cudaLaunchKernelEx(&config, args.few ? kCombineKernelOf<S, true> : kCombineKernelOf<S, false>, args));
   return Status::Ok();

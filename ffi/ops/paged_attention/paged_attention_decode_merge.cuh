@@ -14,7 +14,6 @@
 
 namespace xla_gpu::decode {
 
-inline constexpr float kLog2E = 1.4426950408889634f;
 inline constexpr float kLn2 = 0.6931471805599453f;
 
 // Of one query row over some of its keys: `max` of the scores in units of log2, `sum` of 2^(score - max). The output's
@@ -87,23 +86,30 @@ class MergeChain {
   float second_;  // and the part
 };
 
+// What belongs to the end of a head's rows.
+struct RowEnd {
+  float sink;   // in units of log2; -inf: none
+  float scale;  // of the values
+
+  __device__ static RowEnd Of(const DecodeArgs& args, int head) {
+    const PagedAttentionParams& params = args.params;
+    RowEnd end = {-INFINITY, 1.0f};
+    if (params.sinks != nullptr) end.sink = __fmul_rn(__ldg(params.sinks + head), kLog2E);
+    if (params.v_scale != nullptr) end.scale = __ldg(params.v_scale + (params.scale_per_head ? head / args.group : 0));
+    return end;
+  }
+};
+
 // What a row's output is multiplied by in the end; `lse` receives the natural log of its sum, if it is wanted.
-__device__ inline float FinishRow(const DecodeArgs& args, Softmax softmax, int head, float* lse) {
+__device__ inline float FinishRow(const DecodeArgs& args, Softmax softmax, const RowEnd& end, float* lse) {
   if (softmax.sum == 0.0f) {  // no key seen; a sink alone has no value
     *lse = -INFINITY;
     return 0.0f;
   }
-  float correction = 1.0f;
-  if (args.params.sinks != nullptr) {
-    const MergeFactors factors = MergeInto(softmax, {__fmul_rn(__ldg(args.params.sinks + head), kLog2E), 1.0f});
-    correction = factors.first;
-  }
+  float factor = end.scale;
+  if (args.params.sinks != nullptr) factor = __fmul_rn(factor, MergeInto(softmax, {end.sink, 1.0f}).first);
   if (args.params.lse != nullptr) *lse = __fmul_rn(__fadd_rn(softmax.max, log2f(softmax.sum)), kLn2);
-  float factor = __fdiv_rn(correction, softmax.sum);
-  if (args.params.v_scale != nullptr) {
-    factor = __fmul_rn(factor, __ldg(args.params.v_scale + (args.params.scale_per_head ? head / args.group : 0)));
-  }
-  return factor;
+  return __fdividef(factor, softmax.sum);
 }
 
 // Where row `row` of a sequence and kv head (its rows are (query, head) pairs, heads first) stands in out and lse.
@@ -119,11 +125,11 @@ struct RowPlace {
 };
 
 // Writes four columns of a finished row, and its log-sum-exp with the first ones, if `write`. Queries of 16 bits only.
-__device__ inline void StoreRow(const DecodeArgs& args, const RowPlace& place, int column, const Partial& result,
-                                bool write = true) {
+__device__ inline void StoreRow(const DecodeArgs& args, const RowPlace& place, const RowEnd& end, int column,
+                                const Partial& result, bool write = true) {
   const PagedAttentionParams& params = args.params;
   float lse;
-  const float factor = FinishRow(args, result.softmax, place.head, &lse);
+  const float factor = FinishRow(args, result.softmax, end, &lse);
   const float4 out = {result.out.x * factor, result.out.y * factor, result.out.z * factor, result.out.w * factor};
   uint2 packed;
   if (params.dtype == DType::kBF16) {
@@ -138,12 +144,15 @@ __device__ inline void StoreRow(const DecodeArgs& args, const RowPlace& place, i
 
 // The scratch: slots of slot_rows rows, each its output and then its softmax.
 struct Scratch {
-  __device__ static float* Out(const DecodeArgs& args, unsigned slot, int row) {
-    return static_cast<float*>(args.params.scratch) +
-           (int64_t{slot} * args.slot_rows + row) * (args.params.head_dim + kSlotPadding);
+  // Of a row's output, counted in four floats. It is below 2^32: see MakeLayout.
+  __device__ static uint32_t Place(const DecodeArgs& args, unsigned slot, int row) {
+    return (slot * static_cast<unsigned>(args.slot_rows) + static_cast<unsigned>(row)) * args.slot_row;
   }
-  __device__ static Softmax* Of(const DecodeArgs& args, unsigned slot, int row) {
-    return reinterpret_cast<Softmax*>(Out(args, slot, row) + args.params.head_dim);
+  __device__ static float* Out(const DecodeArgs& args, uint32_t place) {
+    return reinterpret_cast<float*>(static_cast<float4*>(args.params.scratch) + place);
+  }
+  __device__ static Softmax* SoftmaxOf(const DecodeArgs& args, uint32_t place) {
+    return reinterpret_cast<Softmax*>(static_cast<float4*>(args.params.scratch) + place + (args.slot_row - 1));
   }
 };
 

@@ -19,8 +19,10 @@ namespace xla_gpu::decode {
 
 // x / by, rounded up, where that is below 128.
 __device__ inline int CeilSmall(unsigned x, unsigned by) {
+  float inverse;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(static_cast<float>(by)));
   // Less than the quotient, by less than 2.
-  int quotient = static_cast<int>(__fdividef(static_cast<float>(x), static_cast<float>(by)));
+  int quotient = static_cast<int>(static_cast<float>(x) * inverse);
   if (static_cast<unsigned>(quotient) * by < x) ++quotient;
   if (static_cast<unsigned>(quotient) * by < x) ++quotient;
   return quotient;
@@ -142,29 +144,21 @@ class Plan {
 
   __device__ Plan(const DecodeArgs& args, Shared& shared, const Start& start) : args_(args), shared_(shared) {
     live_ = start.num_seqs <= args.max_seqs ? max(start.num_seqs, 0) : 0;
-    bool ok = Lane() >= live_ || start.metadata.InOrder(args);
-    const PlanEntry first = MakePlanEntry<kBlockKeys, kRows>(args, Lane() < live_, start.metadata);
-    Extent extent(args, first);
-    for (int s = 32 + Lane(); s - Lane() < live_; s += 32) {
-      const Metadata metadata = Metadata::Load(args, s);
-      ok = ok && (s >= live_ || metadata.InOrder(args));
-      extent.Add(Extent(args, MakePlanEntry<kBlockKeys, kRows>(args, s < live_, metadata)));
-    }
-    in_order_ = __all_sync(0xffffffffu, ok);
-    if (!in_order_) extent = ExtentOutOfOrder(args, live_);
-    // Where all units are alike so are the times between them.
-    const bool alike = extent.shortest == extent.longest;
-    gap_ = alike ? 0 : 1;
-    total_ = extent.length + gap_ * extent.units;
-    // At least total / teams, exactly or one more.
-    per_team_ = max(__umulhi(total_ + args.teams - 1, args.teams_magic), 1u);
-    if (alike) Align(extent.longest);
-    if (live_ > 32 || !in_order_) {
-      LoadWindow(0, 0);
-    } else {
+    in_order_ = __all_sync(0xffffffffu, Lane() >= live_ || start.metadata.InOrder(args));
+    if (live_ <= 32 && in_order_) {
+      const PlanEntry entry = MakePlanEntry<kBlockKeys, kRows>(args, Lane() < live_, start.metadata);
+      const Lengths lengths(entry);
+      gap_ = lengths.Gap();
       window_ = 0;
       begin_ = 0;
-      end_ = Place(args, shared, first, gap_, 0);
+      end_ = Place(args, shared, entry, gap_, 0);
+      SetPerTeam(end_, lengths);
+    } else {
+      const Extent all = Measure(args, live_);
+      in_order_ = all.in_order;
+      gap_ = all.lengths.Gap();
+      SetPerTeam(all.length + gap_ * all.units, all.lengths);
+      LoadWindow(0, 0);
     }
   }
 
@@ -189,15 +183,18 @@ class Plan {
     }
     return shared_.entries[low];
   }
-  // The window's next entry with chunks, or null.
-  __device__ const PlanEntry* NextInWindow(const PlanEntry* entry) const {
-    const unsigned behind = 0xfffffffeu << (entry - shared_.entries);
-    const unsigned found = __ballot_sync(0xffffffffu, shared_.entries[Lane()].chunks > 0) & behind;
-    return found == 0 ? nullptr : shared_.entries + (__ffs(static_cast<int>(found)) - 1);
+  // The next entry with chunks, which must exist.
+  __device__ const PlanEntry* Next(const PlanEntry* entry) {
+    unsigned behind = 0xfffffffeu << (entry - shared_.entries);
+    while (true) {
+      const unsigned found = __ballot_sync(0xffffffffu, shared_.entries[Lane()].chunks > 0) & behind;
+      if (found != 0) return shared_.entries + (__ffs(static_cast<int>(found)) - 1);
+      NextWindow();
+      behind = 0xffffffffu;
+    }
   }
 
   // The window's part of the line.
-  __device__ uint32_t WindowBegin() const { return begin_; }
   __device__ bool Holds(uint32_t position) const { return begin_ <= position && position < end_; }
   __device__ bool LastWindow() const { return window_ + 32 >= live_; }
   __device__ void FirstWindow() {
@@ -212,36 +209,46 @@ class Plan {
  private:
   __device__ static int Lane() { return static_cast<int>(threadIdx.x % 32); }
 
-  // All live sequences' units, or those of some. The same in all lanes.
-  struct Extent {
-    uint32_t units = 0;
-    uint32_t length = 0;  // without gaps
-    uint32_t longest = 0;
-    uint32_t shortest = ~0u;
+  // Of units, on the line, without gaps. The same in all lanes.
+  struct Lengths {
+    uint32_t longest;
+    uint32_t shortest;
 
-    Extent() = default;
     // entry: a lane's.
-    __device__ Extent(const DecodeArgs& args, const PlanEntry& entry) {
-      const unsigned mine = static_cast<unsigned>(entry.Units(args));
-      units = __reduce_add_sync(0xffffffffu, mine);
-      length = __reduce_add_sync(0xffffffffu, mine * entry.length);
-      longest = __reduce_max_sync(0xffffffffu, entry.length);
-      shortest = __reduce_min_sync(0xffffffffu, entry.chunks > 0 ? entry.length : ~0u);
-    }
-    __device__ void Add(const Extent& other) {
-      units += other.units;
-      length += other.length;
-      longest = max(longest, other.longest);
-      shortest = min(shortest, other.shortest);
-    }
+    __device__ explicit Lengths(const PlanEntry& entry)
+        : longest(__reduce_max_sync(0xffffffffu, entry.length)),
+          shortest(__reduce_min_sync(0xffffffffu, entry.chunks > 0 ? entry.length : ~0u)) {}
+
+    __device__ bool Alike() const { return longest == shortest; }
+    // Where all units are alike so are the times between them.
+    __device__ uint32_t Gap() const { return Alike() ? 0 : 1; }
   };
 
-  // NOTE: the next ones are not inlined, since only batches of many sequences and wrong metadata need them, and not
-  // members, lest all members stand in memory.
-  __device__ __noinline__ static Extent ExtentOutOfOrder(const DecodeArgs& args, int live) {
-    Extent extent;
-    for (int s = Lane(); s - Lane() < live; s += 32) extent.Add(Extent(args, EntryOf(args, s, live, false)));
-    return extent;
+  // All live sequences' units.
+  struct Extent {
+    uint32_t units;
+    uint32_t length;  // without gaps
+    Lengths lengths;
+    bool in_order;
+  };
+
+  // NOTE: these two are not inlined, since only batches of many sequences and wrong metadata need them, and not members,
+  // lest all members stand in memory.
+  __device__ __noinline__ static Extent Measure(const DecodeArgs& args, int live) {
+    bool ok = true;
+    for (int s = Lane(); s < live; s += 32) ok = ok && Metadata::Load(args, s).InOrder(args);
+    const bool in_order = __all_sync(0xffffffffu, ok);
+    Extent all = {0, 0, Lengths({}), in_order};
+    for (int first = 0; first < live; first += 32) {
+      const PlanEntry entry = EntryOf(args, first + Lane(), live, in_order);
+      const unsigned units = static_cast<unsigned>(entry.Units(args));
+      all.units += __reduce_add_sync(0xffffffffu, units);
+      all.length += __reduce_add_sync(0xffffffffu, units * entry.length);
+      const Lengths lengths(entry);
+      all.lengths.longest = max(all.lengths.longest, lengths.longest);
+      all.lengths.shortest = min(all.lengths.shortest, lengths.shortest);
+    }
+    return all;
   }
   __device__ __noinline__ static uint32_t PlaceWindow(const DecodeArgs& args, Shared& shared, int live, bool in_order,
                                                       int window, uint32_t gap, uint32_t begin) {
@@ -280,7 +287,12 @@ class Plan {
 
   // Where all units are of a length, a little more for each team may save much merging: whole units, or a part whose
   // length is a multiple of a power of two, as lengths often are.
-  __device__ void Align(uint32_t length) {
+  __device__ void SetPerTeam(uint32_t total, const Lengths& lengths) {
+    total_ = total;
+    // At least total / teams, exactly or one more.
+    per_team_ = max(__umulhi(total + args_.teams - 1, args_.teams_magic), 1u);
+    if (!lengths.Alike()) return;
+    const uint32_t length = lengths.longest;
     const uint32_t most = per_team_ + per_team_ / 16;
     if (most >= length && per_team_ < 64 * length) {
       const uint32_t whole = static_cast<unsigned>(CeilSmall(per_team_, length)) * length;
@@ -290,8 +302,8 @@ class Plan {
       }
     }
     if (per_team_ < 16) return;
-    const uint32_t step = 1u << (31 - __clz(static_cast<int>(per_team_ / 16)));
-    per_team_ = (per_team_ + step - 1) / step * step;
+    const uint32_t step = 1u << (27 - __clz(static_cast<int>(per_team_)));
+    per_team_ = (per_team_ + step - 1) & ~(step - 1);
   }
 
   const DecodeArgs& args_;

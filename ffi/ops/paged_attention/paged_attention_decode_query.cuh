@@ -25,9 +25,9 @@ struct Query {
   uint32_t words[S::kRowTiles][S::kSteps][2];  // of each step's 16 columns, in the order in which keys come
 
   // Rows past the unit's repeat its last one: nobody reads their results.
-  __device__ void Load(const DecodeArgs& args, const PlanEntry& entry, const UnitPlace& unit) {
+  __device__ void Load(const DecodeArgs& args, const PlanEntry& entry, const UnitPlace& unit, const Thread& thread) {
     const PagedAttentionParams& params = args.params;
-    const int lane = static_cast<int>(threadIdx.x % 32);
+    const int lane = thread.lane;
     const int head_dim = static_cast<int>(params.head_dim);
     const int last_row = entry.q_len * args.group - 1;
     float score_scale = params.scale;

@@ -12,6 +12,23 @@
 
 namespace xla_gpu::decode {
 
+// A thread of a block. Hidden: the compiler does not know that it is always the same, and works out nothing that follows
+// from it before that place.
+struct Thread {
+  int lane;
+  int warp;
+
+  __device__ static Thread Here() { return Of(threadIdx.x); }
+  __device__ static Thread Hidden() {
+    unsigned index = threadIdx.x;
+    asm volatile("" : "+r"(index));
+    return Of(index);
+  }
+
+ private:
+  __device__ static Thread Of(unsigned index) { return {static_cast<int>(index % 32), static_cast<int>(index / 32)}; }
+};
+
 // What the cache holds. Products are computed in bf16 for kBF16 and in float16 for all others; float8 is exact in it.
 enum class Format { kF16, kBF16, kE4M3, kE5M2 };
 

@@ -23,19 +23,19 @@ namespace xla_gpu::decode {
 // of a row of one: of keys first those of both halves of the rows, then of the other chunk, of values first both
 // chunks.
 template <typename S>
-__device__ inline uint32_t MatrixOffset(int half, int chunk) {
-  const int row = half * 8 + static_cast<int>(threadIdx.x % 8);
+__device__ inline uint32_t MatrixOffset(int lane, int half, int chunk) {
+  const int row = half * 8 + lane % 8;
   return row * S::kRowBytes + (chunk ^ S::Swizzle(row)) * 16;
 }
 template <typename S>
-__device__ inline uint32_t KeyOffset() {
-  const int matrix = static_cast<int>(threadIdx.x % 32 / 8);
-  return MatrixOffset<S>(matrix % 2, matrix / 2);
+__device__ inline uint32_t KeyOffset(int lane) {
+  const int matrix = lane / 8;
+  return MatrixOffset<S>(lane, matrix % 2, matrix / 2);
 }
 template <typename S>
-__device__ inline uint32_t ValueOffset() {
-  const int matrix = static_cast<int>(threadIdx.x % 32 / 8);
-  return MatrixOffset<S>(matrix / 2, matrix % 2);
+__device__ inline uint32_t ValueOffset(int lane) {
+  const int matrix = lane / 8;
+  return MatrixOffset<S>(lane, matrix / 2, matrix % 2);
 }
 // The address of chunks 2 * pair and 2 * pair + 1, from that of the first two.
 template <typename S>
@@ -56,7 +56,7 @@ struct Published {
   __device__ static int Place(int row, int key) { return key ^ row / 2 % 2 * 8; }
 };
 
-// `keys`: the tile's place, plus KeyOffset().
+// `keys`: the tile's place, plus KeyOffset.
 template <typename S>
 __device__ inline void MultiplyKeys(uint32_t keys, const Query<S>& query, Scores<S>& scores) {
   using T = typename S::Operand;
@@ -98,9 +98,9 @@ __device__ inline void MultiplyKeys(uint32_t keys, const Query<S>& query, Scores
 
 // Takes away the scores of keys that a row does not see. The tile's first key is `left` keys before unit.end_key.
 template <typename S>
-__device__ inline void MaskScores(const DecodeArgs& args, const UnitView& unit, int left, Scores<S>& scores) {
+__device__ inline void MaskScores(const DecodeArgs& args, const UnitView& unit, int lane, int left,
+                                  Scores<S>& scores) {
   const PlanEntry& entry = *unit.entry;
-  const int lane = static_cast<int>(threadIdx.x % 32);
 #pragma unroll
   for (int n = 0; n < S::kRowTiles; ++n) {
 #pragma unroll
@@ -123,10 +123,10 @@ __device__ inline void MaskScores(const DecodeArgs& args, const UnitView& unit, 
 
 // Turns products into scores, and publishes them. `bad`: a page number was wrong, which spoils all rows.
 template <typename S>
-__device__ inline void PublishScores(const DecodeArgs& args, const UnitView& unit, const Query<S>& query, int left,
-                                     bool bad, Scores<S>& scores, Published<S>& published) {
-  const int lane = static_cast<int>(threadIdx.x % 32);
-  const int warp = static_cast<int>(threadIdx.x / 32);
+__device__ inline void PublishScores(const DecodeArgs& args, const UnitView& unit, const Query<S>& query,
+                                     const Thread& thread, int left, bool bad, Scores<S>& scores,
+                                     Published<S>& published) {
+  const int lane = thread.lane;
   float* const all = &scores[0][0][0];
 #pragma unroll
   for (int n = 0; n < S::kRowTiles; ++n) {
@@ -137,15 +137,13 @@ __device__ inline void PublishScores(const DecodeArgs& args, const UnitView& uni
       for (int j = 0; j < 4; ++j) scores[m][n][j] *= scale[j % 2];
     }
   }
-  if (args.params.soft_cap != 0.0f) {
-    const float inverse = 2.0f * kLog2E / args.params.soft_cap;
+  if (args.cap != 0.0f) {
 #pragma unroll
     for (int i = 0; i < S::kKeyTiles * S::kRowTiles * 4; ++i) {  // cap * tanh(score / cap), in units of log2
-      const float tanh = 1.0f - __fdividef(2.0f, Exp2(all[i] * inverse) + 1.0f);
-      all[i] = args.params.soft_cap * kLog2E * tanh;
+      all[i] = args.cap * (1.0f - __fdividef(2.0f, Exp2(all[i] * args.cap_inverse) + 1.0f));
     }
   }
-  if (left + unit.hidden_by_end < S::kTileKeys || args.window > 0) MaskScores<S>(args, unit, left, scores);
+  if (left + unit.hidden_by_end < S::kTileKeys || args.window > 0) MaskScores<S>(args, unit, lane, left, scores);
 #pragma unroll
   for (int n = 0; n < S::kRowTiles; ++n) {
 #pragma unroll
@@ -153,7 +151,7 @@ __device__ inline void PublishScores(const DecodeArgs& args, const UnitView& uni
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
         const int row = 8 * n + lane % 4 * 2 + j % 2;
-        published.scores[warp * S::kKeyTiles + m][row][Published<S>::Place(row, lane / 4 + j / 2 * 8)] =
+        published.scores[thread.warp * S::kKeyTiles + m][row][Published<S>::Place(row, lane / 4 + j / 2 * 8)] =
             bad ? NAN : scores[m][n][j];
       }
     }
@@ -181,10 +179,9 @@ struct Running {
   }
 
   // The column of tile `tile` of this warp's.
-  __device__ static int Column(int tile, int half) {
-    const int g = static_cast<int>(threadIdx.x % 32 / 4);
-    const int warp = static_cast<int>(threadIdx.x / 32);
-    return 16 * (warp * S::kOwnTiles + tile) + (S::kFloat8 ? 2 * g + half : g + 8 * half);
+  __device__ static int Column(const Thread& thread, int tile, int half) {
+    const int g = thread.lane / 4;
+    return 16 * (thread.warp * S::kOwnTiles + tile) + (S::kFloat8 ? 2 * g + half : g + 8 * half);
   }
 
   // Where this warp's columns of a tile of values are, in the order of AddStep.
@@ -192,20 +189,20 @@ struct Running {
   struct ValueOffsets {
     uint32_t at[kPairs];
 
-    __device__ ValueOffsets() {
-      const int warp = static_cast<int>(threadIdx.x / 32);
+    __device__ explicit ValueOffsets(const Thread& thread) {
 #pragma unroll
       for (int i = 0; i < kPairs; ++i) {
-        const int tile = warp * S::kOwnTiles + (S::kFloat8 ? 2 * i : i);
-        at[i] = PairAddress<S>(ValueOffset<S>(), S::kFloat8 ? tile / 2 : tile);
+        const int tile = thread.warp * S::kOwnTiles + (S::kFloat8 ? 2 * i : i);
+        at[i] = PairAddress<S>(ValueOffset<S>(thread.lane), S::kFloat8 ? tile / 2 : tile);
       }
     }
   };
 
   // Adds a step of the block. `values`: its first tile's place; the others follow.
-  __device__ void AddStep(const Published<S>& published, uint32_t values, const ValueOffsets& offsets) {
+  __device__ void AddStep(const Published<S>& published, uint32_t values, const ValueOffsets& offsets,
+                          const Thread& thread) {
     using T = typename S::Operand;
-    const int lane = static_cast<int>(threadIdx.x % 32);
+    const int lane = thread.lane;
     // Of row g, keys 2t, 2t + 1, 2t + 8 and 2t + 9 of each tile.
     constexpr int kTiles = S::kWarps * S::kKeyTiles;
     float weights[kTiles][S::kRowTiles][4];
@@ -268,7 +265,7 @@ struct Running {
         LoadMatrix4Transposed(v, values + tile * 16 * S::kRowBytes + offsets.at[pair]);
         if constexpr (S::kFloat8) {
           // With one tile for a warp, it is the second of its pair for every other warp.
-          const bool second = S::kOwnTiles == 1 && threadIdx.x / 32 % 2 == 1;
+          const bool second = S::kOwnTiles == 1 && thread.warp % 2 == 1;
 #pragma unroll
           for (int i = 0; i < (S::kOwnTiles == 1 ? 1 : 2); ++i) {
             // Of two keys two columns each; the keys of a column shall stand side by side.
