@@ -13,8 +13,8 @@ namespace xla_gpu::decode {
 
 inline constexpr float kLog2E = 1.4426950408889634f;
 inline constexpr int kMaxChunks = 64;   // of a unit
-inline constexpr int kGroupChunks = 8;  // chunks that are merged first among themselves
-inline constexpr int kMaxGroups = kMaxChunks / kGroupChunks;
+inline constexpr int kMaxGroups = 8;    // of chunks, which are merged first among themselves
+inline constexpr int kGroupChunks = kMaxChunks / kMaxGroups;        // of a group, at most
 inline constexpr int kWorkerSlots = kGroupChunks + kMaxGroups + 2;  // partial results that a worker leaves: see SlotOf
 inline constexpr int kSlotPadding = 4;  // floats behind a row's output: its softmax, and room so that rows are aligned
 inline constexpr int kMaxSms = 152;     // for which the scratch is laid out
@@ -36,7 +36,6 @@ struct DecodeArgs {
   int slot_rows;           // rows of a partial result in the scratch
   uint32_t slot_row;       // how long they are, counted in four floats
   bool few;                // a slot for each chunk of each unit; else kWorkerSlots for each worker
-  int few_units;           // then: units of all kv heads, at most
   bool fill_unowned;       // write the rows that no sequence owns
   bool wait_first;         // the kernel before may still write what is read
   int window;              // sliding_window, or 0 where it hides nothing
@@ -107,7 +106,6 @@ inline DecodeArgs MakeArgs(const PagedAttentionParams& params, const Layout& lay
   static_assert(kSlotPadding == 4);
   args.slot_row = static_cast<uint32_t>((params.head_dim + kSlotPadding) / 4);
   args.few = layout.few;
-  args.few_units = layout.few ? static_cast<int>(layout.units) : 0;
   args.fill_unowned = params.num_tokens <= kMaxDecodeRows;
   const bool hides = params.sliding_window < std::min(params.pages_per_seq * params.page_size, int64_t{1} << 31);
   args.window = hides ? static_cast<int>(params.sliding_window) : 0;

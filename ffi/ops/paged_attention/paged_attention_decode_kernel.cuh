@@ -211,7 +211,7 @@ class Worker {
     for (int i = static_cast<int>(threadIdx.x); i < rows * columns; i += S::kThreads) {
       const int row = place.row_tile * S::kRows + i / columns;
       const RowPlace of = RowPlace::Of(args_, entry.q_begin, place.kv_head, row);
-      StoreRow(args_, of, RowEnd::Of(args_, of.head), i % columns * 4, nothing);
+      StoreRow(args_, RowStore::Of(args_, of), i % columns * 4, nothing);
     }
   }
 
@@ -221,7 +221,8 @@ class Worker {
                           Running<S>& group, Running<S>& whole) {
     const PlanEntry& entry = *share.entry;
     const UnitPlace& place = share.place;
-    const int first = chunk / kGroupChunks * kGroupChunks;
+    const int index = entry.GroupOf(chunk);
+    const int first = index * entry.group_chunks;
     const bool share_ends = chunk == share.end - 1;
     const bool has_group_begin = share.begin <= first;
     const bool has_unit_begin = share.begin == 0;
@@ -238,7 +239,7 @@ class Worker {
       }
       left = group;
       from = first;
-      if (chunk != min(first + kGroupChunks, entry.chunks) - 1) {
+      if (chunk != min(first + entry.group_chunks, int{entry.chunks}) - 1) {
         if (!share_ends) return;
         and_whole = has_unit_begin && first > 0;
       } else if (has_unit_begin) {
@@ -257,7 +258,7 @@ class Worker {
     while (true) {
       const unsigned slot =
           few ? SlotOfFew(UnitIndex(args_, entry.q_begin, place), chunk)
-              : SlotOf(from, blockIdx.y * gridDim.x + blockIdx.x, has_unit_begin, has_group_begin);
+              : SlotOf(blockIdx.y * gridDim.x + blockIdx.x, from == 0, has_unit_begin, has_group_begin, index, chunk - first);
       Leave(slot, thread, rows, left);
       if (!and_whole) return;
       and_whole = false;

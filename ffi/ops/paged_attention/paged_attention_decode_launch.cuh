@@ -12,6 +12,7 @@
 #include "ffi/common/cuda_status.h"
 #include "ffi/ops/paged_attention/paged_attention_decode_args.h"
 #include "ffi/ops/paged_attention/paged_attention_decode_combine.cuh"
+#include "ffi/ops/paged_attention/paged_attention_decode_combine_few.cuh"
 #include "ffi/ops/paged_attention/paged_attention_decode_formats.h"
 #include "ffi/ops/paged_attention/paged_attention_decode_kernel.cuh"
 
@@ -26,15 +27,17 @@ struct Residency {
   bool dependent = false;  // the kernels' code is for sm_90 or above: the second may begin before the first ends
 };
 
-template <typename S, bool kFew>
-inline constexpr auto kCombineKernelOf = DecodeCombineKernel<S::kDim, S::kBlockKeys, S::kRows, kFew>;
+template <typename S>
+inline constexpr auto kCombineKernelOf = DecodeCombineKernel<S::kDim, S::kBlockKeys, S::kRows>;
+template <typename S>
+inline constexpr auto kCombineFewKernelOf = DecodeCombineFewKernel<S::kDim, S::kBlockKeys, S::kRows>;
 
 template <typename S>
 Status FindResidency(int device, Residency* residency) {
   constexpr int kSplitBytes = static_cast<int>(sizeof(SplitShared<S>));
-  constexpr int kCombineBytes = static_cast<int>(sizeof(CombineShared<S::kDim, S::kBlockKeys, S::kRows>));
+  constexpr int kCombineBytes = static_cast<int>(sizeof(CombineShared<S::kBlockKeys, S::kRows>));
   cudaFuncAttributes code;
-  XLA_GPU_RETURN_IF_CUDA(cudaFuncGetAttributes(&code, kCombineKernelOf<S, false>));
+  XLA_GPU_RETURN_IF_CUDA(cudaFuncGetAttributes(&code, kCombineKernelOf<S>));
   residency->dependent = code.ptxVersion >= 90;
   residency->deep = CodeIsDeep(code.ptxVersion * 10);
   if (residency->deep != S::kDeep) {
@@ -51,15 +54,14 @@ Status FindResidency(int device, Residency* residency) {
   }
   XLA_GPU_RETURN_IF_CUDA(
       cudaFuncSetAttribute(DecodeSplitKernel<S>, cudaFuncAttributeMaxDynamicSharedMemorySize, kSplitBytes));
-  for (const auto kernel : {kCombineKernelOf<S, false>, kCombineKernelOf<S, true>}) {
-    XLA_GPU_RETURN_IF_CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kCombineBytes));
-  }
+  XLA_GPU_RETURN_IF_CUDA(
+      cudaFuncSetAttribute(kCombineKernelOf<S>, cudaFuncAttributeMaxDynamicSharedMemorySize, kCombineBytes));
   XLA_GPU_RETURN_IF_CUDA(
       cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, DecodeSplitKernel<S>, S::kThreads, kSplitBytes));
   residency->sms = sms;
   residency->workers = std::min(sms, kMaxSms) * std::clamp(blocks, 1, kDecodeBlocksPerSm);
   // All want the same of L1 as shared memory: an SM does not change it while it is busy.
-  for (const auto kernel : {DecodeSplitKernel<S>, kCombineKernelOf<S, false>, kCombineKernelOf<S, true>}) {
+  for (const auto kernel : {DecodeSplitKernel<S>, kCombineKernelOf<S>, kCombineFewKernelOf<S>}) {
     XLA_GPU_RETURN_IF_CUDA(
         cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared));
   }
@@ -99,11 +101,16 @@ Status LaunchShape(const PagedAttentionParams& params, const Layout& layout, Str
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attribute.val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config = {};
-  // At most so many rows are to be merged: of a unit for each boundary between teams.
-  const int64_t jobs = args.few ? layout.units : std::min<int64_t>(args.teams - 1, layout.units) * args.heads;
-  config.gridDim = dim3(static_cast<unsigned>(std::clamp<int64_t>(jobs * layout.slot_rows, 1, residency.sms)));
-  config.blockDim = dim3(kCombineThreads);
-  config.dynamicSmemBytes = sizeof(CombineShared<S::kDim, S::kBlockKeys, S::kRows>);
+  if (args.few) {
+    config.gridDim = dim3(static_cast<unsigned>(layout.units * layout.slot_rows));
+    config.blockDim = dim3(kCombineFewThreads);
+  } else {
+    // At most so many rows are to be merged, each by a warp: of a unit for each boundary between teams.
+    const int64_t rows = std::min<int64_t>(args.teams - 1, layout.units) * args.heads * layout.slot_rows;
+    config.gridDim = dim3(static_cast<unsigned>(std::clamp<int64_t>(rows, 1, residency.sms)));
+    config.blockDim = dim3(kCombineThreads);
+    config.dynamicSmemBytes = sizeof(CombineShared<S::kBlockKeys, S::kRows>);
+  }
   config.stream = stream;
   config.attrs = &attribute;
   config.numAttrs = residency.dependent ? 1 : 0;
@@ -112,7 +119,7 @@ Status LaunchShape(const PagedAttentionParams& params, const Layout& layout, Str
   split.blockDim = dim3(S::kThreads);
   split.dynamicSmemBytes = sizeof(SplitShared<S>);
   XLA_GPU_RETURN_IF_CUDA(cudaLaunchKernelEx(&split, DecodeSplitKernel<S>, args));
-  XLA_GPU_RETURN_IF_CUDA(cudaLaunchKernelEx(&config, args.few ? kCombineKernelOf<S, true> : kCombineKernelOf<S, false>, args));
+  XLA_GPU_RETURN_IF_CUDA(cudaLaunchKernelEx(&config, args.few ? kCombineFewKernelOf<S> : kCombineKernelOf<S>, args));
   return Status::Ok();
 }
 

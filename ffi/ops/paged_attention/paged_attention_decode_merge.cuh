@@ -45,6 +45,12 @@ __device__ inline float Merge(float first, float second, const MergeFactors& fac
 struct Partial {
   Softmax softmax;
   float4 out;
+
+  __device__ void Add(const Partial& other) {
+    const MergeFactors factors = MergeInto(softmax, other.softmax);
+    out = {Merge(out.x, other.out.x, factors), Merge(out.y, other.out.y, factors), Merge(out.z, other.out.z, factors),
+           Merge(out.w, other.out.w, factors)};
+  }
 };
 
 // Merges up to eight partial results of a row from left to right, as MergeInto does one after the other, but that the
@@ -64,18 +70,23 @@ class MergeChain {
     second_ = Exp2(part.max - shift);
   }
 
-  // Of the first `count` parts, at least one.
+  // Of the first `count` parts. By all lanes of a warp, and without branches, which would cost more than they save.
   __device__ Partial Merge(const float4 (&outs)[8], int count) const {
     Partial all = {{0.0f, __shfl_sync(0xffffffffu, sum_, 0)}, outs[0]};
 #pragma unroll
     for (int i = 1; i < 8; ++i) {
-      if (i >= count) break;
       const MergeFactors factors = {__shfl_sync(0xffffffffu, first_, i), __shfl_sync(0xffffffffu, second_, i)};
-      all.softmax.sum = decode::Merge(all.softmax.sum, __shfl_sync(0xffffffffu, sum_, i), factors);
-      all.out = {decode::Merge(all.out.x, outs[i].x, factors), decode::Merge(all.out.y, outs[i].y, factors),
-                 decode::Merge(all.out.z, outs[i].z, factors), decode::Merge(all.out.w, outs[i].w, factors)};
+      const float sum = decode::Merge(all.softmax.sum, __shfl_sync(0xffffffffu, sum_, i), factors);
+      const float4 out = {decode::Merge(all.out.x, outs[i].x, factors), decode::Merge(all.out.y, outs[i].y, factors),
+                          decode::Merge(all.out.z, outs[i].z, factors), decode::Merge(all.out.w, outs[i].w, factors)};
+      const bool exists = i < count;
+      all.softmax.sum = exists ? sum : all.softmax.sum;
+      all.out.x = exists ? out.x : all.out.x;
+      all.out.y = exists ? out.y : all.out.y;
+      all.out.z = exists ? out.z : all.out.z;
+      all.out.w = exists ? out.w : all.out.w;
     }
-    all.softmax.max = __shfl_sync(0xffffffffu, max_, count - 1);
+    all.softmax.max = __shfl_sync(0xffffffffu, max_, max(count - 1, 0));
     return all;
   }
 
@@ -124,22 +135,34 @@ struct RowPlace {
   }
 };
 
-// Writes four columns of a finished row, and its log-sum-exp with the first ones, if `write`. Queries of 16 bits only.
-__device__ inline void StoreRow(const DecodeArgs& args, const RowPlace& place, const RowEnd& end, int column,
-                                const Partial& result, bool write = true) {
-  const PagedAttentionParams& params = args.params;
+// Where a row goes, and what belongs to its end.
+struct RowStore {
+  uint16_t* out;  // queries of 16 bits only
+  float* lse;     // null: not wanted
+  RowEnd end;
+
+  __device__ static RowStore Of(const DecodeArgs& args, const RowPlace& place) {
+    const PagedAttentionParams& params = args.params;
+    return {static_cast<uint16_t*>(params.out) + place.at * params.head_dim,
+            params.lse == nullptr ? nullptr : params.lse + place.at, RowEnd::Of(args, place.head)};
+  }
+};
+
+// Writes four columns of a finished row, and its log-sum-exp with the first ones, if `write`.
+__device__ inline void StoreRow(const DecodeArgs& args, const RowStore& store, int column, const Partial& result,
+                                bool write = true) {
   float lse;
-  const float factor = FinishRow(args, result.softmax, end, &lse);
+  const float factor = FinishRow(args, result.softmax, store.end, &lse);
   const float4 out = {result.out.x * factor, result.out.y * factor, result.out.z * factor, result.out.w * factor};
   uint2 packed;
-  if (params.dtype == DType::kBF16) {
+  if (args.params.dtype == DType::kBF16) {
     packed = {Pack<__nv_bfloat16>(out.x, out.y), Pack<__nv_bfloat16>(out.z, out.w)};
   } else {
     packed = {Pack<__half>(out.x, out.y), Pack<__half>(out.z, out.w)};
   }
   if (!write) return;
-  *reinterpret_cast<uint2*>(static_cast<uint16_t*>(params.out) + place.at * params.head_dim + column) = packed;
-  if (params.lse != nullptr && column == 0) params.lse[place.at] = lse;
+  *reinterpret_cast<uint2*>(store.out + column) = packed;
+  if (store.lse != nullptr && column == 0) *store.lse = lse;
 }
 
 // The scratch: slots of slot_rows rows, each its output and then its softmax.
@@ -163,15 +186,16 @@ __device__ inline unsigned UnitIndex(const DecodeArgs& args, int q_begin, const 
   return tile * static_cast<unsigned>(args.params.num_kv_heads) + place.kv_head;
 }
 
-// The slot of the partial result that worker `worker` leaves behind of a unit's chunks from `chunk` on: of the groups
-// from the unit's beginning on that it has whole, merged (chunk 0); of a group's chunks from its beginning on; or of
-// one chunk of a group whose beginning another worker has. has_unit_begin, has_group_begin: the worker has the first
-// chunk of the unit, of the chunk's group. It leaves at most one unit that it has begun, one group of it, and one unit
-// whose beginning it lacks.
-__device__ inline unsigned SlotOf(int chunk, unsigned worker, bool has_unit_begin, bool has_group_begin) {
-  const int index = has_unit_begin    ? kGroupChunks + kMaxGroups + (chunk == 0 ? 0 : 1)
-                    : has_group_begin ? kGroupChunks + chunk / kGroupChunks
-                                      : chunk % kGroupChunks;
+// The slot of a partial result that worker `worker` leaves behind of a unit: of the groups from the unit's beginning on
+// that it has whole, merged (at_unit_begin); of group `group`'s chunks from its beginning on; or of chunk `chunk` of a
+// group whose beginning another worker has. has_unit_begin, has_group_begin: the worker has the first chunk of the
+// unit, of the group. It leaves at most one unit that it has begun, one group of it, and one unit whose beginning it
+// lacks.
+__device__ inline unsigned SlotOf(unsigned worker, bool at_unit_begin, bool has_unit_begin, bool has_group_begin,
+                                  int group, int chunk) {
+  const int index = has_unit_begin    ? kGroupChunks + kMaxGroups + (at_unit_begin ? 0 : 1)
+                    : has_group_begin ? kGroupChunks + group
+                                      : chunk;
   return worker * kWorkerSlots + index;
 }
 // As above where there are few units: of one chunk.

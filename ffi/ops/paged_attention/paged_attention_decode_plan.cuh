@@ -17,12 +17,16 @@
 
 namespace xla_gpu::decode {
 
+// About 1 / x, for x > 0.
+__device__ inline float Inverse(unsigned x) {
+  float inverse;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(static_cast<float>(x)));
+  return inverse;
+}
 // x / by, rounded up, where that is below 128.
 __device__ inline int CeilSmall(unsigned x, unsigned by) {
-  float inverse;
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(static_cast<float>(by)));
   // Less than the quotient, by less than 2.
-  int quotient = static_cast<int>(static_cast<float>(x) * inverse);
+  int quotient = static_cast<int>(static_cast<float>(x) * Inverse(by));
   if (static_cast<unsigned>(quotient) * by < x) ++quotient;
   if (static_cast<unsigned>(quotient) * by < x) ++quotient;
   return quotient;
@@ -38,8 +42,9 @@ struct PlanEntry {
   int32_t blocks;  // of a chunk, each of kBlockKeys keys
   int32_t tiles;   // of rows, of a kv head
   uint8_t q_len;
-  uint8_t chunks;  // of a unit
-  bool valid;      // context_len is; if not, there are no keys
+  uint8_t chunks;        // of a unit
+  uint8_t group_chunks;  // of a group of these; the last one may have fewer
+  bool valid;            // context_len is; if not, there are no keys
 
   __device__ int Units(const DecodeArgs& args) const { return tiles * args.sets; }
   __device__ uint32_t End(const DecodeArgs& args) const { return begin + length * static_cast<unsigned>(Units(args)); }
@@ -47,6 +52,10 @@ struct PlanEntry {
   __device__ uint32_t Place(const DecodeArgs& args, int chunk) const {
     return static_cast<unsigned>(chunk * blocks) >> args.line_shift;
   }
+  __device__ int GroupOf(int chunk) const {  // exact for numbers as small as these
+    return static_cast<int>((static_cast<float>(chunk) + 0.5f) * Inverse(group_chunks));
+  }
+  __device__ int Groups() const { return GroupOf(chunks - 1) + 1; }
   // The first chunk that begins at `place` or behind it.
   __device__ int ChunkFrom(const DecodeArgs& args, uint32_t place) const {
     if (place >= length) return chunks;
@@ -92,6 +101,7 @@ __device__ inline PlanEntry MakePlanEntry(const DecodeArgs& args, bool owned, co
   const int chunks = CeilSmall(blocks, per_chunk);
   entry.blocks = static_cast<int>(per_chunk);
   entry.chunks = static_cast<uint8_t>(chunks);
+  entry.group_chunks = static_cast<uint8_t>((chunks + kMaxGroups - 1) / kMaxGroups);
   entry.tiles = static_cast<int>((q_len * args.group + kRows - 1) / kRows);
   entry.length = ((static_cast<unsigned>(chunks) * per_chunk - 1) >> args.line_shift) + 1;
   return entry;
