@@ -23,6 +23,7 @@ struct CombineShared {
   int rows_of_warp[kCombineWarps];
   // Where the partial results of a warp's row are in the scratch, in order. The highest bit: a group begins.
   uint32_t parts[kCombineWarps][kMaxChunks];
+  RowStore store[kCombineWarps];  // of a warp's row; for want of registers
   typename Plan<kBlockKeys, kRows>::Shared plan[kCombineWarps];
 };
 
@@ -74,13 +75,13 @@ class Merger {
       const unsigned row = i / of_row;
       const unsigned rest = i - row * of_row;
       const unsigned job = rest / static_cast<unsigned>(args_.heads);
-      RowStore store;
-      const int parts = Prepare(plan, shared_.jobs[job], static_cast<int>(rest - job * args_.heads),
-                                static_cast<int>(row), &store);
+      const int parts =
+          Prepare(plan, shared_.jobs[job], static_cast<int>(rest - job * args_.heads), static_cast<int>(row));
       if (parts == 0) continue;
+      const Batch first(shared_.parts[Warp()], 0, parts);
 #pragma unroll 1
       while (true) {
-        MergeRow(parts, store, rehearsal);
+        MergeRow(first, parts, rehearsal);
         if (!rehearsal) break;
         WaitForPreviousKernel();
         rehearsal = false;
@@ -138,20 +139,20 @@ class Merger {
   }
 
   // By a warp: lists the partial results of a job's row, and returns how many there are; 0 if there is no such row.
-  __device__ int Prepare(WarpPlan& plan, int second_team, int head, int row, RowStore* store) {
+  __device__ int Prepare(WarpPlan& plan, int second_team, int head, int row) {
     const uint32_t begin = plan.TeamBegin(second_team);
-    const PlanEntry& entry = *plan.Find(begin);
+    const PlanEntry& entry = plan.At(plan.Find(begin));
     const UnitPlace place =
         UnitPlace::Of(args_, entry, static_cast<int>((begin - entry.begin) / entry.length), head);
     const int unit_row = place.row_tile * kRows + row;
     if (unit_row >= entry.q_len * args_.group) return 0;
-    *store = RowStore::Of(args_, RowPlace::Of(args_, entry.q_begin, place.kv_head, unit_row));
     const auto owner_of = [&](int chunk) { return (place.begin + entry.Place(args_, chunk)) / plan.PerTeam(); };
     // The chunks whose groups stand merged in the place of the unit's first one.
     const int owned = entry.ChunkFrom(args_, begin - place.begin);
     const int merged = owned == 0 ? 0 : entry.GroupOf(owned) * entry.group_chunks;
     int parts = 0;
     __syncwarp();  // what stood there is no longer read
+    shared_.store[Warp()] = RowStore::Of(args_, RowPlace::Of(args_, entry.q_begin, place.kv_head, unit_row));
 #pragma unroll 1
     for (int base = 0; base < entry.chunks; base += 32) {
       const int chunk = base + Lane();
@@ -175,35 +176,55 @@ class Merger {
     return parts;
   }
 
-  // By a warp: merges a row's partial results and writes it. In rehearsal nothing is read or written.
-  __device__ void MergeRow(int parts, const RowStore& store, bool rehearsal) const {
+  // Partial results that are fetched at once.
+  struct Batch {
+    uint32_t place;                  // lane i: of the i-th
+    uint32_t column[kCombineParts];  // of this lane's first columns of each
+    unsigned groups;                 // a bit for each that begins a group
+
+    // Those of the warp's list from `begin` on. Past its end the last one again.
+    __device__ Batch(const uint32_t* list, int begin, int parts) {
+      const uint32_t mine = list[min(begin + Lane() % kCombineParts, parts - 1)];
+      place = mine & ~(1u << 31);
+#pragma unroll
+      for (int i = 0; i < kCombineParts; ++i) {
+        column[i] = __shfl_sync(0xffffffffu, place, i) + static_cast<unsigned>(Lane());
+      }
+      groups = __ballot_sync(0xffffffffu, mine >> 31 != 0);
+    }
+  };
+
+  // By a warp: merges a row's partial results, of which `batch` are the first ones, and writes it. In rehearsal nothing
+  // is read or written.
+  __device__ void MergeRow(Batch batch, int parts, bool rehearsal) const {
     const int head_dim = static_cast<int>(args_.params.head_dim);
+    const uint32_t* const list = shared_.parts[Warp()];
 #pragma unroll 1
     for (int base = 0; base < kDim; base += 128) {
       const int column = base + Lane() * 4;
+      const bool read = column < head_dim && !rehearsal;
+      if (base > 0) batch = Batch(list, 0, parts);
       PartSums sums;
 #pragma unroll 1
-      for (int begin = 0; begin < parts; begin += kCombineParts) {
-        // Lane i knows of the i-th.
-        const uint32_t mine = shared_.parts[Warp()][min(begin + Lane() % kCombineParts, parts - 1)];
-        const Softmax softmax = LoadSoftmax(Scratch::SoftmaxOf(args_, mine & ~(1u << 31)), !rehearsal);
+      for (int left = parts;;) {
+        const Softmax softmax = LoadSoftmax(Scratch::SoftmaxOf(args_, batch.place), !rehearsal);
         float4 outs[kCombineParts];
 #pragma unroll
         for (int i = 0; i < kCombineParts; ++i) {
-          const uint32_t place = (__shfl_sync(0xffffffffu, mine, i) & ~(1u << 31)) + static_cast<unsigned>(column / 4);
-          outs[i] = LoadColumns(Scratch::Out(args_, place), begin + i < parts && column < head_dim && !rehearsal);
+          outs[i] = LoadColumns(Scratch::Out(args_, batch.column[i] + static_cast<unsigned>(base / 4)), read);
         }
-        const unsigned groups = __ballot_sync(0xffffffffu, mine >> 31 != 0);
 #pragma unroll
         for (int i = 0; i < kCombineParts; ++i) {
           const Partial part = {{__shfl_sync(0xffffffffu, softmax.max, i), __shfl_sync(0xffffffffu, softmax.sum, i)},
                                 outs[i]};
-          if (begin + i < parts) sums.Add(part, (groups >> i & 1) != 0);
+          if (i < left) sums.Add(part, (batch.groups >> i & 1) != 0);
         }
-        if (rehearsal) break;
+        left -= kCombineParts;
+        if (left <= 0 || rehearsal) break;
+        batch = Batch(list, parts - left, parts);
       }
       sums.CloseGroup();
-      if (column < head_dim) StoreRow(args_, store, column, sums.unit, !rehearsal);
+      if (column < head_dim) StoreRow(args_, shared_.store[Warp()], column, sums.unit, !rehearsal);
     }
   }
 
@@ -224,7 +245,7 @@ __device__ inline void FillRowsOfNoSequence(const DecodeArgs& args) {
 // Merges what the workers have left behind. A block for each SM, which finds room beside those of the kernel before
 // (96 registers for each thread are left there), and knows what to do when it ends.
 template <int kDim, int kBlockKeys, int kRows>
-__global__ void __maxnreg__(96) DecodeCombineKernel(const __grid_constant__ DecodeArgs args) {
+__global__ void __maxnreg__(104) DecodeCombineKernel(const __grid_constant__ DecodeArgs args) {
   extern __shared__ __align__(16) char dynamic_shared[];
   AllowDependentLaunch();  // of the prefill path
   FillRowsOfNoSequence(args);

@@ -127,7 +127,7 @@ class FewMerger {
 };
 
 template <int kDim, int kBlockKeys, int kRows>
-__global__ void __maxnreg__(96) DecodeCombineFewKernel(const __grid_constant__ DecodeArgs args) {
+__global__ void __maxnreg__(104) DecodeCombineFewKernel(const __grid_constant__ DecodeArgs args) {
   using M = FewMerger<kDim, kBlockKeys, kRows>;
   __shared__ typename M::Shared shared;
   AllowDependentLaunch();  // of the prefill path

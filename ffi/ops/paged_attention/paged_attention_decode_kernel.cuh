@@ -16,8 +16,9 @@ using DecodePlan = Plan<S::kBlockKeys, S::kRows>;
 
 // What a worker computes of a unit: chunks [begin, end), which are the keys [begin_key, end_key).
 struct Share {
-  const PlanEntry* entry;  // in shared memory
-  int unit;                // of the entry
+  PlanEntry entry;
+  int index;  // of the entry in the plan's window
+  int unit;   // of the entry
   UnitPlace place;
   int sequence;
   int begin;
@@ -57,11 +58,12 @@ class Worker {
     if (begin >= end) return;
     shared_.end[threadIdx.x / 32] = end;
     Share& share = shared_.share[threadIdx.x / 32];
-    const PlanEntry* const entry = plan_.Find(begin);
-    const uint32_t into = begin - entry->begin;
-    const int unit = into < entry->length ? 0 : static_cast<int>(into / entry->length);
+    const int index = plan_.Find(begin);
+    const PlanEntry& entry = plan_.At(index);
+    const uint32_t into = begin - entry.begin;
+    const int unit = into < entry.length ? 0 : static_cast<int>(into / entry.length);
     // A chunk that began before belongs to another team.
-    bool more = SetShare(entry, unit, entry->ChunkFrom(args_, into - static_cast<unsigned>(unit) * entry->length));
+    bool more = SetShare(index, unit, entry.ChunkFrom(args_, into - static_cast<unsigned>(unit) * entry.length));
     while (more) {
       if (share.begin < share.end) RunShare(share);
       more = Next(share);
@@ -80,33 +82,35 @@ class Worker {
 
   // Sets the share that begins with a unit's chunk `begin`, of which there may be none. False if that is another
   // worker's.
-  __device__ bool SetShare(const PlanEntry* entry, int unit, int begin) {
+  __device__ bool SetShare(int index, int unit, int begin) {
+    const PlanEntry entry = plan_.At(index);
     const uint32_t line_end = shared_.end[threadIdx.x / 32];
-    const UnitPlace place = UnitPlace::Of(args_, *entry, unit, static_cast<int>(blockIdx.x));
-    if (place.begin + entry->Place(args_, begin) >= line_end) return false;
-    const int end = entry->ChunkFrom(args_, line_end - place.begin);
-    const int chunk_keys = entry->blocks * S::kBlockKeys;
+    const UnitPlace place = UnitPlace::Of(args_, entry, unit, static_cast<int>(blockIdx.x));
+    if (place.begin + entry.Place(args_, begin) >= line_end) return false;
+    const int end = entry.ChunkFrom(args_, line_end - place.begin);
+    const int chunk_keys = entry.blocks * S::kBlockKeys;
     shared_.share[threadIdx.x / 32] = {
         entry,
+        index,
         unit,
         place,
-        plan_.SequenceOf(entry),
+        plan_.SequenceOf(index),
         begin,
         end,
-        entry->first_key + begin * chunk_keys,
-        end == entry->chunks ? entry->end_key : entry->first_key + end * chunk_keys};
+        entry.first_key + begin * chunk_keys,
+        end == entry.chunks ? entry.end_key : entry.first_key + end * chunk_keys};
     return true;
   }
   // Sets that of the next unit. False if it is another worker's, or there is none.
   __device__ bool Next(const Share& share) {
-    const PlanEntry* entry = share.entry;
+    int index = share.index;
     int unit = share.unit + 1;
-    if (unit == entry->Units(args_)) {
-      if (entry->End(args_) >= shared_.end[threadIdx.x / 32]) return false;
-      entry = plan_.Next(entry);
+    if (unit == share.entry.Units(args_)) {
+      if (share.entry.End(args_) >= shared_.end[threadIdx.x / 32]) return false;
+      index = plan_.Next(index);
       unit = 0;
     }
-    return SetShare(entry, unit, 0);
+    return SetShare(index, unit, 0);
   }
 
   // Of the warp's tile of the share's first step, the keys from its first one on; may be negative.
@@ -119,7 +123,7 @@ class Worker {
 
   __device__ void RunShare(const Share& share) {
     const PagedAttentionParams& params = args_.params;
-    const PlanEntry& entry = *share.entry;
+    const PlanEntry& entry = share.entry;
     if (entry.end_key == entry.first_key) return StoreConstant(entry, share.place);
     // Each warp has a tile of every block of keys. Past the last key it fetches that key again, and takes its scores
     // away. Its pages are looked up first: all else waits for them.
@@ -219,7 +223,7 @@ class Worker {
   // the groups of a unit so far. What nobody else here will merge is left behind, or written if it is all.
   __device__ void Collect(const Share& share, const Thread& thread, int chunk, const Running<S>& running,
                           Running<S>& group, Running<S>& whole) {
-    const PlanEntry& entry = *share.entry;
+    const PlanEntry& entry = share.entry;
     const UnitPlace& place = share.place;
     const int index = entry.GroupOf(chunk);
     const int first = index * entry.group_chunks;
@@ -347,7 +351,7 @@ __device__ inline void FetchConstants(const Params& params) {
 }
 
 template <typename S>
-__global__ void __maxnreg__(S::kDim <= 128 && S::kRowTiles == 1 ? 160 : 255)
+__global__ void __maxnreg__(S::kDim <= 128 && S::kRowTiles == 1 ? 152 : 255)
     DecodeSplitKernel(const __grid_constant__ DecodeArgs args) {
 #ifdef __CUDA_ARCH__
   // Code that is never launched is not to be compiled.

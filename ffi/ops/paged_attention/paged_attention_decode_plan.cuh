@@ -176,13 +176,14 @@ class Plan {
   __device__ uint32_t PerTeam() const { return per_team_; }
   __device__ uint32_t TeamBegin(int team) const { return static_cast<unsigned>(team) * per_team_; }
 
-  // The entry that holds `position` < Total().
-  __device__ const PlanEntry* Find(uint32_t position) {
+  __device__ const PlanEntry& At(int index) const { return shared_.entries[index]; }
+  // The entry of the window that holds `position` < Total(), after a change of the window if need be.
+  __device__ int Find(uint32_t position) {
     if (position < begin_) FirstWindow();
     while (position >= end_) NextWindow();
     const PlanEntry& mine = shared_.entries[Lane()];
     const unsigned before = __ballot_sync(0xffffffffu, mine.chunks > 0 && mine.begin <= position);
-    return shared_.entries + (31 - __clz(static_cast<int>(before)));
+    return 31 - __clz(static_cast<int>(before));
   }
   // As above of the window, by each lane for itself: `position` lies in it.
   __device__ const PlanEntry& Search(uint32_t position) const {
@@ -193,12 +194,12 @@ class Plan {
     }
     return shared_.entries[low];
   }
-  // The next entry with chunks, which must exist.
-  __device__ const PlanEntry* Next(const PlanEntry* entry) {
-    unsigned behind = 0xfffffffeu << (entry - shared_.entries);
+  // The next entry with chunks, which must exist, likewise.
+  __device__ int Next(int index) {
+    unsigned behind = 0xfffffffeu << index;
     while (true) {
       const unsigned found = __ballot_sync(0xffffffffu, shared_.entries[Lane()].chunks > 0) & behind;
-      if (found != 0) return shared_.entries + (__ffs(static_cast<int>(found)) - 1);
+      if (found != 0) return __ffs(static_cast<int>(found)) - 1;
       NextWindow();
       behind = 0xffffffffu;
     }
@@ -212,9 +213,7 @@ class Plan {
   }
   __device__ void NextWindow() { LoadWindow(window_ + 32, end_); }
 
-  __device__ int SequenceOf(const PlanEntry* entry) const {
-    return window_ + static_cast<int>(entry - shared_.entries);
-  }
+  __device__ int SequenceOf(int index) const { return window_ + index; }
 
  private:
   __device__ static int Lane() { return static_cast<int>(threadIdx.x % 32); }
