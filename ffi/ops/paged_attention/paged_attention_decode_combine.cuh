@@ -181,6 +181,7 @@ class Merger {
     uint32_t place;                  // lane i: of the i-th
     uint32_t column[kCombineParts];  // of this lane's first columns of each
     unsigned groups;                 // a bit for each that begins a group
+    bool flat;                       // these are all, and all do
 
     // Those of the warp's list from `begin` on. Past its end the last one again.
     __device__ Batch(const uint32_t* list, int begin, int parts) {
@@ -191,6 +192,7 @@ class Merger {
         column[i] = __shfl_sync(0xffffffffu, place, i) + static_cast<unsigned>(Lane());
       }
       groups = __ballot_sync(0xffffffffu, mine >> 31 != 0);
+      flat = groups == 0xffffffffu && parts <= kCombineParts;
     }
   };
 
@@ -212,6 +214,10 @@ class Merger {
 #pragma unroll
         for (int i = 0; i < kCombineParts; ++i) {
           outs[i] = LoadColumns(Scratch::Out(args_, batch.column[i] + static_cast<unsigned>(base / 4)), read);
+        }
+        if (batch.flat) {
+          sums.unit = MergeChain(softmax).Merge(outs, parts);
+          break;
         }
 #pragma unroll
         for (int i = 0; i < kCombineParts; ++i) {

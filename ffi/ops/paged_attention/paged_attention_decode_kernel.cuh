@@ -67,6 +67,7 @@ class Worker {
     while (more) {
       if (share.begin < share.end) RunShare(share);
       more = Next(share);
+      if (more) __syncthreads();  // what the next unit overwrites is no longer read
     }
   }
 
@@ -204,7 +205,6 @@ class Worker {
       of_chunk = unit.entry->blocks;
       ++chunk;
     }
-    __syncthreads();  // what the next unit overwrites is no longer read
   }
 
   // The rows of a sequence without keys: 0, or NaN if it is not valid.

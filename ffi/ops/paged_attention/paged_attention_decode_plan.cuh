@@ -161,7 +161,7 @@ class Plan {
       gap_ = lengths.Gap();
       window_ = 0;
       begin_ = 0;
-      end_ = Place(args, shared, entry, gap_, 0);
+      end_ = Place(args, shared, entry, live_, gap_, 0);
       SetPerTeam(end_, lengths);
     } else {
       const Extent all = Measure(args, live_);
@@ -261,7 +261,7 @@ class Plan {
   }
   __device__ __noinline__ static uint32_t PlaceWindow(const DecodeArgs& args, Shared& shared, int live, bool in_order,
                                                       int window, uint32_t gap, uint32_t begin) {
-    return Place(args, shared, EntryOf(args, window + Lane(), live, in_order), gap, begin);
+    return Place(args, shared, EntryOf(args, window + Lane(), live, in_order), min(live - window, 32), gap, begin);
   }
 
   __device__ static PlanEntry EntryOf(const DecodeArgs& args, int sequence, int live, bool in_order) {
@@ -270,22 +270,23 @@ class Plan {
     return MakePlanEntry<kBlockKeys, kRows>(args, owned, Metadata::Load(args, sequence));
   }
 
-  // Gives the window's entries, one of each lane, their places on the line from `begin` on. Returns where they end.
-  __device__ static uint32_t Place(const DecodeArgs& args, Shared& shared, PlanEntry entry, uint32_t gap,
+  // Gives the window's entries, one of each lane, of which the first `live` are, their places on the line from `begin`
+  // on. Returns where they end.
+  __device__ static uint32_t Place(const DecodeArgs& args, Shared& shared, PlanEntry entry, int live, uint32_t gap,
                                    uint32_t begin) {
     entry.length += gap;
     const uint32_t length = entry.End(args);  // its `begin` is 0
     uint32_t sum = length;
-#pragma unroll
-    for (int i = 1; i < 32; i *= 2) {
+#pragma unroll 1
+    for (int i = 1; i < live; i *= 2) {  // none for one sequence
       const uint32_t before = __shfl_up_sync(0xffffffffu, sum, i);
       if (Lane() >= i) sum += before;
     }
-    entry.begin = begin + sum - length;
+    entry.begin = Lane() < live ? begin + sum - length : ~0u;  // behind all that is looked for
     __syncwarp();  // the last window is no longer read
     shared.entries[Lane()] = entry;
     __syncwarp();
-    return begin + __shfl_sync(0xffffffffu, sum, 31);
+    return begin + __shfl_sync(0xffffffffu, sum, max(live - 1, 0));
   }
 
   __device__ void LoadWindow(int window, uint32_t begin) {

@@ -247,8 +247,8 @@ __device__ void RunPrefillTile(const PagedAttentionParams& params, char* shared)
   unsigned total = 0;
   PrefillTile tile;
   const bool has_tile = schedule.Find(blockIdx.x, &tile, &total);
-  // All blocks wait: when this kernel has ended, so has the decode path, if that came first.
-  WaitForPreviousKernel();
+  // One block without a tile is enough to wait: when this kernel has ended, so has the decode path, if that came first.
+  if (has_tile || blockIdx.x == 0) WaitForPreviousKernel();
   if (!has_tile) {
     FillUnownedRows<T>(params, blockIdx.x - total, gridDim.x - total);
     return;

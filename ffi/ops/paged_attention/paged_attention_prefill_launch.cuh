@@ -150,9 +150,13 @@ Status TryLaunchPrefillTma(const PagedAttentionParams& params, Stream stream, bo
                   static_cast<unsigned>(std::max<int64_t>(1, (params.max_seqs + kSequences - 1) / kSequences)));
   PrefillLaunch launch(grid, Kernel::kThreads, Kernel::kSharedBytes, stream);
   if (Status status = launch(true, kernel, tma); !status.ok() || scratch.max_apart == 0) return status;
+  const auto merge_kernel = PrefillMergeKernel<typename Kernel::Element, Kernel::kHeadDim>;
+  // As the kernels before and behind: an SM that is to divide its memory otherwise has to be idle first.
+  XLA_GPU_RETURN_IF_CUDA(
+      cudaFuncSetAttribute(merge_kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared));
   PrefillLaunch merge(dim3(std::min(static_cast<unsigned>((scratch.rows + 3) / 4), 8 * processors)), kMergeThreads, 0,
                       stream);
-  return merge(true, PrefillMergeKernel<typename Kernel::Element, Kernel::kHeadDim>, params, tma.split, tma.partials);
+  return merge(true, merge_kernel, params, tma.split, tma.partials);
 }
 
 // The kernel for pages of whole groups of eight slots, by head_dim.

@@ -69,7 +69,8 @@ __global__ void __launch_bounds__(kMergeThreads)
       const int parts = __shfl_sync(~0u, my_parts, owner);
       const int begin = __shfl_sync(~0u, info.q_begin, owner) * static_cast<int>(params.num_heads);
       const int end = begin + __shfl_sync(~0u, info.q_len, owner) * static_cast<int>(params.num_heads);
-      if (!waited) WaitForPreviousKernel();
+      // One block is enough: when this kernel has ended, so has the one before.
+  if (!waited && blockIdx.x == 0) WaitForPreviousKernel();
       waited = true;
       for (int row = begin + warp; row < end; row += warps) {
         // NOTE: not through the cache for constants, since an earlier kernel has just written them.
@@ -103,8 +104,8 @@ __global__ void __launch_bounds__(kMergeThreads)
       }
     }
   }
-  // All blocks wait: when this kernel has ended, so has the one before.
-  if (!waited) WaitForPreviousKernel();
+  // One block is enough: when this kernel has ended, so has the one before.
+  if (!waited && blockIdx.x == 0) WaitForPreviousKernel();
 }
 
 }  // namespace xla_gpu

@@ -74,7 +74,8 @@ struct PrefillTma : PrefillTmaCopies<PrefillTmaBlock<T, kDim, kKeys, kConsumers,
 #if XLA_GPU_HAS_WGMMA
     if (threadIdx.x / 32 == 3) InitBarriers();
     // All blocks wait, also those without a tile: when this kernel has ended, so has the one before. Behind the decode
-    // path, which has waited for all that came before, they know by then whether they have one.
+    // path, which has waited for all that came before, they know by then whether they have one, and of those without
+    // one block is enough to wait: the others make room for the kernel behind.
     const bool behind_decode = DecodeComesFirst(params);
     if (!behind_decode) WaitForPreviousKernel();
     AllowDependentLaunch();  // of the kernel that puts parts together, or of the decode path
@@ -84,8 +85,9 @@ struct PrefillTma : PrefillTmaCopies<PrefillTmaBlock<T, kDim, kKeys, kConsumers,
                     *reinterpret_cast<typename Plan::Storage*>(shared + kPlanStart));
     const bool fill = few ? warp_plan.HasUnownedRows() : plan.HasUnownedRows();
     if (fill && blockIdx.y == 0) FillUnownedRows<T>(params, blockIdx.x, gridDim.x);
-    if (behind_decode) WaitForPreviousKernel();
-    if (few ? warp_plan.IsEmpty() : plan.IsEmpty()) return;
+    const bool empty = few ? warp_plan.IsEmpty() : plan.IsEmpty();
+    if (behind_decode && (!empty || (blockIdx.x == 0 && blockIdx.y == 0))) WaitForPreviousKernel();
+    if (empty) return;
     __syncthreads();
     // The same in all lanes of a warp, and known to the compiler to be.
     const int group = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / kGroupThreads, 0);
