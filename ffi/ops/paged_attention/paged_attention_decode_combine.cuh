@@ -11,7 +11,7 @@
 
 namespace xla_gpu::decode {
 
-inline constexpr int kCombineWarps = 8;
+inline constexpr int kCombineWarps = 4;
 inline constexpr int kCombineThreads = 32 * kCombineWarps;
 inline constexpr int kMaxTeams = kMaxSms * kDecodeBlocksPerSm;
 inline constexpr int kCombineParts = 8;  // partial results that a warp has in flight
@@ -248,8 +248,8 @@ __device__ inline void FillRowsOfNoSequence(const DecodeArgs& args) {
   }
 }
 
-// Merges what the workers have left behind. A block for each SM, which finds room beside those of the kernel before
-// (96 registers for each thread are left there), and knows what to do when it ends.
+// Merges what the workers have left behind. One or two blocks for each SM, which find room beside those of the kernel
+// before (registers of 104 for each thread are left there), and know what to do when it ends.
 template <int kDim, int kBlockKeys, int kRows>
 __global__ void __maxnreg__(104) DecodeCombineKernel(const __grid_constant__ DecodeArgs args) {
   extern __shared__ __align__(16) char dynamic_shared[];

@@ -107,7 +107,10 @@ Status LaunchShape(const PagedAttentionParams& params, const Layout& layout, Str
   } else {
     // At most so many rows are to be merged, each by a warp: of a unit for each boundary between teams.
     const int64_t rows = std::min<int64_t>(args.teams - 1, layout.units) * args.heads * layout.slot_rows;
-    config.gridDim = dim3(static_cast<unsigned>(std::clamp<int64_t>(rows, 1, residency.sms)));
+    // Where the prefill path comes behind, one block on each SM, which leaves registers for a small one of its.
+    const bool leave_room = params.num_tokens > kMaxDecodeRows && DecodeComesFirst(params);
+    const int64_t most = int64_t{residency.sms} * (leave_room ? 1 : 2);
+    config.gridDim = dim3(static_cast<unsigned>(std::clamp<int64_t>(rows, 1, most)));
     config.blockDim = dim3(kCombineThreads);
     config.dynamicSmemBytes = sizeof(CombineShared<S::kBlockKeys, S::kRows>);
   }

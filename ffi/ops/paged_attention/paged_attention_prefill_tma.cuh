@@ -383,7 +383,7 @@ struct PrefillTma : PrefillTmaCopies<PrefillTmaBlock<T, kDim, kKeys, kConsumers,
 };
 
 template <typename Kernel>
-__global__ void __launch_bounds__(XLA_GPU_HAS_WGMMA ? Kernel::kThreads : 32, 1)
+__global__ void __launch_bounds__(XLA_GPU_HAS_WGMMA ? Kernel::kRegisterThreads : 32, 1)
     PrefillTmaKernel(const __grid_constant__ PrefillTmaParams params) {
 #if XLA_GPU_HAS_WGMMA
   extern __shared__ __align__(1024) char shared[];
