@@ -85,6 +85,9 @@ case = cases.AttentionCase("first", ((1, 30), (12, 20)), num_heads=4, num_kv_hea
 arrays = cases.build(case).arrays()
 if door.framework == "jax": import jax
 else: import torch
+if door.name == "torch_xla-cuda":  # torch_xla's own start may hang with several threads: docs/reliability.md
+    import torch_xla
+    torch_xla.device()
 barrier, results = threading.Barrier(8), []
 def first():
     barrier.wait()

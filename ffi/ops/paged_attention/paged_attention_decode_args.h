@@ -17,6 +17,7 @@ inline constexpr int kMaxGroups = 8;    // of chunks, which are merged first amo
 inline constexpr int kGroupChunks = kMaxChunks / kMaxGroups;        // of a group, at most
 inline constexpr int kWorkerSlots = kGroupChunks + kMaxGroups + 2;  // partial results that a worker leaves: see SlotOf
 inline constexpr int kSlotPadding = 4;  // floats behind a row's output: its softmax, and room so that rows are aligned
+inline constexpr int kUnitGap = 2;      // on the line, behind a unit, where units are of several lengths
 inline constexpr int kMaxSms = 152;     // for which the scratch is laid out
 inline constexpr int kDecodeBlocksPerSm = 2;
 // With so few units a call is short: then all chunks' results are left one by one, and whoever merges them need not
@@ -155,7 +156,7 @@ inline void ShareOut(const Layout& layout, int block_keys, int workers, DecodeAr
   args->teams_magic = static_cast<uint32_t>((uint64_t{1} << 32) / static_cast<uint64_t>(args->teams) + 1);
   // The line is to be shorter than 2^30. Chunks are equal parts of a unit, rounded up to whole blocks; then comes a gap.
   const int64_t length = blocks + std::max<int64_t>(blocks / 32, 4);
-  while (units * ((length >> args->line_shift) + 2) >> 30 != 0 && args->line_shift < 30) ++args->line_shift;
+  while (units * ((length >> args->line_shift) + 1 + kUnitGap) >> 30 != 0 && args->line_shift < 30) ++args->line_shift;
 }
 
 }  // namespace xla_gpu::decode
