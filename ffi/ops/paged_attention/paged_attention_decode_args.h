@@ -12,9 +12,9 @@
 namespace xla_gpu::decode {
 
 inline constexpr float kLog2E = 1.4426950408889634f;
-inline constexpr int kMaxChunks = 64;   // of a unit
-inline constexpr int kMaxGroups = 8;    // of chunks, which are merged first among themselves
-inline constexpr int kGroupChunks = kMaxChunks / kMaxGroups;        // of a group, at most
+inline constexpr int kMaxChunks = 64;                         // of a unit
+inline constexpr int kMaxGroups = 8;                          // of chunks, which are merged first among themselves
+inline constexpr int kGroupChunks = kMaxChunks / kMaxGroups;  // of a group, at most
 inline constexpr int kWorkerSlots = kGroupChunks + kMaxGroups + 2;  // partial results that a worker leaves: see SlotOf
 inline constexpr int kSlotPadding = 4;  // floats behind a row's output: its softmax, and room so that rows are aligned
 inline constexpr int kUnitGap = 2;      // on the line, behind a unit, where units are of several lengths
@@ -26,28 +26,28 @@ inline constexpr int kFewUnits = 32;
 
 struct DecodeArgs {
   PagedAttentionParams params;
-  int group;               // query heads per kv head
-  int heads;               // kv heads of a set: blocks of a team
-  int sets;                // of kv heads
-  int teams;               // among which the chunks are shared out
-  uint32_t teams_magic;    // n * teams_magic >> 32 is n / teams, or one more
-  int line_shift;          // the line is measured in 2^line_shift blocks of keys
-  uint32_t max_context;    // the largest context_len that is valid
-  int tiles_per_token;     // row tiles that begin in a token's rows of a kv head, at most
-  int slot_rows;           // rows of a partial result in the scratch
-  uint32_t slot_row;       // how long they are, counted in four floats
-  bool few;                // a slot for each chunk of each unit; else kWorkerSlots for each worker
-  bool fill_unowned;       // write the rows that no sequence owns
-  bool wait_first;         // the kernel before may still write what is read
-  int window;              // sliding_window, or 0 where it hides nothing
-  float cap;               // soft_cap in units of log2; 0: none
-  float cap_inverse;       // 2 * log2(e) / soft_cap
-  int num_tokens;          // in 32 bits, as the next
+  int group;             // query heads per kv head
+  int heads;             // kv heads of a set: blocks of a team
+  int sets;              // of kv heads
+  int teams;             // among which the chunks are shared out
+  uint32_t teams_magic;  // 2 * n * teams_magic >> 32 is n / teams, or one more
+  int line_shift;        // the line is measured in 2^line_shift blocks of keys
+  uint32_t max_context;  // the largest context_len that is valid
+  int tiles_per_token;   // row tiles that begin in a token's rows of a kv head, at most
+  int slot_rows;         // rows of a partial result in the scratch
+  uint32_t slot_row;     // how long they are, counted in four floats
+  bool few;              // a slot for each chunk of each unit; else kWorkerSlots for each worker
+  bool fill_unowned;     // write the rows that no sequence owns
+  bool wait_first;       // the kernel before may still write what is read
+  int window;            // sliding_window, or 0 where it hides nothing
+  float cap;             // soft_cap in units of log2; 0: none
+  float cap_inverse;     // 2 * log2(e) / soft_cap
+  int num_tokens;        // in 32 bits, as the next
   int max_seqs;
   uint32_t pages_per_seq;
   uint32_t prefetch_pages;  // the page numbers that are brought into L2 beforehand
-  uint64_t stream_policy;  // kEvictFirst: as a parameter it stands in a uniform register
-  uint32_t slot_bytes;     // between neighbouring slots of the cache
+  uint64_t stream_policy;   // kEvictFirst: as a parameter it stands in a uniform register
+  uint32_t slot_bytes;      // between neighbouring slots of the cache
   uint32_t num_pages;
   uint32_t page_size;
   uint32_t page_magic;  // 2 * token * page_magic >> 32 + page_shift is token / page_size
@@ -151,10 +151,11 @@ inline void ShareOut(const Layout& layout, int block_keys, int workers, DecodeAr
   const int64_t units = layout.units / args->heads;
   const int64_t keys = std::min<int64_t>(params.pages_per_seq * params.page_size, INT32_MAX);
   const int64_t blocks = std::max<int64_t>((keys + block_keys - 1) / block_keys, 1);
-  args->teams = static_cast<int>(
-      std::clamp<int64_t>(units * std::min<int64_t>(blocks, kMaxChunks), 1, workers / args->heads));
-  args->teams_magic = static_cast<uint32_t>((uint64_t{1} << 32) / static_cast<uint64_t>(args->teams) + 1);
-  // The line is to be shorter than 2^30. Chunks are equal parts of a unit, rounded up to whole blocks; then comes a gap.
+  args->teams =
+      static_cast<int>(std::clamp<int64_t>(units * std::min<int64_t>(blocks, kMaxChunks), 1, workers / args->heads));
+  args->teams_magic = static_cast<uint32_t>(((int64_t{1} << 31) + args->teams - 1) / args->teams);
+  // The line is to be shorter than 2^30. Chunks are equal parts of a unit, rounded up to whole blocks; then comes a
+  // gap.
   const int64_t length = blocks + std::max<int64_t>(blocks / 32, 4);
   while (units * ((length >> args->line_shift) + 1 + kUnitGap) >> 30 != 0 && args->line_shift < 30) ++args->line_shift;
 }

@@ -142,8 +142,7 @@ class Merger {
   __device__ int Prepare(WarpPlan& plan, int second_team, int head, int row) {
     const uint32_t begin = plan.TeamBegin(second_team);
     const PlanEntry& entry = plan.At(plan.Find(begin));
-    const UnitPlace place =
-        UnitPlace::Of(args_, entry, static_cast<int>((begin - entry.begin) / entry.length), head);
+    const UnitPlace place = UnitPlace::Of(args_, entry, static_cast<int>((begin - entry.begin) / entry.length), head);
     const int unit_row = place.row_tile * kRows + row;
     if (unit_row >= entry.q_len * args_.group) return 0;
     const auto owner_of = [&](int chunk) { return (place.begin + entry.Place(args_, chunk)) / plan.PerTeam(); };
@@ -162,9 +161,8 @@ class Merger {
       const bool has_group_begin = owner == owner_of(first);
       // A part begins with each chunk, but for those whose owner has them merged with the group's first one.
       const bool begins = chunk < entry.chunks && (chunk < merged ? chunk == 0 : chunk == first || !has_group_begin);
-      const unsigned slot =
-          SlotOf(owner * static_cast<unsigned>(args_.heads) + static_cast<unsigned>(head), chunk == 0,
-                 static_cast<int>(owner) == second_team - 1, has_group_begin, group, chunk - first);
+      const unsigned slot = SlotOf(owner * static_cast<unsigned>(args_.heads) + static_cast<unsigned>(head), chunk == 0,
+                                   static_cast<int>(owner) == second_team - 1, has_group_begin, group, chunk - first);
       const unsigned found = __ballot_sync(0xffffffffu, begins);
       if (begins) {
         shared_.parts[Warp()][parts + __popc(found & ((1u << Lane()) - 1))] =

@@ -33,7 +33,7 @@ struct SplitShared {
   alignas(1024) char values[S::kRing][S::kWarps][S::kTileBytes];
   Published<S> published[2];  // of a step and the one before it, in turns
   typename DecodePlan<S>::Shared plan[S::kWarps];
-  Share share[S::kWarps];  // all warps know the same; here for want of registers
+  Share share[S::kWarps];   // all warps know the same; here for want of registers
   uint32_t end[S::kWarps];  // of the team's part of the line
 };
 
@@ -90,16 +90,15 @@ class Worker {
     if (place.begin + entry.Place(args_, begin) >= line_end) return false;
     const int end = entry.ChunkFrom(args_, line_end - place.begin);
     const int chunk_keys = entry.blocks * S::kBlockKeys;
-    shared_.share[threadIdx.x / 32] = {
-        entry,
-        index,
-        unit,
-        place,
-        plan_.SequenceOf(index),
-        begin,
-        end,
-        entry.first_key + begin * chunk_keys,
-        end == entry.chunks ? entry.end_key : entry.first_key + end * chunk_keys};
+    shared_.share[threadIdx.x / 32] = {entry,
+                                       index,
+                                       unit,
+                                       place,
+                                       plan_.SequenceOf(index),
+                                       begin,
+                                       end,
+                                       entry.first_key + begin * chunk_keys,
+                                       end == entry.chunks ? entry.end_key : entry.first_key + end * chunk_keys};
     return true;
   }
   // Sets that of the next unit. False if it is another worker's, or there is none.
@@ -260,9 +259,9 @@ class Worker {
     }
 #pragma unroll 1
     while (true) {
-      const unsigned slot =
-          few ? SlotOfFew(UnitIndex(args_, entry.q_begin, place), chunk)
-              : SlotOf(blockIdx.y * gridDim.x + blockIdx.x, from == 0, has_unit_begin, has_group_begin, index, chunk - first);
+      const unsigned slot = few ? SlotOfFew(UnitIndex(args_, entry.q_begin, place), chunk)
+                                : SlotOf(blockIdx.y * gridDim.x + blockIdx.x, from == 0, has_unit_begin,
+                                         has_group_begin, index, chunk - first);
       Leave(slot, thread, rows, left);
       if (!and_whole) return;
       and_whole = false;

@@ -241,8 +241,8 @@ class Plan {
     bool in_order;
   };
 
-  // NOTE: these two are not inlined, since only batches of many sequences and wrong metadata need them, and not members,
-  // lest all members stand in memory.
+  // NOTE: these two are not inlined, since only batches of many sequences and wrong metadata need them, and not
+  // members, lest all members stand in memory.
   __device__ __noinline__ static Extent Measure(const DecodeArgs& args, int live) {
     bool ok = true;
     for (int s = Lane(); s < live; s += 32) ok = ok && Metadata::Load(args, s).InOrder(args);
@@ -283,7 +283,7 @@ class Plan {
       if (Lane() >= i) sum += before;
     }
     entry.begin = Lane() < live ? begin + sum - length : ~0u;  // behind all that is looked for
-    __syncwarp();  // the last window is no longer read
+    __syncwarp();                                              // the last window is no longer read
     shared.entries[Lane()] = entry;
     __syncwarp();
     return begin + __shfl_sync(0xffffffffu, sum, max(live - 1, 0));
@@ -299,8 +299,8 @@ class Plan {
   // length is a multiple of a power of two, as lengths often are.
   __device__ void SetPerTeam(uint32_t total, const Lengths& lengths) {
     total_ = total;
-    // At least total / teams, exactly or one more.
-    per_team_ = max(__umulhi(total + args_.teams - 1, args_.teams_magic), 1u);
+    // At least total / teams.
+    per_team_ = max(__umulhi(2 * (total + args_.teams - 1), args_.teams_magic), 1u);
     if (!lengths.Alike()) return;
     const uint32_t length = lengths.longest;
     const uint32_t most = per_team_ + per_team_ / 16;

@@ -12,8 +12,8 @@
 
 namespace xla_gpu::decode {
 
-// A thread of a block. Hidden: the compiler does not know that it is always the same, and works out nothing that follows
-// from it before that place.
+// A thread of a block. Hidden: the compiler does not know that it is always the same, and works out nothing that
+// follows from it before that place.
 struct Thread {
   int lane;
   int warp;

@@ -98,8 +98,7 @@ __device__ inline void MultiplyKeys(uint32_t keys, const Query<S>& query, Scores
 
 // Takes away the scores of keys that a row does not see. The tile's first key is `left` keys before unit.end_key.
 template <typename S>
-__device__ inline void MaskScores(const DecodeArgs& args, const UnitView& unit, int lane, int left,
-                                  Scores<S>& scores) {
+__device__ inline void MaskScores(const DecodeArgs& args, const UnitView& unit, int lane, int left, Scores<S>& scores) {
   const PlanEntry& entry = *unit.entry;
 #pragma unroll
   for (int n = 0; n < S::kRowTiles; ++n) {

@@ -61,7 +61,9 @@ Status LaunchPrefillKernel(void (*kernel)(PagedAttentionParams), const PagedAtte
   XLA_GPU_RETURN_IF_CUDA(
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Kernel::kSharedBytes));
   PrefillLaunch launch(dim3(PrefillBlocks(params, Kernel::kRows)), Kernel::kThreads, Kernel::kSharedBytes, stream);
-  return launch(DecodeComesFirst(params), kernel, params);
+  cudaFuncAttributes code;
+  XLA_GPU_RETURN_IF_CUDA(cudaFuncGetAttributes(&code, kernel));
+  return launch(DecodeComesFirst(params) && code.ptxVersion >= 90, kernel, params);
 }
 
 template <typename Kernel>
@@ -152,8 +154,8 @@ Status TryLaunchPrefillTma(const PagedAttentionParams& params, Stream stream, bo
   if (Status status = launch(true, kernel, tma); !status.ok() || scratch.max_apart == 0) return status;
   const auto merge_kernel = PrefillMergeKernel<typename Kernel::Element, Kernel::kHeadDim>;
   // As the kernels before and behind: an SM that is to divide its memory otherwise has to be idle first.
-  XLA_GPU_RETURN_IF_CUDA(
-      cudaFuncSetAttribute(merge_kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared));
+  XLA_GPU_RETURN_IF_CUDA(cudaFuncSetAttribute(merge_kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
+                                              cudaSharedmemCarveoutMaxShared));
   PrefillLaunch merge(dim3(std::min(static_cast<unsigned>((scratch.rows + 3) / 4), 8 * processors)), kMergeThreads, 0,
                       stream);
   return merge(true, merge_kernel, params, tma.split, tma.partials);
