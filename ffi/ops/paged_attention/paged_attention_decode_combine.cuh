@@ -51,6 +51,12 @@ struct PartSums {
   }
 };
 
+// What is left to blocks without work: one of them waits, so that when this kernel has ended, so has the one before. The
+// others make room.
+__device__ inline void StandIn() {
+  if (blockIdx.x == 0) WaitForPreviousKernel();
+}
+
 // A merging block, each warp of which merges row after row. A job is a unit that several teams have, known by the
 // second of them, for all heads of its set.
 template <int kDim, int kBlockKeys, int kRows>
@@ -87,8 +93,7 @@ class Merger {
         rehearsal = false;
       }
     }
-    // All wait: when this kernel has ended, so has the one before.
-    if (rehearsal) WaitForPreviousKernel();
+    if (rehearsal) StandIn();
   }
 
  private:
@@ -253,7 +258,7 @@ __global__ void __maxnreg__(104) DecodeCombineKernel(const __grid_constant__ Dec
   extern __shared__ __align__(16) char dynamic_shared[];
   AllowDependentLaunch();  // of the prefill path
   FillRowsOfNoSequence(args);
-  if (!MayHaveDecodeRows(args)) return WaitForPreviousKernel();
+  if (!MayHaveDecodeRows(args)) return StandIn();
   using M = Merger<kDim, kBlockKeys, kRows>;
   M(args, *reinterpret_cast<typename M::Shared*>(dynamic_shared)).Run();
 }

@@ -35,10 +35,10 @@ class FewMerger {
     const unsigned tile = unit / static_cast<unsigned>(args_.params.num_kv_heads);
     const int kv_head = static_cast<int>(unit - tile * static_cast<unsigned>(args_.params.num_kv_heads));
     // The same for all warps.
-    if (!FindSequence(static_cast<int>(tile))) return WaitForPreviousKernel();
+    if (!FindSequence(static_cast<int>(tile))) return StandIn();
     const PlanEntry& entry = shared_.entry[Warp()];
     const int unit_row = (static_cast<int>(tile) - entry.q_begin * args_.tiles_per_token) * kRows + row;
-    if (unit_row >= entry.q_len * args_.group) return WaitForPreviousKernel();
+    if (unit_row >= entry.q_len * args_.group) return StandIn();
     store_ = RowStore::Of(args_, RowPlace::Of(args_, entry.q_begin, kv_head, unit_row));
     groups_ = entry.Groups();
     const int first = Warp() * entry.group_chunks;

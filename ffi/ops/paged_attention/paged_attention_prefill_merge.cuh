@@ -69,8 +69,7 @@ __global__ void __launch_bounds__(kMergeThreads)
       const int parts = __shfl_sync(~0u, my_parts, owner);
       const int begin = __shfl_sync(~0u, info.q_begin, owner) * static_cast<int>(params.num_heads);
       const int end = begin + __shfl_sync(~0u, info.q_len, owner) * static_cast<int>(params.num_heads);
-      // One block is enough: when this kernel has ended, so has the one before.
-      if (!waited && blockIdx.x == 0) WaitForPreviousKernel();
+      if (!waited) WaitForPreviousKernel();
       waited = true;
       for (int row = begin + warp; row < end; row += warps) {
         // NOTE: not through the cache for constants, since an earlier kernel has just written them.
