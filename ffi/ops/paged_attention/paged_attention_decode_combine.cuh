@@ -51,8 +51,8 @@ struct PartSums {
   }
 };
 
-// What is left to blocks without work: one of them waits, so that when this kernel has ended, so has the one before. The
-// others make room.
+// What is left to blocks without work: one of them waits, so that when this kernel has ended, so has the one before.
+// The others make room.
 __device__ inline void StandIn() {
   if (blockIdx.x == 0) WaitForPreviousKernel();
 }

@@ -160,6 +160,7 @@ class Worker {
     };
 #pragma unroll
     for (int i = 0; i < kAhead; ++i) fetch(first[i], i, i * kStep);
+    AllowDependentLaunch();
     Lookup lookup;
     lookup.Start(args_, unit.pages, unit.end_key, left - kAhead * S::kBlockKeys, S::kTileKeys);
     Running<S> running, group, whole;
@@ -358,7 +359,8 @@ __global__ void __maxnreg__(S::kDim <= 128 && S::kRowTiles == 1 ? 152 : 255)
     extern __shared__ __align__(16) char dynamic_shared[];
     FetchConstants(args);
     if (args.wait_first) WaitForPreviousKernel();
-    AllowDependentLaunch();
+    // Else when the first keys are on their way: the blocks of the next kernel are not to hold those of this one up.
+    if (args.few) AllowDependentLaunch();
     if (MayHaveDecodeRows(args)) {
       Worker<S>(args, *reinterpret_cast<SplitShared<S>*>(dynamic_shared)).Run();
     }
