@@ -357,10 +357,13 @@ __global__ void __maxnreg__(S::kDim <= 128 && S::kRowTiles == 1 ? 152 : 255)
   // Code that is never launched is not to be compiled.
   if constexpr (CodeIsDeep(__CUDA_ARCH__) == S::kDeep) {
     extern __shared__ __align__(16) char dynamic_shared[];
-    FetchConstants(args);
-    if (args.wait_first) WaitForPreviousKernel();
-    // Else when the first keys are on their way: the blocks of the next kernel are not to hold those of this one up.
-    if (args.few) AllowDependentLaunch();
+    if (args.wait_first) {
+      FetchConstants(args);
+      WaitForPreviousKernel();
+    }
+    // Else when the first keys are on their way: the blocks of the next kernel are not to hold those of this one up. But
+    // behind the prefill path there may be nothing to do here.
+    if (args.few || !args.wait_first) AllowDependentLaunch();
     if (MayHaveDecodeRows(args)) {
       Worker<S>(args, *reinterpret_cast<SplitShared<S>*>(dynamic_shared)).Run();
     }
