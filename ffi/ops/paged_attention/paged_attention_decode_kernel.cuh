@@ -361,8 +361,8 @@ __global__ void __maxnreg__(S::kDim <= 128 && S::kRowTiles == 1 ? 152 : 255)
       FetchConstants(args);
       WaitForPreviousKernel();
     }
-    // Else when the first keys are on their way: the blocks of the next kernel are not to hold those of this one up. But
-    // behind the prefill path there may be nothing to do here.
+    // Else when the first keys are on their way: the blocks of the next kernel are not to hold those of this one up.
+    // But behind the prefill path there may be nothing to do here.
     if (args.few || !args.wait_first) AllowDependentLaunch();
     if (MayHaveDecodeRows(args)) {
       Worker<S>(args, *reinterpret_cast<SplitShared<S>*>(dynamic_shared)).Run();
