@@ -129,7 +129,7 @@ class Worker {
     // away. Its pages are looked up first: all else waits for them.
     int left = Left(share);
     UnitView unit;
-    unit.pages = params.block_tables + static_cast<uint64_t>(share.sequence) * args_.pages_per_seq;
+    unit.pages = PagesOf(share);
     unit.end_key = share.end_key;
     Lookup first[kAhead];
 #pragma unroll
@@ -160,7 +160,7 @@ class Worker {
     };
 #pragma unroll
     for (int i = 0; i < kAhead; ++i) fetch(first[i], i, i * kStep);
-    AllowDependentLaunch();
+    AllowDependentLaunch();  // see DecodeSplitKernel
     Lookup lookup;
     lookup.Start(args_, unit.pages, unit.end_key, left - kAhead * S::kBlockKeys, S::kTileKeys);
     Running<S> running, group, whole;
