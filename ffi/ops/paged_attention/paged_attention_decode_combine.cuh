@@ -14,7 +14,7 @@ namespace xla_gpu::decode {
 inline constexpr int kCombineWarps = 4;
 inline constexpr int kCombineThreads = 32 * kCombineWarps;
 inline constexpr int kMaxTeams = kMaxSms * kDecodeBlocksPerSm;
-inline constexpr int kCombineParts = 8;  // partial results that a warp has in flight
+inline constexpr int kCombineParts = MergeChain::kParts;  // partial results that a warp has in flight
 
 template <int kBlockKeys, int kRows>
 struct CombineShared {
@@ -252,9 +252,9 @@ __device__ inline void FillRowsOfNoSequence(const DecodeArgs& args) {
 }
 
 // Merges what the workers have left behind. One or two blocks for each SM, which find room beside those of the kernel
-// before (registers of 104 for each thread are left there), and know what to do when it ends.
+// before, and know what to do when it ends.
 template <int kDim, int kBlockKeys, int kRows>
-__global__ void __maxnreg__(104) DecodeCombineKernel(const __grid_constant__ DecodeArgs args) {
+__global__ void __maxnreg__(kCombineRegisters) DecodeCombineKernel(const __grid_constant__ DecodeArgs args) {
   extern __shared__ __align__(16) char dynamic_shared[];
   AllowDependentLaunch();  // of the prefill path
   FillRowsOfNoSequence(args);

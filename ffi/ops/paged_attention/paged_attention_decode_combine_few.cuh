@@ -10,6 +10,7 @@
 namespace xla_gpu::decode {
 
 inline constexpr int kCombineFewThreads = 32 * kMaxGroups;  // a warp for each group of chunks
+static_assert(kMaxGroups == MergeChain::kParts && kGroupChunks == MergeChain::kParts);
 
 template <int kDim>
 struct CombineFewShared {
@@ -127,7 +128,7 @@ class FewMerger {
 };
 
 template <int kDim, int kBlockKeys, int kRows>
-__global__ void __maxnreg__(104) DecodeCombineFewKernel(const __grid_constant__ DecodeArgs args) {
+__global__ void __maxnreg__(kCombineRegisters) DecodeCombineFewKernel(const __grid_constant__ DecodeArgs args) {
   using M = FewMerger<kDim, kBlockKeys, kRows>;
   __shared__ typename M::Shared shared;
   AllowDependentLaunch();  // of the prefill path

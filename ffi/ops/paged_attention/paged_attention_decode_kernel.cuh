@@ -351,7 +351,7 @@ __device__ inline void FetchConstants(const Params& params) {
 }
 
 template <typename S>
-__global__ void __maxnreg__(S::kDim <= 128 && S::kRowTiles == 1 ? 152 : 255)
+__global__ void __maxnreg__(S::kDim <= 128 && S::kRowTiles == 1 ? kSplitRegisters : 255)
     DecodeSplitKernel(const __grid_constant__ DecodeArgs args) {
 #ifdef __CUDA_ARCH__
   // Code that is never launched is not to be compiled.

@@ -57,10 +57,12 @@ struct Partial {
 // factors are worked out side by side: lane i knows the i-th softmax.
 class MergeChain {
  public:
+  static constexpr int kParts = 8;
+
   __device__ explicit MergeChain(const Softmax& part) : sum_(part.sum), max_(part.max) {
     const int lane = static_cast<int>(threadIdx.x % 32);
 #pragma unroll
-    for (int i = 1; i < 8; i *= 2) {
+    for (int i = 1; i < kParts; i *= 2) {
       const float before = __shfl_up_sync(0xffffffffu, max_, i);
       if (lane >= i) max_ = fmaxf(max_, before);
     }
@@ -71,10 +73,10 @@ class MergeChain {
   }
 
   // Of the first `count` parts. By all lanes of a warp, and without branches, which would cost more than they save.
-  __device__ Partial Merge(const float4 (&outs)[8], int count) const {
+  __device__ Partial Merge(const float4 (&outs)[kParts], int count) const {
     Partial all = {{0.0f, __shfl_sync(0xffffffffu, sum_, 0)}, outs[0]};
 #pragma unroll
-    for (int i = 1; i < 8; ++i) {
+    for (int i = 1; i < kParts; ++i) {
       const MergeFactors factors = {__shfl_sync(0xffffffffu, first_, i), __shfl_sync(0xffffffffu, second_, i)};
       const float sum = decode::Merge(all.softmax.sum, __shfl_sync(0xffffffffu, sum_, i), factors);
       const float4 out = {decode::Merge(all.out.x, outs[i].x, factors), decode::Merge(all.out.y, outs[i].y, factors),

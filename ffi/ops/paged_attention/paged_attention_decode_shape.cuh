@@ -18,15 +18,11 @@ struct Thread {
   int lane;
   int warp;
 
-  __device__ static Thread Here() { return Of(threadIdx.x); }
   __device__ static Thread Hidden() {
     unsigned index = threadIdx.x;
     asm volatile("" : "+r"(index));
-    return Of(index);
+    return {static_cast<int>(index % 32), static_cast<int>(index / 32)};
   }
-
- private:
-  __device__ static Thread Of(unsigned index) { return {static_cast<int>(index % 32), static_cast<int>(index / 32)}; }
 };
 
 // What the cache holds. Products are computed in bf16 for kBF16 and in float16 for all others; float8 is exact in it.
@@ -53,8 +49,6 @@ struct Shape {
 
   static constexpr int kWarps = 4;
   static constexpr int kThreads = 32 * kWarps;
-  // Registers for three blocks on an SM where only two find room: the second kernel's blocks wait beside them.
-  static constexpr int kRegisterBlocks = kDim <= 128 && kRowTiles == 1 ? 3 : 2;
 
   static constexpr int kElementBytes = kFloat8 ? 1 : 2;
   static constexpr int kRowBytes = kDim * kElementBytes;

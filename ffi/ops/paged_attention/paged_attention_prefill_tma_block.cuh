@@ -92,10 +92,10 @@ struct PrefillTmaBlock {
   static_assert(alignof(Slot) <= 8 && kSlotStart % 8 == 0 && sizeof(Slot) % 8 == 0);
   static_assert(kDim % 64 == 0 && kKeys % 16 == 0 && kKeys <= 256 && kSharedBytes <= 227 * 1024);
 
-  // Registers of a thread, in place of those that the launch gives each; together no more than an SM has.
   // The threads whose share of an SM's registers a thread gets. Small blocks take no more than they need, so that
   // beside them there is room for the decode path's merging kernel, behind which they may wait.
   static constexpr int kRegisterThreads = kThreads < 384 ? 384 : kThreads;
+  // Registers of a thread, in place of those that the launch gives each; together no more than an SM has.
   static constexpr int kProducerRegisters = kConsumers == 3 ? 32 : kDim == 256 ? 40 : 56;
   static constexpr int kConsumerRegisters = kConsumers == 3 ? 160 : kDim == 256 ? 232 : 224;
 
