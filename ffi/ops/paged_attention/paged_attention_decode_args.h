@@ -16,15 +16,14 @@ inline constexpr int kMaxChunks = 64;                         // of a unit
 inline constexpr int kMaxGroups = 8;                          // of chunks, which are merged first among themselves
 inline constexpr int kGroupChunks = kMaxChunks / kMaxGroups;  // of a group, at most
 inline constexpr int kWorkerSlots = kGroupChunks + kMaxGroups + 2;  // partial results that a worker leaves: see SlotOf
-
-// Registers of a thread where several blocks share an SM: two of 128 threads of the first kernel and one of 256 of the
-// second fill its 65536, so that the second's blocks can get ready beside the first's.
-inline constexpr int kSplitRegisters = 152;
-inline constexpr int kCombineRegisters = 104;
 inline constexpr int kSlotPadding = 4;  // floats behind a row's output: its softmax, and room so that rows are aligned
 inline constexpr int kUnitGap = 2;      // on the line, behind a unit, where units are of several lengths
 inline constexpr int kMaxSms = 152;     // for which the scratch is laid out
 inline constexpr int kDecodeBlocksPerSm = 2;
+// Registers of a thread where blocks of both kernels share an SM: 256 threads of the first and 256 of the second fill
+// its 65536, so that the second's get ready beside the first's.
+inline constexpr int kSplitRegisters = 152;
+inline constexpr int kCombineRegisters = 104;
 // With so few units a call is short: then all chunks' results are left one by one, and whoever merges them need not
 // know who computed what.
 inline constexpr int kFewUnits = 32;
