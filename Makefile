@@ -102,7 +102,7 @@ test-newest:
 	@echo "test-newest: skipped, since there is no Python 3.12 or 3.13; NEWER_PYTHON names one"
 else
 test-newest: $(VENV)/.installed test-handlers build/versions/newest/.done
-	library=$$($(BIN)/python -c "from xla_gpu import _library; print(_library.find())") && \
+	library=$$($(BIN)/python -c "from xla_gpu._runtime import library; print(library.find())") && \
 	PYTHONPATH=$(CURDIR)/python XLA_GPU_LIBRARY=$$library XLA_GPU_TEST_HANDLERS=$(HANDLERS) \
 	  build/versions/newest/bin/python -m pytest -q -r fE
 endif

@@ -10,8 +10,8 @@ import time
 import numpy as np
 
 from tests import cases, reference
-from xla_gpu import _frames, _targets
-from xla_gpu._signature import ArraySpec, check_inputs_requested
+from xla_gpu._core.operator import ArraySpec, check_inputs_requested
+from xla_gpu._runtime import call_frame, targets
 from xla_gpu.ops import merge_attention_states, paged_attention, reshape_and_cache, simple_add
 
 
@@ -103,7 +103,7 @@ def call(memory, operator, arrays: dict[str, np.ndarray], plant: str | None = No
         for address, array in zip(operands, given, strict=True):
             if plant != "initcheck":
                 memory.write(address, array)
-        frame = _frames.Frame(bound, _targets.lookup(bound.target, memory.platform))
+        frame = call_frame.Frame(bound, targets.lookup(bound.target, memory.platform))
         frame.run(operands, results, None, memory.ordinal)
         memory.wait()
         for address, out in zip(results[: len(bound.results)], outs, strict=False):  # scratch is nobody's business

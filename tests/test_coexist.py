@@ -79,9 +79,9 @@ def test_user_registers_ours_with_jax_too():
     """The same pointer under the same name twice is no conflict."""
     pytest.importorskip("jax")
     run(
-        "import jax\nfrom xla_gpu import _library\n"
+        "import jax\nfrom xla_gpu._runtime import library\n"
         "import ctypes\n"
-        "for h in _library.load().handlers():\n"
+        "for h in library.load().handlers():\n"
         "    if h.platform == 'Host':\n"
         "        f = ctypes.cast(h.address, ctypes.c_void_p)\n"
         "        jax.ffi.register_ffi_target(h.target, jax.ffi.pycapsule(f), platform='cpu')\n"

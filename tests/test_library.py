@@ -11,14 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from xla_gpu import _library
+from xla_gpu._runtime import library
 
 
-def load(path: str | os.PathLike | None, code: str = "from xla_gpu import _library; _library.load()") -> str:
+def load(path: str | os.PathLike | None, code: str = "from xla_gpu._runtime import library; library.load()") -> str:
     """What loading the library at `path` in a process of its own ends with: the last line of its stderr."""
-    environment = {k: v for k, v in os.environ.items() if k != _library.ENVIRONMENT}
+    environment = {k: v for k, v in os.environ.items() if k != library.ENVIRONMENT}
     if path is not None:
-        environment[_library.ENVIRONMENT] = str(path)
+        environment[library.ENVIRONMENT] = str(path)
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
     assert result.returncode in (0, 1), f"died of signal {-result.returncode}: {result.stderr}"
     return result.stderr.strip().splitlines()[-1] if result.returncode else "loaded"
@@ -26,7 +26,7 @@ def load(path: str | os.PathLike | None, code: str = "from xla_gpu import _libra
 
 @pytest.fixture(scope="module")
 def real() -> Path:
-    return _library.find()
+    return library.find()
 
 
 def test_the_real_one_loads(real):
@@ -47,7 +47,7 @@ def test_truncated(real, tmp_path, size):
     """The dynamic linker would map a file that is cut short, and die of SIGBUS while relocating it."""
     whole = real.stat().st_size
     size = {"half": whole // 2, "all but a page": whole - 4096}.get(size, size)
-    cut = tmp_path / _library.FILE_NAME
+    cut = tmp_path / library.FILE_NAME
     shutil.copy(real, cut)
     os.truncate(cut, size)
     text = load(cut)
@@ -56,7 +56,7 @@ def test_truncated(real, tmp_path, size):
 
 
 def test_another_architecture(real, tmp_path):
-    other = tmp_path / _library.FILE_NAME
+    other = tmp_path / library.FILE_NAME
     data = bytearray(real.read_bytes())
     struct.pack_into("<H", data, 0x12, 183)  # e_machine: aarch64
     other.write_bytes(data)
@@ -80,7 +80,7 @@ def test_another_library():
 
 
 def test_text_instead(tmp_path):
-    text_file = tmp_path / _library.FILE_NAME
+    text_file = tmp_path / library.FILE_NAME
     text_file.write_text("not a library\n")
     assert "not an ELF library" in load(text_file)
 

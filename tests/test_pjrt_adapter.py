@@ -14,15 +14,15 @@ import pytest
 
 PRELUDE = """
 import ctypes as ct, os
-from xla_gpu import _abi, _library
+from xla_gpu._runtime import abi, library
 
-library = _library.load()
+library = library.load()
 fake = os.environ["FAKE"]
 plugin = ct.CDLL(fake)
 plugin.GetPjrtApi.restype = library.cdll.GetPjrtApi.restype = ct.c_void_p
 plugin.fake_pjrt_registered_target.restype = ct.c_char_p
 execute = next(h.address for h in library.handlers() if h.platform == "Host")
-stages = _abi.Stages(None, None, None, execute)
+stages = abi.Stages(None, None, None, execute)
 
 def use(path=fake):
     error = library.cdll.xla_gpu_pjrt_use_plugin(path.encode())

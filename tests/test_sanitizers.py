@@ -15,8 +15,8 @@ pytestmark = pytest.mark.skipif(
 # simple_add of n float32, into a result of one element less.
 CODE = """
 import ctypes, numpy as np
-from xla_gpu import _frames, _targets
-from xla_gpu._signature import ArraySpec
+from xla_gpu._runtime import call_frame, targets
+from xla_gpu._core.operator import ArraySpec
 from xla_gpu.ops import simple_add
 
 libc = ctypes.CDLL(None)
@@ -27,7 +27,7 @@ for address in operands:
     ctypes.memset(address, 0, 4 * size)
 result = libc.malloc(4 * (size - MISSING))
 call = simple_add.OPERATOR.bind(a=ArraySpec((size,), "float32"), b=ArraySpec((size,), "float32"))
-_frames.Frame(call, _targets.lookup("xla_gpu_simple_add", "cpu")).run(operands, [result], None, -1)
+call_frame.Frame(call, targets.lookup("xla_gpu_simple_add", "cpu")).run(operands, [result], None, -1)
 print("done")
 """
 

@@ -7,8 +7,8 @@ import subprocess
 
 import pytest
 
-from xla_gpu import _torch_xla_host as host
-from xla_gpu._errors import CompatibilityError
+from xla_gpu._torch_xla import host_ffi_api as host
+from xla_gpu.errors import CompatibilityError
 
 SOURCE = """
 static int hidden_function(void) { return 1; }
@@ -72,6 +72,6 @@ def test_not_elf(tmp_path):
 
 def test_the_real_one():
     pytest.importorskip("torch_xla")
-    from xla_gpu._abi import api_version
+    from xla_gpu._runtime.abi import api_version
 
     assert api_version(host.ffi_api()) == (0, 1)

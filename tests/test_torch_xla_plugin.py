@@ -15,7 +15,7 @@ from tests import machine
 CODE = """
 import torch_xla
 from torch_xla.experimental import plugins
-from xla_gpu._torch_xla_plugin import GpuPlugin
+from xla_gpu._torch_xla.plugin import GpuPlugin
 
 if not isinstance(plugins._plugin_registry.get("GPU"), GpuPlugin):  # a checkout: no entry points
     plugins.use_dynamic_plugins()
@@ -84,7 +84,7 @@ def test_a_missing_library(fake_plugin, tmp_path):
 )
 def test_client_options(environment, expected):
     """The variables that JAX reads, with JAX's meaning."""
-    from xla_gpu._torch_xla_plugin import client_options
+    from xla_gpu._torch_xla.plugin import client_options
 
     assert client_options(environment) == {"platform_name": "cuda", "allocator": "default", **expected}
 
@@ -98,15 +98,15 @@ def test_client_options(environment, expected):
     ],
 )
 def test_bad_client_options(environment, text):
-    from xla_gpu._torch_xla_plugin import client_options
+    from xla_gpu._torch_xla.plugin import client_options
 
     with pytest.raises(ValueError, match=text):
         client_options(environment)
 
 
 def test_one_process_per_gpu_is_refused():
-    from xla_gpu._errors import CompatibilityError
-    from xla_gpu._torch_xla_plugin import GpuPlugin
+    from xla_gpu._torch_xla.plugin import GpuPlugin
+    from xla_gpu.errors import CompatibilityError
 
     with pytest.raises(CompatibilityError, match="use_spmd"):
         GpuPlugin().configure_multiprocess(0, 2)

@@ -1,6 +1,6 @@
 #include <cuda_runtime.h>
 
-#include "ffi/common/cuda_status.h"
+#include "ffi/base/cuda_status.h"
 #include "ffi/device/host_copy.h"
 
 namespace xla_gpu {

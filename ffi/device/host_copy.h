@@ -4,7 +4,7 @@
 
 #include <cstddef>
 
-#include "ffi/common/status.h"
+#include "ffi/base/status.h"
 #include "ffi/device/stream.h"
 
 namespace xla_gpu {

@@ -7,7 +7,7 @@
 #include <cstdint>
 #include <cstring>
 
-#include "ffi/common/dtype.h"
+#include "ffi/base/dtype.h"
 
 namespace xla_gpu {
 

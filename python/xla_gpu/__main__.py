@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from . import _doctor
+from ._doctor import report
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -21,7 +21,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     doctor.add_argument("--json", action="store_true", help="print the report as one JSON object")
     options = parser.parse_args(arguments)
-    return _doctor.run(as_json=options.json)
+    return report.run(as_json=options.json)
 
 
 if __name__ == "__main__":

@@ -7,14 +7,14 @@ waits for a result.
 
 from __future__ import annotations
 
-from . import _jax_version as _jax_version
+from . import _jax  # noqa: F401 - first: it says which jax is needed
 
 # isort: split
 import jax
 import jax.typing
 
-from . import _jax
-from ._contracts import contract
+from ._core.docstrings import contract
+from ._jax import call
 from .ops import _ragged_paged_attention as _ragged_paged_attention
 from .ops import merge_attention_states as _merge_attention_states
 from .ops import paged_attention as _paged_attention
@@ -34,7 +34,7 @@ __all__ = [
 @contract(_simple_add.CONTRACT)
 def simple_add(a: jax.typing.ArrayLike, b: jax.typing.ArrayLike) -> jax.Array:
     """Element-wise a + b."""
-    return _jax.call(_simple_add.OPERATOR, a=a, b=b)
+    return call.call(_simple_add.OPERATOR, a=a, b=b)
 
 
 @contract(_paged_attention.CONTRACT)
@@ -54,14 +54,14 @@ def paged_attention(
     sinks: jax.typing.ArrayLike | None = None,
 ) -> jax.Array:
     """Attention of the new tokens of a ragged batch over a paged KV cache."""
-    return _jax.call(
+    return call.call(
         _paged_attention.OPERATOR,
         query=query,
         kv_cache=kv_cache,
         context_lens=context_lens,
         block_tables=block_tables,
         query_start_loc=query_start_loc,
-        num_seqs=_jax.num_seqs_array("paged_attention", num_seqs, context_lens),
+        num_seqs=call.num_seqs_array("paged_attention", num_seqs, context_lens),
         scale=scale,
         sliding_window=sliding_window,
         soft_cap=soft_cap,
@@ -88,14 +88,14 @@ def paged_attention_with_lse(
     sinks: jax.typing.ArrayLike | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """paged_attention, and the logarithm of the softmax's sum."""
-    out, lse = _jax.call(
+    out, lse = call.call(
         _paged_attention.OPERATOR_WITH_LSE,
         query=query,
         kv_cache=kv_cache,
         context_lens=context_lens,
         block_tables=block_tables,
         query_start_loc=query_start_loc,
-        num_seqs=_jax.num_seqs_array("paged_attention_with_lse", num_seqs, context_lens),
+        num_seqs=call.num_seqs_array("paged_attention_with_lse", num_seqs, context_lens),
         scale=scale,
         sliding_window=sliding_window,
         soft_cap=soft_cap,
@@ -114,7 +114,7 @@ def merge_attention_states(
     lse_b: jax.typing.ArrayLike,
 ) -> tuple[jax.Array, jax.Array]:
     """One attention result from two over disjoint sets of keys."""
-    out, lse = _jax.call(_merge_attention_states.OPERATOR, out_a=out_a, lse_a=lse_a, out_b=out_b, lse_b=lse_b)
+    out, lse = call.call(_merge_attention_states.OPERATOR, out_a=out_a, lse_a=lse_a, out_b=out_b, lse_b=lse_b)
     return out, lse
 
 
@@ -133,7 +133,7 @@ def reshape_and_cache(
     The result takes the place of kv_cache without a copy where XLA may give up the old one: donate it
     (``jax.jit(step, donate_argnames="kv_cache")``), or carry it through jax.lax.scan.
     """
-    return _jax.call(
+    return call.call(
         _reshape_and_cache.OPERATOR,
         key=key,
         value=value,
@@ -164,13 +164,13 @@ def ragged_paged_attention(
     vmem_limit_bytes: int | None = None,
 ) -> jax.Array:
     """paged_attention by the name and the parameters of torch_xla's operator for TPUs."""
-    return _jax.ragged(
+    return call.ragged(
         q=q,
         kv_pages=kv_pages,
         kv_lens=kv_lens,
         page_indices=page_indices,
         cu_q_lens=cu_q_lens,
-        num_seqs=_jax.num_seqs_array("ragged_paged_attention", num_seqs, kv_lens),
+        num_seqs=call.num_seqs_array("ragged_paged_attention", num_seqs, kv_lens),
         sm_scale=sm_scale,
         sliding_window=sliding_window,
         soft_cap=soft_cap,

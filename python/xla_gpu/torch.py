@@ -16,14 +16,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from . import _torch_version as _torch_version
+from . import _torch  # noqa: F401 - first: it says which torch is needed
 
 # isort: split
 import torch
 
-from . import _targets, _torch_operators, _torch_ops, _torch_xla
-from ._contracts import contract
-from ._torch_ffi import FfiCall
+from ._core.docstrings import contract
+from ._runtime import targets
+from ._torch import dispatch, operators
+from ._torch.ffi_call import FfiCall
+from ._torch_xla import lowering
 from .ops import _ragged_paged_attention as _ragged_paged_attention
 from .ops import merge_attention_states as _merge_attention_states
 from .ops import paged_attention as _paged_attention
@@ -49,7 +51,7 @@ __all__ = [
 @contract(_simple_add.CONTRACT)
 def simple_add(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """Element-wise a + b."""
-    return _torch_ops.call(_simple_add.OPERATOR, a, b)
+    return dispatch.call(_simple_add.OPERATOR, a, b)
 
 
 @contract(_paged_attention.CONTRACT)
@@ -69,10 +71,10 @@ def paged_attention(
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention of the new tokens of a ragged batch over a paged KV cache."""
-    return _torch_ops.call(
+    return dispatch.call(
         _paged_attention.OPERATOR,
         *(query, kv_cache, context_lens, block_tables, query_start_loc),
-        _torch_operators.num_seqs_tensor("paged_attention", num_seqs, context_lens),
+        operators.num_seqs_tensor("paged_attention", num_seqs, context_lens),
         scale=scale,
         sliding_window=sliding_window,
         soft_cap=soft_cap,
@@ -99,10 +101,10 @@ def paged_attention_with_lse(
     sinks: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """paged_attention, and the logarithm of the softmax's sum."""
-    out, lse = _torch_ops.call(
+    out, lse = dispatch.call(
         _paged_attention.OPERATOR_WITH_LSE,
         *(query, kv_cache, context_lens, block_tables, query_start_loc),
-        _torch_operators.num_seqs_tensor("paged_attention_with_lse", num_seqs, context_lens),
+        operators.num_seqs_tensor("paged_attention_with_lse", num_seqs, context_lens),
         scale=scale,
         sliding_window=sliding_window,
         soft_cap=soft_cap,
@@ -118,7 +120,7 @@ def merge_attention_states(
     out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """One attention result from two over disjoint sets of keys."""
-    out, lse = _torch_ops.call(_merge_attention_states.OPERATOR, out_a, lse_a, out_b, lse_b)
+    out, lse = dispatch.call(_merge_attention_states.OPERATOR, out_a, lse_a, out_b, lse_b)
     return out, lse
 
 
@@ -133,7 +135,7 @@ def reshape_and_cache(
     v_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """A copy of a paged KV cache with new keys and values in it; ``reshape_and_cache_`` updates in place."""
-    return _torch_ops.call(
+    return dispatch.call(
         _reshape_and_cache.OPERATOR, key, value, kv_cache, slot_mapping, k_scale=k_scale, v_scale=v_scale
     )
 
@@ -179,10 +181,10 @@ def ragged_paged_attention(
     vmem_limit_bytes: int | None = None,
 ) -> torch.Tensor:
     """paged_attention by the name and the parameters of torch_xla's operator for TPUs."""
-    return _torch_ops.call(
+    return dispatch.call(
         _ragged_paged_attention.OPERATOR,
         *(q, kv_pages, kv_lens, page_indices, cu_q_lens),
-        _torch_operators.num_seqs_tensor("ragged_paged_attention", num_seqs, kv_lens),
+        operators.num_seqs_tensor("ragged_paged_attention", num_seqs, kv_lens),
         sm_scale=sm_scale,
         sliding_window=sliding_window,
         soft_cap=soft_cap,
@@ -218,7 +220,7 @@ def register_ffi_target(name: str, fn: Any, platform: str = "cpu", api_version: 
         runtime here.
       TypeError: fn is of another type.
     """
-    _targets.register(name, fn, platform, api_version)
+    targets.register(name, fn, platform, api_version)
 
 
 def ffi_call(
@@ -288,4 +290,4 @@ def hlo(tensors: torch.Tensor | Sequence[torch.Tensor]) -> str:
         if not isinstance(tensor, torch.Tensor) or tensor.device.type != "xla":
             got = f"one on {tensor.device}" if isinstance(tensor, torch.Tensor) else type(tensor).__name__
             raise TypeError(f"hlo: tensors: expected XLA tensors, got {got}")
-    return _torch_xla.hlo(sequence)
+    return lowering.hlo(sequence)

@@ -68,7 +68,7 @@ def test_another_torch_xla(version):
 def test_another_torch_xla_on_gpu(fake_plugin):
     code = (
         "import torch_xla; torch_xla.__version__ = '2.8.1'\n"
-        "from xla_gpu._torch_xla_plugin import GpuPlugin\nGpuPlugin().library_path()"
+        "from xla_gpu._torch_xla.plugin import GpuPlugin\nGpuPlugin().library_path()"
     )
     text = error_of(code, XLA_GPU_PJRT_PLUGIN=str(fake_plugin), PJRT_DEVICE="CPU")
     assert "PJRT_DEVICE=GPU needs torch_xla 2.9, and torch_xla 2.8.1 is installed" in text
@@ -101,7 +101,7 @@ def test_jaxlib_whose_converter_changed(change):
 @needs_torch_xla
 def test_torch_xla_without_the_symbol():
     """A build of torch_xla whose _XLAC does not name GetXlaFfiApi."""
-    change = "from xla_gpu import _torch_xla_host; _torch_xla_host._GET_API = b'_ZN3xla3ffi6AbsentEv'"
+    change = "from xla_gpu._torch_xla import host_ffi_api; host_ffi_api._GET_API = b'_ZN3xla3ffi6AbsentEv'"
     text = error_of(CALL.format(change=change), PJRT_DEVICE="CPU")
     assert text.startswith("xla_gpu.errors.CompatibilityError") and "_XLAC" in text
     assert "_ZN3xla3ffi6AbsentEv was not found" in text and "torch_xla==2.9.0" in text
@@ -113,10 +113,10 @@ def test_torch_xla_with_another_ffi_api(version):
     """The runtime tells a version that the library's handlers do not fit."""
     change = f"""
 import ctypes as ct
-from xla_gpu import _torch_xla_host
-api = (ct.c_char * 400).from_buffer_copy(ct.string_at(_torch_xla_host.ffi_api(), 200) + bytes(200))
+from xla_gpu._torch_xla import host_ffi_api
+api = (ct.c_char * 400).from_buffer_copy(ct.string_at(host_ffi_api.ffi_api(), 200) + bytes(200))
 ct.c_int.from_buffer(api, 32).value, ct.c_int.from_buffer(api, 36).value = {version}
-_torch_xla_host.ffi_api = lambda: ct.addressof(api)
+host_ffi_api.ffi_api = lambda: ct.addressof(api)
 """
     text = error_of(CALL.format(change=change), PJRT_DEVICE="CPU")
     assert text.startswith("xla_gpu.errors.TargetError: FFI target 'xla_gpu_simple_add'") and "FFI API 0.1" in text

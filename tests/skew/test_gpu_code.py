@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 PROGRAM = """
 #include <cstdio>
 #include <cstdlib>
-#include "ffi/common/device_code.h"
+#include "ffi/base/device_code.h"
 int main(int, char** v) {
   std::puts(xla_gpu::NoDeviceCodeText(v[1], std::atoi(v[2]), std::atoi(v[3]), "80-real,90a-real,120").c_str());
 }

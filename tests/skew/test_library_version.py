@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from tests.skew.process import error_of
-from xla_gpu import _library
+from xla_gpu._runtime import library
 
-CODE = "from xla_gpu import _library; _library.load()"
+CODE = "from xla_gpu._runtime import library; library.load()"
 
 
 @pytest.fixture
@@ -15,9 +15,9 @@ def patched(tmp_path):
     """Copies of the library with a text changed for another of the same length."""
 
     def patch(before: bytes, after: bytes):
-        data = _library.find().read_bytes()
+        data = library.find().read_bytes()
         assert before in data and len(before) == len(after)
-        path = tmp_path / _library.FILE_NAME
+        path = tmp_path / library.FILE_NAME
         path.write_bytes(data.replace(before, after))
         return path
 
@@ -47,9 +47,9 @@ def test_another_size_of_the_arguments():
     """xla_gpu_call of a library whose arguments have grown."""
     code = """
 import ctypes as ct
-from xla_gpu import _abi, _library
-args = _abi.CallArgs(struct_size=ct.sizeof(_abi.CallArgs) + 8)
-raise ValueError(_library.load().cdll.xla_gpu_call(ct.byref(args), ct.byref(ct.c_int32())).decode())
+from xla_gpu._runtime import abi, library
+args = abi.CallArgs(struct_size=ct.sizeof(abi.CallArgs) + 8)
+raise ValueError(library.load().cdll.xla_gpu_call(ct.byref(args), ct.byref(ct.c_int32())).decode())
 """
     text = error_of(code)
     assert "struct_size is" in text and "the caller and the library are of different versions" in text

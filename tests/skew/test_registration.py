@@ -12,15 +12,15 @@ from tests.skew.process import error_of, run
 
 PRELUDE = """
 import ctypes as ct, os
-from xla_gpu import _abi, _library, _targets
+from xla_gpu._runtime import abi, library, targets
 foreign = ct.CDLL(os.environ["XLA_GPU_TEST_HANDLERS"])
-cdll = _library.load().cdll
+cdll = library.load().cdll
 
 def address(name):
     return ct.cast(getattr(foreign, "xla_gpu_test_" + name), ct.c_void_p).value
 
 def stages(name):
-    return ct.byref(_abi.Stages(None, None, None, address(name)))
+    return ct.byref(abi.Stages(None, None, None, address(name)))
 
 def say(error):
     print("None" if error is None else error.decode())
@@ -48,7 +48,7 @@ def test_register_ffi_target(name, stage):
     """What xla_gpu.torch.register_ffi_target does, without a framework. The other stage is sound."""
     sound = "" if stage == "execute" else "'execute': foreign.xla_gpu_test_negate, "
     fn = f"{{{sound}'{stage}': foreign.xla_gpu_test_{name}}}"
-    text = error_of(PRELUDE + f"_targets.register('some_target', {fn})")
+    text = error_of(PRELUDE + f"targets.register('some_target', {fn})")
     assert text.startswith("xla_gpu.errors.TargetError: FFI target 'some_target'")
     assert all(part in text for part in UNFIT[name]), text
     if name == "next_minor":
@@ -59,7 +59,7 @@ def test_register_ffi_target(name, stage):
 def test_an_eager_call(name):
     """xla_gpu_call checks again, for callers who do not register."""
     code = f"""
-args = _abi.CallArgs(struct_size=ct.sizeof(_abi.CallArgs), device_ordinal=-1)
+args = abi.CallArgs(struct_size=ct.sizeof(abi.CallArgs), device_ordinal=-1)
 args.stages.execute = address("{name}")
 code = ct.c_int32()
 say(cdll.xla_gpu_call(ct.byref(args), ct.byref(code)))
@@ -121,8 +121,8 @@ def test_jax_refuses_by_an_exception(name):
     """Users register their own handlers with jax.ffi itself; a version above that of every jaxlib there is."""
     code = f"""
 import jax, numpy as np
-from xla_gpu import _targets
-jax.ffi.register_ffi_target("some_target", _targets.capsule(address("{name}")), platform="cpu")
+from xla_gpu._runtime import targets
+jax.ffi.register_ffi_target("some_target", targets.capsule(address("{name}")), platform="cpu")
 call = jax.ffi.ffi_call("some_target", jax.ShapeDtypeStruct((3,), np.float32))
 print(call(np.ones(3, np.float32)))
 """
@@ -142,8 +142,8 @@ def test_torch_xla_runtime(name):
     """Its own FFI API, without the checks of register_ffi_target before it."""
     code = f"""
 import torch_xla
-from xla_gpu import _torch_xla_host
-say(cdll.xla_gpu_register_ffi(_torch_xla_host.ffi_api(), b"some_target", b"Host", stages("{name}")))
+from xla_gpu._torch_xla import host_ffi_api
+say(cdll.xla_gpu_register_ffi(host_ffi_api.ffi_api(), b"some_target", b"Host", stages("{name}")))
 """
     text = run(PRELUDE + code, PJRT_DEVICE="CPU")
     assert text.startswith("registering some_target on Host: ") and all(part in text for part in UNFIT[name]), text
@@ -155,8 +155,8 @@ def test_a_name_that_torch_xla_knows_already():
     """As from a second copy of the library in the process."""
     code = """
 import torch, torch_xla, xla_gpu.torch
-from xla_gpu import _torch_xla_host
-api = _torch_xla_host.ffi_api()
+from xla_gpu._torch_xla import host_ffi_api
+api = host_ffi_api.ffi_api()
 say(cdll.xla_gpu_register_ffi(api, b"xla_gpu_simple_add", b"Host", stages("negate")))
 say(cdll.xla_gpu_register_ffi(api, b"xla_gpu_simple_add", b"Host", stages("negate")))
 a = torch.ones(3, device="xla")
@@ -176,7 +176,7 @@ except Exception as error:
 def test_a_name_that_jax_knows_already():
     code = """
 import jax, numpy as np, xla_gpu.jax
-jax.ffi.register_ffi_target("xla_gpu_simple_add", _targets.capsule(address("negate")), platform="cpu")
+jax.ffi.register_ffi_target("xla_gpu_simple_add", targets.capsule(address("negate")), platform="cpu")
 jax.devices("cpu")
 for _ in range(2):  # a second call is refused too, and runs nobody's handler
     try:
@@ -193,9 +193,9 @@ for _ in range(2):  # a second call is refused too, and runs nobody's handler
 
 def test_two_functions_of_one_name():
     code = """
-_targets.register("some_target", foreign.xla_gpu_test_negate)
-_targets.register("some_target", foreign.xla_gpu_test_negate)
-_targets.register("some_target", foreign.xla_gpu_test_tick)
+targets.register("some_target", foreign.xla_gpu_test_negate)
+targets.register("some_target", foreign.xla_gpu_test_negate)
+targets.register("some_target", foreign.xla_gpu_test_tick)
 """
     text = error_of(PRELUDE + code)
     assert text.startswith("xla_gpu.errors.TargetError: FFI target 'some_target' is already registered")
@@ -206,7 +206,7 @@ def test_two_copies_of_the_library(tmp_path):
     """One loaded by hand beside the package's: the eager door uses the package's, and neither disturbs the other."""
     code = f"""
 import shutil, torch, xla_gpu.torch
-copy = shutil.copy(_library.load().path, {str(tmp_path / "copy.so")!r})
+copy = shutil.copy(library.load().path, {str(tmp_path / "copy.so")!r})
 other = ct.CDLL(copy)
 other.xla_gpu_build_info.restype = ct.c_char_p
 assert other.xla_gpu_build_info() == cdll.xla_gpu_build_info()

@@ -15,7 +15,7 @@ GARBAGE = ("zeros", "ones", "huge", "random")
 
 def bind(operator: str, arrays: dict[str, np.ndarray], options: dict):
     """The custom call of an operator with these arrays."""
-    from xla_gpu._signature import ArraySpec
+    from xla_gpu._core.operator import ArraySpec
     from xla_gpu.ops import OPERATORS
 
     (declared,) = (op for op in OPERATORS if op.name == operator)
@@ -64,8 +64,8 @@ def run(
 ) -> tuple[np.ndarray, ...]:
     """The operator's results, computed in buffers that held garbage; scratch left out. With `alias` a result that may
     share an operand's buffer does. The canaries are looked at, also where the handler returns an error."""
-    from xla_gpu import _targets
-    from xla_gpu._frames import Frame
+    from xla_gpu._runtime import targets
+    from xla_gpu._runtime.call_frame import Frame
 
     rng = np.random.default_rng(1)
     call = bind(operator, arrays, options or {})
@@ -93,7 +93,7 @@ def run(
             fill(buffer, garbage, rng)
         results.append((buffer, dtype, shape))
 
-    frame = Frame(call, _targets.lookup(call.target, "CUDA" if cuda else "cpu"))
+    frame = Frame(call, targets.lookup(call.target, "CUDA" if cuda else "cpu"))
     stream = torch.cuda.current_stream().cuda_stream if cuda else None
     addresses = [x.data_ptr() for x in operands], [x.data_ptr() for x, _, _ in results]
     try:

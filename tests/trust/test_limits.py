@@ -251,9 +251,9 @@ def test_a_query_of_more_than_2_31_elements(door, num_heads):
 TOO_MANY_ROWS = """
 import ctypes, sys
 import torch
-from xla_gpu import _targets
-from xla_gpu._frames import Frame
-from xla_gpu._signature import ArraySpec
+from xla_gpu._runtime import targets
+from xla_gpu._runtime.call_frame import Frame
+from xla_gpu._core.operator import ArraySpec
 from xla_gpu.ops.paged_attention import OPERATOR
 
 def spec(dtype, *shape): return ArraySpec(shape, dtype)
@@ -265,7 +265,7 @@ call = OPERATOR.bind(
     spec("int32", 3), spec("int32", 1), scale=1.0)
 torch.zeros(1, device="cuda")
 try:
-    Frame(call, _targets.lookup(call.target, "CUDA")).run([4096] * 6, [4096] * 2, 0, 0)
+    Frame(call, targets.lookup(call.target, "CUDA")).run([4096] * 6, [4096] * 2, 0, 0)
 except ValueError as e:
     print(e)
 torch.cuda.synchronize()

@@ -6,7 +6,7 @@
 #include <cmath>
 #include <cstdint>
 
-#include "ffi/common/cuda_status.h"
+#include "ffi/base/cuda_status.h"
 #include "ffi/ops/merge_attention_states/merge_attention_states.h"
 
 namespace xla_gpu {

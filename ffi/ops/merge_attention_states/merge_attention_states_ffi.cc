@@ -1,6 +1,6 @@
 // merge_attention_states: checks and bindings of the host and CUDA handlers.
-#include "ffi/common/check.h"
-#include "ffi/common/context.h"
+#include "ffi/handlers/check.h"
+#include "ffi/handlers/context.h"
 #include "ffi/ops/merge_attention_states/merge_attention_states.h"
 
 namespace xla_gpu {

@@ -4,8 +4,8 @@
 
 #include <cstdint>
 
-#include "ffi/common/dtype.h"
-#include "ffi/common/status.h"
+#include "ffi/base/dtype.h"
+#include "ffi/base/status.h"
 #include "ffi/device/stream.h"
 #include "ffi/host/parallel_for.h"
 

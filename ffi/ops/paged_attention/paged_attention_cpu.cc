@@ -13,9 +13,9 @@
 #include "ffi/host/convert.h"
 #include "ffi/host/float_mode.h"
 #include "ffi/host/isa.h"
+#include "ffi/ops/paged_attention/cpu/plan.h"
+#include "ffi/ops/paged_attention/cpu/tile.h"
 #include "ffi/ops/paged_attention/paged_attention.h"
-#include "ffi/ops/paged_attention/paged_attention_cpu_plan.h"
-#include "ffi/ops/paged_attention/paged_attention_cpu_tile.h"
 
 namespace xla_gpu {
 namespace {

@@ -3,9 +3,9 @@
 #include <cstdint>
 #include <string>
 
+#include "ffi/ops/paged_attention/decode/decode.h"
 #include "ffi/ops/paged_attention/paged_attention.h"
-#include "ffi/ops/paged_attention/paged_attention_decode.h"
-#include "ffi/ops/paged_attention/paged_attention_prefill.h"
+#include "ffi/ops/paged_attention/prefill/prefill.h"
 
 namespace xla_gpu {
 namespace {

@@ -3,10 +3,10 @@
 #include <optional>
 #include <vector>
 
-#include "ffi/common/cache_layout.h"
-#include "ffi/common/check.h"
-#include "ffi/common/context.h"
 #include "ffi/device/host_copy.h"
+#include "ffi/handlers/cache_layout.h"
+#include "ffi/handlers/check.h"
+#include "ffi/handlers/context.h"
 #include "ffi/ops/paged_attention/paged_attention.h"
 #include "ffi/runtime/xla_gpu.h"
 

@@ -13,7 +13,7 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "ffi/common/cuda_status.h"
+#include "ffi/base/cuda_status.h"
 #include "ffi/ops/reshape_and_cache/reshape_and_cache.h"
 
 namespace xla_gpu {

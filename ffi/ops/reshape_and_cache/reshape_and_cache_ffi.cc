@@ -2,10 +2,10 @@
 #include <cstring>
 #include <vector>
 
-#include "ffi/common/cache_layout.h"
-#include "ffi/common/check.h"
-#include "ffi/common/context.h"
 #include "ffi/device/host_copy.h"
+#include "ffi/handlers/cache_layout.h"
+#include "ffi/handlers/check.h"
+#include "ffi/handlers/context.h"
 #include "ffi/ops/reshape_and_cache/reshape_and_cache.h"
 
 namespace xla_gpu {

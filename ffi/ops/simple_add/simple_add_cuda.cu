@@ -5,7 +5,7 @@
 #include <algorithm>
 #include <cstdint>
 
-#include "ffi/common/cuda_status.h"
+#include "ffi/base/cuda_status.h"
 #include "ffi/ops/simple_add/simple_add.h"
 
 namespace xla_gpu {

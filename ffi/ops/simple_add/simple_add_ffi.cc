@@ -1,6 +1,6 @@
 // simple_add: checks and bindings of the host and CUDA handlers.
-#include "ffi/common/check.h"
-#include "ffi/common/context.h"
+#include "ffi/handlers/check.h"
+#include "ffi/handlers/context.h"
 #include "ffi/ops/simple_add/simple_add.h"
 
 namespace xla_gpu {

@@ -1,6 +1,6 @@
 """The operators: one module each, with its checks, its custom call and its torch.library schema. No framework here."""
 
-from .._signature import Operator
+from .._core.operator import Operator
 from . import merge_attention_states, paged_attention, reshape_and_cache, simple_add
 
 # Those with handlers of their own. ragged_paged_attention is another face of paged_attention's.

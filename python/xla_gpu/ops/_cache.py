@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from .._checks import FLOAT8S, Checks
-from .._signature import ArraySpec
+from .._core.checks import FLOAT8S, Checks
+from .._core.operator import ArraySpec
 
 
 class CacheShape(NamedTuple):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from .._checks import FLOAT8S, Checks
-from .._signature import ArraySpec, OpCall, Operator
+from .._core.checks import FLOAT8S, Checks
+from .._core.operator import ArraySpec, OpCall, Operator
 from .paged_attention import bind_call
 
 CONTRACT = """

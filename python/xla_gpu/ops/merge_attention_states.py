@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from .._checks import FLOATS, Checks
-from .._signature import ArraySpec, OpCall, Operator
+from .._core.checks import FLOATS, Checks
+from .._core.operator import ArraySpec, OpCall, Operator
 
 CONTRACT = """
 With ``paged_attention_with_lse`` run over two disjoint sets of keys (a prefix that many sequences share and the rest,

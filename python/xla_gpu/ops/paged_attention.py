@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from .. import _library
-from .._attributes import attributes
-from .._checks import FLOATS, Checks
-from .._dtypes import DTYPES
-from .._signature import ArraySpec, OpCall, Operator
+from .._core.attributes import attributes
+from .._core.checks import FLOATS, Checks
+from .._core.dtypes import DTYPES
+from .._core.operator import ArraySpec, OpCall, Operator
+from .._runtime import library
 from ._cache import check_cache, check_scales
 
 CONTRACT = """
@@ -164,7 +164,7 @@ def num_seqs_number(name: str, num_seqs: Any, context_lens_shape: Sequence[int])
 
 def _scratch_bytes(*shape_and_dtype: Any) -> int:
     *shape, dtype = shape_and_dtype
-    return _library.load().paged_attention_scratch_bytes(*map(int, shape), DTYPES[dtype].code)
+    return library.load().paged_attention_scratch_bytes(*map(int, shape), DTYPES[dtype].code)
 
 
 def _bind(*args: ArraySpec, **kwargs: Any) -> OpCall:

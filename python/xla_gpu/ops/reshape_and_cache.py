@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from .._attributes import attributes
-from .._checks import FLOATS, Checks
-from .._signature import ArraySpec, OpCall, Operator
+from .._core.attributes import attributes
+from .._core.checks import FLOATS, Checks
+from .._core.operator import ArraySpec, OpCall, Operator
 from ._cache import check_cache, check_scales
 
 CONTRACT = """

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from .._checks import FLOATS, Checks
-from .._signature import ArraySpec, OpCall, Operator
+from .._core.checks import FLOATS, Checks
+from .._core.operator import ArraySpec, OpCall, Operator
 
 CONTRACT = """
 Args:

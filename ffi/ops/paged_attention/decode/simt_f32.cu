@@ -1,0 +1,193 @@
+// The decode path for float32: plain multiply-adds, since the tensor cores' tf32 keeps only 10 bits. One block per
+// sequence and query head; each warp takes every kWarps32-th chunk of keys, and the warps' results are merged in order,
+// so that a row's bits depend on its sequence alone.
+#include <cuda_runtime.h>
+
+#include <algorithm>
+
+#include "ffi/base/cuda_status.h"
+#include "ffi/device/float8.cuh"
+#include "ffi/ops/paged_attention/decode/attention_state.cuh"
+#include "ffi/ops/paged_attention/decode/formats.h"
+#include "ffi/ops/paged_attention/decode/params.h"
+#include "ffi/ops/paged_attention/padding_rows.cuh"
+#include "ffi/ops/paged_attention/sequence_metadata.cuh"
+
+namespace xla_gpu::decode {
+namespace {
+
+constexpr int kWarps32 = 8;
+constexpr int kChunk = 8;                                      // keys whose loads are in flight together
+constexpr int kVectors = static_cast<int>(kMaxHeadDim) / 128;  // float4 of a row per lane
+
+__device__ inline float Dot(const float4& a, const float4& b) {
+  return __fmaf_rn(a.x, b.x, __fmaf_rn(a.y, b.y, __fmaf_rn(a.z, b.z, a.w * b.w)));
+}
+
+__device__ inline float4 Scaled(const float4& a, float f) { return {a.x * f, a.y * f, a.z * f, a.w * f}; }
+
+__device__ inline void AddScaled(float4& sum, const float4& a, float f) {
+  sum = {__fmaf_rn(a.x, f, sum.x), __fmaf_rn(a.y, f, sum.y), __fmaf_rn(a.z, f, sum.z), __fmaf_rn(a.w, f, sum.w)};
+}
+
+// Four neighbouring values of the cache, by what it holds.
+struct CacheF32 {
+  using Stored = float;
+  __device__ static float4 Load(const float* at) { return __ldg(reinterpret_cast<const float4*>(at)); }
+};
+
+template <bool kE4M3>
+struct CacheFloat8 {
+  using Stored = uint8_t;
+  __device__ static float4 Load(const uint8_t* at) {
+    return Float8ToFloat4<kE4M3>(__ldg(reinterpret_cast<const uint32_t*>(at)));
+  }
+};
+
+template <class Cache>
+__global__ void __launch_bounds__(kWarps32 * 32) DecodeF32Kernel(const __grid_constant__ DecodeArgs args) {
+  using Stored = typename Cache::Stored;
+  __shared__ float4 outs[kWarps32][kVectors * 32];
+  __shared__ Softmax sums[kWarps32];
+  const PagedAttentionParams& params = args.params;
+  const int warp = threadIdx.x / 32;
+  const int lane = threadIdx.x % 32;
+  const int seq = blockIdx.x;
+  const int head = blockIdx.y;
+  const int live = LiveSequences(params);
+  const bool in_order = QueryStartsInOrder(params, live);
+  if (args.fill_unowned && seq == 0 && head == 0) FillUnownedRows<float>(params, 0, 1);
+  if (seq >= live) return;
+  const SequenceInfo sequence = LoadSequence(params, seq, in_order);
+  if (sequence.q_len < 1 || sequence.q_len > kMaxDecodeRows) return;
+
+  const int64_t head_offset = head / args.group * params.head_stride;
+  const Stored* const k_head = static_cast<const Stored*>(params.k_cache) + head_offset;
+  const Stored* const v_head = static_cast<const Stored*>(params.v_cache) + head_offset;
+  float scale = params.scale;
+  if (params.k_scale != nullptr) scale *= __ldg(params.k_scale + (params.scale_per_head ? head / args.group : 0));
+  // A wrong page spoils all rows of the sequence, those too that see no key.
+  bool bad = !sequence.valid;
+  if (sequence.context_len > 0) {
+    const int64_t hidden = int64_t{sequence.context_len} - sequence.q_len - args.window;
+    const int first = args.window > 0 && hidden >= 0 ? args.PageOf(static_cast<int>(hidden) + 1) : 0;
+    const int last = args.PageOf(sequence.context_len - 1);
+    for (int index = first + static_cast<int>(threadIdx.x); index <= last; index += blockDim.x) {
+      const int page = __ldg(params.block_tables + seq * params.pages_per_seq + index);
+      bad = bad || page < 0 || page >= params.num_pages;
+    }
+  }
+  bad = __syncthreads_or(bad);
+  for (int query = 0; query < sequence.q_len; ++query) {
+    const int64_t place = (int64_t{sequence.q_begin} + query) * params.num_heads + head;
+    const int position = sequence.context_len - sequence.q_len + query;
+    const int64_t hidden = params.sliding_window > 0 ? int64_t{position} - params.sliding_window : int64_t{-1};
+    const int begin = hidden >= 0 ? static_cast<int>(hidden + 1) / kChunk : 0;
+    float4 q[kVectors], out[kVectors];
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i) {
+      const int column = i * 128 + lane * 4;
+      q[i] = out[i] = {0.0f, 0.0f, 0.0f, 0.0f};
+      if (column < params.head_dim) {
+        q[i] = *reinterpret_cast<const float4*>(static_cast<const float*>(params.query) + place * params.head_dim +
+                                                column);
+      }
+    }
+    Softmax softmax = {-INFINITY, 0.0f};
+    for (int chunk = begin + warp; chunk * kChunk <= position; chunk += kWarps32) {
+      // Lane i looks key i up.
+      const int my_key = chunk * kChunk + lane;
+      const bool seen = lane < kChunk && my_key <= position && my_key > hidden;
+      int64_t my_offset = -1;
+      if (seen) {
+        const int index = args.PageOf(my_key);
+        const int64_t page = __ldg(params.block_tables + seq * params.pages_per_seq + index);
+        const bool in_cache = page >= 0 && page < params.num_pages;
+        bad = bad || !in_cache;
+        if (in_cache) my_offset = page * params.page_stride + (my_key - index * params.page_size) * params.slot_stride;
+      }
+      float4 k[kChunk][kVectors], v[kChunk][kVectors];
+      float score[kChunk];
+#pragma unroll
+      for (int key = 0; key < kChunk; ++key) {
+        const int64_t offset = __shfl_sync(0xffffffffu, my_offset, key);
+#pragma unroll
+        for (int i = 0; i < kVectors; ++i) {
+          const int column = i * 128 + lane * 4;
+          k[key][i] = v[key][i] = {0.0f, 0.0f, 0.0f, 0.0f};
+          if (offset >= 0 && column < params.head_dim) {
+            k[key][i] = Cache::Load(k_head + offset + column);
+            v[key][i] = Cache::Load(v_head + offset + column);
+          }
+        }
+        score[key] = offset >= 0 ? 0.0f : -INFINITY;
+      }
+      float largest = softmax.max;
+#pragma unroll
+      for (int key = 0; key < kChunk; ++key) {
+        float sum = 0.0f;
+#pragma unroll
+        for (int i = 0; i < kVectors; ++i) sum += Dot(q[i], k[key][i]);
+#pragma unroll
+        for (int lanes = 16; lanes > 0; lanes /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, lanes);
+        sum *= scale;
+        if (params.soft_cap != 0.0f) sum = params.soft_cap * tanhf(sum / params.soft_cap);
+        if (score[key] == 0.0f) score[key] = sum * kLog2E;
+        largest = fmaxf(largest, score[key]);
+      }
+      const float shift = largest == -INFINITY ? 0.0f : largest;
+      const float correction = exp2f(softmax.max - shift);
+      softmax.max = largest;
+      softmax.sum *= correction;
+#pragma unroll
+      for (int i = 0; i < kVectors; ++i) out[i] = Scaled(out[i], correction);
+#pragma unroll
+      for (int key = 0; key < kChunk; ++key) {
+        const float p = exp2f(score[key] - shift);
+        softmax.sum += p;
+#pragma unroll
+        for (int i = 0; i < kVectors; ++i) AddScaled(out[i], v[key][i], p);
+      }
+    }
+    if (__any_sync(0xffffffffu, bad)) softmax.sum = NAN;
+
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i) outs[warp][i * 32 + lane] = out[i];
+    if (lane == 0) sums[warp] = softmax;
+    __syncthreads();
+    Softmax total = sums[0];
+    MergeFactors factors[kWarps32];
+#pragma unroll
+    for (int i = 1; i < kWarps32; ++i) factors[i] = MergeInto(total, sums[i]);
+    float lse;
+    const float factor = FinishRow(args, total, RowEnd::Of(args, head), &lse);
+    for (int column = 4 * threadIdx.x; column < params.head_dim; column += 4 * blockDim.x) {
+      float4 sum = outs[0][column / 4];
+#pragma unroll
+      for (int i = 1; i < kWarps32; ++i) {
+        sum = Scaled(sum, factors[i].first);
+        AddScaled(sum, outs[i][column / 4], factors[i].second);
+      }
+      *reinterpret_cast<float4*>(static_cast<float*>(params.out) + place * params.head_dim + column) =
+          Scaled(sum, factor);
+    }
+    if (params.lse != nullptr && threadIdx.x == 0) params.lse[place] = lse;
+    __syncthreads();
+  }
+}
+
+}  // namespace
+
+Status LaunchF32(const PagedAttentionParams& params, Stream stream) {
+  const DecodeArgs args = MakeArgs(params, MakeLayout(params));
+  const dim3 grid(static_cast<unsigned>(std::max<int64_t>(params.max_seqs, 1)),
+                  static_cast<unsigned>(params.num_heads));
+  const auto kernel = params.cache_dtype == DType::kF8E4M3FN ? DecodeF32Kernel<CacheFloat8<true>>
+                      : params.cache_dtype == DType::kF8E5M2 ? DecodeF32Kernel<CacheFloat8<false>>
+                                                             : DecodeF32Kernel<CacheF32>;
+  kernel<<<grid, kWarps32 * 32, 0, stream>>>(args);
+  XLA_GPU_RETURN_IF_LAUNCH_FAILED();
+  return Status::Ok();
+}
+
+}  // namespace xla_gpu::decode

@@ -1,0 +1,13 @@
+// Prefill attention, bfloat16.
+#include <cuda_bf16.h>
+
+#include "ffi/ops/paged_attention/prefill/launch.cuh"
+#include "ffi/ops/paged_attention/prefill/prefill.h"
+
+namespace xla_gpu {
+
+Status LaunchPrefillBF16(const PagedAttentionParams& params, Stream stream) {
+  return LaunchPrefill16Bit<__nv_bfloat16>(params, stream);
+}
+
+}  // namespace xla_gpu

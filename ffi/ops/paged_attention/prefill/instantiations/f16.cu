@@ -1,0 +1,13 @@
+// Prefill attention, float16.
+#include <cuda_fp16.h>
+
+#include "ffi/ops/paged_attention/prefill/launch.cuh"
+#include "ffi/ops/paged_attention/prefill/prefill.h"
+
+namespace xla_gpu {
+
+Status LaunchPrefillF16(const PagedAttentionParams& params, Stream stream) {
+  return LaunchPrefill16Bit<__half>(params, stream);
+}
+
+}  // namespace xla_gpu

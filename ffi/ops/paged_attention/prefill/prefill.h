@@ -1,0 +1,29 @@
+// The path of paged_attention for sequences with more new rows than the decode path takes: prompts and chunks of them.
+#ifndef XLA_GPU_OPS_PAGED_ATTENTION_PREFILL_PREFILL_H_
+#define XLA_GPU_OPS_PAGED_ATTENTION_PREFILL_PREFILL_H_
+
+#include <cstdint>
+
+#include "ffi/base/status.h"
+#include "ffi/device/stream.h"
+#include "ffi/ops/paged_attention/paged_attention.h"
+
+namespace xla_gpu {
+
+// Where the scratch that LaunchPrefill needs begins, behind that of the decode path, and its size in bytes: partial
+// results of few rows behind long contexts.
+int64_t PrefillScratchBegin(const PagedAttentionParams& shapes);
+int64_t PrefillScratchBytes(const PagedAttentionParams& shapes);
+
+// Writes the rows of every sequence of more than kMaxDecodeRows rows, and those that belong to no sequence. Two
+// launches where contexts may be long, else one.
+Status LaunchPrefill(const PagedAttentionParams& params, Stream stream);
+
+// By dtype of query; each in its own file, for the compiler's time.
+Status LaunchPrefillF32(const PagedAttentionParams& params, Stream stream);
+Status LaunchPrefillF16(const PagedAttentionParams& params, Stream stream);
+Status LaunchPrefillBF16(const PagedAttentionParams& params, Stream stream);
+
+}  // namespace xla_gpu
+
+#endif  // XLA_GPU_OPS_PAGED_ATTENTION_PREFILL_PREFILL_H_

@@ -1,0 +1,297 @@
+// Prefill attention in float16 and bfloat16 with mma.sync, for sm_80 and up: a block of four warps keeps a tile of
+// packed query rows (prefill/tile_scheduler.cuh) and walks over tiles of K and V from the last visible one
+// back to the first, with an online softmax. Copies of the next tiles run beneath the arithmetic.
+#ifndef XLA_GPU_OPS_PAGED_ATTENTION_PREFILL_SM80_MMA_CUH_
+#define XLA_GPU_OPS_PAGED_ATTENTION_PREFILL_SM80_MMA_CUH_
+
+#include <cstdint>
+
+#include "ffi/device/async_copy.cuh"
+#include "ffi/device/float8.cuh"
+#include "ffi/device/mma.cuh"
+#include "ffi/ops/paged_attention/prefill/online_softmax.cuh"
+#include "ffi/ops/paged_attention/prefill/rows.cuh"
+#include "ffi/ops/paged_attention/prefill/tile_scheduler.cuh"
+
+namespace xla_gpu {
+
+// kDim: head_dim, rounded up; the rest of a row is zeros in shared memory. kWarpRows: query rows of a warp, in steps
+// of 16. 32 where registers allow: each fragment of K and V then feeds two products, and shared memory no longer bounds
+// the tensor cores. kKeys: keys of a tile. kStages: tiles of K and of V in flight. kFp8: the cache holds float8 values,
+// which are copied as they are and converted on their way to the tile; then one stage.
+template <typename T, int kDim, int kWarpRows, int kKeys, int kStages, bool kFp8>
+struct PrefillMma {
+  using Element = T;
+  static constexpr bool kChecksPages = false;
+  static constexpr int kWarps = 4;
+  static constexpr int kThreads = kWarps * 32;
+  static constexpr int kRows = kWarps * kWarpRows;
+  static constexpr int kRowTiles = kWarpRows / 16;
+  static constexpr int kKeyTiles = kKeys / 8;
+  static constexpr int kDimTiles = kDim / 8;
+  static constexpr int kChunks = kDim / 8;  // 16-byte chunks of a row
+  static constexpr int kRowBytes = kDim * 2;
+  static constexpr int kTileBytes = kKeys * kDim * 2;
+  static constexpr int kRawBytes = kFp8 ? kKeys * kDim : 0;
+  static constexpr int kTileChunks = kKeys * kChunks / kThreads;  // of one thread
+  static_assert(kKeys * kChunks % kThreads == 0 && kKeys <= kThreads && kWarpRows % 16 == 0 && kKeys % 16 == 0);
+  static_assert(kStages == 1 || !kFp8, "float8 tiles have one converted stage");
+
+  // Shared memory, from the start: Q, K stages, V stages, raw K, raw V, row offsets of two tiles.
+  static constexpr int kQueryBytes = kRows * kDim * 2;
+  static constexpr int kKeyStart = kQueryBytes;
+  static constexpr int kValueStart = kKeyStart + kStages * kTileBytes;
+  static constexpr int kRawStart = kValueStart + kStages * kTileBytes;
+  static constexpr int kOffsetStart = kRawStart + 2 * kRawBytes;
+  static constexpr int kSharedBytes = kOffsetStart + 2 * kKeys * static_cast<int>(sizeof(int64_t));
+
+  using Schedule = PrefillSchedule<kThreads, kRows>;
+  static_assert(sizeof(typename Schedule::Storage) <= kOffsetStart);
+
+  const PagedAttentionParams& params;
+  char* const shared;  // aligned to a row, up to 512 bytes
+  const uint32_t shared_address;
+  const int thread = static_cast<int>(threadIdx.x);
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  const int warp = static_cast<int>(threadIdx.x) / 32;
+
+  __device__ PrefillMma(const PagedAttentionParams& params, char* shared)
+      : params(params), shared(shared), shared_address(SharedAddress(shared)) {}
+
+  // Byte offset of a chunk in a tile of rows of kDim elements. The XOR spreads the eight rows that one ldmatrix phase
+  // reads over all banks.
+  static __device__ int ChunkOffset(int row, int chunk) { return (row * kChunks + (chunk ^ (row & 7))) * 16; }
+
+  // From the address of a chunk to that of the chunk `chunks` further in the same row, where `chunks` has no bit in
+  // common with the chunk's number. Needs rows that are aligned to their size.
+  static __device__ uint32_t Further(uint32_t address, int chunks) { return address ^ (chunks * 16); }
+
+  // An end to what the compiler knows of `x`, so that nothing derived from it leaves the loop.
+  static __device__ void KeepInLoop(uint32_t& x) { asm volatile("" : "+r"(x)); }
+
+  // ---- copies
+  __device__ void LoadQuery(const PrefillRows& rows) {
+    const T* const query = static_cast<const T*>(params.query);
+#pragma unroll 4
+    for (int i = thread; i < kRows * kChunks; i += kThreads) {
+      const int row = i / kChunks;
+      const int chunk = i % kChunks;
+      const bool valid = row < rows.count && chunk * 8 < params.head_dim;
+      const T* source = valid ? query + rows.HeadRow(row) * params.head_dim + chunk * 8 : query;
+      CopyAsync16(shared_address + ChunkOffset(row, chunk), source, valid);
+    }
+  }
+
+  // Where the keys of tile `index` lie, in bytes: thread i looks up key i. Keys that no row of this block sees get -1;
+  // they are zeros in shared memory, so that nothing which lies in unused slots takes part.
+  __device__ int64_t LookUp(const PrefillRows& rows, int index) const {
+    const int position = index * kKeys + thread;
+    if (thread >= kKeys || position < rows.key_begin || position >= rows.key_end) return -1;
+    return KeyOffset(params, rows.seq, position) * (kFp8 ? 1 : 2);
+  }
+  __device__ int64_t* Offsets(int index) const {
+    return reinterpret_cast<int64_t*>(shared + kOffsetStart) + (index & 1) * kKeys;
+  }
+
+  // Starts the copy of tile `index` of K or V. `cache`: this thread's chunk of the kv head's element (0, 0, head, 0).
+  // kWhole: all keys are looked up and all chunks are below head_dim.
+  template <bool kWhole>
+  __device__ void LoadTile(const char* cache, int tile_start, int raw_start, int index) const {
+    const int64_t* const offsets = Offsets(index) + thread / kChunks;
+    const bool in_row = thread % kChunks * 8 < params.head_dim;
+    const int stage = kStages == 2 ? (index & 1) * kTileBytes : 0;
+#pragma unroll
+    for (int i = 0; i < kTileChunks; ++i) {
+      const int64_t offset = offsets[i * (kThreads / kChunks)];
+      const bool valid = kWhole || (in_row && offset >= 0);
+      const char* const source = cache + (valid ? offset : 0);
+      if constexpr (kFp8) {
+        CopyAsync8(shared_address + raw_start + (i * kThreads + thread) * 8, source, valid);
+      } else {
+        const int row = i * (kThreads / kChunks) + thread / kChunks;
+        CopyAsync16(shared_address + tile_start + stage + ChunkOffset(row, thread % kChunks), source, valid);
+      }
+    }
+  }
+  __device__ void LoadTile(const PrefillRows& rows, const char* cache, int tile_start, int raw_start, int index) const {
+    const int position = index * kKeys;
+    if (position >= rows.key_begin && position + kKeys <= rows.key_end && params.head_dim == kDim) {
+      LoadTile</*kWhole=*/true>(cache, tile_start, raw_start, index);
+    } else {
+      LoadTile</*kWhole=*/false>(cache, tile_start, raw_start, index);
+    }
+  }
+
+  // float8 only: what this thread copied, converted into the tile.
+  template <bool kE4M3>
+  __device__ void ConvertTile(int tile_start, int raw_start) const {
+#pragma unroll
+    for (int i = 0; i < kTileChunks; ++i) {
+      const int row = (i * kThreads + thread) / kChunks;
+      const uint2 raw = *reinterpret_cast<const uint2*>(shared + raw_start + (i * kThreads + thread) * 8);
+      *reinterpret_cast<uint4*>(shared + tile_start + ChunkOffset(row, thread % kChunks)) =
+          ConvertFloat8<T, kE4M3>(raw);
+    }
+  }
+  __device__ void ConvertTile(int tile_start, int raw_start) const {
+    if (params.cache_dtype == DType::kF8E4M3FN) {
+      ConvertTile</*kE4M3=*/true>(tile_start, raw_start);
+    } else {
+      ConvertTile</*kE4M3=*/false>(tile_start, raw_start);
+    }
+  }
+
+  // ---- arithmetic
+  // `q`, `k`, `v`: addresses of this lane's share of a fragment at the start of its row. Further fragments follow by
+  // constants; the compiler would compute all their addresses before the loop over tiles and run out of registers.
+  __device__ void Scores(uint32_t q, uint32_t k_tile, float (&s)[kRowTiles][kKeyTiles][4]) const {
+#pragma unroll
+    for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+      for (int n = 0; n < kKeyTiles; ++n) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) s[m][n][i] = 0.0f;
+      }
+    }
+#pragma unroll
+    for (int k = 0; k < kDim / 16; ++k) {
+      uint32_t a[kRowTiles][4];
+#pragma unroll
+      for (int m = 0; m < kRowTiles; ++m) {
+        LoadMatrix4(a[m], Further(q, 2 * k) + m * 16 * kRowBytes);
+      }
+#pragma unroll
+      for (int n = 0; n < kKeyTiles; n += 2) {
+        uint32_t b[4];
+        LoadMatrix4(b, Further(k_tile, 2 * k) + n * 8 * kRowBytes);
+#pragma unroll
+        for (int m = 0; m < kRowTiles; ++m) {
+          Mma16x8x16<T>(s[m][n], a[m], b[0], b[1]);
+          Mma16x8x16<T>(s[m][n + 1], a[m], b[2], b[3]);
+        }
+      }
+    }
+  }
+
+  __device__ void AddValues(uint32_t v_tile, const float (&p)[kRowTiles][kKeyTiles][4],
+                            float (&o)[kRowTiles][kDimTiles][4]) const {
+#pragma unroll
+    for (int k = 0; k < kKeyTiles; k += 2) {
+      // The layout of two accumulator tiles side by side is that of an A fragment.
+      uint32_t a[kRowTiles][4];
+#pragma unroll
+      for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          a[m][i] = Pack<T>(p[m][k + i / 2][i % 2 * 2], p[m][k + i / 2][i % 2 * 2 + 1]);
+        }
+      }
+#pragma unroll
+      for (int d = 0; d < kDimTiles; d += 2) {
+        uint32_t b[4];
+        LoadMatrix4Transposed(b, Further(v_tile, d) + k * 8 * kRowBytes);
+#pragma unroll
+        for (int m = 0; m < kRowTiles; ++m) {
+          Mma16x8x16<T>(o[m][d], a[m], b[0], b[1]);
+          Mma16x8x16<T>(o[m][d + 1], a[m], b[2], b[3]);
+        }
+      }
+    }
+  }
+
+  __device__ void Run(const PrefillTile& /*tile*/, const PrefillRows& rows) {
+    const int chunk_start = thread % kChunks * (kFp8 ? 8 : 16);
+    const char* const key_cache = HeadStart(params, params.k_cache, rows.kv_head) + chunk_start;
+    const char* const value_cache = HeadStart(params, params.v_cache, rows.kv_head) + chunk_start;
+    const PrefillScores scores(params, rows.kv_head);
+
+    float o[kRowTiles][kDimTiles][4] = {};
+    PrefillSoftmax<kRowTiles> softmax(warp * kWarpRows);
+    uint32_t q_fragment = shared_address + ChunkOffset(warp * kWarpRows + lane % 16, lane / 16);
+    uint32_t k_fragment = shared_address + kKeyStart + ChunkOffset(lane % 8 + lane / 16 * 8, lane / 8 % 2);
+    uint32_t v_fragment = shared_address + kValueStart + ChunkOffset(lane % 16, lane / 16);
+
+    const int first_tile = rows.key_begin / kKeys;
+    const int last_tile = (rows.key_end + kKeys - 1) / kKeys - 1;
+    if (last_tile >= first_tile) {
+      if (thread < kKeys) {
+        Offsets(last_tile)[thread] = LookUp(rows, last_tile);
+        Offsets(last_tile - 1)[thread] = LookUp(rows, last_tile - 1);
+      }
+      LoadQuery(rows);
+      __syncthreads();
+      LoadTile(rows, key_cache, kKeyStart, kRawStart, last_tile);
+      CommitAsync();
+      LoadTile(rows, value_cache, kValueStart, kRawStart + kRawBytes, last_tile);
+      CommitAsync();
+    }
+
+    for (int tile = last_tile; tile >= first_tile; --tile) {
+      const int stage = kStages == 2 ? (tile & 1) * kTileBytes : 0;
+      KeepInLoop(q_fragment);
+      KeepInLoop(k_fragment);
+      KeepInLoop(v_fragment);
+      const bool more = tile > first_tile;
+      const auto load_key = [&] {
+        if (more) LoadTile(rows, key_cache, kKeyStart, kRawStart, tile - 1);
+        CommitAsync();
+      };
+      const auto load_value = [&] {
+        if (more) LoadTile(rows, value_cache, kValueStart, kRawStart + kRawBytes, tile - 1);
+        CommitAsync();
+      };
+      // Two groups of copies are under way: this tile's K, then its V.
+      WaitAsync<1>();
+      if constexpr (kFp8) {
+        ConvertTile(kKeyStart, kRawStart);
+        __syncthreads();
+        load_key();
+      } else {
+        __syncthreads();
+        if constexpr (kStages == 2) load_key();
+      }
+      const int64_t offset = LookUp(rows, tile - 2);
+
+      float s[kRowTiles][kKeyTiles][4];
+      Scores(q_fragment, k_fragment + stage, s);
+      if constexpr (kStages == 1 && !kFp8) {
+        __syncthreads();
+        load_key();
+      }
+
+      softmax.Update(rows, scores, tile * kKeys, s);
+      if (softmax.NeedsRescale()) softmax.Rescale(o);
+
+      WaitAsync<1>();
+      if constexpr (kFp8) {
+        ConvertTile(kValueStart, kRawStart + kRawBytes);
+        __syncthreads();
+        load_value();
+      } else {
+        __syncthreads();
+        if constexpr (kStages == 2) load_value();
+      }
+      AddValues(v_fragment + stage, s, o);
+      if constexpr (kStages == 1 && !kFp8) {
+        __syncthreads();
+        load_value();
+      }
+      // Read next after the next iteration's first barrier; read last before this iteration's.
+      if (thread < kKeys) Offsets(tile)[thread] = offset;
+    }
+    WaitAsync<0>();
+    // In the place of the warp's own query rows.
+    softmax.template Finish<T>(params, rows, scores, o, [&](int row, int d) { return shared + ChunkOffset(row, d); });
+  }
+};
+
+template <typename Kernel>
+__global__ void __launch_bounds__(Kernel::kThreads, 2)
+    PrefillMmaKernel(const __grid_constant__ PagedAttentionParams params) {
+  extern __shared__ __align__(1024) char shared[];
+  RunPrefillTile<Kernel, typename Kernel::Element>(params, shared);
+}
+
+}  // namespace xla_gpu
+
+#endif  // XLA_GPU_OPS_PAGED_ATTENTION_PREFILL_SM80_MMA_CUH_

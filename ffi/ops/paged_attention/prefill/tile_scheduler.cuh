@@ -1,0 +1,282 @@
+// Which tile of query rows a block of the prefill kernels works on. Planned on the device: each block finds its tiles
+// from the metadata alone, so that the launch depends on shapes only.
+#ifndef XLA_GPU_OPS_PAGED_ATTENTION_PREFILL_TILE_SCHEDULER_CUH_
+#define XLA_GPU_OPS_PAGED_ATTENTION_PREFILL_TILE_SCHEDULER_CUH_
+
+#include <algorithm>
+#include <cstdint>
+
+#include "ffi/ops/paged_attention/decode/decode.h"
+#include "ffi/ops/paged_attention/paged_attention.h"
+#include "ffi/ops/paged_attention/prefill/split_kv.h"
+#include "ffi/ops/paged_attention/sequence_metadata.cuh"
+
+namespace xla_gpu {
+
+// The query heads of one kv head share a pass over K and V: their rows of one sequence are counted together, packed row
+// r being token r / group of the sequence and head r % group of the kv head. A tile is kRows consecutive packed rows.
+struct PrefillTile {
+  int seq;
+  int q_begin;  // row of `query` where the sequence begins
+  int q_len;
+  int context_len;
+  bool valid;  // false: the rows become NaN
+  int index;   // the tile covers packed rows [index * kRows, (index + 1) * kRows) of the sequence
+  int kv_head;
+  int part;  // of the keys, where these are split among blocks
+};
+
+// A sequence with more rows than the decode path takes.
+struct PrefillPrompt {
+  int seq;
+  int q_begin;
+  int q_len;
+  int context_len;  // -1 where it is wrong
+  int parts;        // of the keys, for each of which its tiles are counted again
+  int part_keys;    // where there are several
+
+  // What stands for the position after the last row's; at least q_len, so that all tiles end at positive positions.
+  __device__ int End() const { return parts > 1 ? part_keys : max(context_len, q_len); }
+
+  __device__ PrefillTile Tile(unsigned index, unsigned kv_head) const {
+    const bool valid = context_len >= 0;
+    unsigned part = 0;
+    if (parts > 1) {
+      const unsigned whole = index / parts;
+      part = index - whole * parts;
+      index = whole;
+    }
+    return {seq,
+            q_begin,
+            q_len,
+            valid ? context_len : 0,
+            valid,
+            static_cast<int>(index),
+            static_cast<int>(kv_head),
+            static_cast<int>(part)};
+  }
+};
+
+// How a list finds out about parts of keys: as PrefillSplit says, or not at all.
+struct SplitPrompts {
+  const PrefillSplit& split;
+  __device__ void operator()(PrefillPrompt* prompt) const {
+    const PrefillParts parts = split.Of(prompt->q_len, prompt->context_len);
+    prompt->parts = split.Apart(parts);
+    prompt->part_keys = parts.tiles * split.keys;
+  }
+};
+struct KeepPrompts {
+  __device__ void operator()(PrefillPrompt* /*prompt*/) const {}
+};
+
+// How many tiles a prompt has, and where they end: one past the position of the last row.
+template <int kRows>
+struct PrefillTiles {
+  unsigned group;
+
+  __device__ unsigned Count(const PrefillPrompt& prompt) const {
+    return (static_cast<unsigned>(prompt.q_len) * group + kRows - 1) / kRows * prompt.parts;
+  }
+
+  // The first tile that ends at `end` or later.
+  __device__ unsigned FirstEndingAt(const PrefillPrompt& prompt, int end) const {
+    if (prompt.parts > 1) return end > prompt.part_keys ? Count(prompt) : 0;
+    const int tokens = end - (prompt.End() - prompt.q_len);
+    if (tokens > prompt.q_len) return Count(prompt);
+    return tokens <= 1 ? 0 : static_cast<unsigned>(tokens - 1) * group / kRows;
+  }
+};
+
+// By a warp, each lane of which has the tiles [first, last) of a prompt: in which lane, and which of its tiles, number
+// `left` is; false, and `left` less all of these, if it is none of them. The last of a lane's tiles come first.
+__device__ inline bool FindAmongLanes(unsigned first, unsigned last, unsigned* left, int* owner, unsigned* index) {
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  unsigned sum = last - first;
+#pragma unroll
+  for (int step = 1; step < 32; step *= 2) {
+    const unsigned other = __shfl_up_sync(~0u, sum, step);
+    if (lane >= step) sum += other;
+  }
+  const unsigned all = __shfl_sync(~0u, sum, 31);
+  if (*left >= all) {
+    *left -= all;
+    return false;
+  }
+  *owner = __popc(__ballot_sync(~0u, sum <= *left));
+  *index = __shfl_sync(~0u, last - 1 + (sum - (last - first)), *owner) - *left;
+  return true;
+}
+
+// Prompts, listed by the threads of a block together, and their tiles in the order of the last key that a tile sees,
+// latest first: a tile's time grows with it. The order is by classes of equal width in key positions; it decides when a
+// tile is done, never what it computes.
+template <int kThreads, int kRows, int kCapacity, int kClasses, typename Split>
+class PrefillList {
+ public:
+  struct Storage {
+    int4 prompts[kCapacity];         // seq, q_begin, q_len, context_len
+    unsigned tiles_up_to[kClasses];  // [class] tiles in this class and in the ones before
+    int warp_counts[kThreads / 32];
+    int max_end;
+  };
+
+  __device__ PrefillList(const PagedAttentionParams& params, unsigned group, Split split, Storage& storage)
+      : params_(params), split_(split), storage_(storage), tiles_{group} {}
+
+  // Empties the list. The next barrier of the block is to come before Collect.
+  __device__ void Clear() {
+    count_ = 0;
+    if (threadIdx.x == 0) storage_.max_end = 1;
+  }
+
+  // Whether kThreads more sequences fit.
+  __device__ bool HasRoom() const { return count_ + kThreads <= kCapacity; }
+
+  // Lists those of the sequences [base, base + kThreads) and below `last` that have more rows than the decode path
+  // takes. `in_order` is what QueryStartsInOrder returned.
+  __device__ void Collect(int base, int last, bool in_order) {
+    const int thread = static_cast<int>(threadIdx.x);
+    PrefillPrompt prompt{base + thread, 0, 0, -1, 1, 0};
+    if (prompt.seq < last) {
+      const SequenceInfo info = LoadSequence(params_, prompt.seq, in_order);
+      prompt = {prompt.seq, info.q_begin, info.q_len, info.valid ? info.context_len : -1, 1, 0};
+      split_(&prompt);
+    }
+    const bool mine = prompt.q_len > kMaxDecodeRows;
+    if (!__syncthreads_or(mine)) return;
+    const unsigned votes = __ballot_sync(~0u, mine);
+    if (thread % 32 == 0) storage_.warp_counts[thread / 32] = __popc(votes);
+    __syncthreads();
+    int position = count_ + __popc(votes & ((1u << thread % 32) - 1));
+    for (int warp = 0; warp < kThreads / 32; ++warp) {
+      if (warp < thread / 32) position += storage_.warp_counts[warp];
+      count_ += storage_.warp_counts[warp];
+    }
+    if (mine) {
+      storage_.prompts[position] = make_int4(prompt.seq, prompt.q_begin, prompt.q_len, prompt.context_len);
+      atomicMax(&storage_.max_end, prompt.End());
+    }
+    __syncthreads();
+  }
+
+  // The number of tiles of the listed prompts, with what Find needs.
+  __device__ unsigned CountTiles() {
+    static_assert(kClasses <= kThreads && kClasses % 32 == 0);
+    if (count_ == 0) return 0;
+    if (threadIdx.x < kClasses) {
+      const int end = ClassEnd(static_cast<int>(threadIdx.x));
+      unsigned tiles = 0;
+      for (int i = 0; i < count_; ++i) {
+        const PrefillPrompt prompt = At(i);
+        tiles += tiles_.Count(prompt) - tiles_.FirstEndingAt(prompt, end);
+      }
+      storage_.tiles_up_to[threadIdx.x] = tiles;
+    }
+    __syncthreads();
+    return storage_.tiles_up_to[kClasses - 1];
+  }
+
+  // Number `row_tile`, below what CountTiles returned. By a warp; the result is the same in all lanes.
+  __device__ PrefillTile Find(unsigned row_tile, unsigned kv_head) const {
+    const int lane = static_cast<int>(threadIdx.x) % 32;
+    int found = 0;  // the class
+#pragma unroll
+    for (int i = 0; i < kClasses / 32; ++i) {
+      found += __popc(__ballot_sync(~0u, storage_.tiles_up_to[i * 32 + lane] <= row_tile));
+    }
+    unsigned left = row_tile - (found == 0 ? 0 : storage_.tiles_up_to[found - 1]);
+    int owner = 0;
+    unsigned index = 0;
+    int base = 0;
+    for (;; base += 32) {
+      unsigned first = 0, last = 0;  // this lane's prompt has tiles [first, last) in the class
+      if (base + lane < count_) {
+        const PrefillPrompt prompt = At(base + lane);
+        first = tiles_.FirstEndingAt(prompt, ClassEnd(found));
+        last = found == 0 ? tiles_.Count(prompt) : tiles_.FirstEndingAt(prompt, ClassEnd(found - 1));
+      }
+      if (FindAmongLanes(first, last, &left, &owner, &index)) break;
+    }
+    return At(base + owner).Tile(index, kv_head);
+  }
+
+ private:
+  __device__ PrefillPrompt At(int index) const {
+    const int4 stored = storage_.prompts[index];
+    PrefillPrompt prompt{stored.x, stored.y, stored.z, stored.w, 1, 0};
+    split_(&prompt);
+    return prompt;
+  }
+
+  // The smallest end of a tile in class `index`.
+  __device__ int ClassEnd(int index) const {
+    const int width = (storage_.max_end + kClasses - 1) / kClasses;
+    return storage_.max_end - (index + 1) * width + 1;
+  }
+
+  const PagedAttentionParams& params_;
+  const Split split_;
+  Storage& storage_;
+  const PrefillTiles<kRows> tiles_;
+  int count_ = 0;
+};
+
+// Finds the tile of a block that has no more than one. Blocks start in the order of their number, so that the last ones
+// to start are short.
+template <int kThreads, int kRows>
+class PrefillSchedule {
+ public:
+  // Sequences that are looked at together; more of them (over 1024 prompts in one call) follow in further batches.
+  using List = PrefillList<kThreads, kRows, 1024, std::min(kThreads, 256), KeepPrompts>;
+  struct Storage {
+    typename List::Storage list;
+    PrefillTile tile;
+  };
+
+  // By all threads of the block together.
+  __device__ PrefillSchedule(const PagedAttentionParams& params, Storage& storage)
+      : params_(params),
+        storage_(storage),
+        list_(params, static_cast<unsigned>(params.num_heads / params.num_kv_heads), KeepPrompts(), storage.list) {}
+
+  // The tile of the given rank (over all sequences and kv heads; kv heads next to each other), read by all threads; or
+  // false, if there are no more than `*total`. To be called by the whole block, with a barrier before the storage is
+  // used for something else.
+  __device__ bool Find(unsigned rank, PrefillTile* tile, unsigned* total) {
+    const int num_live = LiveSequences(params_);
+    const bool in_order = QueryStartsInOrder(params_, num_live);
+    const auto kv_heads = static_cast<unsigned>(params_.num_kv_heads);
+    const unsigned row_tile = rank / kv_heads;
+    unsigned before = 0;  // tiles of the batches so far
+    for (int next = 0; next < num_live;) {
+      list_.Clear();
+      __syncthreads();
+      for (; next < num_live && list_.HasRoom(); next += kThreads) list_.Collect(next, num_live, in_order);
+      const unsigned in_batch = list_.CountTiles();
+      if (row_tile < before + in_batch) {
+        if (threadIdx.x < 32) {
+          const PrefillTile found = list_.Find(row_tile - before, rank - row_tile * kv_heads);
+          if (threadIdx.x == 0) storage_.tile = found;
+        }
+        __syncthreads();
+        // NOTE: from one address, by which the compiler knows that all threads have the same.
+        *tile = storage_.tile;
+        return true;
+      }
+      before += in_batch;
+      __syncthreads();
+    }
+    *total = before * kv_heads;
+    return false;
+  }
+
+ private:
+  const PagedAttentionParams& params_;
+  Storage& storage_;
+  List list_;
+};
+
+}  // namespace xla_gpu
+
+#endif  // XLA_GPU_OPS_PAGED_ATTENTION_PREFILL_TILE_SCHEDULER_CUH_

@@ -1,0 +1,41 @@
+// The scratch memory of paged_attention, as the sum of what its paths need. Compiled in every build: a program exported
+// on a machine without CUDA has the same result shapes.
+#include <algorithm>
+#include <cstdint>
+
+#include "ffi/ops/paged_attention/decode/decode.h"
+#include "ffi/ops/paged_attention/decode/params.h"
+#include "ffi/ops/paged_attention/paged_attention.h"
+#include "ffi/ops/paged_attention/prefill/prefill.h"
+#include "ffi/ops/paged_attention/prefill/split_kv.h"
+
+namespace xla_gpu {
+
+int64_t DecodeScratchBytes(const PagedAttentionParams& shapes) {
+  // float32 needs none: a block sees all keys of a row.
+  if (shapes.dtype == DType::kF32 || shapes.num_kv_heads == 0) return 0;
+  // Whoever asks need not know what the cache holds.
+  int64_t floats = 0;
+  for (const DType cache : {shapes.dtype, DType::kF8E4M3FN}) {
+    PagedAttentionParams params = shapes;
+    params.cache_dtype = cache;
+    const decode::Layout layout = decode::MakeLayout(params);
+    floats = std::max(floats, layout.slots * layout.slot_rows * (shapes.head_dim + decode::kSlotPadding));
+  }
+  return floats * int64_t{sizeof(float)};
+}
+
+int64_t PrefillScratchBegin(const PagedAttentionParams& shapes) {
+  return (DecodeScratchBytes(shapes) + 255) / 256 * 256;
+}
+
+int64_t PrefillScratchBytes(const PagedAttentionParams& shapes) {
+  return PrefillScratch::Of(shapes).Bytes(shapes.head_dim);
+}
+
+int64_t PagedAttentionScratchBytes(const PagedAttentionParams& shapes) {
+  const int64_t prefill = PrefillScratchBytes(shapes);
+  return prefill == 0 ? DecodeScratchBytes(shapes) : PrefillScratchBegin(shapes) + prefill;
+}
+
+}  // namespace xla_gpu

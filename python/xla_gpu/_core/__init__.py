@@ -1,0 +1,1 @@
+"""What an operator is, before any framework: its declaration, attributes, dtypes, checks."""

@@ -1,0 +1,84 @@
+"""Checks of static arguments, with one form of error text: "operator: argument: expected …, got …"."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from .operator import ArraySpec
+
+FLOATS = ("float32", "float16", "bfloat16")
+FLOAT8S = ("float8_e4m3fn", "float8_e5m2")
+
+
+class Checks:
+    """The checks of one operator; ``renamed`` maps names that checks use to those that its users know."""
+
+    def __init__(self, name: str, renamed: Mapping[str, str] | None = None) -> None:
+        self.name = name
+        self._renamed = renamed or {}
+
+    def argument(self, argument: str) -> str:
+        return self._renamed.get(argument, argument)
+
+    def value_error(self, argument: str, expected: str, got: object) -> ValueError:
+        return ValueError(f"{self.name}: {self.argument(argument)}: expected {expected}, got {got}")
+
+    def type_error(self, argument: str, expected: str, got: object) -> TypeError:
+        return TypeError(f"{self.name}: {self.argument(argument)}: expected {expected}, got {got}")
+
+    def array(self, argument: str, value: Any) -> ArraySpec:
+        if not isinstance(value, ArraySpec):
+            raise self.type_error(argument, "an array", type(value).__name__)
+        return value
+
+    def dtype(self, argument: str, spec: ArraySpec, allowed: Sequence[str], reason: str = "") -> None:
+        self.array(argument, spec)
+        if spec.dtype not in allowed:
+            raise self.type_error(argument, f"dtype {' or '.join(allowed)}{reason}", spec)
+
+    def rank(self, argument: str, spec: ArraySpec, axes: str) -> tuple[int, ...]:
+        """The dimensions of ``spec``; ``axes`` are their names, "num_tokens, num_heads, head_dim"."""
+        rank = axes.count(",") + 1
+        if len(self.array(argument, spec).shape) != rank:
+            raise self.value_error(argument, f"rank {rank} [{axes}]", spec)
+        return spec.shape
+
+    def shape(self, argument: str, spec: ArraySpec, shape: Sequence[int], axes: str) -> None:
+        self.rank(argument, spec, axes)
+        if spec.shape != tuple(shape):
+            raise self.value_error(argument, f"shape [{', '.join(map(str, shape))}] ([{axes}])", spec)
+
+    def integer(self, argument: str, value: Any, minimum: int, maximum: int = 2**63 - 1) -> int:
+        try:
+            # index() would take a bool, which is a slip wherever a count is meant.
+            # NOTE: torch.compile traces isinstance with a tuple, but not with a union.
+            number = None if isinstance(value, (bool, np.bool_)) else operator.index(value)
+        except TypeError:
+            number = None
+        if number is None:
+            raise self.type_error(argument, "an int known when the call is traced", type(value).__name__)
+        if number < minimum:
+            raise self.value_error(argument, f"an int >= {minimum}", number)
+        if number > maximum:
+            raise self.value_error(argument, f"an int <= {maximum}", number)
+        return number
+
+    def float32(self, argument: str, value: Any, positive: bool = False) -> np.float32:
+        """``value`` rounded to float32, the type in which handlers take numbers; finite, and > 0 if ``positive``."""
+        if isinstance(value, bool | np.bool_) or not isinstance(value, int | float | np.floating | np.integer):
+            raise self.type_error(argument, "a number known when the call is traced", type(value).__name__)
+        try:
+            with np.errstate(over="ignore"):
+                number = np.float32(value)
+        except OverflowError:
+            number = np.float32(math.inf)
+        if not math.isfinite(number):
+            raise self.value_error(argument, "a finite float32 number", value)
+        if positive and not number > 0:
+            raise self.value_error(argument, "a float32 number > 0", value)
+        return number

@@ -1,0 +1,52 @@
+"""Which versions of a framework a door takes, said before anything of it is used."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from types import ModuleType
+
+from ..errors import CompatibilityError
+
+# torch_xla's FFI API, graph and PJRT structures are used beneath its public interface, and this is its last release.
+TORCH_XLA = (2, 9)
+TORCH_XLA_REMEDY = "pip install torch==2.9.0 torch_xla==2.9.0"
+
+
+def framework(
+    name: str, door: str, oldest: tuple[int, int], remedy: str, newest: tuple[int, int] | None = None
+) -> ModuleType:
+    """The framework's module.
+
+    Args:
+      name: of the module.
+      door: what needs it, for the texts.
+      oldest: the first version, major and minor, that fits.
+      remedy: what to do where it does not.
+      newest: the last one that fits; None where every later one is taken.
+
+    Raises:
+      ModuleNotFoundError: it is not installed.
+      CompatibilityError: its version does not fit.
+    """
+    needed = f"{name} {_dotted(oldest)}"
+    if newest is None:
+        needed += " or newer"
+    elif newest != oldest:
+        needed += f" to {_dotted(newest)}"
+    try:
+        module = importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name != name:  # the framework is there, and lacks something itself
+            raise
+        raise ModuleNotFoundError(f"{door} needs {needed}, which is not installed: {remedy}", name=name) from None
+    found = str(getattr(module, "__version__", "of an unknown version"))
+    numbers = re.match(r"(\d+)\.(\d+)", found)
+    version = (int(numbers[1]), int(numbers[2])) if numbers else None
+    if version is None or version < oldest or (newest is not None and version > newest):
+        raise CompatibilityError(f"{door} needs {needed}, and {name} {found} is installed: {remedy}")
+    return module
+
+
+def _dotted(version: tuple[int, int]) -> str:
+    return f"{version[0]}.{version[1]}"

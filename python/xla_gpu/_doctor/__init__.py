@@ -1,0 +1,1 @@
+"""`python -m xla_gpu doctor`: what works here, what does not, why, and what to do."""

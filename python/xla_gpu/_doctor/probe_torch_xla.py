@@ -1,0 +1,33 @@
+"""The doctor's try of the torch_xla doors."""
+
+from typing import Any
+
+import torch
+
+from . import probe
+
+
+def attempt(device: str) -> dict[str, Any]:
+    """Runs simple_add through the client that PJRT_DEVICE names, and registers all targets with it."""
+    import torch_xla
+
+    import xla_gpu.torch
+
+    from .._runtime import targets
+    from .._torch_xla import host_ffi_api, lowering
+
+    where = torch_xla.device()
+    a, b = torch.tensor(probe.A, device=where), torch.tensor(probe.B, device=where)
+    probe.check(xla_gpu.torch.simple_add(a, b).cpu().tolist())
+    for target in targets.registered():
+        if target.platform == lowering.platform():
+            lowering._register(target)
+    if device == "GPU":
+        from .._torch_xla import plugin
+
+        return probe.plugin_runtime(plugin.plugin_path())
+    return probe.host_runtime(host_ffi_api.ffi_api())
+
+
+if __name__ == "__main__":
+    probe.report(attempt)

@@ -1,0 +1,276 @@
+"""``python -m xla_gpu doctor``: what is installed, and which doors work.
+
+A door is tried by running simple_add through it, in a process of its own: a framework that crashes, hangs or is half
+installed takes nothing else down. This process imports no framework.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import platform
+import signal
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from importlib import metadata
+from typing import Any, NamedTuple
+
+from .._runtime import cuda_driver
+from .._runtime.library import load as load_library
+from ..errors import LibraryError
+
+REPORT_MARK = "xla_gpu doctor report: "
+_PACKAGES = ("torch", "torch_xla", "jax", "jaxlib", "jax-cuda12-pjrt", "jax-cuda13-pjrt", "numpy")
+_DOOR_SECONDS = 240  # the first compilation on a GPU takes its time; nothing healthy takes this long
+_DEVICE_SECONDS = 60
+
+
+class Door(NamedTuple):
+    """A way to call the operators: a framework on a device."""
+
+    name: str
+    device: str  # "CPU" or "GPU"
+    requires: tuple[str, ...]  # modules
+    module: str  # of this package: run with the device as its argument, it tries the door
+    environment: dict[str, str]
+    install: str  # what brings the framework
+
+
+_GPU_EXTRAS = (
+    "in a checkout of xla_gpu: pip install '.[cuda12]' (driver 525 or newer) or '.[cuda13]' (driver 580 or newer)"
+)
+_TORCH, _JAX = (f"in a checkout of xla_gpu: pip install '.[{extra}]'" for extra in ("torch", "jax"))
+_CUDA_TORCH = "a build of PyTorch with CUDA: pip install torch==2.9.0"
+DOORS = (
+    Door("torch_xla", "CPU", ("torch", "torch_xla"), "probe_torch_xla", {"PJRT_DEVICE": "CPU"}, _TORCH),
+    Door("torch_xla", "GPU", ("torch", "torch_xla"), "probe_torch_xla", {"PJRT_DEVICE": "GPU"}, _GPU_EXTRAS),
+    Door("JAX", "CPU", ("jax", "jaxlib"), "probe_jax", {"JAX_PLATFORMS": "cpu"}, _JAX),
+    Door("JAX", "GPU", ("jax", "jaxlib"), "probe_jax", {"JAX_PLATFORMS": "cuda"}, _GPU_EXTRAS),
+    Door("eager PyTorch", "CPU", ("torch",), "probe_torch", {}, _TORCH),
+    Door("eager PyTorch", "GPU", ("torch",), "probe_torch", {}, _CUDA_TORCH),
+)
+
+# Of a door.
+WORKS, FAILS, NOT_INSTALLED, NO_DEVICE = "works", "does not work", "not installed", "no device"
+
+
+def run(as_json: bool) -> int:
+    """Prints the report and returns the exit status, 0 if nothing that should work fails."""
+    report = examine()
+    print(json.dumps(report, indent=2) if as_json else as_text(report))
+    return 0 if report["ok"] else 1
+
+
+def examine() -> dict[str, Any]:
+    """The report. Takes a minute or so: six processes that each import a framework."""
+    library, device = _library_report(), _device_report()
+    with ThreadPoolExecutor(max_workers=2) as pool:
+        doors = list(pool.map(lambda door: _try_door(door, library, device), DOORS))
+    return {
+        "ok": all(door["status"] != FAILS for door in doors) and "error" not in library,
+        "versions": _versions(),
+        "library": library,
+        "device": device,
+        "doors": doors,
+    }
+
+
+def _versions() -> dict[str, str | None]:
+    versions: dict[str, str | None] = {"python": platform.python_version()}
+    for package in ("xla_gpu", *_PACKAGES):
+        try:
+            versions[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            versions[package] = None
+    if versions["xla_gpu"] is None:  # a checkout on PYTHONPATH
+        from .. import __version__
+
+        versions["xla_gpu"] = __version__
+    return versions
+
+
+def _library_report() -> dict[str, Any]:
+    try:
+        library = load_library()
+    except LibraryError as error:
+        return {"error": str(error)}
+    targets: dict[str, list[str]] = {}
+    for handler in library.handlers():
+        targets.setdefault(handler.platform, []).append(handler.target)
+    return {"path": str(library.path), **library.build_info(), "targets": targets}
+
+
+def _device_report() -> dict[str, Any]:
+    # In a process of its own: a broken driver may hang.
+    program = f"import json; from {__name__} import ask_driver; print(json.dumps(ask_driver()))"
+    outcome = _run([sys.executable, "-c", program], {}, _DEVICE_SECONDS)
+    try:
+        report: dict[str, Any] = json.loads(outcome.stdout.splitlines()[-1])
+    except (IndexError, ValueError):
+        return {"gpus": [], "error": f"asking the NVIDIA driver failed: {outcome.failure()}"}
+    return report
+
+
+def ask_driver() -> dict[str, Any]:
+    """The driver and its GPUs, or why there are none; called in a process of its own."""
+    try:
+        driver = cuda_driver.driver()
+    except cuda_driver.DriverError as error:
+        return {"gpus": [], "error": str(error)}
+    return {
+        "driver": driver.version,
+        "driver_cuda": _dotted(driver.cuda),
+        "gpus": [
+            {
+                "name": gpu.name,
+                "compute_capability": _dotted(gpu.compute_capability),
+                "memory_bytes": gpu.memory_bytes,
+            }
+            for gpu in driver.gpus
+        ],
+    }
+
+
+def _try_door(door: Door, library: dict[str, Any], device: dict[str, Any]) -> dict[str, Any]:
+    result: dict[str, Any] = {"door": door.name, "device": door.device}
+
+    def outcome(status: str, reason: str, remedy: str) -> dict[str, Any]:
+        return {**result, "status": status, "reason": reason, "remedy": remedy}
+
+    missing = [module for module in door.requires if importlib.util.find_spec(module) is None]
+    if missing:
+        return outcome(NOT_INSTALLED, f"not installed: {', '.join(missing)}", door.install)
+    if door.device == "GPU" and not device["gpus"]:
+        return outcome(NO_DEVICE, "this process may use no GPU; see device", "run where there is an NVIDIA GPU")
+    if "error" in library:
+        return outcome(FAILS, library["error"], "make the library load; see above")
+    if door.device == "GPU" and library["cuda"] is None:
+        return outcome(FAILS, "the library was built without CUDA", "build it with XLA_GPU_CUDA=ON")
+    command = [sys.executable, "-m", f"{__package__}.{door.module}", door.device]
+    # Two doors share the GPU while they are tried, with whatever else runs there: none may take most of its memory.
+    environment = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", **door.environment}
+    process = _run(command, environment, _DOOR_SECONDS)
+    for line in process.stdout.splitlines():
+        if line.startswith(REPORT_MARK):
+            report: dict[str, Any] = json.loads(line.removeprefix(REPORT_MARK))
+            result["runtime"] = report.get("runtime")
+            if "error" in report:
+                return outcome(FAILS, report["error"], _remedy(door, library, device))
+            if process.status == 0:
+                return {**result, "status": WORKS}
+    return outcome(FAILS, process.failure(), _remedy(door, library, device))
+
+
+def _remedy(door: Door, library: dict[str, Any], device: dict[str, Any]) -> str:
+    """What most often helps; the reason names the particular case."""
+    if door.device == "GPU":
+        capabilities = [int(gpu["compute_capability"].replace(".", "")) for gpu in device["gpus"]]
+        built_for = [int("".join(filter(str.isdigit, each))) for each in library["cuda_architectures"]]
+        if built_for and min(capabilities) < min(built_for):
+            return (
+                f"the GPU's compute capability is below what the library was built for ({min(built_for)}): build it "
+                "with CMAKE_CUDA_ARCHITECTURES for your GPU"
+            )
+    return f"if the reason does not say: {door.install}"
+
+
+class _Outcome(NamedTuple):
+    status: int | None  # None: it ran past its limit
+    stdout: str
+    stderr: str
+    seconds: int
+
+    def failure(self) -> str:
+        """Why the process failed, with the last that it said."""
+        if self.status is None:
+            how = f"no answer within {self.seconds} s"
+        elif self.status < 0:
+            how = f"the process died of {signal.Signals(-self.status).name}"
+        else:
+            how = f"the process ended with status {self.status}"
+        said = [line.strip() for line in self.stderr.splitlines() if line.strip()][-3:]
+        return f"{how}: {' | '.join(said)}" if said else how
+
+
+def _run(command: list[str], environment: dict[str, str], seconds: int) -> _Outcome:
+    # A session of its own, so that what the framework started is ended with it.
+    process = subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+        env={**os.environ, **environment},
+        start_new_session=True,
+    )
+    try:
+        stdout, stderr = process.communicate(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        stdout, stderr = process.communicate()
+        return _Outcome(None, stdout, stderr, seconds)
+    return _Outcome(process.returncode, stdout, stderr, seconds)
+
+
+def _dotted(version: tuple[int, int]) -> str:
+    return f"{version[0]}.{version[1]}"
+
+
+# ---- The report as text ----------------------------------------------------------------------------------------------
+
+
+def as_text(report: dict[str, Any]) -> str:
+    """The report for people."""
+    lines = ["versions", *_rows({name: version or "-" for name, version in report["versions"].items()})]
+
+    lines += ["", "library"]
+    library = report["library"]
+    if "error" in library:
+        lines.append(f"  {library['error']}")
+    else:
+        cuda = f"{library['cuda']} for {', '.join(library['cuda_architectures'])}" if library["cuda"] else "none"
+        lines += _rows(
+            {
+                "path": library["path"],
+                "FFI API": ".".join(map(str, library["ffi_api"])),
+                "CUDA": cuda,
+                "host kernels": library["host_isa"],
+                "compiler": library["compiler"],
+                **{f"{where} targets": ", ".join(names) for where, names in library["targets"].items()},
+            }
+        )
+
+    lines += ["", "device"]
+    device = report["device"]
+    if device["gpus"]:
+        lines.append(f"  NVIDIA driver {device['driver'] or '(version unknown)'}, CUDA {device['driver_cuda']}")
+    for gpu in device["gpus"]:
+        memory = gpu["memory_bytes"] / 2**30
+        lines.append(f"  {gpu['name']}, compute capability {gpu['compute_capability']}, {memory:.0f} GiB")
+    if not device["gpus"]:
+        lines.append(f"  {device['error']}")
+
+    lines += ["", "runtimes"]
+    for door in report["doors"]:
+        if runtime := door.get("runtime"):
+            facts = [f"PJRT API {runtime['pjrt_api'] or 'built in'}", f"FFI API {runtime['ffi_api'] or 'not told'}"]
+            if runtime.get("plugin"):
+                facts.append(runtime["plugin"])
+            facts.append(f"targets {', '.join(runtime['targets']) or 'none'}")
+            lines.append(f"  {door['door']} {door['device']}: {'; '.join(facts)}")
+
+    lines += ["", "doors"]
+    for door in report["doors"]:
+        lines.append(f"  {door['door']:<13} {door['device']}  {door['status']}")
+        if door["status"] != WORKS:
+            lines += [f"      why: {door['reason']}", f"      do:  {door['remedy']}"]
+    lines += ["", "all doors that can work here do" if report["ok"] else "something that should work does not"]
+    return "\n".join(lines)
+
+
+def _rows(values: dict[str, str]) -> list[str]:
+    width = max(map(len, values))
+    return [f"  {name:<{width}}  {value}" for name, value in values.items()]

@@ -1,0 +1,152 @@
+"""The JAX door: an operator's declaration as a jax.ffi.ffi_call."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .._core.attributes import numpy_value
+from .._core.operator import ArraySpec, OpCall, Operator, check_inputs_requested
+from .._runtime import library, targets
+from ..errors import TargetError
+from ..ops import _ragged_paged_attention as ragged_paged_attention
+from ..ops.paged_attention import num_seqs_number
+from . import reference
+
+
+def call(operator: Operator, **arguments: Any) -> Any:
+    """The results of ``operator``; arguments by the names of its declaration."""
+    return _run(*_bind(operator, arguments))
+
+
+def ragged(**arguments: Any) -> Any:
+    """ragged_paged_attention: numbers where paged_attention takes arrays."""
+    bound, arrays = _bind(ragged_paged_attention.OPERATOR, arguments)
+    k_scale, v_scale = (ragged_paged_attention.number(name, arguments[name]) for name in ("k_scale", "v_scale"))
+    if not arguments["use_kernel"]:
+        return reference.ragged_paged_attention(
+            *arrays,
+            sm_scale=arguments["sm_scale"],
+            sliding_window=arguments["sliding_window"],
+            soft_cap=arguments["soft_cap"],
+            k_scale=k_scale,
+            v_scale=v_scale,
+        )
+    if ragged_paged_attention.has_float8_cache(bound.operands[1]):  # the handler applies the scales
+        return _run(bound, [*arrays, *(jnp.full((1,), scale, jnp.float32) for scale in (k_scale, v_scale))])
+    out = _run(bound, arrays)  # k_scale is a factor of scale already
+    return out if v_scale == 1.0 else (out.astype(jnp.float32) * v_scale).astype(out.dtype)
+
+
+def num_seqs_array(name: str, num_seqs: Any, context_lens: Any) -> Any:
+    """``num_seqs`` as int32[1]."""
+    if hasattr(num_seqs, "shape") and not isinstance(num_seqs, np.generic):
+        return num_seqs
+    return jnp.full((1,), num_seqs_number(name, num_seqs, np.shape(context_lens)), jnp.int32)
+
+
+def _bind(operator: Operator, arguments: dict[str, Any]) -> tuple[OpCall, list[Any]]:
+    arrays, values = [], dict(arguments)
+    for name in operator.operands:
+        value = values.get(name)
+        if value is not None:
+            array = _array(f"{operator.name}: {name}", value)
+            arrays.append(array)
+            values[name] = ArraySpec(tuple(array.shape), array.dtype.name)
+    return _binder(operator)(**values, check_inputs=check_inputs_requested()), arrays
+
+
+def _run(bound: OpCall, arrays: list[Any]) -> Any:
+    axes = _varying_axes(arrays)
+    # What says over which mesh the results vary must not outlive that mesh's context.
+    function = _function.__wrapped__(bound, axes) if axes else _function(bound, axes)
+    results = function(*arrays)[: len(bound.results)]
+    return results[0] if len(results) == 1 else tuple(results)
+
+
+def _array(where: str, value: Any) -> Any:
+    if isinstance(value, jax.Array | np.ndarray | np.generic):  # tracers are jax.Arrays too
+        return jnp.asarray(value)
+    raise TypeError(f"{where}: expected a JAX or NumPy array, got {type(value).__name__}")
+
+
+@functools.cache
+def _binder(operator: Operator) -> Callable[..., OpCall]:
+    # typed: True, 1 and 1.0 are equal, and only one of them is a window.
+    cached = functools.lru_cache(maxsize=4096, typed=True)(operator.bind)
+
+    def bind(**arguments: Any) -> OpCall:
+        try:
+            return cached(**arguments)
+        except TypeError:  # an argument that cannot be hashed, or that bind refuses: it says which
+            return operator.bind(**arguments)
+
+    return bind
+
+
+@functools.lru_cache(maxsize=4096)
+def _function(call: OpCall, varying_axes: frozenset[str]) -> Callable[..., Any]:
+    _register()
+    results = [
+        jax.ShapeDtypeStruct(spec.shape, jnp.dtype(spec.dtype), **_varying(varying_axes)) for spec in call.all_results
+    ]
+    attributes = {name: numpy_value(attribute) for name, attribute in call.attributes}
+    target = jax.ffi.ffi_call(
+        call.target,
+        results,
+        vmap_method="sequential",
+        input_output_aliases=dict(call.aliases) or None,
+    )
+
+    def function(*arrays: Any) -> Any:
+        return target(*arrays, **attributes)
+
+    def derivative(primals: Any, tangents: Any) -> Any:
+        raise ValueError(f"{call.name} has no gradient; jax.lax.stop_gradient its arguments where none is wanted")
+
+    differentiable: Any = jax.custom_jvp(function)
+    differentiable.defjvp(derivative)
+    return cast(Callable[..., Any], differentiable)
+
+
+def _varying_axes(arrays: list[Any]) -> frozenset[str]:
+    """The mesh axes over which the arrays vary inside jax.shard_map, which results then do too."""
+    axes: frozenset[str] = frozenset()
+    for array in arrays:
+        type_ = jax.typeof(array)
+        # jax 0.10 put what was `vma` into a type of its own.
+        manual = getattr(type_, "manual_axis_type", None)
+        axes |= manual.varying if manual is not None else getattr(type_, "vma", axes)
+    return axes
+
+
+def _varying(axes: frozenset[str]) -> dict[str, Any]:
+    """The arguments of jax.ShapeDtypeStruct that say so."""
+    if not axes:
+        return {}
+    if "manual_axis_type" not in jax.ShapeDtypeStruct.__slots__:
+        return {"vma": axes}
+    mesh = jax.sharding.get_abstract_mesh()
+    return {
+        "manual_axis_type": jax.sharding.ManualAxisType(varying=axes),
+        "sharding": jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec()),
+    }
+
+
+@functools.cache
+def _register() -> None:
+    """Registers the library's handlers with JAX; those of a platform that starts later wait in JAX's own queue."""
+    for handler in library.load().handlers():
+        platform = "cpu" if handler.platform == "Host" else handler.platform
+        try:
+            jax.ffi.register_ffi_target(handler.target, targets.capsule(handler.address), platform=platform)
+        except RuntimeError as error:
+            raise TargetError(
+                f"FFI target {handler.target!r} was refused by JAX's {platform} runtime: {error}. If the name is "
+                "taken, something else in this process registered it first: a second copy of the library, or other code"
+            ) from error

@@ -1,0 +1,1 @@
+"""The shared library and the runtimes it is registered with."""

@@ -1,5 +1,0 @@
-"""Imported before torch is: says that it is missing or too old where a use of it would fail in some other way."""
-
-from . import _compatibility
-
-_compatibility.framework("torch", "xla_gpu.torch", (2, 9), "pip install '.[torch]' in a checkout of xla_gpu")
