@@ -1,4 +1,4 @@
-# make demo | test | test-versions | sanitize | fuzz-cxx | lint | format | library | wheel | clean.
+# make demo | test | test-versions | sanitize | fuzz-cxx | lint | format | library | compare-machine-code | wheel | clean.
 # A fresh machine needs Python 3.11 or newer and gcc.
 #
 # PYTHON       the interpreter that .venv is made with
@@ -14,8 +14,8 @@ PIP     := $(BIN)/python -m pip --disable-pip-version-check --quiet
 HEADERS := build/ffi-headers
 SOURCES := $(shell git ls-files CMakeLists.txt pyproject.toml third_party ffi python 2>/dev/null)
 
-.PHONY: demo test test-versions test-oldest test-newest sanitize fuzz-cxx lint format library library-cuda test-handlers \
-        wheel clean
+.PHONY: demo test test-versions test-oldest test-newest sanitize fuzz-cxx lint format library library-cuda \
+        compare-machine-code test-handlers wheel clean
 .DELETE_ON_ERROR:
 
 # ---- What users run ------------------------------------------------------------------------------------------------
@@ -57,6 +57,26 @@ library: $(VENV)/.dev $(HEADERS)/.done
 library-cuda: $(VENV)/.dev $(HEADERS)/.done
 	$(CMAKE) -S . -B build/cuda $(CMAKE_FLAGS) -DXLA_GPU_WERROR=ON -DCMAKE_CUDA_ARCHITECTURES=$(CUDA_ARCH)
 	$(CMAKE) --build build/cuda -j $(JOBS)
+
+# make compare-machine-code BASE=<commit>: the kernels whose machine code the tree changes, with their registers, spills,
+# stack and shared memory before and after. Exit status 0 where all kernels are the same.
+MACHINE_CODE := build/machine-code
+
+$(MACHINE_CODE)/tools/.done:
+	$(PYTHON) -m pip --disable-pip-version-check --quiet install --upgrade --no-deps --target $(@D) \
+	  'nvidia-cuda-cuobjdump==13.2.*'
+	touch $@
+
+compare-machine-code: $(VENV)/.dev $(HEADERS)/.done $(MACHINE_CODE)/tools/.done
+	@test -n "$(BASE)" || { echo "compare-machine-code: BASE=<commit> names what to compare with" >&2; exit 2; }
+	commit=$$(git rev-parse --verify "$(BASE)^{commit}") && \
+	  if test -e $(MACHINE_CODE)/base/.git; then git -C $(MACHINE_CODE)/base checkout --quiet --detach $$commit; \
+	  else git worktree prune && git worktree add --quiet --detach $(MACHINE_CODE)/base $$commit; fi
+	$(CMAKE) -S $(MACHINE_CODE)/base -B $(MACHINE_CODE)/build $(CMAKE_FLAGS) -DCMAKE_CUDA_ARCHITECTURES=$(CUDA_ARCH)
+	$(CMAKE) --build $(MACHINE_CODE)/build -j $(JOBS)
+	$(MAKE) library-cuda
+	PATH="$(CURDIR)/$(MACHINE_CODE)/tools/nvidia/cu13/bin:$$PATH" \
+	  $(BIN)/python -m tests.machine_code $(MACHINE_CODE)/build build/cuda
 
 # Handlers of "other people", which the tests register through the bridge, and a PJRT plug-in without a device.
 test-handlers: $(VENV)/.dev $(HEADERS)/.done

@@ -1,0 +1,1 @@
+"""Compares the machine code of two builds kernel by kernel: `make compare-machine-code BASE=<commit>`."""
