@@ -11,7 +11,7 @@ import numpy as np
 
 from tests import cases, reference
 from xla_gpu._core.operator import ArraySpec, check_inputs_requested
-from xla_gpu._runtime import call_frame, targets
+from xla_gpu._runtime import call_frame, scratch, targets
 from xla_gpu.ops import merge_attention_states, paged_attention, reshape_and_cache, simple_add
 
 
@@ -94,7 +94,8 @@ def call(memory, operator, arrays: dict[str, np.ndarray], plant: str | None = No
     given = [arrays[name] for name in operator.operands if name in arrays]
     operands = [memory.allocate(array.nbytes) for array in given]
     aliased = {result: operand for operand, result in bound.aliases}
-    outs = [np.empty(spec.shape, cases.DTYPES.get(spec.dtype, spec.dtype)) for spec in bound.all_results]
+    specs_out = scratch.all_results(bound)
+    outs = [np.empty(spec.shape, cases.DTYPES.get(spec.dtype, spec.dtype)) for spec in specs_out]
     results = [
         operands[aliased[i]] if i in aliased else memory.allocate(out.nbytes // (2 if plant == "memcheck" else 1))
         for i, out in enumerate(outs)
@@ -103,7 +104,7 @@ def call(memory, operator, arrays: dict[str, np.ndarray], plant: str | None = No
         for address, array in zip(operands, given, strict=True):
             if plant != "initcheck":
                 memory.write(address, array)
-        frame = call_frame.Frame(bound, targets.lookup(bound.target, memory.platform))
+        frame = call_frame.Frame(bound, targets.lookup(bound.target, memory.platform), specs_out)
         frame.run(operands, results, None, memory.ordinal)
         memory.wait()
         for address, out in zip(results[: len(bound.results)], outs, strict=False):  # scratch is nobody's business

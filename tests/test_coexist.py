@@ -83,7 +83,7 @@ def test_user_registers_ours_with_jax_too():
         "import ctypes\n"
         "for h in library.load().handlers():\n"
         "    if h.platform == 'Host':\n"
-        "        f = ctypes.cast(h.address, ctypes.c_void_p)\n"
+        "        f = ctypes.cast(h.execute, ctypes.c_void_p)\n"
         "        jax.ffi.register_ffi_target(h.target, jax.ffi.pycapsule(f), platform='cpu')\n"
         "same(with_jax())\n"
     )

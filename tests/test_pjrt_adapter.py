@@ -21,7 +21,7 @@ fake = os.environ["FAKE"]
 plugin = ct.CDLL(fake)
 plugin.GetPjrtApi.restype = library.cdll.GetPjrtApi.restype = ct.c_void_p
 plugin.fake_pjrt_registered_target.restype = ct.c_char_p
-execute = next(h.address for h in library.handlers() if h.platform == "Host")
+execute = next(h.execute for h in library.handlers() if h.platform == "Host")
 stages = abi.Stages(None, None, None, execute)
 
 def use(path=fake):

@@ -27,7 +27,7 @@ for address in operands:
     ctypes.memset(address, 0, 4 * size)
 result = libc.malloc(4 * (size - MISSING))
 call = simple_add.OPERATOR.bind(a=ArraySpec((size,), "float32"), b=ArraySpec((size,), "float32"))
-call_frame.Frame(call, targets.lookup("xla_gpu_simple_add", "cpu")).run(operands, [result], None, -1)
+call_frame.Frame(call, targets.lookup("xla_gpu_simple_add", "cpu"), call.results).run(operands, [result], None, -1)
 print("done")
 """
 

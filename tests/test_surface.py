@@ -60,6 +60,11 @@ def test_handler_table_is_the_operators():
     )
 
 
+def test_scratch_is_declared_on_both_sides():
+    declared = {op.target: op.has_scratch for op in OPERATORS}
+    assert declared == {h.target: h.scratch_bytes != 0 for h in library.load().handlers() if h.target in declared}
+
+
 def test_registered_targets_are_the_handler_table():
     own = {(t.name, t.runtime_platform) for t in targets.registered() if not t.name.startswith("xla_gpu_test_")}
     assert own >= {(h.target, h.platform) for h in library.load().handlers()}
@@ -78,6 +83,9 @@ def test_operators_in_both_doors():
     torch_door, jax_door = PACKAGE / "torch.py", PACKAGE / "jax.py"
     for door, module in ((torch_door, "torch"), (jax_door, "jax")):
         imported = pytest.importorskip(f"xla_gpu.{module}", exc_type=ImportError)
+        in_place = [f"{op.name}_" for op in OPERATORS if op.in_place and module == "torch"]
+        for name in in_place:
+            assert getattr(imported, name, None).__doc__, f"xla_gpu.{module} has no {name}, or it has no docstring"
         for op in OPERATORS:
             assert callable(getattr(imported, op.name, None)), f"{door} has no {op.name}"
             assert getattr(imported, op.name).__doc__, f"xla_gpu.{module}.{op.name} has no docstring"
@@ -153,7 +161,7 @@ def test_kernels_include_no_xla_and_no_framework():
 
 
 def test_only_framework_folders_import_frameworks():
-    """A folder states what its modules may import; the public modules torch.py and jax.py, and the doctor's probes, by name."""
+    """A folder states what its modules may import; torch.py, jax.py and the doctor's probes are named one by one."""
     torch_side = r"_torch/|_torch_xla/|torch\.py|_doctor/probe_torch"
     jax_side = r"_jax/|jax\.py|_doctor/probe_jax"
     allowed = {
@@ -203,4 +211,4 @@ def test_versions_agree():
 
 def test_every_handler_was_built_with_the_oldest_ffi_api():
     for handler in library.load().handlers():
-        assert library.load().handler_version(handler.address) == (0, 1), handler.target
+        assert library.load().handler_version(handler.execute) == (0, 1), handler.target

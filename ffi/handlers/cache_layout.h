@@ -3,6 +3,7 @@
 #define XLA_GPU_HANDLERS_CACHE_LAYOUT_H_
 
 #include <cstdint>
+#include <optional>
 
 #include "ffi/handlers/check.h"
 
@@ -75,28 +76,30 @@ struct CacheScales {
   bool per_head = false;
 };
 
-inline ffi::Error GetCacheScales(const char* op, const CacheLayout& cache, bool given, const ffi::RemainingArgs& args,
-                                 CacheScales* scales) {
+inline ffi::Error GetCacheScales(const char* op, const CacheLayout& cache, const std::optional<ffi::AnyBuffer>& k_scale,
+                                 const std::optional<ffi::AnyBuffer>& v_scale, CacheScales* scales) {
+  const bool given = k_scale && v_scale;
   if (given != IsFloat8(cache.dtype)) {
     return given ? Mismatch(op, "k_scale", "no scales, since kv_cache is not of a float8 dtype", "scales")
                  : Mismatch(op, "k_scale", "k_scale and v_scale, since kv_cache is of a float8 dtype", "none");
   }
   if (!given) return ffi::Error::Success();
-  const float** pointers[] = {&scales->k, &scales->v};
-  const char* names[] = {"k_scale", "v_scale"};
-  int64_t sizes[2];
-  for (int i = 0; i < 2; ++i) {
-    auto buffer = args.get<ffi::AnyBuffer>(i);
-    if (!buffer) return Mismatch(op, names[i], "an operand", "none");
-    XLA_GPU_RETURN_IF_ERROR(CheckDType(op, names[i], *buffer, ffi::DataType::F32));
-    XLA_GPU_RETURN_IF_ERROR(CheckRank(op, names[i], *buffer, 1));
-    sizes[i] = buffer->dimensions()[0];
-    if (sizes[i] != 1 && sizes[i] != cache.num_kv_heads) {
-      return Mismatch(op, names[i], StrCat("shape [1] or [", cache.num_kv_heads, "]"),
-                      StrCat("shape ", ShapeText(buffer->dimensions())));
+  struct {
+    const char* name;
+    const ffi::AnyBuffer& buffer;
+    const float** pointer;
+  } both[] = {{"k_scale", *k_scale, &scales->k}, {"v_scale", *v_scale, &scales->v}};
+  for (auto& [name, buffer, pointer] : both) {
+    XLA_GPU_RETURN_IF_ERROR(CheckDType(op, name, buffer, ffi::DataType::F32));
+    XLA_GPU_RETURN_IF_ERROR(CheckRank(op, name, buffer, 1));
+    const int64_t size = buffer.dimensions()[0];
+    if (size != 1 && size != cache.num_kv_heads) {
+      return Mismatch(op, name, StrCat("shape [1] or [", cache.num_kv_heads, "]"),
+                      StrCat("shape ", ShapeText(buffer.dimensions())));
     }
-    *pointers[i] = static_cast<const float*>(buffer->untyped_data());
+    *pointer = static_cast<const float*>(buffer.untyped_data());
   }
+  const int64_t sizes[] = {k_scale->dimensions()[0], v_scale->dimensions()[0]};
   if (sizes[0] != sizes[1]) {
     return Mismatch(op, "v_scale", StrCat("the shape of k_scale, [", sizes[0], "]"), StrCat("[", sizes[1], "]"));
   }

@@ -34,4 +34,10 @@ class XlaExecutor final : public Executor {
   extern "C" __attribute__((visibility("default"))) XLA_FFI_Error* symbol(XLA_FFI_CallFrame* call_frame); \
   XLA_FFI_DEFINE_HANDLER_SYMBOL(symbol, implementation, __VA_ARGS__)
 
+// Defines the handler that computes the bytes of a handler's scratch memory (runtime/xla_gpu.h: xla_gpu_handler). The
+// handler table alone refers to it, so it is not exported.
+#define XLA_GPU_DEFINE_SCRATCH(symbol, implementation, ...)                                              \
+  extern "C" __attribute__((visibility("hidden"))) XLA_FFI_Error* symbol(XLA_FFI_CallFrame* call_frame); \
+  XLA_FFI_DEFINE_HANDLER_SYMBOL(symbol, implementation, __VA_ARGS__)
+
 #endif  // XLA_GPU_HANDLERS_CONTEXT_H_

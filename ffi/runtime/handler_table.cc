@@ -3,13 +3,17 @@
 
 #include "ffi/runtime/xla_gpu.h"
 
-// xla_gpu_ops.inc holds one line XLA_GPU_OP(stem) for each operator and is written by CMake from the one list of
-// operators, so that a forgotten operator cannot be missing here alone.
-#define XLA_GPU_OP(op) extern "C" XLA_FFI_Error* xla_gpu_##op##_host(XLA_FFI_CallFrame*);
+// xla_gpu_ops.inc holds one line XLA_GPU_OP(name, scratch_bytes) for each handler, and one line
+// XLA_GPU_SCRATCH(scratch_bytes) for each handler with scratch memory. CMake writes it from the operators' lists, so
+// that an operator is listed once.
+#define XLA_GPU_OP(name, scratch_bytes) extern "C" XLA_FFI_Error* xla_gpu_##name##_host(XLA_FFI_CallFrame*);
+#define XLA_GPU_SCRATCH(scratch_bytes) extern "C" XLA_FFI_Error* scratch_bytes(XLA_FFI_CallFrame*);
 #include "xla_gpu_ops.inc"
+#undef XLA_GPU_SCRATCH
+#define XLA_GPU_SCRATCH(scratch_bytes)
 #undef XLA_GPU_OP
 #ifdef XLA_GPU_WITH_CUDA
-#define XLA_GPU_OP(op) extern "C" XLA_FFI_Error* xla_gpu_##op##_cuda(XLA_FFI_CallFrame*);
+#define XLA_GPU_OP(name, scratch_bytes) extern "C" XLA_FFI_Error* xla_gpu_##name##_cuda(XLA_FFI_CallFrame*);
 #include "xla_gpu_ops.inc"
 #undef XLA_GPU_OP
 #endif
@@ -17,11 +21,11 @@
 namespace {
 
 constexpr xla_gpu_handler kHandlers[] = {
-#define XLA_GPU_OP(op) {"xla_gpu_" #op, "Host", xla_gpu_##op##_host},
+#define XLA_GPU_OP(name, scratch_bytes) {"xla_gpu_" #name, "Host", xla_gpu_##name##_host, scratch_bytes},
 #include "xla_gpu_ops.inc"
 #undef XLA_GPU_OP
 #ifdef XLA_GPU_WITH_CUDA
-#define XLA_GPU_OP(op) {"xla_gpu_" #op, "CUDA", xla_gpu_##op##_cuda},
+#define XLA_GPU_OP(name, scratch_bytes) {"xla_gpu_" #name, "CUDA", xla_gpu_##name##_cuda, scratch_bytes},
 #include "xla_gpu_ops.inc"
 #undef XLA_GPU_OP
 #endif

@@ -22,6 +22,11 @@ typedef struct xla_gpu_handler {
   const char* target;    // "xla_gpu_simple_add"
   const char* platform;  // "Host" or "CUDA"
   XLA_FFI_Handler* execute;
+  // A second handler, which computes how much scratch memory `execute` takes as its last result, a uint8 array: it
+  // takes the operands and attributes of `execute`, reads no operand's data, runs on the host and writes the bytes to
+  // its one result, int64[]. The answer depends on shapes, dtypes and attributes alone, and is the same on every
+  // platform and in every build. NULL: `execute` takes no scratch memory.
+  XLA_FFI_Handler* scratch_bytes;
 } xla_gpu_handler;
 
 // The handler table; `count` receives its length. Constant for the life of the process.
@@ -95,13 +100,6 @@ XLA_GPU_EXPORT const char* xla_gpu_call(const xla_gpu_call_args* args, int32_t* 
 
 // Names the PJRT plug-in that this library's GetPjrtApi() stands in front of. Call it before the first GetPjrtApi().
 XLA_GPU_EXPORT const char* xla_gpu_pjrt_use_plugin(const char* path);
-
-// ---- Operators' static questions ----
-
-// Bytes of scratch (the last result) of a paged_attention call with these static shapes. dtype: XLA_FFI_DataType.
-XLA_GPU_EXPORT int64_t xla_gpu_paged_attention_scratch_bytes(int64_t num_tokens, int64_t num_heads,
-                                                             int64_t num_kv_heads, int64_t head_dim, int64_t page_size,
-                                                             int64_t max_seqs, int64_t pages_per_seq, int32_t dtype);
 
 #ifdef __cplusplus
 }

@@ -13,7 +13,7 @@ from . import _jax  # noqa: F401 - first: it says which jax is needed
 import jax
 import jax.typing
 
-from ._core.docstrings import contract
+from ._core.docstrings import docstring
 from ._jax import call
 from .ops import _ragged_paged_attention as _ragged_paged_attention
 from .ops import merge_attention_states as _merge_attention_states
@@ -31,13 +31,13 @@ __all__ = [
 ]
 
 
-@contract(_simple_add.CONTRACT)
+@docstring(_simple_add.OPERATOR.docstring)
 def simple_add(a: jax.typing.ArrayLike, b: jax.typing.ArrayLike) -> jax.Array:
     """Element-wise a + b."""
     return call.call(_simple_add.OPERATOR, a=a, b=b)
 
 
-@contract(_paged_attention.CONTRACT)
+@docstring(_paged_attention.OPERATOR.docstring)
 def paged_attention(
     query: jax.typing.ArrayLike,
     kv_cache: jax.typing.ArrayLike,
@@ -71,7 +71,7 @@ def paged_attention(
     )
 
 
-@contract(_paged_attention.CONTRACT_WITH_LSE)
+@docstring(_paged_attention.OPERATOR_WITH_LSE.docstring)
 def paged_attention_with_lse(
     query: jax.typing.ArrayLike,
     kv_cache: jax.typing.ArrayLike,
@@ -106,7 +106,7 @@ def paged_attention_with_lse(
     return out, lse
 
 
-@contract(_merge_attention_states.CONTRACT)
+@docstring(_merge_attention_states.OPERATOR.docstring)
 def merge_attention_states(
     out_a: jax.typing.ArrayLike,
     lse_a: jax.typing.ArrayLike,
@@ -118,7 +118,7 @@ def merge_attention_states(
     return out, lse
 
 
-@contract(_reshape_and_cache.CONTRACT)
+@docstring(_reshape_and_cache.OPERATOR.docstring)
 def reshape_and_cache(
     key: jax.typing.ArrayLike,
     value: jax.typing.ArrayLike,
@@ -144,7 +144,7 @@ def reshape_and_cache(
     )
 
 
-@contract(_ragged_paged_attention.CONTRACT)
+@docstring(_ragged_paged_attention.OPERATOR.docstring)
 def ragged_paged_attention(
     q: jax.typing.ArrayLike,
     kv_pages: jax.typing.ArrayLike,

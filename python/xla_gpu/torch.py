@@ -21,7 +21,7 @@ from . import _torch  # noqa: F401 - first: it says which torch is needed
 # isort: split
 import torch
 
-from ._core.docstrings import contract
+from ._core.docstrings import docstring
 from ._runtime import targets
 from ._torch import dispatch, operators
 from ._torch.ffi_call import FfiCall
@@ -48,13 +48,13 @@ __all__ = [
 # ---- Operators -------------------------------------------------------------------------------------------------------
 
 
-@contract(_simple_add.CONTRACT)
+@docstring(_simple_add.OPERATOR.docstring)
 def simple_add(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """Element-wise a + b."""
     return dispatch.call(_simple_add.OPERATOR, a, b)
 
 
-@contract(_paged_attention.CONTRACT)
+@docstring(_paged_attention.OPERATOR.docstring)
 def paged_attention(
     query: torch.Tensor,
     kv_cache: torch.Tensor,
@@ -84,7 +84,7 @@ def paged_attention(
     )
 
 
-@contract(_paged_attention.CONTRACT_WITH_LSE)
+@docstring(_paged_attention.OPERATOR_WITH_LSE.docstring)
 def paged_attention_with_lse(
     query: torch.Tensor,
     kv_cache: torch.Tensor,
@@ -115,7 +115,7 @@ def paged_attention_with_lse(
     return out, lse
 
 
-@contract(_merge_attention_states.CONTRACT)
+@docstring(_merge_attention_states.OPERATOR.docstring)
 def merge_attention_states(
     out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -124,7 +124,7 @@ def merge_attention_states(
     return out, lse
 
 
-@contract(_reshape_and_cache.CONTRACT)
+@docstring(_reshape_and_cache.OPERATOR.docstring)
 def reshape_and_cache(
     key: torch.Tensor,
     value: torch.Tensor,
@@ -140,7 +140,7 @@ def reshape_and_cache(
     )
 
 
-@contract(_reshape_and_cache.CONTRACT)
+@docstring(_reshape_and_cache.OPERATOR.docstring)
 def reshape_and_cache_(
     key: torch.Tensor,
     value: torch.Tensor,
@@ -158,10 +158,15 @@ def reshape_and_cache_(
     shares the buffer, and is lost when a compiled function donates it: call torch_xla.sync() between clone() and such
     a function.
     """
-    return torch.ops.xla_gpu.reshape_and_cache_(key, value, kv_cache, slot_mapping, k_scale=k_scale, v_scale=v_scale)
+    return dispatch.call(
+        *(_reshape_and_cache.OPERATOR, key, value, kv_cache, slot_mapping),
+        in_place=True,
+        k_scale=k_scale,
+        v_scale=v_scale,
+    )
 
 
-@contract(_ragged_paged_attention.CONTRACT)
+@docstring(_ragged_paged_attention.OPERATOR.docstring)
 def ragged_paged_attention(
     q: torch.Tensor,
     kv_pages: torch.Tensor,

@@ -66,6 +66,7 @@ def run(
     share an operand's buffer does. The canaries are looked at, also where the handler returns an error."""
     from xla_gpu._runtime import targets
     from xla_gpu._runtime.call_frame import Frame
+    from xla_gpu._runtime.scratch import all_results
 
     rng = np.random.default_rng(1)
     call = bind(operator, arrays, options or {})
@@ -84,7 +85,7 @@ def run(
             buffer.copy_(torch.from_numpy(np.ascontiguousarray(arrays[name]).reshape(-1).view(np.uint8).copy()))
         operands.append(buffer)
     results = []
-    for i, spec in enumerate(call.all_results):
+    for i, spec in enumerate(all_results(call)):
         buffer, dtype, shape = placed(f"result {i}", spec)
         if alias and i in [result for _, result in call.aliases]:
             (operand,) = (operand for operand, result in call.aliases if result == i)
@@ -93,7 +94,7 @@ def run(
             fill(buffer, garbage, rng)
         results.append((buffer, dtype, shape))
 
-    frame = Frame(call, targets.lookup(call.target, "CUDA" if cuda else "cpu"))
+    frame = Frame(call, targets.lookup(call.target, "CUDA" if cuda else "cpu"), all_results(call))
     stream = torch.cuda.current_stream().cuda_stream if cuda else None
     addresses = [x.data_ptr() for x in operands], [x.data_ptr() for x, _, _ in results]
     try:

@@ -253,6 +253,7 @@ import ctypes, sys
 import torch
 from xla_gpu._runtime import targets
 from xla_gpu._runtime.call_frame import Frame
+from xla_gpu._runtime.scratch import all_results
 from xla_gpu._core.operator import ArraySpec
 from xla_gpu.ops.paged_attention import OPERATOR
 
@@ -261,11 +262,12 @@ def spec(dtype, *shape): return ArraySpec(shape, dtype)
 # Checked before anything is read or launched, so the addresses need not be anything.
 num_tokens, num_heads = 2**24, 128
 call = OPERATOR.bind(
-    spec("bfloat16", num_tokens, num_heads, 8), spec("bfloat16", 4, 16, 2, 8), spec("int32", 2), spec("int32", 2, 1),
-    spec("int32", 3), spec("int32", 1), scale=1.0)
+    query=spec("bfloat16", num_tokens, num_heads, 8), kv_cache=spec("bfloat16", 4, 16, 2, 8),
+    context_lens=spec("int32", 2), block_tables=spec("int32", 2, 1), query_start_loc=spec("int32", 3),
+    num_seqs=spec("int32", 1), scale=1.0)
 torch.zeros(1, device="cuda")
 try:
-    Frame(call, targets.lookup(call.target, "CUDA")).run([4096] * 6, [4096] * 2, 0, 0)
+    Frame(call, targets.lookup(call.target, "CUDA"), all_results(call)).run([4096] * 6, [4096] * 2, 0, 0)
 except ValueError as e:
     print(e)
 torch.cuda.synchronize()

@@ -1,4 +1,5 @@
 // paged_attention and paged_attention_with_lse: checks and bindings of the host and CUDA handlers.
+#include <array>
 #include <cmath>
 #include <optional>
 #include <vector>
@@ -8,28 +9,10 @@
 #include "ffi/handlers/check.h"
 #include "ffi/handlers/context.h"
 #include "ffi/ops/paged_attention/paged_attention.h"
-#include "ffi/runtime/xla_gpu.h"
 
 namespace xla_gpu {
-namespace {
 
-struct Operands {
-  ffi::AnyBuffer query;
-  ffi::AnyBuffer kv_cache;
-  ffi::AnyBuffer context_lens;
-  ffi::AnyBuffer block_tables;
-  ffi::AnyBuffer query_start_loc;
-  ffi::AnyBuffer num_seqs;
-  ffi::RemainingArgs rest;  // k_scale, v_scale where kv_scales; then sinks where has_sinks
-};
-
-struct Results {
-  ffi::AnyBuffer out;
-  std::optional<ffi::AnyBuffer> lse;
-  ffi::AnyBuffer scratch;
-};
-
-struct Attributes {
+struct PagedAttentionAttributes {
   float scale;
   int64_t sliding_window;
   float soft_cap;
@@ -37,6 +20,39 @@ struct Attributes {
   bool kv_scales;
   bool has_sinks;
 };
+
+}  // namespace xla_gpu
+
+XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(::xla_gpu::PagedAttentionAttributes, StructMember<float>("scale"),
+                                      StructMember<int64_t>("sliding_window"), StructMember<float>("soft_cap"),
+                                      StructMember<bool>("check_inputs"), StructMember<bool>("kv_scales"),
+                                      StructMember<bool>("has_sinks"));
+
+namespace xla_gpu {
+namespace {
+
+using Attributes = PagedAttentionAttributes;
+
+// The operands in their order. k_scale and v_scale are there where kv_scales is set, sinks where has_sinks is.
+enum Operand { kQuery, kKvCache, kContextLens, kBlockTables, kQueryStartLoc, kNumSeqs, kKScale, kVScale, kSinks };
+constexpr const char* kOperandNames[] = {"query",    "kv_cache", "context_lens", "block_tables", "query_start_loc",
+                                         "num_seqs", "k_scale",  "v_scale",      "sinks"};
+constexpr size_t kNumOperands = std::size(kOperandNames);
+using Operands = std::array<std::optional<ffi::AnyBuffer>, kNumOperands>;
+
+ffi::Error GetOperands(const char* op, const ffi::RemainingArgs& args, const Attributes& attributes,
+                       Operands* operands) {
+  size_t count = 0;
+  for (size_t i = 0; i < kNumOperands; ++i) {
+    const bool given = i < kKScale || (i == kSinks ? attributes.has_sinks : attributes.kv_scales);
+    if (!given) continue;
+    const auto buffer = args.get<ffi::AnyBuffer>(count++);
+    if (!buffer) return Mismatch(op, kOperandNames[i], "an array", "none");
+    (*operands)[i] = *buffer;
+  }
+  if (args.size() == count) return ffi::Error::Success();
+  return Mismatch(op, "operands", StrCat(count, " for these attributes"), StrCat(args.size()));
+}
 
 ffi::Error CheckAttributes(const char* op, const Attributes& attributes) {
   if (!std::isfinite(attributes.scale)) {
@@ -51,61 +67,35 @@ ffi::Error CheckAttributes(const char* op, const Attributes& attributes) {
   return ffi::Error::Success();
 }
 
-// Reads the shapes and pointers of the sequences' metadata.
-ffi::Error GetMetadata(const char* op, const Operands& operands, PagedAttentionParams* p) {
-  struct Metadata {
-    const char* name;
-    const ffi::AnyBuffer& buffer;
-    size_t rank;
-    const int32_t** pointer;
-  } all[] = {{"context_lens", operands.context_lens, 1, &p->context_lens},
-             {"block_tables", operands.block_tables, 2, &p->block_tables},
-             {"query_start_loc", operands.query_start_loc, 1, &p->query_start_loc},
-             {"num_seqs", operands.num_seqs, 1, &p->num_seqs}};
-  for (const Metadata& m : all) {
-    XLA_GPU_RETURN_IF_ERROR(CheckDType(op, m.name, m.buffer, ffi::DataType::S32));
-    XLA_GPU_RETURN_IF_ERROR(CheckRank(op, m.name, m.buffer, m.rank));
-    *m.pointer = static_cast<const int32_t*>(m.buffer.untyped_data());
-  }
-  p->max_seqs = operands.context_lens.dimensions()[0];
-  p->pages_per_seq = operands.block_tables.dimensions()[1];
-  XLA_GPU_RETURN_IF_ERROR(CheckShape(op, "block_tables", operands.block_tables, {p->max_seqs, p->pages_per_seq}));
-  XLA_GPU_RETURN_IF_ERROR(CheckShape(op, "query_start_loc", operands.query_start_loc, {p->max_seqs + 1}));
-  return CheckShape(op, "num_seqs", operands.num_seqs, {1});
-}
-
-ffi::Error GetParams(const char* op, const Operands& operands, const Results& results, const Attributes& attributes,
-                     PagedAttentionParams* params) {
+// Reads the shapes and pointers of the query and of the cache.
+ffi::Error GetQueryAndCache(const char* op, const Operands& operands, PagedAttentionParams* params) {
   PagedAttentionParams& p = *params;
-  // ---- query
-  XLA_GPU_RETURN_IF_ERROR(GetComputeDType(op, "query", operands.query, &p.dtype));
-  XLA_GPU_RETURN_IF_ERROR(CheckRank(op, "query", operands.query, 3));
-  auto query = operands.query.dimensions();
-  p.num_tokens = query[0];
-  p.num_heads = query[1];
-  p.head_dim = query[2];
+  const ffi::AnyBuffer &query = *operands[kQuery], &kv_cache = *operands[kKvCache];
+  XLA_GPU_RETURN_IF_ERROR(GetComputeDType(op, "query", query, &p.dtype));
+  XLA_GPU_RETURN_IF_ERROR(CheckRank(op, "query", query, 3));
+  p.query = query.untyped_data();
+  p.num_tokens = query.dimensions()[0];
+  p.num_heads = query.dimensions()[1];
+  p.head_dim = query.dimensions()[2];
   if (p.head_dim < 8 || p.head_dim > kMaxHeadDim || p.head_dim % 8 != 0) {
     return Mismatch(op, "query", StrCat("head_dim a multiple of 8 from 8 to ", kMaxHeadDim), StrCat(p.head_dim));
   }
-  // ---- cache
   CacheLayout cache;
-  XLA_GPU_RETURN_IF_ERROR(GetCacheLayout(op, operands.kv_cache, &cache));
+  XLA_GPU_RETURN_IF_ERROR(GetCacheLayout(op, kv_cache, &cache));
   if (cache.dtype != p.dtype && !IsFloat8(cache.dtype)) {
-    return Mismatch(op, "kv_cache",
-                    StrCat("query's dtype ", DTypeText(operands.query.element_type()), " or a float8 dtype"),
-                    DTypeText(operands.kv_cache.element_type()));
+    return Mismatch(op, "kv_cache", StrCat("query's dtype ", DTypeText(query.element_type()), " or a float8 dtype"),
+                    DTypeText(kv_cache.element_type()));
   }
   if (cache.head_dim != p.head_dim) {
     return Mismatch(op, "kv_cache", StrCat("head_dim ", p.head_dim, " as in query"),
-                    StrCat("shape ", ShapeText(operands.kv_cache.dimensions())));
+                    StrCat("shape ", ShapeText(kv_cache.dimensions())));
   }
   if (p.num_heads < 1 || p.num_heads % cache.num_kv_heads != 0) {
     return Mismatch(op, "query", StrCat("num_heads a multiple of num_kv_heads = ", cache.num_kv_heads),
                     StrCat(p.num_heads));
   }
   CacheScales scales;
-  XLA_GPU_RETURN_IF_ERROR(GetCacheScales(op, cache, attributes.kv_scales, operands.rest, &scales));
-  p.query = operands.query.untyped_data();
+  XLA_GPU_RETURN_IF_ERROR(GetCacheScales(op, cache, operands[kKScale], operands[kVScale], &scales));
   p.k_cache = cache.k;
   p.v_cache = cache.v;
   p.page_stride = cache.page_stride;
@@ -118,191 +108,158 @@ ffi::Error GetParams(const char* op, const Operands& operands, const Results& re
   p.k_scale = scales.k;
   p.v_scale = scales.v;
   p.scale_per_head = scales.per_head;
-  // ---- sequences
-  XLA_GPU_RETURN_IF_ERROR(GetMetadata(op, operands, params));
-  // ---- sinks
-  const size_t num_scales = attributes.kv_scales ? 2 : 0;
-  const size_t expected_rest = num_scales + (attributes.has_sinks ? 1 : 0);
-  if (operands.rest.size() != expected_rest) {
-    return Mismatch(op, "operands", StrCat(6 + expected_rest, " for these attributes"),
-                    StrCat(6 + operands.rest.size()));
+  return ffi::Error::Success();
+}
+
+// The sequences' metadata: the operands from context_lens to num_seqs.
+struct Metadata {
+  Operand operand;
+  size_t rank;
+  const int32_t* PagedAttentionParams::* pointer;
+};
+constexpr Metadata kMetadata[] = {{kContextLens, 1, &PagedAttentionParams::context_lens},
+                                  {kBlockTables, 2, &PagedAttentionParams::block_tables},
+                                  {kQueryStartLoc, 1, &PagedAttentionParams::query_start_loc},
+                                  {kNumSeqs, 1, &PagedAttentionParams::num_seqs}};
+
+ffi::Error GetMetadata(const char* op, const Operands& operands, PagedAttentionParams* p) {
+  for (const Metadata& m : kMetadata) {
+    const ffi::AnyBuffer& buffer = *operands[m.operand];
+    XLA_GPU_RETURN_IF_ERROR(CheckDType(op, kOperandNames[m.operand], buffer, ffi::DataType::S32));
+    XLA_GPU_RETURN_IF_ERROR(CheckRank(op, kOperandNames[m.operand], buffer, m.rank));
+    p->*m.pointer = static_cast<const int32_t*>(buffer.untyped_data());
   }
-  p.sinks = nullptr;
-  if (attributes.has_sinks) {
-    const auto sinks = operands.rest.get<ffi::AnyBuffer>(num_scales);
-    if (!sinks) return Mismatch(op, "sinks", "an operand", "none");
+  p->max_seqs = operands[kContextLens]->dimensions()[0];
+  p->pages_per_seq = operands[kBlockTables]->dimensions()[1];
+  XLA_GPU_RETURN_IF_ERROR(CheckShape(op, "block_tables", *operands[kBlockTables], {p->max_seqs, p->pages_per_seq}));
+  XLA_GPU_RETURN_IF_ERROR(CheckShape(op, "query_start_loc", *operands[kQueryStartLoc], {p->max_seqs + 1}));
+  return CheckShape(op, "num_seqs", *operands[kNumSeqs], {1});
+}
+
+// Everything but the results.
+ffi::Error GetParams(const char* op, const ffi::RemainingArgs& args, const Attributes& attributes,
+                     PagedAttentionParams* params) {
+  PagedAttentionParams& p = *params;
+  Operands operands;
+  XLA_GPU_RETURN_IF_ERROR(GetOperands(op, args, attributes, &operands));
+  XLA_GPU_RETURN_IF_ERROR(GetQueryAndCache(op, operands, params));
+  XLA_GPU_RETURN_IF_ERROR(GetMetadata(op, operands, params));
+  if (const auto& sinks = operands[kSinks]) {
     XLA_GPU_RETURN_IF_ERROR(CheckDType(op, "sinks", *sinks, ffi::DataType::F32));
     XLA_GPU_RETURN_IF_ERROR(CheckShape(op, "sinks", *sinks, {p.num_heads}));
     p.sinks = static_cast<const float*>(sinks->untyped_data());
   }
-  // ---- results
-  XLA_GPU_RETURN_IF_ERROR(CheckSame(op, "out", results.out, "query", operands.query));
-  p.out = results.out.untyped_data();
-  p.lse = nullptr;
-  if (results.lse) {
-    XLA_GPU_RETURN_IF_ERROR(CheckDType(op, "lse", *results.lse, ffi::DataType::F32));
-    XLA_GPU_RETURN_IF_ERROR(CheckShape(op, "lse", *results.lse, {p.num_tokens, p.num_heads}));
-    p.lse = static_cast<float*>(results.lse->untyped_data());
-  }
-  // ---- attributes
   XLA_GPU_RETURN_IF_ERROR(CheckAttributes(op, attributes));
   p.scale = attributes.scale;
   p.sliding_window = attributes.sliding_window;
   p.soft_cap = attributes.soft_cap;
-  // ---- scratch
-  XLA_GPU_RETURN_IF_ERROR(CheckDType(op, "scratch", results.scratch, ffi::DataType::U8));
-  p.scratch = results.scratch.untyped_data();
-  p.scratch_bytes = static_cast<int64_t>(results.scratch.size_bytes());
-  if (p.scratch_bytes < PagedAttentionScratchBytes(p)) {
-    return Mismatch(op, "scratch", StrCat("at least ", PagedAttentionScratchBytes(p), " bytes"),
-                    StrCat(p.scratch_bytes));
+  return ffi::Error::Success();
+}
+
+// The results: out, lse with paged_attention_with_lse alone, scratch.
+ffi::Error GetResults(const char* op, bool with_lse, const ffi::RemainingArgs& args, const ffi::RemainingRets& rets,
+                      PagedAttentionParams* params) {
+  PagedAttentionParams& p = *params;
+  const size_t count = with_lse ? 3 : 2;
+  if (rets.size() != count) return Mismatch(op, "results", StrCat(count), StrCat(rets.size()));
+  const ffi::AnyBuffer query = *args.get<ffi::AnyBuffer>(kQuery), out = **rets.get<ffi::AnyBuffer>(0),
+                       scratch = **rets.get<ffi::AnyBuffer>(count - 1);
+  XLA_GPU_RETURN_IF_ERROR(CheckSame(op, "out", out, "query", query));
+  p.out = out.untyped_data();
+  if (with_lse) {
+    const ffi::AnyBuffer lse = **rets.get<ffi::AnyBuffer>(1);
+    XLA_GPU_RETURN_IF_ERROR(CheckDType(op, "lse", lse, ffi::DataType::F32));
+    XLA_GPU_RETURN_IF_ERROR(CheckShape(op, "lse", lse, {p.num_tokens, p.num_heads}));
+    p.lse = static_cast<float*>(lse.untyped_data());
+  }
+  XLA_GPU_RETURN_IF_ERROR(CheckDType(op, "scratch", scratch, ffi::DataType::U8));
+  p.scratch = scratch.untyped_data();
+  p.scratch_bytes = static_cast<int64_t>(scratch.size_bytes());
+  if (const int64_t needed = PagedAttentionScratchBytes(p); p.scratch_bytes < needed) {
+    return Mismatch(op, "scratch", StrCat("at least ", needed, " bytes"), StrCat(p.scratch_bytes));
   }
   return ffi::Error::Success();
 }
 
-ffi::Error OnHost(const char* op, ffi::ThreadPool pool, const Operands& operands, const Results& results,
-                  const Attributes& attributes) {
+constexpr const char* OpName(bool with_lse) { return with_lse ? "paged_attention_with_lse" : "paged_attention"; }
+
+// `check` looks at the metadata's values, `run` computes on the host's threads or on a CUDA stream.
+template <typename Check, typename Run>
+ffi::Error PagedAttention(bool with_lse, const ffi::RemainingArgs& args, const ffi::RemainingRets& rets,
+                          const Attributes& attributes, Check&& check, Run&& run) {
+  const char* op = OpName(with_lse);
   return NoThrow(op, [&]() -> ffi::Error {
-    PagedAttentionParams params;
-    XLA_GPU_RETURN_IF_ERROR(GetParams(op, operands, results, attributes, &params));
-    XLA_GPU_RETURN_IF_ERROR(ToError(CheckPagedAttentionMetadata(params, op)));
-    return ToError(RunPagedAttention(params, XlaExecutor(pool)));
+    PagedAttentionParams params{};
+    XLA_GPU_RETURN_IF_ERROR(GetParams(op, args, attributes, &params));
+    XLA_GPU_RETURN_IF_ERROR(GetResults(op, with_lse, args, rets, &params));
+    XLA_GPU_RETURN_IF_ERROR(ToError(check(params, op)));
+    return ToError(run(params));
   });
 }
 
-ffi::Error PagedAttentionHost(ffi::ThreadPool pool, ffi::AnyBuffer query, ffi::AnyBuffer kv_cache,
-                              ffi::AnyBuffer context_lens, ffi::AnyBuffer block_tables, ffi::AnyBuffer query_start_loc,
-                              ffi::AnyBuffer num_seqs, ffi::RemainingArgs rest, ffi::Result<ffi::AnyBuffer> out,
-                              ffi::Result<ffi::AnyBuffer> scratch, float scale, int64_t sliding_window, float soft_cap,
-                              bool check_inputs, bool kv_scales, bool has_sinks) {
-  return OnHost("paged_attention", pool, {query, kv_cache, context_lens, block_tables, query_start_loc, num_seqs, rest},
-                {*out, std::nullopt, *scratch}, {scale, sliding_window, soft_cap, check_inputs, kv_scales, has_sinks});
+template <bool kWithLse>
+ffi::Error PagedAttentionHost(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRets rets,
+                              Attributes attributes) {
+  return PagedAttention(kWithLse, args, rets, attributes, CheckPagedAttentionMetadata,
+                        [&](const auto& params) { return RunPagedAttention(params, XlaExecutor(pool)); });
 }
 
-ffi::Error PagedAttentionWithLseHost(ffi::ThreadPool pool, ffi::AnyBuffer query, ffi::AnyBuffer kv_cache,
-                                     ffi::AnyBuffer context_lens, ffi::AnyBuffer block_tables,
-                                     ffi::AnyBuffer query_start_loc, ffi::AnyBuffer num_seqs, ffi::RemainingArgs rest,
-                                     ffi::Result<ffi::AnyBuffer> out, ffi::Result<ffi::AnyBuffer> lse,
-                                     ffi::Result<ffi::AnyBuffer> scratch, float scale, int64_t sliding_window,
-                                     float soft_cap, bool check_inputs, bool kv_scales, bool has_sinks) {
-  return OnHost("paged_attention_with_lse", pool,
-                {query, kv_cache, context_lens, block_tables, query_start_loc, num_seqs, rest}, {*out, *lse, *scratch},
-                {scale, sliding_window, soft_cap, check_inputs, kv_scales, has_sinks});
+template <bool kWithLse>
+ffi::Error PagedAttentionScratch(ffi::RemainingArgs args, ffi::Result<ffi::BufferR0<ffi::S64>> bytes,
+                                 Attributes attributes) {
+  return NoThrow(OpName(kWithLse), [&]() -> ffi::Error {
+    PagedAttentionParams params{};
+    XLA_GPU_RETURN_IF_ERROR(GetParams(OpName(kWithLse), args, attributes, &params));
+    *bytes->typed_data() = PagedAttentionScratchBytes(params);
+    return ffi::Error::Success();
+  });
 }
 
 #ifdef XLA_GPU_WITH_CUDA
-// XLA_GPU_CHECK_INPUTS=1: looks at copies of the metadata.
-ffi::Error CheckOnDevice(const char* op, const PagedAttentionParams& params, Stream stream) {
+// XLA_GPU_CHECK_INPUTS=1: checks a copy of the metadata, for which it waits for the device.
+Status CheckOnDevice(const PagedAttentionParams& params, const char* op, Stream stream) {
+  const int64_t sizes[] = {params.max_seqs, params.max_seqs * params.pages_per_seq, params.max_seqs + 1, 1};
+  std::array<std::vector<int32_t>, std::size(kMetadata)> copies;
   PagedAttentionParams on_host = params;
-  std::vector<int32_t> context_lens(params.max_seqs), block_tables(params.max_seqs * params.pages_per_seq),
-      query_start_loc(params.max_seqs + 1), num_seqs(1);
-  struct {
-    std::vector<int32_t>& copy;
-    const int32_t** pointer;
-  } all[] = {{context_lens, &on_host.context_lens},
-             {block_tables, &on_host.block_tables},
-             {query_start_loc, &on_host.query_start_loc},
-             {num_seqs, &on_host.num_seqs}};
-  for (auto& [copy, pointer] : all) {
-    XLA_GPU_RETURN_IF_ERROR(ToError(CopyToHost(copy.data(), *pointer, copy.size() * sizeof(int32_t), stream)));
-    *pointer = copy.data();
+  for (size_t i = 0; i < copies.size(); ++i) {
+    const int32_t*& pointer = on_host.*kMetadata[i].pointer;
+    copies[i].resize(sizes[i]);
+    Status status = CopyToHost(copies[i].data(), pointer, sizes[i] * sizeof(int32_t), stream);
+    if (!status.ok()) return status;
+    pointer = copies[i].data();
   }
-  return ToError(CheckPagedAttentionMetadata(on_host, op));
+  return CheckPagedAttentionMetadata(on_host, op);
 }
 
-ffi::Error OnCuda(const char* op, Stream stream, const Operands& operands, const Results& results,
-                  const Attributes& attributes) {
-  return NoThrow(op, [&]() -> ffi::Error {
-    PagedAttentionParams params;
-    XLA_GPU_RETURN_IF_ERROR(GetParams(op, operands, results, attributes, &params));
-    if (attributes.check_inputs) XLA_GPU_RETURN_IF_ERROR(CheckOnDevice(op, params, stream));
-    return ToError(LaunchPagedAttention(params, stream));
-  });
-}
-
-ffi::Error PagedAttentionCuda(Stream stream, ffi::AnyBuffer query, ffi::AnyBuffer kv_cache, ffi::AnyBuffer context_lens,
-                              ffi::AnyBuffer block_tables, ffi::AnyBuffer query_start_loc, ffi::AnyBuffer num_seqs,
-                              ffi::RemainingArgs rest, ffi::Result<ffi::AnyBuffer> out,
-                              ffi::Result<ffi::AnyBuffer> scratch, float scale, int64_t sliding_window, float soft_cap,
-                              bool check_inputs, bool kv_scales, bool has_sinks) {
-  return OnCuda("paged_attention", stream,
-                {query, kv_cache, context_lens, block_tables, query_start_loc, num_seqs, rest},
-                {*out, std::nullopt, *scratch}, {scale, sliding_window, soft_cap, check_inputs, kv_scales, has_sinks});
-}
-
-ffi::Error PagedAttentionWithLseCuda(Stream stream, ffi::AnyBuffer query, ffi::AnyBuffer kv_cache,
-                                     ffi::AnyBuffer context_lens, ffi::AnyBuffer block_tables,
-                                     ffi::AnyBuffer query_start_loc, ffi::AnyBuffer num_seqs, ffi::RemainingArgs rest,
-                                     ffi::Result<ffi::AnyBuffer> out, ffi::Result<ffi::AnyBuffer> lse,
-                                     ffi::Result<ffi::AnyBuffer> scratch, float scale, int64_t sliding_window,
-                                     float soft_cap, bool check_inputs, bool kv_scales, bool has_sinks) {
-  return OnCuda("paged_attention_with_lse", stream,
-                {query, kv_cache, context_lens, block_tables, query_start_loc, num_seqs, rest}, {*out, *lse, *scratch},
-                {scale, sliding_window, soft_cap, check_inputs, kv_scales, has_sinks});
+template <bool kWithLse>
+ffi::Error PagedAttentionCuda(Stream stream, ffi::RemainingArgs args, ffi::RemainingRets rets, Attributes attributes) {
+  const auto check = [&](const PagedAttentionParams& params, const char* op) {
+    return attributes.check_inputs ? CheckOnDevice(params, op, stream) : Status::Ok();
+  };
+  return PagedAttention(kWithLse, args, rets, attributes, check,
+                        [&](const auto& params) { return LaunchPagedAttention(params, stream); });
 }
 #endif
 
 }  // namespace
 
-// clang-format off
-#define XLA_GPU_PAGED_ATTENTION_OPERANDS               \
-       Arg<ffi::AnyBuffer>()    /* query */            \
-      .Arg<ffi::AnyBuffer>()    /* kv_cache */         \
-      .Arg<ffi::AnyBuffer>()    /* context_lens */     \
-      .Arg<ffi::AnyBuffer>()    /* block_tables */     \
-      .Arg<ffi::AnyBuffer>()    /* query_start_loc */  \
-      .Arg<ffi::AnyBuffer>()    /* num_seqs */         \
-      .RemainingArgs()          /* k_scale, v_scale, sinks */
-#define XLA_GPU_PAGED_ATTENTION_ATTRIBUTES             \
-       Attr<float>("scale")                            \
-      .Attr<int64_t>("sliding_window")                 \
-      .Attr<float>("soft_cap")                         \
-      .Attr<bool>("check_inputs")                      \
-      .Attr<bool>("kv_scales")                         \
-      .Attr<bool>("has_sinks")
-#define XLA_GPU_PAGED_ATTENTION_SIGNATURE              \
-       XLA_GPU_PAGED_ATTENTION_OPERANDS                \
-      .Ret<ffi::AnyBuffer>()    /* out */              \
-      .Ret<ffi::AnyBuffer>()    /* scratch */          \
-      .XLA_GPU_PAGED_ATTENTION_ATTRIBUTES
-#define XLA_GPU_PAGED_ATTENTION_WITH_LSE_SIGNATURE     \
-       XLA_GPU_PAGED_ATTENTION_OPERANDS                \
-      .Ret<ffi::AnyBuffer>()    /* out */              \
-      .Ret<ffi::AnyBuffer>()    /* lse */              \
-      .Ret<ffi::AnyBuffer>()    /* scratch */          \
-      .XLA_GPU_PAGED_ATTENTION_ATTRIBUTES
-// clang-format on
+#define XLA_GPU_PAGED_ATTENTION_SIGNATURE RemainingArgs().RemainingRets().Attrs<PagedAttentionAttributes>()
+#define XLA_GPU_PAGED_ATTENTION_SCRATCH_BINDING \
+  ffi::Ffi::Bind().RemainingArgs().Ret<ffi::BufferR0<ffi::S64>>().Attrs<PagedAttentionAttributes>()
 
-XLA_GPU_DEFINE_HANDLER(xla_gpu_paged_attention_host, PagedAttentionHost,
+XLA_GPU_DEFINE_HANDLER(xla_gpu_paged_attention_host, PagedAttentionHost<false>,
                        XLA_GPU_BIND_HOST().XLA_GPU_PAGED_ATTENTION_SIGNATURE);
-XLA_GPU_DEFINE_HANDLER(xla_gpu_paged_attention_with_lse_host, PagedAttentionWithLseHost,
-                       XLA_GPU_BIND_HOST().XLA_GPU_PAGED_ATTENTION_WITH_LSE_SIGNATURE);
+XLA_GPU_DEFINE_HANDLER(xla_gpu_paged_attention_with_lse_host, PagedAttentionHost<true>,
+                       XLA_GPU_BIND_HOST().XLA_GPU_PAGED_ATTENTION_SIGNATURE);
+XLA_GPU_DEFINE_SCRATCH(xla_gpu_paged_attention_scratch_bytes, PagedAttentionScratch<false>,
+                       XLA_GPU_PAGED_ATTENTION_SCRATCH_BINDING);
+XLA_GPU_DEFINE_SCRATCH(xla_gpu_paged_attention_with_lse_scratch_bytes, PagedAttentionScratch<true>,
+                       XLA_GPU_PAGED_ATTENTION_SCRATCH_BINDING);
 #ifdef XLA_GPU_WITH_CUDA
-XLA_GPU_DEFINE_HANDLER(xla_gpu_paged_attention_cuda, PagedAttentionCuda,
+XLA_GPU_DEFINE_HANDLER(xla_gpu_paged_attention_cuda, PagedAttentionCuda<false>,
                        XLA_GPU_BIND_CUDA().XLA_GPU_PAGED_ATTENTION_SIGNATURE, {ffi::Traits::kCmdBufferCompatible});
-XLA_GPU_DEFINE_HANDLER(xla_gpu_paged_attention_with_lse_cuda, PagedAttentionWithLseCuda,
-                       XLA_GPU_BIND_CUDA().XLA_GPU_PAGED_ATTENTION_WITH_LSE_SIGNATURE,
-                       {ffi::Traits::kCmdBufferCompatible});
+XLA_GPU_DEFINE_HANDLER(xla_gpu_paged_attention_with_lse_cuda, PagedAttentionCuda<true>,
+                       XLA_GPU_BIND_CUDA().XLA_GPU_PAGED_ATTENTION_SIGNATURE, {ffi::Traits::kCmdBufferCompatible});
 #endif
 
 }  // namespace xla_gpu
-
-// NOTE: at global scope. A definition inside the namespace does not inherit the header's visibility, and the name would
-// stay inside the library.
-extern "C" int64_t xla_gpu_paged_attention_scratch_bytes(int64_t num_tokens, int64_t num_heads, int64_t num_kv_heads,
-                                                         int64_t head_dim, int64_t page_size, int64_t max_seqs,
-                                                         int64_t pages_per_seq, int32_t dtype) {
-  using namespace xla_gpu;
-  const std::optional<DType> known = ToDType(static_cast<ffi::DataType>(dtype));
-  if (!known) return 0;
-  PagedAttentionParams shapes{};
-  shapes.num_tokens = num_tokens;
-  shapes.num_heads = num_heads;
-  shapes.num_kv_heads = num_kv_heads;
-  shapes.head_dim = head_dim;
-  shapes.page_size = page_size;
-  shapes.max_seqs = max_seqs;
-  shapes.pages_per_seq = pages_per_seq;
-  shapes.dtype = *known;
-  return PagedAttentionScratchBytes(shapes);
-}

@@ -1,5 +1,6 @@
 // reshape_and_cache: checks and bindings of the host and CUDA handlers.
 #include <cstring>
+#include <optional>
 #include <vector>
 
 #include "ffi/device/host_copy.h"
@@ -35,8 +36,16 @@ ffi::Error GetParams(const ffi::AnyBuffer& key, const ffi::AnyBuffer& value, con
     return Mismatch(kOp, "kv_cache", StrCat("num_kv_heads ", k[1], " and head_dim ", k[2], " as in key"),
                     StrCat("shape ", ShapeText(kv_cache.dimensions())));
   }
+  std::optional<ffi::AnyBuffer> k_scale, v_scale;
+  if (kv_scales) {
+    if (rest.size() != 2) return Mismatch(kOp, "operands", "6 for these attributes", StrCat(4 + rest.size()));
+    k_scale = *rest.get<ffi::AnyBuffer>(0);
+    v_scale = *rest.get<ffi::AnyBuffer>(1);
+  } else if (rest.size() != 0) {
+    return Mismatch(kOp, "operands", "4 for these attributes", StrCat(4 + rest.size()));
+  }
   CacheScales scales;
-  XLA_GPU_RETURN_IF_ERROR(GetCacheScales(kOp, cache, kv_scales, rest, &scales));
+  XLA_GPU_RETURN_IF_ERROR(GetCacheScales(kOp, cache, k_scale, v_scale, &scales));
   // ---- slots
   const ffi::DataType slot_dtype = slot_mapping.element_type();
   if (slot_dtype != ffi::DataType::S32 && slot_dtype != ffi::DataType::S64) {

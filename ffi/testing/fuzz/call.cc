@@ -113,6 +113,41 @@ void Call::AddScalar(const char* name, int32_t dtype, T value) {
   attributes_.push_back({name, XLA_FFI_AttrType_SCALAR, dtype, data, 1});
 }
 
+// The row of the target's host handler.
+const xla_gpu_handler& Call::Handler() const {
+  size_t count = 0;
+  const xla_gpu_handler* table = xla_gpu_handlers(&count);
+  for (size_t i = 0; i < count; ++i) {
+    const bool host = std::strcmp(table[i].platform, "Host") == 0;
+    if (host && std::strcmp(table[i].target, target_) == 0) return table[i];
+  }
+  Broken("no such handler", target_);
+}
+
+const char* Call::Run(XLA_FFI_Handler* handler, const std::vector<xla_gpu_buffer>& results, int32_t* code) const {
+  xla_gpu_call_args args = {};
+  args.struct_size = struct_size_;
+  args.stages.execute = handler;
+  args.operands = operands_.data();
+  args.num_operands = operands_.size();
+  args.results = results.data();
+  args.num_results = results.size();
+  args.attributes = attributes_.data();
+  args.num_attributes = attributes_.size();
+  args.device_ordinal = device_ordinal_;
+  return xla_gpu_call(&args, code);
+}
+
+// Adds the last result, of the size that the library computes from the operands and attributes so far.
+void Call::AddScratch() {
+  int64_t bytes = 0;
+  int32_t code = XLA_FFI_Error_Code_OK;
+  const xla_gpu_buffer result = {&bytes, nullptr, 0, XLA_FFI_DataType_S64};
+  Run(Handler().scratch_bytes, {result}, &code);  // attributes may be refused: the call will be too
+  // The host's handler does not touch the memory, and refuses too little of it.
+  Add(&results_, XLA_FFI_DataType_U8, {std::max<int64_t>(bytes, 0) / (input_.Once(16) ? 2 : 1)});
+}
+
 // ---- Anything ----
 void Call::AnyBuffer(std::vector<xla_gpu_buffer>* buffers) {
   const auto dtype = static_cast<int32_t>(input_.Once(32) ? input_.Raw<int32_t>() : input_.Below(40));
@@ -218,16 +253,13 @@ void Call::PagedAttention() {
   if (sinks) Add(&operands_, XLA_FFI_DataType_F32, {heads});
   Add(&results_, dtype, {tokens, heads, head_dim});
   if (with_lse) Add(&results_, XLA_FFI_DataType_F32, {tokens, heads});
-  const int64_t scratch = xla_gpu_paged_attention_scratch_bytes(tokens, heads, kv_heads, head_dim, page_size, max_seqs,
-                                                                pages_per_seq, cache);
-  // The host's handler leaves it alone, whatever its size.
-  Add(&results_, XLA_FFI_DataType_U8, {std::clamp<int64_t>(scratch, 0, 64)});
   AddScalar("scale", XLA_FFI_DataType_F32, input_.Once(8) ? input_.Raw<float>() : 0.25f);
   AddScalar("sliding_window", XLA_FFI_DataType_S64, input_.Number(6));
   AddScalar("soft_cap", XLA_FFI_DataType_F32, input_.Once(8) ? input_.Raw<float>() : input_.Once(2) ? 5.0f : 0.0f);
   AddScalar("check_inputs", XLA_FFI_DataType_PRED, input_.Once(2));
   AddScalar("kv_scales", XLA_FFI_DataType_PRED, scales);
   AddScalar("has_sinks", XLA_FFI_DataType_PRED, sinks);
+  AddScratch();
 }
 
 void Call::ReshapeAndCache() {
@@ -323,28 +355,8 @@ void Call::Operator() {
 
 // ---- The call ----
 bool Call::Run(XLA_FFI_Handler* handler) {
-  if (target_ != nullptr) {
-    size_t count = 0;
-    const xla_gpu_handler* table = xla_gpu_handlers(&count);
-    handler = nullptr;
-    for (size_t i = 0; i < count; ++i) {
-      const bool host = std::strcmp(table[i].platform, "Host") == 0;
-      if (host && std::strcmp(table[i].target, target_) == 0) handler = table[i].execute;
-    }
-    if (handler == nullptr) Broken("no such handler", target_);
-  }
-  xla_gpu_call_args args = {};
-  args.struct_size = struct_size_;
-  args.stages.execute = handler;
-  args.operands = operands_.data();
-  args.num_operands = operands_.size();
-  args.results = results_.data();
-  args.num_results = results_.size();
-  args.attributes = attributes_.data();
-  args.num_attributes = attributes_.size();
-  args.device_ordinal = device_ordinal_;
   int32_t code = -1;
-  const char* text = xla_gpu_call(&args, &code);
+  const char* text = Run(target_ == nullptr ? handler : Handler().execute, results_, &code);
   if (code < XLA_FFI_Error_Code_OK || code > XLA_FFI_Error_Code_UNAUTHENTICATED) Broken("error code", text);
   if ((text == nullptr) != (code == XLA_FFI_Error_Code_OK)) Broken("text without code or code without text", text);
   if (text != nullptr && text[0] == '\0') Broken("an empty text", text);

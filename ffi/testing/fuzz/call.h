@@ -41,7 +41,11 @@ class Call {
   void AddScalar(const char* name, int32_t dtype, T value);
   void AnyBuffer(std::vector<xla_gpu_buffer>* buffers);
   std::vector<xla_gpu_attribute>* AnyAttributes(int depth);
+  void AddScratch();
   void Change();
+
+  const xla_gpu_handler& Handler() const;
+  const char* Run(XLA_FFI_Handler* handler, const std::vector<xla_gpu_buffer>& results, int32_t* code) const;
 
   void SimpleAdd();
   void PagedAttention();

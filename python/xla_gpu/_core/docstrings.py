@@ -1,4 +1,4 @@
-"""One text for what an operator takes and returns, shown by the functions of every door."""
+"""One text for what an operator takes and returns, shown by the functions of every front end."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
-def contract(text: str) -> Callable[[_Function], _Function]:
+def docstring(text: str) -> Callable[[_Function], _Function]:
     """A decorator that appends ``text`` to the docstring of a function."""
 
     def decorate(function: _Function) -> _Function:

@@ -1,14 +1,15 @@
-"""What a call of an FFI target is, before any framework: shapes, dtypes, attributes, aliases."""
+"""Operators and their calls, before any framework: shapes, dtypes, attributes, aliases, scratch memory."""
 
 from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import NamedTuple
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
-from .attributes import Attributes
+from .attributes import Attributes, attributes
 
 
 class ArraySpec(NamedTuple):
@@ -27,7 +28,7 @@ Layout = tuple[int, ...] | None
 
 @dataclass(frozen=True, eq=False)  # eq=False: compared and hashed as an object, since calls are made once and cached
 class OpCall:
-    """One custom call, complete but for the arrays. Every door turns the same OpCall into its own kind of call."""
+    """One custom call, complete but for the arrays. Every front end lowers the same OpCall."""
 
     name: str  # of the operator, which begins its error texts
     target: str
@@ -36,41 +37,111 @@ class OpCall:
     results: tuple[ArraySpec, ...]  # what the caller gets
     attributes: Attributes = ()
     aliases: tuple[tuple[int, int], ...] = ()  # (operand, result) that share one buffer
-    # Bytes of the scratch memory that the target takes as one more, last result. A function, since the answer needs the
-    # library and plain numbers, and a traced call with symbolic sizes has neither.
-    scratch: Callable[[], int] | None = None
+    has_scratch: bool = False  # the target takes scratch memory as one more, last result; see _runtime/scratch.py
     operand_layouts: tuple[Layout, ...] = ()  # empty: all row-major
     result_layouts: tuple[Layout, ...] = ()
     has_side_effect: bool = False
 
-    @functools.cached_property
-    def all_results(self) -> tuple[ArraySpec, ...]:
-        """The results of the custom call, scratch included."""
-        if self.scratch is None:
-            return self.results
-        return (*self.results, ArraySpec((self.scratch(),), "uint8"))
-
     def operand_layout(self, index: int) -> tuple[int, ...]:
-        return _layout(self.operand_layouts, self.operands, index)
+        return _layout(self.operand_layouts, index, len(self.operands[index].shape))
 
     def result_layout(self, index: int) -> tuple[int, ...]:
-        return _layout(self.result_layouts, self.all_results, index)
+        is_scratch = index == len(self.results)
+        return _layout(self.result_layouts, index, 1 if is_scratch else len(self.results[index].shape))
 
 
-def _layout(layouts: tuple[Layout, ...], specs: tuple[ArraySpec, ...], index: int) -> tuple[int, ...]:
+def _layout(layouts: tuple[Layout, ...], index: int, rank: int) -> tuple[int, ...]:
     layout = layouts[index] if index < len(layouts) else None
-    return tuple(range(len(specs[index].shape))) if layout is None else layout
+    return tuple(range(rank)) if layout is None else layout
 
 
 @dataclass(frozen=True)
+class Signature:
+    """What follows from the arguments of one kind of call, once they are checked."""
+
+    results: tuple[ArraySpec, ...]  # what the caller gets; scratch memory is left out
+    attributes: Mapping[str, Any] = field(default_factory=dict)  # NumPy scalars of the handler's types
+    extra_operands: Mapping[str, ArraySpec] = field(default_factory=dict)  # which front ends add after the arguments
+
+
+_ARGUMENT = re.compile(r"(?P<type>\w+)\??(?:\[\])? (?P<name>\w+)(?:=[^,)]*)?(?=[,)])")
+
+
+@dataclass(frozen=True, eq=False)
 class Operator:
-    """The declaration of one operator, from which every door is made."""
+    """The declaration of one operator, from which every front end is made.
+
+    Args:
+      name: of the operator.
+      schema: of torch.library, without the name: "(Tensor a, Tensor b) -> Tensor". Its tensors, in their order, are the
+        operands of the custom call; optional ones that are None are left out.
+      signature: takes the schema's arguments by name, arrays as ArraySpec, and ``check_inputs``. Checks them, raises
+        ValueError or TypeError, and returns the call's Signature.
+      docstring: Args, Returns and Raises, which every front end shows.
+      in_place: the operand whose memory the only result replaces. The custom call aliases the two, and PyTorch gets
+        ``<name>_``, which updates that operand.
+      has_scratch: the target takes scratch memory as a last result, of the size that its handler table row computes.
+      target: of the handler; by default ``xla_gpu_<name>``.
+    """
 
     name: str
-    schema: str  # of torch.library, without the name: "(Tensor a, Tensor b) -> Tensor"
-    operands: tuple[str, ...]  # the array arguments in the order of the custom call; absent optional ones are left out
-    # Takes the schema's arguments by name, arrays as ArraySpec, and `check_inputs`; raises ValueError or TypeError.
-    bind: Callable[..., OpCall]
+    schema: str
+    signature: Callable[..., Signature]
+    docstring: str = ""
+    in_place: str | None = None
+    has_scratch: bool = False
+    target: str = ""
+
+    def __post_init__(self) -> None:
+        if not self.target:
+            object.__setattr__(self, "target", f"xla_gpu_{self.name}")
+        if self.in_place is not None and (self.in_place not in self.operands or not self.schema.endswith("-> Tensor")):
+            raise ValueError(
+                f"{self.name}: in_place: expected an operand of a schema with one result, got {self.in_place!r} for "
+                f"{self.schema}"
+            )
+
+    @functools.cached_property
+    def arguments(self) -> tuple[str, ...]:
+        """The schema's arguments, in their order."""
+        return tuple(match["name"] for match in _ARGUMENT.finditer(self.schema))
+
+    @functools.cached_property
+    def operands(self) -> tuple[str, ...]:
+        """The arguments that are arrays, in the order of the custom call."""
+        return tuple(match["name"] for match in _ARGUMENT.finditer(self.schema) if match["type"] == "Tensor")
+
+    def bind(self, **arguments: Any) -> OpCall:
+        """The custom call for these arguments, arrays as ArraySpec. Cached.
+
+        Raises:
+          TypeError, ValueError: what ``signature`` raises.
+        """
+        try:
+            return self._cached_bind(**arguments)
+        except TypeError:  # an argument cannot be hashed (a symbolic size above all), or is refused with a text
+            return self._bind(**arguments)
+
+    @functools.cached_property
+    def _cached_bind(self) -> Callable[..., OpCall]:
+        # typed: True, 1 and 1.0 are equal, and only one of them is a window.
+        return functools.lru_cache(maxsize=4096, typed=True)(self._bind)
+
+    def _bind(self, **arguments: Any) -> OpCall:
+        signature = self.signature(**arguments)
+        given = {name: arguments[name] for name in self.operands if arguments.get(name) is not None}
+        given.update(signature.extra_operands)
+        names = tuple(given)
+        return OpCall(
+            name=self.name,
+            target=self.target,
+            operand_names=names,
+            operands=tuple(given.values()),
+            results=signature.results,
+            attributes=attributes(self.name, signature.attributes),
+            aliases=() if self.in_place is None else ((names.index(self.in_place), 0),),
+            has_scratch=self.has_scratch,
+        )
 
 
 def check_inputs_requested() -> bool:

@@ -13,6 +13,7 @@ import numpy as np
 from .._core.attributes import numpy_value
 from .._core.operator import ArraySpec, OpCall, Operator, check_inputs_requested
 from .._runtime import library, targets
+from .._runtime.scratch import all_results
 from ..errors import TargetError
 from ..ops import _ragged_paged_attention as ragged_paged_attention
 from ..ops.paged_attention import num_seqs_number
@@ -58,7 +59,7 @@ def _bind(operator: Operator, arguments: dict[str, Any]) -> tuple[OpCall, list[A
             array = _array(f"{operator.name}: {name}", value)
             arrays.append(array)
             values[name] = ArraySpec(tuple(array.shape), array.dtype.name)
-    return _binder(operator)(**values, check_inputs=check_inputs_requested()), arrays
+    return operator.bind(**values, check_inputs=check_inputs_requested()), arrays
 
 
 def _run(bound: OpCall, arrays: list[Any]) -> Any:
@@ -75,25 +76,11 @@ def _array(where: str, value: Any) -> Any:
     raise TypeError(f"{where}: expected a JAX or NumPy array, got {type(value).__name__}")
 
 
-@functools.cache
-def _binder(operator: Operator) -> Callable[..., OpCall]:
-    # typed: True, 1 and 1.0 are equal, and only one of them is a window.
-    cached = functools.lru_cache(maxsize=4096, typed=True)(operator.bind)
-
-    def bind(**arguments: Any) -> OpCall:
-        try:
-            return cached(**arguments)
-        except TypeError:  # an argument that cannot be hashed, or that bind refuses: it says which
-            return operator.bind(**arguments)
-
-    return bind
-
-
 @functools.lru_cache(maxsize=4096)
 def _function(call: OpCall, varying_axes: frozenset[str]) -> Callable[..., Any]:
     _register()
     results = [
-        jax.ShapeDtypeStruct(spec.shape, jnp.dtype(spec.dtype), **_varying(varying_axes)) for spec in call.all_results
+        jax.ShapeDtypeStruct(spec.shape, jnp.dtype(spec.dtype), **_varying(varying_axes)) for spec in all_results(call)
     ]
     attributes = {name: numpy_value(attribute) for name, attribute in call.attributes}
     target = jax.ffi.ffi_call(
@@ -144,7 +131,7 @@ def _register() -> None:
     for handler in library.load().handlers():
         platform = "cpu" if handler.platform == "Host" else handler.platform
         try:
-            jax.ffi.register_ffi_target(handler.target, targets.capsule(handler.address), platform=platform)
+            jax.ffi.register_ffi_target(handler.target, targets.capsule(handler.execute), platform=platform)
         except RuntimeError as error:
             raise TargetError(
                 f"FFI target {handler.target!r} was refused by JAX's {platform} runtime: {error}. If the name is "

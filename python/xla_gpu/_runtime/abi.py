@@ -9,7 +9,12 @@ ATTR_ARRAY, ATTR_DICTIONARY, ATTR_SCALAR, ATTR_STRING = 1, 2, 3, 4  # XLA_FFI_At
 
 
 class Handler(ct.Structure):
-    _fields_ = [("target", ct.c_char_p), ("platform", ct.c_char_p), ("execute", ct.c_void_p)]
+    _fields_ = [
+        ("target", ct.c_char_p),
+        ("platform", ct.c_char_p),
+        ("execute", ct.c_void_p),
+        ("scratch_bytes", ct.c_void_p),
+    ]
 
 
 class Stages(ct.Structure):
@@ -63,11 +68,6 @@ SIGNATURES = {
     ),
     "xla_gpu_call": (ct.c_char_p, [ct.POINTER(CallArgs), ct.POINTER(ct.c_int32)]),
     "xla_gpu_pjrt_use_plugin": (ct.c_char_p, [ct.c_char_p]),
-}
-
-# Questions that operators answer. A library built for kernel work may hold fewer operators.
-OPERATOR_SIGNATURES = {
-    "xla_gpu_paged_attention_scratch_bytes": (ct.c_int64, [ct.c_int64] * 7 + [ct.c_int32]),
 }
 
 

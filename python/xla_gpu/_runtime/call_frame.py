@@ -16,12 +16,12 @@ from .targets import Target
 class Frame:
     """The arguments of one kind of call, laid out once; a run fills in the pointers. For one thread at a time."""
 
-    def __init__(self, call: OpCall, target: Target) -> None:
+    def __init__(self, call: OpCall, target: Target, results: Sequence[ArraySpec]) -> None:
         self._name = call.name
         self._run = library.load().cdll.xla_gpu_call
         self._keep: list[object] = []  # what the structures point to
         self.operands = self._buffers(call.operands)
-        self.results = self._buffers(call.all_results)
+        self.results = self._buffers(results)
         attributes = self._attributes(call.attributes)
         self._code = ctypes.c_int32()
         self._args = abi.CallArgs(

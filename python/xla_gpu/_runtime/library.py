@@ -24,7 +24,8 @@ ENVIRONMENT = "XLA_GPU_LIBRARY"
 class HandlerEntry(NamedTuple):
     target: str
     platform: str  # "Host" or "CUDA"
-    address: int
+    execute: int  # address
+    scratch_bytes: int  # address of the handler that computes the size of the scratch memory; 0: takes none
 
 
 class Library:
@@ -39,8 +40,8 @@ class Library:
         count = ctypes.c_size_t()
         table = self.cdll.xla_gpu_handlers(ctypes.byref(count))
         return [
-            HandlerEntry(table[i].target.decode(), table[i].platform.decode(), table[i].execute)
-            for i in range(count.value)
+            HandlerEntry(row.target.decode(), row.platform.decode(), row.execute, row.scratch_bytes or 0)
+            for row in table[: count.value]
         ]
 
     def build_info(self) -> dict[str, Any]:
@@ -60,16 +61,6 @@ class Library:
         if error:
             raise ValueError(error.decode())
         return major.value, minor.value
-
-    def paged_attention_scratch_bytes(self, *shape_and_dtype: int) -> int:
-        """Bytes of the last result of a paged_attention call; see xla_gpu.h for the arguments."""
-        function = getattr(self.cdll, "xla_gpu_paged_attention_scratch_bytes", None)
-        if function is None:
-            raise LibraryError(f"{self.path} was built without the operator paged_attention")
-        size: int = function(*shape_and_dtype)
-        if size < 0:
-            raise ValueError(f"paged_attention: expected shapes that the library supports, got {shape_and_dtype}")
-        return size
 
 
 @functools.cache
@@ -96,9 +87,6 @@ def load() -> Library:
                 "Build and install the package again."
             ) from None
         function.restype, function.argtypes = result, arguments
-    for name, (result, arguments) in abi.OPERATOR_SIGNATURES.items():
-        if (function := getattr(cdll, name, None)) is not None:
-            function.restype, function.argtypes = result, arguments
     library = Library(path, cdll)
     _check_version(library)
     return library

@@ -141,7 +141,7 @@ def _own() -> frozenset[str]:
     """Registers the library's own handlers, through the same way as everybody's."""
     handlers = library.load().handlers()
     for handler in handlers:
-        _add(Target(handler.target, _OF_LIBRARY[handler.platform], 0, 0, 0, handler.address))
+        _add(Target(handler.target, _OF_LIBRARY[handler.platform], 0, 0, 0, handler.execute))
     return frozenset(handler.target for handler in handlers)
 
 

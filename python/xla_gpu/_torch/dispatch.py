@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -36,29 +35,16 @@ def fake_results(call: OpCall, tensors: Sequence[torch.Tensor]) -> Results:
     )
 
 
-class Binder:
-    """Turns the arguments of an operator's kernel into its OpCall and the operand tensors."""
-
-    def __init__(self, operator: Operator) -> None:
-        self._operator = operator
-        self._names = [argument.name for argument in torch._C.parse_schema(f"_{operator.schema}").arguments]
-        # typed: True, 1 and 1.0 are equal, and only one of them is a window.
-        self._bind = functools.lru_cache(maxsize=4096, typed=True)(operator.bind)
-
-    def arguments(self, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
-        """By name; those that have their default may be absent."""
-        return {**dict(zip(self._names, args, strict=False)), **kwargs}
-
-    def bind(self, arguments: dict[str, Any], traced: bool) -> tuple[OpCall, list[torch.Tensor]]:
-        tensors, values = [], dict(arguments)
-        for operand in self._operator.operands:
-            tensor = values.get(operand)
-            if tensor is not None:
-                tensors.append(tensor)
-                values[operand] = spec(f"{self._operator.name}: {operand}", tensor)
-        # Fake tensors may have symbols for sizes, which no cache can take.
-        bind = self._operator.bind if traced else self._bind
-        return bind(**values, check_inputs=check_inputs_requested()), tensors
+def bind(operator: Operator, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[OpCall, list[torch.Tensor]]:
+    """The custom call for the arguments of an operator's kernel, and its operands among them."""
+    values = dict(zip(operator.arguments, args, strict=False), **kwargs)
+    tensors = []
+    for operand in operator.operands:
+        tensor = values.get(operand)
+        if tensor is not None:
+            tensors.append(tensor)
+            values[operand] = spec(f"{operator.name}: {operand}", tensor)
+    return operator.bind(**values, check_inputs=check_inputs_requested()), tensors
 
 
 def define(
@@ -97,32 +83,72 @@ def _refusing_gradients(name: str, schema: str) -> Callable[..., Any]:
     return before
 
 
-def define_operator(operator: Operator, calls: Callable[..., Results] | None = None) -> None:
-    """Defines an operator; ``calls(call, tensors, arguments)``, if given, takes the place of ``run(call, tensors)``."""
-    binder = Binder(operator)
+def define_operator(operator: Operator, run_call: Callable[..., Results] | None = None) -> None:
+    """Defines an operator, and its in-place form if it declares one.
+
+    ``run_call(call, tensors, arguments)``, if given, takes the place of ``run(call, tensors)``.
+    """
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
-        arguments = binder.arguments(args, kwargs)
-        call, tensors = binder.bind(arguments, traced=False)
-        return _unpacked(run(call, tensors) if calls is None else calls(call, tensors, arguments))
+        call, tensors = bind(operator, args, kwargs)
+        if run_call is None:
+            return _unpacked(run(call, tensors))
+        return _unpacked(run_call(call, tensors, dict(zip(operator.arguments, args, strict=False), **kwargs)))
 
     def fake(*args: Any, **kwargs: Any) -> Any:
-        return _unpacked(fake_results(*binder.bind(binder.arguments(args, kwargs), traced=True)))
+        return _unpacked(fake_results(*bind(operator, args, kwargs)))
 
     define(operator.name, operator.schema, kernel, fake)
+    if operator.in_place is not None:
+        _define_in_place(operator, operator.in_place)
 
 
-def call(operator: Operator, *args: Any, **kwargs: Any) -> Any:
-    """Calls an operator for the functions of xla_gpu.torch.
+def _define_in_place(operator: Operator, operand: str) -> None:
+    """Defines torch.ops.xla_gpu.<operator>_, which updates ``operand`` and returns it.
+
+    torch.compile would clone the operand of a mutating operator on XLA, and the compiled program would copy it. So the
+    operator that users call is a composite. On XLA it is the functional operator and a copy_ into a donated buffer, of
+    which XLA makes an update in place. On CPU and CUDA tensors it is a mutating operator, which every other backend
+    handles well.
+    """
+    name, index = operator.name, operator.arguments.index(operand)
+    arguments = operator.schema.removesuffix(" -> Tensor").replace(f"Tensor {operand}", f"Tensor(a!) {operand}")
+
+    def update_memory(*args: Any, **kwargs: Any) -> None:
+        call, tensors = bind(operator, args, kwargs)
+        run(call, tensors, in_place=True)
+        target = tensors[call.aliases[0][0]]
+        if not target.is_inference():  # those have no version counter
+            torch.autograd.graph.increment_version(target)
+
+    def fake(*args: Any, **kwargs: Any) -> None:
+        fake_results(*bind(operator, args, kwargs))
+
+    define(f"_{name}_", f"{arguments} -> ()", update_memory, fake, backends=("CPU", "CUDA"))
+    functional, mutating = getattr(torch.ops.xla_gpu, name), getattr(torch.ops.xla_gpu, f"_{name}_")
+
+    def update(*args: Any, **kwargs: Any) -> torch.Tensor:
+        target: torch.Tensor = args[index] if index < len(args) else kwargs[operand]
+        if target.device.type == "xla":
+            torch.ops.xla.dynamo_set_buffer_donor_(target, True)
+            return target.copy_(functional(*args, **kwargs))
+        mutating(*args, **kwargs)
+        return target
+
+    LIBRARY.define(f"{name}_{arguments} -> Tensor(a!)", tags=(torch.Tag.pt2_compliant_tag,))
+    LIBRARY.impl(f"{name}_", update, "CompositeImplicitAutograd")
+
+
+def call(operator: Operator, *args: Any, in_place: bool = False, **kwargs: Any) -> Any:
+    """Calls an operator, or its in-place form, for the functions of xla_gpu.torch.
 
     The dispatcher's own texts about arguments of a wrong type name neither what was expected nor our documentation's
     types; the declaration's do.
     """
     try:
-        return getattr(torch.ops.xla_gpu, operator.name)(*args, **kwargs)
+        return getattr(torch.ops.xla_gpu, f"{operator.name}_" if in_place else operator.name)(*args, **kwargs)
     except RuntimeError:
-        binder = Binder(operator)
-        values = binder.arguments(args, kwargs)
+        values = dict(zip(operator.arguments, args, strict=False), **kwargs)
         for name in operator.operands:
             if isinstance(values.get(name), torch.Tensor):
                 values[name] = spec(f"{operator.name}: {name}", values[name])

@@ -10,6 +10,7 @@ import torch
 from .._core.operator import OpCall
 from .._runtime import library, targets
 from .._runtime.call_frame import Frame
+from .._runtime.scratch import all_results
 from .tensors import torch_dtype
 
 # What kernels may rely on for vector loads. XLA's allocators and PyTorch's give more; views into a tensor may not.
@@ -27,10 +28,12 @@ class _Plan:
         )
         self.aliased = {result: operand for operand, result in call.aliases}
         self.operand_layouts = [_permutation(call.operand_layout(i)) for i in range(len(call.operands))]
+        specs = all_results(call)
         self.results = [
             (spec.shape, torch_dtype(f"{call.name}: result {i}", spec.dtype), _permutation(call.result_layout(i)))
-            for i, spec in enumerate(call.all_results)
+            for i, spec in enumerate(specs)
         ]
+        self._make_frame = functools.partial(Frame, call, self.target, specs)
         # A frame serves one call at a time, and handlers run without the GIL: threads take frames from this list, whose
         # pop and append are atomic.
         self._frames: list[Frame] = []
@@ -39,7 +42,7 @@ class _Plan:
         try:
             frame = self._frames.pop()
         except IndexError:
-            frame = Frame(self.call, self.target)
+            frame = self._make_frame()
         try:
             frame.run(operands, results, stream, ordinal)
         finally:

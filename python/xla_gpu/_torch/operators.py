@@ -7,11 +7,11 @@ from typing import Any
 import torch
 
 from .._core.operator import OpCall
-from ..ops import OPERATORS, reshape_and_cache
+from ..ops import OPERATORS
 from ..ops import _ragged_paged_attention as ragged_paged_attention
 from ..ops.paged_attention import num_seqs_number
 from . import reference
-from .dispatch import LIBRARY, Binder, Results, define, define_operator, fake_results, run
+from .dispatch import Results, define_operator, run
 from .tensors import check_operands
 
 # ---- ragged_paged_attention: numbers where paged_attention takes tensors ---------------------------------------------
@@ -43,41 +43,6 @@ def _ragged(call: OpCall, tensors: list[torch.Tensor], arguments: dict[str, Any]
 for _operator in OPERATORS:
     define_operator(_operator)
 define_operator(ragged_paged_attention.OPERATOR, _ragged)
-
-
-# ---- reshape_and_cache_: in place ------------------------------------------------------------------------------------
-
-_ARGUMENTS = reshape_and_cache.OPERATOR.schema.removesuffix(" -> Tensor").replace("Tensor kv", "Tensor(a!) kv")
-_binder = Binder(reshape_and_cache.OPERATOR)
-
-
-# torch.compile would clone the cache of a mutating operator on XLA, and the compiled program would copy it. So the
-# operator that users call is a composite: on XLA it is the functional operator and a copy_ into a donated buffer, of
-# which XLA makes an update in place; on CPU and CUDA tensors it is a mutating operator, which every other backend
-# handles well.
-def _update(key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    if kv_cache.device.type == "xla":
-        torch.ops.xla.dynamo_set_buffer_donor_(kv_cache, True)
-        return kv_cache.copy_(torch.ops.xla_gpu.reshape_and_cache(key, value, kv_cache, *args, **kwargs))
-    torch.ops.xla_gpu._reshape_and_cache_(key, value, kv_cache, *args, **kwargs)
-    return kv_cache
-
-
-def _update_memory(*args: Any, **kwargs: Any) -> None:
-    call, tensors = _binder.bind(_binder.arguments(args, kwargs), traced=False)
-    run(call, tensors, in_place=True)
-    kv_cache = tensors[call.aliases[0][0]]
-    if not kv_cache.is_inference():  # those have no version counter
-        torch.autograd.graph.increment_version(kv_cache)
-
-
-def _update_fake(*args: Any, **kwargs: Any) -> None:
-    fake_results(*_binder.bind(_binder.arguments(args, kwargs), traced=True))
-
-
-LIBRARY.define(f"reshape_and_cache_{_ARGUMENTS} -> Tensor(a!)", tags=(torch.Tag.pt2_compliant_tag,))
-LIBRARY.impl("reshape_and_cache_", _update, "CompositeImplicitAutograd")
-define("_reshape_and_cache_", f"{_ARGUMENTS} -> ()", _update_memory, _update_fake, backends=("CPU", "CUDA"))
 
 
 # ---- num_seqs as a number --------------------------------------------------------------------------------------------

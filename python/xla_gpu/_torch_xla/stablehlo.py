@@ -7,11 +7,12 @@ from collections.abc import Sequence
 from .._core.attributes import Array, Attribute, Attributes, Scalar, Text
 from .._core.dtypes import DTYPES
 from .._core.operator import ArraySpec, OpCall
+from .._runtime.scratch import all_results
 
 
 def module(call: OpCall) -> str:
     """A module whose main function is the custom call of ``call`` and nothing else."""
-    operands, results = call.operands, call.all_results
+    operands, results = call.operands, all_results(call)
     names = [f"%{i}" for i in range(len(operands))]
     parameters = ", ".join(f"{name}: {_tensor(spec)}" for name, spec in zip(names, operands, strict=True))
     types = [_tensor(spec) for spec in results]

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+import dataclasses
 
 from .._core.checks import FLOAT8S, Checks
-from .._core.operator import ArraySpec, OpCall, Operator
-from .paged_attention import bind_call
+from .._core.operator import ArraySpec, Operator, Signature
+from . import paged_attention
 
-CONTRACT = """
+_DOCSTRING = """
 The parameters of torch_xla's ``torch.ops.xla.ragged_paged_attention``, so that code written for TPUs moves over by its
 namespace. See paged_attention for the meaning of the arrays.
 
@@ -62,7 +62,7 @@ def has_float8_cache(kv_pages: ArraySpec) -> bool:
     return kv_pages.dtype in FLOAT8S
 
 
-def _bind(
+def _signature(
     q: ArraySpec,
     kv_pages: ArraySpec,
     kv_lens: ArraySpec,
@@ -81,26 +81,26 @@ def _bind(
     vmem_limit_bytes: int | None = None,
     *,
     check_inputs: bool = False,
-) -> OpCall:
+) -> Signature:
     del mask_value, use_kernel, num_kv_pages_per_block, num_queries_per_block, vmem_limit_bytes
     if len(_check.array("kv_pages", kv_pages).shape) != 4:
         raise _check.value_error("kv_pages", "rank 4 [num_pages, page_size, 2 * num_kv_heads, head_dim]", kv_pages)
-    scales: dict[str, Any] = {}
+    scales: dict[str, ArraySpec] = {}
     k_factor, _ = number("k_scale", k_scale), number("v_scale", v_scale)
     if has_float8_cache(kv_pages):
         scales = {"k_scale": ONE, "v_scale": ONE}
         k_factor = 1.0
-    scale = float(_check.float32("sm_scale", sm_scale)) * k_factor
-    return bind_call(
+    signature = paged_attention.signature(
         Checks("ragged_paged_attention", _NAMES),
-        "xla_gpu_paged_attention",
+        False,
         *(q, kv_pages, kv_lens, page_indices, cu_q_lens, num_seqs),
-        scale=scale,
+        scale=float(_check.float32("sm_scale", sm_scale)) * k_factor,
         sliding_window=sliding_window,
         soft_cap=soft_cap,
         check_inputs=check_inputs,
         **scales,
     )
+    return dataclasses.replace(signature, extra_operands=scales)
 
 
 OPERATOR = Operator(
@@ -109,6 +109,8 @@ OPERATOR = Operator(
     "float sm_scale=1.0, int? sliding_window=None, float? soft_cap=None, float? mask_value=None, float? k_scale=None, "
     "float? v_scale=None, bool use_kernel=True, int? num_kv_pages_per_block=None, int? num_queries_per_block=None, "
     "int? vmem_limit_bytes=None) -> Tensor",
-    ("q", "kv_pages", "kv_lens", "page_indices", "cu_q_lens", "num_seqs"),
-    _bind,
+    _signature,
+    _DOCSTRING,
+    has_scratch=True,
+    target=paged_attention.OPERATOR.target,
 )

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from .._core.checks import FLOATS, Checks
-from .._core.operator import ArraySpec, OpCall, Operator
+from .._core.operator import ArraySpec, Operator, Signature
 
-CONTRACT = """
+_DOCSTRING = """
 With ``paged_attention_with_lse`` run over two disjoint sets of keys (a prefix that many sequences share and the rest,
 or the shards of a context), this gives the attention over their union:
 ``lse = log(exp(lse_a) + exp(lse_b))`` and ``out = exp(lse_a - lse) * out_a + exp(lse_b - lse) * out_b``, in float32.
@@ -27,9 +27,9 @@ Raises:
 _check = Checks("merge_attention_states")
 
 
-def _bind(
+def _signature(
     out_a: ArraySpec, lse_a: ArraySpec, out_b: ArraySpec, lse_b: ArraySpec, *, check_inputs: bool = False
-) -> OpCall:
+) -> Signature:
     del check_inputs  # no value of an element is wrong
     axes = "num_tokens, num_heads, head_dim"
     _check.dtype("out_a", out_a, FLOATS)
@@ -40,18 +40,12 @@ def _bind(
     _check.shape("out_b", out_b, out_a.shape, axes)
     _check.dtype("lse_b", lse_b, ("float32",))
     _check.shape("lse_b", lse_b, lse_a.shape, "num_tokens, num_heads")
-    return OpCall(
-        name="merge_attention_states",
-        target="xla_gpu_merge_attention_states",
-        operand_names=OPERATOR.operands,
-        operands=(out_a, lse_a, out_b, lse_b),
-        results=(out_a, lse_a),
-    )
+    return Signature(results=(out_a, lse_a))
 
 
 OPERATOR = Operator(
     "merge_attention_states",
     "(Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b) -> (Tensor, Tensor)",
-    ("out_a", "lse_a", "out_b", "lse_b"),
-    _bind,
+    _signature,
+    _DOCSTRING,
 )

@@ -8,14 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from .._core.attributes import attributes
 from .._core.checks import FLOATS, Checks
-from .._core.dtypes import DTYPES
-from .._core.operator import ArraySpec, OpCall, Operator
-from .._runtime import library
+from .._core.operator import ArraySpec, Operator, Signature
 from ._cache import check_cache, check_scales
 
-CONTRACT = """
+_DOCSTRING = """
 Sequences of any lengths share one call: prefill, chunks of it and decode steps mix freely. Attention is causal and
 aligned to the end: query i of a sequence with q_len rows sits at position ``context_len - q_len + i``. Query head h
 reads kv head ``h // (num_heads // num_kv_heads)``. Scores, softmax and sums are float32.
@@ -53,7 +50,7 @@ Raises:
   the price of waiting for the device, and returns the error.
 """
 
-CONTRACT_WITH_LSE = """
+_DOCSTRING_WITH_LSE = """
 Takes what paged_attention takes, and returns beside its result the logarithm of the softmax's sum, with which
 merge_attention_states combines results over disjoint sets of keys.
 
@@ -64,14 +61,6 @@ Returns:
 
 MAX_HEAD_DIM = 256
 
-_TARGET = "xla_gpu_paged_attention"
-_TARGET_WITH_LSE = "xla_gpu_paged_attention_with_lse"
-
-OPERANDS = (
-    *("query", "kv_cache", "context_lens", "block_tables", "query_start_loc", "num_seqs"),
-    *("k_scale", "v_scale", "sinks"),
-)
-
 _ARGUMENTS = (
     "(Tensor query, Tensor kv_cache, Tensor context_lens, Tensor block_tables, Tensor query_start_loc, "
     "Tensor num_seqs, *, float scale, int? sliding_window=None, float? soft_cap=None, "
@@ -79,9 +68,9 @@ _ARGUMENTS = (
 )
 
 
-def bind_call(
+def signature(
     check: Checks,
-    target: str,
+    with_lse: bool,
     query: ArraySpec,
     kv_cache: ArraySpec,
     context_lens: ArraySpec,
@@ -96,8 +85,8 @@ def bind_call(
     v_scale: ArraySpec | None = None,
     sinks: ArraySpec | None = None,
     check_inputs: bool = False,
-) -> OpCall:
-    """The custom call of any operator that is paged attention; ``check`` names the operator and its arguments."""
+) -> Signature:
+    """The signature of any operator that is paged attention; ``check`` names the operator and its arguments."""
     check.dtype("query", query, FLOATS)
     num_tokens, num_heads, head_dim = check.rank("query", query, "num_tokens, num_heads, head_dim")
     if head_dim % 8 != 0 or not 8 <= head_dim <= MAX_HEAD_DIM:
@@ -128,7 +117,7 @@ def bind_call(
         check.dtype("sinks", sinks, ("float32",))
         check.shape("sinks", sinks, (num_heads,), "num_heads")
 
-    values = {
+    attributes = {
         "scale": check.float32("scale", scale),
         "sliding_window": np.int64(0 if sliding_window is None else check.integer("sliding_window", sliding_window, 1)),
         "soft_cap": np.float32(0) if soft_cap is None else check.float32("soft_cap", soft_cap, positive=True),
@@ -136,22 +125,8 @@ def bind_call(
         "kv_scales": np.bool_(kv_scales),
         "has_sinks": np.bool_(sinks is not None),
     }
-    specs = (query, kv_cache, context_lens, block_tables, query_start_loc, num_seqs, k_scale, v_scale, sinks)
-    given = [(argument, spec) for argument, spec in zip(OPERANDS, specs, strict=True) if spec is not None]
-    lse = (ArraySpec((num_tokens, num_heads), "float32"),) if target == _TARGET_WITH_LSE else ()
-    return OpCall(
-        name=check.name,
-        target=target,
-        operand_names=tuple(check.argument(argument) for argument, _ in given),
-        operands=tuple(spec for _, spec in given),
-        results=(query, *lse),
-        attributes=attributes(check.name, values),
-        scratch=functools.partial(
-            _scratch_bytes,
-            *(num_tokens, num_heads, cache.num_kv_heads, head_dim, cache.page_size, max_seqs, pages_per_seq),
-            query.dtype,
-        ),
-    )
+    lse = (ArraySpec((num_tokens, num_heads), "float32"),) if with_lse else ()
+    return Signature(results=(query, *lse), attributes=attributes)
 
 
 def num_seqs_number(name: str, num_seqs: Any, context_lens_shape: Sequence[int]) -> int:
@@ -162,18 +137,15 @@ def num_seqs_number(name: str, num_seqs: Any, context_lens_shape: Sequence[int])
     return check.integer("num_seqs", num_seqs, 0, context_lens_shape[0])
 
 
-def _scratch_bytes(*shape_and_dtype: Any) -> int:
-    *shape, dtype = shape_and_dtype
-    return library.load().paged_attention_scratch_bytes(*map(int, shape), DTYPES[dtype].code)
+def _operator(name: str, returns: str, docstring: str, *, with_lse: bool) -> Operator:
+    return Operator(
+        name,
+        f"{_ARGUMENTS} -> {returns}",
+        functools.partial(signature, Checks(name), with_lse),
+        docstring,
+        has_scratch=True,
+    )
 
 
-def _bind(*args: ArraySpec, **kwargs: Any) -> OpCall:
-    return bind_call(Checks("paged_attention"), _TARGET, *args, **kwargs)
-
-
-def _bind_with_lse(*args: ArraySpec, **kwargs: Any) -> OpCall:
-    return bind_call(Checks("paged_attention_with_lse"), _TARGET_WITH_LSE, *args, **kwargs)
-
-
-OPERATOR = Operator("paged_attention", f"{_ARGUMENTS} -> Tensor", OPERANDS, _bind)
-OPERATOR_WITH_LSE = Operator("paged_attention_with_lse", f"{_ARGUMENTS} -> (Tensor, Tensor)", OPERANDS, _bind_with_lse)
+OPERATOR = _operator("paged_attention", "Tensor", _DOCSTRING, with_lse=False)
+OPERATOR_WITH_LSE = _operator("paged_attention_with_lse", "(Tensor, Tensor)", _DOCSTRING_WITH_LSE, with_lse=True)

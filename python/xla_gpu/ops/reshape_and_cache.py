@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from .._core.attributes import attributes
 from .._core.checks import FLOATS, Checks
-from .._core.operator import ArraySpec, OpCall, Operator
+from .._core.operator import ArraySpec, Operator, Signature
 from ._cache import check_cache, check_scales
 
-CONTRACT = """
+_DOCSTRING = """
 Args:
   key: T[num_tokens, num_kv_heads, head_dim]; T is float32, float16 or bfloat16.
   value: as key.
@@ -33,12 +32,8 @@ Raises:
 
 _check = Checks("reshape_and_cache")
 
-OPERANDS = ("key", "value", "kv_cache", "slot_mapping", "k_scale", "v_scale")
 
-_CACHE = OPERANDS.index("kv_cache")
-
-
-def _bind(
+def _signature(
     key: ArraySpec,
     value: ArraySpec,
     kv_cache: ArraySpec,
@@ -47,7 +42,7 @@ def _bind(
     k_scale: ArraySpec | None = None,
     v_scale: ArraySpec | None = None,
     check_inputs: bool = False,
-) -> OpCall:
+) -> Signature:
     axes = "num_tokens, num_kv_heads, head_dim"
     _check.dtype("key", key, FLOATS)
     num_tokens, num_kv_heads, head_dim = _check.rank("key", key, axes)
@@ -61,18 +56,8 @@ def _bind(
     if num_slots > num_tokens:
         raise _check.value_error("slot_mapping", f"at most num_tokens = {num_tokens} slots", slot_mapping)
     kv_scales = check_scales(_check, kv_cache, num_kv_heads, k_scale, v_scale)
-
-    values = {"check_inputs": np.bool_(check_inputs), "kv_scales": np.bool_(kv_scales)}
-    specs = (key, value, kv_cache, slot_mapping, k_scale, v_scale)
-    given = [(argument, spec) for argument, spec in zip(OPERANDS, specs, strict=True) if spec is not None]
-    return OpCall(
-        name="reshape_and_cache",
-        target="xla_gpu_reshape_and_cache",
-        operand_names=tuple(argument for argument, _ in given),
-        operands=tuple(spec for _, spec in given),
-        results=(kv_cache,),
-        attributes=attributes("reshape_and_cache", values),
-        aliases=((_CACHE, 0),),
+    return Signature(
+        results=(kv_cache,), attributes={"check_inputs": np.bool_(check_inputs), "kv_scales": np.bool_(kv_scales)}
     )
 
 
@@ -80,6 +65,7 @@ OPERATOR = Operator(
     "reshape_and_cache",
     "(Tensor key, Tensor value, Tensor kv_cache, Tensor slot_mapping, "
     "*, Tensor? k_scale=None, Tensor? v_scale=None) -> Tensor",
-    OPERANDS,
-    _bind,
+    _signature,
+    _DOCSTRING,
+    in_place="kv_cache",
 )
