@@ -1,5 +1,4 @@
-// Barriers in shared memory that count arrivals and can be waited for by phase, and the named barriers of a block.
-// sm_90.
+// mbarriers (barriers in shared memory with phases) and the named barriers of a CTA. sm_90.
 #ifndef XLA_GPU_DEVICE_MBARRIER_CUH_
 #define XLA_GPU_DEVICE_MBARRIER_CUH_
 
@@ -15,18 +14,18 @@ __device__ inline void ArriveBarrier(uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
-// Arrives when this thread's cp.async copies so far are complete, without waiting for them.
-__device__ inline void ArriveAfterCopies(uint32_t barrier) {
+// Arrives, in the background, once this thread's cp.async copies so far have completed.
+__device__ inline void ArriveOnCpAsync(uint32_t barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }
 
-// Arrives, and lets the phase end only after `bytes` more from the copy engine.
-__device__ inline void ArriveExpecting(uint32_t barrier, int bytes) {
+// Arrives, and makes the phase wait for `bytes` more of TMA copies.
+__device__ inline void ArriveExpectTx(uint32_t barrier, int bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
 
-// Waits for the end of the phase whose number has this parity; phases count from 0. Before the end of phase 0 a wait
-// for parity 1 returns at once.
+// Waits for the end of the phase of this parity; phases count from 0. Before the end of phase 0 a wait for parity 1
+// returns at once.
 __device__ inline void WaitBarrier(uint32_t barrier, uint32_t parity) {
   asm volatile(
       "{\n"
@@ -41,16 +40,16 @@ __device__ inline void WaitBarrier(uint32_t barrier, uint32_t parity) {
       : "memory");
 }
 
-// Makes writes to shared memory that this thread has made, or learnt of through a barrier, visible to the tensor cores'
-// own reads.
-__device__ inline void FenceForTensorCores() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+// Makes writes to shared memory by this thread, or observed through a barrier, visible to the async proxy: wgmma and
+// TMA.
+__device__ inline void FenceProxyAsync() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// Named barriers, number 0 being __syncthreads. `threads`: how many take part, those that only arrive included.
-__device__ inline void SyncNamed(int barrier, int threads) {
+// Named barriers; number 0 is __syncthreads. `threads`: all that take part, those that only arrive included.
+__device__ inline void NamedBarrierSync(int barrier, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
-// As SyncNamed; whether `value` is true in any of the threads.
-__device__ inline bool SyncNamedOr(int barrier, int threads, bool value) {
+// As NamedBarrierSync; returns whether `value` is true in any of the threads.
+__device__ inline bool NamedBarrierSyncOr(int barrier, int threads, bool value) {
   int any;
   asm volatile(
       "{\n"
@@ -64,7 +63,7 @@ __device__ inline bool SyncNamedOr(int barrier, int threads, bool value) {
       : "memory");
   return any != 0;
 }
-__device__ inline void ArriveNamed(int barrier, int threads) {
+__device__ inline void NamedBarrierArrive(int barrier, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
 

@@ -1,5 +1,5 @@
-// Copies of boxes out of a tensor in global memory by the copy engine of sm_90, described to it by a tensor map, which
-// the host makes.
+// TMA loads (sm_90): the copy engine brings a box of a tensor in global memory to shared memory. A tensor map, made on
+// the host, describes the tensor and the box.
 #ifndef XLA_GPU_DEVICE_TENSOR_MAP_CUH_
 #define XLA_GPU_DEVICE_TENSOR_MAP_CUH_
 
@@ -10,12 +10,12 @@
 
 namespace xla_gpu {
 
-// Rows of 16-bit elements, `row_stride` elements apart, in pages `page_stride` elements apart: slots of a paged cache.
-// Seen by the copy engine as [pages][page_rows / 8][columns / 64][8][64], so that a box of `box_rows` rows and
-// `box_columns` columns lies in shared memory as groups of 8 rows, each as slabs of 64 columns, 1024 bytes a slab: rows
-// of 128 bytes, the 16-byte chunks of row r permuted by XOR with r % 8, if it starts at a multiple of 1024 bytes.
-// Boxes of pages outside the tensor become zeros, and nothing is read.
-struct TensorOfRows {
+// A paged cache of 16-bit elements: rows are its slots, `row_stride` elements apart, in pages `page_stride` elements
+// apart. The tensor map sees it as [pages][page_rows / 8][columns / 64][8][64], so that a box of `box_rows` rows and
+// `box_columns` columns lies in shared memory as [box_rows / 8][box_columns / 64] swizzle atoms. A 128-byte swizzle
+// atom is 8 rows of 128 bytes, aligned to 1024 bytes, with the 16-byte vectors of row r permuted by XOR with r % 8.
+// Boxes outside the tensor read nothing and become zeros.
+struct PagedTensor {
   const void* start;
   uint64_t columns;    // a multiple of 64, from `start` on; they may belong to several heads
   uint64_t page_rows;  // a multiple of 8
@@ -27,8 +27,8 @@ struct TensorOfRows {
   bool bfloat16;
 };
 
-// False where the driver has no tensor maps, or not of this kind.
-// NOTE: asks the runtime for the driver's function: the library has to load where there is no driver.
+// False where the driver has no tensor maps, or none of this shape.
+// NOTE: the driver's function comes from the runtime: the library must load where there is no driver.
 inline bool EncodeTensor(const void* start, int rank, const cuuint64_t* sizes, const cuuint64_t* stride_bytes,
                          const cuuint32_t* box, bool bfloat16, CUtensorMap* map) {
   using Encode = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*,
@@ -49,17 +49,18 @@ inline bool EncodeTensor(const void* start, int rank, const cuuint64_t* sizes, c
                 CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
 }
 
-inline bool EncodePages(const TensorOfRows& tensor, CUtensorMap* map) {
+inline bool EncodePagedTensor(const PagedTensor& tensor, CUtensorMap* map) {
   const cuuint64_t sizes[5] = {64, 8, tensor.columns / 64, tensor.page_rows / 8, tensor.pages};
   const cuuint64_t stride_bytes[4] = {tensor.row_stride * 2, 128, tensor.row_stride * 16, tensor.page_stride * 2};
   const cuuint32_t box[5] = {64, 8, tensor.box_columns / 64, tensor.box_rows / 8, 1};
   return EncodeTensor(tensor.start, 5, sizes, stride_bytes, box, tensor.bfloat16, map);
 }
 
-// Rows of 64 or more dense 16-bit elements in a tensor [tokens][heads][columns], all dense, in boxes of `box_tokens` by
-// `box_heads` rows: slabs of 64 columns, of rows of 128 bytes with chunks permuted as above.
-inline bool EncodeRows(const void* start, uint64_t tokens, uint64_t heads, uint64_t columns, uint32_t box_tokens,
-                       uint32_t box_heads, bool bfloat16, CUtensorMap* map) {
+// A dense tensor [tokens][heads][columns] of 16-bit elements, columns a multiple of 64, in boxes of `box_tokens` by
+// `box_heads` rows and all columns. A box lies in shared memory as [columns / 64][box_tokens * box_heads] rows of 128
+// bytes: columns of swizzle atoms, as above.
+inline bool EncodeQueryTensor(const void* start, uint64_t tokens, uint64_t heads, uint64_t columns, uint32_t box_tokens,
+                              uint32_t box_heads, bool bfloat16, CUtensorMap* map) {
   const cuuint64_t sizes[4] = {64, heads, tokens, columns / 64};
   const cuuint64_t stride_bytes[3] = {columns * 2, heads * columns * 2, 128};
   const cuuint32_t box[4] = {64, box_heads, box_tokens, static_cast<cuuint32_t>(columns / 64)};
@@ -72,9 +73,9 @@ __device__ inline void PrefetchTensorMap(const CUtensorMap& map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(reinterpret_cast<uint64_t>(&map)) : "memory");
 }
 
-// True in one lane of a warp, which the compiler then knows to be one: it needs no loop over lanes around what only one
-// can issue.
-__device__ inline bool ElectLane() {
+// True in one lane of a warp (elect.sync). The compiler knows that it is one lane, and needs no loop over lanes around
+// instructions with uniform operands.
+__device__ inline bool ElectOne() {
   uint32_t elected;
   asm volatile(
       "{\n"
@@ -86,19 +87,21 @@ __device__ inline bool ElectLane() {
   return elected != 0;
 }
 
-// Starts the copy of the box that begins at slab `slab`, group of rows `group` of page `page` to `shared`; its bytes
-// count at `barrier`. `map` lies in the kernel's parameters. By one thread.
-__device__ inline void CopyBox(uint32_t shared, const CUtensorMap& map, uint32_t barrier, int slab, int group,
-                               int page) {
+// Starts the load of the box of a paged cache at atom column `atom_column` (64 columns each) and atom row `atom_row` (8
+// slots each) of page `page` to `shared`; its bytes count at `barrier`. `map` lies in the kernel's parameters. By one
+// thread.
+__device__ inline void TmaLoadCacheBox(uint32_t shared, const CUtensorMap& map, uint32_t barrier, int atom_column,
+                                       int atom_row, int page) {
   asm volatile(
       "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %3, %4, %5, "
       "%6}], [%2];" ::"r"(shared),
-      "l"(reinterpret_cast<uint64_t>(&map)), "r"(barrier), "r"(0), "r"(slab), "r"(group), "r"(page)
+      "l"(reinterpret_cast<uint64_t>(&map)), "r"(barrier), "r"(0), "r"(atom_column), "r"(atom_row), "r"(page)
       : "memory");
 }
 
-// As CopyBox, of all columns of the rows from (token, head) on.
-__device__ inline void CopyRows(uint32_t shared, const CUtensorMap& map, uint32_t barrier, int head, int token) {
+// As TmaLoadCacheBox, for a box of Q that begins at (token, head).
+__device__ inline void TmaLoadQueryRows(uint32_t shared, const CUtensorMap& map, uint32_t barrier, int head,
+                                        int token) {
   asm volatile(
       "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %3}], "
       "[%2];" ::"r"(shared),

@@ -1,7 +1,7 @@
-// Products of a warpgroup (four warps) on the tensor cores of sm_90a: 64 × N += 64 × 16 by 16 × N, 16-bit operands,
-// float32 sums, running in the background. B, and A where it is not in registers, lie in shared memory in tiles of 64
-// elements × rows, 128 bytes a row, the 16-byte chunks of row r permuted by XOR with r % 8; tiles are aligned to 1024
-// bytes. Warp w of the group has rows 16w to 16w + 15; within them A and C are spread over the lanes as in mma.cuh.
+// wgmma: asynchronous matrix products of a warpgroup (four warps) on the tensor cores of sm_90a. 64 × N += 64 × 16 by
+// 16 × N, 16-bit operands, float32 accumulators. B, and A where it is not in registers, lie in shared memory with the
+// 128-byte swizzle: atoms of 8 rows of 128 bytes, aligned to 1024 bytes, the 16-byte vectors of row r permuted by XOR
+// with r % 8. Warp w has rows 16w to 16w + 15; within them A and C are spread over the lanes as in mma.cuh.
 #ifndef XLA_GPU_DEVICE_WGMMA_CUH_
 #define XLA_GPU_DEVICE_WGMMA_CUH_
 
@@ -12,40 +12,39 @@
 
 namespace xla_gpu {
 
-// What the hardware needs to know of an operand whose rows are 16-element steps of the product's inner dimension (A,
-// and B stored as N rows). `shared`: address of the first row, plus 32 bytes for each step inside the 64 elements.
-// `group_bytes`: from one group of 8 rows to the next.
-__device__ inline uint64_t DescribeRows(uint32_t shared, uint32_t group_bytes = 1024) {
-  return (shared & 0x3ffff) >> 4 | uint64_t{1} << 16 | static_cast<uint64_t>(group_bytes >> 4) << 32 |
-         uint64_t{1} << 62;
+// The shared-memory descriptor of a K-major operand: its rows run along the product's inner dimension (A, and B stored
+// as N rows). `shared`: address of the first row, plus 32 bytes for each step of 16 elements inside an atom.
+// `atom_bytes`: from one atom to the next 8 rows' (the stride byte offset).
+__device__ inline uint64_t MakeSmemDescKMajor(uint32_t shared, uint32_t atom_bytes = 1024) {
+  return (shared & 0x3ffff) >> 4 | uint64_t{1} << 16 | static_cast<uint64_t>(atom_bytes >> 4) << 32 | uint64_t{1} << 62;
 }
 
-// B stored the other way, as rows of the inner dimension. `tile_bytes`: from one tile of 64 columns to the next.
-// `shared`: address of the first row of the step. `group_bytes`: from one group of 8 rows to the next.
-__device__ inline uint64_t DescribeColumns(uint32_t shared, uint32_t tile_bytes, uint32_t group_bytes = 1024) {
-  return (shared & 0x3ffff) >> 4 | static_cast<uint64_t>(tile_bytes >> 4) << 16 |
-         static_cast<uint64_t>(group_bytes >> 4) << 32 | uint64_t{1} << 62;
+// The same of an MN-major operand: B stored as rows of the inner dimension. `shared`: address of the step's first row.
+// `column_bytes`: from one atom to the next 64 columns' (the leading byte offset). `atom_bytes`: to the next 8 rows'.
+__device__ inline uint64_t MakeSmemDescMnMajor(uint32_t shared, uint32_t column_bytes, uint32_t atom_bytes = 1024) {
+  return (shared & 0x3ffff) >> 4 | static_cast<uint64_t>(column_bytes >> 4) << 16 |
+         static_cast<uint64_t>(atom_bytes >> 4) << 32 | uint64_t{1} << 62;
 }
 
-// A description of what lies `bytes` further on. Only the lower half changes, in one instruction.
-__device__ inline uint64_t Further(uint64_t description, int bytes) {
-  uint64_t further;
+// The descriptor of what lies `bytes` further on. Only the lower half changes: one instruction.
+__device__ inline uint64_t AdvanceSmemDesc(uint64_t desc, int bytes) {
+  uint64_t advanced;
   asm("{ .reg .b32 low, high; mov.b64 {low, high}, %1; add.s32 low, low, %2; mov.b64 %0, {low, high}; }"
-      : "=l"(further)
-      : "l"(description), "r"(bytes >> 4));
-  return further;
+      : "=l"(advanced)
+      : "l"(desc), "r"(bytes >> 4));
+  return advanced;
 }
 
-// Before the first product that reads or adds to registers which were written otherwise.
-__device__ inline void FenceWgmma() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-__device__ inline void CommitWgmma() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+// Must come before the first wgmma that reads or accumulates into registers which other instructions have written.
+__device__ inline void WgmmaFence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ inline void WgmmaCommit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 template <int kPending>
-__device__ inline void WaitWgmma() {
+__device__ inline void WgmmaWait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
-// After the wait for the products that write `c`: keeps the compiler from reading it earlier.
+// Keeps the compiler from reading the accumulators `c` before this point. Follows the wait for the products.
 template <int kN>
-__device__ inline void ReadAfterWgmma(float (&c)[kN][4]) {
+__device__ inline void WgmmaFenceOperand(float (&c)[kN][4]) {
 #pragma unroll
   for (int n = 0; n < kN; ++n) asm volatile("" : "+f"(c[n][0]), "+f"(c[n][1]), "+f"(c[n][2]), "+f"(c[n][3])::"memory");
 }
@@ -78,9 +77,9 @@ __device__ inline void ReadAfterWgmma(float (&c)[kN][4]) {
   "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30," \
   "%31,%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55"
 
-// c = a · b, or c += a · b where `add`. Both described by DescribeRows.
+// c = a · b, or c += a · b where `add`; A and B from shared memory, both K-major.
 template <typename T>
-__device__ inline void Wgmma(float (&c)[8][4], uint64_t a, uint64_t b, bool add) {
+__device__ inline void WgmmaSS(float (&c)[8][4], uint64_t a, uint64_t b, bool add) {
   if constexpr (std::is_same_v<T, __half>) {
     asm volatile(
         "{ .reg .pred add; setp.ne.b32 add, %34, 0; "
@@ -97,7 +96,7 @@ __device__ inline void Wgmma(float (&c)[8][4], uint64_t a, uint64_t b, bool add)
 }
 
 template <typename T>
-__device__ inline void Wgmma(float (&c)[16][4], uint64_t a, uint64_t b, bool add) {
+__device__ inline void WgmmaSS(float (&c)[16][4], uint64_t a, uint64_t b, bool add) {
   if constexpr (std::is_same_v<T, __half>) {
     asm volatile(
         "{ .reg .pred add; setp.ne.b32 add, %66, 0; "
@@ -114,7 +113,7 @@ __device__ inline void Wgmma(float (&c)[16][4], uint64_t a, uint64_t b, bool add
 }
 
 template <typename T>
-__device__ inline void Wgmma(float (&c)[10][4], uint64_t a, uint64_t b, bool add) {
+__device__ inline void WgmmaSS(float (&c)[10][4], uint64_t a, uint64_t b, bool add) {
   if constexpr (std::is_same_v<T, __half>) {
     asm volatile(
         "{ .reg .pred add; setp.ne.b32 add, %42, 0; "
@@ -131,7 +130,7 @@ __device__ inline void Wgmma(float (&c)[10][4], uint64_t a, uint64_t b, bool add
 }
 
 template <typename T>
-__device__ inline void Wgmma(float (&c)[14][4], uint64_t a, uint64_t b, bool add) {
+__device__ inline void WgmmaSS(float (&c)[14][4], uint64_t a, uint64_t b, bool add) {
   if constexpr (std::is_same_v<T, __half>) {
     asm volatile(
         "{ .reg .pred add; setp.ne.b32 add, %58, 0; "
@@ -147,9 +146,9 @@ __device__ inline void Wgmma(float (&c)[14][4], uint64_t a, uint64_t b, bool add
   }
 }
 
-// c += a · b, with b described by DescribeColumns.
+// c += a · b; A from registers, B from shared memory, MN-major.
 template <typename T>
-__device__ inline void WgmmaColumns(float (&c)[8][4], const uint32_t (&a)[4], uint64_t b) {
+__device__ inline void WgmmaRS(float (&c)[8][4], const uint32_t (&a)[4], uint64_t b) {
   if constexpr (std::is_same_v<T, __half>) {
     asm volatile(
         "{ .reg .pred add; setp.eq.b32 add, 0, 0; "
@@ -168,7 +167,7 @@ __device__ inline void WgmmaColumns(float (&c)[8][4], const uint32_t (&a)[4], ui
 }
 
 template <typename T>
-__device__ inline void WgmmaColumns(float (&c)[16][4], const uint32_t (&a)[4], uint64_t b) {
+__device__ inline void WgmmaRS(float (&c)[16][4], const uint32_t (&a)[4], uint64_t b) {
   if constexpr (std::is_same_v<T, __half>) {
     asm volatile(
         "{ .reg .pred add; setp.eq.b32 add, 0, 0; "
@@ -187,7 +186,7 @@ __device__ inline void WgmmaColumns(float (&c)[16][4], const uint32_t (&a)[4], u
 }
 
 template <typename T>
-__device__ inline void WgmmaColumns(float (&c)[32][4], const uint32_t (&a)[4], uint64_t b) {
+__device__ inline void WgmmaRS(float (&c)[32][4], const uint32_t (&a)[4], uint64_t b) {
   if constexpr (std::is_same_v<T, __half>) {
     asm volatile(
         "{ .reg .pred add; setp.eq.b32 add, 0, 0; "

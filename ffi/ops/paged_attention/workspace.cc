@@ -30,7 +30,7 @@ int64_t PrefillScratchBegin(const PagedAttentionParams& shapes) {
 }
 
 int64_t PrefillScratchBytes(const PagedAttentionParams& shapes) {
-  return PrefillScratch::Of(shapes).Bytes(shapes.head_dim);
+  return prefill::SplitAccumulatorLayout::Of(shapes).Bytes(shapes.head_dim);
 }
 
 int64_t PagedAttentionScratchBytes(const PagedAttentionParams& shapes) {

@@ -15,12 +15,12 @@
 #include "ffi/ops/paged_attention/prefill/sm90_tma.cuh"
 #include "ffi/ops/paged_attention/prefill/split_kv.h"
 
-namespace xla_gpu {
+namespace xla_gpu::prefill {
 
 // A block for each tile that there can be, from shapes alone, and one more for the rows that belong to no sequence. The
 // grid is that large rather than as large as the GPU: the hardware hands out blocks as others end, which is the even
 // load that a counter would give, and needs no memory that somebody has to reset.
-inline unsigned PrefillBlocks(const PagedAttentionParams& params, int rows_per_tile) {
+inline unsigned SingleTileCtas(const PagedAttentionParams& params, int rows_per_tile) {
   const int64_t group = params.num_heads / params.num_kv_heads;
   const int64_t sequences = std::min(params.max_seqs, params.num_tokens / (kMaxDecodeRows + 1));
   // Only the last tile of a sequence may be partly filled.
@@ -60,7 +60,7 @@ template <typename Kernel>
 Status LaunchPrefillKernel(void (*kernel)(PagedAttentionParams), const PagedAttentionParams& params, Stream stream) {
   XLA_GPU_RETURN_IF_CUDA(
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Kernel::kSharedBytes));
-  PrefillLaunch launch(dim3(PrefillBlocks(params, Kernel::kRows)), Kernel::kThreads, Kernel::kSharedBytes, stream);
+  PrefillLaunch launch(dim3(SingleTileCtas(params, Kernel::kRows)), Kernel::kThreads, Kernel::kSharedBytes, stream);
   cudaFuncAttributes code;
   XLA_GPU_RETURN_IF_CUDA(cudaFuncGetAttributes(&code, kernel));
   return launch(DecodeComesFirst(params) && code.ptxVersion >= 90, kernel, params);
@@ -81,24 +81,24 @@ Status HasSm90Code(void (*kernel)(Params), bool* has) {
 }
 
 template <typename Kernel>
-Status TryLaunchPrefillWgmma(const PagedAttentionParams& params, Stream stream, bool* launched) {
-  if (Status status = HasSm90Code<Kernel>(PrefillWgmmaKernel<Kernel>, launched); !status.ok() || !*launched) {
+Status TryLaunchPrefillCpAsync(const PagedAttentionParams& params, Stream stream, bool* launched) {
+  if (Status status = HasSm90Code<Kernel>(PrefillCpAsyncKernel<Kernel>, launched); !status.ok() || !*launched) {
     return status;
   }
-  return LaunchPrefillKernel<Kernel>(PrefillWgmmaKernel<Kernel>, params, stream);
+  return LaunchPrefillKernel<Kernel>(PrefillCpAsyncKernel<Kernel>, params, stream);
 }
 
 // `columns`: of a row of the cache, from the first kv head's on.
 inline bool EncodeCache(const PagedAttentionParams& params, const void* cache, int box_rows, CUtensorMap* map) {
   const auto unsign = [](int64_t x) { return static_cast<uint64_t>(x); };
-  return EncodePages(
+  return EncodePagedTensor(
       {cache, unsign((params.num_kv_heads - 1) * params.head_stride + params.head_dim), unsign(params.page_size),
        unsign(params.num_pages), unsign(params.slot_stride), unsign(params.page_stride),
        static_cast<uint32_t>(box_rows), static_cast<uint32_t>(params.head_dim), params.cache_dtype == DType::kBF16},
       map);
 }
 
-inline Status Multiprocessors(unsigned* count) {
+inline Status SmCount(unsigned* count) {
   int device, processors;
   XLA_GPU_RETURN_IF_CUDA(cudaGetDevice(&device));
   XLA_GPU_RETURN_IF_CUDA(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device));
@@ -108,10 +108,10 @@ inline Status Multiprocessors(unsigned* count) {
 
 template <typename Kernel>
 Status TryLaunchPrefillTma(const PagedAttentionParams& params, Stream stream, bool* launched) {
-  PrefillTmaParams tma{};
+  TmaParams tma{};
   tma.attention = params;
   tma.box_rows = static_cast<int>(std::gcd(params.page_size, int64_t{Kernel::kTileKeys}));
-  tma.head_slabs = static_cast<int>(params.head_stride / 64);
+  tma.head_atoms = static_cast<int>(params.head_stride / 64);
   // A box is whole groups of eight rows and slabs of 64 columns, as wgmma reads them.
   *launched = tma.box_rows % 8 == 0 && params.head_dim == Kernel::kHeadDim && params.head_stride % 64 == 0 &&
               params.page_size >> 31 == 0;
@@ -125,55 +125,57 @@ Status TryLaunchPrefillTma(const PagedAttentionParams& params, Stream stream, bo
   tma.group = FastDivisor::Make(group);
   tma.kv_heads = FastDivisor::Make(params.num_kv_heads);
   tma.page = FastDivisor::Make(params.page_size);
-  tma.query_in_boxes = 64 % group == 0 && EncodeRows(params.query, params.num_tokens, params.num_heads, params.head_dim,
-                                                     64 / group, group, params.dtype == DType::kBF16, &tma.q_map);
+  tma.query_by_tma =
+      64 % group == 0 && EncodeQueryTensor(params.query, params.num_tokens, params.num_heads, params.head_dim,
+                                           64 / group, group, params.dtype == DType::kBF16, &tma.q_map);
   XLA_GPU_RETURN_IF_CUDA(
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Kernel::kSharedBytes));
   unsigned processors = 0;
-  if (Status status = Multiprocessors(&processors); !status.ok()) return status;
-  constexpr int64_t kSequences = Kernel::Plan::kSequences;
-  const PrefillScratch scratch = PrefillScratch::Of(params);
-  static_assert(Kernel::kTileKeys == PrefillSplit::TileKeys(Kernel::kHeadDim));
-  static_assert(Kernel::kRows <= PrefillScratch::kMaxTileRows &&
-                Kernel::Plan::kSequences == PrefillScratch::BlockSequences(Kernel::kHeadDim));
-  processors = std::min(processors, static_cast<unsigned>(PrefillScratch::kMaxBlocks));
-  tma.split = {scratch.splits,
-               scratch.max_apart,
-               static_cast<int>(params.sliding_window >> 31 != 0 ? 0 : params.sliding_window),
-               static_cast<int>(group),
-               static_cast<int>(params.num_kv_heads),
-               Kernel::kTileKeys};
-  tma.partials.values = reinterpret_cast<float*>(static_cast<char*>(params.scratch) + PrefillScratchBegin(params));
-  tma.partials.sums = reinterpret_cast<float2*>(tma.partials.values + scratch.all_rows * params.head_dim);
-  tma.partials.rows = scratch.rows;
-  tma.partials.block_rows = scratch.max_apart * scratch.rows;
+  if (Status status = SmCount(&processors); !status.ok()) return status;
+  constexpr int64_t kSequences = Kernel::Scheduler::kSequences;
+  const SplitAccumulatorLayout layout = SplitAccumulatorLayout::Of(params);
+  static_assert(Kernel::kTileKeys == SplitKvPolicy::TileKeys(Kernel::kHeadDim));
+  static_assert(Kernel::kRows <= SplitAccumulatorLayout::kMaxTileRows &&
+                Kernel::Scheduler::kSequences == SplitAccumulatorLayout::SequencesPerGridRow(Kernel::kHeadDim));
+  processors = std::min(processors, static_cast<unsigned>(SplitAccumulatorLayout::kMaxCtas));
+  tma.split_kv = {layout.enabled,
+                  layout.max_cross_cta,
+                  static_cast<int>(params.sliding_window >> 31 != 0 ? 0 : params.sliding_window),
+                  static_cast<int>(group),
+                  static_cast<int>(params.num_kv_heads),
+                  Kernel::kTileKeys};
+  tma.accumulators.o_accum = reinterpret_cast<float*>(static_cast<char*>(params.scratch) + PrefillScratchBegin(params));
+  tma.accumulators.max_sum_accum =
+      reinterpret_cast<float2*>(tma.accumulators.o_accum + layout.total_rows * params.head_dim);
+  tma.accumulators.rows_per_split = layout.rows_per_split;
+  tma.accumulators.cta_rows_begin = layout.max_cross_cta * layout.rows_per_split;
   // Parts of keys are as many tasks more.
-  const dim3 grid(scratch.max_apart > 0 ? processors : std::min(PrefillBlocks(params, Kernel::kRows), processors),
+  const dim3 grid(layout.max_cross_cta > 0 ? processors : std::min(SingleTileCtas(params, Kernel::kRows), processors),
                   static_cast<unsigned>(std::max<int64_t>(1, (params.max_seqs + kSequences - 1) / kSequences)));
   PrefillLaunch launch(grid, Kernel::kThreads, Kernel::kSharedBytes, stream);
-  if (Status status = launch(true, kernel, tma); !status.ok() || scratch.max_apart == 0) return status;
-  const auto merge_kernel = PrefillMergeKernel<typename Kernel::Element, Kernel::kHeadDim>;
+  if (Status status = launch(true, kernel, tma); !status.ok() || layout.max_cross_cta == 0) return status;
+  const auto combine_kernel = PrefillCombineKernel<typename Kernel::Element, Kernel::kHeadDim>;
   // As the kernels before and behind: an SM that is to divide its memory otherwise has to be idle first.
-  XLA_GPU_RETURN_IF_CUDA(cudaFuncSetAttribute(merge_kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
+  XLA_GPU_RETURN_IF_CUDA(cudaFuncSetAttribute(combine_kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
                                               cudaSharedmemCarveoutMaxShared));
-  PrefillLaunch merge(dim3(std::min(static_cast<unsigned>((scratch.rows + 3) / 4), 8 * processors)), kMergeThreads, 0,
-                      stream);
-  return merge(true, merge_kernel, params, tma.split, tma.partials);
+  PrefillLaunch merge(dim3(std::min(static_cast<unsigned>((layout.rows_per_split + 3) / 4), 8 * processors)),
+                      kCombineThreads, 0, stream);
+  return merge(true, combine_kernel, params, tma.split_kv, tma.accumulators);
 }
 
 // The kernel for pages of whole groups of eight slots, by head_dim.
 template <typename T, int kDim>
 Status TryLaunchPrefillPages(const PagedAttentionParams& params, Stream stream, bool* launched) {
   if constexpr (kDim == 64) {
-    return TryLaunchPrefillTma<PrefillTma<T, 64, 128, 3, true, 2, 4, 4>>(params, stream, launched);
+    return TryLaunchPrefillTma<TmaKernelImpl<T, 64, 128, 3, true, 2, 4, 4>>(params, stream, launched);
   } else if constexpr (kDim == 128) {
-    using Large = PrefillTma<T, 128, 112, 3, false, 1, 3, 3, 512>;
-    using Medium = PrefillTma<T, 128, 112, 2, true, 1, 3, 3, 512>;
-    using Small = PrefillTma<T, 128, 112, 1, true, 1, 3, 3, 512>;
+    using Large = TmaKernelImpl<T, 128, 112, 3, false, 1, 3, 3, 512>;
+    using Medium = TmaKernelImpl<T, 128, 112, 2, true, 1, 3, 3, 512>;
+    using Small = TmaKernelImpl<T, 128, 112, 1, true, 1, 3, 3, 512>;
     // Smaller tiles, of which there are more, where large ones would leave parts of the GPU idle. Shapes of a batch
     // decide, so all must give the same bits: tiles of keys are the same, and so is what is done with each row.
     unsigned processors = 0;
-    if (Status status = Multiprocessors(&processors); !status.ok()) return status;
+    if (Status status = SmCount(&processors); !status.ok()) return status;
     const int64_t rows = params.num_tokens * (params.num_heads / params.num_kv_heads);
     const int64_t tiles = (rows + Large::kRows - 1) / Large::kRows * params.num_kv_heads;
     // Long contexts want larger tiles, which read their keys less often; unless there are so few rows that several
@@ -187,7 +189,7 @@ Status TryLaunchPrefillPages(const PagedAttentionParams& params, Stream stream, 
     if (tiles < rounds * processors) return TryLaunchPrefillTma<Medium>(params, stream, launched);
     return TryLaunchPrefillTma<Large>(params, stream, launched);
   } else {
-    return TryLaunchPrefillTma<PrefillTma<T, 256, 80, 2, true, 1, 2, 2, 128, 64>>(params, stream, launched);
+    return TryLaunchPrefillTma<TmaKernelImpl<T, 256, 80, 2, true, 1, 2, 2, 128, 64>>(params, stream, launched);
   }
 }
 
@@ -197,8 +199,8 @@ Status TryLaunchPrefillSm90(const PagedAttentionParams& params, Stream stream, b
     return status;
   }
   constexpr int kKeys = kDim == 256 ? 64 : 128;
-  using Slots = PrefillWgmma<T, kDim, kKeys, kDim == 64 ? 3 : 2, kDim == 64 ? 4 : 3>;
-  return TryLaunchPrefillWgmma<Slots>(params, stream, launched);
+  using Slots = CpAsyncKernelImpl<T, kDim, kKeys, kDim == 64 ? 3 : 2, kDim == 64 ? 4 : 3>;
+  return TryLaunchPrefillCpAsync<Slots>(params, stream, launched);
 }
 
 template <typename T>
@@ -217,15 +219,15 @@ Status LaunchPrefill16Bit(const PagedAttentionParams& params, Stream stream) {
   bool launched = false;
   if (Status status = TryLaunchPrefillSm90<T>(params, stream, &launched); !status.ok() || launched) return status;
   if (IsFloat8(params.cache_dtype)) {
-    if (params.head_dim <= 64) return LaunchPrefillMma<PrefillMma<T, 64, 32, 64, 1, true>>(params, stream);
-    if (params.head_dim <= 128) return LaunchPrefillMma<PrefillMma<T, 128, 32, 64, 1, true>>(params, stream);
-    return LaunchPrefillMma<PrefillMma<T, 256, 16, 32, 1, true>>(params, stream);
+    if (params.head_dim <= 64) return LaunchPrefillMma<MmaKernelImpl<T, 64, 32, 64, 1, true>>(params, stream);
+    if (params.head_dim <= 128) return LaunchPrefillMma<MmaKernelImpl<T, 128, 32, 64, 1, true>>(params, stream);
+    return LaunchPrefillMma<MmaKernelImpl<T, 256, 16, 32, 1, true>>(params, stream);
   }
-  if (params.head_dim <= 64) return LaunchPrefillMma<PrefillMma<T, 64, 32, 64, 2, false>>(params, stream);
-  if (params.head_dim <= 128) return LaunchPrefillMma<PrefillMma<T, 128, 32, 64, 2, false>>(params, stream);
-  return LaunchPrefillMma<PrefillMma<T, 256, 16, 64, 1, false>>(params, stream);
+  if (params.head_dim <= 64) return LaunchPrefillMma<MmaKernelImpl<T, 64, 32, 64, 2, false>>(params, stream);
+  if (params.head_dim <= 128) return LaunchPrefillMma<MmaKernelImpl<T, 128, 32, 64, 2, false>>(params, stream);
+  return LaunchPrefillMma<MmaKernelImpl<T, 256, 16, 64, 1, false>>(params, stream);
 }
 
-}  // namespace xla_gpu
+}  // namespace xla_gpu::prefill
 
 #endif  // XLA_GPU_OPS_PAGED_ATTENTION_PREFILL_LAUNCH_CUH_

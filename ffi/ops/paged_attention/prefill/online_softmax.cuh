@@ -1,5 +1,5 @@
-// The online softmax on scores that are spread over the lanes as the tensor cores leave them: with g = lane / 4 and
-// t = lane % 4, element [m][n][i] belongs to row 16m + g + i / 2 * 8 of the warp's and to column 8n + 2t + i % 2.
+// The online softmax on accumulators of the tensor cores: with g = lane / 4 and t = lane % 4, element [m][n][i] is row
+// 16m + g + i / 2 * 8 of the warp's rows and column 8n + 2t + i % 2. The four lanes of a quad (equal g) share a row.
 #ifndef XLA_GPU_OPS_PAGED_ATTENTION_PREFILL_ONLINE_SOFTMAX_CUH_
 #define XLA_GPU_OPS_PAGED_ATTENTION_PREFILL_ONLINE_SOFTMAX_CUH_
 
@@ -10,37 +10,37 @@
 #include "ffi/ops/paged_attention/prefill/combine.cuh"
 #include "ffi/ops/paged_attention/prefill/rows.cuh"
 
-namespace xla_gpu {
+namespace xla_gpu::prefill {
 
-// The softmax of a warp's kRowTiles * 16 rows, the first of which is row `first_row` of the tile.
-// kSlack: numerators are relative to an earlier largest score until a later one exceeds it by a factor of 2^kSlack. It
-// saves most of the rescaling; numerators up to 2^kSlack must fit the dtype of their product with V.
-template <int kRowTiles, int kSlack = 0>
-struct PrefillSoftmax {
+// The softmax of a warp's kRowTiles * 16 rows, from row `first_row` of the work tile on.
+// kRescaleThreshold: row_max follows a larger score only where that exceeds it by a factor of 2^kRescaleThreshold,
+// which saves most of the rescaling. Numerators up to 2^kRescaleThreshold must fit the dtype in which they multiply V.
+template <int kRowTiles, int kRescaleThreshold = 0>
+struct OnlineSoftmax {
   const int first_row;
-  float largest[kRowTiles][2];     // of the scores so far (see kSlack), in the units of PrefillScores
-  float sum[kRowTiles][2];         // of this lane's columns
-  float correction[kRowTiles][2];  // what the last update multiplies earlier sums with
+  float row_max[kRowTiles][2];  // what numerators are relative to, in LogitTransform's units; -infinity: no key yet
+  float sum[kRowTiles][2];      // of this lane's columns
+  float rescale[kRowTiles][2];  // the factor by which the last update multiplied earlier sums
 
-  __device__ explicit PrefillSoftmax(int first_row) : first_row(first_row) { Reset(); }
+  __device__ explicit OnlineSoftmax(int first_row) : first_row(first_row) { Reset(); }
 
   __device__ void Reset() {
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m) {
-      largest[m][0] = largest[m][1] = -INFINITY;
+      row_max[m][0] = row_max[m][1] = -INFINITY;
       sum[m][0] = sum[m][1] = 0.0f;
     }
   }
 
   static __device__ int Lane() { return static_cast<int>(threadIdx.x) % 32; }
-  // Of which the compiler does not know that it never changes: it would else work out addresses of results before the
-  // loop over keys, where registers are short.
+  // As Lane(), but opaque to the compiler. Else it computes the addresses of results before the loop over keys, where
+  // registers are short.
   static __device__ int OpaqueLane() {
     int lane = Lane();
     asm volatile("" : "+r"(lane));
     return lane;
   }
-  // Of all four lanes that have parts of a row.
+  // Over the row's four lanes.
   __device__ float RowSum(int m, int half) const {
     float row_sum = sum[m][half];
     row_sum += __shfl_xor_sync(~0u, row_sum, 1);
@@ -49,82 +49,83 @@ struct PrefillSoftmax {
   }
   __device__ int Row(int m, int half) const { return first_row + m * 16 + half * 8 + Lane() / 4; }
 
-  // Scores of keys from `first_position` on become the softmax's numerators relative to the largest score so far.
+  // Turns the scores of the keys from `first_position` on into the softmax's numerators, relative to row_max.
   template <int kKeyTiles, typename Rows>
-  __device__ void Update(const Rows& rows, const PrefillScores& scores, int first_position,
+  __device__ void Update(const Rows& rows, const LogitTransform& transform, int first_position,
                          float (&s)[kRowTiles][kKeyTiles][4]) {
     const bool mask =
         first_position + kKeyTiles * 8 - 1 > rows.first_row_last_key || first_position < rows.last_row_first_key;
-    Update(rows, scores, first_position, mask, s);
+    Update(rows, transform, first_position, mask, s);
   }
 
-  // `mask`: whether some row does not see all of the keys.
+  // `mask`: whether some row does not see some of the keys.
   template <int kKeyTiles, typename Rows>
-  __device__ void Update(const Rows& rows, const PrefillScores& scores, int first_position, bool mask,
+  __device__ void Update(const Rows& rows, const LogitTransform& transform, int first_position, bool mask,
                          float (&s)[kRowTiles][kKeyTiles][4]) {
-    Begin(rows, scores, first_position, mask, s);
-    Exponentials<0, kKeyTiles>(scores, s);
+    UpdateMax(rows, transform, first_position, mask, s);
+    Exponentials<0, kKeyTiles>(transform, s);
   }
 
-  // The first part of an update: masks, and the largest scores.
+  // The first half of an update: masks the scores, and updates row_max, rescale and sum.
   template <int kKeyTiles, typename Rows>
-  __device__ void Begin(const Rows& rows, const PrefillScores& scores, int first_position, bool mask,
-                        float (&s)[kRowTiles][kKeyTiles][4]) {
-    scores.Transform</*kExact=*/false>(s);
+  __device__ void UpdateMax(const Rows& rows, const LogitTransform& transform, int first_position, bool mask,
+                            float (&s)[kRowTiles][kKeyTiles][4]) {
+    transform.Transform</*kExact=*/false>(s);
     if (mask) Mask(rows, first_position, s);
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m) {
-      float row_largest[2][2];  // of both rows, even and odd columns
+      float tile_max[2][2];  // of both rows, even and odd columns
 #pragma unroll
-      for (int i = 0; i < 4; ++i) row_largest[i / 2][i % 2] = s[m][0][i];
+      for (int i = 0; i < 4; ++i) tile_max[i / 2][i % 2] = s[m][0][i];
 #pragma unroll
       for (int n = 1; n < kKeyTiles; ++n) {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) row_largest[i / 2][i % 2] = fmaxf(row_largest[i / 2][i % 2], s[m][n][i]);
+        for (int i = 0; i < 4; ++i) tile_max[i / 2][i % 2] = fmaxf(tile_max[i / 2][i % 2], s[m][n][i]);
       }
-      float together[2] = {fmaxf(row_largest[0][0], row_largest[0][1]), fmaxf(row_largest[1][0], row_largest[1][1])};
+      float both_columns[2] = {fmaxf(tile_max[0][0], tile_max[0][1]), fmaxf(tile_max[1][0], tile_max[1][1])};
 #pragma unroll
       for (int step = 1; step <= 2; ++step) {
 #pragma unroll
-        for (int h = 0; h < 2; ++h) together[h] = fmaxf(together[h], __shfl_xor_sync(~0u, together[h], step));
+        for (int h = 0; h < 2; ++h)
+          both_columns[h] = fmaxf(both_columns[h], __shfl_xor_sync(~0u, both_columns[h], step));
       }
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        float all = fmaxf(largest[m][h], together[h]);
-        if constexpr (kSlack > 0) {
+        float all = fmaxf(row_max[m][h], both_columns[h]);
+        if constexpr (kRescaleThreshold > 0) {
           // NOTE: also true of the first score after none, where the left side is infinite.
-          const bool exceeds = (all - largest[m][h]) * scores.to_log2 > static_cast<float>(kSlack);
-          all = exceeds ? all : largest[m][h];
+          const bool exceeds = (all - row_max[m][h]) * transform.to_log2 > static_cast<float>(kRescaleThreshold);
+          all = exceeds ? all : row_max[m][h];
         }
         // Exactly 1 where nothing changes: the difference of two products need not be 0.
-        const float changed = Exp2(__fmaf_rn(largest[m][h], scores.to_log2, -Shift(scores, all)));
-        correction[m][h] = all == largest[m][h] ? 1.0f : changed;
-        largest[m][h] = all;
-        sum[m][h] = __fmul_rn(sum[m][h], correction[m][h]);
+        const float changed = Exp2(__fmaf_rn(row_max[m][h], transform.to_log2, -Shift(transform, all)));
+        rescale[m][h] = all == row_max[m][h] ? 1.0f : changed;
+        row_max[m][h] = all;
+        sum[m][h] = __fmul_rn(sum[m][h], rescale[m][h]);
       }
     }
   }
 
-  // The second part, of the key tiles [kFirst, kEnd).
+  // The second half, for the key columns [8 * kFirst, 8 * kEnd).
   template <int kFirst, int kEnd, int kKeyTiles>
-  __device__ void Exponentials(const PrefillScores& scores, float (&s)[kRowTiles][kKeyTiles][4]) {
+  __device__ void Exponentials(const LogitTransform& transform, float (&s)[kRowTiles][kKeyTiles][4]) {
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m) {
-      const float shift[2] = {Shift(scores, largest[m][0]), Shift(scores, largest[m][1])};
+      const float shift[2] = {Shift(transform, row_max[m][0]), Shift(transform, row_max[m][1])};
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
 #pragma unroll
         for (int n = kFirst; n < kEnd; ++n) {
-          s[m][n][2 * h] = Exp2(fmaf(s[m][n][2 * h], scores.to_log2, -shift[h]));
-          s[m][n][2 * h + 1] = Exp2(fmaf(s[m][n][2 * h + 1], scores.to_log2, -shift[h]));
+          s[m][n][2 * h] = Exp2(fmaf(s[m][n][2 * h], transform.to_log2, -shift[h]));
+          s[m][n][2 * h + 1] = Exp2(fmaf(s[m][n][2 * h + 1], transform.to_log2, -shift[h]));
           sum[m][h] += s[m][n][2 * h] + s[m][n][2 * h + 1];
         }
       }
     }
   }
 
-  // Something of all sums of the first 16 rows, to 4 bytes of this lane's in shared memory.
-  __device__ void StoreSums(void* target) const {
+  // Stores a value that depends on all sums of the first 16 rows to 4 bytes of shared memory: see where it is called.
+  __device__ void StoreRowSums(void* target) const {
     asm volatile("st.shared.f32 [%0], %1;" ::"r"(SharedAddress(target)), "f"(sum[0][0] + sum[0][1]) : "memory");
   }
 
@@ -135,24 +136,24 @@ struct PrefillSoftmax {
 #pragma unroll
       for (int d = 0; d < kDimTiles; ++d) {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) o[m][d][i] *= correction[m][i / 2];
+        for (int i = 0; i < 4; ++i) o[m][d][i] *= rescale[m][i / 2];
       }
     }
   }
 
-  // Whether any row of the warp has a correction other than 1, which changes no bits.
+  // Whether any row of the warp has a factor other than 1. Skipping the others changes no bits.
   __device__ bool NeedsRescale() const {
     bool needed = false;
 #pragma unroll
-    for (int m = 0; m < kRowTiles; ++m) needed |= correction[m][0] != 1.0f || correction[m][1] != 1.0f;
+    for (int m = 0; m < kRowTiles; ++m) needed |= rescale[m][0] != 1.0f || rescale[m][1] != 1.0f;
     return __any_sync(~0u, needed);
   }
 
-  // Writes the rows and their log-sum-exp, by way of shared memory that only this warp uses: whole 16-byte chunks reach
-  // `out`. `chunk(row, d)` is the place of elements [8d, 8d + 8) of a row.
-  template <typename T, int kDimTiles, typename Rows, typename Chunk>
-  __device__ void Finish(const PagedAttentionParams& params, const Rows& rows, const PrefillScores& scores,
-                         const float (&o)[kRowTiles][kDimTiles][4], Chunk chunk) const {
+  // Writes the rows of `out` and `lse`, through shared memory that only this warp uses, so that stores are whole
+  // 16-byte vectors. `vec(row, d)` is the address of elements [8d, 8d + 8) of a row.
+  template <typename T, int kDimTiles, typename Rows, typename VectorAddress>
+  __device__ void Store(const PagedAttentionParams& params, const Rows& rows, const LogitTransform& transform,
+                        const float (&o)[kRowTiles][kDimTiles][4], VectorAddress vec) const {
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m) {
 #pragma unroll
@@ -160,13 +161,13 @@ struct PrefillSoftmax {
         const int row = Row(m, h);
         const float row_sum = RowSum(m, h);
         const int head = row < rows.count ? rows.Head(row) : 0;
-        const SoftmaxEnd end = scores.End(largest[m][h], row_sum, head);
-        if (params.lse != nullptr && row < rows.count && Lane() % 4 == 0) params.lse[rows.HeadRow(row)] = end.lse;
+        const RowNormalization norm = transform.Normalize(row_max[m][h], row_sum, head);
+        if (params.lse != nullptr && row < rows.count && Lane() % 4 == 0) params.lse[rows.HeadRow(row)] = norm.lse;
 #pragma unroll
         for (int d = 0; d < kDimTiles; ++d) {
-          const float x = end.empty ? 0.0f : o[m][d][2 * h] * end.factor;
-          const float y = end.empty ? 0.0f : o[m][d][2 * h + 1] * end.factor;
-          reinterpret_cast<uint32_t*>(chunk(row, d))[Lane() % 4] = Pack<T>(x, y);
+          const float x = norm.empty ? 0.0f : o[m][d][2 * h] * norm.factor;
+          const float y = norm.empty ? 0.0f : o[m][d][2 * h + 1] * norm.factor;
+          reinterpret_cast<uint32_t*>(vec(row, d))[Lane() % 4] = Pack<T>(x, y);
         }
       }
     }
@@ -178,59 +179,64 @@ struct PrefillSoftmax {
       const int d = i % kDimTiles;
       if (row >= rows.count || d * 8 >= params.head_dim) continue;
       *reinterpret_cast<uint4*>(out + rows.HeadRow(row) * params.head_dim + d * 8) =
-          *reinterpret_cast<const uint4*>(chunk(row, d));
+          *reinterpret_cast<const uint4*>(vec(row, d));
     }
   }
 
-  // For parts of a tile's keys: adds what lies in the scratch to the results so far, and leaves them there, as `mode`
-  // says. The rows there begin at `first`, and are this tile's, or with kPartApart all of out's. `wrong`: NaN.
+  // For a KV split: merges the split accumulator into the result (kAccumulate) and stores the result to it (kSpill).
+  // The accumulator's rows begin at `first`; they are the work tile's rows, or with kCrossCta those of `out`.
+  // `invalid`: NaN.
   template <int kDimTiles, typename Rows>
-  __device__ void FoldPart(const Rows& rows, const PrefillScores& scores, const PrefillPartials& partials,
-                           int64_t first, PrefillPartMode mode, bool wrong, float (&o)[kRowTiles][kDimTiles][4]) {
+  __device__ void AccumulateAndSpill(const Rows& rows, const LogitTransform& transform,
+                                     const SplitAccumulators& accumulators, int64_t first, SplitMode mode, bool invalid,
+                                     float (&o)[kRowTiles][kDimTiles][4]) {
     const int lane = OpaqueLane();
-    const int part = lane % 4;
+    const int quad_lane = lane % 4;
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m) {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         float row_sum = RowSum(m, h);
-        if (wrong) row_sum = CUDART_NAN_F;
+        if (invalid) row_sum = CUDART_NAN_F;
         const int row = first_row + m * 16 + h * 8 + lane / 4;
         const bool in_tile = row < rows.count;
-        const int64_t place = in_tile ? first + ((mode & kPartApart) != 0 ? rows.HeadRow(row) : row) : 0;
-        float2* const values = reinterpret_cast<float2*>(partials.values + place * (kDimTiles * 8)) + part;
-        if (in_tile && (mode & kFoldPart) != 0) {
-          const PrefillFold both(__ldcg(partials.sums + place), make_float2(largest[m][h], row_sum), scores.to_log2);
-          largest[m][h] = both.sums.x;
-          row_sum = both.sums.y;
+        const int64_t accum_row = in_tile ? first + ((mode & kCrossCta) != 0 ? rows.HeadRow(row) : row) : 0;
+        float2* const o_accum =
+            reinterpret_cast<float2*>(accumulators.o_accum + accum_row * (kDimTiles * 8)) + quad_lane;
+        if (in_tile && (mode & kAccumulate) != 0) {
+          const StateMerge merge(__ldcg(accumulators.max_sum_accum + accum_row), make_float2(row_max[m][h], row_sum),
+                                 transform.to_log2);
+          row_max[m][h] = merge.max_sum.x;
+          row_sum = merge.max_sum.y;
 #pragma unroll
           for (int d = 0; d < kDimTiles; ++d) {
-            const float2 before = __ldcg(values + d * 4);
-            o[m][d][2 * h] = both.Of(before.x, o[m][d][2 * h]);
-            o[m][d][2 * h + 1] = both.Of(before.y, o[m][d][2 * h + 1]);
+            const float2 earlier = __ldcg(o_accum + d * 4);
+            o[m][d][2 * h] = merge.Of(earlier.x, o[m][d][2 * h]);
+            o[m][d][2 * h + 1] = merge.Of(earlier.y, o[m][d][2 * h + 1]);
           }
         }
-        __syncwarp();  // all four lanes have read the sums
-        if (in_tile && (mode & kKeepPart) != 0) {
+        __syncwarp();  // all four lanes have read max_sum_accum
+        if (in_tile && (mode & kSpill) != 0) {
 #pragma unroll
-          for (int d = 0; d < kDimTiles; ++d) values[d * 4] = make_float2(o[m][d][2 * h], o[m][d][2 * h + 1]);
-          if (part == 0) partials.sums[place] = make_float2(largest[m][h], row_sum);
+          for (int d = 0; d < kDimTiles; ++d) o_accum[d * 4] = make_float2(o[m][d][2 * h], o[m][d][2 * h + 1]);
+          if (quad_lane == 0) accumulators.max_sum_accum[accum_row] = make_float2(row_max[m][h], row_sum);
         }
-        // The four lanes' sums are added up once more.
-        sum[m][h] = part == 0 ? row_sum : 0.0f;
+        // RowSum adds the four lanes once more.
+        sum[m][h] = quad_lane == 0 ? row_sum : 0.0f;
       }
     }
     __syncwarp();
   }
 
-  // As Finish, straight from registers: four lanes exchange their parts of four chunks of a row, so that each has a
-  // whole one. `wrong`: NaN instead.
+  // As Store, without shared memory: a quad's lanes exchange their elements of four 16-byte vectors of a row, so that
+  // each has a whole one. `invalid`: NaN instead.
   template <typename T, int kDimTiles, typename Rows>
-  __device__ void FinishInRegisters(const PagedAttentionParams& params, const Rows& rows, const PrefillScores& scores,
-                                    const float (&o)[kRowTiles][kDimTiles][4], bool wrong) const {
+  __device__ void StoreFromRegisters(const PagedAttentionParams& params, const Rows& rows,
+                                     const LogitTransform& transform, const float (&o)[kRowTiles][kDimTiles][4],
+                                     bool invalid) const {
     static_assert(kDimTiles % 4 == 0);
     const int lane = OpaqueLane();
-    const int part = lane % 4;
+    const int quad_lane = lane % 4;
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m) {
 #pragma unroll
@@ -242,41 +248,41 @@ struct PrefillSoftmax {
         const unsigned token = rows.group.Divide(packed);
         const unsigned group = rows.group.divisor;
         const int head = static_cast<int>(rows.kv_head * group + (packed - token * group));
-        SoftmaxEnd end = scores.EndFast(largest[m][h], row_sum, in_tile ? head : 0);
-        if (wrong) end = {false, CUDART_NAN_F, CUDART_NAN_F};
+        RowNormalization norm = transform.NormalizeFast(row_max[m][h], row_sum, in_tile ? head : 0);
+        if (invalid) norm = {false, CUDART_NAN_F, CUDART_NAN_F};
         const int64_t head_row = in_tile ? (rows.q_begin + token) * static_cast<unsigned>(rows.num_heads) + head : 0;
-        if (params.lse != nullptr && in_tile && part == 0) params.lse[head_row] = end.lse;
+        if (params.lse != nullptr && in_tile && quad_lane == 0) params.lse[head_row] = norm.lse;
         T* const out = static_cast<T*>(params.out) + head_row * params.head_dim;
 #pragma unroll
         for (int d = 0; d < kDimTiles; d += 4) {
           uint32_t x[4];
 #pragma unroll
           for (int i = 0; i < 4; ++i) {
-            // NOTE: sums of rows that see no key are 0.
-            x[i] = Pack<T>(o[m][d + i][2 * h] * end.factor, o[m][d + i][2 * h + 1] * end.factor);
+            // NOTE: o of a row that sees no key is 0.
+            x[i] = Pack<T>(o[m][d + i][2 * h] * norm.factor, o[m][d + i][2 * h + 1] * norm.factor);
           }
-          const bool odd = part % 2 != 0;
+          const bool odd = quad_lane % 2 != 0;
           const uint32_t from1[2] = {__shfl_xor_sync(~0u, odd ? x[0] : x[1], 1),
                                      __shfl_xor_sync(~0u, odd ? x[2] : x[3], 1)};
-          // Of two chunks, this lane's and the next lane's parts.
-          const uint2 low_chunk = odd ? make_uint2(from1[0], x[1]) : make_uint2(x[0], from1[0]);
-          const uint2 high_chunk = odd ? make_uint2(from1[1], x[3]) : make_uint2(x[2], from1[1]);
-          const bool upper = part >= 2;
-          const uint2 sent = upper ? low_chunk : high_chunk;
+          // Of two vectors: this lane's and its neighbour's elements.
+          const uint2 low_vec = odd ? make_uint2(from1[0], x[1]) : make_uint2(x[0], from1[0]);
+          const uint2 high_vec = odd ? make_uint2(from1[1], x[3]) : make_uint2(x[2], from1[1]);
+          const bool upper = quad_lane >= 2;
+          const uint2 sent = upper ? low_vec : high_vec;
           const uint2 got = make_uint2(__shfl_xor_sync(~0u, sent.x, 2), __shfl_xor_sync(~0u, sent.y, 2));
-          const uint4 chunk = upper ? make_uint4(got.x, got.y, high_chunk.x, high_chunk.y)
-                                    : make_uint4(low_chunk.x, low_chunk.y, got.x, got.y);
-          const int column = (d + part) * 8;
-          if (in_tile && column < params.head_dim) *reinterpret_cast<uint4*>(out + column) = chunk;
+          const uint4 vec =
+              upper ? make_uint4(got.x, got.y, high_vec.x, high_vec.y) : make_uint4(low_vec.x, low_vec.y, got.x, got.y);
+          const int column = (d + quad_lane) * 8;
+          if (in_tile && column < params.head_dim) *reinterpret_cast<uint4*>(out + column) = vec;
         }
       }
     }
   }
 
  private:
-  // What numerators are relative to, in base 2. A row that has seen no key so far keeps its zeros.
-  static __device__ float Shift(const PrefillScores& scores, float row_largest) {
-    return row_largest == -INFINITY ? 0.0f : __fmul_rn(row_largest, scores.to_log2);
+  // row_max as a base-2 logit. 0 for a row that has seen no key, so that its numerators are 0 and not NaN.
+  static __device__ float Shift(const LogitTransform& transform, float max) {
+    return max == -INFINITY ? 0.0f : __fmul_rn(max, transform.to_log2);
   }
 
   template <int kKeyTiles, typename Rows>
@@ -299,6 +305,6 @@ struct PrefillSoftmax {
   }
 };
 
-}  // namespace xla_gpu
+}  // namespace xla_gpu::prefill
 
 #endif  // XLA_GPU_OPS_PAGED_ATTENTION_PREFILL_ONLINE_SOFTMAX_CUH_

@@ -1,7 +1,7 @@
-// Which tiles of query rows a resident block of the sm_90a prefill kernel works on, one after the other. Made by each
-// block from the metadata alone, so that the launch depends on shapes only and no memory holds a counter. Ranks go by
-// the last key that a tile sees, latest first; block b of n takes the ranks b, 2n - 1 - b, 2n + b, …: there and back,
-// which gives all blocks about the same sum.
+// The persistent tile schedulers of the sm_90a prefill kernel: a resident CTA takes one work tile after the other. Each
+// CTA plans from the metadata alone, so that the launch depends on shapes only and no counter in memory must be reset.
+// Work tiles are ranked by the last key that they see, latest first; CTA b of n takes the ranks b, 2n - 1 - b, 2n + b,
+// …: back and forth, which gives all CTAs about the same sum.
 #ifndef XLA_GPU_OPS_PAGED_ATTENTION_PREFILL_PERSISTENT_TILE_SCHEDULER_CUH_
 #define XLA_GPU_OPS_PAGED_ATTENTION_PREFILL_PERSISTENT_TILE_SCHEDULER_CUH_
 
@@ -11,37 +11,37 @@
 #include "ffi/ops/paged_attention/prefill/tile_scheduler.cuh"
 #include "ffi/ops/paged_attention/sequence_metadata.cuh"
 
-namespace xla_gpu {
+namespace xla_gpu::prefill {
 
-// The rank of the `n`th tile of this block.
-__device__ inline unsigned PrefillRank(unsigned n) {
+// The rank of the `n`th work tile of this CTA.
+__device__ inline unsigned PersistentRank(unsigned n) {
   return n * gridDim.x + (n % 2 == 0 ? blockIdx.x : gridDim.x - 1 - blockIdx.x);
 }
 
-// For any number of sequences, by the threads of a block together, through shared memory.
+// For any number of sequences, by the threads of a CTA together, through shared memory.
 template <int kThreads, int kRows, int kMaxSequences, int kClasses>
-class PrefillPlan {
+class PersistentTileScheduler {
  public:
-  // Sequences of one row of blocks: row y has those from y * kSequences on.
+  // Sequences of one row of the grid: row y has those from y * kSequences on.
   static constexpr int kSequences = kMaxSequences;
-  using List = PrefillList<kThreads, kRows, kSequences, kClasses, SplitPrompts>;
+  using List = PromptList<kThreads, kRows, kSequences, kClasses, SplitPromptKv>;
   struct Storage {
     typename List::Storage list;
     int first_start;  // of the first sequence's rows
     int last_end;     // of the last one's
   };
 
-  // Not `used`: nothing is done. With a barrier before `Find`.
-  __device__ PrefillPlan(const PagedAttentionParams& params, unsigned group, FastDivisor kv_heads,
-                         const PrefillSplit& split, bool used, Storage& storage)
-      : list_(params, group, SplitPrompts{split}, storage.list), kv_heads_(kv_heads) {
+  // Does nothing where `!used`. A barrier of the CTA must follow before Find.
+  __device__ PersistentTileScheduler(const PagedAttentionParams& params, unsigned group, FastDivisor kv_heads,
+                                     const SplitKvPolicy& policy, bool used, Storage& storage)
+      : list_(params, group, SplitPromptKv{policy}, storage.list), kv_heads_(kv_heads) {
     if (!used) return;
     const int thread = static_cast<int>(threadIdx.x);
     const int first = static_cast<int>(blockIdx.y) * kSequences;
     const int num_live = LiveSequences(params);
     list_.Clear();
-    // Entries past num_seqs are loaded with the others, in one latency, and ignored; and so that it is near when the
-    // list wants it, the context's length.
+    // Entries past num_seqs are loaded with the others, in one latency, and ignored. The context's length is loaded
+    // here too, so that it is in L1 when the list reads it.
     const int context_len = first + thread < params.max_seqs ? __ldg(params.context_lens + first + thread) : 0;
     bool ok = true;
     for (int s = thread; s < params.max_seqs; s += kThreads) {
@@ -56,17 +56,17 @@ class PrefillPlan {
     const int last = min(num_live, first + kSequences);
     for (int base = first; base < last; base += kThreads) list_.Collect(base, last, in_order);
     total_ = list_.CountTiles() * kv_heads.divisor;
-    has_unowned_rows_ = !in_order || num_live <= 0 || storage.first_start > 0 || storage.last_end < params.num_tokens;
+    has_padding_rows_ = !in_order || num_live <= 0 || storage.first_start > 0 || storage.last_end < params.num_tokens;
   }
 
   __device__ bool IsEmpty() const { return blockIdx.x >= total_; }
 
-  // Whether there may be rows that no sequence owns.
-  __device__ bool HasUnownedRows() const { return has_unowned_rows_; }
+  // Whether there may be padding rows: rows that no sequence owns.
+  __device__ bool HasPaddingRows() const { return has_padding_rows_; }
 
-  // The `n`th tile of this block; false if it has no more than that. By one warp; the result is the same in all lanes.
-  __device__ bool Find(unsigned n, PrefillTile* tile) const {
-    const unsigned rank = PrefillRank(n);
+  // The `n`th work tile of this CTA; false if it has no more. By one warp; the result is the same in all lanes.
+  __device__ bool Find(unsigned n, WorkTile* tile) const {
+    const unsigned rank = PersistentRank(n);
     if (rank >= total_) return false;
     const unsigned row_tile = kv_heads_.Divide(rank);
     *tile = list_.Find(row_tile, rank - row_tile * kv_heads_.divisor);
@@ -77,23 +77,24 @@ class PrefillPlan {
   List list_;
   const FastDivisor kv_heads_;
   unsigned total_ = 0;  // tiles of all kv heads
-  bool has_unowned_rows_ = false;
+  bool has_padding_rows_ = false;
 };
 
-// For up to 32 sequences: a lane of a warp has one, and warps know nothing of each other. Without the barriers and
-// shared memory of the other, a prompt of 1024 tokens takes 24 µs instead of 26.
+// For up to 32 sequences: each warp plans on its own, a sequence to a lane. Without the barriers and shared memory of
+// PersistentTileScheduler, a prompt of 1024 tokens takes 24 µs instead of 26.
 template <int kRows>
-class PrefillWarpPlan {
+class PersistentWarpTileScheduler {
  public:
   static constexpr int kSequences = 32;
 
-  // Not `used`: nothing is done.
-  __device__ PrefillWarpPlan(const PagedAttentionParams& params, unsigned group, FastDivisor kv_heads, bool used)
+  // Does nothing where `!used`.
+  __device__ PersistentWarpTileScheduler(const PagedAttentionParams& params, unsigned group, FastDivisor kv_heads,
+                                         bool used)
       : tiles_{group}, kv_heads_(kv_heads) {
     if (!used) return;
     const int lane = static_cast<int>(threadIdx.x) % 32;
     prompt_.seq = lane;
-    // All in one latency: entries past num_seqs are ignored.
+    // Loaded in one latency: entries past num_seqs are ignored.
     const int num_live = LiveSequences(params);
     int end = 0, context_len = 0;
     if (lane < static_cast<int>(params.max_seqs)) {
@@ -104,7 +105,7 @@ class PrefillWarpPlan {
     const bool live = lane < num_live;
     bool owns = live && 0 <= prompt_.q_begin && prompt_.q_begin <= end && end <= params.num_tokens;
     const bool in_order = __all_sync(~0u, owns || !live);
-    has_unowned_rows_ = !in_order || num_live <= 0 || __any_sync(~0u, lane == 0 && prompt_.q_begin > 0) ||
+    has_padding_rows_ = !in_order || num_live <= 0 || __any_sync(~0u, lane == 0 && prompt_.q_begin > 0) ||
                         __any_sync(~0u, lane == num_live - 1 && end < params.num_tokens);
     if (!in_order) {
       owns = owns && NoEarlierStartAbove(params.query_start_loc, params.num_tokens, prompt_.seq, prompt_.q_begin);
@@ -116,19 +117,19 @@ class PrefillWarpPlan {
 
   __device__ bool IsEmpty() const { return prompts_ == 0; }
 
-  __device__ bool HasUnownedRows() const { return has_unowned_rows_; }
+  __device__ bool HasPaddingRows() const { return has_padding_rows_; }
 
-  // To be called before Find where keys may be split.
-  __device__ void Split(const PrefillSplit& split) { SplitPrompts{split}(&prompt_); }
+  // Must come before Find where sequences may be split.
+  __device__ void Split(const SplitKvPolicy& policy) { SplitPromptKv{policy}(&prompt_); }
 
-  // As PrefillPlan::Find.
-  __device__ bool Find(unsigned n, PrefillTile* tile) const {
-    const unsigned rank = PrefillRank(n);
+  // As PersistentTileScheduler::Find.
+  __device__ bool Find(unsigned n, WorkTile* tile) const {
+    const unsigned rank = PersistentRank(n);
     const unsigned row_tile = kv_heads_.Divide(rank);
     const unsigned count = tiles_.Count(prompt_);
     int owner = __ffs(static_cast<int>(prompts_)) - 1;
     unsigned index;
-    if ((prompts_ & (prompts_ - 1)) == 0) {  // a prompt on its own: its last tiles first
+    if ((prompts_ & (prompts_ - 1)) == 0) {  // one prompt: its last tiles first
       const unsigned total = __shfl_sync(~0u, count, owner);
       if (row_tile >= total) return false;
       index = total - 1 - row_tile;
@@ -153,24 +154,24 @@ class PrefillWarpPlan {
       unsigned left = row_tile - later;
       FindAmongLanes(tiles_.FirstEndingAt(prompt_, begin), tiles_.FirstEndingAt(prompt_, end), &left, &owner, &index);
     }
-    const PrefillPrompt prompt = {owner,
-                                  __shfl_sync(~0u, prompt_.q_begin, owner),
-                                  __shfl_sync(~0u, prompt_.q_len, owner),
-                                  __shfl_sync(~0u, prompt_.context_len, owner),
-                                  __shfl_sync(~0u, prompt_.parts, owner),
-                                  0};
+    const Prompt prompt = {owner,
+                           __shfl_sync(~0u, prompt_.q_begin, owner),
+                           __shfl_sync(~0u, prompt_.q_len, owner),
+                           __shfl_sync(~0u, prompt_.context_len, owner),
+                           __shfl_sync(~0u, prompt_.splits, owner),
+                           0};
     *tile = prompt.Tile(index, rank - row_tile * kv_heads_.divisor);
     return true;
   }
 
  private:
-  const PrefillTiles<kRows> tiles_;
+  const PromptTiles<kRows> tiles_;
   const FastDivisor kv_heads_;
-  PrefillPrompt prompt_ = {0, 0, 0, -1, 1, 0};  // this lane's; without rows, if it is none
-  unsigned prompts_ = 0;                        // the lanes that have one
-  bool has_unowned_rows_ = false;
+  Prompt prompt_ = {0, 0, 0, -1, 1, 0};  // this lane's; no rows where it has none
+  unsigned prompts_ = 0;                 // bit per lane: it has a prompt
+  bool has_padding_rows_ = false;
 };
 
-}  // namespace xla_gpu
+}  // namespace xla_gpu::prefill
 
 #endif  // XLA_GPU_OPS_PAGED_ATTENTION_PREFILL_PERSISTENT_TILE_SCHEDULER_CUH_

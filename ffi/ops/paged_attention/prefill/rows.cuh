@@ -1,5 +1,5 @@
-// What the prefill kernels share beside the schedule: the rows of a tile, the way from products to logits, the loop
-// over a block's tiles, and the rows that no product fills.
+// What the prefill kernels share beside the schedulers: the rows of a work tile and the keys that they see, the
+// transform from q·k to logits, the check of the page table, and the frame of a single-tile kernel.
 #ifndef XLA_GPU_OPS_PAGED_ATTENTION_PREFILL_ROWS_CUH_
 #define XLA_GPU_OPS_PAGED_ATTENTION_PREFILL_ROWS_CUH_
 
@@ -12,7 +12,7 @@
 #include "ffi/ops/paged_attention/padding_rows.cuh"
 #include "ffi/ops/paged_attention/prefill/tile_scheduler.cuh"
 
-namespace xla_gpu {
+namespace xla_gpu::prefill {
 
 constexpr float kLog2E = 1.4426950408889634f;
 constexpr float kLn2 = 0.6931471805599453f;
@@ -20,7 +20,7 @@ constexpr float kLn2 = 0.6931471805599453f;
 // 1 - 2 / (e^2x + 1): absolute error of 1e-7 or so, which soft_cap multiplies; exact at ±infinity.
 __device__ inline float FastTanh(float x) { return 1.0f - __fdividef(2.0f, Exp2(2.0f * kLog2E * x) + 1.0f); }
 
-// Division by any number.
+// Plain integer division, for kernels that divide seldom.
 struct PlainDivisor {
   unsigned divisor;
   __device__ unsigned Divide(unsigned x) const { return x / divisor; }
@@ -41,27 +41,26 @@ struct FastDivisor {
   __device__ unsigned Divide(unsigned x) const { return __umulhi(2 * x, multiplier) >> shift; }
 };
 
-// A tile's rows, and the keys that they see.
-template <typename Divisor>
-struct PrefillRowsBy {
+// The rows of a work tile, and the keys that they see.
+template <typename Divisor = PlainDivisor>
+struct TileRows {
   int seq;
   int kv_head;
-  int count;      // rows of the tile; its shared memory may have more
-  int key_begin;  // positions [key_begin, key_end) are seen by some row
+  int count;      // valid rows; the tile in shared memory may have more
+  int key_begin;  // some row sees the keys at positions [key_begin, key_end)
   int key_end;
-  int first_row_last_key;  // all rows see the keys of [last_row_first_key, first_row_last_key]
+  int first_row_last_key;  // all rows see the keys at positions [last_row_first_key, first_row_last_key]
   int last_row_first_key;
 
   int q_begin;
   int num_heads;
-  int window;  // 0: none
+  int window;  // sliding window in keys, 0: none
   Divisor group;
   unsigned first;      // packed row of the sequence where the tile begins
   int first_position;  // of the sequence's first row; negative where there are more rows than keys
 
-  // Without the keys.
-  __device__ PrefillRowsBy(const PagedAttentionParams& params, const PrefillTile& tile, int rows_per_tile,
-                           Divisor group)
+  // Leaves the keys undefined: see FindKeys.
+  __device__ TileRows(const PagedAttentionParams& params, const WorkTile& tile, int rows_per_tile, Divisor group)
       : seq(tile.seq),
         kv_head(tile.kv_head),
         q_begin(tile.q_begin),
@@ -74,7 +73,7 @@ struct PrefillRowsBy {
     count = static_cast<int>(min(static_cast<unsigned>(rows_per_tile), tile.q_len * group.divisor - first));
   }
 
-  // The keys of rows [begin, end) of the tile: those that some row sees, [*seen_begin, *seen_last], and those that all
+  // Of rows [begin, end) of the tile: the keys that some row sees, [*seen_begin, *seen_last], and those that all rows
   // see, [*all_begin, *all_last].
   __device__ void KeysOf(int begin, int end, int* seen_begin, int* seen_last, int* all_begin, int* all_last) const {
     VisibleKeys(begin, seen_begin, all_last);
@@ -102,9 +101,7 @@ struct PrefillRowsBy {
   }
 };
 
-using PrefillRows = PrefillRowsBy<PlainDivisor>;
-
-// Element offset of a key or value of kv head 0 from the cache's base; -1 if its page lies outside.
+// Offset in elements of a key or value of kv head 0 from the cache's base; -1 if its page number is out of range.
 __device__ inline int64_t KeyOffset(const PagedAttentionParams& params, int seq, int position) {
   const auto page_size = static_cast<unsigned>(params.page_size);
   const unsigned index = static_cast<unsigned>(position) / page_size;
@@ -119,34 +116,35 @@ __device__ inline const char* HeadStart(const PagedAttentionParams& params, cons
   return static_cast<const char*>(cache) + kv_head * params.head_stride * size;
 }
 
-struct SoftmaxEnd {
+// What turns the unnormalised output of a row into the result.
+struct RowNormalization {
   bool empty;    // the row sees no key
   float factor;  // of the sum of values
-  float lse;
+  float lse;     // natural logarithm of the softmax's sum
 };
 
-// From products q·k to logits. Where nothing stands against it the scale is applied inside the exponent alone.
-struct PrefillScores {
-  float scale;    // of a product; includes k_scale
-  float to_log2;  // what turns the transformed scores into logits of base 2; positive
+// From q·k to logits: scale, k_scale and soft cap. Where possible the scale is applied inside the exponent alone.
+struct LogitTransform {
+  float scale;    // of q·k; includes k_scale
+  float to_log2;  // factor from transformed scores to base-2 logits; positive
   float soft_cap;
   float v_scale = 1.0f;
   const float* sinks;
-  bool premultiply;
+  bool premultiply;  // Transform applies the scale; else to_log2 holds it
 
-  __device__ PrefillScores(const PagedAttentionParams& params, int kv_head)
+  __device__ LogitTransform(const PagedAttentionParams& params, int kv_head)
       : scale(params.scale), soft_cap(params.soft_cap), sinks(params.sinks) {
     if (params.k_scale != nullptr) {
       const int index = params.scale_per_head ? kv_head : 0;
       scale *= params.k_scale[index];
       v_scale = params.v_scale[index];
     }
-    // A scale that is not positive would turn the order of scores around, or mix up -infinity and NaN.
+    // A scale that is not positive would reverse the order of scores, or make NaN of -infinity.
     premultiply = soft_cap > 0.0f || !(scale > 0.0f);
     to_log2 = premultiply ? kLog2E : scale * kLog2E;
   }
 
-  // kExact: for float32, whose results would show the fast tanh's error.
+  // kExact: for float32, where the fast tanh's error would be visible.
   template <bool kExact, int kM, int kN, int kI>
   __device__ void Transform(float (&s)[kM][kN][kI]) const {
     if (!premultiply) return;
@@ -175,42 +173,42 @@ struct PrefillScores {
     }
   }
 
-  // As End, with approximate division and logarithm (a relative 2^-21 or so).
-  __device__ SoftmaxEnd EndFast(float largest, float sum, int head) const {
-    if (largest == -INFINITY && sum == 0.0f) return {true, 0.0f, -INFINITY};
-    float shift = largest == -INFINITY ? 0.0f : __fmul_rn(largest, to_log2);
+  // As Normalize, with approximate division and logarithm (a relative 2^-21 or so).
+  __device__ RowNormalization NormalizeFast(float row_max, float sum, int head) const {
+    if (row_max == -INFINITY && sum == 0.0f) return {true, 0.0f, -INFINITY};
+    float shift = row_max == -INFINITY ? 0.0f : __fmul_rn(row_max, to_log2);
     float factor = 1.0f;
     if (sinks != nullptr) {
       const float sink = __fmul_rn(sinks[head], kLog2E);
-      const float together = fmaxf(shift, sink);
-      factor = Exp2(shift - together);
-      sum = __fmaf_rn(sum, factor, Exp2(sink - together));
-      shift = together;
+      const float max_with_sink = fmaxf(shift, sink);
+      factor = Exp2(shift - max_with_sink);
+      sum = __fmaf_rn(sum, factor, Exp2(sink - max_with_sink));
+      shift = max_with_sink;
     }
     return {false, __fdividef(factor * v_scale, sum), kLn2 * (shift + __log2f(sum))};
   }
 
-  // `largest`: the row's largest transformed score; `sum`: of exp2((score - largest) * to_log2).
-  __device__ SoftmaxEnd End(float largest, float sum, int head) const {
-    // NOTE: NaN scores leave `largest` at -infinity when a row has no others, but not the sum at 0.
-    if (largest == -INFINITY && sum == 0.0f) return {true, 0.0f, -INFINITY};
-    float shift = largest == -INFINITY ? 0.0f : largest * to_log2;
+  // `row_max`: the row's row_max transformed score; `sum`: of exp2((score - row_max) * to_log2).
+  __device__ RowNormalization Normalize(float row_max, float sum, int head) const {
+    // NOTE: NaN scores leave `row_max` at -infinity when a row has no others, but not the sum at 0.
+    if (row_max == -INFINITY && sum == 0.0f) return {true, 0.0f, -INFINITY};
+    float shift = row_max == -INFINITY ? 0.0f : row_max * to_log2;
     float factor = 1.0f;
     if (sinks != nullptr) {
       const float sink = sinks[head] * kLog2E;
-      const float together = fmaxf(shift, sink);
-      factor = Exp2(shift - together);
-      sum = sum * factor + Exp2(sink - together);
-      shift = together;
+      const float max_with_sink = fmaxf(shift, sink);
+      factor = Exp2(shift - max_with_sink);
+      sum = sum * factor + Exp2(sink - max_with_sink);
+      shift = max_with_sink;
     }
     return {false, factor * v_scale / sum, kLn2 * shift + logf(sum)};
   }
 };
 
-// Whether a page that the sequence's queries see lies outside the cache, as far as thread `thread` of `threads` looks.
-// kAtOnce: pages looked at together, which is a matter of registers.
+// Whether a page number that the sequence's queries see is out of range. Thread `thread` of `threads` checks its share.
+// kAtOnce: loads in flight, limited by registers.
 template <int kAtOnce = 8>
-__device__ inline bool FindsPageOutside(const PagedAttentionParams& params, const PrefillTile& tile, unsigned thread,
+__device__ inline bool FindsInvalidPage(const PagedAttentionParams& params, const WorkTile& tile, unsigned thread,
                                         unsigned threads) {
   const auto page_size = static_cast<unsigned>(params.page_size);
   int64_t key_begin = 0;
@@ -219,58 +217,59 @@ __device__ inline bool FindsPageOutside(const PagedAttentionParams& params, cons
   }
   const unsigned end = (static_cast<unsigned>(tile.context_len) + page_size - 1) / page_size;
   const int32_t* const table = params.block_tables + tile.seq * params.pages_per_seq;
-  // Negative numbers are 2^31 and more without their sign.
+  // As unsigned, negative numbers are 2^31 and above.
   const auto num_pages = static_cast<unsigned>(min(params.num_pages, int64_t{1} << 31));
-  bool outside = false;
+  bool invalid = false;
 #pragma unroll kAtOnce
   for (unsigned i = static_cast<unsigned>(key_begin) / page_size + thread; i < end; i += threads) {
-    outside |= static_cast<unsigned>(__ldg(table + i)) >= num_pages;
+    invalid |= static_cast<unsigned>(__ldg(table + i)) >= num_pages;
   }
-  return outside;
+  return invalid;
 }
 
-// The same in all of a tile's rows, by warp `warp` of `warps`: NaN in those of a sequence with wrong metadata.
+// Writes `value` and `lse` to all rows of a work tile, by warp `warp` of `warps`: NaN for a sequence with invalid
+// metadata.
 template <typename T, typename Rows>
-__device__ void FillTile(const Rows& rows, const PagedAttentionParams& params, int warp, int warps, float value,
-                         float lse) {
+__device__ void FillTileRows(const Rows& rows, const PagedAttentionParams& params, int warp, int warps, float value,
+                             float lse) {
   for (int row = warp; row < rows.count; row += warps) {
     FillHeads<T>(params, rows.HeadRow(row), 1, value, lse);
   }
 }
 
-// All that a block of a prefill kernel does: its tile, or, without one, a share of the rows that belong to no sequence.
-// There is always such a block, since the grid has one more than there can be tiles.
+// The frame of a single-tile kernel: a CTA computes its work tile, or, without one, fills its share of the padding
+// rows. There is always such a CTA, since the grid has one more than there can be work tiles.
 template <typename Kernel, typename T>
-__device__ void RunPrefillTile(const PagedAttentionParams& params, char* shared) {
-  using Schedule = typename Kernel::Schedule;
-  Schedule schedule(params, *reinterpret_cast<typename Schedule::Storage*>(shared));
+__device__ void RunWorkTile(const PagedAttentionParams& params, char* shared) {
+  using Scheduler = typename Kernel::Scheduler;
+  Scheduler scheduler(params, *reinterpret_cast<typename Scheduler::Storage*>(shared));
   unsigned total = 0;
-  PrefillTile tile;
-  const bool has_tile = schedule.Find(blockIdx.x, &tile, &total);
-  // One block without a tile is enough to wait: when this kernel has ended, so has the decode path, if that came first.
+  WorkTile tile;
+  const bool has_tile = scheduler.Find(blockIdx.x, &tile, &total);
+  // Of the CTAs without a tile one must wait: then this kernel ends after the decode path, if that came first.
   if (has_tile || blockIdx.x == 0) WaitForPreviousKernel();
   if (!has_tile) {
     FillUnownedRows<T>(params, blockIdx.x - total, gridDim.x - total);
     return;
   }
-  // Also the barrier after which shared memory is free.
+  // Either barrier frees the scheduler's shared memory.
   bool valid = tile.valid;
   if constexpr (Kernel::kChecksPages) {
     __syncthreads();
   } else {
-    valid = !__syncthreads_or(FindsPageOutside(params, tile, threadIdx.x, blockDim.x)) && valid;
+    valid = !__syncthreads_or(FindsInvalidPage(params, tile, threadIdx.x, blockDim.x)) && valid;
   }
-  PrefillRows rows(params, tile, Kernel::kRows,
-                   PlainDivisor{static_cast<unsigned>(params.num_heads / params.num_kv_heads)});
+  TileRows<> rows(params, tile, Kernel::kRows,
+                  PlainDivisor{static_cast<unsigned>(params.num_heads / params.num_kv_heads)});
   rows.FindKeys();
   if (valid) {
     Kernel(params, shared).Run(tile, rows);
   } else {
-    FillTile<T>(rows, params, static_cast<int>(threadIdx.x) / 32, static_cast<int>(blockDim.x) / 32, CUDART_NAN_F,
-                CUDART_NAN_F);
+    FillTileRows<T>(rows, params, static_cast<int>(threadIdx.x) / 32, static_cast<int>(blockDim.x) / 32, CUDART_NAN_F,
+                    CUDART_NAN_F);
   }
 }
 
-}  // namespace xla_gpu
+}  // namespace xla_gpu::prefill
 
 #endif  // XLA_GPU_OPS_PAGED_ATTENTION_PREFILL_ROWS_CUH_

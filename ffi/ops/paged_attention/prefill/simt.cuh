@@ -1,6 +1,6 @@
-// Prefill attention in float32, by fused multiply-adds: as accurate as float32 is, which one pass of the tensor cores'
-// tf32 is not. A block keeps a tile of packed query rows and walks over tiles of K and V with an online softmax; K and
-// V share their place in shared memory.
+// Prefill attention in float32 by fused multiply-adds, with float32's accuracy, which the tensor cores' tf32 lacks. A
+// CTA keeps the Q of a work tile in shared memory and walks over the key tiles with an online softmax. K and V share
+// one buffer in shared memory.
 #ifndef XLA_GPU_OPS_PAGED_ATTENTION_PREFILL_SIMT_CUH_
 #define XLA_GPU_OPS_PAGED_ATTENTION_PREFILL_SIMT_CUH_
 
@@ -10,11 +10,11 @@
 #include "ffi/ops/paged_attention/prefill/rows.cuh"
 #include "ffi/ops/paged_attention/prefill/tile_scheduler.cuh"
 
-namespace xla_gpu {
+namespace xla_gpu::prefill {
 
 // kDim: head_dim, rounded up. Threads form a grid of kColumns × (kThreads / kColumns); each has four rows of the tile.
 template <int kDim>
-struct PrefillSimt {
+struct SimtKernelImpl {
   static constexpr bool kChecksPages = false;
   static constexpr int kThreads = 128;
   static constexpr int kColumns = kDim > 128 ? 16 : 8;
@@ -31,8 +31,8 @@ struct PrefillSimt {
       ((kRows + kKeys) * kStride + kRows * kProbStride) * static_cast<int>(sizeof(float));
   static constexpr int kSharedBytes = kOffsetStart + kKeys * static_cast<int>(sizeof(int64_t));
 
-  using Schedule = PrefillSchedule<kThreads, kRows>;
-  static_assert(sizeof(typename Schedule::Storage) <= kSharedBytes);
+  using Scheduler = SingleTileScheduler<kThreads, kRows>;
+  static_assert(sizeof(typename Scheduler::Storage) <= kSharedBytes);
 
   const PagedAttentionParams& params;
   float* const query;          // [kRows][kStride]
@@ -43,14 +43,14 @@ struct PrefillSimt {
   const int column = static_cast<int>(threadIdx.x) % kColumns;
   const int row_thread = static_cast<int>(threadIdx.x) / kColumns;  // rows row_thread + i * kRowThreads
 
-  __device__ PrefillSimt(const PagedAttentionParams& params, char* shared)
+  __device__ SimtKernelImpl(const PagedAttentionParams& params, char* shared)
       : params(params),
         query(reinterpret_cast<float*>(shared)),
         cache_tile(query + kRows * kStride),
         probabilities(cache_tile + kKeys * kStride),
         offsets(reinterpret_cast<int64_t*>(shared + kOffsetStart)) {}
 
-  __device__ void LoadQuery(const PrefillRows& rows) const {
+  __device__ void LoadQuery(const TileRows<>& rows) const {
     const float* const source = static_cast<const float*>(params.query);
 #pragma unroll 4
     for (int i = thread; i < kRows * kDim / 4; i += kThreads) {
@@ -140,17 +140,17 @@ struct PrefillSimt {
     }
   }
 
-  __device__ void Run(const PrefillTile& /*tile*/, const PrefillRows& rows) {
+  __device__ void Run(const WorkTile& /*tile*/, const TileRows<>& rows) {
     const char* const key_cache = HeadStart(params, params.k_cache, rows.kv_head);
     const char* const value_cache = HeadStart(params, params.v_cache, rows.kv_head);
-    const PrefillScores scores(params, rows.kv_head);
+    const LogitTransform transform(params, rows.kv_head);
 
     float4 o[4][kQuads] = {};
-    float largest[4], sum[4] = {};
+    float row_max[4], sum[4] = {};
     int first_key[4], last_key[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      largest[i] = -INFINITY;
+      row_max[i] = -INFINITY;
       rows.VisibleKeys(row_thread + i * kRowThreads, &first_key[i], &last_key[i]);
     }
     LoadQuery(rows);
@@ -166,41 +166,41 @@ struct PrefillSimt {
       __syncthreads();
       float s[1][4][kKeysPerThread];
       Scores(s);
-      scores.Transform</*kExact=*/true>(s);
+      transform.Transform</*kExact=*/true>(s);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        float row_largest = largest[i];
+        float new_max = row_max[i];
 #pragma unroll
         for (int j = 0; j < kKeysPerThread; ++j) {
           const int position = tile * kKeys + column + j * kColumns;
           if (position > last_key[i] || position < first_key[i]) s[0][i][j] = -INFINITY;
-          row_largest = fmaxf(row_largest, s[0][i][j]);
+          new_max = fmaxf(new_max, s[0][i][j]);
         }
 #pragma unroll
         for (int step = 1; step < kColumns; step *= 2) {
-          row_largest = fmaxf(row_largest, __shfl_xor_sync(~0u, row_largest, step));
+          new_max = fmaxf(new_max, __shfl_xor_sync(~0u, new_max, step));
         }
-        // NOTE: rounded alike, so that nothing is corrected where the largest stays: fused with the subtraction, a
-        // product would leave its rounding error behind, once for each tile.
-        const float shift = row_largest == -INFINITY ? 0.0f : __fmul_rn(row_largest, scores.to_log2);
-        const float correction = Exp2(__fmul_rn(largest[i], scores.to_log2) - shift);
-        largest[i] = row_largest;
-        sum[i] *= correction;
+        // NOTE: both products are rounded, so that the factor is exactly 1 where row_max stays. Fused with the
+        // subtraction, one product would leave its rounding error behind, once for each key tile.
+        const float shift = new_max == -INFINITY ? 0.0f : __fmul_rn(new_max, transform.to_log2);
+        const float rescale = Exp2(__fmul_rn(row_max[i], transform.to_log2) - shift);
+        row_max[i] = new_max;
+        sum[i] *= rescale;
 #pragma unroll
         for (int j = 0; j < kKeysPerThread; ++j) {
-          const float p = Exp2(fmaf(s[0][i][j], scores.to_log2, -shift));
+          const float p = Exp2(fmaf(s[0][i][j], transform.to_log2, -shift));
           sum[i] += p;
           probabilities[(row_thread + i * kRowThreads) * kProbStride + column + j * kColumns] = p;
         }
 #pragma unroll
         for (int j = 0; j < kQuads; ++j) {
-          o[i][j].x *= correction;
-          o[i][j].y *= correction;
-          o[i][j].z *= correction;
-          o[i][j].w *= correction;
+          o[i][j].x *= rescale;
+          o[i][j].y *= rescale;
+          o[i][j].z *= rescale;
+          o[i][j].w *= rescale;
         }
       }
-      __syncthreads();  // K is done with; the probabilities are there
+      __syncthreads();  // K has been read; the probabilities are written
       LoadTile(value_cache);
       __syncthreads();
       AddValues(o);
@@ -213,17 +213,17 @@ struct PrefillSimt {
 #pragma unroll
       for (int step = 1; step < kColumns; step *= 2) sum[i] += __shfl_xor_sync(~0u, sum[i], step);
       if (row >= rows.count) continue;
-      const SoftmaxEnd end = scores.End(largest[i], sum[i], rows.Head(row));
+      const RowNormalization norm = transform.Normalize(row_max[i], sum[i], rows.Head(row));
       const int64_t head_row = rows.HeadRow(row);
-      if (params.lse != nullptr && column == 0) params.lse[head_row] = end.lse;
+      if (params.lse != nullptr && column == 0) params.lse[head_row] = norm.lse;
 #pragma unroll
       for (int j = 0; j < kQuads; ++j) {
         const int d = (j * kColumns + column) * 4;
         if (d >= params.head_dim) continue;
-        const float f = end.factor;
+        const float f = norm.factor;
         const float4 x = make_float4(o[i][j].x * f, o[i][j].y * f, o[i][j].z * f, o[i][j].w * f);
         *reinterpret_cast<float4*>(out + head_row * params.head_dim + d) =
-            end.empty ? make_float4(0.0f, 0.0f, 0.0f, 0.0f) : x;
+            norm.empty ? make_float4(0.0f, 0.0f, 0.0f, 0.0f) : x;
       }
     }
   }
@@ -233,9 +233,9 @@ template <typename Kernel>
 __global__ void __launch_bounds__(Kernel::kThreads)
     PrefillSimtKernel(const __grid_constant__ PagedAttentionParams params) {
   extern __shared__ __align__(1024) char shared[];
-  RunPrefillTile<Kernel, float>(params, shared);
+  RunWorkTile<Kernel, float>(params, shared);
 }
 
-}  // namespace xla_gpu
+}  // namespace xla_gpu::prefill
 
 #endif  // XLA_GPU_OPS_PAGED_ATTENTION_PREFILL_SIMT_CUH_

@@ -1,6 +1,6 @@
-// Prefill attention in float16 and bfloat16 with mma.sync, for sm_80 and up: a block of four warps keeps a tile of
-// packed query rows (prefill/tile_scheduler.cuh) and walks over tiles of K and V from the last visible one
-// back to the first, with an online softmax. Copies of the next tiles run beneath the arithmetic.
+// Prefill attention in float16 and bfloat16 with mma.sync, for sm_80 and up. A CTA of four warps keeps the Q of a work
+// tile in shared memory and walks over the key tiles from the last visible one back to the first, with an online
+// softmax. The next tiles' copies overlap with the arithmetic.
 #ifndef XLA_GPU_OPS_PAGED_ATTENTION_PREFILL_SM80_MMA_CUH_
 #define XLA_GPU_OPS_PAGED_ATTENTION_PREFILL_SM80_MMA_CUH_
 
@@ -13,14 +13,14 @@
 #include "ffi/ops/paged_attention/prefill/rows.cuh"
 #include "ffi/ops/paged_attention/prefill/tile_scheduler.cuh"
 
-namespace xla_gpu {
+namespace xla_gpu::prefill {
 
 // kDim: head_dim, rounded up; the rest of a row is zeros in shared memory. kWarpRows: query rows of a warp, in steps
 // of 16. 32 where registers allow: each fragment of K and V then feeds two products, and shared memory no longer bounds
-// the tensor cores. kKeys: keys of a tile. kStages: tiles of K and of V in flight. kFp8: the cache holds float8 values,
-// which are copied as they are and converted on their way to the tile; then one stage.
+// the tensor cores. kKeys: keys of a key tile. kStages: stages of K and of V. kFp8: the cache holds float8 values,
+// which are copied raw and converted on their way to the tile; then one stage.
 template <typename T, int kDim, int kWarpRows, int kKeys, int kStages, bool kFp8>
-struct PrefillMma {
+struct MmaKernelImpl {
   using Element = T;
   static constexpr bool kChecksPages = false;
   static constexpr int kWarps = 4;
@@ -29,12 +29,12 @@ struct PrefillMma {
   static constexpr int kRowTiles = kWarpRows / 16;
   static constexpr int kKeyTiles = kKeys / 8;
   static constexpr int kDimTiles = kDim / 8;
-  static constexpr int kChunks = kDim / 8;  // 16-byte chunks of a row
+  static constexpr int kRowVectors = kDim / 8;  // 16-byte vectors of a row
   static constexpr int kRowBytes = kDim * 2;
   static constexpr int kTileBytes = kKeys * kDim * 2;
   static constexpr int kRawBytes = kFp8 ? kKeys * kDim : 0;
-  static constexpr int kTileChunks = kKeys * kChunks / kThreads;  // of one thread
-  static_assert(kKeys * kChunks % kThreads == 0 && kKeys <= kThreads && kWarpRows % 16 == 0 && kKeys % 16 == 0);
+  static constexpr int kThreadVectors = kKeys * kRowVectors / kThreads;  // of a tile, copied by one thread
+  static_assert(kKeys * kRowVectors % kThreads == 0 && kKeys <= kThreads && kWarpRows % 16 == 0 && kKeys % 16 == 0);
   static_assert(kStages == 1 || !kFp8, "float8 tiles have one converted stage");
 
   // Shared memory, from the start: Q, K stages, V stages, raw K, raw V, row offsets of two tiles.
@@ -45,8 +45,8 @@ struct PrefillMma {
   static constexpr int kOffsetStart = kRawStart + 2 * kRawBytes;
   static constexpr int kSharedBytes = kOffsetStart + 2 * kKeys * static_cast<int>(sizeof(int64_t));
 
-  using Schedule = PrefillSchedule<kThreads, kRows>;
-  static_assert(sizeof(typename Schedule::Storage) <= kOffsetStart);
+  using Scheduler = SingleTileScheduler<kThreads, kRows>;
+  static_assert(sizeof(typename Scheduler::Storage) <= kOffsetStart);
 
   const PagedAttentionParams& params;
   char* const shared;  // aligned to a row, up to 512 bytes
@@ -55,36 +55,36 @@ struct PrefillMma {
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const int warp = static_cast<int>(threadIdx.x) / 32;
 
-  __device__ PrefillMma(const PagedAttentionParams& params, char* shared)
+  __device__ MmaKernelImpl(const PagedAttentionParams& params, char* shared)
       : params(params), shared(shared), shared_address(SharedAddress(shared)) {}
 
-  // Byte offset of a chunk in a tile of rows of kDim elements. The XOR spreads the eight rows that one ldmatrix phase
-  // reads over all banks.
-  static __device__ int ChunkOffset(int row, int chunk) { return (row * kChunks + (chunk ^ (row & 7))) * 16; }
+  // Byte offset of 16-byte vector `vec` of a row in a tile of rows of kDim elements. The XOR swizzle spreads the eight
+  // rows that one ldmatrix reads over all banks.
+  static __device__ int SwizzledOffset(int row, int vec) { return (row * kRowVectors + (vec ^ (row & 7))) * 16; }
 
-  // From the address of a chunk to that of the chunk `chunks` further in the same row, where `chunks` has no bit in
-  // common with the chunk's number. Needs rows that are aligned to their size.
-  static __device__ uint32_t Further(uint32_t address, int chunks) { return address ^ (chunks * 16); }
+  // From the address of a vector to that of the vector `vectors` further in the same row, where `vectors` has no bit in
+  // common with the vector's number. Needs rows that are aligned to their size.
+  static __device__ uint32_t AdvanceVectors(uint32_t address, int vectors) { return address ^ (vectors * 16); }
 
-  // An end to what the compiler knows of `x`, so that nothing derived from it leaves the loop.
+  // Makes `x` opaque to the compiler, so that nothing derived from it is hoisted out of the loop.
   static __device__ void KeepInLoop(uint32_t& x) { asm volatile("" : "+r"(x)); }
 
-  // ---- copies
-  __device__ void LoadQuery(const PrefillRows& rows) {
+  // ---- Copies
+  __device__ void LoadQuery(const TileRows<>& rows) {
     const T* const query = static_cast<const T*>(params.query);
 #pragma unroll 4
-    for (int i = thread; i < kRows * kChunks; i += kThreads) {
-      const int row = i / kChunks;
-      const int chunk = i % kChunks;
-      const bool valid = row < rows.count && chunk * 8 < params.head_dim;
-      const T* source = valid ? query + rows.HeadRow(row) * params.head_dim + chunk * 8 : query;
-      CopyAsync16(shared_address + ChunkOffset(row, chunk), source, valid);
+    for (int i = thread; i < kRows * kRowVectors; i += kThreads) {
+      const int row = i / kRowVectors;
+      const int vec = i % kRowVectors;
+      const bool valid = row < rows.count && vec * 8 < params.head_dim;
+      const T* source = valid ? query + rows.HeadRow(row) * params.head_dim + vec * 8 : query;
+      CopyAsync16(shared_address + SwizzledOffset(row, vec), source, valid);
     }
   }
 
-  // Where the keys of tile `index` lie, in bytes: thread i looks up key i. Keys that no row of this block sees get -1;
-  // they are zeros in shared memory, so that nothing which lies in unused slots takes part.
-  __device__ int64_t LookUp(const PrefillRows& rows, int index) const {
+  // Byte offsets of the keys of key tile `index`: thread i looks up key i. Keys that no row of this CTA sees get -1 and
+  // are zeros in shared memory, so that the contents of unused slots take no part.
+  __device__ int64_t LookUp(const TileRows<>& rows, int index) const {
     const int position = index * kKeys + thread;
     if (thread >= kKeys || position < rows.key_begin || position >= rows.key_end) return -1;
     return KeyOffset(params, rows.seq, position) * (kFp8 ? 1 : 2);
@@ -93,27 +93,27 @@ struct PrefillMma {
     return reinterpret_cast<int64_t*>(shared + kOffsetStart) + (index & 1) * kKeys;
   }
 
-  // Starts the copy of tile `index` of K or V. `cache`: this thread's chunk of the kv head's element (0, 0, head, 0).
-  // kWhole: all keys are looked up and all chunks are below head_dim.
+  // Starts the copy of key tile `index` of K or V. `cache`: this thread's vector of the kv head's element (0, 0, head,
+  // 0). kWhole: all keys are seen and all vectors are below head_dim.
   template <bool kWhole>
   __device__ void LoadTile(const char* cache, int tile_start, int raw_start, int index) const {
-    const int64_t* const offsets = Offsets(index) + thread / kChunks;
-    const bool in_row = thread % kChunks * 8 < params.head_dim;
+    const int64_t* const offsets = Offsets(index) + thread / kRowVectors;
+    const bool in_row = thread % kRowVectors * 8 < params.head_dim;
     const int stage = kStages == 2 ? (index & 1) * kTileBytes : 0;
 #pragma unroll
-    for (int i = 0; i < kTileChunks; ++i) {
-      const int64_t offset = offsets[i * (kThreads / kChunks)];
+    for (int i = 0; i < kThreadVectors; ++i) {
+      const int64_t offset = offsets[i * (kThreads / kRowVectors)];
       const bool valid = kWhole || (in_row && offset >= 0);
       const char* const source = cache + (valid ? offset : 0);
       if constexpr (kFp8) {
         CopyAsync8(shared_address + raw_start + (i * kThreads + thread) * 8, source, valid);
       } else {
-        const int row = i * (kThreads / kChunks) + thread / kChunks;
-        CopyAsync16(shared_address + tile_start + stage + ChunkOffset(row, thread % kChunks), source, valid);
+        const int row = i * (kThreads / kRowVectors) + thread / kRowVectors;
+        CopyAsync16(shared_address + tile_start + stage + SwizzledOffset(row, thread % kRowVectors), source, valid);
       }
     }
   }
-  __device__ void LoadTile(const PrefillRows& rows, const char* cache, int tile_start, int raw_start, int index) const {
+  __device__ void LoadTile(const TileRows<>& rows, const char* cache, int tile_start, int raw_start, int index) const {
     const int position = index * kKeys;
     if (position >= rows.key_begin && position + kKeys <= rows.key_end && params.head_dim == kDim) {
       LoadTile</*kWhole=*/true>(cache, tile_start, raw_start, index);
@@ -122,14 +122,14 @@ struct PrefillMma {
     }
   }
 
-  // float8 only: what this thread copied, converted into the tile.
+  // float8 only: converts what this thread copied into the tile.
   template <bool kE4M3>
   __device__ void ConvertTile(int tile_start, int raw_start) const {
 #pragma unroll
-    for (int i = 0; i < kTileChunks; ++i) {
-      const int row = (i * kThreads + thread) / kChunks;
+    for (int i = 0; i < kThreadVectors; ++i) {
+      const int row = (i * kThreads + thread) / kRowVectors;
       const uint2 raw = *reinterpret_cast<const uint2*>(shared + raw_start + (i * kThreads + thread) * 8);
-      *reinterpret_cast<uint4*>(shared + tile_start + ChunkOffset(row, thread % kChunks)) =
+      *reinterpret_cast<uint4*>(shared + tile_start + SwizzledOffset(row, thread % kRowVectors)) =
           ConvertFloat8<T, kE4M3>(raw);
     }
   }
@@ -141,9 +141,9 @@ struct PrefillMma {
     }
   }
 
-  // ---- arithmetic
-  // `q`, `k`, `v`: addresses of this lane's share of a fragment at the start of its row. Further fragments follow by
-  // constants; the compiler would compute all their addresses before the loop over tiles and run out of registers.
+  // ---- Arithmetic
+  // `q`, `k`, `v`: addresses of this lane's vector of the first fragment. Those of the other fragments follow by
+  // constants; else the compiler computes all of them before the loop over key tiles and runs out of registers.
   __device__ void Scores(uint32_t q, uint32_t k_tile, float (&s)[kRowTiles][kKeyTiles][4]) const {
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m) {
@@ -158,12 +158,12 @@ struct PrefillMma {
       uint32_t a[kRowTiles][4];
 #pragma unroll
       for (int m = 0; m < kRowTiles; ++m) {
-        LoadMatrix4(a[m], Further(q, 2 * k) + m * 16 * kRowBytes);
+        LoadMatrix4(a[m], AdvanceVectors(q, 2 * k) + m * 16 * kRowBytes);
       }
 #pragma unroll
       for (int n = 0; n < kKeyTiles; n += 2) {
         uint32_t b[4];
-        LoadMatrix4(b, Further(k_tile, 2 * k) + n * 8 * kRowBytes);
+        LoadMatrix4(b, AdvanceVectors(k_tile, 2 * k) + n * 8 * kRowBytes);
 #pragma unroll
         for (int m = 0; m < kRowTiles; ++m) {
           Mma16x8x16<T>(s[m][n], a[m], b[0], b[1]);
@@ -177,7 +177,7 @@ struct PrefillMma {
                             float (&o)[kRowTiles][kDimTiles][4]) const {
 #pragma unroll
     for (int k = 0; k < kKeyTiles; k += 2) {
-      // The layout of two accumulator tiles side by side is that of an A fragment.
+      // Two accumulator tiles side by side have the layout of an A fragment.
       uint32_t a[kRowTiles][4];
 #pragma unroll
       for (int m = 0; m < kRowTiles; ++m) {
@@ -189,7 +189,7 @@ struct PrefillMma {
 #pragma unroll
       for (int d = 0; d < kDimTiles; d += 2) {
         uint32_t b[4];
-        LoadMatrix4Transposed(b, Further(v_tile, d) + k * 8 * kRowBytes);
+        LoadMatrix4Transposed(b, AdvanceVectors(v_tile, d) + k * 8 * kRowBytes);
 #pragma unroll
         for (int m = 0; m < kRowTiles; ++m) {
           Mma16x8x16<T>(o[m][d], a[m], b[0], b[1]);
@@ -199,17 +199,17 @@ struct PrefillMma {
     }
   }
 
-  __device__ void Run(const PrefillTile& /*tile*/, const PrefillRows& rows) {
-    const int chunk_start = thread % kChunks * (kFp8 ? 8 : 16);
-    const char* const key_cache = HeadStart(params, params.k_cache, rows.kv_head) + chunk_start;
-    const char* const value_cache = HeadStart(params, params.v_cache, rows.kv_head) + chunk_start;
-    const PrefillScores scores(params, rows.kv_head);
+  __device__ void Run(const WorkTile& /*tile*/, const TileRows<>& rows) {
+    const int vec_start = thread % kRowVectors * (kFp8 ? 8 : 16);
+    const char* const key_cache = HeadStart(params, params.k_cache, rows.kv_head) + vec_start;
+    const char* const value_cache = HeadStart(params, params.v_cache, rows.kv_head) + vec_start;
+    const LogitTransform transform(params, rows.kv_head);
 
     float o[kRowTiles][kDimTiles][4] = {};
-    PrefillSoftmax<kRowTiles> softmax(warp * kWarpRows);
-    uint32_t q_fragment = shared_address + ChunkOffset(warp * kWarpRows + lane % 16, lane / 16);
-    uint32_t k_fragment = shared_address + kKeyStart + ChunkOffset(lane % 8 + lane / 16 * 8, lane / 8 % 2);
-    uint32_t v_fragment = shared_address + kValueStart + ChunkOffset(lane % 16, lane / 16);
+    OnlineSoftmax<kRowTiles> softmax(warp * kWarpRows);
+    uint32_t q_fragment = shared_address + SwizzledOffset(warp * kWarpRows + lane % 16, lane / 16);
+    uint32_t k_fragment = shared_address + kKeyStart + SwizzledOffset(lane % 8 + lane / 16 * 8, lane / 8 % 2);
+    uint32_t v_fragment = shared_address + kValueStart + SwizzledOffset(lane % 16, lane / 16);
 
     const int first_tile = rows.key_begin / kKeys;
     const int last_tile = (rows.key_end + kKeys - 1) / kKeys - 1;
@@ -240,7 +240,7 @@ struct PrefillMma {
         if (more) LoadTile(rows, value_cache, kValueStart, kRawStart + kRawBytes, tile - 1);
         CommitAsync();
       };
-      // Two groups of copies are under way: this tile's K, then its V.
+      // Two commit groups are in flight: this tile's K, then its V.
       WaitAsync<1>();
       if constexpr (kFp8) {
         ConvertTile(kKeyStart, kRawStart);
@@ -259,7 +259,7 @@ struct PrefillMma {
         load_key();
       }
 
-      softmax.Update(rows, scores, tile * kKeys, s);
+      softmax.Update(rows, transform, tile * kKeys, s);
       if (softmax.NeedsRescale()) softmax.Rescale(o);
 
       WaitAsync<1>();
@@ -276,12 +276,13 @@ struct PrefillMma {
         __syncthreads();
         load_value();
       }
-      // Read next after the next iteration's first barrier; read last before this iteration's.
+      // Read next after the next iteration's first barrier, and last before this iteration's.
       if (thread < kKeys) Offsets(tile)[thread] = offset;
     }
     WaitAsync<0>();
-    // In the place of the warp's own query rows.
-    softmax.template Finish<T>(params, rows, scores, o, [&](int row, int d) { return shared + ChunkOffset(row, d); });
+    // Staged where the warp's own query rows were.
+    softmax.template Store<T>(params, rows, transform, o,
+                              [&](int row, int d) { return shared + SwizzledOffset(row, d); });
   }
 };
 
@@ -289,9 +290,9 @@ template <typename Kernel>
 __global__ void __launch_bounds__(Kernel::kThreads, 2)
     PrefillMmaKernel(const __grid_constant__ PagedAttentionParams params) {
   extern __shared__ __align__(1024) char shared[];
-  RunPrefillTile<Kernel, typename Kernel::Element>(params, shared);
+  RunWorkTile<Kernel, typename Kernel::Element>(params, shared);
 }
 
-}  // namespace xla_gpu
+}  // namespace xla_gpu::prefill
 
 #endif  // XLA_GPU_OPS_PAGED_ATTENTION_PREFILL_SM80_MMA_CUH_

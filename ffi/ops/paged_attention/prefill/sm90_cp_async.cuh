@@ -21,57 +21,57 @@
 #define XLA_GPU_HAS_WGMMA 0
 #endif
 
-namespace xla_gpu {
+namespace xla_gpu::prefill {
 
 // kDim: head_dim, rounded up to a multiple of 64; the rest of a row is zeros in shared memory. kKeys: keys of a tile.
-// kKeyStages, kValueStages: tiles of K and of V in the ring. A tile of V is used a round later than the K of its keys.
+// kKeyStages, kValueStages: tiles of K and of V in the ring. A tile of V is used a phase later than the K of its keys.
 template <typename T, int kDim, int kKeys, int kKeyStages, int kValueStages>
-struct PrefillWgmma {
+struct CpAsyncKernelImpl {
   using Element = T;
   // The consumers look at all pages while the first copies are under way; copies check their own.
   static constexpr bool kChecksPages = true;
-  static constexpr int kGroupThreads = 128;
+  static constexpr int kWarpgroupThreads = 128;
   static constexpr int kConsumers = 2;  // warpgroups that compute
-  static constexpr int kThreads = (1 + kConsumers) * kGroupThreads;
+  static constexpr int kThreads = (1 + kConsumers) * kWarpgroupThreads;
   static constexpr int kRows = kConsumers * 64;
   static constexpr int kKeyTiles = kKeys / 8;
   static constexpr int kDimTiles = kDim / 8;
-  static constexpr int kChunks = kDim / 8;  // 16-byte chunks of a row
+  static constexpr int kRowVectors = kDim / 8;  // 16-byte chunks of a row
   // Rows lie in slabs of 64 elements, as the tensor cores read them.
-  static constexpr int kQuerySlab = kRows * 128;
-  static constexpr int kTileSlab = kKeys * 128;
+  static constexpr int kQueryColumnBytes = kRows * 128;
+  static constexpr int kTileColumnBytes = kKeys * 128;
   static constexpr int kTileBytes = kKeys * kDim * 2;
   // A copying warp has kWarpKeys consecutive keys of a tile; its lanes have the chunks of kLaneKeys rows at a time.
   static constexpr int kWarpKeys = kKeys / 4;
-  static constexpr int kLaneKeys = 32 / kChunks;
+  static constexpr int kLaneKeys = 32 / kRowVectors;
 
   // Shared memory, from the start: Q, K stages, V stages, a word for each consumer, barriers.
   static constexpr int kKeyStart = kRows * kDim * 2;
   static constexpr int kValueStart = kKeyStart + kKeyStages * kTileBytes;
   static constexpr int kSumStart = kValueStart + kValueStages * kTileBytes;
-  static constexpr int kBarrierStart = kSumStart + kConsumers * kGroupThreads * 4;
+  static constexpr int kBarrierStart = kSumStart + kConsumers * kWarpgroupThreads * 4;
   static constexpr int kSharedBytes = kBarrierStart + 2 * (kKeyStages + kValueStages) * 8;
 
   // A place in a ring of stages, and how often the ring has been gone around, in its lowest bit.
   // kFirst: the number of the ring's first stage among all.
   template <int kStages, int kFirst>
-  struct Place {
+  struct PipelineState {
     static constexpr int kFirstStage = kFirst;
     int stage = 0;
-    uint32_t round = 0;
+    uint32_t phase = 0;
     __device__ void Advance() {
       if (++stage == kStages) {
         stage = 0;
-        round ^= 1;
+        phase ^= 1;
       }
     }
   };
-  using KeyPlace = Place<kKeyStages, 0>;
-  using ValuePlace = Place<kValueStages, kKeyStages>;
+  using KeyState = PipelineState<kKeyStages, 0>;
+  using ValueState = PipelineState<kValueStages, kKeyStages>;
 
-  using Schedule = PrefillSchedule<kThreads, kRows>;
-  static_assert(sizeof(typename Schedule::Storage) <= kSumStart);
-  static_assert(kDim % 64 == 0 && kChunks <= 32 && kWarpKeys <= 32 && kSharedBytes <= 227 * 1024);
+  using Scheduler = SingleTileScheduler<kThreads, kRows>;
+  static_assert(sizeof(typename Scheduler::Storage) <= kSumStart);
+  static_assert(kDim % 64 == 0 && kRowVectors <= 32 && kWarpKeys <= 32 && kSharedBytes <= 227 * 1024);
 
   // Registers of a thread, in place of the 168 that the launch gives each; together no more than an SM has.
   static constexpr int kProducerRegisters = 56;
@@ -80,37 +80,37 @@ struct PrefillWgmma {
   const PagedAttentionParams& params;
   char* const shared;  // aligned to 1024 bytes
   const uint32_t shared_address;
-  const int thread = static_cast<int>(threadIdx.x) % kGroupThreads;  // in the warpgroup
+  const int thread = static_cast<int>(threadIdx.x) % kWarpgroupThreads;  // in the warpgroup
 
-  __device__ PrefillWgmma(const PagedAttentionParams& params, char* shared)
+  __device__ CpAsyncKernelImpl(const PagedAttentionParams& params, char* shared)
       : params(params), shared(shared), shared_address(SharedAddress(shared)) {}
 
   // A stage's barriers: one for full, one for free.
-  template <typename AnyPlace>
-  __device__ uint32_t Full(AnyPlace place) const {
-    return shared_address + kBarrierStart + (AnyPlace::kFirstStage + place.stage) * 16;
+  template <typename State>
+  __device__ uint32_t Full(State place) const {
+    return shared_address + kBarrierStart + (State::kFirstStage + place.stage) * 16;
   }
-  template <typename AnyPlace>
-  __device__ uint32_t Free(AnyPlace place) const {
+  template <typename State>
+  __device__ uint32_t Empty(State place) const {
     return Full(place) + 8;
   }
   // Byte offset of a chunk of a row, in slabs of `slab` bytes.
-  static __device__ int ChunkOffset(int slab, int row, int chunk) {
+  static __device__ int SwizzledOffset(int slab, int row, int chunk) {
     return chunk / 8 * slab + row * 128 + ((chunk ^ row) & 7) * 16;
   }
 
-  __device__ void Run(const PrefillTile& tile, const PrefillRows& rows) {
+  __device__ void Run(const WorkTile& tile, const TileRows<>& rows) {
 #if XLA_GPU_HAS_WGMMA
     if (threadIdx.x == 0) {
       for (int stage = 0; stage < kKeyStages + kValueStages; ++stage) {
         const uint32_t barrier = shared_address + kBarrierStart + stage * 16;
-        InitBarrier(barrier, kGroupThreads);
+        InitBarrier(barrier, kWarpgroupThreads);
         InitBarrier(barrier + 8, kConsumers * 4);  // one arrival for each warp
       }
     }
     __syncthreads();
     // The same in all lanes of a warp, and known to the compiler to be.
-    const int group = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / kGroupThreads, 0);
+    const int group = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / kWarpgroupThreads, 0);
     const int first_tile = rows.key_begin / kKeys;
     const int last_tile = (rows.key_end + kKeys - 1) / kKeys - 1;
     if (group == 0) {
@@ -131,44 +131,44 @@ struct PrefillWgmma {
     uint32_t read;   // bit i: key i is seen by a row of this block, and its page exists
   };
 
-  __device__ void Produce(const PrefillRows& rows, int first_tile, int last_tile) {
+  __device__ void Produce(const TileRows<>& rows, int first_tile, int last_tile) {
     if (last_tile < first_tile) return;
-    const char* const key_cache = HeadStart(params, params.k_cache, rows.kv_head) + thread % kChunks * 16;
-    const char* const value_cache = HeadStart(params, params.v_cache, rows.kv_head) + thread % kChunks * 16;
+    const char* const key_cache = HeadStart(params, params.k_cache, rows.kv_head) + thread % kRowVectors * 16;
+    const char* const value_cache = HeadStart(params, params.v_cache, rows.kv_head) + thread % kRowVectors * 16;
     LoadQuery(rows);
     KeyRows before{}, now, next = LookUp(rows, last_tile);
-    KeyPlace key_place;
-    ValuePlace value_place;
+    KeyState key_state;
+    ValueState value_state;
     // K of a tile, then V of the one before: the order in which they are used.
     for (int tile = last_tile; tile >= first_tile; --tile) {
       now = next;
       // The next page number arrives while this tile's copies are under way.
       next = LookUp(rows, tile - 1);
-      LoadTile(key_cache, kKeyStart, now, &key_place);
-      if (tile != last_tile) LoadTile(value_cache, kValueStart, before, &value_place);
+      LoadTile(key_cache, kKeyStart, now, &key_state);
+      if (tile != last_tile) LoadTile(value_cache, kValueStart, before, &value_state);
       before = now;
     }
-    LoadTile(value_cache, kValueStart, before, &value_place);
+    LoadTile(value_cache, kValueStart, before, &value_state);
     // A thread must not end before its copies.
     CommitAsync();
     WaitAsync<0>();
   }
 
   // Travels with the first tile of K.
-  __device__ void LoadQuery(const PrefillRows& rows) const {
+  __device__ void LoadQuery(const TileRows<>& rows) const {
     const T* const query = static_cast<const T*>(params.query);
 #pragma unroll 2
-    for (int i = thread; i < kRows * kChunks; i += kGroupThreads) {
-      const int row = i / kChunks;
-      const int chunk = i % kChunks;
+    for (int i = thread; i < kRows * kRowVectors; i += kWarpgroupThreads) {
+      const int row = i / kRowVectors;
+      const int chunk = i % kRowVectors;
       const bool valid = row < rows.count && chunk * 8 < params.head_dim;
       const T* source = valid ? query + rows.HeadRow(row) * params.head_dim + chunk * 8 : query;
-      CopyAsync16(shared_address + ChunkOffset(kQuerySlab, row, chunk), source, valid);
+      CopyAsync16(shared_address + SwizzledOffset(kQueryColumnBytes, row, chunk), source, valid);
     }
   }
 
   // Keys that are not read become zeros in shared memory, so that nothing which lies in unused slots takes part.
-  __device__ KeyRows LookUp(const PrefillRows& rows, int tile) const {
+  __device__ KeyRows LookUp(const TileRows<>& rows, int tile) const {
     const int lane = thread % 32;
     const int position = tile * kKeys + thread / 32 * kWarpKeys + lane;
     int64_t offset = -1;
@@ -180,25 +180,26 @@ struct PrefillWgmma {
 
   // Starts the copy of a tile to the ring at `start`, as soon as there is room. `cache`: this lane's chunk of the kv
   // head's element (0, 0, head, 0).
-  template <typename AnyPlace>
-  __device__ void LoadTile(const char* cache, int start, const KeyRows& keys, AnyPlace* place) const {
-    WaitBarrier(Free(*place), place->round ^ 1);
+  template <typename State>
+  __device__ void LoadTile(const char* cache, int start, const KeyRows& keys, State* place) const {
+    WaitBarrier(Empty(*place), place->phase ^ 1);
     constexpr uint32_t kAll = kWarpKeys == 32 ? ~0u : (1u << kWarpKeys % 32) - 1;
     if (keys.read == kAll && params.head_dim == kDim) {
       CopyTile</*kWhole=*/true>(cache, start + place->stage * kTileBytes, keys);
     } else {
       CopyTile</*kWhole=*/false>(cache, start + place->stage * kTileBytes, keys);
     }
-    ArriveAfterCopies(Full(*place));
+    ArriveOnCpAsync(Full(*place));
     place->Advance();
   }
 
   template <bool kWhole>
   __device__ void CopyTile(const char* cache, int start, const KeyRows& keys) const {
-    const int row = thread % 32 / kChunks;  // of the first kLaneKeys
-    const int chunk = thread % kChunks;
+    const int row = thread % 32 / kRowVectors;  // of the first kLaneKeys
+    const int chunk = thread % kRowVectors;
     const bool in_row = chunk * 8 < params.head_dim;
-    const uint32_t target = shared_address + start + ChunkOffset(kTileSlab, thread / 32 * kWarpKeys + row, chunk);
+    const uint32_t target =
+        shared_address + start + SwizzledOffset(kTileColumnBytes, thread / 32 * kWarpKeys + row, chunk);
     constexpr int kSteps = kWarpKeys / kLaneKeys;
     constexpr int kBatch = 4;
     static_assert(kSteps % kBatch == 0);
@@ -223,79 +224,79 @@ struct PrefillWgmma {
   }
 
   // ---- the warpgroups that compute
-  __device__ void Consume(const PrefillTile& tile, const PrefillRows& rows, int group, int first_tile, int last_tile) {
+  __device__ void Consume(const WorkTile& tile, const TileRows<>& rows, int group, int first_tile, int last_tile) {
     const int warp = thread / 32;
-    const PrefillScores scores(params, rows.kv_head);
-    PrefillSoftmax<1> softmax(group * 64 + warp * 16);
+    const LogitTransform transform(params, rows.kv_head);
+    OnlineSoftmax<1> softmax(group * 64 + warp * 16);
     float o[1][kDimTiles][4] = {};
     const int count = last_tile - first_tile + 1;
-    constexpr int kConsumerThreads = kConsumers * kGroupThreads;
-    const unsigned consumer_thread = threadIdx.x - kGroupThreads;
-    const bool outside =
-        SyncNamedOr(kTurnBarrier, kConsumerThreads, FindsPageOutside(params, tile, consumer_thread, kConsumerThreads));
+    constexpr int kConsumerThreads = kConsumers * kWarpgroupThreads;
+    const unsigned consumer_thread = threadIdx.x - kWarpgroupThreads;
+    const bool invalid_page = NamedBarrierSyncOr(kTurnBarrier, kConsumerThreads,
+                                                 FindsInvalidPage(params, tile, consumer_thread, kConsumerThreads));
     if (count > 0) {
       float s[1][kKeyTiles][4];
       uint32_t p[kKeyTiles / 2][4];
 
-      KeyPlace key_place;
-      ValuePlace value_place;
-      WaitBarrier(Full(key_place), key_place.round);
-      FenceForTensorCores();
-      FenceWgmma();
-      StartScores(group, key_place.stage, s[0]);
-      CommitWgmma();
-      WaitWgmma<0>();
-      ReadAfterWgmma(s[0]);
-      Release(Free(key_place));
-      key_place.Advance();
-      softmax.Update(rows, scores, last_tile * kKeys, s);
+      KeyState key_state;
+      ValueState value_state;
+      WaitBarrier(Full(key_state), key_state.phase);
+      FenceProxyAsync();
+      WgmmaFence();
+      StartScores(group, key_state.stage, s[0]);
+      WgmmaCommit();
+      WgmmaWait<0>();
+      WgmmaFenceOperand(s[0]);
+      Release(Empty(key_state));
+      key_state.Advance();
+      softmax.Update(rows, transform, last_tile * kKeys, s);
       PackProbabilities(s[0], p);
-      if (group == 1 && count > 1) ArriveNamed(kTurnBarrier, kConsumerThreads);
+      if (group == 1 && count > 1) NamedBarrierArrive(kTurnBarrier, kConsumerThreads);
 
       for (int i = 1; i < count; ++i) {
-        WaitBarrier(Full(key_place), key_place.round);
-        WaitBarrier(Full(value_place), value_place.round);
-        FenceForTensorCores();
-        SyncNamed(kTurnBarrier + group, kConsumerThreads);
-        FenceWgmma();
-        StartScores(group, key_place.stage, s[0]);
-        CommitWgmma();
-        StartValues(value_place.stage, p, o[0]);
-        CommitWgmma();
+        WaitBarrier(Full(key_state), key_state.phase);
+        WaitBarrier(Full(value_state), value_state.phase);
+        FenceProxyAsync();
+        NamedBarrierSync(kTurnBarrier + group, kConsumerThreads);
+        WgmmaFence();
+        StartScores(group, key_state.stage, s[0]);
+        WgmmaCommit();
+        StartValues(value_state.stage, p, o[0]);
+        WgmmaCommit();
         // The other group's turn; nobody waits for the very last one.
-        if (group == 0 || i + 1 < count) ArriveNamed(kTurnBarrier + 1 - group, kConsumerThreads);
-        WaitWgmma<1>();
-        ReadAfterWgmma(s[0]);
-        Release(Free(key_place));
-        key_place.Advance();
-        softmax.Update(rows, scores, (last_tile - i) * kKeys, s);
+        if (group == 0 || i + 1 < count) NamedBarrierArrive(kTurnBarrier + 1 - group, kConsumerThreads);
+        WgmmaWait<1>();
+        WgmmaFenceOperand(s[0]);
+        Release(Empty(key_state));
+        key_state.Advance();
+        softmax.Update(rows, transform, (last_tile - i) * kKeys, s);
         // Nobody reads this; but the assembler would put off the exponentials until after the wait, which they are to
         // bridge.
-        softmax.StoreSums(shared + kSumStart + consumer_thread * 4);
-        WaitWgmma<0>();
-        ReadAfterWgmma(o[0]);
-        Release(Free(value_place));
-        value_place.Advance();
+        softmax.StoreRowSums(shared + kSumStart + consumer_thread * 4);
+        WgmmaWait<0>();
+        WgmmaFenceOperand(o[0]);
+        Release(Empty(value_state));
+        value_state.Advance();
         softmax.Rescale(o);
         PackProbabilities(s[0], p);
       }
 
-      WaitBarrier(Full(value_place), value_place.round);
-      FenceForTensorCores();
-      FenceWgmma();
-      StartValues(value_place.stage, p, o[0]);
-      CommitWgmma();
-      WaitWgmma<0>();
-      ReadAfterWgmma(o[0]);
+      WaitBarrier(Full(value_state), value_state.phase);
+      FenceProxyAsync();
+      WgmmaFence();
+      StartValues(value_state.stage, p, o[0]);
+      WgmmaCommit();
+      WgmmaWait<0>();
+      WgmmaFenceOperand(o[0]);
     }
     // Results pass through the place of the group's own query rows, which all its warps have finished with.
-    SyncNamed(kGroupBarrier + group, kGroupThreads);
-    if (outside) {
-      FillTile<T>(rows, params, static_cast<int>(consumer_thread) / 32, kConsumerThreads / 32, CUDART_NAN_F,
-                  CUDART_NAN_F);
+    NamedBarrierSync(kWarpgroupBarrier + group, kWarpgroupThreads);
+    if (invalid_page) {
+      FillTileRows<T>(rows, params, static_cast<int>(consumer_thread) / 32, kConsumerThreads / 32, CUDART_NAN_F,
+                      CUDART_NAN_F);
     } else {
-      softmax.template Finish<T>(params, rows, scores, o,
-                                 [&](int row, int d) { return shared + ChunkOffset(kQuerySlab, row, d); });
+      softmax.template Store<T>(params, rows, transform, o,
+                                [&](int row, int d) { return shared + SwizzledOffset(kQueryColumnBytes, row, d); });
     }
   }
 
@@ -308,8 +309,8 @@ struct PrefillWgmma {
     const uint32_t k = shared_address + kKeyStart + stage * kTileBytes;
 #pragma unroll
     for (int step = 0; step < kDim / 16; ++step) {
-      Wgmma<T>(s, DescribeRows(q + step / 4 * kQuerySlab + step % 4 * 32),
-               DescribeRows(k + step / 4 * kTileSlab + step % 4 * 32), step > 0);
+      WgmmaSS<T>(s, MakeSmemDescKMajor(q + step / 4 * kQueryColumnBytes + step % 4 * 32),
+                 MakeSmemDescKMajor(k + step / 4 * kTileColumnBytes + step % 4 * 32), step > 0);
     }
   }
 
@@ -317,7 +318,7 @@ struct PrefillWgmma {
     const uint32_t v = shared_address + kValueStart + stage * kTileBytes;
 #pragma unroll
     for (int step = 0; step < kKeys / 16; ++step) {
-      WgmmaColumns<T>(o, p[step], DescribeColumns(v + step * 16 * 128, kTileSlab));
+      WgmmaRS<T>(o, p[step], MakeSmemDescMnMajor(v + step * 16 * 128, kTileColumnBytes));
     }
   }
 
@@ -331,19 +332,19 @@ struct PrefillWgmma {
   }
 
   // Named barriers.
-  static constexpr int kTurnBarrier = 1;   // and 2: a consumer's turn to start products
-  static constexpr int kGroupBarrier = 3;  // and 4: the warps of a consumer
+  static constexpr int kTurnBarrier = 1;       // and 2: a consumer's turn to start products
+  static constexpr int kWarpgroupBarrier = 3;  // and 4: the warps of a consumer
 };
 
 template <typename Kernel>
 __global__ void __launch_bounds__(XLA_GPU_HAS_WGMMA ? Kernel::kThreads : 32, 1)
-    PrefillWgmmaKernel(const __grid_constant__ PagedAttentionParams params) {
+    PrefillCpAsyncKernel(const __grid_constant__ PagedAttentionParams params) {
 #if XLA_GPU_HAS_WGMMA
   extern __shared__ __align__(1024) char shared[];
-  RunPrefillTile<Kernel, typename Kernel::Element>(params, shared);
+  RunWorkTile<Kernel, typename Kernel::Element>(params, shared);
 #endif
 }
 
-}  // namespace xla_gpu
+}  // namespace xla_gpu::prefill
 
 #endif  // XLA_GPU_OPS_PAGED_ATTENTION_PREFILL_SM90_CP_ASYNC_CUH_

@@ -13,18 +13,18 @@
 #include "ffi/ops/paged_attention/prefill/persistent_tile_scheduler.cuh"
 #include "ffi/ops/paged_attention/prefill/rows.cuh"
 
-namespace xla_gpu {
+namespace xla_gpu::prefill {
 
-struct PrefillTmaParams {
+struct TmaParams {
   PagedAttentionParams attention;
   FastDivisor group;     // query heads of a kv head
   FastDivisor kv_heads;  // num_kv_heads
   FastDivisor page;      // page_size
   int box_rows;          // divides page_size and the keys of a tile
-  int head_slabs;        // of 64 columns, from one kv head to the next
-  bool query_in_boxes;   // whole tokens make up 64 rows, and q_map is there
-  PrefillSplit split;
-  PrefillPartials partials;
+  int head_atoms;        // of 64 columns, from one kv head to the next
+  bool query_by_tma;     // whole tokens make up 64 rows, and q_map is there
+  SplitKvPolicy split_kv;
+  SplitAccumulators accumulators;
   CUtensorMap k_map;  // in boxes of box_rows slots and head_dim columns
   CUtensorMap v_map;
   CUtensorMap q_map;  // in boxes of the 64 rows of a warpgroup
@@ -34,62 +34,64 @@ struct PrefillTmaParams {
 // in one ring. k…Stages: tiles in the rings of Q, K and V.
 template <typename T, int kDim, int kKeys, int kConsumers, bool kSharedRing, int kQueryStages, int kKeyStages,
           int kValueStages, int kSequences, int kClasses>
-struct PrefillTmaBlock {
+struct TmaTraits {
   using Element = T;
   static constexpr int kHeadDim = kDim;
   static constexpr int kTileKeys = kKeys;
-  static constexpr int kGroups = kConsumers;
-  static constexpr int kGroupThreads = 128;
-  static constexpr int kThreads = (1 + kConsumers) * kGroupThreads;
+  static constexpr int kConsumerWarpgroups = kConsumers;
+  static constexpr int kWarpgroupThreads = 128;
+  static constexpr int kThreads = (1 + kConsumers) * kWarpgroupThreads;
   static constexpr int kRows = kConsumers * 64;
   static constexpr int kKeyTiles = kKeys / 8;
   static constexpr int kDimTiles = kDim / 8;
-  static constexpr int kChunks = kDim / 8;     // 16-byte chunks of a row
-  static constexpr int kSlabs = kDim / 64;     // rows lie in slabs of 64 elements, as the tensor cores read them
-  static constexpr int kQuerySlab = 64 * 128;  // of a warpgroup's rows
-  static constexpr int kQueryGroupBytes = 64 * kDim * 2;
-  static constexpr int kGroupBytes = kSlabs * 1024;  // of 8 keys
+  static constexpr int kRowVectors = kDim / 8;        // 16-byte chunks of a row
+  static constexpr int kAtomsPerRow = kDim / 64;      // rows lie in slabs of 64 elements, as the tensor cores read them
+  static constexpr int kQueryColumnBytes = 64 * 128;  // of a warpgroup's rows
+  static constexpr int kQueryWarpgroupBytes = 64 * kDim * 2;
+  static constexpr int kAtomRowBytes = kAtomsPerRow * 1024;  // of 8 keys
   static constexpr int kQueryBytes = kRows * kDim * 2;
   static constexpr int kTileBytes = kKeys * kDim * 2;
-  static constexpr int kSlots = kDim == 256 ? 2 : 4;  // tiles of rows that are known at a time
+  static constexpr int kTileStages = kDim == 256 ? 2 : 4;  // tiles of rows that are known at a time
 
-  using Plan = PrefillPlan<kThreads, kRows, kSequences, kClasses>;
-  using WarpPlan = PrefillWarpPlan<kRows>;
-  using Rows = PrefillRowsBy<FastDivisor>;
+  using Scheduler = PersistentTileScheduler<kThreads, kRows, kSequences, kClasses>;
+  using WarpScheduler = PersistentWarpTileScheduler<kRows>;
+  using Rows = TileRows<FastDivisor>;
 
   // Tiles of keys of a warpgroup's rows: those that some row sees, and those that all rows see whole.
-  struct GroupTiles {
+  struct WarpgroupTiles {
     int first, last;
     int whole_first, whole_last;
   };
 
   // A tile of rows, as the scheduling warp describes it to the others.
-  struct alignas(8) Slot {
+  struct alignas(8) TileStage {
     Rows rows;
-    GroupTiles groups[kConsumers];
+    WarpgroupTiles groups[kConsumers];
     int first_tile, last_tile;  // of keys
     int tiles;                  // of keys; 0: there are no more tiles of rows
-    bool outside;               // some page of the sequence lies outside the cache
-    PrefillPartMode mode;       // of a part of the tile's keys; else 0
-    int64_t partials;           // where its results lie in the scratch: a row
+    bool invalid_page;          // some page of the sequence lies invalid_page the cache
+    SplitMode mode;             // of a part of the tile's keys; else 0
+    int64_t accumulators;       // where its results lie in the scratch: a row
   };
 
-  // Shared memory, from the start: Q stages, K stages, V stages, a word for each consumer, slots, plan, barriers.
+  // Shared memory, from the start: Q stages, K stages, V stages, a word for each consumer, slots, scheduler, barriers.
   static constexpr int kKeyStart = kQueryStages * kQueryBytes;
   static constexpr int kValueStart = kKeyStart + (kSharedRing ? 0 : kKeyStages * kTileBytes);
   static constexpr int kSumStart = kKeyStart + (kKeyStages + kValueStages) * kTileBytes;
-  static constexpr int kSlotStart = kSumStart + 8;
-  static constexpr int kPlanStart = (kSlotStart + kSlots * static_cast<int>(sizeof(Slot)) + 15) / 16 * 16;
-  static constexpr int kBarrierStart = (kPlanStart + static_cast<int>(sizeof(typename Plan::Storage)) + 7) / 8 * 8;
+  static constexpr int kTileStageStart = kSumStart + 8;
+  static constexpr int kSchedulerStart =
+      (kTileStageStart + kTileStages * static_cast<int>(sizeof(TileStage)) + 15) / 16 * 16;
+  static constexpr int kBarrierStart =
+      (kSchedulerStart + static_cast<int>(sizeof(typename Scheduler::Storage)) + 7) / 8 * 8;
   // Rings of stages, each with a barrier for full and one for free.
   static constexpr int kQueryRing = 0;
   static constexpr int kKeyRing = kQueryRing + kQueryStages * kConsumers;  // Q: for each warpgroup's rows
   static constexpr int kValueRing = kKeyRing + (kSharedRing ? 0 : kKeyStages);
-  static constexpr int kSlotRing = kKeyRing + kKeyStages + kValueStages;
-  static constexpr int kCheckRing = kSlotRing + kSlots;  // full: `outside` of the slot is known
-  static constexpr int kSingle = kCheckRing + kSlots;    // for the warp that copies, alone
+  static constexpr int kTileRing = kKeyRing + kKeyStages + kValueStages;
+  static constexpr int kCheckRing = kTileRing + kTileStages;  // full: `invalid_page` of the slot is known
+  static constexpr int kSingle = kCheckRing + kTileStages;    // for the warp that copies, alone
   static constexpr int kSharedBytes = kBarrierStart + (kSingle + 1) * 16;
-  static_assert(alignof(Slot) <= 8 && kSlotStart % 8 == 0 && sizeof(Slot) % 8 == 0);
+  static_assert(alignof(TileStage) <= 8 && kTileStageStart % 8 == 0 && sizeof(TileStage) % 8 == 0);
   static_assert(kDim % 64 == 0 && kKeys % 16 == 0 && kKeys <= 256 && kSharedBytes <= 227 * 1024);
 
   // The threads whose share of an SM's registers a thread gets. Small blocks take no more than they need, so that
@@ -101,14 +103,14 @@ struct PrefillTmaBlock {
 
   // A place in a ring, and how often the ring has been gone around, in its lowest bit.
   template <int kStages, int kRing, int kStart = 0, int kStep = 1>
-  struct Place {
+  struct PipelineState {
     int stage = kStart;
-    uint32_t round = 0;
+    uint32_t phase = 0;
     __device__ void Advance() {
       stage += kStep;
       if (stage >= kStages) {
         stage -= kStages;
-        round ^= 1;
+        phase ^= 1;
       }
     }
     __device__ uint32_t Barrier(uint32_t barriers) const { return barriers + (kRing + stage) * 16; }
@@ -116,39 +118,41 @@ struct PrefillTmaBlock {
       return barriers + (kRing + stage * parts + part) * 16;
     }
   };
-  using QueryPlace = Place<kQueryStages, kQueryRing>;
-  using KeyPlace =
-      std::conditional_t<kSharedRing, Place<kKeyStages + kValueStages, kKeyRing, 0, 2>, Place<kKeyStages, kKeyRing>>;
-  using ValuePlace = std::conditional_t<kSharedRing, Place<kKeyStages + kValueStages, kKeyRing, 1, 2>,
-                                        Place<kValueStages, kValueRing>>;
-  using SlotPlace = Place<kSlots, kSlotRing>;
+  using QueryState = PipelineState<kQueryStages, kQueryRing>;
+  using KeyState = std::conditional_t<kSharedRing, PipelineState<kKeyStages + kValueStages, kKeyRing, 0, 2>,
+                                      PipelineState<kKeyStages, kKeyRing>>;
+  using ValueState = std::conditional_t<kSharedRing, PipelineState<kKeyStages + kValueStages, kKeyRing, 1, 2>,
+                                        PipelineState<kValueStages, kValueRing>>;
+  using TileState = PipelineState<kTileStages, kTileRing>;
 
-  const PrefillTmaParams& tma;
+  const TmaParams& tma;
   const PagedAttentionParams& params;
   char* const shared;  // aligned to 1024 bytes
   const uint32_t shared_address;
-  const int thread = static_cast<int>(threadIdx.x) % kGroupThreads;  // in the warpgroup
+  const int thread = static_cast<int>(threadIdx.x) % kWarpgroupThreads;  // in the warpgroup
   const int lane = static_cast<int>(threadIdx.x) % 32;
 
-  __device__ PrefillTmaBlock(const PrefillTmaParams& tma, char* shared)
+  __device__ TmaTraits(const TmaParams& tma, char* shared)
       : tma(tma), params(tma.attention), shared(shared), shared_address(SharedAddress(shared)) {}
 
-  template <typename AnyPlace>
-  __device__ uint32_t Full(AnyPlace place) const {
+  template <typename State>
+  __device__ uint32_t Full(State place) const {
     return place.Barrier(shared_address + kBarrierStart);
   }
-  template <typename AnyPlace>
-  __device__ uint32_t Free(AnyPlace place) const {
+  template <typename State>
+  __device__ uint32_t Empty(State place) const {
     return Full(place) + 8;
   }
-  __device__ uint32_t FullQuery(QueryPlace place, int group) const {
+  __device__ uint32_t FullQuery(QueryState place, int group) const {
     return place.Barrier(shared_address + kBarrierStart, group, kConsumers);
   }
-  __device__ uint32_t Checked(SlotPlace place) const { return Full(place) + kSlots * 16; }
+  __device__ uint32_t Checked(TileState place) const { return Full(place) + kTileStages * 16; }
   __device__ uint32_t Single() const { return shared_address + kBarrierStart + kSingle * 16; }
-  __device__ Slot& At(SlotPlace place) const { return reinterpret_cast<Slot*>(shared + kSlotStart)[place.stage]; }
+  __device__ TileStage& At(TileState place) const {
+    return reinterpret_cast<TileStage*>(shared + kTileStageStart)[place.stage];
+  }
   // Byte offset of a chunk of a row, in slabs of `slab` bytes.
-  static __device__ int ChunkOffset(int slab, int row, int chunk) {
+  static __device__ int SwizzledOffset(int slab, int row, int chunk) {
     return chunk / 8 * slab + row * 128 + ((chunk ^ row) & 7) * 16;
   }
   // Lets go of a stage or slot, for this warp.
@@ -158,6 +162,6 @@ struct PrefillTmaBlock {
   }
 };
 
-}  // namespace xla_gpu
+}  // namespace xla_gpu::prefill
 
 #endif  // XLA_GPU_OPS_PAGED_ATTENTION_PREFILL_SM90_TMA_TRAITS_CUH_

@@ -1,7 +1,8 @@
-// Few rows behind a long context: their keys are split into parts, which several blocks of the sm_90a prefill kernel
-// sum up and a second kernel puts together. The parts follow from the sequence and from what is the same for all
-// sequences of an operator, so that neighbours change no bits: where the scratch has no room for as many parts, one
-// block sums them up one after the other and puts them together in the same way.
+// Split-KV for prefill: few query rows behind a long context are too few work tiles to fill the GPU, so their keys are
+// split. A cross-CTA split has one CTA of the sm_90a kernel per KV split; a combine kernel merges their results. How a
+// sequence is split follows from the sequence and from what all sequences of a call share, so its bits do not depend on
+// its neighbours: where the workspace has no room for a cross-CTA split, one CTA takes the KV splits one after the
+// other and merges them in the same order.
 #ifndef XLA_GPU_OPS_PAGED_ATTENTION_PREFILL_SPLIT_KV_H_
 #define XLA_GPU_OPS_PAGED_ATTENTION_PREFILL_SPLIT_KV_H_
 
@@ -17,90 +18,97 @@
 #define XLA_GPU_HOST_DEVICE
 #endif
 
-namespace xla_gpu {
+namespace xla_gpu::prefill {
 
-// Of a sequence's keys.
-struct PrefillParts {
+// The KV splits of one sequence.
+struct KvSplits {
   int count;
-  int tiles;  // of keys in a part; the last part may have fewer
+  int tiles;  // key tiles of a split; the last split may have fewer
 };
 
 // How sequences are split.
-struct PrefillSplit {
-  static constexpr int kMaxRows = 128;  // of a sequence, in tokens
-  static constexpr int kMaxParts = 32;  // of a sequence
-  static constexpr int kMinTiles = 16;  // of keys in a part
-  static constexpr int kEnough = 128;   // parts of all kv heads and tiles of rows that are wanted
+struct SplitKvPolicy {
+  static constexpr int kMaxTokens = 128;        // new tokens of a sequence that is split
+  static constexpr int kMaxSplits = 32;         // KV splits of a sequence
+  static constexpr int kMinTilesPerSplit = 16;  // key tiles
+  static constexpr int kTargetWorkTiles = 128;  // work tiles of a sequence over all kv heads and KV splits
+  static constexpr int kWorkTileRows = 64;      // rows of a work tile, as kTargetWorkTiles counts them
 
-  // Keys of a tile.
+  // Keys of a key tile.
   static constexpr int TileKeys(int64_t head_dim) { return head_dim == 64 ? 128 : head_dim == 128 ? 112 : 80; }
 
-  bool on;        // whether there may be sequences that are split
-  int max_apart;  // parts of a sequence that different blocks may sum up; 0: always one block
-  int window;     // as the operator's, 0: none
-  int group;
+  bool enabled;       // false: no sequence of the call is split
+  int max_cross_cta;  // KV splits of a sequence that may have CTAs of their own; 0: never
+  int window;         // sliding window in keys, 0: none
+  int group;          // query heads of a kv head
   int kv_heads;
-  int keys;  // of a tile
+  int tile_keys;  // keys of a key tile
 
-  XLA_GPU_HOST_DEVICE PrefillParts Of(int q_len, int context_len) const {
-    if (!on || q_len > kMaxRows || q_len <= kMaxDecodeRows || (window > 0 && window < context_len)) return {1, 0};
-    const int tiles = (context_len + keys - 1) / keys;
-    if (tiles < 2 * kMinTiles) return {1, 0};
-    const int row_tiles = (q_len * group + 63) / 64;
-    int count = kEnough / (row_tiles * kv_heads);
-    if (count > kMaxParts) count = kMaxParts;
-    if (count > tiles / kMinTiles) count = tiles / kMinTiles;
+  XLA_GPU_HOST_DEVICE KvSplits Of(int q_len, int context_len) const {
+    if (!enabled || q_len > kMaxTokens || q_len <= kMaxDecodeRows || (window > 0 && window < context_len)) {
+      return {1, 0};
+    }
+    const int tiles = (context_len + tile_keys - 1) / tile_keys;
+    if (tiles < 2 * kMinTilesPerSplit) return {1, 0};
+    const int row_tiles = (q_len * group + kWorkTileRows - 1) / kWorkTileRows;
+    int count = kTargetWorkTiles / (row_tiles * kv_heads);
+    if (count > kMaxSplits) count = kMaxSplits;
+    if (count > tiles / kMinTilesPerSplit) count = tiles / kMinTilesPerSplit;
     if (count < 2) return {1, 0};
-    const int part = (tiles + count - 1) / count;
-    return {(tiles + part - 1) / part, part};
+    const int tiles_per_split = (tiles + count - 1) / count;
+    return {(tiles + tiles_per_split - 1) / tiles_per_split, tiles_per_split};
   }
-  // The parts of a sequence that are tasks of their own.
-  XLA_GPU_HOST_DEVICE int Apart(const PrefillParts& parts) const { return parts.count > max_apart ? 1 : parts.count; }
+  // The KV splits of a sequence that are work tiles of their own; 1 where one CTA takes them all.
+  XLA_GPU_HOST_DEVICE int CrossCta(const KvSplits& splits) const {
+    return splits.count > max_cross_cta ? 1 : splits.count;
+  }
 };
 
-// Partial results in the scratch: rows of head_dim float32, and for each the largest score and the sum. Those of
-// (part, row of out as [num_tokens * num_heads, head_dim]), then a row for each row of each block's tile.
-struct PrefillScratch {
-  static constexpr int64_t kBytesForParts = int64_t{64} << 20;
-  static constexpr int64_t kMaxBlocks = 152;  // more are not launched
+// The split accumulators' layout in the workspace. A row is head_dim float32 of unscaled output and a pair (largest
+// score, sum). First come the rows of cross-CTA splits, [split][num_tokens * num_heads]; then, for every CTA, the rows
+// of one work tile, in which it accumulates the splits that it takes one after the other.
+struct SplitAccumulatorLayout {
+  static constexpr int64_t kMaxCrossCtaBytes = int64_t{64} << 20;
+  static constexpr int64_t kMaxCtas = 152;  // in x; no more are launched
   static constexpr int64_t kMaxTileRows = 192;
-  // For which one set of blocks is launched.
-  static constexpr int64_t BlockSequences(int64_t head_dim) {
+  // Sequences that one row of the grid plans.
+  static constexpr int64_t SequencesPerGridRow(int64_t head_dim) {
     return head_dim == 64 ? 1024 : head_dim == 128 ? 512 : 128;
   }
 
-  bool splits;    // whether any sequence may be split
-  int max_apart;  // see PrefillSplit
-  int64_t rows;   // of a part
-  int64_t all_rows;
+  bool enabled;            // whether any sequence may be split
+  int max_cross_cta;       // as SplitKvPolicy's
+  int64_t rows_per_split;  // num_tokens * num_heads
+  int64_t total_rows;      // of both kinds
 
-  static PrefillScratch Of(const PagedAttentionParams& shapes) {
-    PrefillScratch scratch{false, 0, shapes.num_tokens * shapes.num_heads, 0};
+  static SplitAccumulatorLayout Of(const PagedAttentionParams& shapes) {
+    SplitAccumulatorLayout layout{false, 0, shapes.num_tokens * shapes.num_heads, 0};
     const int64_t dim = shapes.head_dim;
-    const bool splits =
+    using Policy = SplitKvPolicy;
+    const bool enabled =
         shapes.dtype != DType::kF32 && shapes.num_kv_heads > 0 && (dim == 64 || dim == 128 || dim == 256) &&
         shapes.page_size % 8 == 0 && shapes.num_tokens > kMaxDecodeRows &&
-        shapes.num_kv_heads * 2 <= PrefillSplit::kEnough &&
-        shapes.pages_per_seq * shapes.page_size > (2 * PrefillSplit::kMinTiles - 1) * PrefillSplit::TileKeys(dim);
-    if (!splits) return scratch;
-    scratch.splits = true;
-    const int64_t wanted = std::min<int64_t>(PrefillSplit::kMaxParts, PrefillSplit::kEnough / shapes.num_kv_heads);
-    // With tiles enough for all SMs parts would only cost the time to write them, and to put them together.
-    const bool enough = scratch.rows >= PrefillSplit::kEnough * 64;
-    const int64_t room = enough ? 0 : kBytesForParts / (scratch.rows * RowBytes(dim));
-    scratch.max_apart = room < 2 ? 0 : static_cast<int>(std::min(wanted, room));
-    scratch.all_rows = scratch.max_apart * scratch.rows;
-    const int64_t sequences = BlockSequences(dim);
-    if (scratch.max_apart < wanted) {
-      scratch.all_rows +=
-          kMaxBlocks * kMaxTileRows * std::max<int64_t>(1, (shapes.max_seqs + sequences - 1) / sequences);
+        shapes.num_kv_heads * 2 <= Policy::kTargetWorkTiles &&
+        shapes.pages_per_seq * shapes.page_size > (2 * Policy::kMinTilesPerSplit - 1) * Policy::TileKeys(dim);
+    if (!enabled) return layout;
+    layout.enabled = true;
+    const int64_t wanted = std::min<int64_t>(Policy::kMaxSplits, Policy::kTargetWorkTiles / shapes.num_kv_heads);
+    // With work tiles enough for all SMs, a cross-CTA split only adds the writes and the combine kernel.
+    const bool enough = layout.rows_per_split >= Policy::kTargetWorkTiles * Policy::kWorkTileRows;
+    const int64_t room = enough ? 0 : kMaxCrossCtaBytes / (layout.rows_per_split * RowBytes(dim));
+    layout.max_cross_cta = room < 2 ? 0 : static_cast<int>(std::min(wanted, room));
+    layout.total_rows = layout.max_cross_cta * layout.rows_per_split;
+    const int64_t sequences = SequencesPerGridRow(dim);
+    if (layout.max_cross_cta < wanted) {
+      layout.total_rows +=
+          kMaxCtas * kMaxTileRows * std::max<int64_t>(1, (shapes.max_seqs + sequences - 1) / sequences);
     }
-    return scratch;
+    return layout;
   }
   static int64_t RowBytes(int64_t dim) { return (dim + 2) * int64_t{sizeof(float)}; }
-  int64_t Bytes(int64_t dim) const { return all_rows * RowBytes(dim); }
+  int64_t Bytes(int64_t dim) const { return total_rows * RowBytes(dim); }
 };
 
-}  // namespace xla_gpu
+}  // namespace xla_gpu::prefill
 
 #endif  // XLA_GPU_OPS_PAGED_ATTENTION_PREFILL_SPLIT_KV_H_

@@ -1,5 +1,5 @@
-// Which tile of query rows a block of the prefill kernels works on. Planned on the device: each block finds its tiles
-// from the metadata alone, so that the launch depends on shapes only.
+// Work tiles of the prefill kernels, and the single-tile scheduler. Scheduling is planned on the device: each CTA finds
+// its work tiles from the metadata alone, so that the launch depends on shapes only.
 #ifndef XLA_GPU_OPS_PAGED_ATTENTION_PREFILL_TILE_SCHEDULER_CUH_
 #define XLA_GPU_OPS_PAGED_ATTENTION_PREFILL_TILE_SCHEDULER_CUH_
 
@@ -11,11 +11,11 @@
 #include "ffi/ops/paged_attention/prefill/split_kv.h"
 #include "ffi/ops/paged_attention/sequence_metadata.cuh"
 
-namespace xla_gpu {
+namespace xla_gpu::prefill {
 
-// The query heads of one kv head share a pass over K and V: their rows of one sequence are counted together, packed row
-// r being token r / group of the sequence and head r % group of the kv head. A tile is kRows consecutive packed rows.
-struct PrefillTile {
+// The query heads of one kv head share a pass over K and V (GQA packing): packed row r of a sequence is token r / group
+// and query head r % group of the kv head. A work tile is kRows consecutive packed rows, or one KV split of them.
+struct WorkTile {
   int seq;
   int q_begin;  // row of `query` where the sequence begins
   int q_len;
@@ -23,28 +23,29 @@ struct PrefillTile {
   bool valid;  // false: the rows become NaN
   int index;   // the tile covers packed rows [index * kRows, (index + 1) * kRows) of the sequence
   int kv_head;
-  int part;  // of the keys, where these are split among blocks
+  int split;  // KV split, where these are work tiles of their own (cross-CTA split); else 0
 };
 
 // A sequence with more rows than the decode path takes.
-struct PrefillPrompt {
+struct Prompt {
   int seq;
   int q_begin;
   int q_len;
-  int context_len;  // -1 where it is wrong
-  int parts;        // of the keys, for each of which its tiles are counted again
-  int part_keys;    // where there are several
+  int context_len;  // -1 where it is out of range
+  int splits;       // KV splits that are work tiles of their own; its row tiles are counted once for each
+  int split_keys;   // keys of a split, where there are several
 
-  // What stands for the position after the last row's; at least q_len, so that all tiles end at positive positions.
-  __device__ int End() const { return parts > 1 ? part_keys : max(context_len, q_len); }
+  // One past the position of the last row, or what stands for it; at least q_len, so that all tiles end at positive
+  // positions.
+  __device__ int End() const { return splits > 1 ? split_keys : max(context_len, q_len); }
 
-  __device__ PrefillTile Tile(unsigned index, unsigned kv_head) const {
+  __device__ WorkTile Tile(unsigned index, unsigned kv_head) const {
     const bool valid = context_len >= 0;
-    unsigned part = 0;
-    if (parts > 1) {
-      const unsigned whole = index / parts;
-      part = index - whole * parts;
-      index = whole;
+    unsigned split = 0;
+    if (splits > 1) {
+      const unsigned row_tile = index / splits;
+      split = index - row_tile * splits;
+      index = row_tile;
     }
     return {seq,
             q_begin,
@@ -53,43 +54,44 @@ struct PrefillPrompt {
             valid,
             static_cast<int>(index),
             static_cast<int>(kv_head),
-            static_cast<int>(part)};
+            static_cast<int>(split)};
   }
 };
 
-// How a list finds out about parts of keys: as PrefillSplit says, or not at all.
-struct SplitPrompts {
-  const PrefillSplit& split;
-  __device__ void operator()(PrefillPrompt* prompt) const {
-    const PrefillParts parts = split.Of(prompt->q_len, prompt->context_len);
-    prompt->parts = split.Apart(parts);
-    prompt->part_keys = parts.tiles * split.keys;
+// How a PromptList learns of KV splits: from a SplitKvPolicy, or not at all.
+struct SplitPromptKv {
+  const SplitKvPolicy& policy;
+  __device__ void operator()(Prompt* prompt) const {
+    const KvSplits splits = policy.Of(prompt->q_len, prompt->context_len);
+    prompt->splits = policy.CrossCta(splits);
+    prompt->split_keys = splits.tiles * policy.tile_keys;
   }
 };
-struct KeepPrompts {
-  __device__ void operator()(PrefillPrompt* /*prompt*/) const {}
+struct WholePromptKv {
+  __device__ void operator()(Prompt* /*prompt*/) const {}
 };
 
-// How many tiles a prompt has, and where they end: one past the position of the last row.
+// How many work tiles a prompt has, and where they end: one past the position of a tile's last row.
 template <int kRows>
-struct PrefillTiles {
+struct PromptTiles {
   unsigned group;
 
-  __device__ unsigned Count(const PrefillPrompt& prompt) const {
-    return (static_cast<unsigned>(prompt.q_len) * group + kRows - 1) / kRows * prompt.parts;
+  __device__ unsigned Count(const Prompt& prompt) const {
+    return (static_cast<unsigned>(prompt.q_len) * group + kRows - 1) / kRows * prompt.splits;
   }
 
   // The first tile that ends at `end` or later.
-  __device__ unsigned FirstEndingAt(const PrefillPrompt& prompt, int end) const {
-    if (prompt.parts > 1) return end > prompt.part_keys ? Count(prompt) : 0;
+  __device__ unsigned FirstEndingAt(const Prompt& prompt, int end) const {
+    if (prompt.splits > 1) return end > prompt.split_keys ? Count(prompt) : 0;
     const int tokens = end - (prompt.End() - prompt.q_len);
     if (tokens > prompt.q_len) return Count(prompt);
     return tokens <= 1 ? 0 : static_cast<unsigned>(tokens - 1) * group / kRows;
   }
 };
 
-// By a warp, each lane of which has the tiles [first, last) of a prompt: in which lane, and which of its tiles, number
-// `left` is; false, and `left` less all of these, if it is none of them. The last of a lane's tiles come first.
+// By a warp, each lane of which has the tiles [first, last) of a prompt. Finds tile number `*left` of all of them: its
+// lane in `*owner` and its index in `*index`. If there are not as many, returns false and takes them off `*left`. The
+// last tile of a lane comes first.
 __device__ inline bool FindAmongLanes(unsigned first, unsigned last, unsigned* left, int* owner, unsigned* index) {
   const int lane = static_cast<int>(threadIdx.x) % 32;
   unsigned sum = last - first;
@@ -108,11 +110,11 @@ __device__ inline bool FindAmongLanes(unsigned first, unsigned last, unsigned* l
   return true;
 }
 
-// Prompts, listed by the threads of a block together, and their tiles in the order of the last key that a tile sees,
-// latest first: a tile's time grows with it. The order is by classes of equal width in key positions; it decides when a
-// tile is done, never what it computes.
+// Prompts, listed by the threads of a CTA together, and their work tiles in the order of the last key that a tile sees,
+// latest first: a tile's time grows with it, and longest-first balances the load. The order is by classes of equal
+// width in key positions. It decides when a tile is computed, never what it computes.
 template <int kThreads, int kRows, int kCapacity, int kClasses, typename Split>
-class PrefillList {
+class PromptList {
  public:
   struct Storage {
     int4 prompts[kCapacity];         // seq, q_begin, q_len, context_len
@@ -121,10 +123,10 @@ class PrefillList {
     int max_end;
   };
 
-  __device__ PrefillList(const PagedAttentionParams& params, unsigned group, Split split, Storage& storage)
-      : params_(params), split_(split), storage_(storage), tiles_{group} {}
+  __device__ PromptList(const PagedAttentionParams& params, unsigned group, Split split_kv, Storage& storage)
+      : params_(params), split_kv_(split_kv), storage_(storage), tiles_{group} {}
 
-  // Empties the list. The next barrier of the block is to come before Collect.
+  // Empties the list. A barrier of the CTA must follow before Collect.
   __device__ void Clear() {
     count_ = 0;
     if (threadIdx.x == 0) storage_.max_end = 1;
@@ -133,15 +135,15 @@ class PrefillList {
   // Whether kThreads more sequences fit.
   __device__ bool HasRoom() const { return count_ + kThreads <= kCapacity; }
 
-  // Lists those of the sequences [base, base + kThreads) and below `last` that have more rows than the decode path
+  // Lists the prompts among the sequences [base, min(base + kThreads, last)): those with more rows than the decode path
   // takes. `in_order` is what QueryStartsInOrder returned.
   __device__ void Collect(int base, int last, bool in_order) {
     const int thread = static_cast<int>(threadIdx.x);
-    PrefillPrompt prompt{base + thread, 0, 0, -1, 1, 0};
+    Prompt prompt{base + thread, 0, 0, -1, 1, 0};
     if (prompt.seq < last) {
       const SequenceInfo info = LoadSequence(params_, prompt.seq, in_order);
       prompt = {prompt.seq, info.q_begin, info.q_len, info.valid ? info.context_len : -1, 1, 0};
-      split_(&prompt);
+      split_kv_(&prompt);
     }
     const bool mine = prompt.q_len > kMaxDecodeRows;
     if (!__syncthreads_or(mine)) return;
@@ -160,7 +162,7 @@ class PrefillList {
     __syncthreads();
   }
 
-  // The number of tiles of the listed prompts, with what Find needs.
+  // Counts the tiles of the listed prompts, and prepares Find.
   __device__ unsigned CountTiles() {
     static_assert(kClasses <= kThreads && kClasses % 32 == 0);
     if (count_ == 0) return 0;
@@ -168,7 +170,7 @@ class PrefillList {
       const int end = ClassEnd(static_cast<int>(threadIdx.x));
       unsigned tiles = 0;
       for (int i = 0; i < count_; ++i) {
-        const PrefillPrompt prompt = At(i);
+        const Prompt prompt = At(i);
         tiles += tiles_.Count(prompt) - tiles_.FirstEndingAt(prompt, end);
       }
       storage_.tiles_up_to[threadIdx.x] = tiles;
@@ -177,10 +179,10 @@ class PrefillList {
     return storage_.tiles_up_to[kClasses - 1];
   }
 
-  // Number `row_tile`, below what CountTiles returned. By a warp; the result is the same in all lanes.
-  __device__ PrefillTile Find(unsigned row_tile, unsigned kv_head) const {
+  // Tile number `row_tile`, which must be below CountTiles(). By a warp; the result is the same in all lanes.
+  __device__ WorkTile Find(unsigned row_tile, unsigned kv_head) const {
     const int lane = static_cast<int>(threadIdx.x) % 32;
-    int found = 0;  // the class
+    int found = 0;  // the tile's class
 #pragma unroll
     for (int i = 0; i < kClasses / 32; ++i) {
       found += __popc(__ballot_sync(~0u, storage_.tiles_up_to[i * 32 + lane] <= row_tile));
@@ -192,7 +194,7 @@ class PrefillList {
     for (;; base += 32) {
       unsigned first = 0, last = 0;  // this lane's prompt has tiles [first, last) in the class
       if (base + lane < count_) {
-        const PrefillPrompt prompt = At(base + lane);
+        const Prompt prompt = At(base + lane);
         first = tiles_.FirstEndingAt(prompt, ClassEnd(found));
         last = found == 0 ? tiles_.Count(prompt) : tiles_.FirstEndingAt(prompt, ClassEnd(found - 1));
       }
@@ -202,10 +204,10 @@ class PrefillList {
   }
 
  private:
-  __device__ PrefillPrompt At(int index) const {
+  __device__ Prompt At(int index) const {
     const int4 stored = storage_.prompts[index];
-    PrefillPrompt prompt{stored.x, stored.y, stored.z, stored.w, 1, 0};
-    split_(&prompt);
+    Prompt prompt{stored.x, stored.y, stored.z, stored.w, 1, 0};
+    split_kv_(&prompt);
     return prompt;
   }
 
@@ -216,34 +218,34 @@ class PrefillList {
   }
 
   const PagedAttentionParams& params_;
-  const Split split_;
+  const Split split_kv_;
   Storage& storage_;
-  const PrefillTiles<kRows> tiles_;
+  const PromptTiles<kRows> tiles_;
   int count_ = 0;
 };
 
-// Finds the tile of a block that has no more than one. Blocks start in the order of their number, so that the last ones
-// to start are short.
+// The scheduler of a kernel whose CTAs have one work tile each. CTAs start in the order of their number, so that the
+// last ones to start are the short ones.
 template <int kThreads, int kRows>
-class PrefillSchedule {
+class SingleTileScheduler {
  public:
-  // Sequences that are looked at together; more of them (over 1024 prompts in one call) follow in further batches.
-  using List = PrefillList<kThreads, kRows, 1024, std::min(kThreads, 256), KeepPrompts>;
+  // Up to 1024 prompts are listed at once; a call with more is scheduled in several batches.
+  using List = PromptList<kThreads, kRows, 1024, std::min(kThreads, 256), WholePromptKv>;
   struct Storage {
     typename List::Storage list;
-    PrefillTile tile;
+    WorkTile tile;
   };
 
-  // By all threads of the block together.
-  __device__ PrefillSchedule(const PagedAttentionParams& params, Storage& storage)
+  // By all threads of the CTA together.
+  __device__ SingleTileScheduler(const PagedAttentionParams& params, Storage& storage)
       : params_(params),
         storage_(storage),
-        list_(params, static_cast<unsigned>(params.num_heads / params.num_kv_heads), KeepPrompts(), storage.list) {}
+        list_(params, static_cast<unsigned>(params.num_heads / params.num_kv_heads), WholePromptKv(), storage.list) {}
 
-  // The tile of the given rank (over all sequences and kv heads; kv heads next to each other), read by all threads; or
-  // false, if there are no more than `*total`. To be called by the whole block, with a barrier before the storage is
-  // used for something else.
-  __device__ bool Find(unsigned rank, PrefillTile* tile, unsigned* total) {
+  // The work tile of the given rank, over all sequences and kv heads; kv heads are next to each other, since they read
+  // the same pages. False if there are only `*total` tiles. By all threads of the CTA, with a barrier before the
+  // storage is used for something else.
+  __device__ bool Find(unsigned rank, WorkTile* tile, unsigned* total) {
     const int num_live = LiveSequences(params_);
     const bool in_order = QueryStartsInOrder(params_, num_live);
     const auto kv_heads = static_cast<unsigned>(params_.num_kv_heads);
@@ -256,11 +258,11 @@ class PrefillSchedule {
       const unsigned in_batch = list_.CountTiles();
       if (row_tile < before + in_batch) {
         if (threadIdx.x < 32) {
-          const PrefillTile found = list_.Find(row_tile - before, rank - row_tile * kv_heads);
+          const WorkTile found = list_.Find(row_tile - before, rank - row_tile * kv_heads);
           if (threadIdx.x == 0) storage_.tile = found;
         }
         __syncthreads();
-        // NOTE: from one address, by which the compiler knows that all threads have the same.
+        // NOTE: loaded from one address, so that the compiler knows it to be uniform.
         *tile = storage_.tile;
         return true;
       }
@@ -277,6 +279,6 @@ class PrefillSchedule {
   List list_;
 };
 
-}  // namespace xla_gpu
+}  // namespace xla_gpu::prefill
 
 #endif  // XLA_GPU_OPS_PAGED_ATTENTION_PREFILL_TILE_SCHEDULER_CUH_
