@@ -78,7 +78,7 @@ compare-machine-code: $(VENV)/.dev $(HEADERS)/.done $(MACHINE_CODE)/tools/.done
 	PATH="$(CURDIR)/$(MACHINE_CODE)/tools/nvidia/cu13/bin:$$PATH" \
 	  $(BIN)/python -m tests.machine_code $(MACHINE_CODE)/build build/cuda
 
-# Handlers of "other people", which the tests register through the bridge, and a PJRT plug-in without a device.
+# Third-party handlers, which the tests register and call through ffi_call, and a PJRT plug-in without a device.
 test-handlers: $(VENV)/.dev $(HEADERS)/.done
 	$(CMAKE) -S . -B build/test-handlers $(CMAKE_FLAGS) -DXLA_GPU_CUDA=OFF -DXLA_GPU_TEST_HANDLERS=ON
 	$(CMAKE) --build build/test-handlers -j $(JOBS) --target xla_gpu_test_handlers xla_gpu_fake_pjrt_plugin
@@ -94,11 +94,12 @@ HANDLERS := $(CURDIR)/build/test-handlers/ffi/testing/libxla_gpu_test_handlers.s
 # The oldest and the newest jaxlib that the supported Pythons allow. `make test` has the newest for .venv's Python.
 test-versions: test-oldest test-newest
 
-# The oldest stands before .venv's own, so that torch_xla's door, which lowers by jaxlib, is tested with it too.
+# The oldest precedes .venv's own on the path, so that torch_xla's calls, which jaxlib lowers, are tested with it too.
 OLDEST_JAX   := 0.7.0
 OLDEST_TESTS := tests/ops/test_simple_add.py tests/ops/test_reshape_and_cache.py tests/ops/test_merge_attention_states.py \
-                tests/test_jax.py tests/test_export.py tests/test_doors_agree.py tests/test_bridge.py \
-                tests/test_handler_checks.py tests/test_coexist.py tests/test_doctor.py tests/skew/test_registration.py
+                $(addprefix tests/frontends/test_,jax.py export.py frontends_agree.py ffi_call.py ffi_attributes.py \
+                  ffi_errors.py coexist.py) \
+                tests/properties/test_handler_checks.py tests/runtime/test_doctor.py tests/skew/test_registration.py
 
 build/versions/jax-$(OLDEST_JAX)/.done: $(VENV)/.frameworks
 	$(PIP) install --upgrade --no-deps --target $(@D) jax==$(OLDEST_JAX) jaxlib==$(OLDEST_JAX)
@@ -127,15 +128,16 @@ test-newest: $(VENV)/.installed test-handlers build/versions/newest/.done
 	  build/versions/newest/bin/python -m pytest -q -r fE
 endif
 
-# AddressSanitizer and UndefinedBehaviorSanitizer in the library, in handlers of "other people", in the fake plug-in and in
+# AddressSanitizer and UndefinedBehaviorSanitizer in the library, in the third-party handlers, in the fake plug-in and in
 # the fuzz target; ThreadSanitizer in a program of its own. Three options need reasons:
 # - detect_leaks=0: Python and the frameworks give back little at exit, and the leak checker reports all of it.
 # - no detect_stack_use_after_return: GCC 12 aligns such frames too little for AVX-512 (fixed in 12.4), a crash of its own.
 # - libstdc++ preloaded: AddressSanitizer looks for it at start, and Python brings none.
 SANITIZE       := build/sanitize
-SANITIZE_TESTS := tests/test_sanitizers.py tests/ops tests/test_handler_checks.py tests/test_bad_values.py tests/test_bridge.py \
-                  tests/test_eager.py tests/test_batch_invariance.py tests/test_pjrt_adapter.py \
-                  tests/skew/test_registration.py tests/trust/test_metadata.py tests/trust/test_memory.py
+SANITIZE_TESTS := tests/ops tests/skew/test_registration.py tests/runtime/test_pjrt_adapter.py \
+                  $(addprefix tests/frontends/test_,eager.py ffi_call.py ffi_attributes.py ffi_errors.py) \
+                  $(addprefix tests/properties/test_,handler_checks.py bad_values.py batch_invariance.py) \
+                  $(addprefix tests/robustness/test_,sanitizers.py metadata.py memory.py)
 SANITIZED      := LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so) \
                   $$(gcc -print-file-name=libstdc++.so.6)" ASAN_OPTIONS=detect_leaks=0 \
                   UBSAN_OPTIONS=print_stacktrace=1:halt_on_error=1 XLA_GPU_SANITIZED=1 \

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import torch
-from tests.cases import AttentionCase
+from tests.common.cases import AttentionCase
 
 DEVICE = "cuda"  # attention.py's --device
 CACHE_DTYPES = {"float8_e4m3fn": torch.float8_e4m3fn, "float8_e5m2": torch.float8_e5m2}

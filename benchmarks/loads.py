@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
-from tests.cases import AttentionCase
+from tests.common.cases import AttentionCase
 
 # Measured on one H200, 2026-11-20: the best readers' bandwidth, and a bfloat16 matrix product of 8192 x 8192 x 8192.
 BYTES_PER_SECOND = 4.5e12

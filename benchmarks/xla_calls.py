@@ -1,11 +1,11 @@
 """What a call costs inside an XLA program: 32 attention calls, each on the last one's result, in one program.
 
-    python -m benchmarks.xla_calls --door eager jax    # a captured CUDA graph: the kernels alone; then jax.jit
-    PJRT_DEVICE=GPU python -m benchmarks.xla_calls --door torch_xla    # torch.compile(backend="openxla")
+    python -m benchmarks.xla_calls --frontend eager jax    # a captured CUDA graph: the kernels alone; then jax.jit
+    PJRT_DEVICE=GPU python -m benchmarks.xla_calls --frontend torch_xla    # torch.compile(backend="openxla")
 
-Prints microseconds per call, of programs that are queued one after the other, and, where eager is the first door, the
-difference to it: XLA's price for the call. --device cpu runs the same programs on the host, where eager calls are not
-captured.
+Prints microseconds per call of programs that are queued one after the other. Where eager is the first front end, also
+the difference to it: what XLA adds to the call. --device cpu runs the same programs on the host, where eager calls are
+not captured.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from collections.abc import Callable
 
 import numpy as np
 from benchmarks import loads
-from tests import cases
+from tests.common import cases
 
 CALLS = 32
 REPEATS = 20
@@ -47,7 +47,7 @@ def chain(attention: Callable, query, rest: tuple, scale: float):
 
 def eager(arrays: list[np.ndarray], scale: float, device: str) -> float:
     import torch
-    from tests.arrays import to_torch
+    from tests.common.arrays import to_torch
 
     import xla_gpu.torch
 
@@ -77,7 +77,7 @@ def torch_xla(arrays: list[np.ndarray], scale: float, device: str) -> float:
     import torch
     import torch_xla
     import torch_xla.core.xla_model as xm
-    from tests.arrays import to_torch
+    from tests.common.arrays import to_torch
 
     import xla_gpu.torch
 
@@ -90,17 +90,17 @@ def torch_xla(arrays: list[np.ndarray], scale: float, device: str) -> float:
         return seconds(lambda: program(query, tuple(rest)), lambda result: xm.wait_device_ops())
 
 
-DOORS = {"eager": eager, "jax": jax, "torch_xla": torch_xla}
+FRONTENDS = {"eager": eager, "jax": jax, "torch_xla": torch_xla}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--door", choices=DOORS, nargs="+", required=True)
+    parser.add_argument("--frontend", choices=FRONTENDS, nargs="+", required=True)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     names = ("1x1k llama3-8b", "8x1k llama3-8b")
     parser.add_argument("--load", nargs="+", default=names, help="decode loads of loads.py (default %(default)s)")
     arguments = parser.parse_args()
-    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # the doors share the GPU
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # the front ends share the GPU
     for name in arguments.load:
         case = next(case for case in loads.DECODE if case.name == name)
         inputs = cases.build(case, poison=False)
@@ -109,11 +109,12 @@ def main() -> None:
             *(inputs.query_start_loc, inputs.num_seqs),
         ]
         times: dict[str, float] = {}
-        for door in arguments.door:
-            times[door] = DOORS[door](arrays, case.softmax_scale, arguments.device) / CALLS * 1e6
-            text = f"{door} {arguments.device}, {name}, {CALLS} calls in one program: {times[door]:.2f} us per call"
-            if door != "eager" and "eager" in times:
-                text += f", {times[door] - times['eager']:+.2f} us beside eager"
+        for frontend in arguments.frontend:
+            times[frontend] = FRONTENDS[frontend](arrays, case.softmax_scale, arguments.device) / CALLS * 1e6
+            text = f"{frontend} {arguments.device}, {name}, {CALLS} calls in one program: "
+            text += f"{times[frontend]:.2f} us per call"
+            if frontend != "eager" and "eager" in times:
+                text += f", {times[frontend] - times['eager']:+.2f} us beside eager"
             print(text, flush=True)
 
 

@@ -1,4 +1,4 @@
-"""Settings that must be made before any framework is imported, and the doors as parameters of tests."""
+"""Settings that must be made before any framework is imported, and the front ends as parameters of tests."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from tests import doors, machine
+from tests.common import frontends, machine
 
-# torch_xla fixes its platform per process; PJRT_DEVICE=CPU on a machine with a GPU tests the host's doors there.
+# torch_xla fixes its platform per process; PJRT_DEVICE=CPU on a machine with a GPU tests the host's front ends there.
 os.environ.setdefault("PJRT_DEVICE", machine.default_pjrt_device())
 # JAX, torch_xla and eager PyTorch share one GPU in these tests; none may take most of its memory for itself.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
@@ -18,39 +18,40 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 def pytest_configure(config):
     config.addinivalue_line(
-        "markers", "doors(*names, platform=None, framework=None): which doors the fixture `door` takes; default: all"
+        "markers",
+        "frontends(*names, platform=None, framework=None): which frontends the fixture `frontend` takes; default: all",
     )
 
 
 def pytest_generate_tests(metafunc):
-    if "door" not in metafunc.fixturenames:
+    if "frontend" not in metafunc.fixturenames:
         return
-    mark = metafunc.definition.get_closest_marker("doors")
+    mark = metafunc.definition.get_closest_marker("frontends")
     names, wanted = (mark.args, mark.kwargs) if mark else ((), {})
     chosen = [
-        door
-        for door in doors.ALL.values()
-        if (not names or door.name in names)
-        and wanted.get("platform", door.platform) == door.platform
-        and wanted.get("framework", door.framework) == door.framework
+        frontend
+        for frontend in frontends.ALL.values()
+        if (not names or frontend.name in names)
+        and wanted.get("platform", frontend.platform) == frontend.platform
+        and wanted.get("framework", frontend.framework) == frontend.framework
     ]
-    assert chosen, f"{metafunc.definition.nodeid}: no door matches {mark}"
+    assert chosen, f"{metafunc.definition.nodeid}: no frontend matches {mark}"
     marks = {"host": (), "cuda": (pytest.mark.gpu,)}
     metafunc.parametrize(
-        "door", [pytest.param(d.name, marks=marks[d.platform]) for d in chosen], indirect=True, scope="session"
+        "frontend", [pytest.param(d.name, marks=marks[d.platform]) for d in chosen], indirect=True, scope="session"
     )
 
 
 @pytest.fixture(scope="session")
-def door(request) -> doors.Door:
-    door = doors.ALL[request.param]
-    if reason := door.unavailable():
-        pytest.skip(f"{door.name}: {reason}")
-    return door
+def frontend(request) -> frontends.Frontend:
+    frontend = frontends.ALL[request.param]
+    if reason := frontend.unavailable():
+        pytest.skip(f"{frontend.name}: {reason}")
+    return frontend
 
 
 @pytest.fixture(scope="session")
-def foreign() -> ctypes.CDLL:
+def third_party() -> ctypes.CDLL:
     """The library of ffi/testing: handlers that know nothing of ours."""
     path = os.environ.get("XLA_GPU_TEST_HANDLERS")
     if not path:

@@ -3,13 +3,6 @@
 from __future__ import annotations
 
 import pathlib
-from typing import Protocol
-
-
-class Tokenizer(Protocol):
-    def encode(self, text: str) -> list[int]: ...
-
-    def decode(self, ids: list[int]) -> str: ...
 
 
 class ByteTokenizer:

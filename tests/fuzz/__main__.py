@@ -1,7 +1,7 @@
 """Fuzzes for a while, by hand:
 
-    python -m tests.fuzz --minutes 60                                   # every door that this process can open
-    python -m tests.fuzz --minutes 5 --door eager-cuda --door jax-cuda --jobs 8
+    python -m tests.fuzz --minutes 60                                   # every front end that this process can open
+    python -m tests.fuzz --minutes 5 --frontend eager-cuda --frontend jax-cuda --jobs 8
     python -m tests.fuzz --kind attention --seed 7 --examples 1000      # a round of that seed again
 
 Prints every failure with the smallest input that shows it, as an expression for tests/fuzz/regressions.py, and at the
@@ -20,7 +20,7 @@ import sys
 import time
 import warnings
 
-from tests import machine
+from tests.common import machine
 
 # Before any framework is imported, as conftest.py does it.
 os.environ.setdefault("PJRT_DEVICE", machine.default_pjrt_device())
@@ -39,14 +39,16 @@ def main() -> int:
 
 
 def _arguments() -> argparse.Namespace:
-    from tests import doors
+    from tests.common import frontends
     from tests.fuzz import run
 
     parser = argparse.ArgumentParser(
         prog="python -m tests.fuzz", formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
     parser.add_argument("--minutes", type=float, default=60)
-    parser.add_argument("--door", action="append", choices=[*doors.ALL], help="all that can be opened, if not given")
+    parser.add_argument(
+        "--frontend", action="append", choices=[*frontends.ALL], help="all that can be opened, if not given"
+    )
     parser.add_argument("--kind", action="append", choices=[*run.KINDS], help="all, if not given")
     parser.add_argument("--seed", type=int, help="of the first round; a random one, if not given")
     parser.add_argument(
@@ -57,21 +59,21 @@ def _arguments() -> argparse.Namespace:
 
 
 def _fuzz(args: argparse.Namespace, seed: int) -> dict:
-    from tests import doors
+    from tests.common import frontends
     from tests.fuzz import checks, regressions, run
     from tests.fuzz.programs import forget
 
     warnings.simplefilter("ignore", RuntimeWarning)  # NumPy's, about the overflows that inputs ask for
     chosen = []
-    for door in doors.ALL.values():
-        if args.door and door.name not in args.door:
+    for frontend in frontends.ALL.values():
+        if args.frontend and frontend.name not in args.frontend:
             continue
-        if reason := door.unavailable():
-            print(f"without {door.name}: {reason}", flush=True)
+        if reason := frontend.unavailable():
+            print(f"without {frontend.name}: {reason}", flush=True)
         else:
-            chosen.append(door)
+            chosen.append(frontend)
     if not chosen:
-        sys.exit("no door to fuzz")
+        sys.exit("no front end to fuzz")
     started, failures, rounds = time.monotonic(), [], collections.Counter()
 
     def attempt(what, *arguments):

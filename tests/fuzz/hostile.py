@@ -10,9 +10,9 @@ import re
 
 import numpy as np
 
-from tests import reference
-from tests.cases import AttentionCase, AttentionInputs
-from tests.doors import Door
+from tests.common import reference
+from tests.common.cases import AttentionCase, AttentionInputs
+from tests.common.frontends import Frontend
 from tests.fuzz.inputs import Hostile
 
 ERRORS = (ValueError, RuntimeError)
@@ -104,7 +104,9 @@ def expected_rows(case: AttentionCase, inputs: AttentionInputs) -> Rows:
     return rows
 
 
-def _assert_rows(door: Door, got: np.ndarray, want: np.ndarray, free: np.ndarray, tolerance: float, what: str) -> None:
+def _assert_rows(
+    frontend: Frontend, got: np.ndarray, want: np.ndarray, free: np.ndarray, tolerance: float, what: str
+) -> None:
     got = got.astype(np.float64)
     shape = (len(free),) + (1,) * (got.ndim - 1)
     allowed = np.isnan(got) & free.reshape(shape)
@@ -112,30 +114,30 @@ def _assert_rows(door: Door, got: np.ndarray, want: np.ndarray, free: np.ndarray
         same = np.isclose(got, want, rtol=tolerance, atol=tolerance * 4, equal_nan=True) | allowed
     if not same.all():
         at = tuple(int(i) for i in np.argwhere(~same)[0])
-        raise AssertionError(f"{door.name}: {what} at {at}: {got[at]} instead of {want[at]}")
+        raise AssertionError(f"{frontend.name}: {what} at {at}: {got[at]} instead of {want[at]}")
 
 
-def check(x: Hostile, door: Door) -> None:
+def check(x: Hostile, frontend: Frontend) -> None:
     case, inputs = x.built()
     pattern = error_pattern(inputs)
-    if door.platform == "host" and pattern is not None:
+    if frontend.platform == "host" and pattern is not None:
         try:
-            door.call("paged_attention_with_lse", inputs.arrays(), **case.options())
+            frontend.call("paged_attention_with_lse", inputs.arrays(), **case.options())
         except ERRORS as e:
-            assert re.search(f"paged_attention_with_lse: {pattern}", str(e)), f"{door.name}: {pattern!r} not in {e}"
+            assert re.search(f"paged_attention_with_lse: {pattern}", str(e)), f"{frontend.name}: {pattern!r} not in {e}"
             return
         # XLA runs no call whose results have no elements.
-        if inputs.query.size == 0 and not door.name.startswith("eager"):
+        if inputs.query.size == 0 and not frontend.name.startswith("eager"):
             return
-        raise AssertionError(f"{door.name}: no error, where one must name {pattern!r}")
+        raise AssertionError(f"{frontend.name}: no error, where one must name {pattern!r}")
     rows = expected_rows(case, inputs)
-    if door.platform == "host":
+    if frontend.platform == "host":
         rows.free[:] = False
-    out, lse = door.call("paged_attention_with_lse", inputs.arrays(), **case.options())
+    out, lse = frontend.call("paged_attention_with_lse", inputs.arrays(), **case.options())
     # Sound numbers may still name slots of the cache that hold NaN, as other sequences' ends do.
     tolerance = TOLERANCES[case.dtype]
-    _assert_rows(door, out, rows.out, rows.free, tolerance * _largest_value(inputs), "out")
-    _assert_rows(door, lse, rows.lse, rows.free, tolerance * 4, "lse")
+    _assert_rows(frontend, out, rows.out, rows.free, tolerance * _largest_value(inputs), "out")
+    _assert_rows(frontend, lse, rows.lse, rows.free, tolerance * 4, "lse")
 
 
 def _largest_value(inputs: AttentionInputs) -> float:

@@ -1,7 +1,7 @@
 """What the fuzzer draws, as plain data: a failing input prints as a Python expression, which regressions.py keeps.
 
-One attention input is one program (shapes, dtypes, attributes) and several batches that fit into it, so that the doors
-that compile are asked many times about what they have compiled."""
+One attention input is one program (shapes, dtypes, attributes) and several batches that fit into it, so that front
+ends that compile run each compiled program many times."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import math
 
 import numpy as np
 
-from tests import cases, reference
-from tests.cases import AttentionCase, AttentionInputs, CacheCase
+from tests.common import cases, reference
+from tests.common.cases import AttentionCase, AttentionInputs, CacheCase
 
 Batch = tuple[tuple[int, int], ...]  # (query tokens, context length) of every sequence
 

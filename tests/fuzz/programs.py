@@ -1,4 +1,4 @@
-"""An operator behind a door as a function of arrays that is compiled once: doors.Door.call traces anew each time, which
+"""An operator of a front end as a function of arrays that is compiled once. Frontend.call traces anew each time, which
 is right for tests of single inputs and too slow for thousands."""
 
 from __future__ import annotations
@@ -8,23 +8,23 @@ from collections.abc import Callable
 
 import numpy as np
 
-from tests.doors import Door, enable_x64
+from tests.common.frontends import Frontend, enable_x64
 
 
-def program(door: Door, operator: str, options: dict | None = None) -> Callable[[dict], tuple[np.ndarray, ...]]:
+def program(frontend: Frontend, operator: str, options: dict | None = None) -> Callable[[dict], tuple[np.ndarray, ...]]:
     options = options or {}
-    if door.framework == "jax":
-        return _jitted(door, operator, options)
-    if door.name.endswith("-compiled"):
-        return _compiled(door, operator, options)
-    return lambda arrays: door.call(operator, arrays, **options)
+    if frontend.framework == "jax":
+        return _jitted(frontend, operator, options)
+    if frontend.name.endswith("-compiled"):
+        return _compiled(frontend, operator, options)
+    return lambda arrays: frontend.call(operator, arrays, **options)
 
 
 def arrays_are_wide(arrays: dict[str, np.ndarray]) -> bool:
     return any(x.dtype in (np.int64, np.float64) for x in arrays.values())
 
 
-def _jitted(door: Door, operator: str, options: dict):
+def _jitted(frontend: Frontend, operator: str, options: dict):
     import jax
 
     import xla_gpu.jax
@@ -33,25 +33,25 @@ def _jitted(door: Door, operator: str, options: dict):
 
     def call(arrays):
         with enable_x64() if arrays_are_wide(arrays) else contextlib.nullcontext():
-            results = step(jax.device_put(arrays, door.device()))
+            results = step(jax.device_put(arrays, frontend.device()))
             return tuple(np.asarray(r) for r in (results if isinstance(results, (tuple, list)) else (results,)))
 
     return call
 
 
-def _compiled(door: Door, operator: str, options: dict):
+def _compiled(frontend: Frontend, operator: str, options: dict):
     import torch
 
-    from tests.arrays import to_numpy
+    from tests.common.arrays import to_numpy
 
     torch._dynamo.reset()
-    ops = door.module()
+    ops = frontend.module()
     step = torch.compile(
         lambda tensors: getattr(ops, operator)(**tensors, **options), backend="openxla", fullgraph=True
     )
 
     def call(arrays):
-        results = step(door.tensors(arrays))
+        results = step(frontend.tensors(arrays))
         return tuple(to_numpy(r) for r in (results if isinstance(results, tuple) else (results,)))
 
     return call

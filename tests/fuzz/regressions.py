@@ -3,7 +3,7 @@ prints the expression to put here."""
 
 from __future__ import annotations
 
-from tests.cases import AttentionCase, CacheCase  # noqa: F401 - for the expressions
+from tests.common.cases import AttentionCase, CacheCase  # noqa: F401 - for the expressions
 from tests.fuzz.inputs import Add, Attention, Hostile, Merge, Update
 
 # fmt: off

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import hypothesis
 from hypothesis import HealthCheck, Phase, Verbosity
 
-from tests.doors import Door
+from tests.common.frontends import Frontend
 from tests.fuzz import checks, strategies
 
 KINDS = {
@@ -30,12 +30,12 @@ class Failure(AssertionError):
         self.input = x
 
 
-def run(kind: str, seed: int, examples: int, doors: Sequence[Door]) -> None:
+def run(kind: str, seed: int, examples: int, frontends: Sequence[Frontend]) -> None:
     """Checks `examples` inputs of a kind, the same for the same seed. Raises Failure."""
     if importlib.util.find_spec("torch"):
         import torch
 
-        torch.set_num_threads(1)  # the yardstick's tensors are small, and its threads would fight with the doors'
+        torch.set_num_threads(1)  # the baseline's tensors are small, and its threads would fight with the front ends'
     last = None
 
     @hypothesis.seed(seed)
@@ -53,7 +53,7 @@ def run(kind: str, seed: int, examples: int, doors: Sequence[Door]) -> None:
     def test(x):
         nonlocal last
         last = x
-        checks.check(x, doors)
+        checks.check(x, frontends)
 
     try:
         test()

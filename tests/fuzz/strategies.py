@@ -1,12 +1,12 @@
 """What hypothesis draws from. Sizes are small, since faults of indices, tiles and masks show in small inputs, and each
-is compared with a reference that is slow; tests/cases.py has the large ones."""
+is compared with a reference that is slow; tests/common/cases.py has the large ones."""
 
 from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from tests import cases
-from tests.cases import AttentionCase, CacheCase
+from tests.common import cases
+from tests.common.cases import AttentionCase, CacheCase
 from tests.fuzz.inputs import Add, Attention, Hostile, Merge, Update
 
 SEEDS = st.integers(0, 2**32 - 1)

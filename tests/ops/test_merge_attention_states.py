@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tests import cases, compare, plain, reference
+from tests.common import baseline, cases, compare, reference
 
 
 def states(dtype: str, num_tokens=37, num_heads=6, head_dim=80):
@@ -24,18 +24,18 @@ def states(dtype: str, num_tokens=37, num_heads=6, head_dim=80):
 
 
 @pytest.mark.parametrize("dtype", cases.FLOATS)
-def test_values(door, dtype):
+def test_values(frontend, dtype):
     arrays = states(dtype)
     want, want_lse = reference.merge_attention_states(**arrays)
-    out, lse = door.call("merge_attention_states", arrays)
+    out, lse = frontend.call("merge_attention_states", arrays)
     assert out.dtype == arrays["out_a"].dtype and lse.dtype == np.float32
-    yardstick, yardstick_lse = plain.merge_attention_states(**arrays)
-    compare.assert_close(out, want, yardstick, f"{door.name}: out")
-    compare.assert_close(lse, want_lse, np.where(np.isnan(yardstick_lse), -np.inf, yardstick_lse), f"{door.name}: lse")
+    base, base_lse = baseline.merge_attention_states(**arrays)
+    compare.assert_close(out, want, base, f"{frontend.name}: out")
+    compare.assert_close(lse, want_lse, np.where(np.isnan(base_lse), -np.inf, base_lse), f"{frontend.name}: lse")
 
 
-@pytest.mark.doors("eager", "eager-cuda")
-def test_parts_of_a_context_give_the_whole(door):
+@pytest.mark.frontends("eager", "eager-cuda")
+def test_parts_of_a_context_give_the_whole(frontend):
     """A shared prefix attended once, the rest attended apart, merged: the attention over the whole context."""
     whole = cases.AttentionCase("merge-whole", ((1, 96), (5, 80)), page_size=16, head_dim=64)
     inputs = cases.build(whole)
@@ -56,11 +56,11 @@ def test_parts_of_a_context_give_the_whole(door):
         context_lens=np.maximum(inputs.context_lens, 48) - 48,
         block_tables=inputs.block_tables[:, prefix_pages:].copy(),
     )
-    out_a, lse_a = door.call("paged_attention_with_lse", prefix, **whole.options())
-    out_b, lse_b = door.call("paged_attention_with_lse", suffix, **whole.options())
+    out_a, lse_a = frontend.call("paged_attention_with_lse", prefix, **whole.options())
+    out_b, lse_b = frontend.call("paged_attention_with_lse", suffix, **whole.options())
     merged = {"out_a": out_a, "lse_a": lse_a, "out_b": out_b, "lse_b": lse_b}
-    out, lse = door.call("merge_attention_states", merged)
+    out, lse = frontend.call("merge_attention_states", merged)
     want, want_lse = reference.paged_attention(**arrays, **whole.options())
     np.testing.assert_allclose(out, want, atol=1e-5)
-    compare.assert_same_special(lse, want_lse, door.name)
+    compare.assert_same_special(lse, want_lse, frontend.name)
     np.testing.assert_allclose(lse[:rows], want_lse[:rows], atol=1e-5)

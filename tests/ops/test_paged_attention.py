@@ -1,4 +1,4 @@
-"""paged_attention and paged_attention_with_lse against the float64 reference, through every door."""
+"""paged_attention and paged_attention_with_lse against the float64 reference, through every front end."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import functools
 import numpy as np
 import pytest
 
-from tests import cases, compare, plain, reference
-from tests.cases import AttentionCase
+from tests.common import baseline, cases, compare, reference
+from tests.common.cases import AttentionCase
 
 NAMES = {c.name: c for c in (*cases.COMMON, *cases.MORE)}
 
@@ -20,75 +20,75 @@ def expected(case: AttentionCase):
     return (
         inputs,
         reference.paged_attention(**inputs.arrays(), **case.options()),
-        plain.paged_attention(inputs, **case.options()),
+        baseline.paged_attention(inputs, **case.options()),
     )
 
 
-def check(door, case: AttentionCase) -> None:
-    inputs, want, yardstick = expected(case)
-    out, lse = door.call("paged_attention_with_lse", inputs.arrays(), **case.options())
+def check(frontend, case: AttentionCase) -> None:
+    inputs, want, base = expected(case)
+    out, lse = frontend.call("paged_attention_with_lse", inputs.arrays(), **case.options())
     assert out.dtype == inputs.query.dtype and lse.dtype == np.float32
-    compare.assert_close(out, want[0], yardstick[0], f"{door.name} {case.name}: out")
-    compare.assert_close(lse, want[1], yardstick[1], f"{door.name} {case.name}: lse")
+    compare.assert_close(out, want[0], base[0], f"{frontend.name} {case.name}: out")
+    compare.assert_close(lse, want[1], base[1], f"{frontend.name} {case.name}: lse")
     owned = sum(q for q, _ in case.sequences)
-    compare.assert_bitwise_equal(out[owned:], np.zeros_like(out[owned:]), f"{door.name} {case.name}: padding rows")
+    compare.assert_bitwise_equal(out[owned:], np.zeros_like(out[owned:]), f"{frontend.name} {case.name}: padding rows")
 
 
 @pytest.mark.parametrize("case", cases.COMMON, ids=lambda c: c.name)
-def test_values(door, case):
-    check(door, case)
+def test_values(frontend, case):
+    check(frontend, case)
 
 
 @pytest.mark.parametrize("case", cases.MORE, ids=lambda c: c.name)
-@pytest.mark.doors("eager", "eager-cuda")
-def test_more_values(door, case):
-    check(door, case)
+@pytest.mark.frontends("eager", "eager-cuda")
+def test_more_values(frontend, case):
+    check(frontend, case)
 
 
 @pytest.mark.parametrize("case", cases.grid(), ids=lambda c: c.name)
-@pytest.mark.doors("eager", "eager-cuda")
-def test_grid(door, case):
-    check(door, case)
+@pytest.mark.frontends("eager", "eager-cuda")
+def test_grid(frontend, case):
+    check(frontend, case)
 
 
 @pytest.mark.parametrize("case", [NAMES["llama3-8b-decode"], NAMES["gpt-oss-sinks"]], ids=lambda c: c.name)
-def test_without_lse_the_same_bits(door, case):
+def test_without_lse_the_same_bits(frontend, case):
     inputs, *_ = expected(case)
-    (out,) = door.call("paged_attention", inputs.arrays(), **case.options())
-    with_lse, _ = door.call("paged_attention_with_lse", inputs.arrays(), **case.options())
-    compare.assert_bitwise_equal(out, with_lse, door.name)
+    (out,) = frontend.call("paged_attention", inputs.arrays(), **case.options())
+    with_lse, _ = frontend.call("paged_attention_with_lse", inputs.arrays(), **case.options())
+    compare.assert_bitwise_equal(out, with_lse, frontend.name)
 
 
-def test_num_seqs_may_be_an_int(door):
+def test_num_seqs_may_be_an_int(frontend):
     case = NAMES["empty-sequences-in-the-middle"]
     inputs, *_ = expected(case)
     arrays = inputs.arrays()
-    (want,) = door.call("paged_attention", arrays, **case.options())
+    (want,) = frontend.call("paged_attention", arrays, **case.options())
     del arrays["num_seqs"]
-    (out,) = door.call("paged_attention", arrays, num_seqs=len(case.sequences), **case.options())
-    compare.assert_bitwise_equal(out, want, door.name)
+    (out,) = frontend.call("paged_attention", arrays, num_seqs=len(case.sequences), **case.options())
+    compare.assert_bitwise_equal(out, want, frontend.name)
 
 
 @pytest.mark.parametrize("dtype", cases.FLOATS)
-@pytest.mark.doors("eager", "eager-cuda")
-def test_large_logits_do_not_overflow(door, dtype):
+@pytest.mark.frontends("eager", "eager-cuda")
+def test_large_logits_do_not_overflow(frontend, dtype):
     """Scores of about ±6e4: past float16's range, and past exp's in float32."""
     case = AttentionCase("large-logits", ((4, 40), (1, 33)), head_dim=64, dtype=dtype, scale=1.0)
     inputs = cases.build(case)
     signs = np.where(cases.rng_for("signs").random(inputs.query.shape) < 0.5, -1, 1)
     inputs.query = (signs * 30).astype(inputs.query.dtype)
     inputs.kv_cache = (np.sign(inputs.kv_cache) * 30).astype(inputs.query.dtype)  # NaN stays NaN
-    out, lse = door.call("paged_attention_with_lse", inputs.arrays(), **case.options())
+    out, lse = frontend.call("paged_attention_with_lse", inputs.arrays(), **case.options())
     want, want_lse = reference.paged_attention(**inputs.arrays(), **case.options())
     assert np.abs(want_lse[np.isfinite(want_lse)]).max() > 2e4
-    compare.assert_same_special(out, want, door.name)
+    compare.assert_same_special(out, want, frontend.name)
     # V is ±30 and nearly every row sees one key alone: what is left is one rounding of the result.
     np.testing.assert_allclose(out.astype(np.float64), want, rtol=1e-2, atol=1e-3)
     np.testing.assert_allclose(lse, want_lse, rtol=1e-6)
 
 
-@pytest.mark.doors("eager", "eager-cuda")
-def test_a_key_of_minus_infinite_logit_takes_no_part(door):
+@pytest.mark.frontends("eager", "eager-cuda")
+def test_a_key_of_minus_infinite_logit_takes_no_part(frontend):
     """-inf in a used key makes that logit -inf; the others' sum goes on. Where all logits are -inf the row is 0."""
     case = AttentionCase("infinite", ((1, 20), (1, 20)), num_heads=2, num_kv_heads=1, head_dim=8, page_size=4)
     inputs = cases.build(case)
@@ -98,34 +98,34 @@ def test_a_key_of_minus_infinite_logit_takes_no_part(door):
     k_pages[inputs.block_tables[1, :5]] = -np.inf  # every key of the second
     want, want_lse = reference.paged_attention(**inputs.arrays(), **case.options())
     assert np.isfinite(want_lse[0]).all() and np.isneginf(want_lse[1]).all()
-    out, lse = door.call("paged_attention_with_lse", inputs.arrays(), **case.options())
-    compare.assert_same_special(out, want, door.name)
-    compare.assert_same_special(lse, want_lse, door.name)
+    out, lse = frontend.call("paged_attention_with_lse", inputs.arrays(), **case.options())
+    compare.assert_same_special(out, want, frontend.name)
+    compare.assert_same_special(lse, want_lse, frontend.name)
     np.testing.assert_allclose(out, want, atol=1e-5)
     np.testing.assert_allclose(np.where(np.isfinite(lse), lse, 0), np.where(np.isfinite(lse), want_lse, 0), atol=1e-5)
 
 
-@pytest.mark.doors("eager", "eager-cuda")
-def test_layout_does_not_change_bits(door):
+@pytest.mark.frontends("eager", "eager-cuda")
+def test_layout_does_not_change_bits(frontend):
     case = NAMES["mistral-7b-window"]
     inputs, *_ = expected(case)
     split = inputs.arrays()
     combined = dict(split, kv_cache=cases.combine(*reference.split_cache(inputs.kv_cache), "combined"))
     assert split["kv_cache"].ndim == 5 and combined["kv_cache"].ndim == 4
-    (first,), (second,) = (door.call("paged_attention", arrays, **case.options()) for arrays in (split, combined))
-    compare.assert_bitwise_equal(first, second, door.name)
+    (first,), (second,) = (frontend.call("paged_attention", arrays, **case.options()) for arrays in (split, combined))
+    compare.assert_bitwise_equal(first, second, frontend.name)
 
 
-@pytest.mark.doors("eager", "eager-cuda")
-def test_rows_before_the_first_sequence_are_zero(door):
+@pytest.mark.frontends("eager", "eager-cuda")
+def test_rows_before_the_first_sequence_are_zero(frontend):
     """query_start_loc may begin above 0; like the padding at the end, those rows are nobody's."""
     case = NAMES["more-queries-than-context"]
     inputs = cases.build(case)
     inputs.query = np.concatenate([np.full_like(inputs.query[:2], np.nan), inputs.query])
     inputs.query_start_loc[: len(case.sequences) + 1] += 2
-    out, lse = door.call("paged_attention_with_lse", inputs.arrays(), **case.options())
-    want, want_lse = door.call("paged_attention_with_lse", cases.build(case).arrays(), **case.options())
-    compare.assert_bitwise_equal(out[:2], np.zeros_like(out[:2]), door.name)
+    out, lse = frontend.call("paged_attention_with_lse", inputs.arrays(), **case.options())
+    want, want_lse = frontend.call("paged_attention_with_lse", cases.build(case).arrays(), **case.options())
+    compare.assert_bitwise_equal(out[:2], np.zeros_like(out[:2]), frontend.name)
     assert np.isneginf(lse[:2]).all()
-    compare.assert_bitwise_equal(out[2:], want, door.name)
-    compare.assert_bitwise_equal(lse[2:], want_lse, door.name)
+    compare.assert_bitwise_equal(out[2:], want, frontend.name)
+    compare.assert_bitwise_equal(lse[2:], want_lse, frontend.name)

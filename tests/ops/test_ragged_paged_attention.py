@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tests import cases, compare, plain, reference
+from tests.common import baseline, cases, compare, reference
 
-pytestmark = pytest.mark.doors(framework="torch")
+pytestmark = pytest.mark.frontends(framework="torch")
 
 # torch_xla's references gather whole pages and cannot stand poison, empty sequences, or lengths of dead entries.
 CLEAN = tuple(
@@ -35,7 +35,7 @@ def options(case: cases.AttentionCase) -> dict:
 
 def torch_xla_reference(inputs, case):
     custom_kernel = pytest.importorskip("torch_xla.experimental.custom_kernel")
-    from tests.arrays import to_numpy, to_torch
+    from tests.common.arrays import to_numpy, to_torch
 
     if case.dtype == "float16":
         pytest.skip("its mask value does not fit float16")
@@ -69,34 +69,34 @@ OTHERS = {
 
 @pytest.mark.parametrize("other", OTHERS)
 @pytest.mark.parametrize("case", CLEAN, ids=lambda c: c.name)
-# torch_xla's door too: where that is, torch may have no CUDA, and without it two of these implementations are missing.
-@pytest.mark.doors("eager", "eager-cuda", "torch_xla-cuda")
-def test_agrees_with(door, case, other):
+# torch_xla-cuda is here too: beside it PyTorch may have no CUDA, and two of these implementations would not be reached.
+@pytest.mark.frontends("eager", "eager-cuda", "torch_xla-cuda")
+def test_agrees_with(frontend, case, other):
     inputs = cases.build(case, poison=False)
     theirs = OTHERS[other](inputs, case)
     want, _ = reference.paged_attention(**inputs.arrays(), **case.options())
-    (out,) = door.call("ragged_paged_attention", renamed(inputs), **options(case))
+    (out,) = frontend.call("ragged_paged_attention", renamed(inputs), **options(case))
     # Both are near the truth; so are they to each other, within the sum of what the rule allows each.
-    yardstick, _ = plain.paged_attention(inputs, **case.options())
-    compare.assert_close(out, want, yardstick, f"{door.name} {case.name}")
-    near = 4 * compare.error(yardstick, want).max() + 2e-5
-    assert compare.error(out, theirs.astype(np.float64)).max() <= near, f"{door.name} against {other}"
+    base, _ = baseline.paged_attention(inputs, **case.options())
+    compare.assert_close(out, want, base, f"{frontend.name} {case.name}")
+    near = 4 * compare.error(base, want).max() + 2e-5
+    assert compare.error(out, theirs.astype(np.float64)).max() <= near, f"{frontend.name} against {other}"
 
 
 @pytest.mark.parametrize("case", CLEAN[:3], ids=lambda c: c.name)
-def test_is_paged_attention_by_other_names(door, case):
+def test_is_paged_attention_by_other_names(frontend, case):
     inputs = cases.build(case)
-    (out,) = door.call("ragged_paged_attention", renamed(inputs), **options(case))
-    (same,) = door.call("paged_attention", inputs.arrays(), **case.options())
-    compare.assert_bitwise_equal(out, same, door.name)
+    (out,) = frontend.call("ragged_paged_attention", renamed(inputs), **options(case))
+    (same,) = frontend.call("paged_attention", inputs.arrays(), **case.options())
+    compare.assert_bitwise_equal(out, same, frontend.name)
 
 
-@pytest.mark.doors("eager", "eager-cuda", "torch_xla", "torch_xla-cuda")
-def test_tuning_knobs_are_accepted_and_change_nothing(door):
+@pytest.mark.frontends("eager", "eager-cuda", "torch_xla", "torch_xla-cuda")
+def test_tuning_knobs_are_accepted_and_change_nothing(frontend):
     case = CLEAN[0]
     arrays = renamed(cases.build(case))
-    (plain_call,) = door.call("ragged_paged_attention", arrays, **options(case))
-    (tuned,) = door.call(
+    (plain_call,) = frontend.call("ragged_paged_attention", arrays, **options(case))
+    (tuned,) = frontend.call(
         "ragged_paged_attention",
         arrays,
         **options(case),
@@ -105,32 +105,32 @@ def test_tuning_knobs_are_accepted_and_change_nothing(door):
         num_queries_per_block=8,
         vmem_limit_bytes=1 << 20,
     )
-    compare.assert_bitwise_equal(tuned, plain_call, door.name)
+    compare.assert_bitwise_equal(tuned, plain_call, frontend.name)
 
 
-@pytest.mark.doors("eager", "torch_xla")
-def test_without_the_kernel(door):
+@pytest.mark.frontends("eager", "torch_xla")
+def test_without_the_kernel(frontend):
     """use_kernel=False is plain PyTorch, with the same result up to rounding."""
     case = CLEAN[0]
     inputs = cases.build(case, poison=False)
-    (slow,) = door.call("ragged_paged_attention", renamed(inputs), **options(case), use_kernel=False)
+    (slow,) = frontend.call("ragged_paged_attention", renamed(inputs), **options(case), use_kernel=False)
     want, _ = reference.paged_attention(**inputs.arrays(), **case.options())
     np.testing.assert_allclose(slow, want, atol=1e-4)
 
 
-@pytest.mark.doors("eager", "eager-cuda", "torch_xla", "torch_xla-cuda")
-def test_float8_scales_are_floats(door):
+@pytest.mark.frontends("eager", "eager-cuda", "torch_xla", "torch_xla-cuda")
+def test_float8_scales_are_floats(frontend):
     case = cases.AttentionCase(
         "rpa-fp8", ((1, 40), (3, 20)), cache_dtype="float8_e4m3fn", scales="one", dtype="bfloat16"
     )
     inputs = cases.build(case)
     want, _ = reference.paged_attention(**inputs.arrays(), **case.options())
-    (out,) = door.call(
+    (out,) = frontend.call(
         "ragged_paged_attention",
         renamed(inputs),
         **options(case),
         k_scale=float(inputs.k_scale[0]),
         v_scale=float(inputs.v_scale[0]),
     )
-    yardstick, _ = plain.paged_attention(inputs, **case.options())
-    compare.assert_close(out, want, yardstick, door.name)
+    base, _ = baseline.paged_attention(inputs, **case.options())
+    compare.assert_close(out, want, base, frontend.name)

@@ -13,11 +13,11 @@ from tests.skew.process import error_of, run
 PRELUDE = """
 import ctypes as ct, os
 from xla_gpu._runtime import abi, library, targets
-foreign = ct.CDLL(os.environ["XLA_GPU_TEST_HANDLERS"])
+third_party = ct.CDLL(os.environ["XLA_GPU_TEST_HANDLERS"])
 cdll = library.load().cdll
 
 def address(name):
-    return ct.cast(getattr(foreign, "xla_gpu_test_" + name), ct.c_void_p).value
+    return ct.cast(getattr(third_party, "xla_gpu_test_" + name), ct.c_void_p).value
 
 def stages(name):
     return ct.byref(abi.Stages(None, None, None, address(name)))
@@ -38,7 +38,7 @@ needs_jax = pytest.mark.skipif(importlib.util.find_spec("jax") is None, reason="
 
 
 @pytest.fixture(autouse=True)
-def handlers(foreign):
+def handlers(third_party):
     """All of these need the library of ffi/testing."""
 
 
@@ -46,8 +46,8 @@ def handlers(foreign):
 @pytest.mark.parametrize("stage", ["execute", "instantiate"])
 def test_register_ffi_target(name, stage):
     """What xla_gpu.torch.register_ffi_target does, without a framework. The other stage is sound."""
-    sound = "" if stage == "execute" else "'execute': foreign.xla_gpu_test_negate, "
-    fn = f"{{{sound}'{stage}': foreign.xla_gpu_test_{name}}}"
+    sound = "" if stage == "execute" else "'execute': third_party.xla_gpu_test_negate, "
+    fn = f"{{{sound}'{stage}': third_party.xla_gpu_test_{name}}}"
     text = error_of(PRELUDE + f"targets.register('some_target', {fn})")
     assert text.startswith("xla_gpu.errors.TargetError: FFI target 'some_target'")
     assert all(part in text for part in UNFIT[name]), text
@@ -193,9 +193,9 @@ for _ in range(2):  # a second call is refused too, and runs nobody's handler
 
 def test_two_functions_of_one_name():
     code = """
-targets.register("some_target", foreign.xla_gpu_test_negate)
-targets.register("some_target", foreign.xla_gpu_test_negate)
-targets.register("some_target", foreign.xla_gpu_test_tick)
+targets.register("some_target", third_party.xla_gpu_test_negate)
+targets.register("some_target", third_party.xla_gpu_test_negate)
+targets.register("some_target", third_party.xla_gpu_test_tick)
 """
     text = error_of(PRELUDE + code)
     assert text.startswith("xla_gpu.errors.TargetError: FFI target 'some_target' is already registered")
@@ -203,7 +203,7 @@ targets.register("some_target", foreign.xla_gpu_test_tick)
 
 @needs_torch
 def test_two_copies_of_the_library(tmp_path):
-    """One loaded by hand beside the package's: the eager door uses the package's, and neither disturbs the other."""
+    """One loaded by hand beside the package's: eager tensors use the package's, and neither disturbs the other."""
     code = f"""
 import shutil, torch, xla_gpu.torch
 copy = shutil.copy(library.load().path, {str(tmp_path / "copy.so")!r})

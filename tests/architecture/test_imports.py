@@ -1,0 +1,41 @@
+"""`import xla_gpu` imports no framework; one front end does not import the other's."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+FRAMEWORKS = ("torch", "torch_xla", "jax", "jaxlib", "numpy.f2py", "transformers")
+
+
+def imported_by(statement: str) -> set[str]:
+    code = f"import sys\n{statement}\nprint(*(m for m in {FRAMEWORKS!r} if m in sys.modules))"
+    result = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    return set(result.stdout.split())
+
+
+def test_package_imports_no_framework():
+    assert imported_by("import xla_gpu, xla_gpu.errors, xla_gpu.ops") == set()
+
+
+def test_the_check_above_can_fail():
+    pytest.importorskip("torch")
+    assert "torch" in imported_by("import xla_gpu, torch")
+
+
+def test_jax_frontend_does_not_import_torch():
+    pytest.importorskip("jax")
+    loaded = imported_by("import xla_gpu.jax")
+    assert "jax" in loaded and not loaded & {"torch", "torch_xla"}
+
+
+def test_torch_frontend_works_without_torch_xla_and_jax():
+    """As on a machine that has PyTorch alone."""
+    pytest.importorskip("torch")
+    block = "import sys\nfor m in ('torch_xla', '_XLAC', 'jax', 'jaxlib', 'jax_plugins'): sys.modules[m] = None\n"
+    use = "import torch, xla_gpu.torch\nprint(xla_gpu.torch.simple_add(torch.ones(3), torch.ones(3)).tolist())"
+    result = subprocess.run([sys.executable, "-c", block + use], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.strip() == "[2.0, 2.0, 2.0]"

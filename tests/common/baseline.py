@@ -1,0 +1,13 @@
+"""The operators by plain means in their own dtype: the baseline that ours are measured with (compare.assert_close).
+
+It is PyTorch where that is installed, else NumPy with the same roundings, for environments that hold JAX alone.
+"""
+
+import importlib.util
+
+if importlib.util.find_spec("torch") is not None:
+    from tests.common.baseline_torch import merge_attention_states, paged_attention
+else:
+    from tests.common.baseline_numpy import merge_attention_states, paged_attention
+
+__all__ = ["merge_attention_states", "paged_attention"]

@@ -1,0 +1,364 @@
+"""Inputs as data, named after real use; shared by the tests and by benchmarks/. A case is shapes and options alone;
+`build` turns it into arrays, with poison wherever the operators promise not to look."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import zlib
+
+import ml_dtypes
+import numpy as np
+
+DTYPES = {
+    "float32": np.dtype(np.float32),
+    "float16": np.dtype(np.float16),
+    "bfloat16": np.dtype(ml_dtypes.bfloat16),
+    "float8_e4m3fn": np.dtype(ml_dtypes.float8_e4m3fn),
+    "float8_e5m2": np.dtype(ml_dtypes.float8_e5m2),
+    "int32": np.dtype(np.int32),
+    "int64": np.dtype(np.int64),
+}
+FLOATS = ("float32", "float16", "bfloat16")
+FLOAT8S = ("float8_e4m3fn", "float8_e5m2")
+
+# Page numbers that must never be followed. They stand in table entries that the contract says are not read.
+ABSURD_PAGES = (2147480000, -1, 2**31 - 1, -(2**31))
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionCase:
+    name: str
+    sequences: tuple[tuple[int, int], ...]  # (query tokens, context length including them) of every live sequence
+    num_heads: int = 8
+    num_kv_heads: int = 2
+    head_dim: int = 64
+    page_size: int = 16
+    dtype: str = "float32"
+    cache_dtype: str | None = None  # None: dtype
+    layout: str = "combined"  # "combined": rank 4, torch_xla's; "split": rank 5, vLLM's
+    sliding_window: int | None = None
+    soft_cap: float | None = None
+    scale: float | None = None  # None: head_dim ** -0.5
+    sinks: bool = False
+    scales: str | None = None  # fp8: "one" (one element) or "per_head"
+    spread: float = 1.0  # standard deviation of q and k; large values make the softmax a single peak
+    spare_seqs: int = 2  # dead entries of the metadata, filled with garbage
+    spare_columns: int = 2  # block table columns that no sequence needs
+    padding_tokens: int = 3  # query rows after the last sequence's
+    shared_prefix: int = 0  # pages that all sequences have in common
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(q for q, _ in self.sequences) + self.padding_tokens
+
+    @property
+    def max_seqs(self) -> int:
+        return len(self.sequences) + self.spare_seqs
+
+    @property
+    def pages_per_seq(self) -> int:
+        return max([math.ceil(c / self.page_size) for _, c in self.sequences], default=0) + self.spare_columns
+
+    @property
+    def softmax_scale(self) -> float:
+        return self.head_dim**-0.5 if self.scale is None else self.scale
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of K and V that a decode step must read at least."""
+        size = DTYPES[self.cache_dtype or self.dtype].itemsize
+        return sum(c for _, c in self.sequences) * 2 * self.num_kv_heads * self.head_dim * size
+
+    def options(self) -> dict:
+        """The keyword arguments of the operators that are no arrays."""
+        return {"scale": self.softmax_scale, "sliding_window": self.sliding_window, "soft_cap": self.soft_cap}
+
+    def but(self, **changes) -> AttentionCase:
+        """This case with some fields changed; the name says so."""
+        text = ",".join(f"{k}={v}" for k, v in changes.items() if k != "sequences")
+        return dataclasses.replace(self, **{"name": f"{self.name}[{text}]", **changes})
+
+
+@dataclasses.dataclass
+class AttentionInputs:
+    query: np.ndarray
+    kv_cache: np.ndarray
+    context_lens: np.ndarray
+    block_tables: np.ndarray
+    query_start_loc: np.ndarray
+    num_seqs: np.ndarray
+    k_scale: np.ndarray | None = None
+    v_scale: np.ndarray | None = None
+    sinks: np.ndarray | None = None
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """By the operators' argument names, absent ones left out."""
+        return {k: v for k, v in vars(self).items() if v is not None}
+
+
+def rng_for(name: str, seed: int = 0) -> np.random.Generator:
+    """One stream of numbers per case, the same on every machine and in every order of tests."""
+    return np.random.default_rng([zlib.crc32(name.encode()), seed])
+
+
+def combine(k_pages: np.ndarray, v_pages: np.ndarray, layout: str) -> np.ndarray:
+    """The cache, in the layout asked for, from K and V [num_pages, page_size, num_kv_heads, head_dim]."""
+    if layout == "split":
+        return np.stack([k_pages, v_pages])
+    pages, slots, heads, dim = k_pages.shape
+    return np.stack([k_pages, v_pages], axis=3).reshape(pages, slots, 2 * heads, dim)
+
+
+def build(case: AttentionCase, seed: int = 0, poison: bool = True) -> AttentionInputs:
+    """Arrays for a case. With poison: NaN in every cache slot and query row that must not be read, absurd numbers in
+    every metadata entry that must not be read; without, zeros in their place."""
+    rng = rng_for(case.name, seed)
+    dtype, cache_dtype = DTYPES[case.dtype], DTYPES[case.cache_dtype or case.dtype]
+    live = len(case.sequences)
+    page_size, table_width = case.page_size, case.pages_per_seq
+
+    # Pages in an order that shares nothing with the sequences', and a few that nobody owns.
+    needed = [math.ceil(c / page_size) for _, c in case.sequences]
+    num_pages = sum(needed) + 3
+    free = list(rng.permutation(num_pages))
+    shared = [free.pop() for _ in range(case.shared_prefix)]
+
+    # The same numbers are drawn with and without poison, so that what is read is the same.
+    junk = np.array(ABSURD_PAGES, np.int64) * poison
+    block_tables = rng.choice(junk, (case.max_seqs, table_width)).astype(np.int32)
+    written = np.zeros((num_pages, page_size), bool)
+    for s, (_, context_len) in enumerate(case.sequences):
+        pages = shared[: needed[s]] + [free.pop() for _ in range(needed[s] - len(shared))]
+        block_tables[s, : needed[s]] = pages
+        positions = np.arange(context_len)
+        written[np.asarray(pages, int)[positions // page_size], positions % page_size] = True
+
+    shape = (num_pages, page_size, case.num_kv_heads, case.head_dim)
+    # A float8 cache holds numbers over much of its range; the scales bring them back to the size of the query's.
+    stored = 40.0 if case.cache_dtype in FLOAT8S else 1.0
+    k = (rng.standard_normal(shape) * case.spread * stored).astype(cache_dtype)
+    v = (rng.standard_normal(shape) * stored).astype(cache_dtype)
+    unread = cache_dtype.type(np.nan if poison else 0)
+    k[~written], v[~written] = unread, unread
+
+    query = (rng.standard_normal((case.num_tokens, case.num_heads, case.head_dim)) * case.spread).astype(dtype)
+    if case.padding_tokens:
+        query[-case.padding_tokens :] = dtype.type(np.nan if poison else 0)
+
+    context_lens = rng.choice(np.array([2**31 - 1, -(2**31), -5], np.int64) * poison, case.max_seqs)
+    context_lens[:live] = [c for _, c in case.sequences]
+    query_start_loc = rng.choice(np.array([-7, 2**31 - 1], np.int64) * poison, case.max_seqs + 1)
+    query_start_loc[: live + 1] = np.cumsum([0] + [q for q, _ in case.sequences])
+
+    inputs = AttentionInputs(
+        query=query,
+        kv_cache=combine(k, v, case.layout),
+        context_lens=context_lens.astype(np.int32),
+        block_tables=block_tables,
+        query_start_loc=query_start_loc.astype(np.int32),
+        num_seqs=np.array([live], np.int32),
+    )
+    if case.scales is not None:
+        count = case.num_kv_heads if case.scales == "per_head" else 1
+        inputs.k_scale = (rng.uniform(0.5, 2.0, count) / stored).astype(np.float32)
+        inputs.v_scale = (rng.uniform(0.5, 2.0, count) / stored).astype(np.float32)
+    if case.sinks:
+        inputs.sinks = rng.uniform(-2.0, 4.0, case.num_heads).astype(np.float32)
+    return inputs
+
+
+def _case(name: str, sequences, **fields) -> AttentionCase:
+    return AttentionCase(name, tuple(sequences), **fields)
+
+
+# The covering subset: every front end runs these. Small, and each for a reason that its name gives.
+COMMON = (
+    _case("llama3-8b-decode", [(1, 37), (1, 128), (1, 1), (1, 16)], num_heads=32, num_kv_heads=8, head_dim=128),
+    _case("llama3-8b-mixed-bf16", [(1, 70), (19, 19), (1, 33), (8, 40)], num_heads=8, head_dim=128, dtype="bfloat16"),
+    _case(
+        "mistral-7b-window",
+        [(1, 100), (20, 61), (1, 15)],
+        head_dim=128,
+        sliding_window=24,
+        dtype="float16",
+        layout="split",
+    ),
+    _case("gemma2-9b-soft-cap", [(1, 50), (7, 30)], num_heads=4, head_dim=256, soft_cap=50.0, sliding_window=40),
+    _case("mixtral-8x7b-chunked-prefill", [(24, 24), (24, 88), (1, 90)], num_heads=8, head_dim=128, page_size=7),
+    _case(
+        "speculative-4-rows", [(4, 60), (4, 4), (4, 129)], num_heads=6, num_kv_heads=2, page_size=1, dtype="bfloat16"
+    ),
+    _case("empty-sequences-in-the-middle", [(3, 20), (0, 31), (0, 0), (1, 9), (0, 5)], page_size=3),
+    _case("more-queries-than-context", [(9, 4), (1, 0), (2, 33)]),
+    _case(
+        "gpt-oss-sinks",
+        [(1, 64), (5, 41)],
+        num_heads=8,
+        num_kv_heads=1,
+        sinks=True,
+        sliding_window=32,
+        dtype="bfloat16",
+    ),
+    _case(
+        "fp8-cache-per-head",
+        [(1, 45), (6, 30)],
+        cache_dtype="float8_e4m3fn",
+        scales="per_head",
+        dtype="bfloat16",
+        head_dim=80,
+    ),
+    _case("fp8-e5m2-one-scale", [(1, 45), (6, 30)], cache_dtype="float8_e5m2", scales="one", layout="split"),
+)
+
+# What real loads look like beyond that, and the edges of the contract. The eager front ends run these as well.
+MORE = (
+    _case("phi-3-mini-head-96", [(1, 65), (12, 40)], num_heads=8, num_kv_heads=8, head_dim=96, dtype="float16"),
+    _case("phi-2-head-80", [(1, 65), (12, 40)], num_heads=4, num_kv_heads=4, head_dim=80, dtype="bfloat16"),
+    _case("llama3-70b-group-8", [(1, 300), (3, 17)], num_heads=16, num_kv_heads=2, head_dim=128, dtype="bfloat16"),
+    _case("qwen2-7b-group-7", [(1, 99), (10, 10)], num_heads=14, num_kv_heads=2, head_dim=128, dtype="float16"),
+    _case("falcon-7b-multi-query", [(1, 80), (5, 33)], num_heads=16, num_kv_heads=1, head_dim=64),
+    _case("gemma-2b-head-256", [(1, 40), (9, 20)], num_heads=8, num_kv_heads=1, head_dim=256, dtype="bfloat16"),
+    _case("head-192", [(1, 40), (9, 20)], num_heads=4, num_kv_heads=4, head_dim=192),
+    _case("shared-system-prompt", [(1, 70), (1, 64), (5, 90)], shared_prefix=4),
+    _case("long-tail-of-lengths", [(1, c) for c in (2, 3, 5, 8, 13, 21, 34, 55, 610, 1200)], num_heads=4),
+    _case("one-token-one-key", [(1, 1)], num_heads=1, num_kv_heads=1, head_dim=8, page_size=1),
+    _case("prefill-whole-prompt", [(200, 200)], num_heads=4, num_kv_heads=2),
+    _case("prefill-behind-long-context", [(33, 700)], num_heads=4, num_kv_heads=2, dtype="bfloat16"),
+    _case("no-live-sequence", [], padding_tokens=5),
+    _case("only-empty-sequences", [(0, 0), (0, 12)], padding_tokens=2),
+    _case("no-padding-at-all", [(1, 32), (4, 16)], spare_seqs=0, spare_columns=0, padding_tokens=0),
+    _case("much-padding", [(1, 20)], spare_seqs=40, spare_columns=30, padding_tokens=100),
+    _case("window-of-one", [(1, 50), (9, 30)], sliding_window=1),
+    _case("window-wider-than-context", [(1, 50), (9, 30)], sliding_window=10**6),
+    _case("window-larger-than-32-bits", [(1, 50)], sliding_window=2**40),
+    _case("window-across-pages", [(1, 50), (9, 30)], sliding_window=17, page_size=16),
+    _case("peaked-softmax", [(1, 120), (10, 60)], spread=8.0, dtype="float16"),
+    _case("soft-cap-saturated", [(1, 120), (10, 60)], spread=8.0, soft_cap=5.0, dtype="bfloat16"),
+    _case("negative-scale", [(1, 50), (9, 30)], scale=-0.3),
+    _case("scale-zero-is-the-mean", [(1, 50), (9, 30)], scale=0.0),
+    _case("everything-at-once", [(1, 50), (9, 30), (2, 1)], sliding_window=20, soft_cap=10.0, sinks=True, num_heads=6,
+          cache_dtype="float8_e4m3fn", scales="per_head", dtype="float16", layout="split", page_size=7),
+    _case("sinks-on-rows-without-keys", [(9, 4), (1, 0)], sinks=True),
+)  # fmt: skip
+
+
+def grid() -> list[AttentionCase]:
+    """Every value of every dimension with every dtype, instead of the full product: for each (dtype, axis, value) one
+    case, in which the other axes take values drawn by the case's own generator, the same on every run."""
+    axes = {
+        "head_dim": (8, 24, 64, 80, 96, 112, 128, 192, 256),
+        "page_size": (1, 2, 3, 7, 16, 64, 256),
+        "group": (1, 2, 3, 4, 5, 7, 8, 16),
+        "num_kv_heads": (1, 2, 3),
+        "sliding_window": (None, 1, 5, 33),
+        "soft_cap": (None, 2.5),
+        "sinks": (False, True),
+        "cache": (None, *FLOAT8S),
+        "layout": ("combined", "split"),
+    }
+    loads = (((1, 23), (1, 70)), ((13, 13), (1, 40)), ((5, 66), (0, 7), (2, 9)), ((1, 1), (17, 90)))
+    cases = []
+    for dtype in FLOATS:
+        for axis, values in axes.items():
+            for value in values:
+                name = f"grid-{dtype}-{axis}={value}"
+                rng = rng_for(name)
+                pick = {a: v[rng.integers(len(v))] for a, v in axes.items()} | {axis: value}
+                cache, group = pick.pop("cache"), pick.pop("group")
+                fields = dict(pick, num_heads=group * pick["num_kv_heads"], dtype=dtype, cache_dtype=cache)
+                if cache is not None:
+                    fields["scales"] = ("one", "per_head")[rng.integers(2)]
+                cases.append(_case(name, loads[rng.integers(len(loads))], **fields))
+    return cases
+
+
+@dataclasses.dataclass(frozen=True)
+class CacheCase:
+    """A call of reshape_and_cache."""
+
+    name: str
+    num_tokens: int = 12
+    num_kv_heads: int = 2
+    head_dim: int = 64
+    page_size: int = 16
+    num_pages: int = 9
+    dtype: str = "float32"
+    cache_dtype: str | None = None
+    layout: str = "combined"
+    scales: str | None = None
+    slot_dtype: str = "int32"
+    num_slots: int | None = None  # None: num_tokens; fewer: the tokens beyond have no slot
+    skipped: int = 2  # how many of the slots are negative
+    spread: float = 1.0
+
+
+CACHE_CASES = (
+    CacheCase("llama3-8b-decode-bf16", num_tokens=8, num_kv_heads=8, head_dim=128, dtype="bfloat16"),
+    CacheCase("prefill-chunk", num_tokens=90, num_pages=8),
+    CacheCase("slots-int64-split-layout", slot_dtype="int64", layout="split", dtype="float16"),
+    CacheCase("fewer-slots-than-tokens", num_slots=7),
+    CacheCase("all-skipped", skipped=12),
+    CacheCase("no-slots", num_slots=0, skipped=0),
+    CacheCase("no-tokens", num_tokens=0, skipped=0),
+    CacheCase("odd-sizes", num_kv_heads=3, head_dim=24, page_size=7, num_pages=5, dtype="bfloat16", layout="split"),
+    CacheCase("page-of-one", page_size=1, num_pages=40),
+    CacheCase("fp8-e4m3-per-head", cache_dtype="float8_e4m3fn", scales="per_head", dtype="bfloat16"),
+    CacheCase("fp8-e4m3-saturates", cache_dtype="float8_e4m3fn", scales="one", spread=3000.0),
+    CacheCase("fp8-e5m2-saturates", cache_dtype="float8_e5m2", scales="one", spread=4e5, layout="split"),
+    CacheCase("fp8-e5m2-per-head", cache_dtype="float8_e5m2", scales="per_head", dtype="float16", slot_dtype="int64"),
+    CacheCase("fp8-subnormals", cache_dtype="float8_e4m3fn", scales="one", spread=0.005),
+)
+
+
+def cache_grid() -> list[CacheCase]:
+    cases = []
+    for i, dtype in enumerate(FLOATS):
+        for j, cache_dtype in enumerate((None, *FLOAT8S)):
+            for k, layout in enumerate(("combined", "split")):
+                for m, slot_dtype in enumerate(("int32", "int64")):
+                    turn = i + j + k + m
+                    cases.append(
+                        CacheCase(
+                            f"grid-{dtype}-{cache_dtype}-{layout}-{slot_dtype}",
+                            dtype=dtype,
+                            cache_dtype=cache_dtype,
+                            layout=layout,
+                            slot_dtype=slot_dtype,
+                            scales=None if cache_dtype is None else ("one", "per_head")[turn % 2],
+                            head_dim=(8, 80, 128, 256)[turn % 4],
+                            num_kv_heads=(1, 2, 5)[turn % 3],
+                            page_size=(1, 3, 16, 64)[turn % 4],
+                            num_pages=40,
+                        )
+                    )
+    return cases
+
+
+def build_cache(case: CacheCase, seed: int = 0) -> dict[str, np.ndarray]:
+    """Arrays by argument name. Half of the cache's slots hold NaN, which must survive bit for bit."""
+    rng = rng_for(case.name, seed)
+    dtype, cache_dtype = DTYPES[case.dtype], DTYPES[case.cache_dtype or case.dtype]
+    shape = (case.num_pages, case.page_size, case.num_kv_heads, case.head_dim)
+    k = rng.standard_normal(shape).astype(cache_dtype)
+    v = rng.standard_normal(shape).astype(cache_dtype)
+    k[rng.random(shape[:2]) < 0.5] = cache_dtype.type(np.nan)
+
+    tokens = (case.num_tokens, case.num_kv_heads, case.head_dim)
+    num_slots = case.num_tokens if case.num_slots is None else case.num_slots
+    slots = rng.permutation(case.num_pages * case.page_size)[:num_slots].astype(DTYPES[case.slot_dtype])
+    lowest = np.iinfo(slots.dtype).min
+    slots[rng.permutation(num_slots)[: case.skipped]] = rng.choice(
+        np.array([-1, -7, lowest], slots.dtype), case.skipped
+    )
+    arrays = {
+        "key": (rng.standard_normal(tokens) * case.spread).astype(dtype),
+        "value": (rng.standard_normal(tokens) * case.spread).astype(dtype),
+        "kv_cache": combine(k, v, case.layout),
+        "slot_mapping": slots,
+    }
+    if case.scales is not None:
+        count = case.num_kv_heads if case.scales == "per_head" else 1
+        arrays["k_scale"] = rng.uniform(0.3, 3.0, count).astype(np.float32)
+        arrays["v_scale"] = rng.uniform(0.3, 3.0, count).astype(np.float32)
+    return arrays

@@ -1,0 +1,272 @@
+"""The serving example's model against transformers: with eager tensors, and the whole program on a checkpoint."""
+
+# ruff: noqa: E402 (what may be missing is asked for before what needs it)
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+import pytest
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("safetensors")
+
+EXAMPLES = pathlib.Path(__file__).parents[2] / "examples"
+sys.path.insert(0, str(EXAMPLES))
+
+from paged_llama import reference, weights
+from paged_llama.config import SHAPES, LlamaConfig
+from paged_llama.model import PagedLlama, rotation_table
+from paged_llama.scheduler import Request, Scheduler, run
+from paged_llama.tokens import read_prompts
+
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+VARIANTS = {
+    "plain": {},
+    "one-kv-head": {"num_key_value_heads": 1},
+    "as-many-kv-heads": {"num_key_value_heads": 4},
+    "wide-heads": {"head_dim": 32},
+    "tied": {"tie_word_embeddings": True},
+    "biases": {"attention_bias": True, "mlp_bias": True},
+    "rope-linear": {"rope_parameters": {"rope_type": "linear", "factor": 3.0, "rope_theta": 10000.0}},
+    "rope-llama3": {"rope_parameters": LLAMA3_ROPE},
+}
+
+
+def tiny_model(vocab_size: int = 96, **changes) -> transformers.LlamaForCausalLM:
+    """Transformers' model of two layers, with weights wide enough that attention and biases matter."""
+    sizes = {
+        "vocab_size": vocab_size,
+        "hidden_size": 64,
+        "intermediate_size": 120,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "initializer_range": 0.2,
+        "max_position_embeddings": 2048,
+        "eos_token_id": 1,
+    }
+    torch.manual_seed(1)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**(sizes | changes))).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias") or name.endswith("norm.weight"):
+                parameter.add_(torch.randn_like(parameter) * 0.3)
+    return model
+
+
+def expected_tokens(model, prompt, count) -> list[int]:
+    ids = torch.tensor([prompt])
+    options = transformers.GenerationConfig(do_sample=False, max_new_tokens=count, eos_token_id=1, pad_token_id=0)
+    out = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=options)
+    return out[0, len(prompt) :].tolist()
+
+
+@pytest.fixture
+def eager():
+    """Skips where the eager front end does not work."""
+    xla_gpu = pytest.importorskip("xla_gpu.torch")
+    try:
+        xla_gpu.simple_add(torch.ones(1), torch.ones(1))
+    except Exception as error:
+        pytest.skip(f"the eager frontend: {error}")
+
+
+@torch.no_grad()
+def serve_eagerly(config: LlamaConfig, load, prompts, count) -> list[list[int]]:
+    requests = [Request(prompt, count, config.eos_token_ids) for prompt in prompts]
+    longest = max(request.most_tokens for request in requests)
+    scheduler = Scheduler(num_pages=40, page_size=4, max_seqs=3, chunk=16, max_tokens=longest)
+    scheduler.add(requests)
+    model = PagedLlama(config, torch.float32, longest)
+    load(model)
+    shape = (40, 4, 2 * config.num_kv_heads, config.head_dim)
+    caches = [torch.full(shape, float("nan")) for _ in range(config.num_layers)]
+    previous = torch.zeros(3, dtype=torch.int32)
+
+    def launch(step):
+        nonlocal previous
+        previous = model(torch.from_numpy(step.packed), previous, caches, step.layout)
+        return previous
+
+    for _ in run(scheduler, launch, torch.Tensor.tolist):
+        pass
+    return [request.generated for request in requests]
+
+
+@pytest.mark.parametrize(("variant", "files"), [*((variant, "one") for variant in VARIANTS), ("biases", "shards")])
+def test_a_checkpoint_of_any_configuration_gives_the_tokens_of_transformers(variant, files, tmp_path, eager):
+    theirs = tiny_model(**VARIANTS[variant])
+    theirs.save_pretrained(tmp_path, max_shard_size="100KB" if files == "shards" else "1GB")
+    assert (tmp_path / "model.safetensors.index.json").exists() == (files == "shards")
+    config = LlamaConfig.from_folder(tmp_path)
+    prompts = [[(7 * i + 3 * j * j) % 96 for j in range(length)] for i, length in enumerate((1, 5, 70, 23))]
+    got = serve_eagerly(config, lambda m: weights.load_checkpoint(m, tmp_path, torch.device("cpu")), prompts, 12)
+    assert got == [expected_tokens(theirs, prompt, 12) for prompt in prompts]
+
+
+@pytest.mark.parametrize("variant", [v for v in VARIANTS if v.startswith("rope")])
+def test_rotations_have_the_bits_of_transformers(variant):
+    theirs = tiny_model(**VARIANTS[variant])
+    config = LlamaConfig.from_hugging_face(theirs.config.to_dict())
+    cos, sin = theirs.model.rotary_emb(torch.zeros(1), torch.arange(500)[None])
+    ours = rotation_table(config, 500)
+    half = config.head_dim // 2
+    assert torch.equal(ours[..., 0], cos[0, :, :half]) and torch.equal(ours[..., 1], sin[0, :, :half])
+
+
+def test_older_config_files_mean_the_same():
+    new = {
+        "model_type": "llama",
+        "vocab_size": 10,
+        "hidden_size": 8,
+        "intermediate_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "rope_parameters": LLAMA3_ROPE,
+    }
+    old = {k: v for k, v in new.items() if k != "rope_parameters"}
+    old |= {"rope_theta": 500000.0, "rope_scaling": {k: v for k, v in LLAMA3_ROPE.items() if k != "rope_theta"}}
+    assert LlamaConfig.from_hugging_face(old) == LlamaConfig.from_hugging_face(new)
+    plain = LlamaConfig.from_hugging_face(old | {"rope_scaling": None})
+    assert plain.rope_scaling is None and plain.num_kv_heads == 2 and plain.head_dim == 4
+
+
+def test_end_of_sequence_tokens_come_from_the_generation_settings(tmp_path):
+    tiny_model().save_pretrained(tmp_path)
+    assert LlamaConfig.from_folder(tmp_path).eos_token_ids == {1}
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [5, 9]}')
+    assert LlamaConfig.from_folder(tmp_path).eos_token_ids == {5, 9}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model_type": "mistral"}, "model_type: expected 'llama', got 'mistral'"),
+        ({"hidden_act": "gelu"}, "hidden_act: expected 'silu', got 'gelu'"),
+        (
+            {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
+            "rope_type: expected default, linear or llama3, got",
+        ),
+    ],
+)
+def test_a_configuration_that_the_model_cannot_do_is_refused(change, message):
+    with pytest.raises(ValueError, match=message):
+        LlamaConfig.from_hugging_face({"model_type": "llama"} | change)
+
+
+def test_a_checkpoint_that_does_not_fit_its_configuration_is_refused(tmp_path):
+    tiny_model().save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    cpu = torch.device("cpu")
+    for change, message in (
+        ({"attention_bias": True}, "the checkpoint has no tensor 'model.layers.0.self_attn.q_proj.bias'"),
+        ({"intermediate_size": 128}, r"gate_proj.weight \+ .*up_proj.weight: expected \[256, 64\], got \[240, 64\]"),
+    ):
+        model = PagedLlama(LlamaConfig.from_hugging_face(config | change), torch.float32, 8)
+        with pytest.raises(ValueError, match=message):
+            weights.load_checkpoint(model, tmp_path, cpu)
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(FileNotFoundError, match=r"neither model\.safetensors nor"):
+        weights.load_checkpoint(model, tmp_path, cpu)
+
+
+def test_published_shapes_have_the_size_of_their_names():
+    def parameters(config):
+        return sum(p.numel() for p in PagedLlama(config, torch.bfloat16, 1).parameters())
+
+    assert parameters(SHAPES["llama3-8b"]) == 8_030_261_248
+    assert parameters(SHAPES["llama3-1b"]) == 1_235_814_400
+
+
+def test_a_comparison_names_the_first_token_that_differs():
+    model = tiny_model()
+    prompt = [3, 50, 7]
+    expected = reference.generate(model, prompt, 8, frozenset({1}))
+    assert expected == expected_tokens(model, prompt, 8)
+    assert reference.compare(model, prompt, list(expected), expected) is None
+    wrong = [*expected[:5], (expected[5] + 1) % 96, *expected[6:]]
+    mismatch = reference.compare(model, prompt, wrong, expected)
+    assert (mismatch.index, mismatch.got, mismatch.expected) == (5, wrong[5], expected[5])
+    assert 1e-4 < mismatch.gap < 1e3 and f"new token 5: got {wrong[5]}" in str(mismatch)
+    shorter = reference.compare(model, prompt, expected[:4], expected)
+    assert (shorter.index, shorter.got, shorter.expected) == (4, None, expected[4])
+
+
+# ---- The whole program -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory) -> pathlib.Path:
+    """A model of two layers in two shards, with a byte-level BPE tokenizer trained on the example's prompts."""
+    tokenizers = pytest.importorskip("tokenizers")
+    folder = tmp_path_factory.mktemp("checkpoint")
+    bpe = tokenizers.ByteLevelBPETokenizer()
+    bpe.train_from_iterator(read_prompts(EXAMPLES / "prompts.txt"), vocab_size=400, special_tokens=["<s>", "</s>"])
+    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=bpe._tokenizer, bos_token="<s>", eos_token="</s>")
+    fast.save_pretrained(folder)
+    model = tiny_model(vocab_size=len(fast), **VARIANTS["rope-llama3"], bos_token_id=0, eos_token_id=1)
+    model.save_pretrained(folder, max_shard_size="200KB")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def served(checkpoint, tmp_path_factory):
+    """The program's result on that checkpoint, its figures, and the folder of XLA's dumps."""
+    pytest.importorskip("torch_xla")
+    folder = tmp_path_factory.mktemp("served")
+    arguments = ["--check", "--device", "cpu", "--model", checkpoint, "--json", folder / "figures.json"]
+    sizes = ["--max-new-tokens", "24", "--max-seqs", "4", "--chunk", "64", "--num-pages", "160", "--page-size", "8"]
+    result = subprocess.run(
+        [sys.executable, EXAMPLES / "serve_llama.py", *arguments, *sizes],
+        env=os.environ | {"XLA_FLAGS": f"--xla_dump_to={folder} --xla_dump_hlo_as_text"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result, json.loads((folder / "figures.json").read_text()), folder
+
+
+def test_the_program_agrees_with_transformers(served):
+    result, figures, _ = served
+    last = result.stdout.strip().splitlines()[-1]
+    pattern = r"demo: OK, (\d+) tokens identical to transformers, \d+\.\d tokens/s, (\d+) compilations"
+    new_tokens, compilations = map(int, re.fullmatch(pattern, last).groups())
+    assert new_tokens == figures["new_tokens"] > 200
+    assert compilations == figures["compilations"] == 3  # the empty cache and the two layouts
+    assert figures["requests_unlike_transformers"] == 0
+
+
+def test_the_program_used_what_it_is_there_to_show(served):
+    _, figures, _ = served
+    assert figures["requests"] > figures["max_seqs"]
+    assert figures["pages_handed_out"] > figures["num_pages"] >= figures["most_pages_in_use"]
+    assert figures["mixed"]["new_tokens"] > 0, "no step read a prompt and generated beside it"
+    assert figures["decode"]["steps"] > 0
+
+
+def test_the_compiled_steps_update_the_cache_in_place(served):
+    _, _, folder = served
+    texts = [path.read_text() for path in folder.glob("*cpu_after_optimizations.txt")]
+    steps = [text for text in texts if "xla_gpu_paged_attention" in text]
+    assert len(steps) == 2
+    cache = r"f32\[160,8,4,16\]\S*"
+    for text in steps:
+        assert "API_VERSION_TYPED_FFI" in text
+        assert len(re.findall(rf"= {cache} custom-call\(.*xla_gpu_reshape_and_cache", text)) == 2
+        assert len(re.findall(r"(?:may|must)-alias", text.splitlines()[0])) >= 2, "the program's results are its inputs"
+        makers = set(re.findall(rf"= {cache} ([\w-]+)\(", text))
+        assert makers <= {"custom-call", "parameter", "get-tuple-element"}, makers

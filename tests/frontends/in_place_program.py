@@ -1,0 +1,112 @@
+"""Three steps of a two-layer model: each layer stores its new keys and values in place and attends over its cache.
+
+test_in_place.py runs it in a process of its own, since XLA reads XLA_FLAGS once:
+
+    python -m tests.frontends.in_place_program FRONTEND LAYOUT
+"""
+
+from __future__ import annotations
+
+import sys
+
+import numpy as np
+
+from tests.common import cases, frontends, reference
+
+LAYERS, STEPS = 2, 3
+CASE = cases.AttentionCase("in-place", ((1, 30), (5, 21)), num_heads=4, num_kv_heads=2, page_size=8, head_dim=64)
+OPTIONS = CASE.options()
+
+
+def build(layout: str):
+    inputs = cases.build(CASE.but(layout=layout), poison=False)
+    rng = cases.rng_for("in-place")
+    shape = (CASE.num_tokens, CASE.num_kv_heads, CASE.head_dim)
+    new = [[rng.standard_normal(shape).astype(np.float32) for _ in range(2 * LAYERS)] for _ in range(STEPS)]
+    slots = np.full(CASE.num_tokens, -1, np.int32)
+    for s, (q_len, context_len) in enumerate(CASE.sequences):
+        first = int(inputs.query_start_loc[s])
+        positions = np.arange(context_len - q_len, context_len)
+        pages = inputs.block_tables[s, positions // CASE.page_size]
+        slots[first : first + q_len] = pages * CASE.page_size + positions % CASE.page_size
+    caches = [inputs.kv_cache.copy() for _ in range(LAYERS)]
+    metadata = {k: v for k, v in inputs.arrays().items() if k not in ("query", "kv_cache")}
+    return inputs.query, metadata, caches, slots, new
+
+
+def expected(layout: str):
+    query, metadata, caches, slots, new = build(layout)
+    for step in new:
+        x = query
+        for layer in range(LAYERS):
+            caches[layer] = reference.reshape_and_cache(step[2 * layer], step[2 * layer + 1], caches[layer], slots)
+            x, _ = reference.paged_attention(x.astype(np.float32), caches[layer], **metadata, **OPTIONS)
+    return x, caches
+
+
+def run_torch(frontend, layout: str):
+    import torch
+    import torch_xla
+
+    import xla_gpu.torch as ops
+    from tests.common.arrays import to_torch
+
+    query, metadata, caches, slots, new = build(layout)
+    device = frontend.device()
+    query, slots, *caches = (to_torch(x, device) for x in (query, slots, *caches))
+    metadata = {k: to_torch(v, device) for k, v in metadata.items()}
+    torch_xla.sync()
+
+    def model(query, slots, caches, metadata, new):
+        x = query
+        for layer, cache in enumerate(caches):
+            ops.reshape_and_cache_(new[2 * layer], new[2 * layer + 1], cache, slots)
+            x = ops.paged_attention(x, cache, **metadata, **OPTIONS)
+        return x
+
+    if frontend.name.endswith("-compiled"):
+        model = torch.compile(model, backend="openxla", fullgraph=True)
+    with torch.no_grad():
+        for step in new:
+            new_tensors = [to_torch(x, device) for x in step]
+            torch_xla.sync()
+            x = model(query, slots, caches, metadata, new_tensors)
+            torch_xla.sync()
+    return x.cpu().numpy(), [c.cpu().numpy() for c in caches]
+
+
+def run_jax(frontend, layout: str, donate: bool):
+    import jax
+
+    import xla_gpu.jax as ops
+
+    query, metadata, caches, slots, new = jax.device_put(build(layout), frontend.device())
+
+    def model(caches, query, slots, metadata, new):
+        x, updated = query, []
+        for layer, cache in enumerate(caches):
+            cache = ops.reshape_and_cache(new[2 * layer], new[2 * layer + 1], cache, slots)
+            x = ops.paged_attention(x, cache, **metadata, **OPTIONS)
+            updated.append(cache)
+        return x, updated
+
+    model = jax.jit(model, donate_argnums=(0,) if donate else ())
+    for step in new:
+        x, caches = model(caches, query, slots, metadata, step)
+    return np.asarray(x), [np.asarray(c) for c in caches]
+
+
+def main(name: str, layout: str) -> None:
+    frontend = frontends.ALL[name.removesuffix("-without-donation")]
+    if frontend.framework == "jax":
+        x, caches = run_jax(frontend, layout, donate=not name.endswith("-without-donation"))
+    else:
+        x, caches = run_torch(frontend, layout)
+    want_x, want_caches = expected(layout)
+    np.testing.assert_allclose(x, want_x, atol=1e-4)
+    for cache, want in zip(caches, want_caches, strict=True):
+        np.testing.assert_array_equal(cache, want)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,102 @@
+"""The KV cache is updated in place: the optimised HLO of a whole model step holds the typed custom calls, the alias
+from the cache's parameter to its result, and no other instruction that makes anything of the cache's shape."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.common import cases
+from tests.frontends import in_place_program
+
+ROOT = Path(__file__).resolve().parents[2]
+# Instructions that give a name to memory that is there already.
+NO_MEMORY = {"parameter", "get-tuple-element", "tuple", "bitcast", "custom-call", "opt-barrier"}
+
+
+def modules(program: str, layout: str, folder: Path) -> list[str]:
+    """Texts of the optimised modules that store into a cache. Runs the program, which checks its own numbers."""
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_dump_to={folder} --xla_dump_hlo_as_text"
+    result = subprocess.run(
+        [sys.executable, "-m", "tests.frontends.in_place_program", program, layout],
+        cwd=ROOT,
+        env=os.environ | {"XLA_FLAGS": flags},
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 0, result.stderr[-4000:]
+    texts = [p.read_text() for p in sorted(folder.glob("*after_optimizations.txt"))]
+    return [t for t in texts if 'custom_call_target="xla_gpu_reshape_and_cache"' in t]
+
+
+def cache_shape(layout: str) -> str:
+    return ",".join(map(str, cases.build(in_place_program.CASE.but(layout=layout)).kv_cache.shape))
+
+
+def makers(text: str, shape: str) -> list[str]:
+    """Instructions whose result, or a part of it, has the shape of a cache."""
+    found = []
+    for line in text.splitlines():
+        instruction = re.match(r"\s*(?:ROOT )?%?[\w.-]+ = (\(.*?\)|\S+) ([\w-]+)\(", line)
+        if instruction and f"f32[{shape}]" in instruction[1] and instruction[2] not in NO_MEMORY:
+            found.append(line.strip()[:200])
+    return found
+
+
+@pytest.mark.parametrize("layout", ["combined", "split"])
+@pytest.mark.frontends(
+    "torch_xla", "torch_xla-compiled", "jax", "torch_xla-cuda", "torch_xla-cuda-compiled", "jax-cuda"
+)
+def test_no_copy_of_the_cache(frontend, layout, tmp_path):
+    texts = modules(frontend.name, layout, tmp_path)
+    assert texts, f"no module with xla_gpu_reshape_and_cache among {sorted(p.name for p in tmp_path.iterdir())}"
+    for text in texts:
+        stores = [line for line in text.splitlines() if 'custom_call_target="xla_gpu_reshape_and_cache"' in line]
+        reads = [line for line in text.splitlines() if 'custom_call_target="xla_gpu_paged_attention"' in line]
+        assert len(stores) == len(reads) == in_place_program.LAYERS
+        for line in stores + reads:
+            assert "API_VERSION_TYPED_FFI" in line, line
+        assert makers(text, cache_shape(layout)) == []
+        # Each cache's parameter is a result's memory.
+        header = text.splitlines()[0]
+        parameters = re.findall(rf"= f32\[{cache_shape(layout)}\]\S* parameter\((\d+)\)", text)
+        assert len(parameters) == in_place_program.LAYERS
+        aliased = re.findall(r"\{[\d, ]*\}: \((\d+), \{\}", header[header.index("input_output_alias") :])
+        assert set(parameters) <= set(aliased), header
+
+
+def test_the_check_above_can_fail(tmp_path):
+    """Without donation jax.jit must copy, and the reader must see it."""
+    pytest.importorskip("jax")
+    (text,) = modules("jax-without-donation", "combined", tmp_path)
+    assert [line for line in makers(text, cache_shape("combined")) if "copy" in line]
+
+
+@pytest.mark.frontends("torch_xla", "torch_xla-compiled", "torch_xla-cuda", "torch_xla-cuda-compiled")
+def test_in_place_on_a_slice_of_a_stack_of_caches(frontend):
+    """A cache that is a view: its base sees the update."""
+    import torch
+
+    from tests.common import compare, reference
+    from tests.common.arrays import to_numpy
+
+    arrays = cases.build_cache(cases.CACHE_CASES[1])
+    tensors = frontend.tensors(arrays)
+    stack = torch.stack([tensors["kv_cache"] * 0, tensors["kv_cache"]])
+    ops = frontend.module()
+
+    def step(stack, key, value, slots):
+        ops.reshape_and_cache_(key, value, stack[1], slots)
+        return stack.sum()
+
+    if frontend.name.endswith("-compiled"):
+        torch._dynamo.reset()
+        step = torch.compile(step, backend="openxla", fullgraph=True)
+    step(stack, tensors["key"], tensors["value"], tensors["slot_mapping"])
+    want = reference.reshape_and_cache(**arrays)
+    compare.assert_bitwise_equal(to_numpy(stack[1]), want, f"{frontend.name}: the slice")

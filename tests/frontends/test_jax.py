@@ -1,0 +1,163 @@
+"""What JAX does with functions: vmap, grad, jit, shapes without values."""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+import pytest
+
+from tests.common import cases, compare, reference
+
+pytestmark = pytest.mark.frontends("jax", "jax-cuda")
+CASE = cases.AttentionCase("jax", ((1, 20), (4, 9)), num_heads=4, num_kv_heads=2, page_size=8)
+OPTIONS = {"scale": 0.2, "soft_cap": 5.0}
+
+
+def stacked(frontend, count=3):
+    """`count` batches of one shape, stacked: different values, lengths and pages."""
+    import jax
+
+    batches = [cases.build(CASE, seed).arrays() for seed in range(count)]
+    for i, b in enumerate(batches):
+        b["context_lens"][0] -= i
+    return batches, jax.device_put({k: np.stack([b[k] for b in batches]) for k in batches[0]}, frontend.device())
+
+
+@pytest.mark.parametrize("mapped", ["all", "query", "cache", "metadata"])
+def test_vmap_of_attention(frontend, mapped):
+    import jax
+
+    import xla_gpu.jax
+
+    batches, stack = stacked(frontend)
+    names = {"all": set(stack), "query": {"query"}, "cache": {"kv_cache"}, "metadata": {"context_lens"}}[mapped]
+    if mapped in ("query", "cache"):
+        for b in batches[1:]:
+            b.update({k: batches[0][k] for k in stack if k not in names})
+    else:
+        for b in batches[1:]:
+            b.update({k: v for k, v in batches[0].items() if k not in names})
+    if mapped == "cache":  # every batch's cache must be readable by the first one's tables
+        for b in batches:
+            b["kv_cache"] = np.nan_to_num(b["kv_cache"])
+        stack["kv_cache"] = jax.device_put(np.stack([b["kv_cache"] for b in batches]), frontend.device())
+    arrays = {k: v if k in names else v[0] for k, v in stack.items()}
+    axes = {k: 0 if k in names else None for k in stack}
+    attend = functools.partial(_attend, xla_gpu.jax)
+    out = jax.jit(jax.vmap(attend, in_axes=(axes,)))(arrays)
+    for i, b in enumerate(batches):
+        want, _ = reference.paged_attention(**b, **OPTIONS)
+        np.testing.assert_allclose(np.asarray(out[i]), want, atol=2e-5, err_msg=f"batch {i}")
+
+
+def _attend(ops, arrays):
+    return ops.paged_attention(**arrays, **OPTIONS)
+
+
+def test_vmap_of_two_results_and_another_axis(frontend):
+    import jax
+
+    import xla_gpu.jax
+
+    batches, stack = stacked(frontend, 2)
+    stack["query"] = jax.numpy.moveaxis(stack["query"], 0, 2)
+    axes = {k: 2 if k == "query" else 0 for k in stack}
+    out, lse = jax.vmap(lambda a: xla_gpu.jax.paged_attention_with_lse(**a, **OPTIONS), in_axes=(axes,))(stack)
+    for i, b in enumerate(batches):
+        want, want_lse = reference.paged_attention(**b, **OPTIONS)
+        np.testing.assert_allclose(np.asarray(out[i]), want, atol=2e-5)
+        compare.assert_same_special(np.asarray(lse[i]), want_lse)
+
+
+def test_vmap_of_the_others(frontend):
+    import jax
+
+    import xla_gpu.jax
+
+    a = np.arange(24, dtype=np.float32).reshape(4, 6)
+    out = jax.vmap(xla_gpu.jax.simple_add, in_axes=(0, None))(jax.device_put(a, frontend.device()), a[0])
+    np.testing.assert_array_equal(np.asarray(out), a + a[0])
+
+    caches = [cases.build_cache(cases.CACHE_CASES[1], seed) for seed in range(3)]
+    stack = jax.device_put({k: np.stack([c[k] for c in caches]) for k in caches[0]}, frontend.device())
+    stored = jax.jit(jax.vmap(lambda arrays: xla_gpu.jax.reshape_and_cache(**arrays)))(stack)
+    for i, c in enumerate(caches):
+        compare.assert_bitwise_equal(np.asarray(stored[i]), reference.reshape_and_cache(**c), f"cache {i}")
+
+
+def test_vmap_of_vmap(frontend):
+    import jax
+
+    import xla_gpu.jax
+
+    a = np.arange(2 * 3 * 5, dtype=np.float32).reshape(2, 3, 5)
+    out = jax.vmap(jax.vmap(xla_gpu.jax.simple_add))(jax.device_put(a, frontend.device()), a)
+    np.testing.assert_array_equal(np.asarray(out), a + a)
+
+
+@pytest.mark.parametrize("transform", ["grad", "jvp", "vjp"])
+def test_derivatives_are_refused_by_name(frontend, transform):
+    import jax
+
+    import xla_gpu.jax
+
+    arrays = jax.device_put(cases.build(CASE, poison=False).arrays(), frontend.device())
+
+    def loss(query):
+        return xla_gpu.jax.paged_attention(query, **{k: v for k, v in arrays.items() if k != "query"}, **OPTIONS).sum()
+
+    calls = {
+        "grad": lambda: jax.grad(loss)(arrays["query"]),
+        "jvp": lambda: jax.jvp(loss, (arrays["query"],), (arrays["query"],)),
+        "vjp": lambda: jax.vjp(loss, arrays["query"]),
+    }
+    with pytest.raises(Exception, match=r"paged_attention.*(gradient|derivative|differentia)"):
+        calls[transform]()
+
+
+def test_shapes_without_values(frontend):
+    import jax
+
+    import xla_gpu.jax
+
+    out, lse = jax.eval_shape(
+        lambda a: xla_gpu.jax.paged_attention_with_lse(**a, **OPTIONS), cases.build(CASE).arrays()
+    )
+    assert out.shape == (CASE.num_tokens, CASE.num_heads, CASE.head_dim) and lse.shape == out.shape[:2]
+
+
+def test_numpy_arrays_are_taken(frontend):
+    """Outside of jit, as jax.numpy's functions take them."""
+    import jax
+
+    import xla_gpu.jax
+
+    inputs = cases.build(CASE)
+    with jax.default_device(frontend.device()):
+        out = xla_gpu.jax.paged_attention(**inputs.arrays(), **OPTIONS)
+    want, _ = reference.paged_attention(**inputs.arrays(), **OPTIONS)
+    np.testing.assert_allclose(np.asarray(out), want, atol=2e-5)
+
+
+def test_inside_control_flow(frontend):
+    """A decode loop: the cache is the carry of a scan."""
+    import jax
+
+    import xla_gpu.jax
+
+    case = cases.CACHE_CASES[1]
+    arrays = cases.build_cache(case)
+    slots = np.stack([np.roll(arrays["slot_mapping"], i) for i in range(4)])
+
+    def step(cache, slot_mapping):
+        cache = xla_gpu.jax.reshape_and_cache(arrays["key"], arrays["value"], cache, slot_mapping)
+        return cache, None
+
+    cache, _ = jax.jit(lambda c, s: jax.lax.scan(step, c, s))(
+        *jax.device_put((arrays["kv_cache"], slots), frontend.device())
+    )
+    want = arrays["kv_cache"]
+    for row in slots:
+        want = reference.reshape_and_cache(arrays["key"], arrays["value"], want, row)
+    compare.assert_bitwise_equal(np.asarray(cache), want, frontend.name)

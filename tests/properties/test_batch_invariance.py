@@ -1,0 +1,169 @@
+"""The bits of a sequence's rows depend on that sequence alone: not on its neighbours, on the order of the batch, on the
+page numbers it was given, on the padding of the metadata, or on what was computed before."""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+import pytest
+
+from tests.common import cases, compare, reference
+from tests.common.cases import AttentionCase, AttentionInputs
+
+pytestmark = pytest.mark.frontends("eager", "eager-cuda", "jax-cuda")
+
+# The sequence under test: a decode step, a few speculative rows, a chunk of a prefill, a long context.
+SUBJECTS = {"decode": (1, 211), "speculative": (4, 130), "chunk": (40, 170), "long": (1, 3000)}
+BEHIND_A_LONG_CONTEXT = {"few-rows": (16, 9000)}
+NEIGHBOURS = {
+    "alone": ((), ()),
+    "behind-a-prefill": (((90, 90),), ()),
+    "before-a-prefill": ((), ((90, 90),)),
+    "among-decodes": (((1, 5), (1, 900)), ((1, 64), (1, 1), (1, 400))),
+    "among-empties": (((0, 0), (0, 50)), ((0, 3),)),
+    "behind-a-long-one": (((1, 4000),), ((2, 2),)),
+    "among-many": (((1, 33),) * 17, ((3, 20),) * 9),
+}
+SHAPES = {
+    # Sums in another order change the last bits of float32 alone; rounded to 16 bits, hardly one in 30000 shows it.
+    # So float32 finds what is wrong, and the others have many elements.
+    "gqa-f32": dict(num_heads=8, num_kv_heads=2, head_dim=128, dtype="float32", page_size=16),
+    "gqa-bf16": dict(num_heads=32, num_kv_heads=8, head_dim=128, dtype="bfloat16", page_size=16),
+    "group-3-f32": dict(num_heads=3, num_kv_heads=1, head_dim=80, dtype="float32", page_size=7, sliding_window=100),
+    "fp8-sinks": dict(
+        num_heads=4, num_kv_heads=4, head_dim=64, dtype="float16", cache_dtype="float8_e4m3fn", scales="one",
+        sinks=True, soft_cap=20.0,
+    ),
+}  # fmt: skip
+
+
+def sequence(name: str) -> tuple[int, int]:
+    return {**SUBJECTS, **BEHIND_A_LONG_CONTEXT}[name]
+
+
+@functools.cache
+def subject(name: str, shape: str) -> tuple[AttentionCase, AttentionInputs]:
+    case = AttentionCase(
+        f"subject-{name}-{shape}", (sequence(name),), spare_seqs=0, spare_columns=0, padding_tokens=0, **SHAPES[shape]
+    )
+    return case, cases.build(case)
+
+
+def batch(name: str, shape: str, before, after, **changes) -> tuple[dict, AttentionCase, slice]:
+    """Arrays in which the subject stands between other sequences, its K and V on other pages; and its rows."""
+    alone, inputs = subject(name, shape)
+    others = AttentionCase(
+        f"batch-{name}-{shape}-{before}-{after}-{changes}",
+        (*before, sequence(name), *after),
+        **{**SHAPES[shape], **changes},
+    )
+    arrays = cases.build(others)
+    place = len(before)
+    rows = slice(*arrays.query_start_loc[place : place + 2])
+    arrays.query[rows] = inputs.query
+    theirs, ours = reference.split_cache(arrays.kv_cache), reference.split_cache(inputs.kv_cache)
+    pages = -(-sequence(name)[1] // alone.page_size)
+    for their, our in zip(theirs, ours, strict=True):
+        their[arrays.block_tables[place, :pages]] = our[inputs.block_tables[0, :pages]]
+    arrays.k_scale, arrays.v_scale, arrays.sinks = inputs.k_scale, inputs.v_scale, inputs.sinks
+    return arrays.arrays(), others, rows
+
+
+def results(frontend, arrays, case, rows=slice(None)):
+    out, lse = frontend.call("paged_attention_with_lse", arrays, **case.options())
+    return out[rows], lse[rows]
+
+
+@pytest.mark.parametrize("neighbours", [n for n in NEIGHBOURS if n != "alone"])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("name", SUBJECTS)
+def test_neighbours_do_not_change_bits(frontend, name, shape, neighbours):
+    case, inputs = subject(name, shape)
+    want = results(frontend, inputs.arrays(), case)
+    got = results(frontend, *batch(name, shape, *NEIGHBOURS[neighbours]))
+    for what, g, w in zip(("out", "lse"), got, want, strict=True):
+        compare.assert_bitwise_equal(g, w, f"{frontend.name} {name} {shape} {neighbours}: {what}")
+
+
+@pytest.mark.frontends("eager-cuda", "jax-cuda")
+def test_larger_tiles_do_not_change_bits(frontend):
+    """With many new rows CUDA takes larger tiles of rows, in another kernel."""
+    case, inputs = subject("chunk", "gqa-bf16")
+    want = results(frontend, inputs.arrays(), case)
+    got = results(frontend, *batch("chunk", "gqa-bf16", ((1900, 1900),), ((30, 700),)))
+    for what, g, w in zip(("out", "lse"), got, want, strict=True):
+        compare.assert_bitwise_equal(g, w, f"{frontend.name}: {what}")
+
+
+@pytest.mark.frontends("eager-cuda", "jax-cuda")
+@pytest.mark.parametrize("before", [((30, 70),), ((200, 200),), ((2500, 2500),)], ids=["few", "some", "many"])
+@pytest.mark.parametrize("spare_seqs", [0, 40])
+def test_parts_of_keys_do_not_change_bits(frontend, before, spare_seqs):
+    """Behind a long context CUDA splits the keys of few rows, among blocks if there are few, else within a block."""
+    case, inputs = subject("few-rows", "gqa-bf16")
+    want = results(frontend, inputs.arrays(), case)
+    got = results(frontend, *batch("few-rows", "gqa-bf16", before, ((1, 50),), spare_seqs=spare_seqs))
+    for what, g, w in zip(("out", "lse"), got, want, strict=True):
+        compare.assert_bitwise_equal(g, w, f"{frontend.name}: {what}")
+
+
+@pytest.mark.parametrize("changes", [{"spare_seqs": 60}, {"spare_columns": 300}, {"padding_tokens": 200}], ids=str)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("name", ["decode", "chunk"])
+def test_padding_does_not_change_bits(frontend, name, shape, changes):
+    case, inputs = subject(name, shape)
+    want = results(frontend, inputs.arrays(), case)
+    got = results(frontend, *batch(name, shape, (), (), **changes))
+    for what, g, w in zip(("out", "lse"), got, want, strict=True):
+        compare.assert_bitwise_equal(g, w, f"{frontend.name} {name} {shape} {changes}: {what}")
+
+
+@pytest.mark.parametrize("shape", ["gqa-f32", "gqa-bf16"])
+@pytest.mark.parametrize("name", SUBJECTS)
+def test_poison_in_unread_places_does_not_change_bits(frontend, name, shape):
+    """Same inputs with zeros instead of NaN and absurd numbers wherever nothing may be read."""
+    case = AttentionCase(f"poison-{name}", (SUBJECTS[name], (1, 9)), **SHAPES[shape])
+    want = results(frontend, cases.build(case, poison=False).arrays(), case)
+    got = results(frontend, cases.build(case, poison=True).arrays(), case)
+    for what, g, w in zip(("out", "lse"), got, want, strict=True):
+        compare.assert_bitwise_equal(g, w, f"{frontend.name} {name}: {what}")
+
+
+@pytest.mark.parametrize("shape", ["gqa-f32", "gqa-bf16"])
+@pytest.mark.parametrize("name", ["long", "chunk"])
+def test_repeated_calls_give_the_same_bits(frontend, name, shape):
+    """Whatever threads and blocks raced for, and whatever a larger call left in the scratch memory."""
+    large, _, _ = batch("long", shape, *NEIGHBOURS["among-many"])
+    case, inputs = subject(name, shape)
+    want = results(frontend, inputs.arrays(), case)
+    for _ in range(20):
+        frontend.call("paged_attention", large, **case.options())
+        got = results(frontend, inputs.arrays(), case)
+        for g, w in zip(got, want, strict=True):
+            compare.assert_bitwise_equal(g, w, frontend.name)
+
+
+@pytest.mark.frontends("eager")
+def test_number_of_threads_does_not_change_bits(frontend, tmp_path):
+    """The host kernels split work over threads; one thread alone gives the same bits."""
+    import os
+    import subprocess
+    import sys
+
+    arrays, case, _ = batch("long", "gqa-f32", *NEIGHBOURS["among-many"])
+    out, _ = results(frontend, arrays, case)
+    np.savez(tmp_path / "in.npz", **{k: compare.bits(v) for k, v in arrays.items()})
+    code = f"""
+import os; os.sched_setaffinity(0, {{min(os.sched_getaffinity(0))}})
+import numpy as np, sys; sys.path.insert(0, {os.getcwd()!r})
+from tests.common import cases, compare, frontends
+from tests.common.cases import AttentionCase
+data = np.load({str(tmp_path / "in.npz")!r})
+types = {dict((k, v.dtype.name) for k, v in arrays.items())!r}
+arrays = {{k: data[k].view(cases.DTYPES[types[k]]) for k in data.files}}
+out, _ = frontends.ALL["eager"].call("paged_attention_with_lse", arrays, **{case.options()!r})
+np.save({str(tmp_path / "out.npy")!r}, compare.bits(out))
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+    compare.assert_bitwise_equal(np.load(tmp_path / "out.npy"), compare.bits(out), "one thread")

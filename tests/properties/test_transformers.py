@@ -1,0 +1,107 @@
+"""paged_attention against the attention of Hugging Face transformers' models."""
+
+from __future__ import annotations
+
+import types
+
+import numpy as np
+import pytest
+
+from tests.common import cases, compare
+from tests.common.cases import AttentionCase
+
+transformers = pytest.importorskip("transformers")
+torch = pytest.importorskip("torch")
+
+CASES = [
+    ("llama", AttentionCase("hf-llama", ((40, 40),), num_heads=8, num_kv_heads=2)),
+    ("llama", AttentionCase("hf-llama-chunk", ((9, 60),), num_heads=8, num_kv_heads=2, page_size=7)),
+    ("llama", AttentionCase("hf-llama-decode", ((1, 77),), num_heads=8, num_kv_heads=8, head_dim=128)),
+    ("mistral", AttentionCase("hf-mistral", ((30, 60),), num_heads=4, num_kv_heads=2, sliding_window=16)),
+    ("gemma2", AttentionCase("hf-gemma2", ((30, 60),), num_heads=4, num_kv_heads=2, soft_cap=5.0, head_dim=256)),
+    ("gpt_oss", AttentionCase("hf-gpt-oss", ((30, 60),), num_heads=4, num_kv_heads=2, sinks=True, sliding_window=16)),
+]
+
+
+def contiguous(inputs: cases.AttentionInputs, case: AttentionCase):
+    """q [1, heads, q_len, d], k and v [1, kv_heads, context, d] of the one sequence."""
+    from tests.common import reference
+    from tests.common.arrays import to_torch
+
+    ((q_len, context_len),) = case.sequences
+    pages = inputs.block_tables[0, : -(-context_len // case.page_size)]
+    k, v = (
+        part[pages].reshape(-1, case.num_kv_heads, case.head_dim)[:context_len]
+        for part in reference.split_cache(inputs.kv_cache)
+    )
+    return [to_torch(np.ascontiguousarray(x)).transpose(0, 1)[None] for x in (inputs.query[:q_len], k, v)]
+
+
+@pytest.mark.parametrize(("model", "case"), CASES, ids=[case.name for _, case in CASES])
+@pytest.mark.frontends("eager", "eager-cuda")
+def test_agrees_with_eager_attention_of(frontend, model, case):
+    module = pytest.importorskip(f"transformers.models.{model}.modeling_{model}", exc_type=ImportError)
+    inputs = cases.build(case)
+    q, k, v = contiguous(inputs, case)
+    ((q_len, context_len),) = case.sequences
+    rows, keys = torch.arange(context_len - q_len, context_len)[:, None], torch.arange(context_len)[None]
+    hidden = keys > rows
+    if case.sliding_window:
+        hidden |= keys <= rows - case.sliding_window
+    mask = torch.zeros(1, 1, q_len, context_len).masked_fill(hidden, torch.finfo(torch.float32).min)
+    layer = types.SimpleNamespace(
+        num_key_value_groups=case.num_heads // case.num_kv_heads,
+        training=False,
+        head_dim=case.head_dim,
+        sinks=torch.from_numpy(inputs.sinks) if case.sinks else None,
+        config=types.SimpleNamespace(attn_logit_softcapping=case.soft_cap),
+    )
+    extra = {"softcap": case.soft_cap} if case.soft_cap else {}
+    theirs, _ = module.eager_attention_forward(layer, q, k, v, mask, scaling=case.softmax_scale, dropout=0.0, **extra)
+    (out,) = frontend.call("paged_attention", inputs.arrays(), **case.options())
+    np.testing.assert_allclose(out[:q_len], theirs[0].numpy(), atol=2e-5)
+
+
+@pytest.mark.frontends("eager")
+def test_a_whole_llama_layer(frontend):
+    """LlamaAttention with its projections and rotary embedding, prefill in two chunks, against one pass of theirs."""
+    from transformers import LlamaConfig
+    from transformers.models.llama import modeling_llama as llama
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=128, num_attention_heads=8, num_key_value_heads=2, head_dim=16, num_hidden_layers=1
+    )
+    config._attn_implementation = "eager"
+    layer, rotary = llama.LlamaAttention(config, 0).eval(), llama.LlamaRotaryEmbedding(config)
+    x = torch.randn(1, 23, 128)
+    cos, sin = rotary(x, torch.arange(23)[None])
+    mask = torch.full((23, 23), torch.finfo(torch.float32).min).triu(1)[None, None]
+    ops = frontend.module()
+    with torch.no_grad():
+        theirs = layer(hidden_states=x, position_embeddings=(cos, sin), attention_mask=mask)[0]
+        heads = (1, 23, -1, 16)
+        q, k, v = (p(x).view(heads).transpose(1, 2) for p in (layer.q_proj, layer.k_proj, layer.v_proj))
+        q, k = llama.apply_rotary_pos_emb(q, k, cos, sin)
+        q, k, v = (t[0].transpose(0, 1) for t in (q, k, v))
+        cache = torch.full((6, 5, 2 * 2, 16), torch.nan)
+        table = torch.tensor([[4, 0, 5, 1, 2]], dtype=torch.int32)
+        rows = []
+        for start, end in ((0, 14), (14, 23)):
+            positions = torch.arange(start, end)
+            slots = table[0][positions // 5] * 5 + positions % 5
+            ops.reshape_and_cache_(k[start:end], v[start:end], cache, slots)
+            rows.append(
+                ops.paged_attention(
+                    q[start:end],
+                    cache,
+                    torch.tensor([end], dtype=torch.int32),
+                    table,
+                    torch.tensor([0, end - start], dtype=torch.int32),
+                    1,
+                    scale=layer.scaling,
+                )
+            )
+        ours = layer.o_proj(torch.cat(rows).reshape(1, 23, -1))
+    compare.assert_same_special(ours.numpy(), theirs.numpy())
+    torch.testing.assert_close(ours, theirs, atol=2e-5, rtol=1e-4)

@@ -1,0 +1,303 @@
+"""The calls that sanitize.py makes under compute-sanitizer: every operator through xla_gpu_call, on memory of the CUDA
+driver's, each buffer an allocation of exactly its size, results and scratch never written before the call."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import time
+
+import numpy as np
+
+from tests.common import cases, reference
+from xla_gpu._core.operator import ArraySpec, check_inputs_requested
+from xla_gpu._runtime import call_frame, scratch, targets
+from xla_gpu.ops import merge_attention_states, paged_attention, reshape_and_cache, simple_add
+
+
+# ---- Memory ----------------------------------------------------------------------------------------------------------
+class Cuda:
+    """The driver's memory, in the context that the library's CUDA runtime uses too."""
+
+    platform, ordinal = "CUDA", 0
+
+    def __init__(self) -> None:
+        self._driver = ctypes.CDLL("libcuda.so.1")
+        device, context = ctypes.c_int(), ctypes.c_void_p()
+        self._call("cuInit", 0)
+        self._call("cuDeviceGet", ctypes.byref(device), self.ordinal)
+        self._call("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)
+        self._call("cuCtxSetCurrent", context)
+
+    def _call(self, name: str, *arguments) -> None:
+        if status := getattr(self._driver, name)(*arguments):
+            raise RuntimeError(f"{name} returned {status}")
+
+    def allocate(self, size: int) -> int:
+        address = ctypes.c_uint64()
+        if size:
+            self._call("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(size))
+        return address.value
+
+    def free(self, address: int) -> None:
+        if address:
+            self._call("cuMemFree_v2", ctypes.c_uint64(address))
+
+    def write(self, address: int, array: np.ndarray) -> None:
+        if array.nbytes:
+            array = np.ascontiguousarray(array)
+            source = ctypes.c_void_p(array.ctypes.data)
+            self._call("cuMemcpyHtoD_v2", ctypes.c_uint64(address), source, ctypes.c_size_t(array.nbytes))
+
+    def read(self, address: int, array: np.ndarray) -> None:
+        if array.nbytes:
+            target = ctypes.c_void_p(array.ctypes.data)
+            self._call("cuMemcpyDtoH_v2", target, ctypes.c_uint64(address), ctypes.c_size_t(array.nbytes))
+
+    def wait(self) -> None:
+        self._call("cuCtxSynchronize")
+
+
+class Host:
+    """The same on the host, to try this file without a GPU."""
+
+    platform, ordinal = "cpu", -1
+
+    def __init__(self) -> None:
+        self._blocks: dict[int, np.ndarray] = {}
+
+    def allocate(self, size: int) -> int:
+        block = np.empty(size + 64, np.uint8)
+        address = (block.ctypes.data + 63) // 64 * 64
+        self._blocks[address] = block
+        return address
+
+    def free(self, address: int) -> None:
+        self._blocks.pop(address, None)
+
+    def write(self, address: int, array: np.ndarray) -> None:
+        array = np.ascontiguousarray(array)
+        ctypes.memmove(address, array.ctypes.data, array.nbytes)
+
+    def read(self, address: int, array: np.ndarray) -> None:
+        ctypes.memmove(array.ctypes.data, address, array.nbytes)
+
+    def wait(self) -> None:
+        pass
+
+
+# ---- One call --------------------------------------------------------------------------------------------------------
+def call(memory, operator, arrays: dict[str, np.ndarray], plant: str | None = None, **options) -> list[np.ndarray]:
+    """The operator's results. `plant` leaves out what a tool must notice: operands' values, or half of the result."""
+    specs = {name: ArraySpec(array.shape, array.dtype.name) for name, array in arrays.items()}
+    bound = operator.bind(**specs, **options, check_inputs=check_inputs_requested())
+    given = [arrays[name] for name in operator.operands if name in arrays]
+    operands = [memory.allocate(array.nbytes) for array in given]
+    aliased = {result: operand for operand, result in bound.aliases}
+    specs_out = scratch.all_results(bound)
+    outs = [np.empty(spec.shape, cases.DTYPES.get(spec.dtype, spec.dtype)) for spec in specs_out]
+    results = [
+        operands[aliased[i]] if i in aliased else memory.allocate(out.nbytes // (2 if plant == "memcheck" else 1))
+        for i, out in enumerate(outs)
+    ]
+    try:
+        for address, array in zip(operands, given, strict=True):
+            if plant != "initcheck":
+                memory.write(address, array)
+        frame = call_frame.Frame(bound, targets.lookup(bound.target, memory.platform), specs_out)
+        frame.run(operands, results, None, memory.ordinal)
+        memory.wait()
+        for address, out in zip(results[: len(bound.results)], outs, strict=False):  # scratch is nobody's business
+            memory.read(address, out)
+    finally:
+        for address in {*operands, *results}:
+            memory.free(address)
+    return outs[: len(bound.results)]
+
+
+def compare(name: str, got: np.ndarray, want: np.ndarray) -> None:
+    got, want = got.astype(np.float64), want.astype(np.float64)
+    finite = np.isfinite(want)
+    same = (np.isfinite(got) == finite).all()
+    scale = max(1.0, np.abs(want[finite]).max(initial=0.0))
+    if not same or np.abs(got[finite] - want[finite]).max(initial=0.0) > 0.05 * scale:
+        raise SystemExit(f"{name}: the result is wrong, whatever the tool says")
+
+
+# ---- All calls -------------------------------------------------------------------------------------------------------
+def attention(memory, case, with_lse: bool = True) -> None:
+    arrays = cases.build(case).arrays()
+    want = reference.paged_attention(**arrays, **case.options())
+    operator = paged_attention.OPERATOR_WITH_LSE if with_lse else paged_attention.OPERATOR
+    for name, got, wanted in zip(("out", "lse"), call(memory, operator, arrays, **case.options()), want, strict=False):
+        compare(f"{case.name}: {name}", got, wanted)
+
+
+def cache_update(memory, case) -> None:
+    arrays = cases.build_cache(case)
+    (cache,) = call(memory, reshape_and_cache.OPERATOR, arrays)
+    compare(case.name, cache, reference.reshape_and_cache(**arrays))
+
+
+def addition(memory, dtype: str, size: int) -> None:
+    a = np.arange(size).astype(cases.DTYPES[dtype])
+    (out,) = call(memory, simple_add.OPERATOR, {"a": a, "b": a[::-1].copy()})
+    compare(f"simple_add {dtype}[{size}]", out, a.astype(np.float64) + a[::-1].astype(np.float64))
+
+
+def merging(memory, dtype: str, rows: int, heads: int, head_dim: int) -> None:
+    rng = cases.rng_for(f"sanitize-{dtype}-{rows}-{heads}-{head_dim}")
+    out = [rng.standard_normal((rows, heads, head_dim)).astype(cases.DTYPES[dtype]) for _ in range(2)]
+    lse = [rng.standard_normal((rows, heads)).astype(np.float32) for _ in range(2)]
+    lse[0][::3], lse[1][1::2] = -np.inf, -np.inf
+    arrays = {"out_a": out[0], "lse_a": lse[0], "out_b": out[1], "lse_b": lse[1]}
+    got = call(memory, merge_attention_states.OPERATOR, arrays)
+    for g, want in zip(got, reference.merge_attention_states(**arrays), strict=True):
+        compare(f"merge_attention_states {dtype}[{rows}, {heads}, {head_dim}]", g, want)
+
+
+WRONG = {
+    "block_tables": (-1, 2**31 - 1, -(2**31), "num_pages"),
+    "context_lens": (-1, 2**31 - 1, -(2**31), 10**6),
+    "query_start_loc": (-1, 2**31 - 1, 10**6),
+    "num_seqs": (-1, 2**31 - 1, 10**6),
+}
+
+
+def hostile_attention(memory, case, argument: str, value, checked: bool = False) -> None:
+    """Only the tool judges: rows may be NaN, as properties/test_bad_values.py checks. `checked`: the handler looks."""
+    arrays = cases.build(case).arrays()
+    array = arrays[argument].reshape(-1)
+    pages = arrays["kv_cache"].shape[case.layout == "split"]
+    place = len(case.sequences) // 2 if argument in ("context_lens", "query_start_loc") else 0  # an entry that is used
+    array[place] = pages if value == "num_pages" else value
+    os.environ["XLA_GPU_CHECK_INPUTS"] = "01"[checked]
+    try:
+        call(memory, paged_attention.OPERATOR, arrays, **case.options())
+    except ValueError:
+        if memory.platform == "CUDA" and not checked:  # there, a handler does not look
+            raise
+    else:
+        if checked:
+            raise SystemExit(f"{case.name}: {argument} of {value} is no error with XLA_GPU_CHECK_INPUTS=1")
+    finally:
+        del os.environ["XLA_GPU_CHECK_INPUTS"]
+
+
+def hostile_slots(memory, case) -> None:
+    arrays = cases.build_cache(case)
+    slots = arrays["slot_mapping"]
+    if slots.size < 3:
+        return
+    largest = np.iinfo(slots.dtype).max
+    slots[:3] = case.num_pages * case.page_size, largest, largest - 7
+    try:
+        call(memory, reshape_and_cache.OPERATOR, arrays)
+    except ValueError:
+        if memory.platform == "CUDA":
+            raise
+
+
+# Sequences as decoding has them: of 1 to 8 new rows, alone and many, behind contexts of one key up to many chunks.
+DECODES = (
+    ((1, 1),),
+    ((1, 700),),
+    ((1, 3000),),
+    tuple((1, context) for context in (1, 15, 16, 17, 255, 256, 257, 1025)),
+    ((1, 0), (1, 900), (0, 40), (1, 3)),
+    ((2, 300), (3, 40)),
+    ((4, 1500), (4, 4)),
+    ((8, 2100),),
+    ((5, 90), (6, 7), (7, 513), (8, 3)),
+    tuple((1, 40 + 37 * i) for i in range(20)),
+)
+
+
+def decode_grid(count: int = 120) -> list[cases.AttentionCase]:
+    """Every value of every axis equally often, against the others' in an order of its own."""
+    axes = {
+        "sequences": DECODES,
+        "dtype": ("bfloat16", "bfloat16", "float16", "float32"),
+        "cache_dtype": (None, None, *cases.FLOAT8S),
+        "head_dim": (128, 64, 256, 80, 128, 96, 192, 112),
+        "page_size": (16, 1, 2, 3, 7, 8, 32, 64, 128, 256),
+        "group": (4, 8, 1, 2, 3, 5, 7, 16),
+        "num_kv_heads": (2, 1, 4),
+        "sliding_window": (None, None, None, 1, 100, 1024),
+        "soft_cap": (None, None, 5.0),
+        "sinks": (False, True),
+        "layout": ("combined", "split"),
+        "scales": ("one", "per_head"),
+        "spare_columns": (2, 0),
+        "padding_tokens": (0, 3),
+    }
+    columns = {
+        axis: [values[i % len(values)] for i in cases.rng_for(f"sanitize-{axis}").permutation(count)]
+        for axis, values in axes.items()
+    }
+    made = []
+    for i in range(count):
+        fields = {axis: column[i] for axis, column in columns.items()}
+        fields["num_heads"] = fields.pop("group") * fields["num_kv_heads"]
+        if fields["cache_dtype"] is None:
+            fields["scales"] = None
+        made.append(cases.AttentionCase(f"decode-{i}", **fields))
+    return made
+
+
+def all_calls(memory) -> list:
+    """Functions without arguments, the most telling first."""
+    calls = []
+
+    def add(function, *arguments):
+        calls.append(lambda: function(memory, *arguments))
+
+    decodes, grid = decode_grid(), cases.grid()
+    for dtype in cases.FLOATS:
+        for size in (1, 1000, 4099):
+            add(addition, dtype, size)
+        for rows, heads, head_dim in ((5, 3, 8), (7, 4, 80), (64, 8, 128), (3, 2, 256)):
+            add(merging, dtype, rows, heads, head_dim)
+    for case in cases.COMMON:
+        add(attention, case)
+    for i, case in enumerate(decodes[:40]):
+        add(attention, case, i % 3 > 0)
+    for case in cases.CACHE_CASES:
+        add(cache_update, case)
+    # A batch of mixed rows, a window, float8, and decoding alone: one sequence, and several.
+    alone = cases.AttentionCase("alone", ((1, 900),), head_dim=128, dtype="bfloat16")
+    several = alone.but(sequences=((1, 300), (4, 900), (1, 17)), cache_dtype="float8_e4m3fn", scales="one")
+    for case in (cases.COMMON[1], cases.COMMON[2], cases.COMMON[9], alone, several):
+        for argument, values in WRONG.items():
+            for value in values:
+                add(hostile_attention, case, argument, value)
+            add(hostile_attention, case, argument, values[0], True)
+    for case in cases.CACHE_CASES:
+        add(hostile_slots, case)
+    # Neighbours in the grid are alike: every seventh first, so that whatever the time allows is a spread.
+    spread = [case for start in range(7) for case in grid[start::7]]
+    for i in range(max(len(decodes) - 40, len(spread))):
+        for case in (*decodes[40 + i : 41 + i], *spread[i : i + 1]):
+            add(attention, case, i % 3 > 0)
+    for case in cases.MORE:
+        add(attention, case)
+    for case in cases.cache_grid():
+        add(cache_update, case)
+    return calls
+
+
+def run_calls(memory, seconds: float, part: int, parts: int) -> None:
+    """Every `parts`-th call, from `part` on: what runs under the tool."""
+    calls, begun, done = all_calls(memory)[part::parts], time.monotonic(), 0
+    for one in calls:
+        if time.monotonic() - begun > seconds:
+            break
+        one()
+        done += 1
+    print(f"calls: {done} of {len(calls)}", flush=True)
+
+
+def planted_fault(memory, tool: str) -> None:
+    """A call in which `tool` must find something."""
+    a = np.ones(4096, np.float32)
+    call(memory, simple_add.OPERATOR, {"a": a, "b": a}, plant=tool)

@@ -1,0 +1,138 @@
+"""`python -m xla_gpu doctor`: it reports, whatever is missing, crashes or hangs."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from tests.common import machine
+from xla_gpu.__main__ import main
+from xla_gpu._doctor import report as doctor
+
+LIBRARY = {
+    "path": "/somewhere/libxla_gpu_ffi.so",
+    "ffi_api": [0, 1],
+    "cuda": "13.0",
+    "cuda_architectures": ["80", "90a"],
+    "host_isa": "avx2",
+    "compiler": "gcc",
+    "targets": {"Host": ["xla_gpu_simple_add"]},
+}
+GPU = {"name": "a GPU", "compute_capability": "9.0", "memory_bytes": 2**37}
+DEVICE = {"driver": "580.95", "driver_cuda": "13.0", "gpus": [GPU]}
+RUNTIME = {"pjrt_api": "0.112", "ffi_api": "0.3", "plugin": None, "targets": ["xla_gpu_simple_add"]}
+
+
+def door(name: str, device: str) -> doctor.Door:
+    return next(door for door in doctor.DOORS if (door.name, door.device) == (name, device))
+
+
+def answers(report: dict, status: int | None = 0) -> doctor._Outcome:
+    return doctor._Outcome(status, f"chatter\n{doctor.REPORT_MARK}{json.dumps(report)}\n", "", 1)
+
+
+@pytest.fixture
+def everything(monkeypatch):
+    """A machine with all frameworks, the library and a GPU, on which every door answers that it works."""
+    monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda module: object())
+    monkeypatch.setattr(doctor, "_library_report", lambda: LIBRARY)
+    monkeypatch.setattr(doctor, "_device_report", lambda: DEVICE)
+    monkeypatch.setattr(doctor, "_run", lambda *_: answers({"runtime": RUNTIME}))
+    return monkeypatch
+
+
+def test_all_is_well(everything, capsys):
+    assert main(["doctor"]) == 0
+    text = capsys.readouterr().out
+    assert text.count(" works\n") == len(doctor.DOORS) and "a GPU, compute capability 9.0, 128 GiB" in text
+    assert "PJRT API 0.112; FFI API 0.3; targets xla_gpu_simple_add" in text
+
+
+def test_json(everything, capsys):
+    assert main(["doctor", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert set(report) == {"ok", "versions", "library", "device", "doors"}
+    assert {(each["door"], each["device"], each["status"]) for each in report["doors"]} == {
+        (each.name, each.device, "works") for each in doctor.DOORS
+    }
+
+
+def test_a_missing_framework_is_no_failure(everything, capsys):
+    everything.setattr(doctor.importlib.util, "find_spec", lambda module: None if "jax" in module else object())
+    assert main(["doctor", "--json"]) == 0
+    doors = [each for each in json.loads(capsys.readouterr().out)["doors"] if each["door"] == "JAX"]
+    assert {each["status"] for each in doors} == {"not installed"}
+    assert all("jax" in each["reason"] and "pip install '.[" in each["remedy"] for each in doors)
+
+
+def test_a_machine_without_gpu_is_no_failure(everything, capsys):
+    everything.setattr(doctor, "_device_report", lambda: {"gpus": [], "error": "no NVIDIA driver: …"})
+    assert main(["doctor"]) == 0
+    text = capsys.readouterr().out
+    assert "no NVIDIA driver" in text and text.count("no device") == 3
+
+
+@pytest.mark.parametrize(
+    ("outcome", "reason"),
+    [
+        (doctor._Outcome(-11, "", "first\n\nlast words\n", 9), "the process died of SIGSEGV: first | last words"),
+        (doctor._Outcome(None, "", "", 9), "no answer within 9 s"),
+        (doctor._Outcome(3, "", "", 9), "the process ended with status 3"),
+        (answers({"error": "ValueError: so it is"}), "ValueError: so it is"),
+        # It worked, and crashed on its way out: a user's program would too.
+        (answers({"runtime": RUNTIME}, status=-6), "the process died of SIGABRT"),
+    ],
+)
+def test_a_door_that_fails(everything, outcome, reason, capsys):
+    def run(command, *_):
+        return outcome if command[2].endswith(".probe_torch") and command[3] == "CPU" else answers({"runtime": RUNTIME})
+
+    everything.setattr(doctor, "_run", run)
+    assert main(["doctor", "--json"]) == 1
+    report = json.loads(capsys.readouterr().out)
+    failed = [each for each in report["doors"] if each["status"] != "works"]
+    assert [(each["door"], each["device"], each["reason"]) for each in failed] == [("eager PyTorch", "CPU", reason)]
+
+
+def test_a_library_that_does_not_load(everything, capsys):
+    everything.setattr(doctor, "_library_report", lambda: {"error": "it is truncated"})
+    assert main(["doctor"]) == 1
+    assert "it is truncated" in capsys.readouterr().out
+
+
+def test_a_library_without_cuda(everything):
+    result = doctor._try_door(door("JAX", "GPU"), {**LIBRARY, "cuda": None, "cuda_architectures": []}, DEVICE)
+    assert result["status"] == "does not work" and "XLA_GPU_CUDA=ON" in result["remedy"]
+
+
+def test_a_gpu_older_than_the_code(everything):
+    everything.setattr(doctor, "_run", lambda *_: answers({"error": "no kernel image"}))
+    old = {**DEVICE, "gpus": [{**GPU, "compute_capability": "7.0"}]}
+    remedy = doctor._try_door(door("JAX", "GPU"), LIBRARY, old)["remedy"]
+    assert "compute capability" in remedy and "CMAKE_CUDA_ARCHITECTURES" in remedy
+
+
+def test_processes_that_hang_are_ended():
+    outcome = doctor._run([sys.executable, "-c", "import time; print('so far', flush=True); time.sleep(600)"], {}, 2)
+    assert outcome.status is None and outcome.failure() == "no answer within 2 s" and outcome.stdout == "so far\n"
+
+
+def test_this_machine():
+    """The real thing, in a process that shows that no framework is imported by it."""
+    code = (
+        "import json, sys; from xla_gpu._doctor import report; report = report.examine(); "
+        "assert not {'torch', 'jax', 'torch_xla'} & set(sys.modules); print(json.dumps(report))"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    report = json.loads(result.stdout)
+    failed = [each for each in report["doors"] if each["status"] == "does not work"]
+    assert not failed, json.dumps(failed, indent=2)
+    assert len(report["device"]["gpus"]) == machine.gpu_count()
+    for each in report["doors"]:
+        if each["status"] == "works" and each["door"] != "eager PyTorch":
+            platform = "Host" if each["device"] == "CPU" else "CUDA"
+            assert each["runtime"]["targets"] == report["library"]["targets"][platform]
