@@ -1,6 +1,6 @@
-"""Hand-written LLM-serving kernels for XLA programs: one library of typed FFI handlers, four front doors.
+"""Hand-written LLM-serving kernels for XLA programs: one library of typed FFI handlers, four front ends.
 
-``import xla_gpu`` imports no framework. The doors are ``xla_gpu.torch`` (torch_xla, ``torch.compile``, and eager
+``import xla_gpu`` imports no framework. The front ends are ``xla_gpu.torch`` (torch_xla, ``torch.compile``, and eager
 PyTorch on CPU and CUDA tensors) and ``xla_gpu.jax``.
 """
 

@@ -14,10 +14,9 @@ def main(arguments: list[str] | None = None) -> int:
     commands = parser.add_subparsers(required=True)
     doctor = commands.add_parser(
         "doctor",
-        help="say what is installed, and which doors work",
-        description="Runs simple_add through every door, each in a process of its own, and says which work, and what "
-        "to do about the others. Exit status 0: every door whose framework is installed, on a device that is present, "
-        "works.",
+        help="say what is installed, and which front ends work",
+        description="Runs simple_add through every front end, each in its own process, and says which work and what to do "
+        "about the others. Exit status 0: every front end whose framework and device are there works.",
     )
     doctor.add_argument("--json", action="store_true", help="print the report as one JSON object")
     options = parser.parse_args(arguments)

@@ -1,4 +1,4 @@
-"""The JAX door: the operators as functions of JAX arrays.
+"""The JAX front end: the operators as functions of JAX arrays.
 
 They work under jax.jit on the CPU and on NVIDIA GPUs, one call at a time under jax.vmap, and inside jax.shard_map.
 They have no gradients: differentiating through one raises ValueError. A handler's error is raised where JAX first

@@ -1,4 +1,4 @@
-"""The PyTorch doors: torch_xla (lazily and under torch.compile), and eager CPU and CUDA tensors.
+"""The PyTorch front ends: torch_xla (lazily and under torch.compile), and eager CPU and CUDA tensors.
 
 Importing this module defines ``torch.ops.xla_gpu.*``; the functions here are the same operators with their
 documentation, and take num_seqs as an int too. What holds for all of them:
@@ -203,7 +203,7 @@ def ragged_paged_attention(
     )
 
 
-# ---- Other people's handlers -----------------------------------------------------------------------------------------
+# ---- third-party handlers -----------------------------------------------------------------------------------------
 
 
 def register_ffi_target(name: str, fn: Any, platform: str = "cpu", api_version: int = 1) -> None:

@@ -79,25 +79,28 @@ def test_exports_are_the_public_header(exported):
     assert set(abi.SIGNATURES) <= declared
 
 
-def test_operators_in_both_doors():
-    torch_door, jax_door = PACKAGE / "torch.py", PACKAGE / "jax.py"
-    for door, module in ((torch_door, "torch"), (jax_door, "jax")):
+def test_operators_in_both_frontends():
+    torch_frontend, jax_frontend = PACKAGE / "torch.py", PACKAGE / "jax.py"
+    for frontend, module in ((torch_frontend, "torch"), (jax_frontend, "jax")):
         imported = pytest.importorskip(f"xla_gpu.{module}", exc_type=ImportError)
         in_place = [f"{op.name}_" for op in OPERATORS if op.in_place and module == "torch"]
         for name in in_place:
             assert getattr(imported, name, None).__doc__, f"xla_gpu.{module} has no {name}, or it has no docstring"
         for op in OPERATORS:
-            assert callable(getattr(imported, op.name, None)), f"{door} has no {op.name}"
+            assert callable(getattr(imported, op.name, None)), f"{frontend} has no {op.name}"
             assert getattr(imported, op.name).__doc__, f"xla_gpu.{module}.{op.name} has no docstring"
 
 
-def test_same_argument_names_in_both_doors():
+def test_same_argument_names_in_both_frontends():
     import inspect
 
-    torch_door = pytest.importorskip("xla_gpu.torch", exc_type=ImportError)
-    jax_door = pytest.importorskip("xla_gpu.jax", exc_type=ImportError)
+    torch_frontend = pytest.importorskip("xla_gpu.torch", exc_type=ImportError)
+    jax_frontend = pytest.importorskip("xla_gpu.jax", exc_type=ImportError)
     for op in OPERATORS:
-        names = [list(inspect.signature(getattr(door, op.name)).parameters) for door in (torch_door, jax_door)]
+        names = [
+            list(inspect.signature(getattr(frontend, op.name)).parameters)
+            for frontend in (torch_frontend, jax_frontend)
+        ]
         assert names[0] == names[1], op.name
 
 
@@ -136,7 +139,7 @@ def includes(path: Path) -> list[str]:
 
 
 def test_kernels_include_no_xla_and_no_framework():
-    """Followed through our own headers, so that none comes in by the back door."""
+    """Followed through our own headers, so that none is included by way of another header."""
 
     def reached(path: Path, seen: set[Path]) -> set[str]:
         found = set()

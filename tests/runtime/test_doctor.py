@@ -26,8 +26,8 @@ DEVICE = {"driver": "580.95", "driver_cuda": "13.0", "gpus": [GPU]}
 RUNTIME = {"pjrt_api": "0.112", "ffi_api": "0.3", "plugin": None, "targets": ["xla_gpu_simple_add"]}
 
 
-def door(name: str, device: str) -> doctor.Door:
-    return next(door for door in doctor.DOORS if (door.name, door.device) == (name, device))
+def frontend(name: str, device: str) -> doctor.Frontend:
+    return next(frontend for frontend in doctor.FRONTENDS if (frontend.name, frontend.device) == (name, device))
 
 
 def answers(report: dict, status: int | None = 0) -> doctor._Outcome:
@@ -36,7 +36,7 @@ def answers(report: dict, status: int | None = 0) -> doctor._Outcome:
 
 @pytest.fixture
 def everything(monkeypatch):
-    """A machine with all frameworks, the library and a GPU, on which every door answers that it works."""
+    """A machine with all frameworks, the library and a GPU, on which every front end answers that it works."""
     monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda module: object())
     monkeypatch.setattr(doctor, "_library_report", lambda: LIBRARY)
     monkeypatch.setattr(doctor, "_device_report", lambda: DEVICE)
@@ -47,25 +47,25 @@ def everything(monkeypatch):
 def test_all_is_well(everything, capsys):
     assert main(["doctor"]) == 0
     text = capsys.readouterr().out
-    assert text.count(" works\n") == len(doctor.DOORS) and "a GPU, compute capability 9.0, 128 GiB" in text
+    assert text.count(" works\n") == len(doctor.FRONTENDS) and "a GPU, compute capability 9.0, 128 GiB" in text
     assert "PJRT API 0.112; FFI API 0.3; targets xla_gpu_simple_add" in text
 
 
 def test_json(everything, capsys):
     assert main(["doctor", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
-    assert set(report) == {"ok", "versions", "library", "device", "doors"}
-    assert {(each["door"], each["device"], each["status"]) for each in report["doors"]} == {
-        (each.name, each.device, "works") for each in doctor.DOORS
+    assert set(report) == {"ok", "versions", "library", "device", "frontends"}
+    assert {(each["frontend"], each["device"], each["status"]) for each in report["frontends"]} == {
+        (each.name, each.device, "works") for each in doctor.FRONTENDS
     }
 
 
 def test_a_missing_framework_is_no_failure(everything, capsys):
     everything.setattr(doctor.importlib.util, "find_spec", lambda module: None if "jax" in module else object())
     assert main(["doctor", "--json"]) == 0
-    doors = [each for each in json.loads(capsys.readouterr().out)["doors"] if each["door"] == "JAX"]
-    assert {each["status"] for each in doors} == {"not installed"}
-    assert all("jax" in each["reason"] and "pip install '.[" in each["remedy"] for each in doors)
+    frontends = [each for each in json.loads(capsys.readouterr().out)["frontends"] if each["frontend"] == "JAX"]
+    assert {each["status"] for each in frontends} == {"not installed"}
+    assert all("jax" in each["reason"] and "pip install '.[" in each["remedy"] for each in frontends)
 
 
 def test_a_machine_without_gpu_is_no_failure(everything, capsys):
@@ -86,15 +86,15 @@ def test_a_machine_without_gpu_is_no_failure(everything, capsys):
         (answers({"runtime": RUNTIME}, status=-6), "the process died of SIGABRT"),
     ],
 )
-def test_a_door_that_fails(everything, outcome, reason, capsys):
+def test_a_frontend_that_fails(everything, outcome, reason, capsys):
     def run(command, *_):
         return outcome if command[2].endswith(".probe_torch") and command[3] == "CPU" else answers({"runtime": RUNTIME})
 
     everything.setattr(doctor, "_run", run)
     assert main(["doctor", "--json"]) == 1
     report = json.loads(capsys.readouterr().out)
-    failed = [each for each in report["doors"] if each["status"] != "works"]
-    assert [(each["door"], each["device"], each["reason"]) for each in failed] == [("eager PyTorch", "CPU", reason)]
+    failed = [each for each in report["frontends"] if each["status"] != "works"]
+    assert [(each["frontend"], each["device"], each["reason"]) for each in failed] == [("eager PyTorch", "CPU", reason)]
 
 
 def test_a_library_that_does_not_load(everything, capsys):
@@ -104,14 +104,14 @@ def test_a_library_that_does_not_load(everything, capsys):
 
 
 def test_a_library_without_cuda(everything):
-    result = doctor._try_door(door("JAX", "GPU"), {**LIBRARY, "cuda": None, "cuda_architectures": []}, DEVICE)
+    result = doctor._try_frontend(frontend("JAX", "GPU"), {**LIBRARY, "cuda": None, "cuda_architectures": []}, DEVICE)
     assert result["status"] == "does not work" and "XLA_GPU_CUDA=ON" in result["remedy"]
 
 
 def test_a_gpu_older_than_the_code(everything):
     everything.setattr(doctor, "_run", lambda *_: answers({"error": "no kernel image"}))
     old = {**DEVICE, "gpus": [{**GPU, "compute_capability": "7.0"}]}
-    remedy = doctor._try_door(door("JAX", "GPU"), LIBRARY, old)["remedy"]
+    remedy = doctor._try_frontend(frontend("JAX", "GPU"), LIBRARY, old)["remedy"]
     assert "compute capability" in remedy and "CMAKE_CUDA_ARCHITECTURES" in remedy
 
 
@@ -129,10 +129,10 @@ def test_this_machine():
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     report = json.loads(result.stdout)
-    failed = [each for each in report["doors"] if each["status"] == "does not work"]
+    failed = [each for each in report["frontends"] if each["status"] == "does not work"]
     assert not failed, json.dumps(failed, indent=2)
     assert len(report["device"]["gpus"]) == machine.gpu_count()
-    for each in report["doors"]:
-        if each["status"] == "works" and each["door"] != "eager PyTorch":
+    for each in report["frontends"]:
+        if each["status"] == "works" and each["frontend"] != "eager PyTorch":
             platform = "Host" if each["device"] == "CPU" else "CUDA"
             assert each["runtime"]["targets"] == report["library"]["targets"][platform]

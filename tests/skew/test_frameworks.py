@@ -60,7 +60,7 @@ print(xla_gpu.torch.simple_add(a, a))
 @pytest.mark.parametrize("version", ["2.5.1", "2.8.0", "2.10.0", "3.0.0+abc"])
 def test_another_torch_xla(version):
     text = error_of(CALL.format(change=f"import torch_xla; torch_xla.__version__ = {version!r}"), PJRT_DEVICE="CPU")
-    assert text.startswith("xla_gpu.errors.CompatibilityError: the torch_xla frontend needs torch_xla 2.9, and")
+    assert text.startswith("xla_gpu.errors.CompatibilityError: the torch_xla front end needs torch_xla 2.9, and")
     assert f"torch_xla {version} is installed: pip install torch==2.9.0 torch_xla==2.9.0" in text
 
 

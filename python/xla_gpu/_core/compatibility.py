@@ -1,4 +1,4 @@
-"""Which versions of a framework a door takes, said before anything of it is used."""
+"""Which versions of a framework a front end takes, said before anything of it is used."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ TORCH_XLA_REMEDY = "pip install torch==2.9.0 torch_xla==2.9.0"
 
 
 def framework(
-    name: str, door: str, oldest: tuple[int, int], remedy: str, newest: tuple[int, int] | None = None
+    name: str, frontend: str, oldest: tuple[int, int], remedy: str, newest: tuple[int, int] | None = None
 ) -> ModuleType:
     """The framework's module.
 
     Args:
       name: of the module.
-      door: what needs it, for the texts.
+      frontend: what needs it, for the texts.
       oldest: the first version, major and minor, that fits.
       remedy: what to do where it does not.
       newest: the last one that fits; None where every later one is taken.
@@ -39,12 +39,12 @@ def framework(
     except ModuleNotFoundError as error:
         if error.name != name:  # the framework is there, and lacks something itself
             raise
-        raise ModuleNotFoundError(f"{door} needs {needed}, which is not installed: {remedy}", name=name) from None
+        raise ModuleNotFoundError(f"{frontend} needs {needed}, which is not installed: {remedy}", name=name) from None
     found = str(getattr(module, "__version__", "of an unknown version"))
     numbers = re.match(r"(\d+)\.(\d+)", found)
     version = (int(numbers[1]), int(numbers[2])) if numbers else None
     if version is None or version < oldest or (newest is not None and version > newest):
-        raise CompatibilityError(f"{door} needs {needed}, and {name} {found} is installed: {remedy}")
+        raise CompatibilityError(f"{frontend} needs {needed}, and {name} {found} is installed: {remedy}")
     return module
 
 

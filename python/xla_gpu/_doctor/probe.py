@@ -1,4 +1,4 @@
-"""What the doctor's processes share: each tries one door and reports in one line. No framework here."""
+"""What the doctor's processes share: each tries one front end and reports in one line. No framework here."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def _dotted(version: tuple[int, int] | None) -> str | None:
 def report(attempt: Callable[[str], dict[str, Any] | None]) -> None:
     """Calls ``attempt`` with the device that the command line names, and reports what came of it.
 
-    ``attempt`` tries the door and returns the description of its XLA runtime, None where it has none.
+    ``attempt`` tries the front end and returns the description of its XLA runtime, None where it has none.
     """
     try:
         result: dict[str, Any] = {"runtime": attempt(sys.argv[1])}

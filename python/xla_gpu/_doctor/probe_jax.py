@@ -1,4 +1,4 @@
-"""The doctor's try of the JAX doors."""
+"""The doctor's try of the JAX front ends."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The doctor's try of the eager PyTorch doors."""
+"""The doctor's try of the eager PyTorch front ends."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""The doctor's try of the torch_xla doors."""
+"""The doctor's try of the torch_xla front ends."""
 
 from typing import Any
 

@@ -1,6 +1,6 @@
-"""``python -m xla_gpu doctor``: what is installed, and which doors work.
+"""``python -m xla_gpu doctor``: what is installed, and which front ends work.
 
-A door is tried by running simple_add through it, in a process of its own: a framework that crashes, hangs or is half
+A front end is tried by a call of simple_add in a process of its own: a framework that crashes, hangs or is half
 installed takes nothing else down. This process imports no framework.
 """
 
@@ -23,17 +23,17 @@ from ..errors import LibraryError
 
 REPORT_MARK = "xla_gpu doctor report: "
 _PACKAGES = ("torch", "torch_xla", "jax", "jaxlib", "jax-cuda12-pjrt", "jax-cuda13-pjrt", "numpy")
-_DOOR_SECONDS = 240  # the first compilation on a GPU takes its time; nothing healthy takes this long
+_FRONTEND_SECONDS = 240  # the first compilation on a GPU takes its time; nothing healthy takes this long
 _DEVICE_SECONDS = 60
 
 
-class Door(NamedTuple):
+class Frontend(NamedTuple):
     """A way to call the operators: a framework on a device."""
 
     name: str
     device: str  # "CPU" or "GPU"
     requires: tuple[str, ...]  # modules
-    module: str  # of this package: run with the device as its argument, it tries the door
+    module: str  # of this package: run with the device as its argument, it tries the front end
     environment: dict[str, str]
     install: str  # what brings the framework
 
@@ -43,16 +43,16 @@ _GPU_EXTRAS = (
 )
 _TORCH, _JAX = (f"in a checkout of xla_gpu: pip install '.[{extra}]'" for extra in ("torch", "jax"))
 _CUDA_TORCH = "a build of PyTorch with CUDA: pip install torch==2.9.0"
-DOORS = (
-    Door("torch_xla", "CPU", ("torch", "torch_xla"), "probe_torch_xla", {"PJRT_DEVICE": "CPU"}, _TORCH),
-    Door("torch_xla", "GPU", ("torch", "torch_xla"), "probe_torch_xla", {"PJRT_DEVICE": "GPU"}, _GPU_EXTRAS),
-    Door("JAX", "CPU", ("jax", "jaxlib"), "probe_jax", {"JAX_PLATFORMS": "cpu"}, _JAX),
-    Door("JAX", "GPU", ("jax", "jaxlib"), "probe_jax", {"JAX_PLATFORMS": "cuda"}, _GPU_EXTRAS),
-    Door("eager PyTorch", "CPU", ("torch",), "probe_torch", {}, _TORCH),
-    Door("eager PyTorch", "GPU", ("torch",), "probe_torch", {}, _CUDA_TORCH),
+FRONTENDS = (
+    Frontend("torch_xla", "CPU", ("torch", "torch_xla"), "probe_torch_xla", {"PJRT_DEVICE": "CPU"}, _TORCH),
+    Frontend("torch_xla", "GPU", ("torch", "torch_xla"), "probe_torch_xla", {"PJRT_DEVICE": "GPU"}, _GPU_EXTRAS),
+    Frontend("JAX", "CPU", ("jax", "jaxlib"), "probe_jax", {"JAX_PLATFORMS": "cpu"}, _JAX),
+    Frontend("JAX", "GPU", ("jax", "jaxlib"), "probe_jax", {"JAX_PLATFORMS": "cuda"}, _GPU_EXTRAS),
+    Frontend("eager PyTorch", "CPU", ("torch",), "probe_torch", {}, _TORCH),
+    Frontend("eager PyTorch", "GPU", ("torch",), "probe_torch", {}, _CUDA_TORCH),
 )
 
-# Of a door.
+# Statuses of a front end.
 WORKS, FAILS, NOT_INSTALLED, NO_DEVICE = "works", "does not work", "not installed", "no device"
 
 
@@ -67,13 +67,13 @@ def examine() -> dict[str, Any]:
     """The report. Takes a minute or so: six processes that each import a framework."""
     library, device = _library_report(), _device_report()
     with ThreadPoolExecutor(max_workers=2) as pool:
-        doors = list(pool.map(lambda door: _try_door(door, library, device), DOORS))
+        frontends = list(pool.map(lambda frontend: _try_frontend(frontend, library, device), FRONTENDS))
     return {
-        "ok": all(door["status"] != FAILS for door in doors) and "error" not in library,
+        "ok": all(frontend["status"] != FAILS for frontend in frontends) and "error" not in library,
         "versions": _versions(),
         "library": library,
         "device": device,
-        "doors": doors,
+        "frontends": frontends,
     }
 
 
@@ -133,39 +133,39 @@ def ask_driver() -> dict[str, Any]:
     }
 
 
-def _try_door(door: Door, library: dict[str, Any], device: dict[str, Any]) -> dict[str, Any]:
-    result: dict[str, Any] = {"door": door.name, "device": door.device}
+def _try_frontend(frontend: Frontend, library: dict[str, Any], device: dict[str, Any]) -> dict[str, Any]:
+    result: dict[str, Any] = {"frontend": frontend.name, "device": frontend.device}
 
     def outcome(status: str, reason: str, remedy: str) -> dict[str, Any]:
         return {**result, "status": status, "reason": reason, "remedy": remedy}
 
-    missing = [module for module in door.requires if importlib.util.find_spec(module) is None]
+    missing = [module for module in frontend.requires if importlib.util.find_spec(module) is None]
     if missing:
-        return outcome(NOT_INSTALLED, f"not installed: {', '.join(missing)}", door.install)
-    if door.device == "GPU" and not device["gpus"]:
+        return outcome(NOT_INSTALLED, f"not installed: {', '.join(missing)}", frontend.install)
+    if frontend.device == "GPU" and not device["gpus"]:
         return outcome(NO_DEVICE, "this process may use no GPU; see device", "run where there is an NVIDIA GPU")
     if "error" in library:
         return outcome(FAILS, library["error"], "make the library load; see above")
-    if door.device == "GPU" and library["cuda"] is None:
+    if frontend.device == "GPU" and library["cuda"] is None:
         return outcome(FAILS, "the library was built without CUDA", "build it with XLA_GPU_CUDA=ON")
-    command = [sys.executable, "-m", f"{__package__}.{door.module}", door.device]
-    # Two doors share the GPU while they are tried, with whatever else runs there: none may take most of its memory.
-    environment = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", **door.environment}
-    process = _run(command, environment, _DOOR_SECONDS)
+    command = [sys.executable, "-m", f"{__package__}.{frontend.module}", frontend.device]
+    # The front ends share the GPU while they are tried, and with whatever else runs there: none may take most of it.
+    environment = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", **frontend.environment}
+    process = _run(command, environment, _FRONTEND_SECONDS)
     for line in process.stdout.splitlines():
         if line.startswith(REPORT_MARK):
             report: dict[str, Any] = json.loads(line.removeprefix(REPORT_MARK))
             result["runtime"] = report.get("runtime")
             if "error" in report:
-                return outcome(FAILS, report["error"], _remedy(door, library, device))
+                return outcome(FAILS, report["error"], _remedy(frontend, library, device))
             if process.status == 0:
                 return {**result, "status": WORKS}
-    return outcome(FAILS, process.failure(), _remedy(door, library, device))
+    return outcome(FAILS, process.failure(), _remedy(frontend, library, device))
 
 
-def _remedy(door: Door, library: dict[str, Any], device: dict[str, Any]) -> str:
+def _remedy(frontend: Frontend, library: dict[str, Any], device: dict[str, Any]) -> str:
     """What most often helps; the reason names the particular case."""
-    if door.device == "GPU":
+    if frontend.device == "GPU":
         capabilities = [int(gpu["compute_capability"].replace(".", "")) for gpu in device["gpus"]]
         built_for = [int("".join(filter(str.isdigit, each))) for each in library["cuda_architectures"]]
         if built_for and min(capabilities) < min(built_for):
@@ -173,7 +173,7 @@ def _remedy(door: Door, library: dict[str, Any], device: dict[str, Any]) -> str:
                 f"the GPU's compute capability is below what the library was built for ({min(built_for)}): build it "
                 "with CMAKE_CUDA_ARCHITECTURES for your GPU"
             )
-    return f"if the reason does not say: {door.install}"
+    return f"if the reason does not say: {frontend.install}"
 
 
 class _Outcome(NamedTuple):
@@ -254,20 +254,20 @@ def as_text(report: dict[str, Any]) -> str:
         lines.append(f"  {device['error']}")
 
     lines += ["", "runtimes"]
-    for door in report["doors"]:
-        if runtime := door.get("runtime"):
+    for frontend in report["frontends"]:
+        if runtime := frontend.get("runtime"):
             facts = [f"PJRT API {runtime['pjrt_api'] or 'built in'}", f"FFI API {runtime['ffi_api'] or 'not told'}"]
             if runtime.get("plugin"):
                 facts.append(runtime["plugin"])
             facts.append(f"targets {', '.join(runtime['targets']) or 'none'}")
-            lines.append(f"  {door['door']} {door['device']}: {'; '.join(facts)}")
+            lines.append(f"  {frontend['frontend']} {frontend['device']}: {'; '.join(facts)}")
 
-    lines += ["", "doors"]
-    for door in report["doors"]:
-        lines.append(f"  {door['door']:<13} {door['device']}  {door['status']}")
-        if door["status"] != WORKS:
-            lines += [f"      why: {door['reason']}", f"      do:  {door['remedy']}"]
-    lines += ["", "all doors that can work here do" if report["ok"] else "something that should work does not"]
+    lines += ["", "front ends"]
+    for frontend in report["frontends"]:
+        lines.append(f"  {frontend['frontend']:<13} {frontend['device']}  {frontend['status']}")
+        if frontend["status"] != WORKS:
+            lines += [f"      why: {frontend['reason']}", f"      do:  {frontend['remedy']}"]
+    lines += ["", "all front ends that can work here do" if report["ok"] else "something that should work does not"]
     return "\n".join(lines)
 
 

@@ -1,4 +1,4 @@
-"""The JAX door: an operator's declaration as a jax.ffi.ffi_call."""
+"""The JAX front end: an operator's declaration as a jax.ffi.ffi_call."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The FFI targets that this process knows, by name and platform: the library's own and those of users.
 
-XLA runtimes have their own tables; the doors copy a target into a runtime when it is first called there.
+XLA runtimes have their own tables; the front ends copy a target into a runtime when it is first called there.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def register(name: str, fn: Any, platform: str = "cpu", api_version: int = 1) ->
         raise TypeError("register_ffi_target: fn: expected a function for the stage 'execute', got None")
     _own()
     if platform == "cpu":
-        # Both doors to the host, torch_xla 2.9's runtime and the library itself, are of this version. CUDA plug-ins
+        # Both callers on the host, torch_xla 2.9's runtime and the library itself, are of this version. CUDA plug-ins
         # may be newer; they are asked when the target is first called.
         check_version(target, library.load().ffi_api(), "the host's runtime")
     _add(target)

@@ -1,4 +1,4 @@
-"""The eager doors: handlers called on the memory of CPU and CUDA tensors, on PyTorch's current stream."""
+"""The eager front ends: handlers called on the memory of CPU and CUDA tensors, on PyTorch's current stream."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The torch_xla door: a call as StableHLO, as an HLO computation, as one node of the lazy graph.
+"""The torch_xla front end: a call as StableHLO, as an HLO computation, as one node of the lazy graph.
 
 ``_XLAC._xla_custom_call`` would be shorter, but its graph hash leaves out attributes and result shapes, so that calls
 that differ in them share a compiled program; and it has neither aliases nor layouts. A user computation's hash covers
@@ -57,7 +57,7 @@ def platform() -> str:
       CompatibilityError: torch_xla is of another version than the one whose runtime is known here.
       TargetError: it runs on another platform than CPU and GPU.
     """
-    compatibility.framework("torch_xla", "the torch_xla door", TORCH_XLA, TORCH_XLA_REMEDY, newest=TORCH_XLA)
+    compatibility.framework("torch_xla", "the torch_xla front end", TORCH_XLA, TORCH_XLA_REMEDY, newest=TORCH_XLA)
     from torch_xla import runtime
 
     device_type = str(runtime.device_type())
