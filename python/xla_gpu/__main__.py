@@ -15,8 +15,8 @@ def main(arguments: list[str] | None = None) -> int:
     doctor = commands.add_parser(
         "doctor",
         help="say what is installed, and which front ends work",
-        description="Runs simple_add through every front end, each in its own process, and says which work and what to do "
-        "about the others. Exit status 0: every front end whose framework and device are there works.",
+        description="Calls simple_add through every front end, each in a process of its own, and says which work and "
+        "what to do about the others. Exit status 0: every front end whose framework and device are there works.",
     )
     doctor.add_argument("--json", action="store_true", help="print the report as one JSON object")
     options = parser.parse_args(arguments)
