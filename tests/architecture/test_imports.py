@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-FRAMEWORKS = ("torch", "torch_xla", "jax", "jaxlib", "numpy.f2py", "transformers")
+FRAMEWORKS = ("torch", "torch_xla", "torchax", "jax", "jaxlib", "numpy.f2py", "transformers")
 
 
 def imported_by(statement: str) -> set[str]:
@@ -28,7 +28,13 @@ def test_the_check_above_can_fail():
 def test_jax_frontend_does_not_import_torch():
     pytest.importorskip("jax")
     loaded = imported_by("import xla_gpu.jax")
-    assert "jax" in loaded and not loaded & {"torch", "torch_xla"}
+    assert "jax" in loaded and not loaded & {"torch", "torch_xla", "torchax"}
+
+
+def test_torchax_front_end_does_not_import_torch_xla():
+    pytest.importorskip("torchax")
+    loaded = imported_by("import xla_gpu.torchax")
+    assert {"torch", "torchax", "jax"} <= loaded and "torch_xla" not in loaded
 
 
 def test_torch_frontend_works_without_torch_xla_and_jax():

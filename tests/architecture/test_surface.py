@@ -164,18 +164,22 @@ def test_kernels_include_no_xla_and_no_framework():
 
 
 def test_only_framework_folders_import_frameworks():
-    """A folder states what its modules may import; torch.py, jax.py and the doctor's probes are named one by one."""
-    torch_side = r"_torch/|_torch_xla/|torch\.py|_doctor/probe_torch"
-    jax_side = r"_jax/|jax\.py|_doctor/probe_jax"
+    """A folder states what its modules may import; public modules and the doctor's probes are named one by one."""
+    torch_side = r"_torch/|_torch_xla/|_torchax/|torch\.py|_doctor/probe_torch"
+    torchax_side = r"_torchax/|torchax\.py|_doctor/probe_torchax"
+    jax_side = r"_jax/|jax\.py|_doctor/probe_jax|_doctor/probe_torchax"
     allowed = {
         "torch": torch_side,
         "torch_xla": torch_side,
         "_XLAC": torch_side,
+        "torchax": torchax_side,
         "jax": jax_side,
         "jaxlib": rf"{jax_side}|_torch_xla/hlo_module",  # torch_xla's calls are lowered by jaxlib
         "jax_plugins": r"_runtime/cuda_plugin",  # the CUDA plug-in that torch_xla borrows
     }
-    statement = re.compile(r"^\s*(?:from|import)\s+(torch_xla|torch|_XLAC|jaxlib|jax_plugins|jax)\b", re.MULTILINE)
+    statement = re.compile(
+        r"^\s*(?:from|import)\s+(torch_xla|torchax|torch|_XLAC|jaxlib|jax_plugins|jax)\b", re.MULTILINE
+    )
     for path in sorted(PACKAGE.rglob("*.py")):
         name = str(path.relative_to(PACKAGE))
         for module in statement.findall(path.read_text()):

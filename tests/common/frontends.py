@@ -223,6 +223,56 @@ class Jax(Frontend):
             return tuple(np.asarray(r) for r in _as_tuple(results))
 
 
+class Torchax(Frontend):
+    """torchax tensors, eagerly: PyTorch's operators as JAX's."""
+
+    framework = "torchax"
+
+    def __init__(self, platform: str):
+        self.jax = Jax(platform)
+        self.platform = platform
+        self.name = "torchax" if platform == "host" else "torchax-cuda"
+
+    def unavailable(self):
+        return _missing("torch", "torchax") or self.jax.unavailable()
+
+    def device(self):
+        return self.jax.device()
+
+    def module(self):
+        import xla_gpu.torch
+        import xla_gpu.torchax
+
+        return xla_gpu.torch
+
+    def program(self, body):
+        return body
+
+    def run(self, body, arrays):
+        import jax
+        import torchax.interop
+
+        ops = self.module()
+        wide = any(x.dtype in (np.int64, np.float64) for x in arrays.values())
+        with enable_x64() if wide else contextlib.nullcontext(), torchax.default_env():
+            tensors = torchax.interop.torch_view(jax.device_put(arrays, self.device()))
+            results = self.program(lambda tensors: _as_tuple(body(ops, **tensors)))(tensors)
+            return tuple(np.asarray(r.jax()) for r in results)
+
+
+class TorchaxJit(Torchax):
+    """torchax.interop.jax_jit."""
+
+    def __init__(self, platform: str):
+        super().__init__(platform)
+        self.name += "-jit"
+
+    def program(self, body):
+        import torchax.interop
+
+        return torchax.interop.jax_jit(body)
+
+
 ALL: dict[str, Frontend] = {
     frontend.name: frontend
     for frontend in (
@@ -230,10 +280,14 @@ ALL: dict[str, Frontend] = {
         Jax("host"),
         TorchXla("host"),
         TorchXlaCompiled("host"),
+        Torchax("host"),
+        TorchaxJit("host"),
         EagerCuda(),
         Jax("cuda"),
         TorchXla("cuda"),
         TorchXlaCompiled("cuda"),
+        Torchax("cuda"),
+        TorchaxJit("cuda"),
     )
 }
 

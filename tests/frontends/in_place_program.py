@@ -96,10 +96,33 @@ def run_jax(frontend, layout: str, donate: bool):
     return np.asarray(x), [np.asarray(c) for c in caches]
 
 
+def run_torchax(frontend, layout: str):
+    import jax
+    import torchax.interop
+
+    ops = frontend.module()
+    query, metadata, caches, slots, new = torchax.interop.torch_view(jax.device_put(build(layout), frontend.device()))
+
+    def model(caches, query, slots, metadata, new):
+        x = query
+        for layer, cache in enumerate(caches):
+            ops.reshape_and_cache_(new[2 * layer], new[2 * layer + 1], cache, slots)
+            x = ops.paged_attention(x, cache, **metadata, **OPTIONS)
+        return x, caches
+
+    model = torchax.interop.jax_jit(model, {"donate_argnums": (0,)})
+    with torchax.default_env():
+        for step in new:
+            x, caches = model(caches, query, slots, metadata, step)
+    return np.asarray(x.jax()), [np.asarray(c.jax()) for c in caches]
+
+
 def main(name: str, layout: str) -> None:
     frontend = frontends.ALL[name.removesuffix("-without-donation")]
     if frontend.framework == "jax":
         x, caches = run_jax(frontend, layout, donate=not name.endswith("-without-donation"))
+    elif frontend.framework == "torchax":
+        x, caches = run_torchax(frontend, layout)
     else:
         x, caches = run_torch(frontend, layout)
     want_x, want_caches = expected(layout)

@@ -50,7 +50,8 @@ def makers(text: str, shape: str) -> list[str]:
 
 @pytest.mark.parametrize("layout", ["combined", "split"])
 @pytest.mark.frontends(
-    "torch_xla", "torch_xla-compiled", "jax", "torch_xla-cuda", "torch_xla-cuda-compiled", "jax-cuda"
+    *("torch_xla", "torch_xla-compiled", "jax", "torchax-jit"),
+    *("torch_xla-cuda", "torch_xla-cuda-compiled", "jax-cuda", "torchax-cuda-jit"),
 )
 def test_no_copy_of_the_cache(frontend, layout, tmp_path):
     texts = modules(frontend.name, layout, tmp_path)

@@ -245,7 +245,10 @@ def test_scale_is_required(frontend, operator):
 
 
 @pytest.mark.parametrize("number", [-1, 5, 2**31, 2.0, True], ids=str)
-@pytest.mark.frontends("eager", "eager-cuda", "jax", "jax-cuda", "torch_xla", "torch_xla-cuda")
+@pytest.mark.frontends(
+    *("eager", "jax", "torch_xla", "torchax", "torchax-jit"),
+    *("eager-cuda", "jax-cuda", "torch_xla-cuda", "torchax-cuda", "torchax-cuda-jit"),
+)
 def test_num_seqs_as_a_python_number(frontend, number):
     """max_seqs is 4: what is known when the call is made is refused when the call is made, on every platform."""
     arrays, options = valid(Bad("paged_attention", "", "", "", drop("")))
@@ -258,7 +261,7 @@ def test_num_seqs_as_a_python_number(frontend, number):
 
 
 @pytest.mark.parametrize("argument", ["query", "kv_cache", "block_tables", "num_seqs"])
-@pytest.mark.frontends("eager", "jax", "torch_xla")
+@pytest.mark.frontends("eager", "jax", "torch_xla", "torchax")
 def test_something_that_is_no_array(frontend, argument):
     arrays, options = valid(Bad("paged_attention", "", "", "", drop("")))
 

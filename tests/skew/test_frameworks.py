@@ -20,29 +20,34 @@ def stand_in(folder, name: str, text: str):
 
 
 @pytest.mark.parametrize(
-    ("framework", "needed", "remedy"),
-    [("jax", "jax 0.7 or newer", ".[jax]"), ("torch", "torch 2.9 or newer", ".[torch]")],
+    ("framework", "needed", "remedy", "old"),
+    [
+        ("jax", "jax 0.7 or newer", ".[jax]", "0.6.2"),
+        ("torch", "torch 2.9 or newer", ".[torch]", "2.8.1"),
+        ("torchax", "torchax 0.0.13 or newer", ".[torchax]", "0.0.12"),
+    ],
 )
 class TestFrontEnds:
-    def test_missing(self, framework, needed, remedy):
+    def test_missing(self, framework, needed, remedy, old):
         text = error_of(f"import sys; sys.modules[{framework!r}] = None; import xla_gpu.{framework}")
         assert text.startswith("builtins.ModuleNotFoundError")
         assert needed in text and "not installed" in text and f"pip install '{remedy}'" in text
 
-    @pytest.mark.parametrize("version", ["0.4.38", "0.6.2", "0.0", "unknown"])
-    def test_too_old(self, framework, needed, remedy, version, tmp_path):
+    @pytest.mark.parametrize("version", ["the last before", "0.0", "unknown"])
+    def test_too_old(self, framework, needed, remedy, old, version, tmp_path):
+        version = old if version == "the last before" else version
         path = stand_in(tmp_path, framework, f"__version__ = {version!r}")
         text = error_of(f"import xla_gpu.{framework}", path)
         assert text.startswith("xla_gpu.errors.CompatibilityError") and needed in text
         assert f"{framework} {version} is installed" in text and f"pip install '{remedy}'" in text
 
-    def test_without_a_version(self, framework, needed, remedy, tmp_path):
+    def test_without_a_version(self, framework, needed, remedy, old, tmp_path):
         text = error_of(f"import xla_gpu.{framework}", stand_in(tmp_path, framework, ""))
         assert (
             text.startswith("xla_gpu.errors.CompatibilityError") and "of an unknown version" in text and needed in text
         )
 
-    def test_half_installed(self, framework, needed, remedy, tmp_path):
+    def test_half_installed(self, framework, needed, remedy, old, tmp_path):
         """What the framework itself lacks is named, not the framework."""
         text = error_of(f"import xla_gpu.{framework}", stand_in(tmp_path, framework, "import a_module_of_its_own"))
         assert "a_module_of_its_own" in text and "not installed" not in text

@@ -14,14 +14,14 @@ TORCH_XLA_REMEDY = "pip install torch==2.9.0 torch_xla==2.9.0"
 
 
 def framework(
-    name: str, frontend: str, oldest: tuple[int, int], remedy: str, newest: tuple[int, int] | None = None
+    name: str, frontend: str, oldest: tuple[int, ...], remedy: str, newest: tuple[int, ...] | None = None
 ) -> ModuleType:
     """The framework's module.
 
     Args:
       name: of the module.
       frontend: what needs it, for the texts.
-      oldest: the first version, major and minor, that fits.
+      oldest: the first version that fits: major, minor, and a third number where that matters.
       remedy: what to do where it does not.
       newest: the last one that fits; None where every later one is taken.
 
@@ -41,12 +41,12 @@ def framework(
             raise
         raise ModuleNotFoundError(f"{frontend} needs {needed}, which is not installed: {remedy}", name=name) from None
     found = str(getattr(module, "__version__", "of an unknown version"))
-    numbers = re.match(r"(\d+)\.(\d+)", found)
-    version = (int(numbers[1]), int(numbers[2])) if numbers else None
+    numbers = re.match(r"\d+(?:\.\d+)+", found)
+    version = tuple(map(int, numbers[0].split(".")))[: len(oldest)] if numbers else None
     if version is None or version < oldest or (newest is not None and version > newest):
         raise CompatibilityError(f"{frontend} needs {needed}, and {name} {found} is installed: {remedy}")
     return module
 
 
-def _dotted(version: tuple[int, int]) -> str:
-    return f"{version[0]}.{version[1]}"
+def _dotted(version: tuple[int, ...]) -> str:
+    return ".".join(map(str, version))

@@ -17,6 +17,11 @@ def attempt(device: str) -> dict[str, Any]:
 
     result = jax.jit(xla_gpu.jax.simple_add)(jnp.array(probe.A), jnp.array(probe.B))
     probe.check(result.tolist())
+    return runtime(device)
+
+
+def runtime(device: str) -> dict[str, Any]:
+    """The description of JAX's XLA runtime for ``device``."""
     if device == "GPU":
         plugins = cuda_plugin.installed()
         return probe.plugin_runtime(plugins[max(plugins)])

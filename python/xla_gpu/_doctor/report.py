@@ -22,7 +22,7 @@ from .._runtime.library import load as load_library
 from ..errors import LibraryError
 
 REPORT_MARK = "xla_gpu doctor report: "
-_PACKAGES = ("torch", "torch_xla", "jax", "jaxlib", "jax-cuda12-pjrt", "jax-cuda13-pjrt", "numpy")
+_PACKAGES = ("torch", "torch_xla", "torchax", "jax", "jaxlib", "jax-cuda12-pjrt", "jax-cuda13-pjrt", "numpy")
 _FRONTEND_SECONDS = 240  # the first compilation on a GPU takes its time; nothing healthy takes this long
 _DEVICE_SECONDS = 60
 
@@ -41,13 +41,19 @@ class Frontend(NamedTuple):
 _GPU_EXTRAS = (
     "in a checkout of xla_gpu: pip install '.[cuda12]' (driver 525 or newer) or '.[cuda13]' (driver 580 or newer)"
 )
-_TORCH, _JAX = (f"in a checkout of xla_gpu: pip install '.[{extra}]'" for extra in ("torch", "jax"))
+_TORCH, _JAX, _TORCHAX = (
+    f"in a checkout of xla_gpu: pip install '.[{extra}]'" for extra in ("torch", "jax", "torchax")
+)
+_TORCHAX_NEEDS = ("torchax", "torch", "jax", "jaxlib")
+_GPU_TORCHAX = f"{_GPU_EXTRAS}, and pip install '.[torchax]'"
 _CUDA_TORCH = "a build of PyTorch with CUDA: pip install torch==2.9.0"
 FRONTENDS = (
     Frontend("torch_xla", "CPU", ("torch", "torch_xla"), "probe_torch_xla", {"PJRT_DEVICE": "CPU"}, _TORCH),
     Frontend("torch_xla", "GPU", ("torch", "torch_xla"), "probe_torch_xla", {"PJRT_DEVICE": "GPU"}, _GPU_EXTRAS),
     Frontend("JAX", "CPU", ("jax", "jaxlib"), "probe_jax", {"JAX_PLATFORMS": "cpu"}, _JAX),
     Frontend("JAX", "GPU", ("jax", "jaxlib"), "probe_jax", {"JAX_PLATFORMS": "cuda"}, _GPU_EXTRAS),
+    Frontend("torchax", "CPU", _TORCHAX_NEEDS, "probe_torchax", {"JAX_PLATFORMS": "cpu"}, _TORCHAX),
+    Frontend("torchax", "GPU", _TORCHAX_NEEDS, "probe_torchax", {"JAX_PLATFORMS": "cuda"}, _GPU_TORCHAX),
     Frontend("eager PyTorch", "CPU", ("torch",), "probe_torch", {}, _TORCH),
     Frontend("eager PyTorch", "GPU", ("torch",), "probe_torch", {}, _CUDA_TORCH),
 )

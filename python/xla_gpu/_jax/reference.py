@@ -34,7 +34,7 @@ def ragged_paged_attention(
     queries = q.astype(jnp.float32)
     for s in range(max_seqs):
         first, end, length = cu_q_lens[s], cu_q_lens[s + 1], kv_lens[s]
-        used = slots < length
+        used = (slots < length) & (s < num_seqs[0])
         # Whatever stands in unused entries and slots is kept from indexing and from products, where NaN would spread.
         pages = jnp.where(used[::page_size], page_indices[s], 0)
         kv = kv_pages[pages].astype(jnp.float32).reshape(-1, num_combined_heads, head_dim)

@@ -37,7 +37,7 @@ def ragged_paged_attention(
     pages_in_float32 = kv_pages.float()
     for s in range(max_seqs):
         first, end, length = cu_q_lens[s], cu_q_lens[s + 1], kv_lens[s]
-        used = slots < length
+        used = (slots < length) & (s < num_seqs)
         # Whatever stands in unused entries and slots is kept from indexing and from products, where NaN would spread.
         pages = torch.where(used[::page_size], page_indices[s], 0).long()
         kv = pages_in_float32[pages].reshape(-1, num_combined_heads, head_dim)
