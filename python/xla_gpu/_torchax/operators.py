@@ -37,7 +37,7 @@ def implementations() -> dict[Any, Implementation]:
 
 
 def register(environment: torchax.tensor.Environment | None = None) -> None:
-    """Registers the operators for environments that are made later, and with ``environment``, which is there already."""
+    """Registers the operators for environments made later, and with ``environment``, which is there already."""
     for packet, implementation in implementations().items():
         if packet not in ops_registry.all_aten_ops:
             # is_view_op: views come as they are, which an update in place needs. Both flags say that the function
