@@ -9,58 +9,58 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests import cases, compare, doors, reference
+from tests.common import cases, compare, frontends, reference
 
-pytestmark = pytest.mark.doors("torchax", "torchax-cuda")
+pytestmark = pytest.mark.frontends("torchax", "torchax-cuda")
 CASE = cases.AttentionCase("torchax", ((1, 20), (4, 9)), num_heads=4, num_kv_heads=2, page_size=8)
 
 
-def on_torchax(door, arrays):
+def on_torchax(frontend, arrays):
     import jax
     import torchax.interop
 
-    door.module()
-    return torchax.interop.torch_view(jax.device_put(arrays, door.device()))
+    frontend.module()
+    return torchax.interop.torch_view(jax.device_put(arrays, frontend.device()))
 
 
 @pytest.fixture
-def environment(door):
+def environment(frontend):
     """torchax's default environment, with the operators in it."""
     import torchax
 
-    door.module()
+    frontend.module()
     with torchax.default_env() as environment:
         yield environment
 
 
 @pytest.mark.parametrize("case", cases.COMMON, ids=lambda case: case.name)
-def test_has_the_bits_of_the_jax_front_end(door, case):
+def test_has_the_bits_of_the_jax_front_end(frontend, case):
     arrays = cases.build(case).arrays()
-    ours = door.call("paged_attention_with_lse", arrays, **case.options())
-    theirs = door.jax.call("paged_attention_with_lse", arrays, **case.options())
+    ours = frontend.call("paged_attention_with_lse", arrays, **case.options())
+    theirs = frontend.jax.call("paged_attention_with_lse", arrays, **case.options())
     for a, b in zip(ours, theirs, strict=True):
         compare.assert_bitwise_equal(a, b, case.name)
 
 
-def test_operators_overloads_and_functions_are_one(door, environment):
+def test_operators_overloads_and_functions_are_one(frontend, environment):
     import torch
 
     import xla_gpu.torch
 
-    a = on_torchax(door, np.arange(4, dtype=np.float32))
+    a = on_torchax(frontend, np.arange(4, dtype=np.float32))
     for add in (torch.ops.xla_gpu.simple_add, torch.ops.xla_gpu.simple_add.default, xla_gpu.torch.simple_add):
         for out in (add(a, a), add(a=a, b=a)):
             assert type(out) is type(a) and out.tolist() == [0, 2, 4, 6]
 
 
-def test_ragged_paged_attention(door):
+def test_ragged_paged_attention(frontend):
     inputs = cases.build(CASE)
     names = ("q", "kv_pages", "kv_lens", "page_indices", "cu_q_lens", "num_seqs")
     arrays = dict(zip(names, inputs.arrays().values(), strict=True))
     want, _ = reference.paged_attention(**inputs.arrays(), scale=0.2, soft_cap=5.0)
     for use_kernel in (True, False):
         options = {"sm_scale": 0.2, "soft_cap": 5.0, "use_kernel": use_kernel}
-        (out,) = door.call("ragged_paged_attention", arrays, **options)
+        (out,) = frontend.call("ragged_paged_attention", arrays, **options)
         np.testing.assert_allclose(out, want, atol=2e-5)
 
 
@@ -85,35 +85,35 @@ def test_tensors_of_other_kinds_still_reach_their_front_end(environment):
 # ---- In place --------------------------------------------------------------------------------------------------------
 
 
-def test_updates_the_tensor_and_nothing_that_shares_its_array(door, environment):
+def test_updates_the_tensor_and_nothing_that_shares_its_array(frontend, environment):
     import xla_gpu.torch
 
     arrays = cases.build_cache(cases.CACHE_CASES[1])
-    tensors = on_torchax(door, arrays)
+    tensors = on_torchax(frontend, arrays)
     clone = tensors["kv_cache"].clone()
     out = xla_gpu.torch.reshape_and_cache_(**tensors)
     assert out is tensors["kv_cache"]
-    compare.assert_bitwise_equal(np.asarray(out.jax()), reference.reshape_and_cache(**arrays), door.name)
+    compare.assert_bitwise_equal(np.asarray(out.jax()), reference.reshape_and_cache(**arrays), frontend.name)
     compare.assert_bitwise_equal(np.asarray(clone.jax()), arrays["kv_cache"], "the clone")
 
 
-def test_updates_the_base_of_a_view(door, environment):
+def test_updates_the_base_of_a_view(frontend, environment):
     import torch
 
     import xla_gpu.torch
 
     arrays = cases.build_cache(cases.CACHE_CASES[1])
-    tensors = on_torchax(door, arrays)
+    tensors = on_torchax(frontend, arrays)
     cache = tensors.pop("kv_cache")
     stack = torch.stack([cache * 0, cache])
     xla_gpu.torch.reshape_and_cache_(tensors["key"], tensors["value"], stack[1], tensors["slot_mapping"])
-    compare.assert_bitwise_equal(np.asarray(stack.jax()[1]), reference.reshape_and_cache(**arrays), door.name)
+    compare.assert_bitwise_equal(np.asarray(stack.jax()[1]), reference.reshape_and_cache(**arrays), frontend.name)
 
 
-def test_views_are_operands(door, environment):
+def test_views_are_operands(frontend, environment):
     import xla_gpu.torch
 
-    a = on_torchax(door, np.arange(12, dtype=np.float32).reshape(3, 4))
+    a = on_torchax(frontend, np.arange(12, dtype=np.float32).reshape(3, 4))
     assert xla_gpu.torch.simple_add(a[1], a[2]).tolist() == [12, 14, 16, 18]
 
 
@@ -132,49 +132,49 @@ def test_views_are_operands(door, environment):
         (lambda ops, a, b: ops.hlo(a), TypeError, "hlo: tensors: expected XLA tensors, got one on jax"),
     ],
 )  # fmt: skip
-def test_errors(door, environment, call, error, message):
+def test_errors(frontend, environment, call, error, message):
     import torch
 
     import xla_gpu.torch
 
     with pytest.raises(error, match=message):
-        call(xla_gpu.torch, on_torchax(door, np.zeros(4, np.float32)), torch.zeros(4))
+        call(xla_gpu.torch, on_torchax(frontend, np.zeros(4, np.float32)), torch.zeros(4))
 
 
-def test_too_many_arguments(door, environment):
+def test_too_many_arguments(frontend, environment):
     import torch
 
-    a = on_torchax(door, np.zeros(4, np.float32))
+    a = on_torchax(frontend, np.zeros(4, np.float32))
     with pytest.raises(TypeError, match="simple_add: expected at most 2 arguments, got 3"):
         torch.ops.xla_gpu.simple_add(a, a, a)
 
 
-def test_a_cache_on_another_device_is_not_updated(door, environment):
+def test_a_cache_on_another_device_is_not_updated(frontend, environment):
     import torch
 
     import xla_gpu.torch
 
-    key = on_torchax(door, np.ones((1, 1, 8), np.float32))
+    key = on_torchax(frontend, np.ones((1, 1, 8), np.float32))
     cache = torch.zeros(2, 2, 2, 8)
     with pytest.raises(ValueError, match=r"reshape_and_cache_: kv_cache: expected a torchax tensor \(as key\).*cpu"):
-        xla_gpu.torch.reshape_and_cache_(key, key, cache, on_torchax(door, np.zeros(1, np.int32)))
+        xla_gpu.torch.reshape_and_cache_(key, key, cache, on_torchax(frontend, np.zeros(1, np.int32)))
     assert not cache.any()
 
 
-def test_outside_of_an_environment_torchax_says_so(door):
+def test_outside_of_an_environment_torchax_says_so(frontend):
     import xla_gpu.torch
 
-    a = on_torchax(door, np.zeros(4, np.float32))
+    a = on_torchax(frontend, np.zeros(4, np.float32))
     with pytest.raises(AssertionError, match="torchax environment"):
         xla_gpu.torch.simple_add(a, a)
 
 
-def test_derivatives_of_jax_are_refused(door, environment):
+def test_derivatives_of_jax_are_refused(frontend, environment):
     import torchax.interop
 
     import xla_gpu.torch
 
-    a = on_torchax(door, np.ones(4, np.float32))
+    a = on_torchax(frontend, np.ones(4, np.float32))
     with pytest.raises(ValueError, match="simple_add has no gradient"):
         torchax.interop.jax_value_and_grad(lambda a: xla_gpu.torch.simple_add(a, a).sum())(a)
 
@@ -182,7 +182,7 @@ def test_derivatives_of_jax_are_refused(door, environment):
 # ---- Environments ----------------------------------------------------------------------------------------------------
 
 
-def test_an_environment_made_before_the_import_needs_to_be_told(door):
+def test_an_environment_made_before_the_import_needs_to_be_told(frontend):
     import torch
     import torchax.tensor
 
@@ -192,7 +192,7 @@ def test_an_environment_made_before_the_import_needs_to_be_told(door):
     packets = [torch.ops.xla_gpu.simple_add, torch.ops.xla_gpu.reshape_and_cache_]
     for packet in packets:
         del environment._ops[packet]  # as if it had been made before
-    a = environment.j2t_iso(on_torchax(door, np.ones(4, np.float32)).jax())
+    a = environment.j2t_iso(on_torchax(frontend, np.ones(4, np.float32)).jax())
     with environment, pytest.raises((AssertionError, RuntimeError, NotImplementedError)):
         packets[0](a, a)
     xla_gpu.torchax.register(environment)
@@ -205,10 +205,10 @@ def test_an_environment_made_before_the_import_needs_to_be_told(door):
 
 
 @pytest.mark.parametrize("jit", [False, True], ids=["eager", "jax_jit"])
-def test_the_example_serves_unchanged(door, environment, jit):
+def test_the_example_serves_unchanged(frontend, environment, jit):
     """PagedLlama with continuous batching: the tokens are those of transformers."""
     transformers = pytest.importorskip("transformers")
-    sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+    sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
     import jax
     import torch
     import torchax.interop
@@ -234,10 +234,10 @@ def test_the_example_serves_unchanged(door, environment, jit):
         weights.load(model, theirs.state_dict().__getitem__, torch.device("cpu"))
         names = dict(model.named_parameters()) | dict(model.named_buffers())
         state = {name: tensor.detach().numpy() for name, tensor in names.items()}
-    state = on_torchax(door, state)
+    state = on_torchax(frontend, state)
     shape = (40, 4, 2 * config.num_kv_heads, config.head_dim)
-    caches = [on_torchax(door, np.full(shape, np.nan, np.float32)) for _ in range(config.num_layers)]
-    previous = on_torchax(door, np.zeros(3, np.int32))
+    caches = [on_torchax(frontend, np.full(shape, np.nan, np.float32)) for _ in range(config.num_layers)]
+    previous = on_torchax(frontend, np.zeros(3, np.int32))
 
     programs = {}
     for layout in scheduler.layouts:
@@ -249,7 +249,7 @@ def test_the_example_serves_unchanged(door, environment, jit):
 
     def launch(step):
         nonlocal previous, caches
-        packed = on_torchax(door, step.packed)
+        packed = on_torchax(frontend, step.packed)
         with torch.no_grad():
             previous, caches = programs[step.layout](state, caches, packed, previous)
         return previous
@@ -261,4 +261,4 @@ def test_the_example_serves_unchanged(door, environment, jit):
 
 
 def test_the_names_above_are_front_ends():
-    assert {"torchax", "torchax-cuda", "torchax-jit", "torchax-cuda-jit"} <= set(doors.ALL)
+    assert {"torchax", "torchax-cuda", "torchax-jit", "torchax-cuda-jit"} <= set(frontends.ALL)
