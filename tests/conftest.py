@@ -14,6 +14,8 @@ from tests.common import frontends, machine
 os.environ.setdefault("PJRT_DEVICE", machine.default_pjrt_device())
 # JAX, torch_xla and eager PyTorch share one GPU in these tests; none may take most of its memory for itself.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+# Several CPU devices for tests/distributed; other tests use the first.
+os.environ.setdefault("JAX_NUM_CPU_DEVICES", "4")
 
 
 def pytest_configure(config):

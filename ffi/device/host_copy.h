@@ -1,4 +1,5 @@
-// Copies of device memory that a handler looks at: only for XLA_GPU_CHECK_INPUTS=1, since it waits for the stream.
+// Copies of device memory that a handler looks at, and waiting for what it launched: only for XLA_GPU_CHECK_INPUTS=1,
+// since both wait for the stream.
 #ifndef XLA_GPU_DEVICE_HOST_COPY_H_
 #define XLA_GPU_DEVICE_HOST_COPY_H_
 
@@ -12,6 +13,12 @@ namespace xla_gpu {
 // Waits for `stream` and copies `size` bytes to `destination`. An error while the stream is being captured into a CUDA
 // graph, where nothing can be waited for.
 Status CopyToHost(void* destination, const void* source, size_t size, Stream stream);
+
+// Waits for `stream`; the same error while it is being captured.
+Status WaitForStream(Stream stream);
+
+// The CUDA device of the calling thread.
+Status CurrentDevice(int* device_ordinal);
 
 // Enqueues a copy from device memory to device memory.
 Status CopyOnDevice(void* destination, const void* source, size_t size, Stream stream);

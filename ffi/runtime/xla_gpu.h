@@ -101,6 +101,34 @@ XLA_GPU_EXPORT const char* xla_gpu_call(const xla_gpu_call_args* args, int32_t* 
 // Names the PJRT plug-in that this library's GetPjrtApi() stands in front of. Call it before the first GetPjrtApi().
 XLA_GPU_EXPORT const char* xla_gpu_pjrt_use_plugin(const char* path);
 
+// ---- Device groups: GPUs of one host that all_reduce among themselves ----
+
+#define XLA_GPU_GROUP_HANDLE_BYTES 64
+
+typedef struct xla_gpu_group_member {
+  size_t struct_size;         // sizeof(xla_gpu_group_member)
+  int64_t group;              // the number that the operators' attribute `group` names, the same for every rank; > 0
+  int32_t ranks;              // 2 to 8
+  int32_t rank;               // of this device: the order of summation
+  int32_t device_ordinal;     // of this process
+  int64_t timeout_ms;         // how long a call waits for a peer
+  int64_t max_bytes;          // of device memory for large messages; larger ones go in pieces. 0: the default
+  int64_t low_latency_bytes;  // up to which a message is sent whole to every peer. -1: the default
+} xla_gpu_group_member;
+
+// Allocates the memory through which peers reach this device, loads the kernels, and writes a handle of
+// XLA_GPU_GROUP_HANDLE_BYTES bytes with which another process opens that memory. It is kept until the process ends:
+// captured graphs hold its address.
+XLA_GPU_EXPORT const char* xla_gpu_group_allocate(const xla_gpu_group_member* member, void* handle);
+
+// Connects a device to its peers, all of which have been allocated. devices[ranks]: each rank's device ordinal in this
+// process, or -1 for one of another process, whose handle is then handles[rank].
+XLA_GPU_EXPORT const char* xla_gpu_group_connect(int64_t group, int32_t device_ordinal, const int32_t* devices,
+                                                 const void* handles);
+
+// NULL while no call of the group has timed out on a device of this process.
+XLA_GPU_EXPORT const char* xla_gpu_group_error(int64_t group);
+
 #ifdef __cplusplus
 }
 #endif

@@ -14,14 +14,19 @@ import jax
 import jax.typing
 
 from ._core.docstrings import docstring
-from ._jax import call
+from ._jax import call, device_group
+from ._jax.device_group import DeviceGroup
 from .ops import _ragged_paged_attention as _ragged_paged_attention
+from .ops import all_reduce as _all_reduce
 from .ops import merge_attention_states as _merge_attention_states
 from .ops import paged_attention as _paged_attention
 from .ops import reshape_and_cache as _reshape_and_cache
 from .ops import simple_add as _simple_add
 
 __all__ = [
+    "DeviceGroup",
+    "all_reduce",
+    "all_reduce_add_rms_norm",
     "merge_attention_states",
     "paged_attention",
     "paged_attention_with_lse",
@@ -182,3 +187,28 @@ def ragged_paged_attention(
         num_queries_per_block=num_queries_per_block,
         vmem_limit_bytes=vmem_limit_bytes,
     )
+
+
+@docstring(_all_reduce.OPERATOR.docstring)
+def all_reduce(x: jax.typing.ArrayLike, *, group: DeviceGroup) -> jax.Array:
+    """The sum of x over the devices of a DeviceGroup, inside jax.shard_map over its mesh.
+
+    Under check_vma the result does not vary along the group's axis, as that of jax.lax.psum.
+    """
+    return device_group.run(_all_reduce.OPERATOR, group, x=x)
+
+
+@docstring(_all_reduce.OPERATOR_ADD_RMS_NORM.docstring)
+def all_reduce_add_rms_norm(
+    x: jax.typing.ArrayLike,
+    residual: jax.typing.ArrayLike,
+    weight: jax.typing.ArrayLike,
+    *,
+    eps: float,
+    group: DeviceGroup,
+) -> tuple[jax.Array, jax.Array]:
+    """all_reduce, the residual added, and the RMS norm of that sum, inside jax.shard_map over the group's mesh."""
+    out, sum_ = device_group.run(
+        _all_reduce.OPERATOR_ADD_RMS_NORM, group, x=x, residual=residual, weight=weight, eps=eps
+    )
+    return out, sum_

@@ -5,6 +5,9 @@ from __future__ import annotations
 import ctypes
 import functools
 import importlib.util
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @functools.cache

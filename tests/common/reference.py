@@ -115,3 +115,22 @@ def merge_attention_states(out_a, lse_a, out_b, lse_b) -> tuple[np.ndarray, np.n
     with np.errstate(divide="ignore"):
         lse = np.where(empty, -np.inf, top + np.log(total))
     return part_a + part_b, lse
+
+
+def all_reduce(parts: np.ndarray) -> np.ndarray:
+    """T[...] from T[ranks, ...]: float32 sums in the order of ranks, rounded once. These are the bits."""
+    total = parts[0].astype(np.float32)
+    for part in parts[1:]:
+        total = total + part.astype(np.float32)
+    return np.asarray(total).astype(parts.dtype)
+
+
+def all_reduce_add_rms_norm(
+    parts: np.ndarray, residual: np.ndarray, weight: np.ndarray, *, eps: float
+) -> tuple[np.ndarray, np.ndarray]:
+    """(out, sum) in T: the bits of sum, and out with a float64 mean."""
+    dtype = parts.dtype
+    sum_ = (all_reduce(parts).astype(np.float32) + residual.astype(np.float32)).astype(dtype)
+    wide = sum_.astype(np.float64)
+    normed = (wide / np.sqrt((wide**2).mean(-1, keepdims=True) + eps)).astype(dtype)
+    return (normed.astype(np.float32) * weight.astype(np.float32)).astype(dtype), sum_

@@ -20,9 +20,9 @@ from ..ops.paged_attention import num_seqs_number
 from . import reference
 
 
-def call(operator: Operator, **arguments: Any) -> Any:
+def call(operator: Operator, *, reduced_axes: frozenset[str] = frozenset(), **arguments: Any) -> Any:
     """The results of ``operator``; arguments by the names of its declaration."""
-    return _run(*_bind(operator, arguments))
+    return _run(*_bind(operator, arguments), reduced_axes)
 
 
 def ragged(**arguments: Any) -> Any:
@@ -56,21 +56,22 @@ def _bind(operator: Operator, arguments: dict[str, Any]) -> tuple[OpCall, list[A
     for name in operator.operands:
         value = values.get(name)
         if value is not None:
-            array = _array(f"{operator.name}: {name}", value)
+            array = as_array(f"{operator.name}: {name}", value)
             arrays.append(array)
             values[name] = ArraySpec(tuple(array.shape), array.dtype.name)
     return operator.bind(**values, check_inputs=check_inputs_requested()), arrays
 
 
-def _run(bound: OpCall, arrays: list[Any]) -> Any:
-    axes = _varying_axes(arrays)
+def _run(bound: OpCall, arrays: list[Any], reduced_axes: frozenset[str] = frozenset()) -> Any:
+    """``reduced_axes``: mesh axes along which the results are the same, whatever the operands are."""
+    axes = _varying_axes(arrays) - reduced_axes
     # What says over which mesh the results vary must not outlive that mesh's context.
     function = _function.__wrapped__(bound, axes) if axes else _function(bound, axes)
     results = function(*arrays)[: len(bound.results)]
     return results[0] if len(results) == 1 else tuple(results)
 
 
-def _array(where: str, value: Any) -> Any:
+def as_array(where: str, value: Any) -> Any:
     if isinstance(value, jax.Array | np.ndarray | np.generic):  # tracers are jax.Arrays too
         return jnp.asarray(value)
     raise TypeError(f"{where}: expected a JAX or NumPy array, got {type(value).__name__}")

@@ -55,6 +55,21 @@ class CallArgs(ct.Structure):
     ]
 
 
+class GroupMember(ct.Structure):
+    _fields_ = [
+        ("struct_size", ct.c_size_t),
+        ("group", ct.c_int64),
+        ("ranks", ct.c_int32),
+        ("rank", ct.c_int32),
+        ("device_ordinal", ct.c_int32),
+        ("timeout_ms", ct.c_int64),
+        ("max_bytes", ct.c_int64),
+        ("low_latency_bytes", ct.c_int64),
+    ]
+
+
+GROUP_HANDLE_BYTES = 64
+
 # name: (result, arguments). A char* result is an error text, or NULL.
 SIGNATURES = {
     "xla_gpu_handlers": (ct.POINTER(Handler), [ct.POINTER(ct.c_size_t)]),
@@ -68,6 +83,9 @@ SIGNATURES = {
     ),
     "xla_gpu_call": (ct.c_char_p, [ct.POINTER(CallArgs), ct.POINTER(ct.c_int32)]),
     "xla_gpu_pjrt_use_plugin": (ct.c_char_p, [ct.c_char_p]),
+    "xla_gpu_group_allocate": (ct.c_char_p, [ct.POINTER(GroupMember), ct.c_void_p]),
+    "xla_gpu_group_connect": (ct.c_char_p, [ct.c_int64, ct.c_int32, ct.POINTER(ct.c_int32), ct.c_void_p]),
+    "xla_gpu_group_error": (ct.c_char_p, [ct.c_int64]),
 }
 
 

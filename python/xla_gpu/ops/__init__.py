@@ -1,7 +1,7 @@
 """The operators: one module each, with its checks, its custom call and its torch.library schema. No framework here."""
 
 from .._core.operator import Operator
-from . import merge_attention_states, paged_attention, reshape_and_cache, simple_add
+from . import all_reduce, merge_attention_states, paged_attention, reshape_and_cache, simple_add
 
 # Those with handlers of their own. ragged_paged_attention is another face of paged_attention's.
 OPERATORS: tuple[Operator, ...] = (
@@ -10,4 +10,6 @@ OPERATORS: tuple[Operator, ...] = (
     paged_attention.OPERATOR_WITH_LSE,
     reshape_and_cache.OPERATOR,
     merge_attention_states.OPERATOR,
+    all_reduce.OPERATOR,
+    all_reduce.OPERATOR_ADD_RMS_NORM,
 )

@@ -1,0 +1,228 @@
+"""A whole decode step of a Llama in one jitted JAX program, tensor parallel over the GPUs of this machine.
+
+python -m benchmarks.decode_step --tensor-parallel 2 --json decode_step.json
+
+Random weights in bfloat16. Milliseconds of a step when steps follow one another without waiting, beside the limit:
+weights and KV cache read once from memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import xla_gpu.jax as xg
+
+P = jax.sharding.PartitionSpec
+BYTES_PER_SECOND = 4.5e12  # that an H200's memory gives a reader
+T = jnp.bfloat16
+PAGE_SIZE = 16
+EPS = 1e-5
+SHAPES = {  # hidden, intermediate, layers, vocabulary, heads, kv heads, head_dim
+    "llama3-8b": (4096, 14336, 32, 128256, 32, 8, 128),
+    "llama3-70b": (8192, 28672, 80, 128256, 64, 8, 128),
+    "tiny": (256, 512, 2, 512, 8, 4, 32),
+}
+Weights = dict[str, Any]
+
+
+def norm(x: jax.Array, weight: jax.Array) -> jax.Array:
+    wide = x.astype(jnp.float32)
+    scale = jax.lax.rsqrt(jnp.mean(wide * wide, -1, keepdims=True) + EPS)
+    return (wide * scale).astype(x.dtype) * weight
+
+
+def rotate(x: jax.Array, positions: jax.Array) -> jax.Array:
+    head_dim = x.shape[-1]
+    frequencies = 500000.0 ** (-jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
+    angles = positions[:, None].astype(jnp.float32) * frequencies
+    cos, sin = jnp.cos(angles)[:, None], jnp.sin(angles)[:, None]
+    a, b = jnp.split(x.astype(jnp.float32), 2, -1)
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1).astype(x.dtype)
+
+
+# How a sublayer's partial sums become the next one's input: (partial, residual, weight) -> (normed, residual).
+Join = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
+
+
+def joins(group: xg.DeviceGroup | None) -> dict[str, Join]:
+    if group is None:
+
+        def alone(x: jax.Array, residual: jax.Array, weight: jax.Array) -> tuple[jax.Array, jax.Array]:
+            total = x + residual
+            return norm(total, weight), total
+
+        return {"one": alone}
+
+    def with_psum(x: jax.Array, residual: jax.Array, weight: jax.Array) -> tuple[jax.Array, jax.Array]:
+        total = jax.lax.psum(x, group.axis) + residual
+        return norm(total, weight), total
+
+    def with_all_reduce(x: jax.Array, residual: jax.Array, weight: jax.Array) -> tuple[jax.Array, jax.Array]:
+        total = xg.all_reduce(x, group=group) + residual
+        return norm(total, weight), total
+
+    def fused(x: jax.Array, residual: jax.Array, weight: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return xg.all_reduce_add_rms_norm(x, residual, weight, eps=EPS, group=group)
+
+    return {"psum": with_psum, "all_reduce": with_all_reduce, "all_reduce_add_rms_norm": fused}
+
+
+def step(
+    join: Join,
+    heads: tuple[int, int, int],
+    axis: str | None,
+    weights: Weights,
+    caches: list[jax.Array],
+    tokens: jax.Array,
+    context_lens: jax.Array,
+    tables: jax.Array,
+    query_start_loc: jax.Array,
+    num_seqs: jax.Array,
+) -> tuple[list[jax.Array], jax.Array, jax.Array]:
+    """One token of each sequence; a device's weights and heads are its shard's. Returns caches, tokens, lengths."""
+    num_heads, num_kv_heads, head_dim = heads
+    batch = tokens.shape[0]
+    context_lens = context_lens + 1
+    positions = context_lens - 1
+    slots = tables[jnp.arange(batch), positions // PAGE_SIZE] * PAGE_SIZE + positions % PAGE_SIZE
+    residual = weights["embed"][tokens]
+    hidden = norm(residual, weights["norms"][0])
+    stored = []
+    for i, (layer, cache) in enumerate(zip(weights["layers"], caches, strict=True)):
+        cuts = [num_heads * head_dim, (num_heads + num_kv_heads) * head_dim]
+        query, key, value = (t.reshape(batch, -1, head_dim) for t in jnp.split(hidden @ layer["qkv"], cuts, 1))
+        query, key = rotate(query, positions), rotate(key, positions)
+        cache = xg.reshape_and_cache(key, value, cache, slots)
+        attended = xg.paged_attention(
+            query, cache, context_lens, tables, query_start_loc, num_seqs, scale=head_dim**-0.5
+        )
+        stored.append(cache)
+        hidden, residual = join(attended.reshape(batch, -1) @ layer["out"], residual, weights["norms"][2 * i + 1])
+        gate, up = jnp.split(hidden @ layer["gate_up"], 2, 1)
+        hidden, residual = join((jax.nn.silu(gate) * up) @ layer["down"], residual, weights["norms"][2 * i + 2])
+    logits = hidden @ weights["head"]
+    best, chosen = jnp.max(logits, -1), jnp.argmax(logits, -1)
+    if axis is not None:
+        bests = jax.lax.all_gather(best, axis)
+        choices = jax.lax.all_gather(chosen + jax.lax.axis_index(axis) * logits.shape[-1], axis)
+        chosen = jnp.take_along_axis(choices, jnp.argmax(bests, 0)[None], 0)[0]
+    return stored, chosen.astype(jnp.int32), context_lens
+
+
+SPECS = {"qkv": P(None, "tp"), "out": P("tp", None), "gate_up": P(None, "tp"), "down": P("tp", None)}
+CACHE_SPEC = P(None, None, "tp", None)
+
+
+def make_weights(shape: tuple[int, ...], mesh: jax.sharding.Mesh) -> tuple[Weights, Weights, int]:
+    """Random weights drawn shard by shard on their devices, their specs, and their bytes. Columns of a shard's qkv and
+    gate_up stand together: its own q, k and v, and its own gate and up."""
+    hidden, intermediate, layers, vocabulary, heads, kv_heads, head_dim = shape
+    total = 0
+
+    @functools.cache
+    def maker(dims: tuple[int, ...], spec: jax.sharding.PartitionSpec) -> Callable[[jax.Array], jax.Array]:
+        sharding = jax.sharding.NamedSharding(mesh, spec)
+        return jax.jit(lambda key: jax.random.normal(key, dims, T) * 0.02, out_shardings=sharding)
+
+    def make(seed: int, dims: tuple[int, ...], spec: jax.sharding.PartitionSpec) -> jax.Array:
+        nonlocal total
+        total += 2 * int(np.prod(dims))
+        return maker(dims, spec)(jax.random.PRNGKey(seed))
+
+    sizes = {
+        "qkv": (hidden, (heads + 2 * kv_heads) * head_dim),
+        "out": (heads * head_dim, hidden),
+        "gate_up": (hidden, 2 * intermediate),
+        "down": (intermediate, hidden),
+    }
+    blocks = [{n: make(10 * i + j, d, SPECS[n]) for j, (n, d) in enumerate(sizes.items())} for i in range(layers)]
+    weights = {"layers": blocks, "head": make(1, (hidden, vocabulary), P(None, "tp"))}
+    read = total  # of the embedding only some rows are
+    weights["embed"] = make(2, (vocabulary, hidden), P())
+    weights["norms"] = [jnp.ones(hidden, T) for _ in range(2 * layers + 1)]
+    specs = {
+        "layers": [dict(SPECS) for _ in range(layers)],
+        "head": P(None, "tp"),
+        "embed": P(),
+        "norms": [P()] * (2 * layers + 1),
+    }
+    return weights, specs, read
+
+
+def measure(run: Callable[..., Any], state: tuple[Any, ...], rest: tuple[Any, ...], steps: int) -> tuple[float, Any]:
+    """Milliseconds of a step, and the state after it."""
+    times = []
+    for repeat in range(6):
+        begin = time.perf_counter()
+        for _ in range(steps if repeat else 2):  # the first warms up
+            state = run(*state, *rest)
+        state[1].block_until_ready()
+        times.append((time.perf_counter() - begin) / steps * 1e3)
+    return statistics.median(times[1:]), state
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tensor-parallel", type=int, default=1)
+    parser.add_argument("--shape", choices=SHAPES, default="llama3-8b")
+    parser.add_argument("--cases", nargs="+", default=["1x1024", "32x1024", "64x2048"], metavar="SEQUENCESxCONTEXT")
+    parser.add_argument("--joins", nargs="+", help="psum, all_reduce, all_reduce_add_rms_norm (default: all)")
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    ranks, shape = arguments.tensor_parallel, SHAPES[arguments.shape]
+    *_, layers, _, heads, kv_heads, head_dim = shape
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:ranks]), ("tp",))
+    group = xg.DeviceGroup(mesh, "tp", timeout_s=60) if ranks > 1 else None
+    weights, specs, weight_bytes = make_weights(shape, mesh)
+    rows = []
+    for case in arguments.cases:
+        batch, context = map(int, case.split("x"))
+        pages = -(-(context + 6 * arguments.steps * 4 + 8) // PAGE_SIZE)
+        cache_shape = (pages * batch, PAGE_SIZE, 2 * kv_heads, head_dim)
+        sharding = jax.sharding.NamedSharding(mesh, CACHE_SPEC)
+        caches = [jax.jit(lambda: jnp.zeros(cache_shape, T), out_shardings=sharding)() for _ in range(layers)]  # noqa: B023
+        order = np.random.default_rng(0).permutation(pages * batch).astype(np.int32)
+        rest = (jnp.asarray(order.reshape(batch, pages)), jnp.arange(batch + 1, dtype=jnp.int32), jnp.array([batch], jnp.int32))
+        limit = (weight_bytes + batch * context * layers * kv_heads * head_dim * 4) / BYTES_PER_SECOND / ranks * 1e3
+        for name, join in joins(group).items():
+            if arguments.joins and name not in arguments.joins:
+                continue
+            local = (heads // ranks, kv_heads // ranks, head_dim)
+            body = functools.partial(step, join, local, "tp" if ranks > 1 else None)
+            if ranks > 1:
+                cache_specs = [CACHE_SPEC] * layers
+                in_specs = (specs, cache_specs, P(), P(), P(), P(), P())
+                out_specs = (cache_specs, P(), P())
+                body = jax.shard_map(body, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+            compiled = functools.partial(jax.jit(body, donate_argnums=1), weights)
+            state = (caches, jnp.zeros(batch, jnp.int32), jnp.full(batch, context, jnp.int32))
+            milliseconds, (caches, tokens, _) = measure(compiled, state, rest, arguments.steps)
+            row = {"case": case, "join": name, "milliseconds": round(milliseconds, 3), "limit": round(limit, 3)}
+            row["tokens"] = np.asarray(tokens)[:4].tolist()
+            rows.append(row)
+            print(json.dumps(row), flush=True)
+        if group is not None:
+            group.check()
+        del caches
+    if arguments.json:
+        record = {"device": jax.devices()[0].device_kind, "tensor_parallel": ranks, "shape": arguments.shape}
+        arguments.json.write_text(json.dumps(record | {"jax": jax.__version__, "rows": rows}, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,189 @@
+// all_reduce_add_rms_norm on GPUs: a CTA a row. Where the message fits the low-latency exchange, a thread adds the
+// residual to what it received and keeps it for the norm; a larger message is all-reduced first.
+#include <algorithm>
+
+#include "ffi/base/cuda_status.h"
+#include "ffi/ops/all_reduce/all_reduce.h"
+#include "ffi/ops/all_reduce/exchange.cuh"
+
+namespace xla_gpu {
+namespace {
+
+constexpr int kMaxThreads = 1024;
+
+// The sum of `value` over the CTA, in an order that depends on the number of threads alone.
+__device__ float CtaSum(float value, float* shared) {
+#pragma unroll
+  for (int offset = 16; offset > 0; offset /= 2) value += __shfl_xor_sync(0xffffffff, value, offset);
+  __syncthreads();  // the row before has been read
+  if (threadIdx.x % 32 == 0) shared[threadIdx.x / 32] = value;
+  __syncthreads();
+  float sum = 0.0f;
+  for (int warp = 0; warp < static_cast<int>(blockDim.x) / 32; ++warp) sum += shared[warp];
+  return sum;
+}
+
+// Where a row's vectors come from.
+template <typename T, int kRanks>
+struct FromPeers {
+  const GroupView& group;
+  const T* x;  // [num_rows, hidden]
+  Call call;
+  Deadline deadline;
+
+  __device__ FromPeers(const GroupView& group_, const T* x_, int64_t /*ranks*/, int64_t /*stride*/)
+      : group(group_), x(x_), call(BeginCall(group_)), deadline(group_, call.broken) {}
+  __device__ Vector<T> Load(int64_t row, int64_t i, int64_t hidden, int64_t vectors, bool aligned) {
+    const Vector<T> own = LoadVector(x + row * hidden, i, hidden, aligned);
+    return ExchangePackets<T, kRanks>(group, call, row * vectors + i, own, &deadline);
+  }
+  __device__ void End() { EndCall(group, call); }
+};
+
+template <typename T>
+struct FromParts {
+  const T* x;  // [ranks, num_rows, hidden]
+  int64_t ranks, stride;
+
+  __device__ FromParts(const GroupView&, const T* x_, int64_t ranks_, int64_t stride_)
+      : x(x_), ranks(ranks_), stride(stride_) {}
+  __device__ Vector<T> Load(int64_t row, int64_t i, int64_t hidden, int64_t /*vectors*/, bool aligned) {
+    VectorSum<T> sum;
+    sum.Set(LoadVector(x + row * hidden, i, hidden, aligned));
+    for (int64_t r = 1; r < ranks; ++r) sum.Add(LoadVector(x + r * stride + row * hidden, i, hidden, aligned));
+    return sum.Round();
+  }
+  __device__ void End() {}
+};
+
+// NOTE: `x` and `sum` may be the same memory: each thread reads a vector before it writes it, and no other's.
+template <typename T, typename Source>
+__global__ void __launch_bounds__(kMaxThreads)
+    AddRmsNormKernel(const __grid_constant__ GroupView group, const T* x,
+                     const T* __restrict__ residual,  // [num_rows, hidden]
+                     const T* __restrict__ weight,    // [hidden]
+                     T* __restrict__ out,             // [num_rows, hidden]
+                     T* sum,                          // [num_rows, hidden]
+                     int64_t ranks, int64_t num_rows, int64_t hidden, float eps, bool aligned) {
+  using V = Vector<T>;
+  __shared__ float shared[kMaxThreads / 32];
+  Source source(group, x, ranks, num_rows * hidden);
+  const int64_t vectors = (hidden + V::kSize - 1) / V::kSize;
+  for (int64_t row = blockIdx.x; row < num_rows; row += gridDim.x) {
+    const int64_t at = row * hidden;
+    V kept;  // this thread's first vector; rows are rarely longer than a CTA
+    float squares = 0.0f;
+    for (int64_t i = threadIdx.x; i < vectors; i += blockDim.x) {
+      const V added = LoadVector(residual + at, i, hidden, aligned);
+      VectorSum<T> total;
+      total.Set(source.Load(row, i, hidden, vectors, aligned));
+      total.Add(added);
+      const V rounded = total.Round();
+      StoreVector(sum + at, i, hidden, aligned, rounded);
+      if (i == threadIdx.x) kept = rounded;
+#pragma unroll
+      for (int j = 0; j < V::kSize; ++j) {
+        const float value = static_cast<float>(rounded.values[j]);  // past the row's end: 0
+        squares += value * value;
+      }
+    }
+    const float scale = 1.0f / sqrtf(CtaSum(squares, shared) / static_cast<float>(hidden) + eps);
+    for (int64_t i = threadIdx.x; i < vectors; i += blockDim.x) {
+      const V value = i == threadIdx.x ? kept : LoadVector<T>(sum + at, i, hidden, aligned);
+      const V factor = LoadVector(weight, i, hidden, aligned);
+      V result;
+#pragma unroll
+      for (int j = 0; j < V::kSize; ++j) {
+        const T normed = static_cast<T>(static_cast<float>(value.values[j]) * scale);
+        result.values[j] = static_cast<T>(static_cast<float>(normed) * static_cast<float>(factor.values[j]));
+      }
+      StoreVector(out + at, i, hidden, aligned, result);
+    }
+  }
+  source.End();
+}
+
+template <typename T>
+struct Shape {
+  int64_t vectors;
+  unsigned threads;
+  unsigned blocks;
+  bool aligned;
+
+  explicit Shape(const AllReduceAddRmsNormParams& p) {
+    vectors = (p.hidden + Vector<T>::kSize - 1) / Vector<T>::kSize;
+    threads = static_cast<unsigned>(std::clamp<int64_t>((vectors + 31) / 32 * 32, 32, kMaxThreads));
+    blocks = static_cast<unsigned>(std::min<int64_t>(p.num_rows, 1 << 16));
+    const uintptr_t bits = reinterpret_cast<uintptr_t>(p.x) | reinterpret_cast<uintptr_t>(p.residual) |
+                           reinterpret_cast<uintptr_t>(p.weight) | reinterpret_cast<uintptr_t>(p.out) |
+                           reinterpret_cast<uintptr_t>(p.sum);
+    aligned = bits % 16 == 0 && p.hidden % Vector<T>::kSize == 0;
+  }
+};
+
+template <typename T, typename Source>
+Status LaunchRows(const AllReduceAddRmsNormParams& p, const void* x, int64_t ranks, const GroupView& group,
+                  Stream stream) {
+  const Shape<T> shape(p);
+  AddRmsNormKernel<T, Source><<<shape.blocks, shape.threads, /*shared_mem=*/0, stream>>>(
+      group, static_cast<const T*>(x), static_cast<const T*>(p.residual), static_cast<const T*>(p.weight),
+      static_cast<T*>(p.out), static_cast<T*>(p.sum), ranks, p.num_rows, p.hidden, p.eps, shape.aligned);
+  XLA_GPU_RETURN_IF_LAUNCH_FAILED();
+  return Status::Ok();
+}
+
+template <typename T>
+Status Launch(const AllReduceAddRmsNormParams& p, Stream stream) {
+  if (p.group == nullptr) return LaunchRows<T, FromParts<T>>(p, p.x, p.ranks, GroupView{}, stream);
+  const GroupView& group = *p.group;
+  if (p.num_rows * Shape<T>(p).vectors * 16 <= group.low_latency_bytes) {
+    if (group.ranks <= 2) return LaunchRows<T, FromPeers<T, 2>>(p, p.x, 1, group, stream);
+    if (group.ranks <= 4) return LaunchRows<T, FromPeers<T, 4>>(p, p.x, 1, group, stream);
+    return LaunchRows<T, FromPeers<T, kMaxRanks>>(p, p.x, 1, group, stream);
+  }
+  const AllReduceParams reduce = {p.x, p.sum, p.num_rows * p.hidden, 1, p.dtype, p.group};
+  if (Status status = LaunchAllReduce(reduce, stream); !status.ok()) return status;
+  return LaunchRows<T, FromParts<T>>(p, p.sum, 1, group, stream);
+}
+
+template <typename T, int kRanks>
+Status Load() {
+  cudaFuncAttributes attributes;
+  XLA_GPU_RETURN_IF_CUDA(cudaFuncGetAttributes(&attributes, (AddRmsNormKernel<T, FromPeers<T, kRanks>>)));
+  return Status::Ok();
+}
+
+template <typename T>
+Status LoadType() {
+  if (Status status = Load<T, 2>(); !status.ok()) return status;
+  if (Status status = Load<T, 4>(); !status.ok()) return status;
+  if (Status status = Load<T, kMaxRanks>(); !status.ok()) return status;
+  cudaFuncAttributes attributes;
+  XLA_GPU_RETURN_IF_CUDA(cudaFuncGetAttributes(&attributes, (AddRmsNormKernel<T, FromParts<T>>)));
+  return Status::Ok();
+}
+
+}  // namespace
+
+Status LoadAddRmsNormKernels() {
+  if (Status status = LoadType<float>(); !status.ok()) return status;
+  if (Status status = LoadType<__half>(); !status.ok()) return status;
+  return LoadType<__nv_bfloat16>();
+}
+
+Status LaunchAllReduceAddRmsNorm(const AllReduceAddRmsNormParams& params, Stream stream) {
+  if (params.num_rows == 0 || params.hidden == 0) return Status::Ok();
+  switch (params.dtype) {
+    case DType::kF32:
+      return Launch<float>(params, stream);
+    case DType::kF16:
+      return Launch<__half>(params, stream);
+    case DType::kBF16:
+      return Launch<__nv_bfloat16>(params, stream);
+    default:
+      return Status::InvalidArgument(
+          "all_reduce_add_rms_norm: x: expected float32, float16 or bfloat16, got a float8 type");
+  }
+}
+
+}  // namespace xla_gpu

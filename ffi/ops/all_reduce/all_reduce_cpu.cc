@@ -1,0 +1,104 @@
+#include <algorithm>
+#include <cmath>
+
+#include "ffi/host/convert.h"
+#include "ffi/host/float_mode.h"
+#include "ffi/ops/all_reduce/all_reduce.h"
+
+namespace xla_gpu {
+namespace {
+
+// Elements of one work item: enough to outweigh a thread's wake-up.
+constexpr int64_t kBlock = int64_t{1} << 14;
+
+// The sum of element i of all ranks, in their order.
+template <class Element>
+float SumOfParts(const typename Element::Stored* parts, int64_t ranks, int64_t stride, int64_t i) {
+  float sum = Element::Load(parts[i]);
+  for (int64_t r = 1; r < ranks; ++r) sum += Element::Load(parts[r * stride + i]);
+  return sum;
+}
+
+template <class Element>
+Status Sum(const AllReduceParams& p, const Executor& executor) {
+  using Stored = typename Element::Stored;
+  ParallelFor(executor, (p.size + kBlock - 1) / kBlock, [&p](int64_t block) {
+    const ScopedFloatMode mode;
+    const auto* parts = static_cast<const Stored*>(p.x);
+    auto* out = static_cast<Stored*>(p.out);
+    const int64_t end = std::min(p.size, (block + 1) * kBlock);
+    for (int64_t i = block * kBlock; i < end; ++i) {
+      out[i] = Element::Store(SumOfParts<Element>(parts, p.ranks, p.size, i));
+    }
+  });
+  return Status::Ok();
+}
+
+template <class Element>
+float Rounded(float value) {
+  return Element::Load(Element::Store(value));
+}
+
+template <class Element>
+void NormRow(const AllReduceAddRmsNormParams& p, int64_t row) {
+  using Stored = typename Element::Stored;
+  const int64_t at = row * p.hidden, stride = p.num_rows * p.hidden;
+  const auto* parts = static_cast<const Stored*>(p.x) + at;
+  const auto* residual = static_cast<const Stored*>(p.residual) + at;
+  const auto* weight = static_cast<const Stored*>(p.weight);
+  auto* out = static_cast<Stored*>(p.out) + at;
+  auto* sum = static_cast<Stored*>(p.sum) + at;
+  float squares = 0.0f;
+  for (int64_t i = 0; i < p.hidden; ++i) {
+    const float reduced = Rounded<Element>(SumOfParts<Element>(parts, p.ranks, stride, i));
+    sum[i] = Element::Store(reduced + Element::Load(residual[i]));
+    const float value = Element::Load(sum[i]);
+    squares += value * value;
+  }
+  const float scale = 1.0f / std::sqrt(squares / static_cast<float>(p.hidden) + p.eps);
+  for (int64_t i = 0; i < p.hidden; ++i) {
+    out[i] = Element::Store(Rounded<Element>(Element::Load(sum[i]) * scale) * Element::Load(weight[i]));
+  }
+}
+
+template <class Element>
+Status Norm(const AllReduceAddRmsNormParams& p, const Executor& executor) {
+  const int64_t rows = std::max<int64_t>(1, kBlock / std::max<int64_t>(p.hidden, 1));  // of one work item
+  ParallelFor(executor, (p.num_rows + rows - 1) / rows, [&p, rows](int64_t block) {
+    const ScopedFloatMode mode;
+    const int64_t end = std::min(p.num_rows, (block + 1) * rows);
+    for (int64_t row = block * rows; row < end; ++row) NormRow<Element>(p, row);
+  });
+  return Status::Ok();
+}
+
+}  // namespace
+
+Status RunAllReduce(const AllReduceParams& params, const Executor& executor) {
+  switch (params.dtype) {
+    case DType::kF32:
+      return Sum<Float32>(params, executor);
+    case DType::kF16:
+      return Sum<Float16>(params, executor);
+    case DType::kBF16:
+      return Sum<BFloat16>(params, executor);
+    default:
+      return Status::InvalidArgument("all_reduce: x: expected float32, float16 or bfloat16, got a float8 type");
+  }
+}
+
+Status RunAllReduceAddRmsNorm(const AllReduceAddRmsNormParams& params, const Executor& executor) {
+  switch (params.dtype) {
+    case DType::kF32:
+      return Norm<Float32>(params, executor);
+    case DType::kF16:
+      return Norm<Float16>(params, executor);
+    case DType::kBF16:
+      return Norm<BFloat16>(params, executor);
+    default:
+      return Status::InvalidArgument(
+          "all_reduce_add_rms_norm: x: expected float32, float16 or bfloat16, got a float8 type");
+  }
+}
+
+}  // namespace xla_gpu

@@ -1,0 +1,265 @@
+// all_reduce on GPUs. Three kernels: over a device group the low-latency one (each rank sends its whole message to every
+// peer) for small messages and the two-shot one (each rank sums a share and sends it on) for larger ones; and the sum of
+// parts that XLA gathered.
+//
+// The CTAs of a call depend on the CTAs of the same index on the peers alone, so that they need not all run at once.
+#include <algorithm>
+
+#include "ffi/base/cuda_status.h"
+#include "ffi/ops/all_reduce/all_reduce.h"
+#include "ffi/ops/all_reduce/exchange.cuh"
+
+namespace xla_gpu {
+namespace {
+
+constexpr int kThreads = 256;
+constexpr int kTwoShotThreads = 512;
+constexpr int kMaxTwoShotBlocks = 64;
+static_assert(kMaxTwoShotBlocks <= kMaxFlagBlocks);
+
+// ---- Low latency ----
+
+template <typename T, int kRanks>
+__global__ void __launch_bounds__(kThreads) LowLatencyKernel(const __grid_constant__ GroupView group,
+                                                             const T* __restrict__ x,  // [size]
+                                                             T* __restrict__ out,      // [size]
+                                                             int64_t size, bool aligned) {
+  const Call call = BeginCall(group);
+  Deadline deadline(group, call.broken);
+  const int64_t vectors = (size + Vector<T>::kSize - 1) / Vector<T>::kSize;
+  const int64_t step = static_cast<int64_t>(gridDim.x) * kThreads;
+  for (int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x; i < vectors; i += step) {
+    const Vector<T> own = LoadVector(x, i, size, aligned);
+    StoreVector(out, i, size, aligned, ExchangePackets<T, kRanks>(group, call, i, own, &deadline));
+  }
+  EndCall(group, call);
+}
+
+// ---- Two-shot ----
+
+// Vectors that a thread has under way at once.
+constexpr int kBatch = 4;
+
+// All threads of a CTA: what they stored before is visible to the CTAs of this index on the peers, and the other way
+// round. Returns false where a peer did not come.
+__device__ bool MeetPeers(const GroupView& group, int stage, const Call& call, Deadline* deadline) {
+  const int peer = threadIdx.x;
+  bool arrived = !deadline->expired();
+  __syncthreads();
+  if (arrived && peer < group.ranks && peer != group.rank) {
+    StoreRelease(&Control(group, peer)->flags[stage][group.rank][blockIdx.x], call.epoch);
+    const uint32_t* flag = &Control(group, group.rank)->flags[stage][peer][blockIdx.x];
+    while (static_cast<int32_t>(LoadAcquire(flag) - call.epoch) < 0) {
+      if (deadline->Expired(peer, call.epoch)) {
+        arrived = false;
+        break;
+      }
+    }
+  }
+  return __syncthreads_and(arrived);
+}
+
+template <typename T, int kRanks>
+__global__ void __launch_bounds__(kTwoShotThreads) TwoShotKernel(const __grid_constant__ GroupView group,
+                                                                 const T* __restrict__ x,  // [size]
+                                                                 T* __restrict__ out,      // [size]
+                                                                 int64_t size, bool aligned) {
+  using V = Vector<T>;
+  const Call call = BeginCall(group);
+  Deadline deadline(group, call.broken);
+  const int rank = group.rank;
+  const int64_t vectors = (size + V::kSize - 1) / V::kSize;
+  const int64_t share = (vectors + group.ranks - 1) / group.ranks;  // vectors that one rank sums
+  const int64_t first = static_cast<int64_t>(blockIdx.x) * kTwoShotThreads + threadIdx.x;
+  const int64_t step = static_cast<int64_t>(gridDim.x) * kTwoShotThreads;
+
+  // Calls `body(i)` for this thread's vectors of `owner`'s share, kBatch loads before as many stores.
+  const auto for_each = [&](int owner, auto load, auto store) {
+    const int64_t begin = owner * share;
+    const int64_t count = max(min(share, vectors - begin), int64_t{0});
+    for (int64_t i = first; i < count; i += kBatch * step) {
+      V batch[kBatch];
+#pragma unroll
+      for (int b = 0; b < kBatch; ++b) {
+        if (i + b * step < count) batch[b] = load(begin, i + b * step);
+      }
+#pragma unroll
+      for (int b = 0; b < kBatch; ++b) {
+        if (i + b * step < count) store(begin, i + b * step, batch[b]);
+      }
+    }
+  };
+  const auto area = [&](int owner, int64_t offset) { return reinterpret_cast<V*>(group.regions[owner] + offset); };
+
+  // Every peer gets its share of x; each rank begins with another peer, so that all links are in use.
+  if (!call.broken) {
+    for (int q = 1; q < group.ranks; ++q) {
+      const int peer = (rank + q) % group.ranks;
+      V* to = area(peer, group.scatter_offset(rank));
+      for_each(
+          peer, [&](int64_t begin, int64_t i) { return LoadVector(x, begin + i, size, aligned); },
+          [&](int64_t, int64_t i, const V& v) { __stwt(reinterpret_cast<uint4*>(to + i), AsBits(v)); });
+    }
+  }
+  bool arrived = MeetPeers(group, 0, call, &deadline);
+
+  // This rank's share: summed in the order of ranks, kept and sent on.
+  if (arrived) {
+    for_each(
+        rank,
+        [&](int64_t begin, int64_t i) {
+          const V own = LoadVector(x, begin + i, size, aligned);
+          V parts[kRanks];
+#pragma unroll
+          for (int r = 0; r < kRanks; ++r) {
+            if (r == rank) {
+              parts[r] = own;
+            } else if (r < group.ranks) {
+              parts[r] = FromBits<T>(__ldcv(reinterpret_cast<const uint4*>(area(rank, group.scatter_offset(r)) + i)));
+            }
+          }
+          VectorSum<T> sum;
+          sum.Set(parts[0]);
+#pragma unroll
+          for (int r = 1; r < kRanks; ++r) {
+            if (r < group.ranks) sum.Add(parts[r]);
+          }
+          return sum.Round();
+        },
+        [&](int64_t begin, int64_t i, const V& v) {
+          for (int q = 1; q < group.ranks; ++q) {
+            V* to = area((rank + q) % group.ranks, group.gather_offset(rank));
+            __stwt(reinterpret_cast<uint4*>(to + i), AsBits(v));
+          }
+          StoreVector(out, begin + i, size, aligned, v);
+        });
+  }
+  // Without its data no flag is sent: the peers' patience ends too.
+  arrived = arrived && MeetPeers(group, 1, call, &deadline);
+
+  for (int owner = 0; owner < group.ranks; ++owner) {
+    if (owner == rank && arrived) continue;
+    const V* from = area(rank, group.gather_offset(owner));
+    for_each(
+        owner,
+        [&](int64_t, int64_t i) {
+          return arrived ? FromBits<T>(__ldcv(reinterpret_cast<const uint4*>(from + i))) : NanVector<T>();
+        },
+        [&](int64_t begin, int64_t i, const V& v) { StoreVector(out, begin + i, size, aligned, v); });
+  }
+  EndCall(group, call);
+}
+
+// ---- Gathered parts ----
+
+template <typename T>
+__global__ void __launch_bounds__(kThreads) SumPartsKernel(const T* __restrict__ parts,  // [ranks, size]
+                                                           T* __restrict__ out,          // [size]
+                                                           int64_t ranks, int64_t size, bool aligned) {
+  const int64_t vectors = (size + Vector<T>::kSize - 1) / Vector<T>::kSize;
+  const int64_t step = static_cast<int64_t>(gridDim.x) * kThreads;
+  for (int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x; i < vectors; i += step) {
+    VectorSum<T> sum;
+    sum.Set(LoadVector(parts, i, size, aligned));
+    for (int64_t r = 1; r < ranks; ++r) sum.Add(LoadVector(parts + r * size, i, size, aligned));
+    StoreVector(out, i, size, aligned, sum.Round());
+  }
+}
+
+// ---- Launch ----
+
+template <typename T>
+bool IsAligned(const AllReduceParams& p) {
+  return (reinterpret_cast<uintptr_t>(p.x) | reinterpret_cast<uintptr_t>(p.out)) % 16 == 0 &&
+         p.size % Vector<T>::kSize == 0;
+}
+
+unsigned Blocks(int64_t items, int64_t threads, int64_t most) {
+  return static_cast<unsigned>(std::clamp<int64_t>((items + threads - 1) / threads, 1, most));
+}
+
+template <typename T>
+Status LaunchParts(const AllReduceParams& p, Stream stream) {
+  const int64_t vectors = (p.size + Vector<T>::kSize - 1) / Vector<T>::kSize;
+  SumPartsKernel<T><<<Blocks(vectors, kThreads, 1 << 16), kThreads, /*shared_mem=*/0, stream>>>(
+      static_cast<const T*>(p.x), static_cast<T*>(p.out), p.ranks, p.size, IsAligned<T>(p));
+  XLA_GPU_RETURN_IF_LAUNCH_FAILED();
+  return Status::Ok();
+}
+
+template <typename T, int kRanks>
+Status LaunchGroup(const AllReduceParams& p, Stream stream) {
+  constexpr int64_t kSize = Vector<T>::kSize;
+  const GroupView& group = *p.group;
+  const bool aligned = IsAligned<T>(p);
+  if ((p.size + kSize - 1) / kSize * 16 <= group.low_latency_bytes) {
+    LowLatencyKernel<T, kRanks><<<Blocks((p.size + kSize - 1) / kSize, kThreads, 128), kThreads, 0, stream>>>(
+        group, static_cast<const T*>(p.x), static_cast<T*>(p.out), p.size, aligned);
+    XLA_GPU_RETURN_IF_LAUNCH_FAILED();
+    return Status::Ok();
+  }
+  // What is larger than the group's memory goes in pieces.
+  const int64_t most = group.share_bytes() * group.ranks / static_cast<int64_t>(sizeof(T));
+  for (int64_t at = 0; at < p.size; at += most) {
+    const int64_t size = std::min(most, p.size - at);
+    const int64_t share = ((size + kSize - 1) / kSize + group.ranks - 1) / group.ranks;
+    const bool piece_aligned = aligned && size % kSize == 0;
+    TwoShotKernel<T, kRanks>
+        <<<Blocks(share, kTwoShotThreads, kMaxTwoShotBlocks), kTwoShotThreads, /*shared_mem=*/0, stream>>>(
+            group, static_cast<const T*>(p.x) + at, static_cast<T*>(p.out) + at, size, piece_aligned);
+    XLA_GPU_RETURN_IF_LAUNCH_FAILED();
+  }
+  return Status::Ok();
+}
+
+template <typename T>
+Status Launch(const AllReduceParams& p, Stream stream) {
+  if (p.group == nullptr) return LaunchParts<T>(p, stream);
+  if (p.group->ranks <= 2) return LaunchGroup<T, 2>(p, stream);
+  if (p.group->ranks <= 4) return LaunchGroup<T, 4>(p, stream);
+  return LaunchGroup<T, kMaxRanks>(p, stream);
+}
+
+template <typename Kernel>
+Status Load(Kernel kernel) {
+  cudaFuncAttributes attributes;
+  XLA_GPU_RETURN_IF_CUDA(cudaFuncGetAttributes(&attributes, kernel));
+  return Status::Ok();
+}
+
+template <typename T, int kRanks>
+Status LoadRanks() {
+  if (Status status = Load(LowLatencyKernel<T, kRanks>); !status.ok()) return status;
+  return Load(TwoShotKernel<T, kRanks>);
+}
+
+template <typename T>
+Status LoadType() {
+  if (Status status = LoadRanks<T, 2>(); !status.ok()) return status;
+  if (Status status = LoadRanks<T, 4>(); !status.ok()) return status;
+  return LoadRanks<T, kMaxRanks>();
+}
+
+}  // namespace
+
+Status LoadAllReduceKernels() {
+  if (Status status = LoadType<float>(); !status.ok()) return status;
+  if (Status status = LoadType<__half>(); !status.ok()) return status;
+  return LoadType<__nv_bfloat16>();
+}
+
+Status LaunchAllReduce(const AllReduceParams& params, Stream stream) {
+  if (params.size == 0) return Status::Ok();
+  switch (params.dtype) {
+    case DType::kF32:
+      return Launch<float>(params, stream);
+    case DType::kF16:
+      return Launch<__half>(params, stream);
+    case DType::kBF16:
+      return Launch<__nv_bfloat16>(params, stream);
+    default:
+      return Status::InvalidArgument("all_reduce: x: expected float32, float16 or bfloat16, got a float8 type");
+  }
+}
+
+}  // namespace xla_gpu

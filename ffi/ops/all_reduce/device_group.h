@@ -1,0 +1,67 @@
+// The GPUs of one host that sum with each other, and the memory through which they do.
+//
+// Each GPU owns one region of device memory. Peers write into it over NVLink; its owner alone reads it. So data cross the
+// link once, in one direction, and nothing waits for a read's way back.
+#ifndef XLA_GPU_OPS_ALL_REDUCE_DEVICE_GROUP_H_
+#define XLA_GPU_OPS_ALL_REDUCE_DEVICE_GROUP_H_
+
+#include <cstddef>
+#include <cstdint>
+
+#include "ffi/base/status.h"
+
+namespace xla_gpu {
+
+constexpr int kMaxRanks = 8;
+constexpr int kMaxFlagBlocks = 128;  // CTAs of the two-shot kernel
+
+// Bytes of a message that the region takes: data and flags as 16-byte packets of 8 bytes of data (low latency), or as
+// they are (two-shot).
+constexpr int64_t kDefaultMaxBytes = int64_t{16} << 20;
+constexpr int64_t kDefaultLowLatencyBytes = int64_t{512} << 10;
+
+// Head of a region. Zero when a group is made.
+struct GroupControl {
+  uint32_t epoch;   // calls that are done on this GPU; the same on every GPU of the group
+  uint32_t broken;  // not 0: a call timed out here or on a peer, and no later call waits
+  uint32_t ticket;  // CTAs of the running call that are done
+  uint32_t unused[61];
+  uint32_t flags[2][kMaxRanks][kMaxFlagBlocks];  // [stage of the two-shot kernel][from rank][CTA]: an epoch
+};
+
+// In host memory that the GPU writes: why a call failed there.
+struct GroupFailure {
+  uint32_t failed;  // written last
+  uint32_t peer;    // the rank that did not come; the number of ranks where a peer reported the failure
+  uint32_t epoch;   // the call that failed, counted from 1
+};
+
+// One GPU's view of its group, as kernels take it: by value, since a captured graph keeps it.
+struct GroupView {
+  char* regions[kMaxRanks];  // by rank; regions[rank] is this GPU's own
+  GroupFailure* failure;
+  uint64_t timeout_ns;
+  int32_t rank;
+  int32_t ranks;
+  int64_t max_bytes;          // of one call of the two-shot kernel
+  int64_t low_latency_bytes;  // of one call of the low-latency kernels
+
+  static constexpr int64_t RoundUp(int64_t bytes) { return (bytes + 255) / 256 * 256; }
+  // Bytes of one rank's share of a two-shot message.
+  constexpr int64_t share_bytes() const { return RoundUp((max_bytes + ranks - 1) / ranks); }
+  constexpr int64_t low_latency_offset(int parity, int from) const {
+    return static_cast<int64_t>(sizeof(GroupControl)) + (parity * ranks + from) * 2 * low_latency_bytes;
+  }
+  constexpr int64_t scatter_offset(int from) const { return low_latency_offset(2, 0) + from * share_bytes(); }
+  constexpr int64_t gather_offset(int from) const { return scatter_offset(ranks) + from * share_bytes(); }
+  constexpr int64_t region_bytes() const { return gather_offset(ranks); }
+};
+
+// Loads the operators' kernels on the current GPU. CUDA loads them when they are first launched, and may wait for the GPU
+// to do so: for a kernel that spins until a peer's kernel has been loaded, forever.
+Status LoadAllReduceKernels();
+Status LoadAddRmsNormKernels();
+
+}  // namespace xla_gpu
+
+#endif  // XLA_GPU_OPS_ALL_REDUCE_DEVICE_GROUP_H_

@@ -1,0 +1,268 @@
+// How the GPUs of a device group exchange data: vectors of 16 bytes, packets that carry their own flag, flags of CTAs.
+#ifndef XLA_GPU_OPS_ALL_REDUCE_EXCHANGE_CUH_
+#define XLA_GPU_OPS_ALL_REDUCE_EXCHANGE_CUH_
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+
+#include "ffi/ops/all_reduce/device_group.h"
+
+namespace xla_gpu {
+
+// ---- 16 bytes of elements ----
+
+template <typename T>
+struct alignas(16) Vector {
+  static constexpr int kSize = 16 / sizeof(T);
+  T values[kSize];
+};
+
+// Vector `i` of data[size]: element by element where the pointer is not aligned or the last vector is not whole. What is
+// past the end is 0.
+template <typename T>
+__device__ __forceinline__ Vector<T> LoadVector(const T* data, int64_t i, int64_t size, bool aligned) {
+  using V = Vector<T>;
+  if (aligned) return reinterpret_cast<const V*>(data)[i];
+  V vector;
+#pragma unroll
+  for (int j = 0; j < V::kSize; ++j) {
+    const int64_t at = i * V::kSize + j;
+    vector.values[j] = at < size ? data[at] : static_cast<T>(0.0f);
+  }
+  return vector;
+}
+
+template <typename T>
+__device__ __forceinline__ void StoreVector(T* data, int64_t i, int64_t size, bool aligned, const Vector<T>& vector) {
+  using V = Vector<T>;
+  if (aligned) {
+    reinterpret_cast<V*>(data)[i] = vector;
+    return;
+  }
+#pragma unroll
+  for (int j = 0; j < V::kSize; ++j) {
+    if (i * V::kSize + j < size) data[i * V::kSize + j] = vector.values[j];
+  }
+}
+
+template <typename T>
+__device__ __forceinline__ uint4 AsBits(const Vector<T>& vector) {
+  return *reinterpret_cast<const uint4*>(&vector);
+}
+
+template <typename T>
+__device__ __forceinline__ Vector<T> FromBits(const uint4& bits) {
+  return *reinterpret_cast<const Vector<T>*>(&bits);
+}
+
+// Sums in float32, in the order of calls.
+template <typename T>
+struct VectorSum {
+  float values[Vector<T>::kSize];
+
+  __device__ __forceinline__ void Set(const Vector<T>& v) {
+#pragma unroll
+    for (int j = 0; j < Vector<T>::kSize; ++j) values[j] = static_cast<float>(v.values[j]);
+  }
+  __device__ __forceinline__ void Add(const Vector<T>& v) {
+#pragma unroll
+    for (int j = 0; j < Vector<T>::kSize; ++j) values[j] += static_cast<float>(v.values[j]);
+  }
+  __device__ __forceinline__ Vector<T> Round() const {
+    Vector<T> v;
+#pragma unroll
+    for (int j = 0; j < Vector<T>::kSize; ++j) v.values[j] = static_cast<T>(values[j]);
+    return v;
+  }
+};
+
+template <typename T>
+__device__ __forceinline__ Vector<T> NanVector() {
+  Vector<T> v;
+#pragma unroll
+  for (int j = 0; j < Vector<T>::kSize; ++j) v.values[j] = static_cast<T>(__int_as_float(0x7fffffff));
+  return v;
+}
+
+// ---- Waiting that ends ----
+
+__device__ __forceinline__ uint64_t NanoSeconds() {
+  uint64_t now;
+  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
+  return now;
+}
+
+__device__ __forceinline__ uint32_t LoadRelaxed(const uint32_t* address) {
+  uint32_t value;
+  asm volatile("ld.relaxed.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
+  return value;
+}
+
+__device__ __forceinline__ void StoreRelaxed(uint32_t* address, uint32_t value) {
+  asm volatile("st.relaxed.sys.global.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
+}
+
+__device__ __forceinline__ uint32_t LoadAcquire(const uint32_t* address) {
+  uint32_t value;
+  asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
+  return value;
+}
+
+__device__ __forceinline__ void StoreRelease(uint32_t* address, uint32_t value) {
+  asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
+}
+
+__device__ __forceinline__ GroupControl* Control(const GroupView& group, int rank) {
+  return reinterpret_cast<GroupControl*>(group.regions[rank]);
+}
+
+// Tells the host that a call failed, waiting for `peer`; or, with group.ranks, that a peer said so.
+__device__ __forceinline__ void ReportFailure(const GroupView& group, int peer, uint32_t epoch) {
+  group.failure->peer = peer;
+  group.failure->epoch = epoch;
+  __threadfence_system();
+  StoreRelaxed(&group.failure->failed, 1);
+}
+
+// Tells this GPU's later calls, the peers' and the host that `peer` did not come.
+static __device__ __noinline__ void BreakGroup(const GroupView& group, int peer, uint32_t epoch) {
+  if (atomicExch(&Control(group, group.rank)->broken, 1u) != 0) return;
+  for (int r = 0; r < group.ranks; ++r) StoreRelaxed(&Control(group, r)->broken, 1);
+  ReportFailure(group, peer, epoch);
+}
+
+// One thread's patience. After the group's time-out, or once the group is broken, `Expired` is true and stays so.
+class Deadline {
+ public:
+  __device__ __forceinline__ Deadline(const GroupView& group, bool broken) : group_(group), expired_(broken) {}
+
+  __device__ __forceinline__ bool expired() const { return expired_; }
+
+  // To be called between two looks at what `peer` is to write.
+  __device__ __forceinline__ bool Expired(int peer, uint32_t epoch) {
+    if (expired_ || ++looks_ % kLooksPerClock != 0) return expired_;
+    const uint64_t now = NanoSeconds();
+    if (start_ == 0) start_ = now;
+    if (LoadRelaxed(&Control(group_, group_.rank)->broken) != 0) {
+      expired_ = true;
+    } else if (now - start_ > group_.timeout_ns) {
+      expired_ = true;
+      BreakGroup(group_, peer, epoch);
+    }
+    return expired_;
+  }
+
+ private:
+  static constexpr uint32_t kLooksPerClock = 64;
+
+  const GroupView& group_;
+  uint64_t start_ = 0;
+  uint32_t looks_ = 0;
+  bool expired_;
+};
+
+// ---- A call's beginning and end ----
+
+struct Call {
+  uint32_t epoch;  // this call's, from 1
+  bool broken;
+};
+
+__device__ __forceinline__ Call BeginCall(const GroupView& group) {
+  const GroupControl* control = Control(group, group.rank);
+  return {LoadRelaxed(&control->epoch) + 1, LoadRelaxed(&control->broken) != 0};
+}
+
+// The last CTA counts the call. All threads come here.
+__device__ __forceinline__ void EndCall(const GroupView& group, const Call& call) {
+  __syncthreads();
+  if (threadIdx.x != 0) return;
+  GroupControl* control = Control(group, group.rank);
+  __threadfence();
+  if (atomicAdd(&control->ticket, 1) != gridDim.x - 1) return;
+  control->ticket = 0;
+  control->epoch = call.epoch;
+  if (LoadRelaxed(&control->broken) != 0 && LoadRelaxed(&group.failure->failed) == 0) {
+    ReportFailure(group, group.ranks, call.epoch);
+  }
+}
+
+// ---- Packets: each 8 bytes are 4 of data and the call's epoch, written at once, so that data need no other flag ----
+//
+// A packet area is used by every second call: a rank that begins call e + 2 has ended call e + 1, to which every peer
+// contributed after it had read all of call e. An epoch returns after 2^32 calls; nothing that old is left where messages
+// of a few sizes alternate.
+
+template <typename T>
+__device__ __forceinline__ void StorePacket(char* area, int64_t i, const Vector<T>& vector, uint32_t epoch) {
+  const uint4 data = AsBits(vector);
+  const uint64_t flag = static_cast<uint64_t>(epoch) << 32;
+  char* to = area + i * 32;
+  asm volatile("st.relaxed.sys.global.v2.b64 [%0], {%1, %2};" ::"l"(to), "l"(flag | data.x), "l"(flag | data.y)
+               : "memory");
+  asm volatile("st.relaxed.sys.global.v2.b64 [%0], {%1, %2};" ::"l"(to + 16), "l"(flag | data.z), "l"(flag | data.w)
+               : "memory");
+}
+
+// Returns whether the whole packet has come.
+__device__ __forceinline__ bool LoadPacket(const char* area, int64_t i, uint32_t epoch, uint4* data) {
+  uint64_t a, b, c, d;
+  const char* from = area + i * 32;
+  asm volatile("ld.relaxed.sys.global.v2.b64 {%0, %1}, [%2];" : "=l"(a), "=l"(b) : "l"(from) : "memory");
+  asm volatile("ld.relaxed.sys.global.v2.b64 {%0, %1}, [%2];" : "=l"(c), "=l"(d) : "l"(from + 16) : "memory");
+  *data = {static_cast<uint32_t>(a), static_cast<uint32_t>(b), static_cast<uint32_t>(c), static_cast<uint32_t>(d)};
+  const uint32_t other = (static_cast<uint32_t>(a >> 32) ^ epoch) | (static_cast<uint32_t>(b >> 32) ^ epoch) |
+                         (static_cast<uint32_t>(c >> 32) ^ epoch) | (static_cast<uint32_t>(d >> 32) ^ epoch);
+  return other == 0;
+}
+
+// The sum of vector `i` over all ranks, rounded: this rank's `own` goes to the peers, theirs are waited for. NaN where
+// a peer did not come. kRanks: at least as many as there are.
+template <typename T, int kRanks>
+__device__ __forceinline__ Vector<T> ExchangePackets(const GroupView& group, const Call& call, int64_t i,
+                                                     const Vector<T>& own, Deadline* deadline) {
+  const int parity = call.epoch & 1;
+  if (deadline->expired()) return NanVector<T>();
+#pragma unroll
+  for (int r = 0; r < kRanks; ++r) {
+    if (r < group.ranks && r != group.rank) {
+      StorePacket(group.regions[r] + group.low_latency_offset(parity, group.rank), i, own, call.epoch);
+    }
+  }
+  // Up to four peers' packets are looked at together; more would not fit a thread's registers.
+  constexpr int kTogether = kRanks < 4 ? kRanks : 4;
+  VectorSum<T> sum;
+#pragma unroll
+  for (int first = 0; first < kRanks; first += kTogether) {
+    uint4 parts[kTogether];
+#pragma unroll
+    for (int r = 0; r < kTogether; ++r) parts[r] = AsBits(own);
+    int missing;
+    do {
+      missing = -1;
+#pragma unroll
+      for (int r = 0; r < kTogether; ++r) {
+        if (first + r < group.ranks && first + r != group.rank) {
+          const char* area = group.regions[group.rank] + group.low_latency_offset(parity, first + r);
+          if (!LoadPacket(area, i, call.epoch, &parts[r])) missing = first + r;
+        }
+      }
+    } while (missing >= 0 && !deadline->Expired(missing, call.epoch));
+    if (missing >= 0) return NanVector<T>();
+#pragma unroll
+    for (int r = 0; r < kTogether; ++r) {
+      if (first + r == 0) {
+        sum.Set(FromBits<T>(parts[0]));
+      } else if (first + r < group.ranks) {
+        sum.Add(FromBits<T>(parts[r]));
+      }
+    }
+  }
+  return sum.Round();
+}
+
+}  // namespace xla_gpu
+
+#endif  // XLA_GPU_OPS_ALL_REDUCE_EXCHANGE_CUH_

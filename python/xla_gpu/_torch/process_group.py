@@ -1,0 +1,42 @@
+"""The operators that sum over ranks, on eager tensors: torch.distributed gathers the parts, the handler adds them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed
+
+from .._core.operator import Operator
+from . import dispatch
+
+
+def run(operator: Operator, group: Any, x: torch.Tensor, *rest: torch.Tensor, **options: Any) -> Any:
+    """``operator`` over ``group``, a torch.distributed.ProcessGroup or None for the default one."""
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"{operator.name}: x: expected a tensor, got {type(x).__name__}")
+    if x.device.type == "xla":
+        raise NotImplementedError(
+            f"{operator.name}: x: expected a CPU or CUDA tensor, got one on {x.device}: torch_xla's collectives "
+            "(torch_xla.core.xla_model.all_reduce, or SPMD's own) are the way there"
+        )
+    return dispatch.call(operator, _gather(operator.name, group, x), *rest, **options)
+
+
+def _gather(name: str, group: Any, x: torch.Tensor) -> torch.Tensor:
+    """T[ranks, ...]: every rank's x."""
+    distributed = torch.distributed
+    if not distributed.is_available() or not distributed.is_initialized():
+        raise ValueError(
+            f"{name}: group: expected a process group of torch.distributed, which is not initialised here: call "
+            "torch.distributed.init_process_group() in every process first (torchrun starts them)"
+        )
+    if group is not None and not isinstance(group, distributed.ProcessGroup):
+        raise TypeError(
+            f"{name}: group: expected a torch.distributed.ProcessGroup or None (the default group), "
+            f"got {type(group).__name__}"
+        )
+    parts = x.new_empty((distributed.get_world_size(group), *x.shape))
+    # In pieces: gloo has no all_gather_into_tensor for every dtype.
+    distributed.all_gather(list(parts.unbind(0)), x.contiguous(), group=group)
+    return parts

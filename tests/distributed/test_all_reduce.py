@@ -1,0 +1,200 @@
+"""all_reduce over devices, in jax.shard_map: sums in the order of ranks, the same bits on every rank and in every run."""
+
+from __future__ import annotations
+
+import functools
+import re
+
+import numpy as np
+import pytest
+
+from tests.common import cases, compare, reference
+from tests.distributed import devices
+
+jax = pytest.importorskip("jax")
+xg = pytest.importorskip("xla_gpu.jax", exc_type=ImportError)
+P = jax.sharding.PartitionSpec
+
+# (platform, ranks): two GPUs are all that some machines have.
+RANKS = [pytest.param("cpu", n, id=f"cpu-{n}") for n in (2, 3, 4)] + [
+    pytest.param("cuda", n, id=f"cuda-{n}", marks=pytest.mark.gpu) for n in (2, 3, 4, 8)
+]
+
+
+def parts_of(shape, dtype: str, ranks: int, seed: str = "") -> np.ndarray:
+    rng = cases.rng_for(f"all_reduce {shape} {dtype} {ranks} {seed}")
+    return rng.standard_normal((ranks, *shape)).astype(cases.DTYPES[dtype])
+
+
+@functools.cache
+def per_rank(group, check_vma: bool = False):
+    """The result of every rank, stacked."""
+
+    def body(x):
+        return xg.all_reduce(x[0], group=group)[None]
+
+    return jax.jit(
+        jax.shard_map(body, mesh=group.mesh, in_specs=P("tp"), out_specs=P("tp"), check_vma=check_vma)
+    )
+
+
+def on_every_rank(group, parts: np.ndarray) -> np.ndarray:
+    return np.asarray(per_rank(group)(devices.shard(group.mesh, parts, "tp")))
+
+
+# Elements: less than a vector, an odd number, one CTA, a hidden size, the end of the low-latency path and past it, and
+# more than the group's memory, which goes in pieces.
+SHAPES = ((), (3,), (1001,), (4, 1024), (33, 4096), (63, 4099), (262_144,), (262_145,), (3_000_001,), (0, 8))
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", cases.FLOATS)
+@pytest.mark.parametrize(("platform", "ranks"), RANKS)
+def test_is_the_sum_in_the_order_of_ranks(platform, ranks, dtype, shape):
+    group = xg.DeviceGroup(devices.mesh(platform, tp=ranks), "tp", timeout_s=20, max_bytes=1 << 20)
+    parts = parts_of(shape, dtype, ranks)
+    out = on_every_rank(group, parts)
+    want = reference.all_reduce(parts)
+    for rank in range(ranks):
+        compare.assert_bitwise_equal(out[rank], want, f"rank {rank} of {group}")
+    group.check()
+
+
+@pytest.mark.parametrize(("rows", "hidden"), [(1, 4096), (7, 1000), (33, 8), (64, 4096), (5, 16384), (300, 4099)])
+@pytest.mark.parametrize("dtype", cases.FLOATS)
+@pytest.mark.parametrize(("platform", "ranks"), RANKS[:2] + RANKS[3:])
+def test_with_residual_and_norm(platform, ranks, dtype, hidden, rows):
+    group = xg.DeviceGroup(devices.mesh(platform, tp=ranks), "tp", timeout_s=20, max_bytes=1 << 20)
+    parts = parts_of((rows, hidden), dtype, ranks, "norm")
+    rng = cases.rng_for(f"norm {rows} {hidden} {dtype}")
+    residual = rng.standard_normal((rows, hidden)).astype(parts.dtype)
+    weight = rng.standard_normal(hidden).astype(parts.dtype)
+
+    def body(x, residual, weight):
+        out, sum_ = xg.all_reduce_add_rms_norm(x[0], residual, weight, eps=1e-5, group=group)
+        return out[None], sum_[None]
+
+    specs = (P("tp"), P(), P())
+    step = jax.jit(jax.shard_map(body, mesh=group.mesh, in_specs=specs, out_specs=(P("tp"), P("tp")), check_vma=False))
+    out, sum_ = (np.asarray(r) for r in step(devices.shard(group.mesh, parts, "tp"), residual, weight))
+    want_out, want_sum = reference.all_reduce_add_rms_norm(parts, residual, weight, eps=1e-5)
+    for rank in range(ranks):
+        compare.assert_bitwise_equal(sum_[rank], want_sum, f"sum of rank {rank}")
+        compare.assert_bitwise_equal(out[rank], out[0], f"rank {rank} beside rank 0")
+    if dtype == "float32":
+        np.testing.assert_allclose(out[0], want_out, rtol=2e-5)  # the mean is of float32 squares
+    else:
+        compare.assert_within_ulps(out[0], want_out, 2, "out")
+    group.check()
+
+
+@pytest.mark.parametrize("platform", devices.PLATFORMS)
+def test_results_do_not_vary_along_the_axis(platform):
+    """With check_vma, which infers where results are the same: no out_spec has to be believed."""
+    mesh = devices.mesh(platform, tp=2)
+    group = xg.DeviceGroup(mesh, "tp")
+    x, residual, weight = parts_of((4, 64), "float32", 2), np.ones((4, 64), np.float32), np.ones(64, np.float32)
+
+    def body(x, residual, weight):
+        y = xg.all_reduce(x[0], group=group)
+        return xg.all_reduce_add_rms_norm(x[0] + y, residual, weight, eps=1e-5, group=group)
+
+    step = jax.shard_map(body, mesh=mesh, in_specs=(P("tp"), P(), P()), out_specs=P(), check_vma=True)
+    _, sum_ = jax.jit(step)(x, residual, weight)
+    total = x[0] + x[1]
+    np.testing.assert_array_equal(np.asarray(sum_), (x[0] + total) + (x[1] + total) + residual)
+
+
+@pytest.mark.parametrize("platform", devices.PLATFORMS)
+def test_many_groups_along_the_other_axis(platform):
+    mesh = devices.mesh(platform, dp=2, tp=2)
+    group = xg.DeviceGroup(mesh, "tp")
+    x = parts_of((2, 100), "float32", 2)  # [dp, tp, 100]
+    step = jax.shard_map(
+        lambda x: xg.all_reduce(x, group=group), mesh=mesh, in_specs=P("dp", "tp"), out_specs=P("dp", "tp"), check_vma=False
+    )
+    out = np.asarray(jax.jit(step)(x))
+    for dp in range(2):
+        for tp in range(2):
+            compare.assert_bitwise_equal(out[dp, tp], x[dp, 0] + x[dp, 1], f"device {dp}, {tp}")
+
+
+@pytest.mark.gpu
+def test_random_sizes_neither_hang_nor_differ():
+    """1000 messages of random sizes and types; the second run of each has the bits of the first, on every rank."""
+    group = xg.DeviceGroup(devices.mesh("cuda", tp=2), "tp", timeout_s=20, max_bytes=4 << 20)
+    assert group.uses_peer_memory
+    rng = np.random.default_rng(0)
+    # One program for each of 40 sizes, called in random order: sizes alternate, as in prefill and decode.
+    sizes = [int(2 ** rng.uniform(0, 22)) for _ in range(40)]
+    inputs = [
+        devices.shard(group.mesh, parts_of((size,), cases.FLOATS[i % 3], 2), "tp") for i, size in enumerate(sizes)
+    ]
+    results: dict[int, np.ndarray] = {}
+    for call in range(1000):
+        i = int(rng.integers(len(sizes)))
+        out = np.asarray(per_rank(group)(inputs[i]))
+        compare.assert_bitwise_equal(out[1], out[0], f"call {call}: rank 1 beside rank 0")
+        compare.assert_bitwise_equal(out, results.setdefault(i, out), f"call {call}: size {sizes[i]}")
+    for i, out in results.items():
+        compare.assert_bitwise_equal(out[0], reference.all_reduce(np.asarray(inputs[i])), f"size {sizes[i]}")
+    group.check()
+
+
+@pytest.mark.gpu
+def test_a_chain_in_one_program():
+    """Calls of several sizes after one another in a captured graph, replayed."""
+    group = xg.DeviceGroup(devices.mesh("cuda", tp=2), "tp", timeout_s=20)
+    x = parts_of((33, 4096), "bfloat16", 2)
+
+    def body(x):
+        y = x[0]
+        for i in range(64):
+            rows = (1, 8, 33, 3)[i % 4]
+            y = y.at[:rows].set(xg.all_reduce(y[:rows], group=group) * jax.numpy.bfloat16(0.5))
+        return y[None]
+
+    step = jax.jit(jax.shard_map(body, mesh=group.mesh, in_specs=P("tp"), out_specs=P("tp"), check_vma=False))
+    placed = devices.shard(group.mesh, x, "tp")
+    first = np.asarray(step(placed))
+    for _ in range(20):
+        compare.assert_bitwise_equal(np.asarray(step(placed)), first, "a replay")
+    for row in (0, 5, 20):
+        compare.assert_bitwise_equal(first[1, row], first[0, row], f"row {row}")
+    group.check()
+
+
+def test_the_cpu_gathers_and_calls_the_handler():
+    group = xg.DeviceGroup(devices.mesh("cpu", tp=4), "tp")
+    assert not group.uses_peer_memory and group.size == 4 and group.axis == "tp"
+    group.check()
+    text = per_rank(group).lower(parts_of((8,), "float32", 4)).compile().as_text()
+    assert re.search(r" all-gather\(", text) and 'custom_call_target="xla_gpu_all_reduce"' in text
+    assert "all-reduce(" not in text
+
+
+def test_misuse_is_named():
+    mesh = devices.mesh("cpu", tp=2)
+    group = xg.DeviceGroup(mesh, "tp")
+    with pytest.raises(ValueError, match=r"all_reduce: group: expected a call inside jax\.shard_map over axis 'tp' of 2"):
+        xg.all_reduce(np.ones(3, np.float32), group=group)
+    with pytest.raises(TypeError, match=r"all_reduce: group: expected an xla_gpu\.jax\.DeviceGroup, got str"):
+        xg.all_reduce(np.ones(3, np.float32), group="tp")
+    with pytest.raises(ValueError, match=r"DeviceGroup: axis: expected one of tp, got 'dp'"):
+        xg.DeviceGroup(mesh, "dp")
+    with pytest.raises(TypeError, match=r"DeviceGroup: mesh: expected a jax\.sharding\.Mesh, got str"):
+        xg.DeviceGroup("mesh", "tp")
+    for options, text in (({"timeout_s": 0}, "timeout_s"), ({"max_bytes": 1}, "max_bytes")):
+        with pytest.raises(ValueError, match=f"DeviceGroup: {text}: expected at least"):
+            xg.DeviceGroup(mesh, "tp", **options)
+    other = devices.mesh("cpu", tp=4)
+    step = jax.shard_map(
+        lambda x: xg.all_reduce(x, group=group), mesh=other, in_specs=P("tp"), out_specs=P(), check_vma=False
+    )
+    with pytest.raises(ValueError, match=r"axis 'tp' of 2 devices, got an axis of 4"):
+        jax.jit(step)(np.ones(4, np.float32))
+    step = jax.shard_map(
+        lambda x: xg.all_reduce(x, group=group), mesh=mesh, in_specs=P("tp"), out_specs=P(), check_vma=False
+    )
+    with pytest.raises(TypeError, match=r"all_reduce: x: expected dtype float32 or float16 or bfloat16, got int32"):
+        jax.jit(step)(np.ones(4, np.int32))
