@@ -197,7 +197,11 @@ def main() -> None:
         sharding = jax.sharding.NamedSharding(mesh, CACHE_SPEC)
         caches = [jax.jit(lambda: jnp.zeros(cache_shape, T), out_shardings=sharding)() for _ in range(layers)]  # noqa: B023
         order = np.random.default_rng(0).permutation(pages * batch).astype(np.int32)
-        rest = (jnp.asarray(order.reshape(batch, pages)), jnp.arange(batch + 1, dtype=jnp.int32), jnp.array([batch], jnp.int32))
+        rest = (
+            jnp.asarray(order.reshape(batch, pages)),
+            jnp.arange(batch + 1, dtype=jnp.int32),
+            jnp.array([batch], jnp.int32),
+        )
         limit = (weight_bytes + batch * context * layers * kv_heads * head_dim * 4) / BYTES_PER_SECOND / ranks * 1e3
         for name, join in joins(group).items():
             if arguments.joins and name not in arguments.joins:

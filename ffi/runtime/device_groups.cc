@@ -53,9 +53,7 @@ std::string FailureText(const GroupView& view) {
          " ms; this call's results are NaN, and so are those of every later one: restart the processes of the group";
 }
 
-bool Failed(const GroupView& view) {
-  return __atomic_load_n(&view.failure->failed, __ATOMIC_ACQUIRE) != 0;
-}
+bool Failed(const GroupView& view) { return __atomic_load_n(&view.failure->failed, __ATOMIC_ACQUIRE) != 0; }
 
 #ifdef XLA_GPU_WITH_CUDA
 
@@ -168,8 +166,7 @@ Error AllocateMember(const xla_gpu_group_member* args, void* handle) {
   // Each peer gets the whole message and as many flags: what is worth that shrinks with the number of peers.
   view.low_latency_bytes = args->low_latency_bytes < 0 ? kDefaultLowLatencyBytes / (args->ranks - 1) / 256 * 256
                                                        : GroupView::RoundUp(args->low_latency_bytes);
-  if (Error error = ToError(Allocate(member.get(), static_cast<cudaIpcMemHandle_t*>(handle)));
-      !error.ok()) {
+  if (Error error = ToError(Allocate(member.get(), static_cast<cudaIpcMemHandle_t*>(handle))); !error.ok()) {
     return error;
   }
   groups.members[{args->group, args->device_ordinal}] = std::move(member);
@@ -190,8 +187,7 @@ Error ConnectMember(int64_t group, int32_t device_ordinal, [[maybe_unused]] cons
 #ifdef XLA_GPU_WITH_CUDA
   const DeviceScope scope(device_ordinal);
   if (!scope.error().ok()) return scope.error();
-  return ToError(
-      Connect(group, member, device_ordinal, devices, static_cast<const cudaIpcMemHandle_t*>(handles)));
+  return ToError(Connect(group, member, device_ordinal, devices, static_cast<const cudaIpcMemHandle_t*>(handles)));
 #else
   return Error::FailedPrecondition("this library was built without CUDA (XLA_GPU_CUDA=OFF)");
 #endif
@@ -234,9 +230,8 @@ extern "C" const char* xla_gpu_group_allocate(const xla_gpu_group_member* member
 
 extern "C" const char* xla_gpu_group_connect(int64_t group, int32_t device_ordinal, const int32_t* devices,
                                              const void* handles) {
-  return xla_gpu::Report(xla_gpu::Guarded("xla_gpu_group_connect", [&] {
-    return xla_gpu::ConnectMember(group, device_ordinal, devices, handles);
-  }));
+  return xla_gpu::Report(xla_gpu::Guarded(
+      "xla_gpu_group_connect", [&] { return xla_gpu::ConnectMember(group, device_ordinal, devices, handles); }));
 }
 
 extern "C" const char* xla_gpu_group_error(int64_t group) {

@@ -206,6 +206,29 @@ def ragged_paged_attention(
     )
 
 
+@docstring(_all_reduce.OPERATOR.docstring)
+def all_reduce(x: torch.Tensor, *, group: torch.distributed.ProcessGroup | None = None) -> torch.Tensor:
+    """The sum of x over the ranks of a process group of torch.distributed; None: the default group.
+
+    For eager CPU and CUDA tensors: torch.distributed gathers the parts, whatever its backend is.
+    """
+    return process_group.run(_all_reduce.OPERATOR, group, x)
+
+
+@docstring(_all_reduce.OPERATOR_ADD_RMS_NORM.docstring)
+def all_reduce_add_rms_norm(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    *,
+    eps: float,
+    group: torch.distributed.ProcessGroup | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """all_reduce over the ranks of a process group, the residual added, and the RMS norm of that sum."""
+    out, sum_ = process_group.run(_all_reduce.OPERATOR_ADD_RMS_NORM, group, x, residual, weight, eps=eps)
+    return out, sum_
+
+
 # ---- third-party handlers -----------------------------------------------------------------------------------------
 
 
@@ -299,26 +322,3 @@ def hlo(tensors: torch.Tensor | Sequence[torch.Tensor]) -> str:
             got = f"one on {tensor.device}" if isinstance(tensor, torch.Tensor) else type(tensor).__name__
             raise TypeError(f"hlo: tensors: expected XLA tensors, got {got}")
     return lowering.hlo(sequence)
-
-@docstring(_all_reduce.OPERATOR.docstring)
-def all_reduce(x: torch.Tensor, *, group: torch.distributed.ProcessGroup | None = None) -> torch.Tensor:
-    """The sum of x over the ranks of a process group of torch.distributed; None: the default group.
-
-    For eager CPU and CUDA tensors: torch.distributed gathers the parts, whatever its backend is.
-    """
-    return process_group.run(_all_reduce.OPERATOR, group, x)
-
-
-@docstring(_all_reduce.OPERATOR_ADD_RMS_NORM.docstring)
-def all_reduce_add_rms_norm(
-    x: torch.Tensor,
-    residual: torch.Tensor,
-    weight: torch.Tensor,
-    *,
-    eps: float,
-    group: torch.distributed.ProcessGroup | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """all_reduce over the ranks of a process group, the residual added, and the RMS norm of that sum."""
-    out, sum_ = process_group.run(_all_reduce.OPERATOR_ADD_RMS_NORM, group, x, residual, weight, eps=eps)
-    return out, sum_
-

@@ -33,9 +33,7 @@ def per_rank(group, check_vma: bool = False):
     def body(x):
         return xg.all_reduce(x[0], group=group)[None]
 
-    return jax.jit(
-        jax.shard_map(body, mesh=group.mesh, in_specs=P("tp"), out_specs=P("tp"), check_vma=check_vma)
-    )
+    return jax.jit(jax.shard_map(body, mesh=group.mesh, in_specs=P("tp"), out_specs=P("tp"), check_vma=check_vma))
 
 
 def on_every_rank(group, parts: np.ndarray) -> np.ndarray:
@@ -111,7 +109,11 @@ def test_many_groups_along_the_other_axis(platform):
     group = xg.DeviceGroup(mesh, "tp")
     x = parts_of((2, 100), "float32", 2)  # [dp, tp, 100]
     step = jax.shard_map(
-        lambda x: xg.all_reduce(x, group=group), mesh=mesh, in_specs=P("dp", "tp"), out_specs=P("dp", "tp"), check_vma=False
+        lambda x: xg.all_reduce(x, group=group),
+        mesh=mesh,
+        in_specs=P("dp", "tp"),
+        out_specs=P("dp", "tp"),
+        check_vma=False,
     )
     out = np.asarray(jax.jit(step)(x))
     for dp in range(2):
@@ -176,7 +178,9 @@ def test_the_cpu_gathers_and_calls_the_handler():
 def test_misuse_is_named():
     mesh = devices.mesh("cpu", tp=2)
     group = xg.DeviceGroup(mesh, "tp")
-    with pytest.raises(ValueError, match=r"all_reduce: group: expected a call inside jax\.shard_map over axis 'tp' of 2"):
+    with pytest.raises(
+        ValueError, match=r"all_reduce: group: expected a call inside jax\.shard_map over axis 'tp' of 2"
+    ):
         xg.all_reduce(np.ones(3, np.float32), group=group)
     with pytest.raises(TypeError, match=r"all_reduce: group: expected an xla_gpu\.jax\.DeviceGroup, got str"):
         xg.all_reduce(np.ones(3, np.float32), group="tp")

@@ -63,9 +63,7 @@ def test_a_missing_peer_ends_the_call(shape):
     except RuntimeError as error:
         pytest.skip(f"jax has no CUDA platform: {error}")
     program = "import xla_gpu.errors as xg_errors\n" + PROGRAM.replace("SHAPE", repr(shape))
-    result = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120
-    )
+    result = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert result.returncode == 0, result.stdout + result.stderr[-3000:]
     lines = dict(line.split(": ", 1) for line in result.stdout.splitlines())
     assert "nan on rank 0" in result.stdout and "True rank 1 as it was: True" in result.stdout, result.stdout

@@ -1,6 +1,6 @@
-// all_reduce on GPUs. Three kernels: over a device group the low-latency one (each rank sends its whole message to every
-// peer) for small messages and the two-shot one (each rank sums a share and sends it on) for larger ones; and the sum of
-// parts that XLA gathered.
+// all_reduce on GPUs. Three kernels: over a device group the low-latency one (each rank sends its whole message to
+// every peer) for small messages and the two-shot one (each rank sums a share and sends it on) for larger ones; and the
+// sum of parts that XLA gathered.
 //
 // The CTAs of a call depend on the CTAs of the same index on the peers alone, so that they need not all run at once.
 #include <algorithm>

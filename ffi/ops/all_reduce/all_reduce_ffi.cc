@@ -1,7 +1,7 @@
 // all_reduce and all_reduce_add_rms_norm: checks and bindings of the host and CUDA handlers.
 //
-// The attribute `group` is a device group's number, or 0: then x has one more dimension in front, the ranks, whose parts
-// XLA gathered. The host has no other way.
+// The attribute `group` is a device group's number, or 0: then x has one more dimension in front, the ranks, whose
+// parts XLA gathered. The host has no other way.
 #include <algorithm>
 
 #include "ffi/device/host_copy.h"

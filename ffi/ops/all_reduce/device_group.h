@@ -1,7 +1,7 @@
 // The GPUs of one host that sum with each other, and the memory through which they do.
 //
-// Each GPU owns one region of device memory. Peers write into it over NVLink; its owner alone reads it. So data cross the
-// link once, in one direction, and nothing waits for a read's way back.
+// Each GPU owns one region of device memory. Peers write into it over NVLink; its owner alone reads it. So data cross
+// the link once, in one direction, and nothing waits for a read's way back.
 #ifndef XLA_GPU_OPS_ALL_REDUCE_DEVICE_GROUP_H_
 #define XLA_GPU_OPS_ALL_REDUCE_DEVICE_GROUP_H_
 
@@ -57,8 +57,8 @@ struct GroupView {
   constexpr int64_t region_bytes() const { return gather_offset(ranks); }
 };
 
-// Loads the operators' kernels on the current GPU. CUDA loads them when they are first launched, and may wait for the GPU
-// to do so: for a kernel that spins until a peer's kernel has been loaded, forever.
+// Loads the operators' kernels on the current GPU. CUDA loads them when they are first launched, and may wait for the
+// GPU to do so: for a kernel that spins until a peer's kernel has been loaded, forever.
 Status LoadAllReduceKernels();
 Status LoadAddRmsNormKernels();
 

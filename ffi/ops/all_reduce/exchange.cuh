@@ -19,8 +19,8 @@ struct alignas(16) Vector {
   T values[kSize];
 };
 
-// Vector `i` of data[size]: element by element where the pointer is not aligned or the last vector is not whole. What is
-// past the end is 0.
+// Vector `i` of data[size]: element by element where the pointer is not aligned or the last vector is not whole. What
+// is past the end is 0.
 template <typename T>
 __device__ __forceinline__ Vector<T> LoadVector(const T* data, int64_t i, int64_t size, bool aligned) {
   using V = Vector<T>;
@@ -192,8 +192,8 @@ __device__ __forceinline__ void EndCall(const GroupView& group, const Call& call
 // ---- Packets: each 8 bytes are 4 of data and the call's epoch, written at once, so that data need no other flag ----
 //
 // A packet area is used by every second call: a rank that begins call e + 2 has ended call e + 1, to which every peer
-// contributed after it had read all of call e. An epoch returns after 2^32 calls; nothing that old is left where messages
-// of a few sizes alternate.
+// contributed after it had read all of call e. An epoch returns after 2^32 calls; nothing that old is left where
+// messages of a few sizes alternate.
 
 template <typename T>
 __device__ __forceinline__ void StorePacket(char* area, int64_t i, const Vector<T>& vector, uint32_t epoch) {

@@ -131,4 +131,3 @@ def _check_place(name: str, group: Any) -> None:
         raise ValueError(f"{name}: group: expected {where}, got one where that axis is not bound") from None
     if size != group.size:
         raise ValueError(f"{name}: group: expected {where}, got an axis of {size}")
-
