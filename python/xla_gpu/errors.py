@@ -1,4 +1,4 @@
-"""What the package raises beyond ValueError (shapes and values) and TypeError (dtypes and types)."""
+"""Exceptions of the package, beside ValueError for shapes and values and TypeError for dtypes and types."""
 
 
 class LibraryError(RuntimeError):

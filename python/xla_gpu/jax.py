@@ -1,8 +1,8 @@
-"""The JAX front end: the operators as functions of JAX arrays.
+"""The operators for JAX.
 
-They work under jax.jit on the CPU and on NVIDIA GPUs, one call at a time under jax.vmap, and inside jax.shard_map.
-They have no gradients: differentiating through one raises ValueError. A handler's error is raised where JAX first
-waits for a result.
+They take JAX and NumPy arrays. They work under jax.jit on CPUs and NVIDIA GPUs, inside jax.shard_map, and under
+jax.vmap, which calls the kernel once per example. They have no gradients: differentiating through one raises
+ValueError. An error of a kernel is raised where JAX first waits for a result.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ __all__ = [
 
 @docstring(_simple_add.OPERATOR.docstring)
 def simple_add(a: jax.typing.ArrayLike, b: jax.typing.ArrayLike) -> jax.Array:
-    """Element-wise a + b."""
+    """Returns the element-wise sum a + b."""
     return call.call(_simple_add.OPERATOR, a=a, b=b)
 
 
@@ -58,7 +58,7 @@ def paged_attention(
     v_scale: jax.typing.ArrayLike | None = None,
     sinks: jax.typing.ArrayLike | None = None,
 ) -> jax.Array:
-    """Attention of the new tokens of a ragged batch over a paged KV cache."""
+    """Computes attention of the new tokens of a ragged batch over a paged KV cache."""
     return call.call(
         _paged_attention.OPERATOR,
         query=query,
@@ -92,7 +92,7 @@ def paged_attention_with_lse(
     v_scale: jax.typing.ArrayLike | None = None,
     sinks: jax.typing.ArrayLike | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """paged_attention, and the logarithm of the softmax's sum."""
+    """Computes paged_attention and the log-sum-exp of each row's scores."""
     out, lse = call.call(
         _paged_attention.OPERATOR_WITH_LSE,
         query=query,
@@ -118,7 +118,7 @@ def merge_attention_states(
     out_b: jax.typing.ArrayLike,
     lse_b: jax.typing.ArrayLike,
 ) -> tuple[jax.Array, jax.Array]:
-    """One attention result from two over disjoint sets of keys."""
+    """Merges two attention states into one."""
     out, lse = call.call(_merge_attention_states.OPERATOR, out_a=out_a, lse_a=lse_a, out_b=out_b, lse_b=lse_b)
     return out, lse
 
@@ -133,9 +133,9 @@ def reshape_and_cache(
     k_scale: jax.typing.ArrayLike | None = None,
     v_scale: jax.typing.ArrayLike | None = None,
 ) -> jax.Array:
-    """A paged KV cache with new keys and values in it.
+    """Returns a paged KV cache with new keys and values stored.
 
-    The result takes the place of kv_cache without a copy where XLA may give up the old one: donate it
+    The cache is updated in place, without a copy, where XLA may reuse its buffer: donate it
     (``jax.jit(step, donate_argnames="kv_cache")``), or carry it through jax.lax.scan.
     """
     return call.call(
@@ -168,7 +168,7 @@ def ragged_paged_attention(
     num_queries_per_block: int | None = None,
     vmem_limit_bytes: int | None = None,
 ) -> jax.Array:
-    """paged_attention by the name and the parameters of torch_xla's operator for TPUs."""
+    """Computes paged_attention, with the name and the parameters of torch_xla's operator for TPUs."""
     return call.ragged(
         q=q,
         kv_pages=kv_pages,

@@ -1,14 +1,16 @@
-"""The PyTorch front ends: torch_xla (lazily and under torch.compile), and eager CPU and CUDA tensors.
+"""The operators for PyTorch: torch_xla tensors (lazy and under torch.compile), and eager CPU and CUDA tensors.
 
-Importing this module defines ``torch.ops.xla_gpu.*``; the functions here are the same operators with their
-documentation, and take num_seqs as an int too. What holds for all of them:
+Importing this module defines the operators ``torch.ops.xla_gpu.*``. The functions here call them, carry their
+documentation, and take num_seqs as a Python int too. All of them share these rules:
 
-* Operands must be on one device and must not require gradients while gradients are recorded; else ValueError.
-* Eager tensors are used where they lie, on PyTorch's current stream. Operands that are not row-major are copied first,
-  except one that is updated in place, for which that is a ValueError.
-* A handler's error is raised at once for eager tensors: ValueError for arguments that the operator excludes, else
-  xla_gpu.errors.HandlerError. For XLA tensors it is a RuntimeError, raised where the result is first waited for;
-  torch_xla raises the same error once more at the next step, or in ``torch_xla.core.xla_model.wait_device_ops()``.
+* All operands are on one device. No operand requires a gradient while gradients are recorded, since the operators have
+  no gradients. Otherwise ValueError.
+* Eager tensors are used without a copy, on PyTorch's current stream. Operands that are not row-major, or not aligned to
+  16 bytes, are copied first. An operand that is updated in place must be both; otherwise ValueError.
+* Errors of the kernels: for eager tensors the call raises them, as ValueError for values that the operator excludes and
+  as ``xla_gpu.errors.HandlerError`` for everything else. For XLA tensors they are a RuntimeError, raised where the
+  result is first waited for; torch_xla raises the same error once more at the next step, or in
+  ``torch_xla.core.xla_model.wait_device_ops()``.
 """
 
 from __future__ import annotations
@@ -53,7 +55,7 @@ __all__ = [
 
 @docstring(_simple_add.OPERATOR.docstring)
 def simple_add(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Element-wise a + b."""
+    """Returns the element-wise sum a + b."""
     return dispatch.call(_simple_add.OPERATOR, a, b)
 
 
@@ -73,7 +75,7 @@ def paged_attention(
     v_scale: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attention of the new tokens of a ragged batch over a paged KV cache."""
+    """Computes attention of the new tokens of a ragged batch over a paged KV cache."""
     return dispatch.call(
         _paged_attention.OPERATOR,
         *(query, kv_cache, context_lens, block_tables, query_start_loc),
@@ -103,7 +105,7 @@ def paged_attention_with_lse(
     v_scale: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """paged_attention, and the logarithm of the softmax's sum."""
+    """Computes paged_attention and the log-sum-exp of each row's scores."""
     out, lse = dispatch.call(
         _paged_attention.OPERATOR_WITH_LSE,
         *(query, kv_cache, context_lens, block_tables, query_start_loc),
@@ -122,7 +124,7 @@ def paged_attention_with_lse(
 def merge_attention_states(
     out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """One attention result from two over disjoint sets of keys."""
+    """Merges two attention states into one."""
     out, lse = dispatch.call(_merge_attention_states.OPERATOR, out_a, lse_a, out_b, lse_b)
     return out, lse
 
@@ -137,7 +139,7 @@ def reshape_and_cache(
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """A copy of a paged KV cache with new keys and values in it; ``reshape_and_cache_`` updates in place."""
+    """Returns a paged KV cache with new keys and values stored; ``reshape_and_cache_`` updates it in place."""
     return dispatch.call(
         _reshape_and_cache.OPERATOR, key, value, kv_cache, slot_mapping, k_scale=k_scale, v_scale=v_scale
     )
@@ -153,13 +155,13 @@ def reshape_and_cache_(
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Stores new keys and values into a paged KV cache, in place, and returns that cache.
+    """Stores new keys and values into a paged KV cache in place, and returns that cache.
 
-    No copy of the cache is made: on eager tensors the handler writes into it, which needs a row-major cache; on XLA
-    tensors, lazily and under torch.compile, its buffer is donated to the program, so that the cache should be a
-    tensor of its own rather than a view into a larger one. A clone of it that torch_xla has not materialised yet
-    shares the buffer, and is lost when a compiled function donates it: call torch_xla.sync() between clone() and such
-    a function.
+    The cache is not copied. Eager tensors: the kernel writes into it, so it must be row-major, aligned to 16 bytes, and
+    share no memory with the other operands. XLA tensors, lazy and under torch.compile: its buffer is donated to the
+    program, so pass a tensor of its own rather than a view into a larger one. A clone that torch_xla has not
+    materialised yet shares the buffer and is lost with it: call ``torch_xla.sync()`` between clone() and a compiled
+    function that updates the cache.
     """
     return dispatch.call(
         *(_reshape_and_cache.OPERATOR, key, value, kv_cache, slot_mapping),
@@ -188,7 +190,7 @@ def ragged_paged_attention(
     num_queries_per_block: int | None = None,
     vmem_limit_bytes: int | None = None,
 ) -> torch.Tensor:
-    """paged_attention by the name and the parameters of torch_xla's operator for TPUs."""
+    """Computes paged_attention, with the name and the parameters of torch_xla's operator for TPUs."""
     return dispatch.call(
         _ragged_paged_attention.OPERATOR,
         *(q, kv_pages, kv_lens, page_indices, cu_q_lens),
@@ -229,27 +231,27 @@ def all_reduce_add_rms_norm(
     return out, sum_
 
 
-# ---- third-party handlers -----------------------------------------------------------------------------------------
+# ---- Third-party handlers --------------------------------------------------------------------------------------------
 
 
 def register_ffi_target(name: str, fn: Any, platform: str = "cpu", api_version: int = 1) -> None:
-    """Registers a typed XLA FFI handler under ``name``, for torch_xla's client and for eager tensors.
+    """Registers a typed XLA FFI handler as the target ``name``, for torch_xla and for eager tensors.
 
-    The library's own operators are registered through the same function. An XLA runtime learns of a target when it is
-    first called there.
+    It has the parameters of jax.ffi.register_ffi_target. torch_xla's runtime learns of the target when it is first
+    called there.
 
     Args:
-      name: the target's name, which ffi_call takes.
-      fn: the handler, as jax.ffi.register_ffi_target takes it: a PyCapsule, a ctypes function pointer, or a dict of
-        them by stage ("instantiate", "prepare", "initialize", "execute").
+      name: the target's name, for ffi_call.
+      fn: the handler: a PyCapsule, a ctypes function pointer, or a dict of these by stage ("instantiate", "prepare",
+        "initialize", "execute").
       platform: "cpu" or "CUDA".
       api_version: 1, the typed FFI.
 
     Raises:
-      xla_gpu.errors.TargetError: another function has this name on this platform; or platform, api_version or the
-        keys of the dict are none of the above; or, for "cpu", the handler was built against a newer FFI API than any
-        runtime here.
-      TypeError: fn is of another type.
+      xla_gpu.errors.TargetError: another function has this name on this platform; platform, api_version or a key of
+        the dict is not one of those above; or, on "cpu", the handler was built with a newer FFI API than the
+        runtimes accept.
+      TypeError: name or fn is of another type.
     """
     targets.register(name, fn, platform, api_version)
 
@@ -263,36 +265,37 @@ def ffi_call(
     output_layouts: Sequence[Sequence[int] | None] | Sequence[int] | None = None,
     input_output_aliases: dict[int, int] | None = None,
 ) -> FfiCall:
-    """A function that calls an FFI target on tensors, with the meaning of jax.ffi.ffi_call.
+    """Returns a function that calls an FFI target on tensors, with the meaning of jax.ffi.ffi_call.
 
-    ``ffi_call("my_target", x)(x, y, scale=np.float32(2), n=3)`` passes x and y as buffers and scale and n as
-    attributes. XLA, eager CPU, eager CUDA, meta and fake tensors are served, and torch.compile and torch.export trace
-    through it.
+    ``ffi_call("my_target", x)(x, y, scale=np.float32(2), n=3)`` passes x and y as buffers, and scale and n as
+    attributes. It takes XLA, eager CPU, eager CUDA, meta and fake tensors; torch.compile and torch.export trace through
+    it.
 
-    Attributes have the types that jax.ffi gives them: bool, int and float of Python are bool, int64_t and double; NumPy
-    scalars have their own type; NumPy arrays are spans of their elements; str and bytes are strings; a dict is a
-    dictionary of attributes. Inside torch.compile, which turns NumPy values into tensors, give those to ``.bind``
-    outside of it: ``f = ffi_call("my_target", x).bind(scale=np.float32(2))``, and call ``f(x, y)`` inside.
+    Attributes arrive in the handler with the types that jax.ffi gives them: a Python bool, int or float as bool,
+    int64_t or double; a NumPy scalar with its own type; a NumPy array as a span of its elements; str and bytes as a
+    string; a dict as a dictionary. torch.compile turns NumPy values into tensors, so bind them outside of the compiled
+    function: ``f = ffi_call("my_target", x).bind(scale=np.float32(2))``, and call ``f(x, y)`` inside.
 
     Args:
-      target_name: a name that register_ffi_target was given.
-      result_shape_dtypes: anything with ``shape`` and ``dtype``, a tensor on the meta device for example, or a
-        sequence of such, one for each result.
-      has_side_effect: XLA neither drops the call nor merges it with an equal one. What XLA never sees it cannot keep:
-        torch_xla's lazy graph and torch.compile's Inductor hold only what leads to a result in use, so use one.
-      input_layouts: for each operand None (row-major) or its axes from major to minor.
-      output_layouts: for each result the same; for one result that is no sequence, its layout itself.
-      input_output_aliases: operand index to result index: the handler gets one buffer for both. The operand keeps its
-        value; where it is needed later, or eagerly, a copy of it is passed.
+      target_name: a name given to register_ffi_target.
+      result_shape_dtypes: anything with ``shape`` and ``dtype``, such as a tensor on the meta device; or a sequence of
+        these, one for each result.
+      has_side_effect: XLA neither drops the call nor merges it with an equal one. Still use one of its results:
+        torch_xla's lazy graph and torch.compile's Inductor drop a call whose results are unused before XLA sees it.
+      input_layouts: for each operand None (row-major) or its axes, major to minor.
+      output_layouts: for each result likewise; for a single result that is not in a sequence, its layout itself.
+      input_output_aliases: operand index to result index. The handler gets one buffer for both. The caller's operand
+        keeps its value: where it is needed later, and for eager tensors, the handler gets a copy of it.
 
     Returns:
-      A function of tensors and attributes. It returns a tensor, or where result_shape_dtypes is a tuple or another
-      sequence a tuple or a list of tensors.
+      A function of tensors and attributes. It returns a tensor; or a tuple or list of tensors where result_shape_dtypes
+        is a tuple or another sequence.
 
     Raises:
-      xla_gpu.errors.TargetError: raised by the function returned: the target is not registered on the tensors'
-        platform, or the runtime there refuses it, for example since it was built against a newer FFI API.
-      ValueError, TypeError: operands, layouts, aliases or attributes do not fit together.
+      xla_gpu.errors.TargetError: by the function returned: the target is not registered on the tensors' platform, or
+        the runtime refuses it, for example because it was built with a newer FFI API.
+      ValueError: operands, layouts, aliases or attributes do not fit together.
+      TypeError: an argument or an attribute is of another type.
     """
     return FfiCall(
         target_name,
@@ -304,14 +307,20 @@ def ffi_call(
     )
 
 
-# ---- Seeing what happens ---------------------------------------------------------------------------------------------
+# ---- Inspection ------------------------------------------------------------------------------------------------------
 
 
 def hlo(tensors: torch.Tensor | Sequence[torch.Tensor]) -> str:
-    """HLO text, before optimisation, of the pending graph that would compute these XLA tensors.
+    """Returns the HLO text, before optimisation, of the pending lazy graph that computes these XLA tensors.
 
-    Custom calls show with target, typed attributes, layouts and aliases. Nothing is run. After torch_xla.sync() a
-    tensor is a parameter of the next graph, and the text shows no more than that.
+    Custom calls appear with target, typed attributes, layouts and aliases. Nothing is executed. After
+    ``torch_xla.sync()`` a tensor is a parameter, and the text shows no more than that.
+
+    Args:
+      tensors: one XLA tensor or a sequence of them.
+
+    Returns:
+      The text of one HLO module.
 
     Raises:
       TypeError: an element is not a tensor on an XLA device.

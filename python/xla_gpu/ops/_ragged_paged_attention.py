@@ -9,33 +9,34 @@ from .._core.operator import ArraySpec, Operator, Signature
 from . import paged_attention
 
 _DOCSTRING = """
-The parameters of torch_xla's ``torch.ops.xla.ragged_paged_attention``, so that code written for TPUs moves over by its
-namespace. See paged_attention for the meaning of the arrays.
+It has the parameters of torch_xla's ``torch.ops.xla.ragged_paged_attention``, so that code written for TPUs moves
+over by a change of namespace. paged_attention describes the arrays in full.
 
 Args:
-  q: T[num_tokens, num_heads, head_dim]; T is float32, float16 or bfloat16.
-  kv_pages: T[num_pages, page_size, 2 * num_kv_heads, head_dim], or of dtype float8_e4m3fn or float8_e5m2.
-  kv_lens: int32[max_seqs].
-  page_indices: int32[max_seqs, pages_per_seq].
-  cu_q_lens: int32[max_seqs + 1].
-  num_seqs: int32[1].
-  sm_scale: multiplies q . k.
-  sliding_window: a query sees its last ``sliding_window`` keys, itself included; None: all.
-  soft_cap: ``soft_cap * tanh(score / soft_cap)``; None: off.
+  q: T[num_tokens, num_heads, head_dim], query of paged_attention. T is float32, float16 or bfloat16.
+  kv_pages: ``T[num_pages, page_size, 2 * num_kv_heads, head_dim]``, or of dtype float8_e4m3fn or float8_e5m2.
+    kv_cache of paged_attention, in torch_xla's layout.
+  kv_lens: int32[max_seqs], context_lens of paged_attention.
+  page_indices: ``int32[max_seqs, pages_per_seq]``, block_tables of paged_attention.
+  cu_q_lens: ``int32[max_seqs + 1]``, query_start_loc of paged_attention.
+  num_seqs: int32[1], or a Python int.
+  sm_scale: a Python number that multiplies ``q . k``.
+  sliding_window: a query sees the last ``sliding_window`` keys up to its own position, itself included. None: all.
+  soft_cap: scores become ``soft_cap * tanh(score / soft_cap)``. None: off.
   mask_value: accepted and ignored. Masked keys are left out exactly, which no finite number does.
-  k_scale: K is stored * k_scale, for any dtype of kv_pages; None: 1.
+  k_scale: a Python number; the kernels use ``K * k_scale``, whatever the dtype of kv_pages. None: 1.
   v_scale: as k_scale, for V.
-  use_kernel: False runs a reference in the framework's own operations instead of the handler, on any device.
-  num_kv_pages_per_block: tuning of the TPU kernel: accepted and ignored.
+  use_kernel: False runs a reference in the framework's own operations instead of the kernel, on any device.
+  num_kv_pages_per_block: tuning of the TPU kernel, accepted and ignored.
   num_queries_per_block: accepted and ignored.
   vmem_limit_bytes: accepted and ignored.
 
 Returns:
-  T[num_tokens, num_heads, head_dim]. Rows past the live sequences are 0.
+  T[num_tokens, num_heads, head_dim]. Padding rows are 0.
 
 Raises:
-  TypeError: an argument has another dtype or type.
-  ValueError: an argument has another shape, or a number is out of its range.
+  TypeError: an argument is no array or number of the kind expected, or has another dtype.
+  ValueError: an argument has another shape, or a number is out of range.
 """
 
 _check = Checks("ragged_paged_attention")

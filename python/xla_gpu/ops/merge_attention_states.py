@@ -6,21 +6,23 @@ from .._core.checks import FLOATS, Checks
 from .._core.operator import ArraySpec, Operator, Signature
 
 _DOCSTRING = """
-With ``paged_attention_with_lse`` run over two disjoint sets of keys (a prefix that many sequences share and the rest,
-or the shards of a context), this gives the attention over their union:
-``lse = log(exp(lse_a) + exp(lse_b))`` and ``out = exp(lse_a - lse) * out_a + exp(lse_b - lse) * out_b``, in float32.
+The states are results of paged_attention_with_lse for the same queries over disjoint sets of keys: a prefix that many
+sequences share and the rest of each, or the shards of a long context. The result is the attention over the union:
+``lse = log(exp(lse_a) + exp(lse_b))`` and ``out = exp(lse_a - lse) * out_a + exp(lse_b - lse) * out_b``, computed in
+float32 (Dao et al., 2023, Flash-Decoding; Ye et al., 2024, Cascade Inference).
 
 Args:
-  out_a: T[num_tokens, num_heads, head_dim]; T is float32, float16 or bfloat16.
-  lse_a: float32[num_tokens, num_heads], natural logarithm; -inf where the row saw no key.
-  out_b: as out_a.
-  lse_b: as lse_a.
+  out_a: T[num_tokens, num_heads, head_dim]. T is float32, float16 or bfloat16.
+  lse_a: float32[num_tokens, num_heads], natural logarithm; -inf for rows that saw no key.
+  out_b: of the shape and dtype of out_a.
+  lse_b: of the shape and dtype of lse_a.
 
 Returns:
-  (out, lse) of the shapes and dtypes of (out_a, lse_a). A row that saw no key on either side is 0 with lse -inf.
+  ``(out, lse)``, of the shapes and dtypes of out_a and lse_a. A row that saw no key on either side is 0, with lse
+  -inf.
 
 Raises:
-  TypeError: an argument has another dtype.
+  TypeError: an argument is no array, or has another dtype.
   ValueError: an argument has another shape.
 """
 

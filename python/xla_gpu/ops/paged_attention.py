@@ -13,50 +13,64 @@ from .._core.operator import ArraySpec, Operator, Signature
 from ._cache import check_cache, check_scales
 
 _DOCSTRING = """
-Sequences of any lengths share one call: prefill, chunks of it and decode steps mix freely. Attention is causal and
-aligned to the end: query i of a sequence with q_len rows sits at position ``context_len - q_len + i``. Query head h
-reads kv head ``h // (num_heads // num_kv_heads)``. Scores, softmax and sums are float32.
+Sequences of any length share one call: prefill, chunked prefill, speculative and decode rows may be mixed. Attention
+is causal and aligned to the end of the context: row i of a sequence with q_len new tokens has position
+``context_len - q_len + i`` and sees the keys up to that position. Query head h uses KV head
+``h // (num_heads // num_kv_heads)`` (grouped-query attention). Scores, softmax and sums are computed in float32.
+
+Keys and values live in pages of a cache that all sequences share, as in PagedAttention (Kwon et al., 2023, "Efficient
+Memory Management for Large Language Model Serving with PagedAttention"). The argument names are vLLM's.
 
 Args:
-  query: T[num_tokens, num_heads, head_dim], the new tokens of all sequences, one after the other. T is float32, float16
-    or bfloat16; head_dim a multiple of 8 up to 256.
-  kv_cache: T[num_pages, page_size, 2 * num_kv_heads, head_dim] with K of head h at 2h and V at 2h + 1, or
-    T[2, num_pages, page_size, num_kv_heads, head_dim] with K first. It may be float8_e4m3fn or float8_e5m2 instead of
-    T. It holds K and V of the new tokens already (see reshape_and_cache).
-  context_lens: int32[max_seqs], tokens of each sequence, the new ones included.
-  block_tables: int32[max_seqs, pages_per_seq]; page i of sequence s is ``kv_cache[block_tables[s, i]]``.
-  query_start_loc: int32[max_seqs + 1]; sequence s owns the rows ``query_start_loc[s]:query_start_loc[s + 1]`` of query.
-  num_seqs: int32[1], or an int: how many of max_seqs are live. An int is part of the traced program; pass an array
-    where it changes from step to step.
-  scale: multiplies q . k; often ``head_dim ** -0.5``. A number, not an array.
-  sliding_window: a query sees its last ``sliding_window`` keys, itself included; None: all.
-  soft_cap: scores become ``soft_cap * tanh(score / soft_cap)``, after scale and before the mask; None: off.
-  k_scale: float32[1] or float32[num_kv_heads], given with a float8 cache and with no other: K is stored * k_scale.
+  query: T[num_tokens, num_heads, head_dim], the new tokens of all sequences, one sequence after the other. T is
+    float32, float16 or bfloat16; num_heads is a multiple of num_kv_heads; head_dim is a multiple of 8, at most 256.
+  kv_cache: ``T[num_pages, page_size, 2 * num_kv_heads, head_dim]`` with K of head h at index 2h and V at 2h + 1
+    (torch_xla's layout), or ``T[2, num_pages, page_size, num_kv_heads, head_dim]`` with K at index 0 and V at 1
+    (vLLM's). Of query's dtype, or float8_e4m3fn or float8_e5m2. K and V of the new tokens are stored already: see
+    reshape_and_cache.
+  context_lens: int32[max_seqs], the number of tokens of each sequence, new ones included.
+  block_tables: ``int32[max_seqs, pages_per_seq]``. Tokens ``i * page_size`` to ``(i + 1) * page_size - 1`` of
+    sequence s are in page ``block_tables[s, i]``.
+  query_start_loc: ``int32[max_seqs + 1]``. Sequence s has the rows ``query_start_loc[s]:query_start_loc[s + 1]`` of
+    query.
+  num_seqs: int32[1], how many of the max_seqs sequences are in use; or a Python int. Under
+    jax.jit and torch.compile an int is part of the compiled program: pass an array where it changes between steps.
+  scale: a Python number that multiplies ``q . k``; usually ``head_dim ** -0.5``.
+  sliding_window: a Python int of at least 1. A query sees the last ``sliding_window`` keys up to its own position,
+    itself included. None: all of them.
+  soft_cap: a positive Python number. Scores become ``soft_cap * tanh(score / soft_cap)``, after scale and before the
+    mask (Gemma 2). None: off.
+  k_scale: float32[1] or float32[num_kv_heads], required with a float8 cache and refused with others. The kernels use
+    ``K * k_scale``.
   v_scale: as k_scale, for V.
-  sinks: float32[num_heads], a logit per head that takes part in the softmax's sum and has no value; None: none.
+  sinks: float32[num_heads]. Each head's logit takes part in the softmax's denominator and has no value (attention
+    sinks, gpt-oss). Natural-logarithm units, not scaled. None: off.
 
 Returns:
-  T[num_tokens, num_heads, head_dim]. A row that sees no key is 0, and so are the rows from
-  ``query_start_loc[num_seqs]`` on. Entries of the metadata past num_seqs, entries of block_tables past the context
-  and cache slots past it are never read.
+  T[num_tokens, num_heads, head_dim]. Rows that see no key are 0, and so are padding rows, those from
+  ``query_start_loc[num_seqs]`` on.
 
 Raises:
-  TypeError: an argument has another dtype or type.
-  ValueError: an argument has another shape, or a number is out of its range.
+  TypeError: an argument is no array or number of the kind expected, or has another dtype.
+  ValueError: an argument has another shape, or a number is out of range.
 
-  Wrong numbers in context_lens, block_tables, query_start_loc or num_seqs never lead to an access out of bounds. On the
-  host they are an error that names the sequence, raised where the result is first needed. On CUDA the rows of that
-  sequence are NaN; with XLA_GPU_CHECK_INPUTS=1 in the environment when the call is traced the handler looks at them, at
-  the price of waiting for the device, and returns the error.
+Note: Values that are never read
+  Entries of the metadata from num_seqs on, entries of block_tables past a sequence's context, and cache slots past it
+  may hold anything, NaN included.
+
+Note: Wrong values in context_lens, block_tables, query_start_loc or num_seqs
+  They never cause an access out of bounds, and never change another sequence's result. On a CPU the call fails with
+  an error that names the sequence. On CUDA the rows of that sequence are NaN; with ``XLA_GPU_CHECK_INPUTS=1`` in the
+  environment when the call is traced, the handler waits for the device, checks the values and returns the error.
 """
 
 _DOCSTRING_WITH_LSE = """
-Takes what paged_attention takes, and returns beside its result the logarithm of the softmax's sum, with which
-merge_attention_states combines results over disjoint sets of keys.
+It takes the arguments of paged_attention. With the log-sum-exp, merge_attention_states combines results over disjoint
+sets of keys.
 
 Returns:
-  (out, lse): out as of paged_attention; lse float32[num_tokens, num_heads], natural logarithm, sinks included, -inf for
-  rows that see no key.
+  ``(out, lse)``: out as of paged_attention; lse float32[num_tokens, num_heads], the natural logarithm of the sum of
+    ``exp(score)`` over the keys that the row sees, sinks included; -inf for rows that see no key.
 """
 
 MAX_HEAD_DIM = 256

@@ -9,25 +9,29 @@ from .._core.operator import ArraySpec, Operator, Signature
 from ._cache import check_cache, check_scales
 
 _DOCSTRING = """
+Token i goes to slot ``slot_mapping[i]``, which is ``page * page_size + offset`` (vLLM's reshape_and_cache).
+
 Args:
-  key: T[num_tokens, num_kv_heads, head_dim]; T is float32, float16 or bfloat16.
-  value: as key.
-  kv_cache: either layout and any dtype that paged_attention takes.
-  slot_mapping: int32 or int64 [num_slots], num_slots <= num_tokens: token i goes to slot ``slot_mapping[i]``, which is
-    page * page_size + offset. A negative slot is skipped, so that batches can be padded. Of duplicate slots one wins.
-  k_scale: float32[1] or float32[num_kv_heads], given with a float8 cache and with no other: key / k_scale is stored,
-    saturated to the range of the dtype.
+  key: T[num_tokens, num_kv_heads, head_dim]. T is float32, float16 or bfloat16.
+  value: of the shape and dtype of key.
+  kv_cache: the cache, in either layout and any dtype that paged_attention takes.
+  slot_mapping: int32[num_slots] or int64[num_slots], num_slots <= num_tokens. A negative slot is skipped, so that
+    batches can be padded; tokens from num_slots on are skipped too. If two tokens have the same slot, one of them is
+    stored.
+  k_scale: float32[1] or float32[num_kv_heads], required with a float8 cache and refused with others. ``key /
+    k_scale`` is stored, rounded to nearest even and saturated at the largest finite number of the dtype.
   v_scale: as k_scale, for value.
 
 Returns:
-  The cache with the new tokens. Every element that no slot names keeps its bits.
+  The cache with the new tokens, of the shape and dtype of kv_cache. All other slots keep their bits.
 
 Raises:
-  TypeError: an argument has another dtype or type.
+  TypeError: an argument is no array, or has another dtype.
   ValueError: an argument has another shape.
 
-  A slot past the cache is an error on the host, raised where the result is first needed. On CUDA it is skipped; with
-  XLA_GPU_CHECK_INPUTS=1 in the environment when the call is traced it is an error there too.
+Note: Slots past the end of the cache
+  On a CPU the call fails, with an error that names the token, and nothing is written. On CUDA such a slot is skipped;
+  with ``XLA_GPU_CHECK_INPUTS=1`` in the environment when the call is traced, the call fails as on a CPU.
 """
 
 _check = Checks("reshape_and_cache")

@@ -7,14 +7,14 @@ from .._core.operator import ArraySpec, Operator, Signature
 
 _DOCSTRING = """
 Args:
-  a: T[...] of any shape; T is float32, float16 or bfloat16.
-  b: as a, of the same shape and dtype; nothing is broadcast.
+  a: T[...], of any shape. T is float32, float16 or bfloat16.
+  b: T[...], of the shape and dtype of a. Nothing is broadcast or converted.
 
 Returns:
-  a + b, of the same shape and dtype.
+  T[...], of the shape and dtype of a, rounded to nearest even.
 
 Raises:
-  TypeError: an argument has another dtype.
+  TypeError: an argument is no array, or its dtype is not the one expected.
   ValueError: the shapes differ.
 """
 
