@@ -1,0 +1,141 @@
+"""The examples in README.md, docs/ and examples/README.md: every ```python block runs, on the CPU.
+
+The blocks of a page run one after the other in one namespace, in an empty folder. A comment in the line above a block
+says where it runs otherwise:
+
+    <!-- example: gpu -->            on a machine with an NVIDIA GPU, under `pytest -m gpu`
+    <!-- example: fragment, WHY -->  nowhere: it needs something that no test has. It must still be valid Python
+
+What such a page needs first is itself a block of the page, so that a reader can run the page as well.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import re
+import sys
+import traceback
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = sorted(
+    [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "examples" / "README.md", *(ROOT / "docs").rglob("*.md")]
+)
+BLOCK = re.compile(r"^(?:<!-- example: (?P<mark>[^>]*) -->\n)?```python\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)
+# Most examples must run, or the test says nothing about the documents.
+MOST_FRAGMENTS = 4
+
+
+class Example(NamedTuple):
+    code: str
+    line: int  # of its first line in the page
+    mark: str  # "", "gpu" or "fragment, why"
+
+
+def examples(text: str) -> list[Example]:
+    return [
+        Example(match["code"], text.count("\n", 0, match.start("code")) + 1, match["mark"] or "")
+        for match in BLOCK.finditer(text)
+    ]
+
+
+def check(text: str) -> None:
+    """Raises AssertionError for a block that `examples` does not find, and for a mark that means nothing."""
+    found = examples(text)
+    count = len(re.findall(r"^[ \t]*```[ \t]*(?:python|py)\b", text, re.MULTILINE))
+    assert len(found) == count, f"{count - len(found)} python blocks are indented, not closed or marked in another form"
+    assert text.count("<!-- example:") == sum(1 for example in found if example.mark), "a mark without its block"
+    for example in found:
+        assert re.fullmatch(r"|gpu|fragment, \S.{5,}", example.mark), f"line {example.line}: {example.mark!r}"
+        ast.parse(example.code, f"line {example.line}")
+
+
+def run(page: str, chosen: list[Example]) -> None:
+    """Runs the blocks in one namespace; an error is reported with the page's name and line."""
+    namespace: dict = {"__name__": "__main__"}
+    for example in chosen:
+        # Empty lines before it give a traceback the page's line numbers.
+        code = compile("\n" * (example.line - 1) + example.code, page, "exec")
+        try:
+            exec(code, namespace)
+        except Exception as error:
+            lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == page]
+            at = lines[-1] if lines else example.line
+            raise AssertionError(f"{page}:{at}: {type(error).__name__}: {error}") from error
+
+
+def pages(wanted: str) -> list:
+    chosen = [page for page in PAGES if any(example.mark == wanted for example in examples(page.read_text()))]
+    return [pytest.param(page, id=page.relative_to(ROOT).as_posix()) for page in chosen]
+
+
+@pytest.fixture
+def prepared(page, tmp_path, monkeypatch):
+    """An empty folder to run in, and the frameworks that the page imports."""
+    text = page.read_text()
+    for module in ("torch", "torch_xla", "jax"):
+        if (
+            re.search(rf"^(?:import|from) .*\b{module}\b", text, re.MULTILINE)
+            and importlib.util.find_spec(module) is None
+        ):
+            pytest.skip(f"{module} is not installed")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    yield
+    if "torch" in sys.modules:  # pages may compile functions of one name
+        sys.modules["torch"]._dynamo.reset()
+
+
+@pytest.mark.parametrize("page", pages(""))
+def test_examples_run(page, prepared):
+    run(page.relative_to(ROOT).as_posix(), [e for e in examples(page.read_text()) if e.mark == ""])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("page", pages("gpu"))
+def test_examples_for_gpus_run(page, prepared):
+    torch = pytest.importorskip("torch")
+    if not torch.cuda.is_available():
+        pytest.skip("PyTorch sees no CUDA device")
+    run(page.relative_to(ROOT).as_posix(), [e for e in examples(page.read_text()) if e.mark in ("", "gpu")])
+
+
+def test_few_examples_are_fragments():
+    fragments = [
+        f"{page.relative_to(ROOT)}:{example.line}: {example.mark}"
+        for page in PAGES
+        for example in examples(page.read_text())
+        if example.mark.startswith("fragment")
+    ]
+    assert len(fragments) <= MOST_FRAGMENTS, "\n".join(fragments)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_no_example_is_overlooked(page):
+    check(page.read_text())
+
+
+# ---- The checks above can fail ---------------------------------------------------------------------------------------
+def test_an_example_that_breaks_is_reported_with_its_line():
+    text = "# A page\n\n```python\nx = 1\n```\n\nText.\n\n```python\ny = x + 1\nassert y == 3\n```\n"
+    with pytest.raises(AssertionError, match=r"^page\.md:11: AssertionError"):
+        run("page.md", examples(text))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "<!-- example: gpu -->\n\n```python\n1\n```\n",  # the mark does not touch its block
+        "<!-- example: some day -->\n```python\n1\n```\n",
+        "<!-- example: fragment -->\n```python\n1\n```\n",  # and why?
+        "- item\n  ```python\n  1\n  ```\n",
+        "```python\n1\n",
+    ],
+)
+def test_a_block_that_would_be_overlooked_is_an_error(text):
+    with pytest.raises(AssertionError):
+        check(text)
