@@ -10,7 +10,25 @@
 #include <cstdint>
 #include <type_traits>
 
+// Only code for sm_90a has wgmma and setmaxnreg. Compiled for other targets, kernels that use them are empty and are
+// never launched.
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+#define XLA_GPU_HAS_WGMMA 1
+#else
+#define XLA_GPU_HAS_WGMMA 0
+#endif
+
 namespace xla_gpu {
+
+// setmaxnreg: a warpgroup gives back registers of its threads, or waits for more. All four warps, in converged code.
+template <int kRegisters>
+__device__ inline void DecreaseRegisters() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+template <int kRegisters>
+__device__ inline void IncreaseRegisters() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
 
 // The shared-memory descriptor of a K-major operand: its rows run along the product's inner dimension (A, and B stored
 // as N rows). `shared`: address of the first row, plus 32 bytes for each step of 16 elements inside an atom.

@@ -239,9 +239,10 @@ __device__ void FillTileRows(const Rows& rows, const PagedAttentionParams& param
 
 // The frame of a single-tile kernel: a CTA computes its work tile, or, without one, fills its share of the padding
 // rows. There is always such a CTA, since the grid has one more than there can be work tiles.
-template <typename Kernel, typename T>
+// Computation::kChecksPages: Run checks the page table itself, where that overlaps with its first copies.
+template <typename Computation, typename T>
 __device__ void RunWorkTile(const PagedAttentionParams& params, char* shared) {
-  using Scheduler = typename Kernel::Scheduler;
+  using Scheduler = typename Computation::Scheduler;
   Scheduler scheduler(params, *reinterpret_cast<typename Scheduler::Storage*>(shared));
   unsigned total = 0;
   WorkTile tile;
@@ -254,16 +255,16 @@ __device__ void RunWorkTile(const PagedAttentionParams& params, char* shared) {
   }
   // Either barrier frees the scheduler's shared memory.
   bool valid = tile.valid;
-  if constexpr (Kernel::kChecksPages) {
+  if constexpr (Computation::kChecksPages) {
     __syncthreads();
   } else {
     valid = !__syncthreads_or(FindsInvalidPage(params, tile, threadIdx.x, blockDim.x)) && valid;
   }
-  TileRows<> rows(params, tile, Kernel::kRows,
+  TileRows<> rows(params, tile, Computation::kRows,
                   PlainDivisor{static_cast<unsigned>(params.num_heads / params.num_kv_heads)});
   rows.FindKeys();
   if (valid) {
-    Kernel(params, shared).Run(tile, rows);
+    Computation(params, shared).Run(tile, rows);
   } else {
     FillTileRows<T>(rows, params, static_cast<int>(threadIdx.x) / 32, static_cast<int>(blockDim.x) / 32, CUDART_NAN_F,
                     CUDART_NAN_F);

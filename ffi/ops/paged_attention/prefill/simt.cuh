@@ -14,8 +14,8 @@ namespace xla_gpu::prefill {
 
 // kDim: head_dim, rounded up. Threads form a grid of kColumns × (kThreads / kColumns); each has four rows of the tile.
 template <int kDim>
-struct SimtKernelImpl {
-  static constexpr bool kChecksPages = false;
+struct SimtWorkTile {
+  static constexpr bool kChecksPages = false;  // see RunWorkTile
   static constexpr int kThreads = 128;
   static constexpr int kColumns = kDim > 128 ? 16 : 8;
   static constexpr int kRowThreads = kThreads / kColumns;
@@ -43,7 +43,7 @@ struct SimtKernelImpl {
   const int column = static_cast<int>(threadIdx.x) % kColumns;
   const int row_thread = static_cast<int>(threadIdx.x) / kColumns;  // rows row_thread + i * kRowThreads
 
-  __device__ SimtKernelImpl(const PagedAttentionParams& params, char* shared)
+  __device__ SimtWorkTile(const PagedAttentionParams& params, char* shared)
       : params(params),
         query(reinterpret_cast<float*>(shared)),
         cache_tile(query + kRows * kStride),
@@ -229,11 +229,11 @@ struct SimtKernelImpl {
   }
 };
 
-template <typename Kernel>
-__global__ void __launch_bounds__(Kernel::kThreads)
+template <int kDim>
+__global__ void __launch_bounds__(SimtWorkTile<kDim>::kThreads)
     PrefillSimtKernel(const __grid_constant__ PagedAttentionParams params) {
   extern __shared__ __align__(1024) char shared[];
-  RunWorkTile<Kernel, float>(params, shared);
+  RunWorkTile<SimtWorkTile<kDim>, float>(params, shared);
 }
 
 }  // namespace xla_gpu::prefill

@@ -15,14 +15,31 @@
 
 namespace xla_gpu::prefill {
 
-// kDim: head_dim, rounded up; the rest of a row is zeros in shared memory. kWarpRows: query rows of a warp, in steps
-// of 16. 32 where registers allow: each fragment of K and V then feeds two products, and shared memory no longer bounds
-// the tensor cores. kKeys: keys of a key tile. kStages: stages of K and of V. kFp8: the cache holds float8 values,
-// which are copied raw and converted on their way to the tile; then one stage.
-template <typename T, int kDim, int kWarpRows, int kKeys, int kStages, bool kFp8>
-struct MmaKernelImpl {
+// kDim: head_dim, rounded up; the rest of a row is zeros in shared memory. kFloat8Cache: the cache holds float8 values,
+// which are copied raw and converted on their way to the tile. At most 99 KiB of shared memory, the limit of a CTA on
+// sm_86 and sm_89; two CTAs on an SM of sm_80 and sm_90.
+template <typename T, int kDim, bool kFloat8Cache>
+struct MmaTraits {
   using Element = T;
-  static constexpr bool kChecksPages = false;
+  static constexpr int kHeadDim = kDim;
+  static constexpr bool kFloat8 = kFloat8Cache;
+  // Query rows of a warp, in steps of 16. 32 where registers allow: each fragment of K and V then feeds two products,
+  // and shared memory no longer bounds the tensor cores.
+  static constexpr int kWarpRows = kDim == 256 ? 16 : 32;
+  static constexpr int kTileKeys = kDim == 256 && kFloat8Cache ? 32 : 64;  // keys of a key tile
+  static constexpr int kStages = kDim == 256 || kFloat8Cache ? 1 : 2;      // of K and of V
+};
+
+// A CTA's computation of a work tile.
+template <typename Traits>
+struct MmaWorkTile {
+  using T = typename Traits::Element;
+  static constexpr int kDim = Traits::kHeadDim;
+  static constexpr int kWarpRows = Traits::kWarpRows;
+  static constexpr int kKeys = Traits::kTileKeys;
+  static constexpr int kStages = Traits::kStages;
+  static constexpr bool kFp8 = Traits::kFloat8;
+  static constexpr bool kChecksPages = false;  // see RunWorkTile
   static constexpr int kWarps = 4;
   static constexpr int kThreads = kWarps * 32;
   static constexpr int kRows = kWarps * kWarpRows;
@@ -55,7 +72,7 @@ struct MmaKernelImpl {
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const int warp = static_cast<int>(threadIdx.x) / 32;
 
-  __device__ MmaKernelImpl(const PagedAttentionParams& params, char* shared)
+  __device__ MmaWorkTile(const PagedAttentionParams& params, char* shared)
       : params(params), shared(shared), shared_address(SharedAddress(shared)) {}
 
   // Byte offset of 16-byte vector `vec` of a row in a tile of rows of kDim elements. The XOR swizzle spreads the eight
@@ -286,11 +303,11 @@ struct MmaKernelImpl {
   }
 };
 
-template <typename Kernel>
-__global__ void __launch_bounds__(Kernel::kThreads, 2)
+template <typename Traits>
+__global__ void __launch_bounds__(MmaWorkTile<Traits>::kThreads, 2)
     PrefillMmaKernel(const __grid_constant__ PagedAttentionParams params) {
   extern __shared__ __align__(1024) char shared[];
-  RunWorkTile<Kernel, typename Kernel::Element>(params, shared);
+  RunWorkTile<MmaWorkTile<Traits>, typename Traits::Element>(params, shared);
 }
 
 }  // namespace xla_gpu::prefill

@@ -1,5 +1,4 @@
-// The warps of the prefill kernel of prefill/sm90_tma.cuh that compute nothing: one finds tiles of query
-// rows, and one each has the copy engine bring Q, K and V.
+// The producer warps of the TMA prefill kernel (sm90_tma.cuh): one schedules work tiles, and one each loads K, V and Q.
 #ifndef XLA_GPU_OPS_PAGED_ATTENTION_PREFILL_SM90_TMA_PRODUCER_CUH_
 #define XLA_GPU_OPS_PAGED_ATTENTION_PREFILL_SM90_TMA_PRODUCER_CUH_
 
@@ -9,293 +8,238 @@
 #include "ffi/device/async_copy.cuh"
 #include "ffi/device/mbarrier.cuh"
 #include "ffi/device/tensor_map.cuh"
+#include "ffi/ops/paged_attention/prefill/pipeline.cuh"
 #include "ffi/ops/paged_attention/prefill/rows.cuh"
 #include "ffi/ops/paged_attention/prefill/sm90_tma_traits.cuh"
 
 namespace xla_gpu::prefill {
 
-// `Block`: a TmaTraits.
-template <typename Block>
-struct TmaProducer : Block {
-  using Block::Block;
+// ---- The scheduler warp: finds the CTA's work tiles, describes them to the other warps, and checks the page table
+template <typename Traits>
+struct TmaSchedulerWarp {
+  using T = typename Traits::Element;
+  using Rows = typename Traits::Rows;
+  using TileStage = typename Traits::TileStage;
+  static constexpr int kTileKeys = Traits::kTileKeys;
+  static constexpr int kWarpgroups = Traits::kConsumerWarpgroups;
 
-  using T = typename Block::Element;
-  using typename Block::KeyState;
-  using typename Block::QueryState;
-  using typename Block::Rows;
-  using typename Block::TileStage;
-  using typename Block::TileState;
-  using typename Block::ValueState;
-  using typename Block::WarpgroupTiles;
-  static constexpr int kDim = Block::kHeadDim;
-  static constexpr int kKeys = Block::kTileKeys;
-  static constexpr int kConsumers = Block::kConsumerWarpgroups;
-  using Block::At;
-  using Block::Checked;
-  using Block::Empty;
-  using Block::Full;
-  using Block::FullQuery;
-  using Block::kAtomRowBytes;
-  using Block::kAtomsPerRow;
-  using Block::kKeyStart;
-  using Block::kQueryBytes;
-  using Block::kQueryColumnBytes;
-  using Block::kQueryWarpgroupBytes;
-  using Block::kRows;
-  using Block::kRowVectors;
-  using Block::kTileBytes;
-  using Block::kValueStart;
-  using Block::lane;
-  using Block::params;
-  using Block::Release;
-  using Block::shared_address;
-  using Block::Single;
-  using Block::SwizzledOffset;
-  using Block::tma;
+  const TmaCta<Traits>& cta;
 
-  // ---- the warp that finds tiles and looks at the sequences' pages
   // `find`: as PersistentTileScheduler::Find.
   template <typename Find>
-  __device__ void FindTiles(Find find) const {
-    TileState place;
-    int known_seq = -1;  // a sequence whose pages have been looked at; each lane remembers one of its own
-    bool known_outside = false;
+  __device__ void Run(Find find) const {
+    const TmaParams& params = cta.params;
+    const int lane = cta.lane;
+    typename Traits::TileState state;
+    int known_seq = -1;  // a sequence whose page table has been checked; each lane remembers one of its own
+    bool known_invalid = false;
     int next_split = 0;
     WorkTile tile;
 #pragma unroll 1
     for (unsigned n = 0; find(n, &tile);) {
-      WaitBarrier(Empty(place), place.phase ^ 1);
-      TileStage& slot = At(place);
-      const Rows rows(params, tile, kRows, tma.group);
+      cta.tiles.WaitEmpty(state);
+      TileStage& stage = cta.Tile(state);
+      const Rows rows(cta.attention, tile, Traits::kRows, params.group);
+
+      // ---- Split-KV
       SplitMode mode = 0;
       KvSplits splits = {1, 0};
-      if (tma.split_kv.enabled) splits = tma.split_kv.Of(tile.q_len, tile.context_len);
+      if (params.split_kv.enabled) splits = params.split_kv.Of(tile.q_len, tile.context_len);
       if (splits.count > 1) {
-        int64_t first_row;
-        if (tma.split_kv.CrossCta(splits) > 1) {
+        int64_t accum_row;
+        if (params.split_kv.CrossCta(splits) > 1) {
           mode = kCrossCta | kSpill;
-          first_row = tile.split * tma.accumulators.rows_per_split;
-        } else {  // all for this block: the tile comes back for each
+          accum_row = tile.split * params.accumulators.rows_per_split;
+        } else {  // this CTA takes all splits: the work tile comes back for each
           int first_key, last_key;
           rows.VisibleKeys(rows.count - 1, &first_key, &last_key);
           tile.split = next_split;
           if (next_split > 0) mode = kAccumulate;
-          if (last_key / (splits.tiles * kKeys) > next_split) mode |= kSpill;
+          if (last_key / (splits.tiles * kTileKeys) > next_split) mode |= kSpill;
           next_split = (mode & kSpill) != 0 ? next_split + 1 : 0;
-          first_row = tma.accumulators.cta_rows_begin + (int64_t{blockIdx.y} * gridDim.x + blockIdx.x) * kRows;
+          accum_row =
+              params.accumulators.cta_rows_begin + (int64_t{blockIdx.y} * gridDim.x + blockIdx.x) * Traits::kRows;
         }
-        if (lane == 0) slot.accumulators = first_row;
+        if (lane == 0) stage.accum_row = accum_row;
       }
-      if (lane == 0) slot.mode = mode;
+      if (lane == 0) stage.mode = mode;
       if (next_split == 0) ++n;
-      // Rows that see no key are written here.
-      const bool computed = Describe(rows, tile.split * splits.tiles, splits.tiles, &slot) > 0 && tile.valid;
-      if (computed) Release(Full(place));
+
+      // ---- The other warps start, and the page table is checked meanwhile
+      const bool computed = Describe(rows, tile.split * splits.tiles, splits.tiles, &stage) > 0 && tile.valid;
+      if (computed) cta.Arrive(cta.tiles.Full(state));
       if (tile.valid && __shfl_sync(~0u, known_seq, tile.seq % 32) != tile.seq) {
-        const bool invalid_page = __any_sync(~0u, FindsInvalidPage<2>(params, tile, lane, 32));
+        const bool invalid = __any_sync(~0u, FindsInvalidPage<2>(cta.attention, tile, lane, 32));
         if (lane == tile.seq % 32) {
           known_seq = tile.seq;
-          known_outside = invalid_page;
+          known_invalid = invalid;
         }
       }
-      const bool invalid_page = __shfl_sync(~0u, static_cast<int>(known_outside), tile.seq % 32) != 0;
+      const bool invalid_page = __shfl_sync(~0u, static_cast<int>(known_invalid), tile.seq % 32) != 0;
       if (computed) {
-        if (lane == 0) slot.invalid_page = invalid_page;
-        Release(Checked(place));
-        place.Advance();
-      } else if (mode != 0) {  // none of them sees a key of this part
+        if (lane == 0) stage.invalid_page = invalid_page;
+        cta.Arrive(cta.checked.Full(state));
+        state.Advance();
+      } else if (mode != 0) {  // no row sees a key of this split: an empty accumulator
         for (int row = lane; row < rows.count; row += 32) {
-          tma.accumulators.max_sum_accum[tile.split * tma.accumulators.rows_per_split + rows.HeadRow(row)] =
+          params.accumulators.max_sum_accum[tile.split * params.accumulators.rows_per_split + rows.HeadRow(row)] =
               make_float2(-INFINITY, 0.0f);
         }
-      } else {
-        const bool wrong = !tile.valid || invalid_page;
-        FillTileRows<T>(slot.rows, params, 0, 1, wrong ? CUDART_NAN_F : 0.0f, wrong ? CUDART_NAN_F : -CUDART_INF_F);
+      } else {  // no row sees a key, or the metadata is invalid: the rows are written here
+        const bool nan = !tile.valid || invalid_page;
+        FillTileRows<T>(stage.rows, cta.attention, 0, 1, nan ? CUDART_NAN_F : 0.0f, nan ? CUDART_NAN_F : -CUDART_INF_F);
         __syncwarp();
       }
     }
-    WaitBarrier(Empty(place), place.phase ^ 1);
-    if (lane == 0) At(place).tiles = 0;
-    Release(Full(place));
+    cta.tiles.WaitEmpty(state);
+    if (lane == 0) cta.Tile(state).key_tiles = 0;
+    cta.Arrive(cta.tiles.Full(state));
   }
 
-  // Writes a slot, but for `invalid_page` and the parts; returns the number of tiles of keys, of which it takes `most`
-  // from `from` on, or all where `most` is 0. Lanes below kConsumers look at the rows of their warpgroup, the others at
-  // all.
-  __device__ int Describe(Rows rows, int from, int most, TileStage* slot) const {
-    const bool one_group = lane < kConsumers;
-    const int begin = one_group ? lane * 64 : 0;
-    const int end = one_group ? min(begin + 64, rows.count) : rows.count;
+ private:
+  // Writes a stage, but for `invalid_page` and the KV split, and returns the number of its key tiles: `most` tiles from
+  // `from` on, or all that its rows see where `most` is 0. Lane i below kWarpgroups describes the keys of warpgroup i's
+  // rows, the next lane those of all rows.
+  __device__ int Describe(Rows rows, int from, int most, TileStage* stage) const {
+    const int lane = cta.lane;
+    const bool one_warpgroup = lane < kWarpgroups;
+    const int begin = one_warpgroup ? lane * 64 : 0;
+    const int end = one_warpgroup ? min(begin + 64, rows.count) : rows.count;
     int seen_begin, seen_last, all_begin, all_last;
     rows.KeysOf(begin, end, &seen_begin, &seen_last, &all_begin, &all_last);
-    int first = seen_begin / kKeys;
-    int last = (seen_last + kKeys) / kKeys - 1;
+    int first = seen_begin / kTileKeys;
+    int last = (seen_last + kTileKeys) / kTileKeys - 1;
     if (most > 0) {
-      // All see the keys from 0 on, up to their own.
+      // Sequences that are split have no window: all rows see the keys from 0 up to their own.
       first = from;
       last = max(min(last, from + most - 1), from - 1);
-      seen_begin = from * kKeys;
-      seen_last = min(seen_last, (from + most) * kKeys - 1);
+      seen_begin = from * kTileKeys;
+      seen_last = min(seen_last, (from + most) * kTileKeys - 1);
     }
-    const int first_of_all = __shfl_sync(~0u, first, kConsumers);
-    const int tiles = __shfl_sync(~0u, last, kConsumers) + 1 - first_of_all;
-    if (one_group) {
-      slot->groups[lane] =
-          begin < end ? WarpgroupTiles{first, last, (all_begin + kKeys - 1) / kKeys, (all_last + 1) / kKeys - 1}
-                      : WarpgroupTiles{first_of_all, first_of_all - 1, 0, 0};
-    } else if (lane == kConsumers) {
+    const int first_of_all = __shfl_sync(~0u, first, kWarpgroups);
+    const int tiles = __shfl_sync(~0u, last, kWarpgroups) + 1 - first_of_all;
+    if (one_warpgroup) {
+      using Range = typename Traits::KeyTileRange;
+      stage->warpgroups[lane] =
+          begin < end ? Range{first, last, (all_begin + kTileKeys - 1) / kTileKeys, (all_last + 1) / kTileKeys - 1}
+                      : Range{first_of_all, first_of_all - 1, 0, 0};
+    } else if (lane == kWarpgroups) {
       rows.key_begin = seen_begin;
       rows.key_end = seen_last + 1;
       rows.last_row_first_key = all_begin;
       rows.first_row_last_key = all_last;
-      slot->rows = rows;
-      slot->first_tile = first;
-      slot->last_tile = last;
-      slot->tiles = tiles;
+      stage->rows = rows;
+      stage->first_key_tile = first;
+      stage->last_key_tile = last;
+      stage->key_tiles = tiles;
     }
     __syncwarp();
     return tiles;
   }
+};
 
-  // ---- the warp that copies Q
-  __device__ void CopyQueries() const {
-    TileState slot;
-    QueryState place;
-    for (;; slot.Advance(), place.Advance()) {
-      WaitBarrier(Full(slot), slot.phase);
-      if (At(slot).tiles == 0) break;
-      const Rows& rows = At(slot).rows;
-      const uint32_t stage = shared_address + place.stage * kQueryBytes;
-      const int token = static_cast<int>(rows.q_begin + tma.group.Divide(rows.first));
-      const int head = rows.kv_head * static_cast<int>(rows.group.divisor);
-#pragma unroll
-      for (int group = 0; group < kConsumers; ++group) {
-        const uint32_t full = FullQuery(place, group);
-        WaitBarrier(full + 8, place.phase ^ 1);
-        if (tma.query_by_tma) {
-          if (ElectOne()) {
-            ArriveExpectTx(full, kQueryWarpgroupBytes);
-            TmaLoadQueryRows(stage + group * kQueryWarpgroupBytes, tma.q_map, full, head,
-                             token + tma.group.Divide(group * 64));
-          } else {
-            ArriveBarrier(full);
-          }
-          __syncwarp();
-        } else {
-          CopyQuery(stage + group * kQueryWarpgroupBytes, rows, group * 64);
-          ArriveOnCpAsync(full);
-        }
-      }
-      Release(Empty(slot));
-    }
-    // A thread must not end before its copies.
-    CommitAsync();
-    WaitAsync<0>();
-  }
+// ---- The warps that load K and V: page by page, a TMA box for each piece of a key tile that lies in one page
+template <typename Traits, bool kIsValues>
+struct TmaKvWarp {
+  static constexpr int kTileKeys = Traits::kTileKeys;
+  static constexpr int kTileBytes = Traits::kTileBytes;
+  using TileState = typename Traits::TileState;
+  using State = std::conditional_t<kIsValues, typename Traits::ValueState, typename Traits::KeyState>;
 
-  // The 64 rows from `first` on, to `target`.
-  __device__ void CopyQuery(uint32_t target, const Rows& rows, int first) const {
-    constexpr int kStepRows = 32 / kRowVectors;
-    const T* const query = static_cast<const T*>(params.query) + lane % kRowVectors * 8;
-#pragma unroll 1
-    for (int half = 0; half < 64; half += 32) {
-      // Of one row for each lane, passed on to those that copy it.
-      const int mine = first + half + lane;
-      const int head_row = mine < rows.count ? static_cast<int>(rows.HeadRow(mine)) : -1;
-#pragma unroll 4
-      for (int step = 0; step < 32; step += kStepRows) {
-        const int row = step + lane / kRowVectors;
-        const int source = __shfl_sync(~0u, head_row, row);
-        CopyAsync16(target + SwizzledOffset(kQueryColumnBytes, half + row, lane % kRowVectors),
-                    query + (source >= 0 ? static_cast<int64_t>(source) * kDim : 0), source >= 0);
-      }
-    }
-  }
-
-  // ---- the warps that have K and V copied
-  // A tile of keys: what lane i knows of box i.
+  // The boxes of a key tile: what lane i knows of box i.
   struct Box {
-    int page;  // as the table has it; -1: not read
-    int row;   // slot of the page where the box begins
-    bool cut;  // some of its rows are seen by a row of the block, and some are not
+    int page;      // as the block table has it; -1: not read
+    int slot;      // of the page where the box begins
+    bool partial;  // some of its keys are seen by a row of the work tile, and some are not
   };
 
-  template <bool kValues>
-  __device__ void CopyTiles() const {
-    const CUtensorMap& map = kValues ? tma.v_map : tma.k_map;
-    TileState slot;
-    std::conditional_t<kValues, ValueState, KeyState> place;
-    uint32_t single_phase = 0;
-    for (;; slot.Advance()) {
-      WaitBarrier(Full(slot), slot.phase);
-      int left = At(slot).tiles;
+  const TmaCta<Traits>& cta;
+
+  __device__ void Run() const {
+    const CUtensorMap& map = kIsValues ? cta.params.v_map : cta.params.k_map;
+    TileState work;
+    State state;
+    uint32_t unmasked_phase = 0;
+    for (;; work.Advance()) {
+      cta.tiles.WaitFull(work);
+      int left = cta.Tile(work).key_tiles;
       if (left == 0) break;
-      int tile = At(slot).last_tile;
-      Box next = LookUp(slot, tile);
+      int tile = cta.Tile(work).last_key_tile;
+      Box next = LookUp(work, tile);
       for (; left > 0; --left, --tile) {
         const Box box = next;
-        // The next page numbers arrive while this tile's copies are under way; nothing may look at them before.
-        if (left > 1) next = LookUp(slot, tile - 1);
-        WaitBarrier(Empty(place), place.phase ^ 1);
-        const uint32_t target = shared_address + (kValues ? kValueStart : kKeyStart) + place.stage * kTileBytes;
-        if (kValues && __any_sync(~0u, box.cut)) {
-          StartTile(map, target, Single(), slot, box);
-          WaitBarrier(Single(), single_phase);
-          single_phase ^= 1;
-          ClearUnseen(target, slot, tile);
-          Release(Full(place));
+        // The next page numbers arrive while this tile's loads are started; nothing may read them before.
+        if (left > 1) next = LookUp(work, tile - 1);
+        uint32_t full, target;
+        if constexpr (kIsValues) {
+          cta.values.WaitEmpty(state);
+          full = cta.values.Full(state);
+          target = cta.Values(state.stage);
         } else {
-          StartTile(map, target, Full(place), slot, box);
+          cta.keys.WaitEmpty(state);
+          full = cta.keys.Full(state);
+          target = cta.Keys(state.stage);
         }
-        place.Advance();
+        if (kIsValues && __any_sync(~0u, box.partial)) {
+          const uint32_t unmasked = cta.Address(offsetof(typename Traits::SharedStorage, unmasked_values));
+          LoadTile(map, target, unmasked, work, box);
+          WaitBarrier(unmasked, unmasked_phase);
+          unmasked_phase ^= 1;
+          ClearUnseen(target, work, tile);
+          cta.Arrive(full);
+        } else {
+          LoadTile(map, target, full, work, box);
+        }
+        state.Advance();
       }
-      Release(Empty(slot));
+      cta.Arrive(cta.tiles.Empty(work));
     }
   }
 
-  // The rows [*begin, *end) of a tile of keys are seen by some row of the block.
-  __device__ void SeenRows(TileState slot, int tile, int* begin, int* end) const {
-    *begin = max(At(slot).rows.key_begin - tile * kKeys, 0);
-    *end = min(At(slot).rows.key_end - tile * kKeys, kKeys);
+ private:
+  // Some row of the work tile sees the rows [*begin, *end) of a key tile.
+  __device__ void SeenRows(TileState work, int tile, int* begin, int* end) const {
+    *begin = max(cta.Tile(work).rows.key_begin - tile * kTileKeys, 0);
+    *end = min(cta.Tile(work).rows.key_end - tile * kTileKeys, kTileKeys);
   }
 
-  __device__ Box LookUp(TileState slot, int tile) const {
+  __device__ Box LookUp(TileState work, int tile) const {
     int begin, end;
-    SeenRows(slot, tile, &begin, &end);
-    const int row = lane * tma.box_rows;
-    const int row_end = row + tma.box_rows;
-    const unsigned position = static_cast<unsigned>(tile) * kKeys + row;
-    const unsigned index = tma.page.Divide(position);
+    SeenRows(work, tile, &begin, &end);
+    const int row = cta.lane * cta.params.box_slots;
+    const int row_end = row + cta.params.box_slots;
+    const unsigned position = static_cast<unsigned>(tile) * kTileKeys + row;
+    const unsigned index = cta.params.page.Divide(position);
     int page = -1;
     if (row < end && row_end > begin) {
-      page = __ldg(params.block_tables + At(slot).rows.seq * params.pages_per_seq + index);
+      page = __ldg(cta.attention.block_tables + cta.Tile(work).rows.seq * cta.attention.pages_per_seq + index);
     }
-    const bool cut = (begin > row && begin < row_end) || (end > row && end < row_end);
-    return {page, static_cast<int>(position - index * tma.page.divisor), cut};
+    const bool partial = (begin > row && begin < row_end) || (end > row && end < row_end);
+    return {page, static_cast<int>(position - index * cta.params.page.divisor), partial};
   }
 
-  // Starts the copies of a tile to `target`. Boxes that are not read, and wrong pages, lie invalid_page the tensor:
-  // they become zeros.
-  __device__ void StartTile(const CUtensorMap& map, uint32_t target, uint32_t barrier, TileState slot,
-                            const Box& box) const {
-    const int slab = At(slot).rows.kv_head * tma.head_atoms;
-    const int page = box.page < params.num_pages ? box.page : -1;
-    const int box_bytes = tma.box_rows * (kDim * 2);
+  // Starts the loads of a key tile to `target`. Boxes that are not read, and page numbers out of range, lie outside the
+  // tensor: TMA fills them with zeros.
+  __device__ void LoadTile(const CUtensorMap& map, uint32_t target, uint32_t barrier, TileState work,
+                           const Box& box) const {
+    const int column = cta.Tile(work).rows.kv_head * cta.params.head_columns;
+    const int page = box.page < cta.attention.num_pages ? box.page : -1;
+    const int box_bytes = cta.params.box_slots * (Traits::kHeadDim * 2);
     if (ElectOne()) ArriveExpectTx(barrier, kTileBytes);
     __syncwarp();
-    constexpr int kBatch = 4;  // boxes, whose pages are passed on together
+    constexpr int kBatch = 4;  // boxes whose pages are broadcast together
     for (int first = 0, offset = 0; offset < kTileBytes; first += kBatch, offset += kBatch * box_bytes) {
-      int pages[kBatch], groups[kBatch];
+      int pages[kBatch], atom_rows[kBatch];
 #pragma unroll
       for (int i = 0; i < kBatch; ++i) {
         pages[i] = __shfl_sync(~0u, page, first + i);
-        groups[i] = __shfl_sync(~0u, box.row, first + i) / 8;
+        atom_rows[i] = __shfl_sync(~0u, box.slot, first + i) / 8;
       }
       if (ElectOne()) {
 #pragma unroll
         for (int i = 0; i < kBatch; ++i) {
           if (offset + i * box_bytes < kTileBytes) {
-            TmaLoadCacheBox(target + offset + i * box_bytes, map, barrier, slab, groups[i], pages[i]);
+            TmaLoadCacheBox(target + offset + i * box_bytes, map, barrier, column, atom_rows[i], pages[i]);
           }
         }
       }
@@ -303,23 +247,91 @@ struct TmaProducer : Block {
     }
   }
 
-  // A probability of zero keeps out any value but infinity and NaN, which unused slots may hold: rows of V that no row
-  // of the block sees become zeros. Those in boxes of their own are not read; the others are overwritten here.
-  __device__ void ClearUnseen(uint32_t target, TileState slot, int tile) const {
+  // Unused slots may hold infinity or NaN, which a probability of zero does not mask: rows of V that no row of the work
+  // tile sees become zeros. Boxes without a seen row are not read; the rest of partly seen boxes is overwritten here.
+  __device__ void ClearUnseen(uint32_t target, TileState work, int tile) const {
     int begin, end;
-    SeenRows(slot, tile, &begin, &end);
-    const int box_rows = tma.box_rows;
-    ClearRows(target, begin / box_rows * box_rows, begin);
-    ClearRows(target, end, (end + box_rows - 1) / box_rows * box_rows);
+    SeenRows(work, tile, &begin, &end);
+    const int box_slots = cta.params.box_slots;
+    ClearRows(target, begin / box_slots * box_slots, begin);
+    ClearRows(target, end, (end + box_slots - 1) / box_slots * box_slots);
     FenceProxyAsync();
   }
 
   __device__ void ClearRows(uint32_t tile, int begin, int end) const {
-    for (int i = begin * 8 + lane; i < end * 8; i += 32) {
+    for (int i = begin * 8 + cta.lane; i < end * 8; i += 32) {
 #pragma unroll
-      for (int slab = 0; slab < kAtomsPerRow; ++slab) {
-        const uint32_t chunk = tile + i / 64 * kAtomRowBytes + slab * 1024 + i % 64 * 16;
-        asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(chunk), "r"(0) : "memory");
+      for (int atom = 0; atom < Traits::kRowAtoms; ++atom) {
+        const uint32_t vec = tile + i / 64 * Traits::kAtomRowBytes + atom * Traits::kAtomBytes + i % 64 * 16;
+        asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(vec), "r"(0) : "memory");
+      }
+    }
+  }
+};
+
+// ---- The warp that loads Q: by TMA where 64 rows are whole tokens, else by cp.async
+template <typename Traits>
+struct TmaQueryWarp {
+  using T = typename Traits::Element;
+  using Rows = typename Traits::Rows;
+
+  const TmaCta<Traits>& cta;
+
+  __device__ void Run() const {
+    const TmaParams& params = cta.params;
+    typename Traits::TileState work;
+    typename Traits::QueryState state;
+    for (;; work.Advance(), state.Advance()) {
+      cta.tiles.WaitFull(work);
+      if (cta.Tile(work).key_tiles == 0) break;
+      const Rows& rows = cta.Tile(work).rows;
+      const uint32_t target = cta.Query(state.stage);
+      const int token = static_cast<int>(rows.q_begin + params.group.Divide(rows.first));
+      const int head = rows.kv_head * static_cast<int>(rows.group.divisor);
+#pragma unroll
+      for (int warpgroup = 0; warpgroup < Traits::kConsumerWarpgroups; ++warpgroup) {
+        const uint32_t full = cta.query.Full(state, warpgroup);
+        const int first = warpgroup * 64;
+        cta.query.WaitEmpty(state, warpgroup);
+        if (params.query_by_tma) {
+          if (ElectOne()) {
+            ArriveExpectTx(full, Traits::kQueryWarpgroupBytes);
+            TmaLoadQueryRows(target + warpgroup * Traits::kQueryWarpgroupBytes, params.q_map, full, head,
+                             token + params.group.Divide(first));
+          } else {
+            ArriveBarrier(full);
+          }
+          __syncwarp();
+        } else {
+          CopyRows(target + warpgroup * Traits::kQueryWarpgroupBytes, rows, first);
+          ArriveOnCpAsync(full);
+        }
+      }
+      cta.Arrive(cta.tiles.Empty(work));
+    }
+    // A thread must not exit before its copies have completed.
+    CommitAsync();
+    WaitAsync<0>();
+  }
+
+ private:
+  // Copies the 64 rows from `first` on to `target`.
+  __device__ void CopyRows(uint32_t target, const Rows& rows, int first) const {
+    constexpr int kRowVectors = Traits::kHeadDim / 8;
+    constexpr int kStepRows = 32 / kRowVectors;
+    const int lane = cta.lane;
+    const T* const query = static_cast<const T*>(cta.attention.query) + lane % kRowVectors * 8;
+#pragma unroll 1
+    for (int half = 0; half < 64; half += 32) {
+      // Each lane computes the address of one row, and passes it on to the lanes that copy it.
+      const int mine = first + half + lane;
+      const int head_row = mine < rows.count ? static_cast<int>(rows.HeadRow(mine)) : -1;
+#pragma unroll 4
+      for (int step = 0; step < 32; step += kStepRows) {
+        const int row = step + lane / kRowVectors;
+        const int source = __shfl_sync(~0u, head_row, row);
+        CopyAsync16(target + SwizzledOffset(Traits::kQueryColumnBytes, half + row, lane % kRowVectors),
+                    query + (source >= 0 ? static_cast<int64_t>(source) * Traits::kHeadDim : 0), source >= 0);
       }
     }
   }

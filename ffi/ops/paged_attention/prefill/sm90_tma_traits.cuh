@@ -1,16 +1,17 @@
-// What a block of the prefill kernel of prefill/sm90_tma.cuh consists of: its places in shared memory, the
-// barriers that pass them on, and the tiles of query rows that it knows.
+// The instances of the TMA prefill kernel (sm90_tma.cuh): their configurations, and what follows from them: types,
+// shared memory, registers.
 #ifndef XLA_GPU_OPS_PAGED_ATTENTION_PREFILL_SM90_TMA_TRAITS_CUH_
 #define XLA_GPU_OPS_PAGED_ATTENTION_PREFILL_SM90_TMA_TRAITS_CUH_
 
+#include <cstddef>
 #include <cstdint>
 #include <type_traits>
 
 #include "ffi/device/async_copy.cuh"
-#include "ffi/device/mbarrier.cuh"
 #include "ffi/device/tensor_map.cuh"
 #include "ffi/ops/paged_attention/prefill/combine.cuh"
 #include "ffi/ops/paged_attention/prefill/persistent_tile_scheduler.cuh"
+#include "ffi/ops/paged_attention/prefill/pipeline.cuh"
 #include "ffi/ops/paged_attention/prefill/rows.cuh"
 
 namespace xla_gpu::prefill {
@@ -19,146 +20,201 @@ struct TmaParams {
   PagedAttentionParams attention;
   FastDivisor group;     // query heads of a kv head
   FastDivisor kv_heads;  // num_kv_heads
-  FastDivisor page;      // page_size
-  int box_rows;          // divides page_size and the keys of a tile
-  int head_atoms;        // of 64 columns, from one kv head to the next
-  bool query_by_tma;     // whole tokens make up 64 rows, and q_map is there
+  FastDivisor page;      // page_size, in slots
+  int box_slots;         // slots of a TMA box; divides page_size and the keys of a key tile
+  int head_columns;      // from one kv head to the next, in columns of 64 elements
+  bool query_by_tma;     // q_map is valid: 64 rows are whole tokens
   SplitKvPolicy split_kv;
   SplitAccumulators accumulators;
-  CUtensorMap k_map;  // in boxes of box_rows slots and head_dim columns
-  CUtensorMap v_map;
-  CUtensorMap q_map;  // in boxes of the 64 rows of a warpgroup
+  CUtensorMap k_map;  // K as PagedTensor, in boxes of box_slots slots and head_dim columns
+  CUtensorMap v_map;  // V likewise
+  CUtensorMap q_map;  // [num_tokens][num_heads][head_dim], in boxes of the 64 rows of a warpgroup
 };
 
-// kDim: head_dim. kKeys: keys of a tile. kConsumers: warpgroups that compute. kSharedRing: tiles of K and V take turns
-// in one ring. k…Stages: tiles in the rings of Q, K and V.
-template <typename T, int kDim, int kKeys, int kConsumers, bool kSharedRing, int kQueryStages, int kKeyStages,
-          int kValueStages, int kSequences, int kClasses>
-struct TmaTraits {
-  using Element = T;
-  static constexpr int kHeadDim = kDim;
-  static constexpr int kTileKeys = kKeys;
-  static constexpr int kConsumerWarpgroups = kConsumers;
-  static constexpr int kWarpgroupThreads = 128;
-  static constexpr int kThreads = (1 + kConsumers) * kWarpgroupThreads;
-  static constexpr int kRows = kConsumers * 64;
-  static constexpr int kKeyTiles = kKeys / 8;
-  static constexpr int kDimTiles = kDim / 8;
-  static constexpr int kRowVectors = kDim / 8;        // 16-byte chunks of a row
-  static constexpr int kAtomsPerRow = kDim / 64;      // rows lie in slabs of 64 elements, as the tensor cores read them
-  static constexpr int kQueryColumnBytes = 64 * 128;  // of a warpgroup's rows
-  static constexpr int kQueryWarpgroupBytes = 64 * kDim * 2;
-  static constexpr int kAtomRowBytes = kAtomsPerRow * 1024;  // of 8 keys
-  static constexpr int kQueryBytes = kRows * kDim * 2;
-  static constexpr int kTileBytes = kKeys * kDim * 2;
-  static constexpr int kTileStages = kDim == 256 ? 2 : 4;  // tiles of rows that are known at a time
+// How a consumer warpgroup hides the softmax behind the tensor cores' work.
+enum class Overlap {
+  // A warpgroup computes one key tile at a time; its softmax overlaps with the products of the other two warpgroups.
+  kInterWarpgroup,
+  // A warpgroup's scores of a key tile overlap with the values of the tile before, and the first scores of a work tile
+  // with the last values of the one before. Warpgroups take turns, so that softmax and products alternate.
+  kIntraWarpgroup,
+};
 
-  using Scheduler = PersistentTileScheduler<kThreads, kRows, kSequences, kClasses>;
+// ---- Configurations
+struct TmaConfigDim64 {
+  static constexpr int kHeadDim = 64;
+  static constexpr int kTileKeys = 128;          // keys of a key tile
+  static constexpr int kConsumerWarpgroups = 3;  // with 64 rows of the work tile each
+  static constexpr Overlap kOverlap = Overlap::kIntraWarpgroup;
+  static constexpr int kQueryStages = 2;
+  static constexpr int kKeyStages = 4;
+  static constexpr int kValueStages = 4;
+  static constexpr int kMaxSequences = 1024;  // that a row of the grid plans
+  static constexpr int kClasses = 256;        // of the tile scheduler
+  static constexpr int kTileStages = 4;       // work tiles that are known at a time
+};
+
+// Three sizes of work tiles. They give the same bits: key tiles are the same, and so is what is done with each row.
+struct TmaConfigDim128Rows192 {
+  static constexpr int kHeadDim = 128;
+  static constexpr int kTileKeys = 112;  // 128 spill registers in the loop over key tiles
+  static constexpr int kConsumerWarpgroups = 3;
+  static constexpr Overlap kOverlap = Overlap::kInterWarpgroup;
+  static constexpr int kQueryStages = 1;
+  static constexpr int kKeyStages = 3;
+  static constexpr int kValueStages = 3;
+  static constexpr int kMaxSequences = 512;
+  static constexpr int kClasses = 256;
+  static constexpr int kTileStages = 4;
+};
+struct TmaConfigDim128Rows128 : TmaConfigDim128Rows192 {
+  static constexpr int kConsumerWarpgroups = 2;
+  static constexpr Overlap kOverlap = Overlap::kIntraWarpgroup;
+};
+struct TmaConfigDim128Rows64 : TmaConfigDim128Rows192 {
+  static constexpr int kConsumerWarpgroups = 1;
+  static constexpr Overlap kOverlap = Overlap::kIntraWarpgroup;
+};
+
+// 80 keys: with 64 key columns wgmma needs all of shared memory's bandwidth. They leave little room for the scheduler.
+struct TmaConfigDim256 {
+  static constexpr int kHeadDim = 256;
+  static constexpr int kTileKeys = 80;
+  static constexpr int kConsumerWarpgroups = 2;
+  static constexpr Overlap kOverlap = Overlap::kIntraWarpgroup;
+  static constexpr int kQueryStages = 1;
+  static constexpr int kKeyStages = 2;
+  static constexpr int kValueStages = 2;
+  static constexpr int kMaxSequences = 128;
+  static constexpr int kClasses = 64;
+  static constexpr int kTileStages = 2;
+};
+
+// ---- What follows from a configuration
+template <typename T, typename Config>
+struct TmaKernelTraits : Config {
+  using Element = T;
+  using Config::kConsumerWarpgroups;
+  using Config::kHeadDim;
+  using Config::kKeyStages;
+  using Config::kQueryStages;
+  using Config::kTileKeys;
+  using Config::kTileStages;
+  using Config::kValueStages;
+
+  static constexpr int kWarpgroupThreads = 128;
+  static constexpr int kThreads = (1 + kConsumerWarpgroups) * kWarpgroupThreads;  // with the producer warpgroup
+  static constexpr int kRows = kConsumerWarpgroups * 64;                          // of a work tile
+  static constexpr int kKvStages = kKeyStages + kValueStages;
+
+  // Key tiles lie in shared memory as [kTileKeys / 8][kHeadDim / 64] 128-byte swizzle atoms of 8 rows, Q as
+  // [kHeadDim / 64][64 / 8] for each warpgroup.
+  static constexpr int kAtomBytes = 1024;
+  static constexpr int kRowAtoms = kHeadDim / 64;
+  static constexpr int kAtomRowBytes = kRowAtoms * kAtomBytes;  // of 8 keys
+  static constexpr int kTileBytes = kTileKeys * kHeadDim * 2;
+  static constexpr int kQueryColumnBytes = 64 * 128;  // of a warpgroup's rows
+  static constexpr int kQueryWarpgroupBytes = 64 * kHeadDim * 2;
+  static constexpr int kQueryBytes = kRows * kHeadDim * 2;
+
+  // K and V have a ring each, or take turns in one ring, where they are read in turns.
+  static constexpr bool kSharedRing = Config::kOverlap == Overlap::kInterWarpgroup;
+  static constexpr int kFirstValueStage = kSharedRing ? 0 : kKeyStages;  // where V's ring begins in SharedStorage::kv
+  using KeyState = std::conditional_t<kSharedRing, PipelineState<kKvStages, 0, 2>, PipelineState<kKeyStages>>;
+  using ValueState = std::conditional_t<kSharedRing, PipelineState<kKvStages, 1, 2>, PipelineState<kValueStages>>;
+  using QueryState = PipelineState<kQueryStages>;
+  using TileState = PipelineState<kTileStages>;
+
+  using Scheduler = PersistentTileScheduler<kThreads, kRows, Config::kMaxSequences, Config::kClasses>;
   using WarpScheduler = PersistentWarpTileScheduler<kRows>;
   using Rows = TileRows<FastDivisor>;
 
-  // Tiles of keys of a warpgroup's rows: those that some row sees, and those that all rows see whole.
-  struct WarpgroupTiles {
+  // Key tiles of a warpgroup's rows: those that some row sees, and those that all rows see whole.
+  struct KeyTileRange {
     int first, last;
     int whole_first, whole_last;
   };
 
-  // A tile of rows, as the scheduling warp describes it to the others.
+  // A work tile, as the scheduler warp describes it to the other warps.
   struct alignas(8) TileStage {
     Rows rows;
-    WarpgroupTiles groups[kConsumers];
-    int first_tile, last_tile;  // of keys
-    int tiles;                  // of keys; 0: there are no more tiles of rows
-    bool invalid_page;          // some page of the sequence lies invalid_page the cache
-    SplitMode mode;             // of a part of the tile's keys; else 0
-    int64_t accumulators;       // where its results lie in the scratch: a row
+    KeyTileRange warpgroups[kConsumerWarpgroups];
+    int first_key_tile, last_key_tile;  // that some row of the work tile sees
+    int key_tiles;                      // their number; 0: there are no more work tiles
+    bool invalid_page;                  // a page number of the sequence is out of range; known at `checked`
+    SplitMode mode;                     // of a KV split; else 0
+    int64_t accum_row;                  // first row of its split accumulator
   };
 
-  // Shared memory, from the start: Q stages, K stages, V stages, a word for each consumer, slots, scheduler, barriers.
-  static constexpr int kKeyStart = kQueryStages * kQueryBytes;
-  static constexpr int kValueStart = kKeyStart + (kSharedRing ? 0 : kKeyStages * kTileBytes);
-  static constexpr int kSumStart = kKeyStart + (kKeyStages + kValueStages) * kTileBytes;
-  static constexpr int kTileStageStart = kSumStart + 8;
-  static constexpr int kSchedulerStart =
-      (kTileStageStart + kTileStages * static_cast<int>(sizeof(TileStage)) + 15) / 16 * 16;
-  static constexpr int kBarrierStart =
-      (kSchedulerStart + static_cast<int>(sizeof(typename Scheduler::Storage)) + 7) / 8 * 8;
-  // Rings of stages, each with a barrier for full and one for free.
-  static constexpr int kQueryRing = 0;
-  static constexpr int kKeyRing = kQueryRing + kQueryStages * kConsumers;  // Q: for each warpgroup's rows
-  static constexpr int kValueRing = kKeyRing + (kSharedRing ? 0 : kKeyStages);
-  static constexpr int kTileRing = kKeyRing + kKeyStages + kValueStages;
-  static constexpr int kCheckRing = kTileRing + kTileStages;  // full: `invalid_page` of the slot is known
-  static constexpr int kSingle = kCheckRing + kTileStages;    // for the warp that copies, alone
-  static constexpr int kSharedBytes = kBarrierStart + (kSingle + 1) * 16;
-  static_assert(alignof(TileStage) <= 8 && kTileStageStart % 8 == 0 && sizeof(TileStage) % 8 == 0);
-  static_assert(kDim % 64 == 0 && kKeys % 16 == 0 && kKeys <= 256 && kSharedBytes <= 227 * 1024);
+  struct SharedStorage {
+    T q[kQueryStages][kRows * kHeadDim];
+    T kv[kKvStages][kTileKeys * kHeadDim];
+    float row_sums[2];  // written and never read: see TmaConsumer::ComputeIntraWarpgroup
+    TileStage tiles[kTileStages];
+    typename Scheduler::Storage scheduler;
+    StageBarriers q_barriers[kQueryStages][kConsumerWarpgroups];
+    StageBarriers kv_barriers[kKvStages];
+    StageBarriers tile_barriers[kTileStages];
+    StageBarriers checked_barriers[kTileStages];  // full: TileStage::invalid_page is known
+    StageBarriers unmasked_values;                // full: a tile of V has arrived whose unseen rows must be cleared
+  };
+  static constexpr int kSharedBytes = sizeof(SharedStorage);
+  static_assert(kHeadDim % 64 == 0 && kTileKeys % 16 == 0 && kTileKeys <= 256 && kSharedBytes <= 227 * 1024);
+  static_assert(kTileBytes % kAtomBytes == 0 && kQueryBytes % kAtomBytes == 0);  // as the swizzle wants it
 
-  // The threads whose share of an SM's registers a thread gets. Small blocks take no more than they need, so that
-  // beside them there is room for the decode path's merging kernel, behind which they may wait.
+  // Registers of a thread after setmaxnreg; together no more than the launch has allocated.
+  static constexpr int kProducerRegisters = kConsumerWarpgroups == 3 ? 32 : kHeadDim == 256 ? 40 : 56;
+  static constexpr int kConsumerRegisters = kConsumerWarpgroups == 3 ? 160 : kHeadDim == 256 ? 232 : 224;
+  // For __launch_bounds__: the registers of a thread are an SM's divided by this. At least 384, so that small CTAs
+  // leave room beside them for the decode path's combine kernel, behind which they may wait.
   static constexpr int kRegisterThreads = kThreads < 384 ? 384 : kThreads;
-  // Registers of a thread, in place of those that the launch gives each; together no more than an SM has.
-  static constexpr int kProducerRegisters = kConsumers == 3 ? 32 : kDim == 256 ? 40 : 56;
-  static constexpr int kConsumerRegisters = kConsumers == 3 ? 160 : kDim == 256 ? 232 : 224;
+};
 
-  // A place in a ring, and how often the ring has been gone around, in its lowest bit.
-  template <int kStages, int kRing, int kStart = 0, int kStep = 1>
-  struct PipelineState {
-    int stage = kStart;
-    uint32_t phase = 0;
-    __device__ void Advance() {
-      stage += kStep;
-      if (stage >= kStages) {
-        stage -= kStages;
-        phase ^= 1;
-      }
-    }
-    __device__ uint32_t Barrier(uint32_t barriers) const { return barriers + (kRing + stage) * 16; }
-    __device__ uint32_t Barrier(uint32_t barriers, int part, int parts) const {
-      return barriers + (kRing + stage * parts + part) * 16;
-    }
-  };
-  using QueryState = PipelineState<kQueryStages, kQueryRing>;
-  using KeyState = std::conditional_t<kSharedRing, PipelineState<kKeyStages + kValueStages, kKeyRing, 0, 2>,
-                                      PipelineState<kKeyStages, kKeyRing>>;
-  using ValueState = std::conditional_t<kSharedRing, PipelineState<kKeyStages + kValueStages, kKeyRing, 1, 2>,
-                                        PipelineState<kValueStages, kValueRing>>;
-  using TileState = PipelineState<kTileStages, kTileRing>;
+// ---- What all warps of a CTA know
+template <typename Traits>
+struct TmaCta {
+  using SharedStorage = typename Traits::SharedStorage;
+  using TileStage = typename Traits::TileStage;
 
-  const TmaParams& tma;
-  const PagedAttentionParams& params;
-  char* const shared;  // aligned to 1024 bytes
-  const uint32_t shared_address;
-  const int thread = static_cast<int>(threadIdx.x) % kWarpgroupThreads;  // in the warpgroup
+  const TmaParams& params;
+  const PagedAttentionParams& attention;
+  char* const shared;             // SharedStorage, aligned to 1024 bytes
+  const uint32_t shared_address;  // wgmma, TMA and barriers take 32-bit shared-memory addresses
+  const int thread = static_cast<int>(threadIdx.x) % Traits::kWarpgroupThreads;  // in the warpgroup
   const int lane = static_cast<int>(threadIdx.x) % 32;
 
-  __device__ TmaTraits(const TmaParams& tma, char* shared)
-      : tma(tma), params(tma.attention), shared(shared), shared_address(SharedAddress(shared)) {}
+  const Pipeline<typename Traits::QueryState, Traits::kConsumerWarpgroups> query;  // a part for each warpgroup's rows
+  const Pipeline<typename Traits::KeyState> keys;
+  const Pipeline<typename Traits::ValueState> values;
+  const Pipeline<typename Traits::TileState> tiles;
+  const Pipeline<typename Traits::TileState> checked;
 
-  template <typename State>
-  __device__ uint32_t Full(State place) const {
-    return place.Barrier(shared_address + kBarrierStart);
+  __device__ TmaCta(const TmaParams& params, char* shared)
+      : params(params),
+        attention(params.attention),
+        shared(shared),
+        shared_address(SharedAddress(shared)),
+        query{Address(offsetof(SharedStorage, q_barriers))},
+        keys{Address(offsetof(SharedStorage, kv_barriers))},
+        values{Address(offsetof(SharedStorage, kv_barriers) + Traits::kFirstValueStage * sizeof(StageBarriers))},
+        tiles{Address(offsetof(SharedStorage, tile_barriers))},
+        checked{Address(offsetof(SharedStorage, checked_barriers))} {}
+
+  // One arrival for the warp.
+  __device__ void Arrive(uint32_t barrier) const { ArriveFromWarp(barrier, lane); }
+  __device__ uint32_t Address(size_t offset) const { return shared_address + static_cast<uint32_t>(offset); }
+  __device__ SharedStorage& Storage() const { return *reinterpret_cast<SharedStorage*>(shared); }
+  __device__ TileStage& Tile(typename Traits::TileState state) const { return Storage().tiles[state.stage]; }
+  // Addresses of a stage's data.
+  __device__ uint32_t Query(int stage) const {
+    return Address(offsetof(SharedStorage, q)) + stage * Traits::kQueryBytes;
   }
-  template <typename State>
-  __device__ uint32_t Empty(State place) const {
-    return Full(place) + 8;
+  __device__ uint32_t Keys(int stage) const {
+    return Address(offsetof(SharedStorage, kv)) + stage * Traits::kTileBytes;
   }
-  __device__ uint32_t FullQuery(QueryState place, int group) const {
-    return place.Barrier(shared_address + kBarrierStart, group, kConsumers);
-  }
-  __device__ uint32_t Checked(TileState place) const { return Full(place) + kTileStages * 16; }
-  __device__ uint32_t Single() const { return shared_address + kBarrierStart + kSingle * 16; }
-  __device__ TileStage& At(TileState place) const {
-    return reinterpret_cast<TileStage*>(shared + kTileStageStart)[place.stage];
-  }
-  // Byte offset of a chunk of a row, in slabs of `slab` bytes.
-  static __device__ int SwizzledOffset(int slab, int row, int chunk) {
-    return chunk / 8 * slab + row * 128 + ((chunk ^ row) & 7) * 16;
-  }
-  // Lets go of a stage or slot, for this warp.
-  __device__ void Release(uint32_t barrier) const {
-    __syncwarp();
-    if (lane == 0) ArriveBarrier(barrier);
+  __device__ uint32_t Values(int stage) const {
+    return Address(offsetof(SharedStorage, kv) + Traits::kFirstValueStage * Traits::kTileBytes) +
+           stage * Traits::kTileBytes;
   }
 };
 

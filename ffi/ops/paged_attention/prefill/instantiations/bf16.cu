@@ -7,7 +7,7 @@
 namespace xla_gpu {
 
 Status LaunchPrefillBF16(const PagedAttentionParams& params, Stream stream) {
-  return prefill::LaunchPrefill16Bit<__nv_bfloat16>(params, stream);
+  return prefill::Launch16Bit<__nv_bfloat16>(params, stream);
 }
 
 }  // namespace xla_gpu

@@ -7,7 +7,7 @@
 namespace xla_gpu {
 
 Status LaunchPrefillF16(const PagedAttentionParams& params, Stream stream) {
-  return prefill::LaunchPrefill16Bit<__half>(params, stream);
+  return prefill::Launch16Bit<__half>(params, stream);
 }
 
 }  // namespace xla_gpu

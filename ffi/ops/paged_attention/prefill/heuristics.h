@@ -1,0 +1,66 @@
+// Which instance of a prefill kernel a call takes, and with how many CTAs. From shapes alone, and the GPU's number of
+// SMs: the same call always makes the same launches.
+#ifndef XLA_GPU_OPS_PAGED_ATTENTION_PREFILL_HEURISTICS_H_
+#define XLA_GPU_OPS_PAGED_ATTENTION_PREFILL_HEURISTICS_H_
+
+#include <algorithm>
+#include <cstdint>
+
+#include "ffi/ops/paged_attention/decode/decode.h"
+#include "ffi/ops/paged_attention/paged_attention.h"
+#include "ffi/ops/paged_attention/prefill/split_kv.h"
+
+namespace xla_gpu::prefill {
+
+// CTAs of a single-tile kernel: one for each work tile that there can be, and one more for the padding rows. The grid
+// is that large rather than as large as the GPU, since the hardware hands out CTAs as others end: the even load of a
+// dynamic scheduler, without a counter in memory that must be reset.
+inline int64_t SingleTileCtas(const PagedAttentionParams& shapes, int tile_rows) {
+  const int64_t group = shapes.num_heads / shapes.num_kv_heads;
+  const int64_t prompts = std::min(shapes.max_seqs, shapes.num_tokens / (kMaxDecodeRows + 1));
+  // Only the last work tile of a prompt may be partly filled.
+  const int64_t tiles = shapes.num_tokens * group / tile_rows + prompts;
+  return tiles * shapes.num_kv_heads + 1;
+}
+
+// CTAs of the persistent kernel in x: as many as the GPU has SMs, or as there can be work tiles. Cross-CTA KV splits
+// are as many work tiles more.
+inline int64_t PersistentCtas(const PagedAttentionParams& shapes, const SplitAccumulatorLayout& layout, int tile_rows,
+                              int64_t sms) {
+  const int64_t ctas = std::min(sms, SplitAccumulatorLayout::kMaxCtas);
+  return layout.max_cross_cta > 0 ? ctas : std::min(SingleTileCtas(shapes, tile_rows), ctas);
+}
+
+// In y: each row of the grid plans some of the sequences.
+inline int64_t PersistentGridRows(const PagedAttentionParams& shapes) {
+  const int64_t sequences = SplitAccumulatorLayout::SequencesPerGridRow(shapes.head_dim);
+  return std::max<int64_t>(1, (shapes.max_seqs + sequences - 1) / sequences);
+}
+
+// CTAs of the combine kernel, whose warps take one row after the other.
+inline int64_t CombineCtas(const SplitAccumulatorLayout& layout, int cta_warps, int64_t sms) {
+  return std::min((layout.rows_per_split + cta_warps - 1) / cta_warps,
+                  8 * std::min(sms, SplitAccumulatorLayout::kMaxCtas));
+}
+
+// Rows of a work tile of the TMA kernel at head_dim 128: 192, 128 or 64. Small work tiles, of which there are more,
+// where large ones would leave SMs idle. All three give the same bits, so the shapes of a batch may decide.
+inline int TmaTileRowsDim128(const PagedAttentionParams& shapes, int64_t sms) {
+  constexpr int64_t kLargeRows = 192;
+  constexpr int64_t kFewRows = 512;                        // of a kv head, in all sequences
+  constexpr int64_t kSmallCacheBytes = int64_t{64} << 20;  // is read from DRAM once, and again from L2
+  constexpr int64_t kShortContext = 8192;
+  const int64_t rows = shapes.num_tokens * (shapes.num_heads / shapes.num_kv_heads);
+  const int64_t large_tiles = (rows + kLargeRows - 1) / kLargeRows * shapes.num_kv_heads;
+  const int64_t max_context = shapes.pages_per_seq * shapes.page_size;
+  // Large work tiles read long contexts less often; unless there are so few rows that the work tiles of a sequence read
+  // them at the same time.
+  const int64_t cache_bytes = 4 * shapes.max_seqs * max_context * shapes.num_kv_heads * shapes.head_dim;
+  if (rows <= kFewRows || (4 * large_tiles <= 3 * sms && cache_bytes <= kSmallCacheBytes)) return 64;
+  const int64_t rounds = max_context <= kShortContext ? 3 : 2;  // of large work tiles on all SMs
+  return large_tiles < rounds * sms ? 128 : 192;
+}
+
+}  // namespace xla_gpu::prefill
+
+#endif  // XLA_GPU_OPS_PAGED_ATTENTION_PREFILL_HEURISTICS_H_

@@ -1,0 +1,290 @@
+// The consumer warpgroups of the TMA prefill kernel (sm90_tma.cuh): each computes 64 rows of the CTA's work tiles.
+#ifndef XLA_GPU_OPS_PAGED_ATTENTION_PREFILL_SM90_TMA_CONSUMER_CUH_
+#define XLA_GPU_OPS_PAGED_ATTENTION_PREFILL_SM90_TMA_CONSUMER_CUH_
+
+#include <cstdint>
+
+#include "ffi/device/mbarrier.cuh"
+#include "ffi/device/wgmma.cuh"
+#include "ffi/ops/paged_attention/prefill/online_softmax.cuh"
+#include "ffi/ops/paged_attention/prefill/pipeline.cuh"
+#include "ffi/ops/paged_attention/prefill/sm90_tma_traits.cuh"
+
+namespace xla_gpu::prefill {
+
+template <typename Traits>
+struct TmaConsumer {
+  using T = typename Traits::Element;
+  using KeyState = typename Traits::KeyState;
+  using QueryState = typename Traits::QueryState;
+  using TileState = typename Traits::TileState;
+  using ValueState = typename Traits::ValueState;
+  // Numerators up to 2^8 fit float16 and bfloat16.
+  using Softmax = OnlineSoftmax</*kRowTiles=*/1, /*kRescaleThreshold=*/8>;
+  static constexpr int kTileKeys = Traits::kTileKeys;
+  static constexpr int kKeySteps = kTileKeys / 16;  // of the product with V
+  static constexpr int kKeyTiles = kTileKeys / 8;   // accumulator tiles of 8 columns, as the next
+  static constexpr int kDimTiles = Traits::kHeadDim / 8;
+  static constexpr int kWarpgroups = Traits::kConsumerWarpgroups;
+  static constexpr int kTurnBarrier = 1;  // named barriers 1 + i: warpgroup i's turn to start products
+
+  const TmaCta<Traits>& cta;
+  const int warpgroup;  // of the consumers
+
+  __device__ TmaConsumer(const TmaCta<Traits>& cta, int warpgroup) : cta(cta), warpgroup(warpgroup) {}
+
+  __device__ void Run() const {
+    if constexpr (Traits::kOverlap == Overlap::kIntraWarpgroup) {
+      ComputeIntraWarpgroup();
+    } else {
+      ComputeInterWarpgroup();
+    }
+  }
+
+ private:
+  // ---- Overlap::kInterWarpgroup: scores, softmax and values of one key tile after the other
+  __device__ void ComputeInterWarpgroup() const {
+    TileState work;
+    QueryState query;
+    KeyState key;
+    ValueState value;
+    const LogitTransform transform(cta.attention, /*kv_head=*/0);
+    Softmax softmax(warpgroup * 64 + cta.thread / 32 * 16);
+    for (;; work.Advance(), query.Advance()) {
+      cta.tiles.WaitFull(work);
+      if (cta.Tile(work).key_tiles == 0) return;
+      const typename Traits::KeyTileRange* const mine = &cta.Tile(work).warpgroups[warpgroup];
+      float o[1][kDimTiles][4];
+      Clear(o[0]);
+      softmax.Reset();
+      SkipKeyTiles(cta.Tile(work).last_key_tile - max(mine->last, mine->first - 1), &key, &value);
+      WaitQuery(query);
+      const int first = mine->first;
+      if (mine->last >= first) cta.keys.WaitFull(key);
+      for (int tile = mine->last; tile >= first; --tile) {
+        float s[1][kKeyTiles][4];
+        uint32_t p[kKeyTiles / 2][4];
+        WgmmaFence();
+        StartScores(query.stage, key.stage, s[0]);
+        WgmmaCommit();
+        // The wait at the loop's end was for the products with the values of the tile before.
+        if (tile < mine->last) {
+          cta.Arrive(cta.values.Empty(value));
+          value.Advance();
+        }
+        const bool mask = tile > mine->whole_last || tile < mine->whole_first;
+        WgmmaWait<0>();
+        WgmmaFenceOperand(s[0]);
+        cta.Arrive(cta.keys.Empty(key));
+        key.Advance();
+        if (tile == first) cta.Arrive(cta.query.Empty(query, warpgroup));
+        softmax.UpdateMax(cta.Tile(work).rows, transform, tile * kTileKeys, mask, s);
+        if (softmax.NeedsRescale()) softmax.Rescale(o);
+        // The products with the first values overlap with the other exponentials.
+        constexpr int kFirstSteps = kTileKeys / 32;
+        softmax.template Exponentials<0, kFirstSteps * 2>(transform, s);
+        PackNumerators<T, 0, kFirstSteps>(s[0], p);
+        cta.values.WaitFull(value);
+        WgmmaFence();
+        StartValues<0, kFirstSteps>(value.stage, p, o[0]);
+        WgmmaCommit();
+        softmax.template Exponentials<kFirstSteps * 2, kKeyTiles>(transform, s);
+        PackNumerators<T, kFirstSteps, kKeySteps>(s[0], p);
+        WgmmaFence();
+        StartValues<kFirstSteps, kKeySteps>(value.stage, p, o[0]);
+        WgmmaCommit();
+        if (tile > first) cta.keys.WaitFull(key);
+        WgmmaWait<0>();
+        WgmmaFenceOperand(o[0]);
+      }
+      if (mine->last >= first) {
+        cta.Arrive(cta.values.Empty(value));
+        value.Advance();
+      }
+      SkipKeyTiles(first - cta.Tile(work).first_key_tile, &key, &value);
+      if (mine->last < first) cta.Arrive(cta.query.Empty(query, warpgroup));
+      Store(work, softmax, transform, o);
+    }
+  }
+
+  // ---- Overlap::kIntraWarpgroup: the scores of each key tile beside the values of the one before
+  __device__ void ComputeIntraWarpgroup() const {
+    TileState work;
+    QueryState query;
+    KeyState key;
+    ValueState value;
+    cta.tiles.WaitFull(work);
+    int left = cta.Tile(work).key_tiles;  // whose scores have not been started
+    if (left == 0) return;
+    int position = cta.Tile(work).last_key_tile * kTileKeys;
+
+    // NOTE: kv_head only selects scales, which caches of 16-bit elements do not have.
+    const LogitTransform transform(cta.attention, /*kv_head=*/0);
+    Softmax softmax(warpgroup * 64 + cta.thread / 32 * 16);
+    float o[1][kDimTiles][4];
+    float s[1][kKeyTiles][4];
+    uint32_t p[kKeyTiles / 2][4];
+    Clear(o[0]);
+
+    // ---- The first scores
+    WaitQuery(query);
+    cta.keys.WaitFull(key);
+    WgmmaFence();
+    StartScores(query.stage, key.stage, s[0]);
+    WgmmaCommit();
+    if (warpgroup == kWarpgroups - 1) PassTurn();
+    WgmmaWait<0>();
+    WgmmaFenceOperand(s[0]);
+    cta.Arrive(cta.keys.Empty(key));
+    key.Advance();
+    if (--left == 0) cta.Arrive(cta.query.Empty(query, warpgroup));
+    softmax.Update(cta.Tile(work).rows, transform, position, NeedsMask(work, position), s);
+    PackNumerators<T>(s[0], p);
+
+    // ---- Scores of a key tile, and values of the one before
+    TileState ended = work;
+    for (;;) {
+      const bool ends = left == 0;  // p is of a work tile's last keys; the scores are the next one's first
+      if (ends) {
+        ended = work;
+        work.Advance();
+        query.Advance();
+        cta.tiles.WaitFull(work);
+        left = cta.Tile(work).key_tiles;
+        if (left == 0) break;
+        position = cta.Tile(work).last_key_tile * kTileKeys;
+        WaitQuery(query);
+      } else {
+        position -= kTileKeys;
+      }
+      const bool mask = NeedsMask(work, position);
+      cta.keys.WaitFull(key);
+      cta.values.WaitFull(value);
+      WaitTurn();
+      WgmmaFence();
+      StartScores(query.stage, key.stage, s[0]);
+      WgmmaCommit();
+      StartValues(value.stage, p, o[0]);
+      WgmmaCommit();
+      PassTurn();
+      WgmmaWait<1>();
+      WgmmaFenceOperand(s[0]);
+      cta.Arrive(cta.keys.Empty(key));
+      key.Advance();
+      if (--left == 0) cta.Arrive(cta.query.Empty(query, warpgroup));
+      const Softmax before = softmax;
+      if (ends) softmax.Reset();
+      softmax.Update(cta.Tile(work).rows, transform, position, mask, s);
+      // Never read. Without this use the assembler moves the exponentials behind the wait, which they are to overlap
+      // with.
+      softmax.StoreRowSums(cta.Storage().row_sums);
+      WgmmaWait<0>();
+      WgmmaFenceOperand(o[0]);
+      cta.Arrive(cta.values.Empty(value));
+      value.Advance();
+      if (ends) {
+        Store(ended, before, transform, o);
+        Clear(o[0]);
+      } else if (softmax.NeedsRescale()) {
+        softmax.Rescale(o);
+      }
+      PackNumerators<T>(s[0], p);
+    }
+
+    // ---- The last values
+    // One turn was passed before the first was waited for.
+    if (warpgroup == 0) WaitTurn();
+    cta.values.WaitFull(value);
+    WgmmaFence();
+    StartValues(value.stage, p, o[0]);
+    WgmmaCommit();
+    WgmmaWait<0>();
+    WgmmaFenceOperand(o[0]);
+    Store(ended, softmax, transform, o);
+  }
+
+  // ---- Barriers
+  __device__ void WaitQuery(QueryState query) const {
+    cta.query.WaitFull(query, warpgroup);
+    // cp.async writes Q through the generic proxy.
+    if (!cta.params.query_by_tma) FenceProxyAsync();
+  }
+
+  // Key tiles that only other warpgroups' rows see.
+  __device__ void SkipKeyTiles(int count, KeyState* key, ValueState* value) const {
+#pragma unroll 1
+    for (; count > 0; --count) {
+      cta.keys.WaitFull(*key);
+      cta.Arrive(cta.keys.Empty(*key));
+      key->Advance();
+      cta.values.WaitFull(*value);
+      cta.Arrive(cta.values.Empty(*value));
+      value->Advance();
+    }
+  }
+
+  __device__ void WaitTurn() const {
+    if (kWarpgroups > 1) NamedBarrierSync(kTurnBarrier + warpgroup, 2 * Traits::kWarpgroupThreads);
+  }
+  __device__ void PassTurn() const {
+    if (kWarpgroups > 1) {
+      NamedBarrierArrive(kTurnBarrier + (warpgroup + 1 == kWarpgroups ? 0 : warpgroup + 1),
+                         2 * Traits::kWarpgroupThreads);
+    }
+  }
+
+  // ---- Products
+  // s = Q · Kᵀ, in the background.
+  __device__ void StartScores(int query_stage, int key_stage, float (&s)[kKeyTiles][4]) const {
+    const uint64_t q = MakeSmemDescKMajor(cta.Query(query_stage) + warpgroup * Traits::kQueryWarpgroupBytes);
+    const uint64_t k = MakeSmemDescKMajor(cta.Keys(key_stage), Traits::kAtomRowBytes);
+#pragma unroll
+    for (int step = 0; step < Traits::kHeadDim / 16; ++step) {
+      WgmmaSS<T>(s, AdvanceSmemDesc(q, step / 4 * Traits::kQueryColumnBytes + step % 4 * 32),
+                 AdvanceSmemDesc(k, step / 4 * Traits::kAtomBytes + step % 4 * 32), step > 0);
+    }
+  }
+
+  // o += p · V over the key steps [kFirst, kEnd), in the background.
+  template <int kFirst = 0, int kEnd = kKeySteps>
+  __device__ void StartValues(int stage, const uint32_t (&p)[kKeyTiles / 2][4], float (&o)[kDimTiles][4]) const {
+    const uint64_t v = MakeSmemDescMnMajor(cta.Values(stage), Traits::kAtomBytes, Traits::kAtomRowBytes);
+#pragma unroll
+    for (int step = kFirst; step < kEnd; ++step) {
+      WgmmaRS<T>(o, p[step], AdvanceSmemDesc(v, step * 2 * Traits::kAtomRowBytes));
+    }
+  }
+
+  static __device__ void Clear(float (&o)[kDimTiles][4]) {
+#pragma unroll
+    for (int d = 0; d < kDimTiles; ++d) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) o[d][i] = 0.0f;
+    }
+  }
+
+  // ---- Mask and results
+  __device__ bool NeedsMask(TileState work, int position) const {
+    const typename Traits::Rows& rows = cta.Tile(work).rows;
+    return position + kTileKeys - 1 > rows.first_row_last_key || position < rows.last_row_first_key;
+  }
+
+  __device__ void Store(TileState work, Softmax softmax, const LogitTransform& transform,
+                        float (&o)[1][kDimTiles][4]) const {
+    cta.checked.WaitFull(work);
+    const typename Traits::TileStage& tile = cta.Tile(work);
+    const bool invalid_page = tile.invalid_page;
+    const SplitMode mode = tile.mode;
+    if (mode != 0) {
+      softmax.AccumulateAndSpill(tile.rows, transform, cta.params.accumulators, tile.accum_row, mode, invalid_page, o);
+    }
+    if ((mode & kSpill) == 0) {
+      softmax.template StoreFromRegisters<T>(cta.attention, tile.rows, transform, o, invalid_page);
+    }
+    cta.Arrive(cta.tiles.Empty(work));
+  }
+};
+
+}  // namespace xla_gpu::prefill
+
+#endif  // XLA_GPU_OPS_PAGED_ATTENTION_PREFILL_SM90_TMA_CONSUMER_CUH_
