@@ -5,6 +5,9 @@ jax.vmap, which calls the kernel once per example. They have no gradients: diffe
 ValueError. An error of a kernel is raised where JAX first waits for a result.
 """
 
+# `function` gives these declarations their bodies.
+# mypy: disable-error-code="empty-body"
+
 from __future__ import annotations
 
 from . import _jax  # noqa: F401 - first: it says which jax is needed
@@ -14,7 +17,8 @@ import jax
 import jax.typing
 
 from ._core.docstrings import docstring
-from ._jax import call, device_group
+from ._jax import device_group
+from ._jax.call import function, ragged
 from ._jax.device_group import DeviceGroup
 from .ops import _ragged_paged_attention as _ragged_paged_attention
 from .ops import all_reduce as _all_reduce
@@ -36,13 +40,12 @@ __all__ = [
 ]
 
 
-@docstring(_simple_add.OPERATOR.docstring)
+@function(_simple_add.OPERATOR)
 def simple_add(a: jax.typing.ArrayLike, b: jax.typing.ArrayLike) -> jax.Array:
     """Returns the element-wise sum a + b."""
-    return call.call(_simple_add.OPERATOR, a=a, b=b)
 
 
-@docstring(_paged_attention.OPERATOR.docstring)
+@function(_paged_attention.OPERATOR)
 def paged_attention(
     query: jax.typing.ArrayLike,
     kv_cache: jax.typing.ArrayLike,
@@ -59,24 +62,9 @@ def paged_attention(
     sinks: jax.typing.ArrayLike | None = None,
 ) -> jax.Array:
     """Computes attention of the new tokens of a ragged batch over a paged KV cache."""
-    return call.call(
-        _paged_attention.OPERATOR,
-        query=query,
-        kv_cache=kv_cache,
-        context_lens=context_lens,
-        block_tables=block_tables,
-        query_start_loc=query_start_loc,
-        num_seqs=call.num_seqs_array("paged_attention", num_seqs, context_lens),
-        scale=scale,
-        sliding_window=sliding_window,
-        soft_cap=soft_cap,
-        k_scale=k_scale,
-        v_scale=v_scale,
-        sinks=sinks,
-    )
 
 
-@docstring(_paged_attention.OPERATOR_WITH_LSE.docstring)
+@function(_paged_attention.OPERATOR_WITH_LSE)
 def paged_attention_with_lse(
     query: jax.typing.ArrayLike,
     kv_cache: jax.typing.ArrayLike,
@@ -93,25 +81,9 @@ def paged_attention_with_lse(
     sinks: jax.typing.ArrayLike | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Computes paged_attention and the log-sum-exp of each row's scores."""
-    out, lse = call.call(
-        _paged_attention.OPERATOR_WITH_LSE,
-        query=query,
-        kv_cache=kv_cache,
-        context_lens=context_lens,
-        block_tables=block_tables,
-        query_start_loc=query_start_loc,
-        num_seqs=call.num_seqs_array("paged_attention_with_lse", num_seqs, context_lens),
-        scale=scale,
-        sliding_window=sliding_window,
-        soft_cap=soft_cap,
-        k_scale=k_scale,
-        v_scale=v_scale,
-        sinks=sinks,
-    )
-    return out, lse
 
 
-@docstring(_merge_attention_states.OPERATOR.docstring)
+@function(_merge_attention_states.OPERATOR)
 def merge_attention_states(
     out_a: jax.typing.ArrayLike,
     lse_a: jax.typing.ArrayLike,
@@ -119,11 +91,9 @@ def merge_attention_states(
     lse_b: jax.typing.ArrayLike,
 ) -> tuple[jax.Array, jax.Array]:
     """Merges two attention states into one."""
-    out, lse = call.call(_merge_attention_states.OPERATOR, out_a=out_a, lse_a=lse_a, out_b=out_b, lse_b=lse_b)
-    return out, lse
 
 
-@docstring(_reshape_and_cache.OPERATOR.docstring)
+@function(_reshape_and_cache.OPERATOR)
 def reshape_and_cache(
     key: jax.typing.ArrayLike,
     value: jax.typing.ArrayLike,
@@ -138,18 +108,9 @@ def reshape_and_cache(
     The cache is updated in place, without a copy, where XLA may reuse its buffer: donate it
     (``jax.jit(step, donate_argnames="kv_cache")``), or carry it through jax.lax.scan.
     """
-    return call.call(
-        _reshape_and_cache.OPERATOR,
-        key=key,
-        value=value,
-        kv_cache=kv_cache,
-        slot_mapping=slot_mapping,
-        k_scale=k_scale,
-        v_scale=v_scale,
-    )
 
 
-@docstring(_ragged_paged_attention.OPERATOR.docstring)
+@function(_ragged_paged_attention.OPERATOR, ragged)
 def ragged_paged_attention(
     q: jax.typing.ArrayLike,
     kv_pages: jax.typing.ArrayLike,
@@ -169,24 +130,6 @@ def ragged_paged_attention(
     vmem_limit_bytes: int | None = None,
 ) -> jax.Array:
     """Computes paged_attention, with the name and the parameters of torch_xla's operator for TPUs."""
-    return call.ragged(
-        q=q,
-        kv_pages=kv_pages,
-        kv_lens=kv_lens,
-        page_indices=page_indices,
-        cu_q_lens=cu_q_lens,
-        num_seqs=call.num_seqs_array("ragged_paged_attention", num_seqs, kv_lens),
-        sm_scale=sm_scale,
-        sliding_window=sliding_window,
-        soft_cap=soft_cap,
-        mask_value=mask_value,
-        k_scale=k_scale,
-        v_scale=v_scale,
-        use_kernel=use_kernel,
-        num_kv_pages_per_block=num_kv_pages_per_block,
-        num_queries_per_block=num_queries_per_block,
-        vmem_limit_bytes=vmem_limit_bytes,
-    )
 
 
 @docstring(_all_reduce.OPERATOR.docstring)

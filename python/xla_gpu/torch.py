@@ -13,6 +13,9 @@ documentation, and take num_seqs as a Python int too. All of them share these ru
   ``torch_xla.core.xla_model.wait_device_ops()``.
 """
 
+# `function` gives these declarations their bodies.
+# mypy: disable-error-code="empty-body"
+
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -25,8 +28,9 @@ import torch
 
 from ._core.docstrings import docstring
 from ._runtime import targets
-from ._torch import dispatch, operators, process_group
+from ._torch import process_group
 from ._torch.ffi_call import FfiCall
+from ._torch.functions import function
 from ._torch_xla import lowering
 from .ops import _ragged_paged_attention as _ragged_paged_attention
 from .ops import all_reduce as _all_reduce
@@ -53,13 +57,12 @@ __all__ = [
 # ---- Operators -------------------------------------------------------------------------------------------------------
 
 
-@docstring(_simple_add.OPERATOR.docstring)
+@function(_simple_add.OPERATOR)
 def simple_add(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """Returns the element-wise sum a + b."""
-    return dispatch.call(_simple_add.OPERATOR, a, b)
 
 
-@docstring(_paged_attention.OPERATOR.docstring)
+@function(_paged_attention.OPERATOR)
 def paged_attention(
     query: torch.Tensor,
     kv_cache: torch.Tensor,
@@ -76,20 +79,9 @@ def paged_attention(
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Computes attention of the new tokens of a ragged batch over a paged KV cache."""
-    return dispatch.call(
-        _paged_attention.OPERATOR,
-        *(query, kv_cache, context_lens, block_tables, query_start_loc),
-        operators.num_seqs_tensor("paged_attention", num_seqs, context_lens),
-        scale=scale,
-        sliding_window=sliding_window,
-        soft_cap=soft_cap,
-        k_scale=k_scale,
-        v_scale=v_scale,
-        sinks=sinks,
-    )
 
 
-@docstring(_paged_attention.OPERATOR_WITH_LSE.docstring)
+@function(_paged_attention.OPERATOR_WITH_LSE)
 def paged_attention_with_lse(
     query: torch.Tensor,
     kv_cache: torch.Tensor,
@@ -106,30 +98,16 @@ def paged_attention_with_lse(
     sinks: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Computes paged_attention and the log-sum-exp of each row's scores."""
-    out, lse = dispatch.call(
-        _paged_attention.OPERATOR_WITH_LSE,
-        *(query, kv_cache, context_lens, block_tables, query_start_loc),
-        operators.num_seqs_tensor("paged_attention_with_lse", num_seqs, context_lens),
-        scale=scale,
-        sliding_window=sliding_window,
-        soft_cap=soft_cap,
-        k_scale=k_scale,
-        v_scale=v_scale,
-        sinks=sinks,
-    )
-    return out, lse
 
 
-@docstring(_merge_attention_states.OPERATOR.docstring)
+@function(_merge_attention_states.OPERATOR)
 def merge_attention_states(
     out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Merges two attention states into one."""
-    out, lse = dispatch.call(_merge_attention_states.OPERATOR, out_a, lse_a, out_b, lse_b)
-    return out, lse
 
 
-@docstring(_reshape_and_cache.OPERATOR.docstring)
+@function(_reshape_and_cache.OPERATOR)
 def reshape_and_cache(
     key: torch.Tensor,
     value: torch.Tensor,
@@ -140,12 +118,9 @@ def reshape_and_cache(
     v_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Returns a paged KV cache with new keys and values stored; ``reshape_and_cache_`` updates it in place."""
-    return dispatch.call(
-        _reshape_and_cache.OPERATOR, key, value, kv_cache, slot_mapping, k_scale=k_scale, v_scale=v_scale
-    )
 
 
-@docstring(_reshape_and_cache.OPERATOR.docstring)
+@function(_reshape_and_cache.OPERATOR, in_place=True)
 def reshape_and_cache_(
     key: torch.Tensor,
     value: torch.Tensor,
@@ -163,15 +138,9 @@ def reshape_and_cache_(
     materialised yet shares the buffer and is lost with it: call ``torch_xla.sync()`` between clone() and a compiled
     function that updates the cache.
     """
-    return dispatch.call(
-        *(_reshape_and_cache.OPERATOR, key, value, kv_cache, slot_mapping),
-        in_place=True,
-        k_scale=k_scale,
-        v_scale=v_scale,
-    )
 
 
-@docstring(_ragged_paged_attention.OPERATOR.docstring)
+@function(_ragged_paged_attention.OPERATOR)
 def ragged_paged_attention(
     q: torch.Tensor,
     kv_pages: torch.Tensor,
@@ -191,21 +160,6 @@ def ragged_paged_attention(
     vmem_limit_bytes: int | None = None,
 ) -> torch.Tensor:
     """Computes paged_attention, with the name and the parameters of torch_xla's operator for TPUs."""
-    return dispatch.call(
-        _ragged_paged_attention.OPERATOR,
-        *(q, kv_pages, kv_lens, page_indices, cu_q_lens),
-        operators.num_seqs_tensor("ragged_paged_attention", num_seqs, kv_lens),
-        sm_scale=sm_scale,
-        sliding_window=sliding_window,
-        soft_cap=soft_cap,
-        mask_value=mask_value,
-        k_scale=k_scale,
-        v_scale=v_scale,
-        use_kernel=use_kernel,
-        num_kv_pages_per_block=num_kv_pages_per_block,
-        num_queries_per_block=num_queries_per_block,
-        vmem_limit_bytes=vmem_limit_bytes,
-    )
 
 
 @docstring(_all_reduce.OPERATOR.docstring)

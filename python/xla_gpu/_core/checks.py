@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from .operator import ArraySpec
+from .operator import ArraySpec, IntOperand
 
 FLOATS = ("float32", "float16", "bfloat16")
 FLOAT8S = ("float8_e4m3fn", "float8_e5m2")
@@ -67,6 +67,12 @@ class Checks:
         if number > maximum:
             raise self.value_error(argument, f"an int <= {maximum}", number)
         return number
+
+    def int_operand(self, operand: IntOperand, value: Any, bounding_shape: Sequence[int]) -> int:
+        """An int given for ``operand``; ``bounding_shape`` is that of the array that bounds it."""
+        if len(bounding_shape) != 1:  # which is an error of that array's, with a text of its own
+            return self.integer(operand.name, value, 0)
+        return self.integer(operand.name, value, 0, bounding_shape[0])
 
     def float32(self, argument: str, value: Any, positive: bool = False) -> np.float32:
         """``value`` rounded to float32, the type in which handlers take numbers; finite, and > 0 if ``positive``."""

@@ -64,6 +64,13 @@ class Signature:
     extra_operands: Mapping[str, ArraySpec] = field(default_factory=dict)  # which front ends add after the arguments
 
 
+class IntOperand(NamedTuple):
+    """An operand int32[1] that the front ends' functions take as an int too."""
+
+    name: str
+    bounded_by: str  # the array [n] whose n is the largest value
+
+
 _ARGUMENT = re.compile(r"(?P<type>\w+)\??(?:\[\])? (?P<name>\w+)(?:=[^,)]*)?(?=[,)])")
 
 
@@ -81,6 +88,7 @@ class Operator:
       in_place: the operand whose memory the only result replaces. The custom call aliases the two, and PyTorch gets
         ``<name>_``, which updates that operand.
       has_scratch: the target takes scratch memory as a last result, of the size that its handler table row computes.
+      int_operands: the operands that may be ints.
       target: of the handler; by default ``xla_gpu_<name>``.
     """
 
@@ -90,6 +98,7 @@ class Operator:
     docstring: str = ""
     in_place: str | None = None
     has_scratch: bool = False
+    int_operands: tuple[IntOperand, ...] = ()
     target: str = ""
 
     def __post_init__(self) -> None:

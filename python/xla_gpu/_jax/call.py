@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from .._core.attributes import numpy_value
-from .._core.operator import ArraySpec, OpCall, Operator, check_inputs_requested
+from .._core.checks import Checks
+from .._core.docstrings import docstring
+from .._core.operator import ArraySpec, IntOperand, OpCall, Operator, check_inputs_requested
 from .._runtime import library, targets
 from .._runtime.scratch import all_results
 from ..errors import TargetError
 from ..ops import _ragged_paged_attention as ragged_paged_attention
-from ..ops.paged_attention import num_seqs_number
 from . import reference
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+_Run = Callable[[OpCall, list[Any], dict[str, Any]], Any]
 
 
 def call(operator: Operator, *, reduced_axes: frozenset[str] = frozenset(), **arguments: Any) -> Any:
@@ -25,9 +30,35 @@ def call(operator: Operator, *, reduced_axes: frozenset[str] = frozenset(), **ar
     return _run(*_bind(operator, arguments), reduced_axes)
 
 
-def ragged(**arguments: Any) -> Any:
+def function(operator: Operator, run_call: _Run | None = None) -> Callable[[_Function], _Function]:
+    """Makes a function that calls ``operator`` of a declaration: a signature and a docstring.
+
+    ``run_call(call, arrays, arguments)``, if given, makes the results.
+    """
+
+    def decorate(declaration: _Function) -> _Function:
+        signature = inspect.signature(declaration)
+
+        @functools.wraps(declaration)
+        def function(*args: Any, **kwargs: Any) -> Any:
+            try:
+                bound = signature.bind(*args, **kwargs)
+            except TypeError as error:
+                raise TypeError(f"{operator.name}: {error}") from None
+            bound.apply_defaults()
+            arguments = bound.arguments
+            for operand in operator.int_operands:
+                arguments[operand.name] = _int32(operator, operand, arguments)
+            op_call, arrays = _bind(operator, arguments)
+            return _run(op_call, arrays) if run_call is None else run_call(op_call, arrays, arguments)
+
+        return docstring(operator.docstring)(function)  # type: ignore[return-value]
+
+    return decorate
+
+
+def ragged(call: OpCall, arrays: list[Any], arguments: dict[str, Any]) -> Any:
     """ragged_paged_attention: numbers where paged_attention takes arrays."""
-    bound, arrays = _bind(ragged_paged_attention.OPERATOR, arguments)
     k_scale, v_scale = (ragged_paged_attention.number(name, arguments[name]) for name in ("k_scale", "v_scale"))
     if not arguments["use_kernel"]:
         return reference.ragged_paged_attention(
@@ -38,17 +69,19 @@ def ragged(**arguments: Any) -> Any:
             k_scale=k_scale,
             v_scale=v_scale,
         )
-    if ragged_paged_attention.has_float8_cache(bound.operands[1]):  # the handler applies the scales
-        return _run(bound, [*arrays, *(jnp.full((1,), scale, jnp.float32) for scale in (k_scale, v_scale))])
-    out = _run(bound, arrays)  # k_scale is a factor of scale already
+    if call.operands[len(arrays) :]:  # a float8 cache: the handler applies the scales
+        return _run(call, [*arrays, *(jnp.full((1,), scale, jnp.float32) for scale in (k_scale, v_scale))])
+    out = _run(call, arrays)  # k_scale is a factor of scale already
     return out if v_scale == 1.0 else (out.astype(jnp.float32) * v_scale).astype(out.dtype)
 
 
-def num_seqs_array(name: str, num_seqs: Any, context_lens: Any) -> Any:
-    """``num_seqs`` as int32[1]."""
-    if hasattr(num_seqs, "shape") and not isinstance(num_seqs, np.generic):
-        return num_seqs
-    return jnp.full((1,), num_seqs_number(name, num_seqs, np.shape(context_lens)), jnp.int32)
+def _int32(operator: Operator, operand: IntOperand, arguments: dict[str, Any]) -> Any:
+    """The argument for ``operand``, where it is an int as int32[1]."""
+    value = arguments[operand.name]
+    if hasattr(value, "shape") and not isinstance(value, np.generic):
+        return value
+    bounding_shape = np.shape(arguments[operand.bounded_by])
+    return jnp.full((1,), Checks(operator.name).int_operand(operand, value, bounding_shape), jnp.int32)
 
 
 def _bind(operator: Operator, arguments: dict[str, Any]) -> tuple[OpCall, list[Any]]:
@@ -62,12 +95,12 @@ def _bind(operator: Operator, arguments: dict[str, Any]) -> tuple[OpCall, list[A
     return operator.bind(**values, check_inputs=check_inputs_requested()), arrays
 
 
-def _run(bound: OpCall, arrays: list[Any], reduced_axes: frozenset[str] = frozenset()) -> Any:
+def _run(call: OpCall, arrays: list[Any], reduced_axes: frozenset[str] = frozenset()) -> Any:
     """``reduced_axes``: mesh axes along which the results are the same, whatever the operands are."""
     axes = _varying_axes(arrays) - reduced_axes
     # What says over which mesh the results vary must not outlive that mesh's context.
-    function = _function.__wrapped__(bound, axes) if axes else _function(bound, axes)
-    results = function(*arrays)[: len(bound.results)]
+    function = _function.__wrapped__(call, axes) if axes else _function(call, axes)
+    results = function(*arrays)[: len(call.results)]
     return results[0] if len(results) == 1 else tuple(results)
 
 

@@ -69,7 +69,7 @@ def _refusing_gradients(name: str, schema: str) -> Callable[..., Any]:
     """
     names = [argument.name for argument in torch._C.parse_schema(f"_{schema}").arguments]
     operator = getattr(torch.ops.xla_gpu, name).default
-    public_name = name.removeprefix("_")
+    public_name = name.strip("_")
 
     def before(*args: Any, **kwargs: Any) -> Any:
         if torch.is_grad_enabled() or forward_ad._current_level >= 0:
@@ -129,7 +129,7 @@ def _define_in_place(operator: Operator, operand: str) -> None:
 
     def update(*args: Any, **kwargs: Any) -> torch.Tensor:
         target: torch.Tensor = args[index] if index < len(args) else kwargs[operand]
-        if target.device.type == "xla":
+        if isinstance(target, torch.Tensor) and target.device.type == "xla":
             torch.ops.xla.dynamo_set_buffer_donor_(target, True)
             return target.copy_(functional(*args, **kwargs))
         mutating(*args, **kwargs)
@@ -137,23 +137,6 @@ def _define_in_place(operator: Operator, operand: str) -> None:
 
     LIBRARY.define(f"{name}_{arguments} -> Tensor(a!)", tags=(torch.Tag.pt2_compliant_tag,))
     LIBRARY.impl(f"{name}_", update, "CompositeImplicitAutograd")
-
-
-def call(operator: Operator, *args: Any, in_place: bool = False, **kwargs: Any) -> Any:
-    """Calls an operator, or its in-place form, for the functions of xla_gpu.torch.
-
-    The dispatcher's own texts about arguments of a wrong type name neither what was expected nor our documentation's
-    types; the declaration's do.
-    """
-    try:
-        return getattr(torch.ops.xla_gpu, f"{operator.name}_" if in_place else operator.name)(*args, **kwargs)
-    except RuntimeError:
-        values = dict(zip(operator.arguments, args, strict=False), **kwargs)
-        for name in operator.operands:
-            if isinstance(values.get(name), torch.Tensor):
-                values[name] = spec(f"{operator.name}: {name}", values[name])
-        operator.bind(**values)
-        raise
 
 
 def _unpacked(results: Results) -> Any:

@@ -9,7 +9,6 @@ import torch
 from .._core.operator import OpCall
 from ..ops import OPERATORS
 from ..ops import _ragged_paged_attention as ragged_paged_attention
-from ..ops.paged_attention import num_seqs_number
 from . import reference
 from .dispatch import Results, define_operator, run
 from .tensors import check_operands
@@ -29,7 +28,7 @@ def _ragged(call: OpCall, tensors: list[torch.Tensor], arguments: dict[str, Any]
             k_scale=k_scale,
             v_scale=v_scale,
         )
-    elif ragged_paged_attention.has_float8_cache(call.operands[1]):  # the handler applies the scales
+    elif call.operands[len(tensors) :]:  # a float8 cache: the handler applies the scales
         device = tensors[0].device
         scales = [torch.full((1,), scale, dtype=torch.float32, device=device) for scale in (k_scale, v_scale)]
         (out,) = run(call, [*tensors, *scales])
@@ -43,19 +42,3 @@ def _ragged(call: OpCall, tensors: list[torch.Tensor], arguments: dict[str, Any]
 for _operator in OPERATORS:
     define_operator(_operator)
 define_operator(ragged_paged_attention.OPERATOR, _ragged)
-
-
-# ---- num_seqs as a number --------------------------------------------------------------------------------------------
-
-
-def num_seqs_tensor(name: str, num_seqs: torch.Tensor | int, context_lens: torch.Tensor) -> torch.Tensor:
-    """``num_seqs`` as int32[1] on the device of ``context_lens``."""
-    if isinstance(num_seqs, torch.Tensor) or not isinstance(context_lens, torch.Tensor):
-        return num_seqs  # or whatever it is: the operator says what is wrong with context_lens
-    number = num_seqs_number(name, num_seqs, context_lens.shape)
-    device = context_lens.device
-    if device.type == "xla" and not torch.compiler.is_compiling():
-        # An upload: as a constant of the lazy graph every number would be compiled anew.
-        return torch.tensor([number], dtype=torch.int32).to(device)
-    # No upload here: it would wait for the device, and cannot be captured into a CUDA graph.
-    return torch.full((1,), number, dtype=torch.int32, device=device)

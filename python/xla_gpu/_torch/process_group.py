@@ -8,7 +8,7 @@ import torch
 import torch.distributed
 
 from .._core.operator import Operator
-from . import dispatch
+from . import functions
 
 
 def run(operator: Operator, group: Any, x: torch.Tensor, *rest: torch.Tensor, **options: Any) -> Any:
@@ -20,7 +20,7 @@ def run(operator: Operator, group: Any, x: torch.Tensor, *rest: torch.Tensor, **
             f"{operator.name}: x: expected a CPU or CUDA tensor, got one on {x.device}: torch_xla's collectives "
             "(torch_xla.core.xla_model.all_reduce, or SPMD's own) are the way there"
         )
-    return dispatch.call(operator, _gather(operator.name, group, x), *rest, **options)
+    return functions.call(operator, _gather(operator.name, group, x), *rest, **options)
 
 
 def _gather(name: str, group: Any, x: torch.Tensor) -> torch.Tensor:

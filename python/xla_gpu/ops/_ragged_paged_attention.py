@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from .._core.checks import FLOAT8S, Checks
-from .._core.operator import ArraySpec, Operator, Signature
+from .._core.operator import ArraySpec, IntOperand, Operator, Signature
 from . import paged_attention
 
 _DOCSTRING = """
@@ -58,11 +58,6 @@ def number(argument: str, value: float | None) -> float:
     return 1.0 if value is None else float(_check.float32(argument, value))
 
 
-def has_float8_cache(kv_pages: ArraySpec) -> bool:
-    """Whether k_scale and v_scale become operands of the custom call; otherwise they are folded into other factors."""
-    return kv_pages.dtype in FLOAT8S
-
-
 def _signature(
     q: ArraySpec,
     kv_pages: ArraySpec,
@@ -88,7 +83,7 @@ def _signature(
         raise _check.value_error("kv_pages", "rank 4 [num_pages, page_size, 2 * num_kv_heads, head_dim]", kv_pages)
     scales: dict[str, ArraySpec] = {}
     k_factor, _ = number("k_scale", k_scale), number("v_scale", v_scale)
-    if has_float8_cache(kv_pages):
+    if kv_pages.dtype in FLOAT8S:  # the scales are operands; otherwise factors of scale and of the result
         scales = {"k_scale": ONE, "v_scale": ONE}
         k_factor = 1.0
     signature = paged_attention.signature(
@@ -113,5 +108,6 @@ OPERATOR = Operator(
     _signature,
     _DOCSTRING,
     has_scratch=True,
+    int_operands=(IntOperand("num_seqs", bounded_by="kv_lens"),),
     target=paged_attention.OPERATOR.target,
 )

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
 from .._core.checks import FLOATS, Checks
-from .._core.operator import ArraySpec, Operator, Signature
+from .._core.operator import ArraySpec, IntOperand, Operator, Signature
 from ._cache import check_cache, check_scales
 
 _DOCSTRING = """
@@ -143,14 +141,6 @@ def signature(
     return Signature(results=(query, *lse), attributes=attributes)
 
 
-def num_seqs_number(name: str, num_seqs: Any, context_lens_shape: Sequence[int]) -> int:
-    """``num_seqs`` given as a number, checked."""
-    check = Checks(name)
-    if len(context_lens_shape) != 1:  # the check of context_lens itself says more
-        return check.integer("num_seqs", num_seqs, 0)
-    return check.integer("num_seqs", num_seqs, 0, context_lens_shape[0])
-
-
 def _operator(name: str, returns: str, docstring: str, *, with_lse: bool) -> Operator:
     return Operator(
         name,
@@ -158,6 +148,7 @@ def _operator(name: str, returns: str, docstring: str, *, with_lse: bool) -> Ope
         functools.partial(signature, Checks(name), with_lse),
         docstring,
         has_scratch=True,
+        int_operands=(IntOperand("num_seqs", bounded_by="context_lens"),),
     )
 
 

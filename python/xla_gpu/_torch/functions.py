@@ -1,0 +1,101 @@
+"""The functions of xla_gpu.torch: operators called with Python's conventions and their declarations' error texts."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+
+from .._core.checks import Checks
+from .._core.docstrings import docstring
+from .._core.operator import IntOperand, Operator
+from . import operators  # noqa: F401 - defines torch.ops.xla_gpu.*
+from .tensors import spec
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def function(operator: Operator, in_place: bool = False) -> Callable[[_Function], _Function]:
+    """Makes a function that calls ``operator``, or its in-place form, of a declaration: a signature and a docstring."""
+
+    def decorate(declaration: _Function) -> _Function:
+        overloads = getattr(torch.ops.xla_gpu, f"{operator.name}_" if in_place else operator.name)
+        signature = inspect.signature(declaration)
+        int_operands = [_IntOperand(operator, operand) for operand in operator.int_operands]
+
+        @functools.wraps(declaration)
+        def function(*args: Any, **kwargs: Any) -> Any:
+            for operand in int_operands:
+                args, kwargs = operand.as_tensor(args, kwargs)
+            try:
+                return overloads(*args, **kwargs)
+            except RuntimeError:
+                _check(operator, signature, args, kwargs)
+                raise
+
+        return docstring(operator.docstring)(function)  # type: ignore[return-value]
+
+    return decorate
+
+
+def call(operator: Operator, *args: Any, **kwargs: Any) -> Any:
+    """Calls ``operator``, for functions with a body of their own."""
+    try:
+        return getattr(torch.ops.xla_gpu, operator.name)(*args, **kwargs)
+    except RuntimeError:
+        _check_values(operator, dict(zip(operator.arguments, args, strict=False), **kwargs))
+        raise
+
+
+# The dispatcher's own texts about arguments of a wrong type name neither what was expected nor our documentation's types.
+# So where it raises, the declaration's checks are asked first.
+
+
+def _check(operator: Operator, signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raises what the declaration says against the arguments, if anything."""
+    try:
+        values = signature.bind(*args, **kwargs).arguments
+    except TypeError as error:
+        raise TypeError(f"{operator.name}: {error}") from None
+    _check_values(operator, values)
+
+
+def _check_values(operator: Operator, values: dict[str, Any]) -> None:
+    for name in operator.operands:
+        if isinstance(values.get(name), torch.Tensor):
+            values[name] = spec(f"{operator.name}: {name}", values[name])
+    operator.bind(**values)
+
+
+class _IntOperand:
+    """An operand that may be an int."""
+
+    def __init__(self, operator: Operator, operand: IntOperand) -> None:
+        self._checks, self._operand = Checks(operator.name), operand
+        self._name, self._bounding_name = operand
+        self._index, self._bounding_index = map(operator.arguments.index, operand)
+
+    def as_tensor(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments, with an int as int32[1] on the device of the array that bounds it."""
+        index = self._index
+        value = args[index] if index < len(args) else kwargs.get(self._name)
+        if isinstance(value, torch.Tensor):
+            return args, kwargs
+        bounding = args[self._bounding_index] if self._bounding_index < len(args) else kwargs.get(self._bounding_name)
+        if not isinstance(bounding, torch.Tensor):  # the operator says what is wrong with it
+            return args, kwargs
+        tensor = _int32(self._checks.int_operand(self._operand, value, bounding.shape), bounding.device)
+        if index < len(args):
+            return (*args[:index], tensor, *args[index + 1 :]), kwargs
+        return args, {**kwargs, self._name: tensor}
+
+
+def _int32(number: int, device: torch.device) -> torch.Tensor:
+    if device.type == "xla" and not torch.compiler.is_compiling():
+        # An upload: as a constant of the lazy graph every number would be compiled anew.
+        return torch.tensor([number], dtype=torch.int32).to(device)
+    # No upload here: it would wait for the device, and cannot be captured into a CUDA graph.
+    return torch.full((1,), number, dtype=torch.int32, device=device)
