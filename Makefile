@@ -1,4 +1,4 @@
-# make demo | test | test-versions | sanitize | fuzz-cxx | lint | format | library | compare-machine-code | wheel | clean.
+# make demo | test | docs | test-versions | sanitize | fuzz-cxx | lint | format | library | compare-machine-code | wheel | clean.
 # A fresh machine needs Python 3.11 or newer and gcc.
 #
 # PYTHON       the interpreter that .venv is made with
@@ -14,7 +14,7 @@ PIP     := $(BIN)/python -m pip --disable-pip-version-check --quiet
 HEADERS := build/ffi-headers
 SOURCES := $(shell git ls-files CMakeLists.txt pyproject.toml third_party ffi python 2>/dev/null)
 
-.PHONY: demo test test-versions test-oldest test-newest sanitize fuzz-cxx lint format library library-cuda \
+.PHONY: demo docs test test-versions test-oldest test-newest sanitize fuzz-cxx lint format library library-cuda \
         compare-machine-code test-handlers wheel clean
 .DELETE_ON_ERROR:
 
@@ -171,8 +171,20 @@ fuzz-cxx: $(VENV)/.dev $(HEADERS)/.done
 	cd build/fuzz-cxx && ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 XLA_GPU_NUM_THREADS=1 \
 	  ffi/testing/xla_gpu_fuzz_call_frame -max_total_time=$(FUZZ_SECONDS) -max_len=4096 -print_final_stats=1 corpus
 
+# ---- The documentation site --------------------------------------------------------------------------------------------
+# build/site/index.html; warnings are errors. Made from the sources alone: no library, PyTorch or JAX is needed.
+build/docs/.done: pyproject.toml
+	$(PYTHON) -m venv $(@D)
+	$(PYTHON) third_party/requirements.py docs | \
+	  $(@D)/bin/python -m pip --disable-pip-version-check --quiet install -r /dev/stdin
+	touch $@
+
+docs: build/docs/.done
+	PATH="$(CURDIR)/build/docs/bin:$$PATH" NO_MKDOCS_2_WARNING=1 build/docs/bin/mkdocs --quiet build --strict -f docs/site/mkdocs.yml
+	@echo "build/site/index.html"
+
 # ---- Linters ---------------------------------------------------------------------------------------------------------
-PYTHON_FILES := python tests examples benchmarks third_party
+PYTHON_FILES := python tests examples benchmarks third_party docs/site
 CXX_FILES    := $(shell git ls-files 'ffi/*.h' 'ffi/*.cc' 'ffi/*.cu' 'ffi/*.cuh' 2>/dev/null)
 
 lint: $(VENV)/.dev

@@ -6,7 +6,8 @@ says where it runs otherwise:
     <!-- example: gpu -->            on a machine with an NVIDIA GPU, under `pytest -m gpu`
     <!-- example: fragment, WHY -->  nowhere: it needs something that no test has. It must still be valid Python
 
-What such a page needs first is itself a block of the page, so that a reader can run the page as well.
+What a page needs first is itself a block of the page, so that a reader can run the page as well; PRELUDES has the one
+exception.
 """
 
 from __future__ import annotations
@@ -14,6 +15,9 @@ from __future__ import annotations
 import ast
 import importlib.util
 import re
+import shlex
+import shutil
+import subprocess
 import sys
 import traceback
 from pathlib import Path
@@ -28,6 +32,21 @@ PAGES = sorted(
 BLOCK = re.compile(r"^(?:<!-- example: (?P<mark>[^>]*) -->\n)?```python\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)
 # Most examples must run, or the test says nothing about the documents.
 MOST_FRAGMENTS = 4
+
+
+def build_handler(text: str) -> None:
+    """The page's C++ handler, compiled as the page says, with the headers that the library is built with."""
+    include = ROOT / "build" / "ffi-headers" / "jaxlib" / "include"
+    if not include.is_dir():
+        pytest.skip(f"{include.relative_to(ROOT)} is not there; `make test` installs it")
+    if shutil.which("g++") is None:
+        pytest.skip("g++ is not installed")
+    Path("handler.cc").write_text(re.search(r"^```cpp\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)[1])
+    command = re.search(r"^(g\+\+ .*)$", text, re.MULTILINE)[1].replace("headers/jaxlib/include", str(include))
+    subprocess.run(shlex.split(command), check=True)
+
+
+PRELUDES = {"docs/guides/ffi_call.md": build_handler}
 
 
 class Example(NamedTuple):
@@ -84,7 +103,8 @@ def prepared(page, tmp_path, monkeypatch):
         ):
             pytest.skip(f"{module} is not installed")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    if prelude := PRELUDES.get(page.relative_to(ROOT).as_posix()):
+        prelude(text)
     yield
     if "torch" in sys.modules:  # pages may compile functions of one name
         sys.modules["torch"]._dynamo.reset()
