@@ -1,4 +1,4 @@
-"""all_reduce over devices, in jax.shard_map: sums in the order of ranks, the same bits on every rank and in every run."""
+"""all_reduce over devices in jax.shard_map: sums in the order of ranks, with the same bits on all ranks."""
 
 from __future__ import annotations
 

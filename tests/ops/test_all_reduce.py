@@ -1,5 +1,5 @@
-"""all_reduce and all_reduce_add_rms_norm over gathered parts, the handlers' form that every front end shares. What needs
-several devices is in tests/distributed; two processes of eager tensors are here."""
+"""all_reduce and all_reduce_add_rms_norm over gathered parts, the form that every front end shares. What needs several
+devices is in tests/distributed; two processes of eager tensors are here."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""all_reduce: the sum over the GPUs of a host; all_reduce_add_rms_norm: with the residual and the norm that follow it."""
+"""all_reduce: the sum over the GPUs of a host; all_reduce_add_rms_norm: with the residual and the RMS norm after it."""
 
 from __future__ import annotations
 
@@ -8,47 +8,49 @@ from .._core.checks import FLOATS, Checks
 from .._core.operator import ArraySpec, Operator, Signature
 
 _DOCSTRING = """
-The sum of x over the ranks of a group, in float32 and in the order of ranks, rounded once: every rank holds the same
-bits, the same in every run.
+The sum is computed in float32, in the order of ranks, and rounded once. Every rank gets the same bits, and the same in
+every run.
 
-On GPUs of one host that reach each other's memory (NVLink) one kernel exchanges the data: no NCCL, fit for command
-buffers. Elsewhere (the CPU, GPUs without peer access, several hosts) XLA's all-gather brings the parts and the handler
-sums them: slower, the same bits.
+On GPUs of one host that reach each other's memory (NVLink), one kernel exchanges the data: without NCCL, and captured
+in command buffers. Elsewhere (CPUs, GPUs without peer access, several hosts) the framework's all-gather brings the
+parts and the handler sums them: slower, with the same bits.
 
 Args:
-  x: T[...], this rank's part, of the same shape on every rank; T is float32, float16 or bfloat16.
-  group: the ranks; see the function's own notes.
+  x: T[...], this rank's part, of the same shape on every rank. T is float32, float16 or bfloat16.
+  group: the ranks, as described above.
 
 Returns:
   T[...], the sum.
 
 Raises:
-  TypeError: an argument has another dtype or type.
-  ValueError: an argument has another shape, or the call is not where group's ranks are.
+  TypeError: an argument is of another type or dtype.
+  ValueError: an argument has another shape, or the call is made where the group's ranks are not.
 
-  A peer that does not come within the group's time-out does not hang the GPU: the result is NaN on the ranks that
-  waited, and on all ranks from the next call on. The next call outside of a captured graph raises it as an error, and so
-  does group.check(); with XLA_GPU_CHECK_INPUTS=1 in the environment when the call is traced, the call itself does, at
-  the price of waiting for the device.
+Note: A peer that does not arrive
+  The GPU does not hang. After the group's time-out the result is NaN on the ranks that waited, and on all ranks from
+  the next call on. The next call outside of a captured graph raises an error, and so does ``group.check()``. With
+  ``XLA_GPU_CHECK_INPUTS=1`` in the environment when the call is traced, the call itself waits for the device and raises
+  it.
 """
 
 _DOCSTRING_ADD_RMS_NORM = """
-What stands between two tensor-parallel products, in one kernel: ``reduced = all_reduce(x)``,
-``sum = round(reduced + residual)``, ``out = round(round(sum / sqrt(mean(sum ** 2) + eps)) * weight)``, where round is
-to T. The mean is over the last axis, in float32; the bits of a row do not depend on the other rows.
+One kernel computes what stands between two tensor-parallel matrix products: ``reduced = all_reduce(x)``,
+``sum = round(reduced + residual)`` and ``out = round(round(sum / sqrt(mean(sum ** 2) + eps)) * weight)``, where round
+is to T. The mean is over the last axis, in float32. The bits of a row do not depend on the other rows.
 
 Args:
-  x: T[..., hidden], this rank's part; T is float32, float16 or bfloat16.
-  residual: T[..., hidden] of x's shape, the same on every rank.
+  x: T[..., hidden], this rank's part. T is float32, float16 or bfloat16.
+  residual: T[..., hidden], of x's shape, the same on every rank.
   weight: T[hidden].
-  eps: added to the mean; a number >= 0.
-  group: as of all_reduce.
+  eps: a Python number >= 0, added to the mean.
+  group: as for all_reduce.
 
 Returns:
-  (out, sum), both of x's shape and dtype.
+  ``(out, sum)``, both of x's shape and dtype.
 
 Raises:
-  As all_reduce.
+  TypeError: as all_reduce.
+  ValueError: as all_reduce.
 """
 
 _check = Checks("all_reduce")
@@ -93,8 +95,8 @@ def _signature_norm(
     return Signature((residual, residual), values)
 
 
-# Without a group's number x holds the parts of all ranks, [ranks, ...]: what the functions of every front end make of it
-# where there is no peer memory.
+# Without a group's number x holds the parts of all ranks, [ranks, ...]: what the front ends' functions pass where there
+# is no peer memory.
 OPERATOR = Operator("all_reduce", "(Tensor x, *, int group=0) -> Tensor", _signature, _DOCSTRING)
 OPERATOR_ADD_RMS_NORM = Operator(
     "all_reduce_add_rms_norm",
