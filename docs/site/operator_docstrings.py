@@ -1,7 +1,7 @@
-"""A griffe extension: the docstrings that `@docstring(...)` completes when the package is imported.
+"""A griffe extension: the docstrings that decorators complete when the package is imported.
 
 The API reference is made from the sources alone, without PyTorch and JAX. The operators' declarations import neither,
-so the decorator's argument is looked up in them.
+so the decorators' arguments are looked up in them.
 """
 
 from __future__ import annotations
@@ -16,20 +16,33 @@ import griffe
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "python"))
 
+PUBLIC = ("xla_gpu.torch", "xla_gpu.jax")
+
 
 class OperatorDocstrings(griffe.Extension):
     """Appends the declaration's Args, Returns and Raises to the docstring of each operator's function."""
 
     def on_function(self, *, func: griffe.Function, **_: Any) -> None:
         """Called for every function of the package."""
+        if func.parent is None or func.parent.path not in PUBLIC or func.name.startswith("_"):
+            return
+        if func.docstring is None:
+            raise ValueError(f"{func.path}: expected a docstring that says what the function does, got none")
         for decorator in func.decorators:
             call = decorator.value
-            if isinstance(call, griffe.ExprCall) and str(call.function) == "docstring":
-                alias, *attributes = str(call.arguments[0]).split(".")
-                imported = func.parent.imports[alias]
-                value: Any = importlib.import_module(imported)
-                for attribute in attributes:
-                    value = getattr(value, attribute)
-                if func.docstring is None:
-                    raise ValueError(f"{func.path}: expected a docstring that says what the function does, got none")
-                func.docstring.value = f"{inspect.cleandoc(func.docstring.value)}\n{value}"
+            if isinstance(call, griffe.ExprCall) and str(call.function) in ("docstring", "function"):
+                value = _value(func, str(call.arguments[0]))
+                text = value if str(call.function) == "docstring" else value.docstring
+                func.docstring.value = f"{inspect.cleandoc(func.docstring.value)}\n{text}"
+        if "Returns:" not in func.docstring.value and str(func.returns) != "None":
+            raise ValueError(f"{func.path}: expected a docstring with Returns, got {func.docstring.value!r}")
+
+
+def _value(func: griffe.Function, expression: str) -> Any:
+    """The value of `module.ATTRIBUTE`, where module is imported by the function's own."""
+    alias, *attributes = expression.split(".")
+    assert func.parent is not None
+    value: Any = importlib.import_module(func.parent.imports[alias])
+    for attribute in attributes:
+        value = getattr(value, attribute)
+    return value
