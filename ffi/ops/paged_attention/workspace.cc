@@ -1,5 +1,5 @@
-// The scratch memory of paged_attention, as the sum of what its paths need. Compiled in every build: a program exported
-// on a machine without CUDA has the same result shapes.
+// The size of paged_attention's scratch memory: the sum of what its paths need. Compiled in every build, so that a
+// program exported on a machine without CUDA has the same result shapes.
 #include <algorithm>
 #include <cstdint>
 
@@ -12,15 +12,15 @@
 namespace xla_gpu {
 
 int64_t DecodeScratchBytes(const PagedAttentionParams& shapes) {
-  // float32 needs none: a block sees all keys of a row.
+  // float32 needs none: a CTA sees all keys of a row.
   if (shapes.dtype == DType::kF32 || shapes.num_kv_heads == 0) return 0;
-  // Whoever asks need not know what the cache holds.
+  // The larger of both cache formats, so that the size does not depend on cache_dtype.
   int64_t floats = 0;
   for (const DType cache : {shapes.dtype, DType::kF8E4M3FN}) {
     PagedAttentionParams params = shapes;
     params.cache_dtype = cache;
-    const decode::Layout layout = decode::MakeLayout(params);
-    floats = std::max(floats, layout.slots * layout.slot_rows * (shapes.head_dim + decode::kSlotPadding));
+    const decode::KernelConfig config = decode::MakeKernelConfig(params);
+    floats = std::max(floats, config.accumulators * config.accum_rows * (shapes.head_dim + decode::kStateFloats));
   }
   return floats * int64_t{sizeof(float)};
 }

@@ -1,4 +1,5 @@
-// The second kernel of the decode path: merges the partial results of the units that several teams computed.
+// The combine kernel of the decode path: merges the split accumulators of the work tiles that several CTA groups
+// computed.
 #ifndef XLA_GPU_OPS_PAGED_ATTENTION_DECODE_COMBINE_CUH_
 #define XLA_GPU_OPS_PAGED_ATTENTION_DECODE_COMBINE_CUH_
 
@@ -6,6 +7,8 @@
 
 #include "ffi/device/dependent_launch.cuh"
 #include "ffi/ops/paged_attention/decode/attention_state.cuh"
+#include "ffi/ops/paged_attention/decode/output_rows.cuh"
+#include "ffi/ops/paged_attention/decode/split_accumulators.cuh"
 #include "ffi/ops/paged_attention/decode/tile_scheduler.cuh"
 #include "ffi/ops/paged_attention/padding_rows.cuh"
 
@@ -13,237 +16,226 @@ namespace xla_gpu::decode {
 
 inline constexpr int kCombineWarps = 4;
 inline constexpr int kCombineThreads = 32 * kCombineWarps;
-inline constexpr int kMaxTeams = kMaxSms * kDecodeBlocksPerSm;
-inline constexpr int kCombineParts = MergeChain::kParts;  // partial results that a warp has in flight
+inline constexpr int kMaxCtaGroups = kMaxSms * kCtasPerSm;
+inline constexpr int kCombineBatch = MergeChain::kMaxPartials;  // rows that a warp loads at once
 
 template <int kBlockKeys, int kRows>
-struct CombineShared {
-  uint16_t jobs[kMaxTeams];
-  int jobs_of_warp[kCombineWarps];
-  int rows_of_warp[kCombineWarps];
-  // Where the partial results of a warp's row are in the scratch, in order. The highest bit: a group begins.
-  uint32_t parts[kCombineWarps][kMaxChunks];
-  RowStore store[kCombineWarps];  // of a warp's row; for want of registers
-  typename Plan<kBlockKeys, kRows>::Shared plan[kCombineWarps];
+struct CombineSharedStorage {
+  uint16_t split_tiles[kMaxCtaGroups];
+  int warp_split_tiles[kCombineWarps];
+  int warp_rows[kCombineWarps];
+  // The offsets of the partial rows that a warp merges, in order. The highest bit: the row begins a segment.
+  uint32_t partials[kCombineWarps][kMaxSplits];
+  OutputRow output[kCombineWarps];  // of a warp; here because registers are short
+  typename TileScheduler<kBlockKeys, kRows>::SharedStorage scheduler[kCombineWarps];
 };
 
-// Sums over partial results in order: of a group one after the other, then the groups.
-struct PartSums {
-  Partial group;
-  Partial unit;
-  bool any_group = false;
-  bool any_unit = false;
-
-  __device__ void Add(const Partial& part, bool begins_group) {
-    if (!begins_group) return group.Add(part);
-    CloseGroup();
-    group = part;
-    any_group = true;
-  }
-  __device__ void CloseGroup() {
-    if (!any_group) return;
-    if (any_unit) {
-      unit.Add(group);
-    } else {
-      unit = group;
-    }
-    any_unit = true;
-  }
-};
-
-// What is left to blocks without work: one of them waits, so that when this kernel has ended, so has the one before.
-// The others make room.
-__device__ inline void StandIn() {
+// The programmatic-launch wait of CTAs without work. One CTA waits, so that the kernel before has ended when this one
+// has. The others make room.
+__device__ inline void ProgrammaticLaunchWait() {
   if (blockIdx.x == 0) WaitForPreviousKernel();
 }
 
-// A merging block, each warp of which merges row after row. A job is a unit that several teams have, known by the
-// second of them, for all heads of its set.
-template <int kDim, int kBlockKeys, int kRows>
-class Merger {
+// A CTA of the combine kernel. Each of its warps merges row after row. A split tile is a work tile that several CTA
+// groups computed, for all KV heads of its KV-head group. Its number is that of the second of those CTA groups.
+template <int kHeadDim, int kBlockKeys, int kRows>
+class CombineCta {
  public:
-  using WarpPlan = Plan<kBlockKeys, kRows>;
-  using Shared = CombineShared<kBlockKeys, kRows>;
+  using Scheduler = TileScheduler<kBlockKeys, kRows>;
+  using SharedStorage = CombineSharedStorage<kBlockKeys, kRows>;
 
-  __device__ Merger(const DecodeArgs& args, Shared& shared) : args_(args), shared_(shared) {}
+  __device__ CombineCta(const DecodeArgs& args, SharedStorage& shared) : args_(args), shared_(shared) {}
 
   __device__ void Run() {
-    const typename WarpPlan::Start start(args_);
-    WarpPlan plan(args_, shared_.plan[Warp()], start);
-    int jobs, rows;
-    ListJobs(plan, &jobs, &rows);
-    const unsigned of_row = static_cast<unsigned>(jobs * args_.heads);
-    const unsigned tasks = of_row * static_cast<unsigned>(rows);
-    // Memory is busy with K and V, and instructions come through it too: what is to run when the kernel before has
-    // ended is gone through while it still runs, with nothing read or written.
-    bool rehearsal = true;
+    const typename Scheduler::FirstLoads loads(args_);
+    Scheduler scheduler(args_, shared_.scheduler[Warp()], loads);
+    int split_tiles, rows;
+    ListSplitTiles(scheduler, &split_tiles, &rows);
+    const unsigned tile_heads = static_cast<unsigned>(split_tiles * args_.cta_group_size);
+    const unsigned tasks = tile_heads * static_cast<unsigned>(rows);
+    // Instruction-cache warm-up: memory is busy with K and V, and instructions come through it too. So what is to run
+    // once the kernel before has ended is executed once while it still runs, with nothing read or written.
+    bool warm_up = true;
     for (unsigned i = Warp() * gridDim.x + blockIdx.x; i < tasks; i += gridDim.x * kCombineWarps) {
-      const unsigned row = i / of_row;
-      const unsigned rest = i - row * of_row;
-      const unsigned job = rest / static_cast<unsigned>(args_.heads);
-      const int parts =
-          Prepare(plan, shared_.jobs[job], static_cast<int>(rest - job * args_.heads), static_cast<int>(row));
-      if (parts == 0) continue;
-      const Batch first(shared_.parts[Warp()], 0, parts);
+      const unsigned row = i / tile_heads;
+      const unsigned rest = i - row * tile_heads;
+      const unsigned tile = rest / static_cast<unsigned>(args_.cta_group_size);
+      const int partials = ListPartials(scheduler, shared_.split_tiles[tile],
+                                        static_cast<int>(rest - tile * args_.cta_group_size), static_cast<int>(row));
+      if (partials == 0) continue;
+      const Batch first(shared_.partials[Warp()], 0, partials);
 #pragma unroll 1
       while (true) {
-        MergeRow(first, parts, rehearsal);
-        if (!rehearsal) break;
+        CombineRow(first, partials, warm_up);
+        if (!warm_up) break;
         WaitForPreviousKernel();
-        rehearsal = false;
+        warm_up = false;
       }
     }
-    if (rehearsal) StandIn();
+    if (warm_up) ProgrammaticLaunchWait();
   }
 
  private:
   __device__ static int Warp() { return static_cast<int>(threadIdx.x / 32); }
   __device__ static int Lane() { return static_cast<int>(threadIdx.x % 32); }
 
-  // Each thread looks at the beginnings of some teams' parts of the line. `rows`: most rows of a job.
-  __device__ void ListJobs(WarpPlan& plan, int* jobs, int* rows) {
-    *jobs = 0;
+  // ---- What there is to merge
+  // ------------------------------------------------------------------------------------------
+
+  // Lists the split tiles. Each thread looks at the beginnings of some CTA groups' intervals. *rows: the most rows that
+  // a split tile has.
+  __device__ void ListSplitTiles(Scheduler& scheduler, int* split_tiles, int* rows) {
+    *split_tiles = 0;
     *rows = 0;
-    for (int first = 1; first < args_.teams; first += kCombineThreads) {
-      const int team = first + static_cast<int>(threadIdx.x);
-      const uint32_t begin = plan.TeamBegin(team);
-      int mine = 0;
-      plan.FirstWindow();
+    for (int first = 1; first < args_.num_cta_groups; first += kCombineThreads) {
+      const int cta_group = first + static_cast<int>(threadIdx.x);
+      const uint32_t begin = scheduler.IntervalBegin(cta_group);
+      int my_rows = 0;
+      scheduler.FirstSlice();
       while (true) {
-        if (team < args_.teams && plan.Holds(begin)) mine = RowsOf(plan, team, begin);
-        if (plan.LastWindow()) break;
-        plan.NextWindow();
+        if (cta_group < args_.num_cta_groups && scheduler.Holds(begin)) {
+          my_rows = SplitTileRows(scheduler, cta_group, begin);
+        }
+        if (scheduler.IsLastSlice()) break;
+        scheduler.NextSlice();
       }
-      const unsigned found = __ballot_sync(0xffffffffu, mine > 0);
-      const int most = __reduce_max_sync(0xffffffffu, mine);
-      if (first > 1) __syncthreads();  // what stood there is no longer read
+      const unsigned found = __ballot_sync(0xffffffffu, my_rows > 0);
+      const int most_rows = __reduce_max_sync(0xffffffffu, my_rows);
+      if (first > 1) __syncthreads();  // the last turn's counts are no longer read
       if (Lane() == 0) {
-        shared_.jobs_of_warp[Warp()] = __popc(found);
-        shared_.rows_of_warp[Warp()] = most;
+        shared_.warp_split_tiles[Warp()] = __popc(found);
+        shared_.warp_rows[Warp()] = most_rows;
       }
       __syncthreads();
-      int place = *jobs + __popc(found & ((1u << Lane()) - 1));
+      int position = *split_tiles + __popc(found & ((1u << Lane()) - 1));
 #pragma unroll
       for (int warp = 0; warp < kCombineWarps; ++warp) {
-        if (warp < Warp()) place += shared_.jobs_of_warp[warp];
-        *jobs += shared_.jobs_of_warp[warp];
-        *rows = max(*rows, shared_.rows_of_warp[warp]);
+        if (warp < Warp()) position += shared_.warp_split_tiles[warp];
+        *split_tiles += shared_.warp_split_tiles[warp];
+        *rows = max(*rows, shared_.warp_rows[warp]);
       }
-      if (mine > 0) shared_.jobs[place] = static_cast<uint16_t>(team);
+      if (my_rows > 0) shared_.split_tiles[position] = static_cast<uint16_t>(cta_group);
     }
     __syncthreads();
   }
 
-  // Of the job of `team`, whose part of the line begins in the window; 0 if it is not the second team of a unit.
-  __device__ int RowsOf(const WarpPlan& plan, int team, uint32_t begin) const {
-    const PlanEntry& entry = plan.Search(begin);
-    const uint32_t unit_begin = begin - (begin - entry.begin) % entry.length;
-    const bool is_second = unit_begin != begin && unit_begin >= plan.TeamBegin(team - 1);
-    if (!is_second || entry.ChunkFrom(args_, begin - unit_begin) == entry.chunks) return 0;
-    return min(entry.q_len * args_.group, kRows);
+  // The rows of split tile `cta_group`, whose interval begins in the slice; 0 if it is not the second of a work tile.
+  __device__ int SplitTileRows(const Scheduler& scheduler, int cta_group, uint32_t begin) const {
+    const SequencePlan& plan = scheduler.Search(begin);
+    const uint32_t tile_begin = begin - (begin - plan.begin) % plan.length;
+    const bool is_second = tile_begin != begin && tile_begin >= scheduler.IntervalBegin(cta_group - 1);
+    if (!is_second || plan.FirstSplitFrom(args_, begin - tile_begin) == plan.splits) return 0;
+    return min(plan.q_len * args_.group_size, kRows);
   }
 
-  // By a warp: lists the partial results of a job's row, and returns how many there are; 0 if there is no such row.
-  __device__ int Prepare(WarpPlan& plan, int second_team, int head, int row) {
-    const uint32_t begin = plan.TeamBegin(second_team);
-    const PlanEntry& entry = plan.At(plan.Find(begin));
-    const UnitPlace place = UnitPlace::Of(args_, entry, static_cast<int>((begin - entry.begin) / entry.length), head);
-    const int unit_row = place.row_tile * kRows + row;
-    if (unit_row >= entry.q_len * args_.group) return 0;
-    const auto owner_of = [&](int chunk) { return (place.begin + entry.Place(args_, chunk)) / plan.PerTeam(); };
-    // The chunks whose groups stand merged in the place of the unit's first one.
-    const int owned = entry.ChunkFrom(args_, begin - place.begin);
-    const int merged = owned == 0 ? 0 : entry.GroupOf(owned) * entry.group_chunks;
-    int parts = 0;
-    __syncwarp();  // what stood there is no longer read
-    shared_.store[Warp()] = RowStore::Of(args_, RowPlace::Of(args_, entry.q_begin, place.kv_head, unit_row));
+  // By a warp: lists the partials of a split tile's row for KV head `head` of its KV-head group. Returns how many there
+  // are; 0 if there is no such row.
+  __device__ int ListPartials(Scheduler& scheduler, int second_cta_group, int head, int row) {
+    const uint32_t begin = scheduler.IntervalBegin(second_cta_group);
+    const SequencePlan& plan = scheduler.At(scheduler.Find(begin));
+    const WorkTile work_tile = WorkTile::Of(args_, plan, static_cast<int>((begin - plan.begin) / plan.length), head);
+    const int sequence_row = work_tile.row_tile * kRows + row;
+    if (sequence_row >= plan.q_len * args_.group_size) return 0;
+    const auto owner_of = [&](int split) {
+      return (work_tile.begin + plan.SplitOffset(args_, split)) / scheduler.Interval();
+    };
+    // The splits whose segments the first CTA group has merged.
+    const int first_owner_splits = plan.FirstSplitFrom(args_, begin - work_tile.begin);
+    const int merged = first_owner_splits == 0 ? 0 : plan.SegmentOf(first_owner_splits) * plan.segment_splits;
+    int partials = 0;
+    __syncwarp();  // the last row's list is no longer read
+    shared_.output[Warp()] = OutputRow::Of(args_, RowIndex::Of(args_, plan.q_begin, work_tile.kv_head, sequence_row));
 #pragma unroll 1
-    for (int base = 0; base < entry.chunks; base += 32) {
-      const int chunk = base + Lane();
-      const int group = entry.GroupOf(chunk);
-      const int first = group * entry.group_chunks;
-      const unsigned owner = owner_of(chunk);
-      const bool has_group_begin = owner == owner_of(first);
-      // A part begins with each chunk, but for those whose owner has them merged with the group's first one.
-      const bool begins = chunk < entry.chunks && (chunk < merged ? chunk == 0 : chunk == first || !has_group_begin);
-      const unsigned slot = SlotOf(owner * static_cast<unsigned>(args_.heads) + static_cast<unsigned>(head), chunk == 0,
-                                   static_cast<int>(owner) == second_team - 1, has_group_begin, group, chunk - first);
+    for (int base = 0; base < plan.splits; base += 32) {
+      const int split = base + Lane();
+      const int segment = plan.SegmentOf(split);
+      const int first = segment * plan.segment_splits;
+      const unsigned owner = owner_of(split);
+      const bool has_segment_begin = owner == owner_of(first);
+      // Each split has an accumulator, unless its CTA group has merged it with the first one of its segment.
+      const bool begins = split < plan.splits && (split < merged ? split == 0 : split == first || !has_segment_begin);
+      const unsigned index = SplitAccumulators::IndexOf(
+          owner * static_cast<unsigned>(args_.cta_group_size) + static_cast<unsigned>(head), split == 0,
+          static_cast<int>(owner) == second_cta_group - 1, has_segment_begin, segment, split - first);
       const unsigned found = __ballot_sync(0xffffffffu, begins);
       if (begins) {
-        shared_.parts[Warp()][parts + __popc(found & ((1u << Lane()) - 1))] =
-            Scratch::Place(args_, slot, row) | (chunk == first ? 1u << 31 : 0);
+        shared_.partials[Warp()][partials + __popc(found & ((1u << Lane()) - 1))] =
+            SplitAccumulators::RowOffset(args_, index, row) | (split == first ? 1u << 31 : 0);
       }
-      parts += __popc(found);
+      partials += __popc(found);
     }
     __syncwarp();
-    return parts;
+    return partials;
   }
 
-  // Partial results that are fetched at once.
+  // ---- Merging
+  // ---------------------------------------------------------------------------------------------------------
+
+  // Partials that are loaded at once.
   struct Batch {
-    uint32_t place;                  // lane i: of the i-th
-    uint32_t column[kCombineParts];  // of this lane's first columns of each
-    unsigned groups;                 // a bit for each that begins a group
-    bool flat;                       // these are all, and all do
+    uint32_t offset;                 // of this lane's partial row: lane i has the i-th
+    uint32_t column[kCombineBatch];  // of this lane's first columns of each
+    unsigned segment_begins;         // a bit for each that begins a segment
+    bool one_level;                  // these are all, and each is a whole segment
 
     // Those of the warp's list from `begin` on. Past its end the last one again.
-    __device__ Batch(const uint32_t* list, int begin, int parts) {
-      const uint32_t mine = list[min(begin + Lane() % kCombineParts, parts - 1)];
-      place = mine & ~(1u << 31);
+    __device__ Batch(const uint32_t* list, int begin, int partials) {
+      const uint32_t mine = list[min(begin + Lane() % kCombineBatch, partials - 1)];
+      offset = mine & ~(1u << 31);
 #pragma unroll
-      for (int i = 0; i < kCombineParts; ++i) {
-        column[i] = __shfl_sync(0xffffffffu, place, i) + static_cast<unsigned>(Lane());
+      for (int i = 0; i < kCombineBatch; ++i) {
+        column[i] = __shfl_sync(0xffffffffu, offset, i) + static_cast<unsigned>(Lane());
       }
-      groups = __ballot_sync(0xffffffffu, mine >> 31 != 0);
-      flat = groups == 0xffffffffu && parts <= kCombineParts;
+      segment_begins = __ballot_sync(0xffffffffu, mine >> 31 != 0);
+      one_level = segment_begins == 0xffffffffu && partials <= kCombineBatch;
     }
   };
 
-  // By a warp: merges a row's partial results, of which `batch` are the first ones, and writes it. In rehearsal nothing
-  // is read or written.
-  __device__ void MergeRow(Batch batch, int parts, bool rehearsal) const {
+  // By a warp: merges a row's partials, of which `batch` are the first, and writes the row. Nothing is read or written
+  // in a warm-up.
+  __device__ void CombineRow(Batch batch, int partials, bool warm_up) const {
     const int head_dim = static_cast<int>(args_.params.head_dim);
-    const uint32_t* const list = shared_.parts[Warp()];
+    const uint32_t* const list = shared_.partials[Warp()];
 #pragma unroll 1
-    for (int base = 0; base < kDim; base += 128) {
+    for (int base = 0; base < kHeadDim; base += 128) {
       const int column = base + Lane() * 4;
-      const bool read = column < head_dim && !rehearsal;
-      if (base > 0) batch = Batch(list, 0, parts);
-      PartSums sums;
+      const bool read = column < head_dim && !warm_up;
+      if (base > 0) batch = Batch(list, 0, partials);
+      SegmentedMerge merge;
 #pragma unroll 1
-      for (int left = parts;;) {
-        const Softmax softmax = LoadSoftmax(Scratch::SoftmaxOf(args_, batch.place), !rehearsal);
-        float4 outs[kCombineParts];
+      for (int left = partials;;) {
+        const AttentionState state = LoadState(SplitAccumulators::State(args_, batch.offset), !warm_up);
+        float4 o[kCombineBatch];
 #pragma unroll
-        for (int i = 0; i < kCombineParts; ++i) {
-          outs[i] = LoadColumns(Scratch::Out(args_, batch.column[i] + static_cast<unsigned>(base / 4)), read);
+        for (int i = 0; i < kCombineBatch; ++i) {
+          o[i] = LoadColumns(SplitAccumulators::O(args_, batch.column[i] + static_cast<unsigned>(base / 4)), read);
         }
-        if (batch.flat) {
-          sums.unit = MergeChain(softmax).Merge(outs, parts);
+        if (batch.one_level) {
+          merge.row = MergeChain(state).Merge(o, partials);
           break;
         }
 #pragma unroll
-        for (int i = 0; i < kCombineParts; ++i) {
-          const Partial part = {{__shfl_sync(0xffffffffu, softmax.max, i), __shfl_sync(0xffffffffu, softmax.sum, i)},
-                                outs[i]};
-          if (i < left) sums.Add(part, (batch.groups >> i & 1) != 0);
+        for (int i = 0; i < kCombineBatch; ++i) {
+          const PartialState partial = {
+              {__shfl_sync(0xffffffffu, state.max, i), __shfl_sync(0xffffffffu, state.sum, i)}, o[i]};
+          if (i < left) merge.Add(partial, (batch.segment_begins >> i & 1) != 0);
         }
-        left -= kCombineParts;
-        if (left <= 0 || rehearsal) break;
-        batch = Batch(list, parts - left, parts);
+        left -= kCombineBatch;
+        if (left <= 0 || warm_up) break;
+        batch = Batch(list, partials - left, partials);
       }
-      sums.CloseGroup();
-      if (column < head_dim) StoreRow(args_, shared_.store[Warp()], column, sums.unit, !rehearsal);
+      merge.CloseSegment();
+      if (column < head_dim) StoreColumns(args_, shared_.output[Warp()], column, merge.row, !warm_up);
     }
   }
 
   const DecodeArgs& args_;
-  Shared& shared_;
+  SharedStorage& shared_;
 };
 
-// Writes the rows that no sequence owns, where that is the decode path's business.
-__device__ inline void FillRowsOfNoSequence(const DecodeArgs& args) {
-  if (!args.fill_unowned || blockIdx.x != 0) return;
+// Writes the rows that no sequence owns, where the decode path has to.
+__device__ inline void FillPaddingRowsIfAlone(const DecodeArgs& args) {
+  if (!args.fill_padding_rows || blockIdx.x != 0) return;
   if (args.params.dtype == DType::kBF16) {
     FillUnownedRows<__nv_bfloat16>(args.params, 0, 1);
   } else {
@@ -251,16 +243,16 @@ __device__ inline void FillRowsOfNoSequence(const DecodeArgs& args) {
   }
 }
 
-// Merges what the workers have left behind. One or two blocks for each SM, which find room beside those of the kernel
-// before, and know what to do when it ends.
-template <int kDim, int kBlockKeys, int kRows>
+// One or two CTAs for each SM. They become resident beside those of the split-KV kernel, and have found out what to
+// merge when it ends.
+template <int kHeadDim, int kBlockKeys, int kRows>
 __global__ void __maxnreg__(kCombineRegisters) DecodeCombineKernel(const __grid_constant__ DecodeArgs args) {
   extern __shared__ __align__(16) char dynamic_shared[];
   AllowDependentLaunch();  // of the prefill path
-  FillRowsOfNoSequence(args);
-  if (!MayHaveDecodeRows(args)) return StandIn();
-  using M = Merger<kDim, kBlockKeys, kRows>;
-  M(args, *reinterpret_cast<typename M::Shared*>(dynamic_shared)).Run();
+  FillPaddingRowsIfAlone(args);
+  if (!MayHaveDecodeRows(args)) return ProgrammaticLaunchWait();
+  using Cta = CombineCta<kHeadDim, kBlockKeys, kRows>;
+  Cta(args, *reinterpret_cast<typename Cta::SharedStorage*>(dynamic_shared)).Run();
 }
 
 }  // namespace xla_gpu::decode

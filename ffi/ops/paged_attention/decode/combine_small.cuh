@@ -1,5 +1,5 @@
-// The second kernel of the decode path where there are few units: every chunk has left its result, unless it is a
-// sequence's only one.
+// The combine kernel of the decode path for few work tiles: every split has stored its own accumulator, unless it is
+// the only one of its work tile.
 #ifndef XLA_GPU_OPS_PAGED_ATTENTION_DECODE_COMBINE_SMALL_CUH_
 #define XLA_GPU_OPS_PAGED_ATTENTION_DECODE_COMBINE_SMALL_CUH_
 
@@ -9,46 +9,47 @@
 
 namespace xla_gpu::decode {
 
-inline constexpr int kCombineFewThreads = 32 * kMaxGroups;  // a warp for each group of chunks
-static_assert(kMaxGroups == MergeChain::kParts && kGroupChunks == MergeChain::kParts);
+inline constexpr int kCombineSmallThreads = 32 * kMaxSegments;  // a warp for each segment
+static_assert(kMaxSegments == MergeChain::kMaxPartials && kSegmentSplits == MergeChain::kMaxPartials);
 
-template <int kDim>
-struct CombineFewShared {
-  // Of each group, merged:
-  float4 out[kMaxGroups][kDim / 4];
-  Softmax softmax[kMaxGroups];
-  PlanEntry entry[kMaxGroups];  // the unit's sequence, of each warp
+template <int kHeadDim>
+struct CombineSmallSharedStorage {
+  // Of each segment, merged:
+  float4 o[kMaxSegments][kHeadDim / 4];
+  AttentionState state[kMaxSegments];
+  SequencePlan plan[kMaxSegments];  // of the row's sequence, for each warp
 };
 
-// The block that merges a row.
-template <int kDim, int kBlockKeys, int kRows>
-class FewMerger {
+// A CTA that merges one row.
+template <int kHeadDim, int kBlockKeys, int kRows>
+class CombineSmallCta {
  public:
-  using Shared = CombineFewShared<kDim>;
+  using SharedStorage = CombineSmallSharedStorage<kHeadDim>;
 
-  __device__ FewMerger(const DecodeArgs& args, Shared& shared) : args_(args), shared_(shared) {}
+  __device__ CombineSmallCta(const DecodeArgs& args, SharedStorage& shared) : args_(args), shared_(shared) {}
 
-  // Block i merges row i % slot_rows of the unit whose UnitIndex is i / slot_rows.
+  // CTA i merges row i % accum_rows of the work tile whose WorkTileIndex is i / accum_rows.
   __device__ void Run() {
-    const unsigned rows = static_cast<unsigned>(args_.slot_rows);
-    const unsigned unit = blockIdx.x / rows;
-    const int row = static_cast<int>(blockIdx.x - unit * rows);
-    const unsigned tile = unit / static_cast<unsigned>(args_.params.num_kv_heads);
-    const int kv_head = static_cast<int>(unit - tile * static_cast<unsigned>(args_.params.num_kv_heads));
-    // The same for all warps.
-    if (!FindSequence(static_cast<int>(tile))) return StandIn();
-    const PlanEntry& entry = shared_.entry[Warp()];
-    const int unit_row = (static_cast<int>(tile) - entry.q_begin * args_.tiles_per_token) * kRows + row;
-    if (unit_row >= entry.q_len * args_.group) return StandIn();
-    store_ = RowStore::Of(args_, RowPlace::Of(args_, entry.q_begin, kv_head, unit_row));
-    groups_ = entry.Groups();
-    const int first = Warp() * entry.group_chunks;
-    chunks_ = min(entry.chunks - first, int{entry.group_chunks});
-    place_ = Scratch::Place(args_, SlotOfFew(unit, first), row);
+    const unsigned rows = static_cast<unsigned>(args_.accum_rows);
+    const unsigned work_tile = blockIdx.x / rows;
+    const int row = static_cast<int>(blockIdx.x - work_tile * rows);
+    const unsigned row_tile = work_tile / static_cast<unsigned>(args_.params.num_kv_heads);
+    const int kv_head = static_cast<int>(work_tile - row_tile * static_cast<unsigned>(args_.params.num_kv_heads));
+    // All warps find the same.
+    if (!FindSequence(static_cast<int>(row_tile))) return ProgrammaticLaunchWait();
+    const SequencePlan& plan = shared_.plan[Warp()];
+    const int sequence_row = (static_cast<int>(row_tile) - plan.q_begin * args_.row_tiles_per_token) * kRows + row;
+    if (sequence_row >= plan.q_len * args_.group_size) return ProgrammaticLaunchWait();
+    output_ = OutputRow::Of(args_, RowIndex::Of(args_, plan.q_begin, kv_head, sequence_row));
+    segments_ = plan.Segments();
+    const int first = Warp() * plan.segment_splits;
+    splits_ = min(plan.splits - first, int{plan.segment_splits});
+    offset_ = SplitAccumulators::RowOffset(args_, SplitAccumulators::IndexOfSplit(work_tile, first), row);
+    // The first turn is an instruction-cache warm-up: see CombineCta::Run.
 #pragma unroll 1
-    for (bool rehearsal = true;; rehearsal = false) {
-      Merge(rehearsal);
-      if (!rehearsal) break;
+    for (bool warm_up = true;; warm_up = false) {
+      CombineRow(warm_up);
+      if (!warm_up) break;
       WaitForPreviousKernel();
     }
   }
@@ -57,83 +58,84 @@ class FewMerger {
   __device__ static int Warp() { return static_cast<int>(threadIdx.x / 32); }
   __device__ static int Lane() { return static_cast<int>(threadIdx.x % 32); }
 
-  // By each warp: the sequence of a row tile, if it has several chunks.
+  // By each warp: finds the sequence of row tile `tile` among those of all tokens. False if it has no more than one
+  // split.
   __device__ bool FindSequence(int tile) {
-    const typename Plan<kBlockKeys, kRows>::Start start(args_);
-    const int live = start.num_seqs <= args_.max_seqs ? start.num_seqs : 0;
+    const typename TileScheduler<kBlockKeys, kRows>::FirstLoads loads(args_);
+    const int live = loads.num_seqs <= args_.max_seqs ? loads.num_seqs : 0;
     bool ok = true;
     for (int s = Lane(); s < live; s += 32) {
-      ok = ok && (s < 32 ? start.metadata : Metadata::Load(args_, s)).InOrder(args_);
+      ok = ok && (s < 32 ? loads.metadata : SequenceMetadata::Load(args_, s)).InOrder(args_);
     }
     const bool in_order = __all_sync(0xffffffffu, ok);
     bool found = false;
     for (int first = 0; first < live; first += 32) {
       const int s = first + Lane();
-      const Metadata metadata = first == 0 ? start.metadata : Metadata::Load(args_, s);
+      const SequenceMetadata metadata = first == 0 ? loads.metadata : SequenceMetadata::Load(args_, s);
       bool owned = s < live;
       if (!in_order) owned = owned && LoadSequence(args_.params, s, false).owned;
-      const PlanEntry entry = MakePlanEntry<kBlockKeys, kRows>(args_, owned, metadata);
-      const int row_tile = tile - entry.q_begin * args_.tiles_per_token;
-      const bool mine = entry.chunks > 1 && 0 <= row_tile && row_tile < entry.tiles;
-      if (mine) shared_.entry[Warp()] = entry;
+      const SequencePlan plan = MakeSequencePlan<kBlockKeys, kRows>(args_, owned, metadata);
+      const int row_tile = tile - plan.q_begin * args_.row_tiles_per_token;
+      const bool mine = plan.splits > 1 && 0 <= row_tile && row_tile < plan.row_tiles;
+      if (mine) shared_.plan[Warp()] = plan;
       found = found || __any_sync(0xffffffffu, mine);
     }
     __syncwarp();
     return found;
   }
 
-  // Merges the row's partial results and writes it. In rehearsal nothing is read or written.
-  __device__ void Merge(bool rehearsal) {
+  // Merges the row's partials and writes it. Nothing is read or written in a warm-up.
+  __device__ void CombineRow(bool warm_up) {
     const int head_dim = static_cast<int>(args_.params.head_dim);
-    if (Warp() < groups_) {
-      // Lane i knows of the i-th chunk.
-      const unsigned stride = static_cast<unsigned>(args_.slot_rows) * args_.slot_row;
-      const uint32_t mine = place_ + static_cast<unsigned>(Lane()) * stride;
-      const Softmax softmax = LoadSoftmax(Scratch::SoftmaxOf(args_, mine), Lane() < chunks_ && !rehearsal);
+    // A warp for each segment. Lane i has the state of the i-th split.
+    if (Warp() < segments_) {
+      const unsigned stride = static_cast<unsigned>(args_.accum_rows) * args_.accum_row_stride;
+      const uint32_t mine = offset_ + static_cast<unsigned>(Lane()) * stride;
+      const AttentionState state = LoadState(SplitAccumulators::State(args_, mine), Lane() < splits_ && !warm_up);
 #pragma unroll 1
-      for (int base = 0; base < kDim; base += 128) {
+      for (int base = 0; base < kHeadDim; base += 128) {
         const int column = base + Lane() * 4;
-        float4 outs[kGroupChunks];
+        float4 o[kSegmentSplits];
 #pragma unroll
-        for (int i = 0; i < kGroupChunks; ++i) {
-          const uint32_t place = place_ + static_cast<unsigned>(i) * stride + static_cast<unsigned>(column / 4);
-          outs[i] = LoadColumns(Scratch::Out(args_, place), i < chunks_ && column < head_dim && !rehearsal);
+        for (int i = 0; i < kSegmentSplits; ++i) {
+          const uint32_t offset = offset_ + static_cast<unsigned>(i) * stride + static_cast<unsigned>(column / 4);
+          o[i] = LoadColumns(SplitAccumulators::O(args_, offset), i < splits_ && column < head_dim && !warm_up);
         }
-        const Partial group = MergeChain(softmax).Merge(outs, chunks_);
-        if (column < kDim) shared_.out[Warp()][column / 4] = group.out;
-        if (column == 0) shared_.softmax[Warp()] = group.softmax;
+        const PartialState segment = MergeChain(state).Merge(o, splits_);
+        if (column < kHeadDim) shared_.o[Warp()][column / 4] = segment.o;
+        if (column == 0) shared_.state[Warp()] = segment.state;
       }
     }
     __syncthreads();
-    // A warp for each 128 columns.
+    // A warp for each 128 columns. Lane i has the state of the i-th segment.
     const int column = static_cast<int>(threadIdx.x) * 4;
-    if (Warp() * 128 < kDim) {
-      Softmax softmax = {-INFINITY, 0.0f};
-      if (Lane() < groups_) softmax = shared_.softmax[Lane()];
-      float4 outs[kMaxGroups];
+    if (Warp() * 128 < kHeadDim) {
+      AttentionState state = {-INFINITY, 0.0f};
+      if (Lane() < segments_) state = shared_.state[Lane()];
+      float4 o[kMaxSegments];
 #pragma unroll
-      for (int i = 0; i < kMaxGroups; ++i) outs[i] = shared_.out[i][min(column, kDim - 4) / 4];
-      const Partial result = MergeChain(softmax).Merge(outs, groups_);
-      if (column < head_dim) StoreRow(args_, store_, column, result, !rehearsal);
+      for (int i = 0; i < kMaxSegments; ++i) o[i] = shared_.o[i][min(column, kHeadDim - 4) / 4];
+      const PartialState result = MergeChain(state).Merge(o, segments_);
+      if (column < head_dim) StoreColumns(args_, output_, column, result, !warm_up);
     }
     __syncthreads();
   }
 
   const DecodeArgs& args_;
-  Shared& shared_;
-  RowStore store_;
-  int groups_;      // that the row has
-  int chunks_;      // of this warp's
-  uint32_t place_;  // of its first one's partial result
+  SharedStorage& shared_;
+  OutputRow output_;
+  int segments_;     // of the work tile
+  int splits_;       // of this warp's segment
+  uint32_t offset_;  // of the row in the segment's first split accumulator
 };
 
-template <int kDim, int kBlockKeys, int kRows>
-__global__ void __maxnreg__(kCombineRegisters) DecodeCombineFewKernel(const __grid_constant__ DecodeArgs args) {
-  using M = FewMerger<kDim, kBlockKeys, kRows>;
-  __shared__ typename M::Shared shared;
+template <int kHeadDim, int kBlockKeys, int kRows>
+__global__ void __maxnreg__(kCombineRegisters) DecodeCombineSmallKernel(const __grid_constant__ DecodeArgs args) {
+  using Cta = CombineSmallCta<kHeadDim, kBlockKeys, kRows>;
+  __shared__ typename Cta::SharedStorage shared;
   AllowDependentLaunch();  // of the prefill path
-  FillRowsOfNoSequence(args);
-  M(args, shared).Run();
+  FillPaddingRowsIfAlone(args);
+  Cta(args, shared).Run();
 }
 
 }  // namespace xla_gpu::decode

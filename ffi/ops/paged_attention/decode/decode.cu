@@ -1,4 +1,4 @@
-// The decode path's entry: which kernel serves which dtypes.
+// The entry of the decode path: which kernels serve which dtypes.
 #include <cstdint>
 #include <string>
 
@@ -8,10 +8,10 @@
 namespace xla_gpu {
 
 Status LaunchDecode(const PagedAttentionParams& params, Stream stream) {
-  // NOTE: with max_seqs == 0 the one block still writes the rows, none of which has an owner.
+  // NOTE: with max_seqs == 0 all rows are padding rows, which the kernels still write.
   if (params.num_tokens == 0 || params.num_heads == 0) return Status::Ok();
   if (params.dtype == DType::kF32) return decode::LaunchF32(params, stream);
-  // Places in the cache are counted in slots, by 32 bits; bytes by 64.
+  // Kernels count cache slots in 32 bits, and bytes in 64.
   if (params.page_stride != params.page_size * params.slot_stride || params.slot_stride >= int64_t{1} << 31 ||
       params.num_pages * params.page_size >= int64_t{1} << 32) {
     return Status::InvalidArgument(

@@ -1,4 +1,4 @@
-// The decode path by what the cache holds; each in its own source file.
+// The launch functions of the decode path by the format of the cache. Each has its own source file in instantiations/.
 #ifndef XLA_GPU_OPS_PAGED_ATTENTION_DECODE_FORMATS_H_
 #define XLA_GPU_OPS_PAGED_ATTENTION_DECODE_FORMATS_H_
 
@@ -8,11 +8,11 @@
 
 namespace xla_gpu::decode {
 
-// Queries of float32, over float32 and float8 caches.
+// float32 queries, over float32 and float8 caches.
 Status LaunchF32(const PagedAttentionParams& params, Stream stream);
 Status LaunchF16(const PagedAttentionParams& params, Stream stream);
 Status LaunchBF16(const PagedAttentionParams& params, Stream stream);
-// float8 caches, for queries of float16 and bfloat16.
+// float16 and bfloat16 queries over float8 caches.
 Status LaunchE4M3(const PagedAttentionParams& params, Stream stream);
 Status LaunchE5M2(const PagedAttentionParams& params, Stream stream);
 

@@ -1,4 +1,4 @@
-// How a warp of the decode kernel gets its keys and values: look-ups of pages, and copies into its ring.
+// How a warp of the split-KV kernel loads K and V: page table look-ups, and cp.async copies into its pipeline stages.
 #ifndef XLA_GPU_OPS_PAGED_ATTENTION_DECODE_LOAD_KV_CUH_
 #define XLA_GPU_OPS_PAGED_ATTENTION_DECODE_LOAD_KV_CUH_
 
@@ -10,78 +10,80 @@
 
 namespace xla_gpu::decode {
 
-// What a warp needs to know of the unit at hand. What is seldom needed is left in shared memory, for want of registers.
-struct UnitView {
-  const char* keys;  // of the kv head, at this lane's first column
-  const char* values;
-  const int32_t* pages;    // the sequence's row of block_tables
-  const PlanEntry* entry;  // in shared memory
+// What a warp needs to know of a work range. The rest stays in shared memory, since registers are short.
+struct KvView {
+  const char* k;  // cache slot 0 of the KV head, at this lane's first column
+  const char* v;
+  const int32_t* page_table;  // [pages_per_seq], the sequence's row of block_tables
+  const SequencePlan* plan;   // in shared memory
   int row_tile;
-  int end_key;        // of those that are computed
-  int hidden_by_end;  // keys before it that some query row does not see, negative
+  int end_key;      // of the work range
+  int causal_tail;  // minus the number of keys before end_key that the causal mask hides from some query row
 };
 
-// Looks a tile's keys up: lane i the i-th, or the last one that there is. Hidden keys are not to be read, so that their
-// place is taken by a visible one. Keys are counted from the end: sums of positions may pass 2^31.
-struct Lookup {
+// Looks up the cache slots of a KV tile: lane i that of key i. Past the last key it takes the last one again, whose
+// scores are masked, since hidden keys must not be read.
+struct PageLookup {
   int page;
-  int index;  // of the page in the sequence
+  int page_index;  // in the sequence
   int key;
 
-  // pages: the sequence's row of block_tables. The tile's first key is `left` keys before `end_key`, or past it.
-  __device__ void Start(const DecodeArgs& args, const int32_t* pages, int end_key, int left, int keys) {
-    key = end_key - 1 - max(left - 1 - static_cast<int>(threadIdx.x % keys), 0);
-    index = args.PageOf(key);
-    page = __ldg(pages + index);
+  // keys_left: keys from the tile's first key to end_key; negative for a tile past the end. Keys are counted from the
+  // end, since positions past it may exceed 2^31.
+  __device__ void Start(const DecodeArgs& args, const int32_t* page_table, int end_key, int keys_left, int tile_keys) {
+    key = end_key - 1 - max(keys_left - 1 - static_cast<int>(threadIdx.x % tile_keys), 0);
+    page_index = args.PageOf(key);
+    page = __ldg(page_table + page_index);
   }
 
-  // The place in the cache, counted in slots. `bad` is set for a page that is not in it, and the first one taken.
+  // The cache slot. A page outside the cache sets `bad`, and the first page is taken instead.
   __device__ uint32_t Slot(const DecodeArgs& args, bool* bad) const {
     const bool in_cache = static_cast<unsigned>(page) < args.num_pages;
     *bad = *bad || !in_cache;
-    const unsigned pages = (in_cache ? page : 0) - index;
-    return static_cast<unsigned>(key) + pages * args.page_size;
+    const unsigned pages = (in_cache ? page : 0) - page_index;
+    return static_cast<unsigned>(key) + pages * args.page.divisor;
   }
 };
 
-// What a lane copies of a row: 16 bytes. Columns past head_dim become zeros: there the query has zeros too, but 0 * inf
-// is not 0.
-template <typename S>
-struct LaneCopy {
-  int column;   // in bytes; of what is not read another one that is there
-  int bytes;    // 16, or 0 past head_dim; kNarrow: 8 too
-  uint32_t to;  // from a tile's place on
-  int row;      // of those that are copied at a time
-  bool idle;    // has no part of a row
+// A lane's part of the copies of a KV tile: 16 bytes of each of its rows. Columns past head_dim become zeros in K and
+// V. The query has zeros there too, but 0 * inf is not 0.
+template <typename Traits>
+struct TileCopy {
+  int column;          // in bytes; past head_dim an existing one, of which nothing is read
+  int bytes;           // 16, or 0 past head_dim; with kNarrowCopies also 8
+  uint32_t to_offset;  // from the tile's first byte, for the first of the lane's rows
+  int row;             // the first of the lane's rows
+  bool idle;           // the lane has no part of a row
 
-  __device__ LaneCopy(const DecodeArgs& args, const Thread& thread) {
-    const int chunk = thread.lane % S::kRowLanes;
-    row = thread.lane / S::kRowLanes;
-    idle = chunk >= S::kRowChunks;
-    const int left = static_cast<int>(args.params.head_dim) * S::kElementBytes - chunk * 16;
+  __device__ TileCopy(const DecodeArgs& args, const Thread& thread) {
+    const int vector = thread.lane % Traits::kCopyLanes;
+    row = thread.lane / Traits::kCopyLanes;
+    idle = vector >= Traits::kRowVectors;
+    const int left = static_cast<int>(args.params.head_dim) * Traits::kElementBytes - vector * 16;
     bytes = min(max(left, 0), 16);
-    column = bytes > 0 ? chunk * 16 : 0;
-    to = row * S::kRowBytes + (chunk ^ S::Swizzle(row)) * 16;
+    column = bytes > 0 ? vector * 16 : 0;
+    to_offset = row * Traits::kRowBytes + (vector ^ Traits::Swizzle(row)) * 16;
   }
 
-  // Starts the copy of a tile's rows: keys to `tile`, values `values_at` behind it. Lane i knows the slot of key i.
-  __device__ void Start(const DecodeArgs& args, const UnitView& unit, uint32_t slot, uint32_t tile,
-                        uint32_t values_at) const {
+  // Starts the copies of a tile: K to `k_tile`, V `v_offset` bytes behind it. Lane i has the cache slot of key i.
+  __device__ void Start(const DecodeArgs& args, const KvView& kv, uint32_t slot, uint32_t k_tile,
+                        uint32_t v_offset) const {
 #pragma unroll
-    for (int i = 0; i < S::kTileKeys / S::kCopyRows; ++i) {
-      const uint64_t of_row = __shfl_sync(0xffffffffu, slot, i * S::kCopyRows + row);
-      const char* const key = unit.keys + of_row * args.slot_bytes;
-      const char* const value = unit.values + of_row * args.slot_bytes;
-      const uint32_t at = ((tile + to) ^ (S::Swizzle(i * S::kCopyRows) * 16)) + i * S::kCopyRows * S::kRowBytes;
-      if (idle) continue;  // but it shows its slots
-      if constexpr (S::kNarrow) {
-        CopyAsync8(at, key, bytes > 0);
-        CopyAsync8(at + 8, key + (bytes > 8 ? 8 : 0), bytes > 8);
-        CopyAsync8(at + values_at, value, bytes > 0);
-        CopyAsync8(at + values_at + 8, value + (bytes > 8 ? 8 : 0), bytes > 8);
+    for (int i = 0; i < Traits::kTileKeys / Traits::kCopyRows; ++i) {
+      const uint64_t row_slot = __shfl_sync(0xffffffffu, slot, i * Traits::kCopyRows + row);
+      const char* const k = kv.k + row_slot * args.slot_stride_bytes;
+      const char* const v = kv.v + row_slot * args.slot_stride_bytes;
+      const uint32_t to = ((k_tile + to_offset) ^ (Traits::Swizzle(i * Traits::kCopyRows) * 16)) +
+                          i * Traits::kCopyRows * Traits::kRowBytes;
+      if (idle) continue;  // after the shuffle, which needs all lanes
+      if constexpr (Traits::kNarrowCopies) {
+        CopyAsync8(to, k, bytes > 0);
+        CopyAsync8(to + 8, k + (bytes > 8 ? 8 : 0), bytes > 8);
+        CopyAsync8(to + v_offset, v, bytes > 0);
+        CopyAsync8(to + v_offset + 8, v + (bytes > 8 ? 8 : 0), bytes > 8);
       } else {
-        CopyAsync16(at, key, bytes > 0, args.stream_policy);
-        CopyAsync16(at + values_at, value, bytes > 0, args.stream_policy);
+        CopyAsync16(to, k, bytes > 0, args.kv_l2_policy);
+        CopyAsync16(to + v_offset, v, bytes > 0, args.kv_l2_policy);
       }
     }
   }

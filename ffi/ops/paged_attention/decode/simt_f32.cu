@@ -1,14 +1,15 @@
-// The decode path for float32: plain multiply-adds, since the tensor cores' tf32 keeps only 10 bits. One block per
-// sequence and query head; each warp takes every kWarps32-th chunk of keys, and the warps' results are merged in order,
-// so that a row's bits depend on its sequence alone.
+// The decode path for float32 queries: multiply-adds on the CUDA cores, since TF32 keeps only 10 bits of an operand.
+// One CTA for each sequence and query head. Each warp takes every kWarps32-th key tile. The warps' states are merged in
+// order, so that a row's bits depend on its sequence alone.
 #include <cuda_runtime.h>
 
 #include <algorithm>
 
 #include "ffi/base/cuda_status.h"
+#include "ffi/device/attention_state.cuh"
 #include "ffi/device/float8.cuh"
-#include "ffi/ops/paged_attention/decode/attention_state.cuh"
 #include "ffi/ops/paged_attention/decode/formats.h"
+#include "ffi/ops/paged_attention/decode/output_rows.cuh"
 #include "ffi/ops/paged_attention/decode/params.h"
 #include "ffi/ops/paged_attention/padding_rows.cuh"
 #include "ffi/ops/paged_attention/sequence_metadata.cuh"
@@ -17,7 +18,7 @@ namespace xla_gpu::decode {
 namespace {
 
 constexpr int kWarps32 = 8;
-constexpr int kChunk = 8;                                      // keys whose loads are in flight together
+constexpr int kTileKeys = 8;                                   // keys whose loads are in flight together
 constexpr int kVectors = static_cast<int>(kMaxHeadDim) / 128;  // float4 of a row per lane
 
 __device__ inline float Dot(const float4& a, const float4& b) {
@@ -30,7 +31,7 @@ __device__ inline void AddScaled(float4& sum, const float4& a, float f) {
   sum = {__fmaf_rn(a.x, f, sum.x), __fmaf_rn(a.y, f, sum.y), __fmaf_rn(a.z, f, sum.z), __fmaf_rn(a.w, f, sum.w)};
 }
 
-// Four neighbouring values of the cache, by what it holds.
+// Loads four neighbouring elements of the cache, by its dtype.
 struct CacheF32 {
   using Stored = float;
   __device__ static float4 Load(const float* at) { return __ldg(reinterpret_cast<const float4*>(at)); }
@@ -48,7 +49,7 @@ template <class Cache>
 __global__ void __launch_bounds__(kWarps32 * 32) DecodeF32Kernel(const __grid_constant__ DecodeArgs args) {
   using Stored = typename Cache::Stored;
   __shared__ float4 outs[kWarps32][kVectors * 32];
-  __shared__ Softmax sums[kWarps32];
+  __shared__ AttentionState states[kWarps32];
   const PagedAttentionParams& params = args.params;
   const int warp = threadIdx.x / 32;
   const int lane = threadIdx.x % 32;
@@ -56,17 +57,17 @@ __global__ void __launch_bounds__(kWarps32 * 32) DecodeF32Kernel(const __grid_co
   const int head = blockIdx.y;
   const int live = LiveSequences(params);
   const bool in_order = QueryStartsInOrder(params, live);
-  if (args.fill_unowned && seq == 0 && head == 0) FillUnownedRows<float>(params, 0, 1);
+  if (args.fill_padding_rows && seq == 0 && head == 0) FillUnownedRows<float>(params, 0, 1);
   if (seq >= live) return;
   const SequenceInfo sequence = LoadSequence(params, seq, in_order);
   if (sequence.q_len < 1 || sequence.q_len > kMaxDecodeRows) return;
 
-  const int64_t head_offset = head / args.group * params.head_stride;
+  const int64_t head_offset = head / args.group_size * params.head_stride;
   const Stored* const k_head = static_cast<const Stored*>(params.k_cache) + head_offset;
   const Stored* const v_head = static_cast<const Stored*>(params.v_cache) + head_offset;
   float scale = params.scale;
-  if (params.k_scale != nullptr) scale *= __ldg(params.k_scale + (params.scale_per_head ? head / args.group : 0));
-  // A wrong page spoils all rows of the sequence, those too that see no key.
+  if (params.k_scale != nullptr) scale *= __ldg(params.k_scale + (params.scale_per_head ? head / args.group_size : 0));
+  // A page outside the cache makes all rows of the sequence NaN, rows that see no key included.
   bool bad = !sequence.valid;
   if (sequence.context_len > 0) {
     const int64_t hidden = int64_t{sequence.context_len} - sequence.q_len - args.window;
@@ -82,7 +83,7 @@ __global__ void __launch_bounds__(kWarps32 * 32) DecodeF32Kernel(const __grid_co
     const int64_t place = (int64_t{sequence.q_begin} + query) * params.num_heads + head;
     const int position = sequence.context_len - sequence.q_len + query;
     const int64_t hidden = params.sliding_window > 0 ? int64_t{position} - params.sliding_window : int64_t{-1};
-    const int begin = hidden >= 0 ? static_cast<int>(hidden + 1) / kChunk : 0;
+    const int begin = hidden >= 0 ? static_cast<int>(hidden + 1) / kTileKeys : 0;
     float4 q[kVectors], out[kVectors];
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) {
@@ -93,11 +94,11 @@ __global__ void __launch_bounds__(kWarps32 * 32) DecodeF32Kernel(const __grid_co
                                                 column);
       }
     }
-    Softmax softmax = {-INFINITY, 0.0f};
-    for (int chunk = begin + warp; chunk * kChunk <= position; chunk += kWarps32) {
-      // Lane i looks key i up.
-      const int my_key = chunk * kChunk + lane;
-      const bool seen = lane < kChunk && my_key <= position && my_key > hidden;
+    AttentionState state = {-INFINITY, 0.0f};
+    for (int tile = begin + warp; tile * kTileKeys <= position; tile += kWarps32) {
+      // Lane i looks up the cache slot of key i.
+      const int my_key = tile * kTileKeys + lane;
+      const bool seen = lane < kTileKeys && my_key <= position && my_key > hidden;
       int64_t my_offset = -1;
       if (seen) {
         const int index = args.PageOf(my_key);
@@ -106,10 +107,10 @@ __global__ void __launch_bounds__(kWarps32 * 32) DecodeF32Kernel(const __grid_co
         bad = bad || !in_cache;
         if (in_cache) my_offset = page * params.page_stride + (my_key - index * params.page_size) * params.slot_stride;
       }
-      float4 k[kChunk][kVectors], v[kChunk][kVectors];
-      float score[kChunk];
+      float4 k[kTileKeys][kVectors], v[kTileKeys][kVectors];
+      float score[kTileKeys];
 #pragma unroll
-      for (int key = 0; key < kChunk; ++key) {
+      for (int key = 0; key < kTileKeys; ++key) {
         const int64_t offset = __shfl_sync(0xffffffffu, my_offset, key);
 #pragma unroll
         for (int i = 0; i < kVectors; ++i) {
@@ -122,9 +123,9 @@ __global__ void __launch_bounds__(kWarps32 * 32) DecodeF32Kernel(const __grid_co
         }
         score[key] = offset >= 0 ? 0.0f : -INFINITY;
       }
-      float largest = softmax.max;
+      float largest = state.max;
 #pragma unroll
-      for (int key = 0; key < kChunk; ++key) {
+      for (int key = 0; key < kTileKeys; ++key) {
         float sum = 0.0f;
 #pragma unroll
         for (int i = 0; i < kVectors; ++i) sum += Dot(q[i], k[key][i]);
@@ -136,37 +137,37 @@ __global__ void __launch_bounds__(kWarps32 * 32) DecodeF32Kernel(const __grid_co
         largest = fmaxf(largest, score[key]);
       }
       const float shift = largest == -INFINITY ? 0.0f : largest;
-      const float correction = exp2f(softmax.max - shift);
-      softmax.max = largest;
-      softmax.sum *= correction;
+      const float correction = exp2f(state.max - shift);
+      state.max = largest;
+      state.sum *= correction;
 #pragma unroll
       for (int i = 0; i < kVectors; ++i) out[i] = Scaled(out[i], correction);
 #pragma unroll
-      for (int key = 0; key < kChunk; ++key) {
+      for (int key = 0; key < kTileKeys; ++key) {
         const float p = exp2f(score[key] - shift);
-        softmax.sum += p;
+        state.sum += p;
 #pragma unroll
         for (int i = 0; i < kVectors; ++i) AddScaled(out[i], v[key][i], p);
       }
     }
-    if (__any_sync(0xffffffffu, bad)) softmax.sum = NAN;
+    if (__any_sync(0xffffffffu, bad)) state.sum = NAN;
 
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) outs[warp][i * 32 + lane] = out[i];
-    if (lane == 0) sums[warp] = softmax;
+    if (lane == 0) states[warp] = state;
     __syncthreads();
-    Softmax total = sums[0];
-    MergeFactors factors[kWarps32];
+    AttentionState total = states[0];
+    MergeWeights weights[kWarps32];
 #pragma unroll
-    for (int i = 1; i < kWarps32; ++i) factors[i] = MergeInto(total, sums[i]);
+    for (int i = 1; i < kWarps32; ++i) weights[i] = total.Merge(states[i]);
     float lse;
-    const float factor = FinishRow(args, total, RowEnd::Of(args, head), &lse);
+    const float factor = FinalizeRow(args, total, HeadEpilogue::Of(args, head), &lse);
     for (int column = 4 * threadIdx.x; column < params.head_dim; column += 4 * blockDim.x) {
       float4 sum = outs[0][column / 4];
 #pragma unroll
       for (int i = 1; i < kWarps32; ++i) {
-        sum = Scaled(sum, factors[i].first);
-        AddScaled(sum, outs[i][column / 4], factors[i].second);
+        sum = Scaled(sum, weights[i].first);
+        AddScaled(sum, outs[i][column / 4], weights[i].second);
       }
       *reinterpret_cast<float4*>(static_cast<float*>(params.out) + place * params.head_dim + column) =
           Scaled(sum, factor);
@@ -179,7 +180,7 @@ __global__ void __launch_bounds__(kWarps32 * 32) DecodeF32Kernel(const __grid_co
 }  // namespace
 
 Status LaunchF32(const PagedAttentionParams& params, Stream stream) {
-  const DecodeArgs args = MakeArgs(params, MakeLayout(params));
+  const DecodeArgs args = MakeArgs(params, MakeKernelConfig(params));
   const dim3 grid(static_cast<unsigned>(std::max<int64_t>(params.max_seqs, 1)),
                   static_cast<unsigned>(params.num_heads));
   const auto kernel = params.cache_dtype == DType::kF8E4M3FN ? DecodeF32Kernel<CacheFloat8<true>>

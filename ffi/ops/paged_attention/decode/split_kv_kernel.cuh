@@ -1,347 +1,287 @@
-// The split kernel of the decode path: each block is a worker and computes the chunks of keys that it owns.
+// The split-KV kernel of the decode path: each CTA computes the KV splits of its interval of the KV-block space, and
+// merges those that it may.
 #ifndef XLA_GPU_OPS_PAGED_ATTENTION_DECODE_SPLIT_KV_KERNEL_CUH_
 #define XLA_GPU_OPS_PAGED_ATTENTION_DECODE_SPLIT_KV_KERNEL_CUH_
 
 #include <cstdint>
 
 #include "ffi/device/dependent_launch.cuh"
-#include "ffi/ops/paged_attention/decode/attention_state.cuh"
+#include "ffi/ops/paged_attention/decode/epilogue.cuh"
 #include "ffi/ops/paged_attention/decode/mainloop.cuh"
 #include "ffi/ops/paged_attention/decode/tile_scheduler.cuh"
 
 namespace xla_gpu::decode {
 
-template <typename S>
-using DecodePlan = Plan<S::kBlockKeys, S::kRows>;
-
-// What a worker computes of a unit: chunks [begin, end), which are the keys [begin_key, end_key).
-struct Share {
-  PlanEntry entry;
-  int index;  // of the entry in the plan's window
-  int unit;   // of the entry
-  UnitPlace place;
+// The part of a work tile that a CTA computes: splits [split_begin, split_end), which are keys [key_begin, key_end).
+struct WorkRange {
+  SequencePlan plan;
+  int index;  // of the sequence in the scheduler's slice
+  int tile;   // of the sequence's work tiles
+  WorkTile work_tile;
   int sequence;
-  int begin;
-  int end;
-  int begin_key;
-  int end_key;
+  int split_begin;
+  int split_end;
+  int key_begin;
+  int key_end;
 };
 
-template <typename S>
-struct SplitShared {
-  alignas(1024) char keys[S::kRing][S::kWarps][S::kTileBytes];
-  alignas(1024) char values[S::kRing][S::kWarps][S::kTileBytes];
-  Published<S> published[2];  // of a step and the one before it, in turns
-  typename DecodePlan<S>::Shared plan[S::kWarps];
-  Share share[S::kWarps];   // all warps know the same; here for want of registers
-  uint32_t end[S::kWarps];  // of the team's part of the line
+template <typename Traits>
+struct SplitKvSharedStorage {
+  alignas(1024) char k[Traits::kStages][Traits::kWarps][Traits::kTileBytes];
+  alignas(1024) char v[Traits::kStages][Traits::kWarps][Traits::kTileBytes];
+  SharedScores<Traits> scores[2];  // of this iteration and the one before, in turns
+  typename TileScheduler<Traits::kBlockKeys, Traits::kRows>::SharedStorage scheduler[Traits::kWarps];
+  // All warps know the same. These stand here because registers are short.
+  WorkRange range[Traits::kWarps];
+  uint32_t interval_end[Traits::kWarps];  // of the CTA group's interval of the KV-block space
 };
 
-// Brings the page table into L2 while nobody knows yet who needs which part of it. Not a large one, of which little is
-// read.
-__device__ inline void PrefetchPages(const DecodeArgs& args) {
-  constexpr unsigned kLine = 32;  // page numbers
+// Brings the page table into L2 before it is known who needs which part of it.
+__device__ inline void PrefetchPageTable(const DecodeArgs& args) {
+  constexpr unsigned kLine = 32;  // page numbers of a cache line
   const unsigned line = (threadIdx.x * gridDim.y + blockIdx.y) * gridDim.x + blockIdx.x;
   if (line * kLine < args.prefetch_pages) PrefetchToL2(args.params.block_tables + line * kLine);
 }
 
-// A worker's walk over the line.
-template <typename S>
-class Worker {
+// A CTA of the split-KV kernel. blockIdx.x: its number in its CTA group; blockIdx.y: the CTA group.
+template <typename Traits>
+class SplitKvCta {
  public:
-  __device__ Worker(const DecodeArgs& args, SplitShared<S>& shared)
-      : args_(args), shared_(shared), plan_(args, shared.plan[threadIdx.x / 32], Begin(args)) {}
+  __device__ SplitKvCta(const DecodeArgs& args, SplitKvSharedStorage<Traits>& shared)
+      : args_(args), shared_(shared), scheduler_(args, shared.scheduler[threadIdx.x / 32], StartLoads(args)) {}
 
   __device__ void Run() {
-    const uint32_t begin = plan_.TeamBegin(static_cast<int>(blockIdx.y));
-    const uint32_t end = min(begin + plan_.PerTeam(), plan_.Total());
+    const uint32_t begin = scheduler_.IntervalBegin(static_cast<int>(blockIdx.y));
+    const uint32_t end = min(begin + scheduler_.Interval(), scheduler_.Total());
     if (begin >= end) return;
-    shared_.end[threadIdx.x / 32] = end;
-    Share& share = shared_.share[threadIdx.x / 32];
-    const int index = plan_.Find(begin);
-    const PlanEntry& entry = plan_.At(index);
-    const uint32_t into = begin - entry.begin;
-    const int unit = into < entry.length ? 0 : static_cast<int>(into / entry.length);
-    // A chunk that began before belongs to another team.
-    bool more = SetShare(index, unit, entry.ChunkFrom(args_, into - static_cast<unsigned>(unit) * entry.length));
+    shared_.interval_end[threadIdx.x / 32] = end;
+    WorkRange& range = shared_.range[threadIdx.x / 32];
+    const int index = scheduler_.Find(begin);
+    const SequencePlan& plan = scheduler_.At(index);
+    const uint32_t offset = begin - plan.begin;
+    const int tile = offset < plan.length ? 0 : static_cast<int>(offset / plan.length);
+    // A split that began before the interval belongs to another CTA group.
+    bool more = SetRange(index, tile, plan.FirstSplitFrom(args_, offset - static_cast<unsigned>(tile) * plan.length));
     while (more) {
-      if (share.begin < share.end) RunShare(share);
-      more = Next(share);
-      if (more) __syncthreads();  // what the next unit overwrites is no longer read
+      if (range.split_begin < range.split_end) ComputeRange(range);
+      more = NextRange(range);
+      if (more) __syncthreads();  // shared memory that the next range overwrites is no longer read
     }
   }
 
  private:
-  static constexpr int kAhead = S::kRing == 1 ? 1 : S::kRing - 1;  // steps that are copied ahead
+  using Scheduler = TileScheduler<Traits::kBlockKeys, Traits::kRows>;
+  // Stages that are loaded ahead of the one that is computed.
+  static constexpr int kAhead = Traits::kStages == 1 ? 1 : Traits::kStages - 1;
+  static constexpr uint32_t kStageStride = Traits::kWarps * Traits::kTileBytes;
 
-  // All that can be asked of memory before anything is known.
-  __device__ static typename DecodePlan<S>::Start Begin(const DecodeArgs& args) {
-    const typename DecodePlan<S>::Start start(args);
-    PrefetchPages(args);
-    return start;
+  // Every load that depends on no other.
+  __device__ static typename Scheduler::FirstLoads StartLoads(const DecodeArgs& args) {
+    const typename Scheduler::FirstLoads loads(args);
+    PrefetchPageTable(args);
+    return loads;
   }
 
-  // Sets the share that begins with a unit's chunk `begin`, of which there may be none. False if that is another
-  // worker's.
-  __device__ bool SetShare(int index, int unit, int begin) {
-    const PlanEntry entry = plan_.At(index);
-    const uint32_t line_end = shared_.end[threadIdx.x / 32];
-    const UnitPlace place = UnitPlace::Of(args_, entry, unit, static_cast<int>(blockIdx.x));
-    if (place.begin + entry.Place(args_, begin) >= line_end) return false;
-    const int end = entry.ChunkFrom(args_, line_end - place.begin);
-    const int chunk_keys = entry.blocks * S::kBlockKeys;
-    shared_.share[threadIdx.x / 32] = {entry,
-                                       index,
-                                       unit,
-                                       place,
-                                       plan_.SequenceOf(index),
-                                       begin,
-                                       end,
-                                       entry.first_key + begin * chunk_keys,
-                                       end == entry.chunks ? entry.end_key : entry.first_key + end * chunk_keys};
+  // ---- Work ranges
+  // -----------------------------------------------------------------------------------------------------
+
+  // Sets the range that begins with split `split_begin` of a work tile. It may be empty. False if the split belongs to
+  // another CTA group.
+  __device__ bool SetRange(int index, int tile, int split_begin) {
+    const SequencePlan plan = scheduler_.At(index);
+    const uint32_t interval_end = shared_.interval_end[threadIdx.x / 32];
+    const WorkTile work_tile = WorkTile::Of(args_, plan, tile, static_cast<int>(blockIdx.x));
+    if (work_tile.begin + plan.SplitOffset(args_, split_begin) >= interval_end) return false;
+    const int split_end = plan.FirstSplitFrom(args_, interval_end - work_tile.begin);
+    const int split_keys = plan.split_blocks * Traits::kBlockKeys;
+    shared_.range[threadIdx.x / 32] = {
+        plan,
+        index,
+        tile,
+        work_tile,
+        scheduler_.SequenceOf(index),
+        split_begin,
+        split_end,
+        plan.first_key + split_begin * split_keys,
+        split_end == plan.splits ? plan.end_key : plan.first_key + split_end * split_keys};
     return true;
   }
-  // Sets that of the next unit. False if it is another worker's, or there is none.
-  __device__ bool Next(const Share& share) {
-    int index = share.index;
-    int unit = share.unit + 1;
-    if (unit == share.entry.Units(args_)) {
-      if (share.entry.End(args_) >= shared_.end[threadIdx.x / 32]) return false;
-      index = plan_.Next(index);
-      unit = 0;
+  // Sets the range of the next work tile. False if that belongs to another CTA group, or there is none.
+  __device__ bool NextRange(const WorkRange& range) {
+    int index = range.index;
+    int tile = range.tile + 1;
+    if (tile == range.plan.WorkTiles(args_)) {
+      if (range.plan.End(args_) >= shared_.interval_end[threadIdx.x / 32]) return false;
+      index = scheduler_.Next(index);
+      tile = 0;
     }
-    return SetShare(index, unit, 0);
+    return SetRange(index, tile, 0);
   }
 
-  // Of the warp's tile of the share's first step, the keys from its first one on; may be negative.
-  __device__ static int Left(const Share& share) {
-    return share.end_key - share.begin_key - static_cast<int>(threadIdx.x / 32) * S::kTileKeys;
-  }
-  __device__ const int32_t* PagesOf(const Share& share) const {
-    return args_.params.block_tables + static_cast<uint64_t>(share.sequence) * args_.pages_per_seq;
-  }
+  // ---- The computation of a work range
+  // ---------------------------------------------------------------------------------
 
-  __device__ void RunShare(const Share& share) {
+  __device__ void ComputeRange(const WorkRange& range) {
     const PagedAttentionParams& params = args_.params;
-    const PlanEntry& entry = share.entry;
-    if (entry.end_key == entry.first_key) return StoreConstant(entry, share.place);
-    // Each warp has a tile of every block of keys. Past the last key it fetches that key again, and takes its scores
-    // away. Its pages are looked up first: all else waits for them.
-    int left = Left(share);
-    UnitView unit;
-    unit.pages = PagesOf(share);
-    unit.end_key = share.end_key;
-    Lookup first[kAhead];
+    const SequencePlan& plan = range.plan;
+    if (plan.end_key == plan.first_key) return StoreEmptyRows<Traits>(args_, plan, range.work_tile);
+
+    // Page look-ups of the first stages. They come first because all else waits for them. Each warp has one KV tile of
+    // every KV block. keys_left: keys from the warp's tile to the end of the range; negative past the end.
+    int keys_left = range.key_end - range.key_begin - static_cast<int>(threadIdx.x / 32) * Traits::kTileKeys;
+    KvView kv;
+    kv.page_table = params.block_tables + static_cast<uint64_t>(range.sequence) * args_.pages_per_seq;
+    kv.end_key = range.key_end;
+    PageLookup first[kAhead];
 #pragma unroll
     for (int i = 0; i < kAhead; ++i) {
-      first[i].Start(args_, unit.pages, unit.end_key, left - i * S::kBlockKeys, S::kTileKeys);
+      first[i].Start(args_, kv.page_table, kv.end_key, keys_left - i * Traits::kBlockKeys, Traits::kTileKeys);
     }
-    const Thread thread = Thread::Hidden();
-    constexpr uint32_t kStep = S::kWarps * S::kTileBytes;
-    Query<S> query;
-    query.Load(args_, entry, share.place, thread);
-    const LaneCopy<S> copy(args_, thread);
-    const int64_t head = share.place.kv_head * params.head_stride * S::kElementBytes + copy.column;
-    unit.keys = static_cast<const char*>(params.k_cache) + head;
-    unit.values = static_cast<const char*>(params.v_cache) + head;
-    unit.entry = &entry;
-    unit.row_tile = share.place.row_tile;
-    unit.hidden_by_end = min(0, entry.end_key - unit.end_key - int{entry.q_len} + 1);
-    // The compiler would rather add the parameters' addresses again for each tile.
-    asm("" : "+l"(unit.keys), "+l"(unit.values), "+l"(unit.pages));
-    int blocks = (share.end_key - share.begin_key - 1) / S::kBlockKeys + 1;
+
+    // Q to registers, and the addresses of K and V.
+    const Thread thread = Thread::Opaque();
+    QueryFragment<Traits> query;
+    query.Load(args_, plan, range.work_tile, thread);
+    const TileCopy<Traits> copy(args_, thread);
+    const int64_t head_offset = range.work_tile.kv_head * params.head_stride * Traits::kElementBytes + copy.column;
+    kv.k = static_cast<const char*>(params.k_cache) + head_offset;
+    kv.v = static_cast<const char*>(params.v_cache) + head_offset;
+    kv.plan = &plan;
+    kv.row_tile = range.work_tile.row_tile;
+    kv.causal_tail = min(0, plan.end_key - kv.end_key - int{plan.q_len} + 1);
+    // Keeps the compiler from adding the parameters' addresses again for each tile.
+    asm("" : "+l"(kv.k), "+l"(kv.v), "+l"(kv.page_table));
+
+    // Prologue: the first stages' copies.
+    int blocks = (range.key_end - range.key_begin - 1) / Traits::kBlockKeys + 1;
     bool bad = false;
-    const uint32_t my_keys = SharedAddress(shared_.keys[0][thread.warp]);
-    // Copies the tile of a step `ahead` steps from now, if there is one, to stage `stage`, given in bytes.
-    const auto fetch = [&](const Lookup& lookup, int ahead, uint32_t stage) {
+    const uint32_t my_k = SharedAddress(shared_.k[0][thread.warp]);
+    // Copies the tile of the KV block `ahead` iterations from now, if there is one, to the stage at `stage` bytes.
+    const auto load_stage = [&](const PageLookup& lookup, int ahead, uint32_t stage) {
       const uint32_t slot = lookup.Slot(args_, &bad);
-      if (ahead < blocks) copy.Start(args_, unit, slot, my_keys + stage, sizeof(shared_.keys));
+      if (ahead < blocks) copy.Start(args_, kv, slot, my_k + stage, sizeof(shared_.k));
       CommitAsync();
     };
 #pragma unroll
-    for (int i = 0; i < kAhead; ++i) fetch(first[i], i, i * kStep);
-    AllowDependentLaunch();  // see DecodeSplitKernel
-    Lookup lookup;
-    lookup.Start(args_, unit.pages, unit.end_key, left - kAhead * S::kBlockKeys, S::kTileKeys);
-    Running<S> running, group, whole;
-    running.Clear();
-    const uint32_t key_offset = KeyOffset<S>(thread.lane);
-    const typename Running<S>::ValueOffsets value_offsets(thread);
-    const uint32_t all_values = SharedAddress(shared_.values[0][0]);
+    for (int i = 0; i < kAhead; ++i) load_stage(first[i], i, i * kStageStride);
+    AllowDependentLaunch();  // see DecodeSplitKvKernel
+    PageLookup lookup;
+    lookup.Start(args_, kv.page_table, kv.end_key, keys_left - kAhead * Traits::kBlockKeys, Traits::kTileKeys);
+
+    // Mainloop. accumulator: of a split; segment: of a segment's splits so far; tile: of the work tile's segments so
+    // far.
+    Accumulator<Traits> accumulator, segment, tile;
+    accumulator.Clear();
+    const uint32_t k_offset = KOffset<Traits>(thread.lane);
+    const typename Accumulator<Traits>::VOffsets v_offsets(thread);
+    const uint32_t all_v = SharedAddress(shared_.v[0][0]);
     uint32_t stage = 0;
-    uint32_t stage_before = (S::kRing - 1) * kStep;
-    int parity = 0;
-    int chunk = share.begin;
-    int of_chunk = entry.blocks;
+    uint32_t stage_before = (Traits::kStages - 1) * kStageStride;
+    int buffer = 0;  // of the scores
+    int split = range.split_begin;
+    int split_blocks_left = plan.split_blocks;
     while (true) {
-      Scores<S> scores;
+      ScoreFragment<Traits> scores;
       WaitAsync<kAhead - 1>();
       __syncwarp();
-      MultiplyKeys<S>(my_keys + stage + key_offset, query, scores);
-      PublishScores<S>(args_, unit, query, thread, left, __any_sync(0xffffffffu, bad), scores,
-                       shared_.published[parity]);
-      // Behind it all scores and values of this step are there, and those of the last one are no longer read.
+      ComputeScores<Traits>(my_k + stage + k_offset, query, scores);
+      StoreScores<Traits>(args_, kv, query, thread, keys_left, __any_sync(0xffffffffu, bad), scores,
+                          shared_.scores[buffer]);
+      // Behind it all warps' scores and V tiles of this iteration are there, and those of the last are no longer read.
       __syncthreads();
-      const auto fetch_next = [&] {
-        fetch(lookup, kAhead, stage_before);
-        lookup.Start(args_, unit.pages, unit.end_key, left - (kAhead + 1) * S::kBlockKeys, S::kTileKeys);
+      const auto load_next = [&] {
+        load_stage(lookup, kAhead, stage_before);
+        lookup.Start(args_, kv.page_table, kv.end_key, keys_left - (kAhead + 1) * Traits::kBlockKeys,
+                     Traits::kTileKeys);
       };
-      if (S::kRing > 1) fetch_next();
-      running.AddStep(shared_.published[parity], all_values + stage, value_offsets, thread);
-      if (S::kRing == 1) {
+      if (Traits::kStages > 1) load_next();
+      accumulator.Update(shared_.scores[buffer], all_v + stage, v_offsets, thread);
+      if (Traits::kStages == 1) {
         __syncthreads();
-        fetch_next();
+        load_next();
       }
-      parity = 1 - parity;
+      buffer = 1 - buffer;
       stage_before = stage;
-      stage = stage == (S::kRing - 1) * kStep ? 0 : stage + kStep;
-      left -= S::kBlockKeys;
+      stage = stage == (Traits::kStages - 1) * kStageStride ? 0 : stage + kStageStride;
+      keys_left -= Traits::kBlockKeys;
       --blocks;
-      if (--of_chunk > 0 && blocks > 0) continue;
-      running.Close();
-      Collect(share, thread, chunk, running, group, whole);
+      if (--split_blocks_left > 0 && blocks > 0) continue;
+
+      // The end of a split.
+      accumulator.ReduceSums();
+      Accumulate(range, thread, split, accumulator, segment, tile);
       if (blocks == 0) break;
-      running.Clear();
-      of_chunk = unit.entry->blocks;
-      ++chunk;
+      accumulator.Clear();
+      split_blocks_left = kv.plan->split_blocks;
+      ++split;
     }
   }
 
-  // The rows of a sequence without keys: 0, or NaN if it is not valid.
-  __device__ void StoreConstant(const PlanEntry& entry, const UnitPlace& place) {
-    const int rows = min(entry.q_len * args_.group - place.row_tile * S::kRows, S::kRows);
-    const int columns = static_cast<int>(args_.params.head_dim) / 4;
-    const Partial nothing = {{-INFINITY, entry.valid ? 0.0f : NAN}, {0.0f, 0.0f, 0.0f, 0.0f}};
-    for (int i = static_cast<int>(threadIdx.x); i < rows * columns; i += S::kThreads) {
-      const int row = place.row_tile * S::kRows + i / columns;
-      const RowPlace of = RowPlace::Of(args_, entry.q_begin, place.kv_head, row);
-      StoreRow(args_, RowStore::Of(args_, of), i % columns * 4, nothing);
-    }
-  }
-
-  // Merges a chunk's sums with those of the chunks before it: `group` over the chunks of a group so far, `whole` over
-  // the groups of a unit so far. What nobody else here will merge is left behind, or written if it is all.
-  __device__ void Collect(const Share& share, const Thread& thread, int chunk, const Running<S>& running,
-                          Running<S>& group, Running<S>& whole) {
-    const PlanEntry& entry = share.entry;
-    const UnitPlace& place = share.place;
-    const int index = entry.GroupOf(chunk);
-    const int first = index * entry.group_chunks;
-    const bool share_ends = chunk == share.end - 1;
-    const bool has_group_begin = share.begin <= first;
-    const bool has_unit_begin = share.begin == 0;
-    const bool few = args_.few && entry.chunks > 1;
-    const int rows = min(entry.q_len * args_.group - place.row_tile * S::kRows, S::kRows);
-    Running<S> left = running;  // behind, from chunk `from` on
-    int from = chunk;
-    bool and_whole = false;
-    if (has_group_begin && !few) {
-      if (chunk == first) {
-        group = running;
+  // Merges a split with those before it: into `segment` those of its segment, into `tile` the segments of the work
+  // tile. What this CTA will not merge any further goes to a split accumulator, or to the output if it is the whole
+  // work tile.
+  __device__ void Accumulate(const WorkRange& range, const Thread& thread, int split,
+                             const Accumulator<Traits>& accumulator, Accumulator<Traits>& segment,
+                             Accumulator<Traits>& tile) {
+    const SequencePlan& plan = range.plan;
+    const WorkTile& work_tile = range.work_tile;
+    const int index = plan.SegmentOf(split);
+    const int first = index * plan.segment_splits;
+    const bool range_ends = split == range.split_end - 1;
+    const bool has_segment_begin = range.split_begin <= first;
+    const bool has_tile_begin = range.split_begin == 0;
+    const bool store_each = args_.store_every_split && plan.splits > 1;
+    const int rows = min(plan.q_len * args_.group_size - work_tile.row_tile * Traits::kRows, Traits::kRows);
+    Accumulator<Traits> partial = accumulator;  // what is stored, of the splits from `from` on
+    int from = split;
+    bool and_tile = false;  // `tile` is stored too
+    if (has_segment_begin && !store_each) {
+      if (split == first) {
+        segment = accumulator;
       } else {
-        group.Add(running);
+        segment.Merge(accumulator);
       }
-      left = group;
+      partial = segment;
       from = first;
-      if (chunk != min(first + entry.group_chunks, int{entry.chunks}) - 1) {
-        if (!share_ends) return;
-        and_whole = has_unit_begin && first > 0;
-      } else if (has_unit_begin) {
+      const int last = min(first + plan.segment_splits, int{plan.splits}) - 1;
+      if (split != last) {
+        if (!range_ends) return;
+        and_tile = has_tile_begin && first > 0;
+      } else if (has_tile_begin) {
         if (first == 0) {
-          whole = group;
+          tile = segment;
         } else {
-          whole.Add(group);
+          tile.Merge(segment);
         }
-        if (chunk == entry.chunks - 1) return Finish(entry, place, thread, rows, whole);
-        if (!share_ends) return;
-        left = whole;
+        if (split == plan.splits - 1) return StoreOutput<Traits>(args_, plan, work_tile, thread, rows, tile);
+        if (!range_ends) return;
+        partial = tile;
         from = 0;
       }
     }
 #pragma unroll 1
     while (true) {
-      const unsigned slot = few ? SlotOfFew(UnitIndex(args_, entry.q_begin, place), chunk)
-                                : SlotOf(blockIdx.y * gridDim.x + blockIdx.x, from == 0, has_unit_begin,
-                                         has_group_begin, index, chunk - first);
-      Leave(slot, thread, rows, left);
-      if (!and_whole) return;
-      and_whole = false;
-      left = whole;
+      const unsigned accumulator_index =
+          store_each ? SplitAccumulators::IndexOfSplit(WorkTileIndex(args_, plan.q_begin, work_tile), split)
+                     : SplitAccumulators::IndexOf(blockIdx.y * gridDim.x + blockIdx.x, from == 0, has_tile_begin,
+                                                  has_segment_begin, index, split - first);
+      StorePartial<Traits>(args_, accumulator_index, thread, rows, partial);
+      if (!and_tile) return;
+      and_tile = false;
+      partial = tile;
       from = 0;
     }
   }
 
-  // Leaves partial sums in a slot of the scratch.
-  __device__ void Leave(unsigned slot, const Thread& thread, int rows, const Running<S>& sums) {
-    const int head_dim = static_cast<int>(args_.params.head_dim);
-    const uint32_t place = Scratch::Place(args_, slot, 0);
-#pragma unroll
-    for (int n = 0; n < S::kRowTiles; ++n) {
-      const int softmax_row = 8 * n + thread.lane / 4;
-      if (thread.warp == 0 && thread.lane % 4 == 0 && softmax_row < rows) {
-        *Scratch::SoftmaxOf(args_, place + static_cast<unsigned>(softmax_row) * args_.slot_row) = sums.softmax[n];
-      }
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const int row = 8 * n + thread.lane % 4 * 2 + i;
-        if (row >= rows) continue;
-        float* const out = Scratch::Out(args_, place + static_cast<unsigned>(row) * args_.slot_row);
-#pragma unroll
-        for (int tile = 0; tile < S::kOwnTiles; ++tile) {
-#pragma unroll
-          for (int half = 0; half < 2; ++half) {
-            const int column = Running<S>::Column(thread, tile, half);
-            if (column < head_dim) out[column] = sums.out[tile][n][i + 2 * half];
-          }
-        }
-      }
-    }
-  }
-
-  // Writes the unit's rows.
-  __device__ void Finish(const PlanEntry& entry, const UnitPlace& place, const Thread& thread, int rows,
-                         const Running<S>& sums) {
-    const PagedAttentionParams& params = args_.params;
-#pragma unroll
-    for (int n = 0; n < S::kRowTiles; ++n) {
-      // Rows past the unit's take the last one's head.
-      const int softmax_row = 8 * n + thread.lane / 4;
-      const int known = place.row_tile * S::kRows + min(softmax_row, rows - 1);
-      const RowPlace of = RowPlace::Of(args_, entry.q_begin, place.kv_head, known);
-      float lse;
-      const float of_row = FinishRow(args_, sums.softmax[n], RowEnd::Of(args_, of.head), &lse);
-      const bool writes_lse = params.lse != nullptr && thread.warp == 0 && thread.lane % 4 == 0;
-      if (writes_lse && softmax_row < rows) params.lse[of.at] = lse;
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const float factor = OfRow(of_row, i);
-        const int row = 8 * n + thread.lane % 4 * 2 + i;
-        if (row >= rows) continue;
-        const int64_t at =
-            RowPlace::Of(args_, entry.q_begin, place.kv_head, place.row_tile * S::kRows + row).at * params.head_dim;
-        uint16_t* const out = static_cast<uint16_t*>(params.out) + at;
-#pragma unroll
-        for (int tile = 0; tile < S::kOwnTiles; ++tile) {
-          const float low = sums.out[tile][n][i] * factor;
-          const float high = sums.out[tile][n][i + 2] * factor;
-          const uint32_t two = params.dtype == DType::kBF16 ? Pack<__nv_bfloat16>(low, high) : Pack<__half>(low, high);
-          const int column = Running<S>::Column(thread, tile, 0);
-          const int other = Running<S>::Column(thread, tile, 1);
-          if (column < params.head_dim) out[column] = static_cast<uint16_t>(two);
-          if (other < params.head_dim) out[other] = static_cast<uint16_t>(two >> 16);
-        }
-      }
-    }
-  }
-
   const DecodeArgs& args_;
-  SplitShared<S>& shared_;
-  DecodePlan<S> plan_;
+  SplitKvSharedStorage<Traits>& shared_;
+  Scheduler scheduler_;
 };
 
-// Asks for all of a kernel's parameters at once, instead of waiting for one part after the other.
+// Reads a word of each cache line of the kernel's parameters, so that all lines are fetched at once instead of one
+// after the other.
 template <typename Params>
-__device__ inline void FetchConstants(const Params& params) {
+__device__ inline void FetchParameters(const Params& params) {
   constexpr int kLine = 64 / sizeof(uint32_t);
   const uint32_t* const words = reinterpret_cast<const uint32_t*>(&params);
   uint32_t any = 0;
@@ -350,24 +290,24 @@ __device__ inline void FetchConstants(const Params& params) {
   asm volatile("" ::"r"(any));
 }
 
-template <typename S>
-__global__ void __maxnreg__(S::kDim <= 128 && S::kRowTiles == 1 ? kSplitRegisters : 255)
-    DecodeSplitKernel(const __grid_constant__ DecodeArgs args) {
+template <typename Traits>
+__global__ void __maxnreg__(Traits::kHeadDim <= 128 && Traits::kRowTiles == 1 ? kSplitKvRegisters : 255)
+    DecodeSplitKvKernel(const __grid_constant__ DecodeArgs args) {
 #ifdef __CUDA_ARCH__
-  // Code that is never launched is not to be compiled.
-  if constexpr (CodeIsDeep(__CUDA_ARCH__) == S::kDeep) {
+  // Each architecture launches one of the two variants: no code for the other.
+  if constexpr (HasLargeSharedMemory(__CUDA_ARCH__) == Traits::kLargeSharedMemory) {
     extern __shared__ __align__(16) char dynamic_shared[];
-    if (args.wait_first) {
-      FetchConstants(args);
+    if (args.wait_at_start) {
+      FetchParameters(args);
       WaitForPreviousKernel();
     }
-    // Else when the first keys are on their way: the blocks of the next kernel are not to hold those of this one up.
-    // But behind the prefill path there may be nothing to do here.
-    if (args.few || !args.wait_first) AllowDependentLaunch();
+    // The combine kernel may start now if the call is short, or if there may be nothing to do because the prefill path
+    // ran first. Else it may start when the first copies are under way, so that its CTAs do not delay this kernel's.
+    if (args.store_every_split || !args.wait_at_start) AllowDependentLaunch();
     if (MayHaveDecodeRows(args)) {
-      Worker<S>(args, *reinterpret_cast<SplitShared<S>*>(dynamic_shared)).Run();
+      SplitKvCta<Traits>(args, *reinterpret_cast<SplitKvSharedStorage<Traits>*>(dynamic_shared)).Run();
     }
-    // One block waits: when this kernel has ended, so has the one before, of which it needs nothing.
+    // Programmatic-launch wait: one CTA waits, so that the kernel before has ended when this one has.
     if (blockIdx.x == 0 && blockIdx.y == 0) WaitForPreviousKernel();
   }
 #endif

@@ -1,4 +1,4 @@
-// Sizes of the decode kernels for one cache format, head size and number of query rows.
+// The sizes of the split-KV kernel for one cache format, head size and number of query rows.
 #ifndef XLA_GPU_OPS_PAGED_ATTENTION_DECODE_TRAITS_CUH_
 #define XLA_GPU_OPS_PAGED_ATTENTION_DECODE_TRAITS_CUH_
 
@@ -12,75 +12,77 @@
 
 namespace xla_gpu::decode {
 
-// A thread of a block. Hidden: the compiler does not know that it is always the same, and works out nothing that
-// follows from it before that place.
+// A thread of a CTA.
 struct Thread {
   int lane;
   int warp;
 
-  __device__ static Thread Hidden() {
+  // Opaque: the compiler does not know that the value never changes, so it computes nothing that follows from it before
+  // this place, where registers are short.
+  __device__ static Thread Opaque() {
     unsigned index = threadIdx.x;
     asm volatile("" : "+r"(index));
     return {static_cast<int>(index % 32), static_cast<int>(index / 32)};
   }
 };
 
-// What the cache holds. Products are computed in bf16 for kBF16 and in float16 for all others; float8 is exact in it.
-enum class Format { kF16, kBF16, kE4M3, kE5M2 };
+// The dtype of the cache. kBF16 multiplies in bfloat16. All others multiply in float16, which holds float8 exactly.
+enum class CacheFormat { kF16, kBF16, kE4M3, kE5M2 };
 
-// Whether code for an architecture, given as in __CUDA_ARCH__, has the kernels of deep shapes, or those of the others.
-// Those of sm_90 and sm_100 have 228 KiB of shared memory, those before 164 or 100, sm_120 has 100.
-__host__ __device__ constexpr bool CodeIsDeep(int architecture) { return architecture >= 900 && architecture < 1200; }
+// Whether an architecture, given as __CUDA_ARCH__, takes the kernels with more stages: SMs of sm_90 and sm_100 have
+// 228 KiB of shared memory, SMs before them 164 or 100, and those of sm_120 100.
+__host__ __device__ constexpr bool HasLargeSharedMemory(int architecture) {
+  return architecture >= 900 && architecture < 1200;
+}
 
-// For a cache of format `kFormat`, head_dim up to kDim, and kRowTiles times eight (query, head) rows at a time.
-// kNarrow: rows of the cache may start at any multiple of 8 bytes, so that 16 of them are fetched in two parts. kDeep:
-// for GPUs where two blocks of more than 99 KiB find room on an SM: see CodeIsDeep. It changes no result.
-template <Format kFormat_, int kDim_, int kRowTiles_, bool kNarrow_, bool kDeep_>
-struct Shape {
-  static constexpr Format kFormat = kFormat_;
-  static constexpr int kDim = kDim_;
-  static constexpr int kRowTiles = kRowTiles_;  // columns of 8 in the products
-  static constexpr int kRows = 8 * kRowTiles;
-  static constexpr bool kNarrow = kNarrow_;
-  static constexpr bool kDeep = kDeep_;
-  static constexpr bool kFloat8 = kFormat == Format::kE4M3 || kFormat == Format::kE5M2;
-  static constexpr __nv_fp8_interpretation_t kFloat8Kind = kFormat == Format::kE4M3 ? __NV_E4M3 : __NV_E5M2;
-  using Operand = std::conditional_t<kFormat == Format::kBF16, __nv_bfloat16, __half>;
+// kHeadDim: the largest head_dim. kRowTiles: of 8 query rows. kNarrowCopies: cache rows are aligned to 8 bytes only, so
+// that 16 bytes are two copies. kLargeSharedMemory: two CTAs of more than 99 KiB fit on an SM (HasLargeSharedMemory);
+// it sets the number of stages, and changes no result.
+template <CacheFormat kFormat_, int kHeadDim_, int kRowTiles_, bool kNarrowCopies_, bool kLargeSharedMemory_>
+struct KernelTraits {
+  static constexpr CacheFormat kFormat = kFormat_;
+  static constexpr int kHeadDim = kHeadDim_;
+  static constexpr int kRowTiles = kRowTiles_;  // n8 tiles of the matrix products
+  static constexpr int kRows = 8 * kRowTiles;   // query rows of a work tile
+  static constexpr bool kNarrowCopies = kNarrowCopies_;
+  static constexpr bool kLargeSharedMemory = kLargeSharedMemory_;
+  static constexpr bool kFloat8 = kFormat == CacheFormat::kE4M3 || kFormat == CacheFormat::kE5M2;
+  static constexpr __nv_fp8_interpretation_t kFloat8Kind = kFormat == CacheFormat::kE4M3 ? __NV_E4M3 : __NV_E5M2;
+  using Operand = std::conditional_t<kFormat == CacheFormat::kBF16, __nv_bfloat16, __half>;
 
   static constexpr int kWarps = 4;
   static constexpr int kThreads = 32 * kWarps;
 
+  // A KV block is what a CTA consumes in one iteration: one KV tile for each warp.
   static constexpr int kElementBytes = kFloat8 ? 1 : 2;
-  static constexpr int kRowBytes = kDim * kElementBytes;
-  static constexpr int kKeyTiles = kRowBytes <= 128 ? 2 : 1;  // matrix tiles of 16 keys in a warp's step
+  static constexpr int kRowBytes = kHeadDim * kElementBytes;
+  static constexpr int kKeyTiles = kRowBytes <= 128 ? 2 : 1;  // m16 tiles of a KV tile
   static constexpr int kTileKeys = 16 * kKeyTiles;
-  static constexpr int kBlockKeys =
-      kWarps * kTileKeys;  // keys of a block's step: the unit in which chunks are measured
+  static constexpr int kBlockKeys = kWarps * kTileKeys;
 
-  // Tiles wait in shared memory, row after row in chunks of 16 bytes. Chunks of a row trade places with others of its
-  // 128 bytes, by the row's number: then eight rows' chunks of one column, which a matrix load takes at once, lie in
-  // different banks.
-  static constexpr int kRowChunks = kRowBytes / 16;
-  static constexpr int kTileBytes = kTileKeys * kRowBytes;  // of keys, and again of values
+  // A KV tile lies in shared memory row after row, in vectors of 16 bytes. The vectors within 128 bytes are permuted by
+  // XOR with the row's number: the eight rows of one column that ldmatrix reads at once then hit different banks.
+  static constexpr int kRowVectors = kRowBytes / 16;
+  static constexpr int kTileBytes = kTileKeys * kRowBytes;  // of K, and again of V
   static constexpr int kSwizzleBytes = kRowBytes < 128 ? kRowBytes : 128;
-  // Of row `row`, what its chunks' numbers are combined with (XOR).
+  // What the vector numbers of row `row` are XORed with.
   __host__ __device__ static constexpr int Swizzle(int row) {
-    return kRowBytes < 128 ? row / (128 / kRowBytes) % kRowChunks : row % 8;
+    return kRowBytes < 128 ? row / (128 / kRowBytes) % kRowVectors : row % 8;
   }
-  // A row is copied by the lanes of a power of two, several rows at a time.
-  static constexpr int kRowLanes = kRowChunks == 24 ? 32 : kRowChunks;
-  static constexpr int kCopyRows = 32 / kRowLanes;
+  // A power of two of lanes copies a row, and a warp several rows at a time.
+  static constexpr int kCopyLanes = kRowVectors == 24 ? 32 : kRowVectors;
+  static constexpr int kCopyRows = 32 / kCopyLanes;
 
-  // Tiles, each of keys and of values, that a warp has in flight or at hand. With one, steps end with another barrier.
+  // Stages of a warp's pipeline, of a K and a V tile each. With a single one, a second barrier ends each iteration.
   static constexpr int kStageBytes = 2 * kTileBytes;
-  static constexpr int kRing = kDim == 256 && !kFloat8              ? (kDeep ? 3 : 1)
-                               : kDeep && kKeyTiles * kRowTiles < 4 ? 24576 / kStageBytes
-                               : kStageBytes > 8192                 ? 1
-                                                                    : 16384 / kStageBytes;
+  static constexpr int kStages = kHeadDim == 256 && !kFloat8                       ? (kLargeSharedMemory ? 3 : 1)
+                                 : kLargeSharedMemory && kKeyTiles * kRowTiles < 4 ? 24576 / kStageBytes
+                                 : kStageBytes > 8192                              ? 1
+                                                                                   : 16384 / kStageBytes;
 
-  // A warp scores the keys of its own tile, and adds up its own columns of the values of all warps' tiles.
-  static constexpr int kOwnTiles = kDim / 16 / kWarps;  // matrix tiles of 16 columns
-  static constexpr int kSteps = kDim / 16;              // of the scores' sum over columns
+  // Each warp computes the scores of its own KV tile, and its own columns of the output over the whole KV block.
+  static constexpr int kColumnTiles = kHeadDim / 16 / kWarps;  // m16 tiles of columns
+  static constexpr int kQkSteps = kHeadDim / 16;               // k16 steps of Q * K^T
 };
 
 }  // namespace xla_gpu::decode

@@ -1,10 +1,10 @@
-// The decode kernel for bfloat16 caches.
+// The decode kernels for bfloat16 caches.
 #include "ffi/ops/paged_attention/decode/launch.cuh"
 
 namespace xla_gpu::decode {
 
 Status LaunchBF16(const PagedAttentionParams& params, Stream stream) {
-  return LaunchFormat<Format::kBF16>(params, stream);
+  return LaunchFormat<CacheFormat::kBF16>(params, stream);
 }
 
 }  // namespace xla_gpu::decode

@@ -1,10 +1,10 @@
-// The decode kernel for float8_e4m3fn caches.
+// The decode kernels for float8_e4m3fn caches.
 #include "ffi/ops/paged_attention/decode/launch.cuh"
 
 namespace xla_gpu::decode {
 
 Status LaunchE4M3(const PagedAttentionParams& params, Stream stream) {
-  return LaunchFormat<Format::kE4M3>(params, stream);
+  return LaunchFormat<CacheFormat::kE4M3>(params, stream);
 }
 
 }  // namespace xla_gpu::decode

@@ -1,10 +1,10 @@
-// The decode kernel for float8_e5m2 caches.
+// The decode kernels for float8_e5m2 caches.
 #include "ffi/ops/paged_attention/decode/launch.cuh"
 
 namespace xla_gpu::decode {
 
 Status LaunchE5M2(const PagedAttentionParams& params, Stream stream) {
-  return LaunchFormat<Format::kE5M2>(params, stream);
+  return LaunchFormat<CacheFormat::kE5M2>(params, stream);
 }
 
 }  // namespace xla_gpu::decode

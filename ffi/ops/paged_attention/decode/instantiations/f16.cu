@@ -1,10 +1,10 @@
-// The decode kernel for float16 caches.
+// The decode kernels for float16 caches.
 #include "ffi/ops/paged_attention/decode/launch.cuh"
 
 namespace xla_gpu::decode {
 
 Status LaunchF16(const PagedAttentionParams& params, Stream stream) {
-  return LaunchFormat<Format::kF16>(params, stream);
+  return LaunchFormat<CacheFormat::kF16>(params, stream);
 }
 
 }  // namespace xla_gpu::decode
