@@ -18,6 +18,7 @@ import jax.typing
 
 from ._core.docstrings import docstring
 from ._jax import device_group
+from ._jax import ragged_paged_attention_v3 as _ragged_paged_attention_v3
 from ._jax.call import function, ragged
 from ._jax.device_group import DeviceGroup
 from .ops import _ragged_paged_attention as _ragged_paged_attention
@@ -35,6 +36,7 @@ __all__ = [
     "paged_attention",
     "paged_attention_with_lse",
     "ragged_paged_attention",
+    "ragged_paged_attention_v3",
     "reshape_and_cache",
     "simple_add",
 ]
@@ -130,6 +132,75 @@ def ragged_paged_attention(
     vmem_limit_bytes: int | None = None,
 ) -> jax.Array:
     """Computes paged_attention, with the name and the parameters of torch_xla's operator for TPUs."""
+
+
+@docstring(_ragged_paged_attention_v3.DOCSTRING)
+def ragged_paged_attention_v3(
+    queries: jax.typing.ArrayLike,
+    keys: jax.typing.ArrayLike,
+    values: jax.typing.ArrayLike,
+    kv_cache: jax.typing.ArrayLike,
+    kv_lens: jax.typing.ArrayLike,
+    page_indices: jax.typing.ArrayLike,
+    cu_q_lens: jax.typing.ArrayLike,
+    distribution: jax.typing.ArrayLike,
+    attention_sink: jax.typing.ArrayLike | None = None,
+    *,
+    sm_scale: float = 1.0,
+    sliding_window: int | None = None,
+    soft_cap: float | None = None,
+    out_dtype: jax.typing.DTypeLike | None = None,
+    q_scale: float | None = None,
+    k_scale: float | None = None,
+    v_scale: float | None = None,
+    update_kv_cache: bool = True,
+    return_lse: bool = False,
+    use_causal_mask: bool = True,
+    skip_kv_mask: bool = False,
+    mask_value: float | None = None,
+    chunk_prefill_size: int | None = None,
+    d_block_sizes: object = None,
+    p_block_sizes: object = None,
+    m_block_sizes: object = None,
+    decode_block_sizes: object = None,
+    prefill_block_sizes: object = None,
+    decode_query_size: int | None = None,
+    num_kv_pages_per_block: int | None = None,
+    num_queries_per_block: int | None = None,
+    vmem_limit_bytes: int | None = None,
+    debug_mode: bool = False,
+    disable_bounds_checks: bool = True,
+    disable_semaphore_checks: bool = True,
+) -> tuple[jax.Array, ...]:
+    """The cache update and the attention of one layer, by the call of TPU serving projects ("RPA v3")."""
+    del mask_value, chunk_prefill_size, d_block_sizes, p_block_sizes, m_block_sizes, decode_block_sizes
+    del prefill_block_sizes, decode_query_size, num_kv_pages_per_block, num_queries_per_block, vmem_limit_bytes
+    del debug_mode, disable_bounds_checks, disable_semaphore_checks
+    return _ragged_paged_attention_v3.ragged_paged_attention_v3(
+        {
+            "queries": queries,
+            "keys": keys,
+            "values": values,
+            "kv_cache": kv_cache,
+            "kv_lens": kv_lens,
+            "page_indices": page_indices,
+            "cu_q_lens": cu_q_lens,
+            "distribution": distribution,
+            "attention_sink": attention_sink,
+        },
+        sm_scale=sm_scale,
+        sliding_window=sliding_window,
+        soft_cap=soft_cap,
+        out_dtype=out_dtype,
+        q_scale=q_scale,
+        k_scale=k_scale,
+        v_scale=v_scale,
+        update_kv_cache=update_kv_cache,
+        return_lse=return_lse,
+        use_causal_mask=use_causal_mask,
+        skip_kv_mask=skip_kv_mask,
+    )
+>>>>>>> e47b513 (ragged_paged_attention_v3: the call of JAX's TPU serving projects, updated in place)
 
 
 @docstring(_all_reduce.OPERATOR.docstring)
