@@ -200,7 +200,6 @@ def ragged_paged_attention_v3(
         use_causal_mask=use_causal_mask,
         skip_kv_mask=skip_kv_mask,
     )
->>>>>>> e47b513 (ragged_paged_attention_v3: the call of JAX's TPU serving projects, updated in place)
 
 
 @docstring(_all_reduce.OPERATOR.docstring)

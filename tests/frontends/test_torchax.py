@@ -149,6 +149,14 @@ def test_too_many_arguments(frontend, environment):
         torch.ops.xla_gpu.simple_add(a, a, a)
 
 
+def test_sums_over_processes_are_refused(frontend, environment):
+    import torch
+
+    a = on_torchax(frontend, np.zeros((2, 4), np.float32))
+    with pytest.raises(TypeError, match=r"all_reduce: x: expected .*got a torchax tensor; call xla_gpu.jax.all_reduce"):
+        torch.ops.xla_gpu.all_reduce(a)
+
+
 def test_a_cache_on_another_device_is_not_updated(frontend, environment):
     import torch
 

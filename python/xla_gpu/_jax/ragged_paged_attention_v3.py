@@ -278,7 +278,9 @@ def _program(
     out = out[:, :num_heads, :head_dim]
     if not float8 and options.v_scale != 1.0:
         out = out.astype(jnp.float32) * options.v_scale
+    # The barrier is for jax.jit, which otherwise leaves the layout of such a result to XLA and then refuses to donate.
     cache = with_layout_constraint(cache.reshape(kv_cache.shape), Layout((0, 1, 2, 3, 4)))
+    cache = jax.lax.optimization_barrier(cache)
     results = (out.astype(options.out_dtype or arrays["queries"].dtype), cache)
     return results if lse is None else (*results, lse[:, :num_heads])
 

@@ -28,6 +28,9 @@ def implementations() -> dict[Any, Implementation]:
     """What torchax calls instead of each operator packet in torch.ops.xla_gpu."""
     found: dict[Any, Implementation] = {}
     for operator in (*OPERATORS, ragged_paged_attention.OPERATOR):
+        if "group" in operator.arguments:  # of processes there, of a mesh's devices in JAX
+            found[getattr(torch.ops.xla_gpu, operator.name)] = functools.partial(_refuse_group, operator)
+            continue
         found[getattr(torch.ops.xla_gpu, operator.name)] = functools.partial(_functional, operator)
         if operator.in_place is not None:
             found[getattr(torch.ops.xla_gpu, f"{operator.name}_")] = functools.partial(_in_place, operator)
@@ -113,6 +116,15 @@ def _below_torchax(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> An
     """The operator on other tensors, which torchax passes on where they are keyword arguments."""
     with torchax.disable_temporarily():
         return getattr(torch.ops.xla_gpu, name)(*args, **kwargs)
+
+
+def _refuse_group(operator: Operator, *args: Any, **kwargs: Any) -> Any:
+    if _check(operator.name, operator, _named(operator.name, operator, args, kwargs)) is None:
+        return _below_torchax(operator.name, args, kwargs)
+    raise TypeError(
+        f"{operator.name}: x: expected a tensor on a CPU or CUDA device, got a torchax tensor; call "
+        f"xla_gpu.jax.{operator.name} by torchax.interop.call_jax, inside torchax.interop.jax_shard_map"
+    )
 
 
 def _refuse_ffi_call(operands: Sequence[torch.Tensor], target: str, *args: Any, **kwargs: Any) -> Any:
