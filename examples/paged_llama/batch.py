@@ -24,7 +24,7 @@ class StepLayout:
     pages_per_seq: int
 
     def fields(self) -> dict[str, int]:
-        """Lengths of the parts, in the order in which they stand in the array."""
+        """Lengths of the parts, in their order in the array."""
         return {
             # Of each row:
             "tokens": self.num_tokens,  # token id, where the host knows it

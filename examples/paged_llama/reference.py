@@ -15,7 +15,7 @@ def small_model(seed: int) -> LlamaForCausalLM:
     """A Llama of 4 layers over bytes, with float32 weights drawn from `seed`.
 
     Everything that a large one has is in it: grouped heads, Llama 3's stretched rotations, chunks behind contexts. The
-    weights are drawn wider than usual: with the usual ones a model that nobody trained repeats one token forever.
+    weights are drawn wider than usual: with the usual ones an untrained model repeats one token forever.
     """
     config = LlamaConfig(
         vocab_size=ByteTokenizer.vocab_size,

@@ -2,7 +2,7 @@
 
 Each step takes one token of every request that is generating and fills what is left of its rows with the next chunks
 of prompts. A request is admitted when a seat and all the pages that it can ever need are free, in order of arrival:
-whoever runs can finish, so there is no deadlock and nothing is computed twice.
+every running request can finish, so there is no deadlock and nothing is computed twice.
 
 The scheduler runs one step ahead of the device. A token that the device has chosen but the host has not read is
 *pending*; the step that continues from it names the row of the step before instead of the token's id.

@@ -55,7 +55,7 @@ def load_checkpoint(model: PagedLlama, folder: pathlib.Path, device: torch.devic
 
 @contextlib.contextmanager
 def safetensors(folder: pathlib.Path) -> Iterator[Callable[[str], Tensor]]:
-    """Opens a checkpoint's files; yields a function from a tensor's name to the tensor, read when asked for."""
+    """Opens a checkpoint's files; yields a function from a tensor's name to the tensor, read on demand."""
     from safetensors import safe_open
 
     index = folder / "model.safetensors.index.json"

@@ -1,4 +1,4 @@
-"""The operators by plain means in their own dtype: the baseline that ours are measured with (compare.assert_close).
+"""The operators in the frameworks' own operations and in their own dtype: the baseline of compare.assert_close.
 
 It is PyTorch where that is installed, else NumPy with the same roundings, for environments that hold JAX alone.
 """

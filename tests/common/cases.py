@@ -22,7 +22,7 @@ DTYPES = {
 FLOATS = ("float32", "float16", "bfloat16")
 FLOAT8S = ("float8_e4m3fn", "float8_e5m2")
 
-# Page numbers that must never be followed. They stand in table entries that the contract says are not read.
+# Page numbers that must never be used. They fill table entries that the operators promise not to read.
 ABSURD_PAGES = (2147480000, -1, 2**31 - 1, -(2**31))
 
 
@@ -103,7 +103,7 @@ def rng_for(name: str, seed: int = 0) -> np.random.Generator:
 
 
 def combine(k_pages: np.ndarray, v_pages: np.ndarray, layout: str) -> np.ndarray:
-    """The cache, in the layout asked for, from K and V [num_pages, page_size, num_kv_heads, head_dim]."""
+    """The cache, in the given layout, from K and V [num_pages, page_size, num_kv_heads, head_dim]."""
     if layout == "split":
         return np.stack([k_pages, v_pages])
     pages, slots, heads, dim = k_pages.shape
@@ -118,7 +118,7 @@ def build(case: AttentionCase, seed: int = 0, poison: bool = True) -> AttentionI
     live = len(case.sequences)
     page_size, table_width = case.page_size, case.pages_per_seq
 
-    # Pages in an order that shares nothing with the sequences', and a few that nobody owns.
+    # Pages in an order that shares nothing with the sequences', and a few that no sequence has.
     needed = [math.ceil(c / page_size) for _, c in case.sequences]
     num_pages = sum(needed) + 3
     free = list(rng.permutation(num_pages))
@@ -211,7 +211,7 @@ COMMON = (
     _case("fp8-e5m2-one-scale", [(1, 45), (6, 30)], cache_dtype="float8_e5m2", scales="one", layout="split"),
 )
 
-# What real loads look like beyond that, and the edges of the contract. The eager front ends run these as well.
+# More real loads, and the edges of what is specified. The eager front ends run these as well.
 MORE = (
     _case("phi-3-mini-head-96", [(1, 65), (12, 40)], num_heads=8, num_kv_heads=8, head_dim=96, dtype="float16"),
     _case("phi-2-head-80", [(1, 65), (12, 40)], num_heads=4, num_kv_heads=4, head_dim=80, dtype="bfloat16"),

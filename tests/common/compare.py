@@ -48,7 +48,7 @@ def assert_within_ulps(got: np.ndarray, want: np.ndarray, ulps: int, what: str =
 
 
 def assert_same_special(got: np.ndarray, want: np.ndarray, what: str = "") -> None:
-    """NaN, +inf and -inf stand in the same places."""
+    """NaN, +inf and -inf are at the same indices."""
     assert got.shape == want.shape, f"{what}: shape {got.shape}, expected {want.shape}"
     for name, test in (("NaN", np.isnan), ("+inf", np.isposinf), ("-inf", np.isneginf)):
         got_has, want_has = test(got), test(want)

@@ -86,7 +86,7 @@ def test_poison_is_in_every_unread_place_and_in_no_other():
     assert outside.sum() == poisoned.block_tables.size - sum(-(-c // case.page_size) for _, c in case.sequences)
     assert set(poisoned.context_lens[3:]) <= {2**31 - 1, -(2**31), -5}
     assert set(poisoned.query_start_loc[4:]) <= {-7, 2**31 - 1}
-    # Whoever reads it is found out: without poison these are the same inputs.
+    # Reading poison changes a result: without poison these are the same inputs.
     for want, got in zip(
         reference.paged_attention(**clean.arrays(), **case.options()),
         reference.paged_attention(**poisoned.arrays(), **case.options()),

@@ -134,7 +134,7 @@ def test_a_request_waits_until_its_pages_are_free():
     assert scheduler.allocator.peak_used == 5 and scheduler.allocator.num_used == 0
 
 
-def test_nobody_overtakes_the_request_that_waits_first():
+def test_no_request_overtakes_the_one_that_waits_first():
     scheduler = make(num_pages=5)
     first, big, small = Request([1] * 4, 5), Request([2] * 13, 4), Request([3], 1)
     device = serve(scheduler, [first, big, small])

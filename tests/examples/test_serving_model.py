@@ -1,6 +1,6 @@
 """The serving example's model against transformers: with eager tensors, and the whole program on a checkpoint."""
 
-# ruff: noqa: E402 (what may be missing is asked for before what needs it)
+# ruff: noqa: E402 (optional packages are looked for before what needs them)
 from __future__ import annotations
 
 import json

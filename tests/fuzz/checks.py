@@ -86,7 +86,7 @@ def update(x: Update, frontends: Sequence[Frontend]) -> None:
         if x.case.cache_dtype is None:
             compare.assert_bitwise_equal(cache, want, frontend.name)
             return
-        # Which of a float8's NaN patterns a NaN becomes is nobody's business; those in the cache stay.
+        # The bit pattern of a NaN rounded to float8 is not promised; those in the cache stay.
         compare.assert_same_special(cache.astype(np.float32), want.astype(np.float32), frontend.name)
         keep = untouched | ~np.isnan(want.astype(np.float32))
         written = np.where(keep, compare.bits(cache), 0)
@@ -129,7 +129,7 @@ def add(x: Add, frontends: Sequence[Frontend]) -> None:
             np.where(number, compare.bits(out), 0), np.where(number, compare.bits(want), 0), frontend.name
         )
 
-    # NaN patterns are nobody's business here, so front ends are not compared with each other.
+    # Bit patterns of NaN are not promised here, so front ends are not compared with each other.
     for frontend in frontends:
         got = program(frontend, "simple_add")(arrays)
         calls[frontend.name] += 1

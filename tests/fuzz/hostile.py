@@ -1,4 +1,4 @@
-"""Wrong numbers in the metadata, and what the contract makes of them, written a second time: on the host the error
+"""Wrong numbers in the metadata, and the specified outcome, written a second time: on the host the error
 that names the argument and the sequence, or a right result; on CUDA the rows that become NaN, and right ones elsewhere.
 """
 

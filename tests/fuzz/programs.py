@@ -58,7 +58,7 @@ def _compiled(frontend: Frontend, operator: str, options: dict):
 
 
 def forget() -> None:
-    """Lets go of what compiled programs hold, which is never asked for again."""
+    """Releases compiled programs, which are not used again."""
     import sys
 
     if "jax" in sys.modules:

@@ -112,7 +112,7 @@ def test_wrong_inputs_are_named(frontend, operator, argument, got, changes, opti
 
 
 @pytest.mark.frontends("eager", "jax", "eager-cuda", "jax-cuda")
-def test_a_group_nobody_made(frontend):
+def test_a_group_that_does_not_exist(frontend):
     text = r"all_reduce: group: expected (a device group that is connected on device \d+|0 on the host.*), got 77"
     with pytest.raises(Exception, match=text):
         call(frontend, "all_reduce", {"x": np.ones(3, np.float32)}, group=77)

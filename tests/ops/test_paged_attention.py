@@ -118,7 +118,7 @@ def test_layout_does_not_change_bits(frontend):
 
 @pytest.mark.frontends("eager", "eager-cuda")
 def test_rows_before_the_first_sequence_are_zero(frontend):
-    """query_start_loc may begin above 0; like the padding at the end, those rows are nobody's."""
+    """query_start_loc may begin above 0; like those at the end, the rows before it are padding rows."""
     case = NAMES["more-queries-than-context"]
     inputs = cases.build(case)
     inputs.query = np.concatenate([np.full_like(inputs.query[:2], np.nan), inputs.query])

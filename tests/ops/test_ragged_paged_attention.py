@@ -1,4 +1,4 @@
-"""ragged_paged_attention: torch_xla's operator of that name, against implementations that nobody here wrote."""
+"""ragged_paged_attention: torch_xla's operator of that name, against third-party implementations."""
 
 from __future__ import annotations
 

@@ -95,7 +95,7 @@ def test_every_bfloat16_rounds_to_nearest_float8(frontend, dtype, cache_dtype):
     (cache,) = frontend.call("reshape_and_cache", arrays)
     want = reference.reshape_and_cache(**arrays)
     compare.assert_same_special(cache.astype(np.float32), want.astype(np.float32), frontend.name)
-    number = ~np.isnan(want.astype(np.float32))  # which of its NaN patterns a NaN becomes is nobody's business
+    number = ~np.isnan(want.astype(np.float32))  # the bit pattern of a NaN is not promised
     compare.assert_bitwise_equal(
         np.where(number, compare.bits(cache), 0), np.where(number, compare.bits(want), 0), frontend.name
     )

@@ -1,4 +1,4 @@
-"""Values on the device that the contract excludes: on the host the error that names the sequence; on CUDA, where a
+"""Values on the device that are excluded: on the host the error that names the sequence; on CUDA, where a
 handler may not look, NaN in that sequence's rows and nothing else; with XLA_GPU_CHECK_INPUTS=1 the error there too."""
 
 from __future__ import annotations

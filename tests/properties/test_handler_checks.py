@@ -1,5 +1,4 @@
-"""The handlers' own checks, for callers who come another way than through our functions: the same bad inputs, handed to
-the target itself by ffi_call."""
+"""The handlers' own checks, for callers of the target itself: the same bad inputs, passed by ffi_call."""
 
 from __future__ import annotations
 

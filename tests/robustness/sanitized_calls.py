@@ -107,7 +107,7 @@ def call(memory, operator, arrays: dict[str, np.ndarray], plant: str | None = No
         frame = call_frame.Frame(bound, targets.lookup(bound.target, memory.platform), specs_out)
         frame.run(operands, results, None, memory.ordinal)
         memory.wait()
-        for address, out in zip(results[: len(bound.results)], outs, strict=False):  # scratch is nobody's business
+        for address, out in zip(results[: len(bound.results)], outs, strict=False):  # without the scratch memory
             memory.read(address, out)
     finally:
         for address in {*operands, *results}:

@@ -1,4 +1,4 @@
-"""Threads, streams, devices and processes: whoever calls, and however many at once, gets the result of a call alone."""
+"""Threads, streams, devices and processes: concurrent calls give the results of single calls."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ print(len(results))
 
 @THREAD_SAFE
 def test_the_first_calls_of_a_process_from_eight_threads(frontend):
-    """The library is loaded, targets are registered and plans are made once, whoever comes first."""
+    """The library is loaded, targets are registered and plans are made once, whichever thread is first."""
     assert run_python(FIRST, frontend.name).split() == ["8"]
 
 

@@ -1,4 +1,4 @@
-"""Batches at the edge of the contract: nothing live, rows that nobody owns, pages that belong to many."""
+"""Batches at the edge of what is specified: no sequence in use, padding rows, pages that several sequences share."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_no_live_sequence_through_all_frontends(frontend, start):
 
 
 def check_no_live_sequence(frontend, start, dtype, load):
-    """num_seqs is 0: every row is 0, whatever stands in the rest of the metadata, NaN in query and cache included."""
+    """num_seqs is 0: every row is 0, whatever the rest of the metadata holds, with NaN in query and cache."""
     case = AttentionCase("no-live", LOADS[load], num_heads=4, num_kv_heads=2, page_size=8, dtype=dtype)
     inputs = cases.build(case)
     inputs.query[:], inputs.kv_cache[:] = np.nan, np.nan

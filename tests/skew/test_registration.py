@@ -178,7 +178,7 @@ def test_a_name_that_jax_knows_already():
 import jax, numpy as np, xla_gpu.jax
 jax.ffi.register_ffi_target("xla_gpu_simple_add", targets.capsule(address("negate")), platform="cpu")
 jax.devices("cpu")
-for _ in range(2):  # a second call is refused too, and runs nobody's handler
+for _ in range(2):  # a second call is refused too, and runs neither handler
     try:
         print(xla_gpu.jax.simple_add(np.ones(3, np.float32), np.ones(3, np.float32)))
     except Exception as error:
