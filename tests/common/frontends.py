@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib.metadata
 import importlib.util
 import os
 import traceback
@@ -234,6 +235,9 @@ class Torchax(Frontend):
         self.name = "torchax" if platform == "host" else "torchax-cuda"
 
     def unavailable(self):
+        # torch_xla 2.9's wheel holds files of torchax, and not what they import.
+        if not any(importlib.metadata.distributions(name="torchax")):
+            return "not installed: torchax"
         return _missing("torch", "torchax") or self.jax.unavailable()
 
     def device(self):

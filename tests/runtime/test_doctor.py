@@ -37,7 +37,7 @@ def answers(report: dict, status: int | None = 0) -> doctor._Outcome:
 @pytest.fixture
 def everything(monkeypatch):
     """A machine with all frameworks, the library and a GPU, on which every front end answers that it works."""
-    monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda module: object())
+    monkeypatch.setattr(doctor, "_installed", lambda module: True)
     monkeypatch.setattr(doctor, "_library_report", lambda: LIBRARY)
     monkeypatch.setattr(doctor, "_device_report", lambda: DEVICE)
     monkeypatch.setattr(doctor, "_run", lambda *_: answers({"runtime": RUNTIME}))
@@ -61,11 +61,19 @@ def test_json(everything, capsys):
 
 
 def test_a_missing_framework_is_no_failure(everything, capsys):
-    everything.setattr(doctor.importlib.util, "find_spec", lambda module: None if "jax" in module else object())
+    everything.setattr(doctor, "_installed", lambda module: "jax" not in module)
     assert main(["doctor", "--json"]) == 0
     frontends = [each for each in json.loads(capsys.readouterr().out)["frontends"] if each["frontend"] == "JAX"]
     assert {each["status"] for each in frontends} == {"not installed"}
     assert all("jax" in each["reason"] and "pip install '.[" in each["remedy"] for each in frontends)
+
+
+def test_the_torchax_files_of_torch_xla_are_no_torchax(monkeypatch):
+    monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda module: object())
+    monkeypatch.setattr(doctor.metadata, "distributions", lambda name: iter(()))
+    assert doctor._installed("torch") and not doctor._installed("torchax")
+    monkeypatch.setattr(doctor.metadata, "distributions", lambda name: iter((name,)))
+    assert doctor._installed("torchax")
 
 
 def test_a_machine_without_gpu_is_no_failure(everything, capsys):

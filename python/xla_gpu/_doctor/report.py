@@ -139,13 +139,20 @@ def ask_driver() -> dict[str, Any]:
     }
 
 
+def _installed(module: str) -> bool:
+    if importlib.util.find_spec(module) is None:
+        return False
+    # torch_xla 2.9's wheel holds files of torchax, and not what they import. The package of that name has metadata.
+    return module != "torchax" or any(True for _ in metadata.distributions(name=module))
+
+
 def _try_frontend(frontend: Frontend, library: dict[str, Any], device: dict[str, Any]) -> dict[str, Any]:
     result: dict[str, Any] = {"frontend": frontend.name, "device": frontend.device}
 
     def outcome(status: str, reason: str, remedy: str) -> dict[str, Any]:
         return {**result, "status": status, "reason": reason, "remedy": remedy}
 
-    missing = [module for module in frontend.requires if importlib.util.find_spec(module) is None]
+    missing = [module for module in frontend.requires if not _installed(module)]
     if missing:
         return outcome(NOT_INSTALLED, f"not installed: {', '.join(missing)}", frontend.install)
     if frontend.device == "GPU" and not device["gpus"]:
