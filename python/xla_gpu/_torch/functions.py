@@ -50,8 +50,8 @@ def call(operator: Operator, *args: Any, **kwargs: Any) -> Any:
         raise
 
 
-# The dispatcher's texts about arguments of a wrong type name neither what was expected nor our documentation's types. Where
-# it raises, the declaration's checks come first.
+# The dispatcher's texts about arguments of a wrong type name neither what was expected nor our documentation's types.
+# Where it raises, the declaration's checks come first.
 
 
 def _check(operator: Operator, signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
