@@ -98,6 +98,12 @@ struct BFloat16 {
   static Stored Store(float value) { return FloatToBFloat16(value); }
 };
 
+// Calls `body` with the type above that stands for `dtype`, which is computed in.
+template <class Body>
+auto WithElement(DType dtype, Body&& body) {
+  return WithComputeType<Float32, Float16, BFloat16>(dtype, static_cast<Body&&>(body));
+}
+
 }  // namespace xla_gpu
 
 #endif  // XLA_GPU_HOST_CONVERT_H_

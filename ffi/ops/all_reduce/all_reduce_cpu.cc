@@ -75,30 +75,11 @@ Status Norm(const AllReduceAddRmsNormParams& p, const Executor& executor) {
 }  // namespace
 
 Status RunAllReduce(const AllReduceParams& params, const Executor& executor) {
-  switch (params.dtype) {
-    case DType::kF32:
-      return Sum<Float32>(params, executor);
-    case DType::kF16:
-      return Sum<Float16>(params, executor);
-    case DType::kBF16:
-      return Sum<BFloat16>(params, executor);
-    default:
-      return Status::InvalidArgument("all_reduce: x: expected float32, float16 or bfloat16, got a float8 type");
-  }
+  return WithElement(params.dtype, [&](auto element) { return Sum<decltype(element)>(params, executor); });
 }
 
 Status RunAllReduceAddRmsNorm(const AllReduceAddRmsNormParams& params, const Executor& executor) {
-  switch (params.dtype) {
-    case DType::kF32:
-      return Norm<Float32>(params, executor);
-    case DType::kF16:
-      return Norm<Float16>(params, executor);
-    case DType::kBF16:
-      return Norm<BFloat16>(params, executor);
-    default:
-      return Status::InvalidArgument(
-          "all_reduce_add_rms_norm: x: expected float32, float16 or bfloat16, got a float8 type");
-  }
+  return WithElement(params.dtype, [&](auto element) { return Norm<decltype(element)>(params, executor); });
 }
 
 }  // namespace xla_gpu

@@ -51,18 +51,7 @@ Status Merge(const MergeAttentionStatesParams& params, const Executor& executor)
 }  // namespace
 
 Status RunMergeAttentionStates(const MergeAttentionStatesParams& params, const Executor& executor) {
-  switch (params.dtype) {
-    case DType::kF32:
-      return Merge<Float32>(params, executor);
-    case DType::kF16:
-      return Merge<Float16>(params, executor);
-    case DType::kBF16:
-      return Merge<BFloat16>(params, executor);
-    case DType::kF8E4M3FN:
-    case DType::kF8E5M2:
-      break;
-  }
-  return Status::InvalidArgument("merge_attention_states: out_a: expected float32, float16 or bfloat16, got float8");
+  return WithElement(params.dtype, [&](auto element) { return Merge<decltype(element)>(params, executor); });
 }
 
 }  // namespace xla_gpu

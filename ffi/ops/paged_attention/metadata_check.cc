@@ -45,7 +45,7 @@ Status CheckSequence(const PagedAttentionParams& params, const char* op, int64_t
 
 }  // namespace
 
-Status CheckPagedAttentionMetadata(const PagedAttentionParams& params, const char* op) try {
+Status CheckPagedAttentionMetadata(const PagedAttentionParams& params, const char* op) {
   const int64_t num_seqs = params.num_seqs[0];
   if (num_seqs < 0 || num_seqs > params.max_seqs) {
     return Wrong(op, "num_seqs", "a number from 0 to max_seqs = " + std::to_string(params.max_seqs), num_seqs);
@@ -59,8 +59,6 @@ Status CheckPagedAttentionMetadata(const PagedAttentionParams& params, const cha
     if (Status status = CheckSequence(params, op, s); !status.ok()) return status;
   }
   return Status::Ok();
-} catch (...) {
-  return Status::Internal(std::string());  // no memory even for a message
 }
 
 }  // namespace xla_gpu

@@ -57,10 +57,11 @@ inline constexpr int64_t kMaxHeadDim = 256;
 // memory, nor on the GPU), so that it can be a result of the custom call.
 int64_t PagedAttentionScratchBytes(const PagedAttentionParams& shapes);
 
-// Returns InvalidArgument, naming the operator and the sequence, for metadata that the contract excludes. Reads host
-// memory: for CUDA copies of the metadata are passed. Nothing else is read.
-Status CheckPagedAttentionMetadata(const PagedAttentionParams& params, const char* op = "paged_attention");
+// Returns InvalidArgument, naming the operator and the sequence, for metadata that paged_attention excludes. Reads the
+// metadata alone, as host memory: for CUDA the caller passes copies.
+Status CheckPagedAttentionMetadata(const PagedAttentionParams& params, const char* op);
 
+// Expects metadata that CheckPagedAttentionMetadata accepts.
 Status RunPagedAttention(const PagedAttentionParams& params, const Executor& executor);
 Status LaunchPagedAttention(const PagedAttentionParams& params, Stream stream);
 

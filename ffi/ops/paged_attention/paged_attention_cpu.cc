@@ -2,12 +2,10 @@
 #include <atomic>
 #include <cmath>
 #include <cstring>
-#include <exception>
 #include <limits>
 #include <memory>
 #include <mutex>
 #include <new>
-#include <string>
 #include <vector>
 
 #include "ffi/host/convert.h"
@@ -45,7 +43,8 @@ AlignedFloats AllocateFloats(int64_t count) {
   return AlignedFloats(static_cast<float*>(::operator new(count * sizeof(float), std::align_val_t{64})));
 }
 
-// Memory that one job at a time uses, made before the work begins: a job has no way to report that there is none.
+// Working memory for as many work tiles as run at once. Allocated before the work begins: a work tile cannot report
+// that there is none.
 class Workspaces {
  public:
   Workspaces(int64_t count, int64_t floats_each)
@@ -79,18 +78,13 @@ void StoreRow(const float* values, int64_t count, int64_t row, void* out) {
 }
 
 void StoreOutput(const PagedAttentionParams& params, const float* values, int64_t row) {
-  if (params.dtype == DType::kF32) {
-    StoreRow<Float32>(values, params.head_dim, row, params.out);
-  } else if (params.dtype == DType::kF16) {
-    StoreRow<Float16>(values, params.head_dim, row, params.out);
-  } else {
-    StoreRow<BFloat16>(values, params.head_dim, row, params.out);
-  }
+  WithElement(params.dtype,
+              [&](auto element) { StoreRow<decltype(element)>(values, params.head_dim, row, params.out); });
 }
 
-// Merges one row's states, which lie `rows_apart` rows from each other, in their order, and writes its result.
-void FinishRow(const PagedAttentionParams& params, const AttentionState& first, int64_t num_states, int64_t rows_apart,
-               int64_t head, int64_t out_row) {
+// Combines one row's states, which lie `rows_apart` rows apart, in the order of their keys, and writes its result.
+void CombineRow(const PagedAttentionParams& params, const AttentionState& first, int64_t num_states, int64_t rows_apart,
+                int64_t head, int64_t out_row) {
   const int64_t stride = AccStride(params.head_dim);
   const float* const sink = params.sinks != nullptr ? params.sinks + out_row % params.num_heads : nullptr;
   bool sees_a_key = false;
@@ -121,11 +115,11 @@ void FinishRow(const PagedAttentionParams& params, const AttentionState& first, 
   if (params.lse != nullptr) params.lse[out_row] = lse;
 }
 
-// `first`: the states of the block's first chunk; those of the next chunks follow.
-void FinishBlock(const PagedAttentionParams& params, const AttentionBlock& block, const AttentionState& first) {
+// Combines the KV splits of a block. `first`: the states of the first split; those of the next splits follow.
+void CombineSplits(const PagedAttentionParams& params, const AttentionBlock& block, const AttentionState& first) {
   const AttentionTile& tile = block.tile;
   const int64_t group = params.num_heads / params.num_kv_heads;
-  const int64_t rows_per_chunk = (tile.head_end - tile.head_begin) * RowsOf(params, tile);
+  const int64_t rows_per_split = (tile.head_end - tile.head_begin) * RowsOf(params, tile);
   const int64_t stride = AccStride(params.head_dim);
   int64_t row = 0;
   for (int64_t head = tile.head_begin; head < tile.head_end; ++head) {
@@ -133,13 +127,13 @@ void FinishBlock(const PagedAttentionParams& params, const AttentionBlock& block
       for (int64_t g = 0; g < group; ++g, ++row) {
         const AttentionState state = {first.acc + row * stride, first.max_sum + row * 2};
         const int64_t out_row = (tile.token + i) * params.num_heads + head * group + g;
-        FinishRow(params, state, block.num_chunks, rows_per_chunk, head, out_row);
+        CombineRow(params, state, block.num_splits, rows_per_split, head, out_row);
       }
     }
   }
 }
 
-// Rows [begin, end) belong to no sequence.
+// Writes the padding rows [begin, end), which belong to no sequence.
 void ClearTokens(const PagedAttentionParams& params, int64_t begin, int64_t end) {
   const int64_t row_bytes = params.num_heads * params.head_dim * static_cast<int64_t>(SizeOf(params.dtype));
   if (end <= begin) return;
@@ -152,44 +146,44 @@ void ClearTokens(const PagedAttentionParams& params, int64_t begin, int64_t end)
 void Attend(const PagedAttentionParams& params, const Executor& executor) {
   const int64_t num_threads = executor.num_threads() + 1;
   const AttentionPlan plan = PlanAttention(params, num_threads);
-  const int64_t num_jobs = plan.jobs.size();
+  const int64_t num_work_tiles = plan.work_tiles.size();
   const int64_t stride = AccStride(params.head_dim);
 
-  // States of chunks; states of blocks with one chunk live behind their job's workspace.
-  const AlignedFloats chunk_acc = AllocateFloats(plan.state_rows * stride);
-  const AlignedFloats chunk_max_sum = AllocateFloats(plan.state_rows * 2);
-  Workspaces workspaces(std::min(num_threads, num_jobs), plan.workspace_floats + plan.max_tile_rows * (stride + 2));
-  const std::unique_ptr<std::atomic<int64_t>[]> chunks_left(new std::atomic<int64_t>[plan.blocks.size()]);
-  for (size_t i = 0; i < plan.blocks.size(); ++i) chunks_left[i] = plan.blocks[i].num_chunks;
+  // The states of blocks with several KV splits. Those of blocks with one split lie behind their work tile's workspace.
+  const AlignedFloats split_acc = AllocateFloats(plan.state_rows * stride);
+  const AlignedFloats split_max_sum = AllocateFloats(plan.state_rows * 2);
+  Workspaces workspaces(std::min(num_threads, num_work_tiles),
+                        plan.workspace_floats + plan.max_tile_rows * (stride + 2));
+  const std::unique_ptr<std::atomic<int64_t>[]> splits_left(new std::atomic<int64_t>[plan.blocks.size()]);
+  for (size_t i = 0; i < plan.blocks.size(); ++i) splits_left[i] = plan.blocks[i].num_splits;
 
   const auto attend_tile = SelectAttendTile();
-  ParallelFor(executor, num_jobs, [&](int64_t i) {
+  ParallelFor(executor, num_work_tiles, [&](int64_t i) {
     const ScopedFloatMode mode;
-    const AttentionJob& job = plan.jobs[i];
-    const AttentionBlock& block = plan.blocks[job.block];
+    const WorkTile& work_tile = plan.work_tiles[i];
+    const AttentionBlock& block = plan.blocks[work_tile.block];
     AttentionTile tile = block.tile;
-    tile.key_begin += job.chunk * block.chunk_keys;
-    tile.key_end = std::min(tile.key_begin + block.chunk_keys, tile.key_end);
+    tile.key_begin += work_tile.split * block.split_keys;
+    tile.key_end = std::min(tile.key_begin + block.split_keys, tile.key_end);
 
     float* const workspace = workspaces.Take();
     float* const own_state = workspace + plan.workspace_floats;
     AttentionState first = {own_state, own_state + plan.max_tile_rows * stride};
     AttentionState state = first;
     if (block.first_state >= 0) {
-      first = {chunk_acc.get() + block.first_state * stride, chunk_max_sum.get() + block.first_state * 2};
-      const int64_t rows = job.chunk * (tile.head_end - tile.head_begin) * RowsOf(params, tile);
+      first = {split_acc.get() + block.first_state * stride, split_max_sum.get() + block.first_state * 2};
+      const int64_t rows = work_tile.split * (tile.head_end - tile.head_begin) * RowsOf(params, tile);
       state = {first.acc + rows * stride, first.max_sum + rows * 2};
     }
     attend_tile(params, tile, state, workspace);
-    if (chunks_left[job.block].fetch_sub(1, std::memory_order_acq_rel) == 1) FinishBlock(params, block, first);
+    if (splits_left[work_tile.block].fetch_sub(1, std::memory_order_acq_rel) == 1) CombineSplits(params, block, first);
     workspaces.Return(workspace);
   });
 }
 
 }  // namespace
 
-Status RunPagedAttention(const PagedAttentionParams& params, const Executor& executor) try {
-  if (Status status = CheckPagedAttentionMetadata(params); !status.ok()) return status;
+Status RunPagedAttention(const PagedAttentionParams& params, const Executor& executor) {
   const int64_t num_seqs = params.num_seqs[0];
   const int64_t begin = num_seqs > 0 ? params.query_start_loc[0] : 0;
   const int64_t end = num_seqs > 0 ? params.query_start_loc[num_seqs] : 0;
@@ -197,10 +191,6 @@ Status RunPagedAttention(const PagedAttentionParams& params, const Executor& exe
   ClearTokens(params, end, params.num_tokens);
   if (end > begin) Attend(params, executor);
   return Status::Ok();
-} catch (const std::exception& error) {
-  return Status::Internal(std::string("paged_attention: ") + error.what());
-} catch (...) {
-  return Status::Internal("paged_attention: unknown failure");
 }
 
 }  // namespace xla_gpu

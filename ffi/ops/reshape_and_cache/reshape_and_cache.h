@@ -38,7 +38,7 @@ struct ReshapeAndCacheParams {
 // Returns InvalidArgument, naming the token, for a slot past the cache. Reads `slot_mapping` as host memory.
 Status CheckReshapeAndCacheSlots(const ReshapeAndCacheParams& params);
 
-// Of duplicate slots the last token's values stay, on every run.
+// Expects slots that CheckReshapeAndCacheSlots accepts. Of duplicate slots the last token's values stay, on every run.
 Status RunReshapeAndCache(const ReshapeAndCacheParams& params, const Executor& executor);
 // Slots past the cache are skipped; of duplicate slots one wins, whole.
 Status LaunchReshapeAndCache(const ReshapeAndCacheParams& params, Stream stream);

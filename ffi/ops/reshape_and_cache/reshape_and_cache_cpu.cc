@@ -1,6 +1,5 @@
 #include <cstdint>
 #include <cstring>
-#include <exception>
 #include <string>
 
 #include "ffi/host/convert.h"
@@ -40,17 +39,13 @@ void QuantizeRow(const void* from, float scale, int64_t head_dim, void* to) {
   for (int64_t d = 0; d < head_dim; ++d) stored[d] = To::Store(From::Load(values[d]) / scale);
 }
 
-template <class From>
-StoreRowFunction* SelectStoreRow(DType cache_dtype) {
-  if (cache_dtype == DType::kF8E4M3FN) return &QuantizeRow<From, ToE4M3FN>;
-  if (cache_dtype == DType::kF8E5M2) return &QuantizeRow<From, ToE5M2>;
-  return &CopyRow<From>;
-}
-
 StoreRowFunction* SelectStoreRow(DType dtype, DType cache_dtype) {
-  if (dtype == DType::kF32) return SelectStoreRow<Float32>(cache_dtype);
-  if (dtype == DType::kF16) return SelectStoreRow<Float16>(cache_dtype);
-  return SelectStoreRow<BFloat16>(cache_dtype);
+  return WithElement(dtype, [&](auto element) -> StoreRowFunction* {
+    using From = decltype(element);
+    if (cache_dtype == DType::kF8E4M3FN) return &QuantizeRow<From, ToE4M3FN>;
+    if (cache_dtype == DType::kF8E5M2) return &QuantizeRow<From, ToE5M2>;
+    return &CopyRow<From>;
+  });
 }
 
 // Stores K (or V) of one head, token after token, so that of duplicate slots the last one stays.
@@ -73,7 +68,7 @@ void StoreHead(const ReshapeAndCacheParams& params, bool is_key, int64_t head, S
 
 }  // namespace
 
-Status CheckReshapeAndCacheSlots(const ReshapeAndCacheParams& params) try {
+Status CheckReshapeAndCacheSlots(const ReshapeAndCacheParams& params) {
   const int64_t num_cache_slots = params.num_pages * params.page_size;
   for (int64_t token = 0; token < params.num_slots; ++token) {
     const int64_t slot = SlotOf(params, token);
@@ -84,12 +79,9 @@ Status CheckReshapeAndCacheSlots(const ReshapeAndCacheParams& params) try {
         ", or a negative one to skip the token, got " + std::to_string(slot));
   }
   return Status::Ok();
-} catch (...) {
-  return Status::Internal(std::string());  // no memory even for a message
 }
 
-Status RunReshapeAndCache(const ReshapeAndCacheParams& params, const Executor& executor) try {
-  if (Status status = CheckReshapeAndCacheSlots(params); !status.ok()) return status;
+Status RunReshapeAndCache(const ReshapeAndCacheParams& params, const Executor& executor) {
   StoreRowFunction* const store_row = SelectStoreRow(params.dtype, params.cache_dtype);
   // An item is K or V of one head: items share no cache row, whatever the slots.
   const auto store_item = [&](int64_t item) {
@@ -104,10 +96,6 @@ Status RunReshapeAndCache(const ReshapeAndCacheParams& params, const Executor& e
     ParallelFor(executor, items, store_item);
   }
   return Status::Ok();
-} catch (const std::exception& error) {
-  return Status::Internal(std::string("reshape_and_cache: ") + error.what());
-} catch (...) {
-  return Status::Internal("reshape_and_cache: unknown failure");
 }
 
 }  // namespace xla_gpu

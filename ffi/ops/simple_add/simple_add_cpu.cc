@@ -31,18 +31,7 @@ Status Add(const SimpleAddParams& params, const Executor& executor) {
 }  // namespace
 
 Status RunSimpleAdd(const SimpleAddParams& params, const Executor& executor) {
-  switch (params.dtype) {
-    case DType::kF32:
-      return Add<Float32>(params, executor);
-    case DType::kF16:
-      return Add<Float16>(params, executor);
-    case DType::kBF16:
-      return Add<BFloat16>(params, executor);
-    case DType::kF8E4M3FN:
-    case DType::kF8E5M2:
-      break;
-  }
-  return Status::InvalidArgument("simple_add: a: expected float32, float16 or bfloat16, got a float8 type");
+  return WithElement(params.dtype, [&](auto element) { return Add<decltype(element)>(params, executor); });
 }
 
 }  // namespace xla_gpu

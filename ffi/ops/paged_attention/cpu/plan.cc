@@ -10,15 +10,15 @@ namespace {
 constexpr int64_t kBlockRows = 64;
 // Rows, over all heads of a tile, whose accumulators stay in the first-level cache while K and V stream by.
 constexpr int64_t kStreamingRows = 32;
-// Jobs per thread that even out their different lengths.
-constexpr int64_t kJobsPerThread = 4;
+// Work tiles per thread, so that their different lengths even out.
+constexpr int64_t kWorkTilesPerThread = 4;
 
 int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// Keys of one chunk of a block that is cut. Partial results stay a small part of the bytes of K and V they come from.
-int64_t ChunkKeys(int64_t rows) { return std::max<int64_t>(256, CeilDiv(rows * 32, kTileKeys) * kTileKeys); }
+// Keys of one KV split. Partial results stay small beside the bytes of K and V that they come from.
+int64_t SplitKeys(int64_t rows) { return std::max<int64_t>(256, CeilDiv(rows * 32, kTileKeys) * kTileKeys); }
 
-// Adds the blocks of sequence `s`, for all kv heads together: the caller cuts those.
+// Adds the blocks of sequence `s`, each for all kv heads; the caller divides those.
 void AddSequence(const PagedAttentionParams& params, int64_t s, std::vector<AttentionBlock>* blocks) {
   const int64_t group = params.num_heads / params.num_kv_heads;
   const int64_t queries_per_block = std::max<int64_t>(1, kBlockRows / group);
@@ -40,9 +40,9 @@ void AddSequence(const PagedAttentionParams& params, int64_t s, std::vector<Atte
     }
     const int64_t num_keys = tile.key_end - tile.key_begin;
     // With more queries than one block there is work for many threads already.
-    const bool cut = num_queries <= queries_per_block;
-    block.chunk_keys = cut ? ChunkKeys(RowsOf(params, tile)) : std::max<int64_t>(1, num_keys);
-    block.num_chunks = std::max<int64_t>(1, CeilDiv(num_keys, block.chunk_keys));
+    const bool split = num_queries <= queries_per_block;
+    block.split_keys = split ? SplitKeys(RowsOf(params, tile)) : std::max<int64_t>(1, num_keys);
+    block.num_splits = std::max<int64_t>(1, CeilDiv(num_keys, block.split_keys));
     blocks->push_back(block);
   }
 }
@@ -56,11 +56,12 @@ AttentionPlan PlanAttention(const PagedAttentionParams& params, int64_t num_thre
   const auto heads_per_tile = [&params](const AttentionBlock& block) {
     return std::clamp<int64_t>(kStreamingRows / RowsOf(params, block.tile), 1, params.num_kv_heads);
   };
-  int64_t coarse_jobs = 0;
+  int64_t coarse_work_tiles = 0;
   for (const AttentionBlock& block : all_heads) {
-    coarse_jobs += block.num_chunks * CeilDiv(params.num_kv_heads, heads_per_tile(block));
+    coarse_work_tiles += block.num_splits * CeilDiv(params.num_kv_heads, heads_per_tile(block));
   }
-  const int64_t finer = std::max<int64_t>(1, CeilDiv(num_threads * kJobsPerThread, std::max<int64_t>(1, coarse_jobs)));
+  const int64_t finer =
+      std::max<int64_t>(1, CeilDiv(num_threads * kWorkTilesPerThread, std::max<int64_t>(1, coarse_work_tiles)));
 
   AttentionPlan plan;
   for (const AttentionBlock& block : all_heads) {
@@ -73,27 +74,27 @@ AttentionPlan PlanAttention(const PagedAttentionParams& params, int64_t num_thre
       const int64_t part_heads = part.tile.head_end - head;
       const int64_t tile_rows = part_heads * rows;
       part.first_state = -1;
-      if (part.num_chunks > 1) {
+      if (part.num_splits > 1) {
         part.first_state = plan.state_rows;
-        plan.state_rows += part.num_chunks * tile_rows;
+        plan.state_rows += part.num_splits * tile_rows;
       } else {
         plan.max_tile_rows = std::max(plan.max_tile_rows, tile_rows);
       }
       plan.workspace_floats = std::max(plan.workspace_floats, TileWorkspaceFloats(part_heads, rows, params.head_dim));
-      for (int64_t chunk = 0; chunk < part.num_chunks; ++chunk) {
-        plan.jobs.push_back({static_cast<int64_t>(plan.blocks.size()), chunk});
+      for (int64_t split = 0; split < part.num_splits; ++split) {
+        plan.work_tiles.push_back({static_cast<int64_t>(plan.blocks.size()), split});
       }
       plan.blocks.push_back(part);
     }
   }
 
-  const auto work = [&](const AttentionJob& job) {
-    const AttentionTile& tile = plan.blocks[job.block].tile;
-    const int64_t keys = std::min(plan.blocks[job.block].chunk_keys, tile.key_end - tile.key_begin);
+  const auto work = [&](const WorkTile& work_tile) {
+    const AttentionTile& tile = plan.blocks[work_tile.block].tile;
+    const int64_t keys = std::min(plan.blocks[work_tile.block].split_keys, tile.key_end - tile.key_begin);
     return (tile.head_end - tile.head_begin) * RowsOf(params, tile) * keys;
   };
-  std::stable_sort(plan.jobs.begin(), plan.jobs.end(),
-                   [&](const AttentionJob& a, const AttentionJob& b) { return work(a) > work(b); });
+  std::stable_sort(plan.work_tiles.begin(), plan.work_tiles.end(),
+                   [&](const WorkTile& a, const WorkTile& b) { return work(a) > work(b); });
   return plan;
 }
 

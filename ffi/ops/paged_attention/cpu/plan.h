@@ -1,4 +1,4 @@
-// How a host call of paged_attention is cut into tiles.
+// How a host call of paged_attention is divided into work tiles.
 #ifndef XLA_GPU_OPS_PAGED_ATTENTION_CPU_PLAN_H_
 #define XLA_GPU_OPS_PAGED_ATTENTION_CPU_PLAN_H_
 
@@ -10,34 +10,35 @@
 
 namespace xla_gpu {
 
-// Consecutive queries of one sequence, for the same kv heads and all keys that they see. Its keys may be cut into
-// chunks; whoever finishes the last of them merges all, in the order of the keys.
+// Consecutive queries of one sequence, for the same kv heads and all keys that they see. The keys may be divided into
+// KV splits; the thread that finishes the last of them combines all, in the order of the keys.
 struct AttentionBlock {
   AttentionTile tile;
-  int64_t chunk_keys;
-  int64_t num_chunks;   // at least 1
-  int64_t first_state;  // where the states of its chunks begin, in rows; -1: one chunk, whose state lives on its thread
+  int64_t split_keys;
+  int64_t num_splits;   // at least 1
+  int64_t first_state;  // where the states of its splits begin, in rows; -1: one split, whose state lives on its thread
 };
 
-struct AttentionJob {
+// One KV split of a block.
+struct WorkTile {
   int64_t block;
-  int64_t chunk;
+  int64_t split;
 };
 
 struct AttentionPlan {
   std::vector<AttentionBlock> blocks;
-  std::vector<AttentionJob> jobs;  // longest first
-  int64_t state_rows = 0;          // of all blocks with several chunks
-  int64_t max_tile_rows = 0;       // heads times rows, of blocks with one chunk
-  int64_t workspace_floats = 0;    // of the most demanding tile
+  std::vector<WorkTile> work_tiles;  // longest first
+  int64_t state_rows = 0;            // of all blocks with several splits
+  int64_t max_tile_rows = 0;         // heads times rows, of blocks with one split
+  int64_t workspace_floats = 0;      // of the most demanding tile
 };
 
 inline int64_t RowsOf(const PagedAttentionParams& params, const AttentionTile& tile) {
   return tile.num_queries * (params.num_heads / params.num_kv_heads);
 }
 
-// Where the keys of a sequence are cut depends on that sequence alone, so that its bits do too; how many heads share a
-// tile, which changes no bit, also on the number of threads that want work. Expects checked metadata.
+// The KV splits of a sequence depend on that sequence alone, so that the bits of its rows do. How many heads share a
+// tile changes no bit, and depends on the number of threads too. Expects checked metadata.
 AttentionPlan PlanAttention(const PagedAttentionParams& params, int64_t num_threads);
 
 }  // namespace xla_gpu

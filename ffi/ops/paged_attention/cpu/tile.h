@@ -1,4 +1,4 @@
-// One unit of host attention work, and the versions of the function that does it.
+// A tile of attention on the host, and the versions of the function that computes it, one per ISA.
 #ifndef XLA_GPU_OPS_PAGED_ATTENTION_CPU_TILE_H_
 #define XLA_GPU_OPS_PAGED_ATTENTION_CPU_TILE_H_
 
@@ -22,7 +22,8 @@ struct AttentionTile {
   int64_t key_end;
 };
 
-// What is known of each row after some keys: out = acc / sum, lse = max + log(sum). Rows of a head lie together.
+// The running softmax of each row over the keys so far: out = acc / sum, lse = max + log(sum). Rows of a head lie
+// together.
 struct AttentionState {
   float* acc;      // [heads of the tile, rows, AccStride(head_dim)]
   float* max_sum;  // [heads of the tile, rows, 2]; the largest score, then the sum of exp(score - largest)
@@ -30,7 +31,7 @@ struct AttentionState {
 
 // Keys that are scored at once.
 inline constexpr int64_t kTileKeys = 64;
-// Up to so many rows K and V are used straight from the cache; with more, a tile is worth rearranging.
+// With up to so many rows K and V are read straight from the cache; with more, transposing and packing them pays.
 inline constexpr int64_t kMaxDirectRows = 8;
 
 // Floats from one row of an accumulator to the next: a whole number of the widest vectors.

@@ -43,13 +43,9 @@ inline void LoadQueries(const PagedAttentionParams& params, const AttentionTile&
     for (int64_t i = 0; i < tile.num_queries; ++i) {
       for (int64_t g = 0; g < group; ++g, q += stride) {
         const int64_t row = (tile.token + i) * params.num_heads + head * group + g;
-        if (params.dtype == DType::kF32) {
-          LoadQueryRow<Float32>(params.query, row, params.head_dim, q);
-        } else if (params.dtype == DType::kF16) {
-          LoadQueryRow<Float16>(params.query, row, params.head_dim, q);
-        } else {
-          LoadQueryRow<BFloat16>(params.query, row, params.head_dim, q);
-        }
+        WithComputeType<Float32, Float16, BFloat16>(params.dtype, [&](auto element) {
+          LoadQueryRow<decltype(element)>(params.query, row, params.head_dim, q);
+        });
       }
     }
   }
@@ -237,18 +233,8 @@ void AttendTileAs(const PagedAttentionParams& params, const AttentionTile& tile,
 
 void AttendTile(const PagedAttentionParams& params, const AttentionTile& tile, const AttentionState& state,
                 float* workspace) {
-  switch (params.cache_dtype) {
-    case DType::kF32:
-      return AttendTileAs<Float32>(params, tile, state, workspace);
-    case DType::kF16:
-      return AttendTileAs<Float16>(params, tile, state, workspace);
-    case DType::kBF16:
-      return AttendTileAs<BFloat16>(params, tile, state, workspace);
-    case DType::kF8E4M3FN:
-      return AttendTileAs<Float8E4M3FN>(params, tile, state, workspace);
-    case DType::kF8E5M2:
-      return AttendTileAs<Float8E5M2>(params, tile, state, workspace);
-  }
+  WithStorageType<Float32, Float16, BFloat16, Float8E4M3FN, Float8E5M2>(
+      params.cache_dtype, [&](auto element) { AttendTileAs<decltype(element)>(params, tile, state, workspace); });
 }
 
 }  // namespace XLA_GPU_SIMD_NAMESPACE
