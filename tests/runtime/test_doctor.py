@@ -11,6 +11,7 @@ import pytest
 from tests.common import machine
 from xla_gpu.__main__ import main
 from xla_gpu._doctor import report as doctor
+from xla_gpu._doctor.architectures import code_for
 
 LIBRARY = {
     "path": "/somewhere/libxla_gpu_ffi.so",
@@ -120,7 +121,43 @@ def test_a_gpu_older_than_the_code(everything):
     everything.setattr(doctor, "_run", lambda *_: answers({"error": "no kernel image"}))
     old = {**DEVICE, "gpus": [{**GPU, "compute_capability": "7.0"}]}
     remedy = doctor._try_frontend(frontend("JAX", "GPU"), LIBRARY, old)["remedy"]
-    assert "compute capability" in remedy and "CMAKE_CUDA_ARCHITECTURES" in remedy
+    assert "no code for a GPU (compute capability 7.0)" in remedy and "CUDAARCHS=all" in remedy
+
+
+@pytest.mark.parametrize(
+    ("capability", "expected"),
+    [
+        ("8.0", "80"),
+        ("8.7", "86"),  # of the same major version
+        ("8.9", "89"),
+        ("9.0", "90a"),
+        ("10.3", "100"),
+        ("11.0", None),  # PTX of a later version does not serve it
+        ("12.1", "120"),
+        ("13.0", "PTX of 120"),
+        ("7.5", None),
+    ],
+)
+def test_the_code_that_a_gpu_runs(capability, expected):
+    assert code_for(capability, ["80-real", "86-real", "89-real", "90a-real", "100-real", "120"]) == expected
+
+
+def test_code_and_ptx_of_an_architecture_or_a_family_alone():
+    assert (
+        code_for("9.0", ["90-virtual"]) == "PTX of 90" and code_for("10.0", ["90a-real", "90-virtual"]) == "PTX of 90"
+    )
+    assert code_for("10.0", ["90a"]) is None and code_for("9.0", ["80", "90a"]) == "90a"
+    assert code_for("10.3", ["100f-real"]) == "100f" and code_for("12.0", ["100f"]) is None
+
+
+def test_the_report_says_what_code_a_gpu_runs(everything, capsys):
+    everything.setattr(
+        doctor, "_device_report", lambda: {**DEVICE, "gpus": [GPU, {**GPU, "compute_capability": "12.0"}]}
+    )
+    main(["doctor"])
+    text = capsys.readouterr().out
+    assert "runs the library's 90a\n" in text
+    assert "runs the library's PTX of 80, which the driver compiles when it is first used" in text
 
 
 def test_processes_that_hang_are_ended():

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 from .._runtime import cuda_driver
 from .._runtime.library import load as load_library
 from ..errors import LibraryError
+from .architectures import code_for
 
 REPORT_MARK = "xla_gpu doctor report: "
 _PACKAGES = ("torch", "torch_xla", "torchax", "jax", "jaxlib", "jax-cuda12-pjrt", "jax-cuda13-pjrt", "numpy")
@@ -179,13 +180,14 @@ def _try_frontend(frontend: Frontend, library: dict[str, Any], device: dict[str,
 def _remedy(frontend: Frontend, library: dict[str, Any], device: dict[str, Any]) -> str:
     """What most often helps; the reason names the particular case."""
     if frontend.device == "GPU":
-        capabilities = [int(gpu["compute_capability"].replace(".", "")) for gpu in device["gpus"]]
-        built_for = [int("".join(filter(str.isdigit, each))) for each in library["cuda_architectures"]]
-        if built_for and min(capabilities) < min(built_for):
-            return (
-                f"the GPU's compute capability is below what the library was built for ({min(built_for)}): build it "
-                "with CMAKE_CUDA_ARCHITECTURES for your GPU"
-            )
+        built_for = library["cuda_architectures"]
+        for gpu in device["gpus"]:
+            if built_for and code_for(gpu["compute_capability"], built_for) is None:
+                return (
+                    f"the library has no code for {gpu['name']} (compute capability {gpu['compute_capability']}); it "
+                    f"was built for {', '.join(built_for)}. `pip install .` in a checkout here builds it for "
+                    "this GPU, with CUDAARCHS=all for all"
+                )
     return f"if the reason does not say: {frontend.install}"
 
 
@@ -263,6 +265,10 @@ def as_text(report: dict[str, Any]) -> str:
     for gpu in device["gpus"]:
         memory = gpu["memory_bytes"] / 2**30
         lines.append(f"  {gpu['name']}, compute capability {gpu['compute_capability']}, {memory:.0f} GiB")
+        if built_for := library.get("cuda_architectures"):
+            code = code_for(gpu["compute_capability"], built_for)
+            slow = ", which the driver compiles when it is first used" if code and code.startswith("PTX") else ""
+            lines.append(f"    runs the library's {code}{slow}" if code else "    the library has no code for it")
     if not device["gpus"]:
         lines.append(f"  {device['error']}")
 
