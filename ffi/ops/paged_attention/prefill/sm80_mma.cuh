@@ -306,8 +306,16 @@ struct MmaWorkTile {
 template <typename Traits>
 __global__ void __launch_bounds__(MmaWorkTile<Traits>::kThreads, 2)
     PrefillMmaKernel(const __grid_constant__ PagedAttentionParams params) {
-  extern __shared__ __align__(1024) char shared[];
-  RunWorkTile<MmaWorkTile<Traits>, typename Traits::Element>(params, shared);
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  // Code for sm_90a has the wgmma kernels for all caches but float8 ones. What is never launched is not compiled.
+  constexpr bool kLaunched = Traits::kFloat8;
+#else
+  constexpr bool kLaunched = true;
+#endif
+  if constexpr (kLaunched) {
+    extern __shared__ __align__(1024) char shared[];
+    RunWorkTile<MmaWorkTile<Traits>, typename Traits::Element>(params, shared);
+  }
 }
 
 }  // namespace xla_gpu::prefill
