@@ -2,8 +2,10 @@
 # A fresh machine needs Python 3.11 or newer and gcc.
 #
 # PYTHON       the interpreter that .venv is made with
-# XLA_GPU_CUDA ON or OFF: whether the installed library holds CUDA handlers; ON where a GPU is found
+# XLA_GPU_CUDA ON or OFF: whether the library holds CUDA handlers; ON where a GPU is found, and in wheels
+# CUDAARCHS    what GPUs the installed library or the wheel has code for: this machine's, or all in wheels
 PYTHON       ?= python3
+WHEEL_CUDA   := $(or $(XLA_GPU_CUDA),ON)
 XLA_GPU_CUDA ?= $(shell command -v nvidia-smi >/dev/null 2>&1 && echo ON || echo OFF)
 JOBS         ?= $(shell nproc)
 CUDA_ARCH    ?= 90a-real
@@ -55,7 +57,8 @@ library: $(VENV)/.dev $(HEADERS)/.done
 	$(CMAKE) --build build/host -j $(JOBS)
 
 library-cuda: $(VENV)/.dev $(HEADERS)/.done
-	$(CMAKE) -S . -B build/cuda $(CMAKE_FLAGS) -DXLA_GPU_WERROR=ON -DCMAKE_CUDA_ARCHITECTURES=$(CUDA_ARCH)
+	$(CMAKE) -S . -B build/cuda $(CMAKE_FLAGS) -DXLA_GPU_WERROR=ON -DXLA_GPU_LINE_TABLES=ON \
+	  -DCMAKE_CUDA_ARCHITECTURES=$(CUDA_ARCH)
 	$(CMAKE) --build build/cuda -j $(JOBS)
 
 # make compare-machine-code BASE=<commit>: the kernels whose machine code the tree changes, with their registers, spills,
@@ -83,9 +86,10 @@ test-handlers: $(VENV)/.dev $(HEADERS)/.done
 	$(CMAKE) -S . -B build/test-handlers $(CMAKE_FLAGS) -DXLA_GPU_CUDA=OFF -DXLA_GPU_TEST_HANDLERS=ON
 	$(CMAKE) --build build/test-handlers -j $(JOBS) --target xla_gpu_test_handlers xla_gpu_fake_pjrt_plugin
 
+# For everybody: code for all GPUs that the kernels run on.
 wheel: $(VENV)/.dev
 	rm -rf dist build/wheel
-	XLA_GPU_CUDA=$(XLA_GPU_CUDA) $(BIN)/python -m build --wheel --outdir build/wheel
+	XLA_GPU_CUDA=$(WHEEL_CUDA) CUDAARCHS="$(or $(CUDAARCHS),all)" $(BIN)/python -m build --wheel --outdir build/wheel
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m auditwheel repair --wheel-dir dist build/wheel/*.whl
 
 # ---- Other versions of JAX, sanitizers, fuzzing ------------------------------------------------------------------------

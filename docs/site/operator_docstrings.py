@@ -1,12 +1,11 @@
 """A griffe extension: the docstrings that decorators complete when the package is imported.
 
 The API reference is made from the sources alone, without PyTorch and JAX. The operators' declarations import neither,
-so the decorators' arguments are looked up in them; those in other modules must be literals.
+so the decorators' arguments are looked up in them.
 """
 
 from __future__ import annotations
 
-import ast
 import importlib
 import inspect
 import sys
@@ -15,8 +14,7 @@ from typing import Any
 
 import griffe
 
-SOURCES = Path(__file__).resolve().parents[2] / "python"
-sys.path.insert(0, str(SOURCES))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "python"))
 
 PUBLIC = ("xla_gpu.torch", "xla_gpu.jax")
 
@@ -44,17 +42,7 @@ def _value(func: griffe.Function, expression: str) -> Any:
     """The value of `module.ATTRIBUTE`, where module is imported by the function's own."""
     alias, *attributes = expression.split(".")
     assert func.parent is not None
-    module = func.parent.imports[alias]
-    if not module.startswith("xla_gpu.ops."):  # it imports a framework: a literal of its source
-        return _literal(SOURCES / f"{module.replace('.', '/')}.py", ".".join(attributes))
-    value: Any = importlib.import_module(module)
+    value: Any = importlib.import_module(func.parent.imports[alias])
     for attribute in attributes:
         value = getattr(value, attribute)
     return value
-
-
-def _literal(path: Path, name: str) -> Any:
-    for statement in ast.parse(path.read_text()).body:
-        if isinstance(statement, ast.Assign) and [ast.unparse(target) for target in statement.targets] == [name]:
-            return ast.literal_eval(statement.value)
-    raise ValueError(f"{path}: expected a literal called {name}")
