@@ -58,7 +58,7 @@ def test_the_template_is_complete():
 
 
 @pytest.mark.parametrize("operator", operator_folders())
-@pytest.mark.parametrize("document", ["README.md", "CHANGELOG.md"])
+@pytest.mark.parametrize("document", ["README.md", "CHANGELOG.md", "docs/operators.md"])
 def test_documents_name_every_operator(document, operator):
     assert operator in (ROOT / document).read_text()
 
