@@ -9,6 +9,7 @@ import subprocess
 import pytest
 
 from tests.architecture.test_surface import ROOT, operator_folders
+from xla_gpu.ops import OPERATORS
 
 TEXT = (ROOT / "CONTRIBUTING.md").read_text()
 
@@ -42,6 +43,40 @@ def test_every_named_file_exists(operator):
             assert list(folder.glob(f"{operator}*_cpu*.cc" if path.endswith(".cc") else f"{operator}*.cu")), path
         else:
             assert (ROOT / path).exists(), path
+
+
+# Operators that the files with lists do not name, and why.
+ELSEWHERE = {"all_reduce": "its front ends take groups of devices: tests/distributed and its own file test the same properties"}
+# Named for some operators alone.
+OPTIONAL = {"tests/common/cases.py", "tests/common/reference.py", "tests/frontends/in_place_program.py"}
+
+
+@pytest.mark.parametrize("operator", sorted(set(operator_folders()) - set(ELSEWHERE)))
+def test_every_list_names_every_operator(operator):
+    """Files of tests that the section names without <op> hold something for each operator."""
+    camel = "".join(word.capitalize() for word in operator.split("_"))
+    paths = {path for path in named_paths("<op>") if path.startswith(("tests/", "ffi/testing/"))}
+    lists = {path for path in paths if (ROOT / path).is_file() and not path.startswith("tests/architecture/")} - OPTIONAL
+    assert len(lists) >= 9, sorted(lists)
+    for path in sorted(lists):
+        text = (ROOT / path).read_text()
+        assert operator in text or camel in text, f"{path} does not name {operator}"
+
+
+def test_files_of_in_place_operators():
+    for operator in (op for op in OPERATORS if op.in_place):
+        for path in ("tests/frontends/in_place_program.py", f"tests/ops/test_{operator.name}.py"):
+            assert f"{operator.name}_(" in (ROOT / path).read_text(), f"{path} does not call {operator.name}_"
+
+
+def test_a_file_that_names_every_operator_is_named():
+    """Otherwise a new operator would be forgotten there."""
+    wanted = set(operator_folders()) - set(ELSEWHERE)
+    named = named_paths("<op>")
+    for path in sorted((ROOT / "tests").rglob("*.py")):
+        name = str(path.relative_to(ROOT))
+        if not name.startswith("tests/architecture/") and all(op in path.read_text() for op in wanted):
+            assert name in named, f"CONTRIBUTING does not name {name}, where every operator is listed"
 
 
 def test_the_template_is_complete():
