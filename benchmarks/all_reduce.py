@@ -1,4 +1,4 @@
-"""all_reduce over the GPUs of this machine beside XLA's own (NCCL): microseconds of one in a program of 64 of them.
+"""all_reduce over the GPUs of this machine beside XLA's own (NCCL): microseconds of one in a program of 256 of them.
 
 python -m benchmarks.all_reduce --devices 2 --json all_reduce.json
 
@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -27,7 +26,7 @@ from xla_gpu._jax import device_group
 from xla_gpu._runtime.device_groups import Settings
 
 P = jax.sharding.PartitionSpec
-CALLS = 64  # in a program
+CALLS = 256  # in a program: enough to hide the host's share
 HIDDEN = 4096
 
 
@@ -87,7 +86,7 @@ def microseconds(step: Callable[[], jax.Array], repeats: int) -> float:
             out = step()
         out.block_until_ready()
         times.append((time.perf_counter() - begin) / 4 / CALLS * 1e6)
-    return statistics.median(times)
+    return min(times)  # the host's noise is added to all others
 
 
 def main() -> None:

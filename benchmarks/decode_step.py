@@ -163,16 +163,19 @@ def make_weights(shape: tuple[int, ...], mesh: jax.sharding.Mesh) -> tuple[Weigh
     return weights, specs, read
 
 
-def measure(run: Callable[..., Any], state: tuple[Any, ...], rest: tuple[Any, ...], steps: int) -> tuple[float, Any]:
-    """Milliseconds of a step, and the state after it."""
-    times = []
+def measure(
+    run: Callable[..., Any], state: tuple[Any, ...], rest: tuple[Any, ...], steps: int
+) -> tuple[float, float, Any]:
+    """Milliseconds of a step, those that the host needs to launch one, and the state after it."""
+    times, launches = [], []
     for repeat in range(6):
         begin = time.perf_counter()
         for _ in range(steps if repeat else 2):  # the first warms up
             state = run(*state, *rest)
+        launches.append((time.perf_counter() - begin) / steps * 1e3)
         state[1].block_until_ready()
         times.append((time.perf_counter() - begin) / steps * 1e3)
-    return statistics.median(times[1:]), state
+    return statistics.median(times[1:]), statistics.median(launches[1:]), state
 
 
 def main() -> None:
@@ -215,8 +218,9 @@ def main() -> None:
                 body = jax.shard_map(body, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
             compiled = functools.partial(jax.jit(body, donate_argnums=1), weights)
             state = (caches, jnp.zeros(batch, jnp.int32), jnp.full(batch, context, jnp.int32))
-            milliseconds, (caches, tokens, _) = measure(compiled, state, rest, arguments.steps)
+            milliseconds, launch, (caches, tokens, _) = measure(compiled, state, rest, arguments.steps)
             row = {"case": case, "join": name, "milliseconds": round(milliseconds, 3), "limit": round(limit, 3)}
+            row["launch"] = round(launch, 3)
             row["tokens"] = np.asarray(tokens)[:4].tolist()
             rows.append(row)
             print(json.dumps(row), flush=True)

@@ -9,7 +9,7 @@
 namespace xla_gpu {
 namespace {
 
-constexpr int kMaxThreads = 1024;
+constexpr int kMaxThreads = 512;  // more would leave a thread too few registers
 
 // The sum of `value` over the CTA, in an order that depends on the number of threads alone.
 __device__ float CtaSum(float value, float* shared) {
@@ -23,7 +23,7 @@ __device__ float CtaSum(float value, float* shared) {
   return sum;
 }
 
-// Where a row's vectors come from.
+// Where a row's vectors come from: `Send` this rank's to the peers, all of a row, then `Sum` each.
 template <typename T, int kRanks>
 struct FromPeers {
   const GroupView& group;
@@ -33,9 +33,14 @@ struct FromPeers {
 
   __device__ FromPeers(const GroupView& group_, const T* x_, int64_t /*ranks*/, int64_t /*stride*/)
       : group(group_), x(x_), call(BeginCall(group_)), deadline(group_, call.broken) {}
-  __device__ Vector<T> Load(int64_t row, int64_t i, int64_t hidden, int64_t vectors, bool aligned) {
+  __device__ Vector<T> Send(int64_t row, int64_t i, int64_t hidden, int64_t vectors, bool aligned) {
     const Vector<T> own = LoadVector(x + row * hidden, i, hidden, aligned);
-    return ExchangePackets<T, kRanks>(group, call, row * vectors + i, own, &deadline);
+    SendPackets<T, kRanks>(group, call, row * vectors + i, own);
+    return own;
+  }
+  __device__ Vector<T> Sum(int64_t row, int64_t i, int64_t /*hidden*/, int64_t vectors, bool /*aligned*/,
+                           const Vector<T>& own) {
+    return SumPackets<T, kRanks>(group, call, row * vectors + i, own, &deadline);
   }
   __device__ void End() { EndCall(group, call); }
 };
@@ -47,9 +52,13 @@ struct FromParts {
 
   __device__ FromParts(const GroupView&, const T* x_, int64_t ranks_, int64_t stride_)
       : x(x_), ranks(ranks_), stride(stride_) {}
-  __device__ Vector<T> Load(int64_t row, int64_t i, int64_t hidden, int64_t /*vectors*/, bool aligned) {
+  __device__ Vector<T> Send(int64_t row, int64_t i, int64_t hidden, int64_t /*vectors*/, bool aligned) {
+    return LoadVector(x + row * hidden, i, hidden, aligned);
+  }
+  __device__ Vector<T> Sum(int64_t row, int64_t i, int64_t hidden, int64_t /*vectors*/, bool aligned,
+                           const Vector<T>& own) {
     VectorSum<T> sum;
-    sum.Set(LoadVector(x + row * hidden, i, hidden, aligned));
+    sum.Set(own);
     for (int64_t r = 1; r < ranks; ++r) sum.Add(LoadVector(x + r * stride + row * hidden, i, hidden, aligned));
     return sum.Round();
   }
@@ -67,20 +76,31 @@ __global__ void __launch_bounds__(kMaxThreads)
                      int64_t ranks, int64_t num_rows, int64_t hidden, float eps, bool aligned) {
   using V = Vector<T>;
   __shared__ float shared[kMaxThreads / 32];
-  Source source(group, x, ranks, num_rows * hidden);
   const int64_t vectors = (hidden + V::kSize - 1) / V::kSize;
+  const int64_t first = threadIdx.x;
+  // Rows are rarely longer than a CTA: what a thread's first vector needs is loaded while the call begins.
+  V first_weight, first_added;
+  if (first < vectors) {
+    first_weight = LoadVector(weight, first, hidden, aligned);
+    first_added = LoadVector(residual + blockIdx.x * hidden, first, hidden, aligned);
+  }
+  Source source(group, x, ranks, num_rows * hidden);
   for (int64_t row = blockIdx.x; row < num_rows; row += gridDim.x) {
     const int64_t at = row * hidden;
-    V kept;  // this thread's first vector; rows are rarely longer than a CTA
+    V kept;
+    if (first < vectors) kept = source.Send(row, first, hidden, vectors, aligned);
+    for (int64_t i = first + blockDim.x; i < vectors; i += blockDim.x) source.Send(row, i, hidden, vectors, aligned);
     float squares = 0.0f;
-    for (int64_t i = threadIdx.x; i < vectors; i += blockDim.x) {
-      const V added = LoadVector(residual + at, i, hidden, aligned);
+    for (int64_t i = first; i < vectors; i += blockDim.x) {
+      const bool is_first = i == first;
+      const V own = is_first ? kept : LoadVector(x + at, i, hidden, aligned);
+      const V added = is_first && row == blockIdx.x ? first_added : LoadVector(residual + at, i, hidden, aligned);
       VectorSum<T> total;
-      total.Set(source.Load(row, i, hidden, vectors, aligned));
+      total.Set(source.Sum(row, i, hidden, vectors, aligned, own));
       total.Add(added);
       const V rounded = total.Round();
       StoreVector(sum + at, i, hidden, aligned, rounded);
-      if (i == threadIdx.x) kept = rounded;
+      if (is_first) kept = rounded;
 #pragma unroll
       for (int j = 0; j < V::kSize; ++j) {
         const float value = static_cast<float>(rounded.values[j]);  // past the row's end: 0
@@ -88,9 +108,9 @@ __global__ void __launch_bounds__(kMaxThreads)
       }
     }
     const float scale = 1.0f / sqrtf(CtaSum(squares, shared) / static_cast<float>(hidden) + eps);
-    for (int64_t i = threadIdx.x; i < vectors; i += blockDim.x) {
-      const V value = i == threadIdx.x ? kept : LoadVector<T>(sum + at, i, hidden, aligned);
-      const V factor = LoadVector(weight, i, hidden, aligned);
+    for (int64_t i = first; i < vectors; i += blockDim.x) {
+      const V value = i == first ? kept : LoadVector<T>(sum + at, i, hidden, aligned);
+      const V factor = i == first ? first_weight : LoadVector(weight, i, hidden, aligned);
       V result;
 #pragma unroll
       for (int j = 0; j < V::kSize; ++j) {

@@ -24,13 +24,21 @@ __global__ void __launch_bounds__(kThreads) LowLatencyKernel(const __grid_consta
                                                              const T* __restrict__ x,  // [size]
                                                              T* __restrict__ out,      // [size]
                                                              int64_t size, bool aligned) {
-  const Call call = BeginCall(group);
-  Deadline deadline(group, call.broken);
   const int64_t vectors = (size + Vector<T>::kSize - 1) / Vector<T>::kSize;
   const int64_t step = static_cast<int64_t>(gridDim.x) * kThreads;
-  for (int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x; i < vectors; i += step) {
-    const Vector<T> own = LoadVector(x, i, size, aligned);
-    StoreVector(out, i, size, aligned, ExchangePackets<T, kRanks>(group, call, i, own, &deadline));
+  const int64_t first = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+  Vector<T> own;
+  if (first < vectors) own = LoadVector(x, first, size, aligned);
+  const Call call = BeginCall(group);
+  Deadline deadline(group, call.broken);
+  // All is on its way before the first is waited for.
+  if (first < vectors) SendPackets<T, kRanks>(group, call, first, own);
+  for (int64_t i = first + step; i < vectors; i += step) {
+    SendPackets<T, kRanks>(group, call, i, LoadVector(x, i, size, aligned));
+  }
+  for (int64_t i = first; i < vectors; i += step) {
+    if (i != first) own = LoadVector(x, i, size, aligned);
+    StoreVector(out, i, size, aligned, SumPackets<T, kRanks>(group, call, i, own, &deadline));
   }
   EndCall(group, call);
 }

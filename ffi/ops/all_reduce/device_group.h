@@ -18,7 +18,7 @@ constexpr int kMaxFlagBlocks = 128;  // CTAs of the two-shot kernel
 // Bytes of a message that the region takes: data and flags as 16-byte packets of 8 bytes of data (low latency), or as
 // they are (two-shot).
 constexpr int64_t kDefaultMaxBytes = int64_t{16} << 20;
-constexpr int64_t kDefaultLowLatencyBytes = int64_t{512} << 10;
+constexpr int64_t kDefaultLowLatencyBytes = int64_t{1} << 20;
 
 // Head of a region. Zero when a group is made.
 struct GroupControl {

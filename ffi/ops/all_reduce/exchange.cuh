@@ -118,8 +118,10 @@ __device__ __forceinline__ GroupControl* Control(const GroupView& group, int ran
   return reinterpret_cast<GroupControl*>(group.regions[rank]);
 }
 
-// Tells the host that a call failed, waiting for `peer`; or, with group.ranks, that a peer said so.
-__device__ __forceinline__ void ReportFailure(const GroupView& group, int peer, uint32_t epoch) {
+// Tells the host that a call failed, waiting for `peer`; or, with group.ranks, that a peer said so. The first report
+// stays: the host's memory is read before it is written, which is slow and happens in failures alone.
+static __device__ __noinline__ void ReportFailure(const GroupView& group, uint32_t peer, uint32_t epoch) {
+  if (LoadRelaxed(&group.failure->failed) != 0) return;
   group.failure->peer = peer;
   group.failure->epoch = epoch;
   __threadfence_system();
@@ -128,9 +130,10 @@ __device__ __forceinline__ void ReportFailure(const GroupView& group, int peer, 
 
 // Tells this GPU's later calls, the peers' and the host that `peer` did not come.
 static __device__ __noinline__ void BreakGroup(const GroupView& group, int peer, uint32_t epoch) {
+  // First for this GPU's own threads: they would report a peer's word otherwise.
   if (atomicExch(&Control(group, group.rank)->broken, 1u) != 0) return;
-  for (int r = 0; r < group.ranks; ++r) StoreRelaxed(&Control(group, r)->broken, 1);
   ReportFailure(group, peer, epoch);
+  for (int r = 0; r < group.ranks; ++r) StoreRelaxed(&Control(group, r)->broken, 1);
 }
 
 // One thread's patience. After the group's time-out, or once the group is broken, `Expired` is true and stays so.
@@ -147,6 +150,7 @@ class Deadline {
     if (start_ == 0) start_ = now;
     if (LoadRelaxed(&Control(group_, group_.rank)->broken) != 0) {
       expired_ = true;
+      ReportFailure(group_, group_.ranks, epoch);
     } else if (now - start_ > group_.timeout_ns) {
       expired_ = true;
       BreakGroup(group_, peer, epoch);
@@ -168,25 +172,26 @@ class Deadline {
 struct Call {
   uint32_t epoch;  // this call's, from 1
   bool broken;
+  uint32_t ticket;  // of thread 0: how many CTAs came before this one
 };
 
+// All threads come here, with what they will need first under way: the CTA waits for the epoch.
 __device__ __forceinline__ Call BeginCall(const GroupView& group) {
-  const GroupControl* control = Control(group, group.rank);
-  return {LoadRelaxed(&control->epoch) + 1, LoadRelaxed(&control->broken) != 0};
+  GroupControl* control = Control(group, group.rank);
+  Call call = {LoadRelaxed(&control->epoch) + 1, LoadRelaxed(&control->broken) != 0, 0};
+  __syncthreads();  // every thread of this CTA has read the epoch, before the last CTA may write it
+  if (threadIdx.x == 0) call.ticket = atomicAdd(&control->ticket, 1);  // needed at the end only: nobody waits here
+  return call;
 }
 
-// The last CTA counts the call. All threads come here.
+// The last CTA to begin counts the call: by then all have read the epoch. The next call of this GPU begins after all
+// CTAs of this one have ended.
 __device__ __forceinline__ void EndCall(const GroupView& group, const Call& call) {
-  __syncthreads();
-  if (threadIdx.x != 0) return;
+  if (threadIdx.x != 0 || call.ticket != gridDim.x - 1) return;
   GroupControl* control = Control(group, group.rank);
-  __threadfence();
-  if (atomicAdd(&control->ticket, 1) != gridDim.x - 1) return;
   control->ticket = 0;
   control->epoch = call.epoch;
-  if (LoadRelaxed(&control->broken) != 0 && LoadRelaxed(&group.failure->failed) == 0) {
-    ReportFailure(group, group.ranks, call.epoch);
-  }
+  if (call.broken) ReportFailure(group, group.ranks, call.epoch);
 }
 
 // ---- Packets: each 8 bytes are 4 of data and the call's epoch, written at once, so that data need no other flag ----
@@ -218,19 +223,24 @@ __device__ __forceinline__ bool LoadPacket(const char* area, int64_t i, uint32_t
   return other == 0;
 }
 
-// The sum of vector `i` over all ranks, rounded: this rank's `own` goes to the peers, theirs are waited for. NaN where
-// a peer did not come. kRanks: at least as many as there are.
+// Sends vector `i` to all peers. kRanks, here and below: at least as many as there are.
 template <typename T, int kRanks>
-__device__ __forceinline__ Vector<T> ExchangePackets(const GroupView& group, const Call& call, int64_t i,
-                                                     const Vector<T>& own, Deadline* deadline) {
-  const int parity = call.epoch & 1;
-  if (deadline->expired()) return NanVector<T>();
+__device__ __forceinline__ void SendPackets(const GroupView& group, const Call& call, int64_t i, const Vector<T>& own) {
+  if (call.broken) return;
 #pragma unroll
   for (int r = 0; r < kRanks; ++r) {
     if (r < group.ranks && r != group.rank) {
-      StorePacket(group.regions[r] + group.low_latency_offset(parity, group.rank), i, own, call.epoch);
+      StorePacket(group.regions[r] + group.low_latency_offset(call.epoch & 1, group.rank), i, own, call.epoch);
     }
   }
+}
+
+// The sum of vector `i` over all ranks, rounded: waits for the peers' packets. NaN where one did not come.
+template <typename T, int kRanks>
+__device__ __forceinline__ Vector<T> SumPackets(const GroupView& group, const Call& call, int64_t i,
+                                                const Vector<T>& own, Deadline* deadline) {
+  const int parity = call.epoch & 1;
+  if (deadline->expired()) return NanVector<T>();
   // Up to four peers' packets are looked at together; more would not fit a thread's registers.
   constexpr int kTogether = kRanks < 4 ? kRanks : 4;
   VectorSum<T> sum;

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from .attributes import Attributes, attributes
+from .partitioning import Partitioning
 
 
 class ArraySpec(NamedTuple):
@@ -41,6 +42,9 @@ class OpCall:
     operand_layouts: tuple[Layout, ...] = ()  # empty: all row-major
     result_layouts: tuple[Layout, ...] = ()
     has_side_effect: bool = False
+    partitioning: Partitioning | None = None
+    # The same call on operands of other shapes: a device's shards. By name; extra operands are left out.
+    with_operands: Callable[[Mapping[str, ArraySpec]], OpCall] | None = None
 
     def operand_layout(self, index: int) -> tuple[int, ...]:
         return _layout(self.operand_layouts, index, len(self.operands[index].shape))
@@ -62,6 +66,7 @@ class Signature:
     results: tuple[ArraySpec, ...]  # what the caller gets; scratch memory is left out
     attributes: Mapping[str, Any] = field(default_factory=dict)  # NumPy scalars of the handler's types
     extra_operands: Mapping[str, ArraySpec] = field(default_factory=dict)  # which front ends add after the arguments
+    partitioning: Partitioning | None = None  # over devices; None: the call needs all of its operands
 
 
 class IntOperand(NamedTuple):
@@ -139,6 +144,7 @@ class Operator:
     def _bind(self, **arguments: Any) -> OpCall:
         signature = self.signature(**arguments)
         given = {name: arguments[name] for name in self.operands if arguments.get(name) is not None}
+        taken = frozenset(given)
         given.update(signature.extra_operands)
         names = tuple(given)
         return OpCall(
@@ -150,6 +156,8 @@ class Operator:
             attributes=attributes(self.name, signature.attributes),
             aliases=() if self.in_place is None else ((names.index(self.in_place), 0),),
             has_scratch=self.has_scratch,
+            partitioning=signature.partitioning,
+            with_operands=lambda specs: self.bind(**{**arguments, **{n: s for n, s in specs.items() if n in taken}}),
         )
 
 

@@ -10,6 +10,7 @@ from typing import Any, TypeVar, cast
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.custom_batching import sequential_vmap
 
 from .._core.attributes import numpy_value
 from .._core.checks import Checks
@@ -20,6 +21,7 @@ from .._runtime.scratch import all_results
 from ..errors import TargetError
 from ..ops import _ragged_paged_attention as ragged_paged_attention
 from . import reference
+from .partition import partitioned
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _Run = Callable[[OpCall, list[Any], dict[str, Any]], Any]
@@ -98,10 +100,38 @@ def _bind(operator: Operator, arguments: dict[str, Any]) -> tuple[OpCall, list[A
 def _run(call: OpCall, arrays: list[Any], reduced_axes: frozenset[str] = frozenset()) -> Any:
     """``reduced_axes``: mesh axes along which the results are the same, whatever the operands are."""
     axes = _varying_axes(arrays) - reduced_axes
-    # What says over which mesh the results vary must not outlive that mesh's context.
-    function = _function.__wrapped__(call, axes) if axes else _function(call, axes)
+    if axes:  # inside jax.shard_map: the arrays are a device's own
+        # What says over which mesh the results vary must not outlive that mesh's context.
+        function = _function.__wrapped__(call, axes)
+    elif call.partitioning is None:
+        function = _function(call, axes)
+    else:
+        function = _partitioned(call)
+        if any(_is_sharded(array) for array in arrays):
+            function = jax.jit(function)  # outside of jit JAX would run it without looking at shardings
     results = function(*arrays)[: len(call.results)]
     return results[0] if len(results) == 1 else tuple(results)
+
+
+def _is_sharded(array: Any) -> bool:
+    if isinstance(array, jax.core.Tracer) or not isinstance(array, jax.Array):
+        return False
+    return len(array.sharding.device_set) > 1
+
+
+@functools.lru_cache(maxsize=4096)
+def _partitioned(call: OpCall) -> Callable[..., Any]:
+    """``call`` as a function of its operands that divides over devices; a device's call is bound to its shards."""
+    partitioning, with_operands = call.partitioning, call.with_operands
+    assert partitioning is not None and with_operands is not None
+
+    def local(*arrays: Any) -> tuple[Any, ...]:
+        specs = [ArraySpec(tuple(array.shape), array.dtype.name) for array in arrays]
+        shard = with_operands(dict(zip(call.operand_names, specs, strict=True)))
+        return tuple(_target(shard, frozenset())(*arrays)[: len(shard.results)])
+
+    # custom_partitioning has no rule for vmap.
+    return _without_gradient(call.name, sequential_vmap(partitioned(call, partitioning, local)))
 
 
 def as_array(where: str, value: Any) -> Any:
@@ -112,6 +142,11 @@ def as_array(where: str, value: Any) -> Any:
 
 @functools.lru_cache(maxsize=4096)
 def _function(call: OpCall, varying_axes: frozenset[str]) -> Callable[..., Any]:
+    return _without_gradient(call.name, _target(call, varying_axes))
+
+
+def _target(call: OpCall, varying_axes: frozenset[str]) -> Callable[..., Any]:
+    """The custom call alone; its results as a list, scratch included."""
     _register()
     results = [
         jax.ShapeDtypeStruct(spec.shape, jnp.dtype(spec.dtype), **_varying(varying_axes)) for spec in all_results(call)
@@ -123,12 +158,12 @@ def _function(call: OpCall, varying_axes: frozenset[str]) -> Callable[..., Any]:
         vmap_method="sequential",
         input_output_aliases=dict(call.aliases) or None,
     )
+    return lambda *arrays: target(*arrays, **attributes)
 
-    def function(*arrays: Any) -> Any:
-        return target(*arrays, **attributes)
 
+def _without_gradient(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     def derivative(primals: Any, tangents: Any) -> Any:
-        raise ValueError(f"{call.name} has no gradient; jax.lax.stop_gradient its arguments where none is wanted")
+        raise ValueError(f"{name} has no gradient; jax.lax.stop_gradient its arguments where none is wanted")
 
     differentiable: Any = jax.custom_jvp(function)
     differentiable.defjvp(derivative)

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from .._core.checks import FLOAT8S, Checks
 from .._core.operator import ArraySpec
+from .._core.partitioning import Axes
 
 
 class CacheShape(NamedTuple):
@@ -65,3 +66,8 @@ def check_scales(
     if k_scale is not None and v_scale is not None and k_scale.shape != v_scale.shape:
         raise check.value_error("v_scale", f"shape {list(k_scale.shape)} (as k_scale)", v_scale)
     return wanted
+
+
+def cache_axes(kv_cache: ArraySpec) -> Axes:
+    """The cache's axes over devices: its kv heads, K and V of one together."""
+    return (None, None, "kv_heads", None) if len(kv_cache.shape) == 4 else (None, None, None, "kv_heads", None)

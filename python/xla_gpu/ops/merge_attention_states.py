@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from .._core.checks import FLOATS, Checks
 from .._core.operator import ArraySpec, Operator, Signature
+from .._core.partitioning import Partitioning
 
 _DOCSTRING = """
 The states are results of paged_attention_with_lse for the same queries over disjoint sets of keys: a prefix that many
@@ -42,7 +43,10 @@ def _signature(
     _check.shape("out_b", out_b, out_a.shape, axes)
     _check.dtype("lse_b", lse_b, ("float32",))
     _check.shape("lse_b", lse_b, lse_a.shape, "num_tokens, num_heads")
-    return Signature(results=(out_a, lse_a))
+    state = (("num_tokens", "num_heads", None), ("num_tokens", "num_heads"))
+    operands = {"out_a": state[0], "lse_a": state[1], "out_b": state[0], "lse_b": state[1]}
+    sizes = {"num_tokens": num_tokens, "num_heads": num_heads}
+    return Signature(results=(out_a, lse_a), partitioning=Partitioning(operands, state, sizes))
 
 
 OPERATOR = Operator(

@@ -8,7 +8,8 @@ import numpy as np
 
 from .._core.checks import FLOATS, Checks
 from .._core.operator import ArraySpec, IntOperand, Operator, Signature
-from ._cache import check_cache, check_scales
+from .._core.partitioning import Partitioning
+from ._cache import cache_axes, check_cache, check_scales
 
 _DOCSTRING = """
 Sequences of any length share one call: prefill, chunked prefill, speculative and decode rows may be mixed. Attention
@@ -138,7 +139,21 @@ def signature(
         "has_sinks": np.bool_(sinks is not None),
     }
     lse = (ArraySpec((num_tokens, num_heads), "float32"),) if with_lse else ()
-    return Signature(results=(query, *lse), attributes=attributes)
+    scale_axes = ("kv_heads" if k_scale is not None and k_scale.shape[0] == cache.num_kv_heads else None,)
+    axes = {
+        "query": (None, "kv_heads", None),
+        "kv_cache": cache_axes(kv_cache),
+        "k_scale": scale_axes,
+        "v_scale": scale_axes,
+        "sinks": ("kv_heads",),
+    }
+    partitioning = Partitioning(
+        operands={check.argument(name): dims for name, dims in axes.items()},
+        results=(axes["query"], (None, "kv_heads"))[: 1 + len(lse)],
+        sizes={"kv_heads": cache.num_kv_heads},
+        never_gathered=(check.argument("kv_cache"),),
+    )
+    return Signature(results=(query, *lse), attributes=attributes, partitioning=partitioning)
 
 
 def _operator(name: str, returns: str, docstring: str, *, with_lse: bool) -> Operator:

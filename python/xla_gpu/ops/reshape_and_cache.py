@@ -6,7 +6,8 @@ import numpy as np
 
 from .._core.checks import FLOATS, Checks
 from .._core.operator import ArraySpec, Operator, Signature
-from ._cache import check_cache, check_scales
+from .._core.partitioning import Partitioning
+from ._cache import cache_axes, check_cache, check_scales
 
 _DOCSTRING = """
 Token i goes to slot ``slot_mapping[i]``, which is ``page * page_size + offset`` (vLLM's reshape_and_cache).
@@ -60,9 +61,21 @@ def _signature(
     if num_slots > num_tokens:
         raise _check.value_error("slot_mapping", f"at most num_tokens = {num_tokens} slots", slot_mapping)
     kv_scales = check_scales(_check, kv_cache, num_kv_heads, k_scale, v_scale)
-    return Signature(
-        results=(kv_cache,), attributes={"check_inputs": np.bool_(check_inputs), "kv_scales": np.bool_(kv_scales)}
+    scale_axes = ("kv_heads" if k_scale is not None and k_scale.shape[0] == num_kv_heads else None,)
+    partitioning = Partitioning(
+        operands={
+            "key": (None, "kv_heads", None),
+            "value": (None, "kv_heads", None),
+            "kv_cache": cache_axes(kv_cache),
+            "k_scale": scale_axes,
+            "v_scale": scale_axes,
+        },
+        results=(cache_axes(kv_cache),),
+        sizes={"kv_heads": num_kv_heads},
+        never_gathered=("kv_cache",),
     )
+    attributes = {"check_inputs": np.bool_(check_inputs), "kv_scales": np.bool_(kv_scales)}
+    return Signature(results=(kv_cache,), attributes=attributes, partitioning=partitioning)
 
 
 OPERATOR = Operator(

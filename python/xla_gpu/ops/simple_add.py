@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from .._core.checks import FLOATS, Checks
 from .._core.operator import ArraySpec, Operator, Signature
+from .._core.partitioning import elementwise
 
 _DOCSTRING = """
 Args:
@@ -27,7 +28,7 @@ def _signature(a: ArraySpec, b: ArraySpec, *, check_inputs: bool = False) -> Sig
     _check.dtype("b", b, (a.dtype,), " (as a)")
     if b.shape != a.shape:
         raise _check.value_error("b", f"shape {list(a.shape)} (as a)", b)
-    return Signature(results=(a,))
+    return Signature(results=(a,), partitioning=elementwise({"a": len(a.shape), "b": len(a.shape)}, a.shape))
 
 
 OPERATOR = Operator("simple_add", "(Tensor a, Tensor b) -> Tensor", _signature, _DOCSTRING)
