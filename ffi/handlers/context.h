@@ -11,7 +11,7 @@
 
 namespace xla_gpu {
 
-// XLA's own thread pool, or in the eager door the library's behind the same interface.
+// XLA's own thread pool, or in eager calls the library's, behind the same interface.
 class XlaExecutor final : public Executor {
  public:
   explicit XlaExecutor(::xla::ffi::ThreadPool pool) : pool_(pool), num_threads_(pool_.num_threads()) {}

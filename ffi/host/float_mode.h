@@ -11,7 +11,7 @@
 namespace xla_gpu {
 
 // While one lives, this thread rounds to nearest, keeps subnormals and traps nothing. XLA's threads flush subnormals to
-// zero and PyTorch's do not: without this, the doors would give different bits.
+// zero and PyTorch's do not: without this, the front ends would give different bits.
 class ScopedFloatMode {
  public:
 #if defined(__x86_64__)

@@ -1,5 +1,5 @@
 // How host kernels use threads without knowing whose they are: XLA's pool under torch_xla and JAX, the library's own in
-// the eager door.
+// eager calls.
 #ifndef XLA_GPU_HOST_PARALLEL_FOR_H_
 #define XLA_GPU_HOST_PARALLEL_FOR_H_
 

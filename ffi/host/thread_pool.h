@@ -1,4 +1,4 @@
-// The library's own threads, for host calls that come without a runtime's pool (the eager door).
+// The library's own threads, for host calls that come without a runtime's pool (eager tensors).
 #ifndef XLA_GPU_HOST_THREAD_POOL_H_
 #define XLA_GPU_HOST_THREAD_POOL_H_
 

@@ -295,7 +295,7 @@ Error Call(const xla_gpu_call_args* args) {
     return Invalid("device_ordinal", std::to_string(args->device_ordinal) + ", expected a CUDA device or -1 (host)");
   }
   XLA_FFI_Handler_Traits traits = 0;
-  Error error = CheckStages(args->stages, "the library's eager door", XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR, &traits);
+  Error error = CheckStages(args->stages, "the library", XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR, &traits);
   if (!error.ok()) {
     error.message = "xla_gpu_call: " + error.message;
     return error;

@@ -33,7 +33,7 @@ struct Error {
 // `code` unless that is null.
 const char* Report(const Error& error, int32_t* code = nullptr) noexcept;
 
-// Calls `body` and turns what it throws into an Error: nothing may be thrown into C, and handlers are other people's
+// Calls `body` and turns what it throws into an Error: nothing may be thrown into C, and handlers may be third-party
 // code. `what` names the body in the text.
 template <typename Body>
 Error Guarded(const char* what, Body&& body) noexcept {

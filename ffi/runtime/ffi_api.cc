@@ -83,7 +83,7 @@ void ErrorDestroy(XLA_FFI_Error_Destroy_Args* args) { DeleteError(args->error); 
 
 XLA_FFI_Error* HandlerRegister(XLA_FFI_Handler_Register_Args* args) {
   return Serve("XLA_FFI_Handler_Register", args, XLA_FFI_Handler_Register_Args_STRUCT_SIZE, []() -> Error {
-    return Error::Unimplemented("handlers are not registered with the eager doors; they are given to each call");
+    return Error::Unimplemented("handlers of eager calls are not registered; each call names its own");
   });
 }
 

@@ -1,5 +1,5 @@
 // The library's own XLA FFI runtime, as handlers see it: an XLA_FFI_Api table and what stands behind its opaque types.
-// The eager doors call handlers through it; no XLA is involved.
+// Eager calls reach handlers through it; no XLA is involved.
 #ifndef XLA_GPU_RUNTIME_FFI_API_H_
 #define XLA_GPU_RUNTIME_FFI_API_H_
 

@@ -62,7 +62,7 @@ XLA_GPU_EXPORT const char* xla_gpu_pjrt_ffi_api(const void* pjrt_api, const XLA_
 // The FFI API version that a handler was built with, asked from the handler itself; `traits` may be NULL.
 XLA_GPU_EXPORT const char* xla_gpu_handler_version(XLA_FFI_Handler* handler, int* major, int* minor, uint32_t* traits);
 
-// ---- Calls without an XLA runtime (the eager doors) ----
+// ---- Calls without an XLA runtime (eager tensors) ----
 
 typedef struct xla_gpu_buffer {
   void* data;

@@ -1,4 +1,4 @@
-// Foreign handlers for the tests of the bridge (register_ffi_target, ffi_call). Each shows one thing. They are written
+// Third-party handlers for the tests of register_ffi_target and ffi_call. Each shows one thing. They are written
 // as a user would write them, with XLA's headers and nothing of ours.
 #include <dlfcn.h>
 

@@ -1,4 +1,4 @@
-// Fuzz target for the eager doors: call frames, attributes, and the decoding and checking in the library's host
+// Fuzz target for eager calls: call frames, attributes, and the decoding and checking in the library's host
 // handlers.
 //
 // Half of the inputs become calls of a handler that reads all that it is given, with every field taken from the input;
