@@ -1,11 +1,12 @@
 """A griffe extension: the docstrings that decorators complete when the package is imported.
 
 The API reference is made from the sources alone, without PyTorch and JAX. The operators' declarations import neither,
-so the decorators' arguments are looked up in them.
+so the decorators' arguments are looked up in them; those in other modules must be literals.
 """
 
 from __future__ import annotations
 
+import ast
 import importlib
 import inspect
 import sys
@@ -14,7 +15,8 @@ from typing import Any
 
 import griffe
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "python"))
+SOURCES = Path(__file__).resolve().parents[2] / "python"
+sys.path.insert(0, str(SOURCES))
 
 PUBLIC = ("xla_gpu.torch", "xla_gpu.jax")
 
@@ -42,7 +44,17 @@ def _value(func: griffe.Function, expression: str) -> Any:
     """The value of `module.ATTRIBUTE`, where module is imported by the function's own."""
     alias, *attributes = expression.split(".")
     assert func.parent is not None
-    value: Any = importlib.import_module(func.parent.imports[alias])
+    module = func.parent.imports[alias]
+    if not module.startswith("xla_gpu.ops."):  # it imports a framework: a literal of its source
+        return _literal(SOURCES / f"{module.replace('.', '/')}.py", ".".join(attributes))
+    value: Any = importlib.import_module(module)
     for attribute in attributes:
         value = getattr(value, attribute)
     return value
+
+
+def _literal(path: Path, name: str) -> Any:
+    for statement in ast.parse(path.read_text()).body:
+        if isinstance(statement, ast.Assign) and [ast.unparse(target) for target in statement.targets] == [name]:
+            return ast.literal_eval(statement.value)
+    raise ValueError(f"{path}: expected a literal called {name}")
