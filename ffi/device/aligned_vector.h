@@ -1,12 +1,12 @@
-// Neighbouring elements that one load or store moves.
+// Neighbouring elements that are loaded or stored together.
 #ifndef XLA_GPU_DEVICE_ALIGNED_VECTOR_H_
 #define XLA_GPU_DEVICE_ALIGNED_VECTOR_H_
 
 namespace xla_gpu {
 
-// Aligned to its size, a power of two: the compiler makes one access of it, of up to 16 bytes.
-template <typename T, int kSize>
-struct alignas(sizeof(T) * kSize) AlignedVector {
+// kAlignment: of its address in bytes, a power of two. With 4, 8 or 16 the compiler makes accesses of that size.
+template <typename T, int kSize, int kAlignment = kSize * static_cast<int>(sizeof(T))>
+struct alignas(kAlignment) AlignedVector {
   T values[kSize];
 };
 

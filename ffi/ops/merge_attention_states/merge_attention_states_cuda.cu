@@ -1,12 +1,13 @@
-// merge_attention_states on a GPU: bound by its 3 * head_dim elements a row, so a warp streams whole rows.
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
+// merge_attention_states on a GPU: limited by the bandwidth for its 3 * head_dim elements a row. A warp streams whole
+// rows.
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
 
 #include "ffi/base/cuda_status.h"
+#include "ffi/device/aligned_vector.h"
+#include "ffi/device/attention_state.cuh"
+#include "ffi/device/dispatch.cuh"
 #include "ffi/ops/merge_attention_states/merge_attention_states.h"
 
 namespace xla_gpu {
@@ -14,13 +15,8 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / 32;
-// Enough blocks to fill any GPU; the loop inside the kernel takes the rest of a large problem.
+// Enough CTAs to fill any GPU. A grid-stride loop takes the rest of a large problem.
 constexpr int64_t kMaxBlocks = 1 << 16;
-
-template <typename T, int kVec>
-struct alignas(sizeof(T) * kVec) Pack {
-  T values[kVec];
-};
 
 template <typename T, int kVec>
 __global__ void __launch_bounds__(kThreads)
@@ -36,27 +32,25 @@ __global__ void __launch_bounds__(kThreads)
   for (int64_t row = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / 32; row < num_rows; row += step) {
     const float a = lse_a[row];
     const float b = lse_b[row];
-    // A state that saw no key has no part in the result, whatever its values are: its weight is 0 and its values are
-    // not looked at.
+    // A state that saw no key has no part in the result, whatever its values are: its weight is 0, and its values are
+    // not used.
     const bool has_a = a != -INFINITY;
     const bool has_b = b != -INFINITY;
-    const float max = fmaxf(a, b);
-    const float weight_a = has_a ? expf(a - max) : 0.0f;
-    const float weight_b = has_b ? expf(b - max) : 0.0f;
-    const float sum = weight_a + weight_b;
-    if (lane == 0) lse[row] = has_a && has_b ? max + logf(sum) : has_a ? a : b;
+    AttentionState state = {a, has_a ? 1.0f : 0.0f};
+    const MergeWeights weights = state.Merge({b, has_b ? 1.0f : 0.0f}, NaturalScores());
+    if (lane == 0) lse[row] = has_a && has_b ? state.max + logf(state.sum) : has_a ? a : b;
     for (int64_t d = lane * kVec; d < head_dim; d += 32 * kVec) {
       const int64_t at = row * head_dim + d;
-      const auto x = *reinterpret_cast<const Pack<T, kVec>*>(out_a + at);
-      const auto y = *reinterpret_cast<const Pack<T, kVec>*>(out_b + at);
-      Pack<T, kVec> merged;
+      const auto x = *reinterpret_cast<const AlignedVector<T, kVec>*>(out_a + at);
+      const auto y = *reinterpret_cast<const AlignedVector<T, kVec>*>(out_b + at);
+      AlignedVector<T, kVec> merged;
 #pragma unroll
       for (int i = 0; i < kVec; ++i) {
-        const float from_a = has_a ? weight_a * static_cast<float>(x.values[i]) : 0.0f;
-        const float from_b = has_b ? weight_b * static_cast<float>(y.values[i]) : 0.0f;
-        merged.values[i] = static_cast<T>(has_a || has_b ? (from_a + from_b) / sum : 0.0f);
+        const float from_a = has_a ? weights.first * static_cast<float>(x.values[i]) : 0.0f;
+        const float from_b = has_b ? weights.second * static_cast<float>(y.values[i]) : 0.0f;
+        merged.values[i] = static_cast<T>(has_a || has_b ? (from_a + from_b) / state.sum : 0.0f);
       }
-      *reinterpret_cast<Pack<T, kVec>*>(out + at) = merged;
+      *reinterpret_cast<AlignedVector<T, kVec>*>(out + at) = merged;
     }
   }
 }
@@ -80,17 +74,8 @@ Status Launch(const MergeAttentionStatesParams& p, Stream stream) {
 
 Status LaunchMergeAttentionStates(const MergeAttentionStatesParams& params, Stream stream) {
   if (params.num_rows == 0) return Status::Ok();
-  switch (params.dtype) {
-    case DType::kF32:
-      return Launch<float>(params, stream);
-    case DType::kF16:
-      return Launch<__half>(params, stream);
-    case DType::kBF16:
-      return Launch<__nv_bfloat16>(params, stream);
-    default:
-      return Status::InvalidArgument(
-          "merge_attention_states: out_a: expected float32, float16 or bfloat16, got float8");
-  }
+  return DispatchFloat(params.dtype, "merge_attention_states: out_a",
+                       [&](auto tag) { return Launch<typename decltype(tag)::Type>(params, stream); });
 }
 
 }  // namespace xla_gpu

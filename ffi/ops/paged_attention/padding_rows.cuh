@@ -1,5 +1,5 @@
-// The rows that no sequence owns (sequence_metadata.cuh): 0 and -infinity where the batch is padded, before its
-// first sequence or after its last, NaN where wrong metadata left them without an owner.
+// Padding rows: the query rows that no sequence owns (sequence_metadata.cuh). `out` is 0 and `lse` -infinity before the
+// first sequence and after the last one. Both are NaN where wrong metadata left a row without an owner.
 #ifndef XLA_GPU_OPS_PAGED_ATTENTION_PADDING_ROWS_CUH_
 #define XLA_GPU_OPS_PAGED_ATTENTION_PADDING_ROWS_CUH_
 
@@ -7,17 +7,18 @@
 
 #include <cstdint>
 
+#include "ffi/device/aligned_vector.h"
 #include "ffi/ops/paged_attention/paged_attention.h"
 #include "ffi/ops/paged_attention/sequence_metadata.cuh"
 
 namespace xla_gpu {
 
-// What becomes of rows without an owner. Built by all threads of a block together.
-class UnownedRows {
+// Finds the padding rows. Built by all threads of a CTA together.
+class PaddingRows {
  public:
-  enum class Fill { kNone, kZero, kNan };  // kNone: the row has an owner
+  enum class Fill { kNone, kZero, kNan };  // kNone: a sequence owns the row
 
-  __device__ explicit UnownedRows(const PagedAttentionParams& params)
+  __device__ explicit PaddingRows(const PagedAttentionParams& params)
       : params_(params), num_live_(LiveSequences(params)), in_order_(QueryStartsInOrder(params, max(num_live_, 0))) {
     padding_begin_ = num_live_ < 0 ? -1 : __ldg(params.query_start_loc + num_live_);
     if (padding_begin_ < 0) padding_begin_ = params.num_tokens;
@@ -25,8 +26,9 @@ class UnownedRows {
 
   __device__ Fill Of(int64_t token) const {
     if (IsOwned(token)) return Fill::kNone;
-    const bool sound = in_order_ && num_live_ >= 0;  // then the row stands before the first sequence or behind the last
-    return token >= padding_begin_ || sound ? Fill::kZero : Fill::kNan;
+    // With valid metadata the row stands before the first sequence or after the last one.
+    const bool valid = in_order_ && num_live_ >= 0;
+    return token >= padding_begin_ || valid ? Fill::kZero : Fill::kNan;
   }
 
  private:
@@ -49,38 +51,37 @@ class UnownedRows {
   int64_t padding_begin_;
 };
 
-// Writes `value` to `heads` rows of out as [num_tokens * num_heads, head_dim], from `row` on, and `lse` to theirs, by
-// one warp.
+// Writes `value` to `heads` rows of out [num_tokens * num_heads, head_dim] from `row` on, and `lse` to the same rows of
+// lse. By one warp.
 template <typename T>
 __device__ void FillHeads(const PagedAttentionParams& params, int64_t row, int64_t heads, float value, float lse) {
   const int lane = static_cast<int>(threadIdx.x) % 32;
   T* const out = static_cast<T*>(params.out) + row * params.head_dim;
-  // head_dim is a multiple of 8: packs of 8 elements, whose address is a multiple of 16 bytes.
-  struct alignas(16) Pack {
-    T values[8];
-  } pack;
+  // head_dim is a multiple of 8, and out is aligned to 16 bytes.
+  using Vector = AlignedVector<T, 8, 16>;
+  Vector vector;
 #pragma unroll
-  for (int i = 0; i < 8; ++i) pack.values[i] = static_cast<T>(value);
-  const int packs = static_cast<int>(heads * params.head_dim / 8);
-  for (int i = lane; i < packs; i += 32) reinterpret_cast<Pack*>(out)[i] = pack;
+  for (int i = 0; i < 8; ++i) vector.values[i] = static_cast<T>(value);
+  const int vectors = static_cast<int>(heads * params.head_dim / 8);
+  for (int i = lane; i < vectors; i += 32) reinterpret_cast<Vector*>(out)[i] = vector;
   if (params.lse == nullptr) return;
   for (int i = lane; i < static_cast<int>(heads); i += 32) params.lse[row + i] = lse;
 }
 
-// Fills the rows without an owner, as block `part` of `parts`.
+// Fills the padding rows, as CTA `cta` of `ctas`.
 template <typename T>
-__device__ void FillUnownedRows(const PagedAttentionParams& params, unsigned part, unsigned parts) {
-  const UnownedRows unowned(params);
+__device__ void FillPaddingRows(const PagedAttentionParams& params, unsigned cta, unsigned ctas) {
+  const PaddingRows padding(params);
   const unsigned warps = blockDim.x / 32;
   const int lane = static_cast<int>(threadIdx.x) % 32;
-  // A warp looks at 32 tokens at once: with metadata out of order that is a search.
-  const int64_t step = static_cast<int64_t>(parts) * warps * 32;
-  int64_t base = (static_cast<int64_t>(part) * warps + threadIdx.x / 32) * 32;
+  // A warp looks at 32 tokens at once, since each is a search where metadata is out of order.
+  const int64_t step = static_cast<int64_t>(ctas) * warps * 32;
+  int64_t base = (static_cast<int64_t>(cta) * warps + threadIdx.x / 32) * 32;
   for (; base < params.num_tokens; base += step) {
     const int64_t token = base + lane;
-    const auto fill = token < params.num_tokens ? unowned.Of(token) : UnownedRows::Fill::kNone;
-    const unsigned zero = __ballot_sync(~0u, fill == UnownedRows::Fill::kZero);
-    const unsigned nan = __ballot_sync(~0u, fill == UnownedRows::Fill::kNan);
+    const auto fill = token < params.num_tokens ? padding.Of(token) : PaddingRows::Fill::kNone;
+    const unsigned zero = __ballot_sync(~0u, fill == PaddingRows::Fill::kZero);
+    const unsigned nan = __ballot_sync(~0u, fill == PaddingRows::Fill::kNan);
     for (unsigned left = zero | nan; left != 0; left &= left - 1) {
       const int i = __ffs(static_cast<int>(left)) - 1;
       const bool is_zero = (zero >> i & 1) != 0;

@@ -1,8 +1,9 @@
-// paged_attention on a GPU: checks what the kernels rely on, and launches the paths. Each path finds its sequences on
-// the device, so that the launches depend on shapes alone.
+// paged_attention on a GPU: checks what the kernels rely on, and launches the decode and the prefill path. Each path
+// finds its sequences on the device, so that the launches depend on shapes alone.
 #include <cstdint>
 #include <string>
 
+#include "ffi/device/dispatch.cuh"
 #include "ffi/ops/paged_attention/decode/decode.h"
 #include "ffi/ops/paged_attention/paged_attention.h"
 #include "ffi/ops/paged_attention/prefill/prefill.h"
@@ -16,12 +17,12 @@ Status CheckAligned(const char* argument, const void* pointer, uintptr_t bytes) 
                                  std::to_string(bytes) + " bytes, got one that is not");
 }
 
-// Chunks of 8 elements are read and written whole.
+// Vectors of 8 elements are read and written whole.
 Status CheckLayout(const PagedAttentionParams& params) {
-  const uintptr_t cache_chunk = IsFloat8(params.cache_dtype) && params.head_dim % 16 != 0 ? 8 : 16;
-  for (const Status& status :
-       {CheckAligned("query", params.query, 16), CheckAligned("out", params.out, 16),
-        CheckAligned("kv_cache", params.k_cache, cache_chunk), CheckAligned("kv_cache", params.v_cache, cache_chunk)}) {
+  const uintptr_t cache_alignment = IsFloat8(params.cache_dtype) && params.head_dim % 16 != 0 ? 8 : 16;
+  for (const Status& status : {CheckAligned("query", params.query, 16), CheckAligned("out", params.out, 16),
+                               CheckAligned("kv_cache", params.k_cache, cache_alignment),
+                               CheckAligned("kv_cache", params.v_cache, cache_alignment)}) {
     if (!status.ok()) return status;
   }
   if (params.head_dim % 8 != 0 || params.head_dim > kMaxHeadDim ||
@@ -29,7 +30,7 @@ Status CheckLayout(const PagedAttentionParams& params) {
     return Status::InvalidArgument(
         "paged_attention: kv_cache: expected a head_dim and strides that are multiples of 8");
   }
-  // Rows are counted in 32 bits: positions are int32, and so are grids.
+  // Kernels count rows in 32 bits, as positions and grids are.
   if (params.num_tokens * params.num_heads >= int64_t{1} << 31) {
     return Status::InvalidArgument("paged_attention: query: expected fewer than 2^31 rows of head_dim, got " +
                                    std::to_string(params.num_tokens * params.num_heads));
@@ -39,25 +40,24 @@ Status CheckLayout(const PagedAttentionParams& params) {
 
 }  // namespace
 
+// Defined in prefill/instantiations/.
+template <>
+Status LaunchPrefill<float>(const PagedAttentionParams& params, Stream stream);
+template <>
+Status LaunchPrefill<__half>(const PagedAttentionParams& params, Stream stream);
+template <>
+Status LaunchPrefill<__nv_bfloat16>(const PagedAttentionParams& params, Stream stream);
+
 Status LaunchPrefill(const PagedAttentionParams& params, Stream stream) {
-  switch (params.dtype) {
-    case DType::kF32:
-      return LaunchPrefillF32(params, stream);
-    case DType::kF16:
-      return LaunchPrefillF16(params, stream);
-    case DType::kBF16:
-      return LaunchPrefillBF16(params, stream);
-    default:
-      return Status::InvalidArgument(
-          "paged_attention: query: expected float32, float16 or bfloat16, got another dtype");
-  }
+  return DispatchFloat(params.dtype, "paged_attention: query",
+                       [&](auto tag) { return LaunchPrefill<typename decltype(tag)::Type>(params, stream); });
 }
 
 Status LaunchPagedAttention(const PagedAttentionParams& params, Stream stream) {
   if (params.num_tokens == 0 || params.num_heads == 0 || params.head_dim == 0) return Status::Ok();
   if (Status status = CheckLayout(params); !status.ok()) return status;
-  // Rows without an owner are written by the prefill path's blocks without a tile, and by the decode path where there
-  // is no room for a longer sequence. Whichever path comes second begins where blocks of the other have ended.
+  // Padding rows are written by prefill CTAs without a work tile, or by the decode path where num_tokens leaves no room
+  // for a longer sequence. CTAs of the second path start where CTAs of the first one have ended.
   const bool both = params.num_tokens > kMaxDecodeRows;
   const bool decode_first = DecodeComesFirst(params);
   if (both && !decode_first) {

@@ -5,8 +5,6 @@
 // NOTE: there is no scratch memory, and the cache cannot hold marks, since any bits are valid keys. So each block reads
 // the slots of all later tokens. They come from L2: for 16k tokens and i32 slots 16 MB in all, beside 134 MB of stores
 // and loads of keys and values (8 heads of 128).
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
 #include <cuda_fp8.h>
 
 #include <algorithm>
@@ -14,6 +12,8 @@
 #include <type_traits>
 
 #include "ffi/base/cuda_status.h"
+#include "ffi/device/aligned_vector.h"
+#include "ffi/device/dispatch.cuh"
 #include "ffi/ops/reshape_and_cache/reshape_and_cache.h"
 
 namespace xla_gpu {
@@ -23,11 +23,6 @@ constexpr int kThreads = 256;
 constexpr int kMaxTokensPerBlock = 128;
 constexpr int kTableSize = 512;  // a power of two, 4 × the tokens: probes are short
 constexpr int64_t kWantedBlocks = 512;
-
-template <typename T, int kVec>
-struct alignas(sizeof(T) * kVec) Pack {
-  T values[kVec];
-};
 
 // value / scale in C, saturated. Without a scale T is C, and the bits are kept.
 template <typename C, typename T>
@@ -111,36 +106,36 @@ __global__ void __launch_bounds__(kThreads)
   }
   __syncthreads();
 
-  // The block's tokens × {K, V} × packs of kVec elements.
-  using Source = Pack<T, kVec>;
-  using Stored = Pack<C, kVec>;
-  const auto packs_per_head = static_cast<unsigned>(params.head_dim / kVec);
-  const auto packs_per_row = static_cast<unsigned>(params.num_kv_heads) * packs_per_head;
-  const Source* const key = static_cast<const Source*>(params.key) + first * packs_per_row;
-  const Source* const value = static_cast<const Source*>(params.value) + first * packs_per_row;
+  // The block's tokens × {K, V} × vectors of kVec elements.
+  using Source = AlignedVector<T, kVec>;
+  using Stored = AlignedVector<C, kVec>;
+  const auto vectors_per_head = static_cast<unsigned>(params.head_dim / kVec);
+  const auto vectors_per_row = static_cast<unsigned>(params.num_kv_heads) * vectors_per_head;
+  const Source* const key = static_cast<const Source*>(params.key) + first * vectors_per_row;
+  const Source* const value = static_cast<const Source*>(params.value) + first * vectors_per_row;
 #pragma unroll 2
-  for (unsigned i = threadIdx.x; i < count * 2 * packs_per_row; i += kThreads) {
-    const unsigned row = i / packs_per_row;
-    const unsigned pack = i - row * packs_per_row;
+  for (unsigned i = threadIdx.x; i < count * 2 * vectors_per_row; i += kThreads) {
+    const unsigned row = i / vectors_per_row;
+    const unsigned vector = i - row * vectors_per_row;
     const unsigned token = row / 2;
     const bool is_value = row % 2 != 0;
     const int64_t destination = destinations[token];
     if (destination < 0) continue;
-    const unsigned head = pack / packs_per_head;
-    const unsigned pack_of_head = pack - head * packs_per_head;
+    const unsigned head = vector / vectors_per_head;
+    const unsigned vector_of_head = vector - head * vectors_per_head;
     const float* const scales = is_value ? params.v_scale : params.k_scale;
     const float scale = std::is_same_v<T, C> ? 1.0f : scales[params.scale_per_head ? head : 0];
-    const Source source = (is_value ? value : key)[static_cast<int64_t>(token) * packs_per_row + pack];
+    const Source source = (is_value ? value : key)[static_cast<int64_t>(token) * vectors_per_row + vector];
     Stored stored;
 #pragma unroll
     for (int j = 0; j < kVec; ++j) stored.values[j] = Store<C>(source.values[j], scale);
     C* const cache = static_cast<C*>(is_value ? params.v_cache : params.k_cache);
-    C* const target = cache + destination + head * params.head_stride + static_cast<int64_t>(pack_of_head) * kVec;
+    C* const target = cache + destination + head * params.head_stride + static_cast<int64_t>(vector_of_head) * kVec;
     *reinterpret_cast<Stored*>(target) = stored;
   }
 }
 
-// Whether each pack of kVec elements is aligned to its size, on both sides.
+// Whether each vector of kVec elements is aligned to its size, on both sides.
 template <typename T, typename C>
 bool IsAligned(const ReshapeAndCacheParams& params, int vec) {
   const auto source = reinterpret_cast<uintptr_t>(params.key) | reinterpret_cast<uintptr_t>(params.value);
@@ -154,7 +149,7 @@ Status LaunchTyped(const ReshapeAndCacheParams& params, Stream stream) {
   constexpr int kVec = 16 / sizeof(T);
   int64_t tokens_per_block = (params.num_slots + kWantedBlocks - 1) / kWantedBlocks;
   tokens_per_block = std::min<int64_t>(tokens_per_block, kMaxTokensPerBlock);
-  // Packs of one block are counted in 32 bits.
+  // The vectors of one block are counted in 32 bits.
   const int64_t row = 2 * params.num_kv_heads * params.head_dim;
   tokens_per_block = std::max<int64_t>(1, std::min(tokens_per_block, (int64_t{1} << 31) / row));
   const int64_t blocks = (params.num_slots + tokens_per_block - 1) / tokens_per_block;
@@ -200,17 +195,8 @@ Status LaunchCache(const ReshapeAndCacheParams& params, Stream stream) {
 Status LaunchReshapeAndCache(const ReshapeAndCacheParams& params, Stream stream) {
   if (params.num_slots == 0 || params.num_kv_heads == 0 || params.head_dim == 0) return Status::Ok();
   if (params.num_pages == 0 || params.page_size == 0) return Status::Ok();
-  switch (params.dtype) {
-    case DType::kF32:
-      return LaunchCache<float>(params, stream);
-    case DType::kF16:
-      return LaunchCache<__half>(params, stream);
-    case DType::kBF16:
-      return LaunchCache<__nv_bfloat16>(params, stream);
-    default:
-      return Status::InvalidArgument(
-          "reshape_and_cache: key: expected float32, float16 or bfloat16, got another dtype");
-  }
+  return DispatchFloat(params.dtype, "reshape_and_cache: key",
+                       [&](auto tag) { return LaunchCache<typename decltype(tag)::Type>(params, stream); });
 }
 
 }  // namespace xla_gpu

@@ -1,18 +1,17 @@
 // simple_add on a GPU: 16 bytes per access where the three pointers allow it.
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
 #include <algorithm>
 #include <cstdint>
 
 #include "ffi/base/cuda_status.h"
+#include "ffi/device/aligned_vector.h"
+#include "ffi/device/dispatch.cuh"
 #include "ffi/ops/simple_add/simple_add.h"
 
 namespace xla_gpu {
 namespace {
 
 constexpr int kThreads = 256;
-// Enough blocks to fill any GPU; the loop inside the kernel takes the rest of a large problem.
+// Enough CTAs to fill any GPU. A grid-stride loop takes the rest of a large problem.
 constexpr int64_t kMaxBlocks = 1 << 16;
 
 // NOTE: a float32 sum of two 16-bit values, rounded once more, equals the 16-bit sum: float32 has 2p + 2 digits.
@@ -22,27 +21,22 @@ __device__ T Add(T a, T b) {
 }
 
 template <typename T, int kVec>
-struct alignas(sizeof(T) * kVec) Pack {
-  T values[kVec];
-};
-
-template <typename T, int kVec>
 __global__ void __launch_bounds__(kThreads) SimpleAddKernel(const T* __restrict__ a,  // [size]
                                                             const T* __restrict__ b,  // [size]
                                                             T* __restrict__ out,      // [size]
                                                             int64_t size) {
   const int64_t step = static_cast<int64_t>(gridDim.x) * kThreads;
   const int64_t first = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
-  const int64_t packs = size / kVec;
-  for (int64_t i = first; i < packs; i += step) {
-    const Pack<T, kVec> x = reinterpret_cast<const Pack<T, kVec>*>(a)[i];
-    const Pack<T, kVec> y = reinterpret_cast<const Pack<T, kVec>*>(b)[i];
-    Pack<T, kVec> sum;
+  const int64_t vectors = size / kVec;
+  for (int64_t i = first; i < vectors; i += step) {
+    const AlignedVector<T, kVec> x = reinterpret_cast<const AlignedVector<T, kVec>*>(a)[i];
+    const AlignedVector<T, kVec> y = reinterpret_cast<const AlignedVector<T, kVec>*>(b)[i];
+    AlignedVector<T, kVec> sum;
 #pragma unroll
     for (int j = 0; j < kVec; ++j) sum.values[j] = Add(x.values[j], y.values[j]);
-    reinterpret_cast<Pack<T, kVec>*>(out)[i] = sum;
+    reinterpret_cast<AlignedVector<T, kVec>*>(out)[i] = sum;
   }
-  for (int64_t i = packs * kVec + first; i < size; i += step) out[i] = Add(a[i], b[i]);
+  for (int64_t i = vectors * kVec + first; i < size; i += step) out[i] = Add(a[i], b[i]);
 }
 
 template <typename T>
@@ -54,8 +48,8 @@ Status Launch(const SimpleAddParams& params, Stream stream) {
   const uintptr_t address_bits =
       reinterpret_cast<uintptr_t>(a) | reinterpret_cast<uintptr_t>(b) | reinterpret_cast<uintptr_t>(out);
   const bool aligned = address_bits % 16 == 0;
-  const int64_t packs = aligned ? (params.size + kVec - 1) / kVec : params.size;
-  const auto blocks = static_cast<unsigned>(std::min((packs + kThreads - 1) / kThreads, kMaxBlocks));
+  const int64_t vectors = aligned ? (params.size + kVec - 1) / kVec : params.size;
+  const auto blocks = static_cast<unsigned>(std::min((vectors + kThreads - 1) / kThreads, kMaxBlocks));
   if (aligned) {
     SimpleAddKernel<T, kVec><<<blocks, kThreads, /*shared_mem=*/0, stream>>>(a, b, out, params.size);
   } else {
@@ -69,16 +63,8 @@ Status Launch(const SimpleAddParams& params, Stream stream) {
 
 Status LaunchSimpleAdd(const SimpleAddParams& params, Stream stream) {
   if (params.size == 0) return Status::Ok();
-  switch (params.dtype) {
-    case DType::kF32:
-      return Launch<float>(params, stream);
-    case DType::kF16:
-      return Launch<__half>(params, stream);
-    case DType::kBF16:
-      return Launch<__nv_bfloat16>(params, stream);
-    default:
-      return Status::InvalidArgument("simple_add: a: expected float32, float16 or bfloat16, got another dtype");
-  }
+  return DispatchFloat(params.dtype, "simple_add: a",
+                       [&](auto tag) { return Launch<typename decltype(tag)::Type>(params, stream); });
 }
 
 }  // namespace xla_gpu

@@ -237,9 +237,9 @@ class CombineCta {
 __device__ inline void FillPaddingRowsIfAlone(const DecodeArgs& args) {
   if (!args.fill_padding_rows || blockIdx.x != 0) return;
   if (args.params.dtype == DType::kBF16) {
-    FillUnownedRows<__nv_bfloat16>(args.params, 0, 1);
+    FillPaddingRows<__nv_bfloat16>(args.params, 0, 1);
   } else {
-    FillUnownedRows<__half>(args.params, 0, 1);
+    FillPaddingRows<__half>(args.params, 0, 1);
   }
 }
 

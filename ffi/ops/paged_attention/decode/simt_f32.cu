@@ -57,7 +57,7 @@ __global__ void __launch_bounds__(kWarps32 * 32) DecodeF32Kernel(const __grid_co
   const int head = blockIdx.y;
   const int live = LiveSequences(params);
   const bool in_order = QueryStartsInOrder(params, live);
-  if (args.fill_padding_rows && seq == 0 && head == 0) FillUnownedRows<float>(params, 0, 1);
+  if (args.fill_padding_rows && seq == 0 && head == 0) FillPaddingRows<float>(params, 0, 1);
   if (seq >= live) return;
   const SequenceInfo sequence = LoadSequence(params, seq, in_order);
   if (sequence.q_len < 1 || sequence.q_len > kMaxDecodeRows) return;

@@ -19,10 +19,10 @@ int64_t PrefillScratchBytes(const PagedAttentionParams& shapes);
 // launches where contexts may be long, else one.
 Status LaunchPrefill(const PagedAttentionParams& params, Stream stream);
 
-// By dtype of query; each in its own file, for the compiler's time.
-Status LaunchPrefillF32(const PagedAttentionParams& params, Stream stream);
-Status LaunchPrefillF16(const PagedAttentionParams& params, Stream stream);
-Status LaunchPrefillBF16(const PagedAttentionParams& params, Stream stream);
+// The same for queries of dtype T: float, __half or __nv_bfloat16. Specialized in instantiations/, a source file each, so
+// that they compile in parallel.
+template <typename T>
+Status LaunchPrefill(const PagedAttentionParams& params, Stream stream);
 
 }  // namespace xla_gpu
 

@@ -250,7 +250,7 @@ __device__ void RunWorkTile(const PagedAttentionParams& params, char* shared) {
   // Of the CTAs without a tile one must wait: then this kernel ends after the decode path, if that came first.
   if (has_tile || blockIdx.x == 0) WaitForPreviousKernel();
   if (!has_tile) {
-    FillUnownedRows<T>(params, blockIdx.x - total, gridDim.x - total);
+    FillPaddingRows<T>(params, blockIdx.x - total, gridDim.x - total);
     return;
   }
   // Either barrier frees the scheduler's shared memory.

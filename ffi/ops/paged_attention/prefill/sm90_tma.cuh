@@ -78,7 +78,7 @@ __global__ void __launch_bounds__(XLA_GPU_HAS_WGMMA ? Traits::kRegisterThreads :
 
   // ---- Padding rows
   const bool fill = few ? warp_scheduler.HasPaddingRows() : scheduler.HasPaddingRows();
-  if (fill && blockIdx.y == 0) FillUnownedRows<typename Traits::Element>(attention, blockIdx.x, gridDim.x);
+  if (fill && blockIdx.y == 0) FillPaddingRows<typename Traits::Element>(attention, blockIdx.x, gridDim.x);
 
   // ---- CTAs without a work tile end here
   const bool empty = few ? warp_scheduler.IsEmpty() : scheduler.IsEmpty();

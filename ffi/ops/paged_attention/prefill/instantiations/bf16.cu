@@ -6,7 +6,8 @@
 
 namespace xla_gpu {
 
-Status LaunchPrefillBF16(const PagedAttentionParams& params, Stream stream) {
+template <>
+Status LaunchPrefill<__nv_bfloat16>(const PagedAttentionParams& params, Stream stream) {
   return prefill::Launch16Bit<__nv_bfloat16>(params, stream);
 }
 

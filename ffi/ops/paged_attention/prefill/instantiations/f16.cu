@@ -6,7 +6,8 @@
 
 namespace xla_gpu {
 
-Status LaunchPrefillF16(const PagedAttentionParams& params, Stream stream) {
+template <>
+Status LaunchPrefill<__half>(const PagedAttentionParams& params, Stream stream) {
   return prefill::Launch16Bit<__half>(params, stream);
 }
 

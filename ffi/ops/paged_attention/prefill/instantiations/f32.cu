@@ -13,7 +13,8 @@ Status LaunchSimt(const PagedAttentionParams& params, Stream stream) {
 
 }  // namespace
 
-Status LaunchPrefillF32(const PagedAttentionParams& params, Stream stream) {
+template <>
+Status LaunchPrefill<float>(const PagedAttentionParams& params, Stream stream) {
   if (params.head_dim <= 64) return LaunchSimt<64>(params, stream);
   if (params.head_dim <= 128) return LaunchSimt<128>(params, stream);
   return LaunchSimt<256>(params, stream);
