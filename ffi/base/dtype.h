@@ -15,7 +15,7 @@ constexpr size_t SizeOf(DType dtype) {
 
 constexpr bool IsFloat8(DType dtype) { return SizeOf(dtype) == 1; }
 
-// The host kernels' switch from a dtype to a type: calls `body` with a value of the type that stands for `dtype`.
+// The switch from a dtype to a type: calls `body` with a value of the type that stands for `dtype`.
 // Inlined always, so that sources that are compiled for one ISA may use it (host/simd.h).
 template <class F32, class F16, class BF16, class F8E4M3FN, class F8E5M2, class Body>
 inline __attribute__((always_inline)) auto WithStorageType(DType dtype, Body&& body) {

@@ -1,5 +1,4 @@
-// cp.async: copies from global to shared memory that complete in the background, in groups, per thread. For data that
-// other blocks read too: no hint, so that it stays in L2 as long as it is used.
+// cp.async: copies from global to shared memory that complete in the background, in groups of a thread.
 #ifndef XLA_GPU_DEVICE_ASYNC_COPY_CUH_
 #define XLA_GPU_DEVICE_ASYNC_COPY_CUH_
 
@@ -11,18 +10,20 @@ __device__ inline uint32_t SharedAddress(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
-// An L2 policy for data that is read once: the first to leave. What createpolicy.fractional.L2::evict_first makes of
-// the fraction 1.
+// The L2 policy for data that is read once: evicted first. It is what createpolicy.fractional.L2::evict_first returns
+// for the fraction 1.
 inline constexpr uint64_t kEvictFirst = 0x12f0000000000000;
 
-// Copies 16 bytes past L1; writes zeros, and reads nothing, where !read.
+// Copies 16 bytes, bypassing L1. Where !read it writes zeros and reads nothing. Without an L2 policy, for data that
+// other CTAs read too.
 __device__ inline void CopyAsync16(uint32_t shared, const void* global, bool read) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "r"(read ? 16 : 0)
                : "memory");
 }
 
-// As above, with an L2 policy.
-// NOTE: not the form with a source size, for which the compiler moves the address about.
+// The same with an L2 policy.
+// NOTE: the form with a source size instead of a predicate costs more instructions: the compiler moves the address to
+// other registers.
 __device__ inline void CopyAsync16(uint32_t shared, const void* global, bool read, uint64_t policy) {
   asm volatile(
       "{\n"
@@ -34,7 +35,7 @@ __device__ inline void CopyAsync16(uint32_t shared, const void* global, bool rea
       : "memory");
 }
 
-// As CopyAsync16 for rows that are only 8-byte aligned; these go through L1.
+// As CopyAsync16, for addresses that are aligned to 8 bytes only. Goes through L1: cp.async.cg has 16 bytes alone.
 __device__ inline void CopyAsync8(uint32_t shared, const void* global, bool read) {
   asm volatile("cp.async.ca.shared.global.L2::128B [%0], [%1], 8, %2;" ::"r"(shared), "l"(global), "r"(read ? 8 : 0)
                : "memory");
@@ -47,7 +48,7 @@ __device__ inline void WaitAsync() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
-// Brings the 128 bytes at `global` into L2, some time.
+// Starts to bring the 128 bytes at `global` into L2.
 __device__ inline void PrefetchToL2(const void* global) { asm volatile("prefetch.global.L2 [%0];" ::"l"(global)); }
 
 }  // namespace xla_gpu

@@ -1,19 +1,18 @@
-// Programmatic dependent launch: a kernel may begin while the one before it in the stream still runs, and waits for its
-// results where it needs them. Only kernels launched with that attribute do; for others, and before sm_90, both
-// functions do nothing.
+// Programmatic dependent launch: a kernel may start while the one before it in the stream still runs, and waits for
+// that one's results where it needs them. Without the launch attribute, and before sm_90, both functions do nothing.
 #ifndef XLA_GPU_DEVICE_DEPENDENT_LAUNCH_CUH_
 #define XLA_GPU_DEVICE_DEPENDENT_LAUNCH_CUH_
 
 namespace xla_gpu {
 
-// The next kernel may be started as far as this block is concerned.
+// Lets the next kernel start once all CTAs have called this or ended.
 __device__ inline void AllowDependentLaunch() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 }
 
-// Until the kernel before has ended, and what it wrote can be seen.
+// Waits until the kernel before has ended and its writes are visible.
 __device__ inline void WaitForPreviousKernel() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");

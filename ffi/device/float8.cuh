@@ -1,4 +1,4 @@
-// float8 values of a cache, several at a time, in wider types: exact.
+// Conversions of several float8 values of a cache to wider types. All are exact.
 #ifndef XLA_GPU_DEVICE_FLOAT8_CUH_
 #define XLA_GPU_DEVICE_FLOAT8_CUH_
 

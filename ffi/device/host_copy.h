@@ -1,5 +1,5 @@
-// Copies of device memory that a handler looks at, and waiting for what it launched: only for XLA_GPU_CHECK_INPUTS=1,
-// since both wait for the stream.
+// Copies of device memory, and what XLA_GPU_CHECK_INPUTS=1 needs beside its kernels: metadata on the host, and the end
+// of what was launched. Both wait for the stream.
 #ifndef XLA_GPU_DEVICE_HOST_COPY_H_
 #define XLA_GPU_DEVICE_HOST_COPY_H_
 
@@ -10,8 +10,8 @@
 
 namespace xla_gpu {
 
-// Waits for `stream` and copies `size` bytes to `destination`. An error while the stream is being captured into a CUDA
-// graph, where nothing can be waited for.
+// Copies `size` bytes to host memory and waits for `stream`. An error while the stream is being captured into a CUDA
+// graph, which forbids waiting.
 Status CopyToHost(void* destination, const void* source, size_t size, Stream stream);
 
 // Waits for `stream`; the same error while it is being captured.

@@ -1,5 +1,5 @@
-// Warp-wide matrix products on 16-bit operands with float32 sums (m16n8k16), and the loads and conversions that feed
-// them. With g = lane / 4 and t = lane % 4, a lane holds
+// Matrix products of a warp on 16-bit operands with float32 accumulators (mma.m16n8k16), and the loads and conversions
+// that feed them. With g = lane / 4 and t = lane % 4, a lane holds
 //   A: rows g (a[0], a[2]) and g + 8 (a[1], a[3]), columns 2t, 2t + 1 (a[0], a[1]) and 2t + 8, 2t + 9 (a[2], a[3]);
 //   B: column g, rows 2t, 2t + 1 (b0) and 2t + 8, 2t + 9 (b1);
 //   C: row g (c[0], c[1]) and g + 8 (c[2], c[3]), columns 2t and 2t + 1.
@@ -31,7 +31,7 @@ __device__ inline void Mma16x8x16<__half>(float (&c)[4], const uint32_t (&a)[4],
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// Four 8×8 matrices of 16-bit elements; lane i gives the address of row i % 8 of matrix i / 8.
+// Loads four 8×8 matrices of 16-bit elements. Lane i gives the address of row i % 8 of matrix i / 8.
 __device__ inline void LoadMatrix4(uint32_t (&r)[4], uint32_t shared) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
@@ -75,7 +75,7 @@ __device__ inline float2 Unpack<__half>(uint32_t pair) {
   return __half22float2(reinterpret_cast<const __half2&>(pair));
 }
 
-// The lower two bytes, float8 numbers, as two float16: exact.
+// The lower two bytes, float8 values, as two float16 values: exact.
 template <__nv_fp8_interpretation_t kKind>
 __device__ inline uint32_t Float8PairToHalf2(uint32_t bytes) {
   if constexpr (kKind == __NV_E5M2) {

@@ -1,5 +1,5 @@
-// A CUDA stream as an opaque pointer (cudaStream_t is a pointer to CUstream_st), so that headers which the host
-// compiler reads in a build without CUDA need no CUDA header.
+// A CUDA stream as an opaque pointer: cudaStream_t is a pointer to CUstream_st. Headers that are compiled without CUDA
+// need no CUDA header for it.
 #ifndef XLA_GPU_DEVICE_STREAM_H_
 #define XLA_GPU_DEVICE_STREAM_H_
 

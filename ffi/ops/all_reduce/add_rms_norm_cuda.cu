@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "ffi/base/cuda_status.h"
+#include "ffi/device/dispatch.cuh"
 #include "ffi/ops/all_reduce/all_reduce.h"
 #include "ffi/ops/all_reduce/exchange.cuh"
 
@@ -193,17 +194,8 @@ Status LoadAddRmsNormKernels() {
 
 Status LaunchAllReduceAddRmsNorm(const AllReduceAddRmsNormParams& params, Stream stream) {
   if (params.num_rows == 0 || params.hidden == 0) return Status::Ok();
-  switch (params.dtype) {
-    case DType::kF32:
-      return Launch<float>(params, stream);
-    case DType::kF16:
-      return Launch<__half>(params, stream);
-    case DType::kBF16:
-      return Launch<__nv_bfloat16>(params, stream);
-    default:
-      return Status::InvalidArgument(
-          "all_reduce_add_rms_norm: x: expected float32, float16 or bfloat16, got a float8 type");
-  }
+  return DispatchFloat(params.dtype, "all_reduce_add_rms_norm: x",
+                       [&](auto zero) { return Launch<decltype(zero)>(params, stream); });
 }
 
 }  // namespace xla_gpu

@@ -6,6 +6,7 @@
 #include <algorithm>
 
 #include "ffi/base/cuda_status.h"
+#include "ffi/device/dispatch.cuh"
 #include "ffi/ops/all_reduce/all_reduce.h"
 #include "ffi/ops/all_reduce/exchange.cuh"
 
@@ -258,16 +259,8 @@ Status LoadAllReduceKernels() {
 
 Status LaunchAllReduce(const AllReduceParams& params, Stream stream) {
   if (params.size == 0) return Status::Ok();
-  switch (params.dtype) {
-    case DType::kF32:
-      return Launch<float>(params, stream);
-    case DType::kF16:
-      return Launch<__half>(params, stream);
-    case DType::kBF16:
-      return Launch<__nv_bfloat16>(params, stream);
-    default:
-      return Status::InvalidArgument("all_reduce: x: expected float32, float16 or bfloat16, got a float8 type");
-  }
+  return DispatchFloat(params.dtype, "all_reduce: x",
+                       [&](auto zero) { return Launch<decltype(zero)>(params, stream); });
 }
 
 }  // namespace xla_gpu

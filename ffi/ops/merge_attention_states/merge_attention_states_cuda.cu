@@ -75,7 +75,7 @@ Status Launch(const MergeAttentionStatesParams& p, Stream stream) {
 Status LaunchMergeAttentionStates(const MergeAttentionStatesParams& params, Stream stream) {
   if (params.num_rows == 0) return Status::Ok();
   return DispatchFloat(params.dtype, "merge_attention_states: out_a",
-                       [&](auto tag) { return Launch<typename decltype(tag)::Type>(params, stream); });
+                       [&](auto zero) { return Launch<decltype(zero)>(params, stream); });
 }
 
 }  // namespace xla_gpu

@@ -50,7 +50,7 @@ Status LaunchPrefill<__nv_bfloat16>(const PagedAttentionParams& params, Stream s
 
 Status LaunchPrefill(const PagedAttentionParams& params, Stream stream) {
   return DispatchFloat(params.dtype, "paged_attention: query",
-                       [&](auto tag) { return LaunchPrefill<typename decltype(tag)::Type>(params, stream); });
+                       [&](auto zero) { return LaunchPrefill<decltype(zero)>(params, stream); });
 }
 
 Status LaunchPagedAttention(const PagedAttentionParams& params, Stream stream) {

@@ -196,7 +196,7 @@ Status LaunchReshapeAndCache(const ReshapeAndCacheParams& params, Stream stream)
   if (params.num_slots == 0 || params.num_kv_heads == 0 || params.head_dim == 0) return Status::Ok();
   if (params.num_pages == 0 || params.page_size == 0) return Status::Ok();
   return DispatchFloat(params.dtype, "reshape_and_cache: key",
-                       [&](auto tag) { return LaunchCache<typename decltype(tag)::Type>(params, stream); });
+                       [&](auto zero) { return LaunchCache<decltype(zero)>(params, stream); });
 }
 
 }  // namespace xla_gpu

@@ -64,7 +64,7 @@ Status Launch(const SimpleAddParams& params, Stream stream) {
 Status LaunchSimpleAdd(const SimpleAddParams& params, Stream stream) {
   if (params.size == 0) return Status::Ok();
   return DispatchFloat(params.dtype, "simple_add: a",
-                       [&](auto tag) { return Launch<typename decltype(tag)::Type>(params, stream); });
+                       [&](auto zero) { return Launch<decltype(zero)>(params, stream); });
 }
 
 }  // namespace xla_gpu
