@@ -1,4 +1,4 @@
-# make demo | test | docs | test-versions | sanitize | fuzz-cxx | lint | format | library | compare-machine-code | wheel | clean.
+# make demo | demo-jax | test | docs | test-versions | sanitize | fuzz-cxx | lint | format | library | compare-machine-code | wheel | clean.
 # A fresh machine needs Python 3.11 or newer and gcc.
 #
 # PYTHON       the interpreter that .venv is made with
@@ -16,13 +16,16 @@ PIP     := $(BIN)/python -m pip --disable-pip-version-check --quiet
 HEADERS := build/ffi-headers
 SOURCES := $(shell git ls-files CMakeLists.txt pyproject.toml third_party ffi python 2>/dev/null)
 
-.PHONY: demo docs test test-versions test-oldest test-newest sanitize fuzz-cxx lint format library library-cuda \
+.PHONY: demo demo-jax docs test test-versions test-oldest test-newest sanitize fuzz-cxx lint format library library-cuda \
         compare-machine-code test-handlers wheel clean
 .DELETE_ON_ERROR:
 
 # ---- What users run ------------------------------------------------------------------------------------------------
 demo: $(VENV)/.installed
 	$(BIN)/python examples/serve_llama.py --check
+
+demo-jax: $(VENV)/.installed
+	$(BIN)/python examples/serve_llama_jax.py --check
 
 test: $(VENV)/.installed test-handlers
 	XLA_GPU_TEST_HANDLERS=$(HANDLERS) $(BIN)/python -m pytest

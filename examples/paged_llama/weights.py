@@ -2,34 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
 import pathlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from .config import LlamaConfig
+from .checkpoint import hugging_face_names, safetensors
 from .model import PagedLlama
-
-
-def hugging_face_names(config: LlamaConfig) -> dict[str, list[str]]:
-    """For each parameter of PagedLlama the tensors of a checkpoint that it is made of, stacked along dimension 0."""
-    names = {"embed.weight": ["model.embed_tokens.weight"], "norm.weight": ["model.norm.weight"]}
-    if not config.tie_word_embeddings:
-        names["head.weight"] = ["lm_head.weight"]
-    attention = {"qkv": ["q_proj", "k_proj", "v_proj"], "out": ["o_proj"]}
-    mlp = {"gate_up": ["gate_proj", "up_proj"], "down": ["down_proj"]}
-    for i in range(config.num_layers):
-        ours, theirs = f"layers.{i}.", f"model.layers.{i}."
-        names[ours + "attention_norm.weight"] = [theirs + "input_layernorm.weight"]
-        names[ours + "mlp_norm.weight"] = [theirs + "post_attention_layernorm.weight"]
-        for block, parts, bias in (("self_attn", attention, config.attention_bias), ("mlp", mlp, config.mlp_bias)):
-            for mine, matrices in parts.items():
-                for kind in ("weight", "bias") if bias else ("weight",):
-                    names[f"{ours}{mine}.{kind}"] = [f"{theirs}{block}.{matrix}.{kind}" for matrix in matrices]
-    return names
 
 
 def load(model: PagedLlama, get: Callable[[str], Tensor], device: torch.device) -> None:
@@ -49,34 +29,8 @@ def load(model: PagedLlama, get: Callable[[str], Tensor], device: torch.device) 
 
 def load_checkpoint(model: PagedLlama, folder: pathlib.Path, device: torch.device) -> None:
     """From `folder`: model.safetensors, or the shards that model.safetensors.index.json lists."""
-    with safetensors(folder) as get:
+    with safetensors(folder, "pt") as get:
         load(model, get, device)
-
-
-@contextlib.contextmanager
-def safetensors(folder: pathlib.Path) -> Iterator[Callable[[str], Tensor]]:
-    """Opens a checkpoint's files; yields a function from a tensor's name to the tensor, read on demand."""
-    from safetensors import safe_open
-
-    index = folder / "model.safetensors.index.json"
-    if index.exists():
-        shards = json.loads(index.read_text())["weight_map"]
-    elif (folder / "model.safetensors").exists():
-        with safe_open(folder / "model.safetensors", framework="pt") as file:
-            shards = dict.fromkeys(file.keys(), "model.safetensors")
-    else:
-        raise FileNotFoundError(f"{folder}: neither model.safetensors nor model.safetensors.index.json is there")
-    with contextlib.ExitStack() as stack:
-        files = {
-            shard: stack.enter_context(safe_open(folder / shard, framework="pt")) for shard in set(shards.values())
-        }
-
-        def get(name: str) -> Tensor:
-            if name not in shards:
-                raise ValueError(f"{folder}: the checkpoint has no tensor {name!r}, which its config.json asks for")
-            return files[shards[name]].get_tensor(name)
-
-        yield get
 
 
 def randomise(model: PagedLlama, device: torch.device, sync: Callable[[], object]) -> None:

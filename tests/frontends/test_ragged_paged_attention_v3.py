@@ -126,10 +126,10 @@ def test_no_live_sequence(frontend, max_seqs):
 def tpu_inference():
     """Its reference. Importing the package itself would need vLLM, so the modules beside the reference are reached
     through a stand-in for it."""
-    spec = importlib.util.find_spec("tpu_inference")
-    if spec is None:
-        pytest.skip("tpu_inference is not installed")
     if "tpu_inference" not in sys.modules:
+        spec = importlib.util.find_spec("tpu_inference")
+        if spec is None:
+            pytest.skip("tpu_inference is not installed")
         package = types.ModuleType("tpu_inference")
         package.__path__ = list(spec.submodule_search_locations)
         sys.modules["tpu_inference"] = package

@@ -1,0 +1,53 @@
+#!/usr/bin/env python3
+"""Serves a Llama through xla_gpu: greedy generation with continuous batching over a paged KV cache, in JAX.
+
+A small model with random weights, on the CPU:      serve_llama_jax.py --check
+A Hugging Face checkpoint, on a GPU:                serve_llama_jax.py --device gpu --model DIR
+A large model's speed, with random weights:         see README.md beside this file
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+
+from paged_llama import program
+
+
+class Jax:
+    name = "serve_llama_jax.py"
+
+    def start(self, arguments: argparse.Namespace) -> None:
+        os.environ["JAX_PLATFORMS"] = {"cpu": "cpu", "gpu": "cuda"}[arguments.device]  # read when jax is imported
+        import jax
+
+        if arguments.dtype == "float32":
+            # Otherwise XLA multiplies float32 matrices in TF32 on a GPU, with 10 bits of mantissa.
+            jax.config.update("jax_default_matmul_precision", "highest")
+        try:
+            jax.devices()
+        except RuntimeError as error:
+            raise ValueError(f"--device {arguments.device}: {error}") from error
+
+    def engine(self, arguments, config, theirs, scheduler, max_tokens):
+        from paged_llama import jax_model
+        from paged_llama.jax_engine import Engine
+
+        given = config, arguments.dtype, max_tokens
+        if arguments.model:
+            parameters = jax_model.load_checkpoint(*given, arguments.model)
+        elif theirs is not None:
+            parameters = jax_model.load(*given, theirs.state_dict().__getitem__)
+        else:
+            parameters = jax_model.randomise(*given, arguments.seed)
+        return Engine(config, parameters, scheduler)
+
+    def compilations(self) -> int:
+        from paged_llama.jax_engine import compilations
+
+        return compilations()
+
+
+if __name__ == "__main__":
+    sys.exit(program.main(Jax(), __doc__))
