@@ -35,7 +35,7 @@ class _Group(xg.DeviceGroup):
 
     def __init__(self, mesh: jax.sharding.Mesh, axis: str, low_latency_bytes: int) -> None:
         self._mesh, self._axis = mesh, axis
-        self._number = device_group._connected(mesh, axis, Settings(20_000, 16 << 20, low_latency_bytes))
+        self._number = device_group.connected(mesh, axis, Settings(20_000, 16 << 20, low_latency_bytes))
 
 
 def norm_after_psum(x: jax.Array, residual: jax.Array, weight: jax.Array, axis: str) -> tuple[jax.Array, jax.Array]:

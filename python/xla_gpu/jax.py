@@ -21,10 +21,10 @@ from ._jax import device_group
 from ._jax import ragged_paged_attention_v3 as _ragged_paged_attention_v3
 from ._jax.call import function, ragged
 from ._jax.device_group import DeviceGroup
-from .ops import _ragged_paged_attention as _ragged_paged_attention
 from .ops import all_reduce as _all_reduce
 from .ops import merge_attention_states as _merge_attention_states
 from .ops import paged_attention as _paged_attention
+from .ops import ragged_paged_attention as _ragged_paged_attention
 from .ops import reshape_and_cache as _reshape_and_cache
 from .ops import simple_add as _simple_add
 

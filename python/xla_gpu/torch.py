@@ -32,10 +32,10 @@ from ._torch import process_group
 from ._torch.ffi_call import FfiCall
 from ._torch.functions import function
 from ._torch_xla import lowering
-from .ops import _ragged_paged_attention as _ragged_paged_attention
 from .ops import all_reduce as _all_reduce
 from .ops import merge_attention_states as _merge_attention_states
 from .ops import paged_attention as _paged_attention
+from .ops import ragged_paged_attention as _ragged_paged_attention
 from .ops import reshape_and_cache as _reshape_and_cache
 from .ops import simple_add as _simple_add
 

@@ -31,17 +31,17 @@ def frontend(name: str, device: str) -> doctor.Frontend:
     return next(frontend for frontend in doctor.FRONTENDS if (frontend.name, frontend.device) == (name, device))
 
 
-def answers(report: dict, status: int | None = 0) -> doctor._Outcome:
-    return doctor._Outcome(status, f"chatter\n{doctor.REPORT_MARK}{json.dumps(report)}\n", "", 1)
+def answers(report: dict, status: int | None = 0) -> doctor.Outcome:
+    return doctor.Outcome(status, f"chatter\n{doctor.REPORT_MARK}{json.dumps(report)}\n", "", 1)
 
 
 @pytest.fixture
 def everything(monkeypatch):
     """A machine with all frameworks, the library and a GPU, on which every front end answers that it works."""
-    monkeypatch.setattr(doctor, "_installed", lambda module: True)
+    monkeypatch.setattr(doctor, "installed", lambda module: True)
     monkeypatch.setattr(doctor, "_library_report", lambda: LIBRARY)
     monkeypatch.setattr(doctor, "_device_report", lambda: DEVICE)
-    monkeypatch.setattr(doctor, "_run", lambda *_: answers({"runtime": RUNTIME}))
+    monkeypatch.setattr(doctor, "run_process", lambda *_: answers({"runtime": RUNTIME}))
     return monkeypatch
 
 
@@ -62,7 +62,7 @@ def test_json(everything, capsys):
 
 
 def test_a_missing_framework_is_no_failure(everything, capsys):
-    everything.setattr(doctor, "_installed", lambda module: "jax" not in module)
+    everything.setattr(doctor, "installed", lambda module: "jax" not in module)
     assert main(["doctor", "--json"]) == 0
     frontends = [each for each in json.loads(capsys.readouterr().out)["frontends"] if each["frontend"] == "JAX"]
     assert {each["status"] for each in frontends} == {"not installed"}
@@ -72,9 +72,9 @@ def test_a_missing_framework_is_no_failure(everything, capsys):
 def test_the_torchax_files_of_torch_xla_are_no_torchax(monkeypatch):
     monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda module: object())
     monkeypatch.setattr(doctor.metadata, "distributions", lambda name: iter(()))
-    assert doctor._installed("torch") and not doctor._installed("torchax")
+    assert doctor.installed("torch") and not doctor.installed("torchax")
     monkeypatch.setattr(doctor.metadata, "distributions", lambda name: iter((name,)))
-    assert doctor._installed("torchax")
+    assert doctor.installed("torchax")
 
 
 def test_a_machine_without_gpu_is_no_failure(everything, capsys):
@@ -87,9 +87,9 @@ def test_a_machine_without_gpu_is_no_failure(everything, capsys):
 @pytest.mark.parametrize(
     ("outcome", "reason"),
     [
-        (doctor._Outcome(-11, "", "first\n\nlast words\n", 9), "the process died of SIGSEGV: first | last words"),
-        (doctor._Outcome(None, "", "", 9), "no answer within 9 s"),
-        (doctor._Outcome(3, "", "", 9), "the process ended with status 3"),
+        (doctor.Outcome(-11, "", "first\n\nlast words\n", 9), "the process died of SIGSEGV: first | last words"),
+        (doctor.Outcome(None, "", "", 9), "no answer within 9 s"),
+        (doctor.Outcome(3, "", "", 9), "the process ended with status 3"),
         (answers({"error": "ValueError: so it is"}), "ValueError: so it is"),
         # It worked, and crashed on its way out: a user's program would too.
         (answers({"runtime": RUNTIME}, status=-6), "the process died of SIGABRT"),
@@ -99,7 +99,7 @@ def test_a_frontend_that_fails(everything, outcome, reason, capsys):
     def run(command, *_):
         return outcome if command[2].endswith(".probe_torch") and command[3] == "CPU" else answers({"runtime": RUNTIME})
 
-    everything.setattr(doctor, "_run", run)
+    everything.setattr(doctor, "run_process", run)
     assert main(["doctor", "--json"]) == 1
     report = json.loads(capsys.readouterr().out)
     failed = [each for each in report["frontends"] if each["status"] != "works"]
@@ -113,14 +113,14 @@ def test_a_library_that_does_not_load(everything, capsys):
 
 
 def test_a_library_without_cuda(everything):
-    result = doctor._try_frontend(frontend("JAX", "GPU"), {**LIBRARY, "cuda": None, "cuda_architectures": []}, DEVICE)
+    result = doctor.try_frontend(frontend("JAX", "GPU"), {**LIBRARY, "cuda": None, "cuda_architectures": []}, DEVICE)
     assert result["status"] == "does not work" and "XLA_GPU_CUDA=ON" in result["remedy"]
 
 
 def test_a_gpu_older_than_the_code(everything):
-    everything.setattr(doctor, "_run", lambda *_: answers({"error": "no kernel image"}))
+    everything.setattr(doctor, "run_process", lambda *_: answers({"error": "no kernel image"}))
     old = {**DEVICE, "gpus": [{**GPU, "compute_capability": "7.0"}]}
-    remedy = doctor._try_frontend(frontend("JAX", "GPU"), LIBRARY, old)["remedy"]
+    remedy = doctor.try_frontend(frontend("JAX", "GPU"), LIBRARY, old)["remedy"]
     assert "no code for a GPU (compute capability 7.0)" in remedy and "CUDAARCHS=all" in remedy
 
 
@@ -161,7 +161,8 @@ def test_the_report_says_what_code_a_gpu_runs(everything, capsys):
 
 
 def test_processes_that_hang_are_ended():
-    outcome = doctor._run([sys.executable, "-c", "import time; print('so far', flush=True); time.sleep(600)"], {}, 2)
+    program = "import time; print('so far', flush=True); time.sleep(600)"
+    outcome = doctor.run_process([sys.executable, "-c", program], {}, 2)
     assert outcome.status is None and outcome.failure() == "no answer within 2 s" and outcome.stdout == "so far\n"
 
 

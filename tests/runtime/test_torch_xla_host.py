@@ -31,7 +31,7 @@ def library(tmp_path_factory):
 
 
 def values(path, *names):
-    return host._symbols(str(path), names)
+    return host.symbols(str(path), names)
 
 
 def test_symbols_are_those_that_nm_prints(library):

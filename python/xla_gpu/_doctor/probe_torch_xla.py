@@ -21,7 +21,7 @@ def attempt(device: str) -> dict[str, Any]:
     probe.check(xla_gpu.torch.simple_add(a, b).cpu().tolist())
     for target in targets.registered():
         if target.platform == lowering.platform():
-            lowering._register(target)
+            lowering.register(target)
     if device == "GPU":
         from .._torch_xla import plugin
 

@@ -74,7 +74,7 @@ def examine() -> dict[str, Any]:
     """The report. Takes a minute or so: six processes that each import a framework."""
     library, device = _library_report(), _device_report()
     with ThreadPoolExecutor(max_workers=2) as pool:
-        frontends = list(pool.map(lambda frontend: _try_frontend(frontend, library, device), FRONTENDS))
+        frontends = list(pool.map(lambda frontend: try_frontend(frontend, library, device), FRONTENDS))
     return {
         "ok": all(frontend["status"] != FAILS for frontend in frontends) and "error" not in library,
         "versions": _versions(),
@@ -112,7 +112,7 @@ def _library_report() -> dict[str, Any]:
 def _device_report() -> dict[str, Any]:
     # In a process of its own: a broken driver may hang.
     program = f"import json; from {__name__} import ask_driver; print(json.dumps(ask_driver()))"
-    outcome = _run([sys.executable, "-c", program], {}, _DEVICE_SECONDS)
+    outcome = run_process([sys.executable, "-c", program], {}, _DEVICE_SECONDS)
     try:
         report: dict[str, Any] = json.loads(outcome.stdout.splitlines()[-1])
     except (IndexError, ValueError):
@@ -140,20 +140,20 @@ def ask_driver() -> dict[str, Any]:
     }
 
 
-def _installed(module: str) -> bool:
+def installed(module: str) -> bool:
     if importlib.util.find_spec(module) is None:
         return False
     # torch_xla 2.9's wheel holds files of torchax, and not what they import. The package of that name has metadata.
     return module != "torchax" or any(True for _ in metadata.distributions(name=module))
 
 
-def _try_frontend(frontend: Frontend, library: dict[str, Any], device: dict[str, Any]) -> dict[str, Any]:
+def try_frontend(frontend: Frontend, library: dict[str, Any], device: dict[str, Any]) -> dict[str, Any]:
     result: dict[str, Any] = {"frontend": frontend.name, "device": frontend.device}
 
     def outcome(status: str, reason: str, remedy: str) -> dict[str, Any]:
         return {**result, "status": status, "reason": reason, "remedy": remedy}
 
-    missing = [module for module in frontend.requires if not _installed(module)]
+    missing = [module for module in frontend.requires if not installed(module)]
     if missing:
         return outcome(NOT_INSTALLED, f"not installed: {', '.join(missing)}", frontend.install)
     if frontend.device == "GPU" and not device["gpus"]:
@@ -165,7 +165,7 @@ def _try_frontend(frontend: Frontend, library: dict[str, Any], device: dict[str,
     command = [sys.executable, "-m", f"{__package__}.{frontend.module}", frontend.device]
     # The front ends share the GPU while they are tried, and with whatever else runs there: none may take most of it.
     environment = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", **frontend.environment}
-    process = _run(command, environment, _FRONTEND_SECONDS)
+    process = run_process(command, environment, _FRONTEND_SECONDS)
     for line in process.stdout.splitlines():
         if line.startswith(REPORT_MARK):
             report: dict[str, Any] = json.loads(line.removeprefix(REPORT_MARK))
@@ -191,7 +191,7 @@ def _remedy(frontend: Frontend, library: dict[str, Any], device: dict[str, Any])
     return f"if the reason does not say: {frontend.install}"
 
 
-class _Outcome(NamedTuple):
+class Outcome(NamedTuple):
     status: int | None  # None: it ran past its limit
     stdout: str
     stderr: str
@@ -209,7 +209,7 @@ class _Outcome(NamedTuple):
         return f"{how}: {' | '.join(said)}" if said else how
 
 
-def _run(command: list[str], environment: dict[str, str], seconds: int) -> _Outcome:
+def run_process(command: list[str], environment: dict[str, str], seconds: int) -> Outcome:
     # A session of its own, so that what the framework started is ended with it.
     process = subprocess.Popen(
         command,
@@ -226,8 +226,8 @@ def _run(command: list[str], environment: dict[str, str], seconds: int) -> _Outc
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
         stdout, stderr = process.communicate()
-        return _Outcome(None, stdout, stderr, seconds)
-    return _Outcome(process.returncode, stdout, stderr, seconds)
+        return Outcome(None, stdout, stderr, seconds)
+    return Outcome(process.returncode, stdout, stderr, seconds)
 
 
 def _dotted(version: tuple[int, int]) -> str:

@@ -19,7 +19,7 @@ from .._core.operator import ArraySpec, IntOperand, OpCall, Operator, check_inpu
 from .._runtime import library, targets
 from .._runtime.scratch import all_results
 from ..errors import TargetError
-from ..ops import _ragged_paged_attention as ragged_paged_attention
+from ..ops import ragged_paged_attention
 from . import reference
 from .partition import partitioned
 

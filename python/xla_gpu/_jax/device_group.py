@@ -55,7 +55,7 @@ class DeviceGroup:
         if max_bytes < 1 << 16:
             raise ValueError(f"DeviceGroup: max_bytes: expected at least 64 KiB, got {max_bytes}")
         self._mesh, self._axis = mesh, axis
-        self._number = _connected(mesh, axis, Settings(round(timeout_s * 1000), int(max_bytes)))
+        self._number = connected(mesh, axis, Settings(round(timeout_s * 1000), int(max_bytes)))
 
     @property
     def mesh(self) -> jax.sharding.Mesh:
@@ -86,7 +86,7 @@ class DeviceGroup:
 
 
 @functools.lru_cache(maxsize=256)
-def _connected(mesh: jax.sharding.Mesh, axis: str, settings: Settings) -> int:
+def connected(mesh: jax.sharding.Mesh, axis: str, settings: Settings) -> int:
     """The group's number for handlers, or 0 where there is no peer memory."""
     index = mesh.axis_names.index(axis)
     devices = np.moveaxis(mesh.devices, index, -1).reshape(-1, mesh.devices.shape[index])

@@ -20,7 +20,7 @@ def ragged_paged_attention(
     k_scale: float,
     v_scale: float,
 ) -> jax.Array:
-    """See ops/_ragged_paged_attention.py; the arguments have been checked."""
+    """See ops/ragged_paged_attention.py; the arguments have been checked."""
     num_pages, page_size, num_combined_heads, head_dim = kv_pages.shape
     max_seqs, pages_per_seq = page_indices.shape
     num_tokens, num_heads, _ = q.shape

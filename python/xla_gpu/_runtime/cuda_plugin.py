@@ -43,7 +43,7 @@ def check_file(path: Path) -> None:
 
     The dynamic linker maps a truncated library and the process dies of SIGBUS.
     """
-    if why := library._why(path):
+    if why := library.defect(path):
         raise CompatibilityError(f"the CUDA plug-in {path} cannot be loaded: {why}. Install its package again.")
 
 

@@ -72,8 +72,8 @@ def load() -> Library:
     """
     path = find()
     # Asked first: the dynamic linker's texts are cryptic, and of a truncated file it may die by a signal.
-    if defect := _why(path):
-        raise LibraryError(f"{path} cannot be loaded: {defect}")
+    if reason := defect(path):
+        raise LibraryError(f"{path} cannot be loaded: {reason}")
     try:
         cdll = ctypes.CDLL(str(path))
     except OSError as error:
@@ -126,7 +126,7 @@ def find() -> Path:
 _MACHINES = {3: "i386", 40: "arm", 62: "x86_64", 183: "aarch64", 243: "riscv64"}  # ELF's e_machine
 
 
-def _why(path: Path) -> str | None:
+def defect(path: Path) -> str | None:
     """What the file's ELF header says against loading it."""
     size = path.stat().st_size
     with path.open("rb") as file:

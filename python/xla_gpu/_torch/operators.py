@@ -7,8 +7,7 @@ from typing import Any
 import torch
 
 from .._core.operator import OpCall
-from ..ops import OPERATORS
-from ..ops import _ragged_paged_attention as ragged_paged_attention
+from ..ops import OPERATORS, ragged_paged_attention
 from . import reference
 from .dispatch import Results, define_operator, run
 from .tensors import check_operands

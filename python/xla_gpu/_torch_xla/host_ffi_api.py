@@ -33,11 +33,11 @@ def ffi_api() -> int:
     import _XLAC
 
     path: str = _XLAC.__file__
-    symbols = _symbols(path, (_GET_API, _ANCHOR.encode()))
+    found = symbols(path, (_GET_API, _ANCHOR.encode()))
     module = ctypes.CDLL(path)  # loaded already: this only gives a handle
     load_address = ctypes.cast(getattr(module, _ANCHOR), ctypes.c_void_p).value or 0
-    load_address -= symbols[_ANCHOR.encode()]
-    address = ctypes.CFUNCTYPE(ctypes.c_void_p)(load_address + symbols[_GET_API])()
+    load_address -= found[_ANCHOR.encode()]
+    address = ctypes.CFUNCTYPE(ctypes.c_void_p)(load_address + found[_GET_API])()
     if not address or api_version(address)[0] != 0:
         raise CompatibilityError(f"{path}: GetXlaFfiApi() returned no XLA FFI API of version 0.x. {_REMEDY}")
     return int(address)
@@ -57,7 +57,7 @@ _SYMBOL = np.dtype(
 )
 
 
-def _symbols(path: str, names: tuple[bytes, ...]) -> dict[bytes, int]:
+def symbols(path: str, names: tuple[bytes, ...]) -> dict[bytes, int]:
     """The values of symbols of an ELF file, from .symtab or .dynsym. Raises CompatibilityError for a missing one."""
     with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as elf:
         try:

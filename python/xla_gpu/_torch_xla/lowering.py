@@ -45,7 +45,7 @@ def _computation(call: OpCall) -> Any:
 
     from .hlo_module import hlo_module_proto
 
-    _register(targets.lookup(call.target, platform()))
+    register(targets.lookup(call.target, platform()))
     return xla_builder.computation_from_module_proto(call.target, hlo_module_proto(stablehlo.module(call)))
 
 
@@ -71,7 +71,7 @@ def platform() -> str:
 
 
 @functools.cache
-def _register(target: Target) -> None:
+def register(target: Target) -> None:
     """Registers ``target`` with the XLA runtime of torch_xla's client."""
     cdll, stages = library.load().cdll, target.stages()
     if target.platform == "cpu":

@@ -16,8 +16,7 @@ from .. import jax as jax_front_end
 from .. import torch as torch_front_end  # noqa: F401 - defines torch.ops.xla_gpu
 from .._core.operator import Operator
 from .._torch.tensors import check_no_gradient
-from ..ops import OPERATORS
-from ..ops import _ragged_paged_attention as ragged_paged_attention
+from ..ops import OPERATORS, ragged_paged_attention
 
 Implementation = Callable[..., Any]
 

@@ -56,9 +56,10 @@ def run_jax() -> None:
 
 
 def run_scratch() -> None:
+    from xla_gpu.ops.accumulate import OPERATOR
+
     from xla_gpu._core.operator import ArraySpec
     from xla_gpu._runtime import scratch
-    from xla_gpu.ops.accumulate import OPERATOR
 
     spec = ArraySpec((6,), "float32")
     assert scratch.scratch_bytes(OPERATOR.bind(x=spec, total=spec, scale=0.5)) == 24
