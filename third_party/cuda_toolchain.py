@@ -73,17 +73,14 @@ def find_nvcc(environ: Mapping[str, str]) -> str | None:
     for place in [*places, environ.get("PATH", "")]:
         if path := shutil.which("nvcc", path=place):
             return path
-    path = wheels() / "bin" / "nvcc" if wheels() else None
-    return str(path) if path and path.is_file() else None
+    return str(folder / "bin" / "nvcc") if (folder := wheels()) else None
 
 
 def wheels() -> Path | None:
     """The folder that the wheels nvidia-cuda-nvcc, -nvvm, -crt, -runtime and -cccl share, if they are installed."""
-    try:
-        import nvidia.cu13  # type: ignore[import-not-found]
-    except ImportError:
-        return None
-    return Path(next(iter(nvidia.cu13.__path__)))
+    # Not by import: other wheels of NVIDIA's make nvidia a package of one place.
+    folders = (Path(entry, "nvidia", "cu13") for entry in sys.path if entry)
+    return next((folder for folder in folders if (folder / "bin" / "nvcc").is_file()), None)
 
 
 def nvcc_version(nvcc: str) -> tuple[int, int]:

@@ -148,6 +148,16 @@ def test_cuda_home_comes_before_path(machine):
     machine.refuses("CUDA 11.8", "12.8 or newer", "CUDA_HOME", asked="80")
 
 
+def test_the_wheels_nvcc_is_found_beside_packages_of_cuda_12(machine):
+    """Wheels for CUDA 12 bring nvidia/__init__.py, after which Python looks for nvidia.cu13 there alone."""
+    (machine.folder / "site-12" / "nvidia").mkdir(parents=True)
+    (machine.folder / "site-12" / "nvidia" / "__init__.py").touch()
+    nvcc = machine.nvcc(name="site-13/nvidia/cu13/bin/nvcc")
+    path = os.pathsep.join(str(machine.folder / site) for site in ("site-12", "site-13"))
+    lines = machine.ask("90a", PYTHONPATH=path).stdout.splitlines()
+    assert lines[:2] == [str(nvcc), str(nvcc.parent.parent)]
+
+
 def test_cudacxx_that_is_no_program(machine):
     machine.nvcc()
     machine.refuses("CUDACXX is /nowhere/nvcc", "unset it", CUDACXX="/nowhere/nvcc")
