@@ -62,6 +62,7 @@ __global__ void __launch_bounds__(kWarps32 * 32) DecodeF32Kernel(const __grid_co
   const SequenceInfo sequence = LoadSequence(params, seq, in_order);
   if (sequence.q_len < 1 || sequence.q_len > kMaxDecodeRows) return;
 
+  // ---- The KV head, and whether the sequence's metadata is valid
   const int64_t head_offset = head / args.group_size * params.head_stride;
   const Stored* const k_head = static_cast<const Stored*>(params.k_cache) + head_offset;
   const Stored* const v_head = static_cast<const Stored*>(params.v_cache) + head_offset;
@@ -80,7 +81,8 @@ __global__ void __launch_bounds__(kWarps32 * 32) DecodeF32Kernel(const __grid_co
   }
   bad = __syncthreads_or(bad);
   for (int query = 0; query < sequence.q_len; ++query) {
-    const int64_t place = (int64_t{sequence.q_begin} + query) * params.num_heads + head;
+    // ---- The query row, and the keys (hidden, position] that it sees
+    const int64_t row = (int64_t{sequence.q_begin} + query) * params.num_heads + head;
     const int position = sequence.context_len - sequence.q_len + query;
     const int64_t hidden = params.sliding_window > 0 ? int64_t{position} - params.sliding_window : int64_t{-1};
     const int begin = hidden >= 0 ? static_cast<int>(hidden + 1) / kTileKeys : 0;
@@ -90,10 +92,11 @@ __global__ void __launch_bounds__(kWarps32 * 32) DecodeF32Kernel(const __grid_co
       const int column = i * 128 + lane * 4;
       q[i] = out[i] = {0.0f, 0.0f, 0.0f, 0.0f};
       if (column < params.head_dim) {
-        q[i] = *reinterpret_cast<const float4*>(static_cast<const float*>(params.query) + place * params.head_dim +
-                                                column);
+        q[i] =
+            *reinterpret_cast<const float4*>(static_cast<const float*>(params.query) + row * params.head_dim + column);
       }
     }
+    // ---- Each warp's key tiles
     AttentionState state = {-INFINITY, 0.0f};
     for (int tile = begin + warp; tile * kTileKeys <= position; tile += kWarps32) {
       // Lane i looks up the cache slot of key i.
@@ -107,6 +110,7 @@ __global__ void __launch_bounds__(kWarps32 * 32) DecodeF32Kernel(const __grid_co
         bad = bad || !in_cache;
         if (in_cache) my_offset = page * params.page_stride + (my_key - index * params.page_size) * params.slot_stride;
       }
+      // The loads of all keys are in flight together.
       float4 k[kTileKeys][kVectors], v[kTileKeys][kVectors];
       float score[kTileKeys];
 #pragma unroll
@@ -123,6 +127,7 @@ __global__ void __launch_bounds__(kWarps32 * 32) DecodeF32Kernel(const __grid_co
         }
         score[key] = offset >= 0 ? 0.0f : -INFINITY;
       }
+      // Scores, in units of log2. A score of -inf: the key is hidden.
       float largest = state.max;
 #pragma unroll
       for (int key = 0; key < kTileKeys; ++key) {
@@ -136,6 +141,7 @@ __global__ void __launch_bounds__(kWarps32 * 32) DecodeF32Kernel(const __grid_co
         if (score[key] == 0.0f) score[key] = sum * kLog2E;
         largest = fmaxf(largest, score[key]);
       }
+      // Online softmax, and the product with V.
       const float shift = largest == -INFINITY ? 0.0f : largest;
       const float correction = exp2f(state.max - shift);
       state.max = largest;
@@ -152,6 +158,7 @@ __global__ void __launch_bounds__(kWarps32 * 32) DecodeF32Kernel(const __grid_co
     }
     if (__any_sync(0xffffffffu, bad)) state.sum = NAN;
 
+    // ---- The merge of the warps' states, in order, and the output
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) outs[warp][i * 32 + lane] = out[i];
     if (lane == 0) states[warp] = state;
@@ -169,10 +176,10 @@ __global__ void __launch_bounds__(kWarps32 * 32) DecodeF32Kernel(const __grid_co
         sum = Scaled(sum, weights[i].first);
         AddScaled(sum, outs[i][column / 4], weights[i].second);
       }
-      *reinterpret_cast<float4*>(static_cast<float*>(params.out) + place * params.head_dim + column) =
+      *reinterpret_cast<float4*>(static_cast<float*>(params.out) + row * params.head_dim + column) =
           Scaled(sum, factor);
     }
-    if (params.lse != nullptr && threadIdx.x == 0) params.lse[place] = lse;
+    if (params.lse != nullptr && threadIdx.x == 0) params.lse[row] = lse;
     __syncthreads();
   }
 }

@@ -19,8 +19,8 @@ int64_t PrefillScratchBytes(const PagedAttentionParams& shapes);
 // launches where contexts may be long, else one.
 Status LaunchPrefill(const PagedAttentionParams& params, Stream stream);
 
-// The same for queries of dtype T: float, __half or __nv_bfloat16. Specialized in instantiations/, a source file each, so
-// that they compile in parallel.
+// The same for queries of dtype T: float, __half or __nv_bfloat16. Specialized in instantiations/, a source file each,
+// so that they compile in parallel.
 template <typename T>
 Status LaunchPrefill(const PagedAttentionParams& params, Stream stream);
 
