@@ -17,7 +17,7 @@ import jax
 import jax.typing
 
 from ._core.docstrings import docstring
-from ._jax import device_group
+from ._jax import context_parallel, device_group
 from ._jax import ragged_paged_attention_v3 as _ragged_paged_attention_v3
 from ._jax.call import function, ragged
 from ._jax.device_group import DeviceGroup
@@ -32,6 +32,8 @@ __all__ = [
     "DeviceGroup",
     "all_reduce",
     "all_reduce_add_rms_norm",
+    "context_parallel_paged_attention",
+    "context_parallel_slots",
     "merge_attention_states",
     "paged_attention",
     "paged_attention_with_lse",
@@ -225,3 +227,79 @@ def all_reduce_add_rms_norm(
         _all_reduce.OPERATOR_ADD_RMS_NORM, group, x=x, residual=residual, weight=weight, eps=eps
     )
     return out, sum_
+
+
+def context_parallel_paged_attention(
+    query: jax.typing.ArrayLike,
+    kv_cache: jax.typing.ArrayLike,
+    context_lens: jax.typing.ArrayLike,
+    block_tables: jax.typing.ArrayLike,
+    query_start_loc: jax.typing.ArrayLike,
+    num_seqs: jax.typing.ArrayLike,
+    *,
+    axis: str,
+    scale: float,
+    soft_cap: float | None = None,
+    k_scale: jax.typing.ArrayLike | None = None,
+    v_scale: jax.typing.ArrayLike | None = None,
+) -> jax.Array:
+    """Computes paged_attention of a decode step over sequences whose pages are spread over devices.
+
+    For contexts that one GPU cannot hold or read fast enough, inside jax.shard_map. Page i of a sequence lies on device
+    ``i % n`` of the axis's n devices, at ``block_tables[s, i // n]`` of that device's own cache and table. Each device
+    attends to its pages (paged_attention_with_lse); the states are gathered and merged (merge_attention_states) in the
+    order of devices, so that all of them hold the same bits.
+
+    Args:
+      query: T[num_tokens, num_heads, head_dim], the same on every device, at most one row for each sequence.
+      kv_cache: this device's pages, in either layout of paged_attention.
+      context_lens: int32[max_seqs], tokens of each whole sequence, the new one included; the same on every device.
+      block_tables: int32[max_seqs, pages_per_seq], this device's pages of each sequence.
+      query_start_loc: int32[max_seqs + 1], as of paged_attention.
+      num_seqs: int32[1], as of paged_attention.
+      axis: the name of the mesh axis.
+      scale: multiplies q . k.
+      soft_cap: as of paged_attention.
+      k_scale: as of paged_attention.
+      v_scale: as of paged_attention.
+
+    Returns:
+      T[num_tokens, num_heads, head_dim], the same on every device. It is that of one device with all pages up to the
+      rounding of each device's result to T. Sequences with several new tokens, sliding windows and sinks need
+      positions in the whole sequence, which a device's pages do not show: they are not supported.
+
+    Raises:
+      TypeError: an argument is of another type or dtype.
+      ValueError: an argument has another shape, or the call is not inside jax.shard_map over ``axis``.
+    """
+    return context_parallel.attention(
+        query,
+        kv_cache,
+        context_lens,
+        block_tables,
+        query_start_loc,
+        num_seqs,
+        axis=axis,
+        scale=scale,
+        soft_cap=soft_cap,
+        k_scale=k_scale,
+        v_scale=v_scale,
+    )
+
+
+def context_parallel_slots(positions: jax.Array, block_tables: jax.Array, *, page_size: int, axis: str) -> jax.Array:
+    """Returns where reshape_and_cache stores new tokens on this device, for context_parallel_paged_attention.
+
+    Args:
+      positions: int32[max_seqs], the position of each sequence's new token; negative: none.
+      block_tables: int32[max_seqs, pages_per_seq], this device's pages of each sequence.
+      page_size: tokens of a page.
+      axis: the name of the mesh axis, of an enclosing jax.shard_map.
+
+    Returns:
+      int32[max_seqs], a slot of this device's cache, or -1 where another device holds the token's page.
+
+    Raises:
+      ValueError: the call is not inside jax.shard_map over ``axis``.
+    """
+    return context_parallel.slots(positions, block_tables, page_size, axis)

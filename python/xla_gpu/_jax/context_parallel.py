@@ -1,0 +1,78 @@
+"""Decode of sequences whose pages are spread over devices: attention over each device's pages, then one merged state."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ..ops.merge_attention_states import OPERATOR as MERGE
+from ..ops.paged_attention import OPERATOR_WITH_LSE
+from . import call
+
+NAME = "context_parallel_paged_attention"
+
+
+def slots(positions: Any, block_tables: Any, page_size: int, axis: str) -> jax.Array:
+    """See xla_gpu.jax.context_parallel_slots."""
+    devices, device = _place("context_parallel_slots", axis)
+    page = positions // page_size
+    own = (positions >= 0) & (page % devices == device)
+    entry = jnp.clip(page // devices, 0, max(block_tables.shape[1] - 1, 0))
+    table = jnp.take_along_axis(block_tables, entry[:, None], axis=1)[:, 0]
+    return jnp.where(own, table * page_size + positions % page_size, -1).astype(jnp.int32)
+
+
+def attention(
+    query: Any,
+    kv_cache: Any,
+    context_lens: Any,
+    block_tables: Any,
+    query_start_loc: Any,
+    num_seqs: Any,
+    *,
+    axis: str,
+    **options: Any,
+) -> jax.Array:
+    """See xla_gpu.jax.context_parallel_paged_attention."""
+    devices, device = _place(NAME, axis)
+    query, kv_cache = call.as_array(f"{NAME}: query", query), call.as_array(f"{NAME}: kv_cache", kv_cache)
+    context_lens = call.as_array(f"{NAME}: context_lens", context_lens)
+    max_seqs = context_lens.shape[0] if context_lens.ndim else 0
+    if query.ndim and query.shape[0] > max_seqs:
+        raise ValueError(
+            f"{NAME}: query: expected at most max_seqs = {max_seqs} rows, one for each sequence, got {query.shape[0]}"
+        )
+    page_size = kv_cache.shape[-3] if kv_cache.ndim >= 3 else 1
+    full, rest = context_lens // page_size, context_lens % page_size
+    pages = (full - device + devices - 1) // devices  # full ones of this device
+    local_lens = pages * page_size + jnp.where(full % devices == device, rest, 0)
+    out, lse = call.call(
+        OPERATOR_WITH_LSE,
+        query=query,
+        kv_cache=kv_cache,
+        context_lens=local_lens.astype(context_lens.dtype),
+        block_tables=block_tables,
+        query_start_loc=query_start_loc,
+        num_seqs=num_seqs,
+        **options,
+    )
+    outs, lses = jax.lax.all_gather(out, axis), jax.lax.all_gather(lse, axis)
+    out, lse = jnp.zeros_like(outs[0]), jnp.full_like(lses[0], -jnp.inf)  # the state that saw no key
+    for rank in range(devices):
+        # The order of ranks, so that all devices hold the same bits.
+        out, lse = call.call(
+            MERGE, reduced_axes=frozenset((axis,)), out_a=out, lse_a=lse, out_b=outs[rank], lse_b=lses[rank]
+        )
+    return out
+
+
+def _place(name: str, axis: str) -> tuple[int, Any]:
+    """The axis's size, and this device's place on it."""
+    try:
+        return jax.lax.psum(1, axis), jax.lax.axis_index(axis)
+    except NameError:
+        raise ValueError(
+            f"{name}: axis: expected the name of a mesh axis of an enclosing jax.shard_map, got {axis!r}"
+        ) from None
