@@ -4,6 +4,7 @@
 
 #include <cstdint>
 
+#include "ffi/device/attention_state.cuh"
 #include "ffi/device/dependent_launch.cuh"
 #include "ffi/device/mma.cuh"
 #include "ffi/ops/paged_attention/prefill/rows.cuh"
@@ -27,23 +28,22 @@ inline constexpr SplitMode kAccumulate = 1;  // merges what this CTA has spilled
 inline constexpr SplitMode kSpill = 2;       // stores the result to a split accumulator instead of `out`
 inline constexpr SplitMode kCrossCta = 4;    // other CTAs have the other splits
 
-// Merges the states of a row over two KV splits. The CTA and the combine kernel merge alike, in the same order: the
-// rounding is promised.
-struct StateMerge {
-  float2 max_sum;  // of both
-  float weights[2];
-  int only;  // the one that sees keys, if not both do; else -1
+// Merges the states and accumulators of a row over two KV splits. The CTA and the combine kernel merge alike, in the
+// same order.
+struct SplitMerge {
+  AttentionState state;  // of both
+  MergeWeights weights;
+  int only;  // the one that sees keys, if not both do; else -1. The other's o_accum may be undefined
 
-  __device__ StateMerge(float2 a, float2 b, float to_log2) {
-    only = b.y == 0.0f ? 0 : a.y == 0.0f ? 1 : -1;
-    const float row_max = fmaxf(a.x, b.x);
-    weights[0] = a.x == row_max ? 1.0f : Exp2(__fmul_rn(a.x - row_max, to_log2));
-    weights[1] = b.x == row_max ? 1.0f : Exp2(__fmul_rn(b.x - row_max, to_log2));
-    const float sum = __fmaf_rn(a.y, weights[0], __fmul_rn(b.y, weights[1]));
-    max_sum = only == 0 ? a : only == 1 ? b : make_float2(row_max, sum);
+  __device__ SplitMerge(AttentionState first, AttentionState second, float to_log2) : state(second) {
+    only = second.sum == 0.0f ? 0 : first.sum == 0.0f ? 1 : -1;
+    // NOTE: the second is the one whose product is rounded by itself.
+    weights = state.Merge(first, ScaledScores{to_log2});
+    if (only >= 0) state = only == 0 ? first : second;
   }
-  __device__ float Of(float a, float b) const {
-    return only == 0 ? a : only == 1 ? b : __fmaf_rn(a, weights[0], __fmul_rn(b, weights[1]));
+  // Merges an element of the accumulators.
+  __device__ float Merge(float first, float second) const {
+    return only == 0 ? first : only == 1 ? second : weights.Merge(second, first);
   }
 };
 
@@ -80,7 +80,7 @@ __global__ void __launch_bounds__(kCombineThreads)
         if (lane < splits) max_sum = __ldcg(accumulators.max_sum_accum + lane * accumulators.rows_per_split + row);
         const float2* const o_accum =
             reinterpret_cast<const float2*>(accumulators.o_accum + int64_t{row} * kDim) + lane;
-        float2 merged = make_float2(__shfl_sync(~0u, max_sum.x, 0), __shfl_sync(~0u, max_sum.y, 0));
+        AttentionState state = {__shfl_sync(~0u, max_sum.x, 0), __shfl_sync(~0u, max_sum.y, 0)};
         float2 o[kDim / 64];
 #pragma unroll
         for (int i = 0; i < kDim / 64; ++i) o[i] = __ldcg(o_accum + i * 32);
@@ -91,17 +91,15 @@ __global__ void __launch_bounds__(kCombineThreads)
           for (int i = 0; i < kDim / 64; ++i) {
             next[i] = __ldcg(o_accum + split * accumulators.rows_per_split * (kDim / 2) + i * 32);
           }
-          const StateMerge merge(merged,
-                                 make_float2(__shfl_sync(~0u, max_sum.x, split), __shfl_sync(~0u, max_sum.y, split)),
+          const SplitMerge merge(state, {__shfl_sync(~0u, max_sum.x, split), __shfl_sync(~0u, max_sum.y, split)},
                                  transform.to_log2);
-          merged = merge.max_sum;
+          state = merge.state;
 #pragma unroll
           for (int i = 0; i < kDim / 64; ++i) {
-            o[i] = make_float2(merge.Of(o[i].x, next[i].x), merge.Of(o[i].y, next[i].y));
+            o[i] = make_float2(merge.Merge(o[i].x, next[i].x), merge.Merge(o[i].y, next[i].y));
           }
         }
-        const RowNormalization norm =
-            transform.NormalizeFast(merged.x, merged.y, row % static_cast<int>(params.num_heads));
+        const RowNormalization norm = transform.NormalizeFast(state, row % static_cast<int>(params.num_heads));
         if (params.lse != nullptr && lane == 0) params.lse[row] = norm.lse;
         uint32_t* const out = reinterpret_cast<uint32_t*>(static_cast<T*>(params.out) + int64_t{row} * kDim) + lane;
 #pragma unroll

@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "ffi/device/async_copy.cuh"
+#include "ffi/device/attention_state.cuh"
 #include "ffi/device/mma.cuh"
 #include "ffi/ops/paged_attention/prefill/combine.cuh"
 #include "ffi/ops/paged_attention/prefill/rows.cuh"
@@ -13,22 +14,20 @@
 namespace xla_gpu::prefill {
 
 // The softmax of a warp's kRowTiles * 16 rows, from row `first_row` of the work tile on.
-// kRescaleThreshold: row_max follows a larger score only where that exceeds it by a factor of 2^kRescaleThreshold,
+// kRescaleThreshold: the maximum follows a larger score only where that exceeds it by a factor of 2^kRescaleThreshold,
 // which saves most of the rescaling. Numerators up to 2^kRescaleThreshold must fit the dtype in which they multiply V.
 template <int kRowTiles, int kRescaleThreshold = 0>
 struct OnlineSoftmax {
   const int first_row;
-  float row_max[kRowTiles][2];  // what numerators are relative to, in LogitTransform's units; -infinity: no key yet
-  float sum[kRowTiles][2];      // of this lane's columns
-  float rescale[kRowTiles][2];  // the factor by which the last update multiplied earlier sums
+  AttentionState state[kRowTiles][2];  // of transformed scores (LogitTransform); the sum is of this lane's columns
+  float rescale[kRowTiles][2];         // the factor by which the last update multiplied earlier sums
 
   __device__ explicit OnlineSoftmax(int first_row) : first_row(first_row) { Reset(); }
 
   __device__ void Reset() {
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m) {
-      row_max[m][0] = row_max[m][1] = -INFINITY;
-      sum[m][0] = sum[m][1] = 0.0f;
+      state[m][0] = state[m][1] = {-INFINITY, 0.0f};
     }
   }
 
@@ -42,14 +41,14 @@ struct OnlineSoftmax {
   }
   // Over the row's four lanes.
   __device__ float RowSum(int m, int half) const {
-    float row_sum = sum[m][half];
+    float row_sum = state[m][half].sum;
     row_sum += __shfl_xor_sync(~0u, row_sum, 1);
     row_sum += __shfl_xor_sync(~0u, row_sum, 2);
     return row_sum;
   }
   __device__ int Row(int m, int half) const { return first_row + m * 16 + half * 8 + Lane() / 4; }
 
-  // Turns the scores of the keys from `first_position` on into the softmax's numerators, relative to row_max.
+  // Turns the scores of the keys from `first_position` on into the softmax's numerators, relative to the maximum.
   template <int kKeyTiles, typename Rows>
   __device__ void Update(const Rows& rows, const LogitTransform& transform, int first_position,
                          float (&s)[kRowTiles][kKeyTiles][4]) {
@@ -66,7 +65,7 @@ struct OnlineSoftmax {
     Exponentials<0, kKeyTiles>(transform, s);
   }
 
-  // The first half of an update: masks the scores, and updates row_max, rescale and sum.
+  // The first half of an update: masks the scores, and updates the states and `rescale`.
   template <int kKeyTiles, typename Rows>
   __device__ void UpdateMax(const Rows& rows, const LogitTransform& transform, int first_position, bool mask,
                             float (&s)[kRowTiles][kKeyTiles][4]) {
@@ -91,17 +90,17 @@ struct OnlineSoftmax {
       }
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        float all = fmaxf(row_max[m][h], both_columns[h]);
+        float all = fmaxf(state[m][h].max, both_columns[h]);
         if constexpr (kRescaleThreshold > 0) {
           // NOTE: also true of the first score after none, where the left side is infinite.
-          const bool exceeds = (all - row_max[m][h]) * transform.to_log2 > static_cast<float>(kRescaleThreshold);
-          all = exceeds ? all : row_max[m][h];
+          const bool exceeds = (all - state[m][h].max) * transform.to_log2 > static_cast<float>(kRescaleThreshold);
+          all = exceeds ? all : state[m][h].max;
         }
         // Exactly 1 where nothing changes: the difference of two products need not be 0.
-        const float changed = Exp2(__fmaf_rn(row_max[m][h], transform.to_log2, -Shift(transform, all)));
-        rescale[m][h] = all == row_max[m][h] ? 1.0f : changed;
-        row_max[m][h] = all;
-        sum[m][h] = __fmul_rn(sum[m][h], rescale[m][h]);
+        const float changed = Exp2(__fmaf_rn(state[m][h].max, transform.to_log2, -Shift(transform, all)));
+        rescale[m][h] = all == state[m][h].max ? 1.0f : changed;
+        state[m][h].max = all;
+        state[m][h].sum = __fmul_rn(state[m][h].sum, rescale[m][h]);
       }
     }
   }
@@ -111,14 +110,14 @@ struct OnlineSoftmax {
   __device__ void Exponentials(const LogitTransform& transform, float (&s)[kRowTiles][kKeyTiles][4]) {
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m) {
-      const float shift[2] = {Shift(transform, row_max[m][0]), Shift(transform, row_max[m][1])};
+      const float shift[2] = {Shift(transform, state[m][0].max), Shift(transform, state[m][1].max)};
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
 #pragma unroll
         for (int n = kFirst; n < kEnd; ++n) {
           s[m][n][2 * h] = Exp2(fmaf(s[m][n][2 * h], transform.to_log2, -shift[h]));
           s[m][n][2 * h + 1] = Exp2(fmaf(s[m][n][2 * h + 1], transform.to_log2, -shift[h]));
-          sum[m][h] += s[m][n][2 * h] + s[m][n][2 * h + 1];
+          state[m][h].sum += s[m][n][2 * h] + s[m][n][2 * h + 1];
         }
       }
     }
@@ -126,7 +125,8 @@ struct OnlineSoftmax {
 
   // Stores a value that depends on all sums of the first 16 rows to 4 bytes of shared memory: see where it is called.
   __device__ void StoreRowSums(void* target) const {
-    asm volatile("st.shared.f32 [%0], %1;" ::"r"(SharedAddress(target)), "f"(sum[0][0] + sum[0][1]) : "memory");
+    asm volatile("st.shared.f32 [%0], %1;" ::"r"(SharedAddress(target)), "f"(state[0][0].sum + state[0][1].sum)
+                 : "memory");
   }
 
   template <int kDimTiles>
@@ -161,7 +161,7 @@ struct OnlineSoftmax {
         const int row = Row(m, h);
         const float row_sum = RowSum(m, h);
         const int head = row < rows.count ? rows.Head(row) : 0;
-        const RowNormalization norm = transform.Normalize(row_max[m][h], row_sum, head);
+        const RowNormalization norm = transform.Normalize({state[m][h].max, row_sum}, head);
         if (params.lse != nullptr && row < rows.count && Lane() % 4 == 0) params.lse[rows.HeadRow(row)] = norm.lse;
 #pragma unroll
         for (int d = 0; d < kDimTiles; ++d) {
@@ -204,25 +204,25 @@ struct OnlineSoftmax {
         float2* const o_accum =
             reinterpret_cast<float2*>(accumulators.o_accum + accum_row * (kDimTiles * 8)) + quad_lane;
         if (in_tile && (mode & kAccumulate) != 0) {
-          const StateMerge merge(__ldcg(accumulators.max_sum_accum + accum_row), make_float2(row_max[m][h], row_sum),
-                                 transform.to_log2);
-          row_max[m][h] = merge.max_sum.x;
-          row_sum = merge.max_sum.y;
+          const float2 spilled = __ldcg(accumulators.max_sum_accum + accum_row);
+          const SplitMerge merge({spilled.x, spilled.y}, {state[m][h].max, row_sum}, transform.to_log2);
+          state[m][h].max = merge.state.max;
+          row_sum = merge.state.sum;
 #pragma unroll
           for (int d = 0; d < kDimTiles; ++d) {
             const float2 earlier = __ldcg(o_accum + d * 4);
-            o[m][d][2 * h] = merge.Of(earlier.x, o[m][d][2 * h]);
-            o[m][d][2 * h + 1] = merge.Of(earlier.y, o[m][d][2 * h + 1]);
+            o[m][d][2 * h] = merge.Merge(earlier.x, o[m][d][2 * h]);
+            o[m][d][2 * h + 1] = merge.Merge(earlier.y, o[m][d][2 * h + 1]);
           }
         }
         __syncwarp();  // all four lanes have read max_sum_accum
         if (in_tile && (mode & kSpill) != 0) {
 #pragma unroll
           for (int d = 0; d < kDimTiles; ++d) o_accum[d * 4] = make_float2(o[m][d][2 * h], o[m][d][2 * h + 1]);
-          if (quad_lane == 0) accumulators.max_sum_accum[accum_row] = make_float2(row_max[m][h], row_sum);
+          if (quad_lane == 0) accumulators.max_sum_accum[accum_row] = make_float2(state[m][h].max, row_sum);
         }
         // RowSum adds the four lanes once more.
-        sum[m][h] = quad_lane == 0 ? row_sum : 0.0f;
+        state[m][h].sum = quad_lane == 0 ? row_sum : 0.0f;
       }
     }
     __syncwarp();
@@ -248,7 +248,7 @@ struct OnlineSoftmax {
         const unsigned token = rows.group.Divide(packed);
         const unsigned group = rows.group.divisor;
         const int head = static_cast<int>(rows.kv_head * group + (packed - token * group));
-        RowNormalization norm = transform.NormalizeFast(row_max[m][h], row_sum, in_tile ? head : 0);
+        RowNormalization norm = transform.NormalizeFast({state[m][h].max, row_sum}, in_tile ? head : 0);
         if (invalid) norm = {false, CUDART_NAN_F, CUDART_NAN_F};
         const int64_t head_row = in_tile ? (rows.q_begin + token) * static_cast<unsigned>(rows.num_heads) + head : 0;
         if (params.lse != nullptr && in_tile && quad_lane == 0) params.lse[head_row] = norm.lse;
@@ -280,7 +280,7 @@ struct OnlineSoftmax {
   }
 
  private:
-  // row_max as a base-2 logit. 0 for a row that has seen no key, so that its numerators are 0 and not NaN.
+  // A maximum as a base-2 logit. 0 for a row that has seen no key, so that its numerators are 0 and not NaN.
   static __device__ float Shift(const LogitTransform& transform, float max) {
     return max == -INFINITY ? 0.0f : __fmul_rn(max, transform.to_log2);
   }

@@ -7,15 +7,15 @@
 
 #include <cstdint>
 
+#include "ffi/device/attention_state.cuh"
 #include "ffi/device/dependent_launch.cuh"
+#include "ffi/device/fast_divisor.h"
+#include "ffi/device/math_constants.h"
 #include "ffi/device/mma.cuh"
 #include "ffi/ops/paged_attention/padding_rows.cuh"
 #include "ffi/ops/paged_attention/prefill/tile_scheduler.cuh"
 
 namespace xla_gpu::prefill {
-
-constexpr float kLog2E = 1.4426950408889634f;
-constexpr float kLn2 = 0.6931471805599453f;
 
 // 1 - 2 / (e^2x + 1): absolute error of 1e-7 or so, which soft_cap multiplies; exact at ±infinity.
 __device__ inline float FastTanh(float x) { return 1.0f - __fdividef(2.0f, Exp2(2.0f * kLog2E * x) + 1.0f); }
@@ -24,21 +24,6 @@ __device__ inline float FastTanh(float x) { return 1.0f - __fdividef(2.0f, Exp2(
 struct PlainDivisor {
   unsigned divisor;
   __device__ unsigned Divide(unsigned x) const { return x / divisor; }
-};
-
-// Division by a number below 2^31 that the host knows, for numerators below 2^31.
-struct FastDivisor {
-  unsigned divisor;
-  unsigned multiplier;  // 2^(31 + shift) / divisor, rounded up
-  int shift;
-
-  static FastDivisor Make(int64_t divisor) {
-    FastDivisor fast{static_cast<unsigned>(divisor), 0, 0};
-    while (int64_t{1} << fast.shift < divisor) ++fast.shift;
-    fast.multiplier = static_cast<unsigned>(((int64_t{1} << (31 + fast.shift)) + divisor - 1) / divisor);
-    return fast;
-  }
-  __device__ unsigned Divide(unsigned x) const { return __umulhi(2 * x, multiplier) >> shift; }
 };
 
 // The rows of a work tile, and the keys that they see.
@@ -174,9 +159,10 @@ struct LogitTransform {
   }
 
   // As Normalize, with approximate division and logarithm (a relative 2^-21 or so).
-  __device__ RowNormalization NormalizeFast(float row_max, float sum, int head) const {
-    if (row_max == -INFINITY && sum == 0.0f) return {true, 0.0f, -INFINITY};
-    float shift = row_max == -INFINITY ? 0.0f : __fmul_rn(row_max, to_log2);
+  __device__ RowNormalization NormalizeFast(AttentionState state, int head) const {
+    float sum = state.sum;
+    if (state.max == -INFINITY && sum == 0.0f) return {true, 0.0f, -INFINITY};
+    float shift = state.max == -INFINITY ? 0.0f : __fmul_rn(state.max, to_log2);
     float factor = 1.0f;
     if (sinks != nullptr) {
       const float sink = __fmul_rn(sinks[head], kLog2E);
@@ -188,11 +174,13 @@ struct LogitTransform {
     return {false, __fdividef(factor * v_scale, sum), kLn2 * (shift + __log2f(sum))};
   }
 
-  // `row_max`: the row's row_max transformed score; `sum`: of exp2((score - row_max) * to_log2).
-  __device__ RowNormalization Normalize(float row_max, float sum, int head) const {
-    // NOTE: NaN scores leave `row_max` at -infinity when a row has no others, but not the sum at 0.
-    if (row_max == -INFINITY && sum == 0.0f) return {true, 0.0f, -INFINITY};
-    float shift = row_max == -INFINITY ? 0.0f : row_max * to_log2;
+  // `state`: over all keys of the row, of transformed scores; the sum is of exp2((score - max) * to_log2). The sink
+  // joins it here.
+  __device__ RowNormalization Normalize(AttentionState state, int head) const {
+    // NOTE: NaN scores leave the maximum at -infinity when a row has no others, but not the sum at 0.
+    float sum = state.sum;
+    if (state.max == -INFINITY && sum == 0.0f) return {true, 0.0f, -INFINITY};
+    float shift = state.max == -INFINITY ? 0.0f : state.max * to_log2;
     float factor = 1.0f;
     if (sinks != nullptr) {
       const float sink = sinks[head] * kLog2E;

@@ -6,6 +6,7 @@
 
 #include <cstdint>
 
+#include "ffi/device/attention_state.cuh"
 #include "ffi/device/float8.cuh"
 #include "ffi/ops/paged_attention/prefill/rows.cuh"
 #include "ffi/ops/paged_attention/prefill/tile_scheduler.cuh"
@@ -146,11 +147,11 @@ struct SimtWorkTile {
     const LogitTransform transform(params, rows.kv_head);
 
     float4 o[4][kQuads] = {};
-    float row_max[4], sum[4] = {};
+    AttentionState state[4];
     int first_key[4], last_key[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      row_max[i] = -INFINITY;
+      state[i] = {-INFINITY, 0.0f};
       rows.VisibleKeys(row_thread + i * kRowThreads, &first_key[i], &last_key[i]);
     }
     LoadQuery(rows);
@@ -169,7 +170,7 @@ struct SimtWorkTile {
       transform.Transform</*kExact=*/true>(s);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        float new_max = row_max[i];
+        float new_max = state[i].max;
 #pragma unroll
         for (int j = 0; j < kKeysPerThread; ++j) {
           const int position = tile * kKeys + column + j * kColumns;
@@ -183,13 +184,13 @@ struct SimtWorkTile {
         // NOTE: both products are rounded, so that the factor is exactly 1 where row_max stays. Fused with the
         // subtraction, one product would leave its rounding error behind, once for each key tile.
         const float shift = new_max == -INFINITY ? 0.0f : __fmul_rn(new_max, transform.to_log2);
-        const float rescale = Exp2(__fmul_rn(row_max[i], transform.to_log2) - shift);
-        row_max[i] = new_max;
-        sum[i] *= rescale;
+        const float rescale = Exp2(__fmul_rn(state[i].max, transform.to_log2) - shift);
+        state[i].max = new_max;
+        state[i].sum *= rescale;
 #pragma unroll
         for (int j = 0; j < kKeysPerThread; ++j) {
           const float p = Exp2(fmaf(s[0][i][j], transform.to_log2, -shift));
-          sum[i] += p;
+          state[i].sum += p;
           probabilities[(row_thread + i * kRowThreads) * kProbStride + column + j * kColumns] = p;
         }
 #pragma unroll
@@ -211,9 +212,9 @@ struct SimtWorkTile {
     for (int i = 0; i < 4; ++i) {
       const int row = row_thread + i * kRowThreads;
 #pragma unroll
-      for (int step = 1; step < kColumns; step *= 2) sum[i] += __shfl_xor_sync(~0u, sum[i], step);
+      for (int step = 1; step < kColumns; step *= 2) state[i].sum += __shfl_xor_sync(~0u, state[i].sum, step);
       if (row >= rows.count) continue;
-      const RowNormalization norm = transform.Normalize(row_max[i], sum[i], rows.Head(row));
+      const RowNormalization norm = transform.Normalize(state[i], rows.Head(row));
       const int64_t head_row = rows.HeadRow(row);
       if (params.lse != nullptr && column == 0) params.lse[head_row] = norm.lse;
 #pragma unroll

@@ -8,6 +8,7 @@
 #include <type_traits>
 
 #include "ffi/device/async_copy.cuh"
+#include "ffi/device/fast_divisor.h"
 #include "ffi/device/tensor_map.cuh"
 #include "ffi/ops/paged_attention/prefill/combine.cuh"
 #include "ffi/ops/paged_attention/prefill/persistent_tile_scheduler.cuh"
