@@ -10,13 +10,13 @@
 
 namespace xla_gpu {
 
-// Where the scratch that LaunchPrefill needs begins, behind that of the decode path, and its size in bytes: partial
-// results of few rows behind long contexts.
+// The split accumulators (split_kv.h) in the call's scratch: where they begin, behind the decode path's, and their
+// size, in bytes. From shapes alone; 0 bytes where no sequence can be split.
 int64_t PrefillScratchBegin(const PagedAttentionParams& shapes);
 int64_t PrefillScratchBytes(const PagedAttentionParams& shapes);
 
-// Writes the rows of every sequence of more than kMaxDecodeRows rows, and those that belong to no sequence. Two
-// launches where contexts may be long, else one.
+// Writes the rows of every sequence of more than kMaxDecodeRows rows, and the padding rows. Two launches where
+// sequences may be split, else one.
 Status LaunchPrefill(const PagedAttentionParams& params, Stream stream);
 
 // The same for queries of dtype T: float, __half or __nv_bfloat16. Specialized in instantiations/, a source file each,
