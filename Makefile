@@ -16,7 +16,7 @@ PIP     := $(BIN)/python -m pip --disable-pip-version-check --quiet
 HEADERS := build/ffi-headers
 SOURCES := $(shell git ls-files CMakeLists.txt pyproject.toml third_party ffi python 2>/dev/null)
 
-.PHONY: demo demo-jax docs test test-versions test-oldest test-newest sanitize fuzz-cxx lint format library library-cuda \
+.PHONY: demo demo-jax docs test test-versions test-oldest test-newest test-adapters sanitize fuzz-cxx lint format library library-cuda \
         compare-machine-code test-handlers wheel clean
 .DELETE_ON_ERROR:
 
@@ -134,6 +134,21 @@ test-newest: $(VENV)/.installed test-handlers build/versions/newest/.done
 	PYTHONPATH=$(CURDIR)/python XLA_GPU_LIBRARY=$$library XLA_GPU_TEST_HANDLERS=$(HANDLERS) \
 	  build/versions/newest/bin/python -m pytest -q -r fE
 endif
+
+# The adapters against the projects' own packages, in an environment of its own: their pins are not ours. tpu-inference
+# wants vLLM and libtpu; its reference needs neither.
+ADAPTERS := build/versions/adapters
+
+$(ADAPTERS)/.done:
+	$(PYTHON) -m venv $(ADAPTERS)
+	$(ADAPTERS)/bin/python -m pip --disable-pip-version-check --quiet install ejkernel==0.0.80.3 ml_dtypes pytest hypothesis
+	$(ADAPTERS)/bin/python -m pip --disable-pip-version-check --quiet install --no-deps tpu-inference==0.32.0
+	touch $@
+
+test-adapters: $(VENV)/.installed $(ADAPTERS)/.done
+	library=$$($(BIN)/python -c "from xla_gpu._runtime import library; print(library.find())") && \
+	PYTHONPATH=$(CURDIR)/python XLA_GPU_LIBRARY=$$library $(ADAPTERS)/bin/python -m pytest -q -r fE tests/adapters \
+	  tests/frontends/test_ragged_paged_attention_v3.py
 
 # AddressSanitizer and UndefinedBehaviorSanitizer in the library, in the third-party handlers, in the fake plug-in and in
 # the fuzz target; ThreadSanitizer in a program of its own. Three options need reasons:
