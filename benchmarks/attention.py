@@ -7,7 +7,7 @@
 Every implementation's result is checked against a float64 reference of some rows before it is timed. The table gives
 the bytes that the load needs at least, the time that these or its operations take at their limit, our time and rates,
 the fraction of the limit, and the ratio of the best paged peer's time to ours; then every peer's time, in microseconds.
-See implementations.py for how the peers are found. Ends with 1 where a result of ours was wrong or missing.
+See implementations.py for how the peers are found. Ends with 1 if a result of this package was wrong or missing.
 """
 
 from __future__ import annotations

@@ -171,7 +171,7 @@ class Scheduler:
             self.running.append(request)
 
     def _finish(self, request: Request) -> None:
-        # A step in flight may still write to these pages. Steps run in order on the device, so whoever gets the pages
+        # A step in flight may still write to these pages. Steps run in order on the device, so the request that gets the pages
         # writes later, and reads only what it wrote.
         request.finished = True
         self.running.remove(request)

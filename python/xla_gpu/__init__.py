@@ -8,7 +8,7 @@ __version__: str
 
 
 def __getattr__(name: str) -> str:
-    # Looked up when asked for: torch_xla imports this package at start-up, and importlib.metadata costs milliseconds.
+    # Computed on first access: torch_xla imports this package at start-up, and importlib.metadata costs milliseconds.
     if name != "__version__":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import metadata

@@ -40,7 +40,7 @@ Args:
   page_indices: int32[max_seqs * pages_per_seq], the page numbers of each sequence, one sequence after the other.
   cu_q_lens: int32[max_seqs + 1]; sequence s owns the rows ``cu_q_lens[s]:cu_q_lens[s + 1]`` of queries.
   distribution: int32[3]; distribution[2] is the number of live sequences. The first two numbers say how many of them
-    decode and how many read prompts, which the kernels here find out for themselves.
+    decode and how many read prompts; the kernels here compute that themselves.
   attention_sink: [num_heads], a logit per head that takes part in the softmax's sum and has no value; None: none.
   sm_scale: multiplies q . k.
   sliding_window: a query sees its last ``sliding_window`` keys, itself included; None: all.
@@ -49,7 +49,7 @@ Args:
   q_scale: queries are divided by it and rounded to the cache's dtype, and scores are multiplied by it; None: neither.
   k_scale: K is stored * k_scale; None: 1. A number, like the other scales.
   v_scale: V is stored * v_scale; None: 1.
-  update_kv_cache: False: the new keys and values stand in the cache already.
+  update_kv_cache: False: the new keys and values are in the cache already.
   return_lse: also return the logarithm of the softmax's sum.
   use_causal_mask: True. Nothing else is supported.
   skip_kv_mask: False. It is for masks that are not causal.

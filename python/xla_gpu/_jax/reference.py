@@ -1,4 +1,4 @@
-"""ragged_paged_attention in JAX's own operations, without a kernel of ours: slow, short, for comparisons."""
+"""ragged_paged_attention in JAX's own operations, without a kernel: slow, short, for comparisons."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def ragged_paged_attention(
     for s in range(max_seqs):
         first, end, length = cu_q_lens[s], cu_q_lens[s + 1], kv_lens[s]
         used = (slots < length) & (s < num_seqs[0])
-        # Whatever stands in unused entries and slots is kept from indexing and from products, where NaN would spread.
+        # The contents of unused entries and slots take no part in indexing and products, where NaN would spread.
         pages = jnp.where(used[::page_size], page_indices[s], 0)
         kv = kv_pages[pages].astype(jnp.float32).reshape(-1, num_combined_heads, head_dim)
         kv = jnp.where(used[:, None, None], kv, 0.0)

@@ -138,7 +138,7 @@ def _add(target: Target) -> None:
 
 @functools.cache
 def _own() -> frozenset[str]:
-    """Registers the library's own handlers, through the same way as everybody's."""
+    """Registers the library's own handlers, in the same table as users' handlers."""
     handlers = library.load().handlers()
     for handler in handlers:
         _add(Target(handler.target, _OF_LIBRARY[handler.platform], 0, 0, 0, handler.execute))

@@ -1,4 +1,4 @@
-"""ragged_paged_attention in PyTorch's own operations, without a kernel of ours: slow, short, for comparisons.
+"""ragged_paged_attention in PyTorch's own operations, without a kernel: slow, short, for comparisons.
 
 No value of a tensor decides what is computed, so it runs on any device, lazily and compiled too.
 """
@@ -38,7 +38,7 @@ def ragged_paged_attention(
     for s in range(max_seqs):
         first, end, length = cu_q_lens[s], cu_q_lens[s + 1], kv_lens[s]
         used = (slots < length) & (s < num_seqs)
-        # Whatever stands in unused entries and slots is kept from indexing and from products, where NaN would spread.
+        # The contents of unused entries and slots take no part in indexing and products, where NaN would spread.
         pages = torch.where(used[::page_size], page_indices[s], 0).long()
         kv = pages_in_float32[pages].reshape(-1, num_combined_heads, head_dim)
         kv = torch.where(used[:, None, None], kv, 0.0)

@@ -50,7 +50,7 @@ def check_operands(name: str, operand_names: Sequence[str], tensors: Sequence[to
 
 
 def check_no_gradient(name: str, argument: str, tensor: torch.Tensor) -> None:
-    """Raises ValueError where a gradient through ``tensor`` is asked for, in reverse or in forward mode."""
+    """Raises ValueError where a gradient through ``tensor`` is requested, in reverse or in forward mode."""
     wanted = tensor.requires_grad and torch.is_grad_enabled()
     if wanted or (forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None):
         raise ValueError(

@@ -1,6 +1,6 @@
 """The XLA FFI API of torch_xla's CPU client, which torch_xla itself offers no way to reach.
 
-``xla::ffi::GetXlaFfiApi()`` is compiled into the extension module _XLAC without being exported. Its address stands in
+``xla::ffi::GetXlaFfiApi()`` is compiled into the extension module _XLAC without being exported. Its address is in
 the file's symbol table, which torch_xla's wheels keep.
 """
 

@@ -99,7 +99,7 @@ def _number(name: str, text: str) -> float:
 
 
 def pjrt_api() -> int:
-    """Address of the PJRT_Api of JAX's CUDA plug-in itself, which the adapter stands in front of.
+    """Address of the PJRT_Api of JAX's CUDA plug-in itself, which the adapter wraps.
 
     Works before the client starts and without a GPU. Raises CompatibilityError and LibraryError.
     """
