@@ -171,8 +171,8 @@ class Scheduler:
             self.running.append(request)
 
     def _finish(self, request: Request) -> None:
-        # A step in flight may still write to these pages. Steps run in order on the device, so the request that gets the pages
-        # writes later, and reads only what it wrote.
+        # A step in flight may still write to these pages. Steps run in order on the device, so the next owner of the
+        # pages writes later, and reads only what it wrote.
         request.finished = True
         self.running.remove(request)
         self.allocator.free(request.pages)

@@ -1,4 +1,4 @@
-"""Decode of sequences whose pages are spread over devices: attention over each device's pages, then one merged state."""
+"""Decode of sequences whose pages are spread over devices: attention over each device's pages, then one merge."""
 
 from __future__ import annotations
 
