@@ -158,3 +158,24 @@ def test_an_example_that_breaks_is_reported_with_its_line():
 def test_a_block_that_would_be_overlooked_is_an_error(text):
     with pytest.raises(AssertionError):
         check(text)
+
+
+# ---- Names of files --------------------------------------------------------------------------------------------------
+NAMED = re.compile(r"`((?:tests|ffi|python|docs|examples|benchmarks|third_party)/[\w./-]*\w/?)(?::[^`]*)?`")
+
+
+@pytest.mark.parametrize(
+    "page", [p for p in PAGES if p.parent.name != "log"], ids=lambda page: page.relative_to(ROOT).as_posix()
+)
+def test_files_that_a_page_names_exist(page):
+    """What docs/log names existed on its day."""
+    missing = [name for name in NAMED.findall(page.read_text()) if not (ROOT / name).exists()]
+    assert missing == []
+
+
+def test_names_of_files_are_found():
+    assert NAMED.findall("`tests/nothing.py` and `ffi/nothing.h: Name`, `tests/fuzz`") == [
+        "tests/nothing.py",
+        "ffi/nothing.h",
+        "tests/fuzz",
+    ]
