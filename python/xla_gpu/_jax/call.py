@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 from collections.abc import Callable
@@ -18,7 +19,7 @@ from .._core.docstrings import docstring
 from .._core.operator import ArraySpec, IntOperand, OpCall, Operator, check_inputs_requested
 from .._runtime import library, targets
 from .._runtime.scratch import all_results
-from ..errors import TargetError
+from ..errors import LibraryError, TargetError
 from ..ops import ragged_paged_attention
 from . import reference
 from .partition import partitioned
@@ -206,3 +207,9 @@ def _register() -> None:
                 f"FFI target {handler.target!r} was refused by JAX's {platform} runtime: {error}. If the name is "
                 "taken, something else in this process registered it first: a second copy of the library, or other code"
             ) from error
+
+
+# At import, so that a program from jax.export or from a compilation cache finds its targets. What is wrong with the
+# library or with a name is raised by the first call.
+with contextlib.suppress(LibraryError, TargetError):
+    _register()
