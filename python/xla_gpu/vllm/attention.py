@@ -1,0 +1,135 @@
+"""vLLM's attention layers on this library's two operators."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from vllm.attention.backends.abstract import AttentionBackend, AttentionImpl, AttentionType
+
+import xla_gpu.torch as xg
+
+# vLLM's names of the caches' dtypes, as far as they are taken.
+CACHE_DTYPES = {
+    "fp8": torch.float8_e4m3fn,
+    "fp8_e4m3": torch.float8_e4m3fn,
+    "fp8_e5m2": torch.float8_e5m2,
+}
+MAX_HEAD_SIZE = 256
+
+
+@dataclasses.dataclass
+class StepMetadata:
+    """What the attention layers of one KV-cache group need of a step; see xla_gpu.torch.paged_attention."""
+
+    slot_mapping: torch.Tensor
+    context_lens: torch.Tensor
+    block_tables: torch.Tensor
+    query_start_loc: torch.Tensor
+    num_seqs: torch.Tensor
+
+
+class XlaGpuAttentionBackend(AttentionBackend):  # type: ignore[misc]
+    """What vLLM asks about the backend."""
+
+    accept_output_buffer = False
+    supported_dtypes = (torch.float32, torch.float16, torch.bfloat16)
+
+    @staticmethod
+    def get_name() -> str:
+        """Its name in vLLM's registry: that of back ends from elsewhere."""
+        return "CUSTOM"
+
+    @staticmethod
+    def get_impl_cls() -> type[XlaGpuAttention]:
+        """The layers' implementation."""
+        return XlaGpuAttention
+
+    @staticmethod
+    def get_builder_cls() -> Any:
+        """vLLM's own runners alone ask for a metadata builder."""
+        raise NotImplementedError("the runner of xla_gpu.vllm makes the metadata itself")
+
+    @staticmethod
+    def get_kv_cache_shape(
+        num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
+    ) -> tuple[int, ...]:
+        """The layout of a layer's cache: K of head h at 2h, V at 2h + 1."""
+        return (num_blocks, block_size, 2 * num_kv_heads, head_size)
+
+
+class XlaGpuAttention(AttentionImpl):  # type: ignore[misc]
+    """One attention layer: stores the new keys and values in its cache, and attends to it."""
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int | None = None,
+        alibi_slopes: list[float] | None = None,
+        sliding_window: int | None = None,
+        kv_cache_dtype: str = "auto",
+        logits_soft_cap: float | None = None,
+        attn_type: str = AttentionType.DECODER,
+        kv_sharing_target_layer_name: str | None = None,
+        sinks: torch.Tensor | None = None,
+        **others: Any,
+    ) -> None:
+        refused = {
+            "alibi_slopes": alibi_slopes,
+            "attn_type": attn_type if attn_type != AttentionType.DECODER else None,
+            **others,
+        }
+        for name, value in refused.items():
+            if value is not None:
+                raise ValueError(f"xla_gpu.vllm: this model's attention needs {name} = {value!r}, which is not supported")
+        if head_size % 8 or head_size > MAX_HEAD_SIZE:
+            raise ValueError(f"xla_gpu.vllm: head size: expected a multiple of 8 up to {MAX_HEAD_SIZE}, got {head_size}")
+        self.num_heads, self.head_size = num_heads, head_size
+        self.num_kv_heads = num_kv_heads or num_heads
+        self.scale = float(scale)
+        self.sliding_window = sliding_window
+        self.soft_cap = logits_soft_cap or None
+        self.sinks = sinks
+        self.stores_keys = kv_sharing_target_layer_name is None
+        self.float8_cache = kv_cache_dtype in CACHE_DTYPES
+
+    def forward(
+        self,
+        layer: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: StepMetadata,
+        output: torch.Tensor | None = None,
+        output_scale: torch.Tensor | None = None,
+        output_block_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """T[num_tokens, num_heads * head_size] from query, key and value of the same form."""
+        num_tokens = query.shape[0]
+        scales: dict[str, torch.Tensor] = {}
+        if self.float8_cache:
+            scales = {
+                "k_scale": torch.full((1,), layer._k_scale_float, dtype=torch.float32, device=query.device),
+                "v_scale": torch.full((1,), layer._v_scale_float, dtype=torch.float32, device=query.device),
+            }
+        if self.stores_keys:
+            shape = (num_tokens, self.num_kv_heads, self.head_size)
+            xg.reshape_and_cache_(key.view(shape), value.view(shape), kv_cache, attn_metadata.slot_mapping, **scales)
+        attended = xg.paged_attention(
+            query.view(num_tokens, self.num_heads, self.head_size),
+            kv_cache,
+            attn_metadata.context_lens,
+            attn_metadata.block_tables,
+            attn_metadata.query_start_loc,
+            attn_metadata.num_seqs,
+            scale=self.scale,
+            sliding_window=self.sliding_window,
+            soft_cap=self.soft_cap,
+            sinks=None if self.sinks is None else self.sinks.float(),
+            **scales,
+        )
+        return attended.reshape(num_tokens, self.num_heads * self.head_size)

@@ -1,0 +1,51 @@
+"""Sizes that programs are compiled for. A step is padded to the next of them."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+
+# Sampling works on whole rows of logits and is compiled once per number of rows; below this the padding is free.
+MIN_LOGITS_ROWS = 8
+
+
+def powers_of_two(most: int) -> list[int]:
+    """1, 2, 4, ... below ``most``, and ``most``."""
+    sizes = [1]
+    while sizes[-1] * 2 < most:
+        sizes.append(sizes[-1] * 2)
+    return sizes if most == 1 else [*sizes, most]
+
+
+def token_buckets(max_tokens: int, max_seqs: int, chosen: Sequence[int] | None = None) -> list[int]:
+    """Numbers of tokens of a step: powers of two, ``max_seqs``, so that a full batch decodes unpadded, and ``max_tokens``.
+
+    Args:
+      chosen: the user's buckets, which take the place of the powers of two.
+
+    Raises:
+      ValueError: ``chosen`` is not a list of positive numbers up to ``max_tokens``.
+    """
+    if chosen is None:
+        sizes = set(powers_of_two(max_tokens))
+    else:
+        sizes = set(chosen)
+        if not all(isinstance(size, int) and not isinstance(size, bool) and 1 <= size <= max_tokens for size in chosen):
+            raise ValueError(
+                f"additional_config: token_buckets: expected integers from 1 to max_num_batched_tokens = {max_tokens}, "
+                f"got {list(chosen)}"
+            )
+    return sorted(sizes | {min(max_seqs, max_tokens), max_tokens})
+
+
+def logits_rows(num_seqs: int) -> int:
+    """Rows of logits that the model's program returns for a step with room for ``num_seqs`` sequences."""
+    return max(num_seqs, MIN_LOGITS_ROWS)
+
+
+def next_bucket(buckets: Sequence[int], size: int) -> int:
+    """The smallest bucket that holds ``size``."""
+    at = bisect_left(buckets, size)
+    if at == len(buckets):
+        raise ValueError(f"no bucket holds {size}; the largest is {buckets[-1]}")
+    return buckets[at]

@@ -1,0 +1,77 @@
+"""How much of the device's memory the KV caches get."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import MutableMapping
+from typing import Any
+
+import torch
+
+_GIB = 1 << 30
+
+# For kernels, command buffers and the runtime beside what is computed below.
+_RESERVE = _GIB // 2
+
+# Of the CPU client, which has no limit of its own; vLLM's variable for its CPU platform sets another.
+_CPU_GIB = 1.0
+
+
+def set_pool(environ: MutableMapping[str, str], utilization: float) -> None:
+    """Lets the client's pool have the share of memory that --gpu-memory-utilization names.
+
+    Without it, it would be JAX's three quarters. What the user set is kept.
+    """
+    environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", f"{utilization:.4f}")
+
+
+def for_kv_caches(config: Any, device: torch.device) -> int:
+    """Bytes for KV caches: what the pool has left beside the weights and what steps compute.
+
+    Raises:
+      ValueError: nothing is left.
+    """
+    import torch_xla.core.xla_model as xm
+
+    if (fixed := config.cache_config.kv_cache_memory_bytes) is not None:
+        return int(fixed)
+    if os.environ.get("PJRT_DEVICE", "").upper() == "CPU":
+        return int(float(os.environ.get("VLLM_CPU_KVCACHE_SPACE") or _CPU_GIB) * _GIB)
+    info = xm.get_memory_info(device)
+    limit, used = int(info["bytes_limit"]), int(info["bytes_used"])
+    steps = step_bytes(config)
+    available = limit - used - steps - _RESERVE
+    if available <= 0:
+        raise ValueError(
+            f"xla_gpu.vllm: no memory is left for KV caches: of {limit / _GIB:.1f} GiB the weights take "
+            f"{used / _GIB:.1f} and a step {steps / _GIB:.1f}. Raise --gpu-memory-utilization, or lower "
+            "--max-num-batched-tokens or --max-num-seqs"
+        )
+    return available
+
+
+def step_bytes(config: Any) -> int:
+    """An upper bound of what the programs of a step need at once: activations, logits, the sampler's rows.
+
+    XLA reuses the memory of what is not needed any more, so that a few of the widest layers are what counts.
+    """
+    model, scheduler = config.model_config, config.scheduler_config
+    text = model.hf_text_config
+    item = torch.tensor([], dtype=model.dtype).element_size()
+    heads = model.get_num_attention_heads(config.parallel_config)
+    kv_heads = model.get_num_kv_heads(config.parallel_config)
+    attention = (2 * heads + 2 * kv_heads) * model.get_head_size()
+    wide = 3 * getattr(text, "intermediate_size", 4 * model.get_hidden_size())
+    num_experts = getattr(text, "num_local_experts", None) or getattr(text, "num_experts", None)
+    tokens = scheduler.max_num_batched_tokens
+    if num_experts:
+        intermediate = getattr(text, "moe_intermediate_size", None) or text.intermediate_size
+        experts = min(tokens, 512) * num_experts * (4 * intermediate + 2 * model.get_hidden_size()) * item
+    else:
+        experts = 0
+    rows = tokens * (8 * model.get_hidden_size() + attention + wide) * item + experts
+    # Logits as they are and as float32, and four arrays of their size for sampling; the penalties' counts.
+    vocabulary = model.get_vocab_size()
+    logits = max(scheduler.max_num_seqs, 128) * vocabulary * (item + 5 * 4)
+    counts = (scheduler.max_num_seqs + 1) * vocabulary * 4
+    return int(rows + logits + counts)

@@ -1,0 +1,205 @@
+"""Runs the engine's steps: packs a step's batch, launches its programs, hands over what they chose."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch_xla.core.xla_model as xm
+from vllm.config import VllmConfig
+from vllm.logger import init_logger
+from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT
+
+from . import buckets, weights
+from .block_tables import BlockTables
+from .kv_cache import KVCaches
+from .model_program import ModelPrograms, PromptPrograms
+from .options import Options
+from .output import PromptLogprobs, StepOutput
+from .program import compilations
+from .requests import Request, RequestTable
+from .sampler.sampler import Sampled, Sampler, SamplerOptions
+from .step_layout import StepLayout
+
+logger = init_logger(__name__)
+
+
+class ModelRunner:
+    """The model, its caches and its programs on one device."""
+
+    def __init__(self, config: VllmConfig, device: torch.device) -> None:
+        self.config = config
+        self.device = device
+        self._max_seqs = config.scheduler_config.max_num_seqs
+        self._max_tokens = config.scheduler_config.max_num_batched_tokens
+        self._asynchronous = config.scheduler_config.async_scheduling
+        chosen = Options.of(config).token_buckets
+        self.token_buckets = buckets.token_buckets(self._max_tokens, self._max_seqs, chosen)
+        # The step that was launched and whose tokens sample_tokens chooses.
+        self._launched: tuple[list[Request], npt.NDArray[np.int32], Sampled, torch.Tensor, torch.Tensor] | None = None
+
+    # ---- Start -------------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def load_model(self) -> None:
+        """Loads the weights."""
+        start = time.perf_counter()
+        self.model = weights.load_model(self.config, self.device)
+        xm.wait_device_ops()
+        logger.info("Loading the model took %.1f s", time.perf_counter() - start)
+
+    @torch.no_grad()
+    def initialize(self, cache_config: KVCacheConfig) -> None:
+        """Makes the caches and all that is kept on the device between steps."""
+        model = self.config.model_config
+        self.caches = KVCaches(self.config, cache_config, self.device)
+        self.tables = BlockTables(self._max_seqs, model.max_model_len, self.caches.block_sizes, self.device)
+        self.requests = RequestTable(self._max_seqs, model.max_model_len, self.tables, model.seed)
+        self._last_tokens = torch.zeros(self._max_seqs + 1, dtype=torch.int32).to(self.device)
+        self._programs = ModelPrograms(self.config, self.model, self.caches, self.tables, self.device)
+
+    def layout(self, num_tokens: int) -> StepLayout:
+        """The layout of steps of up to ``num_tokens`` tokens, which is one of the buckets."""
+        max_seqs = min(num_tokens, self._max_seqs)
+        groups = len(self.caches.block_sizes)
+        pages = sum(max_seqs + num_tokens // size for size in self.caches.block_sizes)
+        return StepLayout(num_tokens, max_seqs, groups, pages)
+
+    @torch.no_grad()
+    def warm_up(self) -> None:
+        """Compiles every program that a step may need, and runs each once on padding, which stores nothing."""
+        start, compiled = time.perf_counter(), compilations()
+        model = self.config.model_config
+        self.tables.compile()
+        rows = set()
+        for num_tokens in reversed(self.token_buckets):
+            layout = self.layout(num_tokens)
+            self._programs.compile(layout, self._last_tokens)
+            packed, _ = layout.empty(self._max_seqs, self.tables.unused_entry)
+            greedy, logits, hidden = self._launch(layout, packed)
+            if not rows:
+                options = SamplerOptions(
+                    max_seqs=self._max_seqs,
+                    vocab_size=logits.shape[1],
+                    logits_dtype=logits.dtype,
+                    max_logprobs=logits.shape[1] if model.max_logprobs == -1 else min(model.max_logprobs, logits.shape[1]),
+                    logprobs_mode=model.logprobs_mode,
+                )
+                self._sampler = Sampler(options, self.device)
+                self._sampler.compile_load()
+                raw_logits = model.logprobs_mode.endswith("logits")
+                self._prompts = PromptPrograms(
+                    self.model, hidden.shape[1], self._max_tokens, options.max_logprobs, raw_logits, self.device
+                )
+            self._prompts.compile(num_tokens, hidden)
+            if logits.shape[0] not in rows:
+                rows.add(logits.shape[0])
+                self._sampler.compile(logits.shape[0])
+            greedy.tokens.cpu()
+        self.compiled = compilations()
+        logger.info(
+            "Warm-up took %.1f s: %d programs for steps of %s tokens",
+            time.perf_counter() - start,
+            self.compiled - compiled,
+            ", ".join(map(str, self.token_buckets)),
+        )
+
+    # ---- Steps -------------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def execute_model(self, scheduled: Any) -> Any:
+        """Launches the model for a SchedulerOutput. Returns None: sample_tokens is to follow."""
+        for request in self.requests.update(scheduled):
+            self._sampler.admit(request, self.requests.token_ids[request.slot, : request.known])
+        if not scheduled.total_num_scheduled_tokens:
+            return EMPTY_MODEL_RUNNER_OUTPUT
+        batch = self.requests.batch(scheduled)
+        counts = np.fromiter(scheduled.num_scheduled_tokens.values(), np.int32, len(batch))
+        layout = self.layout(buckets.next_bucket(self.token_buckets, scheduled.total_num_scheduled_tokens))
+        greedy, logits, hidden = self._launch(layout, self._pack(layout, batch, counts))
+        self._launched = batch, counts, greedy, logits, hidden
+        return None
+
+    @torch.no_grad()
+    def sample_tokens(self, grammar_output: Any) -> Any:
+        """Chooses the tokens of the step launched last; grammar_output: a GrammarOutput of vLLM, or None."""
+        if self._launched is None:
+            return None
+        (batch, counts, greedy, logits, hidden), self._launched = self._launched, None
+        ends = np.fromiter((request.num_computed for request in batch), np.int32, len(batch)) + counts
+        lengths = np.fromiter((request.num_tokens for request in batch), np.int32, len(batch))
+        sampled = ends == lengths
+        grammar = {}
+        if grammar_output is not None:
+            row_of = {request.req_id: row for row, request in enumerate(batch)}
+            for index, req_id in enumerate(grammar_output.structured_output_request_ids):
+                if (row := row_of.get(req_id)) is not None and sampled[row]:
+                    grammar[row] = grammar_output.grammar_bitmask[index]
+        chosen = self._sampler.sample(batch, sampled, greedy, logits, grammar)
+        self._last_tokens = chosen.last_tokens
+        prompts = self._prompt_logprobs(batch, counts, hidden)
+        rows = np.flatnonzero(sampled).tolist()
+        for row in rows:
+            batch[row].num_tokens += 1
+        output = StepOutput(batch, rows, chosen.tokens, chosen.logprobs, prompts)
+        return output if self._asynchronous else output.get_output()
+
+    def _launch(self, layout: StepLayout, packed: npt.NDArray[np.int32]) -> tuple[Sampled, torch.Tensor, torch.Tensor]:
+        tokens, last_tokens, logits, hidden = self._programs.launch(
+            layout, torch.from_numpy(packed).to(self.device), self._last_tokens
+        )
+        self._last_tokens = last_tokens
+        return Sampled(tokens, last_tokens, None), logits, hidden
+
+    def _pack(self, layout: StepLayout, batch: list[Request], counts: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
+        packed, parts = layout.empty(self._max_seqs, self.tables.unused_entry)
+        n, total = len(batch), int(counts.sum())
+        slots, computed, known = (
+            np.fromiter((getattr(request, name) for request in batch), np.int32, n)
+            for name in ("slot", "num_computed", "known")
+        )
+        ends = np.cumsum(counts, dtype=np.int32)
+        rows = np.repeat(np.arange(n), counts)
+        positions = np.arange(total, dtype=np.int32) - np.repeat(ends - counts - computed, counts)
+        parts["positions"][:total] = positions
+        row_slots = slots[rows]
+        parts["tokens"][:total] = self.requests.token_ids[row_slots, positions]
+        parts["sources"][:total] = np.where(positions < known[rows], -1, row_slots)
+        for group, slot_mapping in enumerate(parts["slot_mapping"]):
+            slot_mapping[:total] = self.tables.cache_slots(group, row_slots, positions)
+        parts["context_lens"][:n] = computed + counts
+        parts["query_start_loc"][1 : n + 1] = ends
+        parts["query_start_loc"][n + 1 :] = total
+        parts["request_slots"][:n] = slots
+        parts["num_seqs"][0] = n
+        indices, pages = self.tables.take_updates(layout.max_updates)
+        parts["update_indices"][: len(indices)] = indices
+        parts["update_pages"][: len(pages)] = pages
+        return packed
+
+    def _prompt_logprobs(
+        self, batch: list[Request], counts: npt.NDArray[np.int32], hidden: torch.Tensor
+    ) -> list[PromptLogprobs]:
+        found = []
+        row = 0
+        for request, count in zip(batch, counts.tolist(), strict=True):
+            first, row = row, row + count
+            start = request.num_computed
+            # The last token of the prompt predicts a token that is not the prompt's.
+            num_rows = min(start + count, request.num_prompt - 1) - start
+            if request.params.prompt_logprobs is None or num_rows <= 0:
+                continue
+            parts = []
+            for begin in range(0, num_rows, self._prompts.rows):
+                size = min(self._prompts.rows, num_rows - begin)
+                packed = np.zeros((2, self._prompts.rows), np.int32)
+                packed[0, :size] = np.arange(first + begin, first + begin + size)
+                packed[1, :size] = request.prompt_token_ids[start + begin + 1 : start + begin + 1 + size]
+                parts.append(self._prompts.launch(hidden, torch.from_numpy(packed.reshape(-1)).to(self.device)))
+            complete = start + num_rows == request.num_prompt - 1
+            found.append(PromptLogprobs(request, start, parts, num_rows, complete))
+        return found

@@ -1,0 +1,35 @@
+"""What users set for this back end alone, by vLLM's --additional-config."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """The keys of --additional-config.
+
+    Attributes:
+      token_buckets: numbers of tokens of a step that programs are compiled for, in the place of the powers of two.
+      async_scheduling: whether the next step is prepared while the device works.
+    """
+
+    token_buckets: list[int] | None = None
+    async_scheduling: bool = True
+
+    @classmethod
+    def of(cls, config: Any) -> Options:
+        """The options of a VllmConfig.
+
+        Raises:
+          ValueError: a key is none of the above.
+        """
+        given = config.additional_config
+        if not isinstance(given, dict):
+            raise ValueError(f"xla_gpu.vllm: additional_config: expected a dict, got {type(given).__name__}")
+        names = [field.name for field in dataclasses.fields(cls)]
+        for key in given:
+            if key not in names:
+                raise ValueError(f"xla_gpu.vllm: additional_config: expected keys {', '.join(names)}, got {key!r}")
+        return cls(**given)

@@ -1,0 +1,88 @@
+"""What a step chose, on its way to the host."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from vllm.v1.outputs import AsyncModelRunnerOutput, LogprobsLists, LogprobsTensors, ModelRunnerOutput
+
+from .requests import Request
+from .sampler.sampler import Logprobs
+
+
+@dataclasses.dataclass
+class PromptLogprobs:
+    """Log-probabilities of a request's prompt that a step computed.
+
+    Attributes:
+      start: position of the first of them; position i scores token i + 1.
+      parts: from the device, in order; the last one may end in padding.
+      num_rows: how many there are.
+      complete: the prompt's last ones are among them.
+    """
+
+    request: Request
+    start: int
+    parts: list[Logprobs]
+    num_rows: int
+    complete: bool
+
+
+class StepOutput(AsyncModelRunnerOutput):  # type: ignore[misc]
+    """The output of a step. ``get_output`` waits for the device; in asynchronous scheduling a thread of vLLM calls it."""
+
+    def __init__(
+        self,
+        requests: list[Request],
+        sampled_rows: list[int],
+        tokens: torch.Tensor,
+        logprobs: Logprobs | None,
+        prompts: list[PromptLogprobs],
+    ) -> None:
+        self._requests = requests
+        self._sampled_rows = sampled_rows
+        self._tokens = tokens
+        self._logprobs = logprobs
+        self._prompts = prompts
+
+    def get_output(self) -> ModelRunnerOutput:
+        """Fetches the results. To be called once."""
+        tokens = self._tokens.cpu().tolist()
+        sampled: list[list[int]] = [[] for _ in self._requests]
+        for row in self._sampled_rows:
+            sampled[row] = [tokens[row]]
+            self._requests[row].outputs.append(tokens[row])
+        req_ids = [request.req_id for request in self._requests]
+        return ModelRunnerOutput(
+            req_ids=req_ids,
+            req_id_to_index={req_id: index for index, req_id in enumerate(req_ids)},
+            sampled_token_ids=sampled,
+            logprobs=self._fetch_logprobs(),
+            prompt_logprobs_dict=self._fetch_prompts(),
+            pooler_output=[],
+        )
+
+    def _fetch_logprobs(self) -> LogprobsLists | None:
+        if self._logprobs is None:
+            return None
+        # Arrays, not lists: vLLM serialises these between its processes.
+        return LogprobsLists(*(part.cpu().numpy()[: len(self._requests)] for part in self._logprobs))
+
+    def _fetch_prompts(self) -> dict[str, LogprobsTensors | None]:
+        found: dict[str, LogprobsTensors | None] = {}
+        for prompt in self._prompts:
+            request = prompt.request
+            parts = [tuple(tensor.cpu() for tensor in part) for part in prompt.parts]
+            wanted = request.params.prompt_logprobs
+            ids, values, ranks = (torch.cat(tensors)[: prompt.num_rows] for tensors in zip(*parts, strict=True))
+            if wanted is not None and wanted >= 0:
+                ids, values = ids[:, : wanted + 1], values[:, : wanted + 1]
+            if prompt.start > 0 and request.prompt_logprobs is not None:
+                before = (tensor[: prompt.start] for tensor in request.prompt_logprobs)
+                ids, values, ranks = (torch.cat(pair) for pair in zip(before, (ids, values, ranks), strict=True))
+            request.prompt_logprobs = (ids, values, ranks)
+            if prompt.complete:
+                found[request.req_id] = LogprobsTensors(ids, values, ranks)
+                request.prompt_logprobs = None
+        return found

@@ -1,0 +1,93 @@
+"""What vLLM asks about the device."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+from vllm.logger import init_logger
+from vllm.platforms.interface import Platform, PlatformEnum
+
+from . import supported
+from .options import Options
+
+logger = init_logger(__name__)
+
+BLOCK_SIZE = 16
+
+
+class XlaGpuPlatform(Platform):  # type: ignore[misc]
+    """torch_xla, on the device that PJRT_DEVICE names."""
+
+    _enum = PlatformEnum.OOT
+    device_name = "xla"  # vLLM makes torch.device(f"{device_name}:{rank}") of it
+    device_type = "xla"
+    dispatch_key = "XLA"
+    dist_backend = "gloo"
+    device_control_env_var = "CUDA_VISIBLE_DEVICES"
+
+    @classmethod
+    def check_and_update_config(cls, vllm_config: Any) -> None:
+        """Refuses what is not supported and sets what vLLM leaves to the platform."""
+        from vllm.config import CompilationMode, CUDAGraphMode
+
+        supported.check(vllm_config)
+        compilation = vllm_config.compilation_config
+        # The runner compiles whole steps itself.
+        compilation.mode = CompilationMode.NONE
+        compilation.cudagraph_mode = CUDAGraphMode.NONE
+        compilation.custom_ops = ["none"]
+        parallel = vllm_config.parallel_config
+        if parallel.worker_cls == "auto":
+            parallel.worker_cls = "xla_gpu.vllm.worker.Worker"
+        if vllm_config.cache_config.block_size is None:
+            vllm_config.cache_config.block_size = BLOCK_SIZE
+        vllm_config.scheduler_config.async_scheduling = Options.of(vllm_config).async_scheduling
+        # A forked process would share the device's runtime, which does not survive that.
+        os.environ["VLLM_WORKER_MULTIPROCESSING_METHOD"] = "spawn"
+        logger.info_once("xla_gpu.vllm: serving through torch_xla, PJRT_DEVICE=%s", os.environ.get("PJRT_DEVICE"))
+
+    @classmethod
+    def import_kernels(cls) -> None:
+        """vLLM's own kernels are for CUDA tensors."""
+
+    @classmethod
+    def get_attn_backend_cls(cls, *args: Any, **kwargs: Any) -> str:
+        """The attention backend, for every model."""
+        return "xla_gpu.vllm.attention.XlaGpuAttentionBackend"
+
+    @classmethod
+    def get_device_name(cls, device_id: int = 0) -> str:
+        """For logs and reports."""
+        return f"XLA {os.environ.get('PJRT_DEVICE', '').upper()}"
+
+    @classmethod
+    def set_device(cls, device: torch.device) -> None:
+        """One process has one device."""
+
+    @classmethod
+    def inference_mode(cls) -> Any:
+        """torch_xla's tensors are no inference tensors."""
+        return torch.no_grad()
+
+    @classmethod
+    def is_pin_memory_available(cls) -> bool:
+        """PJRT stages transfers itself."""
+        return False
+
+    @classmethod
+    def check_if_supports_dtype(cls, dtype: torch.dtype) -> None:
+        """Raises ValueError for a dtype that the kernels do not take."""
+        if dtype not in supported.DTYPES:
+            raise ValueError(f"xla_gpu.vllm: --dtype: expected float32, float16 or bfloat16, got {dtype}")
+
+    @classmethod
+    def can_update_inplace(cls) -> bool:
+        """Whether weights may be updated in place; XLA's tensors are values."""
+        return False
+
+    @classmethod
+    def support_hybrid_kv_cache(cls) -> bool:
+        """Sliding-window layers have block tables of their own and keep their window alone."""
+        return True

@@ -1,0 +1,96 @@
+"""Programs captured from lazy tensors, which then run without tracing, guards or hashing.
+
+A function is traced once with torch_xla's lazy tensors. What it computes is compiled as one XLA program and from then on
+called by its hash, as torch_xla's own bridge to torch.compile does; but nothing of Dynamo is involved, tracing costs a
+tenth of a second instead of many, and state that is updated in place is handed over instead of being copied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch_xla
+import torch_xla.core.xla_model as xm
+import torch_xla.debug.metrics as metrics
+from torch_xla._dynamo.dynamo_bridge import alias_with_buffer_donor_config
+
+_XLAC = torch_xla._XLAC
+
+
+class FallbackError(RuntimeError):
+    """A program needs an operation that torch_xla cannot run on the device."""
+
+
+class Program:
+    """One compiled XLA program: ``(outputs, new_state) = program(inputs, state)``.
+
+    Args:
+      name: for error texts.
+      function: called once as ``function(*inputs, *state)``. It returns the outputs and may update the tensors of
+        ``state`` in place; any other tensor that it reads, the weights for example, is captured as it is.
+      inputs: XLA tensors with the shapes and dtypes of later calls.
+      state: XLA tensors whose memory the program takes over: after each call its owner must go on with those that the
+        call returned.
+
+    Raises:
+      FallbackError: an operation would run on the host.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        function: Callable[..., Sequence[torch.Tensor]],
+        inputs: Sequence[torch.Tensor],
+        state: Sequence[torch.Tensor] = (),
+    ) -> None:
+        self.name = name
+        self._num_state = len(state)
+        torch_xla.sync()
+        xm.wait_device_ops()
+        fallbacks = _fallbacks()
+        given = [*inputs, *state]
+        position = {_XLAC._xla_get_tensor_id(tensor): index for index, tensor in enumerate(given)}
+        # A clone that was not computed yet shares the memory; it gives the state back what tracing replaces.
+        saved = [tensor.clone() for tensor in state]
+        for tensor in state:
+            torch.ops.xla.dynamo_set_buffer_donor_(tensor, True)
+        outputs = list(function(*given))
+        roots = [*outputs, *state]
+        ids, values = _XLAC._get_tensors_xla_device_data_node(roots)
+        with alias_with_buffer_donor_config():
+            self._hash = _XLAC._get_graph_hash(roots)
+            _XLAC._xla_warm_up_cache(roots, [])
+        # For each parameter of the program, the argument that it is, or the tensor captured.
+        self._parameters = [
+            (position.get(tensor_id), None if tensor_id in position else value)
+            for tensor_id, value in zip(ids, values, strict=True)
+        ]
+        for tensor, original in zip(state, saved, strict=True):
+            _XLAC._replace_xla_tensor(tensor, original)
+        _XLAC._clear_pending_irs(str(torch_xla.device()))
+        if new := _fallbacks() - fallbacks:
+            raise FallbackError(
+                f"{name}: torch_xla has no lowering for {', '.join(sorted(new))}, which would run on the host in every "
+                "step: this model is not supported"
+            )
+
+    def __call__(
+        self, inputs: Sequence[torch.Tensor], state: Sequence[torch.Tensor] = ()
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Launches the program; returns at once. The results can be inputs of the next program without waiting."""
+        given = [*inputs, *state]
+        arguments = [value if index is None else given[index] for index, value in self._parameters]
+        results = _XLAC._run_cached_graph(self._hash, arguments)
+        split = len(results) - self._num_state
+        return results[:split], results[split:]
+
+
+def _fallbacks() -> set[str]:
+    return {name for name in metrics.counter_names() if name.startswith("aten::")}
+
+
+def compilations() -> int:
+    """How many programs XLA has compiled in this process."""
+    timed = metrics.metric_data("CompileTime")
+    return timed[0] if timed else 0

@@ -1,0 +1,261 @@
+"""Chooses the next tokens from logits: programs per number of rows, of which a step runs those that its requests need.
+
+| program | runs for | takes |
+|---|---|---|
+| plain | temperature, min-p, seeds | logits |
+| truncated | top-k and top-p besides | logits |
+| edit | any of the next; again where there are more edits than one call takes | logits, edits |
+| full | penalties, logit_bias, min_tokens, bad words, allowed tokens, structured output, and all of the above | edited logits |
+| logprobs | requests that ask for log-probabilities | logits, chosen tokens |
+
+A step of greedy requests alone runs none: the model's own program takes the most likely tokens.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from ..program import Program
+from ..requests import Request
+from . import edits, layout, logprobs, masks, penalties, truncation
+from .random import gumbel_noise
+from .request import GREEDY_TEMPERATURE
+
+Logprobs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+@dataclasses.dataclass(frozen=True)
+class SamplerOptions:
+    """Sizes that are fixed at start.
+
+    Attributes:
+      logprobs_mode: vLLM's: raw_logprobs, raw_logits, processed_logprobs or processed_logits.
+    """
+
+    max_seqs: int
+    vocab_size: int
+    logits_dtype: torch.dtype
+    max_logprobs: int
+    logprobs_mode: str
+
+
+@dataclasses.dataclass
+class Sampled:
+    """What a step chose, on the device: tokens int32[rows] and each request's last token by slot."""
+
+    tokens: torch.Tensor
+    last_tokens: torch.Tensor
+    logprobs: Logprobs | None
+
+
+class Sampler:
+    """The programs of one engine, and the penalties' counts."""
+
+    def __init__(self, options: SamplerOptions, device: torch.device) -> None:
+        self._options = options
+        self._device = device
+        self._programs: dict[tuple[str, int], Program] = {}
+        self._all_allowed: dict[int, torch.Tensor] = {}
+        self.counts = torch.zeros((options.max_seqs + 1, options.vocab_size), dtype=torch.int32, device=device)
+        self._load: Program | None = None
+
+    # ---- Programs ----------------------------------------------------------------------------------------------------
+
+    def compile(self, rows: int) -> None:
+        """Compiles the programs for ``rows`` rows of logits."""
+        options, device = self._options, self._device
+        shape = (rows, options.vocab_size)
+        logits = torch.zeros(shape, dtype=options.logits_dtype, device=device)
+        wide = torch.zeros(shape, dtype=torch.float32, device=device)
+        params = [torch.from_numpy(array).to(device) for array in layout.empty(rows)]
+        edit = [torch.from_numpy(array).to(device) for array in edits.pack([], 0)[0]]
+        last = torch.zeros(options.max_seqs + 1, dtype=torch.int32, device=device)
+        tokens = torch.zeros(rows, dtype=torch.int32, device=device)
+        mask = torch.zeros((rows, masks.words(options.vocab_size)), dtype=torch.int32, device=device)
+        self._all_allowed[rows] = torch.from_numpy(masks.all_allowed(rows, options.vocab_size)).to(device)
+
+        def random(truncated: bool, logits: torch.Tensor, *rest: torch.Tensor) -> list[torch.Tensor]:
+            floats, integers, last = rest
+            return self._draw(logits.float(), layout.unpack(floats, integers, rows), last, truncated)
+
+        def full(logits: torch.Tensor, mask: torch.Tensor, *rest: torch.Tensor) -> list[torch.Tensor]:
+            floats, integers, last, counts = rest
+            fields = layout.unpack(floats, integers, rows)
+            logits = masks.apply(logits, mask)
+            sampled = counts.index_select(0, fields["counted_slot"])
+            logits = penalties.apply(logits, sampled, fields["repetition"], fields["frequency"], fields["presence"])
+            results = self._draw(logits, fields, last, truncated=True)
+            penalties.count(counts, fields["counted_slot"], results[0])
+            return results
+
+        def edited(logits: torch.Tensor, *rest: torch.Tensor) -> list[torch.Tensor]:
+            places, values, floats, integers, last = rest
+            last_tokens = last.index_select(0, layout.unpack(floats, integers, rows)["slot"])
+            return [edits.apply(logits, places, values, last_tokens)]
+
+        def scores(logits: torch.Tensor, mask: torch.Tensor, tokens: torch.Tensor) -> list[torch.Tensor]:
+            return list(logprobs.gather(self._raw(masks.apply(logits.float(), mask)), tokens, options.max_logprobs))
+
+        def processed(values: torch.Tensor, tokens: torch.Tensor) -> list[torch.Tensor]:
+            return list(logprobs.gather(values, tokens, options.max_logprobs))
+
+        def add(name: str, function: object, inputs: Sequence[torch.Tensor], state: Sequence[torch.Tensor] = ()) -> None:
+            assert callable(function)
+            self._programs[name, rows] = Program(f"sampler: {name}, {rows} rows", function, inputs, state)
+
+        add("plain", lambda *args: random(False, *args), [logits, *params, last])
+        add("truncated", lambda *args: random(True, *args), [logits, *params, last])
+        add("edit", edited, [logits, *edit, *params, last])
+        if options.logits_dtype == torch.float32:
+            self._programs["edit again", rows] = self._programs["edit", rows]
+        else:
+            add("edit again", edited, [wide, *edit, *params, last])
+        add("full", full, [wide, mask, *params, last], [self.counts])
+        if self._returns_processed:
+            add("logprobs", processed, [wide, tokens])
+        else:
+            add("logprobs", scores, [logits, mask, tokens])
+
+    def compile_load(self) -> None:
+        """Compiles the program that makes a request's row of counts."""
+        packed = torch.zeros(2 + 2 * penalties.MAX_ENTRIES, dtype=torch.int32, device=self._device)
+        self._load = Program("sampler: penalties' counts", penalties.load, [packed], [self.counts])
+
+    @property
+    def _returns_processed(self) -> bool:
+        return self._options.logprobs_mode.startswith("processed")
+
+    def _raw(self, logits: torch.Tensor) -> torch.Tensor:
+        return logits.log_softmax(-1) if self._options.logprobs_mode.endswith("logprobs") else logits
+
+    def _draw(
+        self, logits: torch.Tensor, fields: dict[str, torch.Tensor], last: torch.Tensor, truncated: bool
+    ) -> list[torch.Tensor]:
+        """Tokens and last tokens, and the processed scores where they are asked for."""
+        temperature = fields["temperature"]
+        greedy = temperature < GREEDY_TEMPERATURE
+        scaled = logits / torch.where(greedy, torch.ones_like(temperature), temperature)[:, None]
+        limits = (fields["top_k"], fields["top_p"]) if truncated else (None, None)
+        kept = truncation.truncate(scaled, fields["min_p"], *limits)
+        noise = gumbel_noise(fields["seed_low"], fields["seed_high"], fields["number"], self._options.vocab_size)
+        tokens = torch.where(greedy, logits.argmax(-1), (kept + noise).argmax(-1)).to(torch.int32)
+        results = [tokens, store_last_tokens(last, fields["slot"], tokens)]
+        return [*results, self._raw(kept)] if self._returns_processed else results
+
+    # ---- Steps -------------------------------------------------------------------------------------------------------
+
+    def admit(self, request: Request, token_ids: npt.NDArray[np.int32]) -> None:
+        """Makes the row of counts of a request that got its slot, where it has penalties."""
+        if not request.sampling.penalised:
+            return
+        if self._load is None:
+            self.compile_load()
+        assert self._load is not None
+        tokens, values = penalties.history(token_ids, request.num_prompt)
+        for begin in range(0, len(tokens), penalties.MAX_ENTRIES):
+            part = slice(begin, begin + penalties.MAX_ENTRIES)
+            packed = np.empty(2 + 2 * penalties.MAX_ENTRIES, np.int32)
+            packed[0], packed[1] = request.slot, begin == 0
+            for at, entries in ((0, tokens[part]), (penalties.MAX_ENTRIES, values[part])):
+                packed[2 + at : 2 + at + penalties.MAX_ENTRIES] = entries[0]
+                packed[2 + at : 2 + at + len(entries)] = entries
+            _, (self.counts,) = self._load([self._to_device(packed)], [self.counts])
+
+    def sample(
+        self,
+        requests: list[Request],
+        sampled: npt.NDArray[np.bool_],
+        greedy: Sampled,
+        logits: torch.Tensor,
+        grammar: dict[int, masks.Bitmask],
+    ) -> Sampled:
+        """The tokens of a step.
+
+        Args:
+          requests: of the step's batch; sampled: whether the step ends at a request's last token.
+          greedy: the most likely tokens, as the model's program took them.
+          logits: T[rows, vocab_size]; rows past the requests have no meaning.
+          grammar: by row, the tokens that structured output allows.
+        """
+        rows = logits.shape[0]
+        chosen = [request for request, counts in zip(requests, sampled, strict=True) if counts]
+        edit_list = [
+            edit
+            for row, request in enumerate(requests)
+            if sampled[row] and request.sampling.edited
+            for edit in edits.of_request(row, request)
+        ]
+        allowed = {
+            row: request.params.allowed_token_ids
+            for row, request in enumerate(requests)
+            if sampled[row] and request.params.allowed_token_ids
+        }
+        full = bool(edit_list or allowed or grammar or any(request.sampling.penalised for request in chosen))
+        want_logprobs = any(request.params.logprobs is not None for request in chosen)
+        random = full or any(not request.sampling.greedy for request in chosen)
+        result, scores = greedy, None
+        if random or (want_logprobs and self._returns_processed):
+            unused = self._options.max_seqs
+            packed = layout.pack(requests, sampled, rows, self._options.vocab_size, unused)
+            params = [self._to_device(array) for array in packed]
+            if full:
+                outputs = self._full(logits, params, greedy.last_tokens, edit_list, grammar, allowed)
+            else:
+                truncated = any(request.sampling.truncated for request in chosen)
+                program = self._programs["truncated" if truncated else "plain", rows]
+                outputs, _ = program([logits, *params, greedy.last_tokens])
+            result = Sampled(outputs[0], outputs[1], None)
+            scores = outputs[2] if self._returns_processed else None
+        if want_logprobs:
+            inputs = [logits, self._mask(rows, grammar), result.tokens] if scores is None else [scores, result.tokens]
+            ids, values, ranks = self._programs["logprobs", rows](inputs)[0]
+            result = dataclasses.replace(result, logprobs=(ids, values, ranks))
+        return result
+
+    def _full(
+        self,
+        logits: torch.Tensor,
+        params: list[torch.Tensor],
+        last_tokens: torch.Tensor,
+        edit_list: list[edits.Edit],
+        grammar: dict[int, masks.Bitmask],
+        allowed: dict[int, list[int]],
+    ) -> list[torch.Tensor]:
+        rows = logits.shape[0]
+        for index, packed in enumerate(edits.pack(edit_list, unused_row=rows - 1)):
+            program = self._programs["edit" if index == 0 else "edit again", rows]
+            arrays = [self._to_device(array) for array in packed]
+            (logits,), _ = program([logits, *arrays, *params, last_tokens])
+        combined = dict(grammar)
+        for row, token_ids in allowed.items():
+            only = masks.only(token_ids, self._options.vocab_size)
+            combined[row] = combined[row] & only if row in combined else only
+        inputs = [logits, self._mask(rows, combined), *params, last_tokens]
+        outputs, (self.counts,) = self._programs["full", rows](inputs, [self.counts])
+        return outputs
+
+    def _mask(self, rows: int, allowed: dict[int, masks.Bitmask]) -> torch.Tensor:
+        if not allowed:
+            return self._all_allowed[rows]
+        bitmask = masks.all_allowed(rows, self._options.vocab_size)
+        for row, words in allowed.items():
+            bitmask[row] = words[: bitmask.shape[1]]
+        return self._to_device(bitmask)
+
+    def _to_device(self, array: npt.NDArray[Any]) -> torch.Tensor:
+        return torch.from_numpy(array).to(self._device)
+
+
+def store_last_tokens(last_tokens: torch.Tensor, slots: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """``last_tokens`` int32[max_seqs + 1] with ``tokens`` int32[rows] at ``slots`` int32[rows]."""
+    everyone = torch.arange(last_tokens.shape[0], dtype=torch.int32, device=tokens.device)
+    here = slots[:, None] == everyone[None, :]
+    # Padding rows share the slot that nobody has; the sum over them means nothing there.
+    new = torch.where(here, tokens[:, None], torch.zeros_like(tokens)[:, None]).sum(0, dtype=torch.int32)
+    return torch.where(here.any(0), new, last_tokens)

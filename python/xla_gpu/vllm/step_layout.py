@@ -1,0 +1,82 @@
+"""One step's ragged batch, packed into a single int32 array: one transfer to the device.
+
+The program of a layout cuts it apart at fixed offsets. Rows, sequences and block-table updates that a step does not use
+are padding.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Int32Array = npt.NDArray[np.int32]
+
+
+@dataclasses.dataclass(frozen=True)
+class StepLayout:
+    """The static shape of a step.
+
+    Attributes:
+      num_tokens: rows of the batch.
+      max_seqs: sequences in it.
+      num_groups: KV-cache groups, each with block tables of its own.
+      max_updates: new entries of block tables.
+    """
+
+    num_tokens: int
+    max_seqs: int
+    num_groups: int
+    max_updates: int
+
+    def fields(self) -> dict[str, int]:
+        """Lengths of the parts, in the order in which they stand in the array."""
+        return {
+            # Of each row:
+            "tokens": self.num_tokens,  # token id, where the host knows it
+            "sources": self.num_tokens,  # else the slot of the request whose last sampled token it is; or -1
+            "positions": self.num_tokens,
+            "slot_mapping": self.num_groups * self.num_tokens,  # of each group; -1: padding
+            # Of each sequence:
+            "context_lens": self.max_seqs,
+            "query_start_loc": self.max_seqs + 1,
+            "request_slots": self.max_seqs,  # past the live ones: the slot that nobody has
+            "num_seqs": 1,
+            # New entries of the block tables, which stay on the device:
+            "update_indices": self.max_updates,
+            "update_pages": self.max_updates,
+        }
+
+    @property
+    def size(self) -> int:
+        """Elements of the array."""
+        return sum(self.fields().values())
+
+    def unpack(self, packed: Any) -> dict[str, Any]:
+        """Cuts an array or tensor of ``size`` elements into its parts, by name; they are views.
+
+        Slices, not split: torch_xla aborts where the index of an index_select comes out of a split.
+        """
+        parts, at = {}, 0
+        for name, length in self.fields().items():
+            parts[name] = packed[at : at + length]
+            at += length
+        parts["slot_mapping"] = parts["slot_mapping"].reshape(self.num_groups, self.num_tokens)
+        return parts
+
+    def empty(self, unused_slot: int, unused_entry: int) -> tuple[Int32Array, dict[str, Int32Array]]:
+        """A packed step of padding alone, and its parts.
+
+        Args:
+          unused_slot: the request slot that nobody has.
+          unused_entry: an index into the block tables of that slot.
+        """
+        packed = np.zeros(self.size, np.int32)
+        parts = self.unpack(packed)
+        parts["sources"][:] = -1
+        parts["slot_mapping"][:] = -1
+        parts["request_slots"][:] = unused_slot
+        parts["update_indices"][:] = unused_entry
+        return packed, parts

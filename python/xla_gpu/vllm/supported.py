@@ -1,0 +1,101 @@
+"""What of vLLM's options this back end does not support: refused at start, by the option's name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from .options import Options
+
+# vLLM's architectures whose tokens are tested against transformers'.
+TESTED_ARCHITECTURES = (
+    "Gemma2ForCausalLM",
+    "Gemma3ForCausalLM",
+    "LlamaForCausalLM",
+    "MistralForCausalLM",
+    "MixtralForCausalLM",
+    "Phi3ForCausalLM",
+    "Qwen2ForCausalLM",
+    "Qwen3ForCausalLM",
+    "Qwen3MoeForCausalLM",
+)
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3", "fp8_e5m2")
+
+
+def refusals(config: Any) -> list[str]:
+    """For each option of a VllmConfig that is not supported a text: option, what is expected, what came."""
+    model, parallel, cache = config.model_config, config.parallel_config, config.cache_config
+    scheduler = config.scheduler_config
+    found = []
+
+    def expect(option: str, expected: Any, got: Any) -> None:
+        if got != expected:
+            found.append(f"{option}: expected {expected}, got {got}")
+
+    def expect_none(option: str, got: Any) -> None:
+        if got is not None and got is not False:
+            found.append(f"{option}: not supported")
+
+    expect("--tensor-parallel-size", 1, parallel.tensor_parallel_size)
+    expect("--pipeline-parallel-size", 1, parallel.pipeline_parallel_size)
+    expect("--data-parallel-size", 1, parallel.data_parallel_size)
+    expect("--prefill-context-parallel-size", 1, parallel.prefill_context_parallel_size)
+    expect("--decode-context-parallel-size", 1, parallel.decode_context_parallel_size)
+    expect("--nnodes", 1, parallel.nnodes)
+    expect_none("--enable-expert-parallel", parallel.enable_expert_parallel)
+    expect_none("--enable-eplb", parallel.enable_eplb)
+    expect_none("--enable-dbo", parallel.enable_dbo)
+    if parallel.distributed_executor_backend not in (None, "uni"):
+        expect("--distributed-executor-backend", "uni", parallel.distributed_executor_backend)
+    expect_none("--enable-lora", config.lora_config)
+    expect_none("--speculative-config", config.speculative_config)
+    expect_none("--kv-transfer-config", config.kv_transfer_config)
+    expect_none("--ec-transfer-config", config.ec_transfer_config)
+    expect("--cpu-offload-gb", 0, cache.cpu_offload_gb)
+    expect_none("--kv-offloading-size", cache.kv_offloading_size)
+    expect_none("--calculate-kv-scales", cache.calculate_kv_scales)
+    expect_none("--kv-sharing-fast-prefill", cache.kv_sharing_fast_prefill)
+    if cache.cache_dtype not in CACHE_DTYPES:
+        expect("--kv-cache-dtype", " or ".join(CACHE_DTYPES), cache.cache_dtype)
+    if scheduler.enable_chunked_prefill is False:
+        expect("--enable-chunked-prefill", True, False)
+    if model is not None:
+        found += _model_refusals(model)
+    try:
+        Options.of(config)
+    except ValueError as error:
+        found.append(str(error).removeprefix("xla_gpu.vllm: "))
+    return found
+
+
+def _model_refusals(model: Any) -> list[str]:
+    found = []
+    if model.runner_type != "generate":
+        found.append(f"--runner: expected generate, got {model.runner_type}")
+    if model.quantization is not None:
+        found.append(f"--quantization: expected none, got {model.quantization}")
+    if model.dtype not in DTYPES:
+        found.append(f"--dtype: expected float32, float16 or bfloat16, got {model.dtype}")
+    if model.is_multimodal_model:
+        found.append(f"a model with images or sound ({model.architectures[0]}): expected text alone")
+    traits = {
+        "--enable-prompt-embeds": model.enable_prompt_embeds,
+        "--enable-sleep-mode": model.enable_sleep_mode,
+        "--logits-processors": bool(model.logits_processors),
+        "multi-head latent attention (MLA)": model.use_mla,
+        "a state-space or hybrid model": model.is_hybrid or model.has_inner_state,
+        "an encoder-decoder model": model.is_encoder_decoder,
+        "a model without attention": model.is_attention_free,
+        "M-RoPE positions": model.uses_mrope,
+    }
+    found += [f"{name}: not supported" for name, given in traits.items() if given]
+    return found
+
+
+def check(config: Any) -> None:
+    """Raises ValueError for a VllmConfig with something that is not supported."""
+    if found := refusals(config):
+        raise ValueError(f"xla_gpu.vllm: {'; '.join(found)} (see docs/vllm.md)")

@@ -1,0 +1,75 @@
+"""The model on the device: read by vLLM's loaders on the host, then moved, or made of random numbers there."""
+
+from __future__ import annotations
+
+import torch
+import torch_xla
+from torch import nn
+from vllm.config import VllmConfig
+from vllm.model_executor.model_loader import get_model_loader
+from vllm.model_executor.model_loader.utils import initialize_model, process_weights_after_loading
+from vllm.utils.torch_utils import set_default_torch_dtype
+
+# vLLM's range of random weights (load format "dummy").
+_DUMMY_RANGE = 1e-3
+
+
+def load_model(config: VllmConfig, device: torch.device) -> nn.Module:
+    """The model of ``config`` with its weights on ``device``."""
+    if config.load_config.load_format == "dummy":
+        return _random_model(config, device)
+    # vLLM's loaders copy into slices of parameters, layer by layer: on the host that is done in place.
+    config.load_config.device = "cpu"
+    model = get_model_loader(config.load_config).load_model(vllm_config=config, model_config=config.model_config)
+    move(model, device)
+    return model
+
+
+def move(model: nn.Module, device: torch.device, random: bool = False) -> None:
+    """Puts parameters and buffers on ``device``, one after the other, so that the host's copies go as early as possible.
+
+    A parameter that several modules share stays shared, which nn.Module.to does not promise across devices.
+
+    Args:
+      random: draw the floating-point parameters on the device instead of copying them.
+    """
+    moved: dict[int, torch.Tensor] = {}
+    kept: list[torch.Tensor] = []  # so that no id is used twice
+
+    def on_device(tensor: torch.Tensor, draw: bool) -> torch.Tensor:
+        if id(tensor) not in moved:
+            kept.append(tensor)
+            if draw and tensor.is_floating_point():
+                drawn = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+                moved[id(tensor)] = drawn.uniform_(-_DUMMY_RANGE, _DUMMY_RANGE)
+                torch_xla.sync()
+            else:
+                moved[id(tensor)] = tensor.detach().to(device)
+            if isinstance(tensor, nn.Parameter):
+                moved[id(tensor)] = nn.Parameter(moved[id(tensor)], requires_grad=False)
+                if not draw:
+                    tensor.data = torch.empty(0, dtype=tensor.dtype)
+        return moved[id(tensor)]
+
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                module._parameters[name] = on_device(parameter, random)
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = on_device(buffer, False)
+        # vLLM's attention hands this parameter of its parent to its implementation.
+        sinks = getattr(getattr(module, "impl", None), "sinks", None)
+        if sinks is not None:
+            module.impl.sinks = on_device(sinks, random)
+    torch_xla.sync()
+
+
+def _random_model(config: VllmConfig, device: torch.device) -> nn.Module:
+    """Random weights, drawn on the device: those on the host are never touched, so that they take no memory."""
+    with set_default_torch_dtype(config.model_config.dtype), torch.device("cpu"):
+        model = initialize_model(vllm_config=config, model_config=config.model_config)
+        process_weights_after_loading(model, config.model_config, torch.device("cpu"))
+    torch_xla.manual_seed(config.model_config.seed)
+    move(model, device, random=True)
+    return model.eval()

@@ -1,0 +1,96 @@
+"""vLLM's worker: one process, one device."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+from vllm.distributed import ensure_model_parallel_initialized, init_distributed_environment
+from vllm.logger import init_logger
+from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.worker.worker_base import WorkerBase
+
+from . import memory
+
+logger = init_logger(__name__)
+
+
+class Worker(WorkerBase):  # type: ignore[misc]
+    """Starts torch_xla and passes vLLM's calls on to the runner."""
+
+    def init_device(self) -> None:
+        """Starts torch_xla's client."""
+        memory.set_pool(os.environ, self.cache_config.gpu_memory_utilization)
+        # Imported here: the import reads the environment, and starts the client soon after.
+        import torch_xla
+        import torch_xla.backends
+
+        if self.model_config.dtype == torch.float32:
+            # Otherwise XLA multiplies float32 matrices in TF32, with 10 bits of mantissa.
+            torch_xla.backends.set_mat_mul_precision("highest")
+        torch.set_grad_enabled(False)
+        init_distributed_environment(
+            world_size=1,
+            rank=self.rank,
+            local_rank=self.local_rank,
+            distributed_init_method=self.distributed_init_method,
+            backend="gloo",
+        )
+        ensure_model_parallel_initialized(1, 1)
+        from . import moe  # noqa: F401  (registers its layers)
+        from .model_runner import ModelRunner
+
+        self.device = torch_xla.device()
+        self.device_config.device = self.device
+        torch.manual_seed(self.model_config.seed)
+        self.model_runner = ModelRunner(self.vllm_config, self.device)
+
+    def load_model(self) -> None:
+        """Loads the weights."""
+        self.model_runner.load_model()
+
+    def get_model(self) -> Any:
+        """The model."""
+        return self.model_runner.model
+
+    def get_kv_cache_spec(self) -> dict[str, Any]:
+        """What each layer keeps."""
+        from .kv_cache import layer_specs
+
+        return layer_specs(self.vllm_config)
+
+    def determine_available_memory(self) -> int:
+        """Bytes for KV caches."""
+        return memory.for_kv_caches(self.vllm_config, self.device)
+
+    def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
+        """Makes the caches."""
+        self.model_runner.initialize(kv_cache_config)
+
+    def initialize_cache(self, num_gpu_blocks: int, num_cpu_blocks: int) -> None:
+        """Notes the caches' size."""
+        self.cache_config.num_gpu_blocks = num_gpu_blocks
+        self.cache_config.num_cpu_blocks = num_cpu_blocks
+
+    def compile_or_warm_up_model(self) -> None:
+        """Compiles all programs."""
+        self.model_runner.warm_up()
+
+    def execute_model(self, scheduler_output: Any) -> Any:
+        """Launches a step's model."""
+        return self.model_runner.execute_model(scheduler_output)
+
+    def sample_tokens(self, grammar_output: Any) -> Any:
+        """Chooses a step's tokens."""
+        return self.model_runner.sample_tokens(grammar_output)
+
+    def get_supported_tasks(self) -> tuple[str, ...]:
+        """Of vLLM's tasks."""
+        return ("generate",)
+
+    def profile(self, is_start: bool = True) -> None:
+        """vLLM's profiler endpoints are for CUDA."""
+        raise NotImplementedError(
+            "xla_gpu.vllm: profiling through vLLM is not supported; use torch_xla.debug.profiler, see docs/vllm.md"
+        )
