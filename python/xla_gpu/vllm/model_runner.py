@@ -77,6 +77,7 @@ class ModelRunner:
         self.tables.compile()
         rows = set()
         for num_tokens in reversed(self.token_buckets):
+            began = time.perf_counter()
             layout = self.layout(num_tokens)
             self._programs.compile(layout, self._last_tokens)
             packed, _ = layout.empty(self._max_seqs, self.tables.unused_entry)
@@ -100,6 +101,7 @@ class ModelRunner:
                 rows.add(logits.shape[0])
                 self._sampler.compile(logits.shape[0])
             greedy.tokens.cpu()
+            logger.info("Steps of %d tokens: compiled in %.1f s", num_tokens, time.perf_counter() - began)
         self.compiled = compilations()
         logger.info(
             "Warm-up took %.1f s: %d programs for steps of %s tokens",

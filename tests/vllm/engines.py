@@ -1,0 +1,53 @@
+"""Engines for tests, and what is asked of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm import LLM, SamplingParams, TokensPrompt
+
+from xla_gpu.vllm.program import compilations
+
+
+def make(folder: str, **options: Any) -> LLM:
+    """An engine whose steps have 8 or 64 tokens, so that prompts are read in chunks and little is compiled."""
+    settings = {
+        "dtype": "float32",
+        "max_model_len": 256,
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 64,
+        "disable_log_stats": False,
+        "additional_config": {"token_buckets": [8, 64]},
+        **options,
+    }
+    return LLM(model=folder, **settings)
+
+
+def runner_of(llm: LLM) -> Any:
+    return llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
+
+
+def compiled_since_start(llm: LLM) -> int:
+    return compilations() - runner_of(llm).compiled
+
+
+def run(llm: LLM, prompts: list[list[int]], params: Any) -> list[Any]:
+    """Requests' outputs, in order."""
+    wrapped = [TokensPrompt(prompt_token_ids=prompt) for prompt in prompts]
+    return llm.generate(wrapped, params, use_tqdm=False)
+
+
+def tokens(llm: LLM, prompts: list[list[int]], params: Any) -> list[list[int]]:
+    return [list(output.outputs[0].token_ids) for output in run(llm, prompts, params)]
+
+
+def greedy(new: int, **others: Any) -> SamplingParams:
+    return SamplingParams(temperature=0, max_tokens=new, ignore_eos=True, **others)
+
+
+def random(new: int, **others: Any) -> SamplingParams:
+    return SamplingParams(max_tokens=new, ignore_eos=True, **{"temperature": 1.0, **others})
+
+
+def metric(llm: LLM, name: str) -> float:
+    return sum(entry.value for entry in llm.get_metrics() if entry.name == name)

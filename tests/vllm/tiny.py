@@ -1,0 +1,93 @@
+"""Tiny models with random weights, and what transformers generates with them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+import transformers as t
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+VOCAB_SIZE = 320
+MAX_POSITIONS = 512
+
+_COMMON = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": MAX_POSITIONS,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    # Large weights, so that no two logits are close: equal tokens then mean equal models.
+    "initializer_range": 0.2,
+}
+_GEMMA = {"head_dim": 32, "sliding_window": 24, "query_pre_attn_scalar": 32, "hidden_activation": "gelu_pytorch_tanh"}
+_LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 128,
+}
+
+CONFIGS = {
+    "llama": lambda: t.LlamaConfig(**_COMMON, tie_word_embeddings=False),
+    "llama3": lambda: t.LlamaConfig(**_COMMON, rope_scaling=_LLAMA3_ROPE),
+    "qwen2": lambda: t.Qwen2Config(**_COMMON, tie_word_embeddings=True),
+    "qwen3": lambda: t.Qwen3Config(**_COMMON, head_dim=32),
+    "mistral": lambda: t.MistralConfig(**_COMMON, sliding_window=24),
+    "gemma2": lambda: t.Gemma2Config(**_COMMON, **_GEMMA),
+    # Layers of both kinds: five of six have the window.
+    "gemma3": lambda: t.Gemma3TextConfig(**{**_COMMON, "num_hidden_layers": 6}, **_GEMMA),
+    "phi3": lambda: t.Phi3Config(**_COMMON, pad_token_id=0),
+    "mixtral": lambda: t.MixtralConfig(**_COMMON, num_local_experts=4, num_experts_per_tok=2),
+    "qwen3_moe": lambda: t.Qwen3MoeConfig(
+        **_COMMON, head_dim=32, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=48
+    ),
+}
+
+
+def save(name: str, folder: Path) -> str:
+    """Writes the model and a tokenizer with a token for each byte."""
+    torch.manual_seed(0)
+    model = t.AutoModelForCausalLM.from_config(CONFIGS[name]()).float().eval()
+    if name.startswith("gemma"):
+        model.config.hidden_act = "gelu_pytorch_tanh"  # as in the files of real checkpoints
+    model.save_pretrained(folder)
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: index for index, token in enumerate(["<unk>", "<s>", "</s>", *alphabet])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    t.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, unk_token="<unk>", bos_token="<s>", eos_token="</s>"
+    ).save_pretrained(folder)
+    return str(folder)
+
+
+def prompts(lengths: tuple[int, ...], seed: int = 1) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(3, VOCAB_SIZE, (length,), generator=generator).tolist() for length in lengths]
+
+
+class Reference:
+    """transformers' model of a folder, in float32."""
+
+    def __init__(self, folder: str) -> None:
+        self.model = t.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+    @torch.no_grad()
+    def greedy(self, prompt: list[int], new: int) -> list[int]:
+        ids = torch.tensor([prompt])
+        options = {"max_new_tokens": new, "min_new_tokens": new, "do_sample": False, "pad_token_id": 0}
+        # Static generation settings of a checkpoint do not matter here: eos is suppressed by min_new_tokens alone.
+        self.model.generation_config.eos_token_id = None
+        return self.model.generate(ids, attention_mask=torch.ones_like(ids), **options)[0, len(prompt) :].tolist()
+
+    @torch.no_grad()
+    def logits(self, token_ids: list[int]) -> torch.Tensor:
+        """float32[len(token_ids), vocab_size]."""
+        return self.model(torch.tensor([token_ids])).logits[0].float()
