@@ -83,6 +83,7 @@ class HostTimes:
 
 def measure(llm, times: HostTimes, load: str, new_tokens: int, sampling: dict) -> dict:
     import numpy as np
+
     from vllm import SamplingParams, TokensPrompt
 
     count, length = (int(part) for part in load.split("x"))
@@ -130,7 +131,6 @@ def main() -> None:
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # so that the runner can be timed
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     from vllm import LLM, __version__
-
     from xla_gpu.vllm.program import compilations
 
     with tempfile.TemporaryDirectory() as folder:

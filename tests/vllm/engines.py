@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from vllm import LLM, SamplingParams, TokensPrompt
-
 from xla_gpu.vllm.program import compilations
 
 

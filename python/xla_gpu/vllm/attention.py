@@ -48,7 +48,7 @@ class XlaGpuAttentionBackend(AttentionBackend):  # type: ignore[misc]
 
     @staticmethod
     def get_builder_cls() -> Any:
-        """vLLM's own runners alone ask for a metadata builder."""
+        """VLLM's own runners alone ask for a metadata builder."""
         raise NotImplementedError("the runner of xla_gpu.vllm makes the metadata itself")
 
     @staticmethod
@@ -84,9 +84,13 @@ class XlaGpuAttention(AttentionImpl):  # type: ignore[misc]
         }
         for name, value in refused.items():
             if value is not None:
-                raise ValueError(f"xla_gpu.vllm: this model's attention needs {name} = {value!r}, which is not supported")
+                raise ValueError(
+                    f"xla_gpu.vllm: this model's attention needs {name} = {value!r}, which is not supported"
+                )
         if head_size % 8 or head_size > MAX_HEAD_SIZE:
-            raise ValueError(f"xla_gpu.vllm: head size: expected a multiple of 8 up to {MAX_HEAD_SIZE}, got {head_size}")
+            raise ValueError(
+                f"xla_gpu.vllm: head size: expected a multiple of 8 up to {MAX_HEAD_SIZE}, got {head_size}"
+            )
         self.num_heads, self.head_size = num_heads, head_size
         self.num_kv_heads = num_kv_heads or num_heads
         self.scale = float(scale)

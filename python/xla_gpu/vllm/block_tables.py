@@ -53,7 +53,9 @@ class BlockTables:
             self._indices.append(np.arange(first + begin, first + end, dtype=np.int32))
             self._pages.append(values)
 
-    def cache_slots(self, group: int, slots: npt.NDArray[np.int32], positions: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
+    def cache_slots(
+        self, group: int, slots: npt.NDArray[np.int32], positions: npt.NDArray[np.int32]
+    ) -> npt.NDArray[np.int32]:
         """Where the keys and values of tokens go, int32: page * block_size + offset."""
         block_size = self._block_sizes[group]
         page, offset = np.divmod(positions, block_size)
@@ -95,4 +97,6 @@ class BlockTables:
         packed[0] = self.unused_entry
         packed[0, : len(indices)] = indices
         packed[1, : len(pages)] = pages
-        _, (self.device_tables,) = self._spill([torch.from_numpy(packed.reshape(-1)).to(self._device)], [self.device_tables])
+        _, (self.device_tables,) = self._spill(
+            [torch.from_numpy(packed.reshape(-1)).to(self._device)], [self.device_tables]
+        )

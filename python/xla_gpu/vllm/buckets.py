@@ -18,9 +18,11 @@ def powers_of_two(most: int) -> list[int]:
 
 
 def token_buckets(max_tokens: int, max_seqs: int, chosen: Sequence[int] | None = None) -> list[int]:
-    """Numbers of tokens of a step: powers of two, ``max_seqs``, so that a full batch decodes unpadded, and ``max_tokens``.
+    """Numbers of tokens of a step: powers of two, ``max_seqs``, so that a full batch decodes unpadded, ``max_tokens``.
 
     Args:
+      max_tokens: tokens of the largest step.
+      max_seqs: sequences of the largest step.
       chosen: the user's buckets, which take the place of the powers of two.
 
     Raises:

@@ -14,7 +14,7 @@ from .attention import CACHE_DTYPES, XlaGpuAttentionBackend
 
 
 def layer_specs(config: VllmConfig) -> dict[str, Any]:
-    """vLLM's cache specification of each layer that has a cache of its own.
+    """VLLM's cache specification of each layer that has a cache of its own.
 
     Raises:
       ValueError: a layer is neither full nor sliding-window attention.

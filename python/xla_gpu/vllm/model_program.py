@@ -21,7 +21,9 @@ from .step_layout import StepLayout
 class ModelPrograms:
     """``launch(layout, packed, last_tokens)`` returns tokens, last tokens, logits and hidden states of a step."""
 
-    def __init__(self, config: VllmConfig, model: nn.Module, caches: KVCaches, tables: BlockTables, device: Any) -> None:
+    def __init__(
+        self, config: VllmConfig, model: nn.Module, caches: KVCaches, tables: BlockTables, device: Any
+    ) -> None:
         self._config = config
         self._model = model
         self._caches = caches
@@ -34,11 +36,16 @@ class ModelPrograms:
         self._caches.bind()
         packed = torch.zeros(layout.size, dtype=torch.int32).to(self._device)
 
-        def step(packed: torch.Tensor, last: torch.Tensor, tables: torch.Tensor, *_: torch.Tensor) -> list[torch.Tensor]:
+        def step(
+            packed: torch.Tensor, last: torch.Tensor, tables: torch.Tensor, *_: torch.Tensor
+        ) -> list[torch.Tensor]:
             return self._step(layout, packed, last, tables)
 
         self._programs[layout] = Program(
-            f"model, {layout.num_tokens} tokens", step, [packed, last_tokens], [self._tables.device_tables, *self._caches.tensors]
+            f"model, {layout.num_tokens} tokens",
+            step,
+            [packed, last_tokens],
+            [self._tables.device_tables, *self._caches.tensors],
         )
 
     def launch(
@@ -93,7 +100,9 @@ class PromptPrograms:
 
     MAX_ROWS = 128
 
-    def __init__(self, model: nn.Module, hidden_size: int, max_tokens: int, max_logprobs: int, raw_logits: bool, device: Any):
+    def __init__(
+        self, model: nn.Module, hidden_size: int, max_tokens: int, max_logprobs: int, raw_logits: bool, device: Any
+    ):
         self.rows = min(self.MAX_ROWS, max_tokens)
         self._model = model
         self._hidden_size = hidden_size

@@ -44,7 +44,7 @@ class ModelRunner:
 
     # ---- Start -------------------------------------------------------------------------------------------------------
 
-    @torch.no_grad()
+    @torch.no_grad()  # type: ignore[untyped-decorator]
     def load_model(self) -> None:
         """Loads the weights."""
         start = time.perf_counter()
@@ -52,7 +52,7 @@ class ModelRunner:
         xm.wait_device_ops()
         logger.info("Loading the model took %.1f s", time.perf_counter() - start)
 
-    @torch.no_grad()
+    @torch.no_grad()  # type: ignore[untyped-decorator]
     def initialize(self, cache_config: KVCacheConfig) -> None:
         """Makes the caches and all that is kept on the device between steps."""
         model = self.config.model_config
@@ -69,13 +69,13 @@ class ModelRunner:
         pages = sum(max_seqs + num_tokens // size for size in self.caches.block_sizes)
         return StepLayout(num_tokens, max_seqs, groups, pages)
 
-    @torch.no_grad()
+    @torch.no_grad()  # type: ignore[untyped-decorator]
     def warm_up(self) -> None:
         """Compiles every program that a step may need, and runs each once on padding, which stores nothing."""
         start, compiled = time.perf_counter(), compilations()
         model = self.config.model_config
         self.tables.compile()
-        rows = set()
+        rows: set[int] = set()
         for num_tokens in reversed(self.token_buckets):
             began = time.perf_counter()
             layout = self.layout(num_tokens)
@@ -87,7 +87,9 @@ class ModelRunner:
                     max_seqs=self._max_seqs,
                     vocab_size=logits.shape[1],
                     logits_dtype=logits.dtype,
-                    max_logprobs=logits.shape[1] if model.max_logprobs == -1 else min(model.max_logprobs, logits.shape[1]),
+                    max_logprobs=logits.shape[1]
+                    if model.max_logprobs == -1
+                    else min(model.max_logprobs, logits.shape[1]),
                     logprobs_mode=model.logprobs_mode,
                 )
                 self._sampler = Sampler(options, self.device)
@@ -112,7 +114,7 @@ class ModelRunner:
 
     # ---- Steps -------------------------------------------------------------------------------------------------------
 
-    @torch.no_grad()
+    @torch.no_grad()  # type: ignore[untyped-decorator]
     def execute_model(self, scheduled: Any) -> Any:
         """Launches the model for a SchedulerOutput. Returns None: sample_tokens is to follow."""
         for request in self.requests.update(scheduled):
@@ -126,7 +128,7 @@ class ModelRunner:
         self._launched = batch, counts, greedy, logits, hidden
         return None
 
-    @torch.no_grad()
+    @torch.no_grad()  # type: ignore[untyped-decorator]
     def sample_tokens(self, grammar_output: Any) -> Any:
         """Chooses the tokens of the step launched last; grammar_output: a GrammarOutput of vLLM, or None."""
         if self._launched is None:

@@ -1,12 +1,13 @@
 """Mixture-of-experts layers in plain operations; registered with vLLM when imported.
 
-Every row gets what its own experts compute for it and nothing else. A few rows gather the weights of their experts; more
-rows go through all experts, and what an expert computed for rows that are not its own is dropped before the sum. That is
-right, and does num_experts / top_k times the work where there are many rows.
+Every row gets what its own experts compute for it and nothing else. A few rows gather the weights of their experts;
+more rows go through all experts, and what an expert computed for rows that are not its own is dropped before the sum.
+That is right, and does num_experts / top_k times the work where there are many rows.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import Un
 # Rows that go through all experts at once: bounds the memory of what they compute.
 _MAX_ROWS = 512
 
-_ACTIVATIONS = {"silu": F.silu, "gelu": F.gelu}
+_ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"silu": F.silu, "gelu": F.gelu}
 
 
 def route(router_logits: torch.Tensor, top_k: int, renormalize: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -39,9 +40,12 @@ def experts(
     """The weighted sum of what each row's experts compute.
 
     Args:
-      x: T[rows, hidden]; w13: T[num_experts, 2 * intermediate, hidden], gate and up; w2: T[num_experts, hidden,
-        intermediate].
-      weights: float32[rows, top_k]; chosen: int64[rows, top_k], of route.
+      x: T[rows, hidden].
+      w13: T[num_experts, 2 * intermediate, hidden], gate and up.
+      w2: T[num_experts, hidden, intermediate], down.
+      weights: float32[rows, top_k], of route.
+      chosen: int64[rows, top_k], of route.
+      activation: vLLM's name of the function of the gate.
     """
     rows, top_k = chosen.shape
     act = _ACTIVATIONS[activation]
@@ -68,7 +72,7 @@ def experts(
     return torch.cat(parts)
 
 
-@UnquantizedFusedMoEMethod.register_oot  # type: ignore[untyped-decorator]
+@UnquantizedFusedMoEMethod.register_oot
 class XlaGpuMoEMethod(UnquantizedFusedMoEMethod):  # type: ignore[misc]
     """vLLM's method for unquantized experts."""
 
@@ -92,7 +96,7 @@ class XlaGpuMoEMethod(UnquantizedFusedMoEMethod):  # type: ignore[misc]
     forward_native = forward_oot
 
 
-@FusedMoE.register_oot  # type: ignore[untyped-decorator]
+@FusedMoE.register_oot
 class XlaGpuFusedMoE(FusedMoE):  # type: ignore[misc]
     """vLLM's layer without the opaque operator around it, which would hide the experts from XLA."""
 

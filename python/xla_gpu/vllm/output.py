@@ -30,7 +30,7 @@ class PromptLogprobs:
 
 
 class StepOutput(AsyncModelRunnerOutput):  # type: ignore[misc]
-    """The output of a step. ``get_output`` waits for the device; in asynchronous scheduling a thread of vLLM calls it."""
+    """The output of a step. ``get_output`` waits for the device; in asynchronous scheduling vLLM's thread calls it."""
 
     def __init__(
         self,

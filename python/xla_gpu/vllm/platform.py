@@ -50,7 +50,7 @@ class XlaGpuPlatform(Platform):  # type: ignore[misc]
 
     @classmethod
     def import_kernels(cls) -> None:
-        """vLLM's own kernels are for CUDA tensors."""
+        """VLLM's own kernels are for CUDA tensors."""
 
     @classmethod
     def get_attn_backend_cls(cls, *args: Any, **kwargs: Any) -> str:

@@ -1,8 +1,8 @@
 """Programs captured from lazy tensors, which then run without tracing, guards or hashing.
 
-A function is traced once with torch_xla's lazy tensors. What it computes is compiled as one XLA program and from then on
-called by its hash, as torch_xla's own bridge to torch.compile does; but nothing of Dynamo is involved, tracing costs a
-tenth of a second instead of many, and state that is updated in place is handed over instead of being copied.
+A function is traced once with torch_xla's lazy tensors. What it computes is compiled as one XLA program and from then
+on called by its hash, as torch_xla's own bridge to torch.compile does; but nothing of Dynamo is involved, tracing takes
+tenths of a second instead of many, and state that is updated in place is handed over without a copy_ for each tensor.
 """
 
 from __future__ import annotations

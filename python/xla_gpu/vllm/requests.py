@@ -18,6 +18,8 @@ from vllm.sampling_params import SamplingParams
 from .block_tables import BlockTables
 from .sampler.request import SamplingState
 
+NO_SLOT = -1
+
 
 @dataclasses.dataclass
 class Request:
@@ -39,7 +41,7 @@ class Request:
     num_tokens: int = 0
     num_computed: int = 0
     known: int = 0
-    slot: int | None = None
+    slot: int = NO_SLOT
     outputs: list[int] = dataclasses.field(default_factory=list)
     prompt_token_ids: npt.NDArray[np.int32] = dataclasses.field(default_factory=lambda: np.empty(0, np.int32))
     prompt_logprobs: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
@@ -82,7 +84,9 @@ class RequestTable:
                 self._give_back(preempted)
         admitted = [self._add(new) for new in scheduled.scheduled_new_reqs]
         cached = scheduled.scheduled_cached_reqs
-        for req_id, pages, computed in zip(cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True):
+        for req_id, pages, computed in zip(
+            cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
+        ):
             request = self._requests[req_id]
             request.num_computed = computed
             if req_id in cached.resumed_req_ids:
@@ -90,7 +94,6 @@ class RequestTable:
                 self._admit(request, cached.all_token_ids[req_id], pages)
                 admitted.append(request)
             elif pages is not None:
-                assert request.slot is not None
                 self.tables.append(request.slot, pages)
         return admitted
 
@@ -120,6 +123,6 @@ class RequestTable:
         self.tables.append(slot, pages)
 
     def _give_back(self, request: Request) -> None:
-        if request.slot is not None:
+        if request.slot != NO_SLOT:
             self._free.append(request.slot)
-            request.slot = None
+            request.slot = NO_SLOT

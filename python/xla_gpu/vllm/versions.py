@@ -47,4 +47,6 @@ class UnusablePlatform:
     """In the platform's place where ``problem`` found one: vLLM shows the error and stops."""
 
     def __init__(self) -> None:
-        raise RuntimeError(problem() or "xla_gpu.vllm: the installation changed while vLLM was starting; start it again")
+        raise RuntimeError(
+            problem() or "xla_gpu.vllm: the installation changed while vLLM was starting; start it again"
+        )

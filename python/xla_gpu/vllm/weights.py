@@ -26,11 +26,13 @@ def load_model(config: VllmConfig, device: torch.device) -> nn.Module:
 
 
 def move(model: nn.Module, device: torch.device, random: bool = False) -> None:
-    """Puts parameters and buffers on ``device``, one after the other, so that the host's copies go as early as possible.
+    """Puts parameters and buffers on ``device``, one after the other, so that the host's copies go early.
 
     A parameter that several modules share stays shared, which nn.Module.to does not promise across devices.
 
     Args:
+      model: on the host.
+      device: an XLA device.
       random: draw the floating-point parameters on the device instead of copying them.
     """
     moved: dict[int, torch.Tensor] = {}

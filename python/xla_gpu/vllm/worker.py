@@ -90,7 +90,7 @@ class Worker(WorkerBase):  # type: ignore[misc]
         return ("generate",)
 
     def profile(self, is_start: bool = True) -> None:
-        """vLLM's profiler endpoints are for CUDA."""
+        """VLLM's profiler endpoints are for CUDA."""
         raise NotImplementedError(
             "xla_gpu.vllm: profiling through vLLM is not supported; use torch_xla.debug.profiler, see docs/vllm.md"
         )

@@ -60,7 +60,10 @@ def apply(logits: torch.Tensor, places: torch.Tensor, values: torch.Tensor, last
     """The logits as float32 with the edits of ``pack`` added.
 
     Args:
-      logits: T[rows, vocab_size]; last_tokens: int32[rows], each request's last sampled token.
+      logits: T[rows, vocab_size].
+      places: of ``pack``.
+      values: of ``pack``.
+      last_tokens: int32[rows], each request's last sampled token.
     """
     rows, tokens, conditions = (places[part * MAX_EDITS : (part + 1) * MAX_EDITS] for part in range(3))
     applies = (conditions < 0) | (last_tokens.index_select(0, rows) == conditions)

@@ -20,6 +20,10 @@ def pack(
     """float32 and int32 arrays: a row for each of ``requests``, then neutral, greedy ones.
 
     Args:
+      requests: of the step's batch.
+      rows: of the logits, at least as many.
+      vocab_size: the top-k that keeps everything.
+      unused_slot: the request slot that nobody has.
       sampled: of each request, whether the step ends at its last token, so that its row's token counts.
     """
     floats = {name: np.zeros(rows, np.float32) for name in _FLOATS}

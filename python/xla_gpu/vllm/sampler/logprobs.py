@@ -11,13 +11,16 @@ def gather(scores: torch.Tensor, tokens: torch.Tensor, num_top: int) -> tuple[to
     Args:
       scores: float32[rows, vocab_size]: log-probabilities, or logits where vLLM's logprobs_mode says so.
       tokens: int32[rows], the chosen ones.
+      num_top: how many of the highest.
 
     Returns:
       (token ids int32[rows, num_top + 1], scores float32[rows, num_top + 1], rank int32[rows], from 1): the chosen
       token first, then the highest in order.
     """
     vocabulary = torch.arange(scores.shape[1], dtype=torch.int32, device=scores.device)
-    chosen = torch.where(vocabulary == tokens[:, None], scores, torch.full_like(scores, float("-inf"))).amax(-1, keepdim=True)
+    chosen = torch.where(vocabulary == tokens[:, None], scores, torch.full_like(scores, float("-inf"))).amax(
+        -1, keepdim=True
+    )
     rank = (scores >= chosen).to(torch.int32).sum(-1, dtype=torch.int32)
     if num_top == 0:
         return tokens[:, None], chosen, rank

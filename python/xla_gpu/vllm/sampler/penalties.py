@@ -50,7 +50,7 @@ def apply(
     frequency: torch.Tensor,
     presence: torch.Tensor,
 ) -> torch.Tensor:
-    """The logits float32[rows, vocab_size] with penalties; each penalty is float32[rows], counts int32[rows, vocab_size]."""
+    """The logits float32[rows, vocab_size] with penalties float32[rows]; counts: int32[rows, vocab_size]."""
     sampled = counts & (IN_PROMPT - 1)
     factor = torch.where(counts > 0, repetition[:, None], torch.ones_like(logits))
     logits = torch.where(logits > 0, logits / factor, logits * factor)

@@ -1,7 +1,7 @@
 """Random numbers that depend on nothing but a request's seed, the token's number and the vocabulary entry.
 
-Threefry-2x32 with 20 rounds (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011), in int32 arithmetic
-that wraps: the same numbers on every device, whatever else is in the batch.
+Threefry-2x32 with 20 rounds (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011), in int32
+arithmetic that wraps: the same numbers on every device, whatever else is in the batch.
 """
 
 from __future__ import annotations
@@ -32,12 +32,16 @@ def threefry_2x32(
     return x, y
 
 
-def gumbel_noise(seed_low: torch.Tensor, seed_high: torch.Tensor, number: torch.Tensor, vocab_size: int) -> torch.Tensor:
+def gumbel_noise(
+    seed_low: torch.Tensor, seed_high: torch.Tensor, number: torch.Tensor, vocab_size: int
+) -> torch.Tensor:
     """Gumbel noise float32[rows, vocab_size]: argmax(logits + noise) draws from softmax(logits).
 
     Args:
-      seed_low: int32[rows], the lower half of each request's seed; seed_high: the upper half.
+      seed_low: int32[rows], the lower half of each request's seed.
+      seed_high: int32[rows], the upper half.
       number: int32[rows], how many tokens the request has sampled before.
+      vocab_size: tokens of the vocabulary.
     """
     tokens = torch.arange(vocab_size, dtype=torch.int32, device=number.device)[None, :]
     bits, _ = threefry_2x32((seed_low[:, None], seed_high[:, None]), (tokens, number[:, None]))

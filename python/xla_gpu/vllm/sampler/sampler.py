@@ -5,7 +5,7 @@
 | plain | temperature, min-p, seeds | logits |
 | truncated | top-k and top-p besides | logits |
 | edit | any of the next; again where there are more edits than one call takes | logits, edits |
-| full | penalties, logit_bias, min_tokens, bad words, allowed tokens, structured output, and all of the above | edited logits |
+| full | penalties, logit_bias, min_tokens, bad words, allowed tokens, structured output, all of the above | edited logits |
 | logprobs | requests that ask for log-probabilities | logits, chosen tokens |
 
 A step of greedy requests alone runs none: the model's own program takes the most likely tokens.
@@ -105,7 +105,9 @@ class Sampler:
         def processed(values: torch.Tensor, tokens: torch.Tensor) -> list[torch.Tensor]:
             return list(logprobs.gather(values, tokens, options.max_logprobs))
 
-        def add(name: str, function: object, inputs: Sequence[torch.Tensor], state: Sequence[torch.Tensor] = ()) -> None:
+        def add(
+            name: str, function: object, inputs: Sequence[torch.Tensor], state: Sequence[torch.Tensor] = ()
+        ) -> None:
             assert callable(function)
             self._programs[name, rows] = Program(f"sampler: {name}, {rows} rows", function, inputs, state)
 
@@ -178,7 +180,8 @@ class Sampler:
         """The tokens of a step.
 
         Args:
-          requests: of the step's batch; sampled: whether the step ends at a request's last token.
+          requests: of the step's batch.
+          sampled: of each, whether the step ends at its last token.
           greedy: the most likely tokens, as the model's program took them.
           logits: T[rows, vocab_size]; rows past the requests have no meaning.
           grammar: by row, the tokens that structured output allows.

@@ -1,8 +1,8 @@
 """min-p, top-k and top-p without sorting the vocabulary.
 
 Each keeps the tokens whose weight is at least some threshold. A threshold is found by its bits: float32 numbers from 0
-to 1 are ordered as their bits are as integers. Four bits a pass, 15 candidates, make 8 passes over the weights; each is a
-sum over the vocabulary, out of the cache for the most part. A sort of a large vocabulary costs many times that.
+to 1 are ordered as their bits are as integers. Four bits a pass, 15 candidates, make 8 passes over the weights; each is
+a sum over the vocabulary, out of the cache for the most part. A large vocabulary is never sorted.
 """
 
 from __future__ import annotations
@@ -53,15 +53,14 @@ def truncate(
     Args:
       logits: float32[rows, vocab_size], divided by the temperature.
       min_p: float32[rows], relative to the most likely token; 0: off.
-      top_k: int32[rows], the vocabulary's size: off. top_p: float32[rows], 1: off. Both None: off for all.
+      top_k: int32[rows], the vocabulary's size: off; None, with top_p, where all are off.
+      top_p: float32[rows], 1: off.
     """
     weights = torch.exp(logits - logits.amax(-1, keepdim=True))
     weights = torch.where(weights >= min_p[:, None], weights, torch.zeros_like(weights))
     if top_k is not None and top_p is not None:
         wanted = top_k[:, None]
-        kth = _largest_threshold(
-            weights, lambda kept: kept.to(torch.int32).sum(-1, dtype=torch.int32) >= wanted
-        )
+        kth = _largest_threshold(weights, lambda kept: kept.to(torch.int32).sum(-1, dtype=torch.int32) >= wanted)
         weights = torch.where(weights >= kth, weights, torch.zeros_like(weights))
         mass, kept_weights = top_p[:, None] * weights.sum(-1, keepdim=True), weights[:, None, :]
         last = _largest_threshold(
