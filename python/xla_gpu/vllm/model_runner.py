@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from typing import Any
 
@@ -28,6 +29,23 @@ from .step_layout import StepLayout
 logger = init_logger(__name__)
 
 
+@dataclasses.dataclass
+class Launched:
+    """A step whose model was launched and whose tokens sample_tokens chooses; see ModelPrograms.launch.
+
+    Attributes:
+      counts: tokens of each request in the step.
+      previous_tokens: int32[max_seqs + 1], each request's last token before the step, by slot.
+    """
+
+    batch: list[Request]
+    counts: npt.NDArray[np.int32]
+    previous_tokens: torch.Tensor
+    greedy: Sampled
+    logits: torch.Tensor
+    hidden: torch.Tensor
+
+
 class ModelRunner:
     """The model, its caches and its programs on one device."""
 
@@ -39,8 +57,7 @@ class ModelRunner:
         self._asynchronous = config.scheduler_config.async_scheduling
         chosen = Options.of(config).token_buckets
         self.token_buckets = buckets.token_buckets(self._max_tokens, self._max_seqs, chosen)
-        # The step that was launched and whose tokens sample_tokens chooses.
-        self._launched: tuple[list[Request], npt.NDArray[np.int32], Sampled, torch.Tensor, torch.Tensor] | None = None
+        self._launched: Launched | None = None
 
     # ---- Start -------------------------------------------------------------------------------------------------------
 
@@ -124,8 +141,9 @@ class ModelRunner:
         batch = self.requests.batch(scheduled)
         counts = np.fromiter(scheduled.num_scheduled_tokens.values(), np.int32, len(batch))
         layout = self.layout(buckets.next_bucket(self.token_buckets, scheduled.total_num_scheduled_tokens))
+        previous = self._last_tokens
         greedy, logits, hidden = self._launch(layout, self._pack(layout, batch, counts))
-        self._launched = batch, counts, greedy, logits, hidden
+        self._launched = Launched(batch, counts, previous, greedy, logits, hidden)
         return None
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
@@ -133,7 +151,8 @@ class ModelRunner:
         """Chooses the tokens of the step launched last; grammar_output: a GrammarOutput of vLLM, or None."""
         if self._launched is None:
             return None
-        (batch, counts, greedy, logits, hidden), self._launched = self._launched, None
+        step, self._launched = self._launched, None
+        batch, counts = step.batch, step.counts
         ends = np.fromiter((request.num_computed for request in batch), np.int32, len(batch)) + counts
         lengths = np.fromiter((request.num_tokens for request in batch), np.int32, len(batch))
         sampled = ends == lengths
@@ -143,9 +162,9 @@ class ModelRunner:
             for index, req_id in enumerate(grammar_output.structured_output_request_ids):
                 if (row := row_of.get(req_id)) is not None and sampled[row]:
                     grammar[row] = grammar_output.grammar_bitmask[index]
-        chosen = self._sampler.sample(batch, sampled, greedy, logits, grammar)
+        chosen = self._sampler.sample(batch, sampled, step.greedy, step.previous_tokens, step.logits, grammar)
         self._last_tokens = chosen.last_tokens
-        prompts = self._prompt_logprobs(batch, counts, hidden)
+        prompts = self._prompt_logprobs(batch, counts, step.hidden)
         rows = np.flatnonzero(sampled).tolist()
         for row in rows:
             batch[row].num_tokens += 1

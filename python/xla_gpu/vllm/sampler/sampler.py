@@ -5,7 +5,7 @@
 | plain | temperature, min-p, seeds | logits |
 | truncated | top-k and top-p besides | logits |
 | edit | any of the next; again where there are more edits than one call takes | logits, edits |
-| full | penalties, logit_bias, min_tokens, bad words, allowed tokens, structured output, all of the above | edited logits |
+| full | penalties, token masks and biases, structured output, and all of the above | edited logits |
 | logprobs | requests that ask for log-probabilities | logits, chosen tokens |
 
 A step of greedy requests alone runs none: the model's own program takes the most likely tokens.
@@ -174,6 +174,7 @@ class Sampler:
         requests: list[Request],
         sampled: npt.NDArray[np.bool_],
         greedy: Sampled,
+        previous_tokens: torch.Tensor,
         logits: torch.Tensor,
         grammar: dict[int, masks.Bitmask],
     ) -> Sampled:
@@ -183,6 +184,7 @@ class Sampler:
           requests: of the step's batch.
           sampled: of each, whether the step ends at its last token.
           greedy: the most likely tokens, as the model's program took them.
+          previous_tokens: int32[max_seqs + 1], each request's last token before this step, by slot.
           logits: T[rows, vocab_size]; rows past the requests have no meaning.
           grammar: by row, the tokens that structured output allows.
         """
@@ -208,7 +210,7 @@ class Sampler:
             packed = layout.pack(requests, sampled, rows, self._options.vocab_size, unused)
             params = [self._to_device(array) for array in packed]
             if full:
-                outputs = self._full(logits, params, greedy.last_tokens, edit_list, grammar, allowed)
+                outputs = self._full(logits, params, greedy.last_tokens, previous_tokens, edit_list, grammar, allowed)
             else:
                 truncated = any(request.sampling.truncated for request in chosen)
                 program = self._programs["truncated" if truncated else "plain", rows]
@@ -226,6 +228,7 @@ class Sampler:
         logits: torch.Tensor,
         params: list[torch.Tensor],
         last_tokens: torch.Tensor,
+        previous_tokens: torch.Tensor,
         edit_list: list[edits.Edit],
         grammar: dict[int, masks.Bitmask],
         allowed: dict[int, list[int]],
@@ -234,7 +237,7 @@ class Sampler:
         for index, packed in enumerate(edits.pack(edit_list, unused_row=rows - 1)):
             program = self._programs["edit" if index == 0 else "edit again", rows]
             arrays = [self._to_device(array) for array in packed]
-            (logits,), _ = program([logits, *arrays, *params, last_tokens])
+            (logits,), _ = program([logits, *arrays, *params, previous_tokens])
         combined = dict(grammar)
         for row, token_ids in allowed.items():
             only = masks.only(token_ids, self._options.vocab_size)

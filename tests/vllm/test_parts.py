@@ -1,0 +1,103 @@
+"""Buckets, block tables, the packed step, experts and programs."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+import torch_xla
+
+from xla_gpu.vllm import buckets
+from xla_gpu.vllm.block_tables import BlockTables
+from xla_gpu.vllm.program import FallbackError, Program, compilations
+from xla_gpu.vllm.step_layout import StepLayout
+
+
+def test_buckets():
+    assert buckets.token_buckets(64, 8) == [1, 2, 4, 8, 16, 32, 64]
+    assert buckets.token_buckets(100, 12) == [1, 2, 4, 8, 12, 16, 32, 64, 100]
+    assert buckets.token_buckets(100, 12, [4]) == [4, 12, 100]
+    assert buckets.next_bucket([4, 12, 100], 5) == 12
+    for wrong in ([0], [101], ["8"], [True]):
+        with pytest.raises(ValueError, match="token_buckets: expected integers from 1 to max_num_batched_tokens = 100"):
+            buckets.token_buckets(100, 12, wrong)
+
+
+def test_layout_unpacks_what_it_packs():
+    layout = StepLayout(num_tokens=5, max_seqs=3, num_groups=2, max_updates=4)
+    packed, parts = layout.empty(unused_slot=9, unused_entry=99)
+    assert packed.shape == (layout.size,) and sum(part.size for part in parts.values()) == layout.size
+    assert (parts["slot_mapping"] == -1).all() and (parts["request_slots"] == 9).all()
+    parts["num_seqs"][0] = 2
+    assert layout.unpack(torch.from_numpy(packed))["num_seqs"].tolist() == [2]
+
+
+def test_block_tables_send_what_is_new():
+    tables = BlockTables(max_seqs=3, max_model_len=64, block_sizes=[8, 16], device=torch_xla.device())
+    tables.append(1, [[5, 6], [7]])
+    tables.clear(1)
+    tables.append(1, [[8], [9]])  # another request: of two entries for one place the last counts
+    tables.append(0, [list(range(10, 18)), []])
+    indices, pages = tables.take_updates(room=4)
+    got = tables.device_tables.cpu().numpy()
+    got[indices] = pages
+    got = got.reshape(tables.shape)
+    assert got[0, 1, 0] == 8 and got[1, 1, 0] == 9
+    assert got[0, 0].tolist() == list(range(10, 18))
+    assert len(indices) == 4  # the others went to the device at once
+    positions = np.array([0, 7, 9], np.int32)
+    assert tables.cache_slots(0, np.zeros(3, np.int32), positions).tolist() == [80, 87, 89]
+    assert len(tables.take_updates(room=4)[0]) == 0
+
+
+@pytest.mark.parametrize("rows", [1, 3, 700])
+@pytest.mark.parametrize("renormalize", [False, True])
+def test_experts(rows, renormalize):
+    """Rows through their own experts alone, whatever the others hold."""
+    from xla_gpu.vllm import moe
+
+    torch.manual_seed(0)
+    num_experts, top_k, hidden, intermediate = 8, 2, 16, 24
+    x = torch.randn(rows, hidden)
+    w13, w2 = torch.randn(num_experts, 2 * intermediate, hidden), torch.randn(num_experts, hidden, intermediate)
+    router = torch.randn(rows, num_experts)
+    router[:, 5] = -1e9
+    w2[5] = float("inf")  # an expert that nobody is sent to
+    weights, chosen = moe.route(router, top_k, renormalize)
+    expected = torch.zeros_like(x, dtype=torch.float64)
+    probabilities = router.double().softmax(-1)
+    for row in range(rows):
+        best = probabilities[row].topk(top_k)
+        scale = best.values.sum() if renormalize else 1.0
+        for probability, expert in zip(best.values, best.indices, strict=True):
+            gate, up = (w13[expert].double() @ x[row].double()).chunk(2)
+            expected[row] += probability / scale * (w2[expert].double() @ (torch.nn.functional.silu(gate) * up))
+    got = moe.experts(x, w13, w2, weights, chosen, "silu")
+    torch.testing.assert_close(got.double(), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_program_runs_without_compiling_and_takes_its_state_over():
+    device = torch_xla.device()
+    weight = torch.tensor([2.0, 3.0]).to(device)
+    state, x = torch.zeros(2, device=device), torch.tensor([1.0, 1.0]).to(device)
+
+    def step(x, state):
+        state.add_(x * weight)
+        return [state.sum()]
+
+    program = Program("test", step, [x], [state])
+    assert state.cpu().tolist() == [0, 0]  # tracing changed nothing
+    compiled = compilations()
+    states = [state]
+    for number in (1, 2, 3):
+        (total,), states = program([x], states)
+        assert total.item() == 5.0 * number
+    assert states[0].cpu().tolist() == [6, 9] and compilations() == compiled
+    with pytest.raises(RuntimeError):  # its memory is the program's
+        state.cpu()
+
+
+def test_program_refuses_what_would_run_on_the_host():
+    x = torch.zeros(4, dtype=torch.int32, device=torch_xla.device())
+    with pytest.raises(FallbackError, match="aten::view_copy"):
+        Program("test", lambda x: [x.view(torch.float32)], [x])
