@@ -1,4 +1,4 @@
-# make demo | demo-jax | test | docs | test-versions | sanitize | fuzz-cxx | lint | format | library | compare-machine-code | wheel | clean.
+# make demo | demo-jax | demo-vllm | test | test-vllm | docs | test-versions | sanitize | fuzz-cxx | lint | format | library | compare-machine-code | wheel | clean.
 # A fresh machine needs Python 3.11 or newer and gcc.
 #
 # PYTHON       the interpreter that .venv is made with
@@ -11,12 +11,14 @@ JOBS         ?= $(shell nproc)
 CUDA_ARCH    ?= 90a-real
 
 VENV    := .venv
+VLLM    := build/vllm
 BIN     := $(VENV)/bin
 PIP     := $(BIN)/python -m pip --disable-pip-version-check --quiet
 HEADERS := build/ffi-headers
 SOURCES := $(shell git ls-files CMakeLists.txt pyproject.toml third_party ffi python 2>/dev/null)
 
-.PHONY: demo demo-jax docs test test-versions test-oldest test-newest test-adapters sanitize fuzz-cxx lint format library library-cuda \
+.PHONY: demo demo-jax demo-vllm docs test test-vllm test-versions test-oldest test-newest test-adapters sanitize fuzz-cxx lint \
+        format library library-cuda \
         compare-machine-code test-handlers wheel clean
 .DELETE_ON_ERROR:
 
@@ -27,8 +29,14 @@ demo: $(VENV)/.installed
 demo-jax: $(VENV)/.installed
 	$(BIN)/python examples/serve_llama_jax.py --check
 
+demo-vllm: $(VENV)/.installed $(VLLM)/.done
+	PJRT_DEVICE=CPU $(VLLM)/bin/python examples/serve_vllm.py --check
+
 test: $(VENV)/.installed test-handlers
 	XLA_GPU_TEST_HANDLERS=$(HANDLERS) $(BIN)/python -m pytest
+
+test-vllm: $(VENV)/.installed $(VLLM)/.done
+	PJRT_DEVICE=CPU $(VLLM)/bin/python -m pytest -q -r fE tests/vllm
 
 # ---- Set-up: frameworks once, the package again whenever one of its sources changed ----------------------------------
 $(VENV)/.frameworks: pyproject.toml
@@ -43,6 +51,17 @@ $(VENV)/.installed: $(VENV)/.frameworks $(SOURCES)
 
 $(VENV)/.dev: $(VENV)/.frameworks
 	$(BIN)/python third_party/requirements.py dev | $(PIP) install -r /dev/stdin
+	touch $@
+
+# vLLM's Python side, without the CUDA packages that it requires, and with the frameworks and the package of $(VENV): its own
+# transformers stands before theirs. (The distribution vllm-tpu is vLLM's pure-Python wheel.)
+$(VLLM)/.done: $(VENV)/.frameworks third_party/requirements.py
+	$(BIN)/python -m venv $(VLLM)
+	$(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" \
+	  > $$($(VLLM)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/frameworks.pth
+	$(BIN)/python third_party/requirements.py vllm-test | \
+	  $(VLLM)/bin/python -m pip --disable-pip-version-check --quiet install -r /dev/stdin
+	$(VLLM)/bin/python -m pip --disable-pip-version-check --quiet install --no-deps vllm-tpu==0.12.0
 	touch $@
 
 # The FFI headers as the build requires them, for builds by hand.

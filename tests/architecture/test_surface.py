@@ -167,7 +167,7 @@ def test_kernels_include_no_xla_and_no_framework():
 
 def test_only_framework_folders_import_frameworks():
     """A folder states what its modules may import; public modules and the doctor's probes are named one by one."""
-    torch_side = r"_torch/|_torch_xla/|_torchax/|torch\.py|_doctor/probe_torch"
+    torch_side = r"_torch/|_torch_xla/|_torchax/|vllm/|torch\.py|_doctor/probe_torch"
     torchax_side = r"_torchax/|torchax\.py|_doctor/probe_torchax"
     jax_side = r"_jax/|jax\.py|_doctor/probe_jax|_doctor/probe_torchax|adapters/"
     allowed = {

@@ -202,7 +202,9 @@ def test_min_tokens_and_stops(engine):
 
 def test_structured_output(engine):
     params = [
-        SamplingParams(temperature=1.0, max_tokens=20, structured_outputs=StructuredOutputsParams(regex="[0-9]{4}-[0-9]{2}")),
+        SamplingParams(
+            temperature=1.0, max_tokens=20, structured_outputs=StructuredOutputsParams(regex="[0-9]{4}-[0-9]{2}")
+        ),
         SamplingParams(temperature=0, max_tokens=8, structured_outputs=StructuredOutputsParams(choice=["yes", "no"])),
         greedy(8),
     ]
@@ -210,7 +212,9 @@ def test_structured_output(engine):
     year, month = outputs[0].outputs[0].text.split("-")
     assert len(year) == 4 and len(month) == 2 and (year + month).isdigit()
     assert outputs[1].outputs[0].text in ("yes", "no")
-    assert outputs[2].outputs[0].token_ids == engine.generate(["Hello"], greedy(8), use_tqdm=False)[0].outputs[0].token_ids
+    assert (
+        outputs[2].outputs[0].token_ids == engine.generate(["Hello"], greedy(8), use_tqdm=False)[0].outputs[0].token_ids
+    )
 
 
 # ---- Log-probabilities -----------------------------------------------------------------------------------------------
@@ -225,7 +229,9 @@ def check_position(found: dict, expected: torch.Tensor, token: int, top: int) ->
         assert entry.rank == int((expected > expected[token_id]).sum()) + 1
 
 
-@pytest.mark.parametrize("params", [greedy(6, logprobs=5, prompt_logprobs=3), random(6, seed=3, logprobs=5, prompt_logprobs=3)])
+@pytest.mark.parametrize(
+    "params", [greedy(6, logprobs=5, prompt_logprobs=3), random(6, seed=3, logprobs=5, prompt_logprobs=3)]
+)
 def test_logprobs(engine, reference, params):
     """Of sampled tokens and of a prompt that is read in chunks, some of them before the rest of the batch."""
     prompts = tiny.prompts((130, 20))

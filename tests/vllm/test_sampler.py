@@ -70,7 +70,16 @@ def kept_by_sorting(logits: np.ndarray, min_p: float, top_k: int, top_p: float) 
 
 @pytest.mark.parametrize(
     ("min_p", "top_k", "top_p"),
-    [(0, 1000, 1), (0, 1, 1), (0, 50, 1), (0, 1000, 0.9), (0, 1000, 0.05), (0.1, 1000, 1), (0.01, 30, 0.7), (0, 3, 1e-6)],
+    [
+        (0, 1000, 1),
+        (0, 1, 1),
+        (0, 50, 1),
+        (0, 1000, 0.9),
+        (0, 1000, 0.05),
+        (0.1, 1000, 1),
+        (0.01, 30, 0.7),
+        (0, 3, 1e-6),
+    ],
 )
 def test_truncation(to_device, min_p, top_k, top_p):
     rng = np.random.default_rng(0)

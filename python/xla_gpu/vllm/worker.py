@@ -11,7 +11,7 @@ from vllm.logger import init_logger
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.worker.worker_base import WorkerBase
 
-from . import memory
+from . import compile_cache, memory
 
 logger = init_logger(__name__)
 
@@ -22,6 +22,8 @@ class Worker(WorkerBase):  # type: ignore[misc]
     def init_device(self) -> None:
         """Starts torch_xla's client."""
         memory.set_pool(os.environ, self.cache_config.gpu_memory_utilization)
+        if folder := compile_cache.use(os.environ):
+            logger.info("XLA's choices of kernels are kept in %s", folder)
         # Imported here: the import reads the environment, and starts the client soon after.
         import torch_xla
         import torch_xla.backends
