@@ -7,11 +7,11 @@ import math
 import numpy as np
 import pytest
 import torch
-from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 
 from tests.vllm import engines, tiny
 from tests.vllm.engines import greedy, random, run, tokens
+from vllm import SamplingParams
 from xla_gpu.vllm.program import compilations
 
 LENGTHS = (5, 17, 33, 1, 70, 12, 100)
