@@ -52,7 +52,7 @@ def write_tiny_model(folder: str) -> None:
         num_hidden_layers=4,
         num_attention_heads=8,
         num_key_value_heads=2,
-        max_position_embeddings=2048,
+        max_position_embeddings=4096,
         bos_token_id=0,
         eos_token_id=1,
         initializer_range=0.2,  # so that no two logits are close
@@ -85,7 +85,7 @@ def serve(arguments: argparse.Namespace, folder: str) -> int:
     llm = LLM(
         folder,
         dtype=arguments.dtype,
-        max_model_len=2048,
+        max_model_len=4096 if arguments.model is None else None,
         max_num_seqs=8,
         max_num_batched_tokens=512,
         additional_config=options,
