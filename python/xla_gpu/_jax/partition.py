@@ -6,6 +6,7 @@ tells it how the call divides: to Shardy by a rule, to GSPMD by callbacks.
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import math
 from collections.abc import Callable
@@ -26,7 +27,13 @@ def partitioned(call: OpCall, partitioning: Partitioning, local: Callable[..., A
     ``local`` computes the call's results (a tuple) from operands of any sizes: a device's shards.
     """
     function: Any = custom_partitioning(local)
+    rule: Any
     rule, factors = sharding_rule(call, partitioning)
+    if "factor_sizes" not in inspect.signature(function.def_partition).parameters:
+        # jax 0.7 takes a rule that has the sizes already, and offers no public way from a text to one.
+        from jax._src.custom_partitioning_sharding_rule import str_to_sdy_sharding_rule
+
+        rule, factors = str_to_sdy_sharding_rule(rule, **factors), {}
     plan = _Plan(call, partitioning)
 
     def partition(mesh: Any, arguments: Any, results: Any) -> Any:
