@@ -130,8 +130,9 @@ static __device__ __noinline__ void ReportFailure(const GroupView& group, uint32
 
 // Tells this GPU's later calls, the peers' and the host that `peer` did not come.
 static __device__ __noinline__ void BreakGroup(const GroupView& group, int peer, uint32_t epoch) {
-  // First for this GPU's own threads: they would report a peer's word otherwise.
-  if (atomicExch(&Control(group, group.rank)->broken, 1u) != 0) return;
+  // Of the threads that give up at once, one reports. What it says stands before others learn that the group is broken,
+  // and would lay it on a peer.
+  if (atomicExch(&Control(group, group.rank)->reporting, 1u) != 0) return;
   ReportFailure(group, peer, epoch);
   for (int r = 0; r < group.ranks; ++r) StoreRelaxed(&Control(group, r)->broken, 1);
 }

@@ -20,11 +20,16 @@ from .._core.operator import OpCall
 from .._runtime import library, targets
 from .._runtime.targets import Target
 from ..errors import TargetError
-from . import stablehlo
+from . import spmd, stablehlo
 
 
 def run(call: OpCall, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
     """Adds ``call`` to the lazy graph and returns its results, scratch left out."""
+    results = spmd.run(call, tensors, _run_whole)
+    return _run_whole(call, tensors) if results is None else results
+
+
+def _run_whole(call: OpCall, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
     import _XLAC
 
     results = _XLAC._xla_user_computation(f"xla_gpu::{call.name}", list(tensors), _computation(call))
