@@ -1,4 +1,4 @@
-"""A program of its own process, since SPMD and the number of devices are a process's: torch_xla's SPMD over CPU devices.
+"""torch_xla's SPMD over CPU devices: a program of its own, since SPMD and the number of devices are a process's.
 
 python -m tests.distributed.spmd_program LAYOUT: a step on a cache that is annotated by heads, beside one device's.
 """

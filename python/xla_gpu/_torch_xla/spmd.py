@@ -1,7 +1,7 @@
 """Calls on sharded tensors under torch_xla's SPMD: each device calls the handler on its shards.
 
-XLA cannot look into a custom call, and would gather its operands. Where the user's annotation (mark_sharding) says how an
-operand lies, the call is put between torch_xla's manual-sharding markers: shards in, shards out, nothing gathered.
+XLA cannot look into a custom call, and would gather its operands. Where the user's annotation (mark_sharding) says how
+an operand lies, the call is put between torch_xla's manual-sharding markers: shards in, shards out, nothing gathered.
 """
 
 from __future__ import annotations
@@ -113,6 +113,8 @@ def _tiles(tensor: torch.Tensor) -> _Tiles | None:
 
 # "{devices=[1,2,2]0,1,2,3 last_tile_dim_replicate}", or with the devices as an iota: "[4]<=[2,2]T(1,0)".
 _SHARDING = re.compile(
+    r"\{devices=\[([\d,]+)\](?:<=\[([\d,]+)\](?:T\(([\d,]+)\))?|([\d,]+))( last_tile_dim_replicate)?\}"
+)
     r"\{devices=\[([\d,]+)\](?:<=\[([\d,]+)\](?:T\(([\d,]+)\))?|([\d,]+))( last_tile_dim_replicate)?\}"
 )
 
