@@ -11,7 +11,8 @@
 
 namespace xla_gpu {
 
-// Why a GPU that is too old, too new or driven by too old a driver refuses the library's code; empty for other errors.
+// Why a GPU or its driver refuses the library's code: one of them is too old, or the GPU is too new. Empty for other
+// errors.
 inline std::string DeviceCodeText(cudaError_t error) {
   switch (error) {
     case cudaErrorInsufficientDriver:
@@ -36,10 +37,9 @@ inline std::string DeviceCodeText(cudaError_t error) {
 
 inline Status CudaStatus(cudaError_t error, const char* file, int line, const char* expression) {
   if (error == cudaSuccess) return Status::Ok();
-  // Clears the runtime's memory of the error: the next launch of this thread asks for it and would report it as its
-  // own.
+  // Clears the error that the CUDA runtime keeps for this thread. Otherwise the next launch would report it again.
   cudaGetLastError();
-  // The path from the sources' root on: where the library was built is nobody's business.
+  // Relative to the root of the sources: messages do not show where the library was built.
   std::string path(file);
   const size_t root = path.rfind("ffi/");
   if (root != std::string::npos) path.erase(0, root);

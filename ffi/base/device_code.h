@@ -1,4 +1,4 @@
-// What to say where a GPU cannot run the library's code. No CUDA headers: it is tested without them.
+// The error text for a GPU that cannot run the library's code. No CUDA headers, so that it is tested without them.
 #ifndef XLA_GPU_BASE_DEVICE_CODE_H_
 #define XLA_GPU_BASE_DEVICE_CODE_H_
 

@@ -13,9 +13,9 @@ class Status {
 
   Status() = default;
   static Status Ok() { return {}; }
-  // The caller's fault: a value that the operator's contract excludes.
+  // The caller passed something that the operator excludes.
   static Status InvalidArgument(std::string message) { return {Code::kInvalidArgument, std::move(message)}; }
-  // Ours, or the driver's.
+  // The library or the driver failed.
   static Status Internal(std::string message) { return {Code::kInternal, std::move(message)}; }
 
   bool ok() const { return code_ == Code::kOk; }

@@ -1,5 +1,5 @@
-// The vocabulary in which handlers check what they were given. Every text names the operator, the argument, what was
-// expected and what came.
+// Checks of operands, results and attributes, for handlers. Every error names the operator, the argument, what was
+// expected and what was given.
 #ifndef XLA_GPU_HANDLERS_CHECK_H_
 #define XLA_GPU_HANDLERS_CHECK_H_
 
@@ -145,8 +145,8 @@ inline ffi::Error ToError(const Status& status) {
   }
 }
 
-// Runs `body`, which returns an ffi::Error, and turns an exception into one: nothing between here and XLA's C frame
-// catches, and a throw would end the process.
+// Runs `body`, which returns an ffi::Error, and turns an exception into one. Nothing in XLA catches exceptions: one
+// that leaves a handler ends the process.
 template <typename Body>
 ffi::Error NoThrow(const char* op, Body&& body) {
   try {

@@ -1,6 +1,6 @@
 // Scalar conversions between float32 and the storage types, exact to the last bit and free of tables and branches where
-// it matters, so that a compiler vectorises loops over them. Never included by sources compiled for one ISA only: an
-// inline function of such a source could end up in everybody's code.
+// it matters, so that a compiler vectorises loops over them. Never included by sources that are compiled for one
+// ISA: the linker keeps one copy of an inline function, and it could be theirs.
 #ifndef XLA_GPU_HOST_CONVERT_H_
 #define XLA_GPU_HOST_CONVERT_H_
 

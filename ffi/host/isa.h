@@ -7,7 +7,7 @@ namespace xla_gpu {
 
 enum class Isa { kBaseline, kAvx2, kAvx512 };
 
-// The best version that this processor runs, or the lesser one that XLA_GPU_HOST_ISA (baseline, avx2, avx512) asks for.
+// The best version that this processor runs, or a lower one that XLA_GPU_HOST_ISA (baseline, avx2, avx512) names.
 // Read once.
 Isa SelectedIsa();
 

@@ -61,7 +61,7 @@ void ParallelFor(const Executor& executor, int64_t count, const std::function<vo
   try {
     for (int64_t i = 0; i < helpers; ++i) executor.Schedule([loop] { loop->Work(); });
   } catch (const std::exception&) {
-    // Fewer helpers than wanted; the items are claimed one by one, so nothing is lost.
+    // Fewer tasks than requested. Items are claimed one by one, so none is lost.
   }
   loop->Work();
   loop->Wait();

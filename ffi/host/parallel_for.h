@@ -1,5 +1,4 @@
-// How host kernels use threads without knowing whose they are: XLA's pool under torch_xla and JAX, the library's own in
-// eager calls.
+// Parallel loops for host kernels: on XLA's thread pool under torch_xla and JAX, on the library's own in eager calls.
 #ifndef XLA_GPU_HOST_PARALLEL_FOR_H_
 #define XLA_GPU_HOST_PARALLEL_FOR_H_
 

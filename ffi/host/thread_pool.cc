@@ -29,8 +29,8 @@ int64_t UsableProcessors() {
 int64_t WantedThreads() {
   if (const char* text = std::getenv("XLA_GPU_NUM_THREADS"); text != nullptr) {
     char* end = nullptr;
-    const int64_t wanted = std::strtoll(text, &end, 10);
-    if (end != text && *end == '\0' && wanted >= 1) return std::min(wanted, kMaxThreads);
+    const int64_t requested = std::strtoll(text, &end, 10);
+    if (end != text && *end == '\0' && requested >= 1) return std::min(requested, kMaxThreads);
   }
   return std::clamp<int64_t>(UsableProcessors(), 1, kMaxThreads);
 }
@@ -65,7 +65,7 @@ struct ThreadPool::State {
     }
   }
 
-  // Called with the mutex held. Where the system gives fewer threads than wanted, those that came do the work.
+  // Called with the mutex held. Where the system starts fewer threads than requested, those that started do the work.
   void StartOnce() {
     if (start_tried) return;
     start_tried = true;

@@ -16,10 +16,10 @@
 namespace xla_gpu {
 namespace {
 
-// XLA's arrays have at most this many dimensions; more is taken for a field that was not set.
+// No array of XLA has more dimensions. A larger rank means that the field was not set.
 constexpr int32_t kMaxRank = 64;
 
-// Deeper dictionaries are taken for one that holds itself.
+// A dictionary that is nested deeper is taken for one that contains itself.
 constexpr int kMaxDictionaryDepth = 32;
 
 // Bits of an element, 0 for a type that buffers and attributes cannot have.
@@ -112,7 +112,7 @@ struct Buffers {
       const int64_t dim = buffer.dims[d];
       if (dim < 0) return invalid("dimension " + std::to_string(d) + " is " + std::to_string(dim));
       empty = empty || dim == 0;
-      // Without the zeros: handlers multiply some dimensions of an empty buffer too.
+      // Zeros count as 1: handlers multiply some dimensions of an empty buffer too.
       too_large = too_large || __builtin_mul_overflow(elements, std::max<int64_t>(dim, 1), &elements);
     }
     if (too_large || elements > std::numeric_limits<int64_t>::max() / bits) {
@@ -214,7 +214,7 @@ class Attributes {
         if (attribute.size != 0 && attribute.data == nullptr) return invalid("data is null");
         if (attribute.type != XLA_FFI_AttrType_STRING && attribute.type != XLA_FFI_AttrType_DICTIONARY &&
             attribute.dtype == XLA_FFI_DataType_PRED) {
-          // Handlers read them as bool, of which C++ knows two.
+          // Handlers read them as bool; other bytes than 0 and 1 would be undefined behaviour.
           const auto* bytes = static_cast<const uint8_t*>(attribute.data);
           for (size_t i = 0; i < attribute.size; ++i) {
             if (bytes[i] > 1) return invalid("a bool of value " + std::to_string(bytes[i]) + ", expected 0 or 1");

@@ -18,7 +18,7 @@ Error CudaError(const char* call, cudaError_t status) {
     text += " (this machine has no NVIDIA GPU or driver, or a driver older than CUDA " XLA_GPU_CUDA_VERSION
             " needs; nvidia-smi shows both)";
   }
-  // Clears the runtime's memory of the error, so that the next launch on this thread does not report it again.
+  // Clears the error that the CUDA runtime keeps for this thread. Otherwise the next launch would report it again.
   cudaGetLastError();
   return Error::Internal(std::move(text));
 }

@@ -19,7 +19,7 @@ int64_t NextRunId() {
   return next.fetch_add(1, std::memory_order_relaxed);
 }
 
-// Stands in for an error that there was no memory for; never deleted.
+// Returned where there is no memory for an error; never deleted.
 XLA_FFI_Error* OutOfMemory() {
   static XLA_FFI_Error error{{XLA_FFI_Error_Code_RESOURCE_EXHAUSTED, "out of memory"}};
   return &error;
@@ -49,7 +49,7 @@ bool LacksContext(const Args*, long) {
   return false;
 }
 
-// The common shape of the table's functions: checks the arguments' struct, calls `body`, catches.
+// What all functions of the table do: check the size of their arguments' struct, call `body`, catch exceptions.
 template <typename Args, typename Body>
 XLA_FFI_Error* Serve(const char* name, Args* args, size_t expected_size, Body&& body) noexcept {
   return MakeError(xla_gpu::Guarded(name, [&]() -> Error {

@@ -17,8 +17,8 @@ struct XLA_FFI_Error {
   xla_gpu::Error error;
 };
 
-// The result of an asynchronous handler. Whoever completes it holds `state` for that long, so that the waiting side may
-// delete the future as soon as it wakes.
+// The result of an asynchronous handler. The thread that completes it holds a reference to `state`, so that the
+// waiting thread may delete the future as soon as it wakes.
 struct XLA_FFI_Future {
   struct State {
     std::mutex mutex;

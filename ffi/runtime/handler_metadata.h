@@ -1,4 +1,4 @@
-// What a handler says about itself.
+// A handler's metadata: the FFI API that it was built with, and its traits.
 #ifndef XLA_GPU_RUNTIME_HANDLER_METADATA_H_
 #define XLA_GPU_RUNTIME_HANDLER_METADATA_H_
 

@@ -1,4 +1,4 @@
-// The few structures of the PJRT C API that this library reads or writes. They are written down here, and not taken
+// The few structures of the PJRT C API that this library reads or writes. They are declared here, and not taken
 // from XLA's headers, because the library meets plug-ins of many versions at run time and must rely on no more than
 // what all of them share: the API's rule is that structures and its function table only grow at their ends, each
 // beginning with its own size. The last exception was version 0.57, which moved entries of the table; older ones are
@@ -22,8 +22,8 @@ struct Extension {
 
 // Extension types are appended to an enumeration, so these stay.
 inline constexpr int32_t kGpuCustomCall = 0;
-// Longer than any chain that was seen (a plug-in has at most one extension of each of some 25 types); a longer one is a
-// chain in circles.
+// Longer than any known chain: a plug-in has at most one extension of each of some 25 types. A longer chain is taken
+// for a cycle.
 inline constexpr int kMaxExtensions = 1000;
 
 struct Version {

@@ -1,4 +1,4 @@
-// A PJRT plug-in as the rest of the runtime sees it: found, checked, asked.
+// A PJRT plug-in: loaded, its table checked, its extensions found.
 #ifndef XLA_GPU_RUNTIME_PJRT_PLUGIN_H_
 #define XLA_GPU_RUNTIME_PJRT_PLUGIN_H_
 

@@ -19,7 +19,7 @@ Error CheckNames(const char* target, const char* platform, const xla_gpu_stages*
   return {};
 }
 
-// The runtime's own words; the error is destroyed.
+// The text of an error of the runtime; destroys the error.
 Error TakeRuntimeError(const XLA_FFI_Api* api, XLA_FFI_Error* error) {
   if (error == nullptr) return {};
   XLA_FFI_Error_GetMessage_Args get = {};
@@ -88,9 +88,9 @@ Error RegisterThroughExtension(const pjrt::Api& api, const char* target, const x
 
 // ---- The FFI API behind a plug-in ----
 
-// The extension reports no failure (seen in the plug-ins of jax 0.7.2 and 0.10.2: it drops the runtime's error) and
-// tells no FFI version. But a runtime asks every handler that it registers for its metadata, and newer ones pass their
-// FFI API along: a handler that only remembers it opens the direct way.
+// The extension reports no failure (the plug-ins of jax 0.7.2 and 0.10.2 drop the runtime's error) and no FFI version.
+// But a runtime asks every handler that it registers for its metadata, and newer runtimes pass their FFI API along. So
+// a handler that only stores the API is registered first, and the API is used directly from then on.
 thread_local const XLA_FFI_Api* probed_api = nullptr;
 
 XLA_FFI_Error* ProbeHandler(XLA_FFI_CallFrame* frame) {

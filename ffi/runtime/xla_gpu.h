@@ -1,7 +1,7 @@
 // The C interface of the library: what Python reaches through ctypes. Names are stable within a minor version.
 //
-// Functions that can fail return NULL, or a text that says what went wrong; it belongs to the calling thread and lives
-// until that thread's next call into this interface. None of them throws or aborts.
+// Functions that can fail return NULL for success, or an error text. The text belongs to the calling thread and is
+// valid until that thread's next call into this interface. No function throws or aborts.
 #ifndef XLA_GPU_RUNTIME_XLA_GPU_H_
 #define XLA_GPU_RUNTIME_XLA_GPU_H_
 
@@ -98,7 +98,7 @@ XLA_GPU_EXPORT const char* xla_gpu_call(const xla_gpu_call_args* args, int32_t* 
 
 // ---- PJRT adapter ----
 
-// Names the PJRT plug-in that this library's GetPjrtApi() stands in front of. Call it before the first GetPjrtApi().
+// Sets the PJRT plug-in that this library's GetPjrtApi() adapts. Call it before the first GetPjrtApi().
 XLA_GPU_EXPORT const char* xla_gpu_pjrt_use_plugin(const char* path);
 
 // ---- Device groups: GPUs of one host that all_reduce among themselves ----

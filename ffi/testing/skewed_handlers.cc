@@ -1,6 +1,5 @@
-// Functions that are registered as handlers and do not fit: built with an FFI API that no runtime has yet, or no
-// handlers of the typed FFI at all. What they answer to the question for their version is all that differs; none is
-// ever to run.
+// Functions that are registered as handlers and must be refused: built with an FFI API that no runtime has yet, or no
+// handlers of the typed FFI at all. They differ in the version that they report; none may ever run.
 #include <cstdlib>
 #include <stdexcept>
 
@@ -27,7 +26,7 @@ TEST_HANDLER(xla_gpu_test_next_minor) { return Answer(frame, XLA_FFI_API_MAJOR, 
 TEST_HANDLER(xla_gpu_test_next_major) { return Answer(frame, XLA_FFI_API_MAJOR + 1, 0); }
 TEST_HANDLER(xla_gpu_test_no_version) { return Answer(frame, 0, 0); }
 
-// Its headers expect a larger question than ours, and say so as XLA's do.
+// Its headers expect a larger metadata struct than ours, and report it as XLA's do.
 TEST_HANDLER(xla_gpu_test_refuses_question) {
   XLA_FFI_Error_Create_Args args = {};
   args.struct_size = XLA_FFI_Error_Create_Args_STRUCT_SIZE;

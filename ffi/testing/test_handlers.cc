@@ -164,7 +164,7 @@ void Describe(const XLA_FFI_Attrs& attributes, std::string* text) {
   }
 }
 
-// Answers the question for the API version; the execution itself works on the C call frame.
+// Answers the metadata query; the execution works on the C call frame itself.
 ffi::Error Nothing() { return ffi::Error::Success(); }
 XLA_FFI_DEFINE_HANDLER(AnswerMetadata, Nothing, ffi::Ffi::Bind());
 

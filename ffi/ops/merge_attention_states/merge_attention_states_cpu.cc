@@ -21,7 +21,7 @@ void MergeRow(const MergeAttentionStatesParams& p, int64_t row) {
   auto* out = static_cast<Stored*>(p.out) + row * p.head_dim;
   const float lse_a = p.lse_a[row];
   const float lse_b = p.lse_b[row];
-  // A state that saw no key has no part in the result, whatever its values are; two of them are one of the kind.
+  // A state that saw no key does not contribute, whatever its values are. Two of them give another one.
   if (lse_a == kNone || lse_b == kNone) {
     const Stored* other = lse_b == kNone ? a : b;
     p.lse[row] = lse_b == kNone ? lse_a : lse_b;

@@ -32,7 +32,7 @@ ffi::Error GetParams(const ffi::AnyBuffer& out_a, const ffi::AnyBuffer& lse_a, c
   return ffi::Error::Success();
 }
 
-// Runs on whatever `run` stands for: the host's threads or a CUDA stream.
+// `run` computes on the host's threads or on a CUDA stream.
 template <typename Run>
 ffi::Error Merge(const ffi::AnyBuffer& out_a, const ffi::AnyBuffer& lse_a, const ffi::AnyBuffer& out_b,
                  const ffi::AnyBuffer& lse_b, const ffi::AnyBuffer& out, const ffi::AnyBuffer& lse, Run&& run) {

@@ -25,7 +25,7 @@ struct PagedAttentionParams {
   const float* v_scale;            // as k_scale, for V
   const float* sinks;              // [num_heads], a logit that joins the softmax's sum and has no value; null: none
   void* out;                       // T[num_tokens, num_heads, head_dim]
-  float* lse;                      // [num_tokens, num_heads], natural log of the softmax's sum; null: not wanted
+  float* lse;                      // [num_tokens, num_heads], natural log of the softmax's sum; null: not requested
   void* scratch;                   // [scratch_bytes]; undefined contents; CUDA only
   int64_t scratch_bytes;
 

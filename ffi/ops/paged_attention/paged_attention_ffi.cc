@@ -33,7 +33,7 @@ namespace {
 
 using Attributes = PagedAttentionAttributes;
 
-// The operands in their order. k_scale and v_scale are there where kv_scales is set, sinks where has_sinks is.
+// The operands in their order. k_scale and v_scale are given if kv_scales is set, sinks if has_sinks is set.
 enum Operand { kQuery, kKvCache, kContextLens, kBlockTables, kQueryStartLoc, kNumSeqs, kKScale, kVScale, kSinks };
 constexpr const char* kOperandNames[] = {"query",    "kv_cache", "context_lens", "block_tables", "query_start_loc",
                                          "num_seqs", "k_scale",  "v_scale",      "sinks"};

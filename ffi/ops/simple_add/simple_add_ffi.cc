@@ -20,7 +20,7 @@ ffi::Error GetParams(const ffi::AnyBuffer& a, const ffi::AnyBuffer& b, const ffi
   return ffi::Error::Success();
 }
 
-// Runs on whatever `run` stands for: the host's threads or a CUDA stream.
+// `run` computes on the host's threads or on a CUDA stream.
 template <typename Run>
 ffi::Error SimpleAdd(const ffi::AnyBuffer& a, const ffi::AnyBuffer& b, const ffi::AnyBuffer& out, Run&& run) {
   return NoThrow(kOp, [&]() -> ffi::Error {

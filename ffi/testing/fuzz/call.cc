@@ -286,7 +286,7 @@ void Call::ReshapeAndCache() {
   AddScalar("kv_scales", XLA_FFI_DataType_PRED, scales);
 }
 
-// Takes something away, adds something or turns a field into another that its memory still covers.
+// Removes something, adds something, or changes a field such that the memory still covers the buffer.
 void Call::Change() {
   auto* buffers = input_.Once(3) ? &results_ : &operands_;
   auto* buffer = buffers->empty() ? nullptr : &(*buffers)[input_.Below(static_cast<int64_t>(buffers->size()))];

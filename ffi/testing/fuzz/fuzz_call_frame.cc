@@ -3,7 +3,7 @@
 //
 // Half of the inputs become calls of a handler that reads all that it is given, with every field taken from the input;
 // the other half become calls of the library's own operators that are sound but for their contents and a few changes.
-// Found is what a sanitizer reports, and an answer that xla_gpu.h excludes. An error is a fine answer.
+// A finding is a sanitizer's report, or an answer that xla_gpu.h excludes. An error is a valid answer.
 #include <cstdint>
 #include <cstdlib>
 #include <string_view>

@@ -1,4 +1,4 @@
-// Bytes as decisions: what a fuzzer's input says about a call. An input that ends early decides 0 from there on.
+// A fuzzer's input as a sequence of decisions about a call. Past its end every decision is 0.
 #ifndef XLA_GPU_TESTING_FUZZ_INPUT_H_
 #define XLA_GPU_TESTING_FUZZ_INPUT_H_
 

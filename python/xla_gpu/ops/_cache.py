@@ -49,15 +49,15 @@ def check_scales(
     check: Checks, kv_cache: ArraySpec, num_kv_heads: int, k_scale: ArraySpec | None, v_scale: ArraySpec | None
 ) -> bool:
     """Checks k_scale and v_scale, given with a float8 cache and with no other; returns whether they are given."""
-    wanted = kv_cache.dtype in FLOAT8S
+    required = kv_cache.dtype in FLOAT8S
     for argument, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
         if scale is None:
-            if wanted:
+            if required:
                 raise check.value_error(
                     argument, f"float32[1] or float32[{num_kv_heads}] with a {kv_cache.dtype} cache", None
                 )
             continue
-        if not wanted:
+        if not required:
             raise check.value_error(argument, f"None with a {kv_cache.dtype} cache, which has no scales", scale)
         check.dtype(argument, scale, ("float32",))
         check.rank(argument, scale, "1 or num_kv_heads")
@@ -65,7 +65,7 @@ def check_scales(
             raise check.value_error(argument, f"shape [1] or [num_kv_heads = {num_kv_heads}]", scale)
     if k_scale is not None and v_scale is not None and k_scale.shape != v_scale.shape:
         raise check.value_error("v_scale", f"shape {list(k_scale.shape)} (as k_scale)", v_scale)
-    return wanted
+    return required
 
 
 def cache_axes(kv_cache: ArraySpec) -> Axes:

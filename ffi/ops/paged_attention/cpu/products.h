@@ -185,7 +185,7 @@ inline void ScoreTransposed(const float* q, int64_t q_stride, int64_t rows, cons
 
 // ---- Weighted sums of V --------------------------------------------------------------------------------------------
 
-// Rows of the cache that will be needed next, to be asked for while others are summed.
+// Rows of the cache that are needed next, prefetched while others are summed.
 template <class Element>
 struct Ahead {
   const typename Element::Stored* base;  // null: none
