@@ -73,7 +73,7 @@ def _axes(call: OpCall, name: str, rank: int) -> Axes:
 
 
 def _decide(call: OpCall, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, _Tiles, dict[str, int]] | None:
-    """The operand that decides, its sharding, and for each axis of the call the dimension of it that divides that axis."""
+    """The operand that decides, its sharding, and for each axis of the call the dimension that divides it."""
     partitioning = call.partitioning
     assert partitioning is not None
     kept = partitioning.never_gathered
@@ -113,8 +113,6 @@ def _tiles(tensor: torch.Tensor) -> _Tiles | None:
 
 # "{devices=[1,2,2]0,1,2,3 last_tile_dim_replicate}", or with the devices as an iota: "[4]<=[2,2]T(1,0)".
 _SHARDING = re.compile(
-    r"\{devices=\[([\d,]+)\](?:<=\[([\d,]+)\](?:T\(([\d,]+)\))?|([\d,]+))( last_tile_dim_replicate)?\}"
-)
     r"\{devices=\[([\d,]+)\](?:<=\[([\d,]+)\](?:T\(([\d,]+)\))?|([\d,]+))( last_tile_dim_replicate)?\}"
 )
 
