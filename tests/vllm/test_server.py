@@ -1,0 +1,144 @@
+"""The OpenAI server over HTTP on 127.0.0.1: concurrent streams, bad requests, aborts, metrics."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from tests.vllm import tiny
+
+START_SECONDS = 300
+
+
+class Server:
+    def __init__(self, folder: str, log) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        self.url = f"http://127.0.0.1:{port}"
+        options = "--dtype float32 --max-model-len 256 --max-num-seqs 8 --max-num-batched-tokens 64"
+        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", folder, *options.split()]
+        command += ["--served-model-name", "tiny", "--host", "127.0.0.1", "--port", str(port)]
+        command += ["--additional-config", '{"token_buckets": [8, 64]}']
+        # As users start it: the engine in a process of its own.
+        environment = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+        self.process = subprocess.Popen(
+            command, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+        )
+
+    def wait(self) -> bool:
+        end = time.monotonic() + START_SECONDS
+        while time.monotonic() < end and self.process.poll() is None:
+            try:
+                with urllib.request.urlopen(f"{self.url}/health", timeout=5):
+                    return True
+            except OSError:
+                time.sleep(1)
+        return False
+
+    def stop(self) -> None:
+        os.killpg(self.process.pid, signal.SIGTERM)
+        try:
+            self.process.wait(30)
+        except subprocess.TimeoutExpired:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+
+    def open(self, body: dict, timeout: float = 120):
+        request = urllib.request.Request(
+            f"{self.url}/v1/completions",
+            json.dumps({"model": "tiny", **body}).encode(),
+            {"Content-Type": "application/json"},
+        )
+        return urllib.request.urlopen(request, timeout=timeout)
+
+    def complete(self, **body) -> dict:
+        with self.open(body) as response:
+            return json.load(response)["choices"][0]
+
+    def stream(self, **body) -> list[int]:
+        tokens = []
+        with self.open({"stream": True, **body}) as response:
+            for line in response:
+                if line.startswith(b"data: {"):
+                    tokens += json.loads(line[6:])["choices"][0]["token_ids"]
+        return tokens
+
+    def metric(self, name: str) -> float:
+        with urllib.request.urlopen(f"{self.url}/metrics", timeout=30) as response:
+            lines = [line for line in response.read().decode().splitlines() if line.startswith(f"{name}{{")]
+        return sum(float(line.split()[-1]) for line in lines)
+
+
+@pytest.fixture(scope="module")
+def server(llama, tmp_path_factory):
+    path = tmp_path_factory.mktemp("server") / "log"
+    with path.open("wb") as log:
+        server = Server(llama, log)
+        try:
+            assert server.wait(), path.read_text()[-4000:]
+            yield server
+        finally:
+            server.stop()
+
+
+GREEDY = {"temperature": 0, "ignore_eos": True, "return_token_ids": True}
+
+
+def test_concurrent_streams(server, llama):
+    """Eight at once, tokens as transformers'."""
+    prompts = tiny.prompts((5, 17, 33, 1, 70, 12, 100, 60))
+    with ThreadPoolExecutor(8) as pool:
+        got = list(pool.map(lambda prompt: server.stream(prompt=prompt, max_tokens=16, **GREEDY), prompts))
+    reference = tiny.Reference(llama)
+    assert got == [reference.greedy(prompt, 16) for prompt in prompts]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"prompt": [5], "temperature": -1},
+        {"prompt": [5], "top_p": 2},
+        {"prompt": [5], "max_tokens": 0},
+        {"prompt": list(range(3, 303)), "max_tokens": 1},  # longer than the model takes
+        {"prompt": [100000], "max_tokens": 1},
+        {"prompt": [5], "logprobs": 1000},
+        {"prompt": [5], "structured_outputs": {"regex": "("}},
+        {"prompt": [5], "model": "another"},
+    ],
+)
+def test_bad_requests(server, body):
+    with pytest.raises(urllib.error.HTTPError) as failure:
+        server.complete(**body)
+    with failure.value:
+        assert 400 <= failure.value.code < 500, failure.value.read()
+    assert server.complete(prompt=[5], max_tokens=2, **GREEDY)["token_ids"]  # and it lives
+
+
+def test_structured_output_and_logprobs(server):
+    body = {"prompt": "Hello", "temperature": 1.0, "max_tokens": 20}
+    assert server.complete(**body, structured_outputs={"regex": "[0-9]{3}"})["text"].isdigit()
+    logprobs = server.complete(**body, logprobs=3)["logprobs"]
+    # By text, which several tokens of this tokenizer share.
+    assert all(1 <= len(top) <= 4 and max(top.values()) <= 0 for top in logprobs["top_logprobs"])
+
+
+def test_a_client_that_goes_away_is_aborted(server):
+    response = server.open({"prompt": [5], "max_tokens": 200, "stream": True, **GREEDY})
+    response.readline()
+    response.close()
+    end = time.monotonic() + 60
+    while server.metric("vllm:num_requests_running") and time.monotonic() < end:
+        time.sleep(0.2)
+    assert server.metric("vllm:num_requests_running") == 0
+    assert server.metric("vllm:kv_cache_usage_perc") == 0
