@@ -11,11 +11,12 @@ from xla_gpu.vllm import versions
 
 HERE = Path(__file__).parent
 
-# Read when vLLM is imported. In one process, so that tests can look at the runner.
-os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
+if versions.problem() is None:
+    # Read when vLLM is imported. In one process, so that tests can look at the runner.
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 # These need no vLLM.
 WITHOUT_VLLM = {"test_versions.py"}

@@ -26,7 +26,7 @@ from .requests import Request, RequestTable
 from .sampler.sampler import Sampled, Sampler, SamplerOptions
 from .step_layout import StepLayout
 
-logger = init_logger(__name__)
+logger = init_logger(f"vllm.{__name__}")  # vLLM shows what is below its own name
 
 
 @dataclasses.dataclass

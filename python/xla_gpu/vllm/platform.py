@@ -12,7 +12,7 @@ from vllm.platforms.interface import Platform, PlatformEnum
 from . import supported
 from .options import Options
 
-logger = init_logger(__name__)
+logger = init_logger(f"vllm.{__name__}")  # vLLM shows what is below its own name
 
 BLOCK_SIZE = 16
 

@@ -13,7 +13,7 @@ from vllm.v1.worker.worker_base import WorkerBase
 
 from . import compile_cache, memory
 
-logger = init_logger(__name__)
+logger = init_logger(f"vllm.{__name__}")  # vLLM shows what is below its own name
 
 
 class Worker(WorkerBase):  # type: ignore[misc]
