@@ -6,14 +6,13 @@ tells it how the call divides: to Shardy by a rule, to GSPMD by callbacks.
 
 from __future__ import annotations
 
-import inspect
 import itertools
 import math
 from collections.abc import Callable
 from typing import Any, cast
 
 import jax
-from jax.experimental.custom_partitioning import custom_partitioning
+from jax.experimental.custom_partitioning import ArrayMapping, CompoundFactor, SdyShardingRule, custom_partitioning
 
 from .._core.operator import OpCall
 from .._core.partitioning import Axes, Partitioning
@@ -27,13 +26,6 @@ def partitioned(call: OpCall, partitioning: Partitioning, local: Callable[..., A
     ``local`` computes the call's results (a tuple) from operands of any sizes: a device's shards.
     """
     function: Any = custom_partitioning(local)
-    rule: Any
-    rule, factors = sharding_rule(call, partitioning)
-    if "factor_sizes" not in inspect.signature(function.def_partition).parameters:
-        # jax 0.7 takes a rule that has the sizes already, and offers no public way from a text to one.
-        from jax._src.custom_partitioning_sharding_rule import str_to_sdy_sharding_rule
-
-        rule, factors = str_to_sdy_sharding_rule(rule, **factors), {}
     plan = _Plan(call, partitioning)
 
     def partition(mesh: Any, arguments: Any, results: Any) -> Any:
@@ -49,19 +41,18 @@ def partitioned(call: OpCall, partitioning: Partitioning, local: Callable[..., A
         infer_sharding_from_operands=infer,
         # JAX's own decoding fails without naming anybody where Shardy splits a mesh axis.
         decode_shardings=False,
-        sharding_rule=rule,
-        **factors,
+        sharding_rule=sharding_rule(call, partitioning),
     )
     return cast(Callable[..., Any], function)
 
 
-def sharding_rule(call: OpCall, partitioning: Partitioning) -> tuple[str, dict[str, int]]:
-    """Shardy's rule for the call, an einsum-like text, and the sizes of factors inside of dimensions."""
+def sharding_rule(call: OpCall, partitioning: Partitioning) -> SdyShardingRule:
+    """Shardy's rule for the call: each dimension is a factor, or two of which the axis is the major one."""
     sizes: dict[str, int] = {}
     whole_axes: set[str] = set()
     names = itertools.count()
 
-    def dimension(axis: str | None, size: int) -> str:
+    def dimension(axis: str | None, size: int) -> str | CompoundFactor:
         if axis is None:
             return f"x{next(names)}"  # nothing else has this dimension: nothing propagates along it
         if size == partitioning.sizes[axis]:
@@ -69,19 +60,19 @@ def sharding_rule(call: OpCall, partitioning: Partitioning) -> tuple[str, dict[s
             return axis
         inner = f"x{next(names)}"
         sizes[axis], sizes[inner] = partitioning.sizes[axis], size // partitioning.sizes[axis]
-        return f"({axis} {inner})"
+        return CompoundFactor(axis, inner)
 
-    def array(axes: Axes | None, shape: tuple[int, ...]) -> str:
-        return " ".join(dimension(a, s) for a, s in zip(axes or (None,) * len(shape), shape, strict=True))
+    def array(axes: Axes | None, shape: tuple[int, ...]) -> ArrayMapping:
+        return ArrayMapping(*(dimension(a, s) for a, s in zip(axes or (None,) * len(shape), shape, strict=True)))
 
-    operands = [
+    operands = tuple(
         array(partitioning.operands.get(name), spec.shape)
         for name, spec in zip(call.operand_names, call.operands, strict=True)
-    ]
-    results = [array(axes, spec.shape) for axes, spec in zip(partitioning.results, call.results, strict=True)]
+    )
+    results = tuple(array(axes, spec.shape) for axes, spec in zip(partitioning.results, call.results, strict=True))
     # Shardy refuses the size of a factor that is a whole dimension somewhere.
     factors = {name: size for name, size in sizes.items() if name not in whole_axes}
-    return f"{', '.join(operands)} -> {', '.join(results)}", factors
+    return SdyShardingRule(operands, results, **factors)
 
 
 class _Plan:
