@@ -208,7 +208,8 @@ def ragged_paged_attention_v3(
 def all_reduce(x: jax.typing.ArrayLike, *, group: DeviceGroup) -> jax.Array:
     """The sum of x over the devices of a DeviceGroup, inside jax.shard_map over its mesh.
 
-    Under check_vma the result does not vary along the group's axis, as that of jax.lax.psum.
+    Under check_vma the result does not vary along the group's axis, as that of jax.lax.psum; jax 0.7 needs
+    check_vma=False.
     """
     return device_group.run(_all_reduce.OPERATOR, group, x=x)
 

@@ -89,6 +89,8 @@ def test_with_residual_and_norm(platform, ranks, dtype, hidden, rows):
 @pytest.mark.parametrize("platform", devices.PLATFORMS)
 def test_results_do_not_vary_along_the_axis(platform):
     """With check_vma, which infers where results are the same: no out_spec has to be believed."""
+    if not devices.infers_replication():
+        pytest.skip("jax 0.7 needs check_vma=False")
     mesh = devices.mesh(platform, tp=2)
     group = xg.DeviceGroup(mesh, "tp")
     x, residual, weight = parts_of((4, 64), "float32", 2), np.ones((4, 64), np.float32), np.ones(64, np.float32)

@@ -101,7 +101,7 @@ def _bind(operator: Operator, arguments: dict[str, Any]) -> tuple[OpCall, list[A
 def _run(call: OpCall, arrays: list[Any], reduced_axes: frozenset[str] = frozenset()) -> Any:
     """``reduced_axes``: mesh axes along which the results are the same, whatever the operands are."""
     axes = _varying_axes(arrays) - reduced_axes
-    if axes:  # inside jax.shard_map: the arrays are a device's own
+    if axes or reduced_axes:  # inside jax.shard_map: the arrays are a device's own
         # What says over which mesh the results vary must not outlive that mesh's context.
         function = _function.__wrapped__(call, axes)
     elif call.partitioning is None:
