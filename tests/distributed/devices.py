@@ -11,7 +11,7 @@ PLATFORMS = [pytest.param("cpu", id="cpu"), pytest.param("cuda", id="cuda", mark
 
 
 def infers_replication() -> bool:
-    """Whether a custom call can say that its result is the same along a mesh axis: jax 0.7 takes it from the operands."""
+    """Whether a custom call can say that its result is the same along a mesh axis; jax 0.7 looks at its operands."""
     import jax
 
     return jax.__version_info__ >= (0, 8)
