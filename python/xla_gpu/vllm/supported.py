@@ -8,19 +8,6 @@ import torch
 
 from .options import Options
 
-# vLLM's architectures whose tokens are tested against transformers'.
-TESTED_ARCHITECTURES = (
-    "Gemma2ForCausalLM",
-    "Gemma3ForCausalLM",
-    "LlamaForCausalLM",
-    "MistralForCausalLM",
-    "MixtralForCausalLM",
-    "Phi3ForCausalLM",
-    "Qwen2ForCausalLM",
-    "Qwen3ForCausalLM",
-    "Qwen3MoeForCausalLM",
-)
-
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3", "fp8_e5m2")
 
