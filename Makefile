@@ -43,6 +43,8 @@ $(VENV)/.frameworks: pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) install --upgrade pip
 	$(BIN)/python third_party/requirements.py test | $(PIP) install -r /dev/stdin
+	# torch_xla 2.9's wheel holds an older torchax, and whichever is installed last overwrites the other's files.
+	$(BIN)/python third_party/requirements.py torchax | grep ^torchax | $(PIP) install --force-reinstall --no-deps -r /dev/stdin
 	touch $@
 
 $(VENV)/.installed: $(VENV)/.frameworks $(SOURCES)

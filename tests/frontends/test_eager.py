@@ -295,7 +295,8 @@ def test_opcheck(name):
 def test_samples_cover_the_operators():
     from xla_gpu.ops import OPERATORS
 
-    assert {op.name for op in OPERATORS} <= set(operator_samples())
+    collective = {"all_reduce", "all_reduce_add_rms_norm"}  # need a process group: tests/distributed
+    assert {op.name for op in OPERATORS} - collective <= set(operator_samples())
 
 
 @pytest.mark.parametrize(
