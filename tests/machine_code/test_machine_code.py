@@ -7,6 +7,8 @@ import subprocess
 
 import pytest
 
+pytest.importorskip("elftools", reason="pyelftools reads the object files; it is in the test extra")
+
 from tests.machine_code.compare import compare, report
 from tests.machine_code.kernels import (
     Kernel,
