@@ -139,7 +139,7 @@ class Sampler:
     def _draw(
         self, logits: torch.Tensor, fields: dict[str, torch.Tensor], last: torch.Tensor, truncated: bool
     ) -> list[torch.Tensor]:
-        """Tokens and last tokens, and the processed scores where they are asked for."""
+        """Tokens and last tokens, and the processed scores where requested."""
         temperature = fields["temperature"]
         greedy = temperature < GREEDY_TEMPERATURE
         scaled = logits / torch.where(greedy, torch.ones_like(temperature), temperature)[:, None]
