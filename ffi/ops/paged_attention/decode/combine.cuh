@@ -17,9 +17,10 @@ namespace xla_gpu::decode {
 inline constexpr int kCombineWarps = 4;
 inline constexpr int kCombineThreads = 32 * kCombineWarps;
 inline constexpr int kMaxCtaGroups = kMaxSms * kCtasPerSm;
+// One kernel serves the split-KV kernels of all cache formats and tile shapes.
+using CombineTileScheduler = TileScheduler<AnyTileShape>;
 inline constexpr int kCombineBatch = MergeChain::kMaxPartials;  // rows that a warp loads at once
 
-template <int kBlockKeys, int kRows>
 struct CombineSharedStorage {
   uint16_t split_tiles[kMaxCtaGroups];
   int warp_split_tiles[kCombineWarps];
@@ -27,7 +28,7 @@ struct CombineSharedStorage {
   // The offsets of the partial rows that a warp merges, in order. The highest bit: the row begins a segment.
   uint32_t partials[kCombineWarps][kMaxSplits];
   OutputRow output[kCombineWarps];  // of a warp; here because registers are short
-  typename TileScheduler<kBlockKeys, kRows>::SharedStorage scheduler[kCombineWarps];
+  CombineTileScheduler::SharedStorage scheduler[kCombineWarps];
 };
 
 // The programmatic-launch wait of CTAs without work. One CTA waits, so that the kernel before has ended when this one
@@ -38,16 +39,15 @@ __device__ inline void ProgrammaticLaunchWait() {
 
 // A CTA of the combine kernel. Each of its warps merges row after row. A split tile is a work tile that several CTA
 // groups computed, for all KV heads of its KV-head group. Its number is that of the second of those CTA groups.
-template <int kHeadDim, int kBlockKeys, int kRows>
+template <int kHeadDim>
 class CombineCta {
  public:
-  using Scheduler = TileScheduler<kBlockKeys, kRows>;
-  using SharedStorage = CombineSharedStorage<kBlockKeys, kRows>;
+  using Scheduler = CombineTileScheduler;
 
-  __device__ CombineCta(const DecodeArgs& args, SharedStorage& shared) : args_(args), shared_(shared) {}
+  __device__ CombineCta(const DecodeArgs& args, CombineSharedStorage& shared) : args_(args), shared_(shared) {}
 
   __device__ void Run() {
-    const typename Scheduler::FirstLoads loads(args_);
+    const Scheduler::FirstLoads loads(args_);
     Scheduler scheduler(args_, shared_.scheduler[Warp()], loads);
     int split_tiles, rows;
     ListSplitTiles(scheduler, &split_tiles, &rows);
@@ -125,7 +125,7 @@ class CombineCta {
     const uint32_t tile_begin = begin - (begin - plan.begin) % plan.length;
     const bool is_second = tile_begin != begin && tile_begin >= scheduler.IntervalBegin(cta_group - 1);
     if (!is_second || plan.FirstSplitFrom(args_, begin - tile_begin) == plan.splits) return 0;
-    return min(plan.q_len * args_.group_size, kRows);
+    return min(plan.q_len * args_.group_size, 1 << args_.tile_rows_log2);
   }
 
   // By a warp: lists the partials of a split tile's row for KV head `head` of its KV-head group. Returns how many there
@@ -134,7 +134,7 @@ class CombineCta {
     const uint32_t begin = scheduler.IntervalBegin(second_cta_group);
     const SequencePlan& plan = scheduler.At(scheduler.Find(begin));
     const WorkTile work_tile = WorkTile::Of(args_, plan, static_cast<int>((begin - plan.begin) / plan.length), head);
-    const int sequence_row = work_tile.row_tile * kRows + row;
+    const int sequence_row = (work_tile.row_tile << args_.tile_rows_log2) + row;
     if (sequence_row >= plan.q_len * args_.group_size) return 0;
     const auto owner_of = [&](int split) {
       return (work_tile.begin + plan.SplitOffset(args_, split)) / scheduler.Interval();
@@ -230,7 +230,7 @@ class CombineCta {
   }
 
   const DecodeArgs& args_;
-  SharedStorage& shared_;
+  CombineSharedStorage& shared_;
 };
 
 // Writes the rows that no sequence owns, where the decode path has to.
@@ -245,14 +245,14 @@ __device__ inline void FillPaddingRowsIfAlone(const DecodeArgs& args) {
 
 // One or two CTAs for each SM. They become resident beside those of the split-KV kernel, and have found out what to
 // merge when it ends.
-template <int kHeadDim, int kBlockKeys, int kRows>
+// kHeadDim: the largest head_dim.
+template <int kHeadDim>
 __global__ void __maxnreg__(kCombineRegisters) DecodeCombineKernel(const __grid_constant__ DecodeArgs args) {
   extern __shared__ __align__(16) char dynamic_shared[];
   AllowDependentLaunch();  // of the prefill path
   FillPaddingRowsIfAlone(args);
   if (!MayHaveDecodeRows(args)) return ProgrammaticLaunchWait();
-  using Cta = CombineCta<kHeadDim, kBlockKeys, kRows>;
-  Cta(args, *reinterpret_cast<typename Cta::SharedStorage*>(dynamic_shared)).Run();
+  CombineCta<kHeadDim>(args, *reinterpret_cast<CombineSharedStorage*>(dynamic_shared)).Run();
 }
 
 }  // namespace xla_gpu::decode

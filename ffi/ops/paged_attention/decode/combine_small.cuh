@@ -21,7 +21,7 @@ struct CombineSmallSharedStorage {
 };
 
 // A CTA that merges one row.
-template <int kHeadDim, int kBlockKeys, int kRows>
+template <int kHeadDim>
 class CombineSmallCta {
  public:
   using SharedStorage = CombineSmallSharedStorage<kHeadDim>;
@@ -38,7 +38,8 @@ class CombineSmallCta {
     // All warps find the same.
     if (!FindSequence(static_cast<int>(row_tile))) return ProgrammaticLaunchWait();
     const SequencePlan& plan = shared_.plan[Warp()];
-    const int sequence_row = (static_cast<int>(row_tile) - plan.q_begin * args_.row_tiles_per_token) * kRows + row;
+    const int sequence_row =
+        ((static_cast<int>(row_tile) - plan.q_begin * args_.row_tiles_per_token) << args_.tile_rows_log2) + row;
     if (sequence_row >= plan.q_len * args_.group_size) return ProgrammaticLaunchWait();
     output_ = OutputRow::Of(args_, RowIndex::Of(args_, plan.q_begin, kv_head, sequence_row));
     segments_ = plan.Segments();
@@ -61,7 +62,7 @@ class CombineSmallCta {
   // By each warp: finds the sequence of row tile `tile` among those of all tokens. False if it has no more than one
   // split.
   __device__ bool FindSequence(int tile) {
-    const typename TileScheduler<kBlockKeys, kRows>::FirstLoads loads(args_);
+    const CombineTileScheduler::FirstLoads loads(args_);
     const int live = loads.num_seqs <= args_.max_seqs ? loads.num_seqs : 0;
     bool ok = true;
     for (int s = Lane(); s < live; s += 32) {
@@ -74,7 +75,7 @@ class CombineSmallCta {
       const SequenceMetadata metadata = first == 0 ? loads.metadata : SequenceMetadata::Load(args_, s);
       bool owned = s < live;
       if (!in_order) owned = owned && LoadSequence(args_.params, s, false).owned;
-      const SequencePlan plan = MakeSequencePlan<kBlockKeys, kRows>(args_, owned, metadata);
+      const SequencePlan plan = MakeSequencePlan<AnyTileShape>(args_, owned, metadata);
       const int row_tile = tile - plan.q_begin * args_.row_tiles_per_token;
       const bool mine = plan.splits > 1 && 0 <= row_tile && row_tile < plan.row_tiles;
       if (mine) shared_.plan[Warp()] = plan;
@@ -129,13 +130,12 @@ class CombineSmallCta {
   uint32_t offset_;  // of the row in the segment's first split accumulator
 };
 
-template <int kHeadDim, int kBlockKeys, int kRows>
+template <int kHeadDim>
 __global__ void __maxnreg__(kCombineRegisters) DecodeCombineSmallKernel(const __grid_constant__ DecodeArgs args) {
-  using Cta = CombineSmallCta<kHeadDim, kBlockKeys, kRows>;
-  __shared__ typename Cta::SharedStorage shared;
+  __shared__ CombineSmallSharedStorage<kHeadDim> shared;
   AllowDependentLaunch();  // of the prefill path
   FillPaddingRowsIfAlone(args);
-  Cta(args, shared).Run();
+  CombineSmallCta<kHeadDim>(args, shared).Run();
 }
 
 }  // namespace xla_gpu::decode

@@ -49,6 +49,8 @@ struct DecodeArgs {
   bool store_every_split;          // one split accumulator for each split; else kCtaAccumulators for each CTA
   bool fill_padding_rows;          // write the rows that no sequence owns
   bool wait_at_start;              // the kernel before may still write this one's inputs
+  uint8_t block_keys_log2 : 4;     // keys of a KV block
+  uint8_t tile_rows_log2 : 4;      // query rows of a work tile
   int window;                      // sliding_window in keys; 0 where it hides no key
   float cap;                       // soft_cap * log2(e), in units of log2; 0: no soft cap
   float cap_inverse;               // 2 * log2(e) / soft_cap
@@ -147,13 +149,14 @@ inline int CtaGroupSize(int64_t num_kv_heads, int ctas) {
   return best;
 }
 
-// Divides the work among the `ctas` CTAs of the split-KV kernel that are resident. block_keys: keys of a KV block.
-inline void PartitionWork(const KernelConfig& config, int block_keys, int ctas, DecodeArgs* args) {
+// Divides the work among the `ctas` CTAs of the split-KV kernel that are resident.
+inline void PartitionWork(const KernelConfig& config, int ctas, DecodeArgs* args) {
   const PagedAttentionParams& params = args->params;
   args->cta_group_size = CtaGroupSize(params.num_kv_heads, ctas);
   args->num_kv_head_groups = static_cast<int>(params.num_kv_heads / args->cta_group_size);
   const int64_t work_tiles = config.work_tiles / args->cta_group_size;
   const int64_t keys = std::min<int64_t>(params.pages_per_seq * params.page_size, INT32_MAX);
+  const int64_t block_keys = int64_t{1} << args->block_keys_log2;
   const int64_t blocks = std::max<int64_t>((keys + block_keys - 1) / block_keys, 1);
   args->num_cta_groups = static_cast<int>(
       std::clamp<int64_t>(work_tiles * std::min<int64_t>(blocks, kMaxSplits), 1, ctas / args->cta_group_size));

@@ -26,11 +26,14 @@ struct WorkRange {
 };
 
 template <typename Traits>
+using SplitKvTileScheduler = TileScheduler<FixedTileShape<Traits::kBlockKeysLog2, Traits::kRowsLog2>>;
+
+template <typename Traits>
 struct SplitKvSharedStorage {
   alignas(1024) char k[Traits::kStages][Traits::kWarps][Traits::kTileBytes];
   alignas(1024) char v[Traits::kStages][Traits::kWarps][Traits::kTileBytes];
   SharedScores<Traits> scores[2];  // of this iteration and the one before, in turns
-  typename TileScheduler<Traits::kBlockKeys, Traits::kRows>::SharedStorage scheduler[Traits::kWarps];
+  typename SplitKvTileScheduler<Traits>::SharedStorage scheduler[Traits::kWarps];
   // All warps know the same. These stand here because registers are short.
   WorkRange range[Traits::kWarps];
   uint32_t interval_end[Traits::kWarps];  // of the CTA group's interval of the KV-block space
@@ -70,7 +73,7 @@ class SplitKvCta {
   }
 
  private:
-  using Scheduler = TileScheduler<Traits::kBlockKeys, Traits::kRows>;
+  using Scheduler = SplitKvTileScheduler<Traits>;
   // Stages that are loaded ahead of the one that is computed.
   static constexpr int kAhead = Traits::kStages == 1 ? 1 : Traits::kStages - 1;
   static constexpr uint32_t kStageStride = Traits::kWarps * Traits::kTileBytes;

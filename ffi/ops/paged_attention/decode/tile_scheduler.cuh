@@ -82,9 +82,21 @@ struct SequenceMetadata {
   }
 };
 
+// Keys of a KV block and query rows of a work tile, which the kernel is compiled for.
+template <int kBlockKeysLog2, int kRowsLog2>
+struct FixedTileShape {
+  __device__ static constexpr int BlockKeysLog2(const DecodeArgs&) { return kBlockKeysLog2; }
+  __device__ static constexpr int RowsLog2(const DecodeArgs&) { return kRowsLog2; }
+};
+// The same from the arguments, for kernels that serve every shape.
+struct AnyTileShape {
+  __device__ static int BlockKeysLog2(const DecodeArgs& args) { return args.block_keys_log2; }
+  __device__ static int RowsLog2(const DecodeArgs& args) { return args.tile_rows_log2; }
+};
+
 // The plan of a sequence, with `begin` 0 and no fixed overhead. Without splits unless the sequence owns its rows and
 // has at most kMaxDecodeRows of them.
-template <int kBlockKeys, int kRows>
+template <typename TileShape>
 __device__ inline SequencePlan MakeSequencePlan(const DecodeArgs& args, bool owned, const SequenceMetadata& metadata) {
   SequencePlan plan = {};
   const unsigned q_len = static_cast<unsigned>(metadata.q_end) - static_cast<unsigned>(metadata.q_begin);
@@ -99,13 +111,16 @@ __device__ inline SequencePlan MakeSequencePlan(const DecodeArgs& args, bool own
   }
   // A sequence without keys has one empty split: some CTA has to write its rows.
   const unsigned keys = static_cast<unsigned>(plan.end_key - plan.first_key);
-  const unsigned blocks = max((keys + kBlockKeys - 1) / kBlockKeys, 1u);
-  const unsigned split_blocks = max((blocks + kMaxSplits - 1) / kMaxSplits, blocks >= 4096 / kBlockKeys ? 2u : 1u);
+  const unsigned block_keys = 1u << TileShape::BlockKeysLog2(args);
+  const unsigned blocks = max((keys + block_keys - 1) >> TileShape::BlockKeysLog2(args), 1u);
+  const unsigned split_blocks =
+      max((blocks + kMaxSplits - 1) / kMaxSplits, blocks > 4095u >> TileShape::BlockKeysLog2(args) ? 2u : 1u);
   const int splits = CeilDivSmall(blocks, split_blocks);
   plan.split_blocks = static_cast<int>(split_blocks);
   plan.splits = static_cast<uint8_t>(splits);
   plan.segment_splits = static_cast<uint8_t>((splits + kMaxSegments - 1) / kMaxSegments);
-  plan.row_tiles = static_cast<int>((q_len * args.group_size + kRows - 1) / kRows);
+  const unsigned tile_rows = 1u << TileShape::RowsLog2(args);
+  plan.row_tiles = static_cast<int>((q_len * args.group_size + tile_rows - 1) >> TileShape::RowsLog2(args));
   plan.length = ((static_cast<unsigned>(splits) * split_blocks - 1) >> args.block_shift) + 1;
   return plan;
 }
@@ -139,7 +154,7 @@ __device__ inline bool MayHaveDecodeRows(const DecodeArgs& args) {
 
 // A warp builds it, and calls its functions that are not const, together. It holds the plans of 32 sequences at a time,
 // a slice of the batch, and goes through all slices once for the length of the KV-block space.
-template <int kBlockKeys, int kRows>
+template <typename TileShape>
 class TileScheduler {
  public:
   struct SharedStorage {  // of a warp
@@ -160,7 +175,7 @@ class TileScheduler {
     live_ = loads.num_seqs <= args.max_seqs ? max(loads.num_seqs, 0) : 0;
     in_order_ = __all_sync(0xffffffffu, Lane() >= live_ || loads.metadata.InOrder(args));
     if (live_ <= 32 && in_order_) {
-      const SequencePlan plan = MakeSequencePlan<kBlockKeys, kRows>(args, Lane() < live_, loads.metadata);
+      const SequencePlan plan = MakeSequencePlan<TileShape>(args, Lane() < live_, loads.metadata);
       const TileLengths lengths(plan);
       overhead_ = lengths.FixedOverhead();
       slice_ = 0;
@@ -273,7 +288,7 @@ class TileScheduler {
   __device__ static SequencePlan PlanOf(const DecodeArgs& args, int sequence, int live, bool in_order) {
     bool owned = sequence < live;
     if (!in_order) owned = owned && LoadSequence(args.params, sequence, false).owned;
-    return MakeSequencePlan<kBlockKeys, kRows>(args, owned, SequenceMetadata::Load(args, sequence));
+    return MakeSequencePlan<TileShape>(args, owned, SequenceMetadata::Load(args, sequence));
   }
 
   // Stores the slice's plans, one of each lane, of which the first `live` are live, with their coordinates in the

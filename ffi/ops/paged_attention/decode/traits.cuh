@@ -43,7 +43,8 @@ struct KernelTraits {
   static constexpr CacheFormat kFormat = kFormat_;
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr int kRowTiles = kRowTiles_;  // n8 tiles of the matrix products
-  static constexpr int kRows = 8 * kRowTiles;   // query rows of a work tile
+  static constexpr int kRowsLog2 = kRowTiles == 2 ? 4 : 3;
+  static constexpr int kRows = 8 * kRowTiles;  // query rows of a work tile
   static constexpr bool kNarrowCopies = kNarrowCopies_;
   static constexpr bool kLargeSharedMemory = kLargeSharedMemory_;
   static constexpr bool kFloat8 = kFormat == CacheFormat::kE4M3 || kFormat == CacheFormat::kE5M2;
@@ -59,6 +60,8 @@ struct KernelTraits {
   static constexpr int kKeyTiles = kRowBytes <= 128 ? 2 : 1;  // m16 tiles of a KV tile
   static constexpr int kTileKeys = 16 * kKeyTiles;
   static constexpr int kBlockKeys = kWarps * kTileKeys;
+  static constexpr int kBlockKeysLog2 = kKeyTiles == 2 ? 7 : 6;
+  static_assert(kRows == 1 << kRowsLog2 && kBlockKeys == 1 << kBlockKeysLog2);
 
   // A KV tile lies in shared memory row after row, in vectors of 16 bytes. The vectors within 128 bytes are permuted by
   // XOR with the row's number: the eight rows of one column that ldmatrix reads at once then hit different banks.

@@ -1,5 +1,5 @@
 // The decode kernels for float8_e5m2 caches.
-#include "ffi/ops/paged_attention/decode/launch.cuh"
+#include "ffi/ops/paged_attention/decode/instantiations/launch_format.cuh"
 
 namespace xla_gpu::decode {
 

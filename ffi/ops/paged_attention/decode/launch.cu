@@ -1,0 +1,140 @@
+// The launches of the decode kernels, and the combine kernels.
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <map>
+#include <mutex>
+#include <string>
+#include <utility>
+
+#include "ffi/base/cuda_status.h"
+#include "ffi/device/async_copy.cuh"
+#include "ffi/ops/paged_attention/decode/combine.cuh"
+#include "ffi/ops/paged_attention/decode/combine_small.cuh"
+#include "ffi/ops/paged_attention/decode/launch.h"
+#include "ffi/ops/paged_attention/decode/traits.cuh"
+
+namespace xla_gpu::decode {
+namespace {
+
+// The combine kernels for one bound of head_dim.
+struct CombineKernels {
+  void (*combine)(DecodeArgs);
+  void (*combine_small)(DecodeArgs);
+};
+
+CombineKernels CombineKernelsFor(int head_dim) {
+  if (head_dim <= 128) return {DecodeCombineKernel<128>, DecodeCombineSmallKernel<128>};
+  return {DecodeCombineKernel<256>, DecodeCombineSmallKernel<256>};
+}
+
+// How a split-KV kernel runs on a device.
+struct Occupancy {
+  int sms = 0;
+  int ctas = 0;  // that are resident at a time
+  // The device's code has large shared memory (traits.cuh).
+  bool large_shared_memory = false;
+  bool dependent = false;  // the kernels' code is for sm_90 or newer: programmatic dependent launch
+};
+
+Status QueryOccupancy(const SplitKvVariants& variants, const CombineKernels& combine, int device,
+                      Occupancy* occupancy) {
+  constexpr int kCombineBytes = static_cast<int>(sizeof(CombineSharedStorage));
+  cudaFuncAttributes code;
+  XLA_GPU_RETURN_IF_CUDA(cudaFuncGetAttributes(&code, combine.combine));
+  occupancy->dependent = code.ptxVersion >= 90;
+  occupancy->large_shared_memory = HasLargeSharedMemory(code.ptxVersion * 10);
+  const SplitKvKernel& split_kv = occupancy->large_shared_memory ? variants.large : variants.small;
+  int sms, bytes_per_cta, ctas;
+  XLA_GPU_RETURN_IF_CUDA(cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device));
+  XLA_GPU_RETURN_IF_CUDA(cudaDeviceGetAttribute(&bytes_per_cta, cudaDevAttrMaxSharedMemoryPerBlockOptin, device));
+  const int bytes = std::max(split_kv.shared_bytes, kCombineBytes);
+  if (bytes > bytes_per_cta) {
+    return Status::Internal("paged_attention: this head_dim needs " + std::to_string(bytes) +
+                            " bytes of shared memory in a block, and the GPU has " + std::to_string(bytes_per_cta));
+  }
+  XLA_GPU_RETURN_IF_CUDA(
+      cudaFuncSetAttribute(split_kv.kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, split_kv.shared_bytes));
+  XLA_GPU_RETURN_IF_CUDA(
+      cudaFuncSetAttribute(combine.combine, cudaFuncAttributeMaxDynamicSharedMemorySize, kCombineBytes));
+  XLA_GPU_RETURN_IF_CUDA(
+      cudaOccupancyMaxActiveBlocksPerMultiprocessor(&ctas, split_kv.kernel, split_kv.threads, split_kv.shared_bytes));
+  occupancy->sms = sms;
+  occupancy->ctas = std::min(sms, kMaxSms) * std::clamp(ctas, 1, kCtasPerSm);
+  // All kernels ask for the same carveout: an SM cannot change it while CTAs of another kernel are resident.
+  for (const auto kernel : {split_kv.kernel, combine.combine, combine.combine_small}) {
+    XLA_GPU_RETURN_IF_CUDA(
+        cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared));
+  }
+  return Status::Ok();
+}
+
+// The occupancy on the current device, looked up once.
+Status GetOccupancy(const SplitKvVariants& variants, const CombineKernels& combine, Occupancy* occupancy) {
+  static std::mutex mutex;
+  static std::map<std::pair<void (*)(DecodeArgs), int>, Occupancy> known;  // by kernel and device
+  int device;
+  XLA_GPU_RETURN_IF_CUDA(cudaGetDevice(&device));
+  const std::lock_guard<std::mutex> lock(mutex);
+  const std::pair key(variants.large.kernel, device);
+  if (const auto found = known.find(key); found != known.end()) {
+    *occupancy = found->second;
+    return Status::Ok();
+  }
+  if (Status status = QueryOccupancy(variants, combine, device, occupancy); !status.ok()) return status;
+  known.emplace(key, *occupancy);
+  return Status::Ok();
+}
+
+}  // namespace
+
+Status LaunchKernels(const PagedAttentionParams& params, const KernelConfig& config, const SplitKvVariants& variants,
+                     Stream stream) {
+  const CombineKernels combine_kernels = CombineKernelsFor(config.head_dim);
+  Occupancy occupancy;
+  if (Status status = GetOccupancy(variants, combine_kernels, &occupancy); !status.ok()) return status;
+  const SplitKvKernel& kernel = occupancy.large_shared_memory ? variants.large : variants.small;
+
+  DecodeArgs args = MakeArgs(params, config);
+  args.kv_l2_policy = kEvictFirst;
+  args.slot_stride_bytes = static_cast<uint32_t>(params.slot_stride * kernel.element_bytes);
+  args.block_keys_log2 = static_cast<uint8_t>(kernel.block_keys_log2);
+  args.tile_rows_log2 = static_cast<uint8_t>(kernel.tile_rows_log2);
+  PartitionWork(config, occupancy.ctas, &args);
+  // Not behind the prefill path, which has waited for everything before it.
+  args.wait_at_start = params.num_tokens <= kMaxDecodeRows || DecodeComesFirst(params);
+
+  cudaLaunchAttribute attribute;
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t split_kv = {};
+  split_kv.gridDim = dim3(static_cast<unsigned>(args.cta_group_size), static_cast<unsigned>(args.num_cta_groups));
+  split_kv.blockDim = dim3(static_cast<unsigned>(kernel.threads));
+  split_kv.dynamicSmemBytes = static_cast<size_t>(kernel.shared_bytes);
+  split_kv.stream = stream;
+  split_kv.attrs = &attribute;
+  split_kv.numAttrs = occupancy.dependent ? 1 : 0;
+  XLA_GPU_RETURN_IF_CUDA(cudaLaunchKernelEx(&split_kv, kernel.kernel, args));
+
+  cudaLaunchConfig_t combine = split_kv;
+  if (args.store_every_split) {
+    combine.gridDim = dim3(static_cast<unsigned>(config.work_tiles * config.accum_rows));
+    combine.blockDim = dim3(kCombineSmallThreads);
+    combine.dynamicSmemBytes = 0;
+    XLA_GPU_RETURN_IF_CUDA(cudaLaunchKernelEx(&combine, combine_kernels.combine_small, args));
+    return Status::Ok();
+  }
+  // A warp for each row of a split tile. There is at most one split tile for each boundary between intervals.
+  const int64_t rows =
+      std::min<int64_t>(args.num_cta_groups - 1, config.work_tiles) * args.cta_group_size * config.accum_rows;
+  // Where the prefill path follows, one CTA on each SM leaves registers for a small prefill CTA.
+  const bool leave_room = params.num_tokens > kMaxDecodeRows && DecodeComesFirst(params);
+  const int64_t most = int64_t{occupancy.sms} * (leave_room ? 1 : 2);
+  combine.gridDim = dim3(static_cast<unsigned>(std::clamp<int64_t>(rows, 1, most)));
+  combine.blockDim = dim3(kCombineThreads);
+  combine.dynamicSmemBytes = sizeof(CombineSharedStorage);
+  XLA_GPU_RETURN_IF_CUDA(cudaLaunchKernelEx(&combine, combine_kernels.combine, args));
+  return Status::Ok();
+}
+
+}  // namespace xla_gpu::decode
