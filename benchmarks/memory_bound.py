@@ -1,5 +1,5 @@
 """The operators that only move bytes, beside PyTorch's way of doing the same: simple_add, reshape_and_cache,
-merge_attention_states.
+merge_attention_states, rms_norm.
 
     python -m benchmarks.memory_bound                  # on a GPU: CUDA graphs over rotating inputs
     python -m benchmarks.memory_bound --device cpu     # on a CPU: wall time
@@ -23,7 +23,7 @@ from benchmarks import timing
 import xla_gpu.torch as xla_gpu
 
 Call = Callable[[], object]
-PAGE, HEADS, KV_HEADS, HEAD_DIM = 16, 32, 8, 128  # of Llama 3 8B
+PAGE, HEADS, KV_HEADS, HEAD_DIM, HIDDEN = 16, 32, 8, 128, 4096  # of Llama 3 8B
 
 
 def adds(device: str, size: int) -> tuple[Call, Call, int]:
@@ -66,6 +66,22 @@ def merges(device: str, tokens: int) -> tuple[Call, Call, int]:
     return ours, theirs, 3 * (outs[0].nbytes + lses[0].nbytes)
 
 
+def norms(device: str, rows: int) -> tuple[Call, Call, int]:
+    x, residual = (torch.randn(rows, HIDDEN, device=device, dtype=torch.bfloat16) for _ in range(2))
+    weight = torch.randn(HIDDEN, device=device, dtype=torch.bfloat16)
+
+    def ours() -> tuple[torch.Tensor, torch.Tensor]:
+        return xla_gpu.rms_norm(x, weight, eps=1e-5, residual=residual)
+
+    def theirs() -> tuple[torch.Tensor, torch.Tensor]:
+        total = x + residual
+        return torch.nn.functional.rms_norm(total, (HIDDEN,), weight, 1e-5), total
+
+    for got, want in zip(ours(), theirs(), strict=True):
+        torch.testing.assert_close(got, want, rtol=2e-2, atol=2e-2)
+    return ours, theirs, 4 * x.nbytes
+
+
 LOADS = {
     "simple_add 64 Mi": lambda device: adds(device, 64 << 20),
     "simple_add 64 Ki": lambda device: adds(device, 64 << 10),
@@ -73,6 +89,8 @@ LOADS = {
     "reshape_and_cache 64 tokens": lambda device: cache_updates(device, 64),
     "merge_attention_states 8k tokens": lambda device: merges(device, 8 << 10),
     "merge_attention_states 64 tokens": lambda device: merges(device, 64),
+    "rms_norm with residual, 8k rows": lambda device: norms(device, 8 << 10),
+    "rms_norm with residual, 64 rows": lambda device: norms(device, 64),
 }
 
 

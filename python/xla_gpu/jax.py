@@ -26,6 +26,7 @@ from .ops import merge_attention_states as _merge_attention_states
 from .ops import paged_attention as _paged_attention
 from .ops import ragged_paged_attention as _ragged_paged_attention
 from .ops import reshape_and_cache as _reshape_and_cache
+from .ops import rms_norm as _rms_norm
 from .ops import simple_add as _simple_add
 
 __all__ = [
@@ -40,6 +41,7 @@ __all__ = [
     "ragged_paged_attention",
     "ragged_paged_attention_v3",
     "reshape_and_cache",
+    "rms_norm",
     "simple_add",
 ]
 
@@ -202,6 +204,19 @@ def ragged_paged_attention_v3(
         use_causal_mask=use_causal_mask,
         skip_kv_mask=skip_kv_mask,
     )
+
+
+@function(_rms_norm.OPERATOR)
+def rms_norm(
+    x: jax.typing.ArrayLike,
+    weight: jax.typing.ArrayLike,
+    *,
+    eps: float,
+    residual: jax.typing.ArrayLike | None = None,
+    weight_offset: float = 0.0,
+    round_once: bool = False,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    """Computes the RMS norm of rows, after adding a residual if one is given."""
 
 
 @docstring(_all_reduce.OPERATOR.docstring)

@@ -37,6 +37,7 @@ from .ops import merge_attention_states as _merge_attention_states
 from .ops import paged_attention as _paged_attention
 from .ops import ragged_paged_attention as _ragged_paged_attention
 from .ops import reshape_and_cache as _reshape_and_cache
+from .ops import rms_norm as _rms_norm
 from .ops import simple_add as _simple_add
 
 __all__ = [
@@ -51,6 +52,7 @@ __all__ = [
     "register_ffi_target",
     "reshape_and_cache",
     "reshape_and_cache_",
+    "rms_norm",
     "simple_add",
 ]
 
@@ -160,6 +162,19 @@ def ragged_paged_attention(
     vmem_limit_bytes: int | None = None,
 ) -> torch.Tensor:
     """Computes paged_attention, with the name and the parameters of torch_xla's operator for TPUs."""
+
+
+@function(_rms_norm.OPERATOR)
+def rms_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    *,
+    eps: float,
+    residual: torch.Tensor | None = None,
+    weight_offset: float = 0.0,
+    round_once: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Computes the RMS norm of rows, after adding a residual if one is given."""
 
 
 @docstring(_all_reduce.OPERATOR.docstring)

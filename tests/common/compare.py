@@ -85,3 +85,17 @@ def assert_close(got: np.ndarray, want: np.ndarray, baseline: np.ndarray, what: 
                 f"(plain PyTorch: {measure(base_error):.3g}); "
                 f"worst at {tuple(int(i) for i in at)}: {got[at]} instead of {want[at]}"
             )
+
+
+def assert_norm(got: np.ndarray, want: np.ndarray, what: str) -> None:
+    """Within the error of a float32 sum over the row, which moves each rounding to T by at most one unit."""
+    import ml_dtypes
+
+    info = ml_dtypes.finfo(want.dtype)
+    wide = want.astype(np.float64)
+    size = want.shape[-1]
+    error = np.abs(got.astype(np.float64) - wide)
+    units = 2 * float(info.eps) + (4 + size**0.5) * 2.0**-24
+    allowed = units * np.abs(wide) + float(info.smallest_subnormal)
+    assert got.dtype == want.dtype
+    assert (error <= allowed).all(), f"{what}: {float((error / allowed).max(initial=0.0))} times what is allowed"

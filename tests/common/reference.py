@@ -134,3 +134,15 @@ def all_reduce_add_rms_norm(
     wide = sum_.astype(np.float64)
     normed = (wide / np.sqrt((wide**2).mean(-1, keepdims=True) + eps)).astype(dtype)
     return (normed.astype(np.float32) * weight.astype(np.float32)).astype(dtype), sum_
+
+
+def rms_norm(x, weight, *, eps, residual=None, weight_offset=0.0, round_once=False) -> tuple[np.ndarray, ...]:
+    """(out,) or (out, sum) in T: the bits of sum, and out with a float64 mean, rounded where the operator rounds."""
+    dtype = x.dtype
+    sum_ = x if residual is None else (x.astype(np.float32) + residual.astype(np.float32)).astype(dtype)
+    wide = sum_.astype(np.float64)
+    normed = wide / np.sqrt((wide**2).mean(-1, keepdims=True) + eps)
+    if not round_once:
+        normed = normed.astype(dtype)
+    out = (normed.astype(np.float64) * (weight.astype(np.float64) + weight_offset)).astype(dtype)
+    return (out,) if residual is None else (out, sum_)

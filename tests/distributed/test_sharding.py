@@ -193,6 +193,25 @@ def test_states_by_tokens_and_heads(spec):
         compare.assert_bitwise_equal(np.asarray(got), expected, str(spec))
 
 
+@pytest.mark.parametrize("spec", [("tp",), (None, "dp"), ("dp", "tp")], ids=str)
+def test_norms_by_rows(spec):
+    """rms_norm: rows over devices; the weight is everywhere."""
+    mesh = devices.mesh("cpu", dp=2, tp=2)
+    rng = cases.rng_for("norms")
+    x, residual = (rng.standard_normal((4, 6, 16)).astype(np.float32) for _ in range(2))
+    weight = rng.standard_normal(16).astype(np.float32)
+
+    def norm(x, weight, residual):
+        return xg.rms_norm(x, weight, eps=1e-6, residual=residual)
+
+    want = [np.asarray(y) for y in jax.jit(norm)(x, weight, residual)]
+    sharded = devices.shard(mesh, x, *spec), devices.shard(mesh, weight), devices.shard(mesh, residual, *spec)
+    compiled = jax.jit(norm).lower(*sharded).compile()
+    assert not re.findall(COLLECTIVES, compiled.as_text())
+    for got, expected in zip(compiled(*sharded), want, strict=True):
+        compare.assert_bitwise_equal(np.asarray(got), expected, str(spec))
+
+
 def test_sums_by_any_dimension():
     mesh = devices.mesh("cpu", dp=2, tp=2)
     a = np.arange(4 * 6 * 2, dtype=np.float32).reshape(4, 6, 2)

@@ -7,7 +7,7 @@ import concurrent.futures
 import numpy as np
 import pytest
 
-from tests.common import cases, compare, reference
+from tests.common import cases, compare, layer_cases, reference
 from tests.common.cases import AttentionCase
 
 torch = pytest.importorskip("torch")
@@ -277,11 +277,27 @@ def operator_samples() -> dict[str, tuple[tuple, dict]]:
         "reshape_and_cache": (tuple(cache.values()), {}),
         "merge_attention_states": ((out, lse, out.flip(0), lse.flip(0)), {}),
         "ragged_paged_attention": (tuple(tensors.values()), {"sm_scale": 0.2}),
+        **{name: ((), layer_sample(name)) for name in layer_cases.NAMES},  # rms_norm and the rest of the layer
     }
 
 
+def layer_sample(name: str) -> dict:
+    from tests.common.arrays import to_torch
+
+    arrays, options = layer_cases.samples()[name]
+    return {**{argument: to_torch(x) for argument, x in arrays.items()}, **options}
+
+
+def on_meta(x):
+    return x.to("meta") if isinstance(x, torch.Tensor) else x
+
+
 @pytest.mark.parametrize(
-    "name", ["simple_add", "paged_attention", "paged_attention_with_lse", "reshape_and_cache", "merge_attention_states"]
+    "name",
+    [
+        *("simple_add", "paged_attention", "paged_attention_with_lse", "reshape_and_cache", "merge_attention_states"),
+        *layer_cases.NAMES,
+    ],
 )
 def test_opcheck(name):
     import xla_gpu.torch  # noqa: F401
@@ -308,6 +324,7 @@ def test_samples_cover_the_operators():
         "reshape_and_cache",
         "merge_attention_states",
         "ragged_paged_attention",
+        *layer_cases.NAMES,
     ],
 )
 def test_meta_tensors_give_shapes(name):
@@ -315,8 +332,8 @@ def test_meta_tensors_give_shapes(name):
 
     args, kwargs = operator_samples()[name]
     real = getattr(torch.ops.xla_gpu, name)(*args, **kwargs)
-    meta = getattr(torch.ops.xla_gpu, name)(*(a.to("meta") for a in args), **kwargs)
-    for r, m in zip(*(x if isinstance(x, tuple) else (x,) for x in (real, meta)), strict=True):
+    meta = getattr(torch.ops.xla_gpu, name)(*map(on_meta, args), **{n: on_meta(x) for n, x in kwargs.items()})
+    for r, m in zip(*(x if isinstance(x, (tuple, list)) else (x,) for x in (real, meta)), strict=True):
         assert (m.shape, m.dtype, m.device.type) == (r.shape, r.dtype, "meta")
 
 

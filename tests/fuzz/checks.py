@@ -10,7 +10,7 @@ import numpy as np
 
 from tests.common import baseline, cases, compare, reference
 from tests.common.frontends import Frontend
-from tests.fuzz import hostile
+from tests.fuzz import hostile, layer
 from tests.fuzz.inputs import Add, Attention, Hostile, Merge, Update
 from tests.fuzz.programs import program
 
@@ -136,6 +136,14 @@ def add(x: Add, frontends: Sequence[Frontend]) -> None:
         check(frontend, got)
 
 
+def of_layer(x, frontends: Sequence[Frontend]) -> None:
+    """rms_norm and the rest of the layer: each input says what must hold."""
+    inputs_seen[x.operator] += 1
+    arrays = x.arrays()
+    steps = {frontend.name: program(frontend, x.operator, x.options()) for frontend in frontends}
+    _through(frontends, steps, arrays, lambda frontend, got: x.check(frontend.name, arrays, got))
+
+
 def wrong_metadata(x: Hostile, frontends: Sequence[Frontend]) -> None:
     inputs_seen["hostile"] += 1
     for frontend in frontends:
@@ -143,7 +151,14 @@ def wrong_metadata(x: Hostile, frontends: Sequence[Frontend]) -> None:
         calls[frontend.name] += 1
 
 
-CHECKS = {Attention: attention, Update: update, Merge: merge, Add: add, Hostile: wrong_metadata}
+CHECKS = {
+    Attention: attention,
+    Update: update,
+    Merge: merge,
+    Add: add,
+    Hostile: wrong_metadata,
+    layer.RmsNorm: of_layer,
+}
 
 
 def check(x, frontends: Sequence[Frontend]) -> None:

@@ -52,7 +52,7 @@ def _compiled(frontend: Frontend, operator: str, options: dict):
 
     def call(arrays):
         results = step(frontend.tensors(arrays))
-        return tuple(to_numpy(r) for r in (results if isinstance(results, tuple) else (results,)))
+        return tuple(to_numpy(r) for r in (results if isinstance(results, (tuple, list)) else (results,)))
 
     return call
 

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from tests.common import cases
 from tests.common.cases import AttentionCase, CacheCase
+from tests.fuzz import layer
 from tests.fuzz.inputs import Add, Attention, Hostile, Merge, Update
 
 SEEDS = st.integers(0, 2**32 - 1)
@@ -131,6 +132,19 @@ adds = st.builds(
     Add,
     shape=st.lists(st.integers(0, 20), max_size=4).map(tuple),
     dtype=st.sampled_from(cases.FLOATS),
+    seed=SEEDS,
+)
+
+norms = st.builds(
+    layer.RmsNorm,
+    shape=st.lists(st.integers(0, 9), max_size=2).flatmap(
+        lambda rows: st.one_of(HEAD_DIMS, st.integers(1, 700)).map(lambda size: (*rows, size))
+    ),
+    dtype=st.sampled_from(cases.FLOATS),
+    with_residual=st.booleans(),
+    weight_offset=st.sampled_from([0.0, 1.0, -0.25]),
+    round_once=st.booleans(),
+    specials=st.booleans(),
     seed=SEEDS,
 )
 

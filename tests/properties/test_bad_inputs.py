@@ -6,27 +6,13 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Callable
 
 import numpy as np
 import pytest
 
-from tests.common import cases
-
-
-@dataclasses.dataclass(frozen=True)
-class Bad:
-    operator: str
-    name: str
-    argument: str
-    got: str  # a piece of the text after "got"
-    change: Callable[[dict, dict], None]  # of the arrays and the options, in place
-    error: type[Exception] = ValueError
-    base: str = "float32"  # the cache's dtype
-
-    def __str__(self) -> str:
-        return f"{self.operator}-{self.argument}-{self.name}"
-
+from tests.common import cases, layer_cases
+from tests.properties.bad import Bad, drop, option, put
+from tests.properties.bad_layer_inputs import LAYER
 
 ATTENTION = cases.AttentionCase("bad-inputs", ((1, 20), (3, 9)), num_heads=4, num_kv_heads=2, page_size=8)
 FP8_ATTENTION = dataclasses.replace(ATTENTION, cache_dtype="float8_e4m3fn", scales="one")
@@ -43,26 +29,10 @@ def valid(bad: Bad) -> tuple[dict, dict]:
     if bad.operator == "merge_attention_states":
         out, lse = np.ones((5, 2, 8), np.float32), np.ones((5, 2), np.float32)
         return {"out_a": out, "lse_a": lse, "out_b": out.copy(), "lse_b": lse.copy()}, {}
+    if bad.operator in layer_cases.NAMES:
+        return layer_cases.samples()[bad.operator]
     case = FP8_ATTENTION if fp8 else ATTENTION
     return cases.build(case).arrays(), case.options()
-
-
-def put(argument: str, shape=None, dtype=None):
-    """The argument replaced by zeros of another shape or dtype."""
-
-    def change(arrays, options):
-        old = arrays.get(argument, np.zeros(1, np.float32))
-        arrays[argument] = np.zeros(old.shape if shape is None else shape, old.dtype if dtype is None else dtype)
-
-    return change
-
-
-def option(name: str, value):
-    return lambda arrays, options: options.update({name: value})
-
-
-def drop(name: str):
-    return lambda arrays, options: arrays.pop(name)
 
 
 def attention_cases(operator: str) -> list[Bad]:
@@ -181,7 +151,7 @@ def add_cases() -> list[Bad]:
     ]
 
 
-BAD = [*add_cases(), *cache_cases(), *merge_cases(), *attention_cases("paged_attention")]
+BAD = [*add_cases(), *cache_cases(), *merge_cases(), *attention_cases("paged_attention"), *LAYER]
 # What the two share is one function; enough to see that its texts carry the right name.
 BAD += [b for b in attention_cases("paged_attention_with_lse") if b.name in ("rank-2", "nan", "missing", "zero")]
 
@@ -285,6 +255,7 @@ def test_the_unchanged_inputs_are_valid(frontend):
         ("merge_attention_states", "float32"),
         ("paged_attention", "float32"),
         ("paged_attention", "fp8"),
+        *((operator, "float32") for operator in layer_cases.NAMES),  # rms_norm and the rest of the layer
     ):
         arrays, options = valid(Bad(operator, "", "", "", drop(""), base=base))
         frontend.call(operator, arrays, **options)

@@ -9,9 +9,14 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from tests.common import frontends
+from tests.common import frontends, layer_cases
 from tests.properties import test_bad_inputs as bad_inputs
-from tests.properties.test_bad_inputs import BAD, Bad
+from tests.properties.bad import Bad
+from tests.properties.test_bad_inputs import BAD
+from xla_gpu._core.attributes import numpy_value
+from xla_gpu._core.operator import ArraySpec
+from xla_gpu._runtime.scratch import all_results
+from xla_gpu.ops import OPERATORS
 
 torch = pytest.importorskip("torch")
 from tests.common.arrays import TORCH_DTYPES  # noqa: E402 - it imports torch
@@ -35,7 +40,16 @@ def spec(shape, dtype="float32"):
     return torch.empty(shape, dtype=TORCH_DTYPES.get(dtype, None) or getattr(torch, dtype), device="meta")
 
 
+def bound(operator: str):
+    """The call that a declaration makes of sound arguments: what its target is to be called with."""
+    arrays, options = layer_cases.samples()[operator]
+    declaration = next(op for op in OPERATORS if op.name == operator)
+    return declaration.bind(**{n: ArraySpec(x.shape, x.dtype.name) for n, x in arrays.items()}, **options)
+
+
 def results(operator: str, arrays: dict):
+    if operator in layer_cases.NAMES:
+        return tuple(spec(result.shape, result.dtype) for result in all_results(bound(operator)))
     if operator == "simple_add":
         return (spec(arrays["a"].shape, arrays["a"].dtype.name),)
     if operator == "reshape_and_cache":
@@ -50,9 +64,14 @@ def results(operator: str, arrays: dict):
 def call(frontend, operator: str, arrays: dict, options: dict, **changes):
     import xla_gpu.torch as ffi
 
-    attributes, aliases = {}, None
+    attributes, aliases, operand_names = {}, None, OPERANDS.get(operator)
     if operator == "reshape_and_cache":
         attributes, aliases = {"check_inputs": False, "kv_scales": "k_scale" in arrays}, {2: 0}
+    elif operator in layer_cases.NAMES:  # rms_norm and the rest of the layer
+        sound = bound(operator)
+        attributes = {name: numpy_value(attribute) for name, attribute in sound.attributes}
+        attributes |= {n: type(attributes[n])(options[n]) for n in attributes if options.get(n) is not None}
+        aliases, operand_names = dict(sound.aliases) or None, sound.operand_names
     elif operator.startswith("paged_attention"):
         window, cap = options["sliding_window"], options["soft_cap"]
         attributes = {
@@ -64,7 +83,7 @@ def call(frontend, operator: str, arrays: dict, options: dict, **changes):
             "has_sinks": "sinks" in arrays,
         }
     tensors = frontend.tensors(arrays)
-    operands = [tensors[name] for name in OPERANDS[operator] if name in tensors]
+    operands = [tensors[name] for name in operand_names if name in tensors]
     target = ffi.ffi_call(f"xla_gpu_{operator}", results(operator, arrays), input_output_aliases=aliases)
     return target(*operands, **(attributes | changes))
 
@@ -95,6 +114,7 @@ def test_handler_takes_the_unchanged_inputs(frontend):
         ("paged_attention", "float32"),
         ("paged_attention", "fp8"),
         ("paged_attention_with_lse", "float32"),
+        *((operator, "float32") for operator in layer_cases.NAMES),
     ):
         call(frontend, operator, *bad_inputs.valid(Bad(operator, "", "", "", lambda a, o: None, base=base)))
 

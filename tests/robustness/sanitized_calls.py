@@ -9,10 +9,10 @@ import time
 
 import numpy as np
 
-from tests.common import cases, reference
+from tests.common import cases, layer_cases, reference
 from xla_gpu._core.operator import ArraySpec, check_inputs_requested
 from xla_gpu._runtime import call_frame, scratch, targets
-from xla_gpu.ops import merge_attention_states, paged_attention, reshape_and_cache, simple_add
+from xla_gpu.ops import OPERATORS, merge_attention_states, paged_attention, reshape_and_cache, simple_add
 
 
 # ---- Memory ----------------------------------------------------------------------------------------------------------
@@ -156,6 +156,14 @@ def merging(memory, dtype: str, rows: int, heads: int, head_dim: int) -> None:
         compare(f"merge_attention_states {dtype}[{rows}, {heads}, {head_dim}]", g, want)
 
 
+def of_layer(memory, name: str, arrays: dict, options: dict) -> None:
+    """rms_norm and the rest of the layer."""
+    (operator,) = (op for op in OPERATORS if op.name == name)
+    want = getattr(reference, name)(**arrays, **options)
+    for i, (g, w) in enumerate(zip(call(memory, operator, arrays, **options), want, strict=True)):
+        compare(f"{name} {i}", g, w)
+
+
 WRONG = {
     "block_tables": (-1, 2**31 - 1, -(2**31), "num_pages"),
     "context_lens": (-1, 2**31 - 1, -(2**31), 10**6),
@@ -258,6 +266,8 @@ def all_calls(memory) -> list:
             add(addition, dtype, size)
         for rows, heads, head_dim in ((5, 3, 8), (7, 4, 80), (64, 8, 128), (3, 2, 256)):
             add(merging, dtype, rows, heads, head_dim)
+    for name, (arrays, options) in layer_cases.grid():
+        add(of_layer, name, arrays, options)
     for case in cases.COMMON:
         add(attention, case)
     for i, case in enumerate(decodes[:40]):

@@ -184,6 +184,16 @@ def test_more_tokens_than_16_bits_count(frontend, dtype):
     compare.assert_bitwise_equal(merged, key, frontend.name)
 
 
+@pytest.mark.frontends("eager", "eager-cuda")
+def test_layer_rows_of_more_than_16_bits_count(frontend):
+    """rms_norm: more rows than a grid has CTAs. All rows are one, so their results are."""
+    rows = 600_000
+    row = cases.rng_for("layer rows").standard_normal((1, 16)).astype(np.float32)
+    arrays = {"x": np.broadcast_to(row, (rows, 16)).copy(), "weight": np.ones(16, np.float32)}
+    (out,) = frontend.call("rms_norm", arrays, eps=1e-6)
+    assert (out == out[0]).all() and np.isfinite(out[0]).all()
+
+
 @pytest.mark.frontends("eager-cuda")
 def test_tables_of_more_than_2_31_entries(frontend):
     """int32[70 000, 32 768]: over 9 GB, of which the last row's first pages are used, at offsets past 2**31."""

@@ -6,7 +6,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tests.common import cases, compare, reference
+from tests.common import cases, compare, layer_cases, reference
 from tests.robustness import memory
 
 pytest.importorskip("torch")
@@ -82,6 +82,18 @@ def test_merge_and_add(frontend, dtype, garbage):
         want = frontend.call(operator, arrays)
         for g, w in zip(memory.run(frontend, operator, arrays, garbage=garbage), want, strict=True):
             compare.assert_bitwise_equal(g, w, f"{frontend.name} {operator} {garbage}")
+
+
+@pytest.mark.parametrize("garbage", memory.GARBAGE)
+@pytest.mark.parametrize("operator", layer_cases.NAMES)
+def test_layer(frontend, operator, garbage):
+    """rms_norm and the rest of the layer."""
+    arrays, options = layer_cases.samples()[operator]
+    want = frontend.call(operator, arrays, **options)
+    for i, (g, w) in enumerate(
+        zip(memory.run(frontend, operator, arrays, options, garbage=garbage), want, strict=True)
+    ):
+        compare.assert_bitwise_equal(g, w, f"{frontend.name} {operator} {garbage}: result {i}")
 
 
 WRONG = {

@@ -6,7 +6,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tests.common import cases, compare
+from tests.common import cases, compare, layer_cases
 from tests.common.arrays import to_numpy
 
 torch = pytest.importorskip("torch")
@@ -28,6 +28,7 @@ def samples() -> dict[str, tuple[dict, dict]]:
         "merge_attention_states": (state, {}),
         "reshape_and_cache": (cases.build_cache(UPDATE), {}),
         "paged_attention_with_lse": (cases.build(FP8, poison=False).arrays(), FP8.options()),
+        **layer_cases.samples(),  # rms_norm and the rest of the layer
     }
 
 

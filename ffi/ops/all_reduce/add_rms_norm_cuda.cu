@@ -4,6 +4,7 @@
 
 #include "ffi/base/cuda_status.h"
 #include "ffi/device/dispatch.cuh"
+#include "ffi/device/rms_norm.cuh"
 #include "ffi/ops/all_reduce/all_reduce.h"
 #include "ffi/ops/all_reduce/exchange.cuh"
 
@@ -11,18 +12,6 @@ namespace xla_gpu {
 namespace {
 
 constexpr int kMaxThreads = 512;  // more would leave a thread too few registers
-
-// The sum of `value` over the CTA, in an order that depends on the number of threads alone.
-__device__ float CtaSum(float value, float* shared) {
-#pragma unroll
-  for (int offset = 16; offset > 0; offset /= 2) value += __shfl_xor_sync(0xffffffff, value, offset);
-  __syncthreads();  // the row before has been read
-  if (threadIdx.x % 32 == 0) shared[threadIdx.x / 32] = value;
-  __syncthreads();
-  float sum = 0.0f;
-  for (int warp = 0; warp < static_cast<int>(blockDim.x) / 32; ++warp) sum += shared[warp];
-  return sum;
-}
 
 // Where a row's vectors come from: `Send` this rank's to the peers, all of a row, then `Sum` each.
 template <typename T, int kRanks>
@@ -102,23 +91,13 @@ __global__ void __launch_bounds__(kMaxThreads)
       const V rounded = total.Round();
       StoreVector(sum + at, i, hidden, aligned, rounded);
       if (is_first) kept = rounded;
-#pragma unroll
-      for (int j = 0; j < V::kSize; ++j) {
-        const float value = static_cast<float>(rounded.values[j]);  // past the row's end: 0
-        squares += value * value;
-      }
+      AddSquares(rounded, &squares);
     }
-    const float scale = 1.0f / sqrtf(CtaSum(squares, shared) / static_cast<float>(hidden) + eps);
+    const float scale = RmsNormScale(CtaSum(squares, shared), hidden, eps);
     for (int64_t i = first; i < vectors; i += blockDim.x) {
       const V value = i == first ? kept : LoadVector<T>(sum + at, i, hidden, aligned);
       const V factor = i == first ? first_weight : LoadVector(weight, i, hidden, aligned);
-      V result;
-#pragma unroll
-      for (int j = 0; j < V::kSize; ++j) {
-        const T normed = static_cast<T>(static_cast<float>(value.values[j]) * scale);
-        result.values[j] = static_cast<T>(static_cast<float>(normed) * static_cast<float>(factor.values[j]));
-      }
-      StoreVector(out + at, i, hidden, aligned, result);
+      StoreVector(out + at, i, hidden, aligned, RmsNormVector(value, scale, factor, {}));
     }
   }
   source.End();

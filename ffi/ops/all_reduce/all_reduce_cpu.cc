@@ -1,8 +1,8 @@
 #include <algorithm>
-#include <cmath>
 
 #include "ffi/host/convert.h"
 #include "ffi/host/float_mode.h"
+#include "ffi/host/rms_norm.h"
 #include "ffi/ops/all_reduce/all_reduce.h"
 
 namespace xla_gpu {
@@ -35,11 +35,6 @@ Status Sum(const AllReduceParams& p, const Executor& executor) {
 }
 
 template <class Element>
-float Rounded(float value) {
-  return Element::Load(Element::Store(value));
-}
-
-template <class Element>
 void NormRow(const AllReduceAddRmsNormParams& p, int64_t row) {
   using Stored = typename Element::Stored;
   const int64_t at = row * p.hidden, stride = p.num_rows * p.hidden;
@@ -48,17 +43,11 @@ void NormRow(const AllReduceAddRmsNormParams& p, int64_t row) {
   const auto* weight = static_cast<const Stored*>(p.weight);
   auto* out = static_cast<Stored*>(p.out) + at;
   auto* sum = static_cast<Stored*>(p.sum) + at;
-  float squares = 0.0f;
   for (int64_t i = 0; i < p.hidden; ++i) {
     const float reduced = Rounded<Element>(SumOfParts<Element>(parts, p.ranks, stride, i));
     sum[i] = Element::Store(reduced + Element::Load(residual[i]));
-    const float value = Element::Load(sum[i]);
-    squares += value * value;
   }
-  const float scale = 1.0f / std::sqrt(squares / static_cast<float>(p.hidden) + p.eps);
-  for (int64_t i = 0; i < p.hidden; ++i) {
-    out[i] = Element::Store(Rounded<Element>(Element::Load(sum[i]) * scale) * Element::Load(weight[i]));
-  }
+  RmsNormRow<Element>(sum, weight, out, p.hidden, p.eps, {});
 }
 
 template <class Element>

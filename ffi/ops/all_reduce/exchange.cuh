@@ -7,45 +7,12 @@
 
 #include <cstdint>
 
+#include "ffi/device/vector.cuh"
 #include "ffi/ops/all_reduce/device_group.h"
 
 namespace xla_gpu {
 
-// ---- 16 bytes of elements ----
-
-template <typename T>
-struct alignas(16) Vector {
-  static constexpr int kSize = 16 / sizeof(T);
-  T values[kSize];
-};
-
-// Vector `i` of data[size]: element by element where the pointer is not aligned or the last vector is not whole. What
-// is past the end is 0.
-template <typename T>
-__device__ __forceinline__ Vector<T> LoadVector(const T* data, int64_t i, int64_t size, bool aligned) {
-  using V = Vector<T>;
-  if (aligned) return reinterpret_cast<const V*>(data)[i];
-  V vector;
-#pragma unroll
-  for (int j = 0; j < V::kSize; ++j) {
-    const int64_t at = i * V::kSize + j;
-    vector.values[j] = at < size ? data[at] : static_cast<T>(0.0f);
-  }
-  return vector;
-}
-
-template <typename T>
-__device__ __forceinline__ void StoreVector(T* data, int64_t i, int64_t size, bool aligned, const Vector<T>& vector) {
-  using V = Vector<T>;
-  if (aligned) {
-    reinterpret_cast<V*>(data)[i] = vector;
-    return;
-  }
-#pragma unroll
-  for (int j = 0; j < V::kSize; ++j) {
-    if (i * V::kSize + j < size) data[i * V::kSize + j] = vector.values[j];
-  }
-}
+// ---- Vectors of elements ----
 
 template <typename T>
 __device__ __forceinline__ uint4 AsBits(const Vector<T>& vector) {

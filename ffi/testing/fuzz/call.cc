@@ -11,7 +11,6 @@ namespace {
 // More is not allocated: such a buffer has one byte, and only handlers that do not read it are called with it.
 constexpr int64_t kMaxBytes = 1 << 16;
 
-constexpr int32_t kFloats[] = {XLA_FFI_DataType_F32, XLA_FFI_DataType_F16, XLA_FFI_DataType_BF16};
 constexpr int32_t kCaches[] = {XLA_FFI_DataType_F32, XLA_FFI_DataType_F16, XLA_FFI_DataType_BF16,
                                XLA_FFI_DataType_F8E4M3FN, XLA_FFI_DataType_F8E5M2};
 constexpr const char* kNames[] = {
@@ -103,14 +102,6 @@ void Call::AddNumbers(int32_t dtype, const Shape& shape, int64_t end) {
     std::memcpy(data + i, &number, size);  // little-endian
   }
   operands_.push_back({data, Dims(shape), static_cast<int32_t>(shape.size()), dtype});
-}
-
-template <typename T>
-void Call::AddScalar(const char* name, int32_t dtype, T value) {
-  void* data = std::malloc(sizeof value);
-  memory_.emplace_back(static_cast<char*>(data), &std::free);
-  std::memcpy(data, &value, sizeof value);
-  attributes_.push_back({name, XLA_FFI_AttrType_SCALAR, dtype, data, 1});
 }
 
 // The row of the target's host handler.
@@ -336,7 +327,10 @@ void Call::Change() {
 }
 
 void Call::Operator() {
-  switch (input_.Below(4)) {
+  switch (input_.Below(5)) {
+    case 4:
+      RmsNorm();
+      break;
     case 0:
       PagedAttention();
       break;

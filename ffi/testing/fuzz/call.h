@@ -4,6 +4,8 @@
 #define XLA_GPU_TESTING_FUZZ_CALL_H_
 
 #include <cstdint>
+#include <cstdlib>
+#include <cstring>
 #include <memory>
 #include <string>
 #include <vector>
@@ -12,6 +14,8 @@
 #include "ffi/testing/fuzz/input.h"
 
 namespace xla_gpu::fuzz {
+
+inline constexpr int32_t kFloats[] = {XLA_FFI_DataType_F32, XLA_FFI_DataType_F16, XLA_FFI_DataType_BF16};
 
 class Call {
  public:
@@ -38,7 +42,12 @@ class Call {
   void Add(std::vector<xla_gpu_buffer>* buffers, int32_t dtype, const Shape& shape);
   void AddNumbers(int32_t dtype, const Shape& shape, int64_t end);  // an operand of numbers mostly below `end`
   template <typename T>
-  void AddScalar(const char* name, int32_t dtype, T value);
+  void AddScalar(const char* name, int32_t dtype, T value) {
+    void* data = std::malloc(sizeof value);
+    memory_.emplace_back(static_cast<char*>(data), &std::free);
+    std::memcpy(data, &value, sizeof value);
+    attributes_.push_back({name, XLA_FFI_AttrType_SCALAR, dtype, data, 1});
+  }
   void AnyBuffer(std::vector<xla_gpu_buffer>* buffers);
   std::vector<xla_gpu_attribute>* AnyAttributes(int depth);
   void AddScratch();
@@ -51,6 +60,8 @@ class Call {
   void PagedAttention();
   void ReshapeAndCache();
   void MergeAttentionStates();
+  // In call_layer.cc:
+  void RmsNorm();
 
   Input& input_;
   std::vector<std::unique_ptr<char, void (*)(void*)>> memory_;

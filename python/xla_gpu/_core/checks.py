@@ -68,6 +68,12 @@ class Checks:
             raise self.value_error(argument, f"an int <= {maximum}", number)
         return number
 
+    def boolean(self, argument: str, value: Any) -> bool:
+        # NOTE: torch.compile traces isinstance with a tuple, but not with a union.
+        if not isinstance(value, (bool, np.bool_)):
+            raise self.type_error(argument, "a bool known when the call is traced", type(value).__name__)
+        return bool(value)
+
     def int_operand(self, operand: IntOperand, value: Any, bounding_shape: Sequence[int]) -> int:
         """An int given for ``operand``; ``bounding_shape`` is that of the array that bounds it."""
         if len(bounding_shape) != 1:  # which is an error of that array's, with a text of its own

@@ -92,11 +92,14 @@ def define_operator(operator: Operator, run_call: Callable[..., Results] | None 
     def kernel(*args: Any, **kwargs: Any) -> Any:
         call, tensors = bind(operator, args, kwargs)
         if run_call is None:
-            return _unpacked(run(call, tensors))
-        return _unpacked(run_call(call, tensors, dict(zip(operator.arguments, args, strict=False), **kwargs)))
+            return returned(run(call, tensors))
+        return returned(run_call(call, tensors, dict(zip(operator.arguments, args, strict=False), **kwargs)))
 
     def fake(*args: Any, **kwargs: Any) -> Any:
-        return _unpacked(fake_results(*bind(operator, args, kwargs)))
+        return returned(fake_results(*bind(operator, args, kwargs)))
+
+    # A schema with a varying number of results has them as a list.
+    returned: Callable[[Results], Any] = list if operator.schema.endswith("-> Tensor[]") else _unpacked
 
     define(operator.name, operator.schema, kernel, fake)
     if operator.in_place is not None:

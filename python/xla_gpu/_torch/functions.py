@@ -31,10 +31,13 @@ def function(operator: Operator, in_place: bool = False) -> Callable[[_Function]
             for operand in int_operands:
                 args, kwargs = operand.as_tensor(args, kwargs)
             try:
-                return overloads(*args, **kwargs)
+                results = overloads(*args, **kwargs)
             except RuntimeError:
                 _check(operator, signature, args, kwargs)
                 raise
+            if isinstance(results, list):  # of a varying number
+                return results[0] if len(results) == 1 else tuple(results)
+            return results
 
         return docstring(operator.docstring)(function)  # type: ignore[return-value]
 

@@ -1,0 +1,103 @@
+// rms_norm: checks and bindings of the host and CUDA handlers.
+//
+// With has_residual a third operand, residual, and a second result, sum.
+#include "ffi/handlers/check.h"
+#include "ffi/handlers/context.h"
+#include "ffi/ops/rms_norm/rms_norm.h"
+
+namespace xla_gpu {
+namespace {
+
+constexpr char kOp[] = "rms_norm";
+
+struct Attributes {
+  float eps, weight_offset;
+  bool round_once, has_residual;
+};
+
+ffi::Error GetParams(const ffi::AnyBuffer& x, const ffi::AnyBuffer& weight, const ffi::RemainingArgs& rest,
+                     const ffi::AnyBuffer& out, const ffi::RemainingRets& rets, const Attributes& attributes,
+                     RmsNormParams* params) {
+  RmsNormParams& p = *params;
+  XLA_GPU_RETURN_IF_ERROR(GetComputeDType(kOp, "x", x, &p.dtype));
+  auto dims = x.dimensions();
+  if (dims.size() < 1) return Mismatch(kOp, "x", "rank 1 or more, [..., size]", "rank 0");
+  p.size = dims[dims.size() - 1];
+  XLA_GPU_RETURN_IF_ERROR(CheckDType(kOp, "weight", weight, x.element_type()));
+  XLA_GPU_RETURN_IF_ERROR(CheckShape(kOp, "weight", weight, {p.size}));
+  XLA_GPU_RETURN_IF_ERROR(CheckSame(kOp, "out", out, "x", x));
+  const size_t more = attributes.has_residual ? 1 : 0;
+  if (rest.size() != more)
+    return Mismatch(kOp, "operands", StrCat(2 + more, " for these attributes"), StrCat(2 + rest.size()));
+  if (rets.size() != more)
+    return Mismatch(kOp, "results", StrCat(1 + more, " for these attributes"), StrCat(1 + rets.size()));
+  p.residual = p.sum = nullptr;
+  if (attributes.has_residual) {
+    const auto residual = *rest.get<ffi::AnyBuffer>(0);
+    XLA_GPU_RETURN_IF_ERROR(CheckSame(kOp, "residual", residual, "x", x));
+    ffi::Result<ffi::AnyBuffer> sum = *rets.get<ffi::AnyBuffer>(0);
+    XLA_GPU_RETURN_IF_ERROR(CheckSame(kOp, "sum", *sum, "x", x));
+    p.residual = residual.untyped_data();
+    p.sum = sum->untyped_data();
+  }
+  if (!(attributes.eps >= 0.0f)) return Mismatch(kOp, "eps", "a number >= 0", StrCat(attributes.eps));
+  if (!(attributes.weight_offset - attributes.weight_offset == 0.0f)) {
+    return Mismatch(kOp, "weight_offset", "a finite number", StrCat(attributes.weight_offset));
+  }
+  p.x = x.untyped_data();
+  p.weight = weight.untyped_data();
+  p.out = out.untyped_data();
+  p.num_rows = 1;
+  for (size_t i = 0; i + 1 < dims.size(); ++i) p.num_rows *= dims[i];
+  p.eps = attributes.eps;
+  p.weight_offset = attributes.weight_offset;
+  p.round_once = attributes.round_once;
+  return ffi::Error::Success();
+}
+
+ffi::Error RmsNormHost(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer weight, ffi::RemainingArgs rest,
+                       ffi::Result<ffi::AnyBuffer> out, ffi::RemainingRets rets, float eps, float weight_offset,
+                       bool round_once, bool has_residual) {
+  return NoThrow(kOp, [&]() -> ffi::Error {
+    RmsNormParams params;
+    XLA_GPU_RETURN_IF_ERROR(
+        GetParams(x, weight, rest, *out, rets, {eps, weight_offset, round_once, has_residual}, &params));
+    return ToError(RunRmsNorm(params, XlaExecutor(pool)));
+  });
+}
+
+#ifdef XLA_GPU_WITH_CUDA
+ffi::Error RmsNormCuda(Stream stream, ffi::AnyBuffer x, ffi::AnyBuffer weight, ffi::RemainingArgs rest,
+                       ffi::Result<ffi::AnyBuffer> out, ffi::RemainingRets rets, float eps, float weight_offset,
+                       bool round_once, bool has_residual) {
+  return NoThrow(kOp, [&]() -> ffi::Error {
+    RmsNormParams params;
+    XLA_GPU_RETURN_IF_ERROR(
+        GetParams(x, weight, rest, *out, rets, {eps, weight_offset, round_once, has_residual}, &params));
+    return ToError(LaunchRmsNorm(params, stream));
+  });
+}
+#endif
+
+}  // namespace
+
+// clang-format off
+#define XLA_GPU_RMS_NORM_SIGNATURE          \
+       Arg<ffi::AnyBuffer>()  /* x */       \
+      .Arg<ffi::AnyBuffer>()  /* weight */  \
+      .RemainingArgs()        /* residual */ \
+      .Ret<ffi::AnyBuffer>()  /* out */     \
+      .RemainingRets()        /* sum */     \
+      .Attr<float>("eps")                   \
+      .Attr<float>("weight_offset")         \
+      .Attr<bool>("round_once")             \
+      .Attr<bool>("has_residual")
+// clang-format on
+
+XLA_GPU_DEFINE_HANDLER(xla_gpu_rms_norm_host, RmsNormHost, XLA_GPU_BIND_HOST().XLA_GPU_RMS_NORM_SIGNATURE);
+#ifdef XLA_GPU_WITH_CUDA
+XLA_GPU_DEFINE_HANDLER(xla_gpu_rms_norm_cuda, RmsNormCuda, XLA_GPU_BIND_CUDA().XLA_GPU_RMS_NORM_SIGNATURE,
+                       {ffi::Traits::kCmdBufferCompatible});
+#endif
+
+}  // namespace xla_gpu

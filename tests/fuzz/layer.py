@@ -1,0 +1,48 @@
+"""Inputs of the operators around attention and matrix products, as inputs.py has the others', and what must hold."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+
+from tests.common import compare, layer_cases, reference
+from tests.fuzz.inputs import put_specials, text
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class RmsNorm:
+    shape: tuple[int, ...]
+    dtype: str = "float32"
+    with_residual: bool = False
+    weight_offset: float = 0.0
+    round_once: bool = False
+    specials: bool = False
+    seed: int = 0
+
+    operator = "rms_norm"
+
+    def __repr__(self) -> str:
+        return text(self)
+
+    def options(self) -> dict:
+        return {"eps": 1e-5, "weight_offset": self.weight_offset, "round_once": self.round_once}
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        arrays = layer_cases.rms_norm(self.dtype, self.shape, self.with_residual, self.seed)
+        if self.specials:
+            put_specials(arrays["x"], np.random.default_rng(self.seed))
+        return arrays
+
+    def check(self, name: str, arrays: dict[str, np.ndarray], got: tuple[np.ndarray, ...]) -> None:
+        with np.errstate(all="ignore"):
+            want = reference.rms_norm(**arrays, **self.options())
+        row = (want[1] if self.with_residual else arrays["x"]).astype(np.float32)
+        finite = np.isfinite(row).all(-1)  # the others hold nothing but NaN and zeros
+        if self.with_residual:
+            compare.assert_bitwise_equal(got[1][finite], want[1][finite], f"{name}: sum")
+        # The float64 reference does not overflow where a float32 sum of squares does.
+        with np.errstate(over="ignore"):
+            small = (row**2).sum(-1) < 1e38
+        rows = finite & small
+        compare.assert_norm(got[0][rows], want[0][rows], name)

@@ -1,0 +1,32 @@
+"""Wrong static inputs of the operators around attention and matrix products."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from tests.properties.bad import Bad, option, put
+
+T = TypeError
+
+
+def rms_norm_cases() -> list[Bad]:
+    def bad(*args, **kwargs):
+        return Bad("rms_norm", *args, **kwargs)
+
+    return [
+        bad("rank-0", "x", "float16[]", put("x", ())),
+        bad("float64", "x", "float64", put("x", dtype=np.float64), T),
+        bad("other-float", "weight", "float32", put("weight", dtype=np.float32), T),
+        bad("too-short", "weight", "[23]", put("weight", (23,))),
+        bad("rank-2", "weight", "[1, 24]", put("weight", (1, 24))),
+        bad("other-shape", "residual", "[4, 24]", put("residual", (4, 24))),
+        bad("other-float", "residual", "float32", put("residual", dtype=np.float32), T),
+        bad("negative", "eps", "-1", option("eps", -1.0)),
+        bad("nan", "eps", "nan", option("eps", math.nan)),
+        bad("infinite", "weight_offset", "inf", option("weight_offset", math.inf)),
+    ]
+
+
+LAYER = [*rms_norm_cases()]
