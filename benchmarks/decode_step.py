@@ -56,6 +56,8 @@ def rotate(x: jax.Array, positions: jax.Array) -> jax.Array:
 
 # How a sublayer's partial sums become the next one's input: (partial, residual, weight) -> (normed, residual).
 Join = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
+# What every rank has of a few float32 numbers, by rank: (numbers) -> [ranks, *numbers.shape].
+Gather = Callable[[jax.Array], jax.Array]
 
 
 def joins(group: xg.DeviceGroup | None) -> dict[str, Join]:
@@ -81,8 +83,34 @@ def joins(group: xg.DeviceGroup | None) -> dict[str, Join]:
     return {"psum": with_psum, "all_reduce": with_all_reduce, "all_reduce_add_rms_norm": fused}
 
 
+def gathers(group: xg.DeviceGroup | None, name: str) -> Gather | None:
+    if group is None:
+        return None
+    if name == "psum":
+        return functools.partial(jax.lax.all_gather, axis_name=group.axis)
+
+    def by_sum(numbers: jax.Array) -> jax.Array:
+        places = jnp.zeros((group.size, *numbers.shape), numbers.dtype)
+        # A sum with zeros is exact. So the program holds no collective of XLA's, which would cost the host a rendezvous.
+        return xg.all_reduce(places.at[jax.lax.axis_index(group.axis)].set(numbers), group=group)
+
+    return by_sum
+
+
+def most_likely(logits: jax.Array, axis: str | None, gather: Gather | None) -> jax.Array:
+    """int32 [batch]: of each row the index of the largest logit over the ranks' parts of the vocabulary."""
+    chosen = jnp.argmax(logits, -1).astype(jnp.int32)
+    if gather is None:
+        return chosen
+    chosen += jax.lax.axis_index(axis) * logits.shape[-1]
+    # Below 2 ** 24 an index is exact in float32.
+    every = gather(jnp.stack([jnp.max(logits, -1).astype(jnp.float32), chosen.astype(jnp.float32)]))
+    return jnp.take_along_axis(every[:, 1], jnp.argmax(every[:, 0], 0)[None], 0)[0].astype(jnp.int32)
+
+
 def step(
     join: Join,
+    gather: Gather | None,
     heads: tuple[int, int, int],
     axis: str | None,
     weights: Weights,
@@ -114,13 +142,13 @@ def step(
         hidden, residual = join(attended.reshape(batch, -1) @ layer["out"], residual, weights["norms"][2 * i + 1])
         gate, up = jnp.split(hidden @ layer["gate_up"], 2, 1)
         hidden, residual = join((jax.nn.silu(gate) * up) @ layer["down"], residual, weights["norms"][2 * i + 2])
-    logits = hidden @ weights["head"]
-    best, chosen = jnp.max(logits, -1), jnp.argmax(logits, -1)
-    if axis is not None:
-        bests = jax.lax.all_gather(best, axis)
-        choices = jax.lax.all_gather(chosen + jax.lax.axis_index(axis) * logits.shape[-1], axis)
-        chosen = jnp.take_along_axis(choices, jnp.argmax(bests, 0)[None], 0)[0]
-    return stored, chosen.astype(jnp.int32), context_lens
+    return stored, most_likely(hidden @ weights["head"], axis, gather), context_lens
+
+
+def on_all(mesh: jax.sharding.Mesh, x: np.ndarray) -> jax.Array:
+    """A copy on each device. An argument that lies on one device is copied to the others by Python at every call of a
+    jitted function over several: some 30 to 60 microseconds of the host's time each."""
+    return jax.device_put(x, jax.sharding.NamedSharding(mesh, P()))
 
 
 SPECS = {"qkv": P(None, "tp"), "out": P("tp", None), "gate_up": P(None, "tp"), "down": P("tp", None)}
@@ -153,7 +181,7 @@ def make_weights(shape: tuple[int, ...], mesh: jax.sharding.Mesh) -> tuple[Weigh
     weights = {"layers": blocks, "head": make(1, (hidden, vocabulary), P(None, "tp"))}
     read = total  # of the embedding only some rows are
     weights["embed"] = make(2, (vocabulary, hidden), P())
-    weights["norms"] = [jnp.ones(hidden, T) for _ in range(2 * layers + 1)]
+    weights["norms"] = [on_all(mesh, np.ones(hidden, T)) for _ in range(2 * layers + 1)]
     specs = {
         "layers": [dict(SPECS) for _ in range(layers)],
         "head": P(None, "tp"),
@@ -215,16 +243,17 @@ def main() -> None:
         caches = [jax.jit(lambda: jnp.zeros(cache_shape, T), out_shardings=sharding)() for _ in range(layers)]  # noqa: B023
         order = np.random.default_rng(0).permutation(pages * batch).astype(np.int32)
         rest = (
-            jnp.asarray(order.reshape(batch, pages)),
-            jnp.arange(batch + 1, dtype=jnp.int32),
-            jnp.array([batch], jnp.int32),
+            on_all(mesh, order.reshape(batch, pages)),
+            on_all(mesh, np.arange(batch + 1, dtype=np.int32)),
+            on_all(mesh, np.array([batch], np.int32)),
         )
         limit = (weight_bytes + batch * context * layers * kv_heads * head_dim * 4) / BYTES_PER_SECOND / ranks * 1e3
         for name, join in joins(group).items():
             if arguments.joins and name not in arguments.joins:
                 continue
             local = (heads // ranks, kv_heads // ranks, head_dim)
-            body = functools.partial(step, join, local, "tp" if ranks > 1 else None)
+            axis = "tp" if ranks > 1 else None
+            body = functools.partial(step, join, gathers(group, name), local, axis)
             if ranks > 1:
                 cache_specs = [CACHE_SPEC] * layers
                 in_specs = (specs, cache_specs, P(), P(), P(), P(), P())
@@ -232,8 +261,10 @@ def main() -> None:
                 body = jax.shard_map(body, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
             if arguments.steps_per_program > 1:
                 body = many(body, arguments.steps_per_program)
-            compiled = functools.partial(jax.jit(body, donate_argnums=1), weights)
-            state = (caches, jnp.zeros(batch, jnp.int32), jnp.full(batch, context, jnp.int32))
+            # All that a step hands to the next is donated, the tokens and lengths too: their addresses stay the same then,
+            # and XLA replays its captured graphs as they are. With new ones it captures each call that reads them again.
+            compiled = functools.partial(jax.jit(body, donate_argnums=(1, 2, 3)), weights)
+            state = (caches, on_all(mesh, np.zeros(batch, np.int32)), on_all(mesh, np.full(batch, context, np.int32)))
             milliseconds, launch, (caches, tokens, _) = measure(compiled, state, rest, arguments.steps)
             milliseconds, launch = (x / arguments.steps_per_program for x in (milliseconds, launch))
             row = {"case": case, "join": name, "milliseconds": round(milliseconds, 3), "limit": round(limit, 3)}

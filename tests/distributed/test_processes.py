@@ -1,15 +1,12 @@
-"""Two processes with two CPU devices each, a stand-in for two hosts: a mesh over both, by jax.distributed."""
+"""Several processes by jax.distributed: two with two CPU devices each, as two hosts, and one for each GPU of a host."""
 
 from __future__ import annotations
 
-import socket
-import subprocess
-import sys
 import textwrap
 
 import pytest
 
-from tests.common.machine import ROOT
+from tests.distributed import processes
 
 pytest.importorskip("jax")
 
@@ -55,24 +52,59 @@ PROGRAM = textwrap.dedent("""
 """)
 
 
-def test_two_processes(tmp_path):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", PROGRAM, str(port), str(rank)],
-            cwd=ROOT,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
+def test_two_processes():
+    for out in processes.run(PROGRAM, 2):
+        assert "OK" in out
+
+
+ONE_GPU_EACH = textwrap.dedent("""
+    import sys
+    import numpy as np, jax
+    count, rank = int(sys.argv[3]), int(sys.argv[2])
+    jax.distributed.initialize(
+        f"127.0.0.1:{sys.argv[1]}", num_processes=count, process_id=rank, local_device_ids=[rank]
+    )
+    import xla_gpu.jax as xg
+    from tests.common import cases, compare, reference
+    P, NamedSharding = jax.sharding.PartitionSpec, jax.sharding.NamedSharding
+    assert len(jax.devices()) == count and len(jax.local_devices()) == 1
+    mesh = jax.sharding.Mesh(np.array(jax.devices()), ("tp",))
+    group = xg.DeviceGroup(mesh, "tp", timeout_s=30, max_bytes=4 << 20)
+    assert group.uses_peer_memory, group
+    sharding = NamedSharding(mesh, P("tp"))
+    step = jax.jit(
+        jax.shard_map(
+            lambda x: xg.all_reduce(x[0], group=group)[None],
+            mesh=mesh, in_specs=P("tp"), out_specs=P("tp"), check_vma=False,
         )
-        for rank in range(2)
-    ]
+    )
+    rng = np.random.default_rng(0)  # the same numbers in every process
+    inputs, wants = [], []
+    for i in range(30):
+        size = int(2 ** rng.uniform(0, 22))
+        parts = rng.standard_normal((count, size)).astype(cases.DTYPES[cases.FLOATS[i % 3]])
+        wants.append(reference.all_reduce(parts))
+        inputs.append(jax.make_array_from_callback(parts.shape, sharding, lambda index, x=parts: x[index]))
+    for call in range(1000):
+        i = int(rng.integers(len(inputs)))
+        out = np.asarray(step(inputs[i]).addressable_shards[0].data)[0]
+        compare.assert_bitwise_equal(out, wants[i], f"call {call}, rank {rank}")
+    group.check()
+    print("OK", flush=True)
+""")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("count", [2, 4])
+def test_a_process_for_each_gpu(count):
+    """The peers' memory is opened through CUDA IPC: 1000 messages of random sizes, with the same bits on every rank."""
+    jax = pytest.importorskip("jax")
     try:
-        for process in processes:
-            out, error = process.communicate(timeout=300)
-            assert process.returncode == 0 and "OK" in out, error[-3000:]
-    finally:
-        for process in processes:
-            process.kill()
+        gpus = len(jax.devices("cuda"))
+    except RuntimeError as error:
+        pytest.skip(f"jax has no CUDA platform: {error}")
+    if gpus < count:
+        pytest.skip(f"needs {count} GPUs, and there are {gpus}")
+    options = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "JAX_PLATFORMS": "cuda"}
+    for out in processes.run(ONE_GPU_EACH, count, str(count), timeout=120, **options):
+        assert "OK" in out
