@@ -91,7 +91,7 @@ def gathers(group: xg.DeviceGroup | None, name: str) -> Gather | None:
 
     def by_sum(numbers: jax.Array) -> jax.Array:
         places = jnp.zeros((group.size, *numbers.shape), numbers.dtype)
-        # A sum with zeros is exact. So the program holds no collective of XLA's, which would cost the host a rendezvous.
+        # A sum with zeros is exact; so the program holds no collective of XLA's, at which its threads would meet.
         return xg.all_reduce(places.at[jax.lax.axis_index(group.axis)].set(numbers), group=group)
 
     return by_sum
@@ -261,10 +261,11 @@ def main() -> None:
                 body = jax.shard_map(body, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
             if arguments.steps_per_program > 1:
                 body = many(body, arguments.steps_per_program)
-            # All that a step hands to the next is donated, the tokens and lengths too: their addresses stay the same then,
-            # and XLA replays its captured graphs as they are. With new ones it captures each call that reads them again.
+            # All that a step hands to the next is donated, tokens and lengths too: their addresses stay the same then,
+            # and XLA replays its captured graphs as they are.
             compiled = functools.partial(jax.jit(body, donate_argnums=(1, 2, 3)), weights)
-            state = (caches, on_all(mesh, np.zeros(batch, np.int32)), on_all(mesh, np.full(batch, context, np.int32)))
+            lengths = on_all(mesh, np.full(batch, context, np.int32))
+            state = (caches, on_all(mesh, np.zeros(batch, np.int32)), lengths)
             milliseconds, launch, (caches, tokens, _) = measure(compiled, state, rest, arguments.steps)
             milliseconds, launch = (x / arguments.steps_per_program for x in (milliseconds, launch))
             row = {"case": case, "join": name, "milliseconds": round(milliseconds, 3), "limit": round(limit, 3)}

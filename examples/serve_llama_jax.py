@@ -20,6 +20,8 @@ class Jax:
 
     def start(self, arguments: argparse.Namespace) -> None:
         os.environ["JAX_PLATFORMS"] = {"cpu": "cpu", "gpu": "cuda"}[arguments.device]  # read when jax is imported
+        if arguments.device == "cpu":
+            os.environ["JAX_NUM_CPU_DEVICES"] = str(arguments.tensor_parallel)
         import jax
 
         if arguments.dtype == "float32":
@@ -31,16 +33,16 @@ class Jax:
             raise ValueError(f"--device {arguments.device}: {error}") from error
 
     def engine(self, arguments, config, theirs, scheduler, max_tokens):
-        from paged_llama import jax_model
+        from paged_llama import jax_weights
         from paged_llama.jax_engine import Engine
 
-        given = config, arguments.dtype, max_tokens
+        given, mesh = (config, arguments.dtype, max_tokens), jax_weights.make_mesh(arguments.tensor_parallel)
         if arguments.model:
-            parameters = jax_model.load_checkpoint(*given, arguments.model)
+            parameters = jax_weights.load_checkpoint(*given, arguments.model, mesh)
         elif theirs is not None:
-            parameters = jax_model.load(*given, theirs.state_dict().__getitem__)
+            parameters = jax_weights.load(*given, theirs.state_dict().__getitem__, mesh)
         else:
-            parameters = jax_model.randomise(*given, arguments.seed)
+            parameters = jax_weights.randomise(*given, arguments.seed, mesh)
         return Engine(config, parameters, scheduler)
 
     def compilations(self) -> int:

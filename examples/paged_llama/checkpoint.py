@@ -30,10 +30,10 @@ def hugging_face_names(config: LlamaConfig) -> dict[str, list[str]]:
 
 
 @contextlib.contextmanager
-def safetensors(folder: pathlib.Path, framework: str) -> Iterator[Callable[[str], Any]]:
+def safetensors(folder: pathlib.Path, framework: str, slices: bool = False) -> Iterator[Callable[[str], Any]]:
     """Opens a checkpoint's files; yields a function from a tensor's name to the tensor, read on demand.
 
-    framework: whose tensor, "pt" or "np".
+    framework: whose tensor, "pt" or "np"; slices: instead of a tensor, what reads the part of it that an index names.
     """
     from safetensors import safe_open
 
@@ -53,6 +53,7 @@ def safetensors(folder: pathlib.Path, framework: str) -> Iterator[Callable[[str]
         def get(name: str) -> Any:
             if name not in shards:
                 raise ValueError(f"{folder}: the checkpoint has no tensor {name!r}, which its config.json asks for")
-            return files[shards[name]].get_tensor(name)
+            file = files[shards[name]]
+            return file.get_slice(name) if slices else file.get_tensor(name)
 
         yield get

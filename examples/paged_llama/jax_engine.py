@@ -10,10 +10,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+import xla_gpu.jax as xg
+
 from .batch import StepLayout
 from .config import LlamaConfig
 from .figures import Figures, serve
 from .jax_model import Parameters, forward
+from .jax_weights import AXIS, CACHE_SPEC, P, specs
 from .scheduler import Scheduler, Step
 
 _compiled = 0
@@ -36,17 +39,28 @@ class Engine:
     """Holds the parameters, the caches and the compiled steps."""
 
     def __init__(self, config: LlamaConfig, parameters: Parameters, scheduler: Scheduler):
+        """Runs on the devices that hold the parameters, divided over them where they are several."""
         shape = (scheduler.allocator.num_pages, scheduler.page_size, 2 * config.num_kv_heads, config.head_dim)
         dtype = parameters["embed.weight"].dtype
+        mesh = parameters["embed.weight"].sharding.mesh
         self.scheduler = scheduler
         self._parameters = parameters
-        self._caches = [jnp.zeros(shape, dtype) for _ in range(config.num_layers)]
-        self._previous = jnp.zeros(scheduler.mixed.max_seqs, jnp.int32)
-        # Donated: a step's caches are the memory of the step before, updated in place.
-        self._steps = {
-            layout: jax.jit(functools.partial(forward, config, layout), donate_argnames="caches")
-            for layout in scheduler.layouts
-        }
+        # What each step takes lies on all devices: an argument on one would be copied to the others by Python each time.
+        self._everywhere = jax.sharding.NamedSharding(mesh, P())
+        make = jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=jax.sharding.NamedSharding(mesh, CACHE_SPEC))
+        self._caches = [make() for _ in range(config.num_layers)]
+        self._previous = jax.device_put(np.zeros(scheduler.mixed.max_seqs, np.int32), self._everywhere)
+        group = xg.DeviceGroup(mesh, AXIS) if mesh.size > 1 else None
+        self._steps = {}
+        for layout in scheduler.layouts:
+            step = functools.partial(forward, config, layout, group)
+            if group is not None:
+                cache_specs = [CACHE_SPEC] * config.num_layers
+                in_specs = (specs(config, mesh.size), cache_specs, P(), P())
+                # check_vma=False: the sums are the same on all devices, which jax before 0.8 cannot infer.
+                step = jax.shard_map(step, mesh=mesh, in_specs=in_specs, out_specs=(P(), cache_specs), check_vma=False)
+            # Donated: a step's caches are the memory of the step before, updated in place.
+            self._steps[layout] = jax.jit(step, donate_argnums=1)
 
     def warm_up(self) -> None:
         """Compiles the program of each layout by running it on padding, which leaves the cache as it is."""
@@ -63,5 +77,6 @@ class Engine:
 
     def _launch(self, layout: StepLayout, packed: np.ndarray) -> jax.Array:
         step = self._steps[layout]
+        packed = jax.device_put(packed, self._everywhere)
         self._previous, self._caches = step(self._parameters, self._caches, packed, self._previous)
         return self._previous

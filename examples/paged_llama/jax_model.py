@@ -1,14 +1,11 @@
 """The Llama of model.py as functions of JAX arrays: parameters are a dict of arrays, the caches a list.
 
 What belongs together is multiplied together: q, k and v are one matrix, gate and up are another. Matrices are stored
-[in, out], transposed from Hugging Face's.
+[in, out], transposed from Hugging Face's. Over several devices each holds its heads, its part of the MLP and of the
+vocabulary; what one of them holds stands together: its q, k and v, and its gate and up.
 """
 
 from __future__ import annotations
-
-import pathlib
-from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,15 +14,16 @@ import numpy as np
 import xla_gpu.jax as xg
 
 from .batch import StepLayout
-from .checkpoint import hugging_face_names, safetensors
 from .config import LlamaConfig
 
 Parameters = dict[str, jax.Array]
+ROW_PARALLEL = ("out", "down")  # over several devices these are divided along their inputs, the others along outputs
 
 
 def forward(
     config: LlamaConfig,
     layout: StepLayout,
+    group: xg.DeviceGroup | None,
     parameters: Parameters,
     caches: list[jax.Array],
     packed: jax.Array,
@@ -33,6 +31,7 @@ def forward(
 ) -> tuple[jax.Array, list[jax.Array]]:
     """Stores the K and V of a step's tokens in `caches` and chooses the next tokens.
 
+    group: the devices over which the model is divided, which call this in jax.shard_map with their shards; None: one.
     caches: a layer's T[num_pages, page_size, 2 * num_kv_heads, head_dim] each, K of head h at 2h, V at 2h + 1; packed:
     int32 [layout.size], see StepLayout; previous: int32 [max_seqs], what the step before chose.
     Returns int32 [max_seqs], of each sequence the most likely token after its last row, and the caches.
@@ -40,44 +39,78 @@ def forward(
     step = layout.unpack(packed)
     sources = step["sources"]
     tokens = jnp.where(sources < 0, step["tokens"], previous[jnp.maximum(sources, 0)])
-    hidden = parameters["embed.weight"][tokens]
+    total = parameters["embed.weight"][tokens]
     cos, sin = jnp.moveaxis(parameters["rotations"][step["positions"]][:, None], -1, 0)
     updated = []
+    hidden = _Layer(config, group, parameters, "layers.0.").norm("attention_norm", total)
     for i, cache in enumerate(caches):
-        layer = _Layer(config, parameters, f"layers.{i}.")
-        attended, cache = layer.attention(layer.norm("attention_norm", hidden), cos, sin, cache, step)
-        hidden = hidden + attended
-        gate, up = jnp.split(layer.linear("gate_up", layer.norm("mlp_norm", hidden)), 2, axis=-1)
-        hidden = hidden + layer.linear("down", jax.nn.silu(gate) * up)
+        layer = _Layer(config, group, parameters, f"layers.{i}.")
+        attended, cache = layer.attention(hidden, cos, sin, cache, step)
+        hidden, total = layer.add_and_norm(attended, total, f"layers.{i}.mlp_norm")
+        gate, up = jnp.split(layer.linear("gate_up", hidden), 2, axis=-1)
+        after = f"layers.{i + 1}.attention_norm" if i + 1 < len(caches) else "norm"
+        hidden, total = layer.add_and_norm(layer.linear("down", jax.nn.silu(gate) * up), total, after)
         updated.append(cache)
     hidden = hidden[step["last_rows"]]  # the only rows whose logits anybody wants
-    hidden = _Layer(config, parameters, "").norm("norm", hidden)
-    head = parameters["embed.weight"].T if config.tie_word_embeddings else parameters["head.weight"]
-    return jnp.argmax(hidden @ head, axis=-1).astype(jnp.int32), updated
+    tied = group is None and config.tie_word_embeddings
+    head = parameters["embed.weight"].T if tied else parameters["head.weight"]
+    return _most_likely(hidden @ head, config.vocab_size, group), updated
+
+
+def _most_likely(logits: jax.Array, vocab_size: int, group: xg.DeviceGroup | None) -> jax.Array:
+    """int32 [rows]: the index of each row's largest logit, over the devices' parts of the vocabulary."""
+    if group is None:
+        return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    rank, width = jax.lax.axis_index(group.axis), logits.shape[-1]
+    if vocab_size % group.size:
+        logits = jnp.where(rank * width + jnp.arange(width) < vocab_size, logits, -jnp.inf)
+    chosen = jnp.argmax(logits, axis=-1)
+    # Every device sends its best as float32, in which an index below 2 ** 24 is exact; a sum with zeros gathers them.
+    best = jnp.stack([jnp.max(logits, axis=-1).astype(jnp.float32), chosen + rank * width])
+    every = xg.all_reduce(jnp.zeros((group.size, *best.shape), jnp.float32).at[rank].set(best), group=group)
+    return jnp.take_along_axis(every[:, 1], jnp.argmax(every[:, 0], axis=0)[None], axis=0)[0].astype(jnp.int32)
 
 
 class _Layer:
-    """The parameters of one layer, by the names of model.py."""
+    """The parameters of one layer, by the names of model.py: those of this device."""
 
-    def __init__(self, config: LlamaConfig, parameters: Parameters, prefix: str):
+    def __init__(self, config: LlamaConfig, group: xg.DeviceGroup | None, parameters: Parameters, prefix: str):
         self.config = config
+        self._group = group
         self._parameters = parameters
         self._prefix = prefix
 
     def linear(self, name: str, x: jax.Array) -> jax.Array:
         out = x @ self._parameters[f"{self._prefix}{name}.weight"]
         bias = self._parameters.get(f"{self._prefix}{name}.bias")
-        return out if bias is None else out + bias
+        if bias is None:
+            return out
+        if self._group is not None and name in ROW_PARALLEL:  # the devices' results will be added up
+            bias = jnp.where(jax.lax.axis_index(self._group.axis) == 0, bias, 0)
+        return out + bias
 
     def norm(self, name: str, x: jax.Array) -> jax.Array:
+        return self._norm(self._parameters[f"{self._prefix}{name}.weight"], x)
+
+    def _norm(self, weight: jax.Array, x: jax.Array) -> jax.Array:
         wide = x.astype(jnp.float32)
         wide = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + self.config.rms_norm_eps)
-        return self._parameters[f"{self._prefix}{name}.weight"] * wide.astype(x.dtype)
+        return weight * wide.astype(x.dtype)
+
+    def add_and_norm(self, x: jax.Array, total: jax.Array, norm: str) -> tuple[jax.Array, jax.Array]:
+        """Adds x, summed over the devices, to the residual stream: the next layer's input, and the stream."""
+        weight = self._parameters[f"{norm}.weight"]
+        if self._group is not None:
+            return xg.all_reduce_add_rms_norm(x, total, weight, eps=self.config.rms_norm_eps, group=self._group)
+        total = total + x
+        return self._norm(weight, total), total
 
     def attention(
         self, x: jax.Array, cos: jax.Array, sin: jax.Array, cache: jax.Array, step: dict[str, jax.Array]
     ) -> tuple[jax.Array, jax.Array]:
-        num_heads, num_kv_heads, head_dim = self.config.num_heads, self.config.num_kv_heads, self.config.head_dim
+        ranks = 1 if self._group is None else self._group.size
+        num_heads, num_kv_heads = self.config.num_heads // ranks, self.config.num_kv_heads // ranks
+        head_dim = self.config.head_dim
         heads = self.linear("qkv", x).reshape(x.shape[0], num_heads + 2 * num_kv_heads, head_dim)
         query, key, value = jnp.split(heads, [num_heads, num_heads + num_kv_heads], axis=1)
         query, key = rotate(query, cos, sin), rotate(key, cos, sin)
@@ -122,61 +155,3 @@ def rotation_table(config: LlamaConfig, num_positions: int) -> np.ndarray:
             frequencies = (one - kept) * frequencies / factor + kept * frequencies
     angles = np.arange(num_positions, dtype=np.float32)[:, None] * frequencies
     return np.stack([np.cos(angles), np.sin(angles)], axis=-1)
-
-
-# ---- Parameters ------------------------------------------------------------------------------------------------------
-
-
-def load(config: LlamaConfig, dtype: str, max_tokens: int, get: Callable[[str], Any]) -> Parameters:
-    """Takes the parameters from `get`, which returns a checkpoint's tensor by name, as something NumPy can read.
-
-    max_tokens: the longest sequence, in tokens; rotations are tabulated up to there.
-    Raises ValueError for a tensor whose shape is not the model's.
-    """
-    shapes = _shapes(config)
-    parameters = {}
-    for name, parts in hugging_face_names(config).items():
-        tensor = np.concatenate([np.asarray(get(part)) for part in parts])
-        tensor = tensor.T if name in _matrices(shapes) else tensor
-        if tensor.shape != shapes[name]:
-            raise ValueError(f"{' + '.join(parts)}: expected {list(shapes[name])}, got {list(tensor.shape)}")
-        parameters[name] = jax.device_put(tensor.astype(jnp.dtype(dtype)))
-    return _with_rotations(parameters, config, max_tokens)
-
-
-def load_checkpoint(config: LlamaConfig, dtype: str, max_tokens: int, folder: pathlib.Path) -> Parameters:
-    """From `folder`: model.safetensors, or the shards that model.safetensors.index.json lists."""
-    with safetensors(folder, "np") as get:
-        return load(config, dtype, max_tokens, get)
-
-
-def randomise(config: LlamaConfig, dtype: str, max_tokens: int, seed: int) -> Parameters:
-    """Normal numbers of standard deviation 0.02, drawn on the device: nothing the size of a model crosses the host."""
-    draw = jax.jit(lambda key, shape: jax.random.normal(key, shape, jnp.dtype(dtype)) * 0.02, static_argnums=1)
-    parameters = {}
-    for i, (name, shape) in enumerate(_shapes(config).items()):
-        key = jax.random.fold_in(jax.random.key(seed), i)
-        parameters[name] = jnp.ones(shape, dtype) if name.endswith("norm.weight") else draw(key, shape)
-    return _with_rotations(parameters, config, max_tokens)
-
-
-def _with_rotations(parameters: Parameters, config: LlamaConfig, max_tokens: int) -> Parameters:
-    return {**parameters, "rotations": jax.device_put(rotation_table(config, max_tokens))}
-
-
-def _shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
-    hidden, wide = config.hidden_size, config.intermediate_size
-    query, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    matrices = {"qkv": (hidden, query + 2 * kv), "out": (query, hidden), "gate_up": (hidden, 2 * wide)}
-    matrices |= {"down": (wide, hidden), "head": (hidden, config.vocab_size)}
-    shapes: dict[str, tuple[int, ...]] = {}
-    for name in hugging_face_names(config):
-        kind, what = name.split(".")[-2:]
-        shape = (config.vocab_size, hidden) if kind == "embed" else matrices.get(kind, (hidden,))
-        shapes[name] = shape if what == "weight" else shape[1:]
-    return shapes
-
-
-def _matrices(shapes: dict[str, tuple[int, ...]]) -> set[str]:
-    """Those that are stored transposed."""
-    return {name for name, shape in shapes.items() if len(shape) == 2 and name != "embed.weight"}

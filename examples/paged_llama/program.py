@@ -53,6 +53,7 @@ def parse_arguments(description: str, argv: list[str] | None) -> argparse.Namesp
 
     batch = parser.add_argument_group("batching")
     batch.add_argument("--device", choices=("cpu", "gpu"), default="cpu")
+    batch.add_argument("--tensor-parallel", type=int, default=1, metavar="N", help="devices that share the model")
     batch.add_argument("--max-seqs", type=int, default=8, help="requests running at once (default %(default)s)")
     batch.add_argument("--chunk", type=int, default=128, help="rows of a step that reads prompts (default %(default)s)")
     batch.add_argument("--page-size", type=int, default=16, help="tokens of a page (default %(default)s)")
@@ -64,6 +65,8 @@ def parse_arguments(description: str, argv: list[str] | None) -> argparse.Namesp
     result.add_argument("--quiet", action="store_true", help="no progress bar and no texts")
 
     arguments = parser.parse_args(argv)
+    if arguments.tensor_parallel < 1:
+        parser.error(f"--tensor-parallel: expected at least 1, got {arguments.tensor_parallel}")
     if arguments.check and arguments.dtype != "float32":
         parser.error("--check compares tokens in float32: two correct programs may differ in bfloat16")
     if arguments.check and not arguments.model and arguments.shape != "small":
@@ -83,6 +86,15 @@ def prepare(arguments: argparse.Namespace):
     if arguments.shape not in SHAPES:
         raise ValueError(f"--shape: expected small, {', '.join(SHAPES)}, got {arguments.shape!r}")
     return SHAPES[arguments.shape], ByteTokenizer(), None
+
+
+def check_tensor_parallel(devices: int, config) -> None:
+    """Raises ValueError where the model cannot be divided over so many devices."""
+    for name in ("num_kv_heads", "intermediate_size"):
+        if getattr(config, name) % devices:
+            raise ValueError(
+                f"--tensor-parallel: expected a number that divides {name} = {getattr(config, name)}, got {devices}"
+            )
 
 
 def make_requests(arguments: argparse.Namespace, config, tokenizer):
@@ -153,7 +165,7 @@ def report(arguments: argparse.Namespace, figures, allocator, seconds: dict[str,
         f"decoding steps\n"
         f"pages: {allocator.handed_out} handed out of {allocator.num_pages}, at most {allocator.peak_used} in use"
     )
-    settings = ("device", "dtype", "max_seqs", "chunk", "page_size", "num_pages")
+    settings = ("device", "tensor_parallel", "dtype", "max_seqs", "chunk", "page_size", "num_pages")
     return {
         **{name: getattr(arguments, name) for name in settings},
         "model": str(arguments.model or arguments.shape),
@@ -175,6 +187,7 @@ def main(backend: Backend, description: str, argv: list[str] | None = None) -> i
     try:
         backend.start(arguments)
         config, tokenizer, theirs = prepare(arguments)
+        check_tensor_parallel(arguments.tensor_parallel, config)
         requests, longest = make_requests(arguments, config, tokenizer)
         scheduler = Scheduler(
             num_pages=arguments.num_pages,

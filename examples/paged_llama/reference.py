@@ -23,7 +23,7 @@ def small_model(seed: int) -> LlamaForCausalLM:
         intermediate_size=688,
         num_hidden_layers=4,
         num_attention_heads=8,
-        num_key_value_heads=2,
+        num_key_value_heads=4,
         max_position_embeddings=8192,
         initializer_range=0.1,
         rope_parameters={

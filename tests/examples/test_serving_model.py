@@ -39,6 +39,7 @@ VARIANTS = {
     "one-kv-head": {"num_key_value_heads": 1},
     "as-many-kv-heads": {"num_key_value_heads": 4},
     "wide-heads": {"head_dim": 32},
+    "odd-vocabulary": {"vocab_size": 97, "num_key_value_heads": 4},
     "tied": {"tie_word_embeddings": True},
     "biases": {"attention_bias": True, "mlp_bias": True},
     "rope-linear": {"rope_parameters": {"rope_type": "linear", "factor": 3.0, "rope_theta": 10000.0}},
@@ -118,9 +119,11 @@ def test_a_checkpoint_of_any_configuration_gives_the_tokens_of_transformers(vari
     assert got == [expected_tokens(theirs, prompt, 12) for prompt in prompts]
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_the_jax_model_gives_the_tokens_of_transformers(variant, tmp_path):
-    jax_model = pytest.importorskip("paged_llama.jax_model", exc_type=ImportError)
+@pytest.mark.parametrize(
+    ("variant", "devices"), [*((v, 1) for v in VARIANTS), *((v, 2) for v in ("tied", "biases")), ("odd-vocabulary", 4)]
+)
+def test_the_jax_model_gives_the_tokens_of_transformers(variant, devices, tmp_path):
+    jax_weights = pytest.importorskip("paged_llama.jax_weights", exc_type=ImportError)
     from paged_llama.jax_engine import Engine
 
     theirs = tiny_model(**VARIANTS[variant])
@@ -130,7 +133,8 @@ def test_the_jax_model_gives_the_tokens_of_transformers(variant, tmp_path):
     requests = [Request(prompt, 12, config.eos_token_ids) for prompt in prompts]
     scheduler = Scheduler(num_pages=40, page_size=4, max_seqs=3, chunk=16, max_tokens=82)
     scheduler.add(requests)
-    engine = Engine(config, jax_model.load_checkpoint(config, "float32", 82, tmp_path), scheduler)
+    mesh = jax_weights.make_mesh(devices)
+    engine = Engine(config, jax_weights.load_checkpoint(config, "float32", 82, tmp_path, mesh), scheduler)
     engine.warm_up()
     engine.run()
     assert [request.generated for request in requests] == [expected_tokens(theirs, p, 12) for p in prompts]
@@ -148,11 +152,11 @@ def test_the_jax_models_rotations_are_transformers_to_an_ulp(variant):
 
 
 def test_the_jax_model_takes_bfloat16_checkpoints_and_refuses_others(tmp_path):
-    jax_model = pytest.importorskip("paged_llama.jax_model", exc_type=ImportError)
+    jax_weights = pytest.importorskip("paged_llama.jax_weights", exc_type=ImportError)
     model = tiny_model().to(torch.bfloat16)
     model.save_pretrained(tmp_path)
     config = LlamaConfig.from_folder(tmp_path)
-    parameters = jax_model.load_checkpoint(config, "bfloat16", 8, tmp_path)
+    parameters = jax_weights.load_checkpoint(config, "bfloat16", 8, tmp_path)
     got = parameters["layers.0.out.weight"]
     want = model.state_dict()["model.layers.0.self_attn.o_proj.weight"].T.float().numpy()
     assert got.dtype.name == "bfloat16" and (got.astype("float32") == want).all()
@@ -160,7 +164,7 @@ def test_the_jax_model_takes_bfloat16_checkpoints_and_refuses_others(tmp_path):
     with pytest.raises(
         ValueError, match=r"gate_proj.weight \+ .*up_proj.weight: expected \[64, 256\], got \[64, 240\]"
     ):
-        jax_model.load_checkpoint(wrong, "bfloat16", 8, tmp_path)
+        jax_weights.load_checkpoint(wrong, "bfloat16", 8, tmp_path)
 
 
 @pytest.mark.parametrize("variant", [v for v in VARIANTS if v.startswith("rope")])
@@ -284,6 +288,24 @@ def served(request, checkpoint, tmp_path_factory):
     )
     assert result.returncode == 0, result.stdout + result.stderr
     return result, json.loads((folder / "figures.json").read_text()), folder
+
+
+@pytest.mark.parametrize(("program", "devices"), [("serve_llama_jax.py", 2), ("serve_llama_jax.py", 4)])
+def test_a_model_divided_over_devices_agrees_with_transformers(program, devices):
+    pytest.importorskip("jax" if program == "serve_llama_jax.py" else "torch_xla")
+    sizes = ["--max-new-tokens", "12", "--tensor-parallel", str(devices)]
+    command = [sys.executable, EXAMPLES / program, "--check", "--quiet", *sizes]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "tokens identical to transformers" in result.stdout
+
+
+def test_a_number_of_devices_that_does_not_divide_the_model_is_refused():
+    pytest.importorskip("jax")
+    for devices, text in (("3", "expected a number that divides num_kv_heads = 4, got 3"), ("0", "at least 1, got 0")):
+        command = [sys.executable, EXAMPLES / "serve_llama_jax.py", "--quiet", "--tensor-parallel", devices]
+        result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        assert result.returncode == 2 and text in result.stderr, result.stderr
 
 
 def test_the_program_agrees_with_transformers(served):
