@@ -45,7 +45,7 @@ class Engine:
         mesh = parameters["embed.weight"].sharding.mesh
         self.scheduler = scheduler
         self._parameters = parameters
-        # What each step takes lies on all devices: an argument on one would be copied to the others by Python each time.
+        # What a step takes lies on all devices: an argument on one would be copied to the others by Python each time.
         self._everywhere = jax.sharding.NamedSharding(mesh, P())
         make = jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=jax.sharding.NamedSharding(mesh, CACHE_SPEC))
         self._caches = [make() for _ in range(config.num_layers)]
