@@ -1,5 +1,5 @@
 """The operators that only move bytes, beside PyTorch's way of doing the same: simple_add, reshape_and_cache,
-merge_attention_states, rms_norm.
+merge_attention_states, rms_norm, silu_and_mul.
 
     python -m benchmarks.memory_bound                  # on a GPU: CUDA graphs over rotating inputs
     python -m benchmarks.memory_bound --device cpu     # on a CPU: wall time
@@ -23,7 +23,7 @@ from benchmarks import timing
 import xla_gpu.torch as xla_gpu
 
 Call = Callable[[], object]
-PAGE, HEADS, KV_HEADS, HEAD_DIM, HIDDEN = 16, 32, 8, 128, 4096  # of Llama 3 8B
+PAGE, HEADS, KV_HEADS, HEAD_DIM, HIDDEN, INTERMEDIATE = 16, 32, 8, 128, 4096, 14336  # of Llama 3 8B
 
 
 def adds(device: str, size: int) -> tuple[Call, Call, int]:
@@ -82,6 +82,17 @@ def norms(device: str, rows: int) -> tuple[Call, Call, int]:
     return ours, theirs, 4 * x.nbytes
 
 
+def activations(device: str, rows: int) -> tuple[Call, Call, int]:
+    x = torch.randn(rows, 2 * INTERMEDIATE, device=device, dtype=torch.bfloat16)
+
+    def theirs() -> torch.Tensor:
+        gate, up = x.chunk(2, -1)
+        return torch.nn.functional.silu(gate) * up
+
+    torch.testing.assert_close(xla_gpu.silu_and_mul(x), theirs(), rtol=2e-2, atol=2e-2)
+    return lambda: xla_gpu.silu_and_mul(x), theirs, 3 * x.nbytes // 2
+
+
 LOADS = {
     "simple_add 64 Mi": lambda device: adds(device, 64 << 20),
     "simple_add 64 Ki": lambda device: adds(device, 64 << 10),
@@ -91,6 +102,8 @@ LOADS = {
     "merge_attention_states 64 tokens": lambda device: merges(device, 64),
     "rms_norm with residual, 8k rows": lambda device: norms(device, 8 << 10),
     "rms_norm with residual, 64 rows": lambda device: norms(device, 64),
+    "silu_and_mul 8k rows": lambda device: activations(device, 8 << 10),
+    "silu_and_mul 64 rows": lambda device: activations(device, 64),
 }
 
 

@@ -27,6 +27,7 @@ from .ops import paged_attention as _paged_attention
 from .ops import ragged_paged_attention as _ragged_paged_attention
 from .ops import reshape_and_cache as _reshape_and_cache
 from .ops import rms_norm as _rms_norm
+from .ops import silu_and_mul as _silu_and_mul
 from .ops import simple_add as _simple_add
 
 __all__ = [
@@ -35,6 +36,7 @@ __all__ = [
     "all_reduce_add_rms_norm",
     "context_parallel_paged_attention",
     "context_parallel_slots",
+    "gelu_and_mul",
     "merge_attention_states",
     "paged_attention",
     "paged_attention_with_lse",
@@ -42,6 +44,7 @@ __all__ = [
     "ragged_paged_attention_v3",
     "reshape_and_cache",
     "rms_norm",
+    "silu_and_mul",
     "simple_add",
 ]
 
@@ -217,6 +220,16 @@ def rms_norm(
     round_once: bool = False,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Computes the RMS norm of rows, after adding a residual if one is given."""
+
+
+@function(_silu_and_mul.OPERATOR)
+def silu_and_mul(x: jax.typing.ArrayLike) -> jax.Array:
+    """Computes silu of the first half of each row, times the second half."""
+
+
+@function(_silu_and_mul.OPERATOR_GELU)
+def gelu_and_mul(x: jax.typing.ArrayLike) -> jax.Array:
+    """Computes gelu of the first half of each row, times the second half."""
 
 
 @docstring(_all_reduce.OPERATOR.docstring)

@@ -38,12 +38,14 @@ from .ops import paged_attention as _paged_attention
 from .ops import ragged_paged_attention as _ragged_paged_attention
 from .ops import reshape_and_cache as _reshape_and_cache
 from .ops import rms_norm as _rms_norm
+from .ops import silu_and_mul as _silu_and_mul
 from .ops import simple_add as _simple_add
 
 __all__ = [
     "all_reduce",
     "all_reduce_add_rms_norm",
     "ffi_call",
+    "gelu_and_mul",
     "hlo",
     "merge_attention_states",
     "paged_attention",
@@ -53,6 +55,7 @@ __all__ = [
     "reshape_and_cache",
     "reshape_and_cache_",
     "rms_norm",
+    "silu_and_mul",
     "simple_add",
 ]
 
@@ -175,6 +178,16 @@ def rms_norm(
     round_once: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Computes the RMS norm of rows, after adding a residual if one is given."""
+
+
+@function(_silu_and_mul.OPERATOR)
+def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
+    """Computes silu of the first half of each row, times the second half."""
+
+
+@function(_silu_and_mul.OPERATOR_GELU)
+def gelu_and_mul(x: torch.Tensor) -> torch.Tensor:
+    """Computes gelu of the first half of each row, times the second half."""
 
 
 @docstring(_all_reduce.OPERATOR.docstring)

@@ -87,7 +87,7 @@ def assert_close(got: np.ndarray, want: np.ndarray, baseline: np.ndarray, what: 
             )
 
 
-def assert_norm(got: np.ndarray, want: np.ndarray, what: str) -> None:
+def assert_norm(got: np.ndarray, want: np.ndarray, what: str, floor: float = 0.0) -> None:
     """Within the error of a float32 sum over the row, which moves each rounding to T by at most one unit."""
     import ml_dtypes
 
@@ -96,6 +96,6 @@ def assert_norm(got: np.ndarray, want: np.ndarray, what: str) -> None:
     size = want.shape[-1]
     error = np.abs(got.astype(np.float64) - wide)
     units = 2 * float(info.eps) + (4 + size**0.5) * 2.0**-24
-    allowed = units * np.abs(wide) + float(info.smallest_subnormal)
+    allowed = units * np.abs(wide) + float(info.smallest_subnormal) + floor
     assert got.dtype == want.dtype
     assert (error <= allowed).all(), f"{what}: {float((error / allowed).max(initial=0.0))} times what is allowed"

@@ -15,13 +15,22 @@ def rms_norm(dtype: str, shape: tuple[int, ...], with_residual: bool, seed: int 
     return {name: x.astype(cases.DTYPES[dtype]) for name, x in arrays.items()}
 
 
+def gated(dtype: str, shape: tuple[int, ...], seed: int = 0) -> dict[str, np.ndarray]:
+    rng = cases.rng_for(f"gated {dtype} {shape}", seed)
+    return {"x": (rng.standard_normal(shape) * 3).astype(cases.DTYPES[dtype])}
+
+
 # The operators of samples(); each folder's name stands in the tests that list them.
-NAMES = ("rms_norm",)
+NAMES = ("rms_norm", "silu_and_mul", "gelu_and_mul")
 
 
 def samples() -> dict[str, tuple[dict[str, np.ndarray], dict]]:
     """Small sound arguments of each operator: (arrays, options)."""
-    return {"rms_norm": (rms_norm("float16", (5, 24), with_residual=True), {"eps": 1e-5, "weight_offset": 0.5})}
+    return {
+        "rms_norm": (rms_norm("float16", (5, 24), with_residual=True), {"eps": 1e-5, "weight_offset": 0.5}),
+        "silu_and_mul": (gated("bfloat16", (5, 48)), {}),
+        "gelu_and_mul": (gated("float32", (3, 2, 22)), {}),
+    }
 
 
 def grid() -> list[tuple[str, tuple[dict[str, np.ndarray], dict]]]:
@@ -30,4 +39,9 @@ def grid() -> list[tuple[str, tuple[dict[str, np.ndarray], dict]]]:
     for dtype in cases.FLOATS:
         for size in (8, 33, 1000, 4099):
             made.append(("rms_norm", (rms_norm(dtype, (3, size), size % 2 == 0), {"eps": 1e-5})))
+            if size % 2 == 0:
+                made += [
+                    ("silu_and_mul", (gated(dtype, (3, size)), {})),
+                    ("gelu_and_mul", (gated(dtype, (3, size)), {})),
+                ]
     return made

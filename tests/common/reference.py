@@ -146,3 +146,20 @@ def rms_norm(x, weight, *, eps, residual=None, weight_offset=0.0, round_once=Fal
         normed = normed.astype(dtype)
     out = (normed.astype(np.float64) * (weight.astype(np.float64) + weight_offset)).astype(dtype)
     return (out,) if residual is None else (out, sum_)
+
+
+def _activation_and_mul(activation, x) -> tuple[np.ndarray]:
+    gate, up = np.split(x.astype(np.float64), 2, -1)
+    with np.errstate(over="ignore"):
+        active = activation(gate).astype(x.dtype)
+    return ((active.astype(np.float64) * up).astype(x.dtype),)
+
+
+def silu_and_mul(x) -> tuple[np.ndarray]:
+    return _activation_and_mul(lambda gate: gate / (1 + np.exp(-gate)), x)
+
+
+def gelu_and_mul(x) -> tuple[np.ndarray]:
+    return _activation_and_mul(
+        lambda gate: gate / 2 * (1 + np.tanh(math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3))), x
+    )

@@ -195,14 +195,14 @@ def test_states_by_tokens_and_heads(spec):
 
 @pytest.mark.parametrize("spec", [("tp",), (None, "dp"), ("dp", "tp")], ids=str)
 def test_norms_by_rows(spec):
-    """rms_norm: rows over devices; the weight is everywhere."""
+    """rms_norm, silu_and_mul: rows over devices; the weight is everywhere."""
     mesh = devices.mesh("cpu", dp=2, tp=2)
     rng = cases.rng_for("norms")
     x, residual = (rng.standard_normal((4, 6, 16)).astype(np.float32) for _ in range(2))
     weight = rng.standard_normal(16).astype(np.float32)
 
     def norm(x, weight, residual):
-        return xg.rms_norm(x, weight, eps=1e-6, residual=residual)
+        return *xg.rms_norm(x, weight, eps=1e-6, residual=residual), xg.silu_and_mul(x)
 
     want = [np.asarray(y) for y in jax.jit(norm)(x, weight, residual)]
     sharded = devices.shard(mesh, x, *spec), devices.shard(mesh, weight), devices.shard(mesh, residual, *spec)

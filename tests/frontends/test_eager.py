@@ -277,7 +277,9 @@ def operator_samples() -> dict[str, tuple[tuple, dict]]:
         "reshape_and_cache": (tuple(cache.values()), {}),
         "merge_attention_states": ((out, lse, out.flip(0), lse.flip(0)), {}),
         "ragged_paged_attention": (tuple(tensors.values()), {"sm_scale": 0.2}),
-        **{name: ((), layer_sample(name)) for name in layer_cases.NAMES},  # rms_norm and the rest of the layer
+        **{
+            name: ((), layer_sample(name)) for name in layer_cases.NAMES
+        },  # rms_norm, silu_and_mul, rotary_embedding, sample
     }
 
 

@@ -137,7 +137,7 @@ def add(x: Add, frontends: Sequence[Frontend]) -> None:
 
 
 def of_layer(x, frontends: Sequence[Frontend]) -> None:
-    """rms_norm and the rest of the layer: each input says what must hold."""
+    """rms_norm, silu_and_mul, rotary_embedding, sample: each input says what must hold."""
     inputs_seen[x.operator] += 1
     arrays = x.arrays()
     steps = {frontend.name: program(frontend, x.operator, x.options()) for frontend in frontends}
@@ -158,6 +158,7 @@ CHECKS = {
     Add: add,
     Hostile: wrong_metadata,
     layer.RmsNorm: of_layer,
+    layer.Gated: of_layer,
 }
 
 

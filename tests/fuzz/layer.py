@@ -46,3 +46,23 @@ class RmsNorm:
             small = (row**2).sum(-1) < 1e38
         rows = finite & small
         compare.assert_norm(got[0][rows], want[0][rows], name)
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Gated:
+    operator: str
+    shape: tuple[int, ...]
+    dtype: str = "float32"
+    seed: int = 0
+
+    def __repr__(self) -> str:
+        return text(self)
+
+    def options(self) -> dict:
+        return {}
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        return layer_cases.gated(self.dtype, self.shape, self.seed)
+
+    def check(self, name: str, arrays: dict[str, np.ndarray], got: tuple[np.ndarray, ...]) -> None:
+        compare.assert_norm(got[0], getattr(reference, self.operator)(**arrays)[0], name, floor=1e-5)

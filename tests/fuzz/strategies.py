@@ -149,6 +149,15 @@ norms = st.builds(
 )
 
 
+gated = st.builds(
+    layer.Gated,
+    operator=st.sampled_from(["silu_and_mul", "gelu_and_mul"]),
+    shape=st.tuples(st.integers(0, 9), st.integers(0, 300).map(lambda n: 2 * n)),
+    dtype=st.sampled_from(cases.FLOATS),
+    seed=SEEDS,
+)
+
+
 @st.composite
 def hostiles(draw) -> Hostile:
     attention = draw(attentions(max_batches=1))

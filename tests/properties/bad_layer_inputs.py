@@ -29,4 +29,13 @@ def rms_norm_cases() -> list[Bad]:
     ]
 
 
-LAYER = [*rms_norm_cases()]
+def gated_cases(operator: str) -> list[Bad]:
+    return [
+        Bad(operator, "rank-0", "x", "[]", put("x", ())),
+        Bad(operator, "odd", "x", "[5, 47]", put("x", (5, 47))),
+        Bad(operator, "int32", "x", "int32", put("x", dtype=np.int32), T),
+        Bad(operator, "float64", "x", "float64", put("x", dtype=np.float64), T),
+    ]
+
+
+LAYER = [*rms_norm_cases(), *gated_cases("silu_and_mul"), *gated_cases("gelu_and_mul")]

@@ -186,12 +186,13 @@ def test_more_tokens_than_16_bits_count(frontend, dtype):
 
 @pytest.mark.frontends("eager", "eager-cuda")
 def test_layer_rows_of_more_than_16_bits_count(frontend):
-    """rms_norm: more rows than a grid has CTAs. All rows are one, so their results are."""
+    """More rows than a grid has CTAs. All rows are one, so their results are."""
     rows = 600_000
     row = cases.rng_for("layer rows").standard_normal((1, 16)).astype(np.float32)
     arrays = {"x": np.broadcast_to(row, (rows, 16)).copy(), "weight": np.ones(16, np.float32)}
-    (out,) = frontend.call("rms_norm", arrays, eps=1e-6)
-    assert (out == out[0]).all() and np.isfinite(out[0]).all()
+    for operator, given, options in (("rms_norm", arrays, {"eps": 1e-6}), ("silu_and_mul", {"x": arrays["x"]}, {})):
+        (out,) = frontend.call(operator, given, **options)
+        assert (out == out[0]).all() and np.isfinite(out[0]).all()
 
 
 @pytest.mark.frontends("eager-cuda")

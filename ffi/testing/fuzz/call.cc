@@ -327,7 +327,10 @@ void Call::Change() {
 }
 
 void Call::Operator() {
-  switch (input_.Below(5)) {
+  switch (input_.Below(6)) {
+    case 5:
+      SiluAndMul();
+      break;
     case 4:
       RmsNorm();
       break;

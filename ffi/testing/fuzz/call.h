@@ -62,6 +62,7 @@ class Call {
   void MergeAttentionStates();
   // In call_layer.cc:
   void RmsNorm();
+  void SiluAndMul();
 
   Input& input_;
   std::vector<std::unique_ptr<char, void (*)(void*)>> memory_;

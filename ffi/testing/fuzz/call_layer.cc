@@ -18,4 +18,12 @@ void Call::RmsNorm() {
   AddScalar("has_residual", XLA_FFI_DataType_PRED, with_residual);
 }
 
+void Call::SiluAndMul() {
+  target_ = input_.Once(2) ? "xla_gpu_silu_and_mul" : "xla_gpu_gelu_and_mul";
+  const int32_t dtype = kFloats[input_.Below(3)];
+  const Shape out = {input_.Below(4), input_.Below(40)};
+  Add(&operands_, dtype, {out[0], 2 * out[1]});
+  Add(&results_, dtype, out);
+}
+
 }  // namespace xla_gpu::fuzz
