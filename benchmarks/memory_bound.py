@@ -123,11 +123,14 @@ def microseconds(calls: list[Call], device: str) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--loads", default="", metavar="TEXT", help="those whose names contain it")
     parser.add_argument("--json", type=pathlib.Path, metavar="FILE")
     arguments = parser.parse_args()
     rate, unit = (1e6, "TB/s") if arguments.device == "cuda" else (1e3, "GB/s")
     rows = []
     for name, make in LOADS.items():
+        if arguments.loads not in name:
+            continue
         ours, theirs, amount = make(arguments.device)
         rest = [make(arguments.device) for _ in range(timing.sets_needed(amount) - 1)]
         mine = microseconds([ours, *(r[0] for r in rest)], arguments.device)

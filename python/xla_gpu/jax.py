@@ -27,6 +27,7 @@ from .ops import paged_attention as _paged_attention
 from .ops import ragged_paged_attention as _ragged_paged_attention
 from .ops import reshape_and_cache as _reshape_and_cache
 from .ops import rms_norm as _rms_norm
+from .ops import sample as _sample
 from .ops import silu_and_mul as _silu_and_mul
 from .ops import simple_add as _simple_add
 
@@ -44,6 +45,7 @@ __all__ = [
     "ragged_paged_attention_v3",
     "reshape_and_cache",
     "rms_norm",
+    "sample",
     "silu_and_mul",
     "simple_add",
 ]
@@ -230,6 +232,20 @@ def silu_and_mul(x: jax.typing.ArrayLike) -> jax.Array:
 @function(_silu_and_mul.OPERATOR_GELU)
 def gelu_and_mul(x: jax.typing.ArrayLike) -> jax.Array:
     """Computes gelu of the first half of each row, times the second half."""
+
+
+@function(_sample.OPERATOR)
+def sample(
+    logits: jax.typing.ArrayLike,
+    *,
+    temperature: jax.typing.ArrayLike,
+    top_k: jax.typing.ArrayLike,
+    top_p: jax.typing.ArrayLike,
+    min_p: jax.typing.ArrayLike,
+    seed: jax.typing.ArrayLike,
+    step: jax.typing.ArrayLike,
+) -> tuple[jax.Array, jax.Array]:
+    """Chooses a token from each row of logits, by temperature, min-p, top-k and top-p."""
 
 
 @docstring(_all_reduce.OPERATOR.docstring)

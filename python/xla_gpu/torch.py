@@ -38,6 +38,7 @@ from .ops import paged_attention as _paged_attention
 from .ops import ragged_paged_attention as _ragged_paged_attention
 from .ops import reshape_and_cache as _reshape_and_cache
 from .ops import rms_norm as _rms_norm
+from .ops import sample as _sample
 from .ops import silu_and_mul as _silu_and_mul
 from .ops import simple_add as _simple_add
 
@@ -55,6 +56,7 @@ __all__ = [
     "reshape_and_cache",
     "reshape_and_cache_",
     "rms_norm",
+    "sample",
     "silu_and_mul",
     "simple_add",
 ]
@@ -188,6 +190,20 @@ def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
 @function(_silu_and_mul.OPERATOR_GELU)
 def gelu_and_mul(x: torch.Tensor) -> torch.Tensor:
     """Computes gelu of the first half of each row, times the second half."""
+
+
+@function(_sample.OPERATOR)
+def sample(
+    logits: torch.Tensor,
+    *,
+    temperature: torch.Tensor,
+    top_k: torch.Tensor,
+    top_p: torch.Tensor,
+    min_p: torch.Tensor,
+    seed: torch.Tensor,
+    step: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Chooses a token from each row of logits, by temperature, min-p, top-k and top-p."""
 
 
 @docstring(_all_reduce.OPERATOR.docstring)

@@ -163,3 +163,64 @@ def gelu_and_mul(x) -> tuple[np.ndarray]:
     return _activation_and_mul(
         lambda gate: gate / 2 * (1 + np.tanh(math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3))), x
     )
+
+
+# ---- Sampling --------------------------------------------------------------------------------------------------------
+
+
+def philox(seed: int, step: int, count: int) -> np.ndarray:
+    """uint32 [count]: words of Philox4x32-10, four for each counter (block, step, 0, 0), with the key `seed`."""
+    mask = np.uint64(0xFFFFFFFF)
+    blocks = np.arange(-(-count // 4), dtype=np.uint64)
+    c = [blocks, np.full_like(blocks, step & 0xFFFFFFFF), np.zeros_like(blocks), np.zeros_like(blocks)]
+    keys = [seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF]
+    for _ in range(10):
+        first, second = c[0] * np.uint64(0xD2511F53), c[2] * np.uint64(0xCD9E8D57)
+        high = [(product >> np.uint64(32)) & mask for product in (first, second)]
+        c = [
+            high[1] ^ c[1] ^ np.uint64(keys[0]),
+            second & mask,
+            high[0] ^ c[3] ^ np.uint64(keys[1]),
+            first & mask,
+        ]
+        keys = [(keys[0] + 0x9E3779B9) & 0xFFFFFFFF, (keys[1] + 0xBB67AE85) & 0xFFFFFFFF]
+    return np.stack(c, -1).reshape(-1)[:count].astype(np.uint32)
+
+
+def kept_tokens(logits: np.ndarray, temperature, top_k, top_p, min_p, slack: float = 0.0) -> np.ndarray:
+    """bool [vocab]: what one row's min_p, top_k and top_p leave. `slack` > 0 keeps a little more, < 0 a little less."""
+    x = logits.astype(np.float64) / float(temperature)
+    weights = np.exp(x - x.max())
+    kept = (weights >= min_p * (1 - slack)) & (weights >= 0) & (logits > -np.inf)
+    if top_k > 0 and kept.sum() > top_k:
+        kept &= logits >= np.sort(logits[kept])[-top_k]
+    if top_p < 1:
+        order = np.argsort(-logits, kind="stable")
+        order = order[kept[order]]
+        sums = np.cumsum(weights[order])
+        first_equal = np.searchsorted(-logits[order].astype(np.float64), -logits[order].astype(np.float64))
+        before = np.where(first_equal > 0, sums[first_equal - 1], 0.0)  # of all that are more likely
+        kept[order] = (before < sums[-1] * (top_p + slack)) | (first_equal == 0)
+    return kept
+
+
+def gumbel(words: np.ndarray) -> np.ndarray:
+    v = np.minimum((words.astype(np.float64) + 0.5) * 2.0**-32, 1 - 2.0**-24)
+    return -np.log(-np.log1p(-v))
+
+
+def sample(logits, *, temperature, top_k, top_p, min_p, seed, step) -> tuple[np.ndarray, np.ndarray]:
+    """(token int32 [rows], logprob float64 [rows])"""
+    rows, vocab = logits.shape
+    token, logprob = np.full(rows, -1, np.int32), np.full(rows, np.nan)
+    for r in range(rows):
+        x = logits[r].astype(np.float64)
+        if np.isnan(x).any() or x.max() == -np.inf:
+            continue
+        token[r] = x.argmax()
+        if temperature[r] > 0:
+            kept = kept_tokens(logits[r].astype(np.float32), temperature[r], top_k[r], top_p[r], min_p[r])
+            noise = gumbel(philox(int(seed[r]), int(step[r]), vocab))
+            token[r] = np.where(kept, x / float(temperature[r]) + noise, -np.inf).argmax()
+        logprob[r] = x[token[r]] - x.max() - np.log(np.exp(x - x.max()).sum())
+    return token, logprob

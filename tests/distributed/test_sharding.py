@@ -8,7 +8,7 @@ import re
 import numpy as np
 import pytest
 
-from tests.common import cases, compare
+from tests.common import cases, compare, layer_cases
 from tests.distributed import devices
 
 jax = pytest.importorskip("jax")
@@ -210,6 +210,18 @@ def test_norms_by_rows(spec):
     assert not re.findall(COLLECTIVES, compiled.as_text())
     for got, expected in zip(compiled(*sharded), want, strict=True):
         compare.assert_bitwise_equal(np.asarray(got), expected, str(spec))
+
+
+def test_sample_by_rows():
+    mesh = devices.mesh("cpu", tp=4)
+    arrays = layer_cases.sampling("float32", 8, 300)
+    arrays["seed"] = arrays["seed"].astype(np.int32)  # what JAX has without 64-bit types
+    sample = jax.jit(lambda arrays: xg.sample(**arrays))
+    want = [np.asarray(x) for x in sample(arrays)]
+    compiled = sample.lower({n: devices.shard(mesh, x, "tp") for n, x in arrays.items()}).compile()
+    assert not re.findall(COLLECTIVES, compiled.as_text())
+    for got, expected in zip(compiled({n: devices.shard(mesh, x, "tp") for n, x in arrays.items()}), want, strict=True):
+        compare.assert_bitwise_equal(np.asarray(got), expected, "sample")
 
 
 def test_sums_by_any_dimension():

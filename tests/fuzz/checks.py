@@ -159,6 +159,7 @@ CHECKS = {
     Hostile: wrong_metadata,
     layer.RmsNorm: of_layer,
     layer.Gated: of_layer,
+    layer.Sample: of_layer,
 }
 
 

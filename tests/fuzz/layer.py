@@ -66,3 +66,40 @@ class Gated:
 
     def check(self, name: str, arrays: dict[str, np.ndarray], got: tuple[np.ndarray, ...]) -> None:
         compare.assert_norm(got[0], getattr(reference, self.operator)(**arrays)[0], name, floor=1e-5)
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Sample:
+    rows: int
+    vocab: int
+    dtype: str = "float32"
+    spread: float = 1.0  # of the logits, beside those of a language model
+    coarse: bool = False  # few values: many equal logits
+    hidden: float = 0.0  # how many logits are -inf
+    seed: int = 0
+
+    operator = "sample"
+
+    def __repr__(self) -> str:
+        return text(self)
+
+    def options(self) -> dict:
+        return {}
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        arrays = layer_cases.sampling(self.dtype, self.rows, self.vocab, self.seed)
+        rng = np.random.default_rng(self.seed)
+        logits = arrays["logits"].astype(np.float32) * self.spread
+        logits = np.round(logits) if self.coarse else logits
+        logits[rng.random(logits.shape) < self.hidden] = -np.inf
+        arrays["logits"] = logits.astype(arrays["logits"].dtype)
+        arrays["temperature"] *= rng.choice([0.1, 1, 30], self.rows).astype(np.float32)
+        arrays["top_k"] = rng.integers(-1, self.vocab + 2, self.rows).astype(np.int32)
+        return arrays
+
+    def check(self, name: str, arrays: dict[str, np.ndarray], got: tuple[np.ndarray, ...]) -> None:
+        with np.errstate(all="ignore"):
+            alive = (arrays["logits"].astype(np.float32) > -np.inf).any(-1)
+            assert (got[0][~alive] == -1).all() and np.isnan(got[1][~alive]).all()
+            rows = {n: x[alive] for n, x in arrays.items()}
+            layer_cases.assert_sampled(rows, got[0][alive], got[1][alive], name)

@@ -158,6 +158,18 @@ gated = st.builds(
 )
 
 
+samples = st.builds(
+    layer.Sample,
+    rows=st.integers(0, 9),
+    vocab=st.one_of(st.integers(1, 70), st.integers(1, 6000)),
+    dtype=st.sampled_from(cases.FLOATS),
+    spread=st.sampled_from([1.0, 1e-4, 0.1, 8.0]),
+    coarse=st.booleans(),
+    hidden=st.sampled_from([0.0, 0.5, 1.0]),
+    seed=SEEDS,
+)
+
+
 @st.composite
 def hostiles(draw) -> Hostile:
     attention = draw(attentions(max_batches=1))

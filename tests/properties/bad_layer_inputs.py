@@ -38,4 +38,23 @@ def gated_cases(operator: str) -> list[Bad]:
     ]
 
 
-LAYER = [*rms_norm_cases(), *gated_cases("silu_and_mul"), *gated_cases("gelu_and_mul")]
+def sample_cases() -> list[Bad]:
+    def bad(*args, **kwargs):
+        return Bad("sample", *args, **kwargs)
+
+    return [
+        bad("rank-1", "logits", "[101]", put("logits", (101,))),
+        bad("int32", "logits", "int32", put("logits", dtype=np.int32), T),
+        bad("no-vocabulary", "logits", "[7, 0]", put("logits", (7, 0))),
+        bad("too-few", "temperature", "[6]", put("temperature", (6,))),
+        bad("float64", "temperature", "float64", put("temperature", dtype=np.float64), T),
+        bad("int64", "top_k", "int64", put("top_k", dtype=np.int64), T),
+        bad("rank-0", "top_p", "[]", put("top_p", ())),
+        bad("bfloat16", "min_p", "float16", put("min_p", dtype=np.float16), T),
+        bad("float32", "seed", "float32", put("seed", dtype=np.float32), T),
+        bad("rank-2", "seed", "[7, 1]", put("seed", (7, 1))),
+        bad("int64", "step", "int64", put("step", dtype=np.int64), T),
+    ]
+
+
+LAYER = [*rms_norm_cases(), *gated_cases("silu_and_mul"), *gated_cases("gelu_and_mul"), *sample_cases()]

@@ -11,7 +11,7 @@ import sys
 import numpy as np
 import pytest
 
-from tests.common import cases, compare, reference
+from tests.common import cases, compare, layer_cases, reference
 from tests.common.cases import AttentionCase
 
 torch = pytest.importorskip("torch")
@@ -193,6 +193,9 @@ def test_layer_rows_of_more_than_16_bits_count(frontend):
     for operator, given, options in (("rms_norm", arrays, {"eps": 1e-6}), ("silu_and_mul", {"x": arrays["x"]}, {})):
         (out,) = frontend.call(operator, given, **options)
         assert (out == out[0]).all() and np.isfinite(out[0]).all()
+    sampled = layer_cases.sampling("float32", 70_000, 9)
+    token, logprob = frontend.call("sample", sampled)
+    layer_cases.assert_sampled({n: x[-50:] for n, x in sampled.items()}, token[-50:], logprob[-50:], frontend.name)
 
 
 @pytest.mark.frontends("eager-cuda")

@@ -327,7 +327,10 @@ void Call::Change() {
 }
 
 void Call::Operator() {
-  switch (input_.Below(6)) {
+  switch (input_.Below(7)) {
+    case 6:
+      Sample();
+      break;
     case 5:
       SiluAndMul();
       break;

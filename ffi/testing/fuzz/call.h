@@ -63,6 +63,7 @@ class Call {
   // In call_layer.cc:
   void RmsNorm();
   void SiluAndMul();
+  void Sample();
 
   Input& input_;
   std::vector<std::unique_ptr<char, void (*)(void*)>> memory_;

@@ -26,4 +26,26 @@ void Call::SiluAndMul() {
   Add(&results_, dtype, out);
 }
 
+void Call::Sample() {
+  target_ = "xla_gpu_sample";
+  const int64_t rows = input_.Below(4);
+  Add(&operands_, kFloats[input_.Below(3)], {rows, 1 + input_.Below(40)});
+  Add(&operands_, XLA_FFI_DataType_F32, {rows});  // temperature
+  AddNumbers(XLA_FFI_DataType_S32, {rows}, 40);   // top_k
+  Add(&operands_, XLA_FFI_DataType_F32, {rows});  // top_p
+  Add(&operands_, XLA_FFI_DataType_F32, {rows});  // min_p
+  // Numbers that the handler takes: random bits are rarely between 0 and 1.
+  if (!input_.Once(4)) {
+    for (const size_t operand : {1, 3, 4}) {
+      auto* values = static_cast<float*>(operands_[operand].data);
+      for (int64_t row = 0; row < rows; ++row) values[row] = static_cast<float>(input_.Below(11)) / 10.0f;
+    }
+  }
+  AddNumbers(input_.Once(2) ? XLA_FFI_DataType_S64 : XLA_FFI_DataType_S32, {rows}, 100);  // seed
+  AddNumbers(XLA_FFI_DataType_S32, {rows}, 100);                                          // step
+  Add(&results_, XLA_FFI_DataType_S32, {rows});
+  Add(&results_, XLA_FFI_DataType_F32, {rows});
+  AddScalar("check_inputs", XLA_FFI_DataType_PRED, input_.Once(2));
+}
+
 }  // namespace xla_gpu::fuzz

@@ -1,7 +1,16 @@
 """The operators: one module each, with its checks, its custom call and its torch.library schema. No framework here."""
 
 from .._core.operator import Operator
-from . import all_reduce, merge_attention_states, paged_attention, reshape_and_cache, rms_norm, silu_and_mul, simple_add
+from . import (
+    all_reduce,
+    merge_attention_states,
+    paged_attention,
+    reshape_and_cache,
+    rms_norm,
+    sample,
+    silu_and_mul,
+    simple_add,
+)
 
 # Those with handlers of their own. ragged_paged_attention is another face of paged_attention's.
 OPERATORS: tuple[Operator, ...] = (
@@ -15,4 +24,5 @@ OPERATORS: tuple[Operator, ...] = (
     rms_norm.OPERATOR,
     silu_and_mul.OPERATOR,
     silu_and_mul.OPERATOR_GELU,
+    sample.OPERATOR,
 )

@@ -1,0 +1,374 @@
+// sample on a GPU, without sorting: a cluster of CTAs takes a row and passes over its logits, which after the first
+// time come from L1 and L2. One pass finds the largest, one adds up the softmax. top-k and top-p search for a distance
+// from the largest logit, 2048 bins at a time: three passes each until the bin is a single float32 number. The last
+// pass takes the largest of logit + Gumbel among what is left.
+//
+// NOTE: all sums are of integers, and all comparisons are total. So neither the number of CTAs nor their order changes
+// a bit, and the host finds the same token.
+#include <algorithm>
+
+#include "ffi/base/cuda_status.h"
+#include "ffi/device/cluster.cuh"
+#include "ffi/device/dispatch.cuh"
+#include "ffi/device/vector.cuh"
+#include "ffi/ops/sample/sample.h"
+
+namespace xla_gpu {
+namespace {
+
+using namespace sampling;
+
+constexpr int kThreads = 512;
+constexpr int kWarps = kThreads / 32;
+constexpr int kMaxCluster = 8;
+constexpr int kBins = 2048;
+constexpr int kBinBits = 11;
+constexpr int kHalfBits = 15;  // of a mass: low and high part are added apart, since shared memory adds 32 bits
+constexpr int64_t kMaxUnfolded = 1 << 15;  // logits of a CTA whose parts 32 bits hold
+// The first pass of a search: 128 bins for each power of two from 2^-8 to 2^8, where distances that matter lie.
+constexpr uint32_t kFirstBin = 0x3b80;  // bits of 2^-8, upper half
+constexpr int kFirstShift = 16;
+
+struct Interval {
+  uint32_t begin, end;  // bits of distances: [begin, end)
+  uint64_t below;       // what the nearer ones weigh
+  bool complete;        // the target is reached exactly at the end: no need to look further
+};
+
+struct Shared {
+  uint32_t low[kBins], high[kBins];
+  uint64_t sums[kBins];               // of this CTA; then, in its share of the bins, of the cluster
+  uint64_t of_ranks[3][kMaxCluster];  // one number from each CTA, for three uses in turn
+  uint64_t of_warps[kWarps];
+  Interval found;
+};
+
+template <typename Op>
+__device__ __forceinline__ uint64_t WarpReduce(uint64_t value, const Op& op) {
+#pragma unroll
+  for (int offset = 16; offset > 0; offset /= 2) value = op(value, __shfl_xor_sync(0xffffffff, value, offset));
+  return value;
+}
+
+struct Sum {
+  __device__ __forceinline__ uint64_t operator()(uint64_t a, uint64_t b) const { return a + b; }
+};
+struct Max {
+  __device__ __forceinline__ uint64_t operator()(uint64_t a, uint64_t b) const { return a > b ? a : b; }
+};
+
+// One row, seen by one thread of its cluster.
+template <typename T>
+class Row {
+ public:
+  __device__ Row(const T* logits, int64_t vocab, bool aligned, Shared& shared)
+      : logits_(logits),
+        vocab_(vocab),
+        aligned_(aligned),
+        shared_(shared),
+        rank_(ClusterRank()),
+        ranks_(ClusterSize()) {}
+
+  // body(index of the first, logits[kSize], count), for this thread's vectors.
+  template <typename Body>
+  __device__ __forceinline__ void ForEachVector(const Body& body) const {
+    using V = Vector<T>;
+    const int64_t vectors = (vocab_ + V::kSize - 1) / V::kSize;
+    const int64_t step = static_cast<int64_t>(ranks_) * kThreads;
+    constexpr int kUnroll = 4;  // loads in flight
+    int64_t i = static_cast<int64_t>(rank_) * kThreads + threadIdx.x;
+    for (; i + (kUnroll - 1) * step < vectors; i += kUnroll * step) {
+      V loaded[kUnroll];
+#pragma unroll
+      for (int u = 0; u < kUnroll; ++u) loaded[u] = LoadVector(logits_, i + u * step, vocab_, aligned_);
+#pragma unroll
+      for (int u = 0; u < kUnroll; ++u) Visit(i + u * step, loaded[u], body);
+    }
+    for (; i < vectors; i += step) Visit(i, LoadVector(logits_, i, vocab_, aligned_), body);
+  }
+
+  template <typename Body>  // body(logit, index)
+  __device__ __forceinline__ void ForEach(const Body& body) const {
+    ForEachVector([&](uint32_t first, const float* logits, int count) {
+#pragma unroll
+      for (int j = 0; j < Vector<T>::kSize; ++j) {
+        if (j < count) body(logits[j], first + j);
+      }
+    });
+  }
+
+  // Over the cluster, the same in every thread.
+  template <typename Op>
+  __device__ uint64_t Reduce(uint64_t value, const Op& op) {
+    value = WarpReduce(value, op);
+    __syncthreads();
+    if (threadIdx.x % 32 == 0) shared_.of_warps[threadIdx.x / 32] = value;
+    __syncthreads();
+    uint64_t* const slot = shared_.of_ranks[turn_];
+    turn_ = (turn_ + 1) % 3;
+    if (threadIdx.x < ranks_) {
+      value = shared_.of_warps[0];
+      for (int warp = 1; warp < kWarps; ++warp) value = op(value, shared_.of_warps[warp]);
+      SharedOf(slot, threadIdx.x)[rank_] = value;
+    }
+    ClusterSync();
+    value = slot[0];
+    for (uint32_t r = 1; r < ranks_; ++r) value = op(value, slot[r]);
+    return value;
+  }
+
+  // Of the logits up to `limit`, in the order of their distances, as many as make `weigh` add up to `target`: returns
+  // bits between the last one's distance and the next one's; `limit` where there is less than that.
+  template <bool kMass, typename Weigh>
+  __device__ uint32_t Search(float largest, uint32_t limit, uint64_t target, const Weigh& weigh) {
+    Interval now = {0, limit + 1, 0, false};
+    int shift = kFirstShift;
+    bool first = true;
+    while (true) {
+      // With the first bins, what is nearer or farther than they reach counts with the first or the last one.
+      const auto bin_of = [&](uint32_t key) {
+        const uint32_t bin =
+            first ? (key >> kFirstShift) - min(key >> kFirstShift, kFirstBin) : (key - now.begin) >> shift;
+        return min(bin, static_cast<uint32_t>(kBins - 1));
+      };
+      Histogram<kMass>(largest, now, bin_of, weigh);
+      const Interval next = Find(now, first, shift, target);
+      if (next.end == 0) return limit;
+      now = next;
+      if (now.complete || now.end - now.begin == 1) return now.end - 1;
+      first = false;
+      const int bits = 32 - __clz(now.end - now.begin - 1);
+      shift = max(bits - kBinBits, 0);
+    }
+  }
+
+ private:
+  template <typename Body>
+  __device__ __forceinline__ void Visit(int64_t i, const Vector<T>& vector, const Body& body) const {
+    constexpr int kSize = Vector<T>::kSize;
+    float logits[kSize];
+#pragma unroll
+    for (int j = 0; j < kSize; ++j) logits[j] = static_cast<float>(vector.values[j]);
+    body(static_cast<uint32_t>(i * kSize), logits,
+         static_cast<int>(min(static_cast<int64_t>(kSize), vocab_ - i * kSize)));
+  }
+
+  // Adds up the weights of `now`'s logits by bin, and leaves each CTA of the cluster the sums of its share of the bins.
+  template <bool kMass, typename BinOf, typename Weigh>
+  __device__ void Histogram(float largest, const Interval& now, const BinOf& bin_of, const Weigh& weigh) {
+    for (int bin = threadIdx.x; bin < kBins; bin += kThreads) {
+      shared_.low[bin] = shared_.high[bin] = 0;
+      shared_.sums[bin] = 0;
+    }
+    __syncthreads();
+    const int64_t vectors = (vocab_ + Vector<T>::kSize - 1) / Vector<T>::kSize;
+    const int64_t step = static_cast<int64_t>(ranks_) * kThreads;
+    const int64_t rounds = (vectors + step - 1) / step;
+    constexpr int64_t kRounds = kMaxUnfolded / (kThreads * Vector<T>::kSize);
+    for (int64_t begin = 0; begin < rounds; begin += kRounds) {
+      const int64_t end = min(begin + kRounds, rounds);
+#pragma unroll 2
+      for (int64_t round = begin; round < end; ++round) {
+        const int64_t i = round * step + static_cast<int64_t>(rank_) * kThreads + threadIdx.x;
+        if (i >= vectors) break;
+        Visit(i, LoadVector(logits_, i, vocab_, aligned_), [&](uint32_t, const float* logits, int count) {
+#pragma unroll
+          for (int j = 0; j < Vector<T>::kSize; ++j) {
+            const float distance = Distance(largest, logits[j]);
+            const uint32_t key = Bits(distance);
+            if (j >= count || key - now.begin >= now.end - now.begin) continue;
+            const uint32_t weight = weigh(distance);
+            if (kMass && weight == 0) continue;
+            const uint32_t bin = bin_of(key);
+            atomicAdd(&shared_.low[bin], kMass ? weight & ((1u << kHalfBits) - 1) : weight);
+            if (kMass && weight >> kHalfBits != 0) atomicAdd(&shared_.high[bin], weight >> kHalfBits);
+          }
+        });
+      }
+      __syncthreads();
+      for (int bin = threadIdx.x; bin < kBins; bin += kThreads) {
+        shared_.sums[bin] += shared_.low[bin] + (static_cast<uint64_t>(shared_.high[bin]) << kHalfBits);
+        shared_.low[bin] = shared_.high[bin] = 0;
+      }
+      __syncthreads();
+    }
+    ClusterSync();
+    const int share = kBins / static_cast<int>(ranks_);
+    const int first = static_cast<int>(rank_) * share;
+    for (int bin = first + threadIdx.x; bin < first + share; bin += kThreads) {
+      uint64_t sum = shared_.sums[bin];
+      for (uint32_t r = 1; r < ranks_; ++r) sum += SharedOf(shared_.sums, (rank_ + r) % ranks_)[bin];
+      shared_.sums[bin] = sum;  // of this CTA's share no other one reads
+    }
+  }
+
+  // The bin in which the target is reached, as an interval; its end is 0 where it is not reached.
+  __device__ Interval Find(const Interval& now, bool first, int shift, uint64_t target) {
+    const int share = kBins / static_cast<int>(ranks_);
+    const int first_bin = static_cast<int>(rank_) * share;
+    const int each = (share + kThreads - 1) / kThreads;  // bins of a thread, neighbours
+    const int begin = first_bin + min(static_cast<int>(threadIdx.x) * each, share);
+    const int end = first_bin + min(static_cast<int>(threadIdx.x + 1) * each, share);
+    __syncthreads();
+    uint64_t mine = 0;
+    for (int bin = begin; bin < end; ++bin) mine += shared_.sums[bin];
+    // What the bins before this thread's weigh: in its warp, then in its CTA, then in the cluster.
+    uint64_t upto = mine;
+#pragma unroll
+    for (int offset = 1; offset < 32; offset *= 2) {
+      const uint64_t other = __shfl_up_sync(0xffffffff, upto, offset);
+      if (static_cast<int>(threadIdx.x % 32) >= offset) upto += other;
+    }
+    if (threadIdx.x % 32 == 31) shared_.of_warps[threadIdx.x / 32] = upto;
+    if (threadIdx.x == 0) shared_.found.end = 0;
+    __syncthreads();
+    uint64_t before = now.below + upto - mine, total = 0;
+    for (int warp = 0; warp < kWarps; ++warp) {
+      if (warp < static_cast<int>(threadIdx.x / 32)) before += shared_.of_warps[warp];
+      total += shared_.of_warps[warp];
+    }
+    uint64_t* const slot = shared_.of_ranks[turn_];
+    turn_ = (turn_ + 1) % 3;
+    if (threadIdx.x < ranks_) SharedOf(slot, threadIdx.x)[rank_] = total;
+    ClusterSync();
+    for (uint32_t r = 0; r < rank_; ++r) before += slot[r];
+    if (before < target && before + mine >= target) {  // one thread of the cluster, or none
+      int bin = begin;
+      while (before + shared_.sums[bin] < target) before += shared_.sums[bin++];
+      Interval found;
+      found.below = before;
+      found.complete = before + shared_.sums[bin] == target;
+      if (first) {
+        found.begin = bin == 0 ? 0 : (kFirstBin + bin) << kFirstShift;
+        found.end = bin == kBins - 1 ? now.end : (kFirstBin + bin + 1) << kFirstShift;
+      } else {
+        found.begin = now.begin + (static_cast<uint32_t>(bin) << shift);
+        found.end = found.begin + (1u << shift);
+      }
+      found.end = min(found.end, now.end);
+      for (uint32_t r = 0; r < ranks_; ++r) *SharedOf(&shared_.found, r) = found;
+    }
+    ClusterSync();
+    return shared_.found;
+  }
+
+  const T* const logits_;
+  const int64_t vocab_;
+  const bool aligned_;
+  Shared& shared_;
+  const uint32_t rank_, ranks_;
+  int turn_ = 0;
+};
+
+template <typename T>
+__global__ void __launch_bounds__(kThreads, 2) SampleKernel(const __grid_constant__ SampleParams p, bool aligned) {
+  __shared__ Shared shared;
+  const int64_t index = blockIdx.x / ClusterSize();
+  const T* const logits = static_cast<const T*>(p.logits) + index * p.vocab;
+  const RowOptions options = p.Row(index);
+  Row<T> row(logits, p.vocab, aligned, shared);
+  ClusterSync();  // all CTAs have begun, and may be written to
+
+  uint64_t first = 0;
+  row.ForEach([&](float logit, uint32_t i) { first = max(first, RankOf(logit, i)); });
+  first = row.Reduce(first, Max());
+  const float largest = LogitOf(first);
+  const bool chooses = first != ~uint64_t{0} && largest != -INFINITY && options.valid();
+  uint32_t token = IndexOf(first);
+  uint64_t mass = 0;
+  if (chooses) {
+    row.ForEach([&](float logit, uint32_t) { mass += Mass40(Distance(largest, logit)); });
+    mass = row.Reduce(mass, Sum());
+    if (options.temperature > 0.0f) {
+      uint32_t limit = MinPLimit(options);
+      if (options.top_k > 0 && options.top_k < p.vocab) {
+        limit = row.template Search<false>(largest, limit, options.top_k, [](float) { return 1u; });
+      }
+      if (options.top_p < 1.0f) {
+        const auto weigh = [&](float distance) { return Mass30(distance, options.temperature); };
+        uint64_t total = 0;
+        row.ForEach([&](float logit, uint32_t) {
+          const float distance = Distance(largest, logit);
+          if (Bits(distance) <= limit) total += weigh(distance);
+        });
+        total = row.Reduce(total, Sum());
+        limit = row.template Search<true>(largest, limit, TopPTarget(options.top_p, total), weigh);
+      }
+      uint64_t best = 0;
+      row.ForEachVector([&](uint32_t begin, const float* values, int count) {
+#pragma unroll
+        for (int four = 0; four < Vector<T>::kSize; four += 4) {
+          bool any = false;
+#pragma unroll
+          for (int j = four; j < four + 4; ++j) any |= j < count && Bits(Distance(largest, values[j])) <= limit;
+          if (!any) continue;
+          const Philox random = RandomWords(options.seed, (begin + four) / 4, options.step);
+#pragma unroll
+          for (int j = 0; j < 4; ++j) {
+            const float distance = Distance(largest, values[four + j]);
+            if (four + j >= count || Bits(distance) > limit) continue;
+            const float score = Add(Gumbel(random.words[j]), -Div(distance, options.temperature));
+            best = max(best, RankOf(score, begin + four + j));
+          }
+        }
+      });
+      token = IndexOf(row.Reduce(best, Max()));
+    }
+  }
+  if (ClusterRank() == 0 && threadIdx.x == 0) {
+    p.token[index] = chooses ? static_cast<int32_t>(token) : -1;
+    p.logprob[index] =
+        chooses ? LogProbability(largest, static_cast<float>(logits[token]), mass) : __int_as_float(0x7fc00000);
+  }
+  ClusterSync();  // shared memory that others read lasts until they have
+}
+
+// CTAs of a row: as many as let all rows run at once. No bit depends on it.
+template <typename T>
+Status ChooseCluster(const SampleParams& p, unsigned* size) {
+  *size = 1;
+  cudaFuncAttributes code;
+  XLA_GPU_RETURN_IF_CUDA(cudaFuncGetAttributes(&code, SampleKernel<T>));
+  if (code.ptxVersion < 90) return Status::Ok();
+  int device = 0, processors = 0;
+  XLA_GPU_RETURN_IF_CUDA(cudaGetDevice(&device));
+  XLA_GPU_RETURN_IF_CUDA(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device));
+  const int64_t most = std::min<int64_t>(kMaxCluster, p.vocab / (kThreads * Vector<T>::kSize) + 1);
+  while (*size * 2 <= most && p.rows * *size * 2 <= 2 * processors) *size *= 2;
+  return Status::Ok();
+}
+
+template <typename T>
+Status Launch(const SampleParams& p, Stream stream) {
+  unsigned cluster = 1;
+  if (Status status = ChooseCluster<T>(p, &cluster); !status.ok()) return status;
+  if (p.rows >= (int64_t{1} << 31) / cluster) {
+    return Status::InvalidArgument("sample: logits: expected fewer than 2^28 rows");
+  }
+  const bool aligned =
+      (reinterpret_cast<uintptr_t>(p.logits) | static_cast<uintptr_t>(p.vocab * static_cast<int64_t>(sizeof(T)))) %
+          16 ==
+      0;
+  cudaLaunchAttribute attribute = {};
+  attribute.id = cudaLaunchAttributeClusterDimension;
+  attribute.val.clusterDim.x = cluster;
+  attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(static_cast<unsigned>(p.rows) * cluster);
+  config.blockDim = dim3(kThreads);
+  config.stream = stream;
+  config.attrs = &attribute;
+  config.numAttrs = cluster > 1 ? 1 : 0;
+  XLA_GPU_RETURN_IF_CUDA(cudaLaunchKernelEx(&config, SampleKernel<T>, p, aligned));
+  return Status::Ok();
+}
+
+}  // namespace
+
+Status LaunchSample(const SampleParams& params, Stream stream) {
+  if (params.rows == 0) return Status::Ok();
+  return DispatchFloat(params.dtype, "sample: logits",
+                       [&](auto zero) { return Launch<decltype(zero)>(params, stream); });
+}
+
+}  // namespace xla_gpu
