@@ -15,10 +15,10 @@ likely of these; top_p keeps the most likely ones of what is left then, as few a
 probability. Tokens of equal logits are kept or dropped together. One of the tokens that are left is drawn with its
 probability.
 
-Randomness comes from a counter-based generator: token i of a row gets word i % 4 of Philox4x32-10 (Salmon et al., 2011)
-with the key seed and the counter (i // 4, step, 0, 0), and the largest logit / temperature + Gumbel number wins. So a
-row's token depends on its own logits and numbers alone: not on the other rows, not on the GPU, and it is the same on the
-host and on CUDA. Give a sequence one seed, and each of its tokens another step.
+Randomness comes from a counter-based generator: token i of a row gets word i % 4 of Philox4x32-10 (Salmon et al.,
+2011) with the key seed and the counter (i // 4, step, 0, 0), and the largest logit / temperature + Gumbel number wins.
+So a row's token depends on its own logits and numbers alone: not on the other rows, not on the GPU, and it is the same
+on the host and on CUDA. Give a sequence one seed, and each of its tokens another step.
 
 Args:
   logits: T[rows, vocab]. T is float32, float16 or bfloat16. Logits of -inf are never chosen.
@@ -30,9 +30,9 @@ Args:
   step: int32[rows].
 
 Returns:
-  ``(token, logprob)``: int32[rows], and float32[rows], the natural logarithm of the token's probability in the softmax of
-  the logits as they are, before temperature and choice. A row with a NaN, or whose logits are all -inf, has token -1 and
-  logprob NaN.
+  ``(token, logprob)``: int32[rows], and float32[rows], the natural logarithm of the token's probability in the softmax
+  of the logits as they are, before temperature and choice. A row with a NaN, or whose logits are all -inf, has token
+  -1 and logprob NaN.
 
 Raises:
   TypeError: an argument is no array, or has another dtype.
