@@ -53,6 +53,14 @@ inline constexpr size_t kErrorDestroy = 0;
 inline constexpr size_t kErrorMessage = 1;
 inline constexpr size_t kErrorGetCode = 2;
 inline constexpr size_t kClientPlatformName = 12;
+inline constexpr size_t kClientPlatformVersion = 14;
+inline constexpr size_t kClientAddressableDevices = 16;
+inline constexpr size_t kClientCompile = 20;
+inline constexpr size_t kDeviceDescriptionKind = 26;
+inline constexpr size_t kDeviceGetDescription = 29;
+inline constexpr size_t kExecutableDestroy = 40;
+inline constexpr size_t kExecutableSerialize = 49;
+inline constexpr size_t kLoadedExecutableGetExecutable = 51;
 inline constexpr size_t kLoadedExecutableExecute = 55;
 inline constexpr size_t kExecutableDeserializeAndLoad = 56;
 inline constexpr size_t kExecutableGetCompiledMemoryStats = 96;
@@ -101,6 +109,103 @@ struct LoadedExecutableExecuteArgs {
   Args* options;  // PJRT_ExecuteOptions
   // More follows, which the adapter leaves as it is.
 };
+
+// ---- Executables: compiled, serialised, loaded ----
+
+struct Program {
+  size_t struct_size;
+  Extension* extension_start;
+  const char* code;
+  size_t code_size;
+  const char* format;
+  size_t format_size;
+};
+
+struct ClientCompileArgs {
+  size_t struct_size;
+  Extension* extension_start;
+  void* client;
+  const Program* program;
+  const char* compile_options;
+  size_t compile_options_size;
+  void* executable;  // out: a loaded executable
+};
+
+// The following are filled in by this library alone. Plug-ins refuse a structure that is smaller than their own and
+// take a larger one, so each ends in room for later versions.
+
+struct ClientPlatformVersionArgs {
+  size_t struct_size;
+  Extension* extension_start;
+  void* client;
+  const char* platform_version;  // out
+  size_t platform_version_size;  // out
+  uint64_t room[8];
+};
+
+struct ClientAddressableDevicesArgs {
+  size_t struct_size;
+  Extension* extension_start;
+  void* client;
+  void* const* devices;  // out
+  size_t num_devices;    // out
+  uint64_t room[8];
+};
+
+struct DeviceGetDescriptionArgs {
+  size_t struct_size;
+  Extension* extension_start;
+  void* device;
+  void* description;  // out
+  uint64_t room[8];
+};
+
+struct DeviceDescriptionKindArgs {
+  size_t struct_size;
+  Extension* extension_start;
+  void* description;
+  const char* kind;  // out
+  size_t kind_size;  // out
+  uint64_t room[8];
+};
+
+struct LoadedExecutableGetExecutableArgs {
+  size_t struct_size;
+  Extension* extension_start;
+  void* loaded_executable;
+  void* executable;  // out: the caller's, to be destroyed
+  uint64_t room[8];
+};
+
+struct ExecutableDestroyArgs {
+  size_t struct_size;
+  Extension* extension_start;
+  void* executable;
+  uint64_t room[8];
+};
+
+struct ExecutableSerializeArgs {
+  size_t struct_size;
+  Extension* extension_start;
+  const void* executable;
+  const char* bytes;           // out: valid until the deleter is called
+  size_t num_bytes;            // out
+  void* owner;                 // out
+  void (*deleter)(void* owner);  // out
+  uint64_t room[8];
+};
+
+struct DeserializeAndLoadArgs {
+  size_t struct_size;
+  Extension* extension_start;
+  void* client;
+  const char* bytes;
+  size_t num_bytes;
+  void* loaded_executable;  // out
+  uint64_t room[8];         // zero: compile options and load options as they were
+};
+
+// ---- Registration of custom calls ----
 
 struct GpuRegisterCustomCallArgs {
   size_t struct_size;

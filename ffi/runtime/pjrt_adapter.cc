@@ -1,6 +1,7 @@
 // A PJRT plug-in that is another PJRT plug-in, JAX's CUDA one, with a few entries of its table replaced, so that
 // torch_xla 2.9 (PJRT API 0.7x of August 2025) can use it:
 //  - The platform is called "gpu": torch_xla ends the process on any tensor of a device type called "CUDA".
+//  - Compiled executables can be kept in files, see executable_cache.h.
 //  - Structures that later versions of the API appended to are passed on in a larger, zero-filled copy: newer plug-ins
 //    refuse the smaller ones ("expected 112, got 80").
 // All else is the plug-in's own.
@@ -10,6 +11,7 @@
 #include <string>
 
 #include "ffi/runtime/error.h"
+#include "ffi/runtime/executable_cache.h"
 #include "ffi/runtime/pjrt_abi.h"
 #include "ffi/runtime/pjrt_plugin.h"
 #include "ffi/runtime/xla_gpu.h"
@@ -19,6 +21,7 @@ namespace {
 
 // Set once, before any replaced entry can be called.
 const Api* real_api = nullptr;
+const ExecutableCache* executable_cache = nullptr;
 
 // A copy of `given` with room for what later versions of the API append. Zero means "not given" for all of it.
 class GrownArgs {
@@ -53,6 +56,17 @@ void* PlatformName(void* untyped) {
   return nullptr;
 }
 
+void* Compile(void* untyped) {
+  auto* args = static_cast<ClientCompileArgs*>(untyped);
+  void* const given = args->executable;
+  try {
+    return executable_cache->Compile(args);
+  } catch (...) {  // no memory for a copy of the program; XLA may still have enough
+    if (args->executable != given) return nullptr;
+    return real_api->entries()[kClientCompile](args);
+  }
+}
+
 void* Execute(void* untyped) {
   const Entry execute = real_api->entries()[kLoadedExecutableExecute];
   auto* args = static_cast<LoadedExecutableExecuteArgs*>(untyped);
@@ -76,7 +90,7 @@ void* CallWithGrownArgs(void* args) {
 }
 
 // The adapter's table in front of `api`.
-const Api* MakeTable(const Api& api) {
+const Api* MakeTable(const Api& api, const std::string& path) {
   const size_t words = api.struct_size / sizeof(void*);
   void** const storage = new void*[words];  // for the rest of the process: threads of the plug-in may outlive main()
   std::memcpy(storage, &api, words * sizeof(void*));
@@ -86,10 +100,12 @@ const Api* MakeTable(const Api& api) {
     if (entries[entry] != nullptr) entries[entry] = replacement;
   };
   replace(kClientPlatformName, PlatformName);
+  replace(kClientCompile, Compile);
   replace(kLoadedExecutableExecute, Execute);
   replace(kExecutableDeserializeAndLoad, CallWithGrownArgs<kExecutableDeserializeAndLoad>);
   replace(kExecutableGetCompiledMemoryStats, CallWithGrownArgs<kExecutableGetCompiledMemoryStats>);
   real_api = &api;
+  executable_cache = new ExecutableCache(api, path);
   return table;
 }
 
@@ -148,7 +164,7 @@ Error UsePlugin(const std::string& path) {
   const Api* api = nullptr;
   if (Error error = LoadPlugin(path, &api); !error.ok()) return error;
   adapter_path = new std::string(path);
-  adapter_table = MakeTable(*api);
+  adapter_table = MakeTable(*api, path);
   return {};
 }
 

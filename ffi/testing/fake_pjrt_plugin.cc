@@ -1,7 +1,8 @@
 // A PJRT plug-in without a device, for the tests of the adapter and of registration: it behaves like plug-ins of
 // several versions do, and remembers what it was given. FAKE_PJRT chooses: "old" (PJRT API 0.50), "major" (1.112),
-// "short" (a table that ends early), "null" (no table), "bare" (no extensions), "circle" (extensions in a circle), else
-// a sound one.
+// "short" (a table that ends early), "null" (no table), "bare" (no extensions), "circle" (extensions in a circle),
+// "unserialisable" (executables cannot be serialised), "refusing" (nor loaded), else a sound one. Its executables are
+// texts. FAKE_KIND is the kind of its only device.
 #include <cstdlib>
 #include <cstring>
 #include <string>
@@ -18,6 +19,13 @@ constexpr size_t kMemoryStatsSize = 144;  // PJRT_Executable_GetCompiledMemorySt
 
 size_t options_size = 0;
 std::string registered_target;
+int compilations = 0;
+int live_executables = 0;
+
+bool IsMode(const char* mode) {
+  const char* variable = std::getenv("FAKE_PJRT");
+  return variable != nullptr && std::strcmp(variable, mode) == 0;
+}
 
 // An error is its text.
 void* MakeError(std::string text) { return new std::string(std::move(text)); }
@@ -70,6 +78,77 @@ void* GetCompiledMemoryStats(void* untyped) {
   return nullptr;
 }
 
+// ---- Executables ----
+
+void* PlatformVersion(void* untyped) {
+  auto* args = static_cast<pjrt::ClientPlatformVersionArgs*>(untyped);
+  args->platform_version = "fake 1";
+  args->platform_version_size = 6;
+  return nullptr;
+}
+
+void* AddressableDevices(void* untyped) {
+  static void* device = nullptr;
+  auto* args = static_cast<pjrt::ClientAddressableDevicesArgs*>(untyped);
+  args->devices = &device;
+  args->num_devices = 1;
+  return nullptr;
+}
+
+void* GetDescription(void*) { return nullptr; }
+
+void* DeviceKind(void* untyped) {
+  auto* args = static_cast<pjrt::DeviceDescriptionKindArgs*>(untyped);
+  const char* kind = std::getenv("FAKE_KIND");
+  args->kind = kind != nullptr ? kind : "fake GPU";
+  args->kind_size = std::strlen(args->kind);
+  return nullptr;
+}
+
+void* Compile(void* untyped) {
+  auto* args = static_cast<pjrt::ClientCompileArgs*>(untyped);
+  const std::string code(args->program->code, args->program->code_size);
+  if (code == "wrong") return MakeError("the fake plug-in cannot compile this");
+  ++compilations;
+  args->executable = new std::string("compiled " + code);
+  return nullptr;
+}
+
+void* GetExecutable(void* untyped) {
+  auto* args = static_cast<pjrt::LoadedExecutableGetExecutableArgs*>(untyped);
+  args->executable = new std::string(*static_cast<std::string*>(args->loaded_executable));
+  ++live_executables;
+  return nullptr;
+}
+
+void* DestroyExecutable(void* untyped) {
+  delete static_cast<std::string*>(static_cast<pjrt::ExecutableDestroyArgs*>(untyped)->executable);
+  --live_executables;
+  return nullptr;
+}
+
+void* Serialize(void* untyped) {
+  if (IsMode("unserialisable")) return MakeError("the fake plug-in serialises nothing");
+  auto* args = static_cast<pjrt::ExecutableSerializeArgs*>(untyped);
+  auto* text = new std::string("stored " + *static_cast<const std::string*>(args->executable));
+  ++live_executables;
+  args->bytes = text->data();
+  args->num_bytes = text->size();
+  args->owner = text;
+  args->deleter = [](void* owner) {
+    delete static_cast<std::string*>(owner);
+    --live_executables;
+  };
+  return nullptr;
+}
+
+void* DeserializeAndLoad(void* untyped) {
+  auto* args = static_cast<pjrt::DeserializeAndLoadArgs*>(untyped);
+  if (IsMode("refusing")) return MakeError("the fake plug-in loads nothing");
+  args->loaded_executable = new std::string(std::string(args->bytes, args->num_bytes) + " loaded");
+  return nullptr;
+}
+
 void* Unimplemented(void*) { return MakeError("the fake plug-in does nothing else"); }
 
 void* RegisterCustomCall(pjrt::GpuRegisterCustomCallArgs* args) {
@@ -86,6 +165,11 @@ struct Table {
 }  // namespace
 
 extern "C" __attribute__((visibility("default"))) size_t fake_pjrt_options_size() { return options_size; }
+extern "C" __attribute__((visibility("default"))) int fake_pjrt_compilations() { return compilations; }
+extern "C" __attribute__((visibility("default"))) int fake_pjrt_live_executables() { return live_executables; }
+extern "C" __attribute__((visibility("default"))) const char* fake_pjrt_executable_text(const void* executable) {
+  return static_cast<const std::string*>(executable)->c_str();
+}
 extern "C" __attribute__((visibility("default"))) const char* fake_pjrt_registered_target() {
   return registered_target.c_str();
 }
@@ -95,19 +179,26 @@ extern "C" __attribute__((visibility("default"))) const void* GetPjrtApi() {
   static pjrt::Extension other = {sizeof other, 3, nullptr};
   static pjrt::GpuCustomCallExtension custom_call = {{sizeof custom_call, pjrt::kGpuCustomCall, nullptr},
                                                      RegisterCustomCall};
-  const char* variable = std::getenv("FAKE_PJRT");
-  const std::string mode = variable != nullptr ? variable : "";
-  if (mode == "null") return nullptr;
-  table.api.struct_size = mode == "short" ? sizeof(pjrt::Api) + 20 * sizeof(pjrt::Entry) : sizeof table;
-  table.api.version = {sizeof(pjrt::Version), nullptr, mode == "major" ? 1 : 0, mode == "old" ? 50 : 112};
-  table.api.extension_start = mode == "bare" ? nullptr : &other;
-  other.next = mode == "circle" ? &other : &custom_call.base;
+  if (IsMode("null")) return nullptr;
+  table.api.struct_size = IsMode("short") ? sizeof(pjrt::Api) + 20 * sizeof(pjrt::Entry) : sizeof table;
+  table.api.version = {sizeof(pjrt::Version), nullptr, IsMode("major") ? 1 : 0, IsMode("old") ? 50 : 112};
+  table.api.extension_start = IsMode("bare") ? nullptr : &other;
+  other.next = IsMode("circle") ? &other : &custom_call.base;
   for (pjrt::Entry& entry : table.entries) entry = Unimplemented;
   table.entries[pjrt::kErrorDestroy] = ErrorDestroy;
   table.entries[pjrt::kErrorMessage] = ErrorMessage;
   table.entries[pjrt::kErrorGetCode] = ErrorGetCode;
   table.entries[pjrt::kClientPlatformName] = PlatformName;
   table.entries[pjrt::kLoadedExecutableExecute] = Execute;
+  table.entries[pjrt::kClientPlatformVersion] = PlatformVersion;
+  table.entries[pjrt::kClientAddressableDevices] = AddressableDevices;
+  table.entries[pjrt::kDeviceGetDescription] = GetDescription;
+  table.entries[pjrt::kDeviceDescriptionKind] = DeviceKind;
+  table.entries[pjrt::kClientCompile] = Compile;
+  table.entries[pjrt::kLoadedExecutableGetExecutable] = GetExecutable;
+  table.entries[pjrt::kExecutableDestroy] = DestroyExecutable;
+  table.entries[pjrt::kExecutableSerialize] = Serialize;
+  table.entries[pjrt::kExecutableDeserializeAndLoad] = DeserializeAndLoad;
   table.entries[pjrt::kExecutableGetCompiledMemoryStats] = GetCompiledMemoryStats;
   return &table;
 }

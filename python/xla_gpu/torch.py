@@ -27,7 +27,8 @@ from . import _torch  # noqa: F401 - first: it says which torch is needed
 import torch
 
 from ._core.docstrings import docstring
-from ._runtime import targets
+from ._runtime import executable_cache, targets
+from ._runtime.executable_cache import ExecutableCacheInfo
 from ._torch import process_group
 from ._torch.ffi_call import FfiCall
 from ._torch.functions import function
@@ -45,6 +46,7 @@ from .ops import simple_add as _simple_add
 __all__ = [
     "all_reduce",
     "all_reduce_add_rms_norm",
+    "executable_cache_info",
     "ffi_call",
     "gelu_and_mul",
     "hlo",
@@ -329,3 +331,14 @@ def hlo(tensors: torch.Tensor | Sequence[torch.Tensor]) -> str:
             got = f"one on {tensor.device}" if isinstance(tensor, torch.Tensor) else type(tensor).__name__
             raise TypeError(f"hlo: tensors: expected XLA tensors, got {got}")
     return lowering.hlo(sequence)
+
+
+def executable_cache_info() -> ExecutableCacheInfo:
+    """What torch_xla's programs on GPUs found in the cache of executables that XLA_GPU_EXECUTABLE_CACHE names.
+
+    Returns:
+      ``(loaded, compiled, stored, unusable)``: executables that came from a file, that XLA compiled, those of them that
+      were written to a file, and files that were damaged or refused. All 0 where the variable is not set, and on the
+      CPU, whose client is torch_xla's own.
+    """
+    return executable_cache.info()

@@ -83,6 +83,7 @@ SIGNATURES = {
     ),
     "xla_gpu_call": (ct.c_char_p, [ct.POINTER(CallArgs), ct.POINTER(ct.c_int32)]),
     "xla_gpu_pjrt_use_plugin": (ct.c_char_p, [ct.c_char_p]),
+    "xla_gpu_executable_cache_counts": (None, [ct.POINTER(ct.c_int64)]),
     "xla_gpu_group_allocate": (ct.c_char_p, [ct.POINTER(GroupMember), ct.c_void_p]),
     "xla_gpu_group_connect": (ct.c_char_p, [ct.c_int64, ct.c_int32, ct.POINTER(ct.c_int32), ct.c_void_p]),
     "xla_gpu_group_error": (ct.c_char_p, [ct.c_int64]),

@@ -15,6 +15,8 @@ from vllm.logger import init_logger
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT
 
+import xla_gpu.torch as xg
+
 from . import buckets, weights
 from .block_tables import BlockTables
 from .kv_cache import KVCaches
@@ -123,9 +125,10 @@ class ModelRunner:
             logger.info("Steps of %d tokens: compiled in %.1f s", num_tokens, time.perf_counter() - began)
         self.compiled = compilations()
         logger.info(
-            "Warm-up took %.1f s: %d programs for steps of %s tokens",
+            "Warm-up took %.1f s: %d programs, %d of them from the cache, for steps of %s tokens",
             time.perf_counter() - start,
             self.compiled - compiled,
+            xg.executable_cache_info().loaded,
             ", ".join(map(str, self.token_buckets)),
         )
 

@@ -76,22 +76,25 @@ def experts(
 class XlaGpuMoEMethod(UnquantizedFusedMoEMethod):  # type: ignore[misc]
     """vLLM's method for unquantized experts."""
 
-    def forward_oot(self, layer: Any, x: torch.Tensor, **options: Any) -> torch.Tensor:
-        """T[rows, hidden] from x: T[rows, hidden]."""
+    def forward_oot(self, layer: Any, x: torch.Tensor, router_logits: torch.Tensor, **_: Any) -> torch.Tensor:
+        """T[rows, hidden] from x: T[rows, hidden].
+
+        vLLM 0.12 passes the layer's options as arguments too; 0.13 passes the layer alone.
+        """
         refused = {
-            "use_grouped_topk": options["use_grouped_topk"],
-            "custom_routing_function": options["custom_routing_function"] is not None,
-            f"scoring_func={options['scoring_func']}": options["scoring_func"] != "softmax",
-            "routed_scaling_factor": options["routed_scaling_factor"] != 1.0,
-            "e_score_correction_bias": options["e_score_correction_bias"] is not None,
-            "apply_router_weight_on_input": options["apply_router_weight_on_input"],
-            f"activation={options['activation']}": options["activation"] not in _ACTIVATIONS,
+            "use_grouped_topk": layer.use_grouped_topk,
+            "custom_routing_function": layer.custom_routing_function is not None,
+            f"scoring_func={layer.scoring_func}": layer.scoring_func != "softmax",
+            "routed_scaling_factor": layer.routed_scaling_factor != 1.0,
+            "e_score_correction_bias": layer.e_score_correction_bias is not None,
+            "apply_router_weight_on_input": layer.apply_router_weight_on_input,
+            f"activation={layer.activation}": layer.activation not in _ACTIVATIONS,
             "bias": self.moe.has_bias,
         }
         if names := [name for name, given in refused.items() if given]:
             raise NotImplementedError(f"xla_gpu.vllm: experts with {', '.join(names)} are not supported")
-        weights, chosen = route(options["router_logits"], options["top_k"], options["renormalize"])
-        return experts(x, layer.w13_weight, layer.w2_weight, weights, chosen, options["activation"])
+        weights, chosen = route(router_logits, layer.top_k, layer.renormalize)
+        return experts(x, layer.w13_weight, layer.w2_weight, weights, chosen, layer.activation)
 
     forward_native = forward_oot
 

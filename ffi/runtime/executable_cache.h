@@ -1,0 +1,51 @@
+// Compiled executables kept in files, so that a process need not compile what another one compiled before.
+//
+// torch_xla 2.9's own persistent cache cannot do that: its loader is not implemented for any client.
+#ifndef XLA_GPU_RUNTIME_EXECUTABLE_CACHE_H_
+#define XLA_GPU_RUNTIME_EXECUTABLE_CACHE_H_
+
+#include <cstdint>
+#include <string>
+
+#include "ffi/runtime/pjrt_abi.h"
+
+namespace xla_gpu::pjrt {
+
+// The folder. Unset or empty: nothing is kept.
+inline constexpr char kExecutableCacheVariable[] = "XLA_GPU_EXECUTABLE_CACHE";
+
+struct ExecutableCacheCounts {
+  int64_t loaded;    // executables that came from a file
+  int64_t compiled;  // executables that XLA compiled while the cache was on
+  int64_t stored;    // of those, the ones that were written to a file
+  int64_t unusable;  // files that were damaged, or that the plug-in refused
+};
+ExecutableCacheCounts CountExecutables();
+
+// PJRT_Client_Compile of a plug-in with the cache in front. A file holds all that the executable depends on, and is
+// used where every byte of that agrees: the program, its compile options, the plug-in (version, size and time of its
+// file), the kind and number of the GPUs, XLA_FLAGS, and this library's version. A file that cannot be read, is damaged
+// or is refused by the plug-in counts as missing.
+class ExecutableCache {
+ public:
+  ExecutableCache(const Api& api, const std::string& plugin_path);
+
+  // Returns what PJRT_Client_Compile returns: an error of the plug-in, or null.
+  void* Compile(ClientCompileArgs* args) const;
+
+ private:
+  // What names the executable, or nothing where the plug-in does not tell.
+  std::string Key(const ClientCompileArgs& args) const;
+  bool Load(const std::string& file, const std::string& key, ClientCompileArgs* args) const;
+  bool Store(const std::string& folder, const std::string& file, const std::string& key, void* loaded) const;
+  // Calls an entry with `args`, whose sizes it fills in; false, and no error left behind, where that fails.
+  template <typename Args>
+  bool Call(size_t entry, Args* args) const;
+
+  const Api& api_;
+  std::string plugin_;  // version, size and time
+};
+
+}  // namespace xla_gpu::pjrt
+
+#endif  // XLA_GPU_RUNTIME_EXECUTABLE_CACHE_H_

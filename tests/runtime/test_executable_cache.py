@@ -1,0 +1,177 @@
+"""The cache of compiled executables behind the PJRT adapter, against a plug-in whose executables are texts.
+
+Each case runs in processes of its own: a process has one adapter, and the cache is there for the next process.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+VARIABLE = "XLA_GPU_EXECUTABLE_CACHE"
+
+PROCESS = """
+import ctypes as ct, json, os, sys
+from xla_gpu._runtime import library
+
+cdll = library.load().cdll
+plugin = ct.CDLL(os.environ["FAKE"])
+cdll.GetPjrtApi.restype = ct.c_void_p
+plugin.fake_pjrt_executable_text.restype = ct.c_char_p
+plugin.fake_pjrt_executable_text.argtypes = [ct.c_void_p]
+assert cdll.xla_gpu_pjrt_use_plugin(os.environ["FAKE"].encode()) is None
+table = cdll.GetPjrtApi()
+
+def entry(slot):
+    return ct.CFUNCTYPE(ct.c_void_p, ct.c_void_p)(ct.c_void_p.from_address(table + 40 + 8 * slot).value)
+
+def compile(code, options=b"options"):
+    keep = code, b"hlo", options
+    program = (ct.c_size_t * 6)(48, 0, ct.cast(code, ct.c_void_p).value, len(code), ct.cast(keep[1], ct.c_void_p).value, 3)
+    args = (ct.c_size_t * 7)(56, 0, 0, ct.addressof(program), ct.cast(options, ct.c_void_p).value, len(options), 0)
+    error = entry(20)(ct.addressof(args))
+    if not error:
+        return plugin.fake_pjrt_executable_text(args[6]).decode()
+    words = (ct.c_size_t * 5)(40, 0, error, 0, 0)
+    entry(1)(ct.addressof(words))
+    return "error: " + ct.string_at(words[3], words[4]).decode()
+
+def counts():
+    numbers = (ct.c_int64 * 4)()
+    cdll.xla_gpu_executable_cache_counts(numbers)
+    return dict(zip(("loaded", "compiled", "stored", "unusable"), numbers))
+
+programs = [tuple(part.encode() for part in program) for program in json.loads(os.environ["PROGRAMS"])]
+texts = [compile(*program) for program in programs]
+compilations = plugin.fake_pjrt_compilations()
+assert plugin.fake_pjrt_live_executables() == 0
+print(json.dumps({"texts": texts, "compilations": compilations, **counts()}))
+"""
+
+
+@pytest.fixture
+def start(fake_plugin, tmp_path):
+    """Starts a process that compiles programs (code, or code and options), and returns what it says."""
+
+    def run(*programs, plugin: Path = fake_plugin, **environment: str) -> dict:
+        made = {"FAKE": str(plugin), VARIABLE: str(tmp_path / "cache"), "FAKE_PJRT": "", **environment}
+        listed = [[program] if isinstance(program, str) else list(program) for program in programs]
+        result = subprocess.run(
+            [sys.executable, "-c", PROCESS],
+            capture_output=True,
+            text=True,
+            env={**os.environ, "PROGRAMS": json.dumps(listed), **made},
+        )
+        assert result.returncode == 0, result.stderr
+        return {**json.loads(result.stdout), "stderr": result.stderr}
+
+    return run
+
+
+def files(tmp_path: Path) -> list[Path]:
+    return sorted((tmp_path / "cache").iterdir())
+
+
+def test_the_next_process_loads_what_the_first_compiled(start, tmp_path):
+    first = start("a", "b", "a")
+    assert first["texts"] == ["compiled a", "compiled b", "stored compiled a loaded"]
+    assert (first["loaded"], first["compiled"], first["stored"], first["unusable"]) == (1, 2, 2, 0)
+    assert len(files(tmp_path)) == 2
+    second = start("b", "a", "c")
+    assert second["texts"] == ["stored compiled b loaded", "stored compiled a loaded", "compiled c"]
+    assert second["compilations"] == 1 and second["unusable"] == 0
+
+
+def test_without_the_variable_nothing_is_kept(start, tmp_path):
+    for _ in range(2):
+        found = start("a", **{VARIABLE: ""})
+        assert found["texts"] == ["compiled a"] and found["compiled"] == 0
+    assert not (tmp_path / "cache").exists()
+
+
+def test_whatever_the_executable_depends_on_is_compared(start, fake_plugin, tmp_path):
+    other_plugin = tmp_path / "plugin.so"
+    shutil.copy(fake_plugin, other_plugin)  # another time of its file
+    os.utime(other_plugin, (1, 1))
+    start(("a", "options"))
+    assert start(("a", "options"))["loaded"] == 1
+    for difference in (
+        {"programs": [("a", "other options")]},
+        {"programs": [("ao", "ptions")]},
+        {"XLA_FLAGS": "--xla_gpu_autotune_level=0"},
+        {"NVIDIA_TF32_OVERRIDE": "0"},
+        {"FAKE_KIND": "another GPU"},
+        {"plugin": other_plugin},
+    ):
+        programs = difference.pop("programs", [("a", "options")])
+        assert start(*programs, **difference)["loaded"] == 0, difference
+        assert start(*programs, **difference)["loaded"] == 1, difference
+
+
+@pytest.mark.parametrize("damage", ["empty", "cut", "longer", "byte", "magic", "other program"])
+def test_a_damaged_file_is_compiled_again_and_replaced(start, tmp_path, damage):
+    start("a")
+    (file,) = files(tmp_path)
+    contents = bytearray(file.read_bytes())
+    if damage == "empty":
+        contents = bytearray()
+    elif damage == "cut":
+        del contents[-5:]
+    elif damage == "longer":
+        contents += b"12345678"
+    elif damage == "byte":
+        contents[-3] ^= 1
+    elif damage == "magic":
+        contents[0] ^= 1
+    else:  # its key is compared, not the name of the file alone
+        start("b", **{VARIABLE: str(tmp_path / "others")})
+        (other,) = (tmp_path / "others").iterdir()
+        contents = bytearray(other.read_bytes())
+    file.write_bytes(contents)
+    found = start("a")
+    assert found["texts"] == ["compiled a"] and found["stored"] == 1
+    assert found["unusable"] == (damage != "other program")
+    assert start("a")["loaded"] == 1
+    assert files(tmp_path) == [file]
+
+
+def test_a_plugin_that_loads_nothing_compiles(start):
+    start("a")
+    found = start("a", FAKE_PJRT="refusing")
+    assert found["texts"] == ["compiled a"] and found["unusable"] == 1
+
+
+def test_a_plugin_that_serialises_nothing_compiles(start, tmp_path):
+    found = start("a", FAKE_PJRT="unserialisable")
+    assert found["texts"] == ["compiled a"] and (found["compiled"], found["stored"]) == (1, 0)
+
+
+def test_errors_of_the_compiler_are_the_plugins(start, tmp_path):
+    assert start("wrong")["texts"] == ["error: the fake plug-in cannot compile this"]
+    assert not (tmp_path / "cache").exists()
+
+
+def test_a_folder_that_cannot_be_made_is_said_once(start, tmp_path):
+    (tmp_path / "file").touch()
+    found = start("a", "b", **{VARIABLE: str(tmp_path / "file" / "cache")})
+    assert found["texts"] == ["compiled a", "compiled b"] and found["stored"] == 0
+    assert found["stderr"].count(f"{VARIABLE}: cannot write") == 1
+
+
+def test_processes_that_store_the_same_at_once(start, tmp_path):
+    found = []
+    threads = [threading.Thread(target=lambda: found.append(start("a", "b"))) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 4 and all(result["unusable"] == 0 for result in found)
+    assert len(files(tmp_path)) == 2
+    assert start("a", "b")["loaded"] == 2
