@@ -4,15 +4,21 @@
     PJRT_DEVICE=GPU python benchmarks/vllm_steps.py 1x1024 32x1024 64x2048
     PJRT_DEVICE=CPU python benchmarks/vllm_steps.py --tiny 1x16 4x16          # a check of the script
 
-For each load BxC, B prompts of C random tokens: prefill is their time to the first token, decode the time of the tokens
-after it, divided by their number. Greedy; the best of two runs. Each line of output starts with "R " and is JSON.
+For each load BxC, B prompts of C random tokens: prefill is their time to the first token, decode_ms the time of the
+tokens after it, divided by their number, decode_step_ms the median time of a step in which every sequence decodes.
+decode_ms is more where prompts end beside sequences that decode already. Greedy; the best of two runs. Each line of
+output starts with "R " and is JSON.
 """
 
 from __future__ import annotations
 
 import argparse
+import cProfile
 import json
 import os
+import pstats
+import statistics
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -53,32 +59,56 @@ def emit(**values) -> None:
 
 
 class HostTimes:
-    """Wraps two methods of the runner with clocks: what a step costs the host."""
+    """Wraps two methods of the runner with clocks: what a step costs the host, and how long a decode step takes."""
 
     NAMES = ("execute_model", "sample_tokens")
 
-    def __init__(self, runner) -> None:
-        self.seconds = dict.fromkeys(self.NAMES, 0.0)
-        self.steps = 0
+    def __init__(self, runner, profile: cProfile.Profile | None) -> None:
+        self._profile = profile
+        self.clear()
         for name in self.NAMES:
             setattr(runner, name, self._timed(name, getattr(runner, name)))
 
+    def clear(self) -> None:
+        self.seconds: dict[str, list[float]] = {name: [] for name in self.NAMES}
+        self.intervals: list[float] = []
+        self._last: tuple[float, int] | None = None
+
     def _timed(self, name, method):
-        def timed(*args):
+        def timed(argument):
             start = time.perf_counter()
-            result = method(*args)
-            self.seconds[name] += time.perf_counter() - start
-            self.steps += name == "execute_model"
+            if name == "execute_model":
+                self._note(start, argument)
+            if self._profile is not None:
+                self._profile.enable()
+            result = method(argument)
+            if self._profile is not None:
+                self._profile.disable()
+            self.seconds[name].append(time.perf_counter() - start)
             return result
 
         return timed
 
-    def take(self) -> dict[str, float]:
-        """Milliseconds of a step since the last call."""
-        steps = max(self.steps, 1)
-        times = {f"{name}_ms": round(seconds / steps * 1e3, 3) for name, seconds in self.seconds.items()}
-        self.seconds, self.steps = dict.fromkeys(self.NAMES, 0.0), 0
-        return times
+    def _note(self, now: float, scheduled) -> None:
+        """Steps follow each other as the device ends them: the time between two decode steps is that of one."""
+        decodes = len(scheduled.num_scheduled_tokens)
+        if decodes != scheduled.total_num_scheduled_tokens:
+            self._last = None
+            return
+        if self._last is not None and self._last[1] == decodes:
+            self.intervals.append(now - self._last[0])
+        self._last = now, decodes
+
+    def take(self) -> dict[str, float | dict[str, float]]:
+        """Medians since the last call, in milliseconds."""
+        host = {f"{name}_ms": milliseconds(seconds) for name, seconds in self.seconds.items()}
+        found = {"decode_step_ms": milliseconds(self.intervals), "host": host}
+        self.clear()
+        return found
+
+
+def milliseconds(seconds: list[float]) -> float:
+    return round(statistics.median(seconds) * 1e3, 3) if seconds else 0.0
 
 
 def measure(llm, times: HostTimes, load: str, new_tokens: int, sampling: dict) -> dict:
@@ -106,7 +136,7 @@ def measure(llm, times: HostTimes, load: str, new_tokens: int, sampling: dict) -
         "prefill_s": round(prefill, 4),
         "prefill_tokens_per_s": round(count * length / prefill),
         "decode_ms": round((whole - prefill) / new_tokens * 1e3, 3),
-        "host": times.take(),
+        **times.take(),
     }
 
 
@@ -126,11 +156,13 @@ def main() -> None:
         metavar="JSON",
         help="sampling parameters, each measured with all loads (default: greedy)",
     )
+    parser.add_argument("--profile", action="store_true", help="show what takes the host's time, on stderr")
     arguments = parser.parse_args()
 
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # so that the runner can be timed
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     from vllm import LLM, __version__
+    from xla_gpu.torch import executable_cache_info
     from xla_gpu.vllm.program import compilations
 
     with tempfile.TemporaryDirectory() as folder:
@@ -148,13 +180,17 @@ def main() -> None:
             additional_config={"token_buckets": arguments.buckets} if arguments.buckets else {},
         )
         compiled = compilations()
-        emit(vllm=__version__, start_s=round(time.perf_counter() - start, 1), programs=compiled)
+        cache = executable_cache_info()._asdict()
+        emit(vllm=__version__, start_s=round(time.perf_counter() - start, 1), programs=compiled, cache=cache)
         runner = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
-        times = HostTimes(runner)
+        profile = cProfile.Profile() if arguments.profile else None
+        times = HostTimes(runner, profile)
         for sampling in arguments.sampling:
             for load in arguments.loads:
                 result = measure(llm, times, load, arguments.new_tokens, sampling)
                 emit(**result, sampling=sampling, compiled_since=compilations() - compiled)
+        if profile is not None:
+            pstats.Stats(profile, stream=sys.stderr).sort_stats("tottime").print_stats(30)
 
 
 if __name__ == "__main__":

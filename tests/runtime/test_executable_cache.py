@@ -33,9 +33,10 @@ def entry(slot):
     return ct.CFUNCTYPE(ct.c_void_p, ct.c_void_p)(ct.c_void_p.from_address(table + 40 + 8 * slot).value)
 
 def compile(code, options=b"options"):
-    keep = code, b"hlo", options
-    program = (ct.c_size_t * 6)(48, 0, ct.cast(code, ct.c_void_p).value, len(code), ct.cast(keep[1], ct.c_void_p).value, 3)
-    args = (ct.c_size_t * 7)(56, 0, 0, ct.addressof(program), ct.cast(options, ct.c_void_p).value, len(options), 0)
+    form = b"hlo"
+    address = lambda text: ct.cast(text, ct.c_void_p).value
+    program = (ct.c_size_t * 6)(48, 0, address(code), len(code), address(form), len(form))
+    args = (ct.c_size_t * 7)(56, 0, 0, ct.addressof(program), address(options), len(options), 0)
     error = entry(20)(ct.addressof(args))
     if not error:
         return plugin.fake_pjrt_executable_text(args[6]).decode()

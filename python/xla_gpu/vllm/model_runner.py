@@ -24,7 +24,7 @@ from .model_program import ModelPrograms, PromptPrograms
 from .options import Options
 from .output import PromptLogprobs, StepOutput
 from .program import compilations
-from .requests import Request, RequestTable
+from .requests import Batch, RequestTable
 from .sampler.sampler import Sampled, Sampler, SamplerOptions
 from .step_layout import StepLayout
 
@@ -40,7 +40,7 @@ class Launched:
       previous_tokens: int32[max_seqs + 1], each request's last token before the step, by slot.
     """
 
-    batch: list[Request]
+    batch: Batch
     counts: npt.NDArray[np.int32]
     previous_tokens: torch.Tensor
     greedy: Sampled
@@ -60,6 +60,7 @@ class ModelRunner:
         chosen = Options.of(config).token_buckets
         self.token_buckets = buckets.token_buckets(self._max_tokens, self._max_seqs, chosen)
         self._launched: Launched | None = None
+        self._layouts: dict[int, StepLayout] = {}
 
     # ---- Start -------------------------------------------------------------------------------------------------------
 
@@ -83,10 +84,12 @@ class ModelRunner:
 
     def layout(self, num_tokens: int) -> StepLayout:
         """The layout of steps of up to ``num_tokens`` tokens, which is one of the buckets."""
-        max_seqs = min(num_tokens, self._max_seqs)
-        groups = len(self.caches.block_sizes)
-        pages = sum(max_seqs + num_tokens // size for size in self.caches.block_sizes)
-        return StepLayout(num_tokens, max_seqs, groups, pages)
+        if num_tokens not in self._layouts:
+            max_seqs = min(num_tokens, self._max_seqs)
+            groups = len(self.caches.block_sizes)
+            pages = sum(max_seqs + num_tokens // size for size in self.caches.block_sizes)
+            self._layouts[num_tokens] = StepLayout(num_tokens, max_seqs, groups, pages)
+        return self._layouts[num_tokens]
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
     def warm_up(self) -> None:
@@ -138,11 +141,12 @@ class ModelRunner:
     def execute_model(self, scheduled: Any) -> Any:
         """Launches the model for a SchedulerOutput. Returns None: sample_tokens is to follow."""
         for request in self.requests.update(scheduled):
-            self._sampler.admit(request, self.requests.token_ids[request.slot, : request.known])
+            known = self.requests.known[request.slot]
+            self._sampler.admit(request, self.requests.token_ids[request.slot, :known])
         if not scheduled.total_num_scheduled_tokens:
             return EMPTY_MODEL_RUNNER_OUTPUT
         batch = self.requests.batch(scheduled)
-        counts = np.fromiter(scheduled.num_scheduled_tokens.values(), np.int32, len(batch))
+        counts = np.fromiter(scheduled.num_scheduled_tokens.values(), np.int32, len(batch.slots))
         layout = self.layout(buckets.next_bucket(self.token_buckets, scheduled.total_num_scheduled_tokens))
         previous = self._last_tokens
         greedy, logits, hidden = self._launch(layout, self._pack(layout, batch, counts))
@@ -155,23 +159,27 @@ class ModelRunner:
         if self._launched is None:
             return None
         step, self._launched = self._launched, None
-        batch, counts = step.batch, step.counts
-        ends = np.fromiter((request.num_computed for request in batch), np.int32, len(batch)) + counts
-        lengths = np.fromiter((request.num_tokens for request in batch), np.int32, len(batch))
-        sampled = ends == lengths
+        batch, counts, table = step.batch, step.counts, self.requests
+        slots = batch.slots
+        lengths = table.num_tokens[slots]
+        sampled = table.num_computed[slots] + counts == lengths
         grammar = {}
         if grammar_output is not None:
-            row_of = {request.req_id: row for row, request in enumerate(batch)}
+            row_of = {request.req_id: row for row, request in enumerate(batch.requests)}
             for index, req_id in enumerate(grammar_output.structured_output_request_ids):
                 if (row := row_of.get(req_id)) is not None and sampled[row]:
                     grammar[row] = grammar_output.grammar_bitmask[index]
-        chosen = self._sampler.sample(batch, sampled, step.greedy, step.previous_tokens, step.logits, grammar)
+        numbers = lengths - table.num_prompt[slots]
+        flags = self._sampler.parameters.flagged(slots)
+        chosen = self._sampler.sample(
+            batch, flags, sampled, numbers, step.greedy, step.previous_tokens, step.logits, grammar
+        )
         self._last_tokens = chosen.last_tokens
-        prompts = self._prompt_logprobs(batch, counts, step.hidden)
-        rows = np.flatnonzero(sampled).tolist()
-        for row in rows:
-            batch[row].num_tokens += 1
-        output = StepOutput(batch, rows, chosen.tokens, chosen.logprobs, prompts)
+        prompts = []
+        if "prompt_logprobs" in flags:
+            prompts = self._prompt_logprobs(batch, np.flatnonzero(flags["prompt_logprobs"]), counts, step.hidden)
+        table.num_tokens[slots[sampled]] += 1
+        output = StepOutput(batch.requests, np.flatnonzero(sampled).tolist(), chosen.tokens, chosen.logprobs, prompts)
         return output if self._asynchronous else output.get_output()
 
     def _launch(self, layout: StepLayout, packed: npt.NDArray[np.int32]) -> tuple[Sampled, torch.Tensor, torch.Tensor]:
@@ -181,20 +189,21 @@ class ModelRunner:
         self._last_tokens = last_tokens
         return Sampled(tokens, last_tokens, None), logits, hidden
 
-    def _pack(self, layout: StepLayout, batch: list[Request], counts: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
+    def _pack(self, layout: StepLayout, batch: Batch, counts: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
         packed, parts = layout.empty(self._max_seqs, self.tables.unused_entry)
-        n, total = len(batch), int(counts.sum())
-        slots, computed, known = (
-            np.fromiter((getattr(request, name) for request in batch), np.int32, n)
-            for name in ("slot", "num_computed", "known")
-        )
+        table, slots = self.requests, batch.slots
+        n, total = len(slots), int(counts.sum())
+        computed, known = table.num_computed[slots], table.known[slots]
         ends = np.cumsum(counts, dtype=np.int32)
-        rows = np.repeat(np.arange(n), counts)
-        positions = np.arange(total, dtype=np.int32) - np.repeat(ends - counts - computed, counts)
+        if total == n:  # every request decodes
+            positions, row_slots = computed, slots
+        else:
+            rows = np.repeat(np.arange(n), counts)
+            positions = np.arange(total, dtype=np.int32) - np.repeat(ends - counts - computed, counts)
+            row_slots, known = slots[rows], known[rows]
         parts["positions"][:total] = positions
-        row_slots = slots[rows]
-        parts["tokens"][:total] = self.requests.token_ids[row_slots, positions]
-        parts["sources"][:total] = np.where(positions < known[rows], -1, row_slots)
+        parts["tokens"][:total] = table.token_ids[row_slots, positions]
+        parts["sources"][:total] = np.where(positions < known, -1, row_slots)
         for group, slot_mapping in enumerate(parts["slot_mapping"]):
             slot_mapping[:total] = self.tables.cache_slots(group, row_slots, positions)
         parts["context_lens"][:n] = computed + counts
@@ -208,16 +217,16 @@ class ModelRunner:
         return packed
 
     def _prompt_logprobs(
-        self, batch: list[Request], counts: npt.NDArray[np.int32], hidden: torch.Tensor
+        self, batch: Batch, rows: npt.NDArray[np.int_], counts: npt.NDArray[np.int32], hidden: torch.Tensor
     ) -> list[PromptLogprobs]:
         found = []
-        row = 0
-        for request, count in zip(batch, counts.tolist(), strict=True):
-            first, row = row, row + count
-            start = request.num_computed
+        ends = np.cumsum(counts)
+        for index in rows.tolist():
+            request, count = batch.requests[index], int(counts[index])
+            first, start = int(ends[index]) - count, int(self.requests.num_computed[request.slot])
             # The last token of the prompt predicts a token that is not the prompt's.
             num_rows = min(start + count, request.num_prompt - 1) - start
-            if request.params.prompt_logprobs is None or num_rows <= 0:
+            if num_rows <= 0:
                 continue
             parts = []
             for begin in range(0, num_rows, self._prompts.rows):

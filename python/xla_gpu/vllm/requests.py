@@ -20,6 +20,8 @@ from .sampler.request import SamplingState
 
 NO_SLOT = -1
 
+Int32Array = npt.NDArray[np.int32]
+
 
 @dataclasses.dataclass
 class Request:
@@ -27,10 +29,7 @@ class Request:
 
     Attributes:
       num_prompt: tokens of the prompt.
-      num_tokens: prompt and sampled tokens, those included that the host does not know yet.
-      num_computed: tokens whose keys and values are stored before the next step.
-      known: how many of the tokens stand in RequestTable.token_ids. The others were sampled since the request got its
-        slot; only the last of them is ever an input, and that one is on the device.
+      slot: its row in the arrays of RequestTable and in what the device keeps, or NO_SLOT.
       outputs: sampled tokens, appended when they arrive on the host: in asynchronous scheduling a step late.
     """
 
@@ -38,30 +37,47 @@ class Request:
     params: SamplingParams
     sampling: SamplingState
     num_prompt: int
-    num_tokens: int = 0
-    num_computed: int = 0
-    known: int = 0
     slot: int = NO_SLOT
     outputs: list[int] = dataclasses.field(default_factory=list)
     prompt_token_ids: npt.NDArray[np.int32] = dataclasses.field(default_factory=lambda: np.empty(0, np.int32))
     prompt_logprobs: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
 
-    @property
-    def num_outputs(self) -> int:
-        """Sampled tokens, those included that the host does not know yet."""
-        return self.num_tokens - self.num_prompt
+
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    """The requests of a step, in its order.
+
+    Attributes:
+      slots: int32[len(requests)].
+    """
+
+    requests: list[Request]
+    slots: Int32Array
 
 
 class RequestTable:
-    """All requests that the engine has told the runner of and not ended."""
+    """All requests that the engine has told the runner of and not ended.
+
+    Attributes:
+      token_ids: int32[max_seqs + 1, max_model_len], by slot.
+      num_prompt: int32[max_seqs + 1], by slot like the following: tokens of the prompt.
+      num_tokens: prompt and sampled tokens, those included that the host does not know yet.
+      num_computed: tokens whose keys and values are stored before the next step.
+      known: how many of the tokens stand in ``token_ids``. The others were sampled since the request got its slot; only
+        the last of them is ever an input, and that one is on the device.
+    """
 
     def __init__(self, max_seqs: int, max_model_len: int, tables: BlockTables, seed: int) -> None:
         self.tables = tables
         self.token_ids = np.zeros((max_seqs + 1, max_model_len), np.int32)
+        self.num_prompt, self.num_tokens, self.num_computed, self.known = np.zeros((4, max_seqs + 1), np.int32)
         self._requests: dict[str, Request] = {}
         self._free = list(range(max_seqs - 1, -1, -1))
         # For requests without a seed.
         self._seeds = np.random.default_rng(seed)
+        # Most steps have the requests of the step before.
+        self._last_ids: list[str] | None = None
+        self._last_batch = Batch([], np.empty(0, np.int32))
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -84,22 +100,25 @@ class RequestTable:
                 self._give_back(preempted)
         admitted = [self._add(new) for new in scheduled.scheduled_new_reqs]
         cached = scheduled.scheduled_cached_reqs
-        for req_id, pages, computed in zip(
-            cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
-        ):
-            request = self._requests[req_id]
-            request.num_computed = computed
-            if req_id in cached.resumed_req_ids:
+        requests = [self._requests[req_id] for req_id in cached.req_ids]
+        for request, pages in zip(requests, cached.new_block_ids, strict=True):
+            if request.req_id in cached.resumed_req_ids:
                 self._give_back(request)
-                self._admit(request, cached.all_token_ids[req_id], pages)
+                self._admit(request, cached.all_token_ids[request.req_id], pages)
                 admitted.append(request)
             elif pages is not None:
                 self.tables.append(request.slot, pages)
+        self.num_computed[[request.slot for request in requests]] = cached.num_computed_tokens
         return admitted
 
-    def batch(self, scheduled: Any) -> list[Request]:
-        """The requests of a step, in the order of its batch."""
-        return [self._requests[req_id] for req_id in scheduled.num_scheduled_tokens]
+    def batch(self, scheduled: Any) -> Batch:
+        """The requests of a step."""
+        ids = list(scheduled.num_scheduled_tokens)
+        if ids != self._last_ids:
+            requests = [self._requests[req_id] for req_id in ids]
+            slots = np.fromiter((request.slot for request in requests), np.int32, len(requests))
+            self._last_ids, self._last_batch = ids, Batch(requests, slots)
+        return self._last_batch
 
     def _add(self, new: Any) -> Request:
         request = Request(
@@ -107,18 +126,20 @@ class RequestTable:
             new.sampling_params,
             SamplingState.of(new.sampling_params, self._seeds),
             num_prompt=len(new.prompt_token_ids),
-            num_computed=new.num_computed_tokens,
             prompt_token_ids=np.asarray(new.prompt_token_ids, np.int32),
         )
         self._requests[new.req_id] = request
         self._admit(request, new.prompt_token_ids, new.block_ids)
+        self.num_computed[request.slot] = new.num_computed_tokens
         return request
 
     def _admit(self, request: Request, token_ids: Sequence[int], pages: Sequence[Sequence[int]]) -> None:
         slot = request.slot = self._free.pop()
-        request.num_tokens = request.known = len(token_ids)
+        self._last_ids = None
+        self.num_prompt[slot] = request.num_prompt
+        self.num_tokens[slot] = self.known[slot] = len(token_ids)
         request.outputs = list(token_ids[request.num_prompt :])
-        self.token_ids[slot, : request.known] = token_ids
+        self.token_ids[slot, : len(token_ids)] = token_ids
         self.tables.clear(slot)
         self.tables.append(slot, pages)
 
@@ -126,3 +147,4 @@ class RequestTable:
         if request.slot != NO_SLOT:
             self._free.append(request.slot)
             request.slot = NO_SLOT
+            self._last_ids = None

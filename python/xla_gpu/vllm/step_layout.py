@@ -7,6 +7,7 @@ are padding.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import numpy as np
@@ -31,6 +32,7 @@ class StepLayout:
     num_groups: int
     max_updates: int
 
+    @functools.cached_property
     def fields(self) -> dict[str, int]:
         """Lengths of the parts, in the order in which they stand in the array."""
         return {
@@ -49,10 +51,10 @@ class StepLayout:
             "update_pages": self.max_updates,
         }
 
-    @property
+    @functools.cached_property
     def size(self) -> int:
         """Elements of the array."""
-        return sum(self.fields().values())
+        return sum(self.fields.values())
 
     def unpack(self, packed: Any) -> dict[str, Any]:
         """Cuts an array or tensor of ``size`` elements into its parts, by name; they are views.
@@ -60,7 +62,7 @@ class StepLayout:
         Slices, not split: torch_xla aborts where the index of an index_select comes out of a split.
         """
         parts, at = {}, 0
-        for name, length in self.fields().items():
+        for name, length in self.fields.items():
             parts[name] = packed[at : at + length]
             at += length
         parts["slot_mapping"] = parts["slot_mapping"].reshape(self.num_groups, self.num_tokens)
@@ -73,10 +75,16 @@ class StepLayout:
           unused_slot: the request slot that nobody has.
           unused_entry: an index into the block tables of that slot.
         """
-        packed = np.zeros(self.size, np.int32)
-        parts = self.unpack(packed)
-        parts["sources"][:] = -1
-        parts["slot_mapping"][:] = -1
-        parts["request_slots"][:] = unused_slot
-        parts["update_indices"][:] = unused_entry
-        return packed, parts
+        packed = _padding(self, unused_slot, unused_entry).copy()
+        return packed, self.unpack(packed)
+
+
+@functools.lru_cache(maxsize=64)
+def _padding(layout: StepLayout, unused_slot: int, unused_entry: int) -> Int32Array:
+    packed = np.zeros(layout.size, np.int32)
+    parts = layout.unpack(packed)
+    parts["sources"][:] = -1
+    parts["slot_mapping"][:] = -1
+    parts["request_slots"][:] = unused_slot
+    parts["update_indices"][:] = unused_entry
+    return packed

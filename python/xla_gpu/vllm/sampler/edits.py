@@ -20,22 +20,22 @@ NO_CONDITION = -1
 Edit = tuple[int, int, int, float]
 
 
-def of_request(row: int, request: Request) -> list[Edit]:
-    """The edits of a request's row in the step that samples its next token."""
+def of_request(row: int, request: Request, num_outputs: int) -> list[Edit]:
+    """The edits of a request's row in the step that samples its next token, after ``num_outputs`` others."""
     params, edits = request.params, []
-    if request.num_outputs < params.min_tokens:
+    if num_outputs < params.min_tokens:
         edits += [(row, token, NO_CONDITION, float("-inf")) for token in sorted(params.all_stop_token_ids)]
     for token, bias in (params.logit_bias or {}).items():
         edits.append((row, token, NO_CONDITION, bias))
     for word in params.bad_words_token_ids or ():
         *before, last = word
-        if len(before) > request.num_outputs:
+        if len(before) > num_outputs:
             continue
         if not before:
             edits.append((row, last, NO_CONDITION, float("-inf")))
             continue
         # Sampled tokens up to the last one, which only the device is sure to have.
-        end = request.num_outputs - 1
+        end = num_outputs - 1
         if before[:-1] == request.outputs[end - len(before) + 1 : end]:
             edits.append((row, last, before[-1], float("-inf")))
     return edits

@@ -22,8 +22,8 @@ import numpy.typing as npt
 import torch
 
 from ..program import Program
-from ..requests import Request
-from . import edits, layout, logprobs, masks, penalties, truncation
+from ..requests import Batch, Request
+from . import edits, logprobs, masks, parameters, penalties, truncation
 from .random import gumbel_noise
 from .request import GREEDY_TEMPERATURE
 
@@ -64,6 +64,7 @@ class Sampler:
         self._all_allowed: dict[int, torch.Tensor] = {}
         self.counts = torch.zeros((options.max_seqs + 1, options.vocab_size), dtype=torch.int32, device=device)
         self._load: Program | None = None
+        self.parameters = parameters.SlotParameters(options.max_seqs, options.vocab_size)
 
     # ---- Programs ----------------------------------------------------------------------------------------------------
 
@@ -73,7 +74,7 @@ class Sampler:
         shape = (rows, options.vocab_size)
         logits = torch.zeros(shape, dtype=options.logits_dtype, device=device)
         wide = torch.zeros(shape, dtype=torch.float32, device=device)
-        params = [torch.from_numpy(array).to(device) for array in layout.empty(rows)]
+        params = [torch.from_numpy(array).to(device) for array in parameters.empty(rows)]
         edit = [torch.from_numpy(array).to(device) for array in edits.pack([], 0)[0]]
         last = torch.zeros(options.max_seqs + 1, dtype=torch.int32, device=device)
         tokens = torch.zeros(rows, dtype=torch.int32, device=device)
@@ -82,11 +83,11 @@ class Sampler:
 
         def random(truncated: bool, logits: torch.Tensor, *rest: torch.Tensor) -> list[torch.Tensor]:
             floats, integers, last = rest
-            return self._draw(logits.float(), layout.unpack(floats, integers, rows), last, truncated)
+            return self._draw(logits.float(), parameters.unpack(floats, integers, rows), last, truncated)
 
         def full(logits: torch.Tensor, mask: torch.Tensor, *rest: torch.Tensor) -> list[torch.Tensor]:
             floats, integers, last, counts = rest
-            fields = layout.unpack(floats, integers, rows)
+            fields = parameters.unpack(floats, integers, rows)
             logits = masks.apply(logits, mask)
             sampled = counts.index_select(0, fields["counted_slot"])
             logits = penalties.apply(logits, sampled, fields["repetition"], fields["frequency"], fields["presence"])
@@ -96,7 +97,7 @@ class Sampler:
 
         def edited(logits: torch.Tensor, *rest: torch.Tensor) -> list[torch.Tensor]:
             places, values, floats, integers, last = rest
-            last_tokens = last.index_select(0, layout.unpack(floats, integers, rows)["slot"])
+            last_tokens = last.index_select(0, parameters.unpack(floats, integers, rows)["slot"])
             return [edits.apply(logits, places, values, last_tokens)]
 
         def scores(logits: torch.Tensor, mask: torch.Tensor, tokens: torch.Tensor) -> list[torch.Tensor]:
@@ -153,7 +154,8 @@ class Sampler:
     # ---- Steps -------------------------------------------------------------------------------------------------------
 
     def admit(self, request: Request, token_ids: npt.NDArray[np.int32]) -> None:
-        """Makes the row of counts of a request that got its slot, where it has penalties."""
+        """Notes the parameters of a request that got its slot, and makes its row of counts where it has penalties."""
+        self.parameters.store(request.slot, request.params, request.sampling)
         if not request.sampling.penalised:
             return
         if self._load is None:
@@ -171,8 +173,10 @@ class Sampler:
 
     def sample(
         self,
-        requests: list[Request],
+        batch: Batch,
+        flags: dict[str, npt.NDArray[np.bool_]],
         sampled: npt.NDArray[np.bool_],
+        numbers: npt.NDArray[np.int32],
         greedy: Sampled,
         previous_tokens: torch.Tensor,
         logits: torch.Tensor,
@@ -181,39 +185,38 @@ class Sampler:
         """The tokens of a step.
 
         Args:
-          requests: of the step's batch.
-          sampled: of each, whether the step ends at its last token.
+          batch: of the step.
+          flags: of its requests, as SlotParameters.flagged found them.
+          sampled: of each request, whether the step ends at its last token.
+          numbers: of each request, how many tokens it has sampled before.
           greedy: the most likely tokens, as the model's program took them.
           previous_tokens: int32[max_seqs + 1], each request's last token before this step, by slot.
           logits: T[rows, vocab_size]; rows past the requests have no meaning.
           grammar: by row, the tokens that structured output allows.
         """
+        if not flags and not grammar:
+            return greedy
         rows = logits.shape[0]
-        chosen = [request for request, counts in zip(requests, sampled, strict=True) if counts]
-        edit_list = [
-            edit
-            for row, request in enumerate(requests)
-            if sampled[row] and request.sampling.edited
-            for edit in edits.of_request(row, request)
-        ]
-        allowed = {
-            row: request.params.allowed_token_ids
-            for row, request in enumerate(requests)
-            if sampled[row] and request.params.allowed_token_ids
-        }
-        full = bool(edit_list or allowed or grammar or any(request.sampling.penalised for request in chosen))
-        want_logprobs = any(request.params.logprobs is not None for request in chosen)
-        random = full or any(not request.sampling.greedy for request in chosen)
+        none = np.zeros_like(sampled)
+        edited, penalised, random, truncated, scored = (
+            flags.get(name, none) & sampled for name in ("edited", "penalised", "random", "truncated", "logprobs")
+        )
+        edit_list, allowed = [], {}
+        for row in np.flatnonzero(edited).tolist():
+            request = batch.requests[row]
+            edit_list += edits.of_request(row, request, int(numbers[row]))
+            if request.params.allowed_token_ids:
+                allowed[row] = request.params.allowed_token_ids
+        full = bool(edit_list or allowed or grammar or penalised.any())
+        want_logprobs = bool(scored.any())
         result, scores = greedy, None
-        if random or (want_logprobs and self._returns_processed):
-            unused = self._options.max_seqs
-            packed = layout.pack(requests, sampled, rows, self._options.vocab_size, unused)
+        if full or random.any() or (want_logprobs and self._returns_processed):
+            packed = self.parameters.pack(batch.slots, sampled, numbers, rows)
             params = [self._to_device(array) for array in packed]
             if full:
                 outputs = self._full(logits, params, greedy.last_tokens, previous_tokens, edit_list, grammar, allowed)
             else:
-                truncated = any(request.sampling.truncated for request in chosen)
-                program = self._programs["truncated" if truncated else "plain", rows]
+                program = self._programs["truncated" if truncated.any() else "plain", rows]
                 outputs, _ = program([logits, *params, greedy.last_tokens])
             result = Sampled(outputs[0], outputs[1], None)
             scores = outputs[2] if self._returns_processed else None
