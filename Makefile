@@ -2,6 +2,7 @@
 # A fresh machine needs Python 3.11 or newer and gcc.
 #
 # PYTHON       the interpreter that .venv is made with
+# VLLM         the version of vLLM that demo-vllm and test-vllm run: 0.12.0 or 0.13.0
 # XLA_GPU_CUDA ON or OFF: whether the library holds CUDA handlers; ON where a GPU is found, and in wheels
 # CUDAARCHS    what GPUs the installed library or the wheel has code for: this machine's, or all in wheels
 PYTHON       ?= python3
@@ -11,7 +12,11 @@ JOBS         ?= $(shell nproc)
 CUDA_ARCH    ?= 90a-real
 
 VENV    := .venv
-VLLM    := build/vllm
+VLLM    ?= 0.12.0
+VLLM_ENV := build/vllm-$(VLLM)
+# vLLM without its requirements. The distribution vllm-tpu is its Python side alone, and exists for some versions.
+VLLM_WHEEL_0.12.0 := vllm-tpu==0.12.0
+VLLM_WHEEL := $(or $(VLLM_WHEEL_$(VLLM)),vllm==$(VLLM))
 BIN     := $(VENV)/bin
 PIP     := $(BIN)/python -m pip --disable-pip-version-check --quiet
 HEADERS := build/ffi-headers
@@ -29,14 +34,14 @@ demo: $(VENV)/.installed
 demo-jax: $(VENV)/.installed
 	$(BIN)/python examples/serve_llama_jax.py --check
 
-demo-vllm: $(VENV)/.installed $(VLLM)/.done
-	PJRT_DEVICE=CPU $(VLLM)/bin/python examples/serve_vllm.py --check
+demo-vllm: $(VENV)/.installed $(VLLM_ENV)/.done
+	PJRT_DEVICE=CPU $(VLLM_ENV)/bin/python examples/serve_vllm.py --check
 
 test: $(VENV)/.installed test-handlers
 	XLA_GPU_TEST_HANDLERS=$(HANDLERS) $(BIN)/python -m pytest
 
-test-vllm: $(VENV)/.installed $(VLLM)/.done
-	PJRT_DEVICE=CPU $(VLLM)/bin/python -m pytest -q -r fE tests/vllm
+test-vllm: $(VENV)/.installed $(VLLM_ENV)/.done
+	PJRT_DEVICE=CPU $(VLLM_ENV)/bin/python -m pytest -q -r fE tests/vllm
 
 # ---- Set-up: frameworks once, the package again whenever one of its sources changed ----------------------------------
 $(VENV)/.frameworks: pyproject.toml
@@ -56,14 +61,14 @@ $(VENV)/.dev: $(VENV)/.frameworks
 	touch $@
 
 # vLLM's Python side, without the CUDA packages that it requires, and with the frameworks and the package of $(VENV): its own
-# transformers stands before theirs. (The distribution vllm-tpu is vLLM's pure-Python wheel.)
-$(VLLM)/.done: $(VENV)/.frameworks third_party/requirements.py
-	$(BIN)/python -m venv $(VLLM)
+# transformers stands before theirs.
+$(VLLM_ENV)/.done: $(VENV)/.frameworks third_party/requirements.py
+	$(BIN)/python -m venv $(VLLM_ENV)
 	$(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" \
-	  > $$($(VLLM)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/frameworks.pth
+	  > $$($(VLLM_ENV)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/frameworks.pth
 	$(BIN)/python third_party/requirements.py vllm-test | \
-	  $(VLLM)/bin/python -m pip --disable-pip-version-check --quiet install -r /dev/stdin
-	$(VLLM)/bin/python -m pip --disable-pip-version-check --quiet install --no-deps vllm-tpu==0.12.0
+	  $(VLLM_ENV)/bin/python -m pip --disable-pip-version-check --quiet install -r /dev/stdin
+	$(VLLM_ENV)/bin/python -m pip --disable-pip-version-check --quiet install --no-deps $(VLLM_WHEEL)
 	touch $@
 
 # The FFI headers as the build requires them, for builds by hand.

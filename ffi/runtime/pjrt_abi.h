@@ -188,9 +188,9 @@ struct ExecutableSerializeArgs {
   size_t struct_size;
   Extension* extension_start;
   const void* executable;
-  const char* bytes;           // out: valid until the deleter is called
-  size_t num_bytes;            // out
-  void* owner;                 // out
+  const char* bytes;             // out: valid until the deleter is called
+  size_t num_bytes;              // out
+  void* owner;                   // out
   void (*deleter)(void* owner);  // out
   uint64_t room[8];
 };

@@ -101,8 +101,8 @@ XLA_GPU_EXPORT const char* xla_gpu_call(const xla_gpu_call_args* args, int32_t* 
 // Sets the PJRT plug-in that this library's GetPjrtApi() adapts. Call it before the first GetPjrtApi().
 XLA_GPU_EXPORT const char* xla_gpu_pjrt_use_plugin(const char* path);
 
-// What became of the executables compiled through the adapter while XLA_GPU_EXECUTABLE_CACHE named a folder: loaded from
-// a file, compiled, of those stored, and files that could not be used.
+// What became of the executables compiled through the adapter while XLA_GPU_EXECUTABLE_CACHE named a folder: loaded
+// from a file, compiled, of those stored, and files that could not be used.
 XLA_GPU_EXPORT void xla_gpu_executable_cache_counts(int64_t counts[4]);
 
 // ---- Device groups: GPUs of one host that all_reduce among themselves ----

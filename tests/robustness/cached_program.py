@@ -9,6 +9,7 @@ another call:
 from __future__ import annotations
 
 import json
+import os
 import sys
 
 import numpy as np
@@ -71,12 +72,11 @@ def main(name: str, folder: str) -> None:
         jax.monitoring.register_event_listener(listen)
         check(frontend)
     else:
-        import torch_xla.debug.metrics as metrics
-        import torch_xla.runtime
+        from xla_gpu.torch import executable_cache_info
 
-        torch_xla.runtime.initialize_cache(folder)
+        os.environ["XLA_GPU_EXECUTABLE_CACHE"] = folder
         check(frontend)
-        counts = {k: metrics.counter_value(k) for k in metrics.counter_names() if "PersistentCache" in k}
+        counts = executable_cache_info()._asdict()
     print(json.dumps(counts))
 
 

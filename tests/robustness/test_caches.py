@@ -41,7 +41,7 @@ def test_every_attribute_dtype_and_shape_in_one_graph(frontend):
             compare.assert_close(g, w, y, f"{frontend.name} {case.name}")
 
 
-@pytest.mark.frontends("jax", "torch_xla", "jax-cuda", "torch_xla-cuda")
+@pytest.mark.frontends("jax", "jax-cuda", "torch_xla-cuda")
 def test_from_a_persistent_compilation_cache(frontend, tmp_path):
     """A second process finds the first one's programs on disk, and calls its own handlers in them."""
     counts = []
@@ -59,14 +59,9 @@ def test_from_a_persistent_compilation_cache(frontend, tmp_path):
     if frontend.framework == "jax":
         assert not first.get("cache_hits") and second["cache_hits"] == first["cache_misses"]
     else:
-        # torch_xla's CPU client cannot load what it stored, with any program; it compiles again then. On a GPU a second
-        # process has other keys for the same programs and finds none. Either way it has compared each variant with the
-        # reference: what counts is that no entry serves two of them.
-        stored = first["PersistentCacheMiss"]
-        found = second.get("PersistentCacheHit", 0) + second.get("PersistentCacheDeserializeFailure", 0)
-        assert stored >= 2 * len(cached_program.CASES)
-        assert found + second.get("PersistentCacheMiss", 0) == stored
-        assert found == stored or (frontend.platform == "cuda" and found == 0)
+        assert first["stored"] == first["compiled"] >= 2 * len(cached_program.CASES)
+        assert second["loaded"] == first["loaded"] + first["compiled"]
+        assert second["compiled"] == second["unusable"] == 0
 
 
 def test_the_variants_can_be_told_apart():
