@@ -1,0 +1,112 @@
+#!/usr/bin/env python3
+"""A serving run of vLLM at the shape of Llama-3-8B with random weights: all requests at once, of random lengths.
+
+    PJRT_DEVICE=GPU python benchmarks/vllm_serving.py              # this library's back end
+    python benchmarks/vllm_serving.py                              # vLLM's own, in an environment with its CUDA build
+    PJRT_DEVICE=CPU python benchmarks/vllm_serving.py --tiny --requests 20 --prompt 4 40 --output 4 20
+
+Output tokens per second from the first request to the last token, and the times between the tokens of a request as the
+engine hands them out. The second of two runs with the same requests is measured. One line of output starts with "R "
+and is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+from vllm_steps import LLAMA_3_8B, TINY, emit
+
+
+def run(engine, requests: list[tuple[list[int], int]], prefix: str) -> dict[str, float]:
+    """Sends (prompt, output length) pairs and waits for all."""
+    from vllm import SamplingParams
+
+    start = time.perf_counter()
+    for number, (prompt, new) in enumerate(requests):
+        params = SamplingParams(temperature=0, max_tokens=new, ignore_eos=True, detokenize=False)
+        engine.add_request(f"{prefix}-{number}", {"prompt_token_ids": prompt}, params)
+    counts: dict[str, int] = {}
+    last: dict[str, float] = {}
+    between: list[float] = []
+    first: list[float] = []
+    while engine.has_unfinished_requests():
+        outputs = engine.step()
+        now = time.perf_counter()
+        for output in outputs:
+            name, count = output.request_id, len(output.outputs[0].token_ids)
+            new = count - counts.get(name, 0)
+            if new <= 0:
+                continue
+            if name in last:
+                between += [(now - last[name]) / new] * new
+            else:
+                first.append(now - start)
+            counts[name], last[name] = count, now
+    seconds = time.perf_counter() - start
+    tokens = sum(counts.values())
+    assert tokens == sum(new for _, new in requests), (tokens, len(counts))
+    p50, p90, p99 = np.percentile(between, [50, 90, 99]) * 1e3
+    return {
+        "seconds": round(seconds, 2),
+        "prompt_tokens": sum(len(prompt) for prompt, _ in requests),
+        "output_tokens": tokens,
+        "output_tokens_per_s": round(tokens / seconds),
+        "between_tokens_ms": {"p50": round(p50, 2), "p90": round(p90, 2), "p99": round(p99, 2)},
+        "first_token_s": {"p50": round(float(np.median(first)), 3), "max": round(max(first), 3)},
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tiny", action="store_true", help="a tiny model, to check the script")
+    parser.add_argument("--requests", type=int, default=200)
+    parser.add_argument("--prompt", type=int, nargs=2, default=[100, 2000], metavar=("LEAST", "MOST"))
+    parser.add_argument("--output", type=int, nargs=2, default=[50, 400], metavar=("LEAST", "MOST"))
+    parser.add_argument("--max-tokens", type=int, default=8192, help="of a step (default %(default)s)")
+    parser.add_argument("--max-seqs", type=int, default=256, help="in a step (default %(default)s)")
+    parser.add_argument("--buckets", type=int, nargs="*", help="token buckets of the XLA back end")
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    from vllm import LLM, __version__
+
+    model = TINY if arguments.tiny else LLAMA_3_8B
+    rng = np.random.default_rng(arguments.seed)
+    requests = [
+        (rng.integers(10, model["vocab_size"], length).tolist(), int(new))
+        for length, new in zip(
+            rng.integers(*arguments.prompt, arguments.requests, endpoint=True),
+            rng.integers(*arguments.output, arguments.requests, endpoint=True),
+            strict=True,
+        )
+    ]
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "config.json").write_text(json.dumps(model))
+        start = time.perf_counter()
+        llm = LLM(
+            model=folder,
+            load_format="dummy",
+            skip_tokenizer_init=True,
+            dtype="bfloat16",
+            max_model_len=4096,
+            max_num_seqs=arguments.max_seqs,
+            max_num_batched_tokens=arguments.max_tokens,
+            enable_prefix_caching=False,
+            async_scheduling=True,
+            additional_config={"token_buckets": arguments.buckets} if arguments.buckets else {},
+        )
+        started = round(time.perf_counter() - start, 1)
+        run(llm.llm_engine, requests, "first")
+        emit(vllm=__version__, start_s=started, **run(llm.llm_engine, requests, "second"))
+
+
+if __name__ == "__main__":
+    main()
