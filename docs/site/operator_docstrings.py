@@ -18,7 +18,7 @@ import griffe
 SOURCES = Path(__file__).resolve().parents[2] / "python"
 sys.path.insert(0, str(SOURCES))
 
-PUBLIC = ("xla_gpu.torch", "xla_gpu.jax")
+PUBLIC = ("xla_gpu.torch", "xla_gpu.jax", "xla_gpu._torch.user_kernels", "xla_gpu._jax.user_kernels")
 
 
 class OperatorDocstrings(griffe.Extension):

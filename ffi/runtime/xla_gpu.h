@@ -96,6 +96,31 @@ typedef struct xla_gpu_call_args {
 // device `device_ordinal`. Writes the handler's error code (XLA_FFI_Error_Code) to `code` where the call failed.
 XLA_GPU_EXPORT const char* xla_gpu_call(const xla_gpu_call_args* args, int32_t* code);
 
+// ---- tvm-ffi functions as handlers ----
+
+// Functions of the process's libtvm_ffi.so, which this library is not linked with.
+typedef struct xla_gpu_tvm_ffi_api {
+  size_t struct_size;                                                                            // sizeof(this)
+  int (*function_call)(void* function, void* arguments, int32_t num_arguments, void* result);    // TVMFFIFunctionCall
+  int (*env_set_stream)(int32_t device_type, int32_t device_id, void* stream, void** previous);  // TVMFFIEnvSetStream
+  void (*error_move_from_raised)(void** error);  // TVMFFIErrorMoveFromRaised
+  int (*object_dec_ref)(void* object);           // TVMFFIObjectDecRef
+} xla_gpu_tvm_ffi_api;
+
+typedef struct xla_gpu_tvm_ffi_target {
+  size_t struct_size;            // sizeof(this)
+  const char* name;              // for error texts
+  void* function;                // a TVMFFIObjectHandle, which the caller keeps alive
+  const char* const* arguments;  // "args", "rets", "args.<i>", "rets.<i>", "attrs.<name>" or "ctx.stream" each
+  size_t num_arguments;
+  int32_t on_cuda;
+  int32_t allow_capture;  // the handler may be captured into command buffers
+} xla_gpu_tvm_ffi_target;
+
+// Makes a handler that calls the function; a process has 128 of them, which are never given back.
+XLA_GPU_EXPORT const char* xla_gpu_tvm_ffi_register(const xla_gpu_tvm_ffi_api* api,
+                                                    const xla_gpu_tvm_ffi_target* target, XLA_FFI_Handler** handler);
+
 // ---- PJRT adapter ----
 
 // Sets the PJRT plug-in that this library's GetPjrtApi() adapts. Call it before the first GetPjrtApi().

@@ -21,6 +21,9 @@ from ._jax import context_parallel, device_group
 from ._jax import ragged_paged_attention_v3 as _ragged_paged_attention_v3
 from ._jax.call import function, ragged
 from ._jax.device_group import DeviceGroup
+from ._jax.user_kernels import cuda_kernel, kernel_call, register_tvm_ffi_target, triton_call
+from ._user_kernels.cuda_kernel import CudaKernel
+from ._user_kernels.launch import Result, Scratch
 from .ops import all_reduce as _all_reduce
 from .ops import merge_attention_states as _merge_attention_states
 from .ops import paged_attention as _paged_attention
@@ -32,22 +35,29 @@ from .ops import silu_and_mul as _silu_and_mul
 from .ops import simple_add as _simple_add
 
 __all__ = [
+    "CudaKernel",
     "DeviceGroup",
+    "Result",
+    "Scratch",
     "all_reduce",
     "all_reduce_add_rms_norm",
     "context_parallel_paged_attention",
     "context_parallel_slots",
+    "cuda_kernel",
     "gelu_and_mul",
+    "kernel_call",
     "merge_attention_states",
     "paged_attention",
     "paged_attention_with_lse",
     "ragged_paged_attention",
     "ragged_paged_attention_v3",
+    "register_tvm_ffi_target",
     "reshape_and_cache",
     "rms_norm",
     "sample",
     "silu_and_mul",
     "simple_add",
+    "triton_call",
 ]
 
 

@@ -32,7 +32,17 @@ from ._runtime.executable_cache import ExecutableCacheInfo
 from ._torch import process_group
 from ._torch.ffi_call import FfiCall
 from ._torch.functions import function
+from ._torch.user_kernels import (
+    cuda_kernel,
+    kernel_call,
+    kernel_call_,
+    register_tvm_ffi_target,
+    triton_call,
+    triton_call_,
+)
 from ._torch_xla import lowering
+from ._user_kernels.cuda_kernel import CudaKernel
+from ._user_kernels.launch import Result, Scratch
 from .ops import all_reduce as _all_reduce
 from .ops import merge_attention_states as _merge_attention_states
 from .ops import paged_attention as _paged_attention
@@ -44,23 +54,32 @@ from .ops import silu_and_mul as _silu_and_mul
 from .ops import simple_add as _simple_add
 
 __all__ = [
+    "CudaKernel",
+    "Result",
+    "Scratch",
     "all_reduce",
     "all_reduce_add_rms_norm",
+    "cuda_kernel",
     "executable_cache_info",
     "ffi_call",
     "gelu_and_mul",
     "hlo",
+    "kernel_call",
+    "kernel_call_",
     "merge_attention_states",
     "paged_attention",
     "paged_attention_with_lse",
     "ragged_paged_attention",
     "register_ffi_target",
+    "register_tvm_ffi_target",
     "reshape_and_cache",
     "reshape_and_cache_",
     "rms_norm",
     "sample",
     "silu_and_mul",
     "simple_add",
+    "triton_call",
+    "triton_call_",
 ]
 
 # ---- Operators -------------------------------------------------------------------------------------------------------

@@ -43,6 +43,8 @@ def operator_folders() -> list[str]:
 
 # Operators with another's target: a second name and signature for the same handler.
 WITHOUT_TARGET = {"ragged_paged_attention"}
+# Handlers that run users' kernels (ffi/user_kernels), and are no operators.
+USER_KERNELS = {"kernel_call"}
 
 
 # ---- Symbols = targets = operators -----------------------------------------------------------------------------------
@@ -56,7 +58,9 @@ def test_handler_table_is_the_operators():
     platforms = ["Host", "CUDA"] if with_cuda() else ["Host"]
     table = sorted((h.target, h.platform) for h in library.load().handlers())
     assert table == sorted(
-        (f"xla_gpu_{op.name}", p) for op in OPERATORS if op.name not in WITHOUT_TARGET for p in platforms
+        (f"xla_gpu_{name}", p)
+        for name in {op.name for op in OPERATORS} - WITHOUT_TARGET | USER_KERNELS
+        for p in platforms
     )
 
 

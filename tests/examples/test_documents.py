@@ -31,7 +31,7 @@ PAGES = sorted(
 )
 BLOCK = re.compile(r"^(?:<!-- example: (?P<mark>[^>]*) -->\n)?```python\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)
 # Most examples must run, or the test says nothing about the documents.
-MOST_FRAGMENTS = 4
+MOST_FRAGMENTS = 7
 
 
 def build_handler(text: str) -> None:
@@ -46,7 +46,19 @@ def build_handler(text: str) -> None:
     subprocess.run(shlex.split(command), check=True)
 
 
-PRELUDES = {"docs/guides/ffi_call.md": build_handler}
+def build_tvm_ffi_functions(text: str) -> None:
+    """The page's tvm-ffi function, compiled against the package's headers."""
+    libinfo = pytest.importorskip("tvm_ffi.libinfo")
+    if shutil.which("g++") is None:
+        pytest.skip("g++ is not installed")
+    code = re.search(r"^```cpp\n(#include <tvm.*?)^```$", text, re.MULTILINE | re.DOTALL)[1]
+    Path("functions.cc").write_text(code)
+    include = [f"-I{libinfo.find_include_path()}", f"-I{libinfo.find_dlpack_include_path()}"]
+    command = ["g++", "-std=c++17", "-fPIC", "-shared", *include, "functions.cc", "-o", "functions.so"]
+    subprocess.run([*command, libinfo.find_libtvm_ffi()], check=True)
+
+
+PRELUDES = {"docs/guides/ffi_call.md": build_handler, "docs/guides/user_kernels.md": build_tvm_ffi_functions}
 
 
 class Example(NamedTuple):

@@ -23,7 +23,10 @@ from ..errors import LibraryError
 from .architectures import code_for
 
 REPORT_MARK = "xla_gpu doctor report: "
-_PACKAGES = ("torch", "torch_xla", "torchax", "jax", "jaxlib", "jax-cuda12-pjrt", "jax-cuda13-pjrt", "vllm", "numpy")
+_PACKAGES = (
+    *("torch", "torch_xla", "torchax", "jax", "jaxlib", "jax-cuda12-pjrt", "jax-cuda13-pjrt", "vllm", "numpy"),
+    *("triton", "nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu12", "apache-tvm-ffi"),  # for users' kernels
+)
 _FRONTEND_SECONDS = 240  # the first compilation on a GPU takes its time; nothing healthy takes this long
 _DEVICE_SECONDS = 60
 

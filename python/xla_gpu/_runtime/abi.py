@@ -70,6 +70,29 @@ class GroupMember(ct.Structure):
 
 GROUP_HANDLE_BYTES = 64
 
+
+class TvmFfiApi(ct.Structure):
+    _fields_ = [
+        ("struct_size", ct.c_size_t),
+        ("function_call", ct.c_void_p),
+        ("env_set_stream", ct.c_void_p),
+        ("error_move_from_raised", ct.c_void_p),
+        ("object_dec_ref", ct.c_void_p),
+    ]
+
+
+class TvmFfiTarget(ct.Structure):
+    _fields_ = [
+        ("struct_size", ct.c_size_t),
+        ("name", ct.c_char_p),
+        ("function", ct.c_void_p),
+        ("arguments", ct.POINTER(ct.c_char_p)),
+        ("num_arguments", ct.c_size_t),
+        ("on_cuda", ct.c_int32),
+        ("allow_capture", ct.c_int32),
+    ]
+
+
 # name: (result, arguments). A char* result is an error text, or NULL.
 SIGNATURES = {
     "xla_gpu_handlers": (ct.POINTER(Handler), [ct.POINTER(ct.c_size_t)]),
@@ -82,6 +105,10 @@ SIGNATURES = {
         [ct.c_void_p, ct.POINTER(ct.c_int), ct.POINTER(ct.c_int), ct.POINTER(ct.c_uint32)],
     ),
     "xla_gpu_call": (ct.c_char_p, [ct.POINTER(CallArgs), ct.POINTER(ct.c_int32)]),
+    "xla_gpu_tvm_ffi_register": (
+        ct.c_char_p,
+        [ct.POINTER(TvmFfiApi), ct.POINTER(TvmFfiTarget), ct.POINTER(ct.c_void_p)],
+    ),
     "xla_gpu_pjrt_use_plugin": (ct.c_char_p, [ct.c_char_p]),
     "xla_gpu_executable_cache_counts": (None, [ct.POINTER(ct.c_int64)]),
     "xla_gpu_group_allocate": (ct.c_char_p, [ct.POINTER(GroupMember), ct.c_void_p]),

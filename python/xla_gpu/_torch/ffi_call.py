@@ -46,7 +46,7 @@ class FfiCall:
         )
         self._target = target_name
         self._container: Any = None if not several else tuple if isinstance(result_shape_dtypes, tuple) else list
-        self._dtypes = [_dtype_name(target_name, i, result) for i, result in enumerate(results)]
+        self._dtypes = [dtype_name(target_name, i, result) for i, result in enumerate(results)]
         self._shapes = [list(result.shape) for result in results]
         self._op = torch.ops.xla_gpu.ffi_call_with_side_effect if has_side_effect else torch.ops.xla_gpu.ffi_call
         self._input_layouts = input_layouts
@@ -96,7 +96,8 @@ def _traced_text(target: str, name: str, value: Any) -> str:
 _constant_text = torch.compiler.assume_constant_result(_traced_text)
 
 
-def _dtype_name(target: str, index: int, result: Any) -> str:
+def dtype_name(target: str, index: int, result: Any) -> str:
+    """NumPy's name of the dtype of ``result``, the description of result ``index`` of ``target``."""
     if not hasattr(result, "shape") or not hasattr(result, "dtype"):
         raise TypeError(
             f"{target}: result {index}: expected an object with shape and dtype, got {type(result).__name__}"
@@ -139,7 +140,7 @@ def _bind(
     result_layouts: tuple[int, ...],
     aliases: tuple[int, ...],
 ) -> OpCall:
-    shapes = _split(result_sizes, result_ranks)
+    shapes = split(result_sizes, result_ranks)
     results = tuple(ArraySpec(shape, dtype) for shape, dtype in zip(shapes, result_dtypes, strict=True))
     attributes = tuple(
         sorted(
@@ -166,7 +167,8 @@ def _bind(
 _cached_bind = functools.lru_cache(maxsize=4096)(_bind)
 
 
-def _split(values: Sequence[int], lengths: Sequence[int]) -> list[tuple[int, ...]]:
+def split(values: Sequence[int], lengths: Sequence[int]) -> list[tuple[int, ...]]:
+    """``values`` in parts of these lengths."""
     parts, start = [], 0
     for length in lengths:
         parts.append(tuple(values[start : start + length]))
@@ -175,7 +177,7 @@ def _split(values: Sequence[int], lengths: Sequence[int]) -> list[tuple[int, ...
 
 
 def _layouts(flat: Sequence[int], ranks: Sequence[int]) -> tuple[Layout, ...]:
-    return tuple(_split(flat, ranks)) if flat else ()
+    return tuple(split(flat, ranks)) if flat else ()
 
 
 def _check_aliases(call: OpCall) -> None:

@@ -1,0 +1,1 @@
+"""Users' kernels: compiled, described and bound to calls, before any framework."""

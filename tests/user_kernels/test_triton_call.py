@@ -1,0 +1,179 @@
+"""triton_call without a GPU: Triton compiles, the call lowers, wrong arguments get an error."""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from xla_gpu._core.operator import ArraySpec
+from xla_gpu._user_kernels import launch, triton_call
+
+triton = pytest.importorskip("triton")
+
+from tests.user_kernels import triton_functions as functions  # noqa: E402 - imports Triton
+
+X = np.arange(1000, dtype=np.float32)
+FLOATS = ArraySpec((1000,), "float32")
+OPTIONS = {"num_warps": 4, "num_stages": 3, "num_ctas": 1}
+NEEDS_GPU = "kernel_call: add: a CUDA kernel runs on an NVIDIA GPU alone, and this program runs on the CPU"
+
+
+def blocks(meta):
+    return triton.cdiv(meta["n"], meta["BLOCK"])
+
+
+# ---- Programs --------------------------------------------------------------------------------------------------------
+@pytest.mark.frontends("eager", "jax", "torch_xla", "torch_xla-compiled")
+def test_a_run_says_what_it_needs(frontend):
+    module = frontend.module() if hasattr(frontend, "module") else __import__("xla_gpu.jax").jax
+    call = module.triton_call(functions.add, FLOATS_LIKE, grid=blocks, BLOCK=256)
+    with pytest.raises(Exception, match=NEEDS_GPU):
+        frontend.run(lambda ops, x: call(x, x, 1000), {"x": X})
+
+
+class FLOATS_LIKE:
+    shape, dtype = (1000,), np.dtype(np.float32)
+
+
+# ---- What the handler sees -------------------------------------------------------------------------------------------
+def bound(fn, arguments, results=(FLOATS,), grid=1, config=None, options=OPTIONS, aliases=(), **constexprs):
+    call = triton_call.make_call(triton_call.describe(fn), grid, options, constexprs, config)
+    free = [i for i in range(len(results)) if i not in dict(aliases).values()]
+    encoded = triton_call.encode(call.where, arguments, free, lambda x: isinstance(x, ArraySpec))
+    return triton_call.bind(
+        call, tuple(encoded.arrays), encoded.encoded, encoded.floats, tuple(results), tuple(aliases), False
+    )
+
+
+def attribute(call, name):
+    (value,) = (value for each, value in call.attributes if each == name)
+    return value
+
+
+def numbers(call, name):
+    return np.frombuffer(attribute(call, name).data, np.int64).tolist()
+
+
+def parameters(call):
+    count, *flat = numbers(call, "parameters")
+    assert len(flat) == 3 * count
+    return [tuple(flat[i : i + 3]) for i in range(0, len(flat), 3)]
+
+
+def test_grid_sees_arguments_and_constants():
+    assert numbers(bound(functions.add, [FLOATS, FLOATS, 1000], grid=blocks, BLOCK=256), "grid") == [4, 1, 1]
+    assert numbers(bound(functions.add, [FLOATS, FLOATS, 1000], grid=(2, 3), BLOCK=256), "grid") == [2, 3, 1]
+    of_array = bound(functions.add, [FLOATS, FLOATS, 7], grid=lambda m: (m["x"].numel() // m["BLOCK"],), BLOCK=128)
+    assert numbers(of_array, "grid") == [7, 1, 1]
+    warps = bound(functions.add, [FLOATS, FLOATS, 7], options={**OPTIONS, "num_warps": 8}, BLOCK=128)
+    assert numbers(warps, "block") == [256, 1, 1]
+
+
+def test_a_grid_that_sees_other_values_is_another_call():
+    def call(programs):
+        return bound(functions.add, [FLOATS, FLOATS, 7], grid=lambda meta: programs, BLOCK=128)
+
+    assert [numbers(call(programs), "grid")[0] for programs in (1, 2, 1)] == [1, 2, 1]
+
+
+def test_specialisation():
+    """Ones are compiled in, multiples of 16 are known to be, and the launch checks the alignment of arrays."""
+    array = lambda kind, i: (kind, i, 16)  # noqa: E731
+    n = {
+        value: parameters(bound(functions.add, [FLOATS, FLOATS, value], BLOCK=128)) for value in (1, 16, 17, 18, 2**40)
+    }
+    arrays = [array(launch.OPERAND, 0), array(launch.OPERAND, 1)]
+    tail = [array(launch.RESULT, 0), (launch.BITS, 0, 8), (launch.BITS, 0, 8)]  # the two scratch pointers
+    assert n[1] == [*arrays, *tail]
+    assert n[17] == [*arrays, (launch.BITS, 17, 4), *tail]
+    assert n[2**40] == [*arrays, (launch.BITS, 2**40, 8), *tail]
+    cubin = {n: attribute(bound(functions.softmax, [FLOATS, n], BLOCK=512), "cubin") for n in (300, 302, 304)}
+    assert cubin[304] != cubin[300] == cubin[302]  # rows of aligned addresses are loaded in vectors
+
+
+def test_numbers_of_other_widths():
+    values = (np.int64(5), np.float64(0.5), np.uint8(3), np.float16(1.5), None)
+    given = parameters(bound(functions.numbers, [FLOATS, *values], results=[ArraySpec((5,), "float32")]))[1:5]
+    assert given == [
+        (launch.BITS, int.from_bytes(v.tobytes().ljust(8, b"\0"), "little"), v.itemsize) for v in values[:4]
+    ]
+    values = (True, 2.5, ml_dtypes.bfloat16(1), 2, None)
+    given = parameters(bound(functions.numbers, [FLOATS, *values], results=[ArraySpec((5,), "float32")]))[1:5]
+    assert given == [
+        (launch.BITS, 1, 1),
+        (launch.BITS, int(np.float32(2.5).view(np.int32)), 4),
+        (launch.BITS, int(np.asarray(values[2]).view(np.uint16)), 2),
+        (launch.BITS, 2, 4),
+    ]
+
+
+def test_scratch_memory_of_tensor_descriptors():
+    halves = [ArraySpec(shape, "float16") for shape in ((256, 192), (192, 128), (256, 128))]
+    for num_ctas in (1, 2):
+        call = bound(
+            *(functions.matmul, [*halves[:2], launch.Result(0), 256, 128, 192], halves[2:]),
+            **dict(grid=(2, 1), options={**OPTIONS, "num_ctas": num_ctas}, BM=128, BN=128, BK=64),
+        )
+        result, scratch = call.results
+        assert result == halves[2] and scratch.dtype == "uint8"
+        # Three descriptors of 128 bytes for each program; Triton may align them further.
+        assert scratch.shape[0] >= 2 * num_ctas * 3 * 128
+        assert np.prod(numbers(call, "grid")) == 2 * num_ctas and np.prod(numbers(call, "cluster")) == num_ctas
+
+
+def test_configurations_and_heuristics():
+    arguments = [FLOATS, 1024]
+    with pytest.raises(ValueError, match="triton_call: tuned: config: expected one of the function's 2 configurations"):
+        bound(functions.tuned, arguments, grid=blocks)
+    small, large = functions.tuned.configs
+    calls = [bound(functions.tuned, arguments, grid=blocks, config=config) for config in (small, large)]
+    assert [numbers(call, "grid")[0] for call in calls] == [16, 4]
+    assert [numbers(call, "block")[0] for call in calls] == [64, 128]
+    ragged = bound(functions.tuned, [FLOATS, 1000], grid=blocks, config=large)  # EVEN is false
+    assert attribute(ragged, "cubin") != attribute(calls[1], "cubin")
+
+
+def test_what_tuning_found_is_used():
+    call = triton_call.make_call(triton_call.describe(functions.tuned), blocks, OPTIONS, {}, None)
+    encoded = triton_call.encode(call.where, [FLOATS, 512], [0], lambda x: isinstance(x, ArraySpec))
+    arguments = (tuple(encoded.arrays), encoded.encoded, encoded.floats, (FLOATS,))
+    key = triton_call.tuning_key(call, *arguments)
+    assert not triton_call.is_tuned(call, key)
+    triton_call.remember_config(key, functions.tuned.configs[0])
+    assert triton_call.is_tuned(call, key)
+    assert numbers(triton_call.bind(call, *arguments, (), False), "grid") == [8, 1, 1]
+    with pytest.raises(ValueError, match="config: expected one of"):  # another value of the key "n"
+        bound(functions.tuned, [FLOATS, 513], grid=blocks)
+
+
+# ---- Wrong arguments -------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("arguments", "options", "text"),
+    [
+        ([FLOATS, FLOATS], {"BLOCK": 128}, r"add: arguments: expected 4 \(x, y, n, out\), results included, got 3"),
+        ([FLOATS, FLOATS, 1, 2], {"BLOCK": 128}, "add: arguments: expected 4"),
+        ([FLOATS, FLOATS, 1000], {"BLOCK": 100}, "add: Triton does not compile it for compute capability"),
+        ([FLOATS, FLOATS, 1000], {"BLOCK": 128, "WIDTH": 1}, "add: expected constants among the parameters"),
+        ([FLOATS, FLOATS, "n"], {"BLOCK": 128}, "add: argument 2: expected an array, a number, None or Result"),
+        ([FLOATS, FLOATS, 2**63], {"BLOCK": 128}, "add: argument 2: expected an integer of 64 bits"),
+        ([FLOATS, FLOATS, 1000], {"BLOCK": 128, "grid": 0}, r"add: grid: expected 1 to"),
+        ([FLOATS, FLOATS, 1000], {"BLOCK": np.zeros(3)}, "add: BLOCK: expected a constant, got an array"),
+        ([FLOATS, ArraySpec((3,), "complex64"), 1], {"BLOCK": 128}, "add: y: expected a dtype that Triton knows"),
+        ([FLOATS, FLOATS, launch.Result(1)], {"BLOCK": 128}, r"add: arguments: expected Result of each of \[0\] once"),
+    ],
+)  # fmt: skip
+def test_arguments_that_are_refused(arguments, options, text):
+    with pytest.raises((ValueError, TypeError), match=f"triton_call: {text}"):
+        bound(functions.add, arguments, **options)
+
+
+def test_functions_that_are_refused():
+    for fn in (len, functions.add.fn, "add"):
+        with pytest.raises(TypeError, match=r"triton_call: fn: expected a function of @triton\.jit, got"):
+            triton_call.describe(fn)
+    hooked = triton.Config({"BLOCK": 64}, pre_hook=print)
+    with pytest.raises(ValueError, match="tuned: config: expected one without pre_hook"):
+        bound(functions.tuned, [FLOATS, 8], config=hooked)
+    with pytest.raises(ValueError, match="add: num_warps: expected a positive int, got 0"):
+        bound(functions.add, [FLOATS, FLOATS, 8], options={**OPTIONS, "num_warps": 0}, BLOCK=64)
