@@ -24,20 +24,17 @@ constexpr int kMaxTokensPerBlock = 128;
 constexpr int kTableSize = 512;  // a power of two, 4 × the tokens: probes are short
 constexpr int64_t kWantedBlocks = 512;
 
-// value / scale in C, saturated. Without a scale T is C, and the bits are kept.
-template <typename C, typename T>
-__device__ C Store(T value, float scale) {
-  if constexpr (std::is_same_v<C, T>) {
-    return value;
-  } else {
-    constexpr __nv_fp8_interpretation_t kFormat = std::is_same_v<C, __nv_fp8_e4m3> ? __NV_E4M3 : __NV_E5M2;
-    C stored;
-    const float scaled = static_cast<float>(value) / scale;
-    stored.__x = __nv_cvt_float_to_fp8(scaled, __NV_SATFINITE, kFormat);
-    // The hardware's NaN has no sign, and in e5m2 another payload than the host's.
-    if (isnan(scaled)) stored.__x = (signbit(scaled) ? 0x80 : 0) | (kFormat == __NV_E4M3 ? 0x7f : 0x7e);
-    return stored;
-  }
+// How elements are stored. kBits: as they are, in a cache of the same dtype. kFloat8: divided by a scale, saturated;
+// the cache's format is a parameter, so that one kernel serves both.
+enum class Storage { kBits, kFloat8 };
+
+template <typename T>
+__device__ uint8_t ToFloat8(T value, float scale, __nv_fp8_interpretation_t format) {
+  const float scaled = static_cast<float>(value) / scale;
+  // The hardware's NaN has no sign, and in e5m2 another payload than the host's.
+  if (isnan(scaled)) return (signbit(scaled) ? 0x80 : 0) | (format == __NV_E4M3 ? 0x7f : 0x7e);
+  return format == __NV_E4M3 ? __nv_cvt_float_to_fp8(scaled, __NV_SATFINITE, __NV_E4M3)
+                             : __nv_cvt_float_to_fp8(scaled, __NV_SATFINITE, __NV_E5M2);
 }
 
 __device__ unsigned Bucket(unsigned long long slot) {
@@ -68,13 +65,17 @@ struct LatestTokens {
   }
 };
 
-template <typename T, typename C, typename Slot, int kVec>
+template <typename T, Storage kStorage, int kVec>
 __global__ void __launch_bounds__(kThreads)
     ReshapeAndCacheKernel(const ReshapeAndCacheParams params, int tokens_per_block) {
   __shared__ LatestTokens latest;
   __shared__ int64_t destinations[kMaxTokensPerBlock];  // element offset of the token's slot; -1: nothing to store
 
-  const Slot* const slot_mapping = static_cast<const Slot*>(params.slot_mapping);  // [num_slots]
+  // slot_mapping: int32 or int64[num_slots].
+  const auto slot_of = [&params](int64_t token) -> int64_t {
+    return params.slots_are_64_bit ? static_cast<const int64_t*>(params.slot_mapping)[token]
+                                   : static_cast<const int32_t*>(params.slot_mapping)[token];
+  };
   const int64_t cache_slots = params.num_pages * params.page_size;
   const int64_t first = static_cast<int64_t>(blockIdx.x) * tokens_per_block;
   const int count = static_cast<int>(min(static_cast<int64_t>(tokens_per_block), params.num_slots - first));
@@ -86,19 +87,19 @@ __global__ void __launch_bounds__(kThreads)
   }
   __syncthreads();
   for (int i = threadIdx.x; i < count; i += kThreads) {
-    const int64_t slot = slot_mapping[first + i];
+    const int64_t slot = slot_of(first + i);
     if (slot >= 0 && slot < cache_slots) latest.Insert(slot);
   }
   __syncthreads();
 #pragma unroll 4
   for (int64_t token = first + threadIdx.x; token < params.num_slots; token += kThreads) {
-    const int64_t slot = slot_mapping[token];
+    const int64_t slot = slot_of(token);
     const int entry = slot >= 0 ? latest.Find(slot) : -1;
     if (entry >= 0) atomicMax(reinterpret_cast<long long*>(&latest.tokens[entry]), static_cast<long long>(token));
   }
   __syncthreads();
   for (int i = threadIdx.x; i < count; i += kThreads) {
-    const int64_t slot = slot_mapping[first + i];
+    const int64_t slot = slot_of(first + i);
     const bool in_cache = slot >= 0 && slot < cache_slots;
     const bool store = in_cache && latest.tokens[latest.Find(slot)] == first + i;
     destinations[i] =
@@ -107,6 +108,7 @@ __global__ void __launch_bounds__(kThreads)
   __syncthreads();
 
   // The block's tokens × {K, V} × vectors of kVec elements.
+  using C = std::conditional_t<kStorage == Storage::kBits, T, uint8_t>;
   using Source = AlignedVector<T, kVec>;
   using Stored = AlignedVector<C, kVec>;
   const auto vectors_per_head = static_cast<unsigned>(params.head_dim / kVec);
@@ -123,28 +125,38 @@ __global__ void __launch_bounds__(kThreads)
     if (destination < 0) continue;
     const unsigned head = vector / vectors_per_head;
     const unsigned vector_of_head = vector - head * vectors_per_head;
-    const float* const scales = is_value ? params.v_scale : params.k_scale;
-    const float scale = std::is_same_v<T, C> ? 1.0f : scales[params.scale_per_head ? head : 0];
     const Source source = (is_value ? value : key)[static_cast<int64_t>(token) * vectors_per_row + vector];
     Stored stored;
+    if constexpr (kStorage == Storage::kBits) {
+      stored = source;
+    } else {
+      const float scale = (is_value ? params.v_scale : params.k_scale)[params.scale_per_head ? head : 0];
+      const auto store = [&](__nv_fp8_interpretation_t format) {
 #pragma unroll
-    for (int j = 0; j < kVec; ++j) stored.values[j] = Store<C>(source.values[j], scale);
+        for (int j = 0; j < kVec; ++j) stored.values[j] = ToFloat8(source.values[j], scale, format);
+      };
+      if (params.cache_dtype == DType::kF8E4M3FN) {
+        store(__NV_E4M3);
+      } else {
+        store(__NV_E5M2);
+      }
+    }
     C* const cache = static_cast<C*>(is_value ? params.v_cache : params.k_cache);
     C* const target = cache + destination + head * params.head_stride + static_cast<int64_t>(vector_of_head) * kVec;
     *reinterpret_cast<Stored*>(target) = stored;
   }
 }
 
-// Whether each vector of kVec elements is aligned to its size, on both sides.
-template <typename T, typename C>
+// Whether each vector of `vec` elements is aligned to its size, on both sides.
 bool IsAligned(const ReshapeAndCacheParams& params, int vec) {
   const auto source = reinterpret_cast<uintptr_t>(params.key) | reinterpret_cast<uintptr_t>(params.value);
   const auto stored = reinterpret_cast<uintptr_t>(params.k_cache) | reinterpret_cast<uintptr_t>(params.v_cache);
   const int64_t elements = params.head_dim | params.page_stride | params.slot_stride | params.head_stride;
-  return source % (vec * sizeof(T)) == 0 && stored % (vec * sizeof(C)) == 0 && elements % vec == 0;
+  return source % (vec * SizeOf(params.dtype)) == 0 && stored % (vec * SizeOf(params.cache_dtype)) == 0 &&
+         elements % vec == 0;
 }
 
-template <typename T, typename C, typename Slot>
+template <typename T, Storage kStorage>
 Status LaunchTyped(const ReshapeAndCacheParams& params, Stream stream) {
   constexpr int kVec = 16 / sizeof(T);
   int64_t tokens_per_block = (params.num_slots + kWantedBlocks - 1) / kWantedBlocks;
@@ -157,22 +169,12 @@ Status LaunchTyped(const ReshapeAndCacheParams& params, Stream stream) {
     return Status::InvalidArgument(
         "reshape_and_cache: key: expected fewer than 2^31 elements in a token and 2^38 tokens");
   }
-  const auto grid = static_cast<unsigned>(blocks);
-  if (IsAligned<T, C>(params, kVec)) {
-    ReshapeAndCacheKernel<T, C, Slot, kVec>
-        <<<grid, kThreads, /*shared_mem=*/0, stream>>>(params, static_cast<int>(tokens_per_block));
-  } else {
-    ReshapeAndCacheKernel<T, C, Slot, 1>
-        <<<grid, kThreads, /*shared_mem=*/0, stream>>>(params, static_cast<int>(tokens_per_block));
-  }
+  const auto kernel =
+      IsAligned(params, kVec) ? ReshapeAndCacheKernel<T, kStorage, kVec> : ReshapeAndCacheKernel<T, kStorage, 1>;
+  kernel<<<static_cast<unsigned>(blocks), kThreads, /*shared_mem=*/0, stream>>>(params,
+                                                                                static_cast<int>(tokens_per_block));
   XLA_GPU_RETURN_IF_LAUNCH_FAILED();
   return Status::Ok();
-}
-
-template <typename T, typename C>
-Status LaunchSlots(const ReshapeAndCacheParams& params, Stream stream) {
-  return params.slots_are_64_bit ? LaunchTyped<T, C, int64_t>(params, stream)
-                                 : LaunchTyped<T, C, int32_t>(params, stream);
 }
 
 template <typename T>
@@ -180,13 +182,12 @@ Status LaunchCache(const ReshapeAndCacheParams& params, Stream stream) {
   if (params.cache_dtype == params.dtype) {
     // Only the bits matter, so one kernel serves all types of a size.
     using Bits = std::conditional_t<sizeof(T) == 2, uint16_t, uint32_t>;
-    return LaunchSlots<Bits, Bits>(params, stream);
+    return LaunchTyped<Bits, Storage::kBits>(params, stream);
   }
   if (params.k_scale == nullptr || params.v_scale == nullptr) {
     return Status::InvalidArgument("reshape_and_cache: k_scale, v_scale: expected with a float8 kv_cache, got none");
   }
-  if (params.cache_dtype == DType::kF8E4M3FN) return LaunchSlots<T, __nv_fp8_e4m3>(params, stream);
-  if (params.cache_dtype == DType::kF8E5M2) return LaunchSlots<T, __nv_fp8_e5m2>(params, stream);
+  if (IsFloat8(params.cache_dtype)) return LaunchTyped<T, Storage::kFloat8>(params, stream);
   return Status::InvalidArgument("reshape_and_cache: kv_cache: expected the dtype of key or a float8 one, got another");
 }
 
