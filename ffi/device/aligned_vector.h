@@ -5,8 +5,9 @@
 namespace xla_gpu {
 
 // kAlignment: of its address in bytes, a power of two. With 4, 8 or 16 the compiler makes accesses of that size.
-template <typename T, int kSize, int kAlignment = kSize * static_cast<int>(sizeof(T))>
+template <typename T, int kSize_, int kAlignment = kSize_ * static_cast<int>(sizeof(T))>
 struct alignas(kAlignment) AlignedVector {
+  static constexpr int kSize = kSize_;
   T values[kSize];
 };
 

@@ -4,13 +4,12 @@
 
 #include <cstdint>
 
+#include "ffi/device/aligned_vector.h"
+
 namespace xla_gpu {
 
 template <typename T>
-struct alignas(16) Vector {
-  static constexpr int kSize = 16 / sizeof(T);
-  T values[kSize];
-};
+using Vector = AlignedVector<T, static_cast<int>(16 / sizeof(T))>;
 
 // Vector `i` of data[size]: element by element where the pointer is not aligned or the last vector is not whole. What
 // is past the end is 0.

@@ -4,6 +4,7 @@
 //
 // The CTAs of a call depend on the CTAs of the same index on the peers alone, so that they need not all run at once.
 #include <algorithm>
+#include <type_traits>
 
 #include "ffi/base/cuda_status.h"
 #include "ffi/device/dispatch.cuh"
@@ -16,6 +17,7 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int kTwoShotThreads = 512;
 constexpr int kMaxTwoShotBlocks = 64;
+constexpr int kMinTwoShotRanks = 4;  // two ranks take the kernel of four: their links are the limit
 static_assert(kMaxTwoShotBlocks <= kMaxFlagBlocks);
 
 // ---- Low latency ----
@@ -82,32 +84,41 @@ __global__ void __launch_bounds__(kTwoShotThreads) TwoShotKernel(const __grid_co
   const int64_t first = static_cast<int64_t>(blockIdx.x) * kTwoShotThreads + threadIdx.x;
   const int64_t step = static_cast<int64_t>(gridDim.x) * kTwoShotThreads;
 
-  // Calls `body(i)` for this thread's vectors of `owner`'s share, kBatch loads before as many stores.
+  // Loads and stores this thread's vectors of `owner`'s share, kBatch loads before as many stores. `whole`: true where
+  // all vectors are aligned and whole. Others take one vector at a time, since access to single elements is much code.
   const auto for_each = [&](int owner, auto load, auto store) {
     const int64_t begin = owner * share;
     const int64_t count = max(min(share, vectors - begin), int64_t{0});
-    for (int64_t i = first; i < count; i += kBatch * step) {
-      V batch[kBatch];
+    if (aligned) {
+      constexpr std::true_type kWhole;
+      for (int64_t i = first; i < count; i += kBatch * step) {
+        V batch[kBatch];
 #pragma unroll
-      for (int b = 0; b < kBatch; ++b) {
-        if (i + b * step < count) batch[b] = load(begin, i + b * step);
-      }
+        for (int b = 0; b < kBatch; ++b) {
+          if (i + b * step < count) batch[b] = load(begin, i + b * step, kWhole);
+        }
 #pragma unroll
-      for (int b = 0; b < kBatch; ++b) {
-        if (i + b * step < count) store(begin, i + b * step, batch[b]);
+        for (int b = 0; b < kBatch; ++b) {
+          if (i + b * step < count) store(begin, i + b * step, batch[b], kWhole);
+        }
       }
+    } else {
+      constexpr std::false_type kWhole;
+#pragma unroll 1
+      for (int64_t i = first; i < count; i += step) store(begin, i, load(begin, i, kWhole), kWhole);
     }
   };
+  const auto peer_after = [&](int q) { return rank + q < group.ranks ? rank + q : rank + q - group.ranks; };
   const auto area = [&](int owner, int64_t offset) { return reinterpret_cast<V*>(group.regions[owner] + offset); };
 
   // Every peer gets its share of x; each rank begins with another peer, so that all links are in use.
   if (!call.broken) {
     for (int q = 1; q < group.ranks; ++q) {
-      const int peer = (rank + q) % group.ranks;
+      const int peer = peer_after(q);
       V* to = area(peer, group.scatter_offset(rank));
       for_each(
-          peer, [&](int64_t begin, int64_t i) { return LoadVector(x, begin + i, size, aligned); },
-          [&](int64_t, int64_t i, const V& v) { __stwt(reinterpret_cast<uint4*>(to + i), AsBits(v)); });
+          peer, [&](int64_t begin, int64_t i, auto whole) { return LoadVector(x, begin + i, size, whole); },
+          [&](int64_t, int64_t i, const V& v, auto) { __stwt(reinterpret_cast<uint4*>(to + i), AsBits(v)); });
     }
   }
   bool arrived = MeetPeers(group, 0, call, &deadline);
@@ -116,8 +127,8 @@ __global__ void __launch_bounds__(kTwoShotThreads) TwoShotKernel(const __grid_co
   if (arrived) {
     for_each(
         rank,
-        [&](int64_t begin, int64_t i) {
-          const V own = LoadVector(x, begin + i, size, aligned);
+        [&](int64_t begin, int64_t i, auto whole) {
+          const V own = LoadVector(x, begin + i, size, whole);
           V parts[kRanks];
 #pragma unroll
           for (int r = 0; r < kRanks; ++r) {
@@ -135,12 +146,12 @@ __global__ void __launch_bounds__(kTwoShotThreads) TwoShotKernel(const __grid_co
           }
           return sum.Round();
         },
-        [&](int64_t begin, int64_t i, const V& v) {
+        [&](int64_t begin, int64_t i, const V& v, auto whole) {
           for (int q = 1; q < group.ranks; ++q) {
-            V* to = area((rank + q) % group.ranks, group.gather_offset(rank));
+            V* to = area(peer_after(q), group.gather_offset(rank));
             __stwt(reinterpret_cast<uint4*>(to + i), AsBits(v));
           }
-          StoreVector(out, begin + i, size, aligned, v);
+          StoreVector(out, begin + i, size, whole, v);
         });
   }
   // Without its data no flag is sent: the peers' patience ends too.
@@ -151,10 +162,10 @@ __global__ void __launch_bounds__(kTwoShotThreads) TwoShotKernel(const __grid_co
     const V* from = area(rank, group.gather_offset(owner));
     for_each(
         owner,
-        [&](int64_t, int64_t i) {
+        [&](int64_t, int64_t i, auto) {
           return arrived ? FromBits<T>(__ldcv(reinterpret_cast<const uint4*>(from + i))) : NanVector<T>();
         },
-        [&](int64_t begin, int64_t i, const V& v) { StoreVector(out, begin + i, size, aligned, v); });
+        [&](int64_t begin, int64_t i, const V& v, auto whole) { StoreVector(out, begin + i, size, whole, v); });
   }
   EndCall(group, call);
 }
@@ -213,7 +224,7 @@ Status LaunchGroup(const AllReduceParams& p, Stream stream) {
     const int64_t size = std::min(most, p.size - at);
     const int64_t share = ((size + kSize - 1) / kSize + group.ranks - 1) / group.ranks;
     const bool piece_aligned = aligned && size % kSize == 0;
-    TwoShotKernel<T, kRanks>
+    TwoShotKernel<T, std::max(kRanks, kMinTwoShotRanks)>
         <<<Blocks(share, kTwoShotThreads, kMaxTwoShotBlocks), kTwoShotThreads, /*shared_mem=*/0, stream>>>(
             group, static_cast<const T*>(p.x) + at, static_cast<T*>(p.out) + at, size, piece_aligned);
     XLA_GPU_RETURN_IF_LAUNCH_FAILED();
@@ -239,7 +250,7 @@ Status Load(Kernel kernel) {
 template <typename T, int kRanks>
 Status LoadRanks() {
   if (Status status = Load(LowLatencyKernel<T, kRanks>); !status.ok()) return status;
-  return Load(TwoShotKernel<T, kRanks>);
+  return Load(TwoShotKernel<T, std::max(kRanks, kMinTwoShotRanks)>);
 }
 
 template <typename T>
