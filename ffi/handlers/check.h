@@ -7,8 +7,8 @@
 #include <exception>
 #include <initializer_list>
 #include <optional>
-#include <sstream>
 #include <string>
+#include <type_traits>
 #include <utility>
 
 #include "ffi/base/dtype.h"
@@ -25,125 +25,62 @@ namespace xla_gpu {
 
 namespace ffi = ::xla::ffi;
 
+// A piece of an error's text.
+class TextPart {
+ public:
+  TextPart(const char* text) : text_(text) {}
+  TextPart(const std::string& text) : text_(text) {}
+  template <typename T, typename = std::enable_if_t<std::is_arithmetic_v<T>>>
+  TextPart(T number) : text_(ToText(Widest<T>{number})) {}
+
+  const std::string& text() const { return text_; }
+
+ private:
+  template <typename T>
+  using Widest = std::conditional_t<std::is_floating_point_v<T>, double,
+                                    std::conditional_t<std::is_signed_v<T>, long long, unsigned long long>>;
+  static std::string ToText(long long number);
+  static std::string ToText(unsigned long long number);
+  static std::string ToText(double number);
+
+  std::string text_;
+};
+
+std::string Concatenate(std::initializer_list<TextPart> parts);
+
 template <typename... Parts>
 std::string StrCat(const Parts&... parts) {
-  std::ostringstream text;
-  (text << ... << parts);
-  return text.str();
+  return Concatenate({TextPart(parts)...});
 }
 
 // "paged_attention: query: expected rank 3, got rank 2"
-inline ffi::Error Mismatch(const char* op, const char* argument, const std::string& expected, const std::string& got) {
-  return ffi::Error::InvalidArgument(StrCat(op, ": ", argument, ": expected ", expected, ", got ", got));
-}
+ffi::Error Mismatch(const char* op, const char* argument, const std::string& expected, const std::string& got);
 
-inline std::string ShapeText(ffi::Span<const int64_t> dims) {
-  std::string text = "[";
-  for (size_t i = 0; i < dims.size(); ++i) text += (i ? ", " : "") + std::to_string(dims[i]);
-  return text + "]";
-}
+std::string ShapeText(ffi::Span<const int64_t> dims);
 
-inline const char* DTypeText(ffi::DataType dtype) {
-  switch (dtype) {
-    case ffi::DataType::F32:
-      return "float32";
-    case ffi::DataType::F16:
-      return "float16";
-    case ffi::DataType::BF16:
-      return "bfloat16";
-    case ffi::DataType::F8E4M3FN:
-      return "float8_e4m3fn";
-    case ffi::DataType::F8E5M2:
-      return "float8_e5m2";
-    case ffi::DataType::F64:
-      return "float64";
-    case ffi::DataType::S32:
-      return "int32";
-    case ffi::DataType::S64:
-      return "int64";
-    case ffi::DataType::U8:
-      return "uint8";
-    case ffi::DataType::PRED:
-      return "bool";
-    default:
-      return "another dtype";
-  }
-}
+const char* DTypeText(ffi::DataType dtype);
 
 // The only switch from XLA's dtypes to ours.
-inline std::optional<DType> ToDType(ffi::DataType dtype) {
-  switch (dtype) {
-    case ffi::DataType::F32:
-      return DType::kF32;
-    case ffi::DataType::F16:
-      return DType::kF16;
-    case ffi::DataType::BF16:
-      return DType::kBF16;
-    case ffi::DataType::F8E4M3FN:
-      return DType::kF8E4M3FN;
-    case ffi::DataType::F8E5M2:
-      return DType::kF8E5M2;
-    default:
-      return std::nullopt;
-  }
-}
+std::optional<DType> ToDType(ffi::DataType dtype);
 
-inline ffi::Error CheckDType(const char* op, const char* argument, const ffi::AnyBuffer& buffer,
-                             ffi::DataType expected) {
-  if (buffer.element_type() == expected) return ffi::Error::Success();
-  return Mismatch(op, argument, DTypeText(expected), DTypeText(buffer.element_type()));
-}
+ffi::Error CheckDType(const char* op, const char* argument, const ffi::AnyBuffer& buffer, ffi::DataType expected);
 
 // Reads the dtype in which an operator computes.
-inline ffi::Error GetComputeDType(const char* op, const char* argument, const ffi::AnyBuffer& buffer, DType* dtype) {
-  std::optional<DType> known = ToDType(buffer.element_type());
-  if (!known || IsFloat8(*known)) {
-    return Mismatch(op, argument, "float32, float16 or bfloat16", DTypeText(buffer.element_type()));
-  }
-  *dtype = *known;
-  return ffi::Error::Success();
-}
+ffi::Error GetComputeDType(const char* op, const char* argument, const ffi::AnyBuffer& buffer, DType* dtype);
 
-inline ffi::Error CheckRank(const char* op, const char* argument, const ffi::AnyBuffer& buffer, size_t expected) {
-  if (buffer.dimensions().size() == expected) return ffi::Error::Success();
-  return Mismatch(op, argument, StrCat("rank ", expected),
-                  StrCat("rank ", buffer.dimensions().size(), " (shape ", ShapeText(buffer.dimensions()), ")"));
-}
+ffi::Error CheckRank(const char* op, const char* argument, const ffi::AnyBuffer& buffer, size_t expected);
 
 // `expected` may hold -1 for "any".
-inline ffi::Error CheckShape(const char* op, const char* argument, const ffi::AnyBuffer& buffer,
-                             std::initializer_list<int64_t> expected) {
-  XLA_GPU_RETURN_IF_ERROR(CheckRank(op, argument, buffer, expected.size()));
-  size_t i = 0;
-  for (int64_t dim : expected) {
-    if (dim >= 0 && buffer.dimensions()[i] != dim) {
-      return Mismatch(op, argument, StrCat("shape ", ShapeText({expected.begin(), expected.size()})),
-                      StrCat("shape ", ShapeText(buffer.dimensions())));
-    }
-    ++i;
-  }
-  return ffi::Error::Success();
-}
+ffi::Error CheckShape(const char* op, const char* argument, const ffi::AnyBuffer& buffer,
+                      std::initializer_list<int64_t> expected);
 
 // Same dtype and shape as another argument.
-inline ffi::Error CheckSame(const char* op, const char* argument, const ffi::AnyBuffer& buffer, const char* other_name,
-                            const ffi::AnyBuffer& other) {
-  const std::string expected = ShapeText(other.dimensions()), got = ShapeText(buffer.dimensions());
-  if (buffer.element_type() == other.element_type() && got == expected) return ffi::Error::Success();
-  return Mismatch(op, argument, StrCat(DTypeText(other.element_type()), " ", expected, " as ", other_name),
-                  StrCat(DTypeText(buffer.element_type()), " ", got));
-}
+ffi::Error CheckSame(const char* op, const char* argument, const ffi::AnyBuffer& buffer, const char* other_name,
+                     const ffi::AnyBuffer& other);
 
-inline ffi::Error ToError(const Status& status) {
-  switch (status.code()) {
-    case Status::Code::kOk:
-      return ffi::Error::Success();
-    case Status::Code::kInvalidArgument:
-      return ffi::Error::InvalidArgument(status.message());
-    default:
-      return ffi::Error::Internal(status.message());
-  }
-}
+ffi::Error ToError(const Status& status);
+
+ffi::Error ExceptionError(const char* op, const char* what);
 
 // Runs `body`, which returns an ffi::Error, and turns an exception into one. Nothing in XLA catches exceptions: one
 // that leaves a handler ends the process.
@@ -152,9 +89,9 @@ ffi::Error NoThrow(const char* op, Body&& body) {
   try {
     return std::forward<Body>(body)();
   } catch (const std::exception& error) {
-    return ffi::Error::Internal(StrCat(op, ": ", error.what()));
+    return ExceptionError(op, error.what());
   } catch (...) {
-    return ffi::Error::Internal(StrCat(op, ": an exception of an unknown type"));
+    return ExceptionError(op, "an exception of an unknown type");
   }
 }
 

@@ -116,7 +116,7 @@ def test_operator_has_its_files(folder):
     ops = FFI / "ops" / folder
     for name in (f"{folder}.h", f"{folder}_ffi.cc", "CMakeLists.txt"):
         assert (ops / name).is_file(), ops / name
-    for pattern in (f"{folder}*_cpu*.cc", f"{folder}*_cuda*.cu"):
+    for pattern in (f"{folder}*_cpu*.cc", f"{folder}*_cuda*.c[cu]"):
         assert list(ops.glob(pattern)), ops / pattern
     assert (PACKAGE / "ops" / f"{folder}.py").is_file()
     assert (ROOT / "tests" / "ops" / f"test_{folder}.py").is_file()

@@ -19,10 +19,12 @@ int64_t PrefillScratchBytes(const PagedAttentionParams& shapes);
 // sequences may be split, else one.
 Status LaunchPrefill(const PagedAttentionParams& params, Stream stream);
 
-// The same for queries of dtype T: float, __half or __nv_bfloat16. Specialized in instantiations/, a source file each,
-// so that they compile in parallel.
-template <typename T>
-Status LaunchPrefill(const PagedAttentionParams& params, Stream stream);
+// The same by the dtype of queries. Each has its own source file in instantiations/, so that they compile in parallel.
+namespace prefill {
+Status LaunchF32(const PagedAttentionParams& params, Stream stream);
+Status LaunchF16(const PagedAttentionParams& params, Stream stream);
+Status LaunchBF16(const PagedAttentionParams& params, Stream stream);
+}  // namespace prefill
 
 }  // namespace xla_gpu
 

@@ -4,11 +4,10 @@
 #include "ffi/ops/paged_attention/prefill/launch.cuh"
 #include "ffi/ops/paged_attention/prefill/prefill.h"
 
-namespace xla_gpu {
+namespace xla_gpu::prefill {
 
-template <>
-Status LaunchPrefill<__nv_bfloat16>(const PagedAttentionParams& params, Stream stream) {
-  return prefill::Launch16Bit<__nv_bfloat16>(params, stream);
+Status LaunchBF16(const PagedAttentionParams& params, Stream stream) {
+  return Launch16Bit<__nv_bfloat16>(params, stream);
 }
 
-}  // namespace xla_gpu
+}  // namespace xla_gpu::prefill

@@ -4,11 +4,8 @@
 #include "ffi/ops/paged_attention/prefill/launch.cuh"
 #include "ffi/ops/paged_attention/prefill/prefill.h"
 
-namespace xla_gpu {
+namespace xla_gpu::prefill {
 
-template <>
-Status LaunchPrefill<__half>(const PagedAttentionParams& params, Stream stream) {
-  return prefill::Launch16Bit<__half>(params, stream);
-}
+Status LaunchF16(const PagedAttentionParams& params, Stream stream) { return Launch16Bit<__half>(params, stream); }
 
-}  // namespace xla_gpu
+}  // namespace xla_gpu::prefill

@@ -3,7 +3,6 @@
 #include <cstdint>
 #include <string>
 
-#include "ffi/device/dispatch.cuh"
 #include "ffi/ops/paged_attention/decode/decode.h"
 #include "ffi/ops/paged_attention/paged_attention.h"
 #include "ffi/ops/paged_attention/prefill/prefill.h"
@@ -40,17 +39,9 @@ Status CheckLayout(const PagedAttentionParams& params) {
 
 }  // namespace
 
-// Defined in prefill/instantiations/.
-template <>
-Status LaunchPrefill<float>(const PagedAttentionParams& params, Stream stream);
-template <>
-Status LaunchPrefill<__half>(const PagedAttentionParams& params, Stream stream);
-template <>
-Status LaunchPrefill<__nv_bfloat16>(const PagedAttentionParams& params, Stream stream);
-
 Status LaunchPrefill(const PagedAttentionParams& params, Stream stream) {
-  return DispatchFloat(params.dtype, "paged_attention: query",
-                       [&](auto zero) { return LaunchPrefill<decltype(zero)>(params, stream); });
+  if (params.dtype == DType::kF32) return prefill::LaunchF32(params, stream);
+  return params.dtype == DType::kBF16 ? prefill::LaunchBF16(params, stream) : prefill::LaunchF16(params, stream);
 }
 
 Status LaunchPagedAttention(const PagedAttentionParams& params, Stream stream) {

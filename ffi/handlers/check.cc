@@ -1,0 +1,130 @@
+#include "ffi/handlers/check.h"
+
+#include <sstream>
+
+namespace xla_gpu {
+
+std::string TextPart::ToText(long long number) { return std::to_string(number); }
+std::string TextPart::ToText(unsigned long long number) { return std::to_string(number); }
+std::string TextPart::ToText(double number) {
+  std::ostringstream text;
+  text << number;
+  return text.str();
+}
+
+std::string Concatenate(std::initializer_list<TextPart> parts) {
+  std::string text;
+  for (const TextPart& part : parts) text += part.text();
+  return text;
+}
+
+ffi::Error Mismatch(const char* op, const char* argument, const std::string& expected, const std::string& got) {
+  return ffi::Error::InvalidArgument(StrCat(op, ": ", argument, ": expected ", expected, ", got ", got));
+}
+
+std::string ShapeText(ffi::Span<const int64_t> dims) {
+  std::string text = "[";
+  for (size_t i = 0; i < dims.size(); ++i) text += (i ? ", " : "") + std::to_string(dims[i]);
+  return text + "]";
+}
+
+const char* DTypeText(ffi::DataType dtype) {
+  switch (dtype) {
+    case ffi::DataType::F32:
+      return "float32";
+    case ffi::DataType::F16:
+      return "float16";
+    case ffi::DataType::BF16:
+      return "bfloat16";
+    case ffi::DataType::F8E4M3FN:
+      return "float8_e4m3fn";
+    case ffi::DataType::F8E5M2:
+      return "float8_e5m2";
+    case ffi::DataType::F64:
+      return "float64";
+    case ffi::DataType::S32:
+      return "int32";
+    case ffi::DataType::S64:
+      return "int64";
+    case ffi::DataType::U8:
+      return "uint8";
+    case ffi::DataType::PRED:
+      return "bool";
+    default:
+      return "another dtype";
+  }
+}
+
+std::optional<DType> ToDType(ffi::DataType dtype) {
+  switch (dtype) {
+    case ffi::DataType::F32:
+      return DType::kF32;
+    case ffi::DataType::F16:
+      return DType::kF16;
+    case ffi::DataType::BF16:
+      return DType::kBF16;
+    case ffi::DataType::F8E4M3FN:
+      return DType::kF8E4M3FN;
+    case ffi::DataType::F8E5M2:
+      return DType::kF8E5M2;
+    default:
+      return std::nullopt;
+  }
+}
+
+ffi::Error CheckDType(const char* op, const char* argument, const ffi::AnyBuffer& buffer, ffi::DataType expected) {
+  if (buffer.element_type() == expected) return ffi::Error::Success();
+  return Mismatch(op, argument, DTypeText(expected), DTypeText(buffer.element_type()));
+}
+
+ffi::Error GetComputeDType(const char* op, const char* argument, const ffi::AnyBuffer& buffer, DType* dtype) {
+  std::optional<DType> known = ToDType(buffer.element_type());
+  if (!known || IsFloat8(*known)) {
+    return Mismatch(op, argument, "float32, float16 or bfloat16", DTypeText(buffer.element_type()));
+  }
+  *dtype = *known;
+  return ffi::Error::Success();
+}
+
+ffi::Error CheckRank(const char* op, const char* argument, const ffi::AnyBuffer& buffer, size_t expected) {
+  if (buffer.dimensions().size() == expected) return ffi::Error::Success();
+  return Mismatch(op, argument, StrCat("rank ", expected),
+                  StrCat("rank ", buffer.dimensions().size(), " (shape ", ShapeText(buffer.dimensions()), ")"));
+}
+
+ffi::Error CheckShape(const char* op, const char* argument, const ffi::AnyBuffer& buffer,
+                      std::initializer_list<int64_t> expected) {
+  XLA_GPU_RETURN_IF_ERROR(CheckRank(op, argument, buffer, expected.size()));
+  size_t i = 0;
+  for (int64_t dim : expected) {
+    if (dim >= 0 && buffer.dimensions()[i] != dim) {
+      return Mismatch(op, argument, StrCat("shape ", ShapeText({expected.begin(), expected.size()})),
+                      StrCat("shape ", ShapeText(buffer.dimensions())));
+    }
+    ++i;
+  }
+  return ffi::Error::Success();
+}
+
+ffi::Error CheckSame(const char* op, const char* argument, const ffi::AnyBuffer& buffer, const char* other_name,
+                     const ffi::AnyBuffer& other) {
+  const std::string expected = ShapeText(other.dimensions()), got = ShapeText(buffer.dimensions());
+  if (buffer.element_type() == other.element_type() && got == expected) return ffi::Error::Success();
+  return Mismatch(op, argument, StrCat(DTypeText(other.element_type()), " ", expected, " as ", other_name),
+                  StrCat(DTypeText(buffer.element_type()), " ", got));
+}
+
+ffi::Error ToError(const Status& status) {
+  switch (status.code()) {
+    case Status::Code::kOk:
+      return ffi::Error::Success();
+    case Status::Code::kInvalidArgument:
+      return ffi::Error::InvalidArgument(status.message());
+    default:
+      return ffi::Error::Internal(status.message());
+  }
+}
+
+ffi::Error ExceptionError(const char* op, const char* what) { return ffi::Error::Internal(StrCat(op, ": ", what)); }
+
+}  // namespace xla_gpu
