@@ -54,7 +54,7 @@ def add_operator(tree: Path) -> None:
     package = tree / "python" / "xla_gpu"
     shutil.copy(FILES / "accumulate.py", package / "ops")
     replace(package / "ops" / "__init__.py", r"(OPERATORS: .* = \()", r"\1\n    accumulate.OPERATOR,")
-    replace(package / "ops" / "__init__.py", r"from \. import ", "from . import accumulate, ")
+    replace(package / "ops" / "__init__.py", r"from \. import \(", "from . import (\n    accumulate,")
     # 4. The functions, the in-place form too.
     imported = "from .ops import accumulate as _accumulate\n"
     for module, array, forms in (

@@ -1,8 +1,9 @@
 // The entry of the decode path: which kernels serve which dtypes.
+#include "ffi/ops/paged_attention/decode/decode.h"
+
 #include <cstdint>
 #include <string>
 
-#include "ffi/ops/paged_attention/decode/decode.h"
 #include "ffi/ops/paged_attention/decode/formats.h"
 
 namespace xla_gpu {
