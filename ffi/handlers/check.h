@@ -8,6 +8,7 @@
 #include <initializer_list>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <type_traits>
 #include <utility>
 
@@ -28,6 +29,7 @@ namespace ffi = ::xla::ffi;
 // A piece of an error's text.
 class TextPart {
  public:
+  TextPart(std::string_view text) : text_(text) {}
   TextPart(const char* text) : text_(text) {}
   TextPart(const std::string& text) : text_(text) {}
   template <typename T, typename = std::enable_if_t<std::is_arithmetic_v<T>>>
