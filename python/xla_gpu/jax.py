@@ -30,6 +30,7 @@ from .ops import paged_attention as _paged_attention
 from .ops import ragged_paged_attention as _ragged_paged_attention
 from .ops import reshape_and_cache as _reshape_and_cache
 from .ops import rms_norm as _rms_norm
+from .ops import rotary_embedding as _rotary_embedding
 from .ops import sample as _sample
 from .ops import silu_and_mul as _silu_and_mul
 from .ops import simple_add as _simple_add
@@ -54,6 +55,8 @@ __all__ = [
     "register_tvm_ffi_target",
     "reshape_and_cache",
     "rms_norm",
+    "rotary_and_cache",
+    "rotary_embedding",
     "sample",
     "silu_and_mul",
     "simple_add",
@@ -256,6 +259,42 @@ def sample(
     step: jax.typing.ArrayLike,
 ) -> tuple[jax.Array, jax.Array]:
     """Chooses a token from each row of logits, by temperature, min-p, top-k and top-p."""
+
+
+@function(_rotary_embedding.OPERATOR)
+def rotary_embedding(
+    query: jax.typing.ArrayLike,
+    key: jax.typing.ArrayLike,
+    positions: jax.typing.ArrayLike,
+    table: jax.typing.ArrayLike,
+    *,
+    interleaved: bool = False,
+) -> tuple[jax.Array, jax.Array]:
+    """Turns query and key heads by their positions, with cosines and sines from a table."""
+
+
+@function(_rotary_embedding.OPERATOR_AND_CACHE)
+def rotary_and_cache(
+    qkv: jax.typing.ArrayLike,
+    positions: jax.typing.ArrayLike,
+    table: jax.typing.ArrayLike,
+    kv_cache: jax.typing.ArrayLike,
+    slot_mapping: jax.typing.ArrayLike,
+    *,
+    k_scale: jax.typing.ArrayLike | None = None,
+    v_scale: jax.typing.ArrayLike | None = None,
+    q_norm_weight: jax.typing.ArrayLike | None = None,
+    k_norm_weight: jax.typing.ArrayLike | None = None,
+    bias: jax.typing.ArrayLike | None = None,
+    interleaved: bool = False,
+    norm_eps: float = 1e-6,
+    weight_offset: float = 0.0,
+    round_once: bool = False,
+) -> tuple[jax.Array, jax.Array]:
+    """Makes the query of attention of a projection, and stores keys and values in a cache that it returns.
+
+    The cache is updated in place, without a copy, where XLA may reuse its buffer, as by reshape_and_cache.
+    """
 
 
 @docstring(_all_reduce.OPERATOR.docstring)

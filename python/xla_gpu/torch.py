@@ -49,6 +49,7 @@ from .ops import paged_attention as _paged_attention
 from .ops import ragged_paged_attention as _ragged_paged_attention
 from .ops import reshape_and_cache as _reshape_and_cache
 from .ops import rms_norm as _rms_norm
+from .ops import rotary_embedding as _rotary_embedding
 from .ops import sample as _sample
 from .ops import silu_and_mul as _silu_and_mul
 from .ops import simple_add as _simple_add
@@ -75,6 +76,9 @@ __all__ = [
     "reshape_and_cache",
     "reshape_and_cache_",
     "rms_norm",
+    "rotary_and_cache",
+    "rotary_and_cache_",
+    "rotary_embedding",
     "sample",
     "silu_and_mul",
     "simple_add",
@@ -225,6 +229,66 @@ def sample(
     step: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Chooses a token from each row of logits, by temperature, min-p, top-k and top-p."""
+
+
+@function(_rotary_embedding.OPERATOR)
+def rotary_embedding(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    positions: torch.Tensor,
+    table: torch.Tensor,
+    *,
+    interleaved: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Turns query and key heads by their positions, with cosines and sines from a table."""
+
+
+@function(_rotary_embedding.OPERATOR_AND_CACHE)
+def rotary_and_cache(
+    qkv: torch.Tensor,
+    positions: torch.Tensor,
+    table: torch.Tensor,
+    kv_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    *,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+    q_norm_weight: torch.Tensor | None = None,
+    k_norm_weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    interleaved: bool = False,
+    norm_eps: float = 1e-6,
+    weight_offset: float = 0.0,
+    round_once: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Makes the query of attention of a projection, and stores keys and values in a cache that it returns.
+
+    ``rotary_and_cache_`` updates the cache in place.
+    """
+
+
+@function(_rotary_embedding.OPERATOR_AND_CACHE, in_place=True)
+def rotary_and_cache_(
+    qkv: torch.Tensor,
+    positions: torch.Tensor,
+    table: torch.Tensor,
+    kv_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    *,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+    q_norm_weight: torch.Tensor | None = None,
+    k_norm_weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    interleaved: bool = False,
+    norm_eps: float = 1e-6,
+    weight_offset: float = 0.0,
+    round_once: bool = False,
+) -> torch.Tensor:
+    """Makes the query of attention of a projection, and stores keys and values in a cache in place.
+
+    What reshape_and_cache_ says of its cache holds here too.
+    """
 
 
 @docstring(_all_reduce.OPERATOR.docstring)

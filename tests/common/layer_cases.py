@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import ml_dtypes
 import numpy as np
 
-from tests.common import cases, reference
+from tests.common import cases, compare, reference
 
 
 def rms_norm(dtype: str, shape: tuple[int, ...], with_residual: bool, seed: int = 0) -> dict[str, np.ndarray]:
@@ -18,6 +19,39 @@ def rms_norm(dtype: str, shape: tuple[int, ...], with_residual: bool, seed: int 
 def gated(dtype: str, shape: tuple[int, ...], seed: int = 0) -> dict[str, np.ndarray]:
     rng = cases.rng_for(f"gated {dtype} {shape}", seed)
     return {"x": (rng.standard_normal(shape) * 3).astype(cases.DTYPES[dtype])}
+
+
+def rotation(num_tokens: int, rotary_dim: int, rng: np.random.Generator, max_positions: int = 50) -> dict:
+    angles = np.arange(max_positions)[:, None] * 10000.0 ** (-np.arange(rotary_dim // 2) / max(rotary_dim // 2, 1))
+    return {
+        "positions": rng.integers(0, max_positions, num_tokens).astype(np.int32),
+        "table": np.stack([np.cos(angles), np.sin(angles)], -1).astype(np.float32),
+    }
+
+
+def rotary(dtype: str, num_tokens=7, num_heads=6, num_kv_heads=2, head_dim=24, rotary_dim=None, seed=0) -> dict:
+    rng = cases.rng_for(f"rotary {dtype} {num_tokens} {num_heads} {head_dim}", seed)
+    heads = {"query": num_heads, "key": num_kv_heads}
+    arrays = {n: rng.standard_normal((num_tokens, h, head_dim)).astype(cases.DTYPES[dtype]) for n, h in heads.items()}
+    return arrays | rotation(num_tokens, head_dim if rotary_dim is None else rotary_dim, rng)
+
+
+def rotary_and_cache(
+    case: cases.CacheCase, num_heads: int = 6, *, norms=False, bias=False, rotary_dim=None, seed=0
+) -> dict:
+    """The cache, slots and scales of a case of reshape_and_cache, whose keys and values are now parts of qkv."""
+    arrays = cases.build_cache(case, seed)
+    rng = cases.rng_for(f"rotary_and_cache {case.name} {num_heads}", seed)
+    key, value = arrays.pop("key"), arrays.pop("value")
+    query = rng.standard_normal((key.shape[0], num_heads, case.head_dim)).astype(key.dtype)
+    qkv = np.concatenate([query, key, value], 1)
+    qkv = qkv.reshape(qkv.shape[0], qkv.shape[1] * qkv.shape[2])
+    made = {"qkv": qkv, **rotation(key.shape[0], case.head_dim if rotary_dim is None else rotary_dim, rng), **arrays}
+    if norms:
+        made |= {f"{n}_norm_weight": rng.uniform(0.3, 1.7, case.head_dim).astype(key.dtype) for n in "qk"}
+    if bias:
+        made["bias"] = rng.standard_normal(qkv.shape[1]).astype(key.dtype)
+    return made
 
 
 def sampling(dtype: str, rows: int, vocab: int, seed: int = 0) -> dict[str, np.ndarray]:
@@ -58,8 +92,35 @@ def assert_sampled(arrays: dict[str, np.ndarray], token: np.ndarray, logprob: np
         assert scores[chosen] >= best - 1e-4 * max(1, abs(best)), f"{what}: row {r}: token {chosen} has not won"
 
 
+def assert_rotated(arrays: dict, options: dict, got: tuple[np.ndarray, np.ndarray], what: str) -> None:
+    """rotary_and_cache's results: values within rounding, and every slot that no token names with its own bits."""
+    with np.errstate(all="ignore"):
+        query, cache = reference.rotary_and_cache(**arrays, **options)
+    largest = np.abs(query.astype(np.float64)).max(initial=1)
+    compare.assert_norm(got[0], query, f"{what}: query", floor=2.0**-20 * largest)
+    touched = compare.bits(cache) != compare.bits(arrays["kv_cache"])
+    slots = arrays["slot_mapping"][arrays["slot_mapping"] >= 0]
+    parts = [x.reshape(-1, *x.shape[2:]) for x in reference.split_cache(touched)]
+    named = np.zeros(parts[0].shape[0], bool)
+    named[slots] = True
+    for got_part, want_part, before in zip(
+        *(reference.split_cache(x) for x in (got[1], cache, arrays["kv_cache"])), strict=True
+    ):
+        flat = [x.reshape(-1, *x.shape[2:]) for x in (got_part, want_part, before)]
+        compare.assert_bitwise_equal(flat[0][~named], flat[2][~named], f"{what}: slots that are not named")
+        g, w = (x[named].astype(np.float64) for x in flat[:2])
+        # One rounding to the cache's type may fall to the other side.
+        eps = float(ml_dtypes.finfo(cache.dtype).eps)
+        size = np.abs(w[np.isfinite(w)]).max(initial=1)
+        compare.assert_same_special(g, w, what)
+        finite = np.isfinite(w)
+        error = np.abs(g - w)[finite]
+        allowed = eps * np.abs(w[finite]) + 2.0**-19 * size + float(ml_dtypes.finfo(cache.dtype).smallest_subnormal)
+        assert (error <= allowed).all(), f"{what}: {float(error.max())} in the cache"
+
+
 # The operators of samples(); each folder's name stands in the tests that list them.
-NAMES = ("rms_norm", "silu_and_mul", "gelu_and_mul", "sample")
+NAMES = ("rms_norm", "silu_and_mul", "gelu_and_mul", "sample", "rotary_embedding", "rotary_and_cache")
 
 
 def samples() -> dict[str, tuple[dict[str, np.ndarray], dict]]:
@@ -69,6 +130,11 @@ def samples() -> dict[str, tuple[dict[str, np.ndarray], dict]]:
         "silu_and_mul": (gated("bfloat16", (5, 48)), {}),
         "gelu_and_mul": (gated("float32", (3, 2, 22)), {}),
         "sample": (sampling("bfloat16", 7, 101), {}),
+        "rotary_embedding": (rotary("float16"), {"interleaved": True}),
+        "rotary_and_cache": (
+            rotary_and_cache(cases.CacheCase("layer", dtype="bfloat16", num_tokens=9), norms=True, bias=True),
+            {"norm_eps": 1e-5},
+        ),
     }
 
 
@@ -83,5 +149,16 @@ def grid() -> list[tuple[str, tuple[dict[str, np.ndarray], dict]]]:
                     ("silu_and_mul", (gated(dtype, (3, size)), {})),
                     ("gelu_and_mul", (gated(dtype, (3, size)), {})),
                 ]
+        for head_dim, rotary_dim in ((64, 64), (40, 10), (129, 128)):
+            arrays = rotary(dtype, head_dim=head_dim, rotary_dim=rotary_dim)
+            made.append(("rotary_embedding", (arrays, {"interleaved": rotary_dim == 10})))
+        for cache_dtype in (None, *cases.FLOAT8S):
+            case = cases.CacheCase(
+                "layer-grid", dtype=dtype, cache_dtype=cache_dtype, scales="per_head" if cache_dtype else None,
+                slot_dtype="int64" if cache_dtype else "int32", layout="split" if dtype == "float16" else "combined",
+            )  # fmt: skip
+            for full in (False, True):
+                arrays = rotary_and_cache(case, norms=full, bias=full, rotary_dim=case.head_dim // 2 if full else None)
+                made.append(("rotary_and_cache", (arrays, {})))
         made += [("sample", (sampling(dtype, rows, vocab), {})) for rows, vocab in ((1, 7), (9, 1000), (2, 9001))]
     return made

@@ -224,3 +224,44 @@ def sample(logits, *, temperature, top_k, top_p, min_p, seed, step) -> tuple[np.
             token[r] = np.where(kept, x / float(temperature[r]) + noise, -np.inf).argmax()
         logprob[r] = x[token[r]] - x.max() - np.log(np.exp(x - x.max()).sum())
     return token, logprob
+
+
+# ---- Rotary embedding ------------------------------------------------------------------------------------------------
+
+
+def _turn(x, positions, table, interleaved) -> np.ndarray:
+    """float64 [num_tokens, heads, head_dim]"""
+    cos, sin = np.moveaxis(table[positions].astype(np.float64)[:, None], -1, 0)
+    half = table.shape[1]
+    out = x.astype(np.float64)
+    first, second = slice(half), slice(half, 2 * half)
+    if interleaved:
+        first, second = slice(0, 2 * half, 2), slice(1, 2 * half, 2)
+    a, b = out[..., first].copy(), out[..., second].copy()
+    out[..., first], out[..., second] = a * cos - b * sin, b * cos + a * sin
+    return out
+
+
+def rotary_embedding(query, key, positions, table, *, interleaved=False) -> tuple[np.ndarray, np.ndarray]:
+    return tuple(_turn(x, positions, table, interleaved).astype(x.dtype) for x in (query, key))
+
+
+def rotary_and_cache(
+    qkv, positions, table, kv_cache, slot_mapping, *, k_scale=None, v_scale=None, q_norm_weight=None,
+    k_norm_weight=None, bias=None, interleaved=False, norm_eps=1e-6, weight_offset=0.0, round_once=False,
+) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
+    num_kv_heads, head_dim = split_cache(kv_cache)[0].shape[2:]
+    if bias is not None:
+        qkv = (qkv.astype(np.float32) + bias.astype(np.float32)).astype(qkv.dtype)
+    heads = qkv.reshape(qkv.shape[0], qkv.shape[1] // head_dim, head_dim)
+    num_heads = heads.shape[1] - 2 * num_kv_heads
+    query, key, value = np.split(heads, [num_heads, num_heads + num_kv_heads], axis=1)
+    norm = {"eps": norm_eps, "weight_offset": weight_offset, "round_once": round_once}
+    if q_norm_weight is not None:
+        (query,) = rms_norm(query, q_norm_weight, **norm)
+    if k_norm_weight is not None:
+        (key,) = rms_norm(key, k_norm_weight, **norm)
+    query, key = rotary_embedding(query, key, positions, table, interleaved=interleaved)
+    slots = np.full(qkv.shape[0], -1, np.int64)
+    slots[: len(slot_mapping)] = slot_mapping
+    return query, reshape_and_cache(key, value, kv_cache, slots, k_scale=k_scale, v_scale=v_scale)

@@ -212,6 +212,31 @@ def test_norms_by_rows(spec):
         compare.assert_bitwise_equal(np.asarray(got), expected, str(spec))
 
 
+@pytest.mark.parametrize("spec", [("tp",), (None, "tp"), ("dp", "tp")], ids=str)
+def test_rotary_embedding_by_tokens_and_heads(spec):
+    mesh = devices.mesh("cpu", dp=2, tp=2)
+    arrays = layer_cases.rotary("float32", num_tokens=8, num_heads=8, num_kv_heads=2)
+    rotate = jax.jit(lambda arrays: xg.rotary_embedding(**arrays))
+    want = [np.asarray(x) for x in rotate(arrays)]
+    specs = {"query": spec, "key": spec, "positions": spec[:1], "table": ()}
+    compiled = rotate.lower({n: devices.shard(mesh, x, *specs[n]) for n, x in arrays.items()}).compile()
+    assert not re.findall(COLLECTIVES, compiled.as_text())
+    for got, expected in zip(
+        compiled({n: devices.shard(mesh, x, *specs[n]) for n, x in arrays.items()}), want, strict=True
+    ):
+        compare.assert_bitwise_equal(np.asarray(got), expected, str(spec))
+
+
+def test_rotary_and_cache_refuses_a_sharded_cache():
+    """Columns of qkv are no heads: inside shard_map a device has its own."""
+    mesh = devices.mesh("cpu", tp=2)
+    arrays, options = layer_cases.samples()["rotary_and_cache"]
+    placed = {n: devices.shard(mesh, x) for n, x in arrays.items()}
+    placed["kv_cache"] = devices.shard(mesh, arrays["kv_cache"], None, None, "tp", None)
+    with pytest.raises(Exception, match=r"rotary_and_cache: kv_cache: expected no shards of an axis"):
+        jax.jit(lambda arrays: xg.rotary_and_cache(**arrays, **options))(placed)
+
+
 def test_sample_by_rows():
     mesh = devices.mesh("cpu", tp=4)
     arrays = layer_cases.sampling("float32", 8, 300)

@@ -2,7 +2,9 @@
 
 test_in_place.py runs it in a process of its own, since XLA reads XLA_FLAGS once:
 
-    python -m tests.frontends.in_place_program FRONTEND LAYOUT
+    python -m tests.frontends.in_place_program FRONTEND LAYOUT [rotary_and_cache]
+
+With rotary_and_cache the keys and values are stored by that operator instead, turned by angles of 0.
 """
 
 from __future__ import annotations
@@ -44,7 +46,16 @@ def expected(layout: str):
     return x, caches
 
 
-def run_torch(frontend, layout: str):
+def qkv_arguments(numpy, x, key, value):
+    """The arguments of rotary_and_cache before the cache, of `numpy`: torch or jax.numpy. It returns x as it is."""
+    tokens = x.shape[0]
+    qkv = numpy.concatenate([y.reshape(tokens, -1) for y in (x, key, value)], 1)
+    half = CASE.head_dim // 2
+    table = numpy.stack([numpy.ones_like(x[:1, 0, :half]), numpy.zeros_like(x[:1, 0, :half])], -1)
+    return qkv, numpy.zeros_like(x[:, 0, 0], dtype=numpy.int32), table
+
+
+def run_torch(frontend, layout: str, rotary: bool = False):
     import torch
     import torch_xla
 
@@ -60,7 +71,10 @@ def run_torch(frontend, layout: str):
     def model(query, slots, caches, metadata, new):
         x = query
         for layer, cache in enumerate(caches):
-            ops.reshape_and_cache_(new[2 * layer], new[2 * layer + 1], cache, slots)
+            if rotary:
+                x = ops.rotary_and_cache_(*qkv_arguments(torch, x, new[2 * layer], new[2 * layer + 1]), cache, slots)
+            else:
+                ops.reshape_and_cache_(new[2 * layer], new[2 * layer + 1], cache, slots)
             x = ops.paged_attention(x, cache, **metadata, **OPTIONS)
         return x
 
@@ -75,8 +89,9 @@ def run_torch(frontend, layout: str):
     return x.cpu().numpy(), [c.cpu().numpy() for c in caches]
 
 
-def run_jax(frontend, layout: str, donate: bool):
+def run_jax(frontend, layout: str, donate: bool, rotary: bool = False):
     import jax
+    import jax.numpy as jnp
 
     import xla_gpu.jax as ops
 
@@ -85,7 +100,12 @@ def run_jax(frontend, layout: str, donate: bool):
     def model(caches, query, slots, metadata, new):
         x, updated = query, []
         for layer, cache in enumerate(caches):
-            cache = ops.reshape_and_cache(new[2 * layer], new[2 * layer + 1], cache, slots)
+            if rotary:
+                x, cache = ops.rotary_and_cache(
+                    *qkv_arguments(jnp, x, new[2 * layer], new[2 * layer + 1]), cache, slots
+                )
+            else:
+                cache = ops.reshape_and_cache(new[2 * layer], new[2 * layer + 1], cache, slots)
             x = ops.paged_attention(x, cache, **metadata, **OPTIONS)
             updated.append(cache)
         return x, updated
@@ -117,14 +137,15 @@ def run_torchax(frontend, layout: str):
     return np.asarray(x.jax()), [np.asarray(c.jax()) for c in caches]
 
 
-def main(name: str, layout: str) -> None:
+def main(name: str, layout: str, operator: str = "reshape_and_cache") -> None:
+    rotary = operator == "rotary_and_cache"
     frontend = frontends.ALL[name.removesuffix("-without-donation")]
     if frontend.framework == "jax":
-        x, caches = run_jax(frontend, layout, donate=not name.endswith("-without-donation"))
+        x, caches = run_jax(frontend, layout, donate=not name.endswith("-without-donation"), rotary=rotary)
     elif frontend.framework == "torchax":
         x, caches = run_torchax(frontend, layout)
     else:
-        x, caches = run_torch(frontend, layout)
+        x, caches = run_torch(frontend, layout, rotary)
     want_x, want_caches = expected(layout)
     np.testing.assert_allclose(x, want_x, atol=1e-4)
     for cache, want in zip(caches, want_caches, strict=True):

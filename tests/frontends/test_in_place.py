@@ -19,11 +19,11 @@ ROOT = Path(__file__).resolve().parents[2]
 NO_MEMORY = {"parameter", "get-tuple-element", "tuple", "bitcast", "custom-call", "opt-barrier"}
 
 
-def modules(program: str, layout: str, folder: Path) -> list[str]:
+def modules(program: str, layout: str, folder: Path, operator: str = "reshape_and_cache") -> list[str]:
     """Texts of the optimised modules that store into a cache. Runs the program, which checks its own numbers."""
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_dump_to={folder} --xla_dump_hlo_as_text"
     result = subprocess.run(
-        [sys.executable, "-m", "tests.frontends.in_place_program", program, layout],
+        [sys.executable, "-m", "tests.frontends.in_place_program", program, layout, operator],
         cwd=ROOT,
         env=os.environ | {"XLA_FLAGS": flags},
         capture_output=True,
@@ -31,7 +31,7 @@ def modules(program: str, layout: str, folder: Path) -> list[str]:
     )
     assert result.returncode == 0, result.stderr[-4000:]
     texts = [p.read_text() for p in sorted(folder.glob("*after_optimizations.txt"))]
-    return [t for t in texts if 'custom_call_target="xla_gpu_reshape_and_cache"' in t]
+    return [t for t in texts if f'custom_call_target="xla_gpu_{operator}"' in t]
 
 
 def cache_shape(layout: str) -> str:
@@ -54,10 +54,19 @@ def makers(text: str, shape: str) -> list[str]:
     *("torch_xla-cuda", "torch_xla-cuda-compiled", "jax-cuda", "torchax-cuda-jit"),
 )
 def test_no_copy_of_the_cache(frontend, layout, tmp_path):
-    texts = modules(frontend.name, layout, tmp_path)
-    assert texts, f"no module with xla_gpu_reshape_and_cache among {sorted(p.name for p in tmp_path.iterdir())}"
+    check(frontend, layout, tmp_path, "reshape_and_cache")
+
+
+@pytest.mark.frontends("torch_xla", "torch_xla-compiled", "jax", "torch_xla-cuda-compiled", "jax-cuda")
+def test_no_copy_of_the_cache_by_rotary_and_cache(frontend, tmp_path):
+    check(frontend, "combined", tmp_path, "rotary_and_cache")
+
+
+def check(frontend, layout, folder, operator) -> None:
+    texts = modules(frontend.name, layout, folder, operator)
+    assert texts, f"no module with xla_gpu_{operator} among {sorted(p.name for p in folder.iterdir())}"
     for text in texts:
-        stores = [line for line in text.splitlines() if 'custom_call_target="xla_gpu_reshape_and_cache"' in line]
+        stores = [line for line in text.splitlines() if f'custom_call_target="xla_gpu_{operator}"' in line]
         reads = [line for line in text.splitlines() if 'custom_call_target="xla_gpu_paged_attention"' in line]
         assert len(stores) == len(reads) == in_place_program.LAYERS
         for line in stores + reads:

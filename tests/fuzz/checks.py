@@ -160,6 +160,8 @@ CHECKS = {
     layer.RmsNorm: of_layer,
     layer.Gated: of_layer,
     layer.Sample: of_layer,
+    layer.RotaryEmbedding: of_layer,
+    layer.RotaryAndCache: of_layer,
 }
 
 

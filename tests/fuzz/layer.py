@@ -7,6 +7,7 @@ import dataclasses
 import numpy as np
 
 from tests.common import compare, layer_cases, reference
+from tests.common.cases import CacheCase
 from tests.fuzz.inputs import put_specials, text
 
 
@@ -103,3 +104,63 @@ class Sample:
             assert (got[0][~alive] == -1).all() and np.isnan(got[1][~alive]).all()
             rows = {n: x[alive] for n, x in arrays.items()}
             layer_cases.assert_sampled(rows, got[0][alive], got[1][alive], name)
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class RotaryEmbedding:
+    num_tokens: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rotary_dim: int
+    dtype: str = "float32"
+    interleaved: bool = False
+    seed: int = 0
+
+    operator = "rotary_embedding"
+
+    def __repr__(self) -> str:
+        return text(self)
+
+    def options(self) -> dict:
+        return {"interleaved": self.interleaved}
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        sizes = self.num_tokens, self.num_heads, self.num_kv_heads, self.head_dim, min(self.rotary_dim, self.head_dim)
+        return layer_cases.rotary(self.dtype, *sizes, seed=self.seed)
+
+    def check(self, name: str, arrays: dict[str, np.ndarray], got: tuple[np.ndarray, ...]) -> None:
+        for g, w in zip(got, reference.rotary_embedding(**arrays, **self.options()), strict=True):
+            compare.assert_norm(g, w, name, floor=1e-6)
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class RotaryAndCache:
+    case: CacheCase
+    num_heads: int = 1
+    rotary_dim: int = 0
+    norms: bool = False
+    bias: bool = False
+    interleaved: bool = False
+    duplicates: int = 0
+    seed: int = 0
+
+    operator = "rotary_and_cache"
+
+    def __repr__(self) -> str:
+        return text(self)
+
+    def options(self) -> dict:
+        return {"interleaved": self.interleaved, "norm_eps": 1e-5}
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        given = {"norms": self.norms, "bias": self.bias, "rotary_dim": min(self.rotary_dim, self.case.head_dim)}
+        arrays = layer_cases.rotary_and_cache(self.case, self.num_heads, **given, seed=self.seed)
+        rng = np.random.default_rng(self.seed)
+        slots = arrays["slot_mapping"]
+        for _ in range(self.duplicates if slots.size else 0):
+            slots[rng.integers(slots.size)] = slots[rng.integers(slots.size)]
+        return arrays
+
+    def check(self, name: str, arrays: dict[str, np.ndarray], got: tuple[np.ndarray, ...]) -> None:
+        layer_cases.assert_rotated(arrays, self.options(), got, name)

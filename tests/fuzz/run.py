@@ -20,9 +20,20 @@ KINDS = {
     "rms_norm": strategies.norms,
     "gated": strategies.gated,
     "sample": strategies.samples,
+    "rotary": strategies.rotaries,
 }
 # Of the time; attention has the most to get wrong.
-WEIGHTS = {"attention": 10, "hostile": 5, "update": 4, "merge": 2, "add": 1, "rms_norm": 1, "gated": 1, "sample": 2}
+WEIGHTS = {
+    "attention": 10,
+    "hostile": 5,
+    "update": 4,
+    "merge": 2,
+    "add": 1,
+    "rms_norm": 1,
+    "gated": 1,
+    "sample": 2,
+    "rotary": 3,
+}
 
 
 class Failure(AssertionError):

@@ -170,6 +170,32 @@ samples = st.builds(
 )
 
 
+rotaries = st.one_of(
+    st.builds(
+        layer.RotaryEmbedding,
+        num_tokens=st.integers(0, 20),
+        num_heads=st.integers(1, 9),
+        num_kv_heads=st.integers(1, 4),
+        head_dim=st.one_of(HEAD_DIMS, st.integers(1, 40)),
+        rotary_dim=st.integers(0, 64).map(lambda n: 2 * n),
+        dtype=st.sampled_from(cases.FLOATS),
+        interleaved=st.booleans(),
+        seed=SEEDS,
+    ),
+    st.builds(
+        layer.RotaryAndCache,
+        case=updates().map(lambda x: x.case).filter(lambda case: case.spread < 10),
+        num_heads=st.integers(1, 9),
+        rotary_dim=st.sampled_from([512, 0, 2, 32, 64]),
+        norms=st.booleans(),
+        bias=st.booleans(),
+        interleaved=st.booleans(),
+        duplicates=st.integers(0, 5),
+        seed=SEEDS,
+    ),
+)
+
+
 @st.composite
 def hostiles(draw) -> Hostile:
     attention = draw(attentions(max_batches=1))

@@ -57,4 +57,47 @@ def sample_cases() -> list[Bad]:
     ]
 
 
-LAYER = [*rms_norm_cases(), *gated_cases("silu_and_mul"), *gated_cases("gelu_and_mul"), *sample_cases()]
+def rotary_cases() -> list[Bad]:
+    def bad(*args, **kwargs):
+        return Bad("rotary_embedding", *args, **kwargs)
+
+    def cache(*args, **kwargs):
+        return Bad("rotary_and_cache", *args, **kwargs)
+
+    return [
+        bad("rank-2", "query", "[7, 144]", put("query", (7, 144))),
+        bad("int32", "query", "int32", put("query", dtype=np.int32), T),
+        bad("other-tokens", "key", "[6, 2, 24]", put("key", (6, 2, 24))),
+        bad("other-head-dim", "key", "[7, 2, 32]", put("key", (7, 2, 32))),
+        bad("other-float", "key", "float32", put("key", dtype=np.float32), T),
+        bad("too-few", "positions", "[6]", put("positions", (6,))),
+        bad("int64", "positions", "int64", put("positions", dtype=np.int64), T),
+        bad("rank-2", "table", "[50, 24]", put("table", (50, 24))),
+        bad("too-many-angles", "table", "[50, 13, 2]", put("table", (50, 13, 2))),
+        bad("float64", "table", "float64", put("table", dtype=np.float64), T),
+        cache("rank-3", "qkv", "[9, 10, 64]", put("qkv", (9, 10, 64))),
+        cache("part-of-a-head", "qkv", "[9, 639]", put("qkv", (9, 639))),
+        cache("no-query", "qkv", "[9, 256]", put("qkv", (9, 256))),
+        cache("float64", "qkv", "float64", put("qkv", dtype=np.float64), T),
+        cache("too-few", "positions", "[8]", put("positions", (8,))),
+        cache("rank-2", "table", "[50, 64]", put("table", (50, 64))),
+        cache("rank-3", "kv_cache", "[9, 16, 64]", put("kv_cache", (9, 16, 64))),
+        cache("other-float", "kv_cache", "float16", put("kv_cache", dtype=np.float16), T),
+        cache("head-dim-640", "kv_cache", "[9, 16, 4, 640]", put("kv_cache", (9, 16, 4, 640))),
+        cache("too-many", "slot_mapping", "[10]", put("slot_mapping", (10,))),
+        cache("float32", "slot_mapping", "float32", put("slot_mapping", dtype=np.float32), T),
+        cache("without-float8", "k_scale", "float32[1]", put("k_scale", (1,), np.float32)),
+        cache("other-float", "q_norm_weight", "float32", put("q_norm_weight", dtype=np.float32), T),
+        cache("too-short", "k_norm_weight", "[63]", put("k_norm_weight", (63,))),
+        cache("too-short", "bias", "[64]", put("bias", (64,))),
+        cache("negative", "norm_eps", "-1", option("norm_eps", -1.0)),
+    ]
+
+
+LAYER = [
+    *rms_norm_cases(),
+    *gated_cases("silu_and_mul"),
+    *gated_cases("gelu_and_mul"),
+    *sample_cases(),
+    *rotary_cases(),
+]

@@ -195,7 +195,7 @@ def test_wrong_type_raises(frontend, bad):
     check_raises(frontend, bad, (TypeError,))
 
 
-@pytest.mark.parametrize("bad", [b for b in BAD if b.operator == "reshape_and_cache"], ids=str)
+@pytest.mark.parametrize("bad", [b for b in BAD if b.operator in ("reshape_and_cache", "rotary_and_cache")], ids=str)
 @pytest.mark.frontends("eager", "eager-cuda", "torch_xla", "torch_xla-cuda")
 def test_the_in_place_form_raises_the_same(frontend, bad):
     arrays, options = valid(bad)

@@ -49,7 +49,12 @@ def bound(operator: str):
 
 def results(operator: str, arrays: dict):
     if operator in layer_cases.NAMES:
-        return tuple(spec(result.shape, result.dtype) for result in all_results(bound(operator)))
+        sound = bound(operator)
+        specs = [spec(result.shape, result.dtype) for result in all_results(sound)]
+        for operand, result in sound.aliases:
+            array = arrays[sound.operand_names[operand]]
+            specs[result] = spec(array.shape, array.dtype.name)
+        return tuple(specs)
     if operator == "simple_add":
         return (spec(arrays["a"].shape, arrays["a"].dtype.name),)
     if operator == "reshape_and_cache":

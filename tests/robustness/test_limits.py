@@ -193,6 +193,10 @@ def test_layer_rows_of_more_than_16_bits_count(frontend):
     for operator, given, options in (("rms_norm", arrays, {"eps": 1e-6}), ("silu_and_mul", {"x": arrays["x"]}, {})):
         (out,) = frontend.call(operator, given, **options)
         assert (out == out[0]).all() and np.isfinite(out[0]).all()
+    turned = layer_cases.rotary("float32", 70_000, 2, 1, 8)
+    query, _ = frontend.call("rotary_embedding", turned)
+    last = {n: x if n == "table" else x[-9:] for n, x in turned.items()}
+    compare.assert_norm(query[-9:], reference.rotary_embedding(**last)[0], frontend.name, floor=1e-6)
     sampled = layer_cases.sampling("float32", 70_000, 9)
     token, logprob = frontend.call("sample", sampled)
     layer_cases.assert_sampled({n: x[-50:] for n, x in sampled.items()}, token[-50:], logprob[-50:], frontend.name)

@@ -5,14 +5,13 @@
 // NOTE: there is no scratch memory, and the cache cannot hold marks, since any bits are valid keys. So each block reads
 // the slots of all later tokens. They come from L2: for 16k tokens and i32 slots 16 MB in all, beside 134 MB of stores
 // and loads of keys and values (8 heads of 128).
-#include <cuda_fp8.h>
-
 #include <algorithm>
 #include <cstdint>
 #include <type_traits>
 
 #include "ffi/base/cuda_status.h"
 #include "ffi/device/aligned_vector.h"
+#include "ffi/device/cache_slots.cuh"
 #include "ffi/device/dispatch.cuh"
 #include "ffi/ops/reshape_and_cache/reshape_and_cache.h"
 
@@ -20,50 +19,11 @@ namespace xla_gpu {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kMaxTokensPerBlock = 128;
-constexpr int kTableSize = 512;  // a power of two, 4 × the tokens: probes are short
 constexpr int64_t kWantedBlocks = 512;
 
 // How elements are stored. kBits: as they are, in a cache of the same dtype. kFloat8: divided by a scale, saturated;
 // the cache's format is a parameter, so that one kernel serves both.
 enum class Storage { kBits, kFloat8 };
-
-template <typename T>
-__device__ uint8_t ToFloat8(T value, float scale, __nv_fp8_interpretation_t format) {
-  const float scaled = static_cast<float>(value) / scale;
-  // The hardware's NaN has no sign, and in e5m2 another payload than the host's.
-  if (isnan(scaled)) return (signbit(scaled) ? 0x80 : 0) | (format == __NV_E4M3 ? 0x7f : 0x7e);
-  return format == __NV_E4M3 ? __nv_cvt_float_to_fp8(scaled, __NV_SATFINITE, __NV_E4M3)
-                             : __nv_cvt_float_to_fp8(scaled, __NV_SATFINITE, __NV_E5M2);
-}
-
-__device__ unsigned Bucket(unsigned long long slot) {
-  return static_cast<unsigned>((slot * 0x9E3779B97F4A7C15ull) >> 32) % kTableSize;
-}
-
-// The latest token of each slot that this block's tokens name. Open addressing; an empty entry holds kEmpty, which is
-// no slot, since those are not negative.
-struct LatestTokens {
-  static constexpr unsigned long long kEmpty = ~0ull;
-  unsigned long long slots[kTableSize];
-  int64_t tokens[kTableSize];
-
-  __device__ void Insert(int64_t slot) {
-    const auto key = static_cast<unsigned long long>(slot);
-    for (unsigned i = Bucket(key);; i = (i + 1) % kTableSize) {
-      const unsigned long long found = atomicCAS(&slots[i], kEmpty, key);
-      if (found == kEmpty || found == key) return;
-    }
-  }
-  // The entry of `slot`, or -1.
-  __device__ int Find(int64_t slot) const {
-    const auto key = static_cast<unsigned long long>(slot);
-    for (unsigned i = Bucket(key);; i = (i + 1) % kTableSize) {
-      if (slots[i] == key) return static_cast<int>(i);
-      if (slots[i] == kEmpty) return -1;
-    }
-  }
-};
 
 template <typename T, Storage kStorage, int kVec>
 __global__ void __launch_bounds__(kThreads)
@@ -76,36 +36,12 @@ __global__ void __launch_bounds__(kThreads)
     return params.slots_are_64_bit ? static_cast<const int64_t*>(params.slot_mapping)[token]
                                    : static_cast<const int32_t*>(params.slot_mapping)[token];
   };
-  const int64_t cache_slots = params.num_pages * params.page_size;
   const int64_t first = static_cast<int64_t>(blockIdx.x) * tokens_per_block;
   const int count = static_cast<int>(min(static_cast<int64_t>(tokens_per_block), params.num_slots - first));
-
-  // Which of this block's tokens are the last of their slot.
-  for (int i = threadIdx.x; i < kTableSize; i += kThreads) {
-    latest.slots[i] = LatestTokens::kEmpty;
-    latest.tokens[i] = -1;
-  }
-  __syncthreads();
-  for (int i = threadIdx.x; i < count; i += kThreads) {
-    const int64_t slot = slot_of(first + i);
-    if (slot >= 0 && slot < cache_slots) latest.Insert(slot);
-  }
-  __syncthreads();
-#pragma unroll 4
-  for (int64_t token = first + threadIdx.x; token < params.num_slots; token += kThreads) {
-    const int64_t slot = slot_of(token);
-    const int entry = slot >= 0 ? latest.Find(slot) : -1;
-    if (entry >= 0) atomicMax(reinterpret_cast<long long*>(&latest.tokens[entry]), static_cast<long long>(token));
-  }
-  __syncthreads();
-  for (int i = threadIdx.x; i < count; i += kThreads) {
-    const int64_t slot = slot_of(first + i);
-    const bool in_cache = slot >= 0 && slot < cache_slots;
-    const bool store = in_cache && latest.tokens[latest.Find(slot)] == first + i;
-    destinations[i] =
-        store ? slot / params.page_size * params.page_stride + slot % params.page_size * params.slot_stride : -1;
-  }
-  __syncthreads();
+  FindDestinations<kThreads>(
+      slot_of, first, count,
+      {params.num_slots, params.num_pages * params.page_size, params.page_size, params.page_stride, params.slot_stride},
+      &latest, destinations);
 
   // The block's tokens × {K, V} × vectors of kVec elements.
   using C = std::conditional_t<kStorage == Storage::kBits, T, uint8_t>;

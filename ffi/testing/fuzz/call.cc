@@ -327,7 +327,13 @@ void Call::Change() {
 }
 
 void Call::Operator() {
-  switch (input_.Below(7)) {
+  switch (input_.Below(9)) {
+    case 8:
+      RotaryEmbedding();
+      break;
+    case 7:
+      RotaryAndCache();
+      break;
     case 6:
       Sample();
       break;

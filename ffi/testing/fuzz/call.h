@@ -64,6 +64,8 @@ class Call {
   void RmsNorm();
   void SiluAndMul();
   void Sample();
+  void RotaryEmbedding();
+  void RotaryAndCache();
 
   Input& input_;
   std::vector<std::unique_ptr<char, void (*)(void*)>> memory_;

@@ -48,4 +48,57 @@ void Call::Sample() {
   AddScalar("check_inputs", XLA_FFI_DataType_PRED, input_.Once(2));
 }
 
+void Call::RotaryEmbedding() {
+  target_ = "xla_gpu_rotary_embedding";
+  const int32_t dtype = kFloats[input_.Below(3)];
+  const int64_t tokens = input_.Below(5), head_dim = input_.Below(40), positions = input_.Below(6);
+  const Shape query = {tokens, input_.Below(4), head_dim}, key = {tokens, input_.Below(3), head_dim};
+  Add(&operands_, dtype, query);
+  Add(&operands_, dtype, key);
+  AddNumbers(XLA_FFI_DataType_S32, {tokens}, positions);
+  Add(&operands_, XLA_FFI_DataType_F32, {positions, input_.Below(head_dim / 2 + 1), 2});
+  Add(&results_, dtype, query);
+  Add(&results_, dtype, key);
+  AddScalar("interleaved", XLA_FFI_DataType_PRED, input_.Once(2));
+  AddScalar("check_inputs", XLA_FFI_DataType_PRED, input_.Once(2));
+}
+
+void Call::RotaryAndCache() {
+  target_ = "xla_gpu_rotary_and_cache";
+  const int32_t dtype = kFloats[input_.Below(3)];
+  const int32_t float8s[] = {XLA_FFI_DataType_F8E4M3FN, XLA_FFI_DataType_F8E5M2};
+  const bool scales = input_.Once(3), q_norm = input_.Once(2), k_norm = input_.Once(2), bias = input_.Once(2);
+  const int32_t cache = scales ? float8s[input_.Below(2)] : dtype;
+  const int64_t tokens = input_.Below(7), kv_heads = 1 + input_.Below(2), head_dim = 1 + input_.Below(40);
+  const int64_t heads = 1 + input_.Below(4), width = (heads + 2 * kv_heads) * head_dim, positions = 1 + input_.Below(6);
+  const int64_t pages = 1 + input_.Below(5), page_size = 1 + input_.Below(5);
+  const Shape cache_shape =
+      input_.Once(2) ? Shape{2, pages, page_size, kv_heads, head_dim} : Shape{pages, page_size, 2 * kv_heads, head_dim};
+  Add(&operands_, dtype, {tokens, width});
+  AddNumbers(XLA_FFI_DataType_S32, {tokens}, positions);
+  Add(&operands_, XLA_FFI_DataType_F32, {positions, input_.Below(head_dim / 2 + 1), 2});
+  Add(&operands_, cache, cache_shape);
+  AddNumbers(input_.Once(2) ? XLA_FFI_DataType_S64 : XLA_FFI_DataType_S32, {input_.Below(tokens + 1)},
+             pages * page_size);
+  const int64_t scale_size = input_.Once(2) ? kv_heads : 1;
+  for (int i = 0; i < 2 * scales; ++i) Add(&operands_, XLA_FFI_DataType_F32, {scale_size});
+  for (int i = 0; i < q_norm + k_norm; ++i) Add(&operands_, dtype, {head_dim});
+  if (bias) Add(&operands_, dtype, {width});
+  Add(&results_, dtype, {tokens, heads, head_dim});
+  if (input_.Once(2)) {
+    results_.push_back(operands_[3]);
+  } else {
+    Add(&results_, cache, cache_shape);
+  }
+  AddScalar("check_inputs", XLA_FFI_DataType_PRED, input_.Once(2));
+  AddScalar("kv_scales", XLA_FFI_DataType_PRED, scales);
+  AddScalar("has_q_norm", XLA_FFI_DataType_PRED, q_norm);
+  AddScalar("has_k_norm", XLA_FFI_DataType_PRED, k_norm);
+  AddScalar("has_bias", XLA_FFI_DataType_PRED, bias);
+  AddScalar("interleaved", XLA_FFI_DataType_PRED, input_.Once(2));
+  AddScalar("round_once", XLA_FFI_DataType_PRED, input_.Once(2));
+  AddScalar("norm_eps", XLA_FFI_DataType_F32, input_.Once(8) ? input_.Raw<float>() : 1e-5f);
+  AddScalar("weight_offset", XLA_FFI_DataType_F32, input_.Once(8) ? input_.Raw<float>() : 0.0f);
+}
+
 }  // namespace xla_gpu::fuzz

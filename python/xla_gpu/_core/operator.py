@@ -90,8 +90,8 @@ class Operator:
       signature: takes the schema's arguments by name, arrays as ArraySpec, and ``check_inputs``. Checks them, raises
         ValueError or TypeError, and returns the call's Signature.
       docstring: Args, Returns and Raises, which every front end shows.
-      in_place: the operand whose memory the only result replaces. The custom call aliases the two, and PyTorch gets
-        ``<name>_``, which updates that operand.
+      in_place: the operand whose memory the last result replaces. The custom call aliases the two, and PyTorch gets
+        ``<name>_``, which updates that operand, and returns it or, if there are two results, the first.
       has_scratch: the target takes scratch memory as a last result, of the size that its handler table row computes.
       int_operands: the operands that may be ints.
       target: of the handler; by default ``xla_gpu_<name>``.
@@ -109,10 +109,11 @@ class Operator:
     def __post_init__(self) -> None:
         if not self.target:
             object.__setattr__(self, "target", f"xla_gpu_{self.name}")
-        if self.in_place is not None and (self.in_place not in self.operands or not self.schema.endswith("-> Tensor")):
+        results = ("-> Tensor", "-> (Tensor, Tensor)")
+        if self.in_place is not None and (self.in_place not in self.operands or not self.schema.endswith(results)):
             raise ValueError(
-                f"{self.name}: in_place: expected an operand of a schema with one result, got {self.in_place!r} for "
-                f"{self.schema}"
+                f"{self.name}: in_place: expected an operand of a schema with one or two results, got "
+                f"{self.in_place!r} for {self.schema}"
             )
 
     @functools.cached_property
@@ -154,7 +155,7 @@ class Operator:
             operands=tuple(given.values()),
             results=signature.results,
             attributes=attributes(self.name, signature.attributes),
-            aliases=() if self.in_place is None else ((names.index(self.in_place), 0),),
+            aliases=() if self.in_place is None else ((names.index(self.in_place), len(signature.results) - 1),),
             has_scratch=self.has_scratch,
             partitioning=signature.partitioning,
             with_operands=lambda specs: self.bind(**{**arguments, **{n: s for n, s in specs.items() if n in taken}}),

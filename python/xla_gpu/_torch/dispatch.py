@@ -107,7 +107,7 @@ def define_operator(operator: Operator, run_call: Callable[..., Results] | None 
 
 
 def _define_in_place(operator: Operator, operand: str) -> None:
-    """Defines torch.ops.xla_gpu.<operator>_, which updates ``operand`` and returns it.
+    """Defines torch.ops.xla_gpu.<operator>_, which updates ``operand`` and returns it, or the other result.
 
     torch.compile would clone the operand of a mutating operator on XLA, and the compiled program would copy it. So the
     operator that users call is a composite. On XLA it is the functional operator and a copy_ into a donated buffer, of
@@ -115,30 +115,40 @@ def _define_in_place(operator: Operator, operand: str) -> None:
     handles well.
     """
     name, index = operator.name, operator.arguments.index(operand)
-    arguments = operator.schema.removesuffix(" -> Tensor").replace(f"Tensor {operand}", f"Tensor(a!) {operand}")
+    arguments, _, results = operator.schema.partition(" -> ")
+    arguments = arguments.replace(f"Tensor {operand}", f"Tensor(a!) {operand}")
+    has_other = results == "(Tensor, Tensor)"
 
-    def update_memory(*args: Any, **kwargs: Any) -> None:
+    def update_memory(*args: Any, **kwargs: Any) -> torch.Tensor | None:
         call, tensors = bind(operator, args, kwargs)
-        run(call, tensors, in_place=True)
+        other, *_ = run(call, tensors, in_place=True)
         target = tensors[call.aliases[0][0]]
         if not target.is_inference():  # those have no version counter
             torch.autograd.graph.increment_version(target)
+        return other if has_other else None
 
-    def fake(*args: Any, **kwargs: Any) -> None:
-        fake_results(*bind(operator, args, kwargs))
+    def fake(*args: Any, **kwargs: Any) -> torch.Tensor | None:
+        other, *_ = fake_results(*bind(operator, args, kwargs))
+        return other if has_other else None
 
-    define(f"_{name}_", f"{arguments} -> ()", update_memory, fake, backends=("CPU", "CUDA"))
+    returned = "Tensor" if has_other else "()"
+    define(f"_{name}_", f"{arguments} -> {returned}", update_memory, fake, backends=("CPU", "CUDA"))
     functional, mutating = getattr(torch.ops.xla_gpu, name), getattr(torch.ops.xla_gpu, f"_{name}_")
 
     def update(*args: Any, **kwargs: Any) -> torch.Tensor:
         target: torch.Tensor = args[index] if index < len(args) else kwargs[operand]
         if isinstance(target, torch.Tensor) and target.device.type == "xla":
             torch.ops.xla.dynamo_set_buffer_donor_(target, True)
-            return target.copy_(functional(*args, **kwargs))
-        mutating(*args, **kwargs)
-        return target
+            if not has_other:
+                return target.copy_(functional(*args, **kwargs))
+            other, updated = functional(*args, **kwargs)
+            target.copy_(updated)
+            return other
+        other = mutating(*args, **kwargs)
+        return other if has_other else target
 
-    LIBRARY.define(f"{name}_{arguments} -> Tensor(a!)", tags=(torch.Tag.pt2_compliant_tag,))
+    returned = "Tensor" if has_other else "Tensor(a!)"
+    LIBRARY.define(f"{name}_{arguments} -> {returned}", tags=(torch.Tag.pt2_compliant_tag,))
     LIBRARY.impl(f"{name}_", update, "CompositeImplicitAutograd")
 
 

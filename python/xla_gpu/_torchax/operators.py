@@ -62,15 +62,17 @@ def _functional(operator: Operator, *args: Any, **kwargs: Any) -> Any:
 def _in_place(operator: Operator, *args: Any, **kwargs: Any) -> Any:
     name = f"{operator.name}_"
     arguments = _named(name, operator, args, kwargs)
-    if _check(name, operator, arguments) is None:
+    environment = _check(name, operator, arguments)
+    if environment is None:
         return _below_torchax(name, args, kwargs)
     result = _call(operator, arguments)
+    other, result = result if isinstance(result, tuple) else (None, result)
     target = arguments[operator.in_place or ""]
     if isinstance(target, View):
         target.update(result)
     else:
         target._elem = result
-    return target
+    return target if other is None else environment.j2t_iso(other)
 
 
 def _named(name: str, operator: Operator, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:

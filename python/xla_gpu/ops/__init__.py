@@ -7,6 +7,7 @@ from . import (
     paged_attention,
     reshape_and_cache,
     rms_norm,
+    rotary_embedding,
     sample,
     silu_and_mul,
     simple_add,
@@ -25,4 +26,6 @@ OPERATORS: tuple[Operator, ...] = (
     silu_and_mul.OPERATOR,
     silu_and_mul.OPERATOR_GELU,
     sample.OPERATOR,
+    rotary_embedding.OPERATOR,
+    rotary_embedding.OPERATOR_AND_CACHE,
 )

@@ -1,0 +1,100 @@
+"""rotary_and_cache, and rotary_and_cache_( in place: beside the operators that they stand for."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from tests.common import cases, compare, layer_cases, reference
+
+EAGER = pytest.mark.frontends("eager", "eager-cuda")
+
+CACHES = [
+    cases.CacheCase("rotary-f32"),
+    cases.CacheCase("rotary-bf16-split", dtype="bfloat16", layout="split", slot_dtype="int64", num_slots=9),
+    cases.CacheCase("rotary-e4m3", dtype="bfloat16", cache_dtype="float8_e4m3fn", scales="per_head"),
+    cases.CacheCase("rotary-e5m2", dtype="float16", cache_dtype="float8_e5m2", scales="one", head_dim=40),
+]
+VARIANTS = {
+    "plain": ({}, {}),
+    "qwen3": ({"norms": True}, {}),
+    "gemma3": ({"norms": True}, {"weight_offset": 1.0, "round_once": True}),
+    "qwen2": ({"bias": True}, {}),
+    "all": ({"norms": True, "bias": True, "rotary_dim": 16}, {"interleaved": True, "norm_eps": 1e-4}),
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("case", CACHES, ids=lambda case: case.name)
+def test_with_cache(frontend, case, variant):
+    given, options = VARIANTS[variant]
+    if not frontend.name.startswith("eager") and variant != "all" and case is not CACHES[0]:
+        pytest.skip("eager calls have all of them")
+    arrays = layer_cases.rotary_and_cache(case, **given)
+    layer_cases.assert_rotated(arrays, options, frontend.call("rotary_and_cache", arrays, **options), frontend.name)
+
+
+@pytest.mark.parametrize("case", CACHES, ids=lambda case: case.name)
+@EAGER
+def test_bits_are_those_of_the_parts(frontend, case):
+    """bias by addition, rms_norm, rotary_embedding, reshape_and_cache: one after the other."""
+    arrays = layer_cases.rotary_and_cache(case, norms=True, bias=True)
+    query, cache = frontend.call("rotary_and_cache", arrays)
+    qkv = (arrays["qkv"].astype(np.float32) + arrays["bias"].astype(np.float32)).astype(arrays["qkv"].dtype)
+    heads = qkv.reshape(qkv.shape[0], -1, case.head_dim)
+    q, k, v = np.split(heads, [6, 6 + case.num_kv_heads], axis=1)
+    q, k = (
+        frontend.call("rms_norm", {"x": np.ascontiguousarray(x), "weight": arrays[f"{n}_norm_weight"]}, eps=1e-6)[0]
+        for x, n in ((q, "q"), (k, "k"))
+    )
+    q, k = frontend.call(
+        "rotary_embedding", {"query": q, "key": k, "positions": arrays["positions"], "table": arrays["table"]}
+    )
+    rest = {n: arrays[n] for n in ("kv_cache", "slot_mapping", "k_scale", "v_scale") if n in arrays}
+    (stored,) = frontend.call("reshape_and_cache", {"key": k, "value": np.ascontiguousarray(v), **rest})
+    # The norm's sum has another order in a warp of its own.
+    compare.assert_norm(query, q, f"{frontend.name}: query", floor=1e-6)
+    same = compare.bits(cache) == compare.bits(stored)
+    assert same.mean() > (0.9 if case.dtype == "float32" else 0.99)
+    plain = layer_cases.rotary_and_cache(case)
+    query, cache = frontend.call("rotary_and_cache", plain)
+    heads = plain["qkv"].reshape(qkv.shape[0], -1, case.head_dim)
+    q, k, v = (np.ascontiguousarray(x) for x in np.split(heads, [6, 6 + case.num_kv_heads], axis=1))
+    q, k = frontend.call(
+        "rotary_embedding", {"query": q, "key": k, "positions": plain["positions"], "table": plain["table"]}
+    )
+    compare.assert_bitwise_equal(query, q, f"{frontend.name}: query")
+    (stored,) = frontend.call("reshape_and_cache", {"key": k, "value": v, **rest})
+    compare.assert_bitwise_equal(cache, stored, f"{frontend.name}: cache")
+
+
+@pytest.mark.frontends("eager", "torch_xla", "torch_xla-compiled", "eager-cuda", "torch_xla-cuda")
+def test_in_place_returns_the_query(frontend):
+    arrays = layer_cases.rotary_and_cache(CACHES[0])
+    want = reference.rotary_and_cache(**arrays)
+
+    def body(ops, **tensors):
+        query = ops.rotary_and_cache_(**tensors)
+        return query, tensors["kv_cache"]
+
+    query, cache = frontend.run(body, arrays)
+    compare.assert_norm(query, want[0], f"{frontend.name}: query", floor=1e-6)
+    np.testing.assert_allclose(cache, want[1], atol=1e-5)
+
+
+@EAGER
+def test_duplicate_slots_hold_one_token(frontend):
+    """K and V of the last of the tokens that name a slot, on every run."""
+    arrays = layer_cases.rotary_and_cache(cases.CacheCase("rotary-duplicates", num_tokens=64, skipped=0))
+    arrays["slot_mapping"][:] = np.resize([3, 5, 11, 8], 64)
+    layer_cases.assert_rotated(arrays, {}, frontend.call("rotary_and_cache", arrays), frontend.name)
+
+
+@EAGER
+def test_bits_of_a_token_are_its_own(frontend):
+    case = cases.CacheCase("rotary-rows", num_tokens=90, dtype="bfloat16", num_pages=12, skipped=0)
+    arrays = layer_cases.rotary_and_cache(case, norms=True)
+    query, _ = frontend.call("rotary_and_cache", arrays)
+    for rows in ([5], [89, 3, 44], list(range(40))):
+        part = arrays | {n: arrays[n][rows] for n in ("qkv", "positions", "slot_mapping")}
+        compare.assert_bitwise_equal(frontend.call("rotary_and_cache", part)[0], query[rows], frontend.name)
