@@ -20,12 +20,18 @@ class TorchXla:
 
     def start(self, arguments: argparse.Namespace) -> None:
         os.environ["PJRT_DEVICE"] = arguments.device.upper()  # read when torch_xla is imported
+        if arguments.device == "cpu" and arguments.tensor_parallel > 1:
+            os.environ["CPU_NUM_DEVICES"] = str(arguments.tensor_parallel)
         import torch_xla
         import torch_xla.backends
 
         if arguments.device == "gpu" and arguments.dtype == "float32":
             # Otherwise XLA multiplies float32 matrices in TF32, with 10 bits of mantissa.
             torch_xla.backends.set_mat_mul_precision("highest")
+        if arguments.tensor_parallel > 1:
+            import torch_xla.runtime
+
+            torch_xla.runtime.use_spmd()
         self.device = torch_xla.device()
 
     def engine(self, arguments, config, theirs, scheduler, max_tokens):
@@ -37,7 +43,8 @@ class TorchXla:
         from paged_llama.engine import Engine
         from paged_llama.model import PagedLlama
 
-        model = PagedLlama(config, getattr(torch, arguments.dtype), max_tokens)
+        group = device_group(arguments.tensor_parallel) if arguments.tensor_parallel > 1 else None
+        model = PagedLlama(config, getattr(torch, arguments.dtype), max_tokens, group)
         if arguments.model:
             weights.load_checkpoint(model, arguments.model, self.device)
         elif theirs is not None:
@@ -51,6 +58,20 @@ class TorchXla:
         from paged_llama.engine import compilations
 
         return compilations()
+
+
+def device_group(devices: int):
+    """The first so many devices, which share the model. Raises ValueError where there are fewer."""
+    import numpy as np
+    import torch_xla.distributed.spmd as xs
+    import torch_xla.runtime
+
+    import xla_gpu.torch
+
+    there = torch_xla.runtime.global_runtime_device_count()
+    if devices != there:  # SPMD runs every program on all devices
+        raise ValueError(f"--tensor-parallel: expected {there}, the number of devices (CUDA_VISIBLE_DEVICES chooses them), got {devices}")
+    return xla_gpu.torch.DeviceGroup(xs.Mesh(np.arange(devices), (devices,), ("tp",)), "tp")
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 import torch_xla
 import torch_xla.debug.metrics as metrics
+import torch_xla.distributed.spmd as xs
 
 from .batch import StepLayout
 from .figures import Figures, serve
@@ -35,7 +36,10 @@ class Engine:
         self._device = device
         self._model = model
         self._caches = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.num_layers)]
-        self._previous = torch.zeros(scheduler.mixed.max_seqs, dtype=torch.int32, device=device)
+        self._previous = self._whole(torch.zeros(scheduler.mixed.max_seqs, dtype=torch.int32, device=device))
+        if model.group is not None:
+            for cache in self._caches:  # by kv heads
+                xs.mark_sharding(cache, model.group.mesh, (None, None, model.group.axis, None))
         torch_xla.sync()
         # dynamic=False: a second layout means a second program, not one with symbolic sizes.
         self._step = torch.compile(model, backend="openxla", fullgraph=True, dynamic=False)
@@ -55,7 +59,17 @@ class Engine:
     def _launch_step(self, step: Step) -> torch.Tensor:
         return self._launch(step.layout, step.packed)
 
+    def _whole(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor, on several devices annotated as whole on each: without an annotation the compiled step, which gives
+        its inputs one, would see another kind of input each time, and be traced anew."""
+        if self._model.group is not None:
+            xs.mark_sharding(tensor, self._model.group.mesh, (None,))
+        return tensor
+
     def _launch(self, layout: StepLayout, packed: np.ndarray) -> torch.Tensor:
-        packed = torch.from_numpy(packed).to(self._device)
-        self._previous = self._step(packed, self._previous, self._caches, layout)
+        packed = self._whole(torch.from_numpy(packed).to(self._device))
+        chosen = self._step(packed, self._previous, self._caches, layout)
+        if self._model.group is not None:
+            chosen, self._caches = chosen
+        self._previous = chosen
         return self._previous

@@ -2,12 +2,17 @@
 
 What belongs together is multiplied together: q, k and v are one matrix, gate and up are another. In nothing else do the
 weights differ from Hugging Face's.
+
+Over several devices each holds its heads, its part of the MLP and of the vocabulary. Matrices that are divided along their
+outputs have a device's rows together (its q, k and v; its gate and up); those that are divided along their inputs are
+[devices, out, in / devices].
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -22,64 +27,126 @@ from .config import LlamaConfig
 class PagedLlama(nn.Module):
     """Built without storage (on the "meta" device); weights.py fills it."""
 
-    def __init__(self, config: LlamaConfig, dtype: torch.dtype, max_tokens: int):
-        """max_tokens: the longest sequence, in tokens; rotations are tabulated up to there."""
+    def __init__(
+        self,
+        config: LlamaConfig,
+        dtype: torch.dtype,
+        max_tokens: int,
+        group: xla_gpu.torch.DeviceGroup | None = None,
+    ):
+        """max_tokens: the longest sequence, in tokens; rotations are tabulated up to there. group: the devices over
+        which the model is divided, under torch_xla's SPMD; None: one device."""
         super().__init__()
         self.config = config
+        self.group = group
+        self.devices = 1 if group is None else group.size
         with torch.device("meta"):
             self.embed = nn.Embedding(config.vocab_size, config.hidden_size, dtype=dtype)
-            self.layers = nn.ModuleList(Layer(config, dtype) for _ in range(config.num_layers))
+            self.layers = nn.ModuleList(Layer(config, dtype, group) for _ in range(config.num_layers))
             self.norm = RMSNorm(config, dtype)
-            if not config.tie_word_embeddings:
-                self.head = nn.Linear(config.hidden_size, config.vocab_size, bias=False, dtype=dtype)
+            if group is not None or not config.tie_word_embeddings:
+                # As many rows on each device; those behind the vocabulary's end are left out below.
+                rows = -(-config.vocab_size // self.devices) * self.devices
+                self.head = nn.Linear(config.hidden_size, rows, bias=False, dtype=dtype)
         self.register_buffer("rotations", rotation_table(config, max_tokens), persistent=False)
         self.requires_grad_(False)
 
-    def forward(self, packed: Tensor, previous: Tensor, caches: Sequence[Tensor], layout: StepLayout) -> Tensor:
-        """Stores the K and V of a step's tokens in `caches`, in place, and chooses the next tokens.
+    def forward(self, packed: Tensor, previous: Tensor, caches: Sequence[Tensor], layout: StepLayout) -> Any:
+        """Stores the K and V of a step's tokens in `caches` and chooses the next tokens.
 
         packed: int32 [layout.size], see StepLayout; previous: int32 [max_seqs], what the step before returned;
         caches: a layer's T[num_pages, page_size, 2 * num_kv_heads, head_dim] each, K of head h at 2h, V at 2h + 1.
         Returns int32 [max_seqs], of each sequence the most likely token after its last row; past the live sequences
-        it has no meaning.
+        it has no meaning. On one device the caches are updated in place. On several they are donated and the updated
+        ones returned too: compiled by torch_xla 2.9, a program cannot update a sharded tensor in place.
         """
         step = layout.unpack(packed)
         sources = step["sources"]
         tokens = torch.where(sources < 0, step["tokens"], previous[sources.clamp(min=0)])
-        hidden = self.embed(tokens)
+        total = self.embed(tokens)
         cos, sin = self.rotations[step["positions"]].unsqueeze(1).unbind(-1)  # [num_tokens, 1, head_dim / 2] each
-        for layer, cache in zip(self.layers, caches, strict=True):
-            hidden = layer(hidden, cos, sin, cache, step)
-        hidden = self.norm(hidden[step["last_rows"]])  # the only rows whose logits anybody wants
+        hidden = self.layers[0].attention_norm(total)
+        updated = []
+        for i, (layer, cache) in enumerate(zip(self.layers, caches, strict=True)):
+            after = self.layers[i + 1].attention_norm if i + 1 < len(self.layers) else self.norm
+            hidden, total, cache = layer(hidden, total, cos, sin, cache, step, after)
+            updated.append(cache)
+        hidden = hidden[step["last_rows"]]  # the only rows whose logits anybody wants
+        if self.group is not None:
+            return self._most_likely(self.head(hidden)), updated
         head = self.embed.weight if self.config.tie_word_embeddings else self.head.weight
         return F.linear(hidden, head).argmax(-1).to(torch.int32)
 
+    def _most_likely(self, logits: Tensor) -> Tensor:
+        """The index of each row's largest logit, over the devices' parts of the vocabulary."""
+        rows, width = logits.shape[0], logits.shape[1] // self.devices
+        if self.config.vocab_size % self.devices:
+            columns = torch.arange(logits.shape[1], device=logits.device)
+            logits = torch.where(columns < self.config.vocab_size, logits, -math.inf)
+        best, chosen = logits.view(rows, self.devices, width).max(-1)
+        rank = torch.arange(self.devices, device=logits.device)
+        # Every device sends its best as float32, in which an index below 2 ** 24 is exact; a sum with zeros gathers them.
+        mine = torch.stack([best.float(), (chosen + rank * width).float()]).permute(2, 0, 1)  # [devices, 2, rows]
+        places = (rank[:, None] == rank)[:, :, None, None]
+        every = xla_gpu.torch.all_reduce(torch.where(places, mine[:, None], 0.0), group=self.group)
+        return every[:, 1].gather(0, every[:, 0].argmax(0)[None])[0].to(torch.int32)
+
 
 class Layer(nn.Module):
-    def __init__(self, config: LlamaConfig, dtype: torch.dtype):
+    def __init__(self, config: LlamaConfig, dtype: torch.dtype, group: xla_gpu.torch.DeviceGroup | None):
         super().__init__()
+        self.group = group
+        self.devices = 1 if group is None else group.size
         self.heads = config.num_heads, config.num_kv_heads, config.head_dim
         self.scale = config.head_dim**-0.5
         query, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         hidden, wide = config.hidden_size, config.intermediate_size
         self.attention_norm = RMSNorm(config, dtype)
         self.qkv = nn.Linear(hidden, query + 2 * kv, bias=config.attention_bias, dtype=dtype)
-        self.out = nn.Linear(query, hidden, bias=config.attention_bias, dtype=dtype)
+        self.out = RowParallel(query, hidden, config.attention_bias, dtype, self.devices)
         self.mlp_norm = RMSNorm(config, dtype)
         self.gate_up = nn.Linear(hidden, 2 * wide, bias=config.mlp_bias, dtype=dtype)
-        self.down = nn.Linear(wide, hidden, bias=config.mlp_bias, dtype=dtype)
+        self.down = RowParallel(wide, hidden, config.mlp_bias, dtype, self.devices)
 
-    def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor, cache: Tensor, step: dict[str, Tensor]) -> Tensor:
-        hidden = hidden + self.attention(self.attention_norm(hidden), cos, sin, cache, step)
-        gate, up = self.gate_up(self.mlp_norm(hidden)).chunk(2, -1)
-        return hidden + self.down(F.silu(gate) * up)
+    def forward(
+        self,
+        hidden: Tensor,
+        total: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        cache: Tensor,
+        step: dict[str, Tensor],
+        after: RMSNorm,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        attended, cache = self.attention(hidden, cos, sin, cache, step)
+        hidden, total = self.add_and_norm(self.out(attended), total, self.out.bias, self.mlp_norm)
+        gate, up = self.gate_up(hidden).view(hidden.shape[0], self.devices, 2, -1).unbind(2)
+        mlp = (F.silu(gate) * up).reshape(hidden.shape[0], -1)
+        hidden, total = self.add_and_norm(self.down(mlp), total, self.down.bias, after)
+        return hidden, total, cache
 
-    def attention(self, x: Tensor, cos: Tensor, sin: Tensor, cache: Tensor, step: dict[str, Tensor]) -> Tensor:
+    def add_and_norm(self, x: Tensor, total: Tensor, bias: Tensor | None, norm: RMSNorm) -> tuple[Tensor, Tensor]:
+        """Adds x, summed over the devices, to the residual stream: the input of what follows, and the stream."""
+        if self.group is None:
+            total = total + (x if bias is None else x + bias)
+            return norm(total), total
+        if bias is not None:
+            total = total + bias
+        return xla_gpu.torch.all_reduce_add_rms_norm(x, total, norm.weight, eps=norm.eps, group=self.group)
+
+    def attention(
+        self, x: Tensor, cos: Tensor, sin: Tensor, cache: Tensor, step: dict[str, Tensor]
+    ) -> tuple[Tensor, Tensor]:
         num_heads, num_kv_heads, head_dim = self.heads
-        heads = self.qkv(x).view(x.shape[0], num_heads + 2 * num_kv_heads, head_dim)
-        query, key, value = heads.split([num_heads, num_kv_heads, num_kv_heads], 1)
+        own, own_kv, rows = num_heads // self.devices, num_kv_heads // self.devices, x.shape[0]
+        heads = self.qkv(x).view(rows, self.devices, own + 2 * own_kv, head_dim)
+        query, key, value = (t.reshape(rows, -1, head_dim) for t in heads.split([own, own_kv, own_kv], 2))
         query, key = rotate(query, cos, sin), rotate(key, cos, sin)
-        xla_gpu.torch.reshape_and_cache_(key, value, cache, step["slots"])
+        if self.group is None:
+            xla_gpu.torch.reshape_and_cache_(key, value, cache, step["slots"])
+        else:
+            torch.ops.xla.dynamo_set_buffer_donor_(cache, True)
+            cache = xla_gpu.torch.reshape_and_cache(key, value, cache, step["slots"])
         attended = xla_gpu.torch.paged_attention(
             query,
             cache,
@@ -89,7 +156,25 @@ class Layer(nn.Module):
             step["num_seqs"],
             scale=self.scale,
         )
-        return self.out(attended.reshape(x.shape[0], num_heads * head_dim))
+        return attended.reshape(rows, num_heads * head_dim), cache
+
+
+class RowParallel(nn.Module):
+    """A linear layer that is divided along its inputs: over several devices the parts of a sum, [devices, rows, out].
+    The bias is for the caller to add, once."""
+
+    def __init__(self, inputs: int, outputs: int, bias: bool, dtype: torch.dtype, devices: int):
+        super().__init__()
+        self.devices = devices
+        shape = (outputs, inputs) if devices == 1 else (devices, outputs, inputs // devices)
+        self.weight = nn.Parameter(torch.empty(shape, dtype=dtype))
+        self.bias = nn.Parameter(torch.empty(outputs, dtype=dtype)) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.devices == 1:
+            return F.linear(x, self.weight)
+        parts = x.view(x.shape[0], self.devices, -1).transpose(0, 1)
+        return torch.bmm(parts, self.weight.transpose(1, 2))
 
 
 class RMSNorm(nn.Module):

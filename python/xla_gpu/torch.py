@@ -41,6 +41,7 @@ from ._torch.user_kernels import (
     triton_call_,
 )
 from ._torch_xla import lowering
+from ._torch_xla.device_group import DeviceGroup
 from ._user_kernels.cuda_kernel import CudaKernel
 from ._user_kernels.launch import Result, Scratch
 from .ops import all_reduce as _all_reduce
@@ -56,6 +57,7 @@ from .ops import simple_add as _simple_add
 
 __all__ = [
     "CudaKernel",
+    "DeviceGroup",
     "Result",
     "Scratch",
     "all_reduce",
@@ -292,10 +294,14 @@ def rotary_and_cache_(
 
 
 @docstring(_all_reduce.OPERATOR.docstring)
-def all_reduce(x: torch.Tensor, *, group: torch.distributed.ProcessGroup | None = None) -> torch.Tensor:
+def all_reduce(
+    x: torch.Tensor, *, group: torch.distributed.ProcessGroup | DeviceGroup | None = None
+) -> torch.Tensor:
     """The sum of x over the ranks of a process group of torch.distributed; None: the default group.
 
-    For eager CPU and CUDA tensors: torch.distributed gathers the parts, whatever its backend is.
+    For eager CPU and CUDA tensors: torch.distributed gathers the parts, whatever its backend is. Under torch_xla's SPMD
+    ``group`` is a DeviceGroup and x holds the parts of all ranks, T[ranks, ...], divided over its axis along the first
+    dimension; the result is T[...], whole on every device.
     """
     return process_group.run(_all_reduce.OPERATOR, group, x)
 
@@ -307,9 +313,9 @@ def all_reduce_add_rms_norm(
     weight: torch.Tensor,
     *,
     eps: float,
-    group: torch.distributed.ProcessGroup | None = None,
+    group: torch.distributed.ProcessGroup | DeviceGroup | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """all_reduce over the ranks of a process group, the residual added, and the RMS norm of that sum."""
+    """all_reduce over the ranks of a group, the residual added, and the RMS norm of that sum."""
     out, sum_ = process_group.run(_all_reduce.OPERATOR_ADD_RMS_NORM, group, x, residual, weight, eps=eps)
     return out, sum_
 

@@ -50,10 +50,7 @@ class DeviceGroup:
             raise TypeError(f"DeviceGroup: mesh: expected a jax.sharding.Mesh, got {type(mesh).__name__}")
         if axis not in mesh.axis_names:
             raise ValueError(f"DeviceGroup: axis: expected one of {', '.join(mesh.axis_names)}, got {axis!r}")
-        if not timeout_s >= 0.001:
-            raise ValueError(f"DeviceGroup: timeout_s: expected at least 0.001 seconds, got {timeout_s}")
-        if max_bytes < 1 << 16:
-            raise ValueError(f"DeviceGroup: max_bytes: expected at least 64 KiB, got {max_bytes}")
+        device_groups.check_arguments(timeout_s, max_bytes)
         self._mesh, self._axis = mesh, axis
         self._number = connected(mesh, axis, Settings(round(timeout_s * 1000), int(max_bytes)))
 
@@ -97,10 +94,7 @@ def connected(mesh: jax.sharding.Mesh, axis: str, settings: Settings) -> int:
     name = f"{mesh.axis_names} {axis}"
     number, reason = device_groups.connect(groups, name, settings, jax.process_index(), _exchange)
     if reason is not None:
-        warnings.warn(
-            f"DeviceGroup: axis {axis!r}: no peer memory: {reason}. XLA's all-gather is used instead, which is slower",
-            stacklevel=4,
-        )
+        warnings.warn(device_groups.no_peer_memory(axis, reason), stacklevel=4)
     return number
 
 

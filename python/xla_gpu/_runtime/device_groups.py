@@ -31,6 +31,19 @@ class Settings(NamedTuple):
     low_latency_bytes: int = -1
 
 
+def check_arguments(timeout_s: float, max_bytes: int) -> None:
+    """Raises ValueError for arguments of a front end's DeviceGroup that make no sense."""
+    if not timeout_s >= 0.001:
+        raise ValueError(f"DeviceGroup: timeout_s: expected at least 0.001 seconds, got {timeout_s}")
+    if max_bytes < 1 << 16:
+        raise ValueError(f"DeviceGroup: max_bytes: expected at least 64 KiB, got {max_bytes}")
+
+
+def no_peer_memory(axis: str, reason: str) -> str:
+    """The warning of a group that falls back."""
+    return f"DeviceGroup: axis {axis!r}: no peer memory: {reason}. XLA's all-gather is used instead, which is slower"
+
+
 # Takes this process's bytes, returns those of all processes, by their index. Every process calls it at once.
 Exchange = Callable[[npt.NDArray[np.uint8]], npt.NDArray[np.uint8]]
 

@@ -99,7 +99,7 @@ def define_operator(operator: Operator, run_call: Callable[..., Results] | None 
         return returned(fake_results(*bind(operator, args, kwargs)))
 
     # A schema with a varying number of results has them as a list.
-    returned: Callable[[Results], Any] = list if operator.schema.endswith("-> Tensor[]") else _unpacked
+    returned: Callable[[Results], Any] = list if operator.schema.endswith("-> Tensor[]") else unpacked
 
     define(operator.name, operator.schema, kernel, fake)
     if operator.in_place is not None:
@@ -152,5 +152,6 @@ def _define_in_place(operator: Operator, operand: str) -> None:
     LIBRARY.impl(f"{name}_", update, "CompositeImplicitAutograd")
 
 
-def _unpacked(results: Results) -> Any:
+def unpacked(results: Results) -> Any:
+    """As PyTorch has them: one result is no tuple."""
     return results[0] if len(results) == 1 else results

@@ -6,10 +6,11 @@ from typing import Any
 
 import torch
 
-from .._core.operator import OpCall
-from ..ops import OPERATORS, ragged_paged_attention
+from .._core.operator import OpCall, Operator
+from .._torch_xla import device_group
+from ..ops import OPERATORS, all_reduce, ragged_paged_attention
 from . import reference
-from .dispatch import Results, define_operator, run
+from .dispatch import Results, bind, define, define_operator, fake_results, run, unpacked
 from .tensors import check_operands
 
 # ---- ragged_paged_attention: numbers where paged_attention takes tensors ---------------------------------------------
@@ -41,3 +42,22 @@ def _ragged(call: OpCall, tensors: list[torch.Tensor], arguments: dict[str, Any]
 for _operator in OPERATORS:
     define_operator(_operator)
 define_operator(ragged_paged_attention.OPERATOR, _ragged)
+
+# ---- all_reduce over a group of torch_xla's SPMD mesh: the parts of all ranks, one on each device ---------------------
+
+
+def _define_of_parts(operator: Operator) -> None:
+    """torch.ops.xla_gpu._<operator>_of_parts, whose group is the index of a _torch_xla.device_group.DeviceGroup."""
+
+    def kernel(x: torch.Tensor, *rest: torch.Tensor, group: int, **options: Any) -> Any:
+        return unpacked(device_group.run_on_parts(operator, x, rest, group, options))
+
+    def fake(x: torch.Tensor, *rest: torch.Tensor, group: int, **options: Any) -> Any:
+        return unpacked(fake_results(*bind(operator, (x, *rest), options)))
+
+    schema = operator.schema.replace("int group=0", "int group")
+    define(f"_{operator.name}_of_parts", schema, kernel, fake, backends=("XLA",))
+
+
+for _operator in (all_reduce.OPERATOR, all_reduce.OPERATOR_ADD_RMS_NORM):
+    _define_of_parts(_operator)

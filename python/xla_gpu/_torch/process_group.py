@@ -1,4 +1,4 @@
-"""The operators that sum over ranks, on eager tensors: torch.distributed gathers the parts, the handler adds them."""
+"""The operators that sum over ranks. On eager tensors torch.distributed gathers the parts and the handler adds them."""
 
 from __future__ import annotations
 
@@ -8,17 +8,20 @@ import torch
 import torch.distributed
 
 from .._core.operator import Operator
+from .._torch_xla import device_group
 from . import functions
 
 
 def run(operator: Operator, group: Any, x: torch.Tensor, *rest: torch.Tensor, **options: Any) -> Any:
-    """``operator`` over ``group``, a torch.distributed.ProcessGroup or None for the default one."""
+    """``operator`` over ``group``, a torch.distributed.ProcessGroup, None for the default one, or a DeviceGroup."""
+    if isinstance(group, device_group.DeviceGroup):
+        return device_group.run(operator, group, x, *rest, **options)
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"{operator.name}: x: expected a tensor, got {type(x).__name__}")
     if x.device.type == "xla":
         raise NotImplementedError(
-            f"{operator.name}: x: expected a CPU or CUDA tensor, got one on {x.device}: torch_xla's collectives "
-            "(torch_xla.core.xla_model.all_reduce, or SPMD's own) are the way there"
+            f"{operator.name}: group: expected a xla_gpu.torch.DeviceGroup for a tensor of torch_xla, under SPMD, got "
+            f"{type(group).__name__ if group is not None else None}"
         )
     return functions.call(operator, _gather(operator.name, group, x), *rest, **options)
 

@@ -25,11 +25,12 @@ from . import spmd, stablehlo
 
 def run(call: OpCall, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
     """Adds ``call`` to the lazy graph and returns its results, scratch left out."""
-    results = spmd.run(call, tensors, _run_whole)
-    return _run_whole(call, tensors) if results is None else results
+    results = spmd.run(call, tensors, run_whole)
+    return run_whole(call, tensors) if results is None else results
 
 
-def _run_whole(call: OpCall, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+def run_whole(call: OpCall, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """The same, as one call on these tensors: under SPMD on shards, inside of manual sharding."""
     import _XLAC
 
     results = _XLAC._xla_user_computation(f"xla_gpu::{call.name}", list(tensors), _computation(call))
