@@ -35,12 +35,16 @@ class TorchXla:
         self.device = torch_xla.device()
 
     def engine(self, arguments, config, theirs, scheduler, max_tokens):
-        # Imported here since they import torch_xla.
+        from paged_llama.engine import Engine  # here, since it imports torch_xla
+
+        return Engine(self.model(arguments, config, theirs, max_tokens), scheduler, self.device)
+
+    def model(self, arguments, config, theirs, max_tokens):
+        """The model with its weights on the device, or divided over the devices."""
         import torch
         import torch_xla
 
         from paged_llama import weights
-        from paged_llama.engine import Engine
         from paged_llama.model import PagedLlama
 
         group = device_group(arguments.tensor_parallel) if arguments.tensor_parallel > 1 else None
@@ -52,7 +56,7 @@ class TorchXla:
         else:
             torch_xla.manual_seed(arguments.seed)
             weights.randomise(model, self.device, torch_xla.sync)
-        return Engine(model, scheduler, self.device)
+        return model
 
     def compilations(self) -> int:
         from paged_llama.engine import compilations
@@ -70,7 +74,9 @@ def device_group(devices: int):
 
     there = torch_xla.runtime.global_runtime_device_count()
     if devices != there:  # SPMD runs every program on all devices
-        raise ValueError(f"--tensor-parallel: expected {there}, the number of devices (CUDA_VISIBLE_DEVICES chooses them), got {devices}")
+        raise ValueError(
+            f"--tensor-parallel: expected {there}, the number of devices (CUDA_VISIBLE_DEVICES chooses), got {devices}"
+        )
     return xla_gpu.torch.DeviceGroup(xs.Mesh(np.arange(devices), (devices,), ("tp",)), "tp")
 
 

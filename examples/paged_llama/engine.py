@@ -48,7 +48,7 @@ class Engine:
     def warm_up(self) -> None:
         """Compiles the program of each layout by running it on padding, which leaves the cache as it is."""
         for layout in self.scheduler.layouts:
-            self._launch(layout, layout.empty())
+            self.launch(layout, layout.empty())
         self._previous.cpu()
 
     @torch.no_grad()
@@ -57,16 +57,17 @@ class Engine:
         return serve(self.scheduler, self._launch_step, lambda chosen: chosen.cpu().tolist(), compilations, on_tokens)
 
     def _launch_step(self, step: Step) -> torch.Tensor:
-        return self._launch(step.layout, step.packed)
+        return self.launch(step.layout, step.packed)
 
     def _whole(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor, on several devices annotated as whole on each: without an annotation the compiled step, which gives
-        its inputs one, would see another kind of input each time, and be traced anew."""
+        """The tensor, on several devices annotated as whole on each. The compiled step annotates its inputs: one that
+        comes without would look like another kind of input each time, and be traced anew."""
         if self._model.group is not None:
             xs.mark_sharding(tensor, self._model.group.mesh, (None,))
         return tensor
 
-    def _launch(self, layout: StepLayout, packed: np.ndarray) -> torch.Tensor:
+    def launch(self, layout: StepLayout, packed: np.ndarray) -> torch.Tensor:
+        """Starts a step behind the one before; returns the tokens that it will have chosen."""
         packed = self._whole(torch.from_numpy(packed).to(self._device))
         chosen = self._step(packed, self._previous, self._caches, layout)
         if self._model.group is not None:

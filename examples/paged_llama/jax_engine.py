@@ -65,7 +65,7 @@ class Engine:
     def warm_up(self) -> None:
         """Compiles the program of each layout by running it on padding, which leaves the cache as it is."""
         for layout in self.scheduler.layouts:
-            self._launch(layout, layout.empty())
+            self.launch(layout, layout.empty())
         self._previous.block_until_ready()
 
     def run(self, on_tokens: Callable[[int, int], None] = lambda prompt, new: None) -> Figures:
@@ -73,9 +73,10 @@ class Engine:
         return serve(self.scheduler, self._launch_step, lambda chosen: chosen.tolist(), compilations, on_tokens)
 
     def _launch_step(self, step: Step) -> jax.Array:
-        return self._launch(step.layout, step.packed)
+        return self.launch(step.layout, step.packed)
 
-    def _launch(self, layout: StepLayout, packed: np.ndarray) -> jax.Array:
+    def launch(self, layout: StepLayout, packed: np.ndarray) -> jax.Array:
+        """Starts a step behind the one before; returns the tokens that it will have chosen."""
         step = self._steps[layout]
         packed = jax.device_put(packed, self._everywhere)
         self._previous, self._caches = step(self._parameters, self._caches, packed, self._previous)

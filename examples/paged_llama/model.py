@@ -3,9 +3,9 @@
 What belongs together is multiplied together: q, k and v are one matrix, gate and up are another. In nothing else do the
 weights differ from Hugging Face's.
 
-Over several devices each holds its heads, its part of the MLP and of the vocabulary. Matrices that are divided along their
-outputs have a device's rows together (its q, k and v; its gate and up); those that are divided along their inputs are
-[devices, out, in / devices].
+Over several devices each holds its heads, its part of the MLP and of the vocabulary. Matrices that are divided along
+their outputs have a device's rows together (its q, k and v; its gate and up); those that are divided along their inputs
+are [devices, out, in / devices].
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class PagedLlama(nn.Module):
             logits = torch.where(columns < self.config.vocab_size, logits, -math.inf)
         best, chosen = logits.view(rows, self.devices, width).max(-1)
         rank = torch.arange(self.devices, device=logits.device)
-        # Every device sends its best as float32, in which an index below 2 ** 24 is exact; a sum with zeros gathers them.
+        # Each device sends its best as float32, where an index below 2 ** 24 is exact; a sum with zeros gathers them.
         mine = torch.stack([best.float(), (chosen + rank * width).float()]).permute(2, 0, 1)  # [devices, 2, rows]
         places = (rank[:, None] == rank)[:, :, None, None]
         every = xla_gpu.torch.all_reduce(torch.where(places, mine[:, None], 0.0), group=self.group)

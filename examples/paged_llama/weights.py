@@ -12,7 +12,6 @@ from torch import Tensor
 from .checkpoint import hugging_face_names, safetensors
 from .model import PagedLlama
 
-
 # Puts a parameter of that name on the device, or a shard on each device.
 Place = Callable[[str, Tensor], Tensor]
 

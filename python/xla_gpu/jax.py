@@ -336,6 +336,7 @@ def context_parallel_paged_attention(
     soft_cap: float | None = None,
     k_scale: jax.typing.ArrayLike | None = None,
     v_scale: jax.typing.ArrayLike | None = None,
+    group: DeviceGroup | None = None,
 ) -> jax.Array:
     """Computes paged_attention of a decode step over sequences whose pages are spread over devices.
 
@@ -356,6 +357,8 @@ def context_parallel_paged_attention(
       soft_cap: as of paged_attention.
       k_scale: as of paged_attention.
       v_scale: as of paged_attention.
+      group: a DeviceGroup of ``axis``. With peer memory the states go through it in one exchange instead of XLA's two
+        all-gathers. The result is the same but for the sign of zeros.
 
     Returns:
       T[num_tokens, num_heads, head_dim], the same on every device. It is that of one device with all pages up to the
@@ -374,6 +377,7 @@ def context_parallel_paged_attention(
         query_start_loc,
         num_seqs,
         axis=axis,
+        group=group,
         scale=scale,
         soft_cap=soft_cap,
         k_scale=k_scale,

@@ -294,9 +294,7 @@ def rotary_and_cache_(
 
 
 @docstring(_all_reduce.OPERATOR.docstring)
-def all_reduce(
-    x: torch.Tensor, *, group: torch.distributed.ProcessGroup | DeviceGroup | None = None
-) -> torch.Tensor:
+def all_reduce(x: torch.Tensor, *, group: torch.distributed.ProcessGroup | DeviceGroup | None = None) -> torch.Tensor:
     """The sum of x over the ranks of a process group of torch.distributed; None: the default group.
 
     For eager CPU and CUDA tensors: torch.distributed gathers the parts, whatever its backend is. Under torch_xla's SPMD

@@ -58,12 +58,12 @@ def spread(a: dict[str, np.ndarray], count: int, layout: str) -> tuple[np.ndarra
     return np.stack(caches), np.stack(tables)
 
 
-def step(axis, options, query, key, value, cache, context_lens, table, query_start_loc, num_seqs):
+def step(axis, group, options, query, key, value, cache, context_lens, table, query_start_loc, num_seqs):
     cache, table = cache[0], table[0]
     slots = xg.context_parallel_slots(context_lens - 1, table, page_size=PAGE, axis=axis)
     cache = xg.reshape_and_cache(key, value, cache, slots)
     return xg.context_parallel_paged_attention(
-        query, cache, context_lens, table, query_start_loc, num_seqs, axis=axis, scale=0.2, **options
+        query, cache, context_lens, table, query_start_loc, num_seqs, axis=axis, group=group, scale=0.2, **options
     )
 
 
@@ -82,12 +82,19 @@ def test_is_attention_over_all_pages(platform, count, dtype, layout):
     order = (a["query"], a["key"], a["value"], caches, a["context_lens"], tables, a["query_start_loc"], a["num_seqs"])
     specs = (P(), P(), P(), P("cp"), P(), P("cp"), P(), P())
     outs = []
-    for check_vma, out_specs in ((devices.infers_replication(), P()), (False, P("cp"))):
-        body = functools.partial(step, "cp", options)
+    group = xg.DeviceGroup(mesh, "cp")
+    for check_vma, out_specs, given in (
+        (devices.infers_replication(), P(), None),
+        (False, P("cp"), None),
+        (False, P("cp"), group),
+    ):
+        body = functools.partial(step, "cp", given, options)
         mapped = jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=out_specs, check_vma=check_vma)
         outs.append(np.asarray(jax.jit(mapped)(*order)))
     for device in np.split(outs[1], count):
         compare.assert_bitwise_equal(device, outs[0], "a device beside another")
+    for device in np.split(outs[2], count):
+        np.testing.assert_array_equal(device.astype(np.float32), outs[0].astype(np.float32), "through the group")
     tolerance = {"float32": 1e-6, "float16": 2e-3, "bfloat16": 1.6e-2}[dtype]
     np.testing.assert_allclose(outs[0].astype(np.float32), want.astype(np.float32), rtol=tolerance, atol=tolerance)
     assert (outs[0][len(LENGTHS) :] == 0).all()

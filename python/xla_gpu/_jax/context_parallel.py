@@ -7,9 +7,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ..ops.all_reduce import OPERATOR as ALL_REDUCE
 from ..ops.merge_attention_states import OPERATOR as MERGE
 from ..ops.paged_attention import OPERATOR_WITH_LSE
-from . import call
+from . import call, device_group
 
 NAME = "context_parallel_paged_attention"
 
@@ -33,9 +34,12 @@ def attention(
     num_seqs: Any,
     *,
     axis: str,
+    group: device_group.DeviceGroup | None = None,
     **options: Any,
 ) -> jax.Array:
     """See xla_gpu.jax.context_parallel_paged_attention."""
+    if group is not None and (not isinstance(group, device_group.DeviceGroup) or group.axis != axis):
+        raise ValueError(f"{NAME}: group: expected a DeviceGroup of axis {axis!r}, got {group!r}")
     devices, device = _place(NAME, axis)
     query, kv_cache = call.as_array(f"{NAME}: query", query), call.as_array(f"{NAME}: kv_cache", kv_cache)
     context_lens = call.as_array(f"{NAME}: context_lens", context_lens)
@@ -58,14 +62,30 @@ def attention(
         num_seqs=num_seqs,
         **options,
     )
-    outs, lses = jax.lax.all_gather(out, axis), jax.lax.all_gather(lse, axis)
-    out, lse = jnp.zeros_like(outs[0]), jnp.full_like(lses[0], -jnp.inf)  # the state that saw no key
-    for rank in range(devices):
+    outs, lses = _gather(out, lse, axis, group)
+    first = min(1, devices - 1)
+    out, lse = outs[0], lses[0]
+    if first == 0:  # a merge with the state that saw no key, which tells check_vma that the result does not vary
+        out, lse = jnp.zeros_like(out), jnp.full_like(lse, -jnp.inf)
+    for rank in range(first, devices):
         # The order of ranks, so that all devices hold the same bits.
         out, lse = call.call(
             MERGE, reduced_axes=frozenset((axis,)), out_a=out, lse_a=lse, out_b=outs[rank], lse_b=lses[rank]
         )
     return out
+
+
+def _gather(
+    out: jax.Array, lse: jax.Array, axis: str, group: device_group.DeviceGroup | None
+) -> tuple[jax.Array, jax.Array]:
+    """The states of all devices, by rank."""
+    if group is None or not group.uses_peer_memory:
+        return jax.lax.all_gather(out, axis), jax.lax.all_gather(lse, axis)
+    # As one sum over peer memory to which each device contributes its own place: a state is exact in float32.
+    state = jnp.concatenate([out.astype(jnp.float32), lse.astype(jnp.float32)[..., None]], -1)
+    places = jnp.zeros((group.size, *state.shape), jnp.float32).at[jax.lax.axis_index(axis)].set(state)
+    states = device_group.run(ALL_REDUCE, group, x=places)
+    return states[..., :-1].astype(out.dtype), states[..., -1].astype(lse.dtype)
 
 
 def _place(name: str, axis: str) -> tuple[int, Any]:

@@ -43,7 +43,7 @@ for _operator in OPERATORS:
     define_operator(_operator)
 define_operator(ragged_paged_attention.OPERATOR, _ragged)
 
-# ---- all_reduce over a group of torch_xla's SPMD mesh: the parts of all ranks, one on each device ---------------------
+# ---- all_reduce over a group of torch_xla's SPMD mesh: the parts of all ranks, one on each device --------------------
 
 
 def _define_of_parts(operator: Operator) -> None:

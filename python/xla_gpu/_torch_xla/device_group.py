@@ -1,7 +1,7 @@
 """Device groups of a torch_xla SPMD mesh, and the operators that sum over them.
 
-The operators take the parts of all ranks, [ranks, ...], divided over the devices along that dimension: each device calls
-the handler on its own part, between torch_xla's manual-sharding markers.
+The operators take the parts of all ranks, [ranks, ...], divided over the devices along that dimension: each device
+calls the handler on its own part, between torch_xla's manual-sharding markers.
 """
 
 from __future__ import annotations
@@ -23,12 +23,13 @@ _groups: list[DeviceGroup] = []  # by index: what a traced program names
 class DeviceGroup:
     """The devices along one axis of a torch_xla SPMD mesh, ready to sum with each other.
 
-    Make it once, after torch_xla.runtime.use_spmd(). On GPUs it allocates max_bytes and a few MB more on each GPU of the
-    axis, opens the peers' memory and loads the kernels. Where a GPU cannot reach a peer's memory it warns, and XLA's
-    all-gather is used; on the CPU and over several hosts that is the only way.
+    Make it once, after torch_xla.runtime.use_spmd(). On GPUs it allocates max_bytes and a few MB more on each GPU of
+    the axis, opens the peers' memory and loads the kernels. Where a GPU cannot reach a peer's memory it warns, and
+    XLA's all-gather is used; on the CPU and over several hosts that is the only way.
 
     Args:
-      mesh: a torch_xla.distributed.spmd.Mesh with axis names. Along its other axes there are as many independent groups.
+      mesh: a torch_xla.distributed.spmd.Mesh with axis names. Along its other axes there are as many independent
+        groups.
       axis: the name of the axis to sum over.
       timeout_s: how long a call waits for a peer before it gives up.
       max_bytes: of GPU memory for large messages; a message that is larger goes in pieces.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch_xla.experimental import plugins
 
@@ -22,11 +22,12 @@ ENVIRONMENT = "XLA_GPU_PJRT_PLUGIN"
 
 
 class GpuPlugin(plugins.DevicePlugin):  # type: ignore[misc]
-    """What torch_xla asks about the device type GPU. One process drives all of its GPUs."""
+    """What torch_xla asks about the device type GPU. One process drives all of its GPUs, or one each under torchrun."""
 
     def __init__(self) -> None:
         super().__init__()
         self._only_first_gpu = False
+        self._processes: _Processes | None = None
 
     def library_path(self) -> str:
         """The library whose GetPjrtApi() torch_xla calls.
@@ -51,7 +52,14 @@ class GpuPlugin(plugins.DevicePlugin):  # type: ignore[misc]
         options = client_options(os.environ)
         if self._only_first_gpu:
             options["visible_devices"] = [0]
+        if self._processes is not None:
+            options["visible_devices"] = [self._processes.local_rank]
+            options["node_id"], options["num_nodes"] = self._processes.rank, self._processes.count
         return options
+
+    def requires_xla_coordinator(self) -> bool:
+        """Whether torch_xla starts its coordinator, through which the plug-ins of several processes find each other."""
+        return self._processes is not None
 
     def physical_chip_count(self) -> int:
         """Processes that xmp.spawn starts: one, which drives all GPUs."""
@@ -62,12 +70,28 @@ class GpuPlugin(plugins.DevicePlugin):  # type: ignore[misc]
         self._only_first_gpu = True
 
     def configure_multiprocess(self, local_rank: int, local_world_size: int) -> None:
-        """Refuses one process per GPU, which would run as so many separate programs of world size 1."""
-        if local_world_size > 1:
+        """One GPU for each process that torchrun started.
+
+        Raises:
+          CompatibilityError: torchrun's variables are missing.
+        """
+        if local_world_size == 1 and int(os.environ.get("WORLD_SIZE", "1")) == 1:
+            return
+        missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR") if name not in os.environ]
+        if missing:
             raise CompatibilityError(
-                f"torch_xla on GPU: one process per GPU is not supported (got {local_world_size} processes on this "
-                "host). Start one process, which sees all GPUs, and shard with torch_xla.runtime.use_spmd()."
+                f"torch_xla on GPU: expected torchrun to start {local_world_size} processes, which sets "
+                f"{', '.join(missing)}. xmp.spawn starts one process, which drives all GPUs"
             )
+        self._processes = _Processes(local_rank, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
+
+
+class _Processes(NamedTuple):
+    """This process among those of torchrun."""
+
+    local_rank: int
+    rank: int
+    count: int
 
 
 def client_options(environ: Any) -> dict[str, Any]:

@@ -1,0 +1,133 @@
+"""The serving examples' step alone: a decode step of a Llama, chained on the device without a scheduler.
+What examples/serve_llama_jax.py and examples/serve_llama.py need beyond this is their own cost.
+
+    python -m benchmarks.serving_step --shape llama3-8b 1x1024 32x1024 64x2048
+    python -m benchmarks.serving_step --framework torch_xla --tensor-parallel 2
+
+Prints one JSON object per case: milliseconds of a step (the fastest of `--repeats` chains of `--steps`), those that the
+host needs to launch one, and the bytes of weights and KV cache that a step must read, on all devices together.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+
+from paged_llama.batch import StepLayout
+from paged_llama.config import SHAPES, LlamaConfig
+
+PAGE_SIZE = 16
+
+
+def make_load(batch: int, context: int) -> tuple[SimpleNamespace, np.ndarray]:
+    """What an engine asks of its scheduler, and a step in which each sequence decodes behind `context` tokens."""
+    pages = -(-(context + 1) // PAGE_SIZE)
+    layout = StepLayout(batch, batch, pages)
+    packed = layout.empty()
+    parts = layout.unpack(packed)
+    tables = np.random.default_rng(0).permutation(batch * pages).reshape(batch, pages)
+    parts["block_tables"][:] = tables
+    parts["sources"][:] = parts["last_rows"][:] = np.arange(batch)
+    parts["positions"][:] = context
+    parts["slots"][:] = tables[:, context // PAGE_SIZE] * PAGE_SIZE + context % PAGE_SIZE
+    parts["context_lens"][:] = context + 1
+    parts["query_start_loc"][:] = np.arange(batch + 1)
+    parts["num_seqs"][0] = batch
+    allocator = SimpleNamespace(num_pages=batch * pages)
+    return SimpleNamespace(allocator=allocator, page_size=PAGE_SIZE, mixed=layout, layouts=(layout,)), packed
+
+
+# Makes an engine for a scheduler, and a function that waits for what it launched.
+Engines = Callable[[Any], tuple[Any, Callable[[Any], object]]]
+
+
+def in_jax(config: LlamaConfig, dtype: str, max_tokens: int, devices: int) -> Engines:
+    from paged_llama import jax_weights
+    from paged_llama.jax_engine import Engine
+
+    parameters = jax_weights.randomise(config, dtype, max_tokens, 0, jax_weights.make_mesh(devices))
+    return lambda load: (Engine(config, parameters, load), lambda chosen: chosen.block_until_ready())
+
+
+def in_torch_xla(config: LlamaConfig, dtype: str, max_tokens: int, devices: int) -> Engines:
+    import serve_llama
+
+    example = serve_llama.TorchXla()
+    device = os.environ.get("PJRT_DEVICE", "GPU").lower()
+    example.start(argparse.Namespace(device=device, dtype=dtype, tensor_parallel=devices))
+    given = argparse.Namespace(dtype=dtype, model=None, seed=0, tensor_parallel=devices)
+    model = example.model(given, config, None, max_tokens)
+    from paged_llama.engine import Engine
+
+    return lambda load: (Engine(model, load, example.device), lambda chosen: chosen.cpu())
+
+
+def measure(engine: Any, wait: Callable[[Any], object], packed: np.ndarray, steps: int, repeats: int) -> dict[str, Any]:
+    layout = engine.scheduler.mixed
+    began = time.perf_counter()
+    wait(engine.launch(layout, packed))
+    compiled = time.perf_counter() - began
+    best = launch = float("inf")
+    for _ in range(repeats + 1):  # the first warms up
+        began = time.perf_counter()
+        for _ in range(steps):
+            chosen = engine.launch(layout, packed)
+        launched = time.perf_counter() - began
+        wait(chosen)
+        best, launch = min(best, (time.perf_counter() - began) / steps), min(launch, launched / steps)
+    return {
+        "milliseconds": round(best * 1e3, 4),
+        "launch": round(launch * 1e3, 4),
+        "first_step_seconds": round(compiled, 1),
+    }
+
+
+def weight_bytes(config: LlamaConfig, itemsize: int) -> int:
+    """Of the embedding only a row per token is read, unless it is the head too."""
+    heads = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
+    layer = config.hidden_size * (heads + config.num_heads * config.head_dim + 3 * config.intermediate_size)
+    return (config.num_layers * layer + config.hidden_size * config.vocab_size) * itemsize
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("cases", nargs="*", default=["1x1024", "32x1024", "64x2048"], metavar="BATCHxCONTEXT")
+    parser.add_argument("--framework", choices=("jax", "torch_xla"), default="jax")
+    parser.add_argument("--tensor-parallel", type=int, default=1)
+    parser.add_argument("--shape", choices=SHAPES, default="llama3-8b")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    parser.add_argument("--layers", type=int, help="instead of the shape's own number")
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--repeats", type=int, default=3)
+    arguments = parser.parse_args()
+    config, itemsize = SHAPES[arguments.shape], 2 if arguments.dtype == "bfloat16" else 4
+    if arguments.layers:
+        config = dataclasses.replace(config, num_layers=arguments.layers)
+    sizes = [tuple(map(int, case.split("x"))) for case in arguments.cases]
+    make = in_jax if arguments.framework == "jax" else in_torch_xla
+    engines = make(config, arguments.dtype, max(c for _, c in sizes) + 1, arguments.tensor_parallel)
+    per_token = config.num_layers * 2 * config.num_kv_heads * config.head_dim * itemsize
+    for batch, context in sizes:
+        load, packed = make_load(batch, context)
+        engine, wait = engines(load)
+        row = {"framework": arguments.framework, "shape": arguments.shape, "devices": arguments.tensor_parallel}
+        row |= {"case": f"{batch}x{context}", **measure(engine, wait, packed, arguments.steps, arguments.repeats)}
+        row |= {"weight_bytes": weight_bytes(config, itemsize), "kv_bytes": batch * (context + 1) * per_token}
+        print(json.dumps(row), flush=True)
+        del engine  # and its caches
+
+
+if __name__ == "__main__":
+    main()
