@@ -50,6 +50,23 @@ def test_by_the_annotation_of_the_cache(layout, shape, tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("platform", "devices"), [("cpu", 2), ("cpu", 4), pytest.param("gpu", 2, marks=pytest.mark.gpu)]
+)
+def test_sums_over_a_device_group(platform, devices):
+    environment = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "PJRT_DEVICE")}
+    result = subprocess.run(
+        [sys.executable, "-m", "tests.distributed.spmd_all_reduce", platform, str(devices)],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert result.returncode == 0 and "OK" in result.stdout, result.stdout + result.stderr[-3000:]
+    assert result.stdout.count("refused: all_reduce: x: expected") == 2
+
+
+@pytest.mark.parametrize(
     ("text", "shape", "devices"),
     [
         ("{devices=[1,4]0,1,2,3}", (1, 4), [[0, 1, 2, 3]]),

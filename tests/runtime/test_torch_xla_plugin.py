@@ -104,10 +104,20 @@ def test_bad_client_options(environment, text):
         client_options(environment)
 
 
-def test_one_process_per_gpu_is_refused():
+def test_one_gpu_for_each_process_of_torchrun(monkeypatch):
     from xla_gpu._torch_xla.plugin import GpuPlugin
     from xla_gpu.errors import CompatibilityError
 
-    with pytest.raises(CompatibilityError, match="use_spmd"):
-        GpuPlugin().configure_multiprocess(0, 2)
-    GpuPlugin().configure_multiprocess(0, 1)
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR"):
+        monkeypatch.delenv(name, raising=False)
+    alone, many = GpuPlugin(), GpuPlugin()
+    alone.configure_multiprocess(0, 1)
+    assert not alone.requires_xla_coordinator() and "num_nodes" not in alone.client_create_options()
+    with pytest.raises(CompatibilityError, match="expected torchrun to start 2 processes, which sets RANK, WORLD_SIZE"):
+        many.configure_multiprocess(1, 2)
+    for name, value in (("RANK", "5"), ("WORLD_SIZE", "8"), ("MASTER_ADDR", "localhost")):
+        monkeypatch.setenv(name, value)
+    many.configure_multiprocess(1, 4)
+    options = many.client_create_options()
+    assert many.requires_xla_coordinator()
+    assert (options["node_id"], options["num_nodes"], options["visible_devices"]) == (5, 8, [1])

@@ -80,7 +80,8 @@ class DeviceGroup:
         from torch_xla import runtime
 
         if runtime.process_count() > 1:
-            number, reason = 0, f"torch_xla runs in {runtime.process_count()} processes"
+            number = 0
+            reason: str | None = f"torch_xla runs in {runtime.process_count()} processes"
         else:
             rows = np.moveaxis(np.asarray(self.mesh.get_logical_mesh()), index, -1).reshape(-1, self.size)
             groups = [[Member(0, int(device)) for device in row] for row in rows]
@@ -119,7 +120,7 @@ def run_on_parts(
         # An annotation of the tensor itself could move it: the clone's is of its values alone.
         specs = (*spec, *(None,) * (tensor.dim() - len(spec)))
         result: Any = xs.enable_manual_sharding(tensor.clone(), specs, mesh=group.mesh)
-        return getattr(result, "global_tensor", result)  # type: ignore[no-any-return]
+        return getattr(result, "global_tensor", result)
 
     # A device's shard of x keeps its dimension of size 1, and what is as long as a part gets it too.
     locals_ = [shard(x, group.axis), *(shard(t[None] if t.dim() == x.dim() - 1 else t) for t in rest)]

@@ -54,7 +54,7 @@ class GpuPlugin(plugins.DevicePlugin):  # type: ignore[misc]
             options["visible_devices"] = [0]
         if self._processes is not None:
             options["visible_devices"] = [self._processes.local_rank]
-            options["node_id"], options["num_nodes"] = self._processes.rank, self._processes.count
+            options["node_id"], options["num_nodes"] = self._processes.rank, self._processes.world_size
         return options
 
     def requires_xla_coordinator(self) -> bool:
@@ -91,7 +91,7 @@ class _Processes(NamedTuple):
 
     local_rank: int
     rank: int
-    count: int
+    world_size: int
 
 
 def client_options(environ: Any) -> dict[str, Any]:
