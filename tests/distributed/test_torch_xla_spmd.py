@@ -11,6 +11,7 @@ import sys
 import numpy as np
 import pytest
 
+from tests.common import machine
 from tests.common.machine import ROOT
 from tests.distributed.test_sharding import COLLECTIVES
 
@@ -53,11 +54,13 @@ def test_by_the_annotation_of_the_cache(layout, shape, tmp_path):
     ("platform", "devices"), [("cpu", 2), ("cpu", 4), pytest.param("gpu", 2, marks=pytest.mark.gpu)]
 )
 def test_sums_over_a_device_group(platform, devices):
+    if platform == "gpu" and (machine.default_pjrt_device() != "GPU" or machine.gpu_count() < devices):
+        pytest.skip(f"needs {devices} GPUs and JAX's CUDA plug-in")
     environment = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "PJRT_DEVICE")}
     result = subprocess.run(
-        [sys.executable, "-m", "tests.distributed.spmd_all_reduce", platform, str(devices)],
+        [sys.executable, "-m", "tests.distributed.spmd_all_reduce"],
         cwd=ROOT,
-        env=environment,
+        env=environment | {"PJRT_DEVICE": platform.upper(), "CPU_NUM_DEVICES": str(devices)},
         capture_output=True,
         text=True,
         timeout=300,

@@ -290,9 +290,8 @@ def served(request, checkpoint, tmp_path_factory):
     return result, json.loads((folder / "figures.json").read_text()), folder
 
 
-@pytest.mark.parametrize(
-    ("program", "devices"), [(p, n) for p in ("serve_llama.py", "serve_llama_jax.py") for n in (2, 4)]
-)
+@pytest.mark.parametrize("devices", [2, 4])
+@pytest.mark.parametrize("program", ["serve_llama.py", "serve_llama_jax.py"])
 def test_a_model_divided_over_devices_agrees_with_transformers(program, devices):
     pytest.importorskip("jax" if program == "serve_llama_jax.py" else "torch_xla")
     sizes = ["--max-new-tokens", "12", "--tensor-parallel", str(devices)]
