@@ -46,6 +46,8 @@ const char* DTypeText(ffi::DataType dtype) {
       return "int32";
     case ffi::DataType::S64:
       return "int64";
+    case ffi::DataType::S8:
+      return "int8";
     case ffi::DataType::U8:
       return "uint8";
     case ffi::DataType::PRED:

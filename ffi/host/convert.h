@@ -72,6 +72,14 @@ inline uint8_t FloatToFloat8E4M3FN(float value) {
   return static_cast<uint8_t>(result | ((bits >> 24) & 0x80));
 }
 
+inline float Float8E4M3FNToFloat(uint8_t stored) {
+  const uint32_t magnitude = stored & 0x7f;
+  const uint32_t subnormal = BitsOf(static_cast<float>(static_cast<int32_t>(magnitude)) * 0x1p-9f);
+  const uint32_t normal = (magnitude << 20) + (120u << 23);
+  const uint32_t bits = magnitude == 0x7f ? 0x7fc00000u : magnitude < 8 ? subnormal : normal;
+  return FloatOf(bits | static_cast<uint32_t>(stored & 0x80) << 24);
+}
+
 // Saturate at the largest finite number, 57344; NaN stays NaN.
 inline uint8_t FloatToFloat8E5M2(float value) {
   const uint32_t bits = BitsOf(value);

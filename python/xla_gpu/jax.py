@@ -17,7 +17,7 @@ import jax
 import jax.typing
 
 from ._core.docstrings import docstring
-from ._jax import context_parallel, device_group
+from ._jax import context_parallel, dense_linear, device_group
 from ._jax import ragged_paged_attention_v3 as _ragged_paged_attention_v3
 from ._jax.call import function, ragged
 from ._jax.device_group import DeviceGroup
@@ -25,6 +25,7 @@ from ._jax.user_kernels import cuda_kernel, kernel_call, register_tvm_ffi_target
 from ._user_kernels.cuda_kernel import CudaKernel
 from ._user_kernels.launch import Result, Scratch
 from .ops import all_reduce as _all_reduce
+from .ops import linear as _linear
 from .ops import merge_attention_states as _merge_attention_states
 from .ops import paged_attention as _paged_attention
 from .ops import ragged_paged_attention as _ragged_paged_attention
@@ -47,6 +48,7 @@ __all__ = [
     "cuda_kernel",
     "gelu_and_mul",
     "kernel_call",
+    "linear",
     "merge_attention_states",
     "paged_attention",
     "paged_attention_with_lse",
@@ -222,6 +224,20 @@ def ragged_paged_attention_v3(
         use_causal_mask=use_causal_mask,
         skip_kv_mask=skip_kv_mask,
     )
+
+
+@function(_linear.OPERATOR, dense_linear.run)
+def linear(
+    x: jax.typing.ArrayLike,
+    weight: jax.typing.ArrayLike,
+    *,
+    weight_scale: jax.typing.ArrayLike | None = None,
+    weight_zero_point: jax.typing.ArrayLike | None = None,
+    bias: jax.typing.ArrayLike | None = None,
+    residual: jax.typing.ArrayLike | None = None,
+    activation: str | None = None,
+) -> jax.Array:
+    """Computes the product of rows with a weight matrix, plain or quantised, with bias, activation and residual."""
 
 
 @function(_rms_norm.OPERATOR)

@@ -45,6 +45,7 @@ from ._torch_xla.device_group import DeviceGroup
 from ._user_kernels.cuda_kernel import CudaKernel
 from ._user_kernels.launch import Result, Scratch
 from .ops import all_reduce as _all_reduce
+from .ops import linear as _linear
 from .ops import merge_attention_states as _merge_attention_states
 from .ops import paged_attention as _paged_attention
 from .ops import ragged_paged_attention as _ragged_paged_attention
@@ -69,6 +70,7 @@ __all__ = [
     "hlo",
     "kernel_call",
     "kernel_call_",
+    "linear",
     "merge_attention_states",
     "paged_attention",
     "paged_attention_with_lse",
@@ -194,6 +196,20 @@ def ragged_paged_attention(
     vmem_limit_bytes: int | None = None,
 ) -> torch.Tensor:
     """Computes paged_attention, with the name and the parameters of torch_xla's operator for TPUs."""
+
+
+@function(_linear.OPERATOR)
+def linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    *,
+    weight_scale: torch.Tensor | None = None,
+    weight_zero_point: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+    activation: str | None = None,
+) -> torch.Tensor:
+    """Computes the product of rows with a weight matrix, plain or quantised, with bias, activation and residual."""
 
 
 @function(_rms_norm.OPERATOR)

@@ -40,7 +40,9 @@ def test_every_named_file_exists(operator):
     for path in sorted(paths):
         if path.endswith((f"{operator}_cpu.cc", f"{operator}_cuda.cu")):  # a large kernel may be several files
             folder = (ROOT / path).parent
-            assert list(folder.glob(f"{operator}*_cpu*.cc" if path.endswith(".cc") else f"{operator}*_cuda*.c[cu]")), path
+            assert list(folder.glob(f"{operator}*_cpu*.cc" if path.endswith(".cc") else f"{operator}*_cuda*.c[cu]")), (
+                path
+            )
         else:
             assert (ROOT / path).exists(), path
 

@@ -6,8 +6,8 @@ It is PyTorch where that is installed, else NumPy with the same roundings, for e
 import importlib.util
 
 if importlib.util.find_spec("torch") is not None:
-    from tests.common.baseline_torch import merge_attention_states, paged_attention
+    from tests.common.baseline_torch import linear, merge_attention_states, paged_attention
 else:
-    from tests.common.baseline_numpy import merge_attention_states, paged_attention
+    from tests.common.baseline_numpy import linear, merge_attention_states, paged_attention
 
-__all__ = ["merge_attention_states", "paged_attention"]
+__all__ = ["linear", "merge_attention_states", "paged_attention"]

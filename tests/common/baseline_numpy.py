@@ -77,3 +77,20 @@ def merge_attention_states(out_a, lse_a, out_b, lse_b) -> tuple[np.ndarray, np.n
         for x, w in zip((out_a, out_b), weights, strict=True)
     )
     return (a + b).astype(dtype), lse
+
+
+def linear(x, *args, bias=None, residual=None, activation: str | None = None, **kwargs) -> np.ndarray:
+    """The product in float32 of values in x's dtype, rounded where PyTorch rounds."""
+    values = reference.linear_weight(*args, **kwargs).astype(x.dtype).astype(np.float32)
+    out = x.astype(np.float32) @ values.T
+    out = (out if bias is None else out + bias.astype(np.float32)).astype(x.dtype)
+    if activation is not None:
+        gate, up = np.split(out.astype(np.float32), 2, axis=-1)
+        if activation == "silu_and_mul":
+            gate = gate / (1 + np.exp(-gate))
+        else:
+            gate = 0.5 * gate * (1 + np.tanh(0.7978845608 * (gate + 0.044715 * gate**3)))
+        out = (gate.astype(x.dtype).astype(np.float32) * up).astype(x.dtype)
+    if residual is None:
+        return out
+    return (out.astype(np.float32) + residual.astype(np.float32)).astype(x.dtype)

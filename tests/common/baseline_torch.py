@@ -68,3 +68,14 @@ def merge_attention_states(out_a, lse_a, out_b, lse_b) -> tuple[np.ndarray, np.n
     weight_a = torch.exp(lse_a - lse).nan_to_num(0)[..., None].to(out_a.dtype)
     weight_b = torch.exp(lse_b - lse).nan_to_num(0)[..., None].to(out_b.dtype)
     return to_numpy(out_a * weight_a + out_b * weight_b), lse.numpy()
+
+
+def linear(x, *args, bias=None, residual=None, activation: str | None = None, **kwargs) -> np.ndarray:
+    """torch.nn.functional.linear with the weight's values in x's dtype."""
+    values = to_torch(reference.linear_weight(*args, **kwargs).astype(x.dtype))
+    out = torch.nn.functional.linear(to_torch(x), values, None if bias is None else to_torch(bias))
+    if activation is not None:
+        gate, up = out.chunk(2, dim=-1)
+        silu = activation == "silu_and_mul"
+        out = (torch.nn.functional.silu(gate) if silu else torch.nn.functional.gelu(gate, approximate="tanh")) * up
+    return to_numpy(out if residual is None else out + to_torch(residual))

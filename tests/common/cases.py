@@ -16,6 +16,8 @@ DTYPES = {
     "bfloat16": np.dtype(ml_dtypes.bfloat16),
     "float8_e4m3fn": np.dtype(ml_dtypes.float8_e4m3fn),
     "float8_e5m2": np.dtype(ml_dtypes.float8_e5m2),
+    "int8": np.dtype(np.int8),
+    "uint8": np.dtype(np.uint8),
     "int32": np.dtype(np.int32),
     "int64": np.dtype(np.int64),
 }
@@ -361,4 +363,52 @@ def build_cache(case: CacheCase, seed: int = 0) -> dict[str, np.ndarray]:
         count = case.num_kv_heads if case.scales == "per_head" else 1
         arrays["k_scale"] = rng.uniform(0.3, 3.0, count).astype(np.float32)
         arrays["v_scale"] = rng.uniform(0.3, 3.0, count).astype(np.float32)
+    return arrays
+
+
+# ---- linear ----------------------------------------------------------------------------------------------------------
+
+# Formats of linear's weight, by what its scales belong to.
+WEIGHT_FORMATS = (
+    "plain",
+    "float8-tensor",
+    "float8-channel",
+    "float8-block",
+    "int8",
+    "int4",
+    "int4-zero-point",
+)
+
+
+def linear_inputs(
+    weight_format: str, rows: int, n: int, k: int, dtype: str = "bfloat16", *, bias=False, residual=0
+) -> dict[str, np.ndarray]:
+    """linear's operands by name: results of order 1. residual: its features, 0 for none."""
+    rng = rng_for(f"linear {weight_format} {rows} {n} {k} {dtype}")
+    kind = DTYPES[dtype]
+    arrays = {"x": rng.standard_normal((rows, k)).astype(kind)}
+    spread = k**-0.5
+    groups, blocks = -(-k // 128), -(-n // 128)
+
+    def scales(*shape):
+        return (spread * rng.uniform(0.5, 1.5, shape)).astype(np.float32)
+
+    if weight_format == "plain":
+        arrays["weight"] = (spread * rng.standard_normal((n, k))).astype(kind)
+    elif weight_format.startswith("float8"):
+        arrays["weight"] = rng.standard_normal((n, k)).astype(DTYPES["float8_e4m3fn"])
+        shape = {"float8-tensor": (1,), "float8-channel": (n,), "float8-block": (blocks, groups)}[weight_format]
+        arrays["weight_scale"] = scales(*shape)
+    elif weight_format == "int8":
+        arrays["weight"] = rng.integers(-128, 128, (n, k), dtype=np.int8)
+        arrays["weight_scale"] = scales(n) / np.float32(64)
+    else:
+        arrays["weight"] = rng.integers(0, 256, (n, k // 2), dtype=np.uint8)
+        arrays["weight_scale"] = (scales(n, groups) / 4).astype(kind)
+        if weight_format == "int4-zero-point":
+            arrays["weight_zero_point"] = rng.integers(0, 17, (n, groups), dtype=np.uint8)
+    if bias:
+        arrays["bias"] = rng.standard_normal(n).astype(kind)
+    if residual:
+        arrays["residual"] = rng.standard_normal((rows, residual)).astype(kind)
     return arrays

@@ -120,12 +120,13 @@ def assert_rotated(arrays: dict, options: dict, got: tuple[np.ndarray, np.ndarra
 
 
 # The operators of samples(); each folder's name stands in the tests that list them.
-NAMES = ("rms_norm", "silu_and_mul", "gelu_and_mul", "sample", "rotary_embedding", "rotary_and_cache")
+NAMES = ("linear", "rms_norm", "silu_and_mul", "gelu_and_mul", "sample", "rotary_embedding", "rotary_and_cache")
 
 
 def samples() -> dict[str, tuple[dict[str, np.ndarray], dict]]:
     """Small sound arguments of each operator: (arrays, options)."""
     return {
+        "linear": (cases.linear_inputs("int4-zero-point", 3, 32, 256, "float16", bias=True, residual=32), {}),
         "rms_norm": (rms_norm("float16", (5, 24), with_residual=True), {"eps": 1e-5, "weight_offset": 0.5}),
         "silu_and_mul": (gated("bfloat16", (5, 48)), {}),
         "gelu_and_mul": (gated("float32", (3, 2, 22)), {}),
@@ -142,6 +143,11 @@ def grid() -> list[tuple[str, tuple[dict[str, np.ndarray], dict]]]:
     """What the sanitizers run: each operator in each dtype, with sizes that vectors divide and that they do not."""
     made = []
     for dtype in cases.FLOATS:
+        for i, weight_format in enumerate(cases.WEIGHT_FORMATS):
+            for rows, n, k in ((1, 16, 128), (5, 208, 640), (17, 144, 1280), (64, 272, 256), (67, 32, 128)):
+                residual = (n // 2 if i % 2 else n) if rows % 3 else 0
+                arrays = cases.linear_inputs(weight_format, rows, n, k, dtype, bias=rows % 2 == 0, residual=residual)
+                made.append(("linear", (arrays, {"activation": "silu_and_mul" if i % 2 else None})))
         for size in (8, 33, 1000, 4099):
             made.append(("rms_norm", (rms_norm(dtype, (3, size), size % 2 == 0), {"eps": 1e-5})))
             if size % 2 == 0:

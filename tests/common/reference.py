@@ -136,6 +136,51 @@ def all_reduce_add_rms_norm(
     return (normed.astype(np.float32) * weight.astype(np.float32)).astype(dtype), sum_
 
 
+def linear(
+    x,
+    weight,
+    *,
+    weight_scale=None,
+    weight_zero_point=None,
+    bias=None,
+    residual=None,
+    activation: str | None = None,
+) -> tuple[np.ndarray]:
+    """The product with a weight in any of linear's formats. float64, nothing rounded."""
+    values = linear_weight(weight, weight_scale, weight_zero_point)
+    out = x.astype(np.float64) @ values.T
+    if bias is not None:
+        out = out + bias.astype(np.float64)
+    if activation is not None:
+        gate, up = np.split(out, 2, axis=-1)
+        if activation == "silu_and_mul":
+            out = gate / (1 + np.exp(-gate)) * up
+        else:
+            out = 0.5 * gate * (1 + np.tanh(np.sqrt(2 / np.pi) * (gate + 0.044715 * gate**3))) * up
+    return (out if residual is None else out + residual.astype(np.float64),)
+
+
+def linear_weight(weight, weight_scale=None, weight_zero_point=None) -> np.ndarray:
+    """float64[n, k]: what the stored weight means."""
+    if weight_scale is None:
+        return weight.astype(np.float64)
+    scale = weight_scale.astype(np.float64)
+    if weight.dtype == np.uint8:
+        order = (0, 2, 4, 6, 1, 3, 5, 7)  # of the values in the eight nibbles of four bytes
+        nibbles = np.stack((weight & 15, weight >> 4), axis=-1).reshape(weight.shape[0], -1, 8)
+        values = np.empty(nibbles.shape, np.float64)
+        for nibble, value in enumerate(order):
+            values[..., value] = nibbles[..., nibble]
+        values = values.reshape(*scale.shape, 128)
+        zero_point = 8.0 if weight_zero_point is None else weight_zero_point.astype(np.float64)[..., None]
+        return ((values - zero_point) * scale[..., None]).reshape(weight.shape[0], -1)
+    values = weight.astype(np.float64)
+    if scale.ndim == 2:
+        n, k = values.shape
+        return values * np.repeat(np.repeat(scale, 128, 0)[:n], 128, 1)[:, :k]
+    return values * scale[:, None]
+
+
 def rms_norm(x, weight, *, eps, residual=None, weight_offset=0.0, round_once=False) -> tuple[np.ndarray, ...]:
     """(out,) or (out, sum) in T: the bits of sum, and out with a float64 mean, rounded where the operator rounds."""
     dtype = x.dtype

@@ -249,6 +249,20 @@ def test_sample_by_rows():
         compare.assert_bitwise_equal(np.asarray(got), expected, "sample")
 
 
+@pytest.mark.parametrize("weight_format", ["plain", "float8-channel", "float8-block", "int4"])
+def test_products_by_rows_and_features(weight_format):
+    """linear: rows over one axis of the mesh, features over the other."""
+    mesh = devices.mesh("cpu", dp=2, tp=2)
+    arrays = cases.linear_inputs(weight_format, 4, 256, 256, "float32")
+    want = np.asarray(jax.jit(xg.linear)(**arrays))
+    sharded = {name: devices.shard(mesh, x, "dp" if name == "x" else "tp") for name, x in arrays.items()}
+    compiled = jax.jit(xg.linear).lower(**sharded).compile()
+    assert not re.findall(COLLECTIVES, compiled.as_text())
+    got = compiled(**sharded)
+    assert got.sharding.shard_shape(got.shape) == (2, 128)
+    compare.assert_bitwise_equal(np.asarray(got), want, weight_format)
+
+
 def test_sums_by_any_dimension():
     mesh = devices.mesh("cpu", dp=2, tp=2)
     a = np.arange(4 * 6 * 2, dtype=np.float32).reshape(4, 6, 2)

@@ -157,6 +157,7 @@ CHECKS = {
     Merge: merge,
     Add: add,
     Hostile: wrong_metadata,
+    layer.Linear: of_layer,
     layer.RmsNorm: of_layer,
     layer.Gated: of_layer,
     layer.Sample: of_layer,

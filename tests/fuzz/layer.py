@@ -6,9 +6,46 @@ import dataclasses
 
 import numpy as np
 
-from tests.common import compare, layer_cases, reference
+from tests.common import baseline, cases, compare, layer_cases, reference
 from tests.common.cases import CacheCase
 from tests.fuzz.inputs import put_specials, text
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Linear:
+    weight_format: str
+    rows: int
+    n: int
+    k: int
+    dtype: str = "float32"
+    bias: bool = False
+    residual: bool = False
+    activation: str | None = None
+    specials: bool = False
+
+    operator = "linear"
+
+    def __repr__(self) -> str:
+        return text(self)
+
+    def options(self) -> dict:
+        return {"activation": self.activation}
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        features = self.n // 2 if self.activation else self.n
+        arrays = cases.linear_inputs(
+            self.weight_format, self.rows, self.n, self.k, self.dtype, bias=self.bias, residual=features * self.residual
+        )
+        if self.specials:
+            put_specials(arrays["x"], np.random.default_rng(self.n))
+        return arrays
+
+    def check(self, name: str, arrays: dict[str, np.ndarray], got: tuple[np.ndarray, ...]) -> None:
+        with np.errstate(invalid="ignore"):  # specials stay in their rows; the largest numbers overflow there
+            finite = (np.abs(arrays["x"].astype(np.float32)) < 100).all(-1)
+        arrays = {n: a[finite] if n in ("x", "residual") else a for n, a in arrays.items()}
+        (want,), base = reference.linear(**arrays, **self.options()), baseline.linear(**arrays, **self.options())
+        compare.assert_close(got[0][finite], want, base, name)
 
 
 @dataclasses.dataclass(frozen=True, repr=False)

@@ -197,6 +197,23 @@ rotaries = st.one_of(
 
 
 @st.composite
+def linears(draw) -> layer.Linear:
+    weight_format = draw(st.sampled_from(cases.WEIGHT_FORMATS))
+    unit = 128 if weight_format.startswith("int4") else 16
+    return layer.Linear(
+        weight_format,
+        rows=draw(st.one_of(st.integers(0, 12), st.integers(0, 70))),
+        n=16 * draw(st.integers(1, 24)),
+        k=unit * draw(st.integers(1, 640 // unit)),
+        dtype=draw(st.sampled_from(cases.FLOATS)),
+        bias=draw(st.booleans()),
+        residual=draw(st.booleans()),
+        activation=draw(st.sampled_from([None, None, "silu_and_mul", "gelu_and_mul"])),
+        specials=draw(st.booleans()),
+    )
+
+
+@st.composite
 def hostiles(draw) -> Hostile:
     attention = draw(attentions(max_batches=1))
     (_, inputs), *_ = attention.built()

@@ -6,9 +6,43 @@ import math
 
 import numpy as np
 
-from tests.properties.bad import Bad, option, put
+from tests.common import cases
+from tests.properties.bad import Bad, drop, option, put
 
 T = TypeError
+
+
+def linear_cases() -> list[Bad]:
+    """Of packed int4 with zero points; n = 32, k = 256, float16."""
+
+    def bad(*args, **kwargs):
+        return Bad("linear", *args, **kwargs)
+
+    return [
+        bad("rank-3", "x", "[1, 3, 256]", put("x", (1, 3, 256))),
+        bad("float64", "x", "float64", put("x", dtype=np.float64), T),
+        bad("half-a-group", "x", "[3, 192]", put("x", (3, 192))),
+        bad("other-k", "weight", "[32, 64]", put("weight", (32, 64))),
+        bad("not-packed", "weight", "[32, 256]", put("weight", (32, 256))),
+        bad("n-not-of-16", "weight", "[24, 128]", put("weight", (24, 128))),
+        bad("no-features", "weight", "[0, 128]", put("weight", (0, 128))),
+        bad("rank-1", "weight", "[128]", put("weight", (128,))),
+        bad("int32", "weight", "int32", put("weight", dtype=np.int32), T),
+        bad("other-float", "weight", "float32", put("weight", (32, 256), np.float32), T),
+        bad("missing", "weight_scale", "None", drop("weight_scale")),
+        bad("channels", "weight_scale", "[32]", put("weight_scale", (32,))),
+        bad("groups-of-64", "weight_scale", "[32, 4]", put("weight_scale", (32, 4))),
+        bad("float32", "weight_scale", "float32", put("weight_scale", dtype=np.float32), T),
+        bad("transposed", "weight_zero_point", "[2, 32]", put("weight_zero_point", (2, 32))),
+        bad("int32", "weight_zero_point", "int32", put("weight_zero_point", dtype=np.int32), T),
+        bad("of-float8", "weight_zero_point", "[32, 2]", put("weight", (32, 256), cases.DTYPES["float8_e4m3fn"])),
+        bad("too-short", "bias", "[31]", put("bias", (31,))),
+        bad("other-float", "bias", "float32", put("bias", dtype=np.float32), T),
+        bad("other-rows", "residual", "[4, 32]", put("residual", (4, 32))),
+        bad("other-float", "residual", "float32", put("residual", dtype=np.float32), T),
+        bad("halved", "residual", "[3, 32]", option("activation", "silu_and_mul")),
+        bad("unknown", "activation", "relu", option("activation", "relu")),
+    ]
 
 
 def rms_norm_cases() -> list[Bad]:
@@ -95,6 +129,7 @@ def rotary_cases() -> list[Bad]:
 
 
 LAYER = [
+    *linear_cases(),
     *rms_norm_cases(),
     *gated_cases("silu_and_mul"),
     *gated_cases("gelu_and_mul"),

@@ -255,7 +255,9 @@ def test_the_unchanged_inputs_are_valid(frontend):
         ("merge_attention_states", "float32"),
         ("paged_attention", "float32"),
         ("paged_attention", "fp8"),
-        *((operator, "float32") for operator in layer_cases.NAMES),  # rms_norm, silu_and_mul, rotary_embedding, sample
+        *(
+            (operator, "float32") for operator in layer_cases.NAMES
+        ),  # rms_norm, silu_and_mul, rotary_embedding, sample, linear
     ):
         arrays, options = valid(Bad(operator, "", "", "", drop(""), base=base))
         frontend.call(operator, arrays, **options)

@@ -72,7 +72,7 @@ def call(frontend, operator: str, arrays: dict, options: dict, **changes):
     attributes, aliases, operand_names = {}, None, OPERANDS.get(operator)
     if operator == "reshape_and_cache":
         attributes, aliases = {"check_inputs": False, "kv_scales": "k_scale" in arrays}, {2: 0}
-    elif operator in layer_cases.NAMES:  # rms_norm, silu_and_mul, rotary_embedding, sample
+    elif operator in layer_cases.NAMES:  # rms_norm, silu_and_mul, rotary_embedding, sample, linear
         sound = bound(operator)
         attributes = {name: numpy_value(attribute) for name, attribute in sound.attributes}
         attributes |= {n: type(attributes[n])(options[n]) for n in attributes if options.get(n) is not None}
@@ -94,7 +94,7 @@ def call(frontend, operator: str, arrays: dict, options: dict, **changes):
 
 
 # Values that the attributes' own zero stands for, and operands that are there or not by an attribute.
-NOT_HERE = {"zero", "missing", "without-float8", "past-float32"}
+NOT_HERE = {"halved", "unknown", "zero", "missing", "without-float8", "past-float32"}
 HERE = [b for b in BAD if b.name not in NOT_HERE]
 
 

@@ -157,7 +157,7 @@ def merging(memory, dtype: str, rows: int, heads: int, head_dim: int) -> None:
 
 
 def of_layer(memory, name: str, arrays: dict, options: dict) -> None:
-    """rms_norm, silu_and_mul, rotary_embedding, sample."""
+    """rms_norm, silu_and_mul, rotary_embedding, sample, linear."""
     (operator,) = (op for op in OPERATORS if op.name == name)
     want = getattr(reference, name)(**arrays, **options)
     for i, (g, w) in enumerate(zip(call(memory, operator, arrays, **options), want, strict=True)):

@@ -190,7 +190,12 @@ def test_layer_rows_of_more_than_16_bits_count(frontend):
     rows = 600_000
     row = cases.rng_for("layer rows").standard_normal((1, 16)).astype(np.float32)
     arrays = {"x": np.broadcast_to(row, (rows, 16)).copy(), "weight": np.ones(16, np.float32)}
-    for operator, given, options in (("rms_norm", arrays, {"eps": 1e-6}), ("silu_and_mul", {"x": arrays["x"]}, {})):
+    square = {"x": arrays["x"], "weight": np.eye(16, dtype=np.float32)}
+    for operator, given, options in (
+        ("rms_norm", arrays, {"eps": 1e-6}),
+        ("silu_and_mul", {"x": arrays["x"]}, {}),
+        ("linear", square, {}),
+    ):
         (out,) = frontend.call(operator, given, **options)
         assert (out == out[0]).all() and np.isfinite(out[0]).all()
     turned = layer_cases.rotary("float32", 70_000, 2, 1, 8)
@@ -200,6 +205,21 @@ def test_layer_rows_of_more_than_16_bits_count(frontend):
     sampled = layer_cases.sampling("float32", 70_000, 9)
     token, logprob = frontend.call("sample", sampled)
     layer_cases.assert_sampled({n: x[-50:] for n, x in sampled.items()}, token[-50:], logprob[-50:], frontend.name)
+
+
+@pytest.mark.frontends("eager-cuda")
+def test_weights_of_more_than_2_31_values(frontend):
+    """linear: int8[131 088, 32 768], of which the last feature alone is not 0."""
+    import torch
+
+    n, k = 131_088, 32_768
+    if torch.cuda.mem_get_info()[0] < 8 << 30:
+        pytest.skip("needs 8 GiB of device memory")
+    weight = torch.zeros(n, k, dtype=torch.int8, device="cuda")
+    weight[-1] = 1
+    x, scale = torch.ones(2, k, dtype=torch.float16, device="cuda"), torch.full((n,), 0.5, device="cuda")
+    out = frontend.module().linear(x, weight, weight_scale=scale)
+    assert (out[:, -1] == k / 2).all() and not out[:, :-1].any()
 
 
 @pytest.mark.frontends("eager-cuda")

@@ -327,7 +327,10 @@ void Call::Change() {
 }
 
 void Call::Operator() {
-  switch (input_.Below(9)) {
+  switch (input_.Below(10)) {
+    case 9:
+      Linear();
+      break;
     case 8:
       RotaryEmbedding();
       break;

@@ -61,6 +61,7 @@ class Call {
   void ReshapeAndCache();
   void MergeAttentionStates();
   // In call_layer.cc:
+  void Linear();
   void RmsNorm();
   void SiluAndMul();
   void Sample();

@@ -3,6 +3,41 @@
 
 namespace xla_gpu::fuzz {
 
+void Call::Linear() {
+  target_ = "xla_gpu_linear";
+  constexpr int32_t kQuantised[] = {XLA_FFI_DataType_F8E4M3FN, XLA_FFI_DataType_S8, XLA_FFI_DataType_U8};
+  static constexpr char kActivations[][13] = {"none", "silu_and_mul", "gelu_and_mul", "relu"};
+  const int32_t dtype = kFloats[input_.Below(3)];
+  const int32_t weight = input_.Once(3) ? dtype : kQuantised[input_.Below(3)];
+  const bool int4 = weight == XLA_FFI_DataType_U8, float8 = weight == XLA_FFI_DataType_F8E4M3FN;
+  const bool scale = weight != dtype, zero_point = int4 && input_.Once(2), bias = input_.Once(2);
+  const bool residual = input_.Once(2);
+  const char* activation = kActivations[input_.Below(input_.Once(16) ? 4 : 3)];
+  const bool gated = activation[0] != 'n';
+  const int64_t rows = input_.Below(70), n = 16 * (1 + input_.Below(10)), k = int4 ? 128 : 16 * (1 + input_.Below(10));
+  const Shape blocks = {(n + 127) / 128, (k + 127) / 128};
+  const Shape of_float8[] = {{1}, {n}, blocks};
+  Add(&operands_, dtype, {rows, k});
+  Add(&operands_, weight, {n, int4 ? k / 2 : k});
+  if (scale) {
+    Add(&operands_, int4 ? dtype : int32_t{XLA_FFI_DataType_F32},
+        int4     ? Shape{n, k / 128}
+        : float8 ? of_float8[input_.Below(3)]
+                 : Shape{n});
+  }
+  if (zero_point) AddNumbers(XLA_FFI_DataType_U8, {n, k / 128}, 16);
+  if (bias) Add(&operands_, dtype, {n});
+  if (residual) Add(&operands_, dtype, {rows, gated ? n / 2 : n});
+  Add(&results_, dtype, {rows, gated ? n / 2 : n});
+  attributes_.push_back({"activation", XLA_FFI_AttrType_STRING, 0, activation, std::strlen(activation)});
+  AddScalar("bias", XLA_FFI_DataType_PRED, bias);
+  AddScalar("check_inputs", XLA_FFI_DataType_PRED, input_.Once(2));
+  AddScalar("residual", XLA_FFI_DataType_PRED, residual);
+  AddScalar("weight_scale", XLA_FFI_DataType_PRED, scale);
+  AddScalar("weight_zero_point", XLA_FFI_DataType_PRED, zero_point);
+  AddScratch();
+}
+
 void Call::RmsNorm() {
   target_ = "xla_gpu_rms_norm";
   const int32_t dtype = kFloats[input_.Below(3)];

@@ -8,8 +8,8 @@ import torch
 
 from .._core.operator import OpCall, Operator
 from .._torch_xla import device_group
-from ..ops import OPERATORS, all_reduce, ragged_paged_attention
-from . import reference
+from ..ops import OPERATORS, all_reduce, linear, ragged_paged_attention
+from . import dense_linear, reference
 from .dispatch import Results, bind, define, define_operator, fake_results, run, unpacked
 from .tensors import check_operands
 
@@ -39,8 +39,18 @@ def _ragged(call: OpCall, tensors: list[torch.Tensor], arguments: dict[str, Any]
     return (out,)
 
 
+# ---- linear: a kernel for few rows, PyTorch's matrix product for many ------------------------------------------------
+
+
+def _linear(call: OpCall, tensors: list[torch.Tensor], arguments: dict[str, Any]) -> Results:
+    if linear.uses_kernel(call):
+        return run(call, tensors)
+    check_operands(call.name, call.operand_names, tensors)
+    return (dense_linear.linear(dict(zip(call.operand_names, tensors, strict=True)), arguments.get("activation")),)
+
+
 for _operator in OPERATORS:
-    define_operator(_operator)
+    define_operator(_operator, _linear if _operator is linear.OPERATOR else None)
 define_operator(ragged_paged_attention.OPERATOR, _ragged)
 
 # ---- all_reduce over a group of torch_xla's SPMD mesh: the parts of all ranks, one on each device --------------------

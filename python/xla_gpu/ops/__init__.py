@@ -3,6 +3,7 @@
 from .._core.operator import Operator
 from . import (
     all_reduce,
+    linear,
     merge_attention_states,
     paged_attention,
     reshape_and_cache,
@@ -22,6 +23,7 @@ OPERATORS: tuple[Operator, ...] = (
     merge_attention_states.OPERATOR,
     all_reduce.OPERATOR,
     all_reduce.OPERATOR_ADD_RMS_NORM,
+    linear.OPERATOR,
     rms_norm.OPERATOR,
     silu_and_mul.OPERATOR,
     silu_and_mul.OPERATOR_GELU,

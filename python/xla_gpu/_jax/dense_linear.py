@@ -1,0 +1,59 @@
+"""linear: the kernel for few rows, XLA's own matrix product for many."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from .._core import packed_int4
+from .._core.operator import OpCall
+from ..ops.linear import GROUP, uses_kernel
+from .call import _run, _without_gradient
+
+
+def run(call: OpCall, arrays: list[Any], arguments: dict[str, Any]) -> Any:
+    """See ops/linear.py; the arguments have been checked."""
+    if uses_kernel(call):
+        return _run(call, arrays)
+
+    def product(*arrays: Any) -> Any:
+        return _linear(dict(zip(call.operand_names, arrays, strict=True)), arguments["activation"])
+
+    return _without_gradient(call.name, product)(*arrays)
+
+
+def _linear(operands: dict[str, jax.Array], activation: str | None) -> jax.Array:
+    x, bias, residual = operands["x"], operands.get("bias"), operands.get("residual")
+    weight, row_scale = _weight(x.dtype, operands)
+    sums = jax.lax.dot_general(x, weight, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+    if row_scale is not None:
+        sums = sums * row_scale
+    if bias is not None:
+        sums = sums + bias.astype(jnp.float32)
+    out = sums.astype(x.dtype)
+    if activation is not None:
+        gate, up = jnp.split(out, 2, axis=-1)
+        function = jax.nn.silu if activation == "silu_and_mul" else jax.nn.gelu
+        out = function(gate.astype(jnp.float32)).astype(x.dtype) * up
+    return out if residual is None else out + residual
+
+
+def _weight(dtype: Any, operands: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array | None]:
+    """The weight in ``dtype``, and what scales its rows, if that is not in it yet."""
+    weight, scale, zero_point = (operands.get(name) for name in ("weight", "weight_scale", "weight_zero_point"))
+    assert weight is not None
+    if scale is None:
+        return weight, None
+    if weight.dtype == jnp.uint8:
+        values = packed_int4.unpack(weight, jnp.stack).astype(jnp.float32).reshape(*scale.shape, GROUP)
+        offsets: Any = 8.0
+        if zero_point is not None:  # NaN for what is no zero point, as the kernel has it
+            offsets = jnp.where(zero_point > 127, jnp.nan, zero_point.astype(jnp.float32))[:, :, None]
+        values = (values - offsets) * scale.astype(jnp.float32)[:, :, None]
+        return values.reshape(weight.shape[0], -1).astype(dtype), None
+    if scale.ndim == 1:
+        return weight.astype(dtype), scale
+    scales = jnp.repeat(jnp.repeat(scale, GROUP, 0)[: weight.shape[0]], GROUP, 1)[:, : weight.shape[1]]
+    return (weight.astype(jnp.float32) * scales).astype(dtype), None

@@ -1,0 +1,51 @@
+"""What NumPy, PyTorch and JAX spell differently."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType
+from typing import Any
+
+Array = Any  # of NumPy, PyTorch or JAX
+
+
+def library(array: Array) -> ModuleType:
+    """The module whose functions take ``array``: numpy, torch or jax.numpy.
+
+    Raises:
+      TypeError: it is of none of them.
+    """
+    root = type(array).__module__.partition(".")[0]
+    name = {"jaxlib": "jax.numpy", "jax": "jax.numpy"}.get(root, root)
+    if name not in ("numpy", "torch", "jax.numpy"):
+        raise TypeError(f"quantization: expected an array of NumPy, PyTorch or JAX, got {type(array).__name__}")
+    return sys.modules[name]
+
+
+def cast(array: Array, dtype: Any) -> Array:
+    """``array`` in ``dtype``: a name as NumPy spells it, or the library's own."""
+    xp = library(array)
+    if xp.__name__ == "torch":
+        return array.to(getattr(xp, dtype) if isinstance(dtype, str) else dtype)
+    if isinstance(dtype, str) and dtype in ("bfloat16", "float8_e4m3fn"):
+        import ml_dtypes
+
+        dtype = getattr(ml_dtypes, dtype)
+    return array.astype(dtype)
+
+
+def dtype_name(array: Array) -> str:
+    """As NumPy spells it."""
+    return str(array.dtype).removeprefix("torch.")
+
+
+def concatenate(arrays: list[Array]) -> Array:
+    """Joined along the first dimension."""
+    xp = library(arrays[0])
+    return (xp.cat if xp.__name__ == "torch" else xp.concatenate)(arrays, 0)
+
+
+def repeat(array: Array, times: int, axis: int) -> Array:
+    """Each element ``times`` times in a row."""
+    xp = library(array)
+    return (xp.repeat_interleave if xp.__name__ == "torch" else xp.repeat)(array, times, axis)

@@ -1,0 +1,172 @@
+"""Weights in linear's formats: packing, quantising, joining."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from .._core import packed_int4
+from . import arrays
+from .arrays import Array
+
+GROUP = 128  # values of k that share a scale of packed int4, and a side of a float8 block
+FORMATS = ("float8", "int8", "int4")
+
+_FLOAT8_MAX = 448.0
+
+
+class LinearWeight(NamedTuple):
+    """A weight as ``linear`` takes it: ``linear(x, **weight.arguments())``."""
+
+    weight: Array
+    weight_scale: Array | None = None
+    weight_zero_point: Array | None = None
+
+    def arguments(self) -> dict[str, Array]:
+        """The arguments that are not None, by name."""
+        return {name: value for name, value in self._asdict().items() if value is not None}
+
+
+def pack_weight(values: Array) -> Array:
+    """Packs unsigned int4 values for linear.
+
+    Four bytes hold eight neighbouring values of k: byte 0 holds values 0 (low nibble) and 2 (high nibble), byte 1
+    values 4 and 6, byte 2 values 1 and 3, byte 3 values 5 and 7.
+
+    Args:
+      values: uint8[n, k] of 0 to 15, that is the signed value plus the zero point (8 where none is given to linear).
+        k is a multiple of 128.
+
+    Returns:
+      uint8[n, k / 2].
+
+    Raises:
+      TypeError: values are of another dtype.
+      ValueError: values are of another shape.
+    """
+    _check_uint8("pack_weight", "values", values, GROUP)
+    return packed_int4.pack(values)
+
+
+def unpack_weight(packed: Array) -> Array:
+    """The inverse of pack_weight.
+
+    Args:
+      packed: uint8[n, k / 2].
+
+    Returns:
+      uint8[n, k] of 0 to 15.
+
+    Raises:
+      TypeError: packed is of another dtype.
+      ValueError: packed is of another shape.
+    """
+    _check_uint8("unpack_weight", "packed", packed, GROUP // 2)
+    return packed_int4.unpack(packed, arrays.library(packed).stack)
+
+
+def _check_uint8(function: str, name: str, array: Array, multiple: int) -> None:
+    arrays.library(array)
+    shape, dtype = list(array.shape), arrays.dtype_name(array)
+    if dtype != "uint8":
+        raise TypeError(f"{function}: {name}: expected dtype uint8, got {dtype}{shape}")
+    if len(shape) != 2 or shape[1] % multiple:
+        raise ValueError(f"{function}: {name}: expected rank 2, rows of a multiple of {multiple}, got shape {shape}")
+
+
+def quantize(weight: Array, weight_format: str) -> LinearWeight:
+    """Quantises a weight by rounding to nearest, without data.
+
+    | format | scale | values |
+    |---|---|---|
+    | float8 | of each row: its largest magnitude / 448 | float8_e4m3fn |
+    | int8 | of each row: its largest magnitude / 127 | -127 to 127 |
+    | int4 | of each group of 128 along k: the value of the largest magnitude / -8 | -8 to 7, packed |
+
+    Args:
+      weight: T[n, k], T float32, float16 or bfloat16; for int4 k is a multiple of 128.
+      weight_format: "float8", "int8" or "int4".
+
+    Returns:
+      The weight as linear takes it.
+
+    Raises:
+      ValueError: weight_format is another string, or weight has another shape.
+    """
+    if weight_format not in FORMATS:
+        raise ValueError(f"quantize: weight_format: expected {' or '.join(FORMATS)}, got {weight_format!r}")
+    if len(weight.shape) != 2 or (weight_format == "int4" and weight.shape[1] % GROUP):
+        raise ValueError(
+            f"quantize: weight: expected rank 2 [n, k], for int4 k a multiple of {GROUP}, "
+            f"got shape {list(weight.shape)}"
+        )
+    xp, wide = arrays.library(weight), arrays.cast(weight, "float32")
+    if weight_format == "int4":
+        groups = wide.reshape(weight.shape[0], -1, GROUP)
+        high, low = xp.amax(groups, -1), xp.amin(groups, -1)
+        scale = arrays.cast(_nonzero(xp, xp.where(high > -low, high, low) / -8), weight.dtype)
+        values = xp.round(groups / arrays.cast(scale, "float32")[:, :, None]) + 8
+        return LinearWeight(pack_weight(arrays.cast(values.clip(0, 15), "uint8").reshape(weight.shape)), scale)
+    largest = 127.0 if weight_format == "int8" else _FLOAT8_MAX
+    scale = _nonzero(xp, xp.amax(xp.abs(wide), -1) / largest)
+    values = (wide / scale[:, None]).clip(-largest, largest)
+    if weight_format == "int8":
+        return LinearWeight(arrays.cast(xp.round(values), "int8"), scale)
+    return LinearWeight(arrays.cast(values, "float8_e4m3fn"), scale)
+
+
+def _nonzero(xp: Any, scale: Array) -> Array:
+    """A row or group of zeros has any scale but 0, by which it would be divided."""
+    return xp.where(scale == 0, xp.ones_like(scale), scale)
+
+
+def dequantize(weight: LinearWeight) -> Array:
+    """float32[n, k]: what the weight means."""
+    stored, scale, zero_point = weight
+    values = unpack_weight(stored) if arrays.dtype_name(stored) == "uint8" else stored
+    n, columns = values.shape
+    values = arrays.cast(values, "float32")
+    if scale is None:
+        return values
+    wide = arrays.cast(scale, "float32")
+    if arrays.dtype_name(stored) == "uint8":
+        offset = 8.0 if zero_point is None else arrays.cast(zero_point, "float32")[:, :, None]
+        return ((values.reshape(n, -1, GROUP) - offset) * wide[:, :, None]).reshape(n, columns)
+    if len(scale.shape) == 1:
+        return values * wide[:, None]
+    return values * arrays.repeat(arrays.repeat(wide, GROUP, 0)[:n], GROUP, 1)[:, :columns]
+
+
+def concatenate(parts: Sequence[LinearWeight]) -> LinearWeight:
+    """Joins weights of one format along n, as q, k and v or gate and up that are multiplied together.
+
+    Raises:
+      ValueError: the formats differ, or blocks of float8 scales do not end where a part does.
+    """
+    dtypes = {arrays.dtype_name(part.weight) for part in parts}
+    if len(dtypes) != 1:
+        raise ValueError(f"concatenate: expected parts of one dtype, got {', '.join(sorted(dtypes))}")
+    if len(parts) == 1:
+        return parts[0]
+    weight = arrays.concatenate([part.weight for part in parts])
+    if parts[0].weight_scale is None:
+        return LinearWeight(weight)
+    scales: list[Array] = [part.weight_scale for part in parts]
+    ranks = {None if scale is None else len(scale.shape) for scale in scales}
+    if len(ranks) != 1:
+        raise ValueError("concatenate: expected parts with scales of one kind, got several kinds")
+    if ranks == {1}:  # one scale for a whole part becomes one for each of its rows
+        scales = [
+            arrays.repeat(scale, part.weight.shape[0], 0) if scale.shape[0] == 1 else scale
+            for part, scale in zip(parts, scales, strict=True)
+        ]
+    elif dtypes != {"uint8"} and any(part.weight.shape[0] % GROUP for part in parts[:-1]):
+        raise ValueError(f"concatenate: expected parts of a multiple of {GROUP} rows, since their scales are of blocks")
+    zero_points = [part.weight_zero_point for part in parts]
+    zero_point = None
+    if any(z is not None for z in zero_points):
+        eights = [arrays.library(s).full_like(s, 8) for s in scales]
+        zero_point = arrays.concatenate(
+            [arrays.cast(eight, "uint8") if z is None else z for z, eight in zip(zero_points, eights, strict=True)]
+        )
+    return LinearWeight(weight, arrays.concatenate(scales), zero_point)

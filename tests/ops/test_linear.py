@@ -1,0 +1,105 @@
+"""linear: every format of the weight, every number of rows, and what stands behind the product."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from tests.common import baseline, cases, compare, reference
+
+
+def check(frontend, arrays, **options):
+    (got,) = frontend.call("linear", arrays, **options)
+    assert got.dtype == arrays["x"].dtype
+    (want,) = reference.linear(**arrays, **options)
+    compare.assert_close(got, want, baseline.linear(**arrays, **options), f"{frontend.name}: linear")
+    return got
+
+
+@pytest.mark.parametrize("weight_format", cases.WEIGHT_FORMATS)
+@pytest.mark.parametrize("dtype", cases.FLOATS)
+def test_formats(frontend, weight_format, dtype):
+    """n and k that no tile divides, where the format allows that."""
+    k = 640 if weight_format.startswith("int4") else 592
+    check(frontend, cases.linear_inputs(weight_format, 5, 208, k, dtype))
+
+
+@pytest.mark.parametrize("weight_format", ["plain", "float8-block", "int4"])
+@pytest.mark.parametrize("rows", [1, 8, 9, 33, 64, 65, 130])
+def test_rows(frontend, rows, weight_format):
+    check(frontend, cases.linear_inputs(weight_format, rows, 144, 256))
+
+
+@pytest.mark.parametrize("activation", [None, "silu_and_mul", "gelu_and_mul"])
+@pytest.mark.parametrize("weight_format", ["plain", "float8-channel", "int4-zero-point"])
+@pytest.mark.parametrize("rows", [3, 70])
+def test_epilogue(frontend, rows, weight_format, activation):
+    """Bias, activation and residual together; n / 2 is no multiple of a work tile's 64 features."""
+    features = 160 if activation is None else 80
+    arrays = cases.linear_inputs(weight_format, rows, 160, 384, "float16", bias=True, residual=features)
+    check(frontend, arrays, activation=activation)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_activation_and_residual_alone(frontend, dtype):
+    arrays = cases.linear_inputs("plain", 2, 96, 64, dtype, residual=48)
+    check(frontend, arrays, activation="silu_and_mul")
+
+
+@pytest.mark.parametrize("weight_format", cases.WEIGHT_FORMATS)
+@pytest.mark.frontends("eager", "eager-cuda", "jax", "jax-cuda")
+def test_bits_of_a_row_do_not_depend_on_the_others(frontend, weight_format):
+    """A row alone, among others, elsewhere, with neighbours of NaN: the same bits up to 64 rows."""
+    arrays = cases.linear_inputs(weight_format, 64, 176, 1280)
+    (whole,) = frontend.call("linear", arrays)
+    x = arrays["x"]
+    for rows in ([0], [7], [63], list(range(9)), list(range(5, 38)), [40, 2, 2, 61]):
+        (part,) = frontend.call("linear", {**arrays, "x": x[rows]})
+        compare.assert_bitwise_equal(part, whole[rows], f"{frontend.name}: rows {rows}")
+    poisoned = x.copy()
+    poisoned[1], poisoned[33] = np.nan, np.inf
+    (got,) = frontend.call("linear", {**arrays, "x": poisoned})
+    others = [row for row in range(64) if row not in (1, 33)]
+    compare.assert_bitwise_equal(got[others], whole[others], f"{frontend.name}: beside NaN and inf")
+    assert np.isnan(got[1].astype(np.float32)).all() and not np.isfinite(got[33].astype(np.float32)).any()
+
+
+def test_no_rows(frontend):
+    (got,) = frontend.call("linear", cases.linear_inputs("plain", 0, 32, 32))
+    assert got.shape == (0, 32)
+
+
+def test_nan_in_a_float8_weight_stays_in_its_feature(frontend):
+    arrays = cases.linear_inputs("float8-tensor", 3, 64, 256)
+    arrays["weight"][17, 200] = np.nan
+    got = check(frontend, arrays)
+    assert np.isnan(got[:, 17].astype(np.float32)).all()
+
+
+@pytest.mark.frontends(platform="cuda")
+def test_zero_point_out_of_range_is_nan(frontend):
+    arrays = cases.linear_inputs("int4-zero-point", 3, 64, 256)
+    arrays["weight_zero_point"][9, 1] = 200
+    (got,) = frontend.call("linear", arrays)
+    finite = np.isfinite(got.astype(np.float32))
+    assert not finite[:, 9].any() and np.delete(finite, 9, axis=1).all()
+
+
+@pytest.mark.frontends(platform="host")
+def test_zero_point_out_of_range_is_an_error(frontend):
+    arrays = cases.linear_inputs("int4-zero-point", 3, 64, 256)
+    arrays["weight_zero_point"][9, 1] = 200
+    with pytest.raises(Exception, match="linear: weight_zero_point: expected values of 0 to 127, got 200 for row 9"):
+        frontend.call("linear", arrays)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("n, k", [(6144, 4096), (4096, 14336), (28672, 4096)])
+@pytest.mark.parametrize("weight_format", ["plain", "float8-block", "int4"])
+@pytest.mark.frontends("eager-cuda")
+def test_work_tiles_shared_by_ctas(frontend, weight_format, n, k):
+    """Shapes of Llama 3 8B: CTAs share work tiles. The order of summation is fixed: every run gives the same bits."""
+    arrays = cases.linear_inputs(weight_format, 3, n, k)
+    got = check(frontend, arrays)
+    for _ in range(5):
+        compare.assert_bitwise_equal(frontend.call("linear", arrays)[0], got, "the same call again")
