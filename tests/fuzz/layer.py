@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import ml_dtypes
 import numpy as np
 
 from tests.common import baseline, cases, compare, layer_cases, reference
@@ -45,7 +46,9 @@ class Linear:
             finite = (np.abs(arrays["x"].astype(np.float32)) < 100).all(-1)
         arrays = {n: a[finite] if n in ("x", "residual") else a for n, a in arrays.items()}
         (want,), base = reference.linear(**arrays, **self.options()), baseline.linear(**arrays, **self.options())
-        compare.assert_close(got[0][finite], want, base, name)
+        # Of few results the worst is chance: each of up to four roundings may go either way.
+        floor = 2 * float(ml_dtypes.finfo(arrays["x"].dtype).eps) * np.abs(want).max(initial=1)
+        compare.assert_close(got[0][finite], want, base, name, floor=floor)
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
