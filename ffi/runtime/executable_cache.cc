@@ -20,6 +20,9 @@
 namespace xla_gpu::pjrt {
 namespace {
 
+// The format of programs that are recorded: no plug-in's.
+constexpr char kRecordedFormat[] = "recorded by xla_gpu";
+
 std::atomic<int64_t> loaded{0}, compiled{0}, stored{0}, unusable{0};
 
 // ---- The file: a header, the key, the executable ----
@@ -48,6 +51,12 @@ uint64_t Hash(std::string_view bytes, uint64_t hash = 14695981039346656037ull) {
 // Appends a part with its name and length, so that two lists of parts never make the same key.
 void Append(std::string* key, std::string_view name, std::string_view part) {
   key->append(name).append(" ").append(std::to_string(part.size())).append("\n").append(part).append("\n");
+}
+
+std::string FileName(const std::string& folder, const std::string& key) {
+  char name[17];
+  std::snprintf(name, sizeof name, "%016llx", static_cast<unsigned long long>(Hash(key)));
+  return folder + "/" + name;
 }
 
 std::string_view Environment(const char* name) {
@@ -182,23 +191,48 @@ bool ExecutableCache::Store(const std::string& folder, const std::string& file, 
   return written;
 }
 
-void* ExecutableCache::Compile(ClientCompileArgs* args) const {
+void* ExecutableCache::CompileAndStore(const std::string& folder, const std::string& key,
+                                       ClientCompileArgs* args) const {
+  if (void* error = api_.entries()[kClientCompile](args)) return error;
+  if (folder.empty()) return nullptr;
+  ++compiled;
+  if (Store(folder, FileName(folder, key), key, args->executable)) ++stored;
+  return nullptr;
+}
+
+void* ExecutableCache::Compile(ClientCompileArgs* args) {
   const Entry compile = api_.entries()[kClientCompile];
   const std::string folder(Environment(kExecutableCacheVariable));
-  if (folder.empty() || args->struct_size < sizeof *args || args->program == nullptr) return compile(args);
+  if ((folder.empty() && !recorded_.InUse()) || args->struct_size < sizeof *args || args->program == nullptr) {
+    return compile(args);
+  }
   const std::string key = Key(*args);
   if (key.empty()) return compile(args);
-  char name[17];
-  std::snprintf(name, sizeof name, "%016llx", static_cast<unsigned long long>(Hash(key)));
-  const std::string file = folder + "/" + name;
-  if (Load(file, key, args)) {
+  if (void* ready = recorded_.Take(key)) {
+    args->executable = ready;
+    return nullptr;
+  }
+  if (!folder.empty() && Load(FileName(folder, key), key, args)) {
     ++loaded;
     return nullptr;
   }
-  if (void* error = compile(args)) return error;
-  ++compiled;
-  if (Store(folder, file, key, args->executable)) ++stored;
-  return nullptr;
+  if (recorded_.Record(key, *args)) {
+    // An error must be one of the plug-in's own. Every plug-in refuses a format that it does not know.
+    Program program = *args->program;
+    program.format = kRecordedFormat;
+    program.format_size = sizeof kRecordedFormat - 1;
+    ClientCompileArgs refused = *args;
+    refused.program = &program;
+    return compile(&refused);
+  }
+  return CompileAndStore(folder, key, args);
+}
+
+size_t ExecutableCache::CompileRecorded(int threads) {
+  const std::string folder(Environment(kExecutableCacheVariable));
+  return recorded_.CompileAll(threads, api_, [&](const std::string& key, ClientCompileArgs* args) {
+    return CompileAndStore(folder, key, args);
+  });
 }
 
 }  // namespace xla_gpu::pjrt

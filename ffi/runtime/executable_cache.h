@@ -8,6 +8,7 @@
 #include <string>
 
 #include "ffi/runtime/pjrt_abi.h"
+#include "ffi/runtime/recorded_programs.h"
 
 namespace xla_gpu::pjrt {
 
@@ -31,19 +32,26 @@ class ExecutableCache {
   ExecutableCache(const Api& api, const std::string& plugin_path);
 
   // Returns what PJRT_Client_Compile returns: an error of the plug-in, or null.
-  void* Compile(ClientCompileArgs* args) const;
+  void* Compile(ClientCompileArgs* args);
+
+  // See recorded_programs.h.
+  void SetRecording(bool recording) { recorded_.SetRecording(recording); }
+  size_t CompileRecorded(int threads);
 
  private:
   // What names the executable, or nothing where the plug-in does not tell.
   std::string Key(const ClientCompileArgs& args) const;
   bool Load(const std::string& file, const std::string& key, ClientCompileArgs* args) const;
   bool Store(const std::string& folder, const std::string& file, const std::string& key, void* loaded) const;
+  // Compiles, and stores in the folder unless that is empty.
+  void* CompileAndStore(const std::string& folder, const std::string& key, ClientCompileArgs* args) const;
   // Calls an entry with `args`, whose sizes it fills in; false, and no error left behind, where that fails.
   template <typename Args>
   bool Call(size_t entry, Args* args) const;
 
   const Api& api_;
   std::string plugin_;  // version, size and time
+  RecordedPrograms recorded_;
 };
 
 }  // namespace xla_gpu::pjrt

@@ -21,7 +21,7 @@ namespace {
 
 // Set once, before any replaced entry can be called.
 const Api* real_api = nullptr;
-const ExecutableCache* executable_cache = nullptr;
+ExecutableCache* executable_cache = nullptr;
 
 // A copy of `given` with room for what later versions of the API append. Zero means "not given" for all of it.
 class GrownArgs {
@@ -193,6 +193,21 @@ extern "C" const char* xla_gpu_pjrt_use_plugin(const char* path) {
   return xla_gpu::Report(xla_gpu::Guarded("xla_gpu_pjrt_use_plugin", [&]() -> Error {
     if (path == nullptr || path[0] == '\0') return Error::InvalidArgument("the PJRT plug-in's path is null or empty");
     return xla_gpu::pjrt::UsePlugin(path);
+  }));
+}
+
+extern "C" void xla_gpu_record_programs(int32_t on) {
+  using namespace xla_gpu::pjrt;
+  std::lock_guard<std::mutex> lock(mutex);
+  if (executable_cache != nullptr) executable_cache->SetRecording(on != 0);
+}
+
+extern "C" const char* xla_gpu_compile_recorded(int32_t threads, int64_t* compiled) {
+  using xla_gpu::Error;
+  return xla_gpu::Report(xla_gpu::Guarded("xla_gpu_compile_recorded", [&]() -> Error {
+    using namespace xla_gpu::pjrt;
+    *compiled = executable_cache == nullptr ? 0 : static_cast<int64_t>(executable_cache->CompileRecorded(threads));
+    return {};
   }));
 }
 

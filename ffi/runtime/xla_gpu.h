@@ -130,6 +130,13 @@ XLA_GPU_EXPORT const char* xla_gpu_pjrt_use_plugin(const char* path);
 // from a file, compiled, of those stored, and files that could not be used.
 XLA_GPU_EXPORT void xla_gpu_executable_cache_counts(int64_t counts[4]);
 
+// While programs are recorded, each compilation through the adapter whose executable is not in the cache fails and
+// leaves its program to be compiled by xla_gpu_compile_recorded, together with others in up to `threads` threads. The
+// next compilation of each then gets that executable; `compiled` is how many wait for it. Without an adapter nothing
+// happens.
+XLA_GPU_EXPORT void xla_gpu_record_programs(int32_t on);
+XLA_GPU_EXPORT const char* xla_gpu_compile_recorded(int32_t threads, int64_t* compiled);
+
 // ---- Device groups: GPUs of one host that all_reduce among themselves ----
 
 #define XLA_GPU_GROUP_HANDLE_BYTES 64

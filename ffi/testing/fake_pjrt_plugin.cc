@@ -3,6 +3,7 @@
 // "short" (a table that ends early), "null" (no table), "bare" (no extensions), "circle" (extensions in a circle),
 // "unserialisable" (executables cannot be serialised), "refusing" (nor loaded), else a sound one. Its executables are
 // texts. FAKE_KIND is the kind of its only device.
+#include <atomic>
 #include <cstdlib>
 #include <cstring>
 #include <string>
@@ -19,8 +20,8 @@ constexpr size_t kMemoryStatsSize = 144;  // PJRT_Executable_GetCompiledMemorySt
 
 size_t options_size = 0;
 std::string registered_target;
-int compilations = 0;
-int live_executables = 0;
+std::atomic<int> compilations{0};
+std::atomic<int> live_executables{0};
 
 bool IsMode(const char* mode) {
   const char* variable = std::getenv("FAKE_PJRT");
@@ -108,6 +109,7 @@ void* DeviceKind(void* untyped) {
 void* Compile(void* untyped) {
   auto* args = static_cast<pjrt::ClientCompileArgs*>(untyped);
   const std::string code(args->program->code, args->program->code_size);
+  if (std::string(args->program->format, args->program->format_size) != "hlo") return MakeError("unknown format");
   if (code == "wrong") return MakeError("the fake plug-in cannot compile this");
   ++compilations;
   args->executable = new std::string("compiled " + code);

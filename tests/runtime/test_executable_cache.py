@@ -49,6 +49,14 @@ def counts():
     cdll.xla_gpu_executable_cache_counts(numbers)
     return dict(zip(("loaded", "compiled", "stored", "unusable"), numbers))
 
+if os.environ.get("RECORD"):
+    cdll.xla_gpu_record_programs(1)
+    recorded = [compile(part.encode()) for part in os.environ["RECORD"]]
+    cdll.xla_gpu_record_programs(0)
+    waiting = ct.c_int64()
+    assert plugin.fake_pjrt_compilations() == 0
+    assert cdll.xla_gpu_compile_recorded(4, ct.byref(waiting)) is None
+    print(json.dumps({"recorded": recorded, "waiting": waiting.value, "together": plugin.fake_pjrt_compilations()}))
 programs = [tuple(part.encode() for part in program) for program in json.loads(os.environ["PROGRAMS"])]
 texts = [compile(*program) for program in programs]
 compilations = plugin.fake_pjrt_compilations()
@@ -71,7 +79,10 @@ def start(fake_plugin, tmp_path):
             env={**os.environ, "PROGRAMS": json.dumps(listed), **made},
         )
         assert result.returncode == 0, result.stderr
-        return {**json.loads(result.stdout), "stderr": result.stderr}
+        found = {"stderr": result.stderr}
+        for line in result.stdout.splitlines():
+            found |= json.loads(line)
+        return found
 
     return run
 
@@ -176,3 +187,17 @@ def test_processes_that_store_the_same_at_once(start, tmp_path):
     assert len(found) == 4 and all(result["unusable"] == 0 for result in found)
     assert len(files(tmp_path)) == 2
     assert start("a", "b")["loaded"] == 2
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_recorded_programs_are_compiled_together(start, tmp_path, kept):
+    folder = {} if kept else {VARIABLE: ""}
+    found = start("a", "b", "c", "a", RECORD="abcdea", **folder)
+    assert found["recorded"] == ["error: unknown format"] * 6
+    assert found["together"] == found["waiting"] == 5  # one of them is the same twice
+    again = "stored compiled a loaded" if kept else "compiled a"
+    assert found["texts"] == ["compiled a", "compiled b", "compiled c", again]
+    assert found["compilations"] == (5 if kept else 6)
+    if kept:  # and nothing is recorded that a file has
+        found = start("a", RECORD="a")
+        assert found["recorded"] == ["stored compiled a loaded"] and found["waiting"] == found["compilations"] == 0

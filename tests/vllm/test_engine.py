@@ -251,7 +251,7 @@ def test_logprobs(engine, reference, params):
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"tensor_parallel_size": 2}, "--tensor-parallel-size: expected 1, got 2"),
+        ({"tensor_parallel_size": 2}, "--tensor-parallel-size: expected 1, got 2: .* Use --data-parallel-size 2"),
         ({"enable_lora": True}, "--enable-lora: not supported"),
         ({"additional_config": {"buckets": [1]}}, "additional_config: expected keys token_buckets, async_scheduling"),
         ({"additional_config": {"token_buckets": [1000]}}, "token_buckets: expected integers from 1 to"),

@@ -9,7 +9,7 @@ import torch_xla
 
 from xla_gpu.vllm import buckets
 from xla_gpu.vllm.block_tables import BlockTables
-from xla_gpu.vllm.program import FallbackError, Program, compilations
+from xla_gpu.vllm.program import FallbackError, Program, compilations, compiled_together
 from xla_gpu.vllm.step_layout import StepLayout
 
 
@@ -18,6 +18,8 @@ def test_buckets():
     assert buckets.token_buckets(100, 12) == [1, 2, 4, 8, 12, 16, 32, 64, 100]
     assert buckets.token_buckets(100, 12, [4]) == [4, 12, 100]
     assert buckets.next_bucket([4, 12, 100], 5) == 12
+    assert [buckets.logits_rows(rows, 64) for rows in (1, 8, 9, 32, 33, 64)] == [8, 8, 32, 32, 64, 64]
+    assert [buckets.logits_rows(rows, 5) for rows in (1, 5)] == [8, 8]
     for wrong in ([0], [101], ["8"], [True]):
         with pytest.raises(ValueError, match="token_buckets: expected integers from 1 to max_num_batched_tokens = 100"):
             buckets.token_buckets(100, 12, wrong)
@@ -101,3 +103,39 @@ def test_program_refuses_what_would_run_on_the_host():
     x = torch.zeros(4, dtype=torch.int32, device=torch_xla.device())
     with pytest.raises(FallbackError, match="aten::view_copy"):
         Program("test", lambda x: [x.view(torch.float32)], [x])
+
+
+def unknown_call(x: torch.Tensor) -> torch.Tensor:
+    """A program with it cannot be compiled."""
+    return torch_xla._XLAC._xla_custom_call([x], "no_such_target", [[2]], [torch.float32], False, "", 2, {})[0]
+
+
+def test_programs_whose_first_compilation_fails_are_captured_again():
+    """As on a GPU, where the first capture leaves the programs that are then compiled together."""
+    device = torch_xla.device()
+    state, x = torch.zeros(2, device=device), torch.tensor([1.0, 2.0]).to(device)
+    captures = []
+
+    def step(x, state):
+        captures.append(None)
+        state.add_(x)
+        return [unknown_call(state) if len(captures) == 1 else state * 2]
+
+    with compiled_together():
+        first = Program("first", step, [x], [state])
+        second = Program("second", lambda x, state: [state.sub_(x) * 3], [x], [state])
+    assert len(captures) == 2 and first.outputs == [(torch.Size([2]), torch.float32)]
+    one_more = (x + 1).cpu().to(device)
+    compiled = compilations()
+    (doubled,), states = first([x], [state])
+    (tripled,), states = second([one_more], states)
+    assert doubled.cpu().tolist() == [2, 4] and tripled.cpu().tolist() == [-3, -3]
+    assert states[0].cpu().tolist() == [-1, -1]
+    assert compilations() == compiled
+
+
+def test_a_program_that_cannot_be_compiled_says_so():
+    x = torch.zeros(2, device=torch_xla.device())
+    with pytest.raises((RuntimeError, ValueError), match="no_such_target"), compiled_together():
+        Program("wrong", lambda x: [unknown_call(x)], [x])
+    assert torch.equal(Program("right", lambda x: [x + 1], [x])([x])[0][0].cpu(), torch.ones(2))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -12,6 +13,7 @@ import time
 import urllib.error
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
@@ -21,15 +23,15 @@ START_SECONDS = 300
 
 
 class Server:
-    def __init__(self, folder: str, log) -> None:
+    def __init__(self, folder: str, log, *options: str) -> None:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         self.url = f"http://127.0.0.1:{port}"
-        options = "--dtype float32 --max-model-len 256 --max-num-seqs 8 --max-num-batched-tokens 64"
-        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", folder, *options.split()]
+        common = "--dtype float32 --max-model-len 256 --max-num-seqs 8 --max-num-batched-tokens 64"
+        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", folder, *common.split()]
         command += ["--served-model-name", "tiny", "--host", "127.0.0.1", "--port", str(port)]
-        command += ["--additional-config", '{"token_buckets": [8, 64]}']
+        command += ["--additional-config", '{"token_buckets": [8, 64]}', *options]
         # As users start it: the engine in a process of its own.
         environment = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
         self.process = subprocess.Popen(
@@ -80,16 +82,21 @@ class Server:
         return sum(float(line.split()[-1]) for line in lines)
 
 
-@pytest.fixture(scope="module")
-def server(llama, tmp_path_factory):
-    path = tmp_path_factory.mktemp("server") / "log"
+@contextlib.contextmanager
+def running(folder: str, path: Path, *options: str):
     with path.open("wb") as log:
-        server = Server(llama, log)
+        server = Server(folder, log, *options)
         try:
             assert server.wait(), path.read_text()[-4000:]
             yield server
         finally:
             server.stop()
+
+
+@pytest.fixture(scope="module")
+def server(llama, tmp_path_factory):
+    with running(llama, tmp_path_factory.mktemp("server") / "log") as server:
+        yield server
 
 
 GREEDY = {"temperature": 0, "ignore_eos": True, "return_token_ids": True}
@@ -142,3 +149,15 @@ def test_a_client_that_goes_away_is_aborted(server):
         time.sleep(0.2)
     assert server.metric("vllm:num_requests_running") == 0
     assert server.metric("vllm:kv_cache_usage_perc") == 0
+
+
+def test_data_parallel_engines(llama, tmp_path):
+    """Two engines behind one server, each with requests of its own."""
+    prompts = tiny.prompts((5, 17, 33, 1, 70, 12, 100, 60))
+    with running(llama, tmp_path / "log", "--data-parallel-size", "2") as server, ThreadPoolExecutor(8) as pool:
+        got = list(pool.map(lambda prompt: server.stream(prompt=prompt, max_tokens=16, **GREEDY), prompts))
+        with urllib.request.urlopen(f"{server.url}/metrics", timeout=30) as response:
+            lines = [line for line in response.read().decode().splitlines() if "generation_tokens_total{" in line]
+    reference = tiny.Reference(llama)
+    assert got == [reference.greedy(prompt, 16) for prompt in prompts]
+    assert len(lines) == 2 and all(float(line.split()[-1]) > 0 for line in lines), lines

@@ -5,7 +5,8 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 
-# Sampling works on whole rows of logits and is compiled once per number of rows; below this the padding is free.
+# Sampling works on whole rows of logits and is compiled once per number of rows, half a dozen programs each time: for
+# this many, four times as many, and so on to the most sequences that a step has.
 MIN_LOGITS_ROWS = 8
 
 
@@ -40,9 +41,12 @@ def token_buckets(max_tokens: int, max_seqs: int, chosen: Sequence[int] | None =
     return sorted(sizes | {min(max_seqs, max_tokens), max_tokens})
 
 
-def logits_rows(num_seqs: int) -> int:
-    """Rows of logits that the model's program returns for a step with room for ``num_seqs`` sequences."""
-    return max(num_seqs, MIN_LOGITS_ROWS)
+def logits_rows(num_seqs: int, max_seqs: int) -> int:
+    """Rows of logits of a step with room for ``num_seqs`` sequences, where no step has more than ``max_seqs``."""
+    rows = MIN_LOGITS_ROWS
+    while rows < num_seqs:
+        rows *= 4
+    return min(rows, max(max_seqs, MIN_LOGITS_ROWS))
 
 
 def next_bucket(buckets: Sequence[int], size: int) -> int:

@@ -31,8 +31,8 @@ class ModelPrograms:
         self._device = device
         self._programs: dict[StepLayout, Program] = {}
 
-    def compile(self, layout: StepLayout, last_tokens: torch.Tensor) -> None:
-        """Compiles the program of ``layout``."""
+    def compile(self, layout: StepLayout, last_tokens: torch.Tensor) -> dict[str, tuple[torch.Size, torch.dtype]]:
+        """Compiles the program of ``layout``; returns shape and dtype of its results by name, see ``launch``."""
         self._caches.bind()
         packed = torch.zeros(layout.size, dtype=torch.int32).to(self._device)
 
@@ -41,12 +41,13 @@ class ModelPrograms:
         ) -> list[torch.Tensor]:
             return self._step(layout, packed, last, tables)
 
-        self._programs[layout] = Program(
+        program = self._programs[layout] = Program(
             f"model, {layout.num_tokens} tokens",
             step,
             [packed, last_tokens],
             [self._tables.device_tables, *self._caches.tensors],
         )
+        return dict(zip(("tokens", "last_tokens", "logits", "hidden"), program.outputs, strict=True))
 
     def launch(
         self, layout: StepLayout, packed: torch.Tensor, last_tokens: torch.Tensor
@@ -83,13 +84,19 @@ class ModelPrograms:
             for group in range(layout.num_groups)
         ]
         metadata = {name: groups[group] for name, group in self._caches.group_of_layer.items()}
-        with set_forward_context(metadata, self._config, num_tokens=layout.num_tokens):
+        # vLLM would ask the other data-parallel engines for their numbers. The models share nothing.
+        engines = self._config.parallel_config.data_parallel_size
+        tokens_of_engines = torch.full((engines,), layout.num_tokens, dtype=torch.int32, device="cpu")
+        with set_forward_context(
+            metadata, self._config, num_tokens=layout.num_tokens, num_tokens_across_dp=tokens_of_engines
+        ):
             hidden = self._model(input_ids=ids, positions=parts["positions"])
         last_rows = (starts[1:] - 1).clamp(min=0)
         logits = self._model.compute_logits(hidden.index_select(0, last_rows))
         tokens = logits.argmax(-1).to(torch.int32)
         last_tokens = store_last_tokens(last_tokens, slots, tokens)
-        if (padding := logits_rows(layout.max_seqs) - layout.max_seqs) > 0:
+        rows = logits_rows(layout.max_seqs, self._config.scheduler_config.max_num_seqs)
+        if (padding := rows - layout.max_seqs) > 0:
             tokens = torch.cat([tokens, tokens.new_zeros(padding)])
             logits = torch.cat([logits, logits.new_zeros(padding, logits.shape[1])])
         return [tokens, last_tokens, logits, hidden]
@@ -112,11 +119,12 @@ class PromptPrograms:
         self._choose: dict[int, Program] = {}
         self._score: Program | None = None
 
-    def compile(self, num_tokens: int, hidden: torch.Tensor) -> None:
-        """Compiles what steps of ``num_tokens`` tokens need; ``hidden``: the hidden states of such a step."""
+    def compile(self, num_tokens: int, dtype: torch.dtype) -> None:
+        """Compiles what steps of ``num_tokens`` tokens need; ``dtype``: of the model's hidden states."""
         from .sampler import logprobs
 
         packed = torch.zeros(2 * self.rows, dtype=torch.int32).to(self._device)
+        hidden = torch.zeros((num_tokens, self._hidden_size), dtype=dtype).to(self._device)
 
         def choose(hidden: torch.Tensor, packed: torch.Tensor) -> list[torch.Tensor]:
             return [hidden.index_select(0, packed[: self.rows])]
@@ -128,7 +136,7 @@ class PromptPrograms:
 
         self._choose[num_tokens] = Program(f"prompt rows, {num_tokens} tokens", choose, [hidden, packed])
         if self._score is None:
-            chosen = torch.zeros((self.rows, self._hidden_size), dtype=hidden.dtype, device=self._device)
+            chosen = torch.zeros((self.rows, self._hidden_size), dtype=dtype).to(self._device)
             self._score = Program("prompt logprobs", score, [chosen, packed])
 
     def launch(self, hidden: torch.Tensor, packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

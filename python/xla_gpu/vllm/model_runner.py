@@ -23,7 +23,7 @@ from .kv_cache import KVCaches
 from .model_program import ModelPrograms, PromptPrograms
 from .options import Options
 from .output import PromptLogprobs, StepOutput
-from .program import compilations
+from .program import compilations, compiled_together
 from .requests import Batch, RequestTable
 from .sampler.sampler import Sampled, Sampler, SamplerOptions
 from .step_layout import StepLayout
@@ -61,6 +61,7 @@ class ModelRunner:
         self.token_buckets = buckets.token_buckets(self._max_tokens, self._max_seqs, chosen)
         self._launched: Launched | None = None
         self._layouts: dict[int, StepLayout] = {}
+        self._sampler: Sampler | None = None
 
     # ---- Start -------------------------------------------------------------------------------------------------------
 
@@ -95,37 +96,16 @@ class ModelRunner:
     def warm_up(self) -> None:
         """Compiles every program that a step may need, and runs each once on padding, which stores nothing."""
         start, compiled = time.perf_counter(), compilations()
-        model = self.config.model_config
-        self.tables.compile()
-        rows: set[int] = set()
+        with compiled_together():
+            self.tables.compile()
+            for num_tokens in reversed(self.token_buckets):
+                began = time.perf_counter()
+                self._compile(self.layout(num_tokens))
+                logger.info("Steps of %d tokens: captured in %.1f s", num_tokens, time.perf_counter() - began)
         for num_tokens in reversed(self.token_buckets):
-            began = time.perf_counter()
             layout = self.layout(num_tokens)
-            self._programs.compile(layout, self._last_tokens)
-            packed, _ = layout.empty(self._max_seqs, self.tables.unused_entry)
-            greedy, logits, hidden = self._launch(layout, packed)
-            if not rows:
-                options = SamplerOptions(
-                    max_seqs=self._max_seqs,
-                    vocab_size=logits.shape[1],
-                    logits_dtype=logits.dtype,
-                    max_logprobs=logits.shape[1]
-                    if model.max_logprobs == -1
-                    else min(model.max_logprobs, logits.shape[1]),
-                    logprobs_mode=model.logprobs_mode,
-                )
-                self._sampler = Sampler(options, self.device)
-                self._sampler.compile_load()
-                raw_logits = model.logprobs_mode.endswith("logits")
-                self._prompts = PromptPrograms(
-                    self.model, hidden.shape[1], self._max_tokens, options.max_logprobs, raw_logits, self.device
-                )
-            self._prompts.compile(num_tokens, hidden)
-            if logits.shape[0] not in rows:
-                rows.add(logits.shape[0])
-                self._sampler.compile(logits.shape[0])
+            greedy, _, _ = self._launch(layout, layout.empty(self._max_seqs, self.tables.unused_entry)[0])
             greedy.tokens.cpu()
-            logger.info("Steps of %d tokens: compiled in %.1f s", num_tokens, time.perf_counter() - began)
         self.compiled = compilations()
         logger.info(
             "Warm-up took %.1f s: %d programs, %d of them from the cache, for steps of %s tokens",
@@ -135,11 +115,36 @@ class ModelRunner:
             ", ".join(map(str, self.token_buckets)),
         )
 
+    def _compile(self, layout: StepLayout) -> None:
+        """Compiles what steps of one layout need, where no layout before needed it too."""
+        model = self.config.model_config
+        outputs = self._programs.compile(layout, self._last_tokens)
+        (rows, vocab_size), logits_dtype = outputs["logits"]
+        (_, hidden_size), hidden_dtype = outputs["hidden"]
+        if self._sampler is None:
+            options = SamplerOptions(
+                max_seqs=self._max_seqs,
+                vocab_size=vocab_size,
+                logits_dtype=logits_dtype,
+                max_logprobs=vocab_size if model.max_logprobs == -1 else min(model.max_logprobs, vocab_size),
+                logprobs_mode=model.logprobs_mode,
+            )
+            self._sampler = Sampler(options, self.device)
+            self._sampler.compile_load()
+            raw_logits = model.logprobs_mode.endswith("logits")
+            self._prompts = PromptPrograms(
+                self.model, hidden_size, self._max_tokens, options.max_logprobs, raw_logits, self.device
+            )
+        self._prompts.compile(layout.num_tokens, hidden_dtype)
+        if not self._sampler.has_programs(rows):
+            self._sampler.compile(rows)
+
     # ---- Steps -------------------------------------------------------------------------------------------------------
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
     def execute_model(self, scheduled: Any) -> Any:
         """Launches the model for a SchedulerOutput. Returns None: sample_tokens is to follow."""
+        assert self._sampler is not None
         for request in self.requests.update(scheduled):
             known = self.requests.known[request.slot]
             self._sampler.admit(request, self.requests.token_ids[request.slot, :known])
@@ -156,7 +161,7 @@ class ModelRunner:
     @torch.no_grad()  # type: ignore[untyped-decorator]
     def sample_tokens(self, grammar_output: Any) -> Any:
         """Chooses the tokens of the step launched last; grammar_output: a GrammarOutput of vLLM, or None."""
-        if self._launched is None:
+        if self._launched is None or self._sampler is None:
             return None
         step, self._launched = self._launched, None
         batch, counts, table = step.batch, step.counts, self.requests

@@ -7,7 +7,10 @@ tenths of a second instead of many, and state that is updated in place is handed
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+import os
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 import torch_xla
@@ -15,7 +18,36 @@ import torch_xla.core.xla_model as xm
 import torch_xla.debug.metrics as metrics
 from torch_xla._dynamo.dynamo_bridge import alias_with_buffer_donor_config
 
+from .._runtime import executable_cache
+
 _XLAC = torch_xla._XLAC
+
+
+# Threads that compile together. XLA uses several for each program besides.
+COMPILE_THREADS = 8
+
+# What captures the programs that are to be compiled together; None: each is compiled where it is made.
+_waiting: list[Callable[[], None]] | None = None
+
+
+@contextlib.contextmanager
+def compiled_together() -> Iterator[None]:
+    """Programs made in here are compiled at its end, on GPUs several at a time. None may run before.
+
+    torch_xla compiles one program after the other. So each is captured twice: the first time leaves what is to be
+    compiled, the second one gets its executable. What the cache has is complete the first time.
+    """
+    global _waiting
+    captures: list[Callable[[], None]] = []
+    _waiting = captures
+    try:
+        yield
+    finally:
+        _waiting = None
+    if captures:
+        executable_cache.compile_recorded(min(COMPILE_THREADS, os.cpu_count() or 1))
+    for capture in captures:
+        capture()
 
 
 class FallbackError(RuntimeError):
@@ -33,6 +65,9 @@ class Program:
       state: XLA tensors whose memory the program takes over: after each call its owner must go on with those that the
         call returned.
 
+    Attributes:
+      outputs: shape and dtype of each output.
+
     Raises:
       FallbackError: an operation would run on the host.
     """
@@ -46,34 +81,58 @@ class Program:
     ) -> None:
         self.name = name
         self._num_state = len(state)
+        self._hash: Any = None
+        self._parameters: list[tuple[int | None, Any]] = []
+        self.outputs: list[tuple[torch.Size, torch.dtype]] = []
         torch_xla.sync()
         xm.wait_device_ops()
+
+        def capture() -> None:
+            self._capture(function, inputs, state)
+
+        if _waiting is None:
+            capture()
+            return
+        try:
+            with executable_cache.recording():
+                capture()
+        except FallbackError:
+            raise
+        except (RuntimeError, ValueError):  # recorded, or an error that comes again
+            _waiting.append(capture)
+
+    def _capture(
+        self, function: Callable[..., Sequence[torch.Tensor]], inputs: Sequence[torch.Tensor], state: Sequence[Any]
+    ) -> None:
         fallbacks = _fallbacks()
         given = [*inputs, *state]
         position = {_XLAC._xla_get_tensor_id(tensor): index for index, tensor in enumerate(given)}
         # A clone that was not computed yet shares the memory; it gives the state back what tracing replaces.
         saved = [tensor.clone() for tensor in state]
-        for tensor in state:
-            torch.ops.xla.dynamo_set_buffer_donor_(tensor, True)
-        outputs = list(function(*given))
-        roots = [*outputs, *state]
-        ids, values = _XLAC._get_tensors_xla_device_data_node(roots)
-        with alias_with_buffer_donor_config():
-            self._hash = _XLAC._get_graph_hash(roots)
-            _XLAC._xla_warm_up_cache(roots, [])
-        # For each parameter of the program, the argument that it is, or the tensor captured.
-        self._parameters = [
-            (position.get(tensor_id), None if tensor_id in position else value)
-            for tensor_id, value in zip(ids, values, strict=True)
-        ]
-        for tensor, original in zip(state, saved, strict=True):
-            _XLAC._replace_xla_tensor(tensor, original)
-        _XLAC._clear_pending_irs(str(torch_xla.device()))
-        if new := _fallbacks() - fallbacks:
-            raise FallbackError(
-                f"{name}: torch_xla has no lowering for {', '.join(sorted(new))}, which would run on the host in every "
-                "step: this model is not supported"
-            )
+        try:
+            for tensor in state:
+                torch.ops.xla.dynamo_set_buffer_donor_(tensor, True)
+            outputs = list(function(*given))
+            self.outputs = [(output.shape, output.dtype) for output in outputs]
+            roots = [*outputs, *state]
+            ids, values = _XLAC._get_tensors_xla_device_data_node(roots)
+            # For each parameter of the program, the argument that it is, or the tensor captured.
+            self._parameters = [
+                (position.get(tensor_id), None if tensor_id in position else value)
+                for tensor_id, value in zip(ids, values, strict=True)
+            ]
+            if new := _fallbacks() - fallbacks:
+                raise FallbackError(
+                    f"{self.name}: torch_xla has no lowering for {', '.join(sorted(new))}, which would run on the host "
+                    "in every step: this model is not supported"
+                )
+            with alias_with_buffer_donor_config():
+                self._hash = _XLAC._get_graph_hash(roots)
+                _XLAC._xla_warm_up_cache(roots, [])
+        finally:
+            for tensor, original in zip(state, saved, strict=True):
+                _XLAC._replace_xla_tensor(tensor, original)
+            _XLAC._clear_pending_irs(str(torch_xla.device()))
 
     def __call__(
         self, inputs: Sequence[torch.Tensor], state: Sequence[torch.Tensor] = ()

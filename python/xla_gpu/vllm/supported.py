@@ -26,9 +26,17 @@ def refusals(config: Any) -> list[str]:
         if got is not None and got is not False:
             found.append(f"{option}: not supported")
 
-    expect("--tensor-parallel-size", 1, parallel.tensor_parallel_size)
+    if parallel.tensor_parallel_size != 1:
+        found.append(
+            f"--tensor-parallel-size: expected 1, got {parallel.tensor_parallel_size}: an engine has one GPU. Use "
+            f"--data-parallel-size {parallel.tensor_parallel_size} for a model that fits one GPU; "
+            "examples/serve_llama_jax.py --tensor-parallel serves a larger Llama"
+        )
     expect("--pipeline-parallel-size", 1, parallel.pipeline_parallel_size)
-    expect("--data-parallel-size", 1, parallel.data_parallel_size)
+    if parallel.data_parallel_size > 1:
+        expect("--data-parallel-backend", "mp", parallel.data_parallel_backend)
+        if model is not None and model.get_num_experts() > 1:
+            found.append("--data-parallel-size: vLLM divides experts over data-parallel ranks; expected 1 with experts")
     expect("--prefill-context-parallel-size", 1, parallel.prefill_context_parallel_size)
     expect("--decode-context-parallel-size", 1, parallel.decode_context_parallel_size)
     expect("--nnodes", 1, parallel.nnodes)

@@ -87,6 +87,9 @@ class Worker(WorkerBase):  # type: ignore[misc]
         """Chooses a step's tokens."""
         return self.model_runner.sample_tokens(grammar_output)
 
+    def execute_dummy_batch(self) -> None:
+        """Called where another data-parallel engine has requests and this one none. Their models share nothing."""
+
     def get_supported_tasks(self) -> tuple[str, ...]:
         """Of vLLM's tasks."""
         return ("generate",)

@@ -68,17 +68,22 @@ class Sampler:
 
     # ---- Programs ----------------------------------------------------------------------------------------------------
 
+    def has_programs(self, rows: int) -> bool:
+        """Whether the programs for ``rows`` rows of logits are compiled."""
+        return ("full", rows) in self._programs
+
     def compile(self, rows: int) -> None:
         """Compiles the programs for ``rows`` rows of logits."""
         options, device = self._options, self._device
         shape = (rows, options.vocab_size)
-        logits = torch.zeros(shape, dtype=options.logits_dtype, device=device)
-        wide = torch.zeros(shape, dtype=torch.float32, device=device)
+        # Copied: to be filled on the device they would need programs of their own.
+        logits = torch.zeros(shape, dtype=options.logits_dtype).to(device)
+        wide = torch.zeros(shape, dtype=torch.float32).to(device)
         params = [torch.from_numpy(array).to(device) for array in parameters.empty(rows)]
         edit = [torch.from_numpy(array).to(device) for array in edits.pack([], 0)[0]]
-        last = torch.zeros(options.max_seqs + 1, dtype=torch.int32, device=device)
-        tokens = torch.zeros(rows, dtype=torch.int32, device=device)
-        mask = torch.zeros((rows, masks.words(options.vocab_size)), dtype=torch.int32, device=device)
+        last = torch.zeros(options.max_seqs + 1, dtype=torch.int32).to(device)
+        tokens = torch.zeros(rows, dtype=torch.int32).to(device)
+        mask = torch.zeros((rows, masks.words(options.vocab_size)), dtype=torch.int32).to(device)
         self._all_allowed[rows] = torch.from_numpy(masks.all_allowed(rows, options.vocab_size)).to(device)
 
         def random(truncated: bool, logits: torch.Tensor, *rest: torch.Tensor) -> list[torch.Tensor]:
