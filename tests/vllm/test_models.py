@@ -48,9 +48,19 @@ def test_tokens_equal_transformers(name, tmp_path):
     assert (int(groups) > 1) == (name in ("gemma2", "gemma3"))
 
 
-def test_float8_cache_changes_little(tmp_path):
+PRECISIONS = [
+    {"kv_cache_dtype": "fp8"},
+    {"dtype": "float16"},
+    {"dtype": "bfloat16"},
+]
+
+
+@pytest.mark.parametrize(
+    "options", PRECISIONS if os.environ.get("XLA_GPU_TEST_ALL_MODELS") else PRECISIONS[:2], ids=str
+)
+def test_less_precision_changes_little(options, tmp_path):
     """Tokens differ from transformers' where logits are close, so that the first ones of each prompt are compared."""
-    _, _, compiled, tokens = serve("llama", tmp_path, kv_cache_dtype="fp8")
+    _, _, compiled, tokens = serve("llama", tmp_path, **options)
     got, expected = eval(f"({tokens.replace(']] [[', ']], [[')})")
     assert compiled == "0"
     assert [row[0] for row in got] == [row[0] for row in expected]

@@ -78,6 +78,36 @@ def test_experts(rows, renormalize):
     torch.testing.assert_close(got.double(), expected, rtol=1e-4, atol=1e-4)
 
 
+def test_attention_sinks():
+    """A prompt through vLLM's attention layer with sinks, a logit of each head that takes weight and adds nothing."""
+    from xla_gpu.vllm.attention import StepMetadata, XlaGpuAttention
+
+    tokens, heads, kv_heads, size, scale = 12, 4, 2, 16, 0.3
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(tokens, count * size) for count in (heads, kv_heads, kv_heads))
+    sinks = torch.randn(heads) * 2
+    device = torch_xla.device()
+    numbers = {
+        "slot_mapping": range(16, 16 + tokens),
+        "context_lens": [tokens],
+        "query_start_loc": [0, tokens],
+        "num_seqs": [1],
+    }
+    made = {name: torch.tensor(list(values), dtype=torch.int32).to(device) for name, values in numbers.items()}
+    metadata = StepMetadata(block_tables=torch.tensor([[1]], dtype=torch.int32).to(device), **made)
+    layer = XlaGpuAttention(heads, size, scale, kv_heads, sinks=sinks.to(device))
+    cache = torch.zeros(2, 16, 2 * kv_heads, size, device=device)
+    got = layer.forward(None, query.to(device), key.to(device), value.to(device), cache, metadata).cpu()
+
+    q = query.view(tokens, heads, size).double()
+    k, v = (x.view(tokens, kv_heads, size).repeat_interleave(heads // kv_heads, 1).double() for x in (key, value))
+    scores = torch.einsum("qhd,khd->hqk", q, k) * scale
+    scores = scores.masked_fill(torch.ones(tokens, tokens).triu(1).bool(), float("-inf"))
+    with_sink = torch.cat([scores, sinks.double()[:, None, None].expand(heads, tokens, 1)], -1).softmax(-1)[..., :-1]
+    expected = torch.einsum("hqk,khd->qhd", with_sink, v).reshape(tokens, heads * size)
+    torch.testing.assert_close(got.double(), expected, rtol=1e-4, atol=1e-4)
+
+
 def test_program_runs_without_compiling_and_takes_its_state_over():
     device = torch_xla.device()
     weight = torch.tensor([2.0, 3.0]).to(device)

@@ -24,7 +24,8 @@ from .architectures import code_for
 
 REPORT_MARK = "xla_gpu doctor report: "
 _PACKAGES = (
-    *("torch", "torch_xla", "torchax", "jax", "jaxlib", "jax-cuda12-pjrt", "jax-cuda13-pjrt", "vllm", "numpy"),
+    *("torch", "torch_xla", "torchax", "jax", "jaxlib", "jax-cuda12-pjrt", "jax-cuda13-pjrt", "numpy"),
+    *("vllm", "vllm-tpu"),  # the second is vLLM's Python side alone
     *("triton", "nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu12", "apache-tvm-ffi"),  # for users' kernels
 )
 _FRONTEND_SECONDS = 240  # the first compilation on a GPU takes its time; nothing healthy takes this long
@@ -50,6 +51,8 @@ _TORCH, _JAX, _TORCHAX = (
 )
 _TORCHAX_NEEDS = ("torchax", "torch", "jax", "jaxlib")
 _GPU_TORCHAX = f"{_GPU_EXTRAS}, and pip install '.[torchax]'"
+_VLLM_NEEDS = ("vllm", "torch", "torch_xla")
+_VLLM = "pip install 'vllm==0.12.0' 'torch==2.9.0' 'torch_xla==2.9.0', see docs/vllm.md"
 _CUDA_TORCH = "a build of PyTorch with CUDA: pip install torch==2.9.0"
 FRONTENDS = (
     Frontend("torch_xla", "CPU", ("torch", "torch_xla"), "probe_torch_xla", {"PJRT_DEVICE": "CPU"}, _TORCH),
@@ -60,6 +63,8 @@ FRONTENDS = (
     Frontend("torchax", "GPU", _TORCHAX_NEEDS, "probe_torchax", {"JAX_PLATFORMS": "cuda"}, _GPU_TORCHAX),
     Frontend("eager PyTorch", "CPU", ("torch",), "probe_torch", {}, _TORCH),
     Frontend("eager PyTorch", "GPU", ("torch",), "probe_torch", {}, _CUDA_TORCH),
+    Frontend("vLLM", "CPU", _VLLM_NEEDS, "probe_vllm", {"PJRT_DEVICE": "CPU"}, _VLLM),
+    Frontend("vLLM", "GPU", _VLLM_NEEDS, "probe_vllm", {"PJRT_DEVICE": "GPU"}, _VLLM),
 )
 
 # Statuses of a front end.
