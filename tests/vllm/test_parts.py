@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import numpy as np
 import pytest
 import torch
@@ -146,12 +148,20 @@ def test_programs_whose_first_compilation_fails_are_captured_again():
     state, x = torch.zeros(2, device=device), torch.tensor([1.0, 2.0]).to(device)
     captures = []
 
+    @contextlib.contextmanager
+    def given_back():
+        """As the caches' memory is."""
+        torch_xla._XLAC._replace_xla_tensor(state, torch.zeros(1).to(device))
+        yield
+        torch_xla._XLAC._replace_xla_tensor(state, torch.zeros(2, device=device))
+        torch_xla.sync()
+
     def step(x, state):
         captures.append(None)
         state.add_(x)
         return [unknown_call(state) if len(captures) == 1 else state * 2]
 
-    with compiled_together():
+    with compiled_together(given_back):
         first = Program("first", step, [x], [state])
         second = Program("second", lambda x, state: [state.sub_(x) * 3], [x], [state])
     assert len(captures) == 2 and first.outputs == [(torch.Size([2]), torch.float32)]
@@ -166,6 +176,6 @@ def test_programs_whose_first_compilation_fails_are_captured_again():
 
 def test_a_program_that_cannot_be_compiled_says_so():
     x = torch.zeros(2, device=torch_xla.device())
-    with pytest.raises((RuntimeError, ValueError), match="no_such_target"), compiled_together():
+    with pytest.raises((RuntimeError, ValueError), match="no_such_target"), compiled_together(contextlib.nullcontext):
         Program("wrong", lambda x: [unknown_call(x)], [x])
     assert torch.equal(Program("right", lambda x: [x + 1], [x])([x])[0][0].cpu(), torch.ones(2))

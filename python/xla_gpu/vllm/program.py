@@ -31,11 +31,15 @@ _waiting: list[Callable[[], None]] | None = None
 
 
 @contextlib.contextmanager
-def compiled_together() -> Iterator[None]:
+def compiled_together(room: Callable[[], contextlib.AbstractContextManager[None]]) -> Iterator[None]:
     """Programs made in here are compiled at its end, on GPUs several at a time. None may run before.
 
     torch_xla compiles one program after the other. So each is captured twice: the first time leaves what is to be
     compiled, the second one gets its executable. What the cache has is complete the first time.
+
+    Args:
+      room: called for a context that the compilations run in. It is to free memory of the device: XLA tries kernels on
+        arrays of the programs' sizes, in each thread.
     """
     global _waiting
     captures: list[Callable[[], None]] = []
@@ -45,7 +49,8 @@ def compiled_together() -> Iterator[None]:
     finally:
         _waiting = None
     if captures:
-        executable_cache.compile_recorded(min(COMPILE_THREADS, os.cpu_count() or 1))
+        with room():
+            executable_cache.compile_recorded(min(COMPILE_THREADS, os.cpu_count() or 1))
     for capture in captures:
         capture()
 
