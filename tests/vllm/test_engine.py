@@ -254,6 +254,7 @@ def test_logprobs(engine, reference, params):
         ({"tensor_parallel_size": 2}, "--tensor-parallel-size: expected 1, got 2: .* Use --data-parallel-size 2"),
         ({"enable_lora": True}, "--enable-lora: not supported"),
         ({"additional_config": {"buckets": [1]}}, "additional_config: expected keys token_buckets, async_scheduling"),
+        ({"additional_config": {"compile_threads": 0}}, "compile_threads: expected an integer from 1 to 64, got 0"),
         ({"additional_config": {"token_buckets": [1000]}}, "token_buckets: expected integers from 1 to"),
         ({"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}, "--speculative-config: not supp"),
         ({"cpu_offload_gb": 1}, "--cpu-offload-gb: expected 0, got 1"),

@@ -161,7 +161,7 @@ def test_programs_whose_first_compilation_fails_are_captured_again():
         state.add_(x)
         return [unknown_call(state) if len(captures) == 1 else state * 2]
 
-    with compiled_together(given_back):
+    with compiled_together(2, given_back):
         first = Program("first", step, [x], [state])
         second = Program("second", lambda x, state: [state.sub_(x) * 3], [x], [state])
     assert len(captures) == 2 and first.outputs == [(torch.Size([2]), torch.float32)]
@@ -176,6 +176,9 @@ def test_programs_whose_first_compilation_fails_are_captured_again():
 
 def test_a_program_that_cannot_be_compiled_says_so():
     x = torch.zeros(2, device=torch_xla.device())
-    with pytest.raises((RuntimeError, ValueError), match="no_such_target"), compiled_together(contextlib.nullcontext):
+    with (
+        pytest.raises((RuntimeError, ValueError), match="no_such_target"),
+        compiled_together(2, contextlib.nullcontext),
+    ):
         Program("wrong", lambda x: [unknown_call(x)], [x])
     assert torch.equal(Program("right", lambda x: [x + 1], [x])([x])[0][0].cpu(), torch.ones(2))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+MAX_COMPILE_THREADS = 64
+
 
 @dataclasses.dataclass(frozen=True)
 class Options:
@@ -13,10 +15,12 @@ class Options:
     Attributes:
       token_buckets: numbers of tokens of a step that programs are compiled for, in the place of the powers of two.
       async_scheduling: whether the next step is prepared while the device works.
+      compile_threads: programs that are compiled at a time at start, on a GPU.
     """
 
     token_buckets: list[int] | None = None
     async_scheduling: bool = True
+    compile_threads: int = 1
 
     @classmethod
     def of(cls, config: Any) -> Options:
@@ -32,4 +36,11 @@ class Options:
         for key in given:
             if key not in names:
                 raise ValueError(f"xla_gpu.vllm: additional_config: expected keys {', '.join(names)}, got {key!r}")
-        return cls(**given)
+        options = cls(**given)
+        threads = options.compile_threads
+        if not isinstance(threads, int) or isinstance(threads, bool) or not 1 <= threads <= MAX_COMPILE_THREADS:
+            raise ValueError(
+                "xla_gpu.vllm: additional_config: compile_threads: expected an integer from 1 to "
+                f"{MAX_COMPILE_THREADS}, got {threads!r}"
+            )
+        return options

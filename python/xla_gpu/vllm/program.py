@@ -8,7 +8,6 @@ tenths of a second instead of many, and state that is updated in place is handed
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -23,25 +22,26 @@ from .._runtime import executable_cache
 _XLAC = torch_xla._XLAC
 
 
-# Threads that compile together. XLA uses several for each program besides.
-COMPILE_THREADS = 8
-
 # What captures the programs that are to be compiled together; None: each is compiled where it is made.
 _waiting: list[Callable[[], None]] | None = None
 
 
 @contextlib.contextmanager
-def compiled_together(room: Callable[[], contextlib.AbstractContextManager[None]]) -> Iterator[None]:
+def compiled_together(threads: int, room: Callable[[], contextlib.AbstractContextManager[None]]) -> Iterator[None]:
     """Programs made in here are compiled at its end, on GPUs several at a time. None may run before.
 
     torch_xla compiles one program after the other. So each is captured twice: the first time leaves what is to be
     compiled, the second one gets its executable. What the cache has is complete the first time.
 
     Args:
+      threads: that compile; 1: each program is compiled where it is made. XLA uses several for each besides.
       room: called for a context that the compilations run in. It is to free memory of the device: XLA tries kernels on
         arrays of the programs' sizes, in each thread.
     """
     global _waiting
+    if threads == 1:
+        yield
+        return
     captures: list[Callable[[], None]] = []
     _waiting = captures
     try:
@@ -50,7 +50,7 @@ def compiled_together(room: Callable[[], contextlib.AbstractContextManager[None]
         _waiting = None
     if captures:
         with room():
-            executable_cache.compile_recorded(min(COMPILE_THREADS, os.cpu_count() or 1))
+            executable_cache.compile_recorded(threads)
     for capture in captures:
         capture()
 
