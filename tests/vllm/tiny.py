@@ -35,6 +35,10 @@ _LLAMA3_ROPE = {
 
 CONFIGS = {
     "llama": lambda: t.LlamaConfig(**_COMMON, tie_word_embeddings=False),
+    # Sizes that quantised weights have: whole blocks of 128.
+    "llama_wide": lambda: t.LlamaConfig(
+        **{**_COMMON, "hidden_size": 128, "intermediate_size": 256, "num_key_value_heads": 4, "head_dim": 32}
+    ),
     "llama3": lambda: t.LlamaConfig(**_COMMON, rope_scaling=_LLAMA3_ROPE),
     "qwen2": lambda: t.Qwen2Config(**_COMMON, tie_word_embeddings=True),
     "qwen3": lambda: t.Qwen3Config(**_COMMON, head_dim=32),

@@ -28,6 +28,11 @@ class XlaGpuPlatform(Platform):  # type: ignore[misc]
     device_control_env_var = "CUDA_VISIBLE_DEVICES"
 
     @classmethod
+    def pre_register_and_update(cls, parser: Any = None) -> None:
+        """Lets vLLM find the quantisation of checkpoints; called before it reads a model's configuration."""
+        from . import quantization  # noqa: F401
+
+    @classmethod
     def check_and_update_config(cls, vllm_config: Any) -> None:
         """Refuses what is not supported and sets what vLLM leaves to the platform."""
         from vllm.config import CompilationMode, CUDAGraphMode

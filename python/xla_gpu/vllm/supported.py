@@ -9,6 +9,7 @@ import torch
 from .options import Options
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+QUANTIZATION = "xla_gpu"  # what quantization.py makes of the methods that are taken
 CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3", "fp8_e5m2")
 
 
@@ -70,8 +71,11 @@ def _model_refusals(model: Any) -> list[str]:
     found = []
     if model.runner_type != "generate":
         found.append(f"--runner: expected generate, got {model.runner_type}")
-    if model.quantization is not None:
-        found.append(f"--quantization: expected none, got {model.quantization}")
+    if model.quantization not in (None, QUANTIZATION):
+        found.append(
+            "--quantization: expected none, or a checkpoint of compressed-tensors, fp8, awq or gptq, "
+            f"got {model.quantization}"
+        )
     if model.dtype not in DTYPES:
         found.append(f"--dtype: expected float32, float16 or bfloat16, got {model.dtype}")
     if model.is_multimodal_model:

@@ -41,7 +41,7 @@ def move(model: nn.Module, device: torch.device, random: bool = False) -> None:
     def on_device(tensor: torch.Tensor, draw: bool) -> torch.Tensor:
         if id(tensor) not in moved:
             kept.append(tensor)
-            if draw and tensor.is_floating_point():
+            if draw and tensor.is_floating_point() and tensor.element_size() > 1:
                 drawn = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
                 moved[id(tensor)] = drawn.uniform_(-_DUMMY_RANGE, _DUMMY_RANGE)
                 torch_xla.sync()

@@ -1,0 +1,230 @@
+"""Quantised checkpoints: vLLM loads their tensors, and ``xla_gpu.torch.linear`` multiplies by them.
+
+A layer that vLLM joins from several, as q, k and v, has the tensors of one layer of the checkpoint's format, longer
+along n. So what ``xla_gpu.quantization`` reads from a checkpoint it reads from vLLM's layers after they are loaded.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from vllm.model_executor.layers.linear import (
+    WEIGHT_LOADER_V2_SUPPORTED,
+    LinearBase,
+    LinearMethodBase,
+    UnquantizedLinearMethod,
+)
+from vllm.model_executor.layers.quantization import register_quantization_config
+from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
+from vllm.model_executor.layers.quantization.compressed_tensors.utils import should_ignore_layer
+from vllm.model_executor.layers.quantization.utils.quant_utils import is_layer_skipped
+from vllm.model_executor.parameter import (
+    BasevLLMParameter,
+    BlockQuantScaleParameter,
+    ChannelQuantScaleParameter,
+    GroupQuantScaleParameter,
+    ModelWeightParameter,
+    PackedvLLMParameter,
+    PerTensorScaleParameter,
+    RowvLLMParameter,
+)
+
+import xla_gpu.torch as xg
+
+from ..quantization import CheckpointFormat
+
+# What config.json calls the methods that are taken, and what this back end calls them all.
+METHODS = ("compressed-tensors", "fp8", "awq", "gptq")
+NAME = "xla_gpu"
+
+_GROUP = 128
+_PER_WORD = 8  # int4 values in an int32
+
+
+@register_quantization_config(NAME)
+class CheckpointQuantization(QuantizationConfig):  # type: ignore[misc]
+    """The quantisation that a checkpoint's config.json describes."""
+
+    def __init__(self, settings: dict[str, Any]) -> None:
+        """Raises ValueError for settings that ``linear`` has no format for."""
+        super().__init__()
+        self.settings = settings
+        self.format = CheckpointFormat({"quantization_config": settings})
+
+    def __reduce__(self) -> Any:  # for vLLM's other processes; the format holds functions
+        return _restored, (self.settings, self.packed_modules_mapping)
+
+    @classmethod
+    def override_quantization_method(cls, hf_quant_cfg: dict[str, Any], user_quant: str | None) -> str | None:
+        """Takes what it can in the place of vLLM's own methods, which are for CUDA tensors."""
+        return NAME if hf_quant_cfg.get("quant_method") in METHODS else None
+
+    @classmethod
+    def get_name(cls) -> str:
+        """Its name in vLLM's registry."""
+        return NAME
+
+    @classmethod
+    def get_supported_act_dtypes(cls) -> list[torch.dtype]:
+        """The dtypes of ``linear``."""
+        return [torch.float32, torch.float16, torch.bfloat16]
+
+    @classmethod
+    def get_min_capability(cls) -> int:
+        """The library's."""
+        return 80
+
+    @staticmethod
+    def get_config_filenames() -> list[str]:
+        """Where settings stand if not in config.json."""
+        return ["quantize_config.json", "quant_config.json"]
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> CheckpointQuantization:
+        """Raises ValueError for settings that ``linear`` has no format for."""
+        try:
+            return cls(config)
+        except ValueError as error:
+            raise ValueError(f"xla_gpu.vllm: this checkpoint is not supported: {error}") from None
+
+    def get_quant_method(self, layer: nn.Module, prefix: str) -> LinearMethodBase | None:
+        """The method of a linear layer; other layers are not quantised."""
+        if not isinstance(layer, LinearBase):
+            if type(layer).__name__.endswith("FusedMoE"):
+                raise ValueError(f"xla_gpu.vllm: {prefix}: quantised experts are not supported")
+            return None
+        return UnquantizedLinearMethod() if self._is_plain(prefix) else CheckpointLinearMethod(self)
+
+    def _is_plain(self, prefix: str) -> bool:
+        settings, joined = self.settings, self.packed_modules_mapping
+        if self.format.method == "compressed-tensors":
+            return bool(should_ignore_layer(prefix, ignore=settings.get("ignore") or [], fused_mapping=joined))
+        names = settings.get("modules_to_not_convert") or settings.get("ignored_layers") or []
+        return bool(is_layer_skipped(prefix, names, joined, skip_with_substr=self.format.method == "awq"))
+
+
+def _restored(settings: dict[str, Any], joined: dict[str, list[str]]) -> CheckpointQuantization:
+    config = CheckpointQuantization(settings)
+    config.packed_modules_mapping = joined
+    return config
+
+
+class CheckpointLinearMethod(LinearMethodBase):  # type: ignore[misc]
+    """A linear layer with the checkpoint's tensors until they are loaded, then with those of ``linear``."""
+
+    def __init__(self, config: CheckpointQuantization) -> None:
+        self._config = config
+
+    def create_weights(
+        self,
+        layer: nn.Module,
+        input_size_per_partition: int,
+        output_partition_sizes: list[int],
+        input_size: int,
+        output_size: int,
+        params_dtype: torch.dtype,
+        **attributes: Any,
+    ) -> None:
+        """Registers parameters of the checkpoint's names and shapes, which vLLM's loaders fill."""
+        k, n, method = input_size_per_partition, sum(output_partition_sizes), self._config.format.method
+        tensors = _Tensors(layer, attributes.get("weight_loader"))
+        layer.output_sizes_of_parts = list(output_partition_sizes)
+        layer.params_dtype = params_dtype
+        if method in ("awq", "gptq"):
+            self._create_int4(tensors, n, k, params_dtype)
+        elif method == "fp8":
+            block = self._config.settings.get("weight_block_size")
+            self._create_stored(
+                tensors, n, k, torch.float8_e4m3fn, "block" if block else "tensor", len(output_partition_sizes)
+            )
+            if self._config.settings.get("activation_scheme") == "static":
+                tensors.add("input_scale", PerTensorScaleParameter, (len(output_partition_sizes),), torch.float32)
+        else:
+            self._create_compressed(tensors, n, k, params_dtype, len(output_partition_sizes))
+
+    def _create_int4(self, tensors: _Tensors, n: int, k: int, dtype: torch.dtype) -> None:
+        settings = self._config.settings
+        size = settings.get("group_size", settings.get("q_group_size", _GROUP))
+        groups = 1 if size == -1 else k // size
+        if self._config.format.method == "awq":
+            tensors.packed("qweight", (k, n // _PER_WORD), input_dim=0, output_dim=1, packed_dim=1)
+        else:
+            tensors.packed("qweight", (k // _PER_WORD, n), input_dim=0, output_dim=1, packed_dim=0)
+            tensors.add("g_idx", RowvLLMParameter, (k,), torch.int32, input_dim=0)
+        tensors.packed("qzeros", (groups, n // _PER_WORD), input_dim=0, output_dim=1, packed_dim=1)
+        tensors.add("scales", GroupQuantScaleParameter, (groups, n), dtype, input_dim=0, output_dim=1)
+
+    def _create_stored(self, tensors: _Tensors, n: int, k: int, dtype: torch.dtype, strategy: str, parts: int) -> None:
+        tensors.add("weight", ModelWeightParameter, (n, k), dtype, input_dim=1, output_dim=0)
+        if strategy == "tensor":
+            tensors.add("weight_scale", PerTensorScaleParameter, (parts,), torch.float32)
+        elif strategy == "channel":
+            tensors.add("weight_scale", ChannelQuantScaleParameter, (n, 1), torch.float32, output_dim=0)
+        else:
+            name = "weight_scale_inv" if self._config.format.method == "fp8" else "weight_scale"
+            shape = (-(-n // _GROUP), -(-k // _GROUP))
+            tensors.add(name, BlockQuantScaleParameter, shape, torch.float32, input_dim=1, output_dim=0)
+
+    def _create_compressed(self, tensors: _Tensors, n: int, k: int, dtype: torch.dtype, parts: int) -> None:
+        (group,) = self._config.settings["config_groups"].values()
+        weights, inputs = group["weights"], group.get("input_activations") or {}
+        if weights["num_bits"] == 8:
+            stored = torch.float8_e4m3fn if weights["type"] == "float" else torch.int8
+            self._create_stored(tensors, n, k, stored, weights["strategy"], parts)
+            if inputs and not inputs.get("dynamic"):
+                tensors.add("input_scale", PerTensorScaleParameter, (parts,), torch.float32)
+            return
+        groups = k // weights["group_size"] if weights["strategy"] == "group" else 1
+        tensors.packed("weight_packed", (n, k // _PER_WORD), input_dim=1, output_dim=0, packed_dim=1)
+        tensors.add("weight_scale", GroupQuantScaleParameter, (n, groups), dtype, input_dim=1, output_dim=0)
+        tensors.add("weight_shape", BasevLLMParameter, (2,), torch.int64)
+        if not weights.get("symmetric", True):
+            tensors.packed("weight_zero_point", (n // _PER_WORD, groups), input_dim=1, output_dim=0, packed_dim=0)
+        if weights.get("actorder"):
+            tensors.add("weight_g_idx", RowvLLMParameter, (k,), torch.int32, input_dim=0)
+
+    def process_weights_after_loading(self, layer: nn.Module) -> None:
+        """Replaces the checkpoint's tensors by those of ``linear``."""
+        tensors = {f"layer.{name}": parameter.data for name, parameter in layer.named_parameters(recurse=False)}
+        tensors.pop("layer.bias", None)
+        scale = tensors.get("layer.weight_scale")
+        parts = layer.output_sizes_of_parts
+        if scale is not None and scale.shape == (len(parts),) and len(parts) > 1:
+            # One scale for each of the layers that vLLM joined becomes one for each of their rows.
+            tensors["layer.weight_scale"] = scale.repeat_interleave(torch.tensor(parts))
+        made = self._config.format.load("layer", tensors.__getitem__, set(tensors), layer.params_dtype)
+        for name in [name for name, _ in layer.named_parameters(recurse=False) if name != "bias"]:
+            delattr(layer, name)
+        for name in ("weight", "weight_scale", "weight_zero_point"):
+            value = getattr(made, name)
+            layer.register_parameter(name, None if value is None else nn.Parameter(value, requires_grad=False))
+
+    def apply(self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """T[..., n] from x: T[..., k]."""
+        out = xg.linear(
+            x.reshape(-1, x.shape[-1]),
+            layer.weight,
+            weight_scale=layer.weight_scale,
+            weight_zero_point=layer.weight_zero_point,
+            bias=bias,
+        )
+        return out.reshape(*x.shape[:-1], out.shape[-1])
+
+
+WEIGHT_LOADER_V2_SUPPORTED.append(CheckpointLinearMethod.__name__)
+
+
+class _Tensors:
+    """Adds parameters to a layer."""
+
+    def __init__(self, layer: nn.Module, loader: Any) -> None:
+        self._layer, self._loader = layer, loader
+
+    def add(self, name: str, kind: Any, shape: tuple[int, ...], dtype: torch.dtype, **dims: int) -> None:
+        data = torch.zeros(shape, dtype=dtype)
+        self._layer.register_parameter(name, kind(data=data, weight_loader=self._loader, **dims))
+
+    def packed(self, name: str, shape: tuple[int, ...], **dims: int) -> None:
+        self.add(name, PackedvLLMParameter, shape, torch.int32, packed_factor=_PER_WORD, **dims)

@@ -1,0 +1,184 @@
+"""Quantised checkpoints: greedy tokens equal to transformers' with the weights that the stored ones mean.
+
+All layouts with XLA_GPU_TEST_ALL_MODELS=1; otherwise two.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from tests.vllm import engines, tiny
+from xla_gpu import quantization
+from xla_gpu.vllm import supported
+
+GROUP = 128
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the value that each nibble holds
+
+
+def pack(values: torch.Tensor, dim: int, order=range(8)) -> torch.Tensor:
+    """int32 of eight values of 0 to 15 along ``dim`` each; order: the value in each nibble."""
+    groups = values.to(torch.int64).movedim(dim, -1).unflatten(-1, (-1, 8))
+    words = sum(groups[..., value] << (4 * nibble) for nibble, value in enumerate(order))
+    return torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32).movedim(-1, dim).contiguous()
+
+
+def int4(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Values, scales and zero points by group of a weight, float16 scales; and what they mean."""
+    n, k = weight.shape
+    groups = weight.view(n, k // GROUP, GROUP)
+    low, high = groups.amin(-1), groups.amax(-1)
+    scales = ((high - low) / 15).half()
+    zeros = (-low / scales.float()).round().clamp(1, 15)
+    values = ((groups / scales.float()[..., None]).round() + zeros[..., None]).clamp(0, 15)
+    meaning = ((values - zeros[..., None]) * scales.float()[..., None]).reshape(n, k)
+    return values.reshape(n, k), scales, zeros, meaning
+
+
+def awq(weight):
+    values, scales, zeros, meaning = int4(weight)
+    tensors = {
+        "qweight": pack(values.t(), 1, AWQ_ORDER),
+        "qzeros": pack(zeros.t(), 1, AWQ_ORDER),
+        "scales": scales.t().contiguous(),
+    }
+    return tensors, meaning
+
+
+def gptq(weight):
+    values, scales, zeros, meaning = int4(weight)
+    tensors = {
+        "qweight": pack(values.t(), 0),
+        "qzeros": pack(zeros.t() - 1, 1),
+        "scales": scales.t().contiguous(),
+        "g_idx": (torch.arange(weight.shape[1]) // GROUP).to(torch.int32),
+    }
+    return tensors, meaning
+
+
+def packed(weight):
+    values, scales, zeros, meaning = int4(weight)
+    tensors = {
+        "weight_packed": pack(values, 1),
+        "weight_scale": scales,
+        "weight_zero_point": pack(zeros, 0),
+        "weight_shape": torch.tensor(weight.shape),
+    }
+    return tensors, meaning
+
+
+def channels(weight, form="float8"):
+    made = quantization.quantize(weight, form)
+    tensors = {"weight": made.weight, "weight_scale": made.weight_scale[:, None].contiguous()}
+    return tensors, quantization.dequantize(made)
+
+
+def one_scale(weight):
+    scale = weight.abs().max() / 448
+    stored = (weight / scale).to(torch.float8_e4m3fn)
+    return {"weight": stored, "weight_scale": scale, "input_scale": torch.tensor(0.1)}, stored.float() * scale
+
+
+def blocks(weight):
+    tiles = weight.unflatten(1, (-1, GROUP)).unflatten(0, (-1, GROUP))  # [n / 128, 128, k / 128, 128]
+    scale = tiles.abs().amax((1, 3)) / 448
+    stored = (tiles / scale[:, None, :, None]).to(torch.float8_e4m3fn)
+    meaning = (stored.float() * scale[:, None, :, None]).reshape(weight.shape)
+    return {"weight": stored.reshape(weight.shape), "weight_scale_inv": scale}, meaning
+
+
+def compressed(form: str, weights: dict) -> dict:
+    groups = {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": None}}
+    return {"quant_method": "compressed-tensors", "format": form, "config_groups": groups, "ignore": ["lm_head"]}
+
+
+INT4_GROUPS = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": GROUP, "symmetric": False}
+LAYOUTS = {
+    "awq": (awq, {"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm"}),
+    "fp8": (one_scale, {"quant_method": "fp8", "activation_scheme": "static"}),
+    "fp8-blocks": (blocks, {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}),
+    "gptq": (gptq, {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": False, "sym": False}),
+    "compressed-tensors-float8": (
+        channels,
+        compressed("float-quantized", {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True}),
+    ),
+    "compressed-tensors-int8": (
+        lambda weight: channels(weight, "int8"),
+        compressed("int-quantized", {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True}),
+    ),
+    "compressed-tensors-int4": (packed, compressed("pack-quantized", INT4_GROUPS)),
+}
+EVERY_TIME = ("awq", "fp8")
+NAMES = sorted(LAYOUTS) if os.environ.get("XLA_GPU_TEST_ALL_MODELS") else EVERY_TIME
+
+PROGRAM = """
+import sys
+from tests.vllm import engines, tiny
+stored, meant = sys.argv[1:]
+prompts = tiny.prompts((5, 37, 100))
+expected = [tiny.Reference(meant).greedy(prompt, 16) for prompt in prompts]
+llm = engines.make(stored)
+got = engines.tokens(llm, prompts, engines.greedy(16))
+print("RESULT", got == expected, engines.compiled_since_start(llm), got, expected)
+"""
+
+
+def save(folder: Path, layout: str) -> tuple[Path, Path]:
+    """A checkpoint in that layout, and one with the weights that it means."""
+    quantize, settings = LAYOUTS[layout]
+    meant, stored = folder / "meant", folder / "stored"
+    tiny.save("llama_wide", meant)
+    model = transformers.AutoModelForCausalLM.from_pretrained(meant, dtype=torch.float32)
+    tensors = {}
+    for name, tensor in load_file(meant / "model.safetensors").items():
+        layer = name.removesuffix(".weight")
+        if tensor.dim() == 2 and ".layers." in name:
+            made, meaning = quantize(tensor)
+            tensors |= {f"{layer}.{part}": value for part, value in made.items()}
+            model.get_parameter(name).data = meaning
+        else:
+            tensors[name] = tensor
+    model.save_pretrained(meant)
+    stored.mkdir()
+    save_file(tensors, stored / "model.safetensors")
+    config = json.loads((meant / "config.json").read_text())
+    (stored / "config.json").write_text(json.dumps(config | {"quantization_config": settings}))
+    for path in meant.glob("*token*"):
+        (stored / path.name).write_bytes(path.read_bytes())
+    return stored, meant
+
+
+@pytest.mark.parametrize("layout", NAMES)
+def test_tokens_equal_transformers(layout, tmp_path):
+    stored, meant = save(tmp_path, layout)
+    command = [sys.executable, "-c", PROGRAM, str(stored), str(meant)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    lines = [line for line in result.stdout.splitlines() if line.startswith("RESULT")]
+    assert lines, result.stderr[-3000:]
+    _, equal, compiled, tokens = lines[-1].split(maxsplit=3)
+    assert (equal, compiled) == ("True", "0"), tokens
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({"quant_method": "awq", "bits": 4, "group_size": 64}, "group_size: expected a multiple of 128"),
+        ({"quant_method": "gptq", "bits": 8, "group_size": 128}, "bits: expected 4, got 8"),
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "--quantization: expected none, or a checkpoint of"),
+    ],
+)
+def test_other_layouts_are_refused(settings, text, tmp_path):
+    tiny.save("llama_wide", tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": settings}))
+    with pytest.raises(Exception, match=text):
+        engines.make(str(tmp_path))
+    assert supported.QUANTIZATION == "xla_gpu"
