@@ -1,4 +1,4 @@
-"""tvm-ffi functions in every front end, on the CPU."""
+"""tvm-ffi functions in every front end."""
 
 from __future__ import annotations
 
@@ -31,7 +31,19 @@ def module(tmp_path_factory):
     include = [f"-I{libinfo.find_include_path()}", f"-I{libinfo.find_dlpack_include_path()}"]
     source = Path(__file__).with_name("tvm_ffi_functions.cc")
     runtime = libinfo.find_libtvm_ffi()
-    command = ["g++", "-std=c++17", "-O1", "-fPIC", "-shared", *include, str(source), "-o", str(library), runtime]
+    command = [
+        "g++",
+        "-std=c++17",
+        "-O1",
+        "-fPIC",
+        "-shared",
+        *include,
+        str(source),
+        "-o",
+        str(library),
+        runtime,
+        "-ldl",
+    ]
     subprocess.run(command, check=True)
     return tvm_ffi.load_module(str(library))
 
@@ -144,3 +156,43 @@ def test_from_many_threads(registered):
     for thread in threads:
         thread.join()
     assert failures == []
+
+
+# ---- On a GPU --------------------------------------------------------------------------------------------------------
+@pytest.fixture(scope="session", params=[False, True], ids=["launched", "captured"])
+def copy_target(request, module):
+    name = f"test_tvm_copy_{request.param}"
+    xg.register_tvm_ffi_target(name, module.copy, allow_capture=request.param)
+    return name
+
+
+def copied_and_changed(call):
+    """Ten copies, each of what XLA or PyTorch wrote just before on the same stream."""
+
+    def body(ops, x):
+        for _ in range(10):
+            x = call(x) + 1
+        return x
+
+    return body
+
+
+@pytest.mark.frontends("eager-cuda", "torch_xla-cuda", "torch_xla-cuda-compiled")
+def test_functions_run_on_the_programs_stream(frontend, copy_target):
+    x = np.zeros(1 << 20, np.float32)
+    call = xg.ffi_call(copy_target, like(x.shape))
+    for _ in range(3):
+        np.testing.assert_array_equal(frontend.run(copied_and_changed(call), {"x": x})[0], x + 10)
+
+
+@pytest.mark.frontends("jax-cuda")
+def test_functions_run_on_the_programs_stream_in_jax(frontend, copy_target, module):
+    import jax
+
+    import xla_gpu.jax as xj
+
+    xj.register_tvm_ffi_target(copy_target, module.copy, allow_capture=copy_target.endswith("True"))
+    x = np.zeros(1 << 20, np.float32)
+    call = jax.ffi.ffi_call(copy_target, jax.ShapeDtypeStruct(x.shape, np.float32))
+    for _ in range(3):
+        np.testing.assert_array_equal(frontend.run(copied_and_changed(call), {"x": x})[0], x + 10)
