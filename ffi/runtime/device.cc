@@ -100,4 +100,51 @@ Error FreeMemory(int32_t device_ordinal, [[maybe_unused]] void* stream, void* da
 #endif
 }
 
+Error RecordEvent([[maybe_unused]] void* stream, void** event) {
+  *event = nullptr;
+#ifdef XLA_GPU_WITH_CUDA
+  cudaEvent_t made = nullptr;
+  if (cudaError_t status = cudaEventCreateWithFlags(&made, cudaEventDisableTiming); status != cudaSuccess) {
+    return CudaError("cudaEventCreateWithFlags", status);
+  }
+  if (cudaError_t status = cudaEventRecord(made, static_cast<cudaStream_t>(stream)); status != cudaSuccess) {
+    cudaEventDestroy(made);
+    return CudaError("cudaEventRecord", status);
+  }
+  *event = made;
+#endif
+  return {};
+}
+
+bool TakeCompletedEvent([[maybe_unused]] void* event) {
+#ifdef XLA_GPU_WITH_CUDA
+  if (event == nullptr) return true;
+  if (cudaEventQuery(static_cast<cudaEvent_t>(event)) == cudaErrorNotReady) return false;
+  cudaGetLastError();
+  cudaEventDestroy(static_cast<cudaEvent_t>(event));
+#endif
+  return true;
+}
+
+Error OrderStreams([[maybe_unused]] void* first, [[maybe_unused]] void* then) {
+#ifdef XLA_GPU_WITH_CUDA
+  void* event = nullptr;
+  if (Error error = RecordEvent(first, &event); !error.ok()) return error;
+  const cudaError_t status =
+      cudaStreamWaitEvent(static_cast<cudaStream_t>(then), static_cast<cudaEvent_t>(event), /*flags=*/0);
+  cudaEventDestroy(static_cast<cudaEvent_t>(event));  // freed when the stream is past it
+  if (status != cudaSuccess) return CudaError("cudaStreamWaitEvent", status);
+#endif
+  return {};
+}
+
+Error SynchronizeStream([[maybe_unused]] void* stream) {
+#ifdef XLA_GPU_WITH_CUDA
+  if (cudaError_t status = cudaStreamSynchronize(static_cast<cudaStream_t>(stream)); status != cudaSuccess) {
+    return CudaError("cudaStreamSynchronize", status);
+  }
+#endif
+  return {};
+}
+
 }  // namespace xla_gpu

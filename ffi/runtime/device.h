@@ -29,6 +29,18 @@ class DeviceScope {
 Error AllocateMemory(int32_t device_ordinal, void* stream, size_t size, size_t alignment, void** data);
 Error FreeMemory(int32_t device_ordinal, void* stream, void* data);
 
+// Work that is queued on stream `then` from now on starts after what stream `first` holds now. On the host nothing.
+Error OrderStreams(void* first, void* then);
+
+// Waits for what the stream holds.
+Error SynchronizeStream(void* stream);
+
+// An event that completes when what `stream` holds now is done. Null on the host.
+Error RecordEvent(void* stream, void** event);
+
+// Whether the event is complete; it is destroyed then.
+bool TakeCompletedEvent(void* event);
+
 }  // namespace xla_gpu
 
 #endif  // XLA_GPU_RUNTIME_DEVICE_H_

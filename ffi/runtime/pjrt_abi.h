@@ -22,6 +22,7 @@ struct Extension {
 
 // Extension types are appended to an enumeration, so these stay.
 inline constexpr int32_t kGpuCustomCall = 0;
+inline constexpr int32_t kStream = 3;
 // Longer than any known chain: a plug-in has at most one extension of each of some 25 types. A longer chain is taken
 // for a cycle.
 inline constexpr int kMaxExtensions = 1000;
@@ -56,6 +57,7 @@ inline constexpr size_t kClientPlatformName = 12;
 inline constexpr size_t kClientPlatformVersion = 14;
 inline constexpr size_t kClientAddressableDevices = 16;
 inline constexpr size_t kClientCompile = 20;
+inline constexpr size_t kClientBufferFromHostBuffer = 22;
 inline constexpr size_t kDeviceDescriptionKind = 26;
 inline constexpr size_t kDeviceGetDescription = 29;
 inline constexpr size_t kExecutableDestroy = 40;
@@ -63,6 +65,14 @@ inline constexpr size_t kExecutableSerialize = 49;
 inline constexpr size_t kLoadedExecutableGetExecutable = 51;
 inline constexpr size_t kLoadedExecutableExecute = 55;
 inline constexpr size_t kExecutableDeserializeAndLoad = 56;
+inline constexpr size_t kBufferDestroy = 58;
+inline constexpr size_t kBufferDevice = 65;
+inline constexpr size_t kBufferReadyEvent = 72;
+inline constexpr size_t kBufferUnsafePointer = 73;
+inline constexpr size_t kBufferIncreaseExternalReferenceCount = 74;
+inline constexpr size_t kBufferDecreaseExternalReferenceCount = 75;
+inline constexpr size_t kBufferOpaqueDeviceMemoryDataPointer = 76;
+inline constexpr size_t kClientCreateViewOfDeviceBuffer = 93;
 inline constexpr size_t kExecutableGetCompiledMemoryStats = 96;
 
 // How every structure of arguments begins.
@@ -203,6 +213,72 @@ struct DeserializeAndLoadArgs {
   size_t num_bytes;
   void* loaded_executable;  // out
   uint64_t room[8];         // zero: compile options and load options as they were
+};
+
+// ---- Buffers ----
+
+struct BufferFromHostBufferArgs {
+  size_t struct_size;
+  Extension* extension_start;
+  void* client;
+  const void* data;
+  int32_t type;  // PJRT_Buffer_Type
+  const int64_t* dims;
+  size_t num_dims;
+  const int64_t* byte_strides;
+  size_t num_byte_strides;
+  int32_t host_buffer_semantics;
+  void* device;
+  void* memory;
+  void* device_layout;
+  void* done_with_host_buffer;  // out, a PJRT_Event
+  void* buffer;                 // out
+};
+static_assert(sizeof(BufferFromHostBufferArgs) == 120);
+
+struct CreateViewOfDeviceBufferArgs {
+  size_t struct_size;
+  Extension* extension_start;
+  void* client;
+  void* device_buffer_ptr;
+  const int64_t* dims;
+  size_t num_dims;
+  int32_t element_type;
+  void* layout;
+  void* device;
+  void (*on_delete_callback)(void* device_buffer_ptr, void* user_arg);
+  void* on_delete_callback_arg;
+  intptr_t stream;
+  void* buffer;  // out
+  void* memory;
+};
+static_assert(sizeof(CreateViewOfDeviceBufferArgs) == 112);
+
+// Of entries that take a buffer and return one thing: its device, its ready event, an address.
+struct BufferArgs {
+  size_t struct_size;
+  Extension* extension_start;
+  void* buffer;
+  void* out;
+};
+inline constexpr size_t kBufferArgsWithoutOut = offsetof(BufferArgs, out);
+
+struct StreamForReadyEventsArgs {
+  size_t struct_size;
+  void* device;
+  intptr_t stream;  // out
+};
+
+struct WaitForBufferArgs {
+  size_t struct_size;
+  intptr_t stream;
+  void* buffer;
+};
+
+struct StreamExtension {
+  Extension base;
+  void* (*get_stream_for_external_ready_events)(StreamForReadyEventsArgs* args);
+  void* (*wait_until_buffer_ready_on_stream)(WaitForBufferArgs* args);
 };
 
 // ---- Registration of custom calls ----

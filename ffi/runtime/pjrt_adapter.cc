@@ -4,6 +4,7 @@
 //  - Compiled executables can be kept in files, see executable_cache.h.
 //  - Structures that later versions of the API appended to are passed on in a larger, zero-filled copy: newer plug-ins
 //    refuse the smaller ones ("expected 112, got 80").
+//  - Device memory of another framework enters and leaves as buffers: shared_buffers.h.
 // All else is the plug-in's own.
 #include <cstdlib>
 #include <cstring>
@@ -14,6 +15,7 @@
 #include "ffi/runtime/executable_cache.h"
 #include "ffi/runtime/pjrt_abi.h"
 #include "ffi/runtime/pjrt_plugin.h"
+#include "ffi/runtime/shared_buffers.h"
 #include "ffi/runtime/xla_gpu.h"
 
 namespace xla_gpu::pjrt {
@@ -104,6 +106,11 @@ const Api* MakeTable(const Api& api, const std::string& path) {
   replace(kLoadedExecutableExecute, Execute);
   replace(kExecutableDeserializeAndLoad, CallWithGrownArgs<kExecutableDeserializeAndLoad>);
   replace(kExecutableGetCompiledMemoryStats, CallWithGrownArgs<kExecutableGetCompiledMemoryStats>);
+  if (SharedBuffersUse(api)) {
+    replace(kClientBufferFromHostBuffer, SharedBufferFromHostBuffer);
+    replace(kBufferUnsafePointer, SharedBufferUnsafePointer);
+    replace(kBufferDestroy, SharedBufferDestroy);
+  }
   real_api = &api;
   executable_cache = new ExecutableCache(api, path);
   return table;

@@ -137,6 +137,38 @@ XLA_GPU_EXPORT void xla_gpu_executable_cache_counts(int64_t counts[4]);
 XLA_GPU_EXPORT void xla_gpu_record_programs(int32_t on);
 XLA_GPU_EXPORT const char* xla_gpu_compile_recorded(int32_t threads, int64_t* compiled);
 
+// ---- Device memory shared with another framework, through the adapter ----
+
+// The next transfer from `data`, an address in device memory, to the adapter's client makes a buffer over this very
+// memory, instead of a copy of host memory: once `stream` (a cudaStream_t of the other framework) has done what it
+// holds now. The memory must stay until `id` is among the released ones.
+XLA_GPU_EXPORT const char* xla_gpu_import_buffer(const void* data, void* stream, int64_t id);
+
+// Takes the announcement back; 0 where the transfer has used it.
+XLA_GPU_EXPORT int32_t xla_gpu_import_cancel(const void* data);
+
+// The ids of imported buffers that the runtime has deleted, each once; returns their number, at most `capacity`.
+XLA_GPU_EXPORT size_t xla_gpu_import_released(int64_t* ids, size_t capacity);
+
+typedef struct xla_gpu_export_args {
+  size_t struct_size;   // sizeof(this)
+  void* stream;         // of the other framework: it waits for the buffer
+  int32_t device_type;  // DLPack's: 2 CUDA
+  int32_t device_id;
+  uint8_t dtype_code;  // DLPack's
+  uint8_t dtype_bits;
+  int32_t rank;
+  const int64_t* dims;
+  void* managed_tensor;  // out: a DLManagedTensor, whose deleter gives the buffer back
+} xla_gpu_export_args;
+
+// The thread's next call of the client for a buffer's address names the buffer that xla_gpu_export_buffer exports.
+XLA_GPU_EXPORT void xla_gpu_export_begin(void);
+XLA_GPU_EXPORT const char* xla_gpu_export_buffer(xla_gpu_export_args* args);
+
+// Buffers that were exported and are not given back yet.
+XLA_GPU_EXPORT size_t xla_gpu_export_count(void);
+
 // ---- Device groups: GPUs of one host that all_reduce among themselves ----
 
 #define XLA_GPU_GROUP_HANDLE_BYTES 64

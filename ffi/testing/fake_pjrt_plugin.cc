@@ -151,6 +151,74 @@ void* DeserializeAndLoad(void* untyped) {
   return nullptr;
 }
 
+// ---- Buffers, of which a "device" is the number 1 and a "memory" the number 2 ----
+
+struct FakeBuffer {
+  void* data = nullptr;  // null: made from host memory
+  int32_t type = 0;
+  intptr_t stream = 0;
+  int64_t references = 0;
+  pjrt::CreateViewOfDeviceBufferArgs view = {};
+};
+FakeBuffer* last_view = nullptr;
+int64_t host_buffers = 0, destroyed_buffers = 0, waits = 0;
+
+void* BufferFromHostBuffer(void* untyped) {
+  auto* args = static_cast<pjrt::BufferFromHostBufferArgs*>(untyped);
+  if (void* error = CheckSize("PJRT_Client_BufferFromHostBuffer_Args", sizeof *args, args->struct_size)) return error;
+  ++host_buffers;
+  args->buffer = new FakeBuffer;
+  args->done_with_host_buffer = nullptr;
+  return nullptr;
+}
+
+void* CreateViewOfDeviceBuffer(void* untyped) {
+  auto* args = static_cast<pjrt::CreateViewOfDeviceBufferArgs*>(untyped);
+  if (args->num_dims == 7) return MakeError("the fake plug-in refuses views of rank 7");
+  last_view = new FakeBuffer{args->device_buffer_ptr, args->element_type, args->stream, 0, *args};
+  args->buffer = last_view;
+  return nullptr;
+}
+
+FakeBuffer* BufferOf(void* args) { return static_cast<FakeBuffer*>(static_cast<pjrt::BufferArgs*>(args)->buffer); }
+
+void* BufferDestroy(void* args) {
+  FakeBuffer* const buffer = BufferOf(args);
+  ++destroyed_buffers;
+  if (buffer->view.on_delete_callback != nullptr) {
+    buffer->view.on_delete_callback(buffer->data, buffer->view.on_delete_callback_arg);
+  }
+  delete buffer;
+  return nullptr;
+}
+
+template <intptr_t kOut>
+void* BufferNumber(void* args) {
+  static_cast<pjrt::BufferArgs*>(args)->out = reinterpret_cast<void*>(kOut);
+  return nullptr;
+}
+
+void* BufferPointer(void* args) {
+  static_cast<pjrt::BufferArgs*>(args)->out = BufferOf(args)->data;
+  return nullptr;
+}
+
+template <int kStep>
+void* CountReference(void* args) {
+  BufferOf(args)->references += kStep;
+  return nullptr;
+}
+
+void* GetStream(pjrt::StreamForReadyEventsArgs* args) {
+  args->stream = reinterpret_cast<intptr_t>(args->device) == 1 ? 77 : 0;
+  return nullptr;
+}
+
+void* WaitForBuffer(pjrt::WaitForBufferArgs*) {
+  ++waits;
+  return nullptr;
+}
+
 void* Unimplemented(void*) { return MakeError("the fake plug-in does nothing else"); }
 
 void* RegisterCustomCall(pjrt::GpuRegisterCustomCallArgs* args) {
@@ -176,9 +244,19 @@ extern "C" __attribute__((visibility("default"))) const char* fake_pjrt_register
   return registered_target.c_str();
 }
 
+// What happened to buffers: made from host memory, destroyed, waited for; the last view's stream and references.
+extern "C" __attribute__((visibility("default"))) void fake_pjrt_buffers(int64_t counts[5]) {
+  counts[0] = host_buffers;
+  counts[1] = destroyed_buffers;
+  counts[2] = waits;
+  counts[3] = last_view != nullptr ? last_view->stream : -1;
+  counts[4] = last_view != nullptr ? last_view->references : -1;
+}
+
 extern "C" __attribute__((visibility("default"))) const void* GetPjrtApi() {
   static Table table = {};
-  static pjrt::Extension other = {sizeof other, 3, nullptr};
+  static pjrt::StreamExtension stream = {{sizeof stream, pjrt::kStream, nullptr}, GetStream, WaitForBuffer};
+  pjrt::Extension& other = stream.base;
   static pjrt::GpuCustomCallExtension custom_call = {{sizeof custom_call, pjrt::kGpuCustomCall, nullptr},
                                                      RegisterCustomCall};
   if (IsMode("null")) return nullptr;
@@ -202,5 +280,14 @@ extern "C" __attribute__((visibility("default"))) const void* GetPjrtApi() {
   table.entries[pjrt::kExecutableSerialize] = Serialize;
   table.entries[pjrt::kExecutableDeserializeAndLoad] = DeserializeAndLoad;
   table.entries[pjrt::kExecutableGetCompiledMemoryStats] = GetCompiledMemoryStats;
+  table.entries[pjrt::kClientBufferFromHostBuffer] = BufferFromHostBuffer;
+  table.entries[pjrt::kClientCreateViewOfDeviceBuffer] = CreateViewOfDeviceBuffer;
+  table.entries[pjrt::kBufferDestroy] = BufferDestroy;
+  table.entries[pjrt::kBufferDevice] = BufferNumber<1>;
+  table.entries[pjrt::kBufferReadyEvent] = BufferNumber<5>;
+  table.entries[pjrt::kBufferUnsafePointer] = BufferNumber<0x1234>;
+  table.entries[pjrt::kBufferIncreaseExternalReferenceCount] = CountReference<1>;
+  table.entries[pjrt::kBufferDecreaseExternalReferenceCount] = CountReference<-1>;
+  table.entries[pjrt::kBufferOpaqueDeviceMemoryDataPointer] = BufferPointer;
   return &table;
 }

@@ -40,8 +40,9 @@ from ._torch.user_kernels import (
     triton_call,
     triton_call_,
 )
-from ._torch_xla import lowering
+from ._torch_xla import compile_backend, lowering
 from ._torch_xla.device_group import DeviceGroup
+from ._torch_xla.functions import openxla, to_cuda, to_xla
 from ._user_kernels.cuda_kernel import CudaKernel
 from ._user_kernels.launch import Result, Scratch
 from .ops import all_reduce as _all_reduce
@@ -72,6 +73,7 @@ __all__ = [
     "kernel_call_",
     "linear",
     "merge_attention_states",
+    "openxla",
     "paged_attention",
     "paged_attention_with_lse",
     "ragged_paged_attention",
@@ -86,9 +88,13 @@ __all__ = [
     "sample",
     "silu_and_mul",
     "simple_add",
+    "to_cuda",
+    "to_xla",
     "triton_call",
     "triton_call_",
 ]
+
+compile_backend.register()
 
 # ---- Operators -------------------------------------------------------------------------------------------------------
 

@@ -52,11 +52,10 @@ def define(
     schema: str,
     kernel: Callable[..., Any],
     fake: Callable[..., Any],
-    backends: Sequence[str] = BACKENDS,
 ) -> None:
-    """Defines torch.ops.xla_gpu.<name> with one kernel for all ``backends``."""
+    """Defines torch.ops.xla_gpu.<name> with one kernel for all backends."""
     LIBRARY.define(f"{name}{schema}", tags=(torch.Tag.pt2_compliant_tag,))
-    for backend in backends:
+    for backend in BACKENDS:
         LIBRARY.impl(name, kernel, backend)
     LIBRARY.impl(name, _refusing_gradients(name, schema), "Autograd")
     torch.library.register_fake(f"xla_gpu::{name}", fake, lib=LIBRARY)
@@ -115,14 +114,18 @@ def _define_in_place(operator: Operator, operand: str) -> None:
     handles well.
     """
     name, index = operator.name, operator.arguments.index(operand)
-    arguments, _, results = operator.schema.partition(" -> ")
+    arguments, _, schema_results = operator.schema.partition(" -> ")
     arguments = arguments.replace(f"Tensor {operand}", f"Tensor(a!) {operand}")
-    has_other = results == "(Tensor, Tensor)"
+    has_other = schema_results == "(Tensor, Tensor)"
 
     def update_memory(*args: Any, **kwargs: Any) -> torch.Tensor | None:
         call, tensors = bind(operator, args, kwargs)
-        other, *_ = run(call, tensors, in_place=True)
         target = tensors[call.aliases[0][0]]
+        if target.device.type == "xla":  # a graph that was traced with CUDA tensors (_torch_xla/compile_backend.py)
+            results = run(call, tensors)
+            target.copy_(results[call.aliases[0][1]])
+            return results[0] if has_other else None
+        other, *_ = run(call, tensors, in_place=True)
         if not target.is_inference():  # those have no version counter
             torch.autograd.graph.increment_version(target)
         return other if has_other else None
@@ -132,7 +135,7 @@ def _define_in_place(operator: Operator, operand: str) -> None:
         return other if has_other else None
 
     returned = "Tensor" if has_other else "()"
-    define(f"_{name}_", f"{arguments} -> {returned}", update_memory, fake, backends=("CPU", "CUDA"))
+    define(f"_{name}_", f"{arguments} -> {returned}", update_memory, fake)
     functional, mutating = getattr(torch.ops.xla_gpu, name), getattr(torch.ops.xla_gpu, f"_{name}_")
 
     def update(*args: Any, **kwargs: Any) -> torch.Tensor:

@@ -1,0 +1,95 @@
+"""CUDA tensors of PyTorch as torch_xla tensors on the same GPU, and the other way."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils import dlpack
+
+from . import shared_memory
+
+_log = logging.getLogger("xla_gpu")
+_ALIGNMENT = 16  # bytes: what XLA's programs rely on for their arguments
+_DLPACK_CUDA = 2
+
+
+class Counts(NamedTuple):
+    """What sharing has done in this process."""
+
+    shared: int  # tensors taken over without a copy
+    copied: int  # copied on the device first, since they were strided or misaligned
+
+
+_lock = threading.Lock()
+_shared = _copied = 0
+
+
+def counts() -> Counts:
+    """What sharing has done in this process so far."""
+    return Counts(_shared, _copied)
+
+
+def to_xla(tensor: torch.Tensor) -> torch.Tensor:
+    """See xla_gpu.torch.to_xla."""
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"to_xla: tensor: expected a tensor, got {type(tensor).__name__}")
+    if tensor.layout is not torch.strided:
+        raise TypeError(f"to_xla: tensor: expected a dense tensor, got layout {tensor.layout}")
+    if tensor.device.type == "xla":
+        return tensor
+    tensor = tensor.detach()
+    if tensor.device.type == "cpu":
+        import torch_xla
+
+        return tensor.to(torch_xla.device())
+    if tensor.device.type != "cuda":
+        raise ValueError(f"to_xla: tensor: expected one on CUDA or the CPU, got one on {tensor.device}")
+    return _import(tensor)
+
+
+def _import(tensor: torch.Tensor) -> torch.Tensor:
+    import torch_xla
+
+    global _shared, _copied
+    memory = tensor.resolve_conj().resolve_neg().contiguous()
+    if memory.data_ptr() % _ALIGNMENT:
+        memory = memory.clone()
+    copied = memory.data_ptr() != tensor.data_ptr()
+    with _lock:
+        _shared, _copied = _shared + (not copied), _copied + copied
+    if copied:
+        _log.debug("to_xla: a tensor of strides %s was copied on the device", tensor.stride())
+    stream = torch.cuda.current_stream(memory.device)
+    device = torch_xla.device(memory.device.index)
+    return shared_memory.import_memory(
+        memory.data_ptr(), memory.shape, memory.dtype, device, stream.cuda_stream, owner=memory
+    )
+
+
+def to_cuda(tensor: torch.Tensor) -> torch.Tensor:
+    """See xla_gpu.torch.to_cuda."""
+    if not isinstance(tensor, torch.Tensor) or tensor.device.type != "xla":
+        got = f"one on {tensor.device}" if isinstance(tensor, torch.Tensor) else type(tensor).__name__
+        raise TypeError(f"to_cuda: tensor: expected an XLA tensor, got {got}")
+    if not torch.cuda.is_available():
+        raise ValueError(f"to_cuda: expected a PyTorch that sees a CUDA device, got torch {torch.__version__}")
+    import torch_xla
+
+    tensor = tensor.detach()
+    torch_xla.sync()  # a pending tensor has no memory yet
+    return export(tensor)
+
+
+def export(tensor: torch.Tensor) -> torch.Tensor:
+    """The CUDA tensor over the memory of an XLA tensor whose program was started."""
+    index = tensor.device.index or 0
+    device = torch.device("cuda", index)
+    if tensor.numel() == 0:
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+    stream: Any = torch.cuda.current_stream(device)
+    capsule = shared_memory.export_memory(tensor, _DLPACK_CUDA, index, stream.cuda_stream)
+    result: torch.Tensor = dlpack.from_dlpack(capsule)
+    return result

@@ -1,0 +1,148 @@
+"""Device memory of another framework as torch_xla tensors, and the other way, without a copy.
+
+torch_xla 2.9 moves host memory alone. An address in device memory travels through it in the place of host memory, and
+the PJRT adapter makes a view of it (ffi/runtime/shared_buffers.h).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from .._runtime import abi, library
+from ..errors import CompatibilityError
+from . import lowering
+
+# DLPack's type codes, by PyTorch's names of dtypes; the bits follow from the size.
+_CODES = {torch.bool: 6, torch.bfloat16: 4, torch.complex64: 5, torch.complex128: 5}
+for _dtype in (torch.int8, torch.int16, torch.int32, torch.int64):
+    _CODES[_dtype] = 0
+for _dtype in (torch.uint8, torch.uint16, torch.uint32, torch.uint64):
+    _CODES[_dtype] = 1
+for _dtype in (torch.float16, torch.float32, torch.float64):
+    _CODES[_dtype] = 2
+_CODES[torch.float8_e4m3fn], _CODES[torch.float8_e5m2] = 10, 12
+
+_lock = threading.Lock()
+_kept: dict[int, Any] = {}  # what owns imported memory, until the runtime has deleted its buffer
+_next_id = 0
+
+_python = ctypes.PyDLL(None)
+_python.PyCapsule_New.restype = ctypes.py_object
+_python.PyCapsule_New.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
+
+
+class _Carrier(torch.Tensor):  # type: ignore[misc]
+    """A CPU tensor that gives its address away and is never read: torch_xla asks it for a copy on the host."""
+
+    _forged: torch.Tensor
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @staticmethod
+    def __new__(cls, forged: torch.Tensor) -> _Carrier:
+        carrier: _Carrier = torch.Tensor._make_wrapper_subclass(
+            cls, forged.size(), strides=forged.stride(), dtype=forged.dtype, device="cpu"
+        )
+        carrier._forged = forged
+        return carrier
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._to_copy.default:
+            return args[0]._forged
+        raise CompatibilityError(
+            f"torch_xla of a version that is not known: it calls {func} when it takes a tensor over"
+        )
+
+
+def import_memory(
+    address: int, shape: Sequence[int], dtype: torch.dtype, device: torch.device, stream: int, owner: Any
+) -> torch.Tensor:
+    """A torch_xla tensor on ``device`` over row-major device memory at ``address``.
+
+    Programs that use it start after what ``stream`` holds now. ``owner`` is kept until the runtime has deleted its
+    buffer; what then happens to the memory is ordered by no stream.
+
+    Raises:
+      CompatibilityError: the runtime does not take device memory over.
+    """
+    import _XLAC
+
+    if lowering.platform() != "CUDA":
+        raise CompatibilityError("device memory can be shared with torch_xla on GPUs alone (PJRT_DEVICE=GPU)")
+    forget_released()
+    size = int(torch.Size(shape).numel()) * dtype.itemsize
+    if size == 0:
+        return torch.empty(tuple(shape), dtype=dtype).to(device)
+    forged = torch.frombuffer((ctypes.c_uint8 * size).from_address(address), dtype=torch.uint8)
+    carrier = _Carrier(forged.view(dtype).view(tuple(shape)))
+    global _next_id
+    with _lock:
+        _next_id += 1
+        number = _next_id
+        _kept[number] = owner
+    cdll = library.load().cdll
+    error = cdll.xla_gpu_import_buffer(address, stream, number)
+    if error is not None:
+        del _kept[number]
+        raise CompatibilityError(f"sharing device memory with torch_xla: {error.decode(errors='replace')}")
+    try:
+        (tensor,) = _XLAC._xla_tensors_from_aten([carrier], [str(device)])
+    finally:
+        unused = cdll.xla_gpu_import_cancel(address)
+    if unused:
+        _kept.pop(number, None)
+        raise CompatibilityError(
+            "sharing device memory with torch_xla: its client is not behind this library's adapter"
+        )
+    return tensor
+
+
+def forget_released() -> int:
+    """Lets go of owners of memory whose buffers the runtime has deleted; returns how many are still kept."""
+    ids = (ctypes.c_int64 * 64)()
+    while count := library.load().cdll.xla_gpu_import_released(ids, len(ids)):
+        for number in ids[:count]:
+            _kept.pop(number, None)
+    return len(_kept)
+
+
+def export_memory(tensor: torch.Tensor, device_type: int, device_id: int, stream: int) -> Any:
+    """A DLPack capsule over the device memory of a torch_xla tensor, for which ``stream`` waits.
+
+    The memory stays as long as the capsule's tensor, and until the stream has done what it then holds.
+    """
+    import _XLAC
+
+    cdll = library.load().cdll
+    dtype_code = _CODES.get(tensor.dtype)
+    if dtype_code is None:
+        raise TypeError(f"to_cuda: tensor: expected a dtype that DLPack has, got {tensor.dtype}")
+    # A result may have no buffer yet when its program was only just started; asked again it has one.
+    for attempt in range(2):
+        cdll.xla_gpu_export_begin()
+        try:
+            _XLAC._unsafe_buffer_pointer(tensor)
+            break
+        except RuntimeError:
+            if attempt:
+                raise
+    dims = (ctypes.c_int64 * tensor.dim())(*tensor.shape)
+    args = abi.ExportArgs(
+        struct_size=ctypes.sizeof(abi.ExportArgs),
+        stream=stream,
+        device_type=device_type,
+        device_id=device_id,
+        dtype_code=dtype_code,
+        dtype_bits=8 * tensor.dtype.itemsize,
+        rank=tensor.dim(),
+        dims=dims,
+    )
+    error = cdll.xla_gpu_export_buffer(ctypes.byref(args))
+    if error is not None:
+        raise CompatibilityError(f"sharing torch_xla's memory: {error.decode(errors='replace')}")
+    return _python.PyCapsule_New(args.managed_tensor, b"dltensor", None)

@@ -1,0 +1,120 @@
+"""Device memory of this process through an XLA program and back, without a PyTorch that has CUDA: by the CUDA driver.
+
+    PJRT_DEVICE=GPU python -m tests.runtime.shared_memory_program
+
+test_shared_buffers.py runs it. Prints what it found, then "ok".
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import time
+
+import numpy as np
+import torch
+import torch_xla
+
+from xla_gpu._runtime import library
+from xla_gpu._torch_xla import shared_memory
+
+CUDA = ctypes.CDLL("libcuda.so.1")
+CUDA.cuMemAlloc_v2.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+CUDA.cuMemcpyHtoD_v2.argtypes = [ctypes.c_uint64, ctypes.c_void_p, ctypes.c_size_t]
+CUDA.cuMemcpyDtoH_v2.argtypes = [ctypes.c_void_p, ctypes.c_uint64, ctypes.c_size_t]
+CUDA.cuMemsetD32Async.argtypes = [ctypes.c_uint64, ctypes.c_uint32, ctypes.c_size_t, ctypes.c_void_p]
+
+
+def check(status: int) -> None:
+    assert status == 0, f"CUDA error {status}"
+
+
+def to_device(array: np.ndarray) -> int:
+    address = ctypes.c_uint64()
+    check(CUDA.cuMemAlloc_v2(ctypes.byref(address), array.nbytes))
+    check(CUDA.cuMemcpyHtoD_v2(address.value, array.ctypes.data, array.nbytes))
+    return address.value
+
+
+def managed(capsule) -> int:
+    """The address of a capsule's DLManagedTensor."""
+    get = ctypes.PyDLL(None).PyCapsule_GetPointer
+    get.restype, get.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
+    return get(capsule, b"dltensor")
+
+
+def address_of(capsule) -> int:
+    return ctypes.c_uint64.from_address(managed(capsule)).value
+
+
+def give_back(capsule) -> None:
+    tensor = managed(capsule)
+    ctypes.CFUNCTYPE(None, ctypes.c_void_p)(ctypes.c_void_p.from_address(tensor + 56).value)(tensor)
+
+
+def from_device(address: int, like: np.ndarray) -> np.ndarray:
+    array = np.empty_like(like)
+    check(CUDA.cuCtxSynchronize())
+    check(CUDA.cuMemcpyDtoH_v2(array.ctypes.data, address, array.nbytes))
+    return array
+
+
+def main() -> None:
+    device = torch_xla.device()
+    torch.zeros(1).to(device).cpu()  # the client, and with it the primary context
+    context = ctypes.c_void_p()
+    check(CUDA.cuDevicePrimaryCtxRetain(ctypes.byref(context), 0))
+    check(CUDA.cuCtxSetCurrent(context))
+    stream = ctypes.c_void_p()
+    check(CUDA.cuStreamCreate(ctypes.byref(stream), 1))  # one that does not wait for others
+    export = lambda tensor: shared_memory.export_memory(tensor, 2, 0, stream.value)  # noqa: E731
+
+    x = np.arange(1 << 20, dtype=np.float32)
+    address = to_device(x)
+    imported = shared_memory.import_memory(address, x.shape, torch.float32, device, stream.value, owner=object())
+    capsule = export(imported)
+    assert address_of(capsule) == address, "a copy was made"
+    print("imported and exported at one address")
+    give_back(capsule)
+    y = imported * 2 + 1
+    torch_xla.sync()
+    capsule = export(y)
+    del y  # the exported memory stays
+    gc.collect()
+    np.testing.assert_array_equal(from_device(address_of(capsule), x), x * 2 + 1)
+    print("computed on it, and read the result at its address")
+    give_back(capsule)
+
+    # What the other stream still writes is seen: a fill of much memory, imported at once.
+    big = np.zeros(1 << 28, np.float32)
+    address = to_device(big)
+    for i in range(3):
+        bits = int(np.float32(i + 1).view(np.uint32))
+        check(CUDA.cuMemsetD32Async(address, bits, big.size, stream))
+        view = shared_memory.import_memory(address, big.shape, torch.float32, device, stream.value, owner=object())
+        total = (view == i + 1).all()
+        assert bool(total.cpu()), "the program ran before the other stream's work"
+        del view, total
+    print("programs wait for the other stream")
+
+    begin, count = time.perf_counter(), 200
+    views = [
+        shared_memory.import_memory(address, (1024,), torch.float32, device, stream.value, None) for _ in range(count)
+    ]
+    between = time.perf_counter()
+    capsules = [export(view) for view in views]
+    end = time.perf_counter()
+    print(f"in {1e6 * (between - begin) / count:.1f} us, out {1e6 * (end - between) / count:.1f} us a tensor")
+    for capsule in capsules:
+        give_back(capsule)
+    del views, imported
+    gc.collect()
+    torch_xla.sync(wait=True)
+    kept = shared_memory.forget_released()
+    print(f"{kept} imports kept, {library.load().cdll.xla_gpu_export_count()} exports kept")
+    assert kept == 0
+    print("ok")
+
+
+if __name__ == "__main__":
+    main()
