@@ -98,6 +98,13 @@ def test_views_and_other_types():
 
 
 @torch.no_grad()
+def test_attention():
+    q, k, v = torch.randn(3, 1, 2, 5, 8)
+    attention = torch.nn.functional.scaled_dot_product_attention
+    torch.testing.assert_close(compiled(attention)(q, k, v), attention(q, k, v), rtol=1e-4, atol=1e-4)
+
+
+@torch.no_grad()
 def test_openxla_is_left_alone_without_a_gpu():
     from torch._dynamo.backends import registry
 

@@ -19,6 +19,7 @@ from xla_gpu._runtime import library
 from xla_gpu._torch_xla import shared_memory
 
 CUDA = ctypes.CDLL("libcuda.so.1")
+OWNER = shared_memory.Owner(None, lambda: check(CUDA.cuCtxSynchronize()))
 CUDA.cuMemAlloc_v2.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 CUDA.cuMemcpyHtoD_v2.argtypes = [ctypes.c_uint64, ctypes.c_void_p, ctypes.c_size_t]
 CUDA.cuMemcpyDtoH_v2.argtypes = [ctypes.c_void_p, ctypes.c_uint64, ctypes.c_size_t]
@@ -71,7 +72,7 @@ def main() -> None:
 
     x = np.arange(1 << 20, dtype=np.float32)
     address = to_device(x)
-    imported = shared_memory.import_memory(address, x.shape, torch.float32, device, stream.value, owner=object())
+    imported = shared_memory.import_memory(address, x.shape, torch.float32, device, stream.value, owner=OWNER)
     capsule = export(imported)
     assert address_of(capsule) == address, "a copy was made"
     print("imported and exported at one address")
@@ -91,7 +92,7 @@ def main() -> None:
     for i in range(3):
         bits = int(np.float32(i + 1).view(np.uint32))
         check(CUDA.cuMemsetD32Async(address, bits, big.size, stream))
-        view = shared_memory.import_memory(address, big.shape, torch.float32, device, stream.value, owner=object())
+        view = shared_memory.import_memory(address, big.shape, torch.float32, device, stream.value, owner=OWNER)
         total = (view == i + 1).all()
         assert bool(total.cpu()), "the program ran before the other stream's work"
         del view, total
@@ -99,7 +100,7 @@ def main() -> None:
 
     begin, count = time.perf_counter(), 200
     views = [
-        shared_memory.import_memory(address, (1024,), torch.float32, device, stream.value, None) for _ in range(count)
+        shared_memory.import_memory(address, (1024,), torch.float32, device, stream.value, OWNER) for _ in range(count)
     ]
     between = time.perf_counter()
     capsules = [export(view) for view in views]

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch._dynamo.backends import registry
 
-from . import cuda_tensors
+from . import cuda_tensors, shared_memory
 
 # "0" leaves torch.compile(backend="openxla") with CUDA tensors as torch_xla has it.
 ENVIRONMENT = "XLA_GPU_OPENXLA_CUDA"
@@ -56,7 +56,8 @@ class _Program:
             raise ValueError(f"torch.compile(backend={NAME!r}): expected tensors of one device, got {devices}")
         device = devices.pop() if devices else torch.device("cpu")
         with torch.no_grad():
-            xla = [self._argument(x) for x in given]
+            owners: list[shared_memory.Owner] = []
+            xla = [self._argument(x, owners) for x in given]
             if self._call is None:
                 from torch_xla.core import dynamo_bridge
 
@@ -67,17 +68,23 @@ class _Program:
             if device.type == "xla":
                 return results
             out = [self._result(x, device) for x in results]
-        # Programs read the arguments' memory until here at the latest: results were waited for on PyTorch's stream.
-        del xla, given
+        if any(isinstance(x, torch.Tensor) and x.numel() > 0 for x in out):
+            # PyTorch's stream waits for a result, and so for the program that read the arguments: it may reuse them.
+            for owner in owners:
+                owner.ordered = True
         return out
 
     @staticmethod
-    def _argument(value: Any) -> Any:
+    def _argument(value: Any, owners: list[shared_memory.Owner]) -> Any:
         if not isinstance(value, torch.Tensor):
             return value
-        if isinstance(value, torch.nn.Parameter) and value.device.type == "cuda":
+        if value.device.type != "cuda":
+            return cuda_tensors.to_xla(value)
+        if isinstance(value, torch.nn.Parameter):
             return _parameters.get(value)
-        return cuda_tensors.to_xla(value)
+        tensor, owner = cuda_tensors.take_over(value.detach())
+        owners.append(owner)
+        return tensor
 
     @staticmethod
     def _result(value: Any, device: torch.device) -> Any:
@@ -108,8 +115,10 @@ def backend(graph: torch.fx.GraphModule, example_inputs: Sequence[Any], **option
     """See xla_gpu.torch.openxla."""
     # Imported when it is used: with it comes half of PyTorch's compiler.
     from torch._dynamo.backends.common import aot_autograd
+    from torch.nn.attention import SDPBackend, sdpa_kernel
 
-    return aot_autograd(fw_compiler=_compile)(graph, example_inputs, **options)
+    with sdpa_kernel(SDPBackend.MATH):  # XLA has no kernels of PyTorch's other ways to compute attention
+        return aot_autograd(fw_compiler=_compile)(graph, example_inputs, **options)
 
 
 def register() -> None:

@@ -47,10 +47,11 @@ def to_xla(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(torch_xla.device())
     if tensor.device.type != "cuda":
         raise ValueError(f"to_xla: tensor: expected one on CUDA or the CPU, got one on {tensor.device}")
-    return _import(tensor)
+    return take_over(tensor)[0]
 
 
-def _import(tensor: torch.Tensor) -> torch.Tensor:
+def take_over(tensor: torch.Tensor) -> tuple[torch.Tensor, shared_memory.Owner]:
+    """``to_xla`` of a CUDA tensor, with what keeps its memory."""
     import torch_xla
 
     global _shared, _copied
@@ -64,8 +65,12 @@ def _import(tensor: torch.Tensor) -> torch.Tensor:
         _log.debug("to_xla: a tensor of strides %s was copied on the device", tensor.stride())
     stream = torch.cuda.current_stream(memory.device)
     device = torch_xla.device(memory.device.index)
-    return shared_memory.import_memory(
-        memory.data_ptr(), memory.shape, memory.dtype, device, stream.cuda_stream, owner=memory
+    owner = shared_memory.Owner(memory, torch.cuda.synchronize)
+    return (
+        shared_memory.import_memory(
+            memory.data_ptr(), memory.shape, memory.dtype, device, stream.cuda_stream, owner=owner
+        ),
+        owner,
     )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -27,8 +27,20 @@ for _dtype in (torch.float16, torch.float32, torch.float64):
     _CODES[_dtype] = 2
 _CODES[torch.float8_e4m3fn], _CODES[torch.float8_e5m2] = 10, 12
 
+
+class Owner:
+    """What owns imported memory, kept until the runtime has deleted its buffer.
+
+    A program may still read the memory then. ``wait`` waits for the device, and is called before the memory is let go
+    of, unless ``ordered`` says that the other framework's stream already waits for all programs that read it.
+    """
+
+    def __init__(self, memory: Any, wait: Callable[[], None]) -> None:
+        self.memory, self.wait, self.ordered = memory, wait, False
+
+
 _lock = threading.Lock()
-_kept: dict[int, Any] = {}  # what owns imported memory, until the runtime has deleted its buffer
+_kept: dict[int, Owner] = {}
 _next_id = 0
 
 _python = ctypes.PyDLL(None)
@@ -60,12 +72,11 @@ class _Carrier(torch.Tensor):  # type: ignore[misc]
 
 
 def import_memory(
-    address: int, shape: Sequence[int], dtype: torch.dtype, device: torch.device, stream: int, owner: Any
+    address: int, shape: Sequence[int], dtype: torch.dtype, device: torch.device, stream: int, owner: Owner
 ) -> torch.Tensor:
     """A torch_xla tensor on ``device`` over row-major device memory at ``address``.
 
-    Programs that use it start after what ``stream`` holds now. ``owner`` is kept until the runtime has deleted its
-    buffer; what then happens to the memory is ordered by no stream.
+    Programs that use it start after what ``stream`` holds now.
 
     Raises:
       CompatibilityError: the runtime does not take device memory over.
@@ -106,8 +117,10 @@ def forget_released() -> int:
     """Lets go of owners of memory whose buffers the runtime has deleted; returns how many are still kept."""
     ids = (ctypes.c_int64 * 64)()
     while count := library.load().cdll.xla_gpu_import_released(ids, len(ids)):
-        for number in ids[:count]:
-            _kept.pop(number, None)
+        owners = [owner for number in ids[:count] if (owner := _kept.pop(number, None)) is not None]
+        unordered = [owner for owner in owners if not owner.ordered]
+        if unordered:
+            unordered[0].wait()  # for the device, and so for all of them
     return len(_kept)
 
 
