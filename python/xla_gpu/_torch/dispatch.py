@@ -52,10 +52,11 @@ def define(
     schema: str,
     kernel: Callable[..., Any],
     fake: Callable[..., Any],
+    backends: Sequence[str] = BACKENDS,
 ) -> None:
-    """Defines torch.ops.xla_gpu.<name> with one kernel for all backends."""
+    """Defines torch.ops.xla_gpu.<name> with one kernel for all ``backends``."""
     LIBRARY.define(f"{name}{schema}", tags=(torch.Tag.pt2_compliant_tag,))
-    for backend in BACKENDS:
+    for backend in backends:
         LIBRARY.impl(name, kernel, backend)
     LIBRARY.impl(name, _refusing_gradients(name, schema), "Autograd")
     torch.library.register_fake(f"xla_gpu::{name}", fake, lib=LIBRARY)
