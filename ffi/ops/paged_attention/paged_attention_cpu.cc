@@ -83,7 +83,7 @@ void StoreOutput(const PagedAttentionParams& params, const float* values, int64_
 }
 
 // Combines one row's states, which lie `rows_apart` rows apart, in the order of their keys, and writes its result.
-void CombineRow(const PagedAttentionParams& params, const AttentionState& first, int64_t num_states, int64_t rows_apart,
+void CombineRow(const PagedAttentionParams& params, const TileStates& first, int64_t num_states, int64_t rows_apart,
                 int64_t head, int64_t out_row) {
   const int64_t stride = AccStride(params.head_dim);
   const float* const sink = params.sinks != nullptr ? params.sinks + out_row % params.num_heads : nullptr;
@@ -116,7 +116,7 @@ void CombineRow(const PagedAttentionParams& params, const AttentionState& first,
 }
 
 // Combines the KV splits of a block. `first`: the states of the first split; those of the next splits follow.
-void CombineSplits(const PagedAttentionParams& params, const AttentionBlock& block, const AttentionState& first) {
+void CombineSplits(const PagedAttentionParams& params, const AttentionBlock& block, const TileStates& first) {
   const AttentionTile& tile = block.tile;
   const int64_t group = params.num_heads / params.num_kv_heads;
   const int64_t rows_per_split = (tile.head_end - tile.head_begin) * RowsOf(params, tile);
@@ -125,7 +125,7 @@ void CombineSplits(const PagedAttentionParams& params, const AttentionBlock& blo
   for (int64_t head = tile.head_begin; head < tile.head_end; ++head) {
     for (int64_t i = 0; i < tile.num_queries; ++i) {
       for (int64_t g = 0; g < group; ++g, ++row) {
-        const AttentionState state = {first.acc + row * stride, first.max_sum + row * 2};
+        const TileStates state = {first.acc + row * stride, first.max_sum + row * 2};
         const int64_t out_row = (tile.token + i) * params.num_heads + head * group + g;
         CombineRow(params, state, block.num_splits, rows_per_split, head, out_row);
       }
@@ -168,8 +168,8 @@ void Attend(const PagedAttentionParams& params, const Executor& executor) {
 
     float* const workspace = workspaces.Take();
     float* const own_state = workspace + plan.workspace_floats;
-    AttentionState first = {own_state, own_state + plan.max_tile_rows * stride};
-    AttentionState state = first;
+    TileStates first = {own_state, own_state + plan.max_tile_rows * stride};
+    TileStates state = first;
     if (block.first_state >= 0) {
       first = {split_acc.get() + block.first_state * stride, split_max_sum.get() + block.first_state * 2};
       const int64_t rows = work_tile.split * (tile.head_end - tile.head_begin) * RowsOf(params, tile);

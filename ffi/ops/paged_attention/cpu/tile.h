@@ -22,9 +22,9 @@ struct AttentionTile {
   int64_t key_end;
 };
 
-// The running softmax of each row over the keys so far: out = acc / sum, lse = max + log(sum). Rows of a head lie
+// The attention states of a tile's rows over the keys so far: out = acc / sum, lse = max + log(sum). Rows of a head lie
 // together.
-struct AttentionState {
+struct TileStates {
   float* acc;      // [heads of the tile, rows, AccStride(head_dim)]
   float* max_sum;  // [heads of the tile, rows, 2]; the largest score, then the sum of exp(score - largest)
 };
@@ -45,8 +45,8 @@ static inline int64_t TileWorkspaceFloats(int64_t heads, int64_t rows, int64_t h
 }
 
 // Writes `state` from scratch. The bits of a row depend on its query, the key range and num_queries * group alone.
-using AttendTileFunction = void(const PagedAttentionParams& params, const AttentionTile& tile,
-                                const AttentionState& state, float* workspace);
+using AttendTileFunction = void(const PagedAttentionParams& params, const AttentionTile& tile, const TileStates& state,
+                                float* workspace);
 
 namespace simd_baseline {
 AttendTileFunction AttendTile;

@@ -147,7 +147,7 @@ void AddVisibleValues(const PagedAttentionParams& params, const AttentionTile& t
 }
 
 template <class Element>
-void AttendTileAs(const PagedAttentionParams& params, const AttentionTile& tile, const AttentionState& state,
+void AttendTileAs(const PagedAttentionParams& params, const AttentionTile& tile, const TileStates& state,
                   float* workspace) {
   using Stored = typename Element::Stored;
   const int64_t head_dim = params.head_dim;
@@ -231,7 +231,7 @@ void AttendTileAs(const PagedAttentionParams& params, const AttentionTile& tile,
   }
 }
 
-void AttendTile(const PagedAttentionParams& params, const AttentionTile& tile, const AttentionState& state,
+void AttendTile(const PagedAttentionParams& params, const AttentionTile& tile, const TileStates& state,
                 float* workspace) {
   WithStorageType<Float32, Float16, BFloat16, Float8E4M3FN, Float8E5M2>(
       params.cache_dtype, [&](auto element) { AttendTileAs<decltype(element)>(params, tile, state, workspace); });
