@@ -25,17 +25,15 @@ constexpr int64_t kWantedBlocks = 512;
 // the cache's format is a parameter, so that one kernel serves both.
 enum class Storage { kBits, kFloat8 };
 
-template <typename T, Storage kStorage, int kVec>
+// Slot: int32_t or int64_t. Not a parameter: the search reads slots, and a choice at each took 2 % of the time.
+template <typename T, Storage kStorage, typename Slot, int kVec>
 __global__ void __launch_bounds__(kThreads)
     ReshapeAndCacheKernel(const ReshapeAndCacheParams params, int tokens_per_block) {
   __shared__ LatestTokens latest;
   __shared__ int64_t destinations[kMaxTokensPerBlock];  // element offset of the token's slot; -1: nothing to store
 
-  // slot_mapping: int32 or int64[num_slots].
-  const auto slot_of = [&params](int64_t token) -> int64_t {
-    return params.slots_are_64_bit ? static_cast<const int64_t*>(params.slot_mapping)[token]
-                                   : static_cast<const int32_t*>(params.slot_mapping)[token];
-  };
+  const Slot* const slot_mapping = static_cast<const Slot*>(params.slot_mapping);  // [num_slots]
+  const auto slot_of = [slot_mapping](int64_t token) -> int64_t { return slot_mapping[token]; };
   const int64_t first = static_cast<int64_t>(blockIdx.x) * tokens_per_block;
   const int count = static_cast<int>(min(static_cast<int64_t>(tokens_per_block), params.num_slots - first));
   FindDestinations<kThreads>(
@@ -92,7 +90,7 @@ bool IsAligned(const ReshapeAndCacheParams& params, int vec) {
          elements % vec == 0;
 }
 
-template <typename T, Storage kStorage>
+template <typename T, Storage kStorage, typename Slot>
 Status LaunchTyped(const ReshapeAndCacheParams& params, Stream stream) {
   constexpr int kVec = 16 / sizeof(T);
   int64_t tokens_per_block = (params.num_slots + kWantedBlocks - 1) / kWantedBlocks;
@@ -105,12 +103,18 @@ Status LaunchTyped(const ReshapeAndCacheParams& params, Stream stream) {
     return Status::InvalidArgument(
         "reshape_and_cache: key: expected fewer than 2^31 elements in a token and 2^38 tokens");
   }
-  const auto kernel =
-      IsAligned(params, kVec) ? ReshapeAndCacheKernel<T, kStorage, kVec> : ReshapeAndCacheKernel<T, kStorage, 1>;
+  const auto kernel = IsAligned(params, kVec) ? ReshapeAndCacheKernel<T, kStorage, Slot, kVec>
+                                              : ReshapeAndCacheKernel<T, kStorage, Slot, 1>;
   kernel<<<static_cast<unsigned>(blocks), kThreads, /*shared_mem=*/0, stream>>>(params,
                                                                                 static_cast<int>(tokens_per_block));
   XLA_GPU_RETURN_IF_LAUNCH_FAILED();
   return Status::Ok();
+}
+
+template <typename T, Storage kStorage>
+Status LaunchSlots(const ReshapeAndCacheParams& params, Stream stream) {
+  return params.slots_are_64_bit ? LaunchTyped<T, kStorage, int64_t>(params, stream)
+                                 : LaunchTyped<T, kStorage, int32_t>(params, stream);
 }
 
 template <typename T>
@@ -118,12 +122,12 @@ Status LaunchCache(const ReshapeAndCacheParams& params, Stream stream) {
   if (params.cache_dtype == params.dtype) {
     // Only the bits matter, so one kernel serves all types of a size.
     using Bits = std::conditional_t<sizeof(T) == 2, uint16_t, uint32_t>;
-    return LaunchTyped<Bits, Storage::kBits>(params, stream);
+    return LaunchSlots<Bits, Storage::kBits>(params, stream);
   }
   if (params.k_scale == nullptr || params.v_scale == nullptr) {
     return Status::InvalidArgument("reshape_and_cache: k_scale, v_scale: expected with a float8 kv_cache, got none");
   }
-  if (IsFloat8(params.cache_dtype)) return LaunchTyped<T, Storage::kFloat8>(params, stream);
+  if (IsFloat8(params.cache_dtype)) return LaunchSlots<T, Storage::kFloat8>(params, stream);
   return Status::InvalidArgument("reshape_and_cache: kv_cache: expected the dtype of key or a float8 one, got another");
 }
 
