@@ -44,18 +44,26 @@ class TorchXla:
         import torch
         import torch_xla
 
-        from paged_llama import weights
+        from paged_llama import quantized, weights
         from paged_llama.model import PagedLlama
 
+        if wrong := quantized.check_arguments(arguments):
+            raise ValueError(wrong)
         group = device_group(arguments.tensor_parallel) if arguments.tensor_parallel > 1 else None
         model = PagedLlama(config, getattr(torch, arguments.dtype), max_tokens, group)
-        if arguments.model:
+        if arguments.model and quantized.is_quantized(arguments.model):
+            quantized.load_checkpoint(model, arguments.model, self.device)
+        elif arguments.model:
             weights.load_checkpoint(model, arguments.model, self.device)
         elif theirs is not None:
             weights.load(model, theirs.state_dict().__getitem__, self.device)
         else:
             torch_xla.manual_seed(arguments.seed)
             weights.randomise(model, self.device, torch_xla.sync)
+        if arguments.weights not in (None, "bfloat16"):
+            quantized.quantize(model, arguments.weights, torch_xla.sync)
+            if theirs is not None:
+                quantized.round_reference(theirs, arguments.weights)
         return model
 
     def compilations(self) -> int:

@@ -19,6 +19,8 @@ class Jax:
     name = "serve_llama_jax.py"
 
     def start(self, arguments: argparse.Namespace) -> None:
+        if arguments.weights not in (None, "bfloat16"):
+            raise ValueError(f"--weights {arguments.weights}: serve_llama.py alone quantises")
         os.environ["JAX_PLATFORMS"] = {"cpu": "cpu", "gpu": "cuda"}[arguments.device]  # read when jax is imported
         if arguments.device == "cpu":
             os.environ["JAX_NUM_CPU_DEVICES"] = str(arguments.tensor_parallel)

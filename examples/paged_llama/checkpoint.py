@@ -33,6 +33,8 @@ def hugging_face_names(config: LlamaConfig) -> dict[str, list[str]]:
 def safetensors(folder: pathlib.Path, framework: str, slices: bool = False) -> Iterator[Callable[[str], Any]]:
     """Opens a checkpoint's files; yields a function from a tensor's name to the tensor, read on demand.
 
+    The function's attribute `names` is the set of all names.
+
     framework: whose tensor, "pt" or "np"; slices: instead of a tensor, what reads the part of it that an index names.
     """
     from safetensors import safe_open
@@ -56,4 +58,5 @@ def safetensors(folder: pathlib.Path, framework: str, slices: bool = False) -> I
             file = files[shards[name]]
             return file.get_slice(name) if slices else file.get_tensor(name)
 
+        get.names = set(shards)  # type: ignore[attr-defined]
         yield get

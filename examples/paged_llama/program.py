@@ -42,6 +42,11 @@ def parse_arguments(description: str, argv: list[str] | None) -> argparse.Namesp
     source.add_argument("--model", type=pathlib.Path, metavar="DIR", help="a Hugging Face Llama checkpoint's folder")
     source.add_argument("--shape", default="small", metavar="NAME", help="random weights: small, llama3-8b, llama3-1b")
     model.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    model.add_argument(
+        "--weights",
+        choices=("bfloat16", "float8", "int8", "int4"),
+        help="quantise the layers' matrices at load (serve_llama.py; default: as the checkpoint has them)",
+    )
     model.add_argument("--seed", type=int, default=0, help="of the random weights (default %(default)s)")
 
     work = parser.add_argument_group("work")

@@ -44,6 +44,8 @@ def load(model: PagedLlama, get: Callable[[str], Tensor], device: torch.device) 
         names["head.weight"] = names["embed.weight"]  # tied, and divided
     state = {}
     for name, parts in names.items():
+        if name not in shapes:  # a matrix that quantized.py has loaded
+            continue
         tensors = [get(part) for part in parts]
         shape, got = shapes[name].shape, (sum(t.shape[0] for t in tensors), *tensors[0].shape[1:])
         whole = (model.config.vocab_size, shape[1]) if name == "head.weight" else shape

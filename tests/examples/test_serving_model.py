@@ -119,6 +119,72 @@ def test_a_checkpoint_of_any_configuration_gives_the_tokens_of_transformers(vari
     assert got == [expected_tokens(theirs, prompt, 12) for prompt in prompts]
 
 
+QUANTIZABLE = {"hidden_size": 128, "intermediate_size": 256, "attention_bias": True}
+PROMPTS = [[(7 * i + 3 * j * j) % 96 for j in range(length)] for i, length in enumerate((1, 70))]
+
+
+@pytest.mark.parametrize("weight_format", ["float8", "int8", "int4"])
+def test_matrices_quantised_at_load(weight_format, tmp_path, eager):
+    """The tokens are those of transformers' model with the values that the format can hold."""
+    from paged_llama import quantized
+
+    theirs = tiny_model(**QUANTIZABLE)
+    theirs.save_pretrained(tmp_path)
+
+    def load(model):
+        weights.load_checkpoint(model, tmp_path, torch.device("cpu"))
+        quantized.quantize(model, weight_format, lambda: None)
+        assert not any(isinstance(m, torch.nn.Linear) for m in model.layers.modules())
+
+    before = expected_tokens(theirs, PROMPTS[0], 12)
+    quantized.round_reference(theirs, weight_format)
+    expected = [expected_tokens(theirs, prompt, 12) for prompt in PROMPTS]
+    assert serve_eagerly(LlamaConfig.from_folder(tmp_path), load, PROMPTS, 12) == expected
+    assert weight_format != "int4" or expected[0] != before  # the comparison sees the difference
+
+
+def test_a_quantised_checkpoint_is_read_as_it_is(tmp_path, eager):
+    """GPTQ's layout, with a layer that is not quantised."""
+    from safetensors.torch import save_file
+
+    from paged_llama import quantized
+
+    theirs = tiny_model(**QUANTIZABLE)
+    tensors = {name: tensor.clone() for name, tensor in theirs.state_dict().items() if name != "lm_head.weight"}
+    tensors["lm_head.weight"] = theirs.lm_head.weight.detach().clone()
+    generator = torch.Generator().manual_seed(5)
+    for name, linear in theirs.named_modules():
+        if not isinstance(linear, torch.nn.Linear) or name in ("lm_head", "model.layers.1.mlp.down_proj"):
+            continue
+        n, k = linear.weight.shape
+        values = torch.randint(0, 16, (n, k), generator=generator)
+        zeros = torch.randint(1, 16, (n, k // 128), generator=generator)
+        scales = (torch.rand(n, k // 128, generator=generator) + 0.5) / 40
+        linear.weight.data = (values - zeros.repeat_interleave(128, 1)) * scales.repeat_interleave(128, 1)
+        shifts = 4 * torch.arange(8)
+
+        def words(nibbles, shifts=shifts):
+            packed = (nibbles.unflatten(-1, (-1, 8)) << shifts).sum(-1)
+            return torch.where(packed >= 2**31, packed - 2**32, packed).to(torch.int32)
+
+        del tensors[f"{name}.weight"]
+        tensors[f"{name}.qweight"] = words(values).T.contiguous()
+        tensors[f"{name}.qzeros"] = words(zeros.T - 1)
+        tensors[f"{name}.scales"] = scales.T.contiguous()
+        tensors[f"{name}.g_idx"] = (torch.arange(k) // 128).to(torch.int32)
+    save_file(tensors, tmp_path / "model.safetensors")
+    config = theirs.config.to_dict() | {"quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 128}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert quantized.is_quantized(tmp_path)
+    got = serve_eagerly(
+        LlamaConfig.from_folder(tmp_path),
+        lambda model: quantized.load_checkpoint(model, tmp_path, torch.device("cpu")),
+        PROMPTS,
+        12,
+    )
+    assert got == [expected_tokens(theirs, prompt, 12) for prompt in PROMPTS]
+
+
 @pytest.mark.parametrize(
     ("variant", "devices"), [*((v, 1) for v in VARIANTS), *((v, 2) for v in ("tied", "biases")), ("odd-vocabulary", 4)]
 )
