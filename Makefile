@@ -183,6 +183,7 @@ test-adapters: $(VENV)/.installed $(ADAPTERS)/.done
 # - libstdc++ preloaded: AddressSanitizer looks for it at start, and Python brings none.
 SANITIZE       := build/sanitize
 SANITIZE_TESTS := tests/ops tests/skew/test_registration.py tests/runtime/test_pjrt_adapter.py \
+                  tests/runtime/test_shared_buffers.py tests/user_kernels/test_handlers.py \
                   $(addprefix tests/frontends/test_,eager.py ffi_call.py ffi_attributes.py ffi_errors.py) \
                   $(addprefix tests/properties/test_,handler_checks.py bad_values.py batch_invariance.py) \
                   $(addprefix tests/robustness/test_,sanitizers.py metadata.py memory.py)
