@@ -26,6 +26,7 @@ def test_formats(frontend, weight_format, dtype):
 
 @pytest.mark.parametrize("weight_format", ["plain", "float8-block", "int4"])
 @pytest.mark.parametrize("rows", [1, 8, 9, 33, 64, 65, 130])
+@pytest.mark.frontends("eager", "jax", "torch_xla", "eager-cuda", "jax-cuda", "torch_xla-cuda")
 def test_rows(frontend, rows, weight_format):
     check(frontend, cases.linear_inputs(weight_format, rows, 144, 256))
 

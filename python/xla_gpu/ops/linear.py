@@ -22,8 +22,8 @@ residual.
 
 A weight's value is ``(stored - zero_point) * scale``. Stored values are exact in T; scales apply to sums in float32.
 
-Up to 64 rows a kernel of this library reads the weights at the bandwidth of device memory, and the bits of a row do not
-depend on the other rows nor on how many there are. Above 64 rows of float16 or bfloat16 the front ends use the
+Up to 64 rows a kernel of this library streams the weights, and the bits of a row do not depend on the other rows nor on
+how many there are. Above 64 rows of float16 or bfloat16 the front ends use the
 framework's own matrix product, from weights converted to T.
 
 Args:
