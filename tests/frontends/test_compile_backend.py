@@ -5,6 +5,7 @@ On the CPU, where tensors are copied in and out. tests/runtime/test_shared_buffe
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
@@ -143,3 +144,18 @@ except Exception as error:
     assert process.stdout.strip() == (
         "CompatibilityError device memory can be shared with torch_xla on GPUs alone (PJRT_DEVICE=GPU)"
     ), process.stderr
+
+
+@pytest.mark.skipif(torch.version.cuda is None, reason="PyTorch was built without CUDA")
+@pytest.mark.parametrize(("value", "module"), [("1", "xla_gpu."), ("0", "torch.")])
+def test_openxla_takes_cuda_tensors_unless_told_not_to(value, module):
+    """Decided at import, without starting CUDA: the process may fork before it uses a GPU."""
+    code = """
+import torch, xla_gpu.torch
+from torch._dynamo.backends import registry
+assert not torch.cuda.is_initialized()
+print(registry.lookup_backend("openxla").__module__)
+"""
+    environment = {**os.environ, "PJRT_DEVICE": "GPU", "XLA_GPU_OPENXLA_CUDA": value}
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    assert process.stdout.startswith(module), process.stderr

@@ -127,7 +127,7 @@ def register() -> None:
         registry.register_backend(name=NAME, compiler_fn=backend)
     if os.environ.get("PJRT_DEVICE") != "GPU" or os.environ.get(ENVIRONMENT, "1") == "0":
         return
-    if not torch.cuda.is_available():
+    if torch.version.cuda is None:  # not is_available(): it would start CUDA in processes that fork later
         return
     own = registry.lookup_backend("openxla")
 
