@@ -136,5 +136,5 @@ def test_on_a_gpu():
         pytest.skip(reason)
     command = [sys.executable, "-m", "tests.runtime.shared_memory_program"]
     environment = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-    process = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200)
+    process = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=90)
     assert process.stdout.splitlines()[-1:] == ["ok"], process.stdout + process.stderr[-3000:]
