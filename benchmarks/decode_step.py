@@ -30,6 +30,7 @@ P = jax.sharding.PartitionSpec
 BYTES_PER_SECOND = 4.5e12  # that an H200's memory gives a reader
 T = jnp.bfloat16
 PAGE_SIZE = 16
+MAX_CONTEXT = 8192
 EPS = 1e-5
 SHAPES = {  # hidden, intermediate, layers, vocabulary, heads, kv heads, head_dim
     "llama3-8b": (4096, 14336, 32, 128256, 32, 8, 128),
@@ -43,6 +44,13 @@ def norm(x: jax.Array, weight: jax.Array) -> jax.Array:
     wide = x.astype(jnp.float32)
     scale = jax.lax.rsqrt(jnp.mean(wide * wide, -1, keepdims=True) + EPS)
     return (wide * scale).astype(x.dtype) * weight
+
+
+def rotations(head_dim: int) -> np.ndarray:
+    """float32 [MAX_CONTEXT, head_dim / 2, 2]: cosines and sines."""
+    frequencies = 500000.0 ** (-np.arange(0, head_dim, 2, dtype=np.float32) / head_dim)
+    angles = np.arange(MAX_CONTEXT, dtype=np.float32)[:, None] * frequencies
+    return np.stack([np.cos(angles), np.sin(angles)], -1).astype(np.float32)
 
 
 def rotate(x: jax.Array, positions: jax.Array) -> jax.Array:
@@ -111,6 +119,7 @@ def most_likely(logits: jax.Array, axis: str | None, gather: Gather | None) -> j
 def step(
     join: Join,
     gather: Gather | None,
+    fused: bool,
     heads: tuple[int, int, int],
     axis: str | None,
     weights: Weights,
@@ -131,17 +140,26 @@ def step(
     hidden = norm(residual, weights["norms"][0])
     stored = []
     for i, (layer, cache) in enumerate(zip(weights["layers"], caches, strict=True)):
-        cuts = [num_heads * head_dim, (num_heads + num_kv_heads) * head_dim]
-        query, key, value = (t.reshape(batch, -1, head_dim) for t in jnp.split(hidden @ layer["qkv"], cuts, 1))
-        query, key = rotate(query, positions), rotate(key, positions)
-        cache = xg.reshape_and_cache(key, value, cache, slots)
+        qkv = hidden @ layer["qkv"]
+        if fused:
+            query, cache = xg.rotary_and_cache(qkv, positions, weights["rotations"], cache, slots)
+        else:
+            cuts = [num_heads * head_dim, (num_heads + num_kv_heads) * head_dim]
+            query, key, value = (t.reshape(batch, -1, head_dim) for t in jnp.split(qkv, cuts, 1))
+            query, key = rotate(query, positions), rotate(key, positions)
+            cache = xg.reshape_and_cache(key, value, cache, slots)
         attended = xg.paged_attention(
             query, cache, context_lens, tables, query_start_loc, num_seqs, scale=head_dim**-0.5
         )
         stored.append(cache)
         hidden, residual = join(attended.reshape(batch, -1) @ layer["out"], residual, weights["norms"][2 * i + 1])
-        gate, up = jnp.split(hidden @ layer["gate_up"], 2, 1)
-        hidden, residual = join((jax.nn.silu(gate) * up) @ layer["down"], residual, weights["norms"][2 * i + 2])
+        gate_up = hidden @ layer["gate_up"]
+        if fused:
+            gated = xg.silu_and_mul(gate_up)
+        else:
+            gate, up = jnp.split(gate_up, 2, 1)
+            gated = jax.nn.silu(gate) * up
+        hidden, residual = join(gated @ layer["down"], residual, weights["norms"][2 * i + 2])
     return stored, most_likely(hidden @ weights["head"], axis, gather), context_lens
 
 
@@ -182,7 +200,9 @@ def make_weights(shape: tuple[int, ...], mesh: jax.sharding.Mesh) -> tuple[Weigh
     read = total  # of the embedding only some rows are
     weights["embed"] = make(2, (vocabulary, hidden), P())
     weights["norms"] = [on_all(mesh, np.ones(hidden, T)) for _ in range(2 * layers + 1)]
+    weights["rotations"] = on_all(mesh, rotations(head_dim))
     specs = {
+        "rotations": P(),
         "layers": [dict(SPECS) for _ in range(layers)],
         "head": P(None, "tp"),
         "embed": P(),
@@ -224,6 +244,12 @@ def main() -> None:
     parser.add_argument("--shape", choices=SHAPES, default="llama3-8b")
     parser.add_argument("--cases", nargs="+", default=["1x1024", "32x1024", "64x2048"], metavar="SEQUENCESxCONTEXT")
     parser.add_argument("--joins", nargs="+", help="psum, all_reduce, all_reduce_add_rms_norm (default: all)")
+    parser.add_argument(
+        "--fused",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="rotary_and_cache and silu_and_mul instead of jax.numpy (default: yes)",
+    )
     parser.add_argument("--steps", type=int, default=5, help="programs in flight at once (default %(default)s)")
     parser.add_argument("--steps-per-program", type=int, default=1)
     parser.add_argument("--json", type=Path)
@@ -253,7 +279,7 @@ def main() -> None:
                 continue
             local = (heads // ranks, kv_heads // ranks, head_dim)
             axis = "tp" if ranks > 1 else None
-            body = functools.partial(step, join, gathers(group, name), local, axis)
+            body = functools.partial(step, join, gathers(group, name), arguments.fused, local, axis)
             if ranks > 1:
                 cache_specs = [CACHE_SPEC] * layers
                 in_specs = (specs, cache_specs, P(), P(), P(), P(), P())
