@@ -116,6 +116,12 @@ def most_likely(logits: jax.Array, axis: str | None, gather: Gather | None) -> j
     return jnp.take_along_axis(every[:, 1], jnp.argmax(every[:, 0], 0)[None], 0)[0].astype(jnp.int32)
 
 
+def times(x: jax.Array, weight: jax.Array) -> jax.Array:
+    """x @ weight.T: weights are [out, in], as checkpoints store them. With [in, out] and a single row XLA writes the
+    products of all elements to memory and adds them up in a second kernel."""
+    return jax.lax.dot_general(x, weight, (((1,), (1,)), ((), ())))
+
+
 def step(
     join: Join,
     gather: Gather | None,
@@ -140,7 +146,7 @@ def step(
     hidden = norm(residual, weights["norms"][0])
     stored = []
     for i, (layer, cache) in enumerate(zip(weights["layers"], caches, strict=True)):
-        qkv = hidden @ layer["qkv"]
+        qkv = times(hidden, layer["qkv"])
         if fused:
             query, cache = xg.rotary_and_cache(qkv, positions, weights["rotations"], cache, slots)
         else:
@@ -152,15 +158,15 @@ def step(
             query, cache, context_lens, tables, query_start_loc, num_seqs, scale=head_dim**-0.5
         )
         stored.append(cache)
-        hidden, residual = join(attended.reshape(batch, -1) @ layer["out"], residual, weights["norms"][2 * i + 1])
-        gate_up = hidden @ layer["gate_up"]
+        hidden, residual = join(times(attended.reshape(batch, -1), layer["out"]), residual, weights["norms"][2 * i + 1])
+        gate_up = times(hidden, layer["gate_up"])
         if fused:
             gated = xg.silu_and_mul(gate_up)
         else:
             gate, up = jnp.split(gate_up, 2, 1)
             gated = jax.nn.silu(gate) * up
-        hidden, residual = join(gated @ layer["down"], residual, weights["norms"][2 * i + 2])
-    return stored, most_likely(hidden @ weights["head"], axis, gather), context_lens
+        hidden, residual = join(times(gated, layer["down"]), residual, weights["norms"][2 * i + 2])
+    return stored, most_likely(times(hidden, weights["head"]), axis, gather), context_lens
 
 
 def on_all(mesh: jax.sharding.Mesh, x: np.ndarray) -> jax.Array:
@@ -169,12 +175,12 @@ def on_all(mesh: jax.sharding.Mesh, x: np.ndarray) -> jax.Array:
     return jax.device_put(x, jax.sharding.NamedSharding(mesh, P()))
 
 
-SPECS = {"qkv": P(None, "tp"), "out": P("tp", None), "gate_up": P(None, "tp"), "down": P("tp", None)}
+SPECS = {"qkv": P("tp", None), "out": P(None, "tp"), "gate_up": P("tp", None), "down": P(None, "tp")}
 CACHE_SPEC = P(None, None, "tp", None)
 
 
 def make_weights(shape: tuple[int, ...], mesh: jax.sharding.Mesh) -> tuple[Weights, Weights, int]:
-    """Random weights drawn shard by shard on their devices, their specs, and their bytes. Columns of a shard's qkv and
+    """Random weights drawn shard by shard on their devices, their specs, and their bytes. Rows of a shard's qkv and
     gate_up stand together: its own q, k and v, and its own gate and up."""
     hidden, intermediate, layers, vocabulary, heads, kv_heads, head_dim = shape
     total = 0
@@ -190,13 +196,13 @@ def make_weights(shape: tuple[int, ...], mesh: jax.sharding.Mesh) -> tuple[Weigh
         return maker(dims, spec)(jax.random.PRNGKey(seed))
 
     sizes = {
-        "qkv": (hidden, (heads + 2 * kv_heads) * head_dim),
-        "out": (heads * head_dim, hidden),
-        "gate_up": (hidden, 2 * intermediate),
-        "down": (intermediate, hidden),
+        "qkv": ((heads + 2 * kv_heads) * head_dim, hidden),
+        "out": (hidden, heads * head_dim),
+        "gate_up": (2 * intermediate, hidden),
+        "down": (hidden, intermediate),
     }
     blocks = [{n: make(10 * i + j, d, SPECS[n]) for j, (n, d) in enumerate(sizes.items())} for i in range(layers)]
-    weights = {"layers": blocks, "head": make(1, (hidden, vocabulary), P(None, "tp"))}
+    weights = {"layers": blocks, "head": make(1, (vocabulary, hidden), P("tp", None))}
     read = total  # of the embedding only some rows are
     weights["embed"] = make(2, (vocabulary, hidden), P())
     weights["norms"] = [on_all(mesh, np.ones(hidden, T)) for _ in range(2 * layers + 1)]
@@ -204,7 +210,7 @@ def make_weights(shape: tuple[int, ...], mesh: jax.sharding.Mesh) -> tuple[Weigh
     specs = {
         "rotations": P(),
         "layers": [dict(SPECS) for _ in range(layers)],
-        "head": P(None, "tp"),
+        "head": P("tp", None),
         "embed": P(),
         "norms": [P()] * (2 * layers + 1),
     }

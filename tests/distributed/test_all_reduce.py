@@ -124,21 +124,23 @@ def test_many_groups_along_the_other_axis(platform):
 
 
 @pytest.mark.gpu
-def test_random_sizes_neither_hang_nor_differ():
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_random_sizes_neither_hang_nor_differ(ranks):
     """1000 messages of random sizes and types; the second run of each has the bits of the first, on every rank."""
-    group = xg.DeviceGroup(devices.mesh("cuda", tp=2), "tp", timeout_s=20, max_bytes=4 << 20)
+    group = xg.DeviceGroup(devices.mesh("cuda", tp=ranks), "tp", timeout_s=20, max_bytes=4 << 20)
     assert group.uses_peer_memory
     rng = np.random.default_rng(0)
     # One program for each of 40 sizes, called in random order: sizes alternate, as in prefill and decode.
     sizes = [int(2 ** rng.uniform(0, 22)) for _ in range(40)]
     inputs = [
-        devices.shard(group.mesh, parts_of((size,), cases.FLOATS[i % 3], 2), "tp") for i, size in enumerate(sizes)
+        devices.shard(group.mesh, parts_of((size,), cases.FLOATS[i % 3], ranks), "tp") for i, size in enumerate(sizes)
     ]
     results: dict[int, np.ndarray] = {}
     for call in range(1000):
         i = int(rng.integers(len(sizes)))
         out = np.asarray(per_rank(group)(inputs[i]))
-        compare.assert_bitwise_equal(out[1], out[0], f"call {call}: rank 1 beside rank 0")
+        for rank in range(1, ranks):
+            compare.assert_bitwise_equal(out[rank], out[0], f"call {call}: rank {rank} beside rank 0")
         compare.assert_bitwise_equal(out, results.setdefault(i, out), f"call {call}: size {sizes[i]}")
     for i, out in results.items():
         compare.assert_bitwise_equal(out[0], reference.all_reduce(np.asarray(inputs[i])), f"size {sizes[i]}")
