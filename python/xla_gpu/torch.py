@@ -321,8 +321,7 @@ def all_reduce(x: torch.Tensor, *, group: torch.distributed.ProcessGroup | Devic
 
     For eager CPU and CUDA tensors: torch.distributed gathers the parts, whatever its backend is. Under torch_xla's SPMD
     ``group`` is a DeviceGroup and x holds the parts of all ranks, T[ranks, ...], divided over its axis along the first
-    dimension; the result is T[...], whole on every device. Under torchrun with torch_xla x is this rank's part and
-    ``group`` is None: all ranks.
+    dimension; the result is T[...], whole on every device.
     """
     return process_group.run(_all_reduce.OPERATOR, group, x)
 

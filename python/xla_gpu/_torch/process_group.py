@@ -8,7 +8,7 @@ import torch
 import torch.distributed
 
 from .._core.operator import Operator
-from .._torch_xla import device_group, processes
+from .._torch_xla import device_group
 from . import functions
 
 
@@ -19,12 +19,10 @@ def run(operator: Operator, group: Any, x: torch.Tensor, *rest: torch.Tensor, **
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"{operator.name}: x: expected a tensor, got {type(x).__name__}")
     if x.device.type == "xla":
-        if processes.is_spmd() or not (group is None or group is torch.distributed.group.WORLD):
-            raise TypeError(
-                f"{operator.name}: group: for a tensor of torch_xla expected an xla_gpu.torch.DeviceGroup under SPMD, "
-                f"or None (all ranks) under torchrun, got {type(group).__name__}"
-            )
-        return processes.run(operator, x, *rest, **options)
+        raise NotImplementedError(
+            f"{operator.name}: group: expected an xla_gpu.torch.DeviceGroup for a tensor of torch_xla, under SPMD, got "
+            f"{type(group).__name__}; under torchrun torch_xla.core.xla_model.all_reduce is the way"
+        )
     return functions.call(operator, _gather(operator.name, group, x), *rest, **options)
 
 
