@@ -163,6 +163,7 @@ class CheckpointLinearMethod(LinearMethodBase):  # type: ignore[misc]
         elif strategy == "channel":
             tensors.add("weight_scale", ChannelQuantScaleParameter, (n, 1), torch.float32, output_dim=0)
         else:
+            tensors.layer.weight_block_size = [_GROUP, _GROUP]  # vLLM's loaders ask for it
             name = "weight_scale_inv" if self._config.format.method == "fp8" else "weight_scale"
             shape = (-(-n // _GROUP), -(-k // _GROUP))
             tensors.add(name, BlockQuantScaleParameter, shape, torch.float32, input_dim=1, output_dim=0)
@@ -220,11 +221,11 @@ class _Tensors:
     """Adds parameters to a layer."""
 
     def __init__(self, layer: nn.Module, loader: Any) -> None:
-        self._layer, self._loader = layer, loader
+        self.layer, self._loader = layer, loader
 
     def add(self, name: str, kind: Any, shape: tuple[int, ...], dtype: torch.dtype, **dims: int) -> None:
         data = torch.zeros(shape, dtype=dtype)
-        self._layer.register_parameter(name, kind(data=data, weight_loader=self._loader, **dims))
+        self.layer.register_parameter(name, kind(data=data, weight_loader=self._loader, **dims))
 
     def packed(self, name: str, shape: tuple[int, ...], **dims: int) -> None:
         self.add(name, PackedvLLMParameter, shape, torch.int32, packed_factor=_PER_WORD, **dims)
