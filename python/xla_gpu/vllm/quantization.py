@@ -163,6 +163,12 @@ class CheckpointLinearMethod(LinearMethodBase):  # type: ignore[misc]
         elif strategy == "channel":
             tensors.add("weight_scale", ChannelQuantScaleParameter, (n, 1), torch.float32, output_dim=0)
         else:
+            sizes = tensors.layer.output_sizes_of_parts
+            if any(size % _GROUP for size in sizes[:-1]):
+                raise ValueError(
+                    "xla_gpu.vllm: scales of blocks: expected layers that vLLM joins to have multiples of "
+                    f"{_GROUP} outputs, got {sizes}"
+                )
             tensors.layer.weight_block_size = [_GROUP, _GROUP]  # vLLM's loaders ask for it
             name = "weight_scale_inv" if self._config.format.method == "fp8" else "weight_scale"
             shape = (-(-n // _GROUP), -(-k // _GROUP))
