@@ -2,6 +2,7 @@
 
     python -m benchmarks.attention decode --json decode.json
     python -m benchmarks.attention prefill --cases 1x16k chunk
+    python -m benchmarks.attention classes --members 4 --seed 7    # loads drawn from classes (loads.py)
     python -m benchmarks.attention decode --warm-up-peers          # compiles FlashInfer's kernels, and ends
 
 Every implementation's result is checked against a float64 reference of some rows before it is timed. The table gives
@@ -28,7 +29,9 @@ TOLERANCE = 2e-2  # of a row's largest number: five roundings of a bfloat16 resu
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("decode", "prefill"))
+    parser.add_argument("what", choices=("decode", "prefill", "classes"))
+    parser.add_argument("--members", type=int, default=3, help="loads drawn from each class")
+    parser.add_argument("--seed", type=int, default=0, help="by which they are drawn")
     parser.add_argument("--cases", "--only", metavar="TEXT", nargs="+", help="loads whose name contains one of these")
     parser.add_argument("--ours", action="store_true", help="leave the peers out")
     parser.add_argument("--peer", metavar="NAME", action="append", help="of the peers, these alone")
@@ -81,12 +84,12 @@ def measure(case, peers, repeats: int) -> dict:
     return row
 
 
-HEADER = f"{'load':34}{'MB':>9}{'limit us':>10}{'xla_gpu us':>12}{'TB/s':>7}{'TFLOP/s':>9}{'of limit':>10}{'ratio':>7}"
+HEADER = f"{'load':50}{'MB':>9}{'limit us':>10}{'xla_gpu us':>12}{'TB/s':>7}{'TFLOP/s':>9}{'of limit':>10}{'ratio':>7}"
 
 
 def report(row: dict) -> str:
     ours = row["microseconds"].get("xla_gpu")
-    text = f"{row['load']:34}{row['bytes'] / 1e6:9.1f}{row['limit']:10.1f}"
+    text = f"{row['load']:50}{row['bytes'] / 1e6:9.1f}{row['limit']:10.1f}"
     if ours:
         text += f"{ours:12.1f}{row['bytes'] / ours / 1e6:7.2f}{row['operations'] / ours / 1e6:9.1f}"
         text += f"{row['limit'] / ours:10.2f}"
@@ -125,7 +128,11 @@ def warm_up(arguments: argparse.Namespace, cases: list, peers: list) -> int:
 def main() -> int:
     arguments = parse_arguments()
     gpu_inputs.DEVICE = arguments.device
-    cases = [*loads.DECODE, *loads.DECODE_VARIANTS] if arguments.what == "decode" else loads.PREFILL
+    if arguments.what == "classes":
+        drawn = (loads.members(name, arguments.members, arguments.seed) for name in loads.CLASSES)
+        cases = [case for members in drawn for case in members]
+    else:
+        cases = [*loads.DECODE, *loads.DECODE_VARIANTS] if arguments.what == "decode" else loads.PREFILL
     if arguments.cases:
         cases = [case for case in cases if any(text in case.name for text in arguments.cases)]
     ours, *peers = implementations.installed(arguments.all_kernels)
@@ -144,7 +151,7 @@ def main() -> int:
         "rows": [],
     }
     for case in cases:
-        repeats = arguments.repeats or (30 if arguments.what == "decode" else 10)
+        repeats = arguments.repeats or (10 if arguments.what == "prefill" else 30)
         row = measure(case, peers, repeats)
         result["rows"].append(row)
         print(report(row), flush=True)

@@ -89,6 +89,9 @@ def reference(inputs: Inputs, rows: list[int]) -> torch.Tensor:
         if inputs.scales:
             k, v = k * inputs.scales["k_scale"].double(), v * inputs.scales["v_scale"].double()
         q = inputs.query[row].double().view(case.num_kv_heads, -1, case.head_dim)
-        weights = (torch.einsum("hgd,khd->hgk", q, k) * case.softmax_scale).softmax(-1)
+        scores = torch.einsum("hgd,khd->hgk", q, k) * case.softmax_scale
+        if case.soft_cap:
+            scores = case.soft_cap * torch.tanh(scores / case.soft_cap)
+        weights = scores.softmax(-1)
         results.append(torch.einsum("hgk,khd->hgd", weights, v).reshape(case.num_heads, case.head_dim))
     return torch.stack(results)

@@ -32,6 +32,7 @@ class XlaGpu:
 
         case = inputs.case
         options = {"scale": case.softmax_scale, "sliding_window": case.sliding_window, **inputs.scales}
+        options["soft_cap"] = case.soft_cap
         arguments = inputs.arguments()
         return lambda: xla_gpu.torch.paged_attention(*arguments, **options)
 
@@ -60,7 +61,21 @@ class FlashAttention3:
         arguments = (
             *(inputs.query, k, v, None, None, None, None, inputs.query_start_loc, k_starts, None, None, used),
             *(longest_query, longest, tables, None, None, None, None, None, None, None, None, case.softmax_scale),
-            *(True, window, 0 if case.sliding_window else -1, 0.0, True, None, 0, None, 0, None, 1, 0, None),
+            *(
+                True,
+                window,
+                0 if case.sliding_window else -1,
+                case.soft_cap or 0.0,
+                True,
+                None,
+                0,
+                None,
+                0,
+                None,
+                1,
+                0,
+                None,
+            ),
         )
         return lambda: torch.ops._vllm_fa3_C.fwd(*arguments)[0]
 
@@ -86,7 +101,7 @@ class FlashInfer:
         case = inputs.case
         if inputs.scales:
             raise Unsuited("left out: the scales' meaning differs")
-        if not self.all_kernels and (case.head_dim != 128 or case.sliding_window):
+        if not self.all_kernels and (case.head_dim != 128 or case.sliding_window or case.soft_cap):
             raise Unsuited("another kernel to compile, for a load or two")
         import flashinfer
 
@@ -111,6 +126,7 @@ class FlashInfer:
             wrapper.plan(
                 *(starts, indices, last, *heads, case.page_size),
                 window_left=window,
+                logits_soft_cap=case.soft_cap,
                 q_data_type=inputs.query.dtype,
                 kv_data_type=inputs.kv_cache.dtype,
             )
@@ -122,6 +138,7 @@ class FlashInfer:
                 *(inputs.query_start_loc, starts, indices, last, *heads, case.page_size),
                 causal=True,
                 window_left=window,
+                logits_soft_cap=case.soft_cap,
                 q_data_type=inputs.query.dtype,
                 kv_data_type=inputs.kv_cache.dtype,
             )
@@ -155,8 +172,9 @@ def _dense(inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
     """K and V [num_tokens, num_kv_heads, head_dim] of whole prompts, in the order of their tokens."""
     case = inputs.case
     whole = all(rows == context and context % case.page_size == 0 for rows, context in case.sequences)
-    if not whole or max(rows for rows, _ in case.sequences) == 1 or case.sliding_window or inputs.scales:
-        raise Unsuited("dense K and V, whole prompts without a window alone")
+    plain = not (case.sliding_window or case.soft_cap or inputs.scales)
+    if not whole or not plain or max(rows for rows, _ in case.sequences) == 1:
+        raise Unsuited("dense K and V, whole prompts without a window or soft cap alone")
     counts = [context // case.page_size for _, context in case.sequences]
     pages = torch.cat([row[:count] for row, count in zip(inputs.block_tables, counts, strict=True)]).long()
     k, v = (half[pages].view(-1, case.num_kv_heads, case.head_dim) for half in inputs.kv_cache)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
+import zlib
+
 import numpy as np
 from tests.common.cases import AttentionCase
 
@@ -91,6 +95,126 @@ PREFILL = [
     prefill("mixed-prefill-alone", [(2 * K, 2 * K)] * 2),
     decode("mixed-decode-alone", [4 * K] * 64),
 ]
+
+
+# ---- Classes of loads, of which members are drawn
+
+
+class Draw:
+    """Numbers for the members of a class: the same for a seed on every machine."""
+
+    def __init__(self, seed: int, name: str) -> None:
+        self.random = np.random.RandomState([seed, zlib.crc32(name.encode())])
+
+    def number(self, least: int, most: int, multiple_of: int = 1) -> int:
+        return int(self.random.randint(least // multiple_of, most // multiple_of + 1)) * multiple_of
+
+    def of(self, *choices):
+        return choices[self.random.randint(len(choices))]
+
+    def case(self, sequences: list[tuple[int, int]], group: int, kv_heads: int, head_dim: int, **changes):
+        """A case that is named after its load and heads."""
+        kinds = [f"{sum(1 for _ in run)}x{kind}" for kind, run in itertools.groupby(map(_load_name, sequences))]
+        fields = {"num_heads": group * kv_heads, "num_kv_heads": kv_heads, "head_dim": head_dim}
+        fields |= {"dtype": "bfloat16", "page_size": self.of(16, 32)}
+        fields |= {"spare_seqs": 0, "spare_columns": 0, "padding_tokens": 0, **changes}
+        heads = f"{group * kv_heads}/{kv_heads}, {head_dim}"
+        return AttentionCase(f"{' + '.join(kinds)} {heads}", tuple(sequences), **fields)
+
+
+def _load_name(sequence: tuple[int, int]) -> str:
+    rows, context = sequence
+    return str(rows) if rows == context else f"{rows} of {context}"
+
+
+def _several_rows(draw: Draw) -> AttentionCase:
+    group, rows = draw.of(4, 7, 8), draw.number(4, 8)
+    if group * rows <= 16:
+        rows += 1
+    return draw.case([(rows, draw.number(1 * K, 8 * K, 64))] * draw.of(1, 4, 8, 16, 32), group, draw.of(4, 8), 128)
+
+
+def _odd_groups(draw: Draw) -> AttentionCase:
+    lengths = [(1, draw.number(2 * K, 4 * K))] * draw.number(16, 32, 4)
+    return draw.case(lengths, draw.of(5, 6, 7), draw.of(2, 4), 128)
+
+
+def _decode_head_dim_64(draw: Draw) -> AttentionCase:
+    lengths = [(1, draw.number(1 * K, 16 * K, 64))] * draw.of(1, 4, 8, 16, 32, 64)
+    return draw.case(lengths, draw.of(1, 4, 8), draw.of(2, 4, 8), 64)
+
+
+def _short_prompt(draw: Draw) -> AttentionCase:
+    tokens = draw.number(64, 256)
+    return draw.case([(tokens, tokens)], draw.of(4, 8), 8, 128)
+
+
+def _prompt_1k_2k(draw: Draw) -> AttentionCase:
+    tokens = draw.of(1 * K, 2 * K)
+    return draw.case([(tokens, tokens)], draw.of(1, 4, 8), 8, 128)
+
+
+def _short_prompts(draw: Draw) -> AttentionCase:
+    count, tokens = draw.of((16, 512), (32, 128), (64, 64), (24, 300), (48, 90))
+    return draw.case([(tokens, tokens)] * count, draw.of(4, 8), draw.of(4, 8), 128)
+
+
+def _chunks(draw: Draw) -> AttentionCase:
+    rows, behind = draw.number(256, 2 * K, 64), draw.number(6 * K, 30 * K, 64)
+    return draw.case([(rows, behind + rows)] * draw.of(1, 2, 4, 8), draw.of(4, 8), draw.of(4, 8), 128)
+
+
+def _short_chunk_and_decode(draw: Draw) -> AttentionCase:
+    rows, behind = draw.number(64, 511), draw.number(2 * K, 8 * K)
+    sequences = [(rows, behind + rows), *[(1, draw.number(1 * K, 4 * K, 64))] * 64]
+    return draw.case(sequences, draw.of(4, 8), 8, 128)
+
+
+def _chunk_and_decode(draw: Draw) -> AttentionCase:
+    return draw.case([(2 * K, 10 * K), *[(1, draw.number(2 * K, 6 * K, 64))] * 32], draw.of(4, 8), 8, 128)
+
+
+def _prefill_head_dim_64(draw: Draw) -> AttentionCase:
+    tokens = draw.of(1 * K, 4 * K, 8 * K)
+    return draw.case([(tokens, tokens)] * draw.of(1, 4), draw.of(4, 8), draw.of(4, 8), 64)
+
+
+def _gemma_2(draw: Draw) -> AttentionCase:
+    tokens = draw.of(4 * K, 8 * K)
+    return draw.case([(tokens, tokens)] * draw.of(1, 2), 2, draw.of(4, 8), 256, sliding_window=4 * K, soft_cap=50.0)
+
+
+def _prompt_128k(draw: Draw) -> AttentionCase:
+    return draw.case([(128 * K, 128 * K)], draw.of(4, 8), 4, 128)
+
+
+def _float8_prefill(draw: Draw) -> AttentionCase:
+    rows, behind = draw.of(1 * K, 2 * K, 4 * K), draw.of(0, 0, 8 * K)
+    return draw.case([(rows, behind + rows)], 4, 8, 128, cache_dtype="float8_e4m3fn", scales="one")
+
+
+CLASSES = {
+    "several-rows": _several_rows,
+    "odd-groups": _odd_groups,
+    "decode-head-dim-64": _decode_head_dim_64,
+    "short-prompt": _short_prompt,
+    "prompt-1k-2k": _prompt_1k_2k,
+    "short-prompts": _short_prompts,
+    "chunks": _chunks,
+    "short-chunk-and-decode": _short_chunk_and_decode,
+    "chunk-and-decode": _chunk_and_decode,
+    "prefill-head-dim-64": _prefill_head_dim_64,
+    "gemma-2": _gemma_2,
+    "prompt-128k": _prompt_128k,
+    "float8-prefill": _float8_prefill,
+}
+
+
+def members(name: str, count: int, seed: int) -> list[AttentionCase]:
+    """Members of a class, drawn by a seed. Tune to the class: other seeds draw others."""
+    draw = Draw(seed, name)
+    cases = [CLASSES[name](draw) for _ in range(count)]
+    return [dataclasses.replace(case, name=f"{name}: {case.name}") for case in cases]
 
 
 def operations(case: AttentionCase) -> int:

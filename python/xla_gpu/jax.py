@@ -86,6 +86,7 @@ def paged_attention(
     k_scale: jax.typing.ArrayLike | None = None,
     v_scale: jax.typing.ArrayLike | None = None,
     sinks: jax.typing.ArrayLike | None = None,
+    tree_mask: jax.typing.ArrayLike | None = None,
 ) -> jax.Array:
     """Computes attention of the new tokens of a ragged batch over a paged KV cache."""
 
@@ -105,6 +106,7 @@ def paged_attention_with_lse(
     k_scale: jax.typing.ArrayLike | None = None,
     v_scale: jax.typing.ArrayLike | None = None,
     sinks: jax.typing.ArrayLike | None = None,
+    tree_mask: jax.typing.ArrayLike | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Computes paged_attention and the log-sum-exp of each row's scores."""
 

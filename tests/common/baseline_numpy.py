@@ -45,11 +45,8 @@ def paged_attention(
         scores = rounded(rounded(q @ k.transpose(0, 2, 1)) * np.float32(scale))
         if soft_cap is not None:
             scores = rounded(rounded(np.tanh(rounded(scores / np.float32(soft_cap)))) * np.float32(soft_cap))
-        q_pos = np.arange(context_len - (last - first), context_len)[:, None]
-        k_pos = np.arange(context_len)[None, :]
-        hidden = k_pos > q_pos
-        if sliding_window is not None:
-            hidden |= k_pos <= q_pos - sliding_window
+        mask = None if inputs.tree_mask is None else inputs.tree_mask[first:last]
+        hidden = reference.hidden_keys(last - first, context_len, sliding_window, mask)
         scores = np.where(hidden, np.float32(-math.inf), scores)
         if inputs.sinks is not None:
             sinks = np.broadcast_to(rounded(inputs.sinks)[:, None, None], (num_heads, last - first, 1))

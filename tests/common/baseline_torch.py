@@ -45,11 +45,8 @@ def paged_attention(
         scores = torch.matmul(q, k.transpose(1, 2)) * scale
         if soft_cap is not None:
             scores = torch.tanh(scores / soft_cap) * soft_cap
-        q_pos = torch.arange(context_len - (last - first), context_len)[:, None]
-        k_pos = torch.arange(context_len)[None, :]
-        hidden = k_pos > q_pos
-        if sliding_window is not None:
-            hidden |= k_pos <= q_pos - sliding_window
+        mask = None if inputs.tree_mask is None else inputs.tree_mask[first:last]
+        hidden = torch.from_numpy(reference.hidden_keys(last - first, context_len, sliding_window, mask))
         scores = scores.masked_fill(hidden, -math.inf)
         if inputs.sinks is not None:
             sinks = torch.from_numpy(inputs.sinks).to(scores.dtype)[:, None, None].expand(-1, last - first, 1)

@@ -43,6 +43,7 @@ class AttentionCase:
     soft_cap: float | None = None
     scale: float | None = None  # None: head_dim ** -0.5
     sinks: bool = False
+    tree: int = 0  # words of tree_mask; 0: none
     scales: str | None = None  # fp8: "one" (one element) or "per_head"
     spread: float = 1.0  # standard deviation of q and k; large values make the softmax a single peak
     spare_seqs: int = 2  # dead entries of the metadata, filled with garbage
@@ -93,6 +94,7 @@ class AttentionInputs:
     k_scale: np.ndarray | None = None
     v_scale: np.ndarray | None = None
     sinks: np.ndarray | None = None
+    tree_mask: np.ndarray | None = None
 
     def arrays(self) -> dict[str, np.ndarray]:
         """By the operators' argument names, absent ones left out."""
@@ -167,6 +169,12 @@ def build(case: AttentionCase, seed: int = 0, poison: bool = True) -> AttentionI
         inputs.v_scale = (rng.uniform(0.5, 2.0, count) / stored).astype(np.float32)
     if case.sinks:
         inputs.sinks = rng.uniform(-2.0, 4.0, case.num_heads).astype(np.float32)
+    if case.tree:
+        # A row sees itself and some of the others; bits past the sequence's new tokens are set, and mean nothing.
+        inputs.tree_mask = rng.integers(0, 2**32, (case.num_tokens, case.tree), np.uint32)
+        for q_len, begin in zip((q for q, _ in case.sequences), query_start_loc, strict=False):
+            i = np.arange(min(q_len, 32 * case.tree))
+            inputs.tree_mask[begin + i, i // 32] |= np.uint32(1) << (i % 32).astype(np.uint32)
     return inputs
 
 
@@ -210,6 +218,7 @@ COMMON = (
         dtype="bfloat16",
         head_dim=80,
     ),
+    _case("tree-of-tokens", [(7, 50), (1, 20), (12, 12), (0, 3), (33, 90)], num_heads=8, tree=2, dtype="bfloat16"),
     _case("fp8-e5m2-one-scale", [(1, 45), (6, 30)], cache_dtype="float8_e5m2", scales="one", layout="split"),
 )
 
@@ -239,6 +248,23 @@ MORE = (
     _case("soft-cap-saturated", [(1, 120), (10, 60)], spread=8.0, soft_cap=5.0, dtype="bfloat16"),
     _case("negative-scale", [(1, 50), (9, 30)], scale=-0.3),
     _case("scale-zero-is-the-mean", [(1, 50), (9, 30)], scale=0.0),
+    _case("speculative-group-8", [(5, 700), (8, 300), (1, 40), (6, 64), (3, 3), (8, 1)], num_heads=16, num_kv_heads=2,
+          head_dim=128, dtype="bfloat16"),
+    _case("speculative-group-7-window", [(4, 900), (7, 130), (2, 9)], num_heads=14, num_kv_heads=2, head_dim=64,
+          page_size=7, sliding_window=100, sinks=True, dtype="float16"),
+    _case("speculative-group-4-fp8", [(8, 1300), (5, 60), (0, 4), (8, 8)], num_heads=8, num_kv_heads=2, head_dim=128,
+          cache_dtype="float8_e4m3fn", scales="per_head", soft_cap=20.0, dtype="bfloat16", layout="split"),
+    _case("speculative-group-20-head-48", [(8, 70), (3, 600)], num_heads=20, num_kv_heads=1, head_dim=48, page_size=1,
+          spare_seqs=0, padding_tokens=0, dtype="bfloat16"),
+    _case("tree-one-word", [(8, 400), (32, 32), (5, 3), (1, 1)], num_heads=14, num_kv_heads=2, head_dim=128, tree=1,
+          dtype="float16", page_size=7),
+    _case("tree-of-64", [(64, 500), (64, 64), (3, 1000)], num_heads=4, num_kv_heads=1, head_dim=128, tree=2,
+          cache_dtype="float8_e4m3fn", scales="one", sinks=True, dtype="bfloat16", layout="split"),
+    _case("tree-window-soft-cap-head-256", [(20, 70), (9, 30)], num_heads=4, head_dim=256, tree=1, sliding_window=25,
+          soft_cap=20.0, dtype="bfloat16"),
+    _case("tree-fp8-e5m2-float32", [(20, 70), (9, 30)], tree=2, cache_dtype="float8_e5m2", scales="per_head"),
+    _case("tree-fp8-head-72", [(11, 70), (9, 300)], tree=2, head_dim=72, cache_dtype="float8_e4m3fn", scales="one",
+          dtype="float16"),
     _case("everything-at-once", [(1, 50), (9, 30), (2, 1)], sliding_window=20, soft_cap=10.0, sinks=True, num_heads=6,
           cache_dtype="float8_e4m3fn", scales="per_head", dtype="float16", layout="split", page_size=7),
     _case("sinks-on-rows-without-keys", [(9, 4), (1, 0)], sinks=True),

@@ -23,6 +23,21 @@ def _scale_per_head(scale, num_kv_heads: int) -> np.ndarray:
     return np.broadcast_to(scale, num_kv_heads)[:, None]
 
 
+def hidden_keys(rows: int, context_len: int, sliding_window: int | None, tree_mask: np.ndarray | None) -> np.ndarray:
+    """bool[rows, context_len]: the keys that a sequence's rows do not see. tree_mask: the sequence's rows of it."""
+    q_pos = np.arange(context_len - rows, context_len)[:, None]
+    k_pos = np.arange(context_len)[None, :]
+    hidden = k_pos > q_pos
+    if tree_mask is not None:
+        bits = np.unpackbits(tree_mask.view(np.uint8), axis=1, bitorder="little")[:, :rows] == 0
+        hidden = np.zeros((rows, context_len), bool)
+        new = min(rows, context_len)  # tokens with a place in the context
+        hidden[:, context_len - new :] = bits[:, rows - new :]
+    if sliding_window is not None:
+        hidden |= k_pos <= q_pos - sliding_window
+    return hidden
+
+
 def paged_attention(
     query: np.ndarray,
     kv_cache: np.ndarray,
@@ -37,6 +52,7 @@ def paged_attention(
     k_scale=None,
     v_scale=None,
     sinks: np.ndarray | None = None,
+    tree_mask: np.ndarray | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
     """float64 (out [num_tokens, num_heads, head_dim], lse [num_tokens, num_heads])."""
     num_tokens, num_heads, head_dim = query.shape
@@ -56,11 +72,18 @@ def paged_attention(
         for row in range(first, last):
             position = context_len - (last - first) + (row - first)
             oldest = 0 if sliding_window is None else max(0, position - sliding_window + 1)
-            if position < 0:
-                continue  # more new tokens than context: this row sees no key
+            if tree_mask is None:
+                seen = np.arange(oldest, position + 1)  # none where there are more new tokens than context
+            else:
+                seen = np.arange(oldest, context_len)
+                token = seen - (context_len - (last - first))
+                bits = tree_mask[row][np.maximum(token, 0) // 32] >> (np.maximum(token, 0) % 32).astype(np.uint32) & 1
+                seen = seen[(token < 0) | (bits == 1)]
+            if len(seen) == 0:
+                continue
             for h in range(num_heads):
                 q = query[row, h].astype(np.float64)
-                scores = k[oldest : position + 1, h // group] @ q * scale
+                scores = k[seen, h // group] @ q * scale
                 if soft_cap is not None:
                     scores = soft_cap * np.tanh(scores / soft_cap)
                 logits = scores if sinks is None else np.append(scores, np.float64(sinks[h]))
@@ -68,7 +91,7 @@ def paged_attention(
                 if top == -np.inf:
                     continue  # every logit is -inf: nothing to see
                 total = np.exp(logits - top).sum()
-                out[row, h] = np.exp(scores - top) / total @ v[oldest : position + 1, h // group]
+                out[row, h] = np.exp(scores - top) / total @ v[seen, h // group]
                 lse[row, h] = top + np.log(total)
     return out, lse
 

@@ -68,6 +68,7 @@ def programs(draw) -> AttentionCase:
         soft_cap=draw(st.one_of(st.none(), st.floats(0.5, 100, width=32))),
         scale=draw(st.one_of(st.none(), st.floats(-1, 1, width=32))),
         sinks=draw(st.booleans()),
+        tree=draw(st.sampled_from([0, 0, 0, 1, 2])),
         # A float8_e4m3fn cache would overflow to NaN at 4.
         spread=draw(st.sampled_from([1.0, 1.0, 0.1] if cache_dtype == "float8_e4m3fn" else [1.0, 1.0, 0.1, 4.0])),
         spare_seqs=draw(st.integers(0, 4)),
@@ -82,6 +83,9 @@ def attentions(draw, max_batches: int = 4) -> Attention:
     program = draw(programs())
     longest = draw(st.sampled_from([100, 300, 1500]))
     batch = batches(longest)
+    if program.tree:  # no sequence has more new tokens than its rows of tree_mask have bits
+        most = 32 * program.tree
+        batch = batch.map(lambda sequences: tuple((min(rows, most), context) for rows, context in sequences))
     return Attention(
         program,
         tuple(draw(st.lists(batch, min_size=1, max_size=max_batches))),

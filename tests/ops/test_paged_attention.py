@@ -59,6 +59,38 @@ def test_without_lse_the_same_bits(frontend, case):
     compare.assert_bitwise_equal(out, with_lse, frontend.name)
 
 
+@pytest.mark.frontends("eager")
+@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
+def test_scratch_of_64_sequences_of_32k_keys_is_bounded(frontend, head_dim):
+    """32 MiB, for whatever those sequences do."""
+    from xla_gpu._core.operator import ArraySpec
+    from xla_gpu._runtime.scratch import scratch_bytes
+    from xla_gpu.ops.paged_attention import OPERATOR
+
+    most = 0
+    heads = ((1, 1), (32, 1), (8, 4), (1, 8), (4, 8), (7, 8), (5, 16), (1, 64))
+    for group, kv_heads in heads:
+        for max_seqs in (1, 3, 8, 9, 31, 33, 64):
+            for tokens in (1, 4, 8, 9, 17, 64, 65, 129, 255, 256, 300, 512, 520, 4096):
+                for max_context in (4096, 32768):
+                    for tree in (0, 2):
+                        query = ArraySpec((tokens, group * kv_heads, head_dim), "bfloat16")
+                        arrays = {
+                            "query": query,
+                            "kv_cache": ArraySpec((2, 4096, 16, kv_heads, head_dim), "bfloat16"),
+                            "context_lens": ArraySpec((max_seqs,), "int32"),
+                            "block_tables": ArraySpec((max_seqs, max_context // 16), "int32"),
+                            "query_start_loc": ArraySpec((max_seqs + 1,), "int32"),
+                            "num_seqs": ArraySpec((1,), "int32"),
+                        }
+                        if tree:
+                            arrays["tree_mask"] = ArraySpec((tokens, tree), "uint32")
+                        size = scratch_bytes(OPERATOR.bind(**arrays, scale=1.0))
+                        assert size <= 32 << 20, (size, tree, {k: v.shape for k, v in arrays.items()})
+                        most = max(most, size)
+    assert most > 1 << 20, "no case takes scratch memory"
+
+
 def test_num_seqs_may_be_an_int(frontend):
     case = NAMES["empty-sequences-in-the-middle"]
     inputs, *_ = expected(case)

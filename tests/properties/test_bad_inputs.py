@@ -93,6 +93,11 @@ def attention_cases(operator: str) -> list[Bad]:
         bad("one-per-kv-head", "sinks", "[2]", put("sinks", (2,))),
         bad("rank-2", "sinks", "[4, 1]", put("sinks", (4, 1))),
         bad("bfloat16", "sinks", "bfloat16", put("sinks", (4,), bf16), T),
+        bad("rank-1", "tree_mask", "[7]", put("tree_mask", (7,), np.uint32)),
+        bad("three-words", "tree_mask", "[7, 3]", put("tree_mask", (7, 3), np.uint32)),
+        bad("no-words", "tree_mask", "[7, 0]", put("tree_mask", (7, 0), np.uint32)),
+        bad("fewer-rows", "tree_mask", "[6, 1]", put("tree_mask", (6, 1), np.uint32)),
+        bad("int32", "tree_mask", "int32", put("tree_mask", (7, 1), np.int32), T),
     ]
 
 

@@ -14,7 +14,14 @@ from tests.common import cases, compare
 CASE = cases.AttentionCase(
     "bad-values", ((2, 40), (3, 33), (1, 17)), num_heads=4, num_kv_heads=2, page_size=8, spare_columns=0
 )
-CASES = {"decode": CASE, "prefill": dataclasses.replace(CASE, sequences=((2, 40), (30, 33), (1, 17)))}
+SEVERAL = dataclasses.replace(CASE, sequences=((2, 40), (7, 33), (1, 17)))
+CASES = {
+    "decode": CASE,
+    "prefill": dataclasses.replace(CASE, sequences=((2, 40), (30, 33), (1, 17))),
+    "several-tokens": dataclasses.replace(SEVERAL, num_heads=8, dtype="bfloat16"),
+    "tree": dataclasses.replace(SEVERAL, tree=1, dtype="bfloat16"),
+    "tree-float32": dataclasses.replace(SEVERAL, tree=2),
+}
 BAD_SEQUENCE = 1
 CAPACITY = CASE.pages_per_seq * CASE.page_size
 
@@ -103,6 +110,26 @@ def test_host_names_what_is_wrong_with_the_batch(frontend, name):
     inputs = cases.build(CASE)
     change(inputs)
     assert_error(frontend, inputs, pattern)
+
+
+# 40 new tokens, for which a row of tree_mask with one word has no bits.
+LONG_TREE = dataclasses.replace(CASE, sequences=((2, 20), (40, 40), (1, 17)), tree=1)
+
+
+@pytest.mark.frontends(platform="host")
+def test_host_names_the_sequence_that_is_too_long_for_a_tree(frontend):
+    with pytest.raises(ERRORS, match=r"(?s)paged_attention: query_start_loc.*sequence 1.*at most 32 new.*got 40"):
+        good(frontend, LONG_TREE)
+
+
+@pytest.mark.frontends(platform="cuda")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_cuda_rows_of_a_sequence_that_is_too_long_for_a_tree_are_nan(frontend, dtype):
+    case = dataclasses.replace(LONG_TREE, dtype=dtype)
+    out, lse = frontend.call("paged_attention_with_lse", cases.build(case).arrays(), **case.options())
+    assert np.isnan(out[2:42].astype(np.float32)).all() and np.isnan(lse[2:42]).all()
+    assert np.isfinite(out[:2].astype(np.float32)).all() and np.isfinite(out[42].astype(np.float32)).all()
+    assert (out[43:].astype(np.float32) == 0).all()
 
 
 @pytest.mark.frontends("torch_xla")

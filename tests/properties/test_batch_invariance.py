@@ -16,6 +16,7 @@ pytestmark = pytest.mark.frontends("eager", "eager-cuda", "jax-cuda")
 # The sequence under test: a decode step, a few speculative rows, a chunk of a prefill, a long context.
 SUBJECTS = {"decode": (1, 211), "speculative": (4, 130), "chunk": (40, 170), "long": (1, 3000)}
 BEHIND_A_LONG_CONTEXT = {"few-rows": (16, 9000)}
+SEVERAL_TOKENS = {"speculative-long": (8, 9000), "speculative-short": (5, 400)}
 NEIGHBOURS = {
     "alone": ((), ()),
     "behind-a-prefill": (((90, 90),), ()),
@@ -37,15 +38,29 @@ SHAPES = {
     ),
 }  # fmt: skip
 
+SEVERAL_TOKENS_SHAPES = {
+    "tree-group-4-bf16": dict(num_heads=32, num_kv_heads=8, head_dim=128, dtype="bfloat16", page_size=16, tree=1),
+    "group-4-bf16": dict(num_heads=32, num_kv_heads=8, head_dim=128, dtype="bfloat16", page_size=16),
+    "group-7-f16": dict(num_heads=14, num_kv_heads=2, head_dim=64, dtype="float16", page_size=5, soft_cap=30.0),
+    "group-8-fp8": dict(
+        num_heads=16, num_kv_heads=2, head_dim=128, dtype="bfloat16", cache_dtype="float8_e4m3fn", scales="one",
+        sliding_window=3000,
+    ),
+}  # fmt: skip
+
+
+def fields(shape: str) -> dict:
+    return {**SHAPES, **SEVERAL_TOKENS_SHAPES}[shape]
+
 
 def sequence(name: str) -> tuple[int, int]:
-    return {**SUBJECTS, **BEHIND_A_LONG_CONTEXT}[name]
+    return {**SUBJECTS, **BEHIND_A_LONG_CONTEXT, **SEVERAL_TOKENS}[name]
 
 
 @functools.cache
 def subject(name: str, shape: str) -> tuple[AttentionCase, AttentionInputs]:
     case = AttentionCase(
-        f"subject-{name}-{shape}", (sequence(name),), spare_seqs=0, spare_columns=0, padding_tokens=0, **SHAPES[shape]
+        f"subject-{name}-{shape}", (sequence(name),), spare_seqs=0, spare_columns=0, padding_tokens=0, **fields(shape)
     )
     return case, cases.build(case)
 
@@ -56,7 +71,7 @@ def batch(name: str, shape: str, before, after, **changes) -> tuple[dict, Attent
     others = AttentionCase(
         f"batch-{name}-{shape}-{before}-{after}-{changes}",
         (*before, sequence(name), *after),
-        **{**SHAPES[shape], **changes},
+        **{**fields(shape), **changes},
     )
     arrays = cases.build(others)
     place = len(before)
@@ -67,6 +82,8 @@ def batch(name: str, shape: str, before, after, **changes) -> tuple[dict, Attent
     for their, our in zip(theirs, ours, strict=True):
         their[arrays.block_tables[place, :pages]] = our[inputs.block_tables[0, :pages]]
     arrays.k_scale, arrays.v_scale, arrays.sinks = inputs.k_scale, inputs.v_scale, inputs.sinks
+    if inputs.tree_mask is not None:
+        arrays.tree_mask[rows] = inputs.tree_mask
     return arrays.arrays(), others, rows
 
 
@@ -108,6 +125,26 @@ def test_parts_of_keys_do_not_change_bits(frontend, before, spare_seqs):
         compare.assert_bitwise_equal(g, w, f"{frontend.name}: {what}")
 
 
+@pytest.mark.frontends("eager-cuda", "jax-cuda")
+@pytest.mark.parametrize("shape", SEVERAL_TOKENS_SHAPES)
+@pytest.mark.parametrize("name", SEVERAL_TOKENS)
+def test_several_tokens_do_not_change_bits(frontend, name, shape):
+    """On CUDA sequences of several tokens are split, among CTAs or within one, whose split accumulators stand in other
+    places where there are more sequences."""
+    case, inputs = subject(name, shape)
+    alone = results(frontend, inputs.arrays(), case)
+    several = (((8, 2000), (7, 90)), ((8, 3000), (6, 6), (8, 5000), (4, 4100)))
+    for what, neighbours, changes in (
+        ("two", (((8, 100),), ()), {"spare_seqs": 0}),
+        ("several", several, {"spare_seqs": 0}),
+        ("forty", (((8, 700),) * 20, ((8, 1200), (5, 64)) * 10), {"spare_seqs": 1}),
+        ("narrow", several, {"spare_seqs": 100}),
+    ):
+        got = results(frontend, *batch(name, shape, *neighbours, **changes))
+        for result, g, w in zip(("out", "lse"), got, alone, strict=True):
+            compare.assert_bitwise_equal(g, w, f"{frontend.name} {name} {shape} {what}: {result}")
+
+
 @pytest.mark.parametrize("changes", [{"spare_seqs": 60}, {"spare_columns": 300}, {"padding_tokens": 200}], ids=str)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("name", ["decode", "chunk"])
@@ -123,7 +160,7 @@ def test_padding_does_not_change_bits(frontend, name, shape, changes):
 @pytest.mark.parametrize("name", SUBJECTS)
 def test_poison_in_unread_places_does_not_change_bits(frontend, name, shape):
     """Same inputs with zeros instead of NaN and absurd numbers wherever nothing may be read."""
-    case = AttentionCase(f"poison-{name}", (SUBJECTS[name], (1, 9)), **SHAPES[shape])
+    case = AttentionCase(f"poison-{name}", (SUBJECTS[name], (1, 9)), **fields(shape))
     want = results(frontend, cases.build(case, poison=False).arrays(), case)
     got = results(frontend, cases.build(case, poison=True).arrays(), case)
     for what, g, w in zip(("out", "lse"), got, want, strict=True):

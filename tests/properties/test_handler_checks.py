@@ -30,7 +30,7 @@ OPERANDS = {
     "merge_attention_states": ("out_a", "lse_a", "out_b", "lse_b"),
     "paged_attention": (
         *("query", "kv_cache", "context_lens", "block_tables", "query_start_loc", "num_seqs"),
-        *("k_scale", "v_scale", "sinks"),
+        *("k_scale", "v_scale", "sinks", "tree_mask"),
     ),
 }
 OPERANDS["paged_attention_with_lse"] = OPERANDS["paged_attention"]

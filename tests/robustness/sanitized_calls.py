@@ -234,6 +234,7 @@ def decode_grid(count: int = 120) -> list[cases.AttentionCase]:
         "sliding_window": (None, None, None, 1, 100, 1024),
         "soft_cap": (None, None, 5.0),
         "sinks": (False, True),
+        "tree": (0, 0, 0, 1, 2),
         "layout": ("combined", "split"),
         "scales": ("one", "per_head"),
         "spare_columns": (2, 0),

@@ -17,7 +17,7 @@ std::string Entry(const char* name, const std::string& index, int64_t s) {
   return std::string(name) + "[" + index + "] (sequence " + std::to_string(s) + ")";
 }
 
-Status CheckSequence(const PagedAttentionParams& params, const char* op, int64_t s) {
+Status CheckSequence(const PagedAttentionCall& params, const char* op, int64_t s) {
   const int64_t begin = params.query_start_loc[s];
   const int64_t end = params.query_start_loc[s + 1];
   if (end < begin || end > params.num_tokens) {
@@ -25,6 +25,11 @@ Status CheckSequence(const PagedAttentionParams& params, const char* op, int64_t
                  "a row from " + std::to_string(begin) +
                      ", where the sequence starts, to num_tokens = " + std::to_string(params.num_tokens),
                  end);
+  }
+  if (params.tree_words > 0 && end - begin > params.MaxTreeTokens()) {
+    return Wrong(op, Entry("query_start_loc", std::to_string(s + 1), s),
+                 "at most " + std::to_string(params.MaxTreeTokens()) + " new tokens, for which tree_mask has bits",
+                 end - begin);
   }
   const int64_t context = params.context_lens[s];
   const int64_t capacity = params.pages_per_seq * params.page_size;
@@ -45,7 +50,7 @@ Status CheckSequence(const PagedAttentionParams& params, const char* op, int64_t
 
 }  // namespace
 
-Status CheckPagedAttentionMetadata(const PagedAttentionParams& params, const char* op) {
+Status CheckPagedAttentionMetadata(const PagedAttentionCall& params, const char* op) {
   const int64_t num_seqs = params.num_seqs[0];
   if (num_seqs < 0 || num_seqs > params.max_seqs) {
     return Wrong(op, "num_seqs", "a number from 0 to max_seqs = " + std::to_string(params.max_seqs), num_seqs);

@@ -91,6 +91,22 @@ __device__ void FillPaddingRows(const PagedAttentionParams& params, unsigned cta
   }
 }
 
+// Makes the rows of all sequences of more than `max_tokens` new tokens NaN. By one CTA.
+template <typename T>
+__device__ void FillLongSequences(const PagedAttentionParams& params, int max_tokens) {
+  const int32_t num_live = LiveSequences(params);
+  const bool in_order = QueryStartsInOrder(params, max(num_live, 0));
+  const auto warps = static_cast<int>(blockDim.x / 32);
+  for (int32_t s = 0; s < num_live; ++s) {
+    const SequenceInfo sequence = LoadSequence(params, s, in_order);
+    if (sequence.q_len <= max_tokens) continue;
+    for (int row = static_cast<int>(threadIdx.x / 32); row < sequence.q_len; row += warps) {
+      FillHeads<T>(params, (int64_t{sequence.q_begin} + row) * params.num_heads, params.num_heads, CUDART_NAN_F,
+                   CUDART_NAN_F);
+    }
+  }
+}
+
 }  // namespace xla_gpu
 
 #endif  // XLA_GPU_OPS_PAGED_ATTENTION_PADDING_ROWS_CUH_

@@ -48,6 +48,18 @@ struct PagedAttentionParams {
   DType dtype;             // T
   DType cache_dtype;       // C: T, or a float8 type
   bool scale_per_head;     // k_scale and v_scale have num_kv_heads elements
+  int max_decode_tokens;   // CUDA: sequences of up to so many new tokens belong to the decode path (decode.h)
+};
+
+// A call: beside what all kernels take, what those take that speculative trees are computed with.
+struct PagedAttentionCall : PagedAttentionParams {
+  // [num_tokens, tree_words], 1 or 2 words: bit j of row i of a sequence: the row sees the sequence's new token j. The
+  // context before the new tokens it sees always. Null: causal.
+  const uint32_t* tree_mask;
+  int64_t tree_words;
+
+  // New tokens of a sequence, at most, where there is a tree_mask.
+  int64_t MaxTreeTokens() const { return 32 * tree_words; }
 };
 
 // The largest head_dim; any multiple of 8 up to it is supported.
@@ -55,15 +67,15 @@ inline constexpr int64_t kMaxHeadDim = 256;
 
 // Bytes of scratch that LaunchPagedAttention needs. Depends on shapes and dtype alone (never on the values in device
 // memory, nor on the GPU), so that it can be a result of the custom call.
-int64_t PagedAttentionScratchBytes(const PagedAttentionParams& shapes);
+int64_t PagedAttentionScratchBytes(const PagedAttentionCall& shapes);
 
 // Returns InvalidArgument, naming the operator and the sequence, for metadata that paged_attention excludes. Reads the
 // metadata alone, as host memory: for CUDA the caller passes copies.
-Status CheckPagedAttentionMetadata(const PagedAttentionParams& params, const char* op);
+Status CheckPagedAttentionMetadata(const PagedAttentionCall& params, const char* op);
 
 // Expects metadata that CheckPagedAttentionMetadata accepts.
-Status RunPagedAttention(const PagedAttentionParams& params, const Executor& executor);
-Status LaunchPagedAttention(const PagedAttentionParams& params, Stream stream);
+Status RunPagedAttention(const PagedAttentionCall& params, const Executor& executor);
+Status LaunchPagedAttention(const PagedAttentionCall& params, Stream stream);
 
 }  // namespace xla_gpu
 

@@ -143,7 +143,7 @@ void ClearTokens(const PagedAttentionParams& params, int64_t begin, int64_t end)
   }
 }
 
-void Attend(const PagedAttentionParams& params, const Executor& executor) {
+void Attend(const PagedAttentionCall& params, const Executor& executor) {
   const int64_t num_threads = executor.num_threads() + 1;
   const AttentionPlan plan = PlanAttention(params, num_threads);
   const int64_t num_work_tiles = plan.work_tiles.size();
@@ -183,7 +183,7 @@ void Attend(const PagedAttentionParams& params, const Executor& executor) {
 
 }  // namespace
 
-Status RunPagedAttention(const PagedAttentionParams& params, const Executor& executor) {
+Status RunPagedAttention(const PagedAttentionCall& params, const Executor& executor) {
   const int64_t num_seqs = params.num_seqs[0];
   const int64_t begin = num_seqs > 0 ? params.query_start_loc[0] : 0;
   const int64_t end = num_seqs > 0 ? params.query_start_loc[num_seqs] : 0;

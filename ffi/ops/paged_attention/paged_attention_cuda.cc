@@ -39,17 +39,32 @@ Status CheckLayout(const PagedAttentionParams& params) {
 
 }  // namespace
 
-Status LaunchPrefill(const PagedAttentionParams& params, Stream stream) {
+Status PrefillSplitsKeys(const PagedAttentionParams& shapes, bool* splits) {
+  *splits = false;
+  if (shapes.dtype == DType::kF32) return Status::Ok();
+  return shapes.dtype == DType::kBF16 ? prefill::SplitsKeysBF16(shapes, splits)
+                                      : prefill::SplitsKeysF16(shapes, splits);
+}
+
+Status LaunchPrefill(const PagedAttentionCall& params, Stream stream) {
   if (params.dtype == DType::kF32) return prefill::LaunchF32(params, stream);
   return params.dtype == DType::kBF16 ? prefill::LaunchBF16(params, stream) : prefill::LaunchF16(params, stream);
 }
 
-Status LaunchPagedAttention(const PagedAttentionParams& params, Stream stream) {
-  if (params.num_tokens == 0 || params.num_heads == 0 || params.head_dim == 0) return Status::Ok();
-  if (Status status = CheckLayout(params); !status.ok()) return status;
+Status LaunchPagedAttention(const PagedAttentionCall& call, Stream stream) {
+  if (call.num_tokens == 0 || call.num_heads == 0 || call.head_dim == 0) return Status::Ok();
+  if (Status status = CheckLayout(call); !status.ok()) return status;
+  bool splits_keys = false;
+  if (Status status = PrefillSplitsKeys(call, &splits_keys); !status.ok()) return status;
+  PagedAttentionCall params = call;
+  params.max_decode_tokens = static_cast<int>(MaxDecodeTokens(call, splits_keys));
+  if (call.tree_mask != nullptr) {
+    params.max_decode_tokens = 0;
+    return splits_keys ? LaunchPrefill(params, stream) : LaunchDecode(params, stream);
+  }
   // Padding rows are written by prefill CTAs without a work tile, or by the decode path where num_tokens leaves no room
   // for a longer sequence. CTAs of the second path start where CTAs of the first one have ended.
-  const bool both = params.num_tokens > kMaxDecodeRows;
+  const bool both = params.num_tokens > params.max_decode_tokens;
   const bool decode_first = DecodeComesFirst(params);
   if (both && !decode_first) {
     if (Status status = LaunchPrefill(params, stream); !status.ok()) return status;

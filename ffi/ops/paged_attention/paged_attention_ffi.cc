@@ -33,10 +33,22 @@ namespace {
 
 using Attributes = PagedAttentionAttributes;
 
-// The operands in their order. k_scale and v_scale are given if kv_scales is set, sinks if has_sinks is set.
-enum Operand { kQuery, kKvCache, kContextLens, kBlockTables, kQueryStartLoc, kNumSeqs, kKScale, kVScale, kSinks };
+// The operands in their order. k_scale and v_scale are given if kv_scales is set, sinks if has_sinks is set, and
+// tree_mask if there is one operand more: programs from before it have no attribute for it.
+enum Operand {
+  kQuery,
+  kKvCache,
+  kContextLens,
+  kBlockTables,
+  kQueryStartLoc,
+  kNumSeqs,
+  kKScale,
+  kVScale,
+  kSinks,
+  kTreeMask
+};
 constexpr const char* kOperandNames[] = {"query",    "kv_cache", "context_lens", "block_tables", "query_start_loc",
-                                         "num_seqs", "k_scale",  "v_scale",      "sinks"};
+                                         "num_seqs", "k_scale",  "v_scale",      "sinks",        "tree_mask"};
 constexpr size_t kNumOperands = std::size(kOperandNames);
 using Operands = std::array<std::optional<ffi::AnyBuffer>, kNumOperands>;
 
@@ -44,14 +56,16 @@ ffi::Error GetOperands(const char* op, const ffi::RemainingArgs& args, const Att
                        Operands* operands) {
   size_t count = 0;
   for (size_t i = 0; i < kNumOperands; ++i) {
-    const bool given = i < kKScale || (i == kSinks ? attributes.has_sinks : attributes.kv_scales);
+    const bool given = i < kKScale || (i == kTreeMask ? args.size() > count
+                                       : i == kSinks  ? attributes.has_sinks
+                                                      : attributes.kv_scales);
     if (!given) continue;
     const auto buffer = args.get<ffi::AnyBuffer>(count++);
     if (!buffer) return Mismatch(op, kOperandNames[i], "an array", "none");
     (*operands)[i] = *buffer;
   }
   if (args.size() == count) return ffi::Error::Success();
-  return Mismatch(op, "operands", StrCat(count, " for these attributes"), StrCat(args.size()));
+  return Mismatch(op, "operands", StrCat(count, " at most for these attributes"), StrCat(args.size()));
 }
 
 ffi::Error CheckAttributes(const char* op, const Attributes& attributes) {
@@ -138,8 +152,8 @@ ffi::Error GetMetadata(const char* op, const Operands& operands, PagedAttentionP
 
 // Everything but the results.
 ffi::Error GetParams(const char* op, const ffi::RemainingArgs& args, const Attributes& attributes,
-                     PagedAttentionParams* params) {
-  PagedAttentionParams& p = *params;
+                     PagedAttentionCall* params) {
+  PagedAttentionCall& p = *params;
   Operands operands;
   XLA_GPU_RETURN_IF_ERROR(GetOperands(op, args, attributes, &operands));
   XLA_GPU_RETURN_IF_ERROR(GetQueryAndCache(op, operands, params));
@@ -148,6 +162,16 @@ ffi::Error GetParams(const char* op, const ffi::RemainingArgs& args, const Attri
     XLA_GPU_RETURN_IF_ERROR(CheckDType(op, "sinks", *sinks, ffi::DataType::F32));
     XLA_GPU_RETURN_IF_ERROR(CheckShape(op, "sinks", *sinks, {p.num_heads}));
     p.sinks = static_cast<const float*>(sinks->untyped_data());
+  }
+  if (const auto& tree_mask = operands[kTreeMask]) {
+    XLA_GPU_RETURN_IF_ERROR(CheckDType(op, "tree_mask", *tree_mask, ffi::DataType::U32));
+    XLA_GPU_RETURN_IF_ERROR(CheckRank(op, "tree_mask", *tree_mask, 2));
+    p.tree_words = tree_mask->dimensions()[1];
+    if (tree_mask->dimensions()[0] != p.num_tokens || p.tree_words < 1 || p.tree_words > 2) {
+      return Mismatch(op, "tree_mask", StrCat("shape [", p.num_tokens, ", 1] or [", p.num_tokens, ", 2]"),
+                      StrCat("shape ", ShapeText(tree_mask->dimensions())));
+    }
+    p.tree_mask = static_cast<const uint32_t*>(tree_mask->untyped_data());
   }
   XLA_GPU_RETURN_IF_ERROR(CheckAttributes(op, attributes));
   p.scale = attributes.scale;
@@ -158,8 +182,8 @@ ffi::Error GetParams(const char* op, const ffi::RemainingArgs& args, const Attri
 
 // The results: out, lse with paged_attention_with_lse alone, scratch.
 ffi::Error GetResults(const char* op, bool with_lse, const ffi::RemainingArgs& args, const ffi::RemainingRets& rets,
-                      PagedAttentionParams* params) {
-  PagedAttentionParams& p = *params;
+                      PagedAttentionCall* params) {
+  PagedAttentionCall& p = *params;
   const size_t count = with_lse ? 3 : 2;
   if (rets.size() != count) return Mismatch(op, "results", StrCat(count), StrCat(rets.size()));
   const ffi::AnyBuffer query = *args.get<ffi::AnyBuffer>(kQuery), out = **rets.get<ffi::AnyBuffer>(0),
@@ -189,7 +213,7 @@ ffi::Error PagedAttention(bool with_lse, const ffi::RemainingArgs& args, const f
                           const Attributes& attributes, Check&& check, Run&& run) {
   const char* op = OpName(with_lse);
   return NoThrow(op, [&]() -> ffi::Error {
-    PagedAttentionParams params{};
+    PagedAttentionCall params{};
     XLA_GPU_RETURN_IF_ERROR(GetParams(op, args, attributes, &params));
     XLA_GPU_RETURN_IF_ERROR(GetResults(op, with_lse, args, rets, &params));
     XLA_GPU_RETURN_IF_ERROR(ToError(check(params, op)));
@@ -208,7 +232,7 @@ template <bool kWithLse>
 ffi::Error PagedAttentionScratch(ffi::RemainingArgs args, ffi::Result<ffi::BufferR0<ffi::S64>> bytes,
                                  Attributes attributes) {
   return NoThrow(OpName(kWithLse), [&]() -> ffi::Error {
-    PagedAttentionParams params{};
+    PagedAttentionCall params{};
     XLA_GPU_RETURN_IF_ERROR(GetParams(OpName(kWithLse), args, attributes, &params));
     *bytes->typed_data() = PagedAttentionScratchBytes(params);
     return ffi::Error::Success();
@@ -217,10 +241,10 @@ ffi::Error PagedAttentionScratch(ffi::RemainingArgs args, ffi::Result<ffi::Buffe
 
 #ifdef XLA_GPU_WITH_CUDA
 // XLA_GPU_CHECK_INPUTS=1: checks a copy of the metadata, for which it waits for the device.
-Status CheckOnDevice(const PagedAttentionParams& params, const char* op, Stream stream) {
+Status CheckOnDevice(const PagedAttentionCall& params, const char* op, Stream stream) {
   const int64_t sizes[] = {params.max_seqs, params.max_seqs * params.pages_per_seq, params.max_seqs + 1, 1};
   std::array<std::vector<int32_t>, std::size(kMetadata)> copies;
-  PagedAttentionParams on_host = params;
+  PagedAttentionCall on_host = params;
   for (size_t i = 0; i < copies.size(); ++i) {
     const int32_t*& pointer = on_host.*kMetadata[i].pointer;
     copies[i].resize(sizes[i]);
@@ -233,7 +257,7 @@ Status CheckOnDevice(const PagedAttentionParams& params, const char* op, Stream 
 
 template <bool kWithLse>
 ffi::Error PagedAttentionCuda(Stream stream, ffi::RemainingArgs args, ffi::RemainingRets rets, Attributes attributes) {
-  const auto check = [&](const PagedAttentionParams& params, const char* op) {
+  const auto check = [&](const PagedAttentionCall& params, const char* op) {
     return attributes.check_inputs ? CheckOnDevice(params, op, stream) : Status::Ok();
   };
   return PagedAttention(kWithLse, args, rets, attributes, check,

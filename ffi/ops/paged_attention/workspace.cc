@@ -11,31 +11,39 @@
 
 namespace xla_gpu {
 
-int64_t DecodeScratchBytes(const PagedAttentionParams& shapes) {
+int64_t DecodeScratchBytes(const PagedAttentionCall& shapes) {
   // float32 needs none: a CTA sees all keys of a row.
   if (shapes.dtype == DType::kF32 || shapes.num_kv_heads == 0) return 0;
   // The larger of both cache formats, so that the size does not depend on cache_dtype.
   int64_t floats = 0;
   for (const DType cache : {shapes.dtype, DType::kF8E4M3FN}) {
-    PagedAttentionParams params = shapes;
+    PagedAttentionCall params = shapes;
     params.cache_dtype = cache;
-    const decode::KernelConfig config = decode::MakeKernelConfig(params);
-    floats = std::max(floats, config.accumulators * config.accum_rows * (shapes.head_dim + decode::kStateFloats));
+    const auto add = [&](const decode::KernelConfig& config) {
+      floats = std::max(floats, config.accumulators * config.accum_rows * (shapes.head_dim + decode::kStateFloats));
+    };
+    if (shapes.tree_words == 0) {
+      add(decode::MakeKernelConfig(params));
+    } else if (decode::HasWideTiles(params)) {
+      add(decode::MakeWideKernelConfig(params));
+    }
   }
   return floats * int64_t{sizeof(float)};
 }
 
-int64_t PrefillScratchBegin(const PagedAttentionParams& shapes) {
-  return (DecodeScratchBytes(shapes) + 255) / 256 * 256;
+int64_t PrefillScratchBegin(const PagedAttentionCall& shapes) {
+  // Behind the decode path the prefill path has waited for its end; with a tree_mask there is only one of them.
+  return DecodeComesFirst(shapes) || shapes.tree_words > 0 ? 0 : (DecodeScratchBytes(shapes) + 255) / 256 * 256;
 }
 
-int64_t PrefillScratchBytes(const PagedAttentionParams& shapes) {
+int64_t PrefillScratchBytes(const PagedAttentionCall& shapes) {
   return prefill::SplitAccumulatorLayout::Of(shapes).Bytes(shapes.head_dim);
 }
 
-int64_t PagedAttentionScratchBytes(const PagedAttentionParams& shapes) {
+int64_t PagedAttentionScratchBytes(const PagedAttentionCall& shapes) {
+  const int64_t decode = DecodeScratchBytes(shapes);
   const int64_t prefill = PrefillScratchBytes(shapes);
-  return prefill == 0 ? DecodeScratchBytes(shapes) : PrefillScratchBegin(shapes) + prefill;
+  return prefill == 0 ? decode : std::max(decode, PrefillScratchBegin(shapes) + prefill);
 }
 
 }  // namespace xla_gpu

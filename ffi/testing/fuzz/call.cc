@@ -242,6 +242,7 @@ void Call::PagedAttention() {
   const int64_t scale_size = input_.Once(2) ? kv_heads : 1;
   for (int i = 0; i < 2 * scales; ++i) Add(&operands_, XLA_FFI_DataType_F32, {scale_size});
   if (sinks) Add(&operands_, XLA_FFI_DataType_F32, {heads});
+  if (input_.Once(4)) Add(&operands_, XLA_FFI_DataType_U32, {tokens, 1 + input_.Below(3)});  // tree_mask
   Add(&results_, dtype, {tokens, heads, head_dim});
   if (with_lse) Add(&results_, XLA_FFI_DataType_F32, {tokens, heads});
   AddScalar("scale", XLA_FFI_DataType_F32, input_.Once(8) ? input_.Raw<float>() : 0.25f);

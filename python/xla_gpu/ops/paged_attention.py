@@ -13,8 +13,8 @@ from ._cache import cache_axes, check_cache, check_scales
 
 _DOCSTRING = """
 Sequences of any length share one call: prefill, chunked prefill, speculative and decode rows may be mixed. Attention
-is causal and aligned to the end of the context: row i of a sequence with q_len new tokens has position
-``context_len - q_len + i`` and sees the keys up to that position. Query head h uses KV head
+is causal unless there is a tree_mask, and aligned to the end of the context: row i of a sequence with q_len new tokens
+has position ``context_len - q_len + i`` and sees the keys up to that position. Query head h uses KV head
 ``h // (num_heads // num_kv_heads)`` (grouped-query attention). Scores, softmax and sums are computed in float32.
 
 Keys and values live in pages of a cache that all sequences share, as in PagedAttention (Kwon et al., 2023, "Efficient
@@ -44,6 +44,11 @@ Args:
   v_scale: as k_scale, for V.
   sinks: float32[num_heads]. Each head's logit takes part in the softmax's denominator and has no value (attention
     sinks, gpt-oss). Natural-logarithm units, not scaled. None: off.
+  tree_mask: ``uint32[num_tokens, words]`` of one or two words, for tree-structured speculative decoding (Miao et al.,
+    2023, "SpecInfer"). Row i of a sequence sees new token j of the same sequence where bit ``j % 32`` of word
+    ``j // 32`` of its row is set, instead of where ``j <= i``; its own bit is among them. The context before the new
+    tokens it sees always. A sequence has at most ``32 * words`` new tokens. sliding_window counts from row i's place
+    in the cache, ``context_len - q_len + i``, and hides earlier keys, new ones included. None: causal.
 
 Returns:
   T[num_tokens, num_heads, head_dim]. Rows that see no key are 0, and so are padding rows, those from
@@ -77,7 +82,7 @@ MAX_HEAD_DIM = 256
 _ARGUMENTS = (
     "(Tensor query, Tensor kv_cache, Tensor context_lens, Tensor block_tables, Tensor query_start_loc, "
     "Tensor num_seqs, *, float scale, int? sliding_window=None, float? soft_cap=None, "
-    "Tensor? k_scale=None, Tensor? v_scale=None, Tensor? sinks=None)"
+    "Tensor? k_scale=None, Tensor? v_scale=None, Tensor? sinks=None, Tensor? tree_mask=None)"
 )
 
 
@@ -97,6 +102,7 @@ def signature(
     k_scale: ArraySpec | None = None,
     v_scale: ArraySpec | None = None,
     sinks: ArraySpec | None = None,
+    tree_mask: ArraySpec | None = None,
     check_inputs: bool = False,
 ) -> Signature:
     """The signature of any operator that is paged attention; ``check`` names the operator and its arguments."""
@@ -129,6 +135,13 @@ def signature(
     if sinks is not None:
         check.dtype("sinks", sinks, ("float32",))
         check.shape("sinks", sinks, (num_heads,), "num_heads")
+    if tree_mask is not None:
+        check.dtype("tree_mask", tree_mask, ("uint32",))
+        _, words = check.rank("tree_mask", tree_mask, "num_tokens, words")
+        if tree_mask.shape[0] != num_tokens or words not in (1, 2):
+            raise check.value_error(
+                "tree_mask", f"shape [{num_tokens}, 1] or [{num_tokens}, 2] ([num_tokens, words])", tree_mask
+            )
 
     attributes = {
         "scale": check.float32("scale", scale),
@@ -146,6 +159,7 @@ def signature(
         "k_scale": scale_axes,
         "v_scale": scale_axes,
         "sinks": ("kv_heads",),
+        "tree_mask": (None, None),
     }
     partitioning = Partitioning(
         operands={check.argument(name): dims for name, dims in axes.items()},

@@ -19,7 +19,7 @@ int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
 int64_t SplitKeys(int64_t rows) { return std::max<int64_t>(256, CeilDiv(rows * 32, kTileKeys) * kTileKeys); }
 
 // Adds the blocks of sequence `s`, each for all kv heads; the caller divides those.
-void AddSequence(const PagedAttentionParams& params, int64_t s, std::vector<AttentionBlock>* blocks) {
+void AddSequence(const PagedAttentionCall& params, int64_t s, std::vector<AttentionBlock>* blocks) {
   const int64_t group = params.num_heads / params.num_kv_heads;
   const int64_t queries_per_block = std::max<int64_t>(1, kBlockRows / group);
   const int64_t first_token = params.query_start_loc[s];
@@ -35,6 +35,12 @@ void AddSequence(const PagedAttentionParams& params, int64_t s, std::vector<Atte
     tile.head_begin = 0;
     tile.head_end = params.num_kv_heads;
     tile.key_end = std::max<int64_t>(0, tile.position + tile.num_queries);
+    if (params.tree_mask != nullptr) {
+      tile.tree_mask = params.tree_mask + tile.token * params.tree_words;
+      tile.tree_words = params.tree_words;
+      tile.first_new = first_position;
+      tile.key_end = params.context_lens[s];
+    }
     if (params.sliding_window > 0) {
       tile.key_begin = std::clamp<int64_t>(tile.position + 1 - params.sliding_window, 0, tile.key_end);
     }
@@ -49,7 +55,7 @@ void AddSequence(const PagedAttentionParams& params, int64_t s, std::vector<Atte
 
 }  // namespace
 
-AttentionPlan PlanAttention(const PagedAttentionParams& params, int64_t num_threads) {
+AttentionPlan PlanAttention(const PagedAttentionCall& params, int64_t num_threads) {
   std::vector<AttentionBlock> all_heads;
   for (int64_t s = 0; s < params.num_seqs[0]; ++s) AddSequence(params, s, &all_heads);
 

@@ -39,7 +39,7 @@ inline int64_t RowsOf(const PagedAttentionParams& params, const AttentionTile& t
 
 // The KV splits of a sequence depend on that sequence alone, so that the bits of its rows do. How many heads share a
 // tile changes no bit, and depends on the number of threads too. Expects checked metadata.
-AttentionPlan PlanAttention(const PagedAttentionParams& params, int64_t num_threads);
+AttentionPlan PlanAttention(const PagedAttentionCall& params, int64_t num_threads);
 
 }  // namespace xla_gpu
 

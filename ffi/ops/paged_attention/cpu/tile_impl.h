@@ -13,18 +13,44 @@ namespace XLA_GPU_SIMD_NAMESPACE {
 XLA_GPU_INLINE int64_t Smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 XLA_GPU_INLINE int64_t Larger(int64_t a, int64_t b) { return a > b ? a : b; }
 
-// Queries of the tile's sequence see keys [begin, end) of a tile of keys.
+// The keys of a tile of keys that a query sees: those of [begin, end) whose bit of `keys` is set.
 struct Visible {
   int64_t begin;
   int64_t end;
+  uint64_t keys;  // all ones without a tree_mask
 };
+static_assert(kTileKeys == 64, "a bit for each key");
 
-XLA_GPU_INLINE Visible VisibleKeys(const PagedAttentionParams& params, int64_t position, int64_t first_key,
-                                   int64_t num_keys) {
-  const int64_t end = Smaller(position + 1 - first_key, num_keys);
+XLA_GPU_INLINE Visible VisibleKeys(const PagedAttentionParams& params, const AttentionTile& tile, int64_t query,
+                                   int64_t first_key, int64_t num_keys) {
+  const int64_t position = tile.position + query;
   const int64_t begin =
       params.sliding_window > 0 ? Larger(position + 1 - params.sliding_window - first_key, 0) : int64_t{0};
-  return {begin, end};
+  if (tile.tree_mask == nullptr) return {begin, Smaller(position + 1 - first_key, num_keys), ~uint64_t{0}};
+  const uint32_t* const words = tile.tree_mask + query * tile.tree_words;
+  const uint64_t tokens = words[0] | (tile.tree_words > 1 ? uint64_t{words[1]} << 32 : uint64_t{0});
+  const int64_t new_begin = tile.first_new - first_key;  // of the new tokens in the tile of keys
+  uint64_t keys = ~uint64_t{0};
+  if (new_begin <= -kTileKeys) {
+    keys = 0;
+  } else if (new_begin <= 0) {
+    keys = tokens >> -new_begin;
+  } else if (new_begin < kTileKeys) {
+    keys = ((uint64_t{1} << new_begin) - 1) | tokens << new_begin;
+  }
+  // Begin and end are where the first and the last seen key are, so that no row counts that sees none.
+  Visible visible = {begin, num_keys, keys};
+  while (visible.begin < visible.end && (keys >> visible.begin & 1) == 0) ++visible.begin;
+  while (visible.begin < visible.end && (keys >> (visible.end - 1) & 1) == 0) --visible.end;
+  return visible;
+}
+
+// Whether some key of [begin, end) is not seen.
+XLA_GPU_INLINE bool HasGaps(const Visible& visible) {
+  for (int64_t n = visible.begin; n < visible.end; ++n) {
+    if ((visible.keys >> n & 1) == 0) return true;
+  }
+  return false;
 }
 
 template <class Element>
@@ -73,7 +99,7 @@ struct Scoring {
 };
 
 // Makes weights of a row of raw scores and rescales what the row had so far. The row sees keys [begin, end), at least
-// one; the weights of others are 0, whatever their scores.
+// one, but for the gaps of a tree_mask; the weights of others are 0, whatever their scores.
 XLA_GPU_INLINE void SoftmaxRow(const Scoring& scoring, Visible visible, int64_t num_keys, float* scores, float* max_sum,
                                float* acc, int64_t acc_stride) {
   const bool all = visible.begin == 0 && visible.end >= (num_keys + kLanes - 1) / kLanes * kLanes;
@@ -89,6 +115,13 @@ XLA_GPU_INLINE void SoftmaxRow(const Scoring& scoring, Visible visible, int64_t 
     }
     StoreF(scores + n, score);
     largest = Max(score, largest);
+  }
+  if (visible.keys != ~uint64_t{0} && HasGaps(visible)) {
+    for (int64_t n = visible.begin; n < visible.end; ++n) {
+      if ((visible.keys >> n & 1) == 0) scores[n] = -kInfinity;
+    }
+    largest = Broadcast(-kInfinity);
+    for (int64_t n = 0; n < num_keys; n += kLanes) largest = Max(LoadF(scores + n), largest);
   }
   const float old_max = max_sum[0];
   const float new_max = MaxLanes(Max(largest, Broadcast(old_max)));
@@ -115,8 +148,8 @@ inline bool SoftmaxTile(const PagedAttentionParams& params, const AttentionTile&
   const int64_t stride = AccStride(params.head_dim);
   bool hidden = false;
   for (int64_t i = 0, row = 0; i < tile.num_queries; ++i) {
-    const Visible visible = VisibleKeys(params, tile.position + i, first_key, num_keys);
-    hidden |= visible.begin > 0 || visible.end < num_keys;
+    const Visible visible = VisibleKeys(params, tile, i, first_key, num_keys);
+    hidden |= visible.begin > 0 || visible.end < num_keys || visible.keys != ~uint64_t{0};
     for (int64_t g = 0; g < group; ++g, ++row) {
       if (visible.begin < visible.end) {
         SoftmaxRow(scoring, visible, num_keys, scores + row * kTileKeys, max_sum + 2 * row, acc + row * stride, stride);
@@ -137,11 +170,18 @@ void AddVisibleValues(const PagedAttentionParams& params, const AttentionTile& t
   const int64_t group = params.num_heads / params.num_kv_heads;
   const int64_t stride = AccStride(params.head_dim);
   for (int64_t i = 0, row = 0; i < tile.num_queries; ++i) {
-    const Visible visible = VisibleKeys(params, tile.position + i, first_key, num_keys);
+    const Visible visible = VisibleKeys(params, tile, i, first_key, num_keys);
     for (int64_t g = 0; g < group; ++g, ++row) {
-      if (visible.begin >= visible.end) continue;
-      AddValues<Element>(weights + row * kTileKeys + visible.begin, 1, v, offsets + visible.begin,
-                         visible.end - visible.begin, width, acc + row * stride, stride, Ahead<Element>{});
+      // Run by run of keys without a gap.
+      for (int64_t begin = visible.begin; begin < visible.end;) {
+        int64_t end = begin;
+        while (end < visible.end && (visible.keys >> end & 1) != 0) ++end;
+        if (end > begin) {
+          AddValues<Element>(weights + row * kTileKeys + begin, 1, v, offsets + begin, end - begin, width,
+                             acc + row * stride, stride, Ahead<Element>{});
+        }
+        begin = end + 1;
+      }
     }
   }
 }

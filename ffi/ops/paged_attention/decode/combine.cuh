@@ -10,7 +10,6 @@
 #include "ffi/ops/paged_attention/decode/output_rows.cuh"
 #include "ffi/ops/paged_attention/decode/split_accumulators.cuh"
 #include "ffi/ops/paged_attention/decode/tile_scheduler.cuh"
-#include "ffi/ops/paged_attention/padding_rows.cuh"
 
 namespace xla_gpu::decode {
 
@@ -124,7 +123,7 @@ class CombineCta {
     const SequencePlan& plan = scheduler.Search(begin);
     const uint32_t tile_begin = begin - (begin - plan.begin) % plan.length;
     const bool is_second = tile_begin != begin && tile_begin >= scheduler.IntervalBegin(cta_group - 1);
-    if (!is_second || plan.FirstSplitFrom(args_, begin - tile_begin) == plan.splits) return 0;
+    if (!is_second || plan.FirstSplitFrom<AnyTileShape>(args_, begin - tile_begin) == plan.splits) return 0;
     return min(plan.q_len * args_.group_size, 1 << args_.tile_rows_log2);
   }
 
@@ -132,15 +131,17 @@ class CombineCta {
   // are; 0 if there is no such row.
   __device__ int ListPartials(Scheduler& scheduler, int second_cta_group, int head, int row) {
     const uint32_t begin = scheduler.IntervalBegin(second_cta_group);
-    const SequencePlan& plan = scheduler.At(scheduler.Find(begin));
+    const int in_slice = scheduler.Find(begin);
+    const SequencePlan& plan = scheduler.At(in_slice);
     const WorkTile work_tile = WorkTile::Of(args_, plan, static_cast<int>((begin - plan.begin) / plan.length), head);
+    const unsigned tile_index = SequenceTileIndex(args_, scheduler.SequenceOf(in_slice), work_tile);
     const int sequence_row = (work_tile.row_tile << args_.tile_rows_log2) + row;
     if (sequence_row >= plan.q_len * args_.group_size) return 0;
     const auto owner_of = [&](int split) {
       return (work_tile.begin + plan.SplitOffset(args_, split)) / scheduler.Interval();
     };
     // The splits whose segments the first CTA group has merged.
-    const int first_owner_splits = plan.FirstSplitFrom(args_, begin - work_tile.begin);
+    const int first_owner_splits = plan.FirstSplitFrom<AnyTileShape>(args_, begin - work_tile.begin);
     const int merged = first_owner_splits == 0 ? 0 : plan.SegmentOf(first_owner_splits) * plan.segment_splits;
     int partials = 0;
     __syncwarp();  // the last row's list is no longer read
@@ -150,13 +151,16 @@ class CombineCta {
       const int split = base + Lane();
       const int segment = plan.SegmentOf(split);
       const int first = segment * plan.segment_splits;
-      const unsigned owner = owner_of(split);
+      const unsigned owner = owner_of(args_.whole_segments ? first : split);
       const bool has_segment_begin = owner == owner_of(first);
       // Each split has an accumulator, unless its CTA group has merged it with the first one of its segment.
       const bool begins = split < plan.splits && (split < merged ? split == 0 : split == first || !has_segment_begin);
-      const unsigned index = SplitAccumulators::IndexOf(
-          owner * static_cast<unsigned>(args_.cta_group_size) + static_cast<unsigned>(head), split == 0,
-          static_cast<int>(owner) == second_cta_group - 1, has_segment_begin, segment, split - first);
+      const unsigned cta = owner * static_cast<unsigned>(args_.cta_group_size) + static_cast<unsigned>(head);
+      const bool has_tile_begin = static_cast<int>(owner) == second_cta_group - 1;
+      const unsigned index = args_.whole_segments ? SplitAccumulators::IndexOfSegment(cta, has_tile_begin, segment)
+                             : args_.by_split     ? SplitAccumulators::IndexOfSplit(tile_index, split)
+                                                  : SplitAccumulators::IndexOf(cta, split == 0, has_tile_begin,
+                                                                               has_segment_begin, segment, split - first);
       const unsigned found = __ballot_sync(0xffffffffu, begins);
       if (begins) {
         shared_.partials[Warp()][partials + __popc(found & ((1u << Lane()) - 1))] =
@@ -236,11 +240,7 @@ class CombineCta {
 // Writes the rows that no sequence owns, where the decode path has to.
 __device__ inline void FillPaddingRowsIfAlone(const DecodeArgs& args) {
   if (!args.fill_padding_rows || blockIdx.x != 0) return;
-  if (args.params.dtype == DType::kBF16) {
-    FillPaddingRows<__nv_bfloat16>(args.params, 0, 1);
-  } else {
-    FillPaddingRows<__half>(args.params, 0, 1);
-  }
+  FillOtherRows16Bit(args);
 }
 
 // One or two CTAs for each SM. They become resident beside those of the split-KV kernel, and have found out what to
@@ -251,7 +251,7 @@ __global__ void __maxnreg__(kCombineRegisters) DecodeCombineKernel(const __grid_
   extern __shared__ __align__(16) char dynamic_shared[];
   AllowDependentLaunch();  // of the prefill path
   FillPaddingRowsIfAlone(args);
-  if (!MayHaveDecodeRows(args)) return ProgrammaticLaunchWait();
+  if (args.tree_mask == nullptr && !MayHaveDecodeRows(args)) return ProgrammaticLaunchWait();
   CombineCta<kHeadDim>(args, *reinterpret_cast<CombineSharedStorage*>(dynamic_shared)).Run();
 }
 

@@ -5,13 +5,16 @@
 #include <string>
 
 #include "ffi/ops/paged_attention/decode/formats.h"
+#include "ffi/ops/paged_attention/decode/params.h"
 
 namespace xla_gpu {
 
-Status LaunchDecode(const PagedAttentionParams& params, Stream stream) {
+Status LaunchDecode(const PagedAttentionCall& params, Stream stream) {
   // NOTE: with max_seqs == 0 all rows are padding rows, which the kernels still write.
   if (params.num_tokens == 0 || params.num_heads == 0) return Status::Ok();
-  if (params.dtype == DType::kF32) return decode::LaunchF32(params, stream);
+  if (params.dtype == DType::kF32 || (params.tree_mask != nullptr && !decode::HasWideTiles(params))) {
+    return decode::LaunchSimt(params, stream);
+  }
   // Kernels count cache slots in 32 bits, and bytes in 64.
   if (params.page_stride != params.page_size * params.slot_stride || params.slot_stride >= int64_t{1} << 31 ||
       params.num_pages * params.page_size >= int64_t{1} << 32) {

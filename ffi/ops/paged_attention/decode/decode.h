@@ -12,6 +12,15 @@ namespace xla_gpu {
 
 // Sequences with 1 <= q_len <= kMaxDecodeRows belong to the decode path, longer ones to the prefill path.
 inline constexpr int64_t kMaxDecodeRows = 8;
+// Query rows of a KV head that the decode path computes with one pass over K and V. More rows of several tokens (as in
+// speculative decoding with grouped queries) belong to the prefill path, where that splits keys, whose work tiles
+// have 64.
+inline constexpr int64_t kMaxPassRows = 16;
+constexpr int64_t MaxDecodeTokens(const PagedAttentionParams& shapes, bool prefill_splits_keys) {
+  const int64_t group = shapes.num_kv_heads > 0 ? shapes.num_heads / shapes.num_kv_heads : 1;
+  if (!prefill_splits_keys || group <= kMaxPassRows / kMaxDecodeRows) return kMaxDecodeRows;
+  return group >= kMaxPassRows ? 1 : kMaxPassRows / group;
+}
 
 // Whether the shapes suggest decode sequences: there are few tokens for each sequence. The decode path is then launched
 // first, and the prefill path's kernels find out while it runs whether they have anything to do. Otherwise the order is
@@ -21,7 +30,7 @@ constexpr bool DecodeComesFirst(const PagedAttentionParams& shapes) {
 }
 
 // Bytes at the start of `scratch` that LaunchDecode may use. Depends on shapes and dtypes alone.
-int64_t DecodeScratchBytes(const PagedAttentionParams& shapes);
+int64_t DecodeScratchBytes(const PagedAttentionCall& shapes);
 
 // Computes the rows (out, and lse where wanted) of every sequence with 1 <= q_len <= kMaxDecodeRows that owns its query
 // rows (sequence_metadata.cuh). Rows of such a sequence are NaN if its context_len, or a page number that its queries
@@ -31,7 +40,9 @@ int64_t DecodeScratchBytes(const PagedAttentionParams& shapes);
 // NOTE: where the decode path does not come first, the kernel launched just before has to be the prefill path's, or one
 // without programmatic dependent launch: the first kernel here may start as soon as that one allows it, and does not
 // wait. The kernel after the last one here may start early too, and has to wait before it ends.
-Status LaunchDecode(const PagedAttentionParams& params, Stream stream);
+// With a tree_mask it computes every sequence of up to MaxTreeTokens() rows, makes the rows of longer ones NaN, and
+// writes the padding rows: the call needs no other launch.
+Status LaunchDecode(const PagedAttentionCall& params, Stream stream);
 
 }  // namespace xla_gpu
 

@@ -23,12 +23,12 @@ __device__ inline void StoreEmptyRows(const DecodeArgs& args, const SequencePlan
   }
 }
 
-// Stores the first `rows` rows to split accumulator `index`.
+// Stores the first `rows` rows to split accumulator `index`, from its row `first_row` on.
 template <typename Traits>
-__device__ inline void StorePartial(const DecodeArgs& args, unsigned index, const Thread& thread, int rows,
-                                    const Accumulator<Traits>& accumulator) {
+__device__ inline void StorePartial(const DecodeArgs& args, unsigned index, int first_row, const Thread& thread,
+                                    int rows, const Accumulator<Traits>& accumulator) {
   const int head_dim = static_cast<int>(args.params.head_dim);
-  const uint32_t offset = SplitAccumulators::RowOffset(args, index, 0);
+  const uint32_t offset = SplitAccumulators::RowOffset(args, index, first_row);
 #pragma unroll
   for (int n = 0; n < Traits::kRowTiles; ++n) {
     const int state_row = 8 * n + thread.lane / 4;

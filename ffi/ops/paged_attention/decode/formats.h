@@ -8,13 +8,14 @@
 
 namespace xla_gpu::decode {
 
-// float32 queries, over float32 and float8 caches.
-Status LaunchF32(const PagedAttentionParams& params, Stream stream);
-Status LaunchF16(const PagedAttentionParams& params, Stream stream);
-Status LaunchBF16(const PagedAttentionParams& params, Stream stream);
+// float32 queries, over float32 and float8 caches; and those with a tree_mask that no kernel with wide work tiles
+// takes.
+Status LaunchSimt(const PagedAttentionCall& params, Stream stream);
+Status LaunchF16(const PagedAttentionCall& params, Stream stream);
+Status LaunchBF16(const PagedAttentionCall& params, Stream stream);
 // float16 and bfloat16 queries over float8 caches.
-Status LaunchE4M3(const PagedAttentionParams& params, Stream stream);
-Status LaunchE5M2(const PagedAttentionParams& params, Stream stream);
+Status LaunchE4M3(const PagedAttentionCall& params, Stream stream);
+Status LaunchE5M2(const PagedAttentionCall& params, Stream stream);
 
 }  // namespace xla_gpu::decode
 

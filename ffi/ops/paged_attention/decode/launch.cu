@@ -11,6 +11,7 @@
 #include "ffi/device/async_copy.cuh"
 #include "ffi/ops/paged_attention/decode/combine.cuh"
 #include "ffi/ops/paged_attention/decode/combine_small.cuh"
+#include "ffi/ops/paged_attention/decode/formats.h"
 #include "ffi/ops/paged_attention/decode/launch.h"
 #include "ffi/ops/paged_attention/decode/traits.cuh"
 
@@ -88,12 +89,13 @@ Status GetOccupancy(const SplitKvVariants& variants, const CombineKernels& combi
 
 }  // namespace
 
-Status LaunchKernels(const PagedAttentionParams& params, const KernelConfig& config, const SplitKvVariants& variants,
+Status LaunchKernels(const PagedAttentionCall& params, const KernelConfig& config, const SplitKvVariants& variants,
                      Stream stream) {
   const CombineKernels combine_kernels = CombineKernelsFor(config.head_dim);
   Occupancy occupancy;
   if (Status status = GetOccupancy(variants, combine_kernels, &occupancy); !status.ok()) return status;
   const SplitKvKernel& kernel = occupancy.large_shared_memory ? variants.large : variants.small;
+  if (config.wide && !occupancy.large_shared_memory) return LaunchSimt(params, stream);
 
   DecodeArgs args = MakeArgs(params, config);
   args.kv_l2_policy = kEvictFirst;
@@ -102,7 +104,7 @@ Status LaunchKernels(const PagedAttentionParams& params, const KernelConfig& con
   args.tile_rows_log2 = static_cast<uint8_t>(kernel.tile_rows_log2);
   PartitionWork(config, occupancy.ctas, &args);
   // Not behind the prefill path, which has waited for everything before it.
-  args.wait_at_start = params.num_tokens <= kMaxDecodeRows || DecodeComesFirst(params);
+  args.wait_at_start = args.fill_padding_rows || DecodeComesFirst(params);
 
   cudaLaunchAttribute attribute;
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
@@ -128,7 +130,7 @@ Status LaunchKernels(const PagedAttentionParams& params, const KernelConfig& con
   const int64_t rows =
       std::min<int64_t>(args.num_cta_groups - 1, config.work_tiles) * args.cta_group_size * config.accum_rows;
   // Where the prefill path follows, one CTA on each SM leaves registers for a small prefill CTA.
-  const bool leave_room = params.num_tokens > kMaxDecodeRows && DecodeComesFirst(params);
+  const bool leave_room = !args.fill_padding_rows && DecodeComesFirst(params);
   const int64_t most = int64_t{occupancy.sms} * (leave_room ? 1 : 2);
   combine.gridDim = dim3(static_cast<unsigned>(std::clamp<int64_t>(rows, 1, most)));
   combine.blockDim = dim3(kCombineThreads);

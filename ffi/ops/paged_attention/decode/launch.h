@@ -29,7 +29,7 @@ struct SplitKvVariants {
 };
 
 // Launches the variant that the current device has code for, and a combine kernel.
-Status LaunchKernels(const PagedAttentionParams& params, const KernelConfig& config, const SplitKvVariants& variants,
+Status LaunchKernels(const PagedAttentionCall& params, const KernelConfig& config, const SplitKvVariants& variants,
                      Stream stream);
 
 }  // namespace xla_gpu::decode

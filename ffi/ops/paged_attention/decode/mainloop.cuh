@@ -106,11 +106,43 @@ __device__ inline void ComputeScores(uint32_t k_tile, const QueryFragment<Traits
   }
 }
 
+// As MaskScores, with a tree_mask.
+template <typename Traits>
+__device__ inline void MaskTreeScores(const DecodeArgs& args, const KvView& kv, int lane, int keys_left,
+                                      ScoreFragment<Traits>& scores) {
+  const SequencePlan& plan = *kv.plan;
+  // The new tokens' first key, counted from the tile's first.
+  const int first_new = keys_left + (plan.end_key - kv.end_key) - plan.q_len;
+#pragma unroll
+  for (int n = 0; n < Traits::kRowTiles; ++n) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int row = min(kv.row_tile * Traits::kRows + 8 * n + lane % 4 * 2 + i, plan.q_len * args.group_size - 1);
+      const int query = args.QueryOf(row);
+      const uint64_t tokens = args.TreeTokens(plan.q_begin + query);
+#pragma unroll
+      for (int m = 0; m < Traits::kKeyTiles; ++m) {
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+          const int key = 16 * m + 8 * j + lane / 4;
+          const int token = key - first_new;
+          const bool before_window = args.window > 0 && first_new + query - key >= args.window;
+          const bool unseen = token >= 0 && (tokens >> (token & 63) & 1) == 0;
+          if (key >= keys_left || unseen || before_window) scores[m][n][2 * j + i] = -INFINITY;
+        }
+      }
+    }
+  }
+}
+
 // Sets the scores of keys that a row does not see to -inf. keys_left: keys from the tile's first key to kv.end_key.
 template <typename Traits>
 __device__ inline void MaskScores(const DecodeArgs& args, const KvView& kv, int lane, int keys_left,
                                   ScoreFragment<Traits>& scores) {
   const SequencePlan& plan = *kv.plan;
+  if constexpr (Traits::kTreeMask) {
+    if (args.tree_mask != nullptr) return MaskTreeScores<Traits>(args, kv, lane, keys_left, scores);
+  }
 #pragma unroll
   for (int n = 0; n < Traits::kRowTiles; ++n) {
 #pragma unroll
@@ -279,28 +311,35 @@ struct Accumulator {
         b[n][0] = Pack<T>(p[0], p[1]);
         b[n][1] = Pack<T>(p[2], p[3]);
       }
+      AddValues(v_tiles + tile * 16 * Traits::kRowBytes, v_offsets, thread, b);
+    }
+  }
+
+  // Adds the values of an m16 tile of keys, with the weights as B operands. v_tile: the address of its values.
+  __device__ void AddValues(uint32_t v_tile, const VOffsets& v_offsets, const Thread& thread,
+                            const uint32_t (&b)[Traits::kRowTiles][2]) {
+    using T = typename Traits::Operand;
 #pragma unroll
-      for (int pair = 0; pair < kPairs; ++pair) {
-        uint32_t v[4];
-        LoadMatrix4Transposed(v, v_tiles + tile * 16 * Traits::kRowBytes + v_offsets.offset[pair]);
-        if constexpr (Traits::kFloat8) {
-          // A warp with a single column tile has the second of a pair if its number is odd.
-          const bool second = Traits::kColumnTiles == 1 && thread.warp % 2 == 1;
+    for (int pair = 0; pair < kPairs; ++pair) {
+      uint32_t v[4];
+      LoadMatrix4Transposed(v, v_tile + v_offsets.offset[pair]);
+      if constexpr (Traits::kFloat8) {
+        // A warp with a single column tile has the second of a pair if its number is odd.
+        const bool second = Traits::kColumnTiles == 1 && thread.warp % 2 == 1;
 #pragma unroll
-          for (int i = 0; i < (Traits::kColumnTiles == 1 ? 1 : 2); ++i) {
-            // A register has two columns of each of two keys. The keys of a column have to stand side by side.
-            const uint32_t low = __byte_perm(second ? v[1] : v[i], 0, 0x3120);
-            const uint32_t high = __byte_perm(second ? v[3] : v[i + 2], 0, 0x3120);
-            const uint32_t a[4] = {
-                Float8PairToHalf2<Traits::kFloat8Kind>(low), Float8PairToHalf2<Traits::kFloat8Kind>(low >> 16),
-                Float8PairToHalf2<Traits::kFloat8Kind>(high), Float8PairToHalf2<Traits::kFloat8Kind>(high >> 16)};
+        for (int i = 0; i < (Traits::kColumnTiles == 1 ? 1 : 2); ++i) {
+          // A register has two columns of each of two keys. The keys of a column have to stand side by side.
+          const uint32_t low = __byte_perm(second ? v[1] : v[i], 0, 0x3120);
+          const uint32_t high = __byte_perm(second ? v[3] : v[i + 2], 0, 0x3120);
+          const uint32_t a[4] = {
+              Float8PairToHalf2<Traits::kFloat8Kind>(low), Float8PairToHalf2<Traits::kFloat8Kind>(low >> 16),
+              Float8PairToHalf2<Traits::kFloat8Kind>(high), Float8PairToHalf2<Traits::kFloat8Kind>(high >> 16)};
 #pragma unroll
-            for (int n = 0; n < Traits::kRowTiles; ++n) Mma16x8x16<T>(o[2 * pair + i][n], a, b[n][0], b[n][1]);
-          }
-        } else {
-#pragma unroll
-          for (int n = 0; n < Traits::kRowTiles; ++n) Mma16x8x16<T>(o[pair][n], v, b[n][0], b[n][1]);
+          for (int n = 0; n < Traits::kRowTiles; ++n) Mma16x8x16<T>(o[2 * pair + i][n], a, b[n][0], b[n][1]);
         }
+      } else {
+#pragma unroll
+        for (int n = 0; n < Traits::kRowTiles; ++n) Mma16x8x16<T>(o[pair][n], v, b[n][0], b[n][1]);
       }
     }
   }

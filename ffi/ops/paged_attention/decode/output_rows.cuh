@@ -10,6 +10,7 @@
 #include "ffi/device/mma.cuh"
 #include "ffi/ops/paged_attention/decode/attention_state.cuh"
 #include "ffi/ops/paged_attention/decode/params.h"
+#include "ffi/ops/paged_attention/padding_rows.cuh"
 
 namespace xla_gpu::decode {
 
@@ -84,6 +85,21 @@ __device__ inline void StoreColumns(const DecodeArgs& args, const OutputRow& row
   if (!write) return;
   *reinterpret_cast<uint2*>(row.out + column) = packed;
   if (row.lse != nullptr && column == 0) *row.lse = lse;
+}
+
+// Writes what no work tile does: the padding rows, and NaN to sequences that are too long for a tree_mask. By one CTA.
+template <typename T>
+__device__ inline void FillOtherRows(const DecodeArgs& args) {
+  FillPaddingRows<T>(args.params, 0, 1);
+  if (args.tree_mask != nullptr) FillLongSequences<T>(args.params, args.max_tokens);
+}
+// The same for 16-bit dtypes.
+__device__ inline void FillOtherRows16Bit(const DecodeArgs& args) {
+  if (args.params.dtype == DType::kBF16) {
+    FillOtherRows<__nv_bfloat16>(args);
+  } else {
+    FillOtherRows<__half>(args);
+  }
 }
 
 }  // namespace xla_gpu::decode

@@ -17,7 +17,7 @@ inline constexpr int kMaxSplits = 64;   // KV splits of a work tile
 inline constexpr int kMaxSegments = 8;  // runs of neighbouring splits that are merged first among themselves
 inline constexpr int kSegmentSplits = kMaxSplits / kMaxSegments;  // splits of a segment, at most
 // Split accumulators that a CTA may store: see SplitAccumulators::IndexOf.
-inline constexpr int kCtaAccumulators = kSegmentSplits + kMaxSegments + 2;
+inline constexpr int kCtaAccumulators = kSegmentSplits + kMaxSegments;
 // Floats behind each row of o_accum: the row's AttentionState, and padding that keeps rows aligned to 16 bytes.
 inline constexpr int kStateFloats = 4;
 // Between work tiles of different lengths in the linearised KV-block space: what starting a work tile costs, in KV
@@ -33,6 +33,14 @@ inline constexpr int kCombineRegisters = 104;
 // find out which CTA computed what.
 inline constexpr int kSmallCombineTiles = 32;
 
+// Scratch of a call for up to 64 sequences is at most 32 MiB. Where the decode path comes first, the prefill path waits
+// for its end, and both use all of it. Otherwise they may run at the same time, and share it.
+inline constexpr int64_t kScratchLimit = int64_t{32} << 20;
+inline constexpr int64_t kPrefillScratchLimitBeside = int64_t{20} << 20;
+constexpr int64_t DecodeScratchLimit(const PagedAttentionParams& shapes) {
+  return DecodeComesFirst(shapes) ? kScratchLimit : kScratchLimit - kPrefillScratchLimitBeside;
+}
+
 // What both decode kernels take. 32-bit copies of sizes save registers and instructions.
 struct DecodeArgs {
   PagedAttentionParams params;
@@ -43,17 +51,22 @@ struct DecodeArgs {
   SmallDivisor cta_group_divisor;  // by num_cta_groups; the quotient may be one too large
   int block_shift;                 // a unit of the KV-block space is 2^block_shift KV blocks
   uint32_t max_context_len;        // pages_per_seq * page_size; 0 for a cache without pages
-  int row_tiles_per_token;         // row tiles that begin in the rows of a token and KV head, at most
+  int row_tiles_per_token;         // row tiles that begin in the rows of a token and KV head, at most; if wide: that a
+                                   // sequence and KV head has
   int accum_rows;                  // rows of a split accumulator
   uint32_t accum_row_stride;       // from row to row of a split accumulator, in float4
   bool store_every_split;          // one split accumulator for each split; else kCtaAccumulators for each CTA
   bool fill_padding_rows;          // write the rows that no sequence owns
   bool wait_at_start;              // the kernel before may still write this one's inputs
-  uint8_t block_keys_log2 : 4;     // keys of a KV block
-  uint8_t tile_rows_log2 : 4;      // query rows of a work tile
-  int window;                      // sliding_window in keys; 0 where it hides no key
-  float cap;                       // soft_cap * log2(e), in units of log2; 0: no soft cap
-  float cap_inverse;               // 2 * log2(e) / soft_cap
+  uint8_t block_keys_log2 : 3;     // keys of a KV block
+  uint8_t tile_rows_log2 : 3;      // query rows of a work tile
+  // Of wide work tiles, where their split accumulators stand (work_range.cuh): by the split with which they begin, or,
+  // where CTA groups take whole segments of splits, by CTA and segment.
+  bool by_split : 1;
+  bool whole_segments : 1;
+  int window;         // sliding_window in keys; 0 where it hides no key
+  float cap;          // soft_cap * log2(e), in units of log2; 0: no soft cap
+  float cap_inverse;  // 2 * log2(e) / soft_cap
   int num_tokens;
   int max_seqs;
   uint32_t pages_per_seq;
@@ -63,10 +76,19 @@ struct DecodeArgs {
   uint32_t num_pages;
   FastDivisor page;           // by page_size
   uint32_t group_multiplier;  // of the SmallDivisor by group_size
+  // For wide work tiles, and without tensor cores:
+  int max_tokens;             // of a sequence of the decode path
+  int tree_words;             // of a row of tree_mask
+  const uint32_t* tree_mask;  // as in PagedAttentionCall
 
 #ifdef __CUDACC__
   // The index, among the sequence's pages, of the page that holds the key at `position`.
   __device__ int PageOf(int position) const { return static_cast<int>(page.Divide(static_cast<uint32_t>(position))); }
+  // The new tokens that the query at row `token` of the batch sees, a bit each.
+  __device__ uint64_t TreeTokens(int token) const {
+    const uint32_t* const words = tree_mask + static_cast<int64_t>(token) * tree_words;
+    return __ldg(words) | (tree_words > 1 ? static_cast<uint64_t>(__ldg(words + 1)) << 32 : 0);
+  }
   // The query that a row of a sequence and KV head belongs to: rows are (query, head of the GQA group) pairs.
   __device__ int QueryOf(int row) const {
     return static_cast<int>(SmallDivisor{group_multiplier}.Divide(static_cast<uint32_t>(row)));
@@ -77,6 +99,7 @@ struct DecodeArgs {
 // Which kernels serve a call, and how they use the scratch. A function of shapes and dtypes.
 struct KernelConfig {
   int head_dim;        // that the kernels are compiled for: head_dim rounded up
+  bool wide;           // work tiles of 64 query rows (WideKernelTraits), where the GPU has large shared memory
   int row_tiles;       // of 8 query rows
   bool narrow_copies;  // cache rows are aligned to 8 bytes only, so that cp.async moves 8 instead of 16
   int row_tiles_per_token;
@@ -84,8 +107,45 @@ struct KernelConfig {
   int64_t work_tiles;    // (sequence, KV head, row tile), at most
   int64_t accumulators;  // split accumulators that the scratch holds
   bool store_every_split;
+  bool whole_segments;  // as in DecodeArgs
+  int max_ctas;         // of the split-KV kernel for which the scratch has room
 };
 
+// Whether there are kernels with wide work tiles, which a call with a tree_mask takes.
+inline bool HasWideTiles(const PagedAttentionParams& params) {
+  return params.dtype != DType::kF32 && params.head_dim <= 128 && params.cache_dtype != DType::kF8E5M2 &&
+         !(IsFloat8(params.cache_dtype) && params.head_dim % 16 != 0) && params.num_kv_heads > 0 && params.max_seqs > 0;
+}
+
+// New tokens of a sequence of the decode path, at most.
+inline int64_t MaxSequenceTokens(const PagedAttentionCall& params) {
+  return params.tree_words > 0 ? params.MaxTreeTokens() : params.max_decode_tokens;
+}
+
+// The kernels with wide work tiles.
+inline KernelConfig MakeWideKernelConfig(const PagedAttentionCall& params) {
+  constexpr int64_t kTileRows = 64;
+  KernelConfig config = {};
+  config.wide = true;
+  config.head_dim = params.head_dim <= 64 ? 64 : 128;
+  config.row_tiles = static_cast<int>(kTileRows / 8);
+  const int64_t rows = params.num_heads / params.num_kv_heads * std::min(params.num_tokens, params.MaxTreeTokens());
+  config.row_tiles_per_token = static_cast<int>((rows + kTileRows - 1) / kTileRows);
+  config.accum_rows = static_cast<int>(std::min(rows, kTileRows));
+  config.work_tiles = params.max_seqs * config.row_tiles_per_token * params.num_kv_heads;
+  const int64_t accumulator_bytes = config.accum_rows * (params.head_dim + kStateFloats) * int64_t{sizeof(float)};
+  const int64_t most = DecodeScratchLimit(params) / accumulator_bytes;
+  config.accumulators = config.work_tiles * kMaxSplits;
+  config.max_ctas = kMaxSms * kCtasPerSm;
+  config.whole_segments = config.accumulators > most;
+  if (config.whole_segments) {
+    config.max_ctas = static_cast<int>(std::min<int64_t>(most / kMaxSegments, kMaxSms));
+    config.accumulators = int64_t{config.max_ctas} * kMaxSegments;
+  }
+  return config;
+}
+
+// The others.
 inline KernelConfig MakeKernelConfig(const PagedAttentionParams& params) {
   KernelConfig config = {};
   const bool float8 = IsFloat8(params.cache_dtype);
@@ -94,21 +154,25 @@ inline KernelConfig MakeKernelConfig(const PagedAttentionParams& params) {
   const int64_t group_size = params.num_heads / std::max<int64_t>(params.num_kv_heads, 1);
   const int64_t rows = group_size * std::min(params.num_tokens, kMaxDecodeRows);
   // More tokens than sequences: some sequences have several query rows, which share one pass over K and V.
-  const bool several_queries = params.num_tokens > params.max_seqs;
+  // Where prompts may be what makes them more, and the scratch is shared with the prefill path, single rows count.
+  const bool several_queries = params.num_tokens > params.max_seqs && DecodeComesFirst(params);
   config.narrow_copies = float8 && dim % 16 != 0;
   config.row_tiles = config.narrow_copies ? 2 : rows > 8 && (group_size > 8 || several_queries) ? 2 : 1;
   const int64_t tile_rows = 8 * config.row_tiles;
   config.row_tiles_per_token = static_cast<int>((group_size + tile_rows - 1) / tile_rows);
   config.accum_rows = static_cast<int>(std::min(rows, tile_rows));
   config.work_tiles = params.num_tokens * config.row_tiles_per_token * params.num_kv_heads;
-  config.store_every_split = config.work_tiles <= kSmallCombineTiles;
+  const int64_t accumulator_bytes = config.accum_rows * (dim + kStateFloats) * int64_t{sizeof(float)};
+  const int64_t most = DecodeScratchLimit(params) / std::max<int64_t>(accumulator_bytes, 1);
+  config.store_every_split = config.work_tiles <= kSmallCombineTiles && config.work_tiles * kMaxSplits <= most;
+  config.max_ctas = static_cast<int>(std::min<int64_t>(most / kCtaAccumulators, kMaxSms * kCtasPerSm));
   config.accumulators =
-      config.store_every_split ? config.work_tiles * kMaxSplits : int64_t{kMaxSms} * kCtasPerSm * kCtaAccumulators;
+      config.store_every_split ? config.work_tiles * kMaxSplits : int64_t{config.max_ctas} * kCtaAccumulators;
   return config;
 }
 
 // The arguments that follow from shapes and attributes alone.
-inline DecodeArgs MakeArgs(const PagedAttentionParams& params, const KernelConfig& config) {
+inline DecodeArgs MakeArgs(const PagedAttentionCall& params, const KernelConfig& config) {
   DecodeArgs args = {};
   args.params = params;
   args.group_size = static_cast<int>(params.num_heads / params.num_kv_heads);
@@ -117,7 +181,12 @@ inline DecodeArgs MakeArgs(const PagedAttentionParams& params, const KernelConfi
   static_assert(kStateFloats == 4);
   args.accum_row_stride = static_cast<uint32_t>((params.head_dim + kStateFloats) / 4);
   args.store_every_split = config.store_every_split;
-  args.fill_padding_rows = params.num_tokens <= kMaxDecodeRows;
+  args.whole_segments = config.whole_segments;
+  args.by_split = config.wide && !config.whole_segments;
+  args.fill_padding_rows = params.num_tokens <= params.max_decode_tokens || params.tree_mask != nullptr;
+  args.max_tokens = static_cast<int>(MaxSequenceTokens(params));
+  args.tree_words = static_cast<int>(params.tree_words);
+  args.tree_mask = params.tree_mask;
   const bool hides_keys = params.sliding_window < std::min(params.pages_per_seq * params.page_size, int64_t{1} << 31);
   args.window = hides_keys ? static_cast<int>(params.sliding_window) : 0;
   const int64_t max_context_len = std::min<int64_t>(params.pages_per_seq * params.page_size, INT32_MAX);
@@ -152,6 +221,7 @@ inline int CtaGroupSize(int64_t num_kv_heads, int ctas) {
 // Divides the work among the `ctas` CTAs of the split-KV kernel that are resident.
 inline void PartitionWork(const KernelConfig& config, int ctas, DecodeArgs* args) {
   const PagedAttentionParams& params = args->params;
+  if (!config.store_every_split) ctas = std::min(ctas, config.max_ctas);
   args->cta_group_size = CtaGroupSize(params.num_kv_heads, ctas);
   args->num_kv_head_groups = static_cast<int>(params.num_kv_heads / args->cta_group_size);
   const int64_t work_tiles = config.work_tiles / args->cta_group_size;

@@ -1,6 +1,6 @@
-// The decode path for float32 queries: multiply-adds on the CUDA cores, since TF32 keeps only 10 bits of an operand.
-// One CTA for each sequence and query head. Each warp takes every kWarps32-th key tile. The warps' states are merged in
-// order, so that a row's bits depend on its sequence alone.
+// The decode path on the CUDA cores: for float32 queries, since TF32 keeps only 10 bits of an operand, and for those
+// with a tree_mask that no kernel with wide work tiles takes. One CTA for each sequence and query head. Each warp takes
+// every kWarps32-th key tile. The warps' states are merged in order, so that a row's bits depend on its sequence alone.
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -31,10 +31,46 @@ __device__ inline void AddScaled(float4& sum, const float4& a, float f) {
   sum = {__fmaf_rn(a.x, f, sum.x), __fmaf_rn(a.y, f, sum.y), __fmaf_rn(a.z, f, sum.z), __fmaf_rn(a.w, f, sum.w)};
 }
 
+// Four neighbouring elements of a 16-bit dtype.
+template <typename T>
+__device__ inline float4 Load4(const void* at) {
+  const uint2 words = __ldg(static_cast<const uint2*>(at));
+  const float2 low = Unpack<T>(words.x), high = Unpack<T>(words.y);
+  return {low.x, low.y, high.x, high.y};
+}
+
+// The query and the result, by their dtype.
+struct QueryF32 {
+  __device__ static float4 Load(const void* query, int64_t element, DType /*dtype*/) {
+    return *reinterpret_cast<const float4*>(static_cast<const float*>(query) + element);
+  }
+  __device__ static void Store(void* out, int64_t element, const float4& four, DType /*dtype*/) {
+    *reinterpret_cast<float4*>(static_cast<float*>(out) + element) = four;
+  }
+  __device__ static void FillOther(const DecodeArgs& args) { FillOtherRows<float>(args); }
+};
+struct Query16Bit {
+  __device__ static float4 Load(const void* query, int64_t element, DType dtype) {
+    const uint16_t* const at = static_cast<const uint16_t*>(query) + element;
+    return dtype == DType::kBF16 ? Load4<__nv_bfloat16>(at) : Load4<__half>(at);
+  }
+  __device__ static void Store(void* out, int64_t element, const float4& four, DType dtype) {
+    *reinterpret_cast<uint2*>(static_cast<uint16_t*>(out) + element) =
+        dtype == DType::kBF16 ? uint2{Pack<__nv_bfloat16>(four.x, four.y), Pack<__nv_bfloat16>(four.z, four.w)}
+                              : uint2{Pack<__half>(four.x, four.y), Pack<__half>(four.z, four.w)};
+  }
+  __device__ static void FillOther(const DecodeArgs& args) { FillOtherRows16Bit(args); }
+};
+
 // Loads four neighbouring elements of the cache, by its dtype.
 struct CacheF32 {
   using Stored = float;
   __device__ static float4 Load(const float* at) { return __ldg(reinterpret_cast<const float4*>(at)); }
+};
+template <typename T>
+struct Cache16Bit {
+  using Stored = uint16_t;
+  __device__ static float4 Load(const uint16_t* at) { return Load4<T>(at); }
 };
 
 template <bool kE4M3>
@@ -45,8 +81,8 @@ struct CacheFloat8 {
   }
 };
 
-template <class Cache>
-__global__ void __launch_bounds__(kWarps32 * 32) DecodeF32Kernel(const __grid_constant__ DecodeArgs args) {
+template <class Query, class Cache>
+__global__ void __launch_bounds__(kWarps32 * 32) DecodeSimtKernel(const __grid_constant__ DecodeArgs args) {
   using Stored = typename Cache::Stored;
   __shared__ float4 outs[kWarps32][kVectors * 32];
   __shared__ AttentionState states[kWarps32];
@@ -57,10 +93,10 @@ __global__ void __launch_bounds__(kWarps32 * 32) DecodeF32Kernel(const __grid_co
   const int head = blockIdx.y;
   const int live = LiveSequences(params);
   const bool in_order = QueryStartsInOrder(params, live);
-  if (args.fill_padding_rows && seq == 0 && head == 0) FillPaddingRows<float>(params, 0, 1);
+  if (args.fill_padding_rows && seq == 0 && head == 0) Query::FillOther(args);
   if (seq >= live) return;
   const SequenceInfo sequence = LoadSequence(params, seq, in_order);
-  if (sequence.q_len < 1 || sequence.q_len > kMaxDecodeRows) return;
+  if (sequence.q_len < 1 || sequence.q_len > args.max_tokens) return;
 
   // ---- The KV head, and whether the sequence's metadata is valid
   const int64_t head_offset = head / args.group_size * params.head_stride;
@@ -81,10 +117,13 @@ __global__ void __launch_bounds__(kWarps32 * 32) DecodeF32Kernel(const __grid_co
   }
   bad = __syncthreads_or(bad);
   for (int query = 0; query < sequence.q_len; ++query) {
-    // ---- The query row, and the keys (hidden, position] that it sees
+    // ---- The query row, and the keys (hidden, last] that it sees, of new tokens those in `tokens`
     const int64_t row = (int64_t{sequence.q_begin} + query) * params.num_heads + head;
     const int position = sequence.context_len - sequence.q_len + query;
     const int64_t hidden = params.sliding_window > 0 ? int64_t{position} - params.sliding_window : int64_t{-1};
+    const bool tree = args.tree_mask != nullptr;
+    const int last = tree ? sequence.context_len - 1 : position;
+    const uint64_t tokens = tree ? args.TreeTokens(sequence.q_begin + query) : ~uint64_t{0};
     const int begin = hidden >= 0 ? static_cast<int>(hidden + 1) / kTileKeys : 0;
     float4 q[kVectors], out[kVectors];
 #pragma unroll
@@ -92,16 +131,17 @@ __global__ void __launch_bounds__(kWarps32 * 32) DecodeF32Kernel(const __grid_co
       const int column = i * 128 + lane * 4;
       q[i] = out[i] = {0.0f, 0.0f, 0.0f, 0.0f};
       if (column < params.head_dim) {
-        q[i] =
-            *reinterpret_cast<const float4*>(static_cast<const float*>(params.query) + row * params.head_dim + column);
+        q[i] = Query::Load(params.query, row * params.head_dim + column, params.dtype);
       }
     }
     // ---- Each warp's key tiles
     AttentionState state = {-INFINITY, 0.0f};
-    for (int tile = begin + warp; tile * kTileKeys <= position; tile += kWarps32) {
+    for (int tile = begin + warp; tile * kTileKeys <= last; tile += kWarps32) {
       // Lane i looks up the cache slot of key i.
       const int my_key = tile * kTileKeys + lane;
-      const bool seen = lane < kTileKeys && my_key <= position && my_key > hidden;
+      const int token = my_key - (sequence.context_len - sequence.q_len);
+      const bool in_tree = !tree || token < 0 || (tokens >> (token & 63) & 1) != 0;
+      const bool seen = lane < kTileKeys && my_key <= last && my_key > hidden && in_tree;
       int64_t my_offset = -1;
       if (seen) {
         const int index = args.PageOf(my_key);
@@ -176,24 +216,36 @@ __global__ void __launch_bounds__(kWarps32 * 32) DecodeF32Kernel(const __grid_co
         sum = Scaled(sum, weights[i].first);
         AddScaled(sum, outs[i][column / 4], weights[i].second);
       }
-      *reinterpret_cast<float4*>(static_cast<float*>(params.out) + row * params.head_dim + column) =
-          Scaled(sum, factor);
+      Query::Store(params.out, row * params.head_dim + column, Scaled(sum, factor), params.dtype);
     }
     if (params.lse != nullptr && threadIdx.x == 0) params.lse[row] = lse;
     __syncthreads();
   }
 }
 
+void (*SelectKernel(const PagedAttentionParams& params))(DecodeArgs) {
+  const bool f32 = params.dtype == DType::kF32;
+  switch (params.cache_dtype) {
+    case DType::kF8E4M3FN:
+      return f32 ? DecodeSimtKernel<QueryF32, CacheFloat8<true>> : DecodeSimtKernel<Query16Bit, CacheFloat8<true>>;
+    case DType::kF8E5M2:
+      return f32 ? DecodeSimtKernel<QueryF32, CacheFloat8<false>> : DecodeSimtKernel<Query16Bit, CacheFloat8<false>>;
+    case DType::kF16:
+      return DecodeSimtKernel<Query16Bit, Cache16Bit<__half>>;
+    case DType::kBF16:
+      return DecodeSimtKernel<Query16Bit, Cache16Bit<__nv_bfloat16>>;
+    default:
+      return DecodeSimtKernel<QueryF32, CacheF32>;
+  }
+}
+
 }  // namespace
 
-Status LaunchF32(const PagedAttentionParams& params, Stream stream) {
+Status LaunchSimt(const PagedAttentionCall& params, Stream stream) {
   const DecodeArgs args = MakeArgs(params, MakeKernelConfig(params));
   const dim3 grid(static_cast<unsigned>(std::max<int64_t>(params.max_seqs, 1)),
                   static_cast<unsigned>(params.num_heads));
-  const auto kernel = params.cache_dtype == DType::kF8E4M3FN ? DecodeF32Kernel<CacheFloat8<true>>
-                      : params.cache_dtype == DType::kF8E5M2 ? DecodeF32Kernel<CacheFloat8<false>>
-                                                             : DecodeF32Kernel<CacheF32>;
-  kernel<<<grid, kWarps32 * 32, 0, stream>>>(args);
+  SelectKernel(params)<<<grid, kWarps32 * 32, 0, stream>>>(args);
   XLA_GPU_RETURN_IF_LAUNCH_FAILED();
   return Status::Ok();
 }

@@ -32,12 +32,18 @@ struct SplitAccumulators {
   // tile that it began, one segment of that, and one work tile that another CTA began.
   __device__ static unsigned IndexOf(unsigned cta, bool from_tile_begin, bool has_tile_begin, bool has_segment_begin,
                                      int segment, int split_in_segment) {
-    const int index = has_tile_begin      ? kSegmentSplits + kMaxSegments + (from_tile_begin ? 0 : 1)
+    // The first segment of a work tile, and the first split of a segment, are never those that another CTA began.
+    const int index = has_tile_begin      ? (from_tile_begin ? 0 : kSegmentSplits)
                       : has_segment_begin ? kSegmentSplits + segment
                                           : split_in_segment;
     return cta * kCtaAccumulators + index;
   }
-  // As IndexOf where every split stores its own. work_tile: see WorkTileIndex.
+  // As IndexOf where CTAs take whole segments of a work tile (DecodeArgs::whole_segments). A CTA stores the segments of
+  // one work tile that another CTA began, and thus not its first segment, and what it has of one that it began.
+  __device__ static unsigned IndexOfSegment(unsigned cta, bool has_tile_begin, int segment) {
+    return cta * kMaxSegments + (has_tile_begin ? 0 : segment);
+  }
+  // The accumulator for what begins with split `split`. work_tile: see WorkTileIndex and SequenceTileIndex.
   __device__ static unsigned IndexOfSplit(unsigned work_tile, int split) { return work_tile * kMaxSplits + split; }
 };
 
@@ -45,6 +51,12 @@ struct SplitAccumulators {
 // rows at most row_tiles_per_token row tiles begin.
 __device__ inline unsigned WorkTileIndex(const DecodeArgs& args, int q_begin, const WorkTile& work_tile) {
   const unsigned row_tile = static_cast<unsigned>(q_begin) * args.row_tiles_per_token + work_tile.row_tile;
+  return row_tile * static_cast<unsigned>(args.params.num_kv_heads) + work_tile.kv_head;
+}
+
+// The same for wide work tiles, by the sequence.
+__device__ inline unsigned SequenceTileIndex(const DecodeArgs& args, int sequence, const WorkTile& work_tile) {
+  const unsigned row_tile = static_cast<unsigned>(sequence) * args.row_tiles_per_token + work_tile.row_tile;
   return row_tile * static_cast<unsigned>(args.params.num_kv_heads) + work_tile.kv_head;
 }
 

@@ -9,24 +9,10 @@
 #include "ffi/ops/paged_attention/decode/epilogue.cuh"
 #include "ffi/ops/paged_attention/decode/mainloop.cuh"
 #include "ffi/ops/paged_attention/decode/tile_scheduler.cuh"
+#include "ffi/ops/paged_attention/decode/wide_mainloop.cuh"
+#include "ffi/ops/paged_attention/decode/work_range.cuh"
 
 namespace xla_gpu::decode {
-
-// The part of a work tile that a CTA computes: splits [split_begin, split_end), which are keys [key_begin, key_end).
-struct WorkRange {
-  SequencePlan plan;
-  int index;  // of the sequence in the scheduler's slice
-  int tile;   // of the sequence's work tiles
-  WorkTile work_tile;
-  int sequence;
-  int split_begin;
-  int split_end;
-  int key_begin;
-  int key_end;
-};
-
-template <typename Traits>
-using SplitKvTileScheduler = TileScheduler<FixedTileShape<Traits::kBlockKeysLog2, Traits::kRowsLog2>>;
 
 template <typename Traits>
 struct SplitKvSharedStorage {
@@ -64,7 +50,7 @@ class SplitKvCta {
     const uint32_t offset = begin - plan.begin;
     const int tile = offset < plan.length ? 0 : static_cast<int>(offset / plan.length);
     // A split that began before the interval belongs to another CTA group.
-    bool more = SetRange(index, tile, plan.FirstSplitFrom(args_, offset - static_cast<unsigned>(tile) * plan.length));
+    bool more = SetRange(index, tile, FirstSplitFrom(plan, offset - static_cast<unsigned>(tile) * plan.length));
     while (more) {
       if (range.split_begin < range.split_end) ComputeRange(range);
       more = NextRange(range);
@@ -88,6 +74,9 @@ class SplitKvCta {
   // ---- Work ranges
   // -----------------------------------------------------------------------------------------------------
 
+  __device__ int FirstSplitFrom(const SequencePlan& plan, uint32_t offset) const {
+    return plan.template FirstSplitFrom<typename Scheduler::Shape>(args_, offset);
+  }
   // Sets the range that begins with split `split_begin` of a work tile. It may be empty. False if the split belongs to
   // another CTA group.
   __device__ bool SetRange(int index, int tile, int split_begin) {
@@ -95,7 +84,7 @@ class SplitKvCta {
     const uint32_t interval_end = shared_.interval_end[threadIdx.x / 32];
     const WorkTile work_tile = WorkTile::Of(args_, plan, tile, static_cast<int>(blockIdx.x));
     if (work_tile.begin + plan.SplitOffset(args_, split_begin) >= interval_end) return false;
-    const int split_end = plan.FirstSplitFrom(args_, interval_end - work_tile.begin);
+    const int split_end = FirstSplitFrom(plan, interval_end - work_tile.begin);
     const int split_keys = plan.split_blocks * Traits::kBlockKeys;
     shared_.range[threadIdx.x / 32] = {
         plan,
@@ -125,10 +114,18 @@ class SplitKvCta {
   // ---------------------------------------------------------------------------------
 
   __device__ void ComputeRange(const WorkRange& range) {
-    const PagedAttentionParams& params = args_.params;
     const SequencePlan& plan = range.plan;
     if (plan.end_key == plan.first_key) return StoreEmptyRows<Traits>(args_, plan, range.work_tile);
+    if constexpr (Traits::kWide) {
+      return WideMainloop<Traits>(args_, shared_).Run(range);
+    } else {
+      ComputeNarrowRange(range);
+    }
+  }
 
+  __device__ void ComputeNarrowRange(const WorkRange& range) {
+    const PagedAttentionParams& params = args_.params;
+    const SequencePlan& plan = range.plan;
     // Page look-ups of the first stages. They come first because all else waits for them. Each warp has one KV tile of
     // every KV block. keys_left: keys from the warp's tile to the end of the range; negative past the end.
     int keys_left = range.key_end - range.key_begin - static_cast<int>(threadIdx.x / 32) * Traits::kTileKeys;
@@ -212,67 +209,11 @@ class SplitKvCta {
 
       // The end of a split.
       accumulator.ReduceSums();
-      Accumulate(range, thread, split, accumulator, segment, tile);
+      AccumulateSplit<Traits>(args_, range, range.work_tile, 0, thread, split, accumulator, segment, tile);
       if (blocks == 0) break;
       accumulator.Clear();
       split_blocks_left = kv.plan->split_blocks;
       ++split;
-    }
-  }
-
-  // Merges a split with those before it: into `segment` those of its segment, into `tile` the segments of the work
-  // tile. What this CTA will not merge any further goes to a split accumulator, or to the output if it is the whole
-  // work tile.
-  __device__ void Accumulate(const WorkRange& range, const Thread& thread, int split,
-                             const Accumulator<Traits>& accumulator, Accumulator<Traits>& segment,
-                             Accumulator<Traits>& tile) {
-    const SequencePlan& plan = range.plan;
-    const WorkTile& work_tile = range.work_tile;
-    const int index = plan.SegmentOf(split);
-    const int first = index * plan.segment_splits;
-    const bool range_ends = split == range.split_end - 1;
-    const bool has_segment_begin = range.split_begin <= first;
-    const bool has_tile_begin = range.split_begin == 0;
-    const bool store_each = args_.store_every_split && plan.splits > 1;
-    const int rows = min(plan.q_len * args_.group_size - work_tile.row_tile * Traits::kRows, Traits::kRows);
-    Accumulator<Traits> partial = accumulator;  // what is stored, of the splits from `from` on
-    int from = split;
-    bool and_tile = false;  // `tile` is stored too
-    if (has_segment_begin && !store_each) {
-      if (split == first) {
-        segment = accumulator;
-      } else {
-        segment.Merge(accumulator);
-      }
-      partial = segment;
-      from = first;
-      const int last = min(first + plan.segment_splits, int{plan.splits}) - 1;
-      if (split != last) {
-        if (!range_ends) return;
-        and_tile = has_tile_begin && first > 0;
-      } else if (has_tile_begin) {
-        if (first == 0) {
-          tile = segment;
-        } else {
-          tile.Merge(segment);
-        }
-        if (split == plan.splits - 1) return StoreOutput<Traits>(args_, plan, work_tile, thread, rows, tile);
-        if (!range_ends) return;
-        partial = tile;
-        from = 0;
-      }
-    }
-#pragma unroll 1
-    while (true) {
-      const unsigned accumulator_index =
-          store_each ? SplitAccumulators::IndexOfSplit(WorkTileIndex(args_, plan.q_begin, work_tile), split)
-                     : SplitAccumulators::IndexOf(blockIdx.y * gridDim.x + blockIdx.x, from == 0, has_tile_begin,
-                                                  has_segment_begin, index, split - first);
-      StorePartial<Traits>(args_, accumulator_index, thread, rows, partial);
-      if (!and_tile) return;
-      and_tile = false;
-      partial = tile;
-      from = 0;
     }
   }
 
@@ -307,7 +248,7 @@ __global__ void __maxnreg__(Traits::kHeadDim <= 128 && Traits::kRowTiles == 1 ? 
     // The combine kernel may start now if the call is short, or if there may be nothing to do because the prefill path
     // ran first. Else it may start when the first copies are under way, so that its CTAs do not delay this kernel's.
     if (args.store_every_split || !args.wait_at_start) AllowDependentLaunch();
-    if (MayHaveDecodeRows(args)) {
+    if ((Traits::kWide && args.tree_mask != nullptr) || MayHaveDecodeRows(args)) {
       SplitKvCta<Traits>(args, *reinterpret_cast<SplitKvSharedStorage<Traits>*>(dynamic_shared)).Run();
     }
     // Programmatic-launch wait: one CTA waits, so that the kernel before has ended when this one has.

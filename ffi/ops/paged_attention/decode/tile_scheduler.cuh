@@ -58,10 +58,14 @@ struct SequencePlan {
     return static_cast<int>((static_cast<float>(split) + 0.5f) * Reciprocal(segment_splits));
   }
   __device__ int Segments() const { return SegmentOf(splits - 1) + 1; }
-  // The first split that begins at `offset` in its work tile or later; `splits` if none does.
+  // The first split that begins at `offset` in its work tile or later; `splits` if none does. Where CTA groups take
+  // whole segments, the first one that begins a segment.
+  template <typename TileShape>
   __device__ int FirstSplitFrom(const DecodeArgs& args, uint32_t offset) const {
     if (offset >= length) return splits;
-    return min(CeilDivSmall(offset << args.block_shift, static_cast<unsigned>(split_blocks)), int{splits});
+    const int split = CeilDivSmall(offset << args.block_shift, static_cast<unsigned>(split_blocks));
+    if (!TileShape::WholeSegments(args)) return min(split, int{splits});
+    return min(SegmentOf(split + segment_splits - 1) * segment_splits, int{splits});
   }
 };
 static_assert(sizeof(SequencePlan) == 32 && kMaxSplits < 127 && kMaxDecodeRows < 256);
@@ -87,20 +91,26 @@ template <int kBlockKeysLog2, int kRowsLog2>
 struct FixedTileShape {
   __device__ static constexpr int BlockKeysLog2(const DecodeArgs&) { return kBlockKeysLog2; }
   __device__ static constexpr int RowsLog2(const DecodeArgs&) { return kRowsLog2; }
+  __device__ static constexpr bool WholeSegments(const DecodeArgs&) { return false; }
+};
+template <int kBlockKeysLog2, int kRowsLog2>
+struct WideTileShape : FixedTileShape<kBlockKeysLog2, kRowsLog2> {
+  __device__ static bool WholeSegments(const DecodeArgs& args) { return args.whole_segments; }
 };
 // The same from the arguments, for kernels that serve every shape.
 struct AnyTileShape {
   __device__ static int BlockKeysLog2(const DecodeArgs& args) { return args.block_keys_log2; }
   __device__ static int RowsLog2(const DecodeArgs& args) { return args.tile_rows_log2; }
+  __device__ static bool WholeSegments(const DecodeArgs& args) { return args.whole_segments; }
 };
 
 // The plan of a sequence, with `begin` 0 and no fixed overhead. Without splits unless the sequence owns its rows and
-// has at most kMaxDecodeRows of them.
+// has at most max_tokens of them.
 template <typename TileShape>
 __device__ inline SequencePlan MakeSequencePlan(const DecodeArgs& args, bool owned, const SequenceMetadata& metadata) {
   SequencePlan plan = {};
   const unsigned q_len = static_cast<unsigned>(metadata.q_end) - static_cast<unsigned>(metadata.q_begin);
-  if (!owned || q_len - 1 >= kMaxDecodeRows) return plan;
+  if (!owned || q_len - 1 >= static_cast<unsigned>(args.max_tokens)) return plan;
   plan.valid = static_cast<unsigned>(metadata.context_len) <= args.max_context_len;
   plan.q_begin = metadata.q_begin;
   plan.q_len = static_cast<uint8_t>(q_len);
@@ -147,7 +157,7 @@ __device__ inline bool MayHaveDecodeRows(const DecodeArgs& args) {
   bool any = false;
   for (int64_t s = threadIdx.x; s < params.max_seqs; s += blockDim.x) {
     const int64_t rows = int64_t{__ldg(params.query_start_loc + s + 1)} - __ldg(params.query_start_loc + s);
-    any = any || (1 <= rows && rows <= kMaxDecodeRows);
+    any = any || (1 <= rows && rows <= args.max_tokens);
   }
   return __syncthreads_or(any);
 }
@@ -157,6 +167,7 @@ __device__ inline bool MayHaveDecodeRows(const DecodeArgs& args) {
 template <typename TileShape>
 class TileScheduler {
  public:
+  using Shape = TileShape;
   struct SharedStorage {  // of a warp
     SequencePlan plans[32];
   };

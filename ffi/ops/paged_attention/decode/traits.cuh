@@ -43,7 +43,7 @@ struct KernelTraits {
   static constexpr CacheFormat kFormat = kFormat_;
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr int kRowTiles = kRowTiles_;  // n8 tiles of the matrix products
-  static constexpr int kRowsLog2 = kRowTiles == 2 ? 4 : 3;
+  static constexpr int kRowsLog2 = kRowTiles == 4 ? 5 : kRowTiles == 2 ? 4 : 3;
   static constexpr int kRows = 8 * kRowTiles;  // query rows of a work tile
   static constexpr bool kNarrowCopies = kNarrowCopies_;
   static constexpr bool kLargeSharedMemory = kLargeSharedMemory_;
@@ -51,6 +51,8 @@ struct KernelTraits {
   static constexpr __nv_fp8_interpretation_t kFloat8Kind = kFormat == CacheFormat::kE4M3 ? __NV_E4M3 : __NV_E5M2;
   using Operand = std::conditional_t<kFormat == CacheFormat::kBF16, __nv_bfloat16, __half>;
 
+  static constexpr bool kWide = false;               // see WideKernelTraits
+  static constexpr bool kTreeMask = kRowTiles == 4;  // of a half of a wide work tile
   static constexpr int kWarps = 4;
   static constexpr int kThreads = 32 * kWarps;
 
@@ -86,6 +88,29 @@ struct KernelTraits {
   // Each warp computes the scores of its own KV tile, and its own columns of the output over the whole KV block.
   static constexpr int kColumnTiles = kHeadDim / 16 / kWarps;  // m16 tiles of columns
   static constexpr int kQkSteps = kHeadDim / 16;               // k16 steps of Q * K^T
+};
+
+// The split-KV kernel for work tiles of 64 query rows (wide_mainloop.cuh): two halves of the rows share the KV blocks
+// of a CTA. Each half is four warps, whose products are those of KernelTraits with 32 rows. For GPUs with large shared
+// memory alone.
+template <CacheFormat kFormat_, int kHeadDim_>
+struct WideKernelTraits : KernelTraits<kFormat_, kHeadDim_, 4, false, true> {
+  using Half = KernelTraits<kFormat_, kHeadDim_, 4, false, true>;
+  static constexpr bool kWide = true;
+  static constexpr int kHalves = 2;
+  static constexpr int kRows = Half::kRows * kHalves;
+  static constexpr int kRowsLog2 = Half::kRowsLog2 + 1;
+  static constexpr int kWarps = Half::kWarps * kHalves;
+  static constexpr int kThreads = 32 * kWarps;
+  static constexpr int kBlockTiles = Half::kBlockKeys / 16;               // m16 tiles of a KV block
+  static constexpr int kBlockBytes = Half::kBlockKeys * Half::kRowBytes;  // of K, and again of V
+  static constexpr int kStages = 5;                                       // of a KV block each
+
+  // The part of a KV block that a warp copies.
+  struct Copy : Half {
+    static constexpr int kTileKeys = Half::kBlockKeys / kWarps;
+    static constexpr int kTileBytes = kTileKeys * Half::kRowBytes;
+  };
 };
 
 }  // namespace xla_gpu::decode

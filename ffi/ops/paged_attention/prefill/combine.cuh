@@ -63,6 +63,7 @@ __global__ void __launch_bounds__(kCombineThreads)
   const bool in_order = QueryStartsInOrder(params, num_live);
   const LogitTransform transform(params, /*kv_head=*/0);
   bool waited = false;
+  int first_warp = 0;  // that takes the next sequence's first row: all warps get as many rows
   for (int base = 0; base < num_live; base += 32) {
     SequenceInfo info{};
     if (base + lane < num_live) info = LoadSequence(params, base + lane, in_order);
@@ -74,7 +75,9 @@ __global__ void __launch_bounds__(kCombineThreads)
       const int end = begin + __shfl_sync(~0u, info.q_len, owner) * static_cast<int>(params.num_heads);
       if (!waited) WaitForPreviousKernel();
       waited = true;
-      for (int row = begin + warp; row < end; row += warps) {
+      const int skipped = warp - first_warp + (warp < first_warp ? warps : 0);
+      first_warp = (first_warp + end - begin) % warps;
+      for (int row = begin + skipped; row < end; row += warps) {
         // NOTE: __ldcg, since the kernel before has just written them: the read-only cache may be stale.
         float2 max_sum = make_float2(-INFINITY, 0.0f);
         if (lane < splits) max_sum = __ldcg(accumulators.max_sum_accum + lane * accumulators.rows_per_split + row);

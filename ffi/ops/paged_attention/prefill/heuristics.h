@@ -17,7 +17,7 @@ namespace xla_gpu::prefill {
 // dynamic scheduler, without a counter in memory that must be reset.
 inline int64_t SingleTileCtas(const PagedAttentionParams& shapes, int tile_rows) {
   const int64_t group = shapes.num_heads / shapes.num_kv_heads;
-  const int64_t prompts = std::min(shapes.max_seqs, shapes.num_tokens / (kMaxDecodeRows + 1));
+  const int64_t prompts = std::min(shapes.max_seqs, shapes.num_tokens / (shapes.max_decode_tokens + 1));
   // Only the last work tile of a prompt may be partly filled.
   const int64_t tiles = shapes.num_tokens * group / tile_rows + prompts;
   return tiles * shapes.num_kv_heads + 1;
@@ -45,7 +45,7 @@ inline int64_t CombineCtas(const SplitAccumulatorLayout& layout, int cta_warps, 
 
 // Rows of a work tile of the TMA kernel at head_dim 128: 192, 128 or 64. Small work tiles, of which there are more,
 // where large ones would leave SMs idle. All three give the same bits, so the shapes of a batch may decide.
-inline int TmaTileRowsDim128(const PagedAttentionParams& shapes, int64_t sms) {
+inline int TmaTileRowsForFullTiles(const PagedAttentionParams& shapes, int64_t sms) {
   constexpr int64_t kLargeRows = 192;
   constexpr int64_t kFewRows = 512;                        // of a kv head, in all sequences
   constexpr int64_t kSmallCacheBytes = int64_t{64} << 20;  // is read from DRAM once, and again from L2
@@ -59,6 +59,20 @@ inline int TmaTileRowsDim128(const PagedAttentionParams& shapes, int64_t sms) {
   if (rows <= kFewRows || (4 * large_tiles <= 3 * sms && cache_bytes <= kSmallCacheBytes)) return 64;
   const int64_t rounds = max_context <= kShortContext ? 3 : 2;  // of large work tiles on all SMs
   return large_tiles < rounds * sms ? 128 : 192;
+}
+
+// The same, or the smallest work tiles of which a sequence of the average length has no more: those of short prompts
+// and of a few tokens are not full, and small ones take less time.
+inline int TmaTileRowsDim128(const PagedAttentionParams& shapes, int64_t sms) {
+  const int most = TmaTileRowsForFullTiles(shapes, sms);
+  if (shapes.max_seqs == 0) return most;
+  const int64_t tokens = (shapes.num_tokens + shapes.max_seqs - 1) / shapes.max_seqs;
+  const int64_t rows = tokens * (shapes.num_heads / shapes.num_kv_heads);
+  const auto tiles = [&](int64_t tile_rows) { return (rows + tile_rows - 1) / tile_rows; };
+  for (const int fewer : {64, 128}) {
+    if (fewer < most && tiles(fewer) == tiles(most)) return fewer;
+  }
+  return most;
 }
 
 }  // namespace xla_gpu::prefill

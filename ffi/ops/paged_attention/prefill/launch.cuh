@@ -97,7 +97,7 @@ inline bool SupportsTma(const PagedAttentionParams& shapes) {
 }
 
 // Everything that the TMA kernel takes. False where the driver has no tensor maps for these tensors.
-inline bool MakeTmaParams(const PagedAttentionParams& params, const SplitAccumulatorLayout& layout, TmaParams* tma) {
+inline bool MakeTmaParams(const PagedAttentionCall& params, const SplitAccumulatorLayout& layout, TmaParams* tma) {
   const auto unsign = [](int64_t x) { return static_cast<uint64_t>(x); };
   const int tile_keys = SplitKvPolicy::TileKeys(params.head_dim);
   const auto group = static_cast<uint32_t>(params.num_heads / params.num_kv_heads);
@@ -135,6 +135,11 @@ inline bool MakeTmaParams(const PagedAttentionParams& params, const SplitAccumul
   tma->split_kv.group = static_cast<int>(group);
   tma->split_kv.kv_heads = static_cast<int>(params.num_kv_heads);
   tma->split_kv.tile_keys = tile_keys;
+  tma->split_kv.max_decode_tokens = params.max_decode_tokens;
+  tma->split_kv.max_tokens = params.tree_mask != nullptr ? static_cast<int>(params.MaxTreeTokens()) : INT32_MAX;
+  tma->tree_mask = params.tree_mask;
+  tma->tree_words = params.tree_mask != nullptr ? static_cast<int>(params.tree_words) : 0;
+  tma->behind_decode = params.tree_mask == nullptr && DecodeComesFirst(params);
   char* const scratch = static_cast<char*>(params.scratch) + PrefillScratchBegin(params);
   tma->accumulators.o_accum = reinterpret_cast<float*>(scratch);
   tma->accumulators.max_sum_accum =
@@ -148,7 +153,7 @@ template <typename Traits>
 Status LaunchTma(const TmaParams& tma, const SplitAccumulatorLayout& layout, int64_t sms, Stream stream) {
   using Layout = SplitAccumulatorLayout;
   static_assert(Traits::kTileKeys == SplitKvPolicy::TileKeys(Traits::kHeadDim));
-  static_assert(Traits::kRows <= Layout::kMaxTileRows &&
+  static_assert(Traits::kRows <= Layout::MaxTileRows(Traits::kHeadDim) &&
                 Traits::kMaxSequences == Layout::SequencesPerGridRow(Traits::kHeadDim));
   const PagedAttentionParams& params = tma.attention;
   const auto kernel = PrefillTmaKernel<Traits>;
@@ -177,7 +182,7 @@ Status LaunchTma(const TmaParams& tma, const SplitAccumulatorLayout& layout, Str
   } else if constexpr (kDim == 256) {
     return LaunchTma<TmaKernelTraits<T, TmaConfigDim256>>(tma, layout, sms, stream);
   } else {
-    switch (TmaTileRowsDim128(tma.attention, sms)) {
+    switch (tma.tree_mask != nullptr ? 64 : TmaTileRowsDim128(tma.attention, sms)) {
       case 64:
         return LaunchTma<TmaKernelTraits<T, TmaConfigDim128Rows64>>(tma, layout, sms, stream);
       case 128:
@@ -188,10 +193,18 @@ Status LaunchTma(const TmaParams& tma, const SplitAccumulatorLayout& layout, Str
   }
 }
 
+template <typename T>
+Status SplitsKeys(const PagedAttentionParams& shapes, bool* splits) {
+  *splits = false;
+  if (IsFloat8(shapes.cache_dtype) || !SupportsTma(shapes)) return Status::Ok();
+  if (shapes.head_dim == 64) return SupportsSm90a<T, 64>(splits);
+  return shapes.head_dim == 128 ? SupportsSm90a<T, 128>(splits) : SupportsSm90a<T, 256>(splits);
+}
+
 // ---- The choice of a kernel
 // kDim: head_dim, rounded up.
 template <typename T, int kDim>
-Status LaunchDim(const PagedAttentionParams& params, Stream stream) {
+Status LaunchDim(const PagedAttentionCall& params, Stream stream) {
   bool sm90a = false;
   if (!IsFloat8(params.cache_dtype)) {
     if (Status status = SupportsSm90a<T, kDim>(&sm90a); !status.ok()) return status;
@@ -202,12 +215,15 @@ Status LaunchDim(const PagedAttentionParams& params, Stream stream) {
     TmaParams tma{};
     if (MakeTmaParams(params, layout, &tma)) return LaunchTma<T, kDim>(tma, layout, stream);
   }
+  if (params.tree_mask != nullptr) {
+    return Status::Internal("paged_attention: tree_mask: the driver makes no tensor maps for this kv_cache");
+  }
   return LaunchCpAsync<T, kDim>(params, stream);
 }
 
 // T: __half or __nv_bfloat16.
 template <typename T>
-Status Launch16Bit(const PagedAttentionParams& params, Stream stream) {
+Status Launch16Bit(const PagedAttentionCall& params, Stream stream) {
   if (params.head_dim <= 64) return LaunchDim<T, 64>(params, stream);
   if (params.head_dim <= 128) return LaunchDim<T, 128>(params, stream);
   return LaunchDim<T, 256>(params, stream);

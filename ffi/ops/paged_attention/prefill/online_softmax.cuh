@@ -14,9 +14,10 @@
 namespace xla_gpu::prefill {
 
 // The softmax of a warp's kRowTiles * 16 rows, from row `first_row` of the work tile on.
+// kTreeMask: rows may have a tree_mask.
 // kRescaleThreshold: the maximum follows a larger score only where that exceeds it by a factor of 2^kRescaleThreshold,
 // which saves most of the rescaling. Numerators up to 2^kRescaleThreshold must fit the dtype in which they multiply V.
-template <int kRowTiles, int kRescaleThreshold = 0>
+template <int kRowTiles, int kRescaleThreshold = 0, bool kTreeMask = false>
 struct OnlineSoftmax {
   const int first_row;
   AttentionState state[kRowTiles][2];  // of transformed scores (LogitTransform); the sum is of this lane's columns
@@ -287,6 +288,9 @@ struct OnlineSoftmax {
 
   template <int kKeyTiles, typename Rows>
   __device__ void Mask(const Rows& rows, int first_position, float (&s)[kRowTiles][kKeyTiles][4]) const {
+    if constexpr (kTreeMask) {
+      if (rows.tree_mask != nullptr) return MaskTree(rows, first_position, s);
+    }
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m) {
 #pragma unroll
@@ -299,6 +303,42 @@ struct OnlineSoftmax {
         for (int n = 0; n < kKeyTiles; ++n) {
           if (n * 8 > last_key || n * 8 < first_key) s[m][n][2 * h] = -INFINITY;
           if (n * 8 + 1 > last_key || n * 8 + 1 < first_key) s[m][n][2 * h + 1] = -INFINITY;
+        }
+      }
+    }
+  }
+
+  // With a tree_mask.
+  template <int kKeyTiles, typename Rows>
+  __device__ void MaskTree(const Rows& rows, int first_position, float (&s)[kRowTiles][kKeyTiles][4]) const {
+    const int first = first_position + Lane() % 4 * 2;  // this lane's first key
+#pragma unroll
+    for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        int first_key, last_key;
+        rows.VisibleKeys(Row(m, h), &first_key, &last_key);
+        first_key -= first;
+        const uint64_t tokens = rows.TreeTokens(Row(m, h));
+        const int first_new = rows.first_position - first;
+        // A word for 32 keys, of which this lane has those with constant numbers.
+#pragma unroll
+        for (int base = 0; base < kKeyTiles * 8; base += 32) {
+          const int shift = first_new - base;
+          uint32_t seen = shift >= 32 ? ~0u : shift > 0 ? (1u << shift) - 1 : 0u;
+          if (shift >= 0) {
+            if (shift < 32) seen |= static_cast<uint32_t>(tokens << shift);
+          } else if (shift > -64) {
+            seen |= static_cast<uint32_t>(tokens >> -shift);
+          }
+#pragma unroll
+          for (int n = base / 8; n < kKeyTiles && n < base / 8 + 4; ++n) {
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+              const int key = n * 8 + i;
+              if ((seen & 1u << (key - base)) == 0 || key < first_key) s[m][n][2 * h + i] = -INFINITY;
+            }
+          }
         }
       }
     }

@@ -87,9 +87,9 @@ class PersistentWarpTileScheduler {
  public:
   static constexpr int kSequences = 32;
 
-  // Does nothing where `!used`.
+  // Does nothing where `!used`. max_tokens: of a sequence; longer ones are invalid.
   __device__ PersistentWarpTileScheduler(const PagedAttentionParams& params, unsigned group, FastDivisor kv_heads,
-                                         bool used)
+                                         int max_tokens, bool used)
       : tiles_{group}, kv_heads_(kv_heads) {
     if (!used) return;
     const int lane = static_cast<int>(threadIdx.x) % 32;
@@ -110,8 +110,9 @@ class PersistentWarpTileScheduler {
     if (!in_order) {
       owns = owns && NoEarlierStartAbove(params.query_start_loc, params.num_tokens, prompt_.seq, prompt_.q_begin);
     }
-    if (owns && end - prompt_.q_begin > kMaxDecodeRows) prompt_.q_len = end - prompt_.q_begin;
-    if (context_len >= 0 && context_len <= params.pages_per_seq * params.page_size) prompt_.context_len = context_len;
+    if (owns && end - prompt_.q_begin > params.max_decode_tokens) prompt_.q_len = end - prompt_.q_begin;
+    const bool fits = prompt_.q_len <= max_tokens && context_len <= params.pages_per_seq * params.page_size;
+    if (context_len >= 0 && fits) prompt_.context_len = context_len;
     prompts_ = __ballot_sync(~0u, prompt_.q_len > 0);
   }
 

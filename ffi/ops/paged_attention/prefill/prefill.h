@@ -12,18 +12,24 @@ namespace xla_gpu {
 
 // The split accumulators (split_kv.h) in the call's scratch: where they begin, behind the decode path's, and their
 // size, in bytes. From shapes alone; 0 bytes where no sequence can be split.
-int64_t PrefillScratchBegin(const PagedAttentionParams& shapes);
-int64_t PrefillScratchBytes(const PagedAttentionParams& shapes);
+int64_t PrefillScratchBegin(const PagedAttentionCall& shapes);
+int64_t PrefillScratchBytes(const PagedAttentionCall& shapes);
 
-// Writes the rows of every sequence of more than kMaxDecodeRows rows, and the padding rows. Two launches where
-// sequences may be split, else one.
-Status LaunchPrefill(const PagedAttentionParams& params, Stream stream);
+// Whether the current device's kernel for these shapes splits the keys of few rows (split_kv.h).
+Status PrefillSplitsKeys(const PagedAttentionParams& shapes, bool* splits);
 
-// The same by the dtype of queries. Each has its own source file in instantiations/, so that they compile in parallel.
+// Writes the rows of every sequence of more than max_decode_tokens tokens, and the padding rows. Two launches where
+// sequences may be split, else one. With a tree_mask, which PrefillSplitsKeys must hold for, the call needs no other
+// launch: max_decode_tokens is 0, and sequences of more than MaxTreeTokens() rows become NaN.
+Status LaunchPrefill(const PagedAttentionCall& params, Stream stream);
+
+// Both by the dtype of queries. Each has its own source file in instantiations/, so that they compile in parallel.
 namespace prefill {
-Status LaunchF32(const PagedAttentionParams& params, Stream stream);
-Status LaunchF16(const PagedAttentionParams& params, Stream stream);
-Status LaunchBF16(const PagedAttentionParams& params, Stream stream);
+Status LaunchF32(const PagedAttentionCall& params, Stream stream);
+Status LaunchF16(const PagedAttentionCall& params, Stream stream);
+Status LaunchBF16(const PagedAttentionCall& params, Stream stream);
+Status SplitsKeysF16(const PagedAttentionParams& shapes, bool* splits);
+Status SplitsKeysBF16(const PagedAttentionParams& shapes, bool* splits);
 }  // namespace prefill
 
 }  // namespace xla_gpu

@@ -41,6 +41,9 @@ struct TileRows {
   int num_heads;
   int window;  // sliding window in keys, 0: none
   Divisor group;
+  const uint32_t* tree_mask;  // the sequence's rows of tree_mask; null: causal
+  int tree_words;
+  int q_len;
   unsigned first;      // packed row of the sequence where the tile begins
   int first_position;  // of the sequence's first row; negative where there are more rows than keys
 
@@ -53,6 +56,9 @@ struct TileRows {
         // A window of 2^31 or more hides nothing.
         window(params.sliding_window >> 31 != 0 ? 0 : static_cast<int>(params.sliding_window)),
         group(group),
+        tree_mask(nullptr),
+        tree_words(0),
+        q_len(tile.q_len),
         first(static_cast<unsigned>(tile.index) * rows_per_tile),
         first_position(tile.context_len - tile.q_len) {
     count = static_cast<int>(min(static_cast<unsigned>(rows_per_tile), tile.q_len * group.divisor - first));
@@ -69,11 +75,24 @@ struct TileRows {
     ++key_end;
   }
 
-  // The keys [*first_key, *last_key] that a row sees; none if *last_key < 0.
+  // With a tree_mask: all rows see the keys before the new tokens, and some row may see any of those.
+  __device__ void KeysOfTree(int* seen_last, int* all_last) const {
+    *seen_last = first_position + q_len - 1;
+    *all_last = first_position - 1;
+  }
+
+  // The keys [*first_key, *last_key] that a row sees; none if *last_key < 0. Of a causal sequence.
   __device__ void VisibleKeys(int row, int* first_key, int* last_key) const {
     const int position = max(first_position + static_cast<int>(group.Divide(first + row)), -1);
     *last_key = row < count ? position : -1;
     *first_key = window == 0 ? 0 : max(position - window + 1, 0);
+  }
+  // The new tokens that a row sees, a bit each.
+  __device__ uint64_t TreeTokens(int row) const {
+    if (row >= count) return 0;
+    const uint32_t* const words = tree_mask + group.Divide(first + row) * tree_words;
+    const uint64_t tokens = __ldg(words) | (tree_words > 1 ? static_cast<uint64_t>(__ldg(words + 1)) << 32 : 0);
+    return tokens & (~uint64_t{0} >> (64 - q_len));  // q_len is at most 64
   }
   __device__ int Head(int row) const {
     return kv_head * static_cast<int>(group.divisor) + static_cast<int>((first + row) % group.divisor);

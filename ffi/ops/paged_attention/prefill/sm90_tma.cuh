@@ -64,7 +64,7 @@ __global__ void __launch_bounds__(XLA_GPU_HAS_WGMMA ? Traits::kRegisterThreads :
   // All CTAs wait, also those without a work tile: then this kernel ends after the one before. Behind the decode path,
   // which has waited for all that came before, they plan first; of those without a work tile one waits, and the others
   // make room for the next kernel.
-  const bool behind_decode = DecodeComesFirst(attention);
+  const bool behind_decode = params.behind_decode;
   if (!behind_decode) WaitForPreviousKernel();
   AllowDependentLaunch();  // of the combine kernel, or of the decode path
 
@@ -72,7 +72,7 @@ __global__ void __launch_bounds__(XLA_GPU_HAS_WGMMA ? Traits::kRegisterThreads :
   using Scheduler = typename Traits::Scheduler;
   using WarpScheduler = typename Traits::WarpScheduler;
   const bool few = attention.max_seqs <= WarpScheduler::kSequences;
-  WarpScheduler warp_scheduler(attention, params.group.divisor, params.kv_heads, few);
+  WarpScheduler warp_scheduler(attention, params.group.divisor, params.kv_heads, params.split_kv.max_tokens, few);
   const Scheduler scheduler(attention, params.group.divisor, params.kv_heads, params.split_kv, !few,
                             cta.Storage().scheduler);
 

@@ -39,7 +39,13 @@ struct TmaSchedulerWarp {
     for (unsigned n = 0; find(n, &tile);) {
       cta.tiles.WaitEmpty(state);
       TileStage& stage = cta.Tile(state);
-      const Rows rows(cta.attention, tile, Traits::kRows, params.group);
+      Rows rows(cta.attention, tile, Traits::kRows, params.group);
+      if constexpr (Traits::kTreeMask) {
+        if (params.tree_words > 0) {
+          rows.tree_mask = params.tree_mask + static_cast<int64_t>(tile.q_begin) * params.tree_words;
+          rows.tree_words = params.tree_words;
+        }
+      }
 
       // ---- Split-KV
       SplitMode mode = 0;
@@ -53,6 +59,7 @@ struct TmaSchedulerWarp {
         } else {  // this CTA takes all splits: the work tile comes back for each
           int first_key, last_key;
           rows.VisibleKeys(rows.count - 1, &first_key, &last_key);
+          if (Traits::kTreeMask && params.tree_words > 0) last_key = tile.context_len - 1;
           tile.split = next_split;
           if (next_split > 0) mode = kAccumulate;
           if (last_key / (splits.tiles * kTileKeys) > next_split) mode |= kSpill;
@@ -107,6 +114,7 @@ struct TmaSchedulerWarp {
     const int end = one_warpgroup ? min(begin + 64, rows.count) : rows.count;
     int seen_begin, seen_last, all_begin, all_last;
     rows.KeysOf(begin, end, &seen_begin, &seen_last, &all_begin, &all_last);
+    if (Traits::kTreeMask && rows.tree_mask != nullptr && begin < end) rows.KeysOfTree(&seen_last, &all_last);
     int first = seen_begin / kTileKeys;
     int last = (seen_last + kTileKeys) / kTileKeys - 1;
     if (most > 0) {

@@ -19,12 +19,15 @@ namespace xla_gpu::prefill {
 
 struct TmaParams {
   PagedAttentionParams attention;
-  FastDivisor group;     // query heads of a kv head
-  FastDivisor kv_heads;  // num_kv_heads
-  FastDivisor page;      // page_size, in slots
-  int box_slots;         // slots of a TMA box; divides page_size and the keys of a key tile
-  int head_columns;      // from one kv head to the next, in columns of 64 elements
-  bool query_by_tma;     // q_map is valid: 64 rows are whole tokens
+  FastDivisor group;          // query heads of a kv head
+  FastDivisor kv_heads;       // num_kv_heads
+  FastDivisor page;           // page_size, in slots
+  int box_slots;              // slots of a TMA box; divides page_size and the keys of a key tile
+  int head_columns;           // from one kv head to the next, in columns of 64 elements
+  bool query_by_tma;          // q_map is valid: 64 rows are whole tokens
+  bool behind_decode;         // the decode path's kernels were launched before
+  const uint32_t* tree_mask;  // as in PagedAttentionCall
+  int tree_words;
   SplitKvPolicy split_kv;
   SplitAccumulators accumulators;
   CUtensorMap k_map;  // K as PagedTensor, in boxes of box_slots slots and head_dim columns
@@ -44,6 +47,7 @@ enum class Overlap {
 // ---- Configurations
 struct TmaConfigDim64 {
   static constexpr int kHeadDim = 64;
+  static constexpr bool kTreeMask = true;
   static constexpr int kTileKeys = 128;          // keys of a key tile
   static constexpr int kConsumerWarpgroups = 3;  // with 64 rows of the work tile each
   static constexpr Overlap kOverlap = Overlap::kIntraWarpgroup;
@@ -58,7 +62,8 @@ struct TmaConfigDim64 {
 // Three sizes of work tiles. They give the same bits: key tiles are the same, and so is what is done with each row.
 struct TmaConfigDim128Rows192 {
   static constexpr int kHeadDim = 128;
-  static constexpr int kTileKeys = 112;  // 128 spill registers in the loop over key tiles
+  static constexpr bool kTreeMask = false;  // takes calls with a tree_mask
+  static constexpr int kTileKeys = 112;     // 128 spill registers in the loop over key tiles
   static constexpr int kConsumerWarpgroups = 3;
   static constexpr Overlap kOverlap = Overlap::kInterWarpgroup;
   static constexpr int kQueryStages = 1;
@@ -73,6 +78,7 @@ struct TmaConfigDim128Rows128 : TmaConfigDim128Rows192 {
   static constexpr Overlap kOverlap = Overlap::kIntraWarpgroup;
 };
 struct TmaConfigDim128Rows64 : TmaConfigDim128Rows192 {
+  static constexpr bool kTreeMask = true;
   static constexpr int kConsumerWarpgroups = 1;
   static constexpr Overlap kOverlap = Overlap::kIntraWarpgroup;
 };
@@ -80,6 +86,7 @@ struct TmaConfigDim128Rows64 : TmaConfigDim128Rows192 {
 // 80 keys: with 64 key columns wgmma needs all of shared memory's bandwidth. They leave little room for the scheduler.
 struct TmaConfigDim256 {
   static constexpr int kHeadDim = 256;
+  static constexpr bool kTreeMask = true;
   static constexpr int kTileKeys = 80;
   static constexpr int kConsumerWarpgroups = 2;
   static constexpr Overlap kOverlap = Overlap::kIntraWarpgroup;

@@ -28,9 +28,18 @@ struct KvSplits {
 
 // How sequences are split.
 struct SplitKvPolicy {
-  static constexpr int kMaxTokens = 128;        // new tokens of a sequence that is split
+  static constexpr int kMaxSplitTokens = 128;   // new tokens of a sequence that is split
   static constexpr int kMaxSplits = 32;         // KV splits of a sequence
   static constexpr int kMinTilesPerSplit = 16;  // key tiles
+  // The same with so few tokens that a split is done when its keys have arrived: about eight splits, which even out the
+  // load, but not so short that starting and ending them takes longer than their keys.
+  static constexpr int kMinTilesOfFewTokens = 4;
+  XLA_GPU_HOST_DEVICE static int MinTilesOfFewTokens(int tiles) {
+    const int eighth = tiles / 8;
+    return eighth < kMinTilesOfFewTokens ? kMinTilesOfFewTokens
+           : eighth < kMinTilesPerSplit  ? eighth
+                                         : kMinTilesPerSplit;
+  }
   static constexpr int kTargetWorkTiles = 128;  // work tiles of a sequence over all kv heads and KV splits
   static constexpr int kWorkTileRows = 64;      // rows of a work tile, as kTargetWorkTiles counts them
 
@@ -43,17 +52,21 @@ struct SplitKvPolicy {
   int group;          // query heads of a kv head
   int kv_heads;
   int tile_keys;  // keys of a key tile
+  int max_decode_tokens;
+  int max_tokens;  // new tokens of a sequence; longer ones are invalid, as trees may be
 
   XLA_GPU_HOST_DEVICE KvSplits Of(int q_len, int context_len) const {
-    if (!enabled || q_len > kMaxTokens || q_len <= kMaxDecodeRows || (window > 0 && window < context_len)) {
+    if (!enabled || q_len > kMaxSplitTokens || q_len > max_tokens || q_len <= max_decode_tokens ||
+        (window > 0 && window < context_len)) {
       return {1, 0};
     }
     const int tiles = (context_len + tile_keys - 1) / tile_keys;
-    if (tiles < 2 * kMinTilesPerSplit) return {1, 0};
+    const int min_tiles = q_len <= kMaxDecodeRows ? MinTilesOfFewTokens(tiles) : kMinTilesPerSplit;
+    if (tiles < 2 * min_tiles) return {1, 0};
     const int row_tiles = (q_len * group + kWorkTileRows - 1) / kWorkTileRows;
     int count = kTargetWorkTiles / (row_tiles * kv_heads);
     if (count > kMaxSplits) count = kMaxSplits;
-    if (count > tiles / kMinTilesPerSplit) count = tiles / kMinTilesPerSplit;
+    if (count > tiles / min_tiles) count = tiles / min_tiles;
     if (count < 2) return {1, 0};
     const int tiles_per_split = (tiles + count - 1) / count;
     return {(tiles + tiles_per_split - 1) / tiles_per_split, tiles_per_split};
@@ -68,9 +81,12 @@ struct SplitKvPolicy {
 // score, sum). First come the rows of cross-CTA splits, [split][num_tokens * num_heads]; then, for every CTA, the rows
 // of one work tile, in which it accumulates the splits that it takes one after the other.
 struct SplitAccumulatorLayout {
-  static constexpr int64_t kMaxCrossCtaBytes = int64_t{64} << 20;
   static constexpr int64_t kMaxCtas = 152;  // in x; no more are launched
-  static constexpr int64_t kMaxTileRows = 192;
+  static constexpr int64_t MaxTileRows(int64_t head_dim) { return head_dim == 256 ? 128 : 192; }
+  // Of a call for up to 64 sequences. Where the decode path comes first, both use the same memory.
+  static constexpr int64_t MaxBytes(const PagedAttentionCall& shapes) {
+    return int64_t{DecodeComesFirst(shapes) || shapes.tree_words > 0 ? 32 : 20} << 20;
+  }
   // Sequences that one row of the grid plans.
   static constexpr int64_t SequencesPerGridRow(int64_t head_dim) {
     return head_dim == 64 ? 1024 : head_dim == 128 ? 512 : 128;
@@ -81,28 +97,45 @@ struct SplitAccumulatorLayout {
   int64_t rows_per_split;  // num_tokens * num_heads
   int64_t total_rows;      // of both kinds
 
-  static SplitAccumulatorLayout Of(const PagedAttentionParams& shapes) {
+  static SplitAccumulatorLayout Of(const PagedAttentionCall& shapes) {
     SplitAccumulatorLayout layout{false, 0, shapes.num_tokens * shapes.num_heads, 0};
     const int64_t dim = shapes.head_dim;
     using Policy = SplitKvPolicy;
-    const bool enabled =
-        shapes.dtype != DType::kF32 && shapes.num_kv_heads > 0 && (dim == 64 || dim == 128 || dim == 256) &&
-        shapes.page_size % 8 == 0 && shapes.num_tokens > kMaxDecodeRows &&
-        shapes.num_kv_heads * 2 <= Policy::kTargetWorkTiles &&
-        shapes.pages_per_seq * shapes.page_size > (2 * Policy::kMinTilesPerSplit - 1) * Policy::TileKeys(dim);
+    const int64_t max_decode_tokens = shapes.tree_words > 0 ? 0 : MaxDecodeTokens(shapes, true);
+    const int64_t min_tiles =
+        max_decode_tokens < kMaxDecodeRows ? Policy::kMinTilesOfFewTokens : Policy::kMinTilesPerSplit;
+    const bool enabled = shapes.dtype != DType::kF32 && shapes.num_kv_heads > 0 &&
+                         (dim == 64 || dim == 128 || dim == 256) && shapes.page_size % 8 == 0 &&
+                         shapes.num_tokens > max_decode_tokens && shapes.num_kv_heads * 2 <= Policy::kTargetWorkTiles &&
+                         shapes.pages_per_seq * shapes.page_size > (2 * min_tiles - 1) * Policy::TileKeys(dim);
     if (!enabled) return layout;
     layout.enabled = true;
-    const int64_t wanted = std::min<int64_t>(Policy::kMaxSplits, Policy::kTargetWorkTiles / shapes.num_kv_heads);
-    // With work tiles enough for all SMs, a cross-CTA split only adds the writes and the combine kernel.
-    const bool enough = layout.rows_per_split >= Policy::kTargetWorkTiles * Policy::kWorkTileRows;
-    const int64_t room = enough ? 0 : kMaxCrossCtaBytes / (layout.rows_per_split * RowBytes(dim));
-    layout.max_cross_cta = room < 2 ? 0 : static_cast<int>(std::min(wanted, room));
-    layout.total_rows = layout.max_cross_cta * layout.rows_per_split;
+    // The splits that the policy may make of a context: of few tokens up to nine, or a sixteenth of the key tiles.
+    const int64_t max_tiles =
+        (shapes.pages_per_seq * shapes.page_size + Policy::TileKeys(dim) - 1) / Policy::TileKeys(dim);
+    const int64_t of_context = std::max<int64_t>(9, max_tiles / Policy::kMinTilesPerSplit);
+    const int64_t wanted =
+        std::min({int64_t{Policy::kMaxSplits}, Policy::kTargetWorkTiles / shapes.num_kv_heads, of_context});
+    // Where work tiles are enough for all SMs, or contexts are short and the shapes speak against few tokens of a
+    // sequence, cross-CTA splits are not worth their writes and the combine kernel.
+    const bool short_contexts =
+        shapes.pages_per_seq * shapes.page_size <= (2 * Policy::kMinTilesPerSplit - 1) * Policy::TileKeys(dim);
+    const bool few_tokens = shapes.tree_words > 0 || (shapes.num_tokens > shapes.max_seqs && DecodeComesFirst(shapes));
+    const bool enough =
+        layout.rows_per_split >= Policy::kTargetWorkTiles * Policy::kWorkTileRows || (short_contexts && !few_tokens);
     const int64_t sequences = SequencesPerGridRow(dim);
-    if (layout.max_cross_cta < wanted) {
-      layout.total_rows +=
-          kMaxCtas * kMaxTileRows * std::max<int64_t>(1, (shapes.max_seqs + sequences - 1) / sequences);
+    const int64_t cta_rows =
+        kMaxCtas * MaxTileRows(dim) * std::max<int64_t>(1, (shapes.max_seqs + sequences - 1) / sequences);
+    const int64_t room = enough ? 0 : MaxBytes(shapes) / RowBytes(dim);  // in rows
+    if (wanted * layout.rows_per_split <= room) {
+      layout.max_cross_cta = static_cast<int>(wanted);
+      layout.total_rows = wanted * layout.rows_per_split;
+      return layout;
     }
+    // Sequences of more splits than that: one CTA takes them one after the other.
+    const int64_t splits = (room - cta_rows) / layout.rows_per_split;
+    layout.max_cross_cta = splits < 2 ? 0 : static_cast<int>(splits);
+    layout.total_rows = layout.max_cross_cta * layout.rows_per_split + cta_rows;
     return layout;
   }
   static int64_t RowBytes(int64_t dim) { return (dim + 2) * int64_t{sizeof(float)}; }

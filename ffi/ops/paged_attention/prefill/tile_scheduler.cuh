@@ -62,6 +62,7 @@ struct Prompt {
 struct SplitPromptKv {
   const SplitKvPolicy& policy;
   __device__ void operator()(Prompt* prompt) const {
+    if (prompt->q_len > policy.max_tokens) prompt->context_len = -1;
     const KvSplits splits = policy.Of(prompt->q_len, prompt->context_len);
     prompt->splits = policy.CrossCta(splits);
     prompt->split_keys = splits.tiles * policy.tile_keys;
@@ -145,7 +146,7 @@ class PromptList {
       prompt = {prompt.seq, info.q_begin, info.q_len, info.valid ? info.context_len : -1, 1, 0};
       split_kv_(&prompt);
     }
-    const bool mine = prompt.q_len > kMaxDecodeRows;
+    const bool mine = prompt.q_len > params_.max_decode_tokens;
     if (!__syncthreads_or(mine)) return;
     const unsigned votes = __ballot_sync(~0u, mine);
     if (thread % 32 == 0) storage_.warp_counts[thread / 32] = __popc(votes);

@@ -3,7 +3,7 @@
 
 namespace xla_gpu::decode {
 
-Status LaunchBF16(const PagedAttentionParams& params, Stream stream) {
+Status LaunchBF16(const PagedAttentionCall& params, Stream stream) {
   return LaunchFormat<CacheFormat::kBF16>(params, stream);
 }
 

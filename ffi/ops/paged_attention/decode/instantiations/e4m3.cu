@@ -3,7 +3,7 @@
 
 namespace xla_gpu::decode {
 
-Status LaunchE4M3(const PagedAttentionParams& params, Stream stream) {
+Status LaunchE4M3(const PagedAttentionCall& params, Stream stream) {
   return LaunchFormat<CacheFormat::kE4M3>(params, stream);
 }
 

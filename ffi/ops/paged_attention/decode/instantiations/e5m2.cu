@@ -3,7 +3,7 @@
 
 namespace xla_gpu::decode {
 
-Status LaunchE5M2(const PagedAttentionParams& params, Stream stream) {
+Status LaunchE5M2(const PagedAttentionCall& params, Stream stream) {
   return LaunchFormat<CacheFormat::kE5M2>(params, stream);
 }
 

@@ -3,7 +3,7 @@
 
 namespace xla_gpu::decode {
 
-Status LaunchF16(const PagedAttentionParams& params, Stream stream) {
+Status LaunchF16(const PagedAttentionCall& params, Stream stream) {
   return LaunchFormat<CacheFormat::kF16>(params, stream);
 }
 

@@ -23,8 +23,16 @@ constexpr SplitKvVariants kVariants = {
     MakeSplitKvKernel<KernelTraits<kFormat, kHeadDim, kRowTiles, kNarrowCopies, true>>(),
     MakeSplitKvKernel<KernelTraits<kFormat, kHeadDim, kRowTiles, kNarrowCopies, false>>()};
 
+// Without large shared memory, work tiles of 16 rows.
+template <CacheFormat kFormat, int kHeadDim>
+constexpr SplitKvVariants kWideVariants = {MakeSplitKvKernel<WideKernelTraits<kFormat, kHeadDim>>(),
+                                           kVariants<kFormat, kHeadDim, 2, false>.small};
+
 template <CacheFormat kFormat, int kHeadDim>
 const SplitKvVariants& SelectVariants(const KernelConfig& config) {
+  if constexpr (kFormat != CacheFormat::kE5M2 && kHeadDim <= 128) {
+    if (config.wide) return kWideVariants<kFormat, kHeadDim>;
+  }
   if constexpr (kFormat == CacheFormat::kE4M3 || kFormat == CacheFormat::kE5M2) {
     if (config.narrow_copies) return kVariants<kFormat, kHeadDim, 2, true>;
   }
@@ -49,8 +57,8 @@ const SplitKvVariants& SelectVariants(const KernelConfig& config) {
 }
 
 template <CacheFormat kFormat>
-Status LaunchFormat(const PagedAttentionParams& params, Stream stream) {
-  const KernelConfig config = MakeKernelConfig(params);
+Status LaunchFormat(const PagedAttentionCall& params, Stream stream) {
+  const KernelConfig config = params.tree_mask != nullptr ? MakeWideKernelConfig(params) : MakeKernelConfig(params);
   return LaunchKernels(params, config, SelectVariants<kFormat>(config), stream);
 }
 

@@ -6,8 +6,12 @@
 
 namespace xla_gpu::prefill {
 
-Status LaunchBF16(const PagedAttentionParams& params, Stream stream) {
+Status LaunchBF16(const PagedAttentionCall& params, Stream stream) {
   return Launch16Bit<__nv_bfloat16>(params, stream);
+}
+
+Status SplitsKeysBF16(const PagedAttentionParams& shapes, bool* splits) {
+  return SplitsKeys<__nv_bfloat16>(shapes, splits);
 }
 
 }  // namespace xla_gpu::prefill

@@ -6,6 +6,8 @@
 
 namespace xla_gpu::prefill {
 
-Status LaunchF16(const PagedAttentionParams& params, Stream stream) { return Launch16Bit<__half>(params, stream); }
+Status LaunchF16(const PagedAttentionCall& params, Stream stream) { return Launch16Bit<__half>(params, stream); }
+
+Status SplitsKeysF16(const PagedAttentionParams& shapes, bool* splits) { return SplitsKeys<__half>(shapes, splits); }
 
 }  // namespace xla_gpu::prefill

@@ -7,13 +7,13 @@ namespace xla_gpu::prefill {
 namespace {
 
 template <int kDim>
-Status LaunchSimt(const PagedAttentionParams& params, Stream stream) {
+Status LaunchSimt(const PagedAttentionCall& params, Stream stream) {
   return LaunchSingleTile<SimtWorkTile<kDim>>(PrefillSimtKernel<kDim>, params, stream);
 }
 
 }  // namespace
 
-Status LaunchF32(const PagedAttentionParams& params, Stream stream) {
+Status LaunchF32(const PagedAttentionCall& params, Stream stream) {
   if (params.head_dim <= 64) return LaunchSimt<64>(params, stream);
   if (params.head_dim <= 128) return LaunchSimt<128>(params, stream);
   return LaunchSimt<256>(params, stream);
