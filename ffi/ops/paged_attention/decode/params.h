@@ -33,14 +33,6 @@ inline constexpr int kCombineRegisters = 104;
 // find out which CTA computed what.
 inline constexpr int kSmallCombineTiles = 32;
 
-// Scratch of a call for up to 64 sequences is at most 32 MiB. Where the decode path comes first, the prefill path waits
-// for its end, and both use all of it. Otherwise they may run at the same time, and share it.
-inline constexpr int64_t kScratchLimit = int64_t{32} << 20;
-inline constexpr int64_t kPrefillScratchLimitBeside = int64_t{20} << 20;
-constexpr int64_t DecodeScratchLimit(const PagedAttentionParams& shapes) {
-  return DecodeComesFirst(shapes) ? kScratchLimit : kScratchLimit - kPrefillScratchLimitBeside;
-}
-
 // What both decode kernels take. 32-bit copies of sizes save registers and instructions.
 struct DecodeArgs {
   PagedAttentionParams params;
@@ -146,7 +138,7 @@ inline KernelConfig MakeWideKernelConfig(const PagedAttentionCall& params) {
 }
 
 // The others.
-inline KernelConfig MakeKernelConfig(const PagedAttentionParams& params) {
+inline KernelConfig MakeKernelConfig(const PagedAttentionCall& params) {
   KernelConfig config = {};
   const bool float8 = IsFloat8(params.cache_dtype);
   const int64_t dim = params.head_dim;

@@ -81,12 +81,8 @@ struct SplitKvPolicy {
 // score, sum). First come the rows of cross-CTA splits, [split][num_tokens * num_heads]; then, for every CTA, the rows
 // of one work tile, in which it accumulates the splits that it takes one after the other.
 struct SplitAccumulatorLayout {
-  static constexpr int64_t kMaxCtas = 152;  // in x; no more are launched
+  static constexpr int64_t kMaxCtas = 132;  // in x; no more are launched, and no GPU of sm_90a has more SMs
   static constexpr int64_t MaxTileRows(int64_t head_dim) { return head_dim == 256 ? 128 : 192; }
-  // Of a call for up to 64 sequences. Where the decode path comes first, both use the same memory.
-  static constexpr int64_t MaxBytes(const PagedAttentionCall& shapes) {
-    return int64_t{DecodeComesFirst(shapes) || shapes.tree_words > 0 ? 32 : 20} << 20;
-  }
   // Sequences that one row of the grid plans.
   static constexpr int64_t SequencesPerGridRow(int64_t head_dim) {
     return head_dim == 64 ? 1024 : head_dim == 128 ? 512 : 128;
@@ -126,7 +122,7 @@ struct SplitAccumulatorLayout {
     const int64_t sequences = SequencesPerGridRow(dim);
     const int64_t cta_rows =
         kMaxCtas * MaxTileRows(dim) * std::max<int64_t>(1, (shapes.max_seqs + sequences - 1) / sequences);
-    const int64_t room = enough ? 0 : MaxBytes(shapes) / RowBytes(dim);  // in rows
+    const int64_t room = enough ? 0 : PrefillScratchLimit(shapes) / RowBytes(dim);  // in rows
     if (wanted * layout.rows_per_split <= room) {
       layout.max_cross_cta = static_cast<int>(wanted);
       layout.total_rows = wanted * layout.rows_per_split;
