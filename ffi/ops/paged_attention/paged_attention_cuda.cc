@@ -59,8 +59,10 @@ Status LaunchPagedAttention(const PagedAttentionCall& call, Stream stream) {
   PagedAttentionCall params = call;
   params.max_decode_tokens = static_cast<int>(MaxDecodeTokens(call, splits_keys));
   if (call.tree_mask != nullptr) {
+    // The prefill kernel for head_dim 64 takes none.
     params.max_decode_tokens = 0;
-    return splits_keys ? LaunchPrefill(params, stream) : LaunchDecode(params, stream);
+    const bool prefill = splits_keys && call.head_dim != 64;
+    return prefill ? LaunchPrefill(params, stream) : LaunchDecode(params, stream);
   }
   // Padding rows are written by prefill CTAs without a work tile, or by the decode path where num_tokens leaves no room
   // for a longer sequence. CTAs of the second path start where CTAs of the first one have ended.

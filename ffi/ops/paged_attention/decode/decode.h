@@ -29,10 +29,10 @@ constexpr bool DecodeComesFirst(const PagedAttentionParams& shapes) {
   return shapes.num_tokens <= shapes.max_seqs * kMaxDecodeRows;
 }
 
-// Scratch of a call for up to 64 sequences is at most 32 MiB. Where the decode path comes first, the prefill path waits
+// Scratch of a call for up to 64 sequences is at most 35 MiB. Where the decode path comes first, the prefill path waits
 // for its end, and both use all of it. Otherwise they may run at the same time: the prefill path gets what its CTAs'
 // accumulators take, and the decode path the rest.
-inline constexpr int64_t kScratchLimit = int64_t{32} << 20;
+inline constexpr int64_t kScratchLimit = int64_t{35} << 20;
 constexpr int64_t PrefillScratchLimit(const PagedAttentionCall& shapes) {
   if (DecodeComesFirst(shapes) || shapes.tree_words > 0) return kScratchLimit;
   return int64_t{shapes.head_dim > 192 ? 17 : 14} << 20;
