@@ -3,6 +3,7 @@ What examples/serve_llama_jax.py and examples/serve_llama.py need beyond this is
 
     python -m benchmarks.serving_step --shape llama3-8b 1x1024 32x1024 64x2048
     python -m benchmarks.serving_step --framework torch_xla --tensor-parallel 2
+    python -m benchmarks.serving_step --operators none rotary_and_cache rms_norm,rotary_and_cache,silu_and_mul,sample
 
 Prints one JSON object per case: milliseconds of a step (the fastest of `--repeats` chains of `--steps`), those that the
 host needs to launch one, and the bytes of weights and KV cache that a step must read, on all devices together.
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import json
 import os
 import sys
@@ -27,6 +29,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 
 from paged_llama.batch import StepLayout
 from paged_llama.config import SHAPES, LlamaConfig
+from paged_llama.options import OPERATORS, StepOptions
 
 PAGE_SIZE = 16
 
@@ -49,8 +52,8 @@ def make_load(batch: int, context: int) -> tuple[SimpleNamespace, np.ndarray]:
     return SimpleNamespace(allocator=allocator, page_size=PAGE_SIZE, mixed=layout, layouts=(layout,)), packed
 
 
-# Makes an engine for a scheduler, and a function that waits for what it launched.
-Engines = Callable[[Any], tuple[Any, Callable[[Any], object]]]
+# Makes an engine for a scheduler and options, and a function that waits for what it launched.
+Engines = Callable[[Any, StepOptions], tuple[Any, Callable[[Any], object]]]
 
 
 def in_jax(config: LlamaConfig, dtype: str, max_tokens: int, devices: int) -> Engines:
@@ -58,7 +61,7 @@ def in_jax(config: LlamaConfig, dtype: str, max_tokens: int, devices: int) -> En
     from paged_llama.jax_engine import Engine
 
     parameters = jax_weights.randomise(config, dtype, max_tokens, 0, jax_weights.make_mesh(devices))
-    return lambda load: (Engine(config, parameters, load), lambda chosen: chosen.block_until_ready())
+    return lambda load, options: (Engine(config, parameters, load, options), lambda chosen: chosen.block_until_ready())
 
 
 def in_torch_xla(config: LlamaConfig, dtype: str, max_tokens: int, devices: int) -> Engines:
@@ -67,11 +70,16 @@ def in_torch_xla(config: LlamaConfig, dtype: str, max_tokens: int, devices: int)
     example = serve_llama.TorchXla()
     device = os.environ.get("PJRT_DEVICE", "GPU").lower()
     example.start(argparse.Namespace(device=device, dtype=dtype, tensor_parallel=devices))
-    given = argparse.Namespace(dtype=dtype, model=None, seed=0, tensor_parallel=devices)
-    model = example.model(given, config, None, max_tokens)
     from paged_llama.engine import Engine
 
-    return lambda load: (Engine(model, load, example.device), lambda chosen: chosen.cpu())
+    def engine(load: Any, options: StepOptions) -> tuple[Any, Callable[[Any], object]]:
+        given = argparse.Namespace(
+            dtype=dtype, model=None, seed=0, tensor_parallel=devices, options=options, temperature=options.temperature
+        )
+        model = example.model(given, config, None, max_tokens)
+        return Engine(model, load, example.device), lambda chosen: chosen.cpu()
+
+    return engine
 
 
 def measure(engine: Any, wait: Callable[[Any], object], packed: np.ndarray, steps: int, repeats: int) -> dict[str, Any]:
@@ -109,6 +117,9 @@ def main() -> None:
     parser.add_argument("--shape", choices=SHAPES, default="llama3-8b")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--layers", type=int, help="instead of the shape's own number")
+    parser.add_argument(
+        "--operators", nargs="+", default=[",".join(OPERATORS)], metavar="NAMES", help="with commas, or none"
+    )
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--repeats", type=int, default=3)
     arguments = parser.parse_args()
@@ -119,11 +130,12 @@ def main() -> None:
     make = in_jax if arguments.framework == "jax" else in_torch_xla
     engines = make(config, arguments.dtype, max(c for _, c in sizes) + 1, arguments.tensor_parallel)
     per_token = config.num_layers * 2 * config.num_kv_heads * config.head_dim * itemsize
-    for batch, context in sizes:
+    for (batch, context), names in itertools.product(sizes, arguments.operators):
         load, packed = make_load(batch, context)
-        engine, wait = engines(load)
+        engine, wait = engines(load, StepOptions(frozenset() if names == "none" else frozenset(names.split(","))))
         row = {"framework": arguments.framework, "shape": arguments.shape, "devices": arguments.tensor_parallel}
-        row |= {"case": f"{batch}x{context}", **measure(engine, wait, packed, arguments.steps, arguments.repeats)}
+        row |= {"operators": names, "case": f"{batch}x{context}"}
+        row |= measure(engine, wait, packed, arguments.steps, arguments.repeats)
         row |= {"weight_bytes": weight_bytes(config, itemsize), "kv_bytes": batch * (context + 1) * per_token}
         print(json.dumps(row), flush=True)
         del engine  # and its caches

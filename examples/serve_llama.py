@@ -49,8 +49,10 @@ class TorchXla:
 
         if wrong := quantized.check_arguments(arguments):
             raise ValueError(wrong)
+        if arguments.tensor_parallel > 1 and arguments.temperature > 0:
+            raise ValueError(
         group = device_group(arguments.tensor_parallel) if arguments.tensor_parallel > 1 else None
-        model = PagedLlama(config, getattr(torch, arguments.dtype), max_tokens, group)
+        model = PagedLlama(config, getattr(torch, arguments.dtype), max_tokens, group, arguments.options)
         if arguments.model and quantized.is_quantized(arguments.model):
             quantized.load_checkpoint(model, arguments.model, self.device)
         elif arguments.model:

@@ -45,7 +45,7 @@ class Jax:
             parameters = jax_weights.load(*given, theirs.state_dict().__getitem__, mesh)
         else:
             parameters = jax_weights.randomise(*given, arguments.seed, mesh)
-        return Engine(config, parameters, scheduler)
+        return Engine(config, parameters, scheduler, arguments.options)
 
     def compilations(self) -> int:
         from paged_llama.jax_engine import compilations

@@ -38,6 +38,9 @@ class StepLayout:
             "block_tables": self.max_seqs * self.pages_per_seq,
             # Of each sequence, its last row: the one whose logits choose the next token.
             "last_rows": self.max_seqs,
+            # Of each sequence, the random numbers for that choice: which request it is, and its how manieth token.
+            "requests": self.max_seqs,
+            "choices": self.max_seqs,
         }
 
     @property

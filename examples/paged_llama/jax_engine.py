@@ -17,6 +17,7 @@ from .config import LlamaConfig
 from .figures import Figures, serve
 from .jax_model import Parameters, forward
 from .jax_weights import AXIS, CACHE_SPEC, P, specs
+from .options import StepOptions
 from .scheduler import Scheduler, Step
 
 _compiled = 0
@@ -38,7 +39,13 @@ def compilations() -> int:
 class Engine:
     """Holds the parameters, the caches and the compiled steps."""
 
-    def __init__(self, config: LlamaConfig, parameters: Parameters, scheduler: Scheduler):
+    def __init__(
+        self,
+        config: LlamaConfig,
+        parameters: Parameters,
+        scheduler: Scheduler,
+        options: StepOptions | None = None,
+    ):
         """Runs on the devices that hold the parameters, divided over them where they are several."""
         shape = (scheduler.allocator.num_pages, scheduler.page_size, 2 * config.num_kv_heads, config.head_dim)
         dtype = parameters["embed.weight"].dtype
@@ -53,7 +60,7 @@ class Engine:
         group = xg.DeviceGroup(mesh, AXIS) if mesh.size > 1 else None
         self._steps = {}
         for layout in scheduler.layouts:
-            step = functools.partial(forward, config, layout, group)
+            step = functools.partial(forward, config, layout, group, options=options)
             if group is not None:
                 cache_specs = [CACHE_SPEC] * config.num_layers
                 in_specs = (specs(config, mesh.size), cache_specs, P(), P())

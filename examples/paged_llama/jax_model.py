@@ -15,6 +15,7 @@ import xla_gpu.jax as xg
 
 from .batch import StepLayout
 from .config import LlamaConfig
+from .options import StepOptions
 
 Parameters = dict[str, jax.Array]
 ROW_PARALLEL = ("out", "down")  # over several devices these are divided along their inputs, the others along outputs
@@ -28,33 +29,61 @@ def forward(
     caches: list[jax.Array],
     packed: jax.Array,
     previous: jax.Array,
+    *,
+    options: StepOptions | None = None,
 ) -> tuple[jax.Array, list[jax.Array]]:
     """Stores the K and V of a step's tokens in `caches` and chooses the next tokens.
 
     group: the devices over which the model is divided, which call this in jax.shard_map with their shards; None: one.
     caches: a layer's T[num_pages, page_size, 2 * num_kv_heads, head_dim] each, K of head h at 2h, V at 2h + 1; packed:
     int32 [layout.size], see StepLayout; previous: int32 [max_seqs], what the step before chose.
-    Returns int32 [max_seqs], of each sequence the most likely token after its last row, and the caches.
+    Returns int32 [max_seqs], of each sequence the token chosen after its last row, and the caches.
     """
+    options = options or StepOptions()
     step = layout.unpack(packed)
     sources = step["sources"]
     tokens = jnp.where(sources < 0, step["tokens"], previous[jnp.maximum(sources, 0)])
     total = parameters["embed.weight"][tokens]
-    cos, sin = jnp.moveaxis(parameters["rotations"][step["positions"]][:, None], -1, 0)
     updated = []
-    hidden = _Layer(config, group, parameters, "layers.0.").norm("attention_norm", total)
+    hidden = _Layer(config, group, options, parameters, "layers.0.").norm("attention_norm", total)
     for i, cache in enumerate(caches):
-        layer = _Layer(config, group, parameters, f"layers.{i}.")
-        attended, cache = layer.attention(hidden, cos, sin, cache, step)
+        layer = _Layer(config, group, options, parameters, f"layers.{i}.")
+        attended, cache = layer.attention(hidden, cache, step)
         hidden, total = layer.add_and_norm(attended, total, f"layers.{i}.mlp_norm")
-        gate, up = jnp.split(layer.linear("gate_up", hidden), 2, axis=-1)
+        activated = layer.activation(layer.linear("gate_up", hidden))
         after = f"layers.{i + 1}.attention_norm" if i + 1 < len(caches) else "norm"
-        hidden, total = layer.add_and_norm(layer.linear("down", jax.nn.silu(gate) * up), total, after)
+        hidden, total = layer.add_and_norm(layer.linear("down", activated), total, after)
         updated.append(cache)
     hidden = hidden[step["last_rows"]]  # the only rows whose logits anybody wants
     tied = group is None and config.tie_word_embeddings
     head = parameters["embed.weight"].T if tied else parameters["head.weight"]
-    return _most_likely(hidden @ head, config.vocab_size, group), updated
+    logits = hidden @ head
+    if options.temperature > 0 or (group is None and "sample" in options.operators):
+        return _sample(logits, config.vocab_size, group, options, step), updated
+    return _most_likely(logits, config.vocab_size, group), updated
+
+
+def _sample(
+    logits: jax.Array,
+    vocab_size: int,
+    group: xg.DeviceGroup | None,
+    options: StepOptions,
+    step: dict[str, jax.Array],
+) -> jax.Array:
+    """int32 [rows]: a token of each row by its own random numbers; every device chooses the same."""
+    if group is not None:
+        logits = jax.lax.all_gather(logits, group.axis, axis=1, tiled=True)[:, :vocab_size]
+    rows = logits.shape[:1]
+    token, _ = xg.sample(
+        logits,
+        temperature=jnp.full(rows, options.temperature, jnp.float32),
+        top_k=jnp.full(rows, options.top_k, jnp.int32),
+        top_p=jnp.full(rows, options.top_p, jnp.float32),
+        min_p=jnp.full(rows, options.min_p, jnp.float32),
+        seed=step["requests"] + options.seed,
+        step=step["choices"],
+    )
+    return token
 
 
 def _most_likely(logits: jax.Array, vocab_size: int, group: xg.DeviceGroup | None) -> jax.Array:
@@ -74,9 +103,17 @@ def _most_likely(logits: jax.Array, vocab_size: int, group: xg.DeviceGroup | Non
 class _Layer:
     """The parameters of one layer, by the names of model.py: those of this device."""
 
-    def __init__(self, config: LlamaConfig, group: xg.DeviceGroup | None, parameters: Parameters, prefix: str):
+    def __init__(
+        self,
+        config: LlamaConfig,
+        group: xg.DeviceGroup | None,
+        options: StepOptions,
+        parameters: Parameters,
+        prefix: str,
+    ):
         self.config = config
         self._group = group
+        self._operators = options.operators
         self._parameters = parameters
         self._prefix = prefix
 
@@ -93,6 +130,8 @@ class _Layer:
         return self._norm(self._parameters[f"{self._prefix}{name}.weight"], x)
 
     def _norm(self, weight: jax.Array, x: jax.Array) -> jax.Array:
+        if "rms_norm" in self._operators:
+            return xg.rms_norm(x, weight, eps=self.config.rms_norm_eps)
         wide = x.astype(jnp.float32)
         wide = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + self.config.rms_norm_eps)
         return weight * wide.astype(x.dtype)
@@ -102,19 +141,30 @@ class _Layer:
         weight = self._parameters[f"{norm}.weight"]
         if self._group is not None:
             return xg.all_reduce_add_rms_norm(x, total, weight, eps=self.config.rms_norm_eps, group=self._group)
+        if "rms_norm" in self._operators:
+            return xg.rms_norm(x, weight, eps=self.config.rms_norm_eps, residual=total)
         total = total + x
         return self._norm(weight, total), total
 
-    def attention(
-        self, x: jax.Array, cos: jax.Array, sin: jax.Array, cache: jax.Array, step: dict[str, jax.Array]
-    ) -> tuple[jax.Array, jax.Array]:
+    def activation(self, gate_up: jax.Array) -> jax.Array:
+        if "silu_and_mul" in self._operators:
+            return xg.silu_and_mul(gate_up)
+        gate, up = jnp.split(gate_up, 2, axis=-1)
+        return jax.nn.silu(gate) * up
+
+    def attention(self, x: jax.Array, cache: jax.Array, step: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
         ranks = 1 if self._group is None else self._group.size
         num_heads, num_kv_heads = self.config.num_heads // ranks, self.config.num_kv_heads // ranks
         head_dim = self.config.head_dim
-        heads = self.linear("qkv", x).reshape(x.shape[0], num_heads + 2 * num_kv_heads, head_dim)
-        query, key, value = jnp.split(heads, [num_heads, num_heads + num_kv_heads], axis=1)
-        query, key = rotate(query, cos, sin), rotate(key, cos, sin)
-        cache = xg.reshape_and_cache(key, value, cache, step["slots"])
+        qkv, rotations = self.linear("qkv", x), self._parameters["rotations"]
+        if "rotary_and_cache" in self._operators:
+            query, cache = xg.rotary_and_cache(qkv, step["positions"], rotations, cache, step["slots"])
+        else:
+            heads = qkv.reshape(x.shape[0], num_heads + 2 * num_kv_heads, head_dim)
+            query, key, value = jnp.split(heads, [num_heads, num_heads + num_kv_heads], axis=1)
+            cos, sin = jnp.moveaxis(rotations[step["positions"]][:, None], -1, 0)
+            query, key = rotate(query, cos, sin), rotate(key, cos, sin)
+            cache = xg.reshape_and_cache(key, value, cache, step["slots"])
         attended = xg.paged_attention(
             query,
             cache,

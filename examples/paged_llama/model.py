@@ -22,6 +22,7 @@ import xla_gpu.torch
 
 from .batch import StepLayout
 from .config import LlamaConfig
+from .options import StepOptions
 
 
 class PagedLlama(nn.Module):
@@ -33,17 +34,21 @@ class PagedLlama(nn.Module):
         dtype: torch.dtype,
         max_tokens: int,
         group: xla_gpu.torch.DeviceGroup | None = None,
+        options: StepOptions | None = None,
     ):
         """max_tokens: the longest sequence, in tokens; rotations are tabulated up to there. group: the devices over
-        which the model is divided, under torch_xla's SPMD; None: one device."""
+        which the model is divided, under torch_xla's SPMD; None: one device. options: with one device; the sum over
+        several has its norm, and their most likely token is found in parts."""
         super().__init__()
         self.config = config
         self.group = group
+        self.options = options or StepOptions()
+        operators = self.options.operators if group is None else frozenset()
         self.devices = 1 if group is None else group.size
         with torch.device("meta"):
             self.embed = nn.Embedding(config.vocab_size, config.hidden_size, dtype=dtype)
-            self.layers = nn.ModuleList(Layer(config, dtype, group) for _ in range(config.num_layers))
-            self.norm = RMSNorm(config, dtype)
+            self.layers = nn.ModuleList(Layer(config, dtype, group, operators) for _ in range(config.num_layers))
+            self.norm = RMSNorm(config, dtype, operators)
             if group is not None or not config.tie_word_embeddings:
                 # As many rows on each device; those behind the vocabulary's end are left out below.
                 rows = -(-config.vocab_size // self.devices) * self.devices
@@ -56,26 +61,44 @@ class PagedLlama(nn.Module):
 
         packed: int32 [layout.size], see StepLayout; previous: int32 [max_seqs], what the step before returned;
         caches: a layer's T[num_pages, page_size, 2 * num_kv_heads, head_dim] each, K of head h at 2h, V at 2h + 1.
-        Returns int32 [max_seqs], of each sequence the most likely token after its last row; past the live sequences
-        it has no meaning. On one device the caches are updated in place. On several they are donated and the updated
+        Returns int32 [max_seqs], of each sequence the token chosen after its last row; past the live sequences it has
+        no meaning. On one device the caches are updated in place. On several they are donated and the updated
         ones returned too: compiled by torch_xla 2.9, a program cannot update a sharded tensor in place.
         """
         step = layout.unpack(packed)
         sources = step["sources"]
         tokens = torch.where(sources < 0, step["tokens"], previous[sources.clamp(min=0)])
         total = self.embed(tokens)
-        cos, sin = self.rotations[step["positions"]].unsqueeze(1).unbind(-1)  # [num_tokens, 1, head_dim / 2] each
-        hidden = self.layers[0].attention_norm(total)
+        hidden, _ = self.layers[0].attention_norm(total)
         updated = []
         for i, (layer, cache) in enumerate(zip(self.layers, caches, strict=True)):
             after = self.layers[i + 1].attention_norm if i + 1 < len(self.layers) else self.norm
-            hidden, total, cache = layer(hidden, total, cos, sin, cache, step, after)
+            hidden, total, cache = layer(hidden, total, self.rotations, cache, step, after)
             updated.append(cache)
         hidden = hidden[step["last_rows"]]  # the only rows whose logits anybody wants
         if self.group is not None:
             return self._most_likely(self.head(hidden)), updated
         head = self.embed.weight if self.config.tie_word_embeddings else self.head.weight
-        return F.linear(hidden, head).argmax(-1).to(torch.int32)
+        return self._choose(F.linear(hidden, head), step)
+
+    def _choose(self, logits: Tensor, step: dict[str, Tensor]) -> Tensor:
+        """int32 [max_seqs] from [max_seqs, vocab_size]."""
+        if "sample" not in self.options.operators:
+            return logits.argmax(-1).to(torch.int32)
+
+        def column(value: float, dtype: torch.dtype) -> Tensor:
+            return torch.full(logits.shape[:1], value, dtype=dtype, device=logits.device)
+
+        token, _ = xla_gpu.torch.sample(
+            logits,
+            temperature=column(self.options.temperature, torch.float32),
+            top_k=column(self.options.top_k, torch.int32),
+            top_p=column(self.options.top_p, torch.float32),
+            min_p=column(self.options.min_p, torch.float32),
+            seed=step["requests"] + self.options.seed,
+            step=step["choices"],
+        )
+        return token
 
     def _most_likely(self, logits: Tensor) -> Tensor:
         """The index of each row's largest logit, over the devices' parts of the vocabulary."""
@@ -93,18 +116,25 @@ class PagedLlama(nn.Module):
 
 
 class Layer(nn.Module):
-    def __init__(self, config: LlamaConfig, dtype: torch.dtype, group: xla_gpu.torch.DeviceGroup | None):
+    def __init__(
+        self,
+        config: LlamaConfig,
+        dtype: torch.dtype,
+        group: xla_gpu.torch.DeviceGroup | None,
+        operators: frozenset[str],
+    ):
         super().__init__()
+        self.operators = operators
         self.group = group
         self.devices = 1 if group is None else group.size
         self.heads = config.num_heads, config.num_kv_heads, config.head_dim
         self.scale = config.head_dim**-0.5
         query, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         hidden, wide = config.hidden_size, config.intermediate_size
-        self.attention_norm = RMSNorm(config, dtype)
+        self.attention_norm = RMSNorm(config, dtype, operators)
         self.qkv = nn.Linear(hidden, query + 2 * kv, bias=config.attention_bias, dtype=dtype)
         self.out = RowParallel(query, hidden, config.attention_bias, dtype, self.devices)
-        self.mlp_norm = RMSNorm(config, dtype)
+        self.mlp_norm = RMSNorm(config, dtype, operators)
         self.gate_up = nn.Linear(hidden, 2 * wide, bias=config.mlp_bias, dtype=dtype)
         self.down = RowParallel(wide, hidden, config.mlp_bias, dtype, self.devices)
 
@@ -112,41 +142,47 @@ class Layer(nn.Module):
         self,
         hidden: Tensor,
         total: Tensor,
-        cos: Tensor,
-        sin: Tensor,
+        rotations: Tensor,
         cache: Tensor,
         step: dict[str, Tensor],
         after: RMSNorm,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        attended, cache = self.attention(hidden, cos, sin, cache, step)
+        attended, cache = self.attention(hidden, rotations, cache, step)
         hidden, total = self.add_and_norm(self.out(attended), total, self.out.bias, self.mlp_norm)
-        gate, up = self.gate_up(hidden).view(hidden.shape[0], self.devices, 2, -1).unbind(2)
-        mlp = (F.silu(gate) * up).reshape(hidden.shape[0], -1)
+        gate_up = self.gate_up(hidden)
+        if "silu_and_mul" in self.operators:
+            mlp = xla_gpu.torch.silu_and_mul(gate_up)
+        else:
+            gate, up = gate_up.view(hidden.shape[0], self.devices, 2, -1).unbind(2)
+            mlp = (F.silu(gate) * up).reshape(hidden.shape[0], -1)
         hidden, total = self.add_and_norm(self.down(mlp), total, self.down.bias, after)
         return hidden, total, cache
 
     def add_and_norm(self, x: Tensor, total: Tensor, bias: Tensor | None, norm: RMSNorm) -> tuple[Tensor, Tensor]:
         """Adds x, summed over the devices, to the residual stream: the input of what follows, and the stream."""
         if self.group is None:
-            total = total + (x if bias is None else x + bias)
-            return norm(total), total
+            return norm(x if bias is None else x + bias, total)
         if bias is not None:
             total = total + bias
         return xla_gpu.torch.all_reduce_add_rms_norm(x, total, norm.weight, eps=norm.eps, group=self.group)
 
-    def attention(
-        self, x: Tensor, cos: Tensor, sin: Tensor, cache: Tensor, step: dict[str, Tensor]
-    ) -> tuple[Tensor, Tensor]:
+    def attention(self, x: Tensor, rotations: Tensor, cache: Tensor, step: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         num_heads, num_kv_heads, head_dim = self.heads
-        own, own_kv, rows = num_heads // self.devices, num_kv_heads // self.devices, x.shape[0]
-        heads = self.qkv(x).view(rows, self.devices, own + 2 * own_kv, head_dim)
-        query, key, value = (t.reshape(rows, -1, head_dim) for t in heads.split([own, own_kv, own_kv], 2))
-        query, key = rotate(query, cos, sin), rotate(key, cos, sin)
-        if self.group is None:
-            xla_gpu.torch.reshape_and_cache_(key, value, cache, step["slots"])
+        rows = x.shape[0]
+        qkv = self.qkv(x)
+        if "rotary_and_cache" in self.operators:
+            query = xla_gpu.torch.rotary_and_cache_(qkv, step["positions"], rotations, cache, step["slots"])
         else:
-            torch.ops.xla.dynamo_set_buffer_donor_(cache, True)
-            cache = xla_gpu.torch.reshape_and_cache(key, value, cache, step["slots"])
+            own, own_kv = num_heads // self.devices, num_kv_heads // self.devices
+            heads = qkv.view(rows, self.devices, own + 2 * own_kv, head_dim)
+            query, key, value = (t.reshape(rows, -1, head_dim) for t in heads.split([own, own_kv, own_kv], 2))
+            cos, sin = rotations[step["positions"]].unsqueeze(1).unbind(-1)  # [num_tokens, 1, head_dim / 2] each
+            query, key = rotate(query, cos, sin), rotate(key, cos, sin)
+            if self.group is None:
+                xla_gpu.torch.reshape_and_cache_(key, value, cache, step["slots"])
+            else:
+                torch.ops.xla.dynamo_set_buffer_donor_(cache, True)
+                cache = xla_gpu.torch.reshape_and_cache(key, value, cache, step["slots"])
         attended = xla_gpu.torch.paged_attention(
             query,
             cache,
@@ -178,15 +214,22 @@ class RowParallel(nn.Module):
 
 
 class RMSNorm(nn.Module):
-    def __init__(self, config: LlamaConfig, dtype: torch.dtype):
+    def __init__(self, config: LlamaConfig, dtype: torch.dtype, operators: frozenset[str]):
         super().__init__()
+        self.operators = operators
         self.eps = config.rms_norm_eps
         self.weight = nn.Parameter(torch.empty(config.hidden_size, dtype=dtype))
 
-    def forward(self, x: Tensor) -> Tensor:
-        wide = x.float()
+    def forward(self, x: Tensor, total: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """The norm of x, or of total + x, and what it is the norm of."""
+        if "rms_norm" in self.operators:
+            if total is None:
+                return xla_gpu.torch.rms_norm(x, self.weight, eps=self.eps), x
+            return xla_gpu.torch.rms_norm(x, self.weight, eps=self.eps, residual=total)
+        total = x if total is None else total + x
+        wide = total.float()
         wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
-        return self.weight * wide.to(x.dtype)
+        return self.weight * wide.to(x.dtype), total
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

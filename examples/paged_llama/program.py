@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from .config import SHAPES, LlamaConfig
+from .options import OPERATORS, StepOptions
 from .scheduler import Request, Scheduler
 from .tokens import ByteTokenizer, CheckpointTokenizer, read_prompts
 
@@ -47,7 +48,7 @@ def parse_arguments(description: str, argv: list[str] | None) -> argparse.Namesp
         choices=("bfloat16", "float8", "int8", "int4"),
         help="quantise the layers' matrices at load (serve_llama.py; default: as the checkpoint has them)",
     )
-    model.add_argument("--seed", type=int, default=0, help="of the random weights (default %(default)s)")
+    model.add_argument("--seed", type=int, default=0, help="of random weights and of sampling (default %(default)s)")
 
     work = parser.add_argument_group("work")
     here = pathlib.Path(__file__).parents[1]
@@ -55,6 +56,12 @@ def parse_arguments(description: str, argv: list[str] | None) -> argparse.Namesp
     work.add_argument("--random-prompts", metavar="NxLENGTH", help="instead, N prompts of LENGTH random tokens")
     work.add_argument("--max-new-tokens", type=int, default=64, help="of each prompt (default %(default)s)")
     work.add_argument("--ignore-eos", action="store_true", help="always generate --max-new-tokens tokens")
+
+    choice = parser.add_argument_group("sampling, on the device")
+    choice.add_argument("--temperature", type=float, default=0.0, help="0, the default: the most likely token")
+    choice.add_argument("--top-k", type=int, default=0, metavar="K", help="of the K most likely tokens; 0: of all")
+    choice.add_argument("--top-p", type=float, default=1.0, metavar="P", help="of as few as have this probability")
+    choice.add_argument("--min-p", type=float, default=0.0, metavar="P", help="of those with this part of the largest")
 
     batch = parser.add_argument_group("batching")
     batch.add_argument("--device", choices=("cpu", "gpu"), default="cpu")
@@ -64,6 +71,12 @@ def parse_arguments(description: str, argv: list[str] | None) -> argparse.Namesp
     batch.add_argument("--page-size", type=int, default=16, help="tokens of a page (default %(default)s)")
     batch.add_argument("--num-pages", type=int, default=256, help="pages of the cache (default %(default)s)")
 
+    batch.add_argument(
+        "--operators",
+        default=",".join(OPERATORS),
+        help="xla_gpu's operators beside attention, with commas; none: the framework's own operations (default: all)",
+    )
+
     result = parser.add_argument_group("result")
     result.add_argument("--check", action="store_true", help="compare token for token with transformers' generate")
     result.add_argument("--json", type=pathlib.Path, metavar="FILE", help="write the figures there")
@@ -72,6 +85,14 @@ def parse_arguments(description: str, argv: list[str] | None) -> argparse.Namesp
     arguments = parser.parse_args(argv)
     if arguments.tensor_parallel < 1:
         parser.error(f"--tensor-parallel: expected at least 1, got {arguments.tensor_parallel}")
+    operators = frozenset() if arguments.operators == "none" else frozenset(arguments.operators.split(","))
+    sampling = {name: getattr(arguments, name) for name in ("temperature", "top_k", "top_p", "min_p", "seed")}
+    try:
+        arguments.options = StepOptions(operators, **sampling)
+    except ValueError as error:
+        parser.error(str(error))
+    if arguments.check and arguments.temperature > 0:
+        parser.error("--check compares the most likely tokens: it needs --temperature 0")
     if arguments.check and arguments.dtype != "float32":
         parser.error("--check compares tokens in float32: two correct programs may differ in bfloat16")
     if arguments.check and not arguments.model and arguments.shape != "small":

@@ -35,6 +35,7 @@ class Request:
     sampled: int = 0  # tokens chosen by those steps; one more than len(generated) while one is pending
     row: int = -1  # this request's place among the sequences of the step scheduled last
     finished: bool = False
+    number: int = 0  # in order of arrival
 
     @property
     def left(self) -> int:
@@ -82,6 +83,7 @@ class Scheduler:
         self.mixed = StepLayout(chunk, max_seqs, pages_per_seq)
         self.decode = StepLayout(max_seqs, max_seqs, pages_per_seq)
         self.waiting: collections.deque[Request] = collections.deque()
+        self._added = 0
         self.running: list[Request] = []
 
     @property
@@ -107,6 +109,8 @@ class Scheduler:
                         f"a prompt of {len(request.prompt)} tokens with {request.max_new_tokens} new ones needs "
                         f"{pages} pages of {self.page_size}, and {what} has {limit}"
                     )
+            request.number = self._added
+            self._added += 1
             self.waiting.append(request)
 
     def schedule(self) -> Step | None:
@@ -196,6 +200,8 @@ class Scheduler:
             parts["context_lens"][index] = start + count
             parts["block_tables"][index, : len(pages)] = pages
             parts["last_rows"][index] = at + count - 1
+            parts["requests"][index] = request.number
+            parts["choices"][index] = request.sampled
             at += count
             parts["query_start_loc"][index + 1] = at
         parts["query_start_loc"][len(rows) + 1 :] = at

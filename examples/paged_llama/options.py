@@ -1,0 +1,31 @@
+"""How a step computes and chooses: what the command line says, for the models of both frameworks."""
+
+from __future__ import annotations
+
+import dataclasses
+
+# xla_gpu's operators beside attention. Without one of them a model has the framework's own operations in its place.
+OPERATORS = ("rms_norm", "rotary_and_cache", "silu_and_mul", "sample")
+
+
+@dataclasses.dataclass(frozen=True)
+class StepOptions:
+    """operators: those of OPERATORS that a model uses; the others are those of `sample`, for all requests alike."""
+
+    operators: frozenset[str] = frozenset(OPERATORS)
+    temperature: float = 0.0  # 0: the most likely token
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0  # request i draws with seed + i
+
+    def __post_init__(self) -> None:
+        if unknown := self.operators - set(OPERATORS):
+            raise ValueError(f"--operators: expected none or some of {', '.join(OPERATORS)}, got {min(unknown)}")
+        for name, value, most in (("top_p", self.top_p, 1), ("min_p", self.min_p, 1)):
+            if not 0 <= value <= most:
+                raise ValueError(f"--{name.replace('_', '-')}: expected a number from 0 to 1, got {value}")
+        if not 0 <= self.temperature < float("inf"):
+            raise ValueError(f"--temperature: expected a number >= 0, got {self.temperature}")
+        if self.temperature > 0 and "sample" not in self.operators:
+            raise ValueError("--temperature: expected 0 without the operator sample")
