@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 
 from paged_llama.batch import StepLayout
 from paged_llama.config import SHAPES, LlamaConfig
-from paged_llama.options import OPERATORS, StepOptions
+from paged_llama.options import USUAL, StepOptions
 
 PAGE_SIZE = 16
 
@@ -118,7 +118,7 @@ def main() -> None:
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--layers", type=int, help="instead of the shape's own number")
     parser.add_argument(
-        "--operators", nargs="+", default=[",".join(OPERATORS)], metavar="NAMES", help="with commas, or none"
+        "--operators", nargs="+", default=[",".join(USUAL)], metavar="NAMES", help="with commas, or none"
     )
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--repeats", type=int, default=3)

@@ -6,13 +6,15 @@ import dataclasses
 
 # xla_gpu's operators beside attention. Without one of them a model has the framework's own operations in its place.
 OPERATORS = ("rms_norm", "rotary_and_cache", "silu_and_mul", "sample")
+# XLA fuses norms and activations into what stands beside them: as calls they made a step 0.3 ms slower on an H200.
+USUAL = ("rotary_and_cache", "sample")
 
 
 @dataclasses.dataclass(frozen=True)
 class StepOptions:
     """operators: those of OPERATORS that a model uses; the others are those of `sample`, for all requests alike."""
 
-    operators: frozenset[str] = frozenset(OPERATORS)
+    operators: frozenset[str] = frozenset(USUAL)
     temperature: float = 0.0  # 0: the most likely token
     top_k: int = 0
     top_p: float = 1.0

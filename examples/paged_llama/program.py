@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from .config import SHAPES, LlamaConfig
-from .options import OPERATORS, StepOptions
+from .options import OPERATORS, USUAL, StepOptions
 from .scheduler import Request, Scheduler
 from .tokens import ByteTokenizer, CheckpointTokenizer, read_prompts
 
@@ -73,8 +73,8 @@ def parse_arguments(description: str, argv: list[str] | None) -> argparse.Namesp
 
     batch.add_argument(
         "--operators",
-        default=",".join(OPERATORS),
-        help="xla_gpu's operators beside attention, with commas; none: the framework's own operations (default: all)",
+        default=",".join(USUAL),
+        help=f"of {', '.join(OPERATORS)}, with commas, or none: the rest is the framework's own (default: %(default)s)",
     )
 
     result = parser.add_argument_group("result")

@@ -54,12 +54,13 @@ void SampleRow(const SampleParams& p, int64_t index) {
 
   uint32_t token = IndexOf(first);
   if (row.temperature > 0.0f) {
+    const float sharpness = row.sharpness();
     uint32_t limit = MinPLimit(row);
     if (row.top_k > 0 && row.top_k < p.vocab) {
       limit = Search(for_each_distance, limit, static_cast<uint64_t>(row.top_k), [](float) { return uint64_t{1}; });
     }
     if (row.top_p < 1.0f) {
-      const auto weigh = [&](float distance) { return uint64_t{Mass30(distance, row.temperature)}; };
+      const auto weigh = [&](float distance) { return uint64_t{Mass30(distance, sharpness)}; };
       uint64_t total = 0;
       for_each_distance([&](float distance) { total += Bits(distance) <= limit ? weigh(distance) : 0; });
       limit = Search(for_each_distance, limit, TopPTarget(row.top_p, total), weigh);
@@ -70,7 +71,7 @@ void SampleRow(const SampleParams& p, int64_t index) {
       if (i % 4 == 0) random = RandomWords(row.seed, static_cast<uint32_t>(i / 4), row.step);
       const float distance = Distance(largest, Element::Load(logits[i]));
       if (Bits(distance) > limit) continue;
-      const float score = Add(Gumbel(random.words[i % 4]), -Div(distance, row.temperature));
+      const float score = Score(distance, sharpness, random.words[i % 4]);
       best = std::max(best, RankOf(score, static_cast<uint32_t>(i)));
     }
     token = IndexOf(best);

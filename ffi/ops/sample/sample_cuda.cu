@@ -1,7 +1,7 @@
 // sample on a GPU, without sorting: a cluster of CTAs takes a row and passes over its logits, which after the first
 // time come from L1 and L2. One pass finds the largest, one adds up the softmax. top-k and top-p search for a distance
-// from the largest logit, 2048 bins at a time: three passes each until the bin is a single float32 number. The last
-// pass takes the largest of logit + Gumbel among what is left.
+// from the largest logit, 1024 bins at a time, until a bin is a single float32 number. As soon as what may be kept is
+// little, one CTA collects it and finishes alone. The last pass takes the largest of logit + Gumbel among what is left.
 //
 // NOTE: all sums are of integers, and all comparisons are total. So neither the number of CTAs nor their order changes
 // a bit, and the host finds the same token.
@@ -21,13 +21,14 @@ using namespace sampling;
 constexpr int kThreads = 512;
 constexpr int kWarps = kThreads / 32;
 constexpr int kMaxCluster = 8;
-constexpr int kBins = 2048;
-constexpr int kBinBits = 11;
+constexpr int kBins = 1024;
+constexpr int kBinBits = 10;
 constexpr int kHalfBits = 15;  // of a mass: low and high part are added apart, since shared memory adds 32 bits
 constexpr int64_t kMaxUnfolded = 1 << 15;  // logits of a CTA whose parts 32 bits hold
-// The first pass of a search: 128 bins for each power of two from 2^-8 to 2^8, where distances that matter lie.
-constexpr uint32_t kFirstBin = 0x3b80;  // bits of 2^-8, upper half
-constexpr int kFirstShift = 16;
+// The first pass of a search: 64 bins for each power of two from 2^-8 to 2^8, where distances that matter lie.
+constexpr uint32_t kFirstBin = 0x3b800000 >> 17;  // of 2^-8
+constexpr int kFirstShift = 17;
+constexpr int kCandidates = 2048;  // logits that one CTA finishes alone
 
 struct Interval {
   uint32_t begin, end;  // bits of distances: [begin, end)
@@ -41,6 +42,11 @@ struct Shared {
   uint64_t of_ranks[3][kMaxCluster];  // one number from each CTA, for three uses in turn
   uint64_t of_warps[kWarps];
   Interval found;
+  // What is left of the row once it is little: in each CTA its own, then in the first one all of it.
+  float logits[kCandidates];
+  uint32_t indices[kCandidates];
+  int count;
+  int bound;  // below this CTA's best score, as an integer that is ordered as scores are
 };
 
 template <typename Op>
@@ -50,8 +56,20 @@ __device__ __forceinline__ uint64_t WarpReduce(uint64_t value, const Op& op) {
   return value;
 }
 
+// Integers that are ordered as the numbers are.
+__device__ __forceinline__ int OrderedOfFloat(float x) {
+  const int bits = __float_as_int(x);
+  return bits < 0 ? bits ^ 0x7fffffff : bits;
+}
+__device__ __forceinline__ float FloatOfOrdered(int ordered) {
+  return __int_as_float(ordered < 0 ? ordered ^ 0x7fffffff : ordered);
+}
+
 struct Sum {
   __device__ __forceinline__ uint64_t operator()(uint64_t a, uint64_t b) const { return a + b; }
+};
+struct Min {
+  __device__ __forceinline__ uint64_t operator()(uint64_t a, uint64_t b) const { return a < b ? a : b; }
 };
 struct Max {
   __device__ __forceinline__ uint64_t operator()(uint64_t a, uint64_t b) const { return a > b ? a : b; }
@@ -89,6 +107,10 @@ class Row {
 
   template <typename Body>  // body(logit, index)
   __device__ __forceinline__ void ForEach(const Body& body) const {
+    if (collected_) {
+      for (int i = threadIdx.x; i < shared_.count; i += kThreads) body(shared_.logits[i], shared_.indices[i]);
+      return;
+    }
     ForEachVector([&](uint32_t first, const float* logits, int count) {
 #pragma unroll
       for (int j = 0; j < Vector<T>::kSize; ++j) {
@@ -96,6 +118,24 @@ class Row {
       }
     });
   }
+
+  __device__ __forceinline__ void Sync() const {
+    if (ranks_ == 1) {
+      __syncthreads();
+    } else {
+      ClusterSync();
+    }
+  }
+
+  // Minus infinity at first.
+  __device__ int* shared_bound() {
+    if (threadIdx.x == 0) shared_.bound = OrderedOfFloat(-INFINITY);
+    __syncthreads();
+    return &shared_.bound;
+  }
+  __device__ __forceinline__ bool collected() const { return collected_; }
+  // Whether this CTA has nothing to do any more, since the first one finishes alone.
+  __device__ __forceinline__ bool idle() const { return collected_ && rank_ != 0; }
 
   // Over the cluster, the same in every thread.
   template <typename Op>
@@ -111,7 +151,7 @@ class Row {
       for (int warp = 1; warp < kWarps; ++warp) value = op(value, shared_.of_warps[warp]);
       SharedOf(slot, threadIdx.x)[rank_] = value;
     }
-    ClusterSync();
+    Sync();
     value = slot[0];
     for (uint32_t r = 1; r < ranks_; ++r) value = op(value, slot[r]);
     return value;
@@ -123,22 +163,14 @@ class Row {
   __device__ uint32_t Search(float largest, uint32_t limit, uint64_t target, const Weigh& weigh) {
     Interval now = {0, limit + 1, 0, false};
     int shift = kFirstShift;
-    bool first = true;
-    while (true) {
-      // With the first bins, what is nearer or farther than they reach counts with the first or the last one.
-      const auto bin_of = [&](uint32_t key) {
-        const uint32_t bin =
-            first ? (key >> kFirstShift) - min(key >> kFirstShift, kFirstBin) : (key - now.begin) >> shift;
-        return min(bin, static_cast<uint32_t>(kBins - 1));
-      };
-      Histogram<kMass>(largest, now, bin_of, weigh);
+    for (bool first = true;; first = false) {
+      Histogram<kMass>(largest, now, first, shift, weigh);
       const Interval next = Find(now, first, shift, target);
       if (next.end == 0) return limit;
       now = next;
-      if (now.complete || now.end - now.begin == 1) return now.end - 1;
-      first = false;
-      const int bits = 32 - __clz(now.end - now.begin - 1);
-      shift = max(bits - kBinBits, 0);
+      if (first && !collected_) Collect(largest, now.end);
+      if (idle() || now.complete || now.end - now.begin == 1) return now.end - 1;
+      shift = max(32 - __clz(now.end - now.begin - 1) - kBinBits, 0);
     }
   }
 
@@ -153,49 +185,105 @@ class Row {
          static_cast<int>(min(static_cast<int64_t>(kSize), vocab_ - i * kSize)));
   }
 
+  // Where the first CTA's memory holds all logits up to `end`, makes them the row. The others are then idle.
+  __device__ void Collect(float largest, uint32_t end) {
+    if (threadIdx.x == 0) shared_.count = 0;
+    __syncthreads();
+    ForEachVector([&](uint32_t first, const float* logits, int count) {
+      uint32_t near = 0;
+#pragma unroll
+      for (int j = 0; j < Vector<T>::kSize; ++j) near |= (j < count && Bits(Distance(largest, logits[j])) < end) << j;
+      if (near == 0 || *static_cast<volatile int*>(&shared_.count) > kCandidates) return;
+      int at = atomicAdd(&shared_.count, __popc(near));
+#pragma unroll
+      for (int j = 0; j < Vector<T>::kSize; ++j) {
+        if ((near >> j & 1) == 0) continue;
+        if (at < kCandidates) {
+          shared_.logits[at] = logits[j];
+          shared_.indices[at] = first + j;
+        }
+        ++at;
+      }
+    });
+    __syncthreads();
+    const auto mine = static_cast<uint64_t>(shared_.count);
+    const uint64_t total = Reduce(threadIdx.x == 0 ? mine : 0, Sum());
+    if (total > kCandidates) return;
+    collected_ = true;
+    if (rank_ != 0) return;
+    int at = static_cast<int>(mine);
+    for (uint32_t r = 1; r < ranks_; ++r) {
+      const int count = *SharedOf(&shared_.count, r);
+      const float* const logits = SharedOf(shared_.logits, r);
+      const uint32_t* const indices = SharedOf(shared_.indices, r);
+      for (int i = threadIdx.x; i < count; i += kThreads) {
+        shared_.logits[at + i] = logits[i];
+        shared_.indices[at + i] = indices[i];
+      }
+      at += count;
+    }
+    __syncthreads();
+    if (threadIdx.x == 0) shared_.count = at;
+    ranks_ = 1;
+    __syncthreads();
+  }
+
   // Adds up the weights of `now`'s logits by bin, and leaves each CTA of the cluster the sums of its share of the bins.
-  template <bool kMass, typename BinOf, typename Weigh>
-  __device__ void Histogram(float largest, const Interval& now, const BinOf& bin_of, const Weigh& weigh) {
+  // The first bins are those of kFirstBin: what is nearer or farther than they reach counts with the first or the last.
+  template <bool kMass, typename Weigh>
+  __device__ void Histogram(float largest, const Interval& now, bool first, int shift, const Weigh& weigh) {
     for (int bin = threadIdx.x; bin < kBins; bin += kThreads) {
       shared_.low[bin] = shared_.high[bin] = 0;
       shared_.sums[bin] = 0;
     }
     __syncthreads();
-    const int64_t vectors = (vocab_ + Vector<T>::kSize - 1) / Vector<T>::kSize;
-    const int64_t step = static_cast<int64_t>(ranks_) * kThreads;
-    const int64_t rounds = (vectors + step - 1) / step;
-    constexpr int64_t kRounds = kMaxUnfolded / (kThreads * Vector<T>::kSize);
-    for (int64_t begin = 0; begin < rounds; begin += kRounds) {
-      const int64_t end = min(begin + kRounds, rounds);
-#pragma unroll 2
-      for (int64_t round = begin; round < end; ++round) {
-        const int64_t i = round * step + static_cast<int64_t>(rank_) * kThreads + threadIdx.x;
-        if (i >= vectors) break;
-        Visit(i, LoadVector(logits_, i, vocab_, aligned_), [&](uint32_t, const float* logits, int count) {
-#pragma unroll
-          for (int j = 0; j < Vector<T>::kSize; ++j) {
-            const float distance = Distance(largest, logits[j]);
-            const uint32_t key = Bits(distance);
-            if (j >= count || key - now.begin >= now.end - now.begin) continue;
-            const uint32_t weight = weigh(distance);
-            if (kMass && weight == 0) continue;
-            const uint32_t bin = bin_of(key);
-            atomicAdd(&shared_.low[bin], kMass ? weight & ((1u << kHalfBits) - 1) : weight);
-            if (kMass && weight >> kHalfBits != 0) atomicAdd(&shared_.high[bin], weight >> kHalfBits);
-          }
-        });
-      }
+    const uint32_t origin = first ? kFirstBin << kFirstShift : now.begin;
+    const auto add = [&](float logit) {
+      const float distance = Distance(largest, logit);
+      const uint32_t key = Bits(distance);
+      if (key - now.begin >= now.end - now.begin) return;
+      const uint32_t weight = weigh(distance);
+      if (kMass && weight == 0) return;
+      const uint32_t bin = min((max(key, origin) - origin) >> shift, static_cast<uint32_t>(kBins - 1));
+      atomicAdd(&shared_.low[bin], kMass ? weight & ((1u << kHalfBits) - 1) : weight);
+      if (kMass && weight >> kHalfBits != 0) atomicAdd(&shared_.high[bin], weight >> kHalfBits);
+    };
+    const auto fold = [&] {
       __syncthreads();
       for (int bin = threadIdx.x; bin < kBins; bin += kThreads) {
         shared_.sums[bin] += shared_.low[bin] + (static_cast<uint64_t>(shared_.high[bin]) << kHalfBits);
         shared_.low[bin] = shared_.high[bin] = 0;
       }
       __syncthreads();
+    };
+    if (collected_) {
+      for (int i = threadIdx.x; i < shared_.count; i += kThreads) add(shared_.logits[i]);
+      fold();
+    } else {
+      const int64_t vectors = (vocab_ + Vector<T>::kSize - 1) / Vector<T>::kSize;
+      const int64_t step = static_cast<int64_t>(ranks_) * kThreads;
+      const int64_t rounds = (vectors + step - 1) / step;
+      constexpr int64_t kRounds = kMaxUnfolded / (kThreads * Vector<T>::kSize);
+      for (int64_t begin = 0; begin < rounds; begin += kRounds) {
+        const int64_t end = min(begin + kRounds, rounds);
+#pragma unroll 4
+        for (int64_t round = begin; round < end; ++round) {
+          const int64_t i = round * step + static_cast<int64_t>(rank_) * kThreads + threadIdx.x;
+          if (i >= vectors) break;
+          Visit(i, LoadVector(logits_, i, vocab_, aligned_), [&](uint32_t, const float* logits, int count) {
+#pragma unroll
+            for (int j = 0; j < Vector<T>::kSize; ++j) {
+              if (j < count) add(logits[j]);
+            }
+          });
+        }
+        fold();
+      }
     }
-    ClusterSync();
+    Sync();
     const int share = kBins / static_cast<int>(ranks_);
-    const int first = static_cast<int>(rank_) * share;
-    for (int bin = first + threadIdx.x; bin < first + share; bin += kThreads) {
+    const int first_bin = static_cast<int>(rank_) * share;
+    for (int bin = first_bin + threadIdx.x; bin < first_bin + share; bin += kThreads) {
       uint64_t sum = shared_.sums[bin];
       for (uint32_t r = 1; r < ranks_; ++r) sum += SharedOf(shared_.sums, (rank_ + r) % ranks_)[bin];
       shared_.sums[bin] = sum;  // of this CTA's share no other one reads
@@ -230,7 +318,7 @@ class Row {
     uint64_t* const slot = shared_.of_ranks[turn_];
     turn_ = (turn_ + 1) % 3;
     if (threadIdx.x < ranks_) SharedOf(slot, threadIdx.x)[rank_] = total;
-    ClusterSync();
+    Sync();
     for (uint32_t r = 0; r < rank_; ++r) before += slot[r];
     if (before < target && before + mine >= target) {  // one thread of the cluster, or none
       int bin = begin;
@@ -248,7 +336,7 @@ class Row {
       found.end = min(found.end, now.end);
       for (uint32_t r = 0; r < ranks_; ++r) *SharedOf(&shared_.found, r) = found;
     }
-    ClusterSync();
+    Sync();
     return shared_.found;
   }
 
@@ -256,9 +344,80 @@ class Row {
   const int64_t vocab_;
   const bool aligned_;
   Shared& shared_;
-  const uint32_t rank_, ranks_;
+  const uint32_t rank_;
+  uint32_t ranks_;
   int turn_ = 0;
+  bool collected_ = false;
 };
+
+__device__ __forceinline__ float MaxNan(float a, float b) {
+  float max;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(max) : "f"(a), "f"(b));
+  return max;
+}
+
+// The token of a row that is sampled; in the first CTA of the cluster.
+template <typename T>
+__device__ uint32_t Draw(Row<T>& row, const RowOptions& options, float largest, int64_t vocab) {
+  const float sharpness = options.sharpness();
+  uint32_t limit = MinPLimit(options);
+  if (options.top_k > 0 && options.top_k < vocab) {
+    limit = row.template Search<false>(largest, limit, options.top_k, [](float) { return 1u; });
+  }
+  if (row.idle()) return 0;
+  if (options.top_p < 1.0f) {
+    const auto weigh = [&](float distance) { return Mass30(distance, sharpness); };
+    uint64_t total = 0;
+    row.ForEach([&](float logit, uint32_t) {
+      const float distance = Distance(largest, logit);
+      if (Bits(distance) <= limit) total += weigh(distance);
+    });
+    total = row.Reduce(total, Sum());
+    limit = row.template Search<true>(largest, limit, TopPTarget(options.top_p, total), weigh);
+  }
+  if (row.idle()) return 0;
+  uint64_t best = 0;
+  if (row.collected()) {
+    row.ForEach([&](float logit, uint32_t i) {
+      const float distance = Distance(largest, logit);
+      if (Bits(distance) > limit) return;
+      const Philox random = RandomWords(options.seed, i / 4, options.step);
+      const uint32_t word = i % 4 == 0   ? random.words[0]
+                            : i % 4 == 1 ? random.words[1]
+                            : i % 4 == 2 ? random.words[2]
+                                         : random.words[3];
+      best = max(best, RankOf(Score(distance, sharpness, word), i));
+    });
+  } else {
+    // A Gumbel number g needs a word below about 2^32 exp(-g). Most words are too large to beat the best score so far,
+    // as a rough exponential shows.
+    volatile int* const shared_bound = row.shared_bound();
+    row.ForEachVector([&](uint32_t begin, const float* values, int count) {
+      const float bound = FloatOfOrdered(*shared_bound);
+#pragma unroll
+      for (int four = 0; four < Vector<T>::kSize; four += 4) {
+        bool any = false;
+#pragma unroll
+        for (int j = four; j < four + 4; ++j) any |= j < count && Bits(Distance(largest, values[j])) <= limit;
+        if (!any) continue;
+        const Philox random = RandomWords(options.seed, (begin + four) / 4, options.step);
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          const float distance = Distance(largest, values[four + j]);
+          if (four + j >= count || Bits(distance) > limit) continue;
+          const float needed = bound + distance * sharpness;
+          // Beyond this, `needed` itself would be too rough.
+          const bool told = fabsf(bound) < 1e5f;
+          if (told && static_cast<float>(random.words[j]) > 0x1.8p32f * __expf(-needed) + 256.0f) continue;
+          const float score = Score(distance, sharpness, random.words[j]);
+          if (score > bound) atomicMax(const_cast<int*>(shared_bound), OrderedOfFloat(score));
+          best = max(best, RankOf(score, begin + four + j));
+        }
+      }
+    });
+  }
+  return IndexOf(row.Reduce(best, Max()));
+}
 
 template <typename T>
 __global__ void __launch_bounds__(kThreads, 2) SampleKernel(const __grid_constant__ SampleParams p, bool aligned) {
@@ -269,51 +428,32 @@ __global__ void __launch_bounds__(kThreads, 2) SampleKernel(const __grid_constan
   Row<T> row(logits, p.vocab, aligned, shared);
   ClusterSync();  // all CTAs have begun, and may be written to
 
-  uint64_t first = 0;
-  row.ForEach([&](float logit, uint32_t i) { first = max(first, RankOf(logit, i)); });
-  first = row.Reduce(first, Max());
-  const float largest = LogitOf(first);
-  const bool chooses = first != ~uint64_t{0} && largest != -INFINITY && options.valid();
-  uint32_t token = IndexOf(first);
+  // ---- The largest logit, and whether there is a NaN
+  float largest = -INFINITY;
+  row.ForEachVector([&](uint32_t, const float* values, int count) {
+#pragma unroll
+    for (int j = 0; j < Vector<T>::kSize; ++j) {
+      if (j < count) largest = MaxNan(largest, values[j]);
+    }
+  });
+  largest = LogitOf(row.Reduce(RankOf(largest, 0), Max()));
+  const bool chooses = largest == largest && largest != -INFINITY && options.valid();
+  uint32_t token = 0;
   uint64_t mass = 0;
   if (chooses) {
-    row.ForEach([&](float logit, uint32_t) { mass += Mass40(Distance(largest, logit)); });
+    // ---- Its place, and the softmax's sum
+    uint64_t place = ~uint64_t{0};
+    row.ForEachVector([&](uint32_t begin, const float* values, int count) {
+#pragma unroll
+      for (int j = 0; j < Vector<T>::kSize; ++j) {
+        if (j >= count) continue;
+        mass += Mass40(Distance(largest, values[j]));
+        if (values[j] == largest) place = min(place, static_cast<uint64_t>(begin + j));
+      }
+    });
     mass = row.Reduce(mass, Sum());
-    if (options.temperature > 0.0f) {
-      uint32_t limit = MinPLimit(options);
-      if (options.top_k > 0 && options.top_k < p.vocab) {
-        limit = row.template Search<false>(largest, limit, options.top_k, [](float) { return 1u; });
-      }
-      if (options.top_p < 1.0f) {
-        const auto weigh = [&](float distance) { return Mass30(distance, options.temperature); };
-        uint64_t total = 0;
-        row.ForEach([&](float logit, uint32_t) {
-          const float distance = Distance(largest, logit);
-          if (Bits(distance) <= limit) total += weigh(distance);
-        });
-        total = row.Reduce(total, Sum());
-        limit = row.template Search<true>(largest, limit, TopPTarget(options.top_p, total), weigh);
-      }
-      uint64_t best = 0;
-      row.ForEachVector([&](uint32_t begin, const float* values, int count) {
-#pragma unroll
-        for (int four = 0; four < Vector<T>::kSize; four += 4) {
-          bool any = false;
-#pragma unroll
-          for (int j = four; j < four + 4; ++j) any |= j < count && Bits(Distance(largest, values[j])) <= limit;
-          if (!any) continue;
-          const Philox random = RandomWords(options.seed, (begin + four) / 4, options.step);
-#pragma unroll
-          for (int j = 0; j < 4; ++j) {
-            const float distance = Distance(largest, values[four + j]);
-            if (four + j >= count || Bits(distance) > limit) continue;
-            const float score = Add(Gumbel(random.words[j]), -Div(distance, options.temperature));
-            best = max(best, RankOf(score, begin + four + j));
-          }
-        }
-      });
-      token = IndexOf(row.Reduce(best, Max()));
-    }
+    token = static_cast<uint32_t>(row.Reduce(place, Min()));
+    if (options.temperature > 0.0f) token = Draw(row, options, largest, p.vocab);
   }
   if (ClusterRank() == 0 && threadIdx.x == 0) {
     p.token[index] = chooses ? static_cast<int32_t>(token) : -1;

@@ -6,6 +6,7 @@
 #ifndef XLA_GPU_OPS_SAMPLE_SAMPLE_MATH_H_
 #define XLA_GPU_OPS_SAMPLE_SAMPLE_MATH_H_
 
+#include <cmath>
 #include <cstdint>
 #include <cstring>
 
@@ -43,6 +44,14 @@ XLA_GPU_BOTH float Div(float a, float b) {
 #endif
 }
 
+XLA_GPU_BOTH float Fma(float a, float b, float c) {
+#ifdef __CUDA_ARCH__
+  return __fmaf_rn(a, b, c);
+#else
+  return std::fma(a, b, c);
+#endif
+}
+
 XLA_GPU_BOTH uint32_t Bits(float x) {
 #ifdef __CUDA_ARCH__
   return __float_as_uint(x);
@@ -68,28 +77,31 @@ XLA_GPU_BOTH float ExpNegative(float x) {
   if (!(x < 87.0f)) return 0.0f;
   // Adding 1.5 * 2^23 rounds to an integer, which is then the low bits of the sum.
   const float magic = 0x1.8p23f;
-  const float shifted = Add(Mul(x, -0x1.715476p0f), magic);
+  const float shifted = Fma(x, -0x1.715476p0f, magic);
   const float n = Add(shifted, -magic);
   // ln 2 in two parts, the first of 15 bits
-  const float r = Add(Add(-x, -Mul(n, 0x1.62e4p-1f)), -Mul(n, 0x1.7f7d1cp-20f));
+  const float r = Fma(n, -0x1.7f7d1cp-20f, Fma(n, -0x1.62e4p-1f, -x));
   // A fit of (e^r - 1 - r) / r^2 on |r| <= ln 2 / 2 that makes e^r's relative error 3e-9.
-  float p = Add(Mul(r, 0x1.6a241ap-10f), 0x1.1239f2p-7f);
-  p = Add(Mul(p, r), 0x1.5558f2p-5f);
-  p = Add(Mul(p, r), 0x1.555492p-3f);
-  p = Add(Mul(p, r), 0x1.fffffcp-2f);
-  const float mantissa = Add(Add(Mul(Mul(p, r), r), r), 1.0f);
+  float p = Fma(r, 0x1.6a241ap-10f, 0x1.1239f2p-7f);
+  p = Fma(p, r, 0x1.5558f2p-5f);
+  p = Fma(p, r, 0x1.555492p-3f);
+  p = Fma(p, r, 0x1.fffffcp-2f);
+  const float mantissa = Add(Fma(Mul(p, r), r, r), 1.0f);
   return FromBits(Bits(mantissa) + ((Bits(shifted) - Bits(magic)) << 23));
 }
 
-// ln(1 + f) for |f| < 0.42: 2 atanh(f / (2 + f)).
+// ln(1 + f) for f from sqrt(1/2) - 1 to sqrt(2) - 1, within 2 ulp.
 XLA_GPU_BOTH float Log1p(float f) {
-  const float s = Div(f, Add(2.0f, f));
-  const float z = Mul(s, s);
-  float p = Add(Mul(z, 1.0f / 11), 1.0f / 9);
-  p = Add(Mul(p, z), 1.0f / 7);
-  p = Add(Mul(p, z), 1.0f / 5);
-  p = Add(Mul(p, z), 1.0f / 3);
-  return Mul(2.0f, Add(s, Mul(s, Mul(p, z))));
+  // A fit of (ln(1 + f) - f) / f^2 that makes ln(1 + f)'s relative error 4e-9.
+  float p = Fma(f, -0x1.382904p-4f, 0x1.084b1cp-3f);
+  p = Fma(p, f, -0x1.0f39d2p-3f);
+  p = Fma(p, f, 0x1.227128p-3f);
+  p = Fma(p, f, -0x1.542716p-3f);
+  p = Fma(p, f, 0x1.99a3fap-3f);
+  p = Fma(p, f, -0x1.000428p-2f);
+  p = Fma(p, f, 0x1.555550p-2f);
+  p = Fma(p, f, -0x1.fffff8p-2f);
+  return Fma(Mul(p, f), f, f);
 }
 
 // The natural logarithm of a positive normal number.
@@ -97,7 +109,7 @@ XLA_GPU_BOTH float Log(float x) {
   const uint32_t above = Bits(x) - 0x3f3504f3;  // sqrt(1/2): the mantissa lies in [sqrt(1/2), sqrt(2))
   const int32_t exponent = static_cast<int32_t>(above) >> 23;
   const float mantissa = FromBits((above & 0x007fffff) + 0x3f3504f3);
-  return Add(Mul(static_cast<float>(exponent), 0x1.62e43p-1f), Log1p(Add(mantissa, -1.0f)));
+  return Fma(static_cast<float>(exponent), 0x1.62e43p-1f, Log1p(Add(mantissa, -1.0f)));
 }
 
 // ---- Random numbers ----
@@ -140,6 +152,12 @@ struct RowOptions {
   uint64_t seed;
   uint32_t step;
 
+  // What distances are multiplied by.
+  XLA_GPU_BOTH float sharpness() const {
+    const float inverse = Div(1.0f, temperature);
+    return inverse < 0x1.fffffep127f ? inverse : 0x1.fffffep127f;
+  }
+
   XLA_GPU_BOTH bool valid() const {
     return temperature >= 0.0f && temperature <= 0x1.fffffep127f && top_p >= 0.0f && top_p <= 1.0f && min_p >= 0.0f &&
            min_p <= 1.0f;
@@ -161,8 +179,13 @@ XLA_GPU_BOTH float LogitOf(uint64_t rank) {
   return FromBits(ordered & 0x80000000 ? ordered & 0x7fffffff : ~ordered);
 }
 
+inline constexpr float kLargest = 0x1.fffffep127f;
+
+XLA_GPU_BOTH float AtMostLargest(float x) { return x < kLargest ? x : kLargest; }
+
 // What a logit's probability depends on: how far it lies below the largest. Its bits are ordered as the distances are.
-XLA_GPU_BOTH float Distance(float largest, float logit) { return logit == largest ? 0.0f : Add(largest, -logit); }
+// An infinite logit counts as the largest number.
+XLA_GPU_BOTH float Distance(float largest, float logit) { return Add(AtMostLargest(largest), -AtMostLargest(logit)); }
 
 inline constexpr uint32_t kFarthest = 0x7f7fffff;  // bits of the largest finite distance: logits of -inf are no choice
 
@@ -175,8 +198,8 @@ XLA_GPU_BOTH uint32_t MinPLimit(const RowOptions& row) {
 
 // A probability relative to the largest one, as an integer. What a search adds up: 30 bits, since shared memory adds
 // halves of them.
-XLA_GPU_BOTH uint32_t Mass30(float distance, float temperature) {
-  return static_cast<uint32_t>(Add(Mul(ExpNegative(Div(distance, temperature)), 0x1p30f), 0.5f));
+XLA_GPU_BOTH uint32_t Mass30(float distance, float sharpness) {
+  return static_cast<uint32_t>(Fma(ExpNegative(Mul(distance, sharpness)), 0x1p30f, 0.5f));
 }
 
 // The same with 40 bits, at temperature 1: what the log-probability adds up.
@@ -186,6 +209,11 @@ XLA_GPU_BOTH uint64_t Mass40(float distance) { return static_cast<uint64_t>(Mul(
 XLA_GPU_BOTH uint64_t TopPTarget(float top_p, uint64_t total) {
   const auto target = static_cast<uint64_t>(static_cast<double>(top_p) * static_cast<double>(total));
   return target > 0 ? target : 1;
+}
+
+// What the chosen token has the largest of.
+XLA_GPU_BOTH float Score(float distance, float sharpness, uint32_t word) {
+  return Add(Gumbel(word), -Mul(distance, sharpness));
 }
 
 XLA_GPU_BOTH float LogProbability(float largest, float logit, uint64_t mass) {
