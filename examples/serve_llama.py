@@ -50,7 +50,7 @@ class TorchXla:
         if wrong := quantized.check_arguments(arguments):
             raise ValueError(wrong)
         if arguments.tensor_parallel > 1 and arguments.temperature > 0:
-            raise ValueError(
+            raise ValueError("--temperature: expected 0 with --tensor-parallel (serve_llama_jax.py has both)")
         group = device_group(arguments.tensor_parallel) if arguments.tensor_parallel > 1 else None
         model = PagedLlama(config, getattr(torch, arguments.dtype), max_tokens, group, arguments.options)
         if arguments.model and quantized.is_quantized(arguments.model):
