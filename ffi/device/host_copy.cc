@@ -1,7 +1,8 @@
+#include "ffi/device/host_copy.h"
+
 #include <cuda_runtime.h>
 
 #include "ffi/base/cuda_status.h"
-#include "ffi/device/host_copy.h"
 
 namespace xla_gpu {
 

@@ -6,9 +6,9 @@
 //  - A live sequence s owns the rows [b, e) = [query_start_loc[s], query_start_loc[s + 1]) iff
 //    0 <= b <= e <= num_tokens and b is at least every earlier entry that itself lies in [0, num_tokens]. Two sequences
 //    never own the same row: for s < t, t's first row is at least query_start_loc[s + 1].
-//  - Owned rows are written by the path that q_len selects (decode up to max_decode_tokens, prefill above). They are NaN
-//    if context_len is negative or over pages_per_seq * page_size, or if a page number that a query of the sequence
-//    sees is outside [0, num_pages).
+//  - Owned rows are written by the path that q_len selects (decode up to max_decode_tokens, prefill above). They are
+//    NaN if context_len is negative or over pages_per_seq * page_size, or if a page number that a query of the
+//    sequence sees is outside [0, num_pages).
 //  - Rows that no live sequence owns are padding rows (padding_rows.cuh): 0 from query_start_loc[num_seqs] on, if that
 //    entry lies in [0, num_tokens], and before query_start_loc[0], if all entries are in order; NaN otherwise.
 #ifndef XLA_GPU_OPS_PAGED_ATTENTION_SEQUENCE_METADATA_CUH_
