@@ -70,8 +70,8 @@ def test_scratch_of_64_sequences_of_32k_keys_is_bounded(frontend, head_dim):
     most = 0
     heads = ((1, 1), (32, 1), (8, 4), (1, 8), (4, 8), (7, 8), (5, 16), (1, 64))
     for group, kv_heads in heads:
-        for max_seqs in (1, 3, 8, 9, 31, 33, 64):
-            for tokens in (1, 4, 8, 9, 17, 64, 65, 129, 255, 256, 300, 512, 520, 4096):
+        for max_seqs in (0, 1, 3, 8, 9, 31, 33, 64):
+            for tokens in (0, 1, 4, 8, 9, 17, 64, 65, 129, 255, 256, 300, 512, 520, 4096):
                 for max_context in (4096, 32768):
                     for tree in (0, 2):
                         query = ArraySpec((tokens, group * kv_heads, head_dim), "bfloat16")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from tests.common.arrays import NUMPY_DTYPES, TORCH_DTYPES, to_numpy, torch
+from tests.common.arrays import NUMPY_DTYPES, to_numpy, torch
 from tests.common.frontends import Frontend
 
 EDGE = 512  # bytes of canary before and behind each buffer
@@ -74,7 +74,7 @@ def run(
     memory = Memory(frontend)
 
     def placed(name, spec):
-        dtype = torch.uint8 if spec.dtype == "uint8" else TORCH_DTYPES[spec.dtype]
+        dtype = getattr(torch, spec.dtype)
         count = int(np.prod(spec.shape, dtype=np.int64))
         return memory.place(name, count * dtype.itemsize), dtype, spec.shape
 

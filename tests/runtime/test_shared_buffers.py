@@ -129,6 +129,24 @@ print(export())
     )
 
 
+def test_a_result_that_is_still_computed_gets_its_buffer():
+    if reason := frontends.ALL["torch_xla"].unavailable():
+        pytest.skip(reason)
+    import torch
+    import torch_xla
+
+    from xla_gpu._torch_xla import shared_memory
+
+    x = torch.ones(1024, 1024).to(torch_xla.device())
+    asked = []
+    for i in range(4):
+        y = x @ x @ x + i
+        torch_xla.sync()
+        address = shared_memory.wait_for_buffer(y, lambda: asked.append(i))
+        assert address == shared_memory.wait_for_buffer(y) != 0
+    assert len(asked) >= 4
+
+
 @pytest.mark.gpu
 def test_on_a_gpu():
     """Memory of the CUDA driver through a program and back, with both orders of streams, and nothing kept."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -38,6 +39,8 @@ class Owner:
     def __init__(self, memory: Any, wait: Callable[[], None]) -> None:
         self.memory, self.wait, self.ordered = memory, wait, False
 
+
+_BUFFER_ATTEMPTS = 50  # of a tenth of a millisecond
 
 _lock = threading.Lock()
 _kept: dict[int, Owner] = {}
@@ -124,26 +127,36 @@ def forget_released() -> int:
     return len(_kept)
 
 
+def wait_for_buffer(tensor: torch.Tensor, before: Callable[[], object] = lambda: None) -> int:
+    """The address of a torch_xla tensor's buffer; ``before`` is called each time before the runtime is asked for it.
+
+    A result has no buffer until torch_xla's thread has started its program, and torch_xla raises until then. That takes
+    less than a millisecond where programs run asynchronously. The last resort is to wait until they have run.
+    """
+    import _XLAC
+
+    for attempt in range(_BUFFER_ATTEMPTS):
+        before()
+        try:
+            return int(_XLAC._unsafe_buffer_pointer(tensor))
+        except RuntimeError:
+            if attempt < _BUFFER_ATTEMPTS - 1:
+                time.sleep(1e-4)
+    _XLAC._xla_wait_device_ops([])
+    before()
+    return int(_XLAC._unsafe_buffer_pointer(tensor))
+
+
 def export_memory(tensor: torch.Tensor, device_type: int, device_id: int, stream: int) -> Any:
     """A DLPack capsule over the device memory of a torch_xla tensor, for which ``stream`` waits.
 
     The memory stays as long as the capsule's tensor, and until the stream has done what it then holds.
     """
-    import _XLAC
-
     cdll = library.load().cdll
     dtype_code = _CODES.get(tensor.dtype)
     if dtype_code is None:
         raise TypeError(f"to_cuda: tensor: expected a dtype that DLPack has, got {tensor.dtype}")
-    # A result may have no buffer yet when its program was only just started; asked again it has one.
-    for attempt in range(2):
-        cdll.xla_gpu_export_begin()
-        try:
-            _XLAC._unsafe_buffer_pointer(tensor)
-            break
-        except RuntimeError:
-            if attempt:
-                raise
+    wait_for_buffer(tensor, cdll.xla_gpu_export_begin)
     dims = (ctypes.c_int64 * tensor.dim())(*tensor.shape)
     args = abi.ExportArgs(
         struct_size=ctypes.sizeof(abi.ExportArgs),

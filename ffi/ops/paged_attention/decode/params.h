@@ -106,7 +106,8 @@ struct KernelConfig {
 // Whether there are kernels with wide work tiles, which a call with a tree_mask takes.
 inline bool HasWideTiles(const PagedAttentionParams& params) {
   return params.dtype != DType::kF32 && params.head_dim <= 128 && params.cache_dtype != DType::kF8E5M2 &&
-         !(IsFloat8(params.cache_dtype) && params.head_dim % 16 != 0) && params.num_kv_heads > 0 && params.max_seqs > 0;
+         !(IsFloat8(params.cache_dtype) && params.head_dim % 16 != 0) && params.num_tokens > 0 &&
+         params.num_heads > 0 && params.num_kv_heads > 0 && params.head_dim > 0 && params.max_seqs > 0;
 }
 
 // New tokens of a sequence of the decode path, at most.

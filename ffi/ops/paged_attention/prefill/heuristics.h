@@ -61,11 +61,12 @@ inline int TmaTileRowsForFullTiles(const PagedAttentionParams& shapes, int64_t s
   return large_tiles < rounds * sms ? 128 : 192;
 }
 
-// The same, or the smallest work tiles of which a sequence of the average length has no more: those of short prompts
-// and of a few tokens are not full, and small ones take less time.
+// The same, or where sequences have few tokens, the smallest work tiles of which one of the average length has no more:
+// they are not full, and small ones take less time.
+// NOTE: with more tokens the average says little. Chunks of prompts beside many decode sequences want large work tiles.
 inline int TmaTileRowsDim128(const PagedAttentionParams& shapes, int64_t sms) {
   const int most = TmaTileRowsForFullTiles(shapes, sms);
-  if (shapes.max_seqs == 0) return most;
+  if (shapes.max_seqs == 0 || !DecodeComesFirst(shapes)) return most;
   const int64_t tokens = (shapes.num_tokens + shapes.max_seqs - 1) / shapes.max_seqs;
   const int64_t rows = tokens * (shapes.num_heads / shapes.num_kv_heads);
   const auto tiles = [&](int64_t tile_rows) { return (rows + tile_rows - 1) / tile_rows; };
