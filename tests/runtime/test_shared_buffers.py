@@ -129,7 +129,7 @@ print(export())
     )
 
 
-def test_a_result_that_is_still_computed_gets_its_buffer():
+def test_results_of_torch_xla_get_their_buffers_while_they_are_computed():
     if reason := frontends.ALL["torch_xla"].unavailable():
         pytest.skip(reason)
     import torch

@@ -18,8 +18,8 @@ class Input {
     return *data_++;
   }
 
-  // Below `end`, which is at most 256.
-  int64_t Below(int64_t end) { return Byte() % end; }
+  // Below `end`, which is at most 256; 0 if nothing is.
+  int64_t Below(int64_t end) { return end > 0 ? Byte() % end : 0; }
 
   // True once in `times`.
   bool Once(int64_t times) { return Below(times) == times - 1; }
