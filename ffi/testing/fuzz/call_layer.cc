@@ -14,7 +14,8 @@ void Call::Linear() {
   const bool residual = input_.Once(2);
   const char* activation = kActivations[input_.Below(input_.Once(16) ? 4 : 3)];
   const bool gated = activation[0] != 'n';
-  const int64_t rows = input_.Below(70), n = 16 * (1 + input_.Below(10)), k = int4 ? 128 : 16 * (1 + input_.Below(10));
+  // A weight of at most 60 KiB: larger buffers have no memory (kMaxBytes).
+  const int64_t rows = input_.Below(70), n = 16 * (1 + input_.Below(6)), k = int4 ? 128 : 16 * (1 + input_.Below(10));
   const Shape blocks = {(n + 127) / 128, (k + 127) / 128};
   const Shape of_float8[] = {{1}, {n}, blocks};
   Add(&operands_, dtype, {rows, k});
