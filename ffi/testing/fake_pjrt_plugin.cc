@@ -188,6 +188,11 @@ void* BufferDestroy(void* args) {
   if (buffer->view.on_delete_callback != nullptr) {
     buffer->view.on_delete_callback(buffer->data, buffer->view.on_delete_callback_arg);
   }
+  if (buffer == last_view) {  // its numbers are asked for later
+    static FakeBuffer destroyed_view;
+    destroyed_view = *buffer;
+    last_view = &destroyed_view;
+  }
   delete buffer;
   return nullptr;
 }
