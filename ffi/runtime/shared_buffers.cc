@@ -262,7 +262,7 @@ Error ExportBuffer(xla_gpu_export_args* args) {
   return {};
 }
 
-// An error of ours as one of the plug-in: there is no entry that makes one, so the plug-in is asked for something that
+// An error of ours as one of the plug-in: there is no entry that makes one, so the plug-in gets a request that
 // it must refuse. The text goes to the thread's last error, where Python looks first.
 void* RefusedBy(const Error& error) {
   Report(error);

@@ -188,7 +188,7 @@ void* BufferDestroy(void* args) {
   if (buffer->view.on_delete_callback != nullptr) {
     buffer->view.on_delete_callback(buffer->data, buffer->view.on_delete_callback_arg);
   }
-  if (buffer == last_view) {  // its numbers are asked for later
+  if (buffer == last_view) {  // tests read its numbers later
     static FakeBuffer destroyed_view;
     destroyed_view = *buffer;
     last_view = &destroyed_view;

@@ -159,7 +159,7 @@ class KernelCache {
     CUlibrary library = nullptr;
     CUresult error = driver.library_load(&library, loaded->cubin.data(), nullptr, nullptr, 0, nullptr, nullptr, 0);
     if (error == CUDA_SUCCESS) error = driver.library_get_kernel(&loaded->kernel, library, loaded->name.c_str());
-    // With lazy loading a cubin for another GPU is noticed when the kernel is asked for something.
+    // With lazy loading a cubin for another GPU is noticed at the first request for the kernel's attributes.
     int binary_version = 0;
     if (error == CUDA_SUCCESS) {
       error = driver.kernel_get_attribute(&binary_version, CU_FUNC_ATTRIBUTE_BINARY_VERSION, loaded->kernel, device);
@@ -212,7 +212,7 @@ Status CheckParameters(const KernelLaunch& launch, const LoadedKernel& kernel) {
   return Status::Ok();
 }
 
-// Lets the kernel have its dynamic shared memory on this device; above 48 KiB it must be asked for.
+// Lets the kernel have its dynamic shared memory on this device; above 48 KiB it must be requested.
 Status AllowSharedMemory(const KernelLaunch& launch, int device, LoadedKernel* kernel) {
   constexpr int64_t kWithoutAsking = 48 << 10;
   std::lock_guard<std::mutex> lock(kernel->mutex);

@@ -31,7 +31,7 @@ __device__ __forceinline__ void RotateHead(const Rotation& rotation, int64_t tok
     const float nan = __int_as_float(0x7fc00000);
     const float2 turn = in_table ? turns[i] : make_float2(nan, nan);
     const float a = static_cast<float>(load(first)), b = static_cast<float>(load(second));
-    // Not fused: in float32 these are the bits of models that multiply and add apart.
+    // Not fused: in float32 these are the bits of models that round between product and sum.
     store(first, static_cast<T>(__fsub_rn(__fmul_rn(a, turn.x), __fmul_rn(b, turn.y))));
     store(second, static_cast<T>(__fadd_rn(__fmul_rn(b, turn.x), __fmul_rn(a, turn.y))));
   }

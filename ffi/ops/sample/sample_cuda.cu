@@ -23,7 +23,7 @@ constexpr int kWarps = kThreads / 32;
 constexpr int kMaxCluster = 8;
 constexpr int kBins = 1024;
 constexpr int kBinBits = 10;
-constexpr int kHalfBits = 15;  // of a mass: low and high part are added apart, since shared memory adds 32 bits
+constexpr int kHalfBits = 15;  // of a mass: low and high bits have sums of their own, since shared memory adds 32 bits
 constexpr int64_t kMaxUnfolded = 1 << 15;  // logits of a CTA whose parts 32 bits hold
 // The first pass of a search: 64 bins for each power of two from 2^-8 to 2^8, where distances that matter lie.
 constexpr uint32_t kFirstBin = 0x3b800000 >> 17;  // of 2^-8

@@ -127,7 +127,7 @@ def described_results(dtypes: Sequence[str], ranks: Sequence[int], sizes: Sequen
 
 
 def pairs(aliases: Sequence[int]) -> tuple[tuple[int, int], ...]:
-    """The argument aliases, taken apart."""
+    """The argument aliases as pairs of an operand and a result."""
     return tuple(zip(aliases[::2], aliases[1::2], strict=True))
 
 

@@ -128,7 +128,7 @@ def forget_released() -> int:
 
 
 def wait_for_buffer(tensor: torch.Tensor, before: Callable[[], object] = lambda: None) -> int:
-    """The address of a torch_xla tensor's buffer; ``before`` is called each time before the runtime is asked for it.
+    """The address of a torch_xla tensor's buffer; ``before`` is called before each request to the runtime.
 
     A result has no buffer until torch_xla's thread has started its program, and torch_xla raises until then. That takes
     less than a millisecond where programs run asynchronously. The last resort is to wait until they have run.

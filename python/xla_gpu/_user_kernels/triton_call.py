@@ -50,7 +50,7 @@ class Described(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class TritonFunction:
-    """A ``@triton.jit`` function, its decorators taken apart."""
+    """A ``@triton.jit`` function, without its decorators."""
 
     name: str
     jit: Any  # triton.JITFunction
