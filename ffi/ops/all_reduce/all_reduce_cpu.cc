@@ -2,6 +2,7 @@
 
 #include "ffi/host/convert.h"
 #include "ffi/host/float_mode.h"
+#include "ffi/host/parallel_rows.h"
 #include "ffi/host/rms_norm.h"
 #include "ffi/ops/all_reduce/all_reduce.h"
 
@@ -52,12 +53,7 @@ void NormRow(const AllReduceAddRmsNormParams& p, int64_t row) {
 
 template <class Element>
 Status Norm(const AllReduceAddRmsNormParams& p, const Executor& executor) {
-  const int64_t rows = std::max<int64_t>(1, kBlock / std::max<int64_t>(p.hidden, 1));  // of one work item
-  ParallelFor(executor, (p.num_rows + rows - 1) / rows, [&p, rows](int64_t block) {
-    const ScopedFloatMode mode;
-    const int64_t end = std::min(p.num_rows, (block + 1) * rows);
-    for (int64_t row = block * rows; row < end; ++row) NormRow<Element>(p, row);
-  });
+  ParallelForRows(executor, p.num_rows, p.hidden, kBlock, [&p](int64_t row) { NormRow<Element>(p, row); });
   return Status::Ok();
 }
 

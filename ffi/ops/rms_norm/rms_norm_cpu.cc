@@ -1,7 +1,5 @@
-#include <algorithm>
-
 #include "ffi/host/convert.h"
-#include "ffi/host/float_mode.h"
+#include "ffi/host/parallel_rows.h"
 #include "ffi/host/rms_norm.h"
 #include "ffi/ops/rms_norm/rms_norm.h"
 
@@ -28,12 +26,7 @@ void NormRow(const RmsNormParams& p, int64_t row) {
 
 template <class Element>
 Status Norm(const RmsNormParams& p, const Executor& executor) {
-  const int64_t rows = std::max<int64_t>(1, kBlock / std::max<int64_t>(p.size, 1));  // of one work item
-  ParallelFor(executor, (p.num_rows + rows - 1) / rows, [&p, rows](int64_t block) {
-    const ScopedFloatMode mode;
-    const int64_t end = std::min(p.num_rows, (block + 1) * rows);
-    for (int64_t row = block * rows; row < end; ++row) NormRow<Element>(p, row);
-  });
+  ParallelForRows(executor, p.num_rows, p.size, kBlock, [&p](int64_t row) { NormRow<Element>(p, row); });
   return Status::Ok();
 }
 

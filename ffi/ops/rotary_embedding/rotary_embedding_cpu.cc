@@ -4,6 +4,7 @@
 
 #include "ffi/host/cache_slots.h"
 #include "ffi/host/float_mode.h"
+#include "ffi/host/parallel_rows.h"
 #include "ffi/host/rms_norm.h"
 #include "ffi/ops/rotary_embedding/rotary_embedding.h"
 
@@ -34,18 +35,13 @@ template <class Element>
 Status Embed(const RotaryEmbeddingParams& p, const Executor& executor) {
   using Stored = typename Element::Stored;
   const int64_t heads = p.num_heads + p.num_kv_heads;
-  const int64_t tokens = std::max<int64_t>(1, kBlock / std::max<int64_t>(heads * p.head_dim, 1));  // of one work item
-  ParallelFor(executor, (p.num_tokens + tokens - 1) / tokens, [&](int64_t block) {
-    const ScopedFloatMode mode;
-    const int64_t end = std::min(p.num_tokens, (block + 1) * tokens);
-    for (int64_t token = block * tokens; token < end; ++token) {
-      for (int64_t head = 0; head < heads; ++head) {
-        const bool is_query = head < p.num_heads;
-        const int64_t at = is_query ? (token * p.num_heads + head) * p.head_dim
-                                    : (token * p.num_kv_heads + head - p.num_heads) * p.head_dim;
-        Rotate<Element>(p.rotation, token, static_cast<const Stored*>(is_query ? p.query : p.key) + at,
-                        static_cast<Stored*>(is_query ? p.query_out : p.key_out) + at, p.head_dim);
-      }
+  ParallelForRows(executor, p.num_tokens, heads * p.head_dim, kBlock, [&](int64_t token) {
+    for (int64_t head = 0; head < heads; ++head) {
+      const bool is_query = head < p.num_heads;
+      const int64_t at = is_query ? (token * p.num_heads + head) * p.head_dim
+                                  : (token * p.num_kv_heads + head - p.num_heads) * p.head_dim;
+      Rotate<Element>(p.rotation, token, static_cast<const Stored*>(is_query ? p.query : p.key) + at,
+                      static_cast<Stored*>(is_query ? p.query_out : p.key_out) + at, p.head_dim);
     }
   });
   return Status::Ok();

@@ -1,8 +1,7 @@
-#include <algorithm>
 #include <cmath>
 
 #include "ffi/host/convert.h"
-#include "ffi/host/float_mode.h"
+#include "ffi/host/parallel_rows.h"
 #include "ffi/ops/silu_and_mul/silu_and_mul.h"
 
 namespace xla_gpu {
@@ -34,12 +33,7 @@ void Row(const ActivationAndMulParams& p, int64_t row) {
 
 template <class Element>
 Status Rows(const ActivationAndMulParams& p, const Executor& executor) {
-  const int64_t rows = std::max<int64_t>(1, kBlock / std::max<int64_t>(p.size, 1));  // of one work item
-  ParallelFor(executor, (p.num_rows + rows - 1) / rows, [&p, rows](int64_t block) {
-    const ScopedFloatMode mode;
-    const int64_t end = std::min(p.num_rows, (block + 1) * rows);
-    for (int64_t row = block * rows; row < end; ++row) Row<Element>(p, row);
-  });
+  ParallelForRows(executor, p.num_rows, p.size, kBlock, [&p](int64_t row) { Row<Element>(p, row); });
   return Status::Ok();
 }
 

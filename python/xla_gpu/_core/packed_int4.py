@@ -1,8 +1,8 @@
 """Packed int4: eight values of k in four bytes.
 
 Byte 0 holds values 0 (low nibble) and 2 (high), byte 1 values 4 and 6, byte 2 values 1 and 3, byte 3 values 5 and 7:
-nibbles 0 to 7 of a 32-bit word hold values 0, 2, 4, 6, 1, 3, 5, 7. Two neighbouring values are then at a distance of 16 bits, like
-the two halves of a register, and a kernel converts both with one mask.
+nibbles 0 to 7 of a 32-bit word hold values 0, 2, 4, 6, 1, 3, 5, 7. Two neighbours are then
+in the same bits of a register's halves, and a kernel converts both with one mask.
 """
 
 from __future__ import annotations
