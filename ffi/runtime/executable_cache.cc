@@ -12,6 +12,7 @@
 #include <fstream>
 #include <string_view>
 #include <system_error>
+#include <utility>
 
 #include "ffi/runtime/error.h"
 #include "ffi/runtime/pjrt_plugin.h"
@@ -200,7 +201,31 @@ void* ExecutableCache::CompileAndStore(const std::string& folder, const std::str
   return nullptr;
 }
 
+void ExecutableCache::SetAppendedOptions(std::string bytes) {
+  std::lock_guard<std::mutex> lock(options_mutex_);
+  appended_options_ = std::move(bytes);
+}
+
 void* ExecutableCache::Compile(ClientCompileArgs* args) {
+  if (args->struct_size < sizeof *args) return CompileWithOptions(args);
+  std::string options;
+  {
+    std::lock_guard<std::mutex> lock(options_mutex_);
+    if (!appended_options_.empty()) {
+      options.assign(args->compile_options, args->compile_options_size).append(appended_options_);
+    }
+  }
+  if (options.empty()) return CompileWithOptions(args);
+  ClientCompileArgs changed = *args;
+  changed.struct_size = sizeof changed;
+  changed.compile_options = options.data();
+  changed.compile_options_size = options.size();
+  void* const error = CompileWithOptions(&changed);
+  args->executable = changed.executable;
+  return error;
+}
+
+void* ExecutableCache::CompileWithOptions(ClientCompileArgs* args) {
   const Entry compile = api_.entries()[kClientCompile];
   const std::string folder(Environment(kExecutableCacheVariable));
   if ((folder.empty() && !recorded_.InUse()) || args->struct_size < sizeof *args || args->program == nullptr) {

@@ -5,6 +5,7 @@
 #define XLA_GPU_RUNTIME_EXECUTABLE_CACHE_H_
 
 #include <cstdint>
+#include <mutex>
 #include <string>
 
 #include "ffi/runtime/pjrt_abi.h"
@@ -34,11 +35,17 @@ class ExecutableCache {
   // Returns what PJRT_Client_Compile returns: an error of the plug-in, or null.
   void* Compile(ClientCompileArgs* args);
 
+  // Appends these bytes to the compile options of each program from now on. The options are a serialised
+  // CompileOptionsProto, so that appended fields take the place of single ones and are added to lists and maps.
+  void SetAppendedOptions(std::string bytes);
+
   // See recorded_programs.h.
   void SetRecording(bool recording) { recorded_.SetRecording(recording); }
   size_t CompileRecorded(int threads);
 
  private:
+  // Compiles with the options that `args` has.
+  void* CompileWithOptions(ClientCompileArgs* args);
   // What names the executable, or nothing where the plug-in does not tell.
   std::string Key(const ClientCompileArgs& args) const;
   bool Load(const std::string& file, const std::string& key, ClientCompileArgs* args) const;
@@ -52,6 +59,8 @@ class ExecutableCache {
   const Api& api_;
   std::string plugin_;  // version, size and time
   RecordedPrograms recorded_;
+  std::mutex options_mutex_;  // of what follows
+  std::string appended_options_;
 };
 
 }  // namespace xla_gpu::pjrt

@@ -209,6 +209,16 @@ extern "C" void xla_gpu_record_programs(int32_t on) {
   if (executable_cache != nullptr) executable_cache->SetRecording(on != 0);
 }
 
+extern "C" const char* xla_gpu_append_compile_options(const char* bytes, size_t size) {
+  using xla_gpu::Error;
+  return xla_gpu::Report(xla_gpu::Guarded("xla_gpu_append_compile_options", [&]() -> Error {
+    using namespace xla_gpu::pjrt;
+    std::lock_guard<std::mutex> lock(mutex);
+    if (executable_cache != nullptr) executable_cache->SetAppendedOptions(std::string(bytes, size));
+    return {};
+  }));
+}
+
 extern "C" const char* xla_gpu_compile_recorded(int32_t threads, int64_t* compiled) {
   using xla_gpu::Error;
   return xla_gpu::Report(xla_gpu::Guarded("xla_gpu_compile_recorded", [&]() -> Error {

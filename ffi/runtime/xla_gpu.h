@@ -137,6 +137,10 @@ XLA_GPU_EXPORT void xla_gpu_executable_cache_counts(int64_t counts[4]);
 XLA_GPU_EXPORT void xla_gpu_record_programs(int32_t on);
 XLA_GPU_EXPORT const char* xla_gpu_compile_recorded(int32_t threads, int64_t* compiled);
 
+// Appends bytes to the options of each program that is compiled through the adapter from now on, a serialised
+// CompileOptionsProto; none: takes that back. Without an adapter nothing happens.
+XLA_GPU_EXPORT const char* xla_gpu_append_compile_options(const char* bytes, size_t size);
+
 // ---- Device memory shared with another framework, through the adapter ----
 
 // The next transfer from `data`, an address in device memory, to the adapter's client makes a buffer over this very

@@ -1,10 +1,10 @@
-"""The PJRT adapter's cache of executables, and programs compiled together (ffi/runtime/recorded_programs.h)."""
+"""What the PJRT adapter does for compilations: executables kept in files, programs compiled together, XLA's options."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes as ct
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from . import library
@@ -42,6 +42,47 @@ def recording() -> Iterator[None]:
         yield
     finally:
         cdll.xla_gpu_record_programs(0)
+
+
+@contextlib.contextmanager
+def compile_options(options: Mapping[str, bool | int]) -> Iterator[None]:
+    """Programs compiled or recorded in here get these of XLA's options, by the names that XLA_FLAGS has for them.
+
+    On GPUs through the adapter alone. Not for several threads: the options are those of the process.
+    """
+    if not options:
+        yield
+        return
+    entries = b"".join(_override(name, value) for name, value in options.items())
+    _append(entries)
+    try:
+        yield
+    finally:
+        _append(b"")
+
+
+def _append(options: bytes) -> None:
+    error = library.load().cdll.xla_gpu_append_compile_options(options, len(options))
+    if error is not None:
+        raise RuntimeError(error.decode(errors="replace"))
+
+
+def _override(name: str, value: bool | int) -> bytes:
+    """An entry of CompileOptionsProto.env_option_overrides, field 7: a map of names to OptionOverrideProto."""
+    # Of OptionOverrideProto: bool_field is 2, int_field 3.
+    number = bytes([0x10 if isinstance(value, bool) else 0x18]) + _varint(int(value))
+    entry = b"\x0a" + _varint(len(name)) + name.encode() + b"\x12" + _varint(len(number)) + number
+    return b"\x3a" + _varint(len(entry)) + entry
+
+
+def _varint(value: int) -> bytes:
+    digits = bytearray()
+    value &= (1 << 64) - 1  # negative numbers are those of 64 bits
+    while value >= 0x80:
+        digits.append(value & 0x7F | 0x80)
+        value >>= 7
+    digits.append(value)
+    return bytes(digits)
 
 
 def compile_recorded(threads: int) -> int:

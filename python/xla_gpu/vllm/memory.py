@@ -13,6 +13,8 @@ _GIB = 1 << 30
 # For kernels, command buffers and the runtime beside what is computed below.
 _RESERVE = _GIB // 2
 
+_DISABLED_PASSES = "--xla_disable_hlo_passes"
+
 # Of the CPU client, which has no limit of its own; vLLM's variable for its CPU platform sets another.
 _CPU_GIB = 1.0
 
@@ -23,6 +25,17 @@ def set_pool(environ: MutableMapping[str, str], utilization: float) -> None:
     Without it, it would be JAX's three quarters. What the user set is kept.
     """
     environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", f"{utilization:.4f}")
+
+
+def keep_activations(environ: MutableMapping[str, str]) -> None:
+    """Stops XLA from recomputing values to save memory, unless the user chose the passes that are disabled.
+
+    It would do so wherever a program has more than 80 % of the GPU's memory. With KV caches that fill the GPU every
+    program has, and what activations take is nothing beside them.
+    """
+    flags = environ.get("XLA_FLAGS", "")
+    if _DISABLED_PASSES not in flags:
+        environ["XLA_FLAGS"] = f"{flags} {_DISABLED_PASSES}=rematerialization".strip()
 
 
 def for_kv_caches(config: Any, device: torch.device) -> int:

@@ -17,6 +17,11 @@ from .program import Program
 from .sampler.sampler import store_last_tokens
 from .step_layout import StepLayout
 
+# From this many tokens on, matrix products are bound by arithmetic, and cuBLAS computes them as fast as the best of XLA's
+# Triton kernels. Those are dozens for each product, and compiling and timing them takes most of a compilation.
+PROMPT_TOKENS = 256
+PROMPT_OPTIONS = {"xla_gpu_enable_triton_gemm": False}
+
 
 class ModelPrograms:
     """``launch(layout, packed, last_tokens)`` returns tokens, last tokens, logits and hidden states of a step."""
@@ -46,6 +51,7 @@ class ModelPrograms:
             step,
             [packed, last_tokens],
             [self._tables.device_tables, *self._caches.tensors],
+            PROMPT_OPTIONS if layout.num_tokens >= PROMPT_TOKENS else {},
         )
         return dict(zip(("tokens", "last_tokens", "logits", "hidden"), program.outputs, strict=True))
 

@@ -30,7 +30,13 @@ class XlaGpuPlatform(Platform):  # type: ignore[misc]
     @classmethod
     def pre_register_and_update(cls, parser: Any = None) -> None:
         """Lets vLLM find the quantisation of checkpoints; called before it reads a model's configuration."""
+        from vllm.model_executor.models import registry
+
         from . import quantization  # noqa: F401
+
+        # vLLM imports a model's module in a process of its own, which imports all of vLLM and takes 15 seconds: it keeps
+        # CUDA from being initialised in this one. Here nothing would do that.
+        registry._run_in_subprocess = lambda function: function()
 
     @classmethod
     def check_and_update_config(cls, vllm_config: Any) -> None:

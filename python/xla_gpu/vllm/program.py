@@ -8,7 +8,8 @@ tenths of a second instead of many, and state that is updated in place is handed
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,10 +17,13 @@ import torch_xla
 import torch_xla.core.xla_model as xm
 import torch_xla.debug.metrics as metrics
 from torch_xla._dynamo.dynamo_bridge import alias_with_buffer_donor_config
+from vllm.logger import init_logger
 
 from .._runtime import executable_cache
 
 _XLAC = torch_xla._XLAC
+
+logger = init_logger(f"vllm.{__name__}")  # vLLM shows what is below its own name
 
 
 # What captures the programs that are to be compiled together; None: each is compiled where it is made.
@@ -69,6 +73,7 @@ class Program:
       inputs: XLA tensors with the shapes and dtypes of later calls.
       state: XLA tensors whose memory the program takes over: after each call its owner must go on with those that the
         call returned.
+      options: XLA's, for this program alone; see executable_cache.compile_options.
 
     Attributes:
       outputs: shape and dtype of each output.
@@ -83,6 +88,7 @@ class Program:
         function: Callable[..., Sequence[torch.Tensor]],
         inputs: Sequence[torch.Tensor],
         state: Sequence[torch.Tensor] = (),
+        options: Mapping[str, bool | int] | None = None,
     ) -> None:
         self.name = name
         self._num_state = len(state)
@@ -93,7 +99,8 @@ class Program:
         xm.wait_device_ops()
 
         def capture() -> None:
-            self._capture(function, inputs, state)
+            with executable_cache.compile_options(options or {}):
+                self._capture(function, inputs, state)
 
         if _waiting is None:
             capture()
@@ -109,7 +116,7 @@ class Program:
     def _capture(
         self, function: Callable[..., Sequence[torch.Tensor]], inputs: Sequence[torch.Tensor], state: Sequence[Any]
     ) -> None:
-        fallbacks = _fallbacks()
+        fallbacks, began = _fallbacks(), time.perf_counter()
         given = [*inputs, *state]
         position = {_XLAC._xla_get_tensor_id(tensor): index for index, tensor in enumerate(given)}
         # A clone that was not computed yet shares the memory; it gives the state back what tracing replaces.
@@ -134,6 +141,7 @@ class Program:
             with alias_with_buffer_donor_config():
                 self._hash = _XLAC._get_graph_hash(roots)
                 _XLAC._xla_warm_up_cache(roots, [])
+            logger.debug("%s: captured in %.2f s", self.name, time.perf_counter() - began)
         finally:
             for tensor, original in zip(state, saved, strict=True):
                 _XLAC._replace_xla_tensor(tensor, original)

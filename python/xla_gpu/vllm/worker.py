@@ -22,6 +22,7 @@ class Worker(WorkerBase):  # type: ignore[misc]
     def init_device(self) -> None:
         """Starts torch_xla's client."""
         memory.set_pool(os.environ, self.cache_config.gpu_memory_utilization)
+        memory.keep_activations(os.environ)
         if folder := compile_cache.use(os.environ):
             logger.info("XLA's choices of kernels are kept in %s", folder)
         # Imported here: the import reads the environment, and starts the client soon after.
