@@ -20,7 +20,8 @@ def test_buckets():
     assert buckets.token_buckets(100, 12) == [1, 2, 4, 8, 12, 16, 32, 64, 100]
     assert buckets.token_buckets(100, 12, [4]) == [4, 12, 100]
     assert buckets.next_bucket([4, 12, 100], 5) == 12
-    assert [buckets.logits_rows(rows, 64) for rows in (1, 8, 9, 32, 33, 64)] == [8, 8, 32, 32, 64, 64]
+    assert [buckets.logits_rows(rows, 64) for rows in (1, 8, 9, 32, 64)] == [8, 8, 64, 64, 64]
+    assert [buckets.logits_rows(rows, 256) for rows in (8, 9, 64, 65)] == [8, 64, 64, 256]
     assert [buckets.logits_rows(rows, 5) for rows in (1, 5)] == [8, 8]
     for wrong in ([0], [101], ["8"], [True]):
         with pytest.raises(ValueError, match="token_buckets: expected integers from 1 to max_num_batched_tokens = 100"):

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from xla_gpu.vllm.sampler import edits, logprobs, masks, penalties, truncation
-from xla_gpu.vllm.sampler.random import gumbel_noise, threefry_2x32
 
 
 @pytest.fixture(params=["eager", "xla"])
@@ -18,43 +17,6 @@ def to_device(request):
 
     device = torch_xla.device()
     return lambda array: torch.from_numpy(np.asarray(array)).to(device)
-
-
-def int32(value: int) -> np.ndarray:
-    return np.array([value], np.uint32).view(np.int32)
-
-
-@pytest.mark.parametrize(
-    ("key", "counter", "expected"),
-    [  # the known answers of Random123's distribution (kat_vectors)
-        ((0, 0), (0, 0), (0x6B200159, 0x99BA4EFE)),
-        ((0xFFFFFFFF,) * 2, (0xFFFFFFFF,) * 2, (0x1CB996FC, 0xBB002BE7)),
-        ((0x13198A2E, 0x03707344), (0x243F6A88, 0x85A308D3), (0xC4923A9C, 0x483DF7A0)),
-    ],
-)
-def test_threefry(to_device, key, counter, expected):
-    got = threefry_2x32(
-        tuple(to_device(int32(word)) for word in key), tuple(to_device(int32(word)) for word in counter)
-    )
-    assert tuple(int(word.cpu().numpy().view(np.uint32)[0]) for word in got) == expected
-
-
-def test_noise_is_of_the_request_alone(to_device):
-    low, high, number = np.array([1, 2, 1], np.int32), np.array([0, 7, 0], np.int32), np.array([5, 5, 6], np.int32)
-    noise = gumbel_noise(to_device(low), to_device(high), to_device(number), 1000).cpu()
-    alone = gumbel_noise(to_device(low[1:2]), to_device(high[1:2]), to_device(number[1:2]), 1000).cpu()
-    assert torch.equal(noise[1], alone[0])
-    assert not torch.equal(noise[0], noise[2])  # another token of the same request
-
-
-def test_noise_draws_from_the_softmax(to_device):
-    """Frequencies of 4 tokens over 20 000 draws, within 5 standard deviations."""
-    draws, weights = 20_000, np.array([0.5, 0.3, 0.15, 0.05])
-    zeros = np.zeros(draws, np.int32)
-    noise = gumbel_noise(to_device(zeros + 11), to_device(zeros), to_device(np.arange(draws, dtype=np.int32)), 4)
-    chosen = (noise + to_device(np.log(weights).astype(np.float32))).argmax(-1).cpu().numpy()
-    counts = np.bincount(chosen, minlength=4)
-    assert (np.abs(counts - draws * weights) < 5 * np.sqrt(draws * weights * (1 - weights))).all(), counts
 
 
 def kept_by_sorting(logits: np.ndarray, min_p: float, top_k: int, top_p: float) -> np.ndarray:

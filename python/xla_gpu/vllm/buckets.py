@@ -6,8 +6,9 @@ from bisect import bisect_left
 from collections.abc import Sequence
 
 # Sampling works on whole rows of logits and is compiled once per number of rows, half a dozen programs each time: for
-# this many, four times as many, and so on to the most sequences that a step has.
+# this many, eight times as many, and so on to the most sequences that a step has.
 MIN_LOGITS_ROWS = 8
+_ROWS_FACTOR = 8
 
 
 def powers_of_two(most: int) -> list[int]:
@@ -45,7 +46,7 @@ def logits_rows(num_seqs: int, max_seqs: int) -> int:
     """Rows of logits of a step with room for ``num_seqs`` sequences, where no step has more than ``max_seqs``."""
     rows = MIN_LOGITS_ROWS
     while rows < num_seqs:
-        rows *= 4
+        rows *= _ROWS_FACTOR
     return min(rows, max(max_seqs, MIN_LOGITS_ROWS))
 
 

@@ -34,8 +34,8 @@ class XlaGpuPlatform(Platform):  # type: ignore[misc]
 
         from . import quantization  # noqa: F401
 
-        # vLLM imports a model's module in a process of its own, which imports all of vLLM and takes 15 seconds: it keeps
-        # CUDA from being initialised in this one. Here nothing would do that.
+        # vLLM imports a model's module in a process of its own, so that CUDA is not initialised in this one. Here nothing
+        # would initialise it, and the process takes 15 seconds to import all of vLLM.
         registry._run_in_subprocess = lambda function: function()
 
     @classmethod

@@ -19,7 +19,7 @@ _INTEGERS = ("top_k", "seed_low", "seed_high", "number", "slot", "counted_slot")
 _NEUTRAL = np.array(list(_FLOATS.values()), np.float32)[:, None]
 
 # What a request may need besides the most likely token.
-FLAGS = ("random", "truncated", "penalised", "edited", "logprobs", "prompt_logprobs")
+FLAGS = ("random", "penalised", "edited", "logprobs", "prompt_logprobs")
 
 Packed = tuple[npt.NDArray[np.float32], npt.NDArray[np.int32]]
 Bools = npt.NDArray[np.bool_]
@@ -52,7 +52,6 @@ class SlotParameters:
         self._floats[_PENALTIES, slot] = params.repetition_penalty, params.frequency_penalty, params.presence_penalty
         self.flags[:, slot] = (
             not state.greedy,
-            state.truncated,
             state.penalised,
             state.edited,
             params.logprobs is not None,

@@ -18,14 +18,12 @@ class SamplingState:
     Attributes:
       seed: 64 bits, of the request or drawn for it.
       greedy: takes the most likely token.
-      truncated: top-k or top-p is on.
       penalised: a repetition, frequency or presence penalty is on.
       edited: some step may need logits masked or biased by token.
     """
 
     seed: int
     greedy: bool
-    truncated: bool
     penalised: bool
     edited: bool
 
@@ -36,7 +34,6 @@ class SamplingState:
         return cls(
             seed=drawn & 0xFFFF_FFFF_FFFF_FFFF,
             greedy=params.temperature < GREEDY_TEMPERATURE,
-            truncated=params.top_k > 0 or params.top_p < 1.0,
             penalised=(
                 params.repetition_penalty != 1.0 or params.frequency_penalty != 0.0 or params.presence_penalty != 0.0
             ),

@@ -2,8 +2,7 @@
 
 | program | runs for | takes |
 |---|---|---|
-| plain | temperature, min-p, seeds | logits |
-| truncated | top-k and top-p besides | logits |
+| random | temperature, top-k, top-p, min-p, seeds: this library's `sample` | logits |
 | edit | any of the next; again where there are more edits than one call takes | logits, edits |
 | full | penalties, token masks and biases, structured output, and all of the above | edited logits |
 | logprobs | requests that ask for log-probabilities | logits, chosen tokens |
@@ -21,11 +20,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+import xla_gpu.torch as xg
+
 from ..program import Program
 from ..requests import Batch, Request
 from . import edits, logprobs, masks, parameters, penalties, truncation
-from .random import gumbel_noise
-from .request import GREEDY_TEMPERATURE
 
 Logprobs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -86,9 +85,9 @@ class Sampler:
         mask = torch.zeros((rows, masks.words(options.vocab_size)), dtype=torch.int32).to(device)
         self._all_allowed[rows] = torch.from_numpy(masks.all_allowed(rows, options.vocab_size)).to(device)
 
-        def random(truncated: bool, logits: torch.Tensor, *rest: torch.Tensor) -> list[torch.Tensor]:
+        def random(logits: torch.Tensor, *rest: torch.Tensor) -> list[torch.Tensor]:
             floats, integers, last = rest
-            return self._draw(logits.float(), parameters.unpack(floats, integers, rows), last, truncated)
+            return self._draw(logits, parameters.unpack(floats, integers, rows), last)
 
         def full(logits: torch.Tensor, mask: torch.Tensor, *rest: torch.Tensor) -> list[torch.Tensor]:
             floats, integers, last, counts = rest
@@ -96,7 +95,7 @@ class Sampler:
             logits = masks.apply(logits, mask)
             sampled = counts.index_select(0, fields["counted_slot"])
             logits = penalties.apply(logits, sampled, fields["repetition"], fields["frequency"], fields["presence"])
-            results = self._draw(logits, fields, last, truncated=True)
+            results = self._draw(logits, fields, last)
             penalties.count(counts, fields["counted_slot"], results[0])
             return results
 
@@ -117,8 +116,7 @@ class Sampler:
             assert callable(function)
             self._programs[name, rows] = Program(f"sampler: {name}, {rows} rows", function, inputs, state)
 
-        add("plain", lambda *args: random(False, *args), [logits, *params, last])
-        add("truncated", lambda *args: random(True, *args), [logits, *params, last])
+        add("random", random, [logits, *params, last])
         add("edit", edited, [logits, *edit, *params, last])
         if options.logits_dtype == torch.float32:
             self._programs["edit again", rows] = self._programs["edit", rows]
@@ -142,19 +140,28 @@ class Sampler:
     def _raw(self, logits: torch.Tensor) -> torch.Tensor:
         return logits.log_softmax(-1) if self._options.logprobs_mode.endswith("logprobs") else logits
 
-    def _draw(
-        self, logits: torch.Tensor, fields: dict[str, torch.Tensor], last: torch.Tensor, truncated: bool
-    ) -> list[torch.Tensor]:
+    def _draw(self, logits: torch.Tensor, fields: dict[str, torch.Tensor], last: torch.Tensor) -> list[torch.Tensor]:
         """Tokens and last tokens, and the processed scores where requested."""
-        temperature = fields["temperature"]
-        greedy = temperature < GREEDY_TEMPERATURE
-        scaled = logits / torch.where(greedy, torch.ones_like(temperature), temperature)[:, None]
-        limits = (fields["top_k"], fields["top_p"]) if truncated else (None, None)
-        kept = truncation.truncate(scaled, fields["min_p"], *limits)
-        noise = gumbel_noise(fields["seed_low"], fields["seed_high"], fields["number"], self._options.vocab_size)
-        tokens = torch.where(greedy, logits.argmax(-1), (kept + noise).argmax(-1)).to(torch.int32)
+        temperature, top_k, top_p, min_p = (fields[name] for name in ("temperature", "top_k", "top_p", "min_p"))
+        # Not <<, so that the halves, of which the lower one has no sign, add up in 64 bits.
+        seed = fields["seed_high"].to(torch.int64) * 2**32 + (fields["seed_low"].to(torch.int64) & 0xFFFFFFFF)
+        tokens, _ = xg.sample(
+            logits,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            seed=seed,
+            step=fields["number"],
+        )
+        # A row without a likely token, of NaN for example, has -1, with which no tokenizer can do anything.
+        tokens = tokens.clamp(min=0)
         results = [tokens, store_last_tokens(last, fields["slot"], tokens)]
-        return [*results, self._raw(kept)] if self._returns_processed else results
+        if not self._returns_processed:
+            return results
+        divisor = torch.where(temperature > 0, temperature, torch.ones_like(temperature))
+        kept = truncation.truncate(logits.float() / divisor[:, None], min_p, top_k, top_p)
+        return [*results, self._raw(kept)]
 
     # ---- Steps -------------------------------------------------------------------------------------------------------
 
@@ -203,8 +210,8 @@ class Sampler:
             return greedy
         rows = logits.shape[0]
         none = np.zeros_like(sampled)
-        edited, penalised, random, truncated, scored = (
-            flags.get(name, none) & sampled for name in ("edited", "penalised", "random", "truncated", "logprobs")
+        edited, penalised, random, scored = (
+            flags.get(name, none) & sampled for name in ("edited", "penalised", "random", "logprobs")
         )
         edit_list, allowed = [], {}
         for row in np.flatnonzero(edited).tolist():
@@ -221,8 +228,7 @@ class Sampler:
             if full:
                 outputs = self._full(logits, params, greedy.last_tokens, previous_tokens, edit_list, grammar, allowed)
             else:
-                program = self._programs["truncated" if truncated.any() else "plain", rows]
-                outputs, _ = program([logits, *params, greedy.last_tokens])
+                outputs, _ = self._programs["random", rows]([logits, *params, greedy.last_tokens])
             result = Sampled(outputs[0], outputs[1], None)
             scores = outputs[2] if self._returns_processed else None
         if want_logprobs:

@@ -1,4 +1,6 @@
-"""min-p, top-k and top-p without sorting the vocabulary.
+"""The logits that min-p, top-k and top-p keep, for requests that ask for scores after them: without a sort.
+
+Tokens are drawn by this library's ``sample``, which keeps the same.
 
 Each keeps the tokens whose weight is at least some threshold. A threshold is found by its bits: float32 numbers from 0
 to 1 are ordered as their bits are as integers. Four bits a pass, 15 candidates, make 8 passes over the weights; each is
@@ -43,9 +45,7 @@ def _largest_threshold(weights: torch.Tensor, enough: Callable[[torch.Tensor], t
     return _from_bits(threshold, powers)
 
 
-def truncate(
-    logits: torch.Tensor, min_p: torch.Tensor, top_k: torch.Tensor | None, top_p: torch.Tensor | None
-) -> torch.Tensor:
+def truncate(logits: torch.Tensor, min_p: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
     """Logits with -inf where min-p, then top-k, then top-p rule a token out. The most likely token always stays.
 
     Tokens as likely as the last one kept are kept too.
@@ -53,20 +53,19 @@ def truncate(
     Args:
       logits: float32[rows, vocab_size], divided by the temperature.
       min_p: float32[rows], relative to the most likely token; 0: off.
-      top_k: int32[rows], the vocabulary's size: off; None, with top_p, where all are off.
+      top_k: int32[rows], the vocabulary's size: off.
       top_p: float32[rows], 1: off.
     """
     weights = torch.exp(logits - logits.amax(-1, keepdim=True))
     weights = torch.where(weights >= min_p[:, None], weights, torch.zeros_like(weights))
-    if top_k is not None and top_p is not None:
-        wanted = top_k[:, None]
-        kth = _largest_threshold(weights, lambda kept: kept.to(torch.int32).sum(-1, dtype=torch.int32) >= wanted)
-        weights = torch.where(weights >= kth, weights, torch.zeros_like(weights))
-        mass, kept_weights = top_p[:, None] * weights.sum(-1, keepdim=True), weights[:, None, :]
-        last = _largest_threshold(
-            weights, lambda kept: torch.where(kept, kept_weights, torch.zeros_like(kept_weights)).sum(-1) >= mass
-        )
-        # The sum of all weights, in another order, may fall short of the sum that mass was made of.
-        last = torch.where(top_p[:, None] >= 1.0, torch.zeros_like(last), last)
-        weights = torch.where(weights >= last, weights, torch.zeros_like(weights))
+    wanted = top_k[:, None]
+    kth = _largest_threshold(weights, lambda kept: kept.to(torch.int32).sum(-1, dtype=torch.int32) >= wanted)
+    weights = torch.where(weights >= kth, weights, torch.zeros_like(weights))
+    mass, kept_weights = top_p[:, None] * weights.sum(-1, keepdim=True), weights[:, None, :]
+    last = _largest_threshold(
+        weights, lambda kept: torch.where(kept, kept_weights, torch.zeros_like(kept_weights)).sum(-1) >= mass
+    )
+    # The sum of all weights, in another order, may fall short of the sum that mass was made of.
+    last = torch.where(top_p[:, None] >= 1.0, torch.zeros_like(last), last)
+    weights = torch.where(weights >= last, weights, torch.zeros_like(weights))
     return torch.where(weights > 0, logits, torch.full_like(logits, float("-inf")))
