@@ -34,7 +34,7 @@ class XlaGpuPlatform(Platform):  # type: ignore[misc]
 
         from . import quantization  # noqa: F401
 
-        # vLLM imports a model's module in a process of its own, so that CUDA is not initialised in this one. Here nothing
+        # vLLM imports the module of a model in another process, so that CUDA is not initialised in this one. Nothing here
         # would initialise it, and the process takes 15 seconds to import all of vLLM.
         registry._run_in_subprocess = lambda function: function()
 
