@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 import transformers as t
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers.models.llama import modeling_llama
 
 VOCAB_SIZE = 320
 MAX_POSITIONS = 512
@@ -78,10 +79,24 @@ def prompts(lengths: tuple[int, ...], seed: int = 1) -> list[list[int]]:
 
 
 class Reference:
-    """transformers' model of a folder, in float32."""
+    """transformers' model of a folder, in float32 unless another dtype is given.
 
-    def __init__(self, folder: str) -> None:
-        self.model = t.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    cache: the dtype that keys and values are rounded to before attention, for a Llama.
+    """
+
+    def __init__(self, folder: str, dtype: torch.dtype = torch.float32, cache: torch.dtype | None = None) -> None:
+        options = {}
+        if cache is not None:
+            attend = modeling_llama.eager_attention_forward
+
+            def rounded(module, query, key, value, *others, **named):
+                return attend(
+                    module, query, key.to(cache).to(key.dtype), value.to(cache).to(value.dtype), *others, **named
+                )
+
+            modeling_llama.eager_attention_forward = rounded
+            options["attn_implementation"] = "eager"
+        self.model = t.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **options).eval()
 
     @torch.no_grad()
     def greedy(self, prompt: list[int], new: int) -> list[int]:
