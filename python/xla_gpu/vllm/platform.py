@@ -34,8 +34,8 @@ class XlaGpuPlatform(Platform):  # type: ignore[misc]
 
         from . import quantization  # noqa: F401
 
-        # vLLM imports the module of a model in another process, so that CUDA is not initialised in this one. Nothing here
-        # would initialise it, and the process takes 15 seconds to import all of vLLM.
+        # vLLM imports the module of a model in another process, so that this one does not initialise CUDA. Here nothing
+        # would, and the other process takes 15 seconds to import vLLM.
         registry._run_in_subprocess = lambda function: function()
 
     @classmethod

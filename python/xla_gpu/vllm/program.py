@@ -93,7 +93,8 @@ class Program:
         self.name = name
         self._num_state = len(state)
         self._hash: Any = None
-        self._parameters: list[tuple[int | None, Any]] = []
+        self._arguments: list[Any] = []
+        self._places: list[tuple[int, int]] = []
         self.outputs: list[tuple[torch.Size, torch.dtype]] = []
         torch_xla.sync()
         xm.wait_device_ops()
@@ -128,11 +129,11 @@ class Program:
             self.outputs = [(output.shape, output.dtype) for output in outputs]
             roots = [*outputs, *state]
             ids, values = _XLAC._get_tensors_xla_device_data_node(roots)
-            # For each parameter of the program, the argument that it is, or the tensor captured.
-            self._parameters = [
-                (position.get(tensor_id), None if tensor_id in position else value)
-                for tensor_id, value in zip(ids, values, strict=True)
-            ]
+            # The parameters of the program: tensors that were captured, and places for the arguments of each call.
+            self._arguments = list(values)
+            self._places = [(at, position[tensor_id]) for at, tensor_id in enumerate(ids) if tensor_id in position]
+            for at, _ in self._places:
+                self._arguments[at] = None
             if new := _fallbacks() - fallbacks:
                 raise FallbackError(
                     f"{self.name}: torch_xla has no lowering for {', '.join(sorted(new))}, which would run on the host "
@@ -152,7 +153,9 @@ class Program:
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Launches the program; returns at once. The results can be inputs of the next program without waiting."""
         given = [*inputs, *state]
-        arguments = [value if index is None else given[index] for index, value in self._parameters]
+        arguments = self._arguments.copy()
+        for at, index in self._places:
+            arguments[at] = given[index]
         results = _XLAC._run_cached_graph(self._hash, arguments)
         split = len(results) - self._num_state
         return results[:split], results[split:]
