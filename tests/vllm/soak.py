@@ -184,7 +184,8 @@ def main() -> int:
             max_model_len=MAX_MODEL_LEN,
             max_num_seqs=max_seqs,
             max_num_batched_tokens=256,
-            num_gpu_blocks_override=max_seqs * 5,  # of 16 tokens, where requests have 80 on average and up to 208
+            # Of 16 tokens, where requests have 80 on average and up to 208. Large batches are close to the average.
+            num_gpu_blocks_override=max(max_seqs * 4, 64),
             disable_log_stats=False,
             additional_config={"token_buckets": [8, max_seqs, 256]},
         )

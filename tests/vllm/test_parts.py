@@ -18,6 +18,7 @@ from xla_gpu.vllm.step_layout import StepLayout
 def test_buckets():
     assert buckets.token_buckets(64, 8) == [1, 2, 4, 8, 16, 32, 64]
     assert buckets.token_buckets(100, 12) == [1, 2, 4, 8, 12, 16, 32, 64, 100]
+    assert buckets.token_buckets(2000, 256)[8:] == [256, 512, 768, 1024, 1536, 2000]
     assert buckets.token_buckets(100, 12, [4]) == [4, 12, 100]
     assert buckets.next_bucket([4, 12, 100], 5) == 12
     assert [buckets.logits_rows(rows, 64) for rows in (1, 8, 9, 32, 64)] == [8, 8, 64, 64, 64]

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 MIN_LOGITS_ROWS = 8
 _ROWS_FACTOR = 8
 
+_HALVED_FROM = 512
+
 
 def powers_of_two(most: int) -> list[int]:
     """1, 2, 4, ... below ``most``, and ``most``."""
@@ -20,18 +22,23 @@ def powers_of_two(most: int) -> list[int]:
 
 
 def token_buckets(max_tokens: int, max_seqs: int, chosen: Sequence[int] | None = None) -> list[int]:
-    """Numbers of tokens of a step: powers of two, ``max_seqs``, so that a full batch decodes unpadded, ``max_tokens``.
+    """Numbers of tokens of a step.
+
+    Powers of two, from 512 on also the numbers halfway between them; ``max_seqs``, so that a full batch decodes
+    unpadded; ``max_tokens``.
 
     Args:
       max_tokens: tokens of the largest step.
       max_seqs: sequences of the largest step.
-      chosen: the user's buckets, which take the place of the powers of two.
+      chosen: the user's buckets, which take the place of the powers of two and those between them.
 
     Raises:
       ValueError: ``chosen`` is not a list of positive numbers up to ``max_tokens``.
     """
     if chosen is None:
         sizes = set(powers_of_two(max_tokens))
+        # Below, a step reads the weights whatever its tokens. Above, padding is time.
+        sizes |= {size * 3 // 2 for size in sizes if size >= _HALVED_FROM and size * 3 // 2 < max_tokens}
     else:
         sizes = set(chosen)
         if not all(isinstance(size, int) and not isinstance(size, bool) and 1 <= size <= max_tokens for size in chosen):

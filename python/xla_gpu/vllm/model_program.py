@@ -51,7 +51,7 @@ class ModelPrograms:
             step,
             [packed, last_tokens],
             [self._tables.device_tables, *self._caches.tensors],
-            PROMPT_OPTIONS if layout.num_tokens >= PROMPT_TOKENS else {},
+            PROMPT_OPTIONS if layout.num_tokens >= max(PROMPT_TOKENS, layout.max_seqs + 1) else {},
         )
         return dict(zip(("tokens", "last_tokens", "logits", "hidden"), program.outputs, strict=True))
 
