@@ -15,6 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from xla_gpu._runtime import executable_cache
+
 VARIABLE = "XLA_GPU_EXECUTABLE_CACHE"
 
 PROCESS = """
@@ -49,6 +51,8 @@ def counts():
     cdll.xla_gpu_executable_cache_counts(numbers)
     return dict(zip(("loaded", "compiled", "stored", "unusable"), numbers))
 
+appended = os.environ.get("APPEND", "").encode()
+assert cdll.xla_gpu_append_compile_options(appended, len(appended)) is None
 if os.environ.get("RECORD"):
     cdll.xla_gpu_record_programs(1)
     recorded = [compile(part.encode()) for part in os.environ["RECORD"]]
@@ -57,6 +61,8 @@ if os.environ.get("RECORD"):
     assert plugin.fake_pjrt_compilations() == 0
     assert cdll.xla_gpu_compile_recorded(4, ct.byref(waiting)) is None
     print(json.dumps({"recorded": recorded, "waiting": waiting.value, "together": plugin.fake_pjrt_compilations()}))
+if os.environ.get("PROGRAMS_WITHOUT"):
+    assert cdll.xla_gpu_append_compile_options(None, 0) is None
 programs = [tuple(part.encode() for part in program) for program in json.loads(os.environ["PROGRAMS"])]
 texts = [compile(*program) for program in programs]
 compilations = plugin.fake_pjrt_compilations()
@@ -187,6 +193,26 @@ def test_processes_that_store_the_same_at_once(start, tmp_path):
     assert len(found) == 4 and all(result["unusable"] == 0 for result in found)
     assert len(files(tmp_path)) == 2
     assert start("a", "b")["loaded"] == 2
+
+
+def test_options_are_appended(start):
+    start(("a", "options"))
+    assert start(("a", "opt"), APPEND="ions")["loaded"] == 1
+    assert start(("a", "options"), APPEND="s")["loaded"] == 0
+    # Recorded programs are compiled with the options that they were recorded with.
+    found = start(("a", "options"), RECORD="b", APPEND="t", PROGRAMS_WITHOUT="1")
+    assert found["waiting"] == 1 and found["loaded"] == 1
+
+
+def test_xlas_options_are_those_of_its_protocol_buffer():
+    jaxlib = pytest.importorskip("jaxlib.xla_client")
+    options = {"xla_gpu_enable_triton_gemm": False, "xla_gpu_autotune_level": 300, "x" * 200: -1, "y": True}
+    entries = b"".join(executable_cache._override(name, value) for name, value in options.items())
+    plain = jaxlib.CompileOptions().SerializeAsString()
+    got = jaxlib.CompileOptions.ParseFromString(plain + entries).env_option_overrides
+    assert dict(got) == options and {name: type(value) for name, value in got} == {
+        name: type(value) for name, value in options.items()
+    }
 
 
 @pytest.mark.parametrize("kept", [True, False])
