@@ -214,7 +214,8 @@ extern "C" const char* xla_gpu_append_compile_options(const char* bytes, size_t 
   return xla_gpu::Report(xla_gpu::Guarded("xla_gpu_append_compile_options", [&]() -> Error {
     using namespace xla_gpu::pjrt;
     std::lock_guard<std::mutex> lock(mutex);
-    if (executable_cache != nullptr) executable_cache->SetAppendedOptions(size == 0 ? std::string() : std::string(bytes, size));
+    if (executable_cache != nullptr)
+      executable_cache->SetAppendedOptions(size == 0 ? std::string() : std::string(bytes, size));
     return {};
   }));
 }
