@@ -16,15 +16,15 @@
 namespace xla_gpu::pjrt {
 namespace {
 
-const Api* real_api = nullptr;  // set once, before an entry can be called
+const Api* buffers_api = nullptr;  // set once, before an entry can be called
 const StreamExtension* stream_extension = nullptr;
 
-void* CallEntry(size_t entry, void* args) { return real_api->entries()[entry](args); }
+void* CallEntry(size_t entry, void* args) { return buffers_api->entries()[entry](args); }
 
 // Calls an entry that takes a buffer. `out` may be null for one that returns nothing.
 Error CallBufferEntry(size_t entry, void* buffer, void** out) {
   BufferArgs args = {out != nullptr ? sizeof args : kBufferArgsWithoutOut, nullptr, buffer, nullptr};
-  Error error = TakeError(*real_api, CallEntry(entry, &args));
+  Error error = TakeError(*buffers_api, CallEntry(entry, &args));
   if (error.ok() && out != nullptr) *out = args.out;
   return error;
 }
@@ -36,7 +36,7 @@ struct Import {
   int64_t id;
 };
 
-std::mutex mutex;  // of the tables below
+std::mutex tables_mutex;  // of the tables below
 std::atomic<size_t> num_announced{0};
 std::unordered_map<const void*, Import>& Announced() {
   static auto* const table = new std::unordered_map<const void*, Import>;  // threads of the plug-in may outlive main()
@@ -53,7 +53,7 @@ std::vector<int64_t>& Released() {
 
 bool TakeAnnounced(const void* data, Import* import) {
   if (num_announced.load(std::memory_order_acquire) == 0) return false;
-  std::lock_guard<std::mutex> lock(mutex);
+  std::lock_guard<std::mutex> lock(tables_mutex);
   const auto found = Announced().find(data);
   if (found == Announced().end()) return false;
   *import = found->second;
@@ -63,7 +63,7 @@ bool TakeAnnounced(const void* data, Import* import) {
 }
 
 void OnDelete(void*, void* id) {
-  std::lock_guard<std::mutex> lock(mutex);
+  std::lock_guard<std::mutex> lock(tables_mutex);
   Released().push_back(static_cast<int64_t>(reinterpret_cast<intptr_t>(id)));
 }
 
@@ -72,7 +72,7 @@ intptr_t StreamOf(void* device) {
   if (device == nullptr || stream_extension == nullptr) return 0;
   StreamForReadyEventsArgs args = {sizeof args, device, 0};
   if (void* error = stream_extension->get_stream_for_external_ready_events(&args)) {
-    TakeError(*real_api, error);
+    TakeError(*buffers_api, error);
     return 0;
   }
   return args.stream;
@@ -88,7 +88,7 @@ Error Order(void* other_stream, void* device, intptr_t* stream) {
 Error ImportBuffer(const Import& import, BufferFromHostBufferArgs* args) {
   void* device = args->device;
   if (device == nullptr) {
-    std::lock_guard<std::mutex> lock(mutex);
+    std::lock_guard<std::mutex> lock(tables_mutex);
     const auto found = DevicesByMemory().find(args->memory);
     if (found != DevicesByMemory().end()) device = found->second;
   }
@@ -105,10 +105,10 @@ Error ImportBuffer(const Import& import, BufferFromHostBufferArgs* args) {
   view.memory = args->memory;
   view.on_delete_callback = OnDelete;
   view.on_delete_callback_arg = reinterpret_cast<void*>(static_cast<intptr_t>(import.id));
-  Error error = TakeError(*real_api, CallEntry(kClientCreateViewOfDeviceBuffer, &view));
+  Error error = TakeError(*buffers_api, CallEntry(kClientCreateViewOfDeviceBuffer, &view));
   if (!error.ok()) return error;
   if (device == nullptr && CallBufferEntry(kBufferDevice, view.buffer, &device).ok()) {
-    std::lock_guard<std::mutex> lock(mutex);  // the first one of this memory waited; later ones need not
+    std::lock_guard<std::mutex> lock(tables_mutex);  // the first one of this memory waited; later ones need not
     DevicesByMemory()[args->memory] = device;
   }
   args->buffer = view.buffer;
@@ -144,7 +144,7 @@ void GiveBack(void* buffer) {
   CallBufferEntry(kBufferDecreaseExternalReferenceCount, buffer, nullptr);
   bool destroy = false;
   {
-    std::lock_guard<std::mutex> lock(mutex);
+    std::lock_guard<std::mutex> lock(tables_mutex);
     const auto found = ExportedBuffers().find(buffer);
     if (found == ExportedBuffers().end() || --found->second.count > 0) return;
     destroy = found->second.destroyed;
@@ -158,7 +158,7 @@ void GiveBack(void* buffer) {
 void GiveBackReturned() {
   std::vector<Returned> done;
   {
-    std::lock_guard<std::mutex> lock(mutex);
+    std::lock_guard<std::mutex> lock(tables_mutex);
     auto& list = ReturnedBuffers();
     for (size_t i = 0; i < list.size();) {
       if (!TakeCompletedEvent(list[i].event)) {
@@ -202,7 +202,7 @@ void DeleteExported(ManagedTensor* managed) {
     void* event = nullptr;
     if (Error error = RecordEvent(owned->stream, &event); !error.ok()) return error;  // the context is lost: keep it
     {
-      std::lock_guard<std::mutex> lock(mutex);
+      std::lock_guard<std::mutex> lock(tables_mutex);
       ReturnedBuffers().push_back({owned->buffer, event});
     }
     GiveBackReturned();
@@ -227,7 +227,7 @@ Error ExportBuffer(xla_gpu_export_args* args) {
   exported->stream = args->stream;
   if (Error error = CallBufferEntry(kBufferIncreaseExternalReferenceCount, buffer, nullptr); !error.ok()) return error;
   {
-    std::lock_guard<std::mutex> lock(mutex);
+    std::lock_guard<std::mutex> lock(tables_mutex);
     Exported& entry = ExportedBuffers()[buffer];
     if (++entry.count == 1) num_exported.fetch_add(1, std::memory_order_release);
   }
@@ -235,7 +235,7 @@ Error ExportBuffer(xla_gpu_export_args* args) {
   void* data = nullptr;
   if (stream_extension != nullptr) {
     WaitForBufferArgs wait = {sizeof wait, reinterpret_cast<intptr_t>(args->stream), buffer};
-    error = TakeError(*real_api, stream_extension->wait_until_buffer_ready_on_stream(&wait));
+    error = TakeError(*buffers_api, stream_extension->wait_until_buffer_ready_on_stream(&wait));
   } else {
     error = Error::Unimplemented("the plug-in has no stream extension");
   }
@@ -280,7 +280,7 @@ bool SharedBuffersUse(const Api& api) {
         kBufferOpaqueDeviceMemoryDataPointer, kClientCreateViewOfDeviceBuffer}) {
     if (api.num_entries() <= entry || api.entries()[entry] == nullptr) return false;
   }
-  real_api = &api;
+  buffers_api = &api;
   const auto* extension = reinterpret_cast<const StreamExtension*>(FindExtension(api, kStream));
   if (extension != nullptr && extension->base.struct_size >= sizeof *extension) stream_extension = extension;
   return true;
@@ -307,7 +307,7 @@ void* SharedBufferUnsafePointer(void* untyped) {
 void* SharedBufferDestroy(void* untyped) {
   auto* args = static_cast<BufferArgs*>(untyped);
   if (num_exported.load(std::memory_order_acquire) != 0) {
-    std::lock_guard<std::mutex> lock(mutex);
+    std::lock_guard<std::mutex> lock(tables_mutex);
     const auto found = ExportedBuffers().find(args->buffer);
     if (found != ExportedBuffers().end()) {
       found->second.destroyed = true;
@@ -322,7 +322,7 @@ void* SharedBufferDestroy(void* untyped) {
 extern "C" const char* xla_gpu_import_buffer(const void* data, void* stream, int64_t id) {
   using xla_gpu::Error;
   return xla_gpu::Report(xla_gpu::Guarded("xla_gpu_import_buffer", [&]() -> Error {
-    if (xla_gpu::pjrt::real_api == nullptr) {
+    if (xla_gpu::pjrt::buffers_api == nullptr) {
       return Error::FailedPrecondition("no PJRT plug-in with views of device memory is in use");
     }
     if (data == nullptr) return Error::InvalidArgument("data is null");

@@ -9,7 +9,7 @@ namespace {
 // Limits of all GPUs of compute capability 8.0 and newer.
 constexpr int64_t kMaxGrid[3] = {(int64_t{1} << 31) - 1, 65535, 65535};
 constexpr int64_t kMaxBlock[3] = {1024, 1024, 64};
-constexpr int64_t kMaxThreads = 1024;
+constexpr int64_t kMaxLaunchThreads = 1024;
 constexpr int64_t kMaxCluster = 16;            // CTAs; above 8 the kernel must allow it, which the driver checks
 constexpr int64_t kMaxShared = 1 << 20;        // bytes; the device's own limit is smaller
 constexpr int64_t kMaxParameterBytes = 32764;  // of all parameters
@@ -44,7 +44,7 @@ Status CheckKernelLaunch(const KernelLaunch& launch) {
     threads *= launch.block[axis];
     ctas_of_cluster *= launch.cluster[axis];
   }
-  if (threads > kMaxThreads) return mismatch("block", "at most 1024 threads in all", Triple(launch.block));
+  if (threads > kMaxLaunchThreads) return mismatch("block", "at most 1024 threads in all", Triple(launch.block));
   if (ctas_of_cluster > kMaxCluster) return mismatch("cluster", "at most 16 CTAs in all", Triple(launch.cluster));
   for (int axis = 0; axis < 3; ++axis) {
     if (launch.grid[axis] % launch.cluster[axis] != 0) {

@@ -10,7 +10,7 @@
 namespace xla_gpu {
 namespace {
 
-constexpr char kOp[] = "kernel_call";
+constexpr char kKernelCallOp[] = "kernel_call";
 
 // Kinds of parameters in the attribute `parameters`, and what `value` and `size` mean.
 enum : int64_t {
@@ -20,7 +20,7 @@ enum : int64_t {
 };
 
 ffi::Error GetTriple(const char* name, ffi::Span<const int64_t> values, const int64_t** triple) {
-  if (values.size() != 3) return Mismatch(kOp, name, "3 numbers", StrCat(values.size()));
+  if (values.size() != 3) return Mismatch(kKernelCallOp, name, "3 numbers", StrCat(values.size()));
   *triple = values.begin();
   return ffi::Error::Success();
 }
@@ -28,7 +28,7 @@ ffi::Error GetTriple(const char* name, ffi::Span<const int64_t> values, const in
 // `parameters` is their number, then kind, value and size of each.
 ffi::Error GetParameters(ffi::Span<const int64_t> encoded, const ffi::RemainingArgs& operands,
                          const ffi::RemainingRets& results, KernelLaunch* launch) {
-  const std::string op = StrCat(kOp, ": ", launch->name);
+  const std::string op = StrCat(kKernelCallOp, ": ", launch->name);
   if (encoded.size() < 1 || encoded.begin()[0] < 0 || encoded.begin()[0] > static_cast<int64_t>(encoded.size()) ||
       encoded.size() != static_cast<size_t>(1 + 3 * encoded.begin()[0])) {
     return Mismatch(op.c_str(), "parameters", "a number and three more for each parameter",
@@ -93,11 +93,11 @@ ffi::Error GetLaunch(const ffi::RemainingArgs& operands, const ffi::RemainingRet
 
 template <typename... Attributes>
 ffi::Error KernelCallHost(ffi::RemainingArgs operands, ffi::RemainingRets results, Attributes... attributes) {
-  return NoThrow(kOp, [&]() -> ffi::Error {
+  return NoThrow(kKernelCallOp, [&]() -> ffi::Error {
     KernelLaunch launch;
     XLA_GPU_RETURN_IF_ERROR(GetLaunch(operands, results, attributes..., &launch));
     return ffi::Error(ffi::ErrorCode::kFailedPrecondition,
-                      StrCat(kOp, ": ", launch.name,
+                      StrCat(kKernelCallOp, ": ", launch.name,
                              ": a CUDA kernel runs on an NVIDIA GPU alone, and this program runs on the CPU"));
   });
 }
@@ -106,7 +106,7 @@ ffi::Error KernelCallHost(ffi::RemainingArgs operands, ffi::RemainingRets result
 template <typename... Attributes>
 ffi::Error KernelCallCuda(Stream stream, ffi::RemainingArgs operands, ffi::RemainingRets results,
                           Attributes... attributes) {
-  return NoThrow(kOp, [&]() -> ffi::Error {
+  return NoThrow(kKernelCallOp, [&]() -> ffi::Error {
     KernelLaunch launch;
     XLA_GPU_RETURN_IF_ERROR(GetLaunch(operands, results, attributes..., &launch));
     return ToError(LaunchKernel(launch, stream));

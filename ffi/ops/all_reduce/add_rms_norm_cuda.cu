@@ -11,7 +11,7 @@
 namespace xla_gpu {
 namespace {
 
-constexpr int kMaxThreads = 512;  // more would leave a thread too few registers
+constexpr int kMaxAddRmsNormThreads = 512;  // more would leave a thread too few registers
 
 // Where a row's vectors come from: `Send` this rank's to the peers, all of a row, then `Sum` each.
 template <typename T, int kRanks>
@@ -57,7 +57,7 @@ struct FromParts {
 
 // NOTE: `x` and `sum` may be the same memory: each thread reads a vector before it writes it, and no other's.
 template <typename T, typename Source>
-__global__ void __launch_bounds__(kMaxThreads)
+__global__ void __launch_bounds__(kMaxAddRmsNormThreads)
     AddRmsNormKernel(const __grid_constant__ GroupView group, const T* x,
                      const T* __restrict__ residual,  // [num_rows, hidden]
                      const T* __restrict__ weight,    // [hidden]
@@ -65,7 +65,7 @@ __global__ void __launch_bounds__(kMaxThreads)
                      T* sum,                          // [num_rows, hidden]
                      int64_t ranks, int64_t num_rows, int64_t hidden, float eps, bool aligned) {
   using V = Vector<T>;
-  __shared__ float shared[kMaxThreads / 32];
+  __shared__ float shared[kMaxAddRmsNormThreads / 32];
   const int64_t vectors = (hidden + V::kSize - 1) / V::kSize;
   const int64_t first = threadIdx.x;
   // Rows are rarely longer than a CTA: what a thread's first vector needs is loaded while the call begins.
@@ -112,7 +112,7 @@ struct Shape {
 
   explicit Shape(const AllReduceAddRmsNormParams& p) {
     vectors = (p.hidden + Vector<T>::kSize - 1) / Vector<T>::kSize;
-    threads = static_cast<unsigned>(std::clamp<int64_t>((vectors + 31) / 32 * 32, 32, kMaxThreads));
+    threads = static_cast<unsigned>(std::clamp<int64_t>((vectors + 31) / 32 * 32, 32, kMaxAddRmsNormThreads));
     blocks = static_cast<unsigned>(std::min<int64_t>(p.num_rows, 1 << 16));
     const uintptr_t bits = reinterpret_cast<uintptr_t>(p.x) | reinterpret_cast<uintptr_t>(p.residual) |
                            reinterpret_cast<uintptr_t>(p.weight) | reinterpret_cast<uintptr_t>(p.out) |
@@ -154,7 +154,7 @@ Status Load() {
 }
 
 template <typename T>
-Status LoadType() {
+Status LoadAddRmsNormType() {
   if (Status status = Load<T, 2>(); !status.ok()) return status;
   if (Status status = Load<T, 4>(); !status.ok()) return status;
   if (Status status = Load<T, kMaxRanks>(); !status.ok()) return status;
@@ -166,9 +166,9 @@ Status LoadType() {
 }  // namespace
 
 Status LoadAddRmsNormKernels() {
-  if (Status status = LoadType<float>(); !status.ok()) return status;
-  if (Status status = LoadType<__half>(); !status.ok()) return status;
-  return LoadType<__nv_bfloat16>();
+  if (Status status = LoadAddRmsNormType<float>(); !status.ok()) return status;
+  if (Status status = LoadAddRmsNormType<__half>(); !status.ok()) return status;
+  return LoadAddRmsNormType<__nv_bfloat16>();
 }
 
 Status LaunchAllReduceAddRmsNorm(const AllReduceAddRmsNormParams& params, Stream stream) {

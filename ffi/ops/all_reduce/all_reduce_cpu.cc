@@ -10,7 +10,7 @@ namespace xla_gpu {
 namespace {
 
 // Elements of one work item: enough to outweigh a thread's wake-up.
-constexpr int64_t kBlock = int64_t{1} << 14;
+constexpr int64_t kAllReduceBlock = int64_t{1} << 14;
 
 // The sum of element i of all ranks, in their order.
 template <class Element>
@@ -23,12 +23,12 @@ float SumOfParts(const typename Element::Stored* parts, int64_t ranks, int64_t s
 template <class Element>
 Status Sum(const AllReduceParams& p, const Executor& executor) {
   using Stored = typename Element::Stored;
-  ParallelFor(executor, (p.size + kBlock - 1) / kBlock, [&p](int64_t block) {
+  ParallelFor(executor, (p.size + kAllReduceBlock - 1) / kAllReduceBlock, [&p](int64_t block) {
     const ScopedFloatMode mode;
     const auto* parts = static_cast<const Stored*>(p.x);
     auto* out = static_cast<Stored*>(p.out);
-    const int64_t end = std::min(p.size, (block + 1) * kBlock);
-    for (int64_t i = block * kBlock; i < end; ++i) {
+    const int64_t end = std::min(p.size, (block + 1) * kAllReduceBlock);
+    for (int64_t i = block * kAllReduceBlock; i < end; ++i) {
       out[i] = Element::Store(SumOfParts<Element>(parts, p.ranks, p.size, i));
     }
   });
@@ -53,7 +53,7 @@ void NormRow(const AllReduceAddRmsNormParams& p, int64_t row) {
 
 template <class Element>
 Status Norm(const AllReduceAddRmsNormParams& p, const Executor& executor) {
-  ParallelForRows(executor, p.num_rows, p.hidden, kBlock, [&p](int64_t row) { NormRow<Element>(p, row); });
+  ParallelForRows(executor, p.num_rows, p.hidden, kAllReduceBlock, [&p](int64_t row) { NormRow<Element>(p, row); });
   return Status::Ok();
 }
 

@@ -14,7 +14,7 @@
 namespace xla_gpu {
 namespace {
 
-constexpr int kThreads = 256;
+constexpr int kAllReduceThreads = 256;
 constexpr int kTwoShotThreads = 512;
 constexpr int kMaxTwoShotBlocks = 64;
 constexpr int kMinTwoShotRanks = 4;  // two ranks take the kernel of four: their links are the limit
@@ -23,13 +23,13 @@ static_assert(kMaxTwoShotBlocks <= kMaxFlagBlocks);
 // ---- Low latency ----
 
 template <typename T, int kRanks>
-__global__ void __launch_bounds__(kThreads) LowLatencyKernel(const __grid_constant__ GroupView group,
-                                                             const T* __restrict__ x,  // [size]
-                                                             T* __restrict__ out,      // [size]
-                                                             int64_t size, bool aligned) {
+__global__ void __launch_bounds__(kAllReduceThreads) LowLatencyKernel(const __grid_constant__ GroupView group,
+                                                                      const T* __restrict__ x,  // [size]
+                                                                      T* __restrict__ out,      // [size]
+                                                                      int64_t size, bool aligned) {
   const int64_t vectors = (size + Vector<T>::kSize - 1) / Vector<T>::kSize;
-  const int64_t step = static_cast<int64_t>(gridDim.x) * kThreads;
-  const int64_t first = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+  const int64_t step = static_cast<int64_t>(gridDim.x) * kAllReduceThreads;
+  const int64_t first = static_cast<int64_t>(blockIdx.x) * kAllReduceThreads + threadIdx.x;
   Vector<T> own;
   if (first < vectors) own = LoadVector(x, first, size, aligned);
   const Call call = BeginCall(group);
@@ -173,12 +173,12 @@ __global__ void __launch_bounds__(kTwoShotThreads) TwoShotKernel(const __grid_co
 // ---- Gathered parts ----
 
 template <typename T>
-__global__ void __launch_bounds__(kThreads) SumPartsKernel(const T* __restrict__ parts,  // [ranks, size]
-                                                           T* __restrict__ out,          // [size]
-                                                           int64_t ranks, int64_t size, bool aligned) {
+__global__ void __launch_bounds__(kAllReduceThreads) SumPartsKernel(const T* __restrict__ parts,  // [ranks, size]
+                                                                    T* __restrict__ out,          // [size]
+                                                                    int64_t ranks, int64_t size, bool aligned) {
   const int64_t vectors = (size + Vector<T>::kSize - 1) / Vector<T>::kSize;
-  const int64_t step = static_cast<int64_t>(gridDim.x) * kThreads;
-  for (int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x; i < vectors; i += step) {
+  const int64_t step = static_cast<int64_t>(gridDim.x) * kAllReduceThreads;
+  for (int64_t i = static_cast<int64_t>(blockIdx.x) * kAllReduceThreads + threadIdx.x; i < vectors; i += step) {
     VectorSum<T> sum;
     sum.Set(LoadVector(parts, i, size, aligned));
     for (int64_t r = 1; r < ranks; ++r) sum.Add(LoadVector(parts + r * size, i, size, aligned));
@@ -201,7 +201,7 @@ unsigned Blocks(int64_t items, int64_t threads, int64_t most) {
 template <typename T>
 Status LaunchParts(const AllReduceParams& p, Stream stream) {
   const int64_t vectors = (p.size + Vector<T>::kSize - 1) / Vector<T>::kSize;
-  SumPartsKernel<T><<<Blocks(vectors, kThreads, 1 << 16), kThreads, /*shared_mem=*/0, stream>>>(
+  SumPartsKernel<T><<<Blocks(vectors, kAllReduceThreads, 1 << 16), kAllReduceThreads, /*shared_mem=*/0, stream>>>(
       static_cast<const T*>(p.x), static_cast<T*>(p.out), p.ranks, p.size, IsAligned<T>(p));
   XLA_GPU_RETURN_IF_LAUNCH_FAILED();
   return Status::Ok();
@@ -213,8 +213,9 @@ Status LaunchGroup(const AllReduceParams& p, Stream stream) {
   const GroupView& group = *p.group;
   const bool aligned = IsAligned<T>(p);
   if ((p.size + kSize - 1) / kSize * 16 <= group.low_latency_bytes) {
-    LowLatencyKernel<T, kRanks><<<Blocks((p.size + kSize - 1) / kSize, kThreads, 128), kThreads, 0, stream>>>(
-        group, static_cast<const T*>(p.x), static_cast<T*>(p.out), p.size, aligned);
+    LowLatencyKernel<T, kRanks>
+        <<<Blocks((p.size + kSize - 1) / kSize, kAllReduceThreads, 128), kAllReduceThreads, 0, stream>>>(
+            group, static_cast<const T*>(p.x), static_cast<T*>(p.out), p.size, aligned);
     XLA_GPU_RETURN_IF_LAUNCH_FAILED();
     return Status::Ok();
   }
@@ -254,7 +255,7 @@ Status LoadRanks() {
 }
 
 template <typename T>
-Status LoadType() {
+Status LoadAllReduceType() {
   if (Status status = LoadRanks<T, 2>(); !status.ok()) return status;
   if (Status status = LoadRanks<T, 4>(); !status.ok()) return status;
   return LoadRanks<T, kMaxRanks>();
@@ -263,9 +264,9 @@ Status LoadType() {
 }  // namespace
 
 Status LoadAllReduceKernels() {
-  if (Status status = LoadType<float>(); !status.ok()) return status;
-  if (Status status = LoadType<__half>(); !status.ok()) return status;
-  return LoadType<__nv_bfloat16>();
+  if (Status status = LoadAllReduceType<float>(); !status.ok()) return status;
+  if (Status status = LoadAllReduceType<__half>(); !status.ok()) return status;
+  return LoadAllReduceType<__nv_bfloat16>();
 }
 
 Status LaunchAllReduce(const AllReduceParams& params, Stream stream) {

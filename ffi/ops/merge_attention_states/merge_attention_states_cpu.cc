@@ -10,7 +10,7 @@ namespace xla_gpu {
 namespace {
 
 // Rows of one work item: enough to outweigh a thread's wake-up.
-constexpr int64_t kRows = 256;
+constexpr int64_t kMergeRows = 256;
 
 template <class Element>
 void MergeRow(const MergeAttentionStatesParams& p, int64_t row) {
@@ -40,10 +40,10 @@ void MergeRow(const MergeAttentionStatesParams& p, int64_t row) {
 
 template <class Element>
 Status Merge(const MergeAttentionStatesParams& params, const Executor& executor) {
-  ParallelFor(executor, (params.num_rows + kRows - 1) / kRows, [&params](int64_t block) {
+  ParallelFor(executor, (params.num_rows + kMergeRows - 1) / kMergeRows, [&params](int64_t block) {
     const ScopedFloatMode mode;
-    const int64_t end = std::min(params.num_rows, (block + 1) * kRows);
-    for (int64_t row = block * kRows; row < end; ++row) MergeRow<Element>(params, row);
+    const int64_t end = std::min(params.num_rows, (block + 1) * kMergeRows);
+    for (int64_t row = block * kMergeRows; row < end; ++row) MergeRow<Element>(params, row);
   });
   return Status::Ok();
 }

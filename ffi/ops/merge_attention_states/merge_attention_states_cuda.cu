@@ -13,13 +13,13 @@
 namespace xla_gpu {
 namespace {
 
-constexpr int kThreads = 256;
-constexpr int kWarps = kThreads / 32;
+constexpr int kMergeThreads = 256;
+constexpr int kMergeWarps = kMergeThreads / 32;
 // Enough CTAs to fill any GPU. A grid-stride loop takes the rest of a large problem.
-constexpr int64_t kMaxBlocks = 1 << 16;
+constexpr int64_t kMaxMergeBlocks = 1 << 16;
 
 template <typename T, int kVec>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kMergeThreads)
     MergeAttentionStatesKernel(const T* __restrict__ out_a,      // [num_rows, head_dim]
                                const float* __restrict__ lse_a,  // [num_rows]
                                const T* __restrict__ out_b,      // [num_rows, head_dim]
@@ -28,8 +28,8 @@ __global__ void __launch_bounds__(kThreads)
                                float* __restrict__ lse,          // [num_rows]
                                int64_t num_rows, int64_t head_dim) {
   const int lane = threadIdx.x % 32;
-  const int64_t step = static_cast<int64_t>(gridDim.x) * kWarps;
-  for (int64_t row = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / 32; row < num_rows; row += step) {
+  const int64_t step = static_cast<int64_t>(gridDim.x) * kMergeWarps;
+  for (int64_t row = static_cast<int64_t>(blockIdx.x) * kMergeWarps + threadIdx.x / 32; row < num_rows; row += step) {
     const float a = lse_a[row];
     const float b = lse_b[row];
     // A state that saw no key has no part in the result, whatever its values are: its weight is 0, and its values are
@@ -63,9 +63,10 @@ Status Launch(const MergeAttentionStatesParams& p, Stream stream) {
   auto* out = static_cast<T*>(p.out);
   const uintptr_t bits = reinterpret_cast<uintptr_t>(a) | reinterpret_cast<uintptr_t>(b) |
                          reinterpret_cast<uintptr_t>(out) | static_cast<uintptr_t>(p.head_dim * sizeof(T));
-  const auto blocks = static_cast<unsigned>(std::min((p.num_rows + kWarps - 1) / kWarps, kMaxBlocks));
+  const auto blocks = static_cast<unsigned>(std::min((p.num_rows + kMergeWarps - 1) / kMergeWarps, kMaxMergeBlocks));
   const auto kernel = bits % 8 == 0 ? MergeAttentionStatesKernel<T, kVec> : MergeAttentionStatesKernel<T, 1>;
-  kernel<<<blocks, kThreads, /*shared_mem=*/0, stream>>>(a, p.lse_a, b, p.lse_b, out, p.lse, p.num_rows, p.head_dim);
+  kernel<<<blocks, kMergeThreads, /*shared_mem=*/0, stream>>>(a, p.lse_a, b, p.lse_b, out, p.lse, p.num_rows,
+                                                              p.head_dim);
   XLA_GPU_RETURN_IF_LAUNCH_FAILED();
   return Status::Ok();
 }

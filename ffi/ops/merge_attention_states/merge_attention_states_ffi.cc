@@ -6,21 +6,21 @@
 namespace xla_gpu {
 namespace {
 
-constexpr char kOp[] = "merge_attention_states";
+constexpr char kMergeOp[] = "merge_attention_states";
 
 ffi::Error GetParams(const ffi::AnyBuffer& out_a, const ffi::AnyBuffer& lse_a, const ffi::AnyBuffer& out_b,
                      const ffi::AnyBuffer& lse_b, const ffi::AnyBuffer& out, const ffi::AnyBuffer& lse,
                      MergeAttentionStatesParams* params) {
   MergeAttentionStatesParams& p = *params;
-  XLA_GPU_RETURN_IF_ERROR(GetComputeDType(kOp, "out_a", out_a, &p.dtype));
-  XLA_GPU_RETURN_IF_ERROR(CheckRank(kOp, "out_a", out_a, 3));
+  XLA_GPU_RETURN_IF_ERROR(GetComputeDType(kMergeOp, "out_a", out_a, &p.dtype));
+  XLA_GPU_RETURN_IF_ERROR(CheckRank(kMergeOp, "out_a", out_a, 3));
   auto dims = out_a.dimensions();
-  XLA_GPU_RETURN_IF_ERROR(CheckDType(kOp, "lse_a", lse_a, ffi::DataType::F32));
-  XLA_GPU_RETURN_IF_ERROR(CheckShape(kOp, "lse_a", lse_a, {dims[0], dims[1]}));
-  XLA_GPU_RETURN_IF_ERROR(CheckSame(kOp, "out_b", out_b, "out_a", out_a));
-  XLA_GPU_RETURN_IF_ERROR(CheckSame(kOp, "lse_b", lse_b, "lse_a", lse_a));
-  XLA_GPU_RETURN_IF_ERROR(CheckSame(kOp, "out", out, "out_a", out_a));
-  XLA_GPU_RETURN_IF_ERROR(CheckSame(kOp, "lse", lse, "lse_a", lse_a));
+  XLA_GPU_RETURN_IF_ERROR(CheckDType(kMergeOp, "lse_a", lse_a, ffi::DataType::F32));
+  XLA_GPU_RETURN_IF_ERROR(CheckShape(kMergeOp, "lse_a", lse_a, {dims[0], dims[1]}));
+  XLA_GPU_RETURN_IF_ERROR(CheckSame(kMergeOp, "out_b", out_b, "out_a", out_a));
+  XLA_GPU_RETURN_IF_ERROR(CheckSame(kMergeOp, "lse_b", lse_b, "lse_a", lse_a));
+  XLA_GPU_RETURN_IF_ERROR(CheckSame(kMergeOp, "out", out, "out_a", out_a));
+  XLA_GPU_RETURN_IF_ERROR(CheckSame(kMergeOp, "lse", lse, "lse_a", lse_a));
   p.out_a = out_a.untyped_data();
   p.lse_a = static_cast<const float*>(lse_a.untyped_data());
   p.out_b = out_b.untyped_data();
@@ -36,7 +36,7 @@ ffi::Error GetParams(const ffi::AnyBuffer& out_a, const ffi::AnyBuffer& lse_a, c
 template <typename Run>
 ffi::Error Merge(const ffi::AnyBuffer& out_a, const ffi::AnyBuffer& lse_a, const ffi::AnyBuffer& out_b,
                  const ffi::AnyBuffer& lse_b, const ffi::AnyBuffer& out, const ffi::AnyBuffer& lse, Run&& run) {
-  return NoThrow(kOp, [&]() -> ffi::Error {
+  return NoThrow(kMergeOp, [&]() -> ffi::Error {
     MergeAttentionStatesParams params;
     XLA_GPU_RETURN_IF_ERROR(GetParams(out_a, lse_a, out_b, lse_b, out, lse, &params));
     return ToError(run(params));

@@ -31,8 +31,6 @@ XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(::xla_gpu::PagedAttentionAttributes, Struc
 namespace xla_gpu {
 namespace {
 
-using Attributes = PagedAttentionAttributes;
-
 // The operands in their order. k_scale and v_scale are given if kv_scales is set, sinks if has_sinks is set, and
 // tree_mask if there is one operand more: programs from before it have no attribute for it.
 enum Operand {
@@ -52,7 +50,7 @@ constexpr const char* kOperandNames[] = {"query",    "kv_cache", "context_lens",
 constexpr size_t kNumOperands = std::size(kOperandNames);
 using Operands = std::array<std::optional<ffi::AnyBuffer>, kNumOperands>;
 
-ffi::Error GetOperands(const char* op, const ffi::RemainingArgs& args, const Attributes& attributes,
+ffi::Error GetOperands(const char* op, const ffi::RemainingArgs& args, const PagedAttentionAttributes& attributes,
                        Operands* operands) {
   size_t count = 0;
   for (size_t i = 0; i < kNumOperands; ++i) {
@@ -68,7 +66,7 @@ ffi::Error GetOperands(const char* op, const ffi::RemainingArgs& args, const Att
   return Mismatch(op, "operands", StrCat(count, " at most for these attributes"), StrCat(args.size()));
 }
 
-ffi::Error CheckAttributes(const char* op, const Attributes& attributes) {
+ffi::Error CheckAttributes(const char* op, const PagedAttentionAttributes& attributes) {
   if (!std::isfinite(attributes.scale)) {
     return Mismatch(op, "scale", "a finite number", StrCat(attributes.scale));
   }
@@ -151,7 +149,7 @@ ffi::Error GetMetadata(const char* op, const Operands& operands, PagedAttentionP
 }
 
 // Everything but the results.
-ffi::Error GetParams(const char* op, const ffi::RemainingArgs& args, const Attributes& attributes,
+ffi::Error GetParams(const char* op, const ffi::RemainingArgs& args, const PagedAttentionAttributes& attributes,
                      PagedAttentionCall* params) {
   PagedAttentionCall& p = *params;
   Operands operands;
@@ -210,7 +208,7 @@ constexpr const char* OpName(bool with_lse) { return with_lse ? "paged_attention
 // `check` looks at the metadata's values, `run` computes on the host's threads or on a CUDA stream.
 template <typename Check, typename Run>
 ffi::Error PagedAttention(bool with_lse, const ffi::RemainingArgs& args, const ffi::RemainingRets& rets,
-                          const Attributes& attributes, Check&& check, Run&& run) {
+                          const PagedAttentionAttributes& attributes, Check&& check, Run&& run) {
   const char* op = OpName(with_lse);
   return NoThrow(op, [&]() -> ffi::Error {
     PagedAttentionCall params{};
@@ -223,14 +221,14 @@ ffi::Error PagedAttention(bool with_lse, const ffi::RemainingArgs& args, const f
 
 template <bool kWithLse>
 ffi::Error PagedAttentionHost(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRets rets,
-                              Attributes attributes) {
+                              PagedAttentionAttributes attributes) {
   return PagedAttention(kWithLse, args, rets, attributes, CheckPagedAttentionMetadata,
                         [&](const auto& params) { return RunPagedAttention(params, XlaExecutor(pool)); });
 }
 
 template <bool kWithLse>
 ffi::Error PagedAttentionScratch(ffi::RemainingArgs args, ffi::Result<ffi::BufferR0<ffi::S64>> bytes,
-                                 Attributes attributes) {
+                                 PagedAttentionAttributes attributes) {
   return NoThrow(OpName(kWithLse), [&]() -> ffi::Error {
     PagedAttentionCall params{};
     XLA_GPU_RETURN_IF_ERROR(GetParams(OpName(kWithLse), args, attributes, &params));
@@ -256,7 +254,8 @@ Status CheckOnDevice(const PagedAttentionCall& params, const char* op, Stream st
 }
 
 template <bool kWithLse>
-ffi::Error PagedAttentionCuda(Stream stream, ffi::RemainingArgs args, ffi::RemainingRets rets, Attributes attributes) {
+ffi::Error PagedAttentionCuda(Stream stream, ffi::RemainingArgs args, ffi::RemainingRets rets,
+                              PagedAttentionAttributes attributes) {
   const auto check = [&](const PagedAttentionCall& params, const char* op) {
     return attributes.check_inputs ? CheckOnDevice(params, op, stream) : Status::Ok();
   };

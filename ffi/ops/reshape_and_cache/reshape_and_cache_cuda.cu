@@ -18,8 +18,8 @@
 namespace xla_gpu {
 namespace {
 
-constexpr int kThreads = 256;
-constexpr int64_t kWantedBlocks = 512;
+constexpr int kReshapeThreads = 256;
+constexpr int64_t kWantedReshapeBlocks = 512;
 
 // How elements are stored. kBits: as they are, in a cache of the same dtype. kFloat8: divided by a scale, saturated;
 // the cache's format is a parameter, so that one kernel serves both.
@@ -27,7 +27,7 @@ enum class Storage { kBits, kFloat8 };
 
 // Slot: int32_t or int64_t. Not a parameter: the search reads slots, and a choice at each took 2 % of the time.
 template <typename T, Storage kStorage, typename Slot, int kVec>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kReshapeThreads)
     ReshapeAndCacheKernel(const ReshapeAndCacheParams params, int tokens_per_block) {
   __shared__ LatestTokens latest;
   __shared__ int64_t destinations[kMaxTokensPerBlock];  // element offset of the token's slot; -1: nothing to store
@@ -36,7 +36,7 @@ __global__ void __launch_bounds__(kThreads)
   const auto slot_of = [slot_mapping](int64_t token) -> int64_t { return slot_mapping[token]; };
   const int64_t first = static_cast<int64_t>(blockIdx.x) * tokens_per_block;
   const int count = static_cast<int>(min(static_cast<int64_t>(tokens_per_block), params.num_slots - first));
-  FindDestinations<kThreads>(
+  FindDestinations<kReshapeThreads>(
       slot_of, first, count,
       {params.num_slots, params.num_pages * params.page_size, params.page_size, params.page_stride, params.slot_stride},
       &latest, destinations);
@@ -50,7 +50,7 @@ __global__ void __launch_bounds__(kThreads)
   const Source* const key = static_cast<const Source*>(params.key) + first * vectors_per_row;
   const Source* const value = static_cast<const Source*>(params.value) + first * vectors_per_row;
 #pragma unroll 2
-  for (unsigned i = threadIdx.x; i < count * 2 * vectors_per_row; i += kThreads) {
+  for (unsigned i = threadIdx.x; i < count * 2 * vectors_per_row; i += kReshapeThreads) {
     const unsigned row = i / vectors_per_row;
     const unsigned vector = i - row * vectors_per_row;
     const unsigned token = row / 2;
@@ -93,7 +93,7 @@ bool IsAligned(const ReshapeAndCacheParams& params, int vec) {
 template <typename T, Storage kStorage, typename Slot>
 Status LaunchTyped(const ReshapeAndCacheParams& params, Stream stream) {
   constexpr int kVec = 16 / sizeof(T);
-  int64_t tokens_per_block = (params.num_slots + kWantedBlocks - 1) / kWantedBlocks;
+  int64_t tokens_per_block = (params.num_slots + kWantedReshapeBlocks - 1) / kWantedReshapeBlocks;
   tokens_per_block = std::min<int64_t>(tokens_per_block, kMaxTokensPerBlock);
   // The vectors of one block are counted in 32 bits.
   const int64_t row = 2 * params.num_kv_heads * params.head_dim;
@@ -105,8 +105,8 @@ Status LaunchTyped(const ReshapeAndCacheParams& params, Stream stream) {
   }
   const auto kernel = IsAligned(params, kVec) ? ReshapeAndCacheKernel<T, kStorage, Slot, kVec>
                                               : ReshapeAndCacheKernel<T, kStorage, Slot, 1>;
-  kernel<<<static_cast<unsigned>(blocks), kThreads, /*shared_mem=*/0, stream>>>(params,
-                                                                                static_cast<int>(tokens_per_block));
+  kernel<<<static_cast<unsigned>(blocks), kReshapeThreads, /*shared_mem=*/0, stream>>>(
+      params, static_cast<int>(tokens_per_block));
   XLA_GPU_RETURN_IF_LAUNCH_FAILED();
   return Status::Ok();
 }

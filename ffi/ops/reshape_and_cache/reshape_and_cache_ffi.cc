@@ -12,48 +12,48 @@
 namespace xla_gpu {
 namespace {
 
-constexpr char kOp[] = "reshape_and_cache";
+constexpr char kReshapeOp[] = "reshape_and_cache";
 
 ffi::Error GetParams(const ffi::AnyBuffer& key, const ffi::AnyBuffer& value, const ffi::AnyBuffer& kv_cache,
                      const ffi::AnyBuffer& slot_mapping, const ffi::RemainingArgs& rest, const ffi::AnyBuffer& out,
                      bool kv_scales, ReshapeAndCacheParams* params) {
   ReshapeAndCacheParams& p = *params;
   // ---- dtypes and ranks
-  XLA_GPU_RETURN_IF_ERROR(GetComputeDType(kOp, "key", key, &p.dtype));
-  XLA_GPU_RETURN_IF_ERROR(CheckRank(kOp, "key", key, 3));
+  XLA_GPU_RETURN_IF_ERROR(GetComputeDType(kReshapeOp, "key", key, &p.dtype));
+  XLA_GPU_RETURN_IF_ERROR(CheckRank(kReshapeOp, "key", key, 3));
   auto k = key.dimensions();
-  XLA_GPU_RETURN_IF_ERROR(CheckSame(kOp, "value", value, "key", key));
+  XLA_GPU_RETURN_IF_ERROR(CheckSame(kReshapeOp, "value", value, "key", key));
   // ---- cache: the result's buffer is what is written
   CacheLayout cache;
-  XLA_GPU_RETURN_IF_ERROR(GetCacheLayout(kOp, kv_cache, &cache));
-  XLA_GPU_RETURN_IF_ERROR(CheckSame(kOp, "result", out, "kv_cache", kv_cache));
-  XLA_GPU_RETURN_IF_ERROR(GetCacheLayout(kOp, out, &cache));
+  XLA_GPU_RETURN_IF_ERROR(GetCacheLayout(kReshapeOp, kv_cache, &cache));
+  XLA_GPU_RETURN_IF_ERROR(CheckSame(kReshapeOp, "result", out, "kv_cache", kv_cache));
+  XLA_GPU_RETURN_IF_ERROR(GetCacheLayout(kReshapeOp, out, &cache));
   if (cache.dtype != p.dtype && !IsFloat8(cache.dtype)) {
-    return Mismatch(kOp, "kv_cache", StrCat("key's dtype ", DTypeText(key.element_type()), " or a float8 dtype"),
+    return Mismatch(kReshapeOp, "kv_cache", StrCat("key's dtype ", DTypeText(key.element_type()), " or a float8 dtype"),
                     DTypeText(kv_cache.element_type()));
   }
   if (cache.num_kv_heads != k[1] || cache.head_dim != k[2]) {
-    return Mismatch(kOp, "kv_cache", StrCat("num_kv_heads ", k[1], " and head_dim ", k[2], " as in key"),
+    return Mismatch(kReshapeOp, "kv_cache", StrCat("num_kv_heads ", k[1], " and head_dim ", k[2], " as in key"),
                     StrCat("shape ", ShapeText(kv_cache.dimensions())));
   }
   std::optional<ffi::AnyBuffer> k_scale, v_scale;
   if (kv_scales) {
-    if (rest.size() != 2) return Mismatch(kOp, "operands", "6 for these attributes", StrCat(4 + rest.size()));
+    if (rest.size() != 2) return Mismatch(kReshapeOp, "operands", "6 for these attributes", StrCat(4 + rest.size()));
     k_scale = *rest.get<ffi::AnyBuffer>(0);
     v_scale = *rest.get<ffi::AnyBuffer>(1);
   } else if (rest.size() != 0) {
-    return Mismatch(kOp, "operands", "4 for these attributes", StrCat(4 + rest.size()));
+    return Mismatch(kReshapeOp, "operands", "4 for these attributes", StrCat(4 + rest.size()));
   }
   CacheScales scales;
-  XLA_GPU_RETURN_IF_ERROR(GetCacheScales(kOp, cache, k_scale, v_scale, &scales));
+  XLA_GPU_RETURN_IF_ERROR(GetCacheScales(kReshapeOp, cache, k_scale, v_scale, &scales));
   // ---- slots
   const ffi::DataType slot_dtype = slot_mapping.element_type();
   if (slot_dtype != ffi::DataType::S32 && slot_dtype != ffi::DataType::S64) {
-    return Mismatch(kOp, "slot_mapping", "int32 or int64", DTypeText(slot_dtype));
+    return Mismatch(kReshapeOp, "slot_mapping", "int32 or int64", DTypeText(slot_dtype));
   }
-  XLA_GPU_RETURN_IF_ERROR(CheckRank(kOp, "slot_mapping", slot_mapping, 1));
+  XLA_GPU_RETURN_IF_ERROR(CheckRank(kReshapeOp, "slot_mapping", slot_mapping, 1));
   if (slot_mapping.dimensions()[0] > k[0]) {
-    return Mismatch(kOp, "slot_mapping", StrCat("at most num_tokens = ", k[0], " slots"),
+    return Mismatch(kReshapeOp, "slot_mapping", StrCat("at most num_tokens = ", k[0], " slots"),
                     StrCat(slot_mapping.dimensions()[0]));
   }
   p.key = key.untyped_data();
@@ -81,7 +81,7 @@ template <typename Check, typename Copy, typename Run>
 ffi::Error ReshapeAndCache(const ffi::AnyBuffer& key, const ffi::AnyBuffer& value, const ffi::AnyBuffer& kv_cache,
                            const ffi::AnyBuffer& slot_mapping, const ffi::RemainingArgs& rest,
                            const ffi::AnyBuffer& out, bool kv_scales, Check&& check, Copy&& copy, Run&& run) {
-  return NoThrow(kOp, [&]() -> ffi::Error {
+  return NoThrow(kReshapeOp, [&]() -> ffi::Error {
     ReshapeAndCacheParams params;
     XLA_GPU_RETURN_IF_ERROR(GetParams(key, value, kv_cache, slot_mapping, rest, out, kv_scales, &params));
     XLA_GPU_RETURN_IF_ERROR(ToError(check(params)));

@@ -7,7 +7,7 @@ namespace xla_gpu {
 namespace {
 
 // Elements of one work item: enough to outweigh a thread's wake-up.
-constexpr int64_t kBlock = int64_t{1} << 14;
+constexpr int64_t kRmsNormBlock = int64_t{1} << 14;
 
 template <class Element>
 void NormRow(const RmsNormParams& p, int64_t row) {
@@ -26,7 +26,7 @@ void NormRow(const RmsNormParams& p, int64_t row) {
 
 template <class Element>
 Status Norm(const RmsNormParams& p, const Executor& executor) {
-  ParallelForRows(executor, p.num_rows, p.size, kBlock, [&p](int64_t row) { NormRow<Element>(p, row); });
+  ParallelForRows(executor, p.num_rows, p.size, kRmsNormBlock, [&p](int64_t row) { NormRow<Element>(p, row); });
   return Status::Ok();
 }
 

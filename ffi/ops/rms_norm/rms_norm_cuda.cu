@@ -11,15 +11,16 @@
 namespace xla_gpu {
 namespace {
 
-constexpr int kMaxThreads = 512;
+constexpr int kMaxRmsNormThreads = 512;
 constexpr int kRowsOfShort = 8;
 constexpr int kKept = 4;               // vectors of a row that a thread keeps between its two passes
 constexpr int kShortRow = 32 * kKept;  // vectors that a warp streams alone
 
 template <typename T>
-__global__ void __launch_bounds__(kMaxThreads) RmsNormKernel(const __grid_constant__ RmsNormParams p, bool aligned) {
+__global__ void __launch_bounds__(kMaxRmsNormThreads)
+    RmsNormKernel(const __grid_constant__ RmsNormParams p, bool aligned) {
   using V = Vector<T>;
-  __shared__ float shared[kMaxThreads / 32];
+  __shared__ float shared[kMaxRmsNormThreads / 32];
   const T* const x = static_cast<const T*>(p.x);
   const T* const residual = static_cast<const T*>(p.residual);
   const T* const weight = static_cast<const T*>(p.weight);
@@ -80,8 +81,8 @@ Status Launch(const RmsNormParams& p, Stream stream) {
   const int64_t vectors = (p.size + Vector<T>::kSize - 1) / Vector<T>::kSize;
   // NOTE: the order of sums follows from the row's size alone: not from the number of rows.
   const bool is_short = vectors <= kShortRow;
-  const auto width =
-      static_cast<unsigned>(is_short ? 32 : std::min<int64_t>((vectors + kShortRow - 1) / kShortRow * 32, kMaxThreads));
+  const auto width = static_cast<unsigned>(
+      is_short ? 32 : std::min<int64_t>((vectors + kShortRow - 1) / kShortRow * 32, kMaxRmsNormThreads));
   const dim3 threads(width, is_short ? kRowsOfShort : 1);
   const auto blocks = static_cast<unsigned>(std::min<int64_t>((p.num_rows + threads.y - 1) / threads.y, 1 << 16));
   uintptr_t bits = static_cast<uintptr_t>(p.size * static_cast<int64_t>(sizeof(T)));

@@ -8,41 +8,41 @@
 namespace xla_gpu {
 namespace {
 
-constexpr char kOp[] = "rms_norm";
+constexpr char kRmsNormOp[] = "rms_norm";
 
-struct Attributes {
+struct RmsNormAttributes {
   float eps, weight_offset;
   bool round_once, has_residual;
 };
 
 ffi::Error GetParams(const ffi::AnyBuffer& x, const ffi::AnyBuffer& weight, const ffi::RemainingArgs& rest,
-                     const ffi::AnyBuffer& out, const ffi::RemainingRets& rets, const Attributes& attributes,
+                     const ffi::AnyBuffer& out, const ffi::RemainingRets& rets, const RmsNormAttributes& attributes,
                      RmsNormParams* params) {
   RmsNormParams& p = *params;
-  XLA_GPU_RETURN_IF_ERROR(GetComputeDType(kOp, "x", x, &p.dtype));
+  XLA_GPU_RETURN_IF_ERROR(GetComputeDType(kRmsNormOp, "x", x, &p.dtype));
   auto dims = x.dimensions();
-  if (dims.size() < 1) return Mismatch(kOp, "x", "rank 1 or more, [..., size]", "rank 0");
+  if (dims.size() < 1) return Mismatch(kRmsNormOp, "x", "rank 1 or more, [..., size]", "rank 0");
   p.size = dims[dims.size() - 1];
-  XLA_GPU_RETURN_IF_ERROR(CheckDType(kOp, "weight", weight, x.element_type()));
-  XLA_GPU_RETURN_IF_ERROR(CheckShape(kOp, "weight", weight, {p.size}));
-  XLA_GPU_RETURN_IF_ERROR(CheckSame(kOp, "out", out, "x", x));
+  XLA_GPU_RETURN_IF_ERROR(CheckDType(kRmsNormOp, "weight", weight, x.element_type()));
+  XLA_GPU_RETURN_IF_ERROR(CheckShape(kRmsNormOp, "weight", weight, {p.size}));
+  XLA_GPU_RETURN_IF_ERROR(CheckSame(kRmsNormOp, "out", out, "x", x));
   const size_t more = attributes.has_residual ? 1 : 0;
   if (rest.size() != more)
-    return Mismatch(kOp, "operands", StrCat(2 + more, " for these attributes"), StrCat(2 + rest.size()));
+    return Mismatch(kRmsNormOp, "operands", StrCat(2 + more, " for these attributes"), StrCat(2 + rest.size()));
   if (rets.size() != more)
-    return Mismatch(kOp, "results", StrCat(1 + more, " for these attributes"), StrCat(1 + rets.size()));
+    return Mismatch(kRmsNormOp, "results", StrCat(1 + more, " for these attributes"), StrCat(1 + rets.size()));
   p.residual = p.sum = nullptr;
   if (attributes.has_residual) {
     const auto residual = *rest.get<ffi::AnyBuffer>(0);
-    XLA_GPU_RETURN_IF_ERROR(CheckSame(kOp, "residual", residual, "x", x));
+    XLA_GPU_RETURN_IF_ERROR(CheckSame(kRmsNormOp, "residual", residual, "x", x));
     ffi::Result<ffi::AnyBuffer> sum = *rets.get<ffi::AnyBuffer>(0);
-    XLA_GPU_RETURN_IF_ERROR(CheckSame(kOp, "sum", *sum, "x", x));
+    XLA_GPU_RETURN_IF_ERROR(CheckSame(kRmsNormOp, "sum", *sum, "x", x));
     p.residual = residual.untyped_data();
     p.sum = sum->untyped_data();
   }
-  if (!(attributes.eps >= 0.0f)) return Mismatch(kOp, "eps", "a number >= 0", StrCat(attributes.eps));
+  if (!(attributes.eps >= 0.0f)) return Mismatch(kRmsNormOp, "eps", "a number >= 0", StrCat(attributes.eps));
   if (!(attributes.weight_offset - attributes.weight_offset == 0.0f)) {
-    return Mismatch(kOp, "weight_offset", "a finite number", StrCat(attributes.weight_offset));
+    return Mismatch(kRmsNormOp, "weight_offset", "a finite number", StrCat(attributes.weight_offset));
   }
   p.x = x.untyped_data();
   p.weight = weight.untyped_data();
@@ -58,7 +58,7 @@ ffi::Error GetParams(const ffi::AnyBuffer& x, const ffi::AnyBuffer& weight, cons
 ffi::Error RmsNormHost(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer weight, ffi::RemainingArgs rest,
                        ffi::Result<ffi::AnyBuffer> out, ffi::RemainingRets rets, float eps, float weight_offset,
                        bool round_once, bool has_residual) {
-  return NoThrow(kOp, [&]() -> ffi::Error {
+  return NoThrow(kRmsNormOp, [&]() -> ffi::Error {
     RmsNormParams params;
     XLA_GPU_RETURN_IF_ERROR(
         GetParams(x, weight, rest, *out, rets, {eps, weight_offset, round_once, has_residual}, &params));
@@ -70,7 +70,7 @@ ffi::Error RmsNormHost(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer we
 ffi::Error RmsNormCuda(Stream stream, ffi::AnyBuffer x, ffi::AnyBuffer weight, ffi::RemainingArgs rest,
                        ffi::Result<ffi::AnyBuffer> out, ffi::RemainingRets rets, float eps, float weight_offset,
                        bool round_once, bool has_residual) {
-  return NoThrow(kOp, [&]() -> ffi::Error {
+  return NoThrow(kRmsNormOp, [&]() -> ffi::Error {
     RmsNormParams params;
     XLA_GPU_RETURN_IF_ERROR(
         GetParams(x, weight, rest, *out, rets, {eps, weight_offset, round_once, has_residual}, &params));

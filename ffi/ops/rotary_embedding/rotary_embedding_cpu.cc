@@ -12,7 +12,7 @@ namespace xla_gpu {
 namespace {
 
 // Elements of one work item: enough to outweigh a thread's wake-up.
-constexpr int64_t kBlock = int64_t{1} << 14;
+constexpr int64_t kRotaryBlock = int64_t{1} << 14;
 
 // Turns one head of a token; `out` may be `row`.
 template <class Element>
@@ -35,7 +35,7 @@ template <class Element>
 Status Embed(const RotaryEmbeddingParams& p, const Executor& executor) {
   using Stored = typename Element::Stored;
   const int64_t heads = p.num_heads + p.num_kv_heads;
-  ParallelForRows(executor, p.num_tokens, heads * p.head_dim, kBlock, [&](int64_t token) {
+  ParallelForRows(executor, p.num_tokens, heads * p.head_dim, kRotaryBlock, [&](int64_t token) {
     for (int64_t head = 0; head < heads; ++head) {
       const bool is_query = head < p.num_heads;
       const int64_t at = is_query ? (token * p.num_heads + head) * p.head_dim
@@ -92,7 +92,7 @@ Status Heads(const RotaryAndCacheParams& p, const Executor& executor) {
     const ScopedFloatMode mode;
     Head<Element>(p, head, store_row);
   };
-  if (p.num_tokens * heads * p.head_dim < 2 * kBlock) {
+  if (p.num_tokens * heads * p.head_dim < 2 * kRotaryBlock) {
     for (int64_t head = 0; head < heads; ++head) run(head);
   } else {
     ParallelFor(executor, heads, run);

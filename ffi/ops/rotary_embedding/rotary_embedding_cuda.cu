@@ -12,9 +12,9 @@
 namespace xla_gpu {
 namespace {
 
-constexpr int kThreads = 256;
-constexpr int kWarps = kThreads / 32;
-constexpr int64_t kWantedBlocks = 512;
+constexpr int kRotaryThreads = 256;
+constexpr int kRotaryWarps = kRotaryThreads / 32;
+constexpr int64_t kWantedRotaryBlocks = 512;
 
 // Turns a token's head: load(i) and store(i, value) see its elements, each of them in one lane.
 template <typename T, typename Load, typename Store>
@@ -41,11 +41,12 @@ __device__ __forceinline__ void RotateHead(const Rotation& rotation, int64_t tok
 }
 
 template <typename T>
-__global__ void __launch_bounds__(kThreads) RotaryEmbeddingKernel(const __grid_constant__ RotaryEmbeddingParams p) {
+__global__ void __launch_bounds__(kRotaryThreads)
+    RotaryEmbeddingKernel(const __grid_constant__ RotaryEmbeddingParams p) {
   const int64_t heads = p.num_heads + p.num_kv_heads;
   const int64_t rows = p.num_tokens * heads;
-  for (int64_t row = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / 32; row < rows;
-       row += static_cast<int64_t>(gridDim.x) * kWarps) {
+  for (int64_t row = static_cast<int64_t>(blockIdx.x) * kRotaryWarps + threadIdx.x / 32; row < rows;
+       row += static_cast<int64_t>(gridDim.x) * kRotaryWarps) {
     const int64_t token = row / heads;
     const int64_t head = row - token * heads;
     const bool is_query = head < p.num_heads;
@@ -79,7 +80,7 @@ struct CacheRow {
 
 // A CTA takes `tokens_per_block` tokens, and of those every gridDim.y-th head.
 template <typename T>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kRotaryThreads)
     RotaryAndCacheKernel(const __grid_constant__ RotaryAndCacheParams p, int tokens_per_block) {
   __shared__ LatestTokens latest;
   __shared__ int64_t destinations[kMaxTokensPerBlock];  // element offset of the token's slot; -1: nothing to store
@@ -87,7 +88,7 @@ __global__ void __launch_bounds__(kThreads)
   const int64_t first = static_cast<int64_t>(blockIdx.x) * tokens_per_block;
   const int count = static_cast<int>(min(static_cast<int64_t>(tokens_per_block), p.num_tokens - first));
   const int with_slot = static_cast<int>(max(min(static_cast<int64_t>(count), p.num_slots - first), int64_t{0}));
-  FindDestinations<kThreads>(
+  FindDestinations<kRotaryThreads>(
       [&](int64_t token) {
         return p.slots_are_64_bit ? static_cast<const int64_t*>(p.slot_mapping)[token]
                                   : static_cast<int64_t>(static_cast<const int32_t*>(p.slot_mapping)[token]);
@@ -98,7 +99,7 @@ __global__ void __launch_bounds__(kThreads)
   const int heads = static_cast<int>(p.num_heads + 2 * p.num_kv_heads);
   const int group = static_cast<int>(gridDim.y);
   const int heads_here = (heads - static_cast<int>(blockIdx.y) + group - 1) / group;
-  for (int item = threadIdx.x / 32; item < count * heads_here; item += kWarps) {
+  for (int item = threadIdx.x / 32; item < count * heads_here; item += kRotaryWarps) {
     const int index = item / heads_here;
     const int head = (item - index * heads_here) * group + static_cast<int>(blockIdx.y);
     const int64_t token = first + index;
@@ -148,8 +149,8 @@ __global__ void __launch_bounds__(kThreads)
 template <typename T>
 Status Embed(const RotaryEmbeddingParams& p, Stream stream) {
   const int64_t rows = p.num_tokens * (p.num_heads + p.num_kv_heads);
-  const auto blocks = static_cast<unsigned>(std::min<int64_t>((rows + kWarps - 1) / kWarps, 1 << 16));
-  RotaryEmbeddingKernel<T><<<blocks, kThreads, /*shared_mem=*/0, stream>>>(p);
+  const auto blocks = static_cast<unsigned>(std::min<int64_t>((rows + kRotaryWarps - 1) / kRotaryWarps, 1 << 16));
+  RotaryEmbeddingKernel<T><<<blocks, kRotaryThreads, /*shared_mem=*/0, stream>>>(p);
   XLA_GPU_RETURN_IF_LAUNCH_FAILED();
   return Status::Ok();
 }
@@ -157,15 +158,17 @@ Status Embed(const RotaryEmbeddingParams& p, Stream stream) {
 template <typename T>
 Status Store(const RotaryAndCacheParams& p, Stream stream) {
   const int64_t heads = p.num_heads + 2 * p.num_kv_heads;
-  int64_t tokens = std::min<int64_t>((p.num_tokens + kWantedBlocks - 1) / kWantedBlocks, kMaxTokensPerBlock);
+  int64_t tokens =
+      std::min<int64_t>((p.num_tokens + kWantedRotaryBlocks - 1) / kWantedRotaryBlocks, kMaxTokensPerBlock);
   const int64_t blocks = (p.num_tokens + tokens - 1) / tokens;
   if (heads >= int64_t{1} << 23 || blocks >= int64_t{1} << 31) {
     return Status::InvalidArgument("rotary_and_cache: qkv: expected fewer than 2^23 heads and 2^38 tokens");
   }
   // Few tokens: their heads over several CTAs.
-  const int64_t groups = std::clamp<int64_t>(kWantedBlocks / blocks, 1, (heads + kWarps - 1) / kWarps);
+  const int64_t groups =
+      std::clamp<int64_t>(kWantedRotaryBlocks / blocks, 1, (heads + kRotaryWarps - 1) / kRotaryWarps);
   const dim3 grid(static_cast<unsigned>(blocks), static_cast<unsigned>(std::min<int64_t>(groups, 65535)));
-  RotaryAndCacheKernel<T><<<grid, kThreads, /*shared_mem=*/0, stream>>>(p, static_cast<int>(tokens));
+  RotaryAndCacheKernel<T><<<grid, kRotaryThreads, /*shared_mem=*/0, stream>>>(p, static_cast<int>(tokens));
   XLA_GPU_RETURN_IF_LAUNCH_FAILED();
   return Status::Ok();
 }

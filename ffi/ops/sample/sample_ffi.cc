@@ -9,7 +9,7 @@
 namespace xla_gpu {
 namespace {
 
-constexpr char kOp[] = "sample";
+constexpr char kSampleOp[] = "sample";
 
 struct Buffers {
   ffi::AnyBuffer logits, temperature, top_k, top_p, min_p, seed, step, token, logprob;
@@ -17,12 +17,12 @@ struct Buffers {
 
 ffi::Error GetParams(const Buffers& b, SampleParams* params) {
   SampleParams& p = *params;
-  XLA_GPU_RETURN_IF_ERROR(GetComputeDType(kOp, "logits", b.logits, &p.dtype));
-  XLA_GPU_RETURN_IF_ERROR(CheckRank(kOp, "logits", b.logits, 2));
+  XLA_GPU_RETURN_IF_ERROR(GetComputeDType(kSampleOp, "logits", b.logits, &p.dtype));
+  XLA_GPU_RETURN_IF_ERROR(CheckRank(kSampleOp, "logits", b.logits, 2));
   p.rows = b.logits.dimensions()[0];
   p.vocab = b.logits.dimensions()[1];
   if (p.vocab < 1 || p.vocab >= int64_t{1} << 31) {
-    return Mismatch(kOp, "logits", "a vocabulary of 1 to 2^31 - 1 tokens, [rows, vocab]",
+    return Mismatch(kSampleOp, "logits", "a vocabulary of 1 to 2^31 - 1 tokens, [rows, vocab]",
                     StrCat("shape ", ShapeText(b.logits.dimensions())));
   }
   const struct {
@@ -39,14 +39,14 @@ ffi::Error GetParams(const Buffers& b, SampleParams* params) {
       {"logprob", b.logprob, ffi::DataType::F32},
   };
   for (const auto& [name, buffer, dtype] : numbers) {
-    XLA_GPU_RETURN_IF_ERROR(CheckDType(kOp, name, buffer, dtype));
-    XLA_GPU_RETURN_IF_ERROR(CheckShape(kOp, name, buffer, {p.rows}));
+    XLA_GPU_RETURN_IF_ERROR(CheckDType(kSampleOp, name, buffer, dtype));
+    XLA_GPU_RETURN_IF_ERROR(CheckShape(kSampleOp, name, buffer, {p.rows}));
   }
   const ffi::DataType seed_dtype = b.seed.element_type();
   if (seed_dtype != ffi::DataType::S32 && seed_dtype != ffi::DataType::S64) {
-    return Mismatch(kOp, "seed", "int32 or int64", DTypeText(seed_dtype));
+    return Mismatch(kSampleOp, "seed", "int32 or int64", DTypeText(seed_dtype));
   }
-  XLA_GPU_RETURN_IF_ERROR(CheckShape(kOp, "seed", b.seed, {p.rows}));
+  XLA_GPU_RETURN_IF_ERROR(CheckShape(kSampleOp, "seed", b.seed, {p.rows}));
   p.logits = b.logits.untyped_data();
   p.temperature = static_cast<const float*>(b.temperature.untyped_data());
   p.top_k = static_cast<const int32_t*>(b.top_k.untyped_data());
@@ -62,7 +62,7 @@ ffi::Error GetParams(const Buffers& b, SampleParams* params) {
 
 template <typename Check, typename Run>
 ffi::Error Sample(const Buffers& buffers, Check&& check, Run&& run) {
-  return NoThrow(kOp, [&]() -> ffi::Error {
+  return NoThrow(kSampleOp, [&]() -> ffi::Error {
     SampleParams params;
     XLA_GPU_RETURN_IF_ERROR(GetParams(buffers, &params));
     XLA_GPU_RETURN_IF_ERROR(ToError(check(params)));

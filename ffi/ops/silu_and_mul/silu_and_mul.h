@@ -11,14 +11,14 @@
 
 namespace xla_gpu {
 
-enum class Activation { kSilu, kGeluTanh };
+enum class GatedActivation { kSilu, kGeluTanh };
 
 struct ActivationAndMulParams {
   const void* x;  // T[num_rows, 2, size]: gate, up
   void* out;      // T[num_rows, size]
   int64_t num_rows;
   int64_t size;
-  Activation activation;
+  GatedActivation activation;
   DType dtype;  // T
 };
 

@@ -8,7 +8,7 @@ namespace xla_gpu {
 namespace {
 
 // Elements of one work item: enough to outweigh a thread's wake-up.
-constexpr int64_t kBlock = int64_t{1} << 13;
+constexpr int64_t kActivationBlock = int64_t{1} << 13;
 
 float Silu(float x) { return x / (1.0f + std::exp(-x)); }
 
@@ -26,14 +26,14 @@ void Row(const ActivationAndMulParams& p, int64_t row) {
   auto* out = static_cast<Stored*>(p.out) + row * p.size;
   for (int64_t i = 0; i < p.size; ++i) {
     const float x = Element::Load(gate[i]);
-    const float active = p.activation == Activation::kSilu ? Silu(x) : GeluTanh(x);
+    const float active = p.activation == GatedActivation::kSilu ? Silu(x) : GeluTanh(x);
     out[i] = Element::Store(Element::Load(Element::Store(active)) * Element::Load(up[i]));
   }
 }
 
 template <class Element>
 Status Rows(const ActivationAndMulParams& p, const Executor& executor) {
-  ParallelForRows(executor, p.num_rows, p.size, kBlock, [&p](int64_t row) { Row<Element>(p, row); });
+  ParallelForRows(executor, p.num_rows, p.size, kActivationBlock, [&p](int64_t row) { Row<Element>(p, row); });
   return Status::Ok();
 }
 

@@ -11,16 +11,16 @@
 namespace xla_gpu {
 namespace {
 
-constexpr int kThreads = 256;
+constexpr int kActivationThreads = 256;
 
 template <typename T>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kActivationThreads)
     ActivationAndMulKernel(const __grid_constant__ ActivationAndMulParams p, bool aligned) {
   using V = Vector<T>;
   const int64_t vectors = (p.size + V::kSize - 1) / V::kSize;
-  const int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+  const int64_t i = static_cast<int64_t>(blockIdx.x) * kActivationThreads + threadIdx.x;
   if (i >= vectors) return;
-  const bool silu = p.activation == Activation::kSilu;
+  const bool silu = p.activation == GatedActivation::kSilu;
   for (int64_t row = blockIdx.y; row < p.num_rows; row += gridDim.y) {
     const T* const x = static_cast<const T*>(p.x) + row * 2 * p.size;
     const V gate = LoadVector(x, i, p.size, aligned);
@@ -39,14 +39,14 @@ __global__ void __launch_bounds__(kThreads)
 template <typename T>
 Status Launch(const ActivationAndMulParams& p, Stream stream) {
   const int64_t vectors = (p.size + Vector<T>::kSize - 1) / Vector<T>::kSize;
-  const int64_t columns = (vectors + kThreads - 1) / kThreads;
+  const int64_t columns = (vectors + kActivationThreads - 1) / kActivationThreads;
   if (columns >= int64_t{1} << 31) {
     return Status::InvalidArgument("silu_and_mul: x: expected fewer than 2^40 elements in a row");
   }
   const dim3 blocks(static_cast<unsigned>(columns), static_cast<unsigned>(std::min<int64_t>(p.num_rows, 65535)));
   const uintptr_t bits = reinterpret_cast<uintptr_t>(p.x) | reinterpret_cast<uintptr_t>(p.out) |
                          static_cast<uintptr_t>(p.size * static_cast<int64_t>(sizeof(T)));
-  ActivationAndMulKernel<T><<<blocks, kThreads, /*shared_mem=*/0, stream>>>(p, bits % 16 == 0);
+  ActivationAndMulKernel<T><<<blocks, kActivationThreads, /*shared_mem=*/0, stream>>>(p, bits % 16 == 0);
   XLA_GPU_RETURN_IF_LAUNCH_FAILED();
   return Status::Ok();
 }

@@ -6,11 +6,11 @@
 namespace xla_gpu {
 namespace {
 
-constexpr const char* NameOf(Activation activation) {
-  return activation == Activation::kSilu ? "silu_and_mul" : "gelu_and_mul";
+constexpr const char* NameOf(GatedActivation activation) {
+  return activation == GatedActivation::kSilu ? "silu_and_mul" : "gelu_and_mul";
 }
 
-ffi::Error GetParams(const ffi::AnyBuffer& x, const ffi::AnyBuffer& out, Activation activation,
+ffi::Error GetParams(const ffi::AnyBuffer& x, const ffi::AnyBuffer& out, GatedActivation activation,
                      ActivationAndMulParams* params) {
   ActivationAndMulParams& p = *params;
   const char* const op = NameOf(activation);
@@ -38,7 +38,7 @@ ffi::Error GetParams(const ffi::AnyBuffer& x, const ffi::AnyBuffer& out, Activat
   return ffi::Error::Success();
 }
 
-template <Activation kActivation>
+template <GatedActivation kActivation>
 ffi::Error Host(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Result<ffi::AnyBuffer> out) {
   return NoThrow(NameOf(kActivation), [&]() -> ffi::Error {
     ActivationAndMulParams params;
@@ -48,7 +48,7 @@ ffi::Error Host(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Result<ffi::AnyBuff
 }
 
 #ifdef XLA_GPU_WITH_CUDA
-template <Activation kActivation>
+template <GatedActivation kActivation>
 ffi::Error Cuda(Stream stream, ffi::AnyBuffer x, ffi::Result<ffi::AnyBuffer> out) {
   return NoThrow(NameOf(kActivation), [&]() -> ffi::Error {
     ActivationAndMulParams params;
@@ -66,14 +66,14 @@ ffi::Error Cuda(Stream stream, ffi::AnyBuffer x, ffi::Result<ffi::AnyBuffer> out
       .Ret<ffi::AnyBuffer>()  /* out */
 // clang-format on
 
-XLA_GPU_DEFINE_HANDLER(xla_gpu_silu_and_mul_host, Host<Activation::kSilu>,
+XLA_GPU_DEFINE_HANDLER(xla_gpu_silu_and_mul_host, Host<GatedActivation::kSilu>,
                        XLA_GPU_BIND_HOST().XLA_GPU_ACTIVATION_AND_MUL_SIGNATURE);
-XLA_GPU_DEFINE_HANDLER(xla_gpu_gelu_and_mul_host, Host<Activation::kGeluTanh>,
+XLA_GPU_DEFINE_HANDLER(xla_gpu_gelu_and_mul_host, Host<GatedActivation::kGeluTanh>,
                        XLA_GPU_BIND_HOST().XLA_GPU_ACTIVATION_AND_MUL_SIGNATURE);
 #ifdef XLA_GPU_WITH_CUDA
-XLA_GPU_DEFINE_HANDLER(xla_gpu_silu_and_mul_cuda, Cuda<Activation::kSilu>,
+XLA_GPU_DEFINE_HANDLER(xla_gpu_silu_and_mul_cuda, Cuda<GatedActivation::kSilu>,
                        XLA_GPU_BIND_CUDA().XLA_GPU_ACTIVATION_AND_MUL_SIGNATURE, {ffi::Traits::kCmdBufferCompatible});
-XLA_GPU_DEFINE_HANDLER(xla_gpu_gelu_and_mul_cuda, Cuda<Activation::kGeluTanh>,
+XLA_GPU_DEFINE_HANDLER(xla_gpu_gelu_and_mul_cuda, Cuda<GatedActivation::kGeluTanh>,
                        XLA_GPU_BIND_CUDA().XLA_GPU_ACTIVATION_AND_MUL_SIGNATURE, {ffi::Traits::kCmdBufferCompatible});
 #endif
 

@@ -8,7 +8,7 @@ namespace xla_gpu {
 namespace {
 
 // Elements of one work item: enough to outweigh a thread's wake-up.
-constexpr int64_t kBlock = int64_t{1} << 16;
+constexpr int64_t kAddBlock = int64_t{1} << 16;
 
 template <class Element>
 void AddBlock(const SimpleAddParams& params, int64_t begin, int64_t end) {
@@ -21,9 +21,9 @@ void AddBlock(const SimpleAddParams& params, int64_t begin, int64_t end) {
 
 template <class Element>
 Status Add(const SimpleAddParams& params, const Executor& executor) {
-  ParallelFor(executor, (params.size + kBlock - 1) / kBlock, [&params](int64_t block) {
+  ParallelFor(executor, (params.size + kAddBlock - 1) / kAddBlock, [&params](int64_t block) {
     const ScopedFloatMode mode;
-    AddBlock<Element>(params, block * kBlock, std::min(params.size, (block + 1) * kBlock));
+    AddBlock<Element>(params, block * kAddBlock, std::min(params.size, (block + 1) * kAddBlock));
   });
   return Status::Ok();
 }

@@ -10,9 +10,9 @@
 namespace xla_gpu {
 namespace {
 
-constexpr int kThreads = 256;
+constexpr int kAddThreads = 256;
 // Enough CTAs to fill any GPU. A grid-stride loop takes the rest of a large problem.
-constexpr int64_t kMaxBlocks = 1 << 16;
+constexpr int64_t kMaxAddBlocks = 1 << 16;
 
 // NOTE: a float32 sum of two 16-bit values, rounded once more, equals the 16-bit sum: float32 has 2p + 2 digits.
 template <typename T>
@@ -21,12 +21,12 @@ __device__ T Add(T a, T b) {
 }
 
 template <typename T, int kVec>
-__global__ void __launch_bounds__(kThreads) SimpleAddKernel(const T* __restrict__ a,  // [size]
-                                                            const T* __restrict__ b,  // [size]
-                                                            T* __restrict__ out,      // [size]
-                                                            int64_t size) {
-  const int64_t step = static_cast<int64_t>(gridDim.x) * kThreads;
-  const int64_t first = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+__global__ void __launch_bounds__(kAddThreads) SimpleAddKernel(const T* __restrict__ a,  // [size]
+                                                               const T* __restrict__ b,  // [size]
+                                                               T* __restrict__ out,      // [size]
+                                                               int64_t size) {
+  const int64_t step = static_cast<int64_t>(gridDim.x) * kAddThreads;
+  const int64_t first = static_cast<int64_t>(blockIdx.x) * kAddThreads + threadIdx.x;
   const int64_t vectors = size / kVec;
   for (int64_t i = first; i < vectors; i += step) {
     const AlignedVector<T, kVec> x = reinterpret_cast<const AlignedVector<T, kVec>*>(a)[i];
@@ -49,11 +49,11 @@ Status Launch(const SimpleAddParams& params, Stream stream) {
       reinterpret_cast<uintptr_t>(a) | reinterpret_cast<uintptr_t>(b) | reinterpret_cast<uintptr_t>(out);
   const bool aligned = address_bits % 16 == 0;
   const int64_t vectors = aligned ? (params.size + kVec - 1) / kVec : params.size;
-  const auto blocks = static_cast<unsigned>(std::min((vectors + kThreads - 1) / kThreads, kMaxBlocks));
+  const auto blocks = static_cast<unsigned>(std::min((vectors + kAddThreads - 1) / kAddThreads, kMaxAddBlocks));
   if (aligned) {
-    SimpleAddKernel<T, kVec><<<blocks, kThreads, /*shared_mem=*/0, stream>>>(a, b, out, params.size);
+    SimpleAddKernel<T, kVec><<<blocks, kAddThreads, /*shared_mem=*/0, stream>>>(a, b, out, params.size);
   } else {
-    SimpleAddKernel<T, 1><<<blocks, kThreads, /*shared_mem=*/0, stream>>>(a, b, out, params.size);
+    SimpleAddKernel<T, 1><<<blocks, kAddThreads, /*shared_mem=*/0, stream>>>(a, b, out, params.size);
   }
   XLA_GPU_RETURN_IF_LAUNCH_FAILED();
   return Status::Ok();

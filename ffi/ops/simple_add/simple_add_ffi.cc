@@ -6,13 +6,13 @@
 namespace xla_gpu {
 namespace {
 
-constexpr char kOp[] = "simple_add";
+constexpr char kAddOp[] = "simple_add";
 
 ffi::Error GetParams(const ffi::AnyBuffer& a, const ffi::AnyBuffer& b, const ffi::AnyBuffer& out,
                      SimpleAddParams* params) {
-  XLA_GPU_RETURN_IF_ERROR(GetComputeDType(kOp, "a", a, &params->dtype));
-  XLA_GPU_RETURN_IF_ERROR(CheckSame(kOp, "b", b, "a", a));
-  XLA_GPU_RETURN_IF_ERROR(CheckSame(kOp, "out", out, "a", a));
+  XLA_GPU_RETURN_IF_ERROR(GetComputeDType(kAddOp, "a", a, &params->dtype));
+  XLA_GPU_RETURN_IF_ERROR(CheckSame(kAddOp, "b", b, "a", a));
+  XLA_GPU_RETURN_IF_ERROR(CheckSame(kAddOp, "out", out, "a", a));
   params->a = a.untyped_data();
   params->b = b.untyped_data();
   params->out = out.untyped_data();
@@ -23,7 +23,7 @@ ffi::Error GetParams(const ffi::AnyBuffer& a, const ffi::AnyBuffer& b, const ffi
 // `run` computes on the host's threads or on a CUDA stream.
 template <typename Run>
 ffi::Error SimpleAdd(const ffi::AnyBuffer& a, const ffi::AnyBuffer& b, const ffi::AnyBuffer& out, Run&& run) {
-  return NoThrow(kOp, [&]() -> ffi::Error {
+  return NoThrow(kAddOp, [&]() -> ffi::Error {
     SimpleAddParams params;
     XLA_GPU_RETURN_IF_ERROR(GetParams(a, b, out, &params));
     return ToError(run(params));
