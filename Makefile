@@ -4,12 +4,14 @@
 # PYTHON       the interpreter that .venv is made with
 # VLLM         the version of vLLM that demo-vllm and test-vllm run: 0.12.0 or 0.13.0
 # XLA_GPU_CUDA ON or OFF: whether the library holds CUDA handlers; ON where a GPU is found, and in wheels
+# GROUP_SOURCES ON or OFF: short sources compiled together, as pip install does; for `make library` and `library-cuda`
 # CUDAARCHS    what GPUs the installed library or the wheel has code for: this machine's, or all in wheels
 PYTHON       ?= python3
 WHEEL_CUDA   := $(or $(XLA_GPU_CUDA),ON)
 XLA_GPU_CUDA ?= $(shell command -v nvidia-smi >/dev/null 2>&1 && echo ON || echo OFF)
 JOBS         ?= $(shell nproc)
 CUDA_ARCH    ?= 90a-real
+GROUP_SOURCES ?= OFF
 
 VENV    := .venv
 VLLM    ?= 0.12.0
@@ -78,7 +80,7 @@ $(HEADERS)/.done: third_party/xla_ffi.cmake
 	touch $@
 
 # ---- Work on the library: found by the package through XLA_GPU_LIBRARY ------------------------------------------------
-CMAKE_FLAGS := -DXLA_GPU_FFI_INCLUDE_DIR=$(CURDIR)/$(HEADERS)/jaxlib/include
+CMAKE_FLAGS := -DXLA_GPU_FFI_INCLUDE_DIR=$(CURDIR)/$(HEADERS)/jaxlib/include -DXLA_GPU_GROUP_SOURCES=$(GROUP_SOURCES)
 CMAKE       := PATH="$(CURDIR)/$(BIN):$$PATH" cmake
 
 library: $(VENV)/.dev $(HEADERS)/.done
