@@ -13,6 +13,8 @@ __device__ inline uint32_t SharedAddress(const void* pointer) {
 // The L2 policy for data that is read once: evicted first. It is what createpolicy.fractional.L2::evict_first returns
 // for the fraction 1.
 inline constexpr uint64_t kEvictFirst = 0x12f0000000000000;
+// The policy of accesses without one, as createpolicy.fractional.L2::evict_normal returns it.
+inline constexpr uint64_t kEvictNormal = 0x1000000000000000;
 
 // Copies 16 bytes, bypassing L1. Where !read it writes zeros and reads nothing. Without an L2 policy, for data that
 // other CTAs read too.

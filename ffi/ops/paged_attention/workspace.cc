@@ -14,21 +14,10 @@ namespace xla_gpu {
 int64_t DecodeScratchBytes(const PagedAttentionCall& shapes) {
   // float32 needs none: a CTA sees all keys of a row.
   if (shapes.dtype == DType::kF32 || shapes.num_kv_heads == 0) return 0;
-  // The larger of both cache formats, so that the size does not depend on cache_dtype.
-  int64_t floats = 0;
-  for (const DType cache : {shapes.dtype, DType::kF8E4M3FN}) {
-    PagedAttentionCall params = shapes;
-    params.cache_dtype = cache;
-    const auto add = [&](const decode::KernelConfig& config) {
-      floats = std::max(floats, config.accumulators * config.accum_rows * (shapes.head_dim + decode::kStateFloats));
-    };
-    if (shapes.tree_words == 0) {
-      add(decode::MakeKernelConfig(params));
-    } else if (decode::HasWideTiles(params)) {
-      add(decode::MakeWideKernelConfig(params));
-    }
-  }
-  return floats * int64_t{sizeof(float)};
+  if (shapes.tree_words > 0 && !decode::HasWideTiles(shapes)) return 0;
+  const decode::KernelConfig config =
+      shapes.tree_words > 0 ? decode::MakeWideKernelConfig(shapes) : decode::MakeKernelConfig(shapes);
+  return config.accumulators * config.accum_rows * (shapes.head_dim + decode::kStateFloats) * int64_t{sizeof(float)};
 }
 
 int64_t PrefillScratchBegin(const PagedAttentionCall& shapes) {
@@ -41,9 +30,15 @@ int64_t PrefillScratchBytes(const PagedAttentionCall& shapes) {
 }
 
 int64_t PagedAttentionScratchBytes(const PagedAttentionCall& shapes) {
-  const int64_t decode = DecodeScratchBytes(shapes);
-  const int64_t prefill = PrefillScratchBytes(shapes);
-  return prefill == 0 ? decode : std::max(decode, PrefillScratchBegin(shapes) + prefill);
+  // The larger of both cache formats, so that the size does not depend on cache_dtype.
+  int64_t bytes = 0;
+  for (const DType cache : {shapes.dtype, DType::kF8E4M3FN}) {
+    PagedAttentionCall call = shapes;
+    call.cache_dtype = cache;
+    const int64_t prefill = PrefillScratchBytes(call);
+    bytes = std::max({bytes, DecodeScratchBytes(call), prefill == 0 ? 0 : PrefillScratchBegin(call) + prefill});
+  }
+  return bytes;
 }
 
 }  // namespace xla_gpu

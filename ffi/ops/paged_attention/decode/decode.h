@@ -22,19 +22,30 @@ constexpr int64_t MaxDecodeTokens(const PagedAttentionParams& shapes, bool prefi
   return group >= kMaxPassRows ? 1 : kMaxPassRows / group;
 }
 
-// Whether the shapes suggest decode sequences: there are few tokens for each sequence. The decode path is then launched
-// first, and the prefill path's kernels find out while it runs whether they have anything to do. Otherwise the order is
-// reversed.
-constexpr bool DecodeComesFirst(const PagedAttentionParams& shapes) {
+// Whether shapes and dtypes allow the prefill path to split keys, on a GPU that has the kernel for it.
+constexpr bool MaySplitKeys(const PagedAttentionParams& shapes) {
+  return shapes.dtype != DType::kF32 && !IsFloat8(shapes.cache_dtype) &&
+         (shapes.head_dim == 64 || shapes.head_dim == 128 || shapes.head_dim == 256) && shapes.page_size % 8 == 0;
+}
+
+// Whether the shapes suggest few tokens for each sequence, but possibly several.
+constexpr bool SuggestFewTokens(const PagedAttentionParams& shapes) {
   return shapes.num_tokens <= shapes.max_seqs * kMaxDecodeRows;
+}
+// Whether the shapes suggest sequences of the decode path. That is then launched first, and the prefill path's kernels
+// find out while it runs whether they have anything to do. Otherwise the order is reversed: kernels that have nothing to
+// do cost least behind those that have.
+constexpr bool DecodeComesFirst(const PagedAttentionParams& shapes) {
+  return shapes.num_tokens <= shapes.max_seqs * MaxDecodeTokens(shapes, MaySplitKeys(shapes));
 }
 
 // Scratch of a call for up to 64 sequences is at most 35 MiB. Where the decode path comes first, the prefill path waits
 // for its end, and both use all of it. Otherwise they may run at the same time: the prefill path gets what its CTAs'
-// accumulators take, and the decode path the rest.
+// accumulators take, or more where splits of few tokens are likely, and the decode path the rest.
 inline constexpr int64_t kScratchLimit = int64_t{35} << 20;
 constexpr int64_t PrefillScratchLimit(const PagedAttentionCall& shapes) {
   if (DecodeComesFirst(shapes) || shapes.tree_words > 0) return kScratchLimit;
+  if (SuggestFewTokens(shapes)) return int64_t{21} << 20;
   return int64_t{shapes.head_dim > 192 ? 17 : 14} << 20;
 }
 constexpr int64_t DecodeScratchLimit(const PagedAttentionCall& shapes) {

@@ -66,7 +66,7 @@ inline int TmaTileRowsForFullTiles(const PagedAttentionParams& shapes, int64_t s
 // NOTE: with more tokens the average says little. Chunks of prompts beside many decode sequences want large work tiles.
 inline int TmaTileRowsDim128(const PagedAttentionParams& shapes, int64_t sms) {
   const int most = TmaTileRowsForFullTiles(shapes, sms);
-  if (shapes.max_seqs == 0 || !DecodeComesFirst(shapes)) return most;
+  if (shapes.max_seqs == 0 || !SuggestFewTokens(shapes)) return most;
   const int64_t tokens = (shapes.num_tokens + shapes.max_seqs - 1) / shapes.max_seqs;
   const int64_t rows = tokens * (shapes.num_heads / shapes.num_kv_heads);
   const auto tiles = [&](int64_t tile_rows) { return (rows + tile_rows - 1) / tile_rows; };

@@ -174,6 +174,7 @@ struct TmaKvWarp {
       if (left == 0) break;
       int tile = cta.Tile(work).last_key_tile;
       Box next = LookUp(work, tile);
+      const uint64_t l2_policy = L2Policy(work);
       for (; left > 0; --left, --tile) {
         const Box box = next;
         // The next page numbers arrive while this tile's loads are started; nothing may read them before.
@@ -190,13 +191,13 @@ struct TmaKvWarp {
         }
         if (kIsValues && __any_sync(~0u, box.partial)) {
           const uint32_t unmasked = cta.Address(offsetof(typename Traits::SharedStorage, unmasked_values));
-          LoadTile(map, target, unmasked, work, box);
+          LoadTile(map, target, unmasked, work, box, l2_policy);
           WaitBarrier(unmasked, unmasked_phase);
           unmasked_phase ^= 1;
           ClearUnseen(target, work, tile);
           cta.Arrive(full);
         } else {
-          LoadTile(map, target, full, work, box);
+          LoadTile(map, target, full, work, box, l2_policy);
         }
         state.Advance();
       }
@@ -226,10 +227,16 @@ struct TmaKvWarp {
     return {page, static_cast<int>(position - index * cta.params.page.divisor), partial};
   }
 
+  // Only one work tile reads these keys where all rows of the sequence and kv head fit into it.
+  __device__ uint64_t L2Policy(TileState work) const {
+    const typename Traits::Rows& rows = cta.Tile(work).rows;
+    return rows.q_len * static_cast<int>(rows.group.divisor) <= Traits::kRows ? kEvictFirst : kEvictNormal;
+  }
+
   // Starts the loads of a key tile to `target`. Boxes that are not read, and page numbers out of range, lie outside the
   // tensor: TMA fills them with zeros.
-  __device__ void LoadTile(const CUtensorMap& map, uint32_t target, uint32_t barrier, TileState work,
-                           const Box& box) const {
+  __device__ void LoadTile(const CUtensorMap& map, uint32_t target, uint32_t barrier, TileState work, const Box& box,
+                           uint64_t l2_policy) const {
     const int column = cta.Tile(work).rows.kv_head * cta.params.head_columns;
     const int page = box.page < cta.attention.num_pages ? box.page : -1;
     const int box_bytes = cta.params.box_slots * (Traits::kHeadDim * 2);
@@ -247,7 +254,7 @@ struct TmaKvWarp {
 #pragma unroll
         for (int i = 0; i < kBatch; ++i) {
           if (offset + i * box_bytes < kTileBytes) {
-            TmaLoadCacheBox(target + offset + i * box_bytes, map, barrier, column, atom_rows[i], pages[i]);
+            TmaLoadCacheBox(target + offset + i * box_bytes, map, barrier, column, atom_rows[i], pages[i], l2_policy);
           }
         }
       }

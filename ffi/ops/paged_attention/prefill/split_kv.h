@@ -116,9 +116,13 @@ struct SplitAccumulatorLayout {
     // sequence, cross-CTA splits are not worth their writes and the combine kernel.
     const bool short_contexts =
         shapes.pages_per_seq * shapes.page_size <= (2 * Policy::kMinTilesPerSplit - 1) * Policy::TileKeys(dim);
-    const bool few_tokens = shapes.tree_words > 0 || (shapes.num_tokens > shapes.max_seqs && DecodeComesFirst(shapes));
-    const bool enough =
-        layout.rows_per_split >= Policy::kTargetWorkTiles * Policy::kWorkTileRows || (short_contexts && !few_tokens);
+    const bool few_tokens = shapes.tree_words > 0 || (shapes.num_tokens > shapes.max_seqs && SuggestFewTokens(shapes));
+    // One token for each sequence, and room for one longer sequence at most: the combine kernel would cost more than is
+    // gained where there is one after all.
+    const bool decode_alone = shapes.tree_words == 0 && shapes.num_tokens <= shapes.max_seqs &&
+                              shapes.num_tokens <= kMaxDecodeRows;
+    const bool enough = layout.rows_per_split >= Policy::kTargetWorkTiles * Policy::kWorkTileRows ||
+                        (short_contexts && !few_tokens) || decode_alone;
     const int64_t sequences = SequencesPerGridRow(dim);
     const int64_t cta_rows =
         kMaxCtas * MaxTileRows(dim) * std::max<int64_t>(1, (shapes.max_seqs + sequences - 1) / sequences);
