@@ -48,10 +48,14 @@ struct SplitMerge {
 };
 
 inline constexpr int kCombineThreads = 128;
+inline constexpr int kCombineCtasPerSm = 10;  // for which there are registers
+// Splits of a row whose accumulators a warp loads at once, as registers allow.
+template <int kDim>
+inline constexpr int kCombineAtOnce = kDim <= 128 ? 4 : 2;
 
 // Merges cross-CTA splits: each warp takes one row of `out` after the other.
 template <typename T, int kDim>
-__global__ void __launch_bounds__(kCombineThreads)
+__global__ void __launch_bounds__(kCombineThreads, kCombineCtasPerSm)
     PrefillCombineKernel(const __grid_constant__ PagedAttentionParams params,
                          const __grid_constant__ SplitKvPolicy policy,
                          const __grid_constant__ SplitAccumulators accumulators) {
@@ -87,7 +91,7 @@ __global__ void __launch_bounds__(kCombineThreads)
         float2 o[kDim / 64];
 #pragma unroll
         for (int i = 0; i < kDim / 64; ++i) o[i] = __ldcg(o_accum + i * 32);
-#pragma unroll 8
+#pragma unroll kCombineAtOnce<kDim>
         for (int split = 1; split < splits; ++split) {
           float2 next[kDim / 64];
 #pragma unroll

@@ -4,6 +4,7 @@
 #define XLA_GPU_OPS_PAGED_ATTENTION_PREFILL_HEURISTICS_H_
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 
 #include "ffi/ops/paged_attention/decode/decode.h"
@@ -43,22 +44,41 @@ inline int64_t CombineCtas(const SplitAccumulatorLayout& layout, int cta_warps, 
                   8 * std::min(sms, SplitAccumulatorLayout::kMaxCtas));
 }
 
-// Rows of a work tile of the TMA kernel at head_dim 128: 192, 128 or 64. Small work tiles, of which there are more,
-// where large ones would leave SMs idle. All three give the same bits, so the shapes of a batch may decide.
+// What a work tile of the TMA kernel at head_dim 128 costs, in microseconds of an H200.
+struct TmaTileCost {
+  int rows;
+  double fixed;         // of a work tile
+  double per_key_tile;  // of 112 keys
+};
+inline constexpr TmaTileCost kTmaTileCosts[] = {{192, 4.8, 2.0}, {128, 2.0, 1.5}, {64, 1.5, 1.1}};
+
+// Rows of a work tile of the TMA kernel at head_dim 128: 192, 128 or 64, of which an estimate takes the least time. Small
+// work tiles, of which there are more, where large ones would leave SMs idle. All three give the same bits, so the shapes
+// of a batch may decide.
 inline int TmaTileRowsForFullTiles(const PagedAttentionParams& shapes, int64_t sms) {
-  constexpr int64_t kLargeRows = 192;
-  constexpr int64_t kFewRows = 512;                        // of a kv head, in all sequences
-  constexpr int64_t kSmallCacheBytes = int64_t{64} << 20;  // is read from DRAM once, and again from L2
-  constexpr int64_t kShortContext = 8192;
+  constexpr double kTileKeys = SplitKvPolicy::TileKeys(128);
+  constexpr double kEnough = 0.9;  // of the larger work tiles' time; for less, they read K and V less often
   const int64_t rows = shapes.num_tokens * (shapes.num_heads / shapes.num_kv_heads);
-  const int64_t large_tiles = (rows + kLargeRows - 1) / kLargeRows * shapes.num_kv_heads;
-  const int64_t max_context = shapes.pages_per_seq * shapes.page_size;
-  // Large work tiles read long contexts less often; unless there are so few rows that the work tiles of a sequence read
-  // them at the same time.
-  const int64_t cache_bytes = 4 * shapes.max_seqs * max_context * shapes.num_kv_heads * shapes.head_dim;
-  if (rows <= kFewRows || (4 * large_tiles <= 3 * sms && cache_bytes <= kSmallCacheBytes)) return 64;
-  const int64_t rounds = max_context <= kShortContext ? 3 : 2;  // of large work tiles on all SMs
-  return large_tiles < rounds * sms ? 128 : 192;
+  const int64_t context = shapes.pages_per_seq * shapes.page_size;
+  const int64_t sequences = std::max<int64_t>(shapes.max_seqs, 1);
+  const int64_t tokens = std::min((shapes.num_tokens + sequences - 1) / sequences, context);
+  const double longest = std::ceil(static_cast<double>(context) / kTileKeys);
+  const double average = std::ceil((static_cast<double>(context) - static_cast<double>(tokens) / 2) / kTileKeys);
+  int best = 0;
+  double best_time = 0;
+  for (const TmaTileCost& cost : kTmaTileCosts) {
+    const int64_t tiles = (rows + cost.rows - 1) / cost.rows * shapes.num_kv_heads;
+    double rounds = static_cast<double>(tiles) / static_cast<double>(sms);
+    // Work tiles of one length run in whole rounds. Shorter ones fill the gaps of several rounds.
+    rounds = average > 0.75 * longest || rounds < 2 ? std::ceil(rounds) : rounds + 0.25;
+    const double time =
+        std::max(cost.fixed + longest * cost.per_key_tile, rounds * (cost.fixed + average * cost.per_key_tile));
+    if (best == 0 || time < kEnough * best_time) {
+      best = cost.rows;
+      best_time = time;
+    }
+  }
+  return best;
 }
 
 // The same, or where sequences have few tokens, the smallest work tiles of which one of the average length has no more:

@@ -73,14 +73,18 @@ struct TmaConfigDim128Rows192 {
   static constexpr int kClasses = 256;
   static constexpr int kTileStages = 4;
 };
+// With two stages of Q the next work tile's first scores need not wait for its Q to arrive.
 struct TmaConfigDim128Rows128 : TmaConfigDim128Rows192 {
   static constexpr int kConsumerWarpgroups = 2;
   static constexpr Overlap kOverlap = Overlap::kIntraWarpgroup;
+  static constexpr int kQueryStages = 2;
+  static constexpr int kValueStages = 2;
 };
 struct TmaConfigDim128Rows64 : TmaConfigDim128Rows192 {
   static constexpr bool kTreeMask = true;
   static constexpr int kConsumerWarpgroups = 1;
   static constexpr Overlap kOverlap = Overlap::kIntraWarpgroup;
+  static constexpr int kQueryStages = 2;
 };
 
 // 80 keys: with 64 key columns wgmma needs all of shared memory's bandwidth. They leave little room for the scheduler.
@@ -171,11 +175,13 @@ struct TmaKernelTraits : Config {
   static_assert(kTileBytes % kAtomBytes == 0 && kQueryBytes % kAtomBytes == 0);  // as the swizzle wants it
 
   // Registers of a thread after setmaxnreg; together no more than the launch has allocated.
-  static constexpr int kProducerRegisters = kConsumerWarpgroups == 3 ? 32 : kHeadDim == 256 ? 40 : 56;
+  static constexpr int kProducerRegisters =
+      kConsumerWarpgroups == 3 ? 32 : kConsumerWarpgroups == 1 ? 48 : kHeadDim == 256 ? 40 : 56;
   static constexpr int kConsumerRegisters = kConsumerWarpgroups == 3 ? 160 : kHeadDim == 256 ? 232 : 224;
-  // For __launch_bounds__: the registers of a thread are an SM's divided by this. At least 384, so that small CTAs
-  // leave room beside them for the decode path's combine kernel, behind which they may wait.
-  static constexpr int kRegisterThreads = kThreads < 384 ? 384 : kThreads;
+  // For __launch_bounds__: the registers of a thread are an SM's divided by this. Small CTAs leave room beside them for
+  // the combine kernels: their own, which has then planned when they end, and the decode path's, behind which they may
+  // wait.
+  static constexpr int kRegisterThreads = kThreads < 384 ? 480 : kThreads;
 };
 
 // ---- What all warps of a CTA know
