@@ -33,8 +33,8 @@ constexpr bool SuggestFewTokens(const PagedAttentionParams& shapes) {
   return shapes.num_tokens <= shapes.max_seqs * kMaxDecodeRows;
 }
 // Whether the shapes suggest sequences of the decode path. That is then launched first, and the prefill path's kernels
-// find out while it runs whether they have anything to do. Otherwise the order is reversed: kernels that have nothing to
-// do cost least behind those that have.
+// find out while it runs whether they have anything to do. Otherwise the order is reversed: kernels that have nothing
+// to do cost least behind those that have.
 constexpr bool DecodeComesFirst(const PagedAttentionParams& shapes) {
   return shapes.num_tokens <= shapes.max_seqs * MaxDecodeTokens(shapes, MaySplitKeys(shapes));
 }

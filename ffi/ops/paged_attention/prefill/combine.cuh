@@ -91,7 +91,7 @@ __global__ void __launch_bounds__(kCombineThreads, kCombineCtasPerSm)
         float2 o[kDim / 64];
 #pragma unroll
         for (int i = 0; i < kDim / 64; ++i) o[i] = __ldcg(o_accum + i * 32);
-#pragma unroll kCombineAtOnce<kDim>
+#pragma unroll kCombineAtOnce < kDim>
         for (int split = 1; split < splits; ++split) {
           float2 next[kDim / 64];
 #pragma unroll

@@ -52,9 +52,9 @@ struct TmaTileCost {
 };
 inline constexpr TmaTileCost kTmaTileCosts[] = {{192, 4.8, 2.0}, {128, 2.0, 1.5}, {64, 1.5, 1.1}};
 
-// Rows of a work tile of the TMA kernel at head_dim 128: 192, 128 or 64, of which an estimate takes the least time. Small
-// work tiles, of which there are more, where large ones would leave SMs idle. All three give the same bits, so the shapes
-// of a batch may decide.
+// Rows of a work tile of the TMA kernel at head_dim 128: 192, 128 or 64, of which an estimate takes the least time.
+// Small work tiles, of which there are more, where large ones would leave SMs idle. All three give the same bits, so
+// the shapes of a batch may decide.
 inline int TmaTileRowsForFullTiles(const PagedAttentionParams& shapes, int64_t sms) {
   constexpr double kTileKeys = SplitKvPolicy::TileKeys(128);
   constexpr double kEnough = 0.9;  // of the larger work tiles' time; for less, they read K and V less often

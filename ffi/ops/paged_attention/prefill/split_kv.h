@@ -119,8 +119,8 @@ struct SplitAccumulatorLayout {
     const bool few_tokens = shapes.tree_words > 0 || (shapes.num_tokens > shapes.max_seqs && SuggestFewTokens(shapes));
     // One token for each sequence, and room for one longer sequence at most: the combine kernel would cost more than is
     // gained where there is one after all.
-    const bool decode_alone = shapes.tree_words == 0 && shapes.num_tokens <= shapes.max_seqs &&
-                              shapes.num_tokens <= kMaxDecodeRows;
+    const bool decode_alone =
+        shapes.tree_words == 0 && shapes.num_tokens <= shapes.max_seqs && shapes.num_tokens <= kMaxDecodeRows;
     const bool enough = layout.rows_per_split >= Policy::kTargetWorkTiles * Policy::kWorkTileRows ||
                         (short_contexts && !few_tokens) || decode_alone;
     const int64_t sequences = SequencesPerGridRow(dim);
