@@ -327,7 +327,7 @@ extern "C" const char* xla_gpu_import_buffer(const void* data, void* stream, int
     }
     if (data == nullptr) return Error::InvalidArgument("data is null");
     xla_gpu::pjrt::GiveBackReturned();
-    std::lock_guard<std::mutex> lock(xla_gpu::pjrt::mutex);
+    std::lock_guard<std::mutex> lock(xla_gpu::pjrt::tables_mutex);
     if (!xla_gpu::pjrt::Announced().emplace(data, xla_gpu::pjrt::Import{stream, id}).second) {
       return Error::FailedPrecondition("another thread imports this memory at the same time");
     }
@@ -342,7 +342,7 @@ extern "C" int32_t xla_gpu_import_cancel(const void* data) {
 }
 
 extern "C" size_t xla_gpu_import_released(int64_t* ids, size_t capacity) {
-  std::lock_guard<std::mutex> lock(xla_gpu::pjrt::mutex);
+  std::lock_guard<std::mutex> lock(xla_gpu::pjrt::tables_mutex);
   auto& released = xla_gpu::pjrt::Released();
   size_t count = 0;
   while (count < capacity && !released.empty()) {
@@ -362,7 +362,7 @@ extern "C" const char* xla_gpu_export_buffer(xla_gpu_export_args* args) {
 }
 
 extern "C" size_t xla_gpu_export_count(void) {
-  std::lock_guard<std::mutex> lock(xla_gpu::pjrt::mutex);
+  std::lock_guard<std::mutex> lock(xla_gpu::pjrt::tables_mutex);
   size_t count = 0;
   for (const auto& [buffer, exported] : xla_gpu::pjrt::ExportedBuffers()) count += exported.count;
   return count;
