@@ -2,6 +2,7 @@
 """Decode and prefill of vLLM on XLA:GPU, at the shape of Llama-3-8B with random weights.
 
     PJRT_DEVICE=GPU python benchmarks/vllm_steps.py 1x1024 32x1024 64x2048
+    PJRT_DEVICE=GPU python benchmarks/vllm_steps.py 1x1024 --tensor-parallel 2
     PJRT_DEVICE=CPU python benchmarks/vllm_steps.py --tiny 1x16 4x16          # a check of the script
 
 For each load BxC, B prompts of C random tokens: prefill is their time to the first token, decode_ms the time of the
@@ -147,6 +148,7 @@ def main() -> None:
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--max-tokens", type=int, default=8192, help="of a step (default %(default)s)")
     parser.add_argument("--max-seqs", type=int, default=64)
+    parser.add_argument("--tensor-parallel", type=int, default=1, metavar="N", help="GPUs that share the model")
     parser.add_argument("--buckets", type=int, nargs="*", help="token buckets (default: powers of two)")
     parser.add_argument(
         "--sampling",
@@ -176,6 +178,7 @@ def main() -> None:
             max_model_len=4096,
             max_num_seqs=arguments.max_seqs,
             max_num_batched_tokens=arguments.max_tokens,
+            tensor_parallel_size=arguments.tensor_parallel,
             enable_prefix_caching=False,
             additional_config={"token_buckets": arguments.buckets} if arguments.buckets else {},
         )

@@ -251,7 +251,14 @@ def test_logprobs(engine, reference, params):
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"tensor_parallel_size": 2}, "--tensor-parallel-size: expected 1, got 2: .* Use --data-parallel-size 2"),
+        (
+            {"tensor_parallel_size": 4},
+            "--tensor-parallel-size: expected a number that divides the model's 2 kv heads, got 4",
+        ),
+        (
+            {"tensor_parallel_size": 2, "additional_config": {"compile_threads": 2}},
+            "compile_threads: expected 1 with --t",
+        ),
         ({"enable_lora": True}, "--enable-lora: not supported"),
         ({"additional_config": {"buckets": [1]}}, "additional_config: expected keys token_buckets, async_scheduling"),
         ({"additional_config": {"compile_threads": 0}}, "compile_threads: expected an integer from 1 to 64, got 0"),

@@ -12,6 +12,7 @@ from vllm.config import VllmConfig, get_layers_from_vllm_config
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, SlidingWindowSpec
 
+from . import tensor_parallel
 from .attention import CACHE_DTYPES, XlaGpuAttentionBackend
 
 
@@ -75,7 +76,7 @@ class KVCaches:
                     f"({sorted(shapes)}); start with --disable-hybrid-kv-cache-manager"
                 )
             dtype = CACHE_DTYPES.get(dtype_name, spec.dtype)
-            self.tensors.append(torch.zeros(shapes.pop(), dtype=dtype, device=device))
+            self.tensors.append(_zeros(shapes.pop(), dtype, device))
         for name, layer in self._layers.items():
             if (target := getattr(layer, "kv_sharing_target_layer_name", None)) is not None:
                 self._index_of_layer[name] = self._index_of_layer[target]
@@ -92,10 +93,17 @@ class KVCaches:
             yield
         finally:
             for tensor, (shape, dtype, device) in zip(self.tensors, forms, strict=True):
-                torch_xla._XLAC._replace_xla_tensor(tensor, torch.zeros(shape, dtype=dtype, device=device))
+                torch_xla._XLAC._replace_xla_tensor(tensor, _zeros(shape, dtype, device))
             torch_xla.sync()
 
     def bind(self) -> None:
         """Gives the layers today's tensors. Needed where the model is traced; programs get them as arguments."""
         for name, index in self._index_of_layer.items():
             self._layers[name].kv_cache = [self.tensors[index]]
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """An empty cache; over several devices each has its kv heads' part."""
+    cache = torch.zeros(shape, dtype=dtype, device=device)
+    devices = tensor_parallel.active()
+    return cache if devices is None else devices.mark_cache(cache)

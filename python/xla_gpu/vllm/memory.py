@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from . import tensor_parallel
+
 _GIB = 1 << 30
 
 # For kernels, command buffers and the runtime beside what is computed below.
@@ -39,19 +41,24 @@ def keep_activations(environ: MutableMapping[str, str]) -> None:
 
 
 def for_kv_caches(config: Any, device: torch.device) -> int:
-    """Bytes for KV caches: what the pool has left beside the weights and what steps compute.
+    """Bytes for KV caches, of all devices: what the pool has left beside the weights and what steps compute.
 
     Raises:
       ValueError: nothing is left.
     """
     import torch_xla.core.xla_model as xm
 
+    devices = tensor_parallel.active()
+    size = 1 if devices is None else devices.size
     if (fixed := config.cache_config.kv_cache_memory_bytes) is not None:
-        return int(fixed)
+        return int(fixed) * size
     if os.environ.get("PJRT_DEVICE", "").upper() == "CPU":
         return int(float(os.environ.get("VLLM_CPU_KVCACHE_SPACE") or _CPU_GIB) * _GIB)
-    info = xm.get_memory_info(device)
-    limit, used = int(info["bytes_limit"]), int(info["bytes_used"])
+    if devices is None:
+        info = xm.get_memory_info(device)
+        limit, used = int(info["bytes_limit"]), int(info["bytes_used"])
+    else:
+        limit, used = tensor_parallel.pool_bytes(os.environ), devices.bytes_per_device
     steps = step_bytes(config)
     available = limit - used - steps - _RESERVE
     if available <= 0:
@@ -60,7 +67,7 @@ def for_kv_caches(config: Any, device: torch.device) -> int:
             f"{used / _GIB:.1f} and a step {steps / _GIB:.1f}. Raise --gpu-memory-utilization, or lower "
             "--max-num-batched-tokens or --max-num-seqs"
         )
-    return available
+    return available * size  # every device has its part of each page
 
 
 def step_bytes(config: Any) -> int:

@@ -50,6 +50,8 @@ class XlaGpuPlatform(Platform):  # type: ignore[misc]
         compilation.cudagraph_mode = CUDAGraphMode.NONE
         compilation.custom_ops = ["none"]
         parallel = vllm_config.parallel_config
+        # The worker's process has all devices; vLLM's default for several is a process for each.
+        parallel.distributed_executor_backend = "uni"
         if parallel.worker_cls == "auto":
             parallel.worker_cls = "xla_gpu.vllm.worker.Worker"
         if vllm_config.cache_config.block_size is None:

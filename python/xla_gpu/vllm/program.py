@@ -20,6 +20,7 @@ from torch_xla._dynamo.dynamo_bridge import alias_with_buffer_donor_config
 from vllm.logger import init_logger
 
 from .._runtime import executable_cache
+from . import tensor_parallel
 
 _XLAC = torch_xla._XLAC
 
@@ -119,7 +120,11 @@ class Program:
     ) -> None:
         fallbacks, began = _fallbacks(), time.perf_counter()
         given = [*inputs, *state]
+        if (devices := tensor_parallel.active()) is not None:
+            # Otherwise a tensor that was copied from the host is another parameter each time it is asked for.
+            devices.mark_whole(given)
         position = {_XLAC._xla_get_tensor_id(tensor): index for index, tensor in enumerate(given)}
+        aliases = [tensor.clone() for tensor in given] if devices is not None else []
         # A clone that was not computed yet shares the memory; it gives the state back what tracing replaces.
         saved = [tensor.clone() for tensor in state]
         try:
@@ -127,7 +132,13 @@ class Program:
                 torch.ops.xla.dynamo_set_buffer_donor_(tensor, True)
             outputs = list(function(*given))
             self.outputs = [(output.shape, output.dtype) for output in outputs]
+            if devices is not None:
+                devices.mark_whole([*outputs, *state])
             roots = [*outputs, *state]
+            for index, alias in enumerate(aliases):
+                # Under SPMD a buffer's id becomes that of the tensor that this call makes of it.
+                _, values = _XLAC._get_tensors_xla_device_data_node([alias])
+                position[_XLAC._xla_get_tensor_id(values[0])] = index
             ids, values = _XLAC._get_tensors_xla_device_data_node(roots)
             # The parameters of the program: tensors that were captured, and places for the arguments of each call.
             self._arguments = list(values)

@@ -27,12 +27,8 @@ def refusals(config: Any) -> list[str]:
         if got is not None and got is not False:
             found.append(f"{option}: not supported")
 
-    if parallel.tensor_parallel_size != 1:
-        found.append(
-            f"--tensor-parallel-size: expected 1, got {parallel.tensor_parallel_size}: an engine has one GPU. Use "
-            f"--data-parallel-size {parallel.tensor_parallel_size} for a model that fits one GPU; "
-            "examples/serve_llama_jax.py --tensor-parallel serves a larger Llama"
-        )
+    if parallel.tensor_parallel_size > 1:
+        found += _tensor_parallel_refusals(config)
     expect("--pipeline-parallel-size", 1, parallel.pipeline_parallel_size)
     if parallel.data_parallel_size > 1:
         expect("--data-parallel-backend", "mp", parallel.data_parallel_backend)
@@ -44,7 +40,9 @@ def refusals(config: Any) -> list[str]:
     expect_none("--enable-expert-parallel", parallel.enable_expert_parallel)
     expect_none("--enable-eplb", parallel.enable_eplb)
     expect_none("--enable-dbo", parallel.enable_dbo)
-    if parallel.distributed_executor_backend not in (None, "uni"):
+    # "mp" is what vLLM sets itself for several devices.
+    executors = (None, "uni", "mp") if parallel.tensor_parallel_size > 1 else (None, "uni")
+    if parallel.distributed_executor_backend not in executors:
         expect("--distributed-executor-backend", "uni", parallel.distributed_executor_backend)
     expect_none("--enable-lora", config.lora_config)
     expect_none("--speculative-config", config.speculative_config)
@@ -64,6 +62,26 @@ def refusals(config: Any) -> list[str]:
         Options.of(config)
     except ValueError as error:
         found.append(str(error).removeprefix("xla_gpu.vllm: "))
+    return found
+
+
+def _tensor_parallel_refusals(config: Any) -> list[str]:
+    model, parallel, size = config.model_config, config.parallel_config, config.parallel_config.tensor_parallel_size
+    found = []
+    if parallel.data_parallel_size > 1:
+        found.append(f"--data-parallel-size: expected 1 with --tensor-parallel-size {size}")
+    if config.additional_config.get("compile_threads", 1) != 1:
+        found.append(f"additional_config: compile_threads: expected 1 with --tensor-parallel-size {size}")
+    if model is None:
+        return found
+    if (kv_heads := model.get_total_num_kv_heads()) % size:
+        found.append(
+            f"--tensor-parallel-size: expected a number that divides the model's {kv_heads} kv heads, got {size}"
+        )
+    if model.quantization is not None:
+        found.append(f"quantised weights: expected none with --tensor-parallel-size {size}")
+    if (experts := model.get_num_experts()) > 1:
+        found.append(f"a model with experts ({experts}): expected none with --tensor-parallel-size {size}")
     return found
 
 

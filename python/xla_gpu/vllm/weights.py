@@ -10,6 +10,8 @@ from vllm.model_executor.model_loader import get_model_loader
 from vllm.model_executor.model_loader.utils import initialize_model, process_weights_after_loading
 from vllm.utils.torch_utils import set_default_torch_dtype
 
+from . import tensor_parallel
+
 # vLLM's range of random weights (load format "dummy").
 _DUMMY_RANGE = 1e-3
 
@@ -35,6 +37,9 @@ def move(model: nn.Module, device: torch.device, random: bool = False) -> None:
       device: an XLA device.
       random: draw the floating-point parameters on the device instead of copying them.
     """
+    devices = tensor_parallel.active()
+    if devices is not None:
+        devices.divide(model, random)
     moved: dict[int, torch.Tensor] = {}
     kept: list[torch.Tensor] = []  # so that no id is used twice
 
@@ -44,9 +49,12 @@ def move(model: nn.Module, device: torch.device, random: bool = False) -> None:
             if draw and tensor.is_floating_point() and tensor.element_size() > 1:
                 drawn = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
                 moved[id(tensor)] = drawn.uniform_(-_DUMMY_RANGE, _DUMMY_RANGE)
-                torch_xla.sync()
             else:
                 moved[id(tensor)] = tensor.detach().to(device)
+            if devices is not None:
+                devices.place(tensor, moved[id(tensor)])
+            if draw:
+                torch_xla.sync()
             if isinstance(tensor, nn.Parameter):
                 moved[id(tensor)] = nn.Parameter(moved[id(tensor)], requires_grad=False)
                 if not draw:

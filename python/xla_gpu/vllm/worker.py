@@ -1,4 +1,4 @@
-"""vLLM's worker: one process, one device."""
+"""vLLM's worker: one process, with one device or with several as one."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from vllm.logger import init_logger
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.worker.worker_base import WorkerBase
 
-from . import compile_cache, memory
+from . import compile_cache, memory, tensor_parallel
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM shows what is below its own name
 
@@ -23,8 +23,10 @@ class Worker(WorkerBase):  # type: ignore[misc]
         """Starts torch_xla's client."""
         memory.set_pool(os.environ, self.cache_config.gpu_memory_utilization)
         memory.keep_activations(os.environ)
-        if folder := compile_cache.use(os.environ):
+        devices = self.parallel_config.tensor_parallel_size
+        if folder := compile_cache.use(os.environ, devices):
             logger.info("XLA's choices of kernels are kept in %s", folder)
+        tensor_parallel.prepare(os.environ, devices)
         # Imported here: the import reads the environment, and starts the client soon after.
         import torch_xla
         import torch_xla.backends
@@ -33,6 +35,8 @@ class Worker(WorkerBase):  # type: ignore[misc]
             # Otherwise XLA multiplies float32 matrices in TF32, with 10 bits of mantissa.
             torch_xla.backends.set_mat_mul_precision("highest")
         torch.set_grad_enabled(False)
+        tensor_parallel.start(devices)
+        # One rank, which has all devices.
         init_distributed_environment(
             world_size=1,
             rank=self.rank,

@@ -1,0 +1,46 @@
+"""What an engine over several CPU devices does. SPMD is for a whole process, so this is one: test_tensor_parallel.py.
+
+    PJRT_DEVICE=CPU python -m tests.vllm.tensor_parallel FOLDER DEVICES
+
+One line of output starts with "RESULT " and is JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+
+from tests.vllm import tiny
+from tests.vllm.engines import compiled_since_start, greedy, make, random, run, runner_of, tokens
+
+PROMPTS = tiny.prompts((5, 70, 33, 1))
+PENALISED = {"temperature": 0.8, "top_p": 0.9, "seed": 7, "presence_penalty": 0.5}
+
+
+def generate(llm) -> dict:
+    """Tokens and log-probabilities: greedy, with all kinds of sampling, prompts read in chunks."""
+    outputs = run(llm, PROMPTS[:2], greedy(2, logprobs=3))
+    return {
+        "greedy": tokens(llm, PROMPTS, greedy(12)),
+        "sampled": tokens(llm, PROMPTS[:2], [random(8, seed=3), random(8, **PENALISED)]),
+        "logprobs": [[sorted(e.logprob for e in step.values()) for step in o.outputs[0].logprobs] for o in outputs],
+    }
+
+
+def main(folder: str, devices: int) -> None:
+    llm = make(folder, tensor_parallel_size=devices)
+    result = {**generate(llm), "compiled": compiled_since_start(llm)}
+    if devices > 1:
+        import torch_xla
+
+        runner, spec = runner_of(llm), torch_xla._XLAC._get_xla_sharding_spec
+        result["caches"] = [spec(tensor) for tensor in runner.caches.tensors]
+        result["weights"] = {name: spec(parameter) for name, parameter in runner.model.named_parameters()}
+    print("RESULT " + json.dumps(result))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]))
