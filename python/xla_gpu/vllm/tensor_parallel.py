@@ -291,7 +291,9 @@ class _DividedHead(LinearMethodBase):  # type: ignore[misc]
 
     def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """T[rows, vocab_size] from x: T[rows, k]."""
-        return self._devices.mark(F.linear(x, layer.weight, bias))
+        # Noted as divided first: otherwise XLA would gather the matrix, and multiply by all of it on each device.
+        divided = self._devices.mark(F.linear(x, layer.weight, bias), 1)
+        return self._devices.mark(divided.clone())
 
 
 def pool_bytes(environ: MutableMapping[str, str]) -> int:
