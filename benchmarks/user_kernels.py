@@ -33,7 +33,7 @@ extern "C" __global__ void plus(const float* x, float y, float* out) {
 """
 
 
-def programs(ops: Any, x: Any, barrier: Callable[[Any], Any]) -> dict[str, Callable[[Any], Any]]:
+def programs(ops: Any, x: Any, barrier: Callable[[Any], Any], length: int = CALLS) -> dict[str, Callable[[Any], Any]]:
     """Chains of calls by name. `barrier` keeps XLA from merging its own additions into one."""
     kernel = ops.cuda_kernel(SOURCE, "plus")
     call = ops.kernel_call(kernel, x, grid=ELEMENTS // 128, block=128)
@@ -47,7 +47,7 @@ def programs(ops: Any, x: Any, barrier: Callable[[Any], Any]) -> dict[str, Calla
 
     def chain(one: Callable[[Any], Any]) -> Callable[[Any], Any]:
         def run(x: Any) -> Any:
-            for _ in range(CALLS):
+            for _ in range(length):
                 x = one(x)
             return x
 
@@ -56,7 +56,7 @@ def programs(ops: Any, x: Any, barrier: Callable[[Any], Any]) -> dict[str, Calla
     return {name: chain(one) for name, one in calls.items()}
 
 
-def microseconds(run: Callable[[], Any], wait: Callable[[Any], Any]) -> float:
+def microseconds(run: Callable[[], Any], wait: Callable[[Any], Any], length: int = CALLS) -> float:
     """Median wall time of one of the chain's calls. Programs are queued: the start of one hides behind the last."""
     for _ in range(3):
         wait(run())
@@ -67,7 +67,7 @@ def microseconds(run: Callable[[], Any], wait: Callable[[Any], Any]) -> float:
             result = run()
         wait(result)
         times.append((time.perf_counter() - begin) / 4)
-    return statistics.median(times) / CALLS * 1e6
+    return statistics.median(times) / length * 1e6
 
 
 def jax() -> None:
@@ -103,17 +103,24 @@ def torch_xla() -> None:
     import xla_gpu.torch
 
     x = torch.zeros(ELEMENTS).to(torch_xla.device())
+    # By chains of two lengths: a program's start costs torch_xla's host more than the calls of a short one.
+    lengths = (CALLS // 8, CALLS // 2)
     with torch.no_grad():
-        for name, program in programs(xla_gpu.torch, x, lambda y: y).items():
+        by_length = [programs(xla_gpu.torch, x, lambda y: y, length) for length in lengths]
+        for name in by_length[0]:
             if name == "the framework's own":  # merged into one addition, which says nothing about a call
                 continue
-            torch._dynamo.reset()
-            compiled = torch.compile(program, backend="openxla", fullgraph=True)
-            report("torch_xla", name, microseconds(lambda: compiled(x), lambda y: y.cpu()))  # noqa: B023
+            times = []
+            for length, chains in zip(lengths, by_length, strict=True):
+                torch._dynamo.reset()
+                compiled = torch.compile(chains[name], backend="openxla", fullgraph=True)
+                times.append(length * microseconds(lambda: compiled(x), lambda y: y.cpu(), length))  # noqa: B023
+            report("torch_xla", name, (times[1] - times[0]) / (lengths[1] - lengths[0]))
+            print(f"    {times[0]:.0f} us for {lengths[0]}, {times[1]:.0f} us for {lengths[1]} calls", flush=True)
 
 
 def report(frontend: str, name: str, each: float) -> None:
-    print(f"{frontend:<20} {name:<20} {each:7.2f} us per call, {CALLS} calls in a chain", flush=True)
+    print(f"{frontend:<20} {name:<20} {each:7.2f} us per call in a chain", flush=True)
 
 
 if __name__ == "__main__":

@@ -53,6 +53,11 @@ static_assert(sizeof(Api) == 40, "PJRT's function table begins 40 bytes into PJR
 inline constexpr size_t kErrorDestroy = 0;
 inline constexpr size_t kErrorMessage = 1;
 inline constexpr size_t kErrorGetCode = 2;
+inline constexpr size_t kEventDestroy = 5;
+inline constexpr size_t kEventIsReady = 6;
+inline constexpr size_t kEventError = 7;
+inline constexpr size_t kEventAwait = 8;
+inline constexpr size_t kEventOnReady = 9;
 inline constexpr size_t kClientPlatformName = 12;
 inline constexpr size_t kClientPlatformVersion = 14;
 inline constexpr size_t kClientAddressableDevices = 16;
@@ -67,7 +72,6 @@ inline constexpr size_t kLoadedExecutableExecute = 55;
 inline constexpr size_t kExecutableDeserializeAndLoad = 56;
 inline constexpr size_t kBufferDestroy = 58;
 inline constexpr size_t kBufferDevice = 65;
-inline constexpr size_t kBufferReadyEvent = 72;
 inline constexpr size_t kBufferUnsafePointer = 73;
 inline constexpr size_t kBufferIncreaseExternalReferenceCount = 74;
 inline constexpr size_t kBufferDecreaseExternalReferenceCount = 75;
@@ -213,6 +217,30 @@ struct DeserializeAndLoadArgs {
   size_t num_bytes;
   void* loaded_executable;  // out
   uint64_t room[8];         // zero: compile options and load options as they were
+};
+
+// ---- Events ----
+
+// Of Destroy, Error and Await, and how the others begin.
+struct EventArgs {
+  size_t struct_size;
+  Extension* extension_start;
+  void* event;
+};
+
+struct EventIsReadyArgs {
+  size_t struct_size;
+  Extension* extension_start;
+  void* event;
+  bool is_ready;  // out
+};
+
+struct EventOnReadyArgs {
+  size_t struct_size;
+  Extension* extension_start;
+  void* event;
+  void (*callback)(void* error, void* user_arg);  // owns the error, which is null for none
+  void* user_arg;
 };
 
 // ---- Buffers ----

@@ -110,6 +110,11 @@ const Api* MakeTable(const Api& api, const std::string& path) {
     replace(kClientBufferFromHostBuffer, SharedBufferFromHostBuffer);
     replace(kBufferUnsafePointer, SharedBufferUnsafePointer);
     replace(kBufferDestroy, SharedBufferDestroy);
+    replace(kEventDestroy, SharedEventDestroy);
+    replace(kEventIsReady, SharedEventIsReady);
+    replace(kEventError, SharedEventError);
+    replace(kEventAwait, SharedEventAwait);
+    replace(kEventOnReady, SharedEventOnReady);
   }
   real_api = &api;
   executable_cache = new ExecutableCache(api, path);

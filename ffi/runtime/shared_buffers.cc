@@ -29,6 +29,14 @@ Error CallBufferEntry(size_t entry, void* buffer, void** out) {
   return error;
 }
 
+// ---- The event of a transfer that was none ----
+
+// torch_xla waits for the end of each transfer to let go of the host memory. A view copies nothing, so its transfer has
+// ended; an event of the plug-in would cost a callback on the GPU's stream and a thread that is woken by it.
+char has_happened;
+
+bool HasHappened(const void* args) { return static_cast<const EventArgs*>(args)->event == &has_happened; }
+
 // ---- In: announced addresses ----
 
 struct Import {
@@ -112,7 +120,8 @@ Error ImportBuffer(const Import& import, BufferFromHostBufferArgs* args) {
     DevicesByMemory()[args->memory] = device;
   }
   args->buffer = view.buffer;
-  return CallBufferEntry(kBufferReadyEvent, view.buffer, &args->done_with_host_buffer);
+  args->done_with_host_buffer = &has_happened;
+  return {};
 }
 
 // ---- Out: exported buffers ----
@@ -275,9 +284,9 @@ void* RefusedBy(const Error& error) {
 
 bool SharedBuffersUse(const Api& api) {
   for (size_t entry :
-       {kClientBufferFromHostBuffer, kBufferDestroy, kBufferDevice, kBufferReadyEvent, kBufferUnsafePointer,
-        kBufferIncreaseExternalReferenceCount, kBufferDecreaseExternalReferenceCount,
-        kBufferOpaqueDeviceMemoryDataPointer, kClientCreateViewOfDeviceBuffer}) {
+       {kEventDestroy, kEventIsReady, kEventError, kEventAwait, kEventOnReady, kClientBufferFromHostBuffer,
+        kBufferDestroy, kBufferDevice, kBufferUnsafePointer, kBufferIncreaseExternalReferenceCount,
+        kBufferDecreaseExternalReferenceCount, kBufferOpaqueDeviceMemoryDataPointer, kClientCreateViewOfDeviceBuffer}) {
     if (api.num_entries() <= entry || api.entries()[entry] == nullptr) return false;
   }
   buffers_api = &api;
@@ -315,6 +324,25 @@ void* SharedBufferDestroy(void* untyped) {
     }
   }
   return CallEntry(kBufferDestroy, untyped);
+}
+
+void* SharedEventDestroy(void* args) { return HasHappened(args) ? nullptr : CallEntry(kEventDestroy, args); }
+
+void* SharedEventIsReady(void* args) {
+  if (!HasHappened(args)) return CallEntry(kEventIsReady, args);
+  static_cast<EventIsReadyArgs*>(args)->is_ready = true;
+  return nullptr;
+}
+
+void* SharedEventError(void* args) { return HasHappened(args) ? nullptr : CallEntry(kEventError, args); }
+
+void* SharedEventAwait(void* args) { return HasHappened(args) ? nullptr : CallEntry(kEventAwait, args); }
+
+void* SharedEventOnReady(void* args) {
+  if (!HasHappened(args)) return CallEntry(kEventOnReady, args);
+  const auto* on_ready = static_cast<const EventOnReadyArgs*>(args);
+  on_ready->callback(nullptr, on_ready->user_arg);
+  return nullptr;
 }
 
 }  // namespace xla_gpu::pjrt

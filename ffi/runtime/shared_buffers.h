@@ -17,6 +17,13 @@ void* SharedBufferFromHostBuffer(void* args);
 void* SharedBufferUnsafePointer(void* args);
 void* SharedBufferDestroy(void* args);
 
+// Of events: one that has happened stands for the end of a transfer that was none.
+void* SharedEventDestroy(void* args);
+void* SharedEventIsReady(void* args);
+void* SharedEventError(void* args);
+void* SharedEventAwait(void* args);
+void* SharedEventOnReady(void* args);
+
 }  // namespace xla_gpu::pjrt
 
 #endif  // XLA_GPU_RUNTIME_SHARED_BUFFERS_H_

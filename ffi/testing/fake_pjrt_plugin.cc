@@ -289,7 +289,6 @@ extern "C" __attribute__((visibility("default"))) const void* GetPjrtApi() {
   table.entries[pjrt::kClientCreateViewOfDeviceBuffer] = CreateViewOfDeviceBuffer;
   table.entries[pjrt::kBufferDestroy] = BufferDestroy;
   table.entries[pjrt::kBufferDevice] = BufferNumber<1>;
-  table.entries[pjrt::kBufferReadyEvent] = BufferNumber<5>;
   table.entries[pjrt::kBufferUnsafePointer] = BufferNumber<0x1234>;
   table.entries[pjrt::kBufferIncreaseExternalReferenceCount] = CountReference<1>;
   table.entries[pjrt::kBufferDecreaseExternalReferenceCount] = CountReference<-1>;

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch._dynamo.backends import registry
 
-from . import cuda_tensors, shared_memory
+from . import cuda_tensors
 
 # "0" leaves torch.compile(backend="openxla") with CUDA tensors as torch_xla has it.
 ENVIRONMENT = "XLA_GPU_OPENXLA_CUDA"
@@ -56,8 +56,11 @@ class _Program:
             raise ValueError(f"torch.compile(backend={NAME!r}): expected tensors of one device, got {devices}")
         device = devices.pop() if devices else torch.device("cpu")
         with torch.no_grad():
-            owners: list[shared_memory.Owner] = []
-            xla = [self._argument(x, owners) for x in given]
+            xla = [self._argument(x) for x in given]
+            foreign = [i for i, x in enumerate(xla) if isinstance(x, torch.Tensor) and x.device.type == "cuda"]
+            taken, owners = cuda_tensors.take_over([xla[i].detach() for i in foreign])
+            for i, tensor in zip(foreign, taken, strict=True):
+                xla[i] = tensor
             if self._call is None:
                 from torch_xla.core import dynamo_bridge
 
@@ -75,16 +78,13 @@ class _Program:
         return out
 
     @staticmethod
-    def _argument(value: Any, owners: list[shared_memory.Owner]) -> Any:
+    def _argument(value: Any) -> Any:
+        """An argument on XLA; CUDA tensors that are no parameters stay, since they are taken over together."""
         if not isinstance(value, torch.Tensor):
             return value
         if value.device.type != "cuda":
             return cuda_tensors.to_xla(value)
-        if isinstance(value, torch.nn.Parameter):
-            return _parameters.get(value)
-        tensor, owner = cuda_tensors.take_over(value.detach())
-        owners.append(owner)
-        return tensor
+        return _parameters.get(value) if isinstance(value, torch.nn.Parameter) else value
 
     @staticmethod
     def _result(value: Any, device: torch.device) -> Any:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -47,31 +49,37 @@ def to_xla(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(torch_xla.device())
     if tensor.device.type != "cuda":
         raise ValueError(f"to_xla: tensor: expected one on CUDA or the CPU, got one on {tensor.device}")
-    return take_over(tensor)[0]
+    return take_over([tensor])[0][0]
 
 
-def take_over(tensor: torch.Tensor) -> tuple[torch.Tensor, shared_memory.Owner]:
-    """``to_xla`` of a CUDA tensor, with what keeps its memory."""
+def take_over(tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[shared_memory.Owner]]:
+    """``to_xla`` of CUDA tensors of one device, with what keeps their memory."""
+    global _shared, _copied
+    if not tensors:
+        return [], []
+    memories, copied = [], 0
+    for tensor in tensors:
+        memory = tensor.resolve_conj().resolve_neg().contiguous()
+        if memory.data_ptr() % _ALIGNMENT:
+            memory = memory.clone()
+        if memory.data_ptr() != tensor.data_ptr():
+            copied += 1
+            _log.debug("to_xla: a tensor of strides %s was copied on the device", tensor.stride())
+        owner = shared_memory.Owner(memory, torch.cuda.synchronize)
+        memories.append(shared_memory.Memory(memory.data_ptr(), memory.shape, memory.dtype, owner))
+    with _lock:
+        _shared, _copied = _shared + len(tensors) - copied, _copied + copied
+    index = tensors[0].device.index
+    stream = torch.cuda.current_stream(index).cuda_stream
+    return shared_memory.import_memory(memories, _xla_device(index), stream), [memory.owner for memory in memories]
+
+
+@functools.cache
+def _xla_device(index: int) -> torch.device:
     import torch_xla
 
-    global _shared, _copied
-    memory = tensor.resolve_conj().resolve_neg().contiguous()
-    if memory.data_ptr() % _ALIGNMENT:
-        memory = memory.clone()
-    copied = memory.data_ptr() != tensor.data_ptr()
-    with _lock:
-        _shared, _copied = _shared + (not copied), _copied + copied
-    if copied:
-        _log.debug("to_xla: a tensor of strides %s was copied on the device", tensor.stride())
-    stream = torch.cuda.current_stream(memory.device)
-    device = torch_xla.device(memory.device.index)
-    owner = shared_memory.Owner(memory, torch.cuda.synchronize)
-    return (
-        shared_memory.import_memory(
-            memory.data_ptr(), memory.shape, memory.dtype, device, stream.cuda_stream, owner=owner
-        ),
-        owner,
-    )
+    device: torch.device = torch_xla.device(index)
+    return device
 
 
 def to_cuda(tensor: torch.Tensor) -> torch.Tensor:

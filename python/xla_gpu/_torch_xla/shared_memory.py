@@ -7,10 +7,11 @@ the PJRT adapter makes a view of it (ffi/runtime/shared_buffers.h).
 from __future__ import annotations
 
 import ctypes
+import functools
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -42,7 +43,7 @@ class Owner:
 
 _BUFFER_ATTEMPTS = 50  # of a tenth of a millisecond
 
-_lock = threading.Lock()
+_import_lock = threading.Lock()
 _kept: dict[int, Owner] = {}
 _next_id = 0
 
@@ -74,46 +75,81 @@ class _Carrier(torch.Tensor):  # type: ignore[misc]
         )
 
 
-def import_memory(
-    address: int, shape: Sequence[int], dtype: torch.dtype, device: torch.device, stream: int, owner: Owner
-) -> torch.Tensor:
-    """A torch_xla tensor on ``device`` over row-major device memory at ``address``.
+class Memory(NamedTuple):
+    """Row-major device memory of another framework, as an XLA tensor is to have it."""
 
-    Programs that use it start after what ``stream`` holds now.
+    address: int
+    shape: torch.Size
+    dtype: torch.dtype
+    owner: Owner
+
+
+def import_memory(memories: Sequence[Memory], device: torch.device, stream: int) -> list[torch.Tensor]:
+    """torch_xla tensors on ``device`` over device memory.
+
+    Programs that use them start after what ``stream`` holds now.
 
     Raises:
       CompatibilityError: the runtime does not take device memory over.
     """
-    import _XLAC
-
     if lowering.platform() != "CUDA":
         raise CompatibilityError("device memory can be shared with torch_xla on GPUs alone (PJRT_DEVICE=GPU)")
     forget_released()
-    size = int(torch.Size(shape).numel()) * dtype.itemsize
-    if size == 0:
-        return torch.empty(tuple(shape), dtype=dtype).to(device)
-    forged = torch.frombuffer((ctypes.c_uint8 * size).from_address(address), dtype=torch.uint8)
-    carrier = _Carrier(forged.view(dtype).view(tuple(shape)))
+    tensors: list[torch.Tensor] = []
+    batch: dict[int, Memory] = {}  # an address tells the adapter which transfer is meant, so each is there once
+    for memory in memories:
+        if memory.address in batch or memory.shape.numel() == 0:
+            tensors += _import_batch(batch, device, stream)
+            batch = {}
+        if memory.shape.numel() == 0:
+            tensors.append(torch.empty(memory.shape, dtype=memory.dtype).to(device))
+        else:
+            batch[memory.address] = memory
+    return tensors + _import_batch(batch, device, stream)
+
+
+def _import_batch(batch: dict[int, Memory], device: torch.device, stream: int) -> list[torch.Tensor]:
+    import _XLAC
+
+    if not batch:
+        return []
     global _next_id
-    with _lock:
-        _next_id += 1
-        number = _next_id
-        _kept[number] = owner
     cdll = library.load().cdll
-    error = cdll.xla_gpu_import_buffer(address, stream, number)
-    if error is not None:
-        del _kept[number]
-        raise CompatibilityError(f"sharing device memory with torch_xla: {error.decode(errors='replace')}")
-    try:
-        (tensor,) = _XLAC._xla_tensors_from_aten([carrier], [str(device)])
-    finally:
-        unused = cdll.xla_gpu_import_cancel(address)
+    carriers = [_Carrier(_forged(memory)) for memory in batch.values()]
+    numbers: dict[int, int] = {}  # of the announced addresses
+    # Another thread may bring the same memory; its transfer must not be taken for this one.
+    with _import_lock:
+        try:
+            for address, memory in batch.items():
+                _next_id += 1
+                error = cdll.xla_gpu_import_buffer(address, stream, _next_id)
+                if error is not None:
+                    raise CompatibilityError(f"sharing device memory with torch_xla: {error.decode(errors='replace')}")
+                numbers[address] = _next_id
+                _kept[_next_id] = memory.owner
+            tensors = list(_XLAC._xla_tensors_from_aten(carriers, [str(device)] * len(carriers)))
+        finally:
+            unused = [number for address, number in numbers.items() if cdll.xla_gpu_import_cancel(address)]
+            for number in unused:
+                del _kept[number]
     if unused:
-        _kept.pop(number, None)
         raise CompatibilityError(
             "sharing device memory with torch_xla: its client is not behind this library's adapter"
         )
-    return tensor
+    return tensors
+
+
+def _forged(memory: Memory) -> torch.Tensor:
+    """A CPU tensor that has the address, and must not be read."""
+    size = memory.shape.numel() * memory.dtype.itemsize
+    data = torch.frombuffer(_bytes_type(size).from_address(memory.address), dtype=torch.uint8)
+    return data.view(memory.dtype).view(memory.shape)
+
+
+@functools.lru_cache(maxsize=1024)
+def _bytes_type(size: int) -> Any:
+    """ctypes' type of so many bytes, which takes long to make."""
+    return ctypes.c_uint8 * size
 
 
 def forget_released() -> int:

@@ -1,0 +1,75 @@
+"""What CUDA tensors in torch_xla programs cost the host: microseconds a tensor, in and out, and a parameter.
+
+    PJRT_DEVICE=GPU python -m benchmarks.cuda_tensors
+
+Needs a PyTorch with CUDA beside torch_xla.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+import xla_gpu.torch
+
+COUNTS = (1, 17, 65)
+REPEATS = 30
+
+
+def microseconds(run: Callable[[], Any]) -> float:
+    """Median time of the host for a call; the GPU is idle at its start."""
+    times = []
+    for i in range(REPEATS + 5):
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        result = run()
+        end = time.perf_counter()
+        del result
+        if i >= 5:
+            times.append(end - begin)
+    return statistics.median(times) * 1e6
+
+
+def calls(count: int) -> dict[str, Callable[[], Any]]:
+    """Compiled calls with ``count`` arguments, parameters or results, by what there are so many of."""
+    tensors = [torch.ones(256, device="cuda") for _ in range(count)]
+    parameters = [torch.nn.Parameter(x, requires_grad=False) for x in tensors]
+    compiled = lambda function: torch.compile(function, backend="xla_gpu", fullgraph=True)  # noqa: E731
+    arguments = compiled(lambda *x: torch.stack(x).sum())
+    many = compiled(lambda x: [x + i for i in range(count)])
+
+    class Module(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weights = torch.nn.ParameterList(parameters)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + torch.stack(list(self.weights)).sum()
+
+    module = compiled(Module())
+    return {
+        "argument": lambda: arguments(*tensors),
+        "parameter": lambda: module(tensors[0]),
+        "result": lambda: many(tensors[0]),
+    }
+
+
+def main() -> None:
+    torch._dynamo.config.recompile_limit = 64
+    by_count = {count: calls(count) for count in COUNTS}
+    with torch.no_grad():
+        for what in by_count[1]:
+            times = [microseconds(by_count[count][what]) for count in COUNTS]
+            each = (times[-1] - times[0]) / (COUNTS[-1] - COUNTS[0])
+            calls_text = ", ".join(f"{count}: {t:.0f}" for count, t in zip(COUNTS, times, strict=True))
+            print(f"{what:<10} {each:6.2f} us each   (us per call by their number: {calls_text})", flush=True)
+    x = torch.ones(256, device="cuda")
+    print(f"to_xla     {microseconds(lambda: [xla_gpu.torch.to_xla(x) for _ in range(64)]) / 64:6.2f} us")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,204 @@
+"""CUDA tensors of PyTorch in torch_xla programs on the same GPU: torch.compile(backend="xla_gpu"), to_xla and to_cuda.
+
+Needs a PyTorch with CUDA beside torch_xla, and PJRT_DEVICE=GPU. References are computed on the CPU.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("torch_xla")
+xg = pytest.importorskip("xla_gpu.torch", exc_type=ImportError)
+
+from tests.common import frontends  # noqa: E402 - after what may be missing
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(frontends.ALL["torch_xla-cuda"].unavailable() is not None, reason="needs torch_xla on a GPU"),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a PyTorch with CUDA"),
+]
+
+BIG = 1 << 26  # elements: their fill takes longer than the host takes to start a program
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    torch._dynamo.reset()
+    with torch.no_grad():
+        yield
+
+
+def compiled(function, backend="xla_gpu"):
+    return torch.compile(function, backend=backend, fullgraph=True)
+
+
+def programs_compiled():
+    from torch_xla.debug import metrics
+
+    data = metrics.metric_data("CompileTime")
+    return data[0] if data else 0
+
+
+def shared():
+    """Tensors taken over so far without a copy, and with one."""
+    from xla_gpu._torch_xla import cuda_tensors
+
+    return cuda_tensors.counts()
+
+
+def kept():
+    """Imports and exports that are alive, after all programs have ended."""
+    import torch_xla
+
+    from xla_gpu._runtime import library
+    from xla_gpu._torch_xla import shared_memory
+
+    gc.collect()
+    torch_xla.sync(wait=True)
+    torch.cuda.synchronize()
+    return shared_memory.forget_released(), library.load().cdll.xla_gpu_export_count()
+
+
+def test_there_and_back_at_one_address():
+    before = kept()
+    x = torch.arange(1000, dtype=torch.float32, device="cuda")
+    taken = xg.to_xla(x)
+    assert taken.device.type == "xla"
+    back = xg.to_cuda(taken)
+    assert back.data_ptr() == x.data_ptr() and torch.equal(back, x)
+    result = xg.to_cuda(taken * 2)
+    assert result.device == x.device and torch.equal(result.cpu(), x.cpu() * 2)
+    del taken, back, result
+    assert kept() == before
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int8, torch.int64, torch.bfloat16, torch.float16, torch.float64])
+def test_dtypes(dtype):
+    x = (torch.arange(77) % 5).to(dtype).cuda()
+    assert torch.equal(xg.to_cuda(xg.to_xla(x).clone()).cpu(), x.cpu())
+
+
+def test_strided_and_misaligned_tensors_are_copied():
+    x = torch.arange(64, dtype=torch.float32, device="cuda")
+    for view in (x[1:], x.view(8, 8).t(), x[::2]):
+        before = shared()
+        assert torch.equal(xg.to_cuda(xg.to_xla(view) + 0).cpu(), view.cpu())
+        after = shared()
+        assert (after.shared, after.copied) == (before.shared, before.copied + 1)
+    before = shared()
+    assert torch.equal(xg.to_cuda(xg.to_xla(x[4:]) + 0).cpu(), x[4:].cpu())
+    assert shared().copied == before.copied
+    assert xg.to_cuda(xg.to_xla(torch.empty(0, 3, device="cuda"))).shape == (0, 3)
+
+
+@pytest.mark.parametrize("backend", ["xla_gpu", "openxla"])
+def test_a_module_is_one_program_and_its_parameters_are_taken_once(backend):
+    cpu = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.GELU(), torch.nn.Linear(16, 4))
+    module = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.GELU(), torch.nn.Linear(16, 4))
+    module.load_state_dict(cpu.state_dict())
+    module.cuda()
+    call, x = compiled(module, backend), torch.randn(3, 8)
+    before, programs = shared(), programs_compiled()
+    for i in range(4):
+        y = call(x.cuda() + i)
+        assert y.device.type == "cuda"
+        torch.testing.assert_close(y.cpu(), cpu(x + i), rtol=2e-3, atol=2e-3)
+    assert programs_compiled() == programs + 1
+    assert shared().shared + shared().copied == before.shared + before.copied + 4 + 4  # arguments, and parameters once
+
+
+@pytest.mark.parametrize("own_stream", [False, True])
+def test_programs_wait_for_the_stream_and_the_stream_for_them(own_stream):
+    """No synchronisation by the host: a slow write, a program, an operation on its result, a write over the argument."""
+    call = compiled(lambda x: x * 2 + 1)
+    x = torch.zeros(BIG, device="cuda")
+    call(x)
+    stream = torch.cuda.Stream() if own_stream else torch.cuda.current_stream()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        sums = []
+        for i in range(8):
+            torch.cuda._sleep(20_000_000)  # about 10 ms, in front of the write
+            x.fill_(i)
+            y = call(x)
+            x.fill_(-1000)
+            z = y + 1
+            y.fill_(-1)  # the result's memory is PyTorch's to write now
+            sums.append((z.min(), z.max()))
+    stream.synchronize()
+    assert [tuple(map(float, pair)) for pair in sums] == [(2 * i + 2, 2 * i + 2) for i in range(8)]
+
+
+def test_memory_is_not_reused_while_a_program_reads_it():
+    """PyTorch's allocator hands the argument's memory out again as soon as the tensor is gone."""
+    call = compiled(lambda x: (x.view(64, -1) * 3).sum(1))
+    totals = []
+    for i in range(8):
+        x = torch.full((BIG,), float(i), device="cuda")
+        totals.append(call(x))
+        del x
+        torch.full((BIG,), 1e9, device="cuda")
+    for i, total in enumerate(totals):
+        assert (total == 3.0 * i * BIG / 64).all(), i
+
+
+def test_results_outlive_their_program():
+    before = kept()
+    call = compiled(lambda x: x + 1)
+    results = [call(torch.full((1024,), float(i), device="cuda")) for i in range(16)]
+    del call
+    torch._dynamo.reset()
+    gc.collect()
+    for i, result in enumerate(results):
+        assert (result == i + 1).all()
+    assert kept()[1] == before[1] + 16
+    del result, results
+    assert kept() == before
+
+
+def test_arguments_that_change_get_their_values():
+    def step(x, cache, index):
+        cache.index_copy_(0, index, x[None])
+        x.add_(1)
+        return torch.arange(4, device=x.device) + x.sum().long(), cache.sum()
+
+    theirs = (torch.ones(8), torch.zeros(5, 8), torch.tensor([2]))
+    ours = tuple(x.cuda() for x in theirs)
+    addresses = [x.data_ptr() for x in ours]
+    call = compiled(step)
+    for _ in range(3):
+        for mine, other in zip(call(*ours), step(*theirs), strict=True):
+            torch.testing.assert_close(mine.cpu(), other)
+        for mine, other in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(mine.cpu(), other)
+    assert addresses == [x.data_ptr() for x in ours]
+
+
+def test_a_decode_step_with_a_cache_of_pytorch():
+    """The library's operators and a user's kernel, in one program over PyTorch's memory."""
+    kernel = xg.cuda_kernel('extern "C" __global__ void twice(const float* x, float* y) { *y = 2 * *x; }', "twice")
+    twice = xg.kernel_call(kernel, torch.empty(1, device="meta"), grid=1, block=1)
+    key, value = torch.randn(2, 2, 1, 64, device="cuda")
+    slots = torch.tensor([1, 5], dtype=torch.int32, device="cuda")
+
+    def step(cache, x):
+        xg.reshape_and_cache_(key, value, cache, slots)
+        return cache.abs().sum(), twice(x)
+
+    ours, theirs = torch.zeros(2, 4, 4, 2, 64, device="cuda")[:, :, :, :, :].unbind(0)
+    x = torch.tensor([3.0], device="cuda")
+    total, doubled = compiled(step)(ours, x)
+    xg.reshape_and_cache_(key, value, theirs, slots)  # eagerly
+    torch.testing.assert_close(total.cpu(), theirs.cpu().abs().sum())
+    assert torch.equal(ours.cpu(), theirs.cpu()) and float(doubled) == 6
+
+
+def test_environment_variable_leaves_openxla_alone():
+    from torch._dynamo.backends import registry
+
+    mine = os.environ.get("XLA_GPU_OPENXLA_CUDA", "1") != "0"
+    assert registry.lookup_backend("openxla").__module__.startswith("xla_gpu." if mine else "torch.")
