@@ -21,8 +21,8 @@ from ._jax import context_parallel, dense_linear, device_group
 from ._jax import ragged_paged_attention_v3 as _ragged_paged_attention_v3
 from ._jax.call import function, ragged
 from ._jax.device_group import DeviceGroup
-from ._jax.user_kernels import cuda_kernel, kernel_call, register_tvm_ffi_target, triton_call
-from ._user_kernels.cuda_kernel import CudaKernel
+from ._jax.user_kernels import kernel_call, register_tvm_ffi_target, triton_call
+from ._user_kernels.cuda_kernel import CudaKernel, cuda_kernel
 from ._user_kernels.launch import Result, Scratch
 from .ops import all_reduce as _all_reduce
 from .ops import linear as _linear

@@ -33,7 +33,6 @@ from ._torch import process_group
 from ._torch.ffi_call import FfiCall
 from ._torch.functions import function
 from ._torch.user_kernels import (
-    cuda_kernel,
     kernel_call,
     kernel_call_,
     register_tvm_ffi_target,
@@ -43,7 +42,7 @@ from ._torch.user_kernels import (
 from ._torch_xla import compile_backend, lowering
 from ._torch_xla.device_group import DeviceGroup
 from ._torch_xla.functions import openxla, to_cuda, to_xla
-from ._user_kernels.cuda_kernel import CudaKernel
+from ._user_kernels.cuda_kernel import CudaKernel, cuda_kernel
 from ._user_kernels.launch import Result, Scratch
 from .ops import all_reduce as _all_reduce
 from .ops import linear as _linear

@@ -136,7 +136,8 @@ def test_device_memory_needs_a_gpu():
 import torch, torch_xla
 from xla_gpu._torch_xla import shared_memory
 try:
-    shared_memory.import_memory([shared_memory.Memory(0x1000, torch.Size([4]), torch.float32, None)], torch_xla.device(), 0)
+    memory = shared_memory.Memory(0x1000, torch.Size([4]), torch.float32, None)
+    shared_memory.import_memory([memory], torch_xla.device(), 0)
 except Exception as error:
     print(type(error).__name__, error)
 """

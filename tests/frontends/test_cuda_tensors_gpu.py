@@ -113,7 +113,7 @@ def test_a_module_is_one_program_and_its_parameters_are_taken_once(backend):
 
 @pytest.mark.parametrize("own_stream", [False, True])
 def test_programs_wait_for_the_stream_and_the_stream_for_them(own_stream):
-    """No synchronisation by the host: a slow write, a program, an operation on its result, a write over the argument."""
+    """Without the host: a slow write, a program, an operation on its result, a write over the argument."""
     call = compiled(lambda x: x * 2 + 1)
     x = torch.zeros(BIG, device="cuda")
     call(x)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from xla_gpu._core.operator import ArraySpec
-from xla_gpu._user_kernels import launch, triton_call
+from xla_gpu._user_kernels import launch, triton_arguments, triton_call
 
 triton = pytest.importorskip("triton")
 
@@ -40,7 +40,7 @@ class FLOATS_LIKE:
 def bound(fn, arguments, results=(FLOATS,), grid=1, config=None, options=OPTIONS, aliases=(), **constexprs):
     call = triton_call.make_call(triton_call.describe(fn), grid, options, constexprs, config)
     free = [i for i in range(len(results)) if i not in dict(aliases).values()]
-    encoded = triton_call.encode(call.where, arguments, free, lambda x: isinstance(x, ArraySpec))
+    encoded = triton_arguments.encode(call.where, arguments, free, lambda x: isinstance(x, ArraySpec))
     return triton_call.bind(
         call, tuple(encoded.arrays), encoded.encoded, encoded.floats, tuple(results), tuple(aliases), False
     )
@@ -136,7 +136,7 @@ def test_configurations_and_heuristics():
 
 def test_what_tuning_found_is_used():
     call = triton_call.make_call(triton_call.describe(functions.tuned), blocks, OPTIONS, {}, None)
-    encoded = triton_call.encode(call.where, [FLOATS, 512], [0], lambda x: isinstance(x, ArraySpec))
+    encoded = triton_arguments.encode(call.where, [FLOATS, 512], [0], lambda x: isinstance(x, ArraySpec))
     arguments = (tuple(encoded.arrays), encoded.encoded, encoded.floats, (FLOATS,))
     key = triton_call.tuning_key(call, *arguments)
     assert not triton_call.is_tuned(call, key)

@@ -328,7 +328,10 @@ void Call::Change() {
 }
 
 void Call::Operator() {
-  switch (input_.Below(10)) {
+  switch (input_.Below(11)) {
+    case 10:
+      KernelCall();
+      break;
     case 9:
       Linear();
       break;

@@ -48,6 +48,7 @@ class Call {
     std::memcpy(data, &value, sizeof value);
     attributes_.push_back({name, XLA_FFI_AttrType_SCALAR, dtype, data, 1});
   }
+  void AddNumberArray(const char* name, const std::vector<int64_t>& values);
   void AnyBuffer(std::vector<xla_gpu_buffer>* buffers);
   std::vector<xla_gpu_attribute>* AnyAttributes(int depth);
   void AddScratch();
@@ -67,6 +68,8 @@ class Call {
   void Sample();
   void RotaryEmbedding();
   void RotaryAndCache();
+  // In call_user_kernels.cc:
+  void KernelCall();
 
   Input& input_;
   std::vector<std::unique_ptr<char, void (*)(void*)>> memory_;
@@ -78,6 +81,9 @@ class Call {
   int32_t device_ordinal_ = -1;
   size_t struct_size_ = sizeof(xla_gpu_call_args);
 };
+
+// A handler of a tvm-ffi function that reads all that it is given, and fails now and then.
+XLA_FFI_Handler* TvmFfiHandler();
 
 }  // namespace xla_gpu::fuzz
 

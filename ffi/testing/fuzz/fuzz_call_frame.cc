@@ -1,7 +1,8 @@
 // Fuzz target for eager calls: call frames, attributes, and the decoding and checking in the library's host
 // handlers.
 //
-// Half of the inputs become calls of a handler that reads all that it is given, with every field taken from the input;
+// Half of the inputs become calls of a handler that reads all that it is given, with every field taken from the input
+// (that handler, or the one of a registered tvm-ffi function);
 // the other half become calls of the library's own operators that are sound but for their contents and a few changes.
 // A finding is a sanitizer's report, or an answer that xla_gpu.h excludes. An error is a valid answer.
 #include <cstdint>
@@ -108,6 +109,6 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   } else {
     call.Anything();
   }
-  xla_gpu_fuzz_answered += call.Run(ReadAll) ? 1 : 0;
+  xla_gpu_fuzz_answered += call.Run(input.Once(3) ? xla_gpu::fuzz::TvmFfiHandler() : ReadAll) ? 1 : 0;
   return 0;
 }

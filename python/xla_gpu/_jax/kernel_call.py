@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -10,7 +10,7 @@ import numpy as np
 
 from .._core.dtypes import DTYPES
 from .._core.operator import ArraySpec, OpCall, check_inputs_requested
-from .._user_kernels import launch, triton_call
+from .._user_kernels import launch, triton_arguments, triton_call
 from .._user_kernels.cuda_kernel import CudaKernel
 from .call import _run, as_array
 
@@ -37,7 +37,34 @@ def specs(where: str, result_shape_dtypes: Any) -> tuple[tuple[ArraySpec, ...], 
     return tuple(found), container
 
 
-class KernelCall:
+class UserCall:
+    """A call of a user's kernel before its arguments: what kernel_call and triton_call of xla_gpu.jax return."""
+
+    def __init__(self, where: str, result_shape_dtypes: Any, input_output_aliases: Mapping[int, int] | None) -> None:
+        self._where = where
+        self._results, self._container = specs(where, result_shape_dtypes)
+        self._aliases = tuple((input_output_aliases or {}).items())
+
+    def _encode(self, arguments: Sequence[Any], results: Sequence[int]) -> launch.Arguments:
+        """The arguments as lists of numbers."""
+        raise NotImplementedError
+
+    def _bind(self, operands: tuple[ArraySpec, ...], encoded: launch.Arguments) -> OpCall:
+        """The custom call."""
+        raise NotImplementedError
+
+    def __call__(self, *arguments: Any) -> Any:
+        """Launches the kernel."""
+        aliased = {result for _, result in self._aliases}
+        encoded = self._encode(arguments, [i for i in range(len(self._results)) if i not in aliased])
+        arrays = [as_array(f"{self._where}: operand {i}", array) for i, array in enumerate(encoded.arrays)]
+        operands = tuple(ArraySpec(tuple(array.shape), array.dtype.name) for array in arrays)
+        outs = _run(self._bind(operands, encoded), arrays)
+        outs = outs if isinstance(outs, tuple) else (outs,)
+        return self._container(list(outs[: len(self._results)]))  # scratch memory left out
+
+
+class KernelCall(UserCall):
     """What xla_gpu.jax.kernel_call returns."""
 
     def __init__(
@@ -47,31 +74,19 @@ class KernelCall:
         shape: launch.Geometry,
         input_output_aliases: Mapping[int, int] | None,
     ) -> None:
-        self._kernel, self._shape = kernel, shape
-        self._results, self._container = specs(f"kernel_call: {kernel.name}", result_shape_dtypes)
-        self._aliases = tuple((input_output_aliases or {}).items())
+        super().__init__(f"kernel_call: {kernel.name}", result_shape_dtypes, input_output_aliases)
+        self._kernel, self._shape = kernel, tuple(shape.encoded())
 
-    def __call__(self, *arguments: Any) -> Any:
-        """Launches the kernel."""
-        where = f"kernel_call: {self._kernel.name}"
-        aliased = {result for _, result in self._aliases}
-        results = [i for i in range(len(self._results)) if i not in aliased]
-        encoded = launch.encode(where, self._kernel.parameters, arguments, results, is_array)
-        arrays = [as_array(f"{where}: operand {i}", array) for i, array in enumerate(encoded.arrays)]
-        call = launch.bind(
-            self._kernel.key,
-            tuple(ArraySpec(tuple(array.shape), array.dtype.name) for array in arrays),
-            tuple(self._shape.encoded()),
-            tuple(encoded.encoded),
-            launch.double_bytes(encoded.floats),
-            self._results,
-            self._aliases,
-            check_inputs_requested(),
-        )
-        return _results(call, arrays, len(self._results), self._container)
+    def _encode(self, arguments: Sequence[Any], results: Sequence[int]) -> launch.Arguments:
+        return launch.encode(self._where, self._kernel.parameters, arguments, results, is_array)
+
+    def _bind(self, operands: tuple[ArraySpec, ...], encoded: launch.Arguments) -> OpCall:
+        numbers = (tuple(encoded.encoded), launch.double_bytes(encoded.floats))
+        results = (self._results, self._aliases)
+        return launch.bind(self._kernel.key, operands, self._shape, *numbers, *results, check_inputs_requested())
 
 
-class TritonCall:
+class TritonCall(UserCall):
     """What xla_gpu.jax.triton_call returns."""
 
     def __init__(
@@ -80,31 +95,12 @@ class TritonCall:
         result_shape_dtypes: Any,
         input_output_aliases: Mapping[int, int] | None,
     ) -> None:
+        super().__init__(bound.where, result_shape_dtypes, input_output_aliases)
         self._bound = bound
-        self._results, self._container = specs(bound.where, result_shape_dtypes)
-        self._aliases = tuple((input_output_aliases or {}).items())
 
-    def __call__(self, *arguments: Any) -> Any:
-        """Launches the function."""
-        where = self._bound.where
-        aliased = {result for _, result in self._aliases}
-        results = [i for i in range(len(self._results)) if i not in aliased]
-        encoded = triton_call.encode(where, arguments, results, is_array)
-        arrays = [as_array(f"{where}: operand {i}", array) for i, array in enumerate(encoded.arrays)]
-        call = triton_call.bind(
-            self._bound,
-            tuple(ArraySpec(tuple(array.shape), array.dtype.name) for array in arrays),
-            encoded.encoded,
-            encoded.floats,
-            self._results,
-            self._aliases,
-            check_inputs_requested(),
-        )
-        return _results(call, arrays, len(self._results), self._container)
+    def _encode(self, arguments: Sequence[Any], results: Sequence[int]) -> launch.Arguments:
+        return triton_arguments.encode(self._where, arguments, results, is_array)
 
-
-def _results(call: OpCall, arrays: list[Any], count: int, container: Any) -> Any:
-    """The results of a call, scratch memory left out."""
-    outs = _run(call, arrays)
-    outs = outs if isinstance(outs, tuple) else (outs,)
-    return container(list(outs[:count]))
+    def _bind(self, operands: tuple[ArraySpec, ...], encoded: launch.Arguments) -> OpCall:
+        numbers = (encoded.encoded, encoded.floats)
+        return triton_call.bind(self._bound, operands, *numbers, self._results, self._aliases, check_inputs_requested())

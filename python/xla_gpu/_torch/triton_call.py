@@ -1,4 +1,4 @@
-"""triton_call for tensors: Triton functions as torch.library operators, so that torch.compile sees through them."""
+"""triton_call for tensors: Triton functions as torch.library operators, and their tuning."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from .._core.operator import OpCall, check_inputs_requested
-from .._user_kernels import launch, triton_call
+from .._user_kernels import launch, triton_arguments, triton_call
 from .dispatch import run
-from .kernel_call import Results, call, define_call, described_results, is_tensor, pairs, specs
+from .user_call import Direct, Results, UserCall, define_call, described_results, is_tensor, pairs, specs
 
 _SCHEMA = (
     "(Tensor[] operands, {updated}str call, int[] arguments, float[] floats, str[] result_dtypes, int[] result_ranks, "
@@ -19,7 +19,7 @@ _SCHEMA = (
 _WARM_UPS, _REPEATS = 2, 10  # of each configuration that is timed
 
 
-class TritonCall:
+class TritonCall(UserCall):
     """What xla_gpu.torch.triton_call returns."""
 
     def __init__(
@@ -29,34 +29,28 @@ class TritonCall:
         input_output_aliases: Mapping[int, int] | None,
         in_place: bool,
     ) -> None:
-        self._where = bound.where
-        self._bound, self._in_place = bound, in_place
+        super().__init__(bound.where, result_shape_dtypes, input_output_aliases, in_place)
+        self._bound = bound
         self._tunable = bool(bound.function.configs) and bound.config is None
-        self._key = bound.key
-        self._results = Results(self._where, result_shape_dtypes)
-        self._aliases = dict(input_output_aliases or {})
-        if in_place and not self._aliases:
-            raise ValueError(f"{self._where}: input_output_aliases: expected the operands to update, got none")
+        self._functional, self._mutating = torch.ops.xla_gpu.triton_call, torch.ops.xla_gpu._triton_call_
+        self._leading = (bound.key,)
 
-    def __call__(self, *arguments: Any) -> Any:
-        """Launches the function."""
-        aliased = list(self._aliases.values())
-        results = [i for i in range(len(self._results.shapes)) if i not in aliased]
-        encoded = triton_call.encode(self._where, arguments, results, is_tensor)
-        if not encoded.arrays:
-            raise ValueError(f"{self._where}: expected at least one tensor, whose device says where to run, got none")
-        if self._tunable and not torch.compiler.is_compiling() and encoded.arrays[0].device.type == "cuda":
+    def _encode(self, arguments: Sequence[Any], results: Sequence[int]) -> launch.Arguments:
+        return triton_arguments.encode(self._where, arguments, results, is_tensor)
+
+    def _prepare(self, encoded: launch.Arguments) -> None:
+        if self._tunable and encoded.arrays[0].device.type == "cuda":
             _tune(self._bound, encoded, self._results, self._aliases)
-        return call(
-            (encoded.encoded, encoded.floats),
-            encoded.arrays,
-            self._results,
-            self._aliases,
-            self._in_place,
-            torch.ops.xla_gpu.triton_call,
-            torch.ops.xla_gpu._triton_call_,
-            (self._key,),
-        )
+
+    def _bind(self, encoded: launch.Arguments) -> Direct:
+        operands, results = specs("triton_call", encoded.arrays), described_results(*self._results.encoded())
+        arguments = (operands, encoded.encoded, encoded.floats, results)
+        call = triton_call.bind(self._bound, *arguments, tuple(self._aliases.items()), check_inputs_requested())
+        if not callable(self._bound.grid):
+            return Direct(call, lambda: True)
+        bound, meta = triton_call.prepare(self._bound, *arguments)
+        programs = bound.programs(meta)  # a grid function may see variables that change
+        return Direct(call, lambda: bound.programs(meta) == programs)
 
 
 def _tune(

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .._core.docstrings import docstring
-from .._user_kernels import cuda_kernel as _cuda_kernel
 from .._user_kernels import docstrings as _docstrings
 from .._user_kernels import triton_call as _triton_call
 from .._user_kernels import tvm_ffi as _tvm_ffi
@@ -16,14 +15,6 @@ from .kernel_call import KernelCall
 from .triton_call import TritonCall
 
 _Triple = int | Sequence[int]
-
-
-@docstring(_docstrings.CUDA_KERNEL)
-def cuda_kernel(
-    source_or_cubin: str | bytes, name: str, *, arch: str | None = None, options: Sequence[str] = ()
-) -> CudaKernel:
-    """Returns a CUDA kernel for kernel_call, compiled from source at run time or taken from a cubin."""
-    return _cuda_kernel.cuda_kernel(source_or_cubin, name, arch=arch, options=options)
 
 
 @docstring(_docstrings.KERNEL_CALL)

@@ -148,7 +148,7 @@ def _forged(memory: Memory) -> torch.Tensor:
 
 @functools.lru_cache(maxsize=1024)
 def _bytes_type(size: int) -> Any:
-    """ctypes' type of so many bytes, which takes long to make."""
+    """Ctypes' type of so many bytes, which takes long to make."""
     return ctypes.c_uint8 * size
 
 

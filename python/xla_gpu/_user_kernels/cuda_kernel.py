@@ -9,9 +9,11 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from .._core.docstrings import docstring
 from .._runtime import cuda_driver
 from . import cubin as cubins
 from . import nvrtc
+from .docstrings import CUDA_KERNEL
 
 # For programs that are compiled where there is no GPU to ask.
 DEFAULT_ARCH = "sm_90a"
@@ -36,10 +38,11 @@ _lock = threading.Lock()
 _kernels: dict[str, CudaKernel] = {}
 
 
+@docstring(CUDA_KERNEL)
 def cuda_kernel(
     source_or_cubin: str | bytes, name: str, *, arch: str | None = None, options: Sequence[str] = ()
 ) -> CudaKernel:
-    """See xla_gpu.torch.cuda_kernel."""
+    """Returns a CUDA kernel for kernel_call, compiled from source at run time or taken from a cubin."""
     if not isinstance(name, str) or not name:
         raise TypeError(f"cuda_kernel: name: expected a string that is not empty, got {name!r}")
     if not isinstance(source_or_cubin, str | bytes | bytearray | memoryview):

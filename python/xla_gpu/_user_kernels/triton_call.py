@@ -1,51 +1,19 @@
-"""Triton functions as launches of kernels: signature, specialisation, compilation by Triton's own compiler."""
+"""Triton functions as launches of kernels: the call before its arguments, its grid, and the custom call."""
 
 from __future__ import annotations
 
 import functools
 import importlib.util
-import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from .._core.dtypes import DTYPES
 from .._core.operator import ArraySpec, OpCall
 from ..errors import CompatibilityError
-from . import cuda_kernel, launch
-from .launch import Arguments, Result
-
-# Kinds of arguments in their encoded form, which passes through torch.compile: kind and value of each.
-_OPERAND, _RESULT, _INT, _FLOAT, _BOOL, _NONE, _NUMPY = range(7)  # _NUMPY + i: a scalar of dtype _SCALARS[i]
-
-# Triton's names of dtypes.
-_TYPES = {
-    "bool": "i1",
-    **{f"int{bits}": f"i{bits}" for bits in (8, 16, 32, 64)},
-    **{f"uint{bits}": f"u{bits}" for bits in (8, 16, 32, 64)},
-    "float16": "fp16",
-    "bfloat16": "bf16",
-    "float32": "fp32",
-    "float64": "fp64",
-    "float8_e4m3fn": "fp8e4nv",
-    "float8_e5m2": "fp8e5",
-}
-_SCALARS = tuple(name for name in _TYPES if not name.startswith("float8"))
-_ALIGNED = 16  # bytes: what the front ends promise for operands and results, and Triton specialises on
-
-
-class Described(NamedTuple):
-    """An array as grids and heuristics see it."""
-
-    shape: tuple[int, ...]
-    dtype: str  # NumPy's name
-
-    def numel(self) -> int:
-        """Its elements."""
-        return int(np.prod(self.shape, dtype=np.int64))
+from . import launch, triton_arguments, triton_compile
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,6 +53,11 @@ class TritonCall:
             for parameter in self.function.jit.params
             if parameter.name not in fixed and not (parameter.is_constexpr and parameter.has_default)
         ]
+
+    def programs(self, meta: dict[str, Any]) -> tuple[int, ...]:
+        """The grid: 1 to 3 numbers, as the caller gave them."""
+        grid = self.grid(meta) if callable(self.grid) else self.grid
+        return tuple(grid) if isinstance(grid, (tuple, list)) else (grid,)
 
     def with_config(self, config: Any) -> TritonCall:
         """The same call with one configuration of an autotuned function."""
@@ -183,83 +156,6 @@ def _constant_identity(where: str, name: str, value: Any) -> str:
     return f"{type(value).__name__}:{value!r}"
 
 
-# ---- Arguments -------------------------------------------------------------------------------------------------------
-
-
-def encode(where: str, arguments: Sequence[Any], results: Sequence[int], is_array: Callable[[Any], bool]) -> Arguments:
-    """The arguments as numbers; see launch.encode. Their meaning is left to ``bind``."""
-    encoded: list[int] = []
-    floats: list[float] = []
-    arrays: list[Any] = []
-    placed: list[int] = []
-    for i, value in enumerate(arguments):
-        if is_array(value):
-            encoded += [_OPERAND, len(arrays)]
-            arrays.append(value)
-        elif isinstance(value, Result):
-            encoded += [_RESULT, value.index]
-            placed.append(value.index)
-        elif value is None:
-            encoded += [_NONE, 0]
-        elif isinstance(value, np.generic):
-            encoded += _encoded_scalar(f"{where}: argument {i}", value)
-        elif isinstance(value, bool):
-            encoded += [_BOOL, int(value)]
-        elif isinstance(value, int):
-            if not -(2**63) <= value < 2**63:
-                raise ValueError(f"{where}: argument {i}: expected an integer of 64 bits, got {value}")
-            encoded += [_INT, value]
-        elif isinstance(value, float):
-            encoded += [_FLOAT, len(floats)]
-            floats.append(value)
-        else:
-            raise TypeError(
-                f"{where}: argument {i}: expected an array, a number, None or Result, got {type(value).__name__}; "
-                "constants are given to triton_call by their names"
-            )
-    if not placed:
-        for index in results:
-            encoded += [_RESULT, index]
-    elif sorted(placed) != list(results):
-        raise ValueError(f"{where}: arguments: expected Result of each of {list(results)} once, got {sorted(placed)}")
-    return Arguments(encoded, floats, arrays)
-
-
-def _encoded_scalar(where: str, value: np.generic) -> list[int]:
-    if value.dtype.name not in _SCALARS:
-        raise TypeError(f"{where}: expected a number that Triton knows, got {value.dtype.name}")
-    bits = int.from_bytes(value.tobytes().ljust(8, b"\0"), "little", signed=True)
-    return [_NUMPY + _SCALARS.index(value.dtype.name), bits]
-
-
-def values(encoded: Sequence[int], floats: Sequence[float], arrays: Sequence[Any], results: Sequence[Any]) -> list[Any]:
-    """The arguments as Python values, results included, as grids and heuristics see them."""
-    found: list[Any] = []
-    for kind, value in zip(encoded[::2], encoded[1::2], strict=True):
-        if kind == _OPERAND:
-            found.append(arrays[value])
-        elif kind == _RESULT:
-            found.append(results[value])
-        elif kind == _FLOAT:
-            found.append(floats[value])
-        elif kind >= _NUMPY:
-            found.append(_numpy_value(kind, value).item())
-        else:
-            found.append(None if kind == _NONE else bool(value) if kind == _BOOL else value)
-    return found
-
-
-def _numpy_value(kind: int, bits: int) -> Any:
-    name = _SCALARS[kind - _NUMPY]
-    if name == "bfloat16":  # which NumPy has not by itself
-        return np.frombuffer((bits << 16 & 0xFFFFFFFF).to_bytes(4, "little"), np.float32)[0]
-    dtype = np.dtype(name)
-    return np.frombuffer((bits & (2**64 - 1)).to_bytes(8, "little")[: dtype.itemsize], dtype)[0]
-
-
-# ---- From a call to a custom call ------------------------------------------------------------------------------------
-
-
 def bind(
     call: TritonCall,
     operands: tuple[ArraySpec, ...],
@@ -274,22 +170,27 @@ def bind(
     Raises:
       ValueError, TypeError: the arguments do not fit the function.
     """
-    bound = _with_tuned_config(call, operands, encoded, floats, results)
-    meta = _meta(bound, operands, encoded, floats, results)
-    grid = bound.grid(meta) if callable(bound.grid) else bound.grid
+    bound, meta = prepare(call, operands, encoded, floats, results)
     constants = {name: meta[name] for name in bound.function.jit.arg_names if name not in set(bound.parameters())}
-    launched = tuple(grid) if isinstance(grid, (tuple, list)) else (grid,)
     identity = tuple((name, _constant_identity(bound.where, name, value)) for name, value in sorted(constants.items()))
     return _bind(
         _Key(bound.key, identity, constants),
         operands,
-        launched,
+        bound.programs(meta),
         tuple(encoded),
         launch.double_bytes(floats),
         results,
         aliases,
         check_inputs,
     )
+
+
+def prepare(
+    call: TritonCall, operands: Sequence[ArraySpec], encoded: Sequence[int], floats: Sequence[float], results: Any
+) -> tuple[TritonCall, dict[str, Any]]:
+    """The call with its configuration, and all of the function's arguments by name, as a grid function takes them."""
+    bound = _with_tuned_config(call, operands, encoded, floats, results)
+    return bound, _meta(bound, operands, encoded, floats, results)
 
 
 class _Key:
@@ -308,9 +209,13 @@ class _Key:
 def _meta(
     call: TritonCall, operands: Sequence[ArraySpec], encoded: Sequence[int], floats: Sequence[float], results: Any
 ) -> dict[str, Any]:
-    """All of the function's arguments by name, as a grid function takes them."""
     names = call.parameters()
-    given = values(encoded, floats, [Described(*x) for x in operands], [Described(*x) for x in results])
+    given = triton_arguments.values(
+        encoded,
+        floats,
+        [triton_arguments.Described(*x) for x in operands],
+        [triton_arguments.Described(*x) for x in results],
+    )
     if len(given) != len(names):
         raise ValueError(
             f"{call.where}: arguments: expected {len(names)} ({', '.join(names)}), results included, got {len(given)}"
@@ -331,7 +236,7 @@ def tuning_key(
     call: TritonCall, operands: Sequence[ArraySpec], encoded: Sequence[int], floats: Sequence[float], results: Any
 ) -> Any:
     """On what the best configuration of an autotuned function depends, as in Triton: some arguments, and all dtypes."""
-    given = values(encoded, floats, list(operands), list(results))
+    given = triton_arguments.values(encoded, floats, list(operands), list(results))
     named = dict(zip(call.parameters(), given, strict=False))
     chosen = tuple(str(named.get(name, call.constexprs.get(name))) for name in call.function.tuning_keys)
     return call.key, chosen, tuple(spec.dtype for spec in (*operands, *results))
@@ -374,7 +279,13 @@ def _bind(
     check_inputs: bool,
 ) -> OpCall:
     call = by_key(key.key)
-    compiled = _compile(call, key.constants, operands, encoded, results)
+    options = dict(call.options)
+    if call.config is not None:
+        names = call.function.jit.arg_names
+        options.update({name: value for name, value in call.config.all_kwargs().items() if name not in names})
+    compiled = triton_compile.compile_function(
+        *(call.function.jit, call.where, options, call.parameters(), key.constants, operands, encoded, results)
+    )
     metadata, kernel = compiled.metadata, compiled.kernel
     num_ctas = metadata.num_ctas
     # Triton 3.5 had cluster dimensions for each axis; later ones put all CTAs of a cluster side by side.
@@ -400,112 +311,3 @@ def _bind(
         total = size * programs * num_ctas
         arguments += [launch.SCRATCH, total, 0] if total else [launch.BITS, 0, 8]
     return launch.make_call(kernel, operands, shape, arguments, floats, results, aliases, check_inputs)
-
-
-class _Compiled(NamedTuple):
-    kernel: cuda_kernel.CudaKernel
-    metadata: Any
-    arguments: tuple[int, ...]  # as launch.make_call takes them
-
-
-def _compile(
-    call: TritonCall,
-    constants: Mapping[str, Any],
-    operands: Sequence[ArraySpec],
-    encoded: Sequence[int],
-    results: Sequence[ArraySpec],
-) -> _Compiled:
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    jit = call.function.jit
-    given = dict(zip(call.parameters(), zip(encoded[::2], encoded[1::2], strict=True), strict=True))
-    signature: dict[str, str] = {}
-    constexprs: dict[tuple[int, ...], Any] = {}
-    attributes: dict[tuple[int, ...], Any] = {}
-    arguments: list[int] = []
-    for i, parameter in enumerate(jit.params):
-        name = parameter.name
-        if name in constants:
-            signature[name] = "constexpr"
-            constexprs[(i,)] = constants[name]
-            continue
-        kind, value = given[name]
-        where = f"{call.where}: {name}"
-        if parameter.is_constexpr:
-            raise TypeError(f"{where}: expected a constant, by its name, since it is a tl.constexpr; got an argument")
-        type_, divisible, argument = _parameter(where, parameter, kind, value, operands, results)
-        if argument is None:
-            signature[name] = "constexpr"
-            constexprs[(i,)] = None if kind == _NONE else 1
-            continue
-        signature[name] = type_
-        if divisible:
-            attributes[(i,)] = [["tt.divisibility", _ALIGNED]]
-        arguments += argument
-    options = dict(call.options)
-    if call.config is not None:
-        names = jit.arg_names
-        options.update({name: value for name, value in call.config.all_kwargs().items() if name not in names})
-    arch = cuda_kernel.default_arch()
-    capability = int(re.sub(r"\D", "", arch))
-    source = ASTSource(jit, signature, constexprs, attributes)
-    try:
-        compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-    except triton.TritonError as error:
-        raise ValueError(
-            f"{call.where}: Triton does not compile it for compute capability {capability}:\n{error}"
-        ) from error
-    metadata = compiled.metadata
-    kernel = cuda_kernel.from_cubin(compiled.asm["cubin"], call.function.name, metadata.name, arch)
-    return _Compiled(kernel, metadata, tuple(arguments))
-
-
-def _parameter(
-    where: str, parameter: Any, kind: int, value: int, operands: Sequence[ArraySpec], results: Sequence[ArraySpec]
-) -> tuple[str, bool, list[int] | None]:
-    """A parameter's Triton type, whether it is divisible by 16, and its argument for the launch.
-
-    None stands for an argument that Triton compiles in: None, and 1. These are Triton's rules (runtime/jit.py).
-    """
-    specialize = not parameter.do_not_specialize
-    aligned = specialize and not parameter.do_not_specialize_on_alignment
-    annotated = parameter.annotation_type or None
-    if kind in (_OPERAND, _RESULT):
-        specs, launched = (operands, launch.OPERAND) if kind == _OPERAND else (results, launch.RESULT)
-        if value >= len(specs):
-            raise ValueError(f"{where}: expected a Result below {len(specs)}, got {value}")
-        dtype = specs[value].dtype
-        if dtype not in _TYPES:
-            raise TypeError(f"{where}: expected a dtype that Triton knows, got {dtype}")
-        constant = "k" if parameter.is_const else ""
-        # The launch checks the alignment that is claimed here.
-        return f"*{constant}{_TYPES[dtype]}", aligned, [launched, value, _ALIGNED if aligned else 0]
-    if kind == _NONE:
-        return "constexpr", False, None
-    if kind == _BOOL:
-        return "u1", False, [launch.BITS, value, 1]
-    if kind == _FLOAT:
-        type_ = annotated if annotated in ("fp16", "bf16", "fp32", "fp64") else "fp32"
-        if type_ in ("fp16", "bf16"):
-            raise TypeError(f"{where}: expected a NumPy or ml_dtypes scalar of {type_}, got a float")
-        return type_, False, [launch.FLOAT, value, 8 if type_ == "fp64" else 4]
-    if kind >= _NUMPY:
-        name = _SCALARS[kind - _NUMPY]
-        is_integer = "int" in name
-        divisible = aligned and is_integer and value % _ALIGNED == 0
-        type_ = "u1" if name == "bool" else _TYPES[name]
-        if annotated is not None and annotated != type_:
-            raise TypeError(f"{where}: expected a number of type {annotated}, as it is annotated, got {name}")
-        return type_, divisible, [launch.BITS, value, DTYPES[name].itemsize]
-    if value == 1 and specialize and annotated is None:
-        return "constexpr", False, None
-    type_ = annotated or ("i32" if -(2**31) <= value < 2**31 else "i64")
-    bits = re.fullmatch(r"[iu](\d+)", type_)
-    if bits is None:
-        raise TypeError(f"{where}: expected a number of type {type_}, as it is annotated, got an int")
-    size = max(int(bits[1]) // 8, 1)
-    if not -(2 ** (8 * size - 1)) <= value < 2 ** (8 * size):
-        raise ValueError(f"{where}: expected an integer of type {type_}, as it is annotated, got {value}")
-    return type_, aligned and value % _ALIGNED == 0, [launch.BITS, value, size]
