@@ -39,8 +39,17 @@ bool HasHappened(const void* args) { return static_cast<const EventArgs*>(args)-
 
 // ---- In: announced addresses ----
 
+// What is announced together is ordered together: the first transfer makes a stream of the plug-in wait, and the views
+// of all are ready on that stream.
+struct Batch {
+  void* stream;  // the other framework's
+  std::mutex mutex;
+  bool ordered = false;
+  intptr_t ready_stream = 0;
+};
+
 struct Import {
-  void* stream;
+  std::shared_ptr<Batch> batch;
   int64_t id;
 };
 
@@ -64,9 +73,9 @@ bool TakeAnnounced(const void* data, Import* import) {
   std::lock_guard<std::mutex> lock(tables_mutex);
   const auto found = Announced().find(data);
   if (found == Announced().end()) return false;
-  *import = found->second;
+  *import = std::move(found->second);
   Announced().erase(found);
-  num_announced.fetch_sub(1, std::memory_order_release);
+  num_announced.store(Announced().size(), std::memory_order_release);
   return true;
 }
 
@@ -86,11 +95,18 @@ intptr_t StreamOf(void* device) {
   return args.stream;
 }
 
-// Makes the plug-in's stream wait for the other framework's, or waits here. Returns the stream to pass on, or 0.
-Error Order(void* other_stream, void* device, intptr_t* stream) {
-  *stream = StreamOf(device);
-  if (*stream == 0) return SynchronizeStream(other_stream);
-  return OrderStreams(other_stream, reinterpret_cast<void*>(*stream));
+// Makes a stream of the plug-in wait for the other framework's, or waits here. Returns the stream to pass on, or 0.
+Error Order(Batch* batch, void* device, intptr_t* stream) {
+  std::lock_guard<std::mutex> lock(batch->mutex);
+  if (!batch->ordered) {
+    batch->ready_stream = StreamOf(device);
+    Error error = batch->ready_stream == 0 ? SynchronizeStream(batch->stream)
+                                           : OrderStreams(batch->stream, reinterpret_cast<void*>(batch->ready_stream));
+    if (!error.ok()) return error;
+    batch->ordered = true;
+  }
+  *stream = batch->ready_stream;
+  return {};
 }
 
 Error ImportBuffer(const Import& import, BufferFromHostBufferArgs* args) {
@@ -102,7 +118,7 @@ Error ImportBuffer(const Import& import, BufferFromHostBufferArgs* args) {
   }
   CreateViewOfDeviceBufferArgs view = {};
   view.struct_size = sizeof view;
-  if (Error error = Order(import.stream, device, &view.stream); !error.ok()) return error;
+  if (Error error = Order(import.batch.get(), device, &view.stream); !error.ok()) return error;
   view.client = args->client;
   view.device_buffer_ptr = const_cast<void*>(args->data);
   view.dims = args->dims;
@@ -347,26 +363,35 @@ void* SharedEventOnReady(void* args) {
 
 }  // namespace xla_gpu::pjrt
 
-extern "C" const char* xla_gpu_import_buffer(const void* data, void* stream, int64_t id) {
+extern "C" const char* xla_gpu_import_buffers(const void* const* data, const int64_t* ids, size_t count, void* stream) {
   using xla_gpu::Error;
-  return xla_gpu::Report(xla_gpu::Guarded("xla_gpu_import_buffer", [&]() -> Error {
+  return xla_gpu::Report(xla_gpu::Guarded("xla_gpu_import_buffers", [&]() -> Error {
     if (xla_gpu::pjrt::buffers_api == nullptr) {
       return Error::FailedPrecondition("no PJRT plug-in with views of device memory is in use");
     }
-    if (data == nullptr) return Error::InvalidArgument("data is null");
     xla_gpu::pjrt::GiveBackReturned();
+    auto batch = std::make_shared<xla_gpu::pjrt::Batch>();
+    batch->stream = stream;
     std::lock_guard<std::mutex> lock(xla_gpu::pjrt::tables_mutex);
-    if (!xla_gpu::pjrt::Announced().emplace(data, xla_gpu::pjrt::Import{stream, id}).second) {
-      return Error::FailedPrecondition("another thread imports this memory at the same time");
+    auto& announced = xla_gpu::pjrt::Announced();
+    for (size_t i = 0; i < count; ++i) {
+      if (data[i] != nullptr && announced.emplace(data[i], xla_gpu::pjrt::Import{batch, ids[i]}).second) continue;
+      for (size_t earlier = 0; earlier < i; ++earlier) announced.erase(data[earlier]);
+      return data[i] == nullptr ? Error::InvalidArgument("data is null")
+                                : Error::FailedPrecondition("this memory is imported already, or by another thread");
     }
-    xla_gpu::pjrt::num_announced.fetch_add(1, std::memory_order_release);
+    xla_gpu::pjrt::num_announced.store(announced.size(), std::memory_order_release);
     return {};
   }));
 }
 
-extern "C" int32_t xla_gpu_import_cancel(const void* data) {
+extern "C" size_t xla_gpu_import_cancel(const void* const* data, size_t count, int64_t* ids) {
+  size_t taken = 0;
   xla_gpu::pjrt::Import import;
-  return xla_gpu::pjrt::TakeAnnounced(data, &import) ? 1 : 0;
+  for (size_t i = 0; i < count; ++i) {
+    if (xla_gpu::pjrt::TakeAnnounced(data[i], &import)) ids[taken++] = import.id;
+  }
+  return taken;
 }
 
 extern "C" size_t xla_gpu_import_released(int64_t* ids, size_t capacity) {

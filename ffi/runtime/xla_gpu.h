@@ -143,13 +143,15 @@ XLA_GPU_EXPORT const char* xla_gpu_append_compile_options(const char* bytes, siz
 
 // ---- Device memory shared with another framework, through the adapter ----
 
-// The next transfer from `data`, an address in device memory, to the adapter's client makes a buffer over this very
-// memory, instead of a copy of host memory: once `stream` (a cudaStream_t of the other framework) has done what it
-// holds now. The memory must stay until `id` is among the released ones.
-XLA_GPU_EXPORT const char* xla_gpu_import_buffer(const void* data, void* stream, int64_t id);
+// The next transfer from each of `data`, addresses in device memory, to the adapter's client makes a buffer over this
+// very memory, instead of a copy of host memory: once `stream` (a cudaStream_t of the other framework) has done what it
+// holds at the first of these transfers. The memory must stay until its one of `ids` is among the released ones. An
+// address that is announced already, or null, is an error, and none is announced then.
+XLA_GPU_EXPORT const char* xla_gpu_import_buffers(const void* const* data, const int64_t* ids, size_t count,
+                                                  void* stream);
 
-// Takes the announcement back; 0 where the transfer has used it.
-XLA_GPU_EXPORT int32_t xla_gpu_import_cancel(const void* data);
+// Takes announcements back that no transfer has used: writes the ids of these, and returns their number.
+XLA_GPU_EXPORT size_t xla_gpu_import_cancel(const void* const* data, size_t count, int64_t* ids);
 
 // The ids of imported buffers that the runtime has deleted, each once; returns their number, at most `capacity`.
 XLA_GPU_EXPORT size_t xla_gpu_import_released(int64_t* ids, size_t capacity);

@@ -41,7 +41,7 @@ from ._torch.user_kernels import (
 )
 from ._torch_xla import compile_backend, lowering
 from ._torch_xla.device_group import DeviceGroup
-from ._torch_xla.functions import openxla, to_cuda, to_xla
+from ._torch_xla.functions import openxla, register_targets, to_cuda, to_xla
 from ._user_kernels.cuda_kernel import CudaKernel, cuda_kernel
 from ._user_kernels.launch import Result, Scratch
 from .ops import all_reduce as _all_reduce
@@ -77,6 +77,7 @@ __all__ = [
     "paged_attention_with_lse",
     "ragged_paged_attention",
     "register_ffi_target",
+    "register_targets",
     "register_tvm_ffi_target",
     "reshape_and_cache",
     "reshape_and_cache_",

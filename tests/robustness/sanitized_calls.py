@@ -10,8 +10,12 @@ import time
 import numpy as np
 
 from tests.common import cases, layer_cases, reference
+from tests.user_kernels import sources
 from xla_gpu._core.operator import ArraySpec, check_inputs_requested
 from xla_gpu._runtime import call_frame, scratch, targets
+from xla_gpu._user_kernels import launch, nvrtc
+from xla_gpu._user_kernels.cuda_kernel import cuda_kernel
+from xla_gpu.errors import CompatibilityError
 from xla_gpu.ops import OPERATORS, merge_attention_states, paged_attention, reshape_and_cache, simple_add
 
 
@@ -91,7 +95,11 @@ def call(memory, operator, arrays: dict[str, np.ndarray], plant: str | None = No
     """The operator's results. `plant` leaves out what a tool must notice: operands' values, or half of the result."""
     specs = {name: ArraySpec(array.shape, array.dtype.name) for name, array in arrays.items()}
     bound = operator.bind(**specs, **options, check_inputs=check_inputs_requested())
-    given = [arrays[name] for name in operator.operands if name in arrays]
+    return run(memory, bound, [arrays[name] for name in operator.operands if name in arrays], plant)
+
+
+def run(memory, bound, given: list[np.ndarray], plant: str | None = None) -> list[np.ndarray]:
+    """The results of a custom call of these operands."""
     operands = [memory.allocate(array.nbytes) for array in given]
     aliased = {result: operand for operand, result in bound.aliases}
     specs_out = scratch.all_results(bound)
@@ -162,6 +170,49 @@ def of_layer(memory, name: str, arrays: dict, options: dict) -> None:
     want = getattr(reference, name)(**arrays, **options)
     for i, (g, w) in enumerate(zip(call(memory, operator, arrays, **options), want, strict=True)):
         compare(f"{name} {i}", g, w)
+
+
+def users_kernel(memory, source: str, name: str, arguments, results, want, aliases=(), **geometry) -> None:
+    """A launch of a kernel that NVRTC compiles; its loading, parameters and scratch memory are ours."""
+    kernel = cuda_kernel(source, name)
+    free = [i for i in range(len(results)) if i not in dict(aliases).values()]
+    encoded = launch.encode(name, kernel.parameters, arguments, free, lambda x: isinstance(x, np.ndarray))
+    specs = tuple(ArraySpec(array.shape, array.dtype.name) for array in encoded.arrays)
+    shape = launch.geometry(name, **geometry)
+    numbers = (tuple(encoded.encoded), launch.double_bytes(encoded.floats))
+    bound = launch.bind(kernel.key, specs, tuple(shape.encoded()), *numbers, results, aliases, False)
+    for i, (got, wanted) in enumerate(zip(run(memory, bound, encoded.arrays), want, strict=True)):
+        compare(f"{name} {i}", got, wanted)
+
+
+def users_kernels(memory) -> None:
+    """Values, in place, dynamic shared memory, a cluster, and a cooperative launch with scratch memory."""
+    try:
+        nvrtc.load()
+    except CompatibilityError as error:
+        print(f"users' kernels are left out: {error}")
+        return
+    x, floats = np.arange(1000, dtype=np.float32), ArraySpec((1000,), "float32")
+    usual = dict(grid=8, block=128)
+    users_kernel(memory, sources.SCALE, "scale", (x, 2.0, 1000), (floats,), [2 * x], **usual)
+    users_kernel(memory, sources.INCREMENT, "increment", (x, 1000), (floats,), [x + 1], ((0, 0),), **usual)
+    row, shared = ArraySpec((256,), "float32"), 100 << 10
+    users_kernel(
+        *(memory, sources.SHARED, "reverse", (x[:256], shared // 4), (row,), [x[255::-1]]),
+        **dict(grid=1, block=256, shared=shared),
+    )
+    ranks = np.array([[i % 4, 4] for i in range(16)])
+    users_kernel(
+        *(memory, sources.CLUSTER, "ranks", (x[:1],), (ArraySpec((16, 2), "int32"),), [ranks]),
+        **dict(grid=16, block=32, cluster=4),
+    )
+    arrived, sums = ArraySpec((1,), "int32"), ArraySpec((64,), "float32")
+    arguments = (x[:64], np.zeros(1, np.int32), launch.Scratch(64 * 4), launch.Result(1))
+    want = [np.array([64]), np.full(64, x[:64].sum())]
+    users_kernel(
+        *(memory, sources.COOPERATIVE, "total", arguments, (arrived, sums), want, ((1, 0),)),
+        **dict(grid=64, block=1, cooperative=True),
+    )
 
 
 WRONG = {
@@ -267,6 +318,8 @@ def all_calls(memory) -> list:
             add(addition, dtype, size)
         for rows, heads, head_dim in ((5, 3, 8), (7, 4, 80), (64, 8, 128), (3, 2, 256)):
             add(merging, dtype, rows, heads, head_dim)
+    if memory.platform == "CUDA":
+        add(users_kernels)
     for name, (arrays, options) in layer_cases.grid():
         add(of_layer, name, arrays, options)
     for case in cases.COMMON:

@@ -38,9 +38,14 @@ def released():
     ids = (ct.c_int64 * 8)()
     return ids[: cdll.xla_gpu_import_released(ids, 8)]
 
-def announce(data, id):
-    error = cdll.xla_gpu_import_buffer(data, None, id)
+def announce(data, *ids):
+    addresses = (ct.c_void_p * len(ids))(*(data for _ in ids))
+    error = cdll.xla_gpu_import_buffers(addresses, (ct.c_int64 * len(ids))(*ids), len(ids), None)
     return error and error.decode()
+
+def cancel(*data):
+    ids = (ct.c_int64 * 8)()
+    return ids[: cdll.xla_gpu_import_cancel((ct.c_void_p * len(data))(*data), len(data), ids)]
 
 def export(rank=2):
     dims = (ct.c_int64 * 2)(3, 4)
@@ -58,11 +63,11 @@ def test_other_transfers_are_passed_on(fake_plugin):
     code = """
 announce(0xA000, 1)
 transfer(0xB000)
-print(counts()["host"], released(), cdll.xla_gpu_import_cancel(0xA000), cdll.xla_gpu_import_cancel(0xA000))
+print(counts()["host"], released(), cancel(0xA000, 0xB000), cancel(0xA000))
 transfer(0xA000)
 print(counts()["host"], hex(buffer_call(73, transfer(0xB000)[14])))
 """
-    assert run(fake_plugin, CODE + code).splitlines() == ["1 [] 1 0", "2 0x1234"]
+    assert run(fake_plugin, CODE + code).splitlines() == ["1 [] [1] []", "2 0x1234"]
 
 
 def test_an_announced_address_becomes_a_view(fake_plugin):
@@ -72,11 +77,11 @@ for id in (8, 9):
     assert announce(0xA000, id) is None
     args = transfer(0xA000)
     assert buffer_call(76, args[14]) == 0xA000
-    print(counts()["host"], counts()["stream"], cdll.xla_gpu_import_cancel(0xA000), released())
+    print(counts()["host"], counts()["stream"], cancel(0xA000), released())
     buffer_call(58, args[14])
     print(counts()["destroyed"], released(), released())
 """
-    assert run(fake_plugin, CODE + code).splitlines() == ["0 0 0 []", "1 [8] []", "0 77 0 []", "2 [9] []"]
+    assert run(fake_plugin, CODE + code).splitlines() == ["0 0 [] []", "1 [8] []", "0 77 [] []", "2 [9] []"]
 
 
 def test_the_transfer_of_a_view_has_ended(fake_plugin):
@@ -103,9 +108,11 @@ print(*{message(table, entry(table, slot)(ct.addressof(args))) for slot in (5, 6
 
 def test_an_address_is_announced_once(fake_plugin):
     code = """
-print(announce(0xA000, 1), announce(0xA000, 2), announce(None, 3))
+print(announce(0xA000, 1), announce(0xA000, 2), announce(None, 3), announce(0xB000, 4, 5), sep="; ")
+print(cancel(0xA000, 0xB000))
 """
-    assert run(fake_plugin, CODE + code) == ("None another thread imports this memory at the same time data is null")
+    twice = "this memory is imported already, or by another thread"
+    assert run(fake_plugin, CODE + code).splitlines() == [f"None; {twice}; data is null; {twice}", "[1]"]
 
 
 def test_a_view_that_is_refused_is_no_copy(fake_plugin):

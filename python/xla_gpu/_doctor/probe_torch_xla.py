@@ -13,15 +13,12 @@ def attempt(device: str) -> dict[str, Any]:
 
     import xla_gpu.torch
 
-    from .._runtime import targets
-    from .._torch_xla import host_ffi_api, lowering
+    from .._torch_xla import host_ffi_api
 
     where = torch_xla.device()
     a, b = torch.tensor(probe.A, device=where), torch.tensor(probe.B, device=where)
     probe.check(xla_gpu.torch.simple_add(a, b).cpu().tolist())
-    for target in targets.registered():
-        if target.platform == lowering.platform():
-            lowering.register(target)
+    xla_gpu.torch.register_targets()
     if device == "GPU":
         from .._torch_xla import plugin
 

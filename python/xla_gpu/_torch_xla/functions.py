@@ -7,7 +7,23 @@ from typing import Any
 
 import torch
 
-from . import compile_backend, cuda_tensors
+from .._runtime import targets
+from . import compile_backend, cuda_tensors, lowering
+
+
+def register_targets() -> None:
+    """Registers all known custom-call targets with torch_xla's runtime, and with it starts the runtime.
+
+    Calls that this process traces register their own. A program that was traced elsewhere, such as one that
+    ``torch_xla.stablehlo.StableHLOGraphModule.load`` reads, needs this before it runs.
+
+    Raises:
+      xla_gpu.errors.TargetError: the runtime refuses a target.
+    """
+    platform = lowering.platform()
+    for target in targets.registered():
+        if target.platform == platform:
+            lowering.register(target)
 
 
 def to_xla(tensor: torch.Tensor) -> torch.Tensor:

@@ -114,42 +114,37 @@ def _import_batch(batch: dict[int, Memory], device: torch.device, stream: int) -
     if not batch:
         return []
     global _next_id
-    cdll = library.load().cdll
-    carriers = [_Carrier(_forged(memory)) for memory in batch.values()]
-    numbers: dict[int, int] = {}  # of the announced addresses
+    cdll, count = library.load().cdll, len(batch)
+    carriers = [_carrier(memory.address, memory.shape, memory.dtype) for memory in batch.values()]
+    addresses, unused = (ctypes.c_void_p * count)(*batch), (ctypes.c_int64 * count)()
     # Another thread may bring the same memory; its transfer must not be taken for this one.
     with _import_lock:
+        numbers = range(_next_id, _next_id + count)
+        _next_id += count
+        error = cdll.xla_gpu_import_buffers(addresses, (ctypes.c_int64 * count)(*numbers), count, stream)
+        if error is not None:
+            raise CompatibilityError(f"sharing device memory with torch_xla: {error.decode(errors='replace')}")
+        for number, memory in zip(numbers, batch.values(), strict=True):
+            _kept[number] = memory.owner
         try:
-            for address, memory in batch.items():
-                _next_id += 1
-                error = cdll.xla_gpu_import_buffer(address, stream, _next_id)
-                if error is not None:
-                    raise CompatibilityError(f"sharing device memory with torch_xla: {error.decode(errors='replace')}")
-                numbers[address] = _next_id
-                _kept[_next_id] = memory.owner
-            tensors = list(_XLAC._xla_tensors_from_aten(carriers, [str(device)] * len(carriers)))
+            tensors = list(_XLAC._xla_tensors_from_aten(carriers, [str(device)] * count))
         finally:
-            unused = [number for address, number in numbers.items() if cdll.xla_gpu_import_cancel(address)]
-            for number in unused:
+            num_unused = cdll.xla_gpu_import_cancel(addresses, count, unused)
+            for number in unused[:num_unused]:
                 del _kept[number]
-    if unused:
+    if num_unused:
         raise CompatibilityError(
             "sharing device memory with torch_xla: its client is not behind this library's adapter"
         )
     return tensors
 
 
-def _forged(memory: Memory) -> torch.Tensor:
-    """A CPU tensor that has the address, and must not be read."""
-    size = memory.shape.numel() * memory.dtype.itemsize
-    data = torch.frombuffer(_bytes_type(size).from_address(memory.address), dtype=torch.uint8)
-    return data.view(memory.dtype).view(memory.shape)
-
-
-@functools.lru_cache(maxsize=1024)
-def _bytes_type(size: int) -> Any:
-    """Ctypes' type of so many bytes, which takes long to make."""
-    return ctypes.c_uint8 * size
+# A carrier owns nothing, so it serves all tensors of its address: caches and what the allocator hands out again.
+@functools.lru_cache(maxsize=4096)
+def _carrier(address: int, shape: torch.Size, dtype: torch.dtype) -> _Carrier:
+    size = shape.numel() * dtype.itemsize
+    data = torch.frombuffer((ctypes.c_uint8 * size).from_address(address), dtype=torch.uint8)
+    return _Carrier(data.view(dtype).view(shape))
 
 
 def forget_released() -> int:
