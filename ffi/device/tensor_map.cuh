@@ -88,8 +88,18 @@ __device__ inline bool ElectOne() {
 }
 
 // Starts the load of the box of a paged cache at atom column `atom_column` (64 columns each) and atom row `atom_row` (8
-// slots each) of page `page` to `shared`; its bytes count at `barrier`. `map` lies in the kernel's parameters.
-// `l2_policy`: kEvictFirst or kEvictNormal. By one thread.
+// slots each) of page `page` to `shared`; its bytes count at `barrier`. `map` lies in the kernel's parameters. By one
+// thread.
+__device__ inline void TmaLoadCacheBox(uint32_t shared, const CUtensorMap& map, uint32_t barrier, int atom_column,
+                                       int atom_row, int page) {
+  asm volatile(
+      "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %3, %4, %5, "
+      "%6}], [%2];" ::"r"(shared),
+      "l"(reinterpret_cast<uint64_t>(&map)), "r"(barrier), "r"(0), "r"(atom_column), "r"(atom_row), "r"(page)
+      : "memory");
+}
+
+// The same with an L2 policy: kEvictFirst or kEvictNormal.
 __device__ inline void TmaLoadCacheBox(uint32_t shared, const CUtensorMap& map, uint32_t barrier, int atom_column,
                                        int atom_row, int page, uint64_t l2_policy) {
   asm volatile(

@@ -41,6 +41,7 @@ SHAPES = {
 SEVERAL_TOKENS_SHAPES = {
     "tree-group-4-bf16": dict(num_heads=32, num_kv_heads=8, head_dim=128, dtype="bfloat16", page_size=16, tree=1),
     "group-4-bf16": dict(num_heads=32, num_kv_heads=8, head_dim=128, dtype="bfloat16", page_size=16),
+    "group-8-bf16": dict(num_heads=32, num_kv_heads=4, head_dim=128, dtype="bfloat16", page_size=16),
     "group-7-f16": dict(num_heads=14, num_kv_heads=2, head_dim=64, dtype="float16", page_size=5, soft_cap=30.0),
     "group-8-fp8": dict(
         num_heads=16, num_kv_heads=2, head_dim=128, dtype="bfloat16", cache_dtype="float8_e4m3fn", scales="one",
@@ -145,7 +146,28 @@ def test_several_tokens_do_not_change_bits(frontend, name, shape):
             compare.assert_bitwise_equal(g, w, f"{frontend.name} {name} {shape} {what}: {result}")
 
 
-@pytest.mark.parametrize("changes", [{"spare_seqs": 60}, {"spare_columns": 300}, {"padding_tokens": 200}], ids=str)
+@pytest.mark.frontends("eager-cuda", "jax-cuda")
+@pytest.mark.parametrize("shape", ["gqa-bf16", "group-8-bf16"])
+@pytest.mark.parametrize("name", ["decode", "long", "chunk"])
+def test_chunk_beside_decode_does_not_change_bits(frontend, name, shape):
+    """A chunk of a prompt beside many decode rows: on CUDA their kernels share the GPU's SMs."""
+    case, inputs = subject(name, shape)
+    want = results(frontend, inputs.arrays(), case)
+    got = results(frontend, *batch(name, shape, ((1, 4000),) * 30, ((300, 900), (1, 5000)), spare_seqs=0))
+    for what, g, w in zip(("out", "lse"), got, want, strict=True):
+        compare.assert_bitwise_equal(g, w, f"{frontend.name} {name} {shape}: {what}")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"spare_seqs": 60},
+        {"spare_columns": 300},
+        {"padding_tokens": 200},
+        {"spare_seqs": 0, "spare_columns": 0, "padding_tokens": 200},
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("name", ["decode", "chunk"])
 def test_padding_does_not_change_bits(frontend, name, shape, changes):

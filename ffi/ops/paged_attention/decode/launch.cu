@@ -117,6 +117,7 @@ Status LaunchKernels(const PagedAttentionCall& params, const KernelConfig& confi
   split_kv.attrs = &attribute;
   split_kv.numAttrs = occupancy.dependent ? 1 : 0;
   XLA_GPU_RETURN_IF_CUDA(cudaLaunchKernelEx(&split_kv, kernel.kernel, args));
+  if (config.whole_tiles) return Status::Ok();
 
   cudaLaunchConfig_t combine = split_kv;
   if (args.store_every_split) {

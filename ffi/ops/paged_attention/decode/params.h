@@ -48,6 +48,7 @@ struct DecodeArgs {
   int accum_rows;                  // rows of a split accumulator
   uint32_t accum_row_stride;       // from row to row of a split accumulator, in float4
   bool store_every_split;          // one split accumulator for each split; else kCtaAccumulators for each CTA
+  bool whole_tiles;                // a CTA group takes whole work tiles: there is nothing to combine
   bool fill_padding_rows;          // write the rows that no sequence owns
   bool wait_at_start;              // the kernel before may still write this one's inputs: it is not the prefill path's
   uint8_t block_keys_log2 : 3;     // keys of a KV block
@@ -99,9 +100,21 @@ struct KernelConfig {
   int64_t work_tiles;    // (sequence, KV head, row tile), at most
   int64_t accumulators;  // split accumulators that the scratch holds
   bool store_every_split;
-  bool whole_segments;  // as in DecodeArgs
+  bool whole_segments;  // as in DecodeArgs, and the next
+  bool whole_tiles;
   int max_ctas;         // of the split-KV kernel for which the scratch has room
 };
+
+// Whether a CTA group takes whole work tiles, so that a call needs no combine kernel: where the prefill path comes first
+// and the decode path probably has nothing to do, since a single sequence has room for many rows; and where contexts are
+// so short that splits gain nothing.
+inline bool TakesWholeTiles(const PagedAttentionCall& shapes) {
+  constexpr int64_t kManyTokens = 64;
+  constexpr int64_t kShortContext = 1024;
+  return !DecodeComesFirst(shapes) && shapes.tree_words == 0 && shapes.max_seqs > 0 &&
+         ((shapes.max_seqs == 1 && shapes.num_tokens >= kManyTokens) ||
+          shapes.pages_per_seq * shapes.page_size <= kShortContext);
+}
 
 // Whether there are kernels with wide work tiles, which a call with a tree_mask takes.
 inline bool HasWideTiles(const PagedAttentionParams& params) {
@@ -157,10 +170,13 @@ inline KernelConfig MakeKernelConfig(const PagedAttentionCall& params) {
   config.work_tiles = params.num_tokens * config.row_tiles_per_token * params.num_kv_heads;
   const int64_t accumulator_bytes = config.accum_rows * (dim + kStateFloats) * int64_t{sizeof(float)};
   const int64_t most = DecodeScratchLimit(params) / std::max<int64_t>(accumulator_bytes, 1);
-  config.store_every_split = config.work_tiles <= kSmallCombineTiles && config.work_tiles * kMaxSplits <= most;
+  config.whole_tiles = TakesWholeTiles(params);
+  config.store_every_split =
+      !config.whole_tiles && config.work_tiles <= kSmallCombineTiles && config.work_tiles * kMaxSplits <= most;
   config.max_ctas = static_cast<int>(std::min<int64_t>(most / kCtaAccumulators, kMaxSms * kCtasPerSm));
-  config.accumulators =
-      config.store_every_split ? config.work_tiles * kMaxSplits : int64_t{config.max_ctas} * kCtaAccumulators;
+  config.accumulators = config.whole_tiles         ? 0
+                        : config.store_every_split ? config.work_tiles * kMaxSplits
+                                                   : int64_t{config.max_ctas} * kCtaAccumulators;
   return config;
 }
 
@@ -175,6 +191,7 @@ inline DecodeArgs MakeArgs(const PagedAttentionCall& params, const KernelConfig&
   args.accum_row_stride = static_cast<uint32_t>((params.head_dim + kStateFloats) / 4);
   args.store_every_split = config.store_every_split;
   args.whole_segments = config.whole_segments;
+  args.whole_tiles = config.whole_tiles;
   args.by_split = config.wide && !config.whole_segments;
   args.fill_padding_rows = params.num_tokens <= params.max_decode_tokens || params.tree_mask != nullptr;
   args.max_tokens = static_cast<int>(MaxSequenceTokens(params));

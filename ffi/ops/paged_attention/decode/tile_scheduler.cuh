@@ -59,10 +59,10 @@ struct SequencePlan {
   }
   __device__ int Segments() const { return SegmentOf(splits - 1) + 1; }
   // The first split that begins at `offset` in its work tile or later; `splits` if none does. Where CTA groups take
-  // whole segments, the first one that begins a segment.
+  // whole segments or work tiles, the first one that begins such.
   template <typename TileShape>
   __device__ int FirstSplitFrom(const DecodeArgs& args, uint32_t offset) const {
-    if (offset >= length) return splits;
+    if (offset >= length || (args.whole_tiles && offset > 0)) return splits;
     const int split = CeilDivSmall(offset << args.block_shift, static_cast<unsigned>(split_blocks));
     if (!TileShape::WholeSegments(args)) return min(split, int{splits});
     return min(SegmentOf(split + segment_splits - 1) * segment_splits, int{splits});

@@ -48,10 +48,12 @@ struct SplitMerge {
 };
 
 inline constexpr int kCombineThreads = 128;
-inline constexpr int kCombineCtasPerSm = 10;  // for which there are registers
+inline constexpr int kCombineCtasPerSm = 9;  // for which there are registers
+// CTAs on an SM that become resident beside a CTA of 64 rows, and have planned when that ends.
+inline constexpr int kCombineCtasBeside = 3;
 // Splits of a row whose accumulators a warp loads at once, as registers allow.
 template <int kDim>
-inline constexpr int kCombineAtOnce = kDim <= 128 ? 4 : 2;
+inline constexpr int kCombineAtOnce = kDim <= 128 ? 8 : 4;
 
 // Merges cross-CTA splits: each warp takes one row of `out` after the other.
 template <typename T, int kDim>

@@ -227,7 +227,8 @@ struct TmaKvWarp {
     return {page, static_cast<int>(position - index * cta.params.page.divisor), partial};
   }
 
-  // Only one work tile reads these keys where all rows of the sequence and kv head fit into it.
+  // Small work tiles are taken where there are few rows. Only one work tile reads these keys where all rows of the
+  // sequence and kv head fit into it.
   __device__ uint64_t L2Policy(TileState work) const {
     const typename Traits::Rows& rows = cta.Tile(work).rows;
     return rows.q_len * static_cast<int>(rows.group.divisor) <= Traits::kRows ? kEvictFirst : kEvictNormal;
@@ -254,7 +255,11 @@ struct TmaKvWarp {
 #pragma unroll
         for (int i = 0; i < kBatch; ++i) {
           if (offset + i * box_bytes < kTileBytes) {
-            TmaLoadCacheBox(target + offset + i * box_bytes, map, barrier, column, atom_rows[i], pages[i], l2_policy);
+            if constexpr (Traits::kHasL2Policy) {
+              TmaLoadCacheBox(target + offset + i * box_bytes, map, barrier, column, atom_rows[i], pages[i], l2_policy);
+            } else {
+              TmaLoadCacheBox(target + offset + i * box_bytes, map, barrier, column, atom_rows[i], pages[i]);
+            }
           }
         }
       }

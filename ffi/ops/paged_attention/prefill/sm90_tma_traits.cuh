@@ -29,6 +29,7 @@ struct TmaParams {
   const uint32_t* tree_mask;  // as in PagedAttentionCall
   int tree_words;
   SplitKvPolicy split_kv;
+  CtaSharePolicy share;
   SplitAccumulators accumulators;
   CUtensorMap k_map;  // K as PagedTensor, in boxes of box_slots slots and head_dim columns
   CUtensorMap v_map;  // V likewise
@@ -114,6 +115,7 @@ struct TmaKernelTraits : Config {
   using Config::kTileStages;
   using Config::kValueStages;
 
+  static constexpr bool kHasL2Policy = kConsumerWarpgroups == 1;  // see TmaKvWarp::L2Policy
   static constexpr int kWarpgroupThreads = 128;
   static constexpr int kThreads = (1 + kConsumerWarpgroups) * kWarpgroupThreads;  // with the producer warpgroup
   static constexpr int kRows = kConsumerWarpgroups * 64;                          // of a work tile
