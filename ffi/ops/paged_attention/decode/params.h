@@ -102,12 +102,12 @@ struct KernelConfig {
   bool store_every_split;
   bool whole_segments;  // as in DecodeArgs, and the next
   bool whole_tiles;
-  int max_ctas;         // of the split-KV kernel for which the scratch has room
+  int max_ctas;  // of the split-KV kernel for which the scratch has room
 };
 
-// Whether a CTA group takes whole work tiles, so that a call needs no combine kernel: where the prefill path comes first
-// and the decode path probably has nothing to do, since a single sequence has room for many rows; and where contexts are
-// so short that splits gain nothing.
+// Whether a CTA group takes whole work tiles, so that a call needs no combine kernel: where the prefill path comes
+// first and the decode path probably has nothing to do, since a single sequence has room for many rows; and where
+// contexts are so short that splits gain nothing.
 inline bool TakesWholeTiles(const PagedAttentionCall& shapes) {
   constexpr int64_t kManyTokens = 64;
   constexpr int64_t kShortContext = 1024;

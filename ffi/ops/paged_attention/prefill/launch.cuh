@@ -3,7 +3,6 @@
 #define XLA_GPU_OPS_PAGED_ATTENTION_PREFILL_LAUNCH_CUH_
 
 #include <cstdint>
-#include <cstdlib>
 #include <numeric>
 
 #include "ffi/base/cuda_status.h"
@@ -164,13 +163,15 @@ Status LaunchTma(TmaParams& tma, const SplitAccumulatorLayout& layout, int64_t s
   const dim3 grid(static_cast<unsigned>(PersistentCtas(params, layout, Traits::kRows, sms)),
                   static_cast<unsigned>(PersistentGridRows(params)));
   const LaunchConfig config{grid, Traits::kThreads, Traits::kSharedBytes, /*programmatic=*/true};
-  if (Status status = Launch<TmaParams>(config, stream, kernel, tma); !status.ok() || layout.max_cross_cta == 0) return status;
+  if (Status status = Launch<TmaParams>(config, stream, kernel, tma); !status.ok() || layout.max_cross_cta == 0)
+    return status;
 
   const auto combine = PrefillCombineKernel<typename Traits::Element, Traits::kHeadDim>;
   // The same carveout as the kernels before and behind: an SM must be idle to change it.
   XLA_GPU_RETURN_IF_CUDA(
       cudaFuncSetAttribute(combine, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared));
-  const dim3 combine_grid(static_cast<unsigned>(CombineCtas(layout, kCombineThreads / 32, Traits::kRows == 64 ? kCombineCtasBeside : 8, sms)));
+  const dim3 combine_grid(static_cast<unsigned>(
+      CombineCtas(layout, kCombineThreads / 32, Traits::kRows == 64 ? kCombineCtasBeside : 8, sms)));
   return Launch({combine_grid, kCombineThreads, /*shared_bytes=*/0, /*programmatic=*/true}, stream, combine, params,
                 tma.split_kv, tma.accumulators);
 }
@@ -184,10 +185,7 @@ Status LaunchTma(TmaParams& tma, const SplitAccumulatorLayout& layout, Stream st
   } else if constexpr (kDim == 256) {
     return LaunchTma<TmaKernelTraits<T, TmaConfigDim256>>(tma, layout, sms, stream);
   } else {
-    int dev_rows = TmaTileRowsDim128(tma.attention, sms);
-    if (const char* e = getenv("XLA_GPU_DEV_ROWS")) dev_rows = atoi(e);
-    if (getenv("XLA_GPU_DEV_NOSHARE")) tma.behind_decode = tma.behind_decode;
-    switch (tma.tree_mask != nullptr ? 64 : dev_rows) {
+    switch (tma.tree_mask != nullptr ? 64 : TmaTileRowsDim128(tma.attention, sms)) {
       case 64:
         return LaunchTma<TmaKernelTraits<T, TmaConfigDim128Rows64>>(tma, layout, sms, stream);
       case 128:

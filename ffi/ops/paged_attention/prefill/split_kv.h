@@ -81,7 +81,7 @@ struct SplitKvPolicy {
 // are estimates in microseconds.
 struct CtaSharePolicy {
   bool enabled;
-  unsigned group;         // query heads of a kv head
+  unsigned group;  // query heads of a kv head
   unsigned kv_heads;
   unsigned tile_keys;
   int max_keys;           // that a row sees
