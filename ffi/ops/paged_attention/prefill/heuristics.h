@@ -66,7 +66,7 @@ inline CtaSharePolicy MakeCtaSharePolicy(const PagedAttentionParams& shapes, int
   constexpr double kPart = 0.8;  // of the decode path's time, so that work tiles are not what the call waits for
   const TmaTileCost cost = TmaTileCostOf(shapes.head_dim, tile_rows);
   CtaSharePolicy policy{};
-  policy.enabled = shapes.max_seqs > 1 && PersistentGridRows(shapes) == 1;
+  policy.enabled = shapes.max_seqs > 1 && !SuggestFewTokens(shapes) && PersistentGridRows(shapes) == 1;
   policy.group = static_cast<unsigned>(shapes.num_heads / shapes.num_kv_heads);
   policy.kv_heads = static_cast<unsigned>(shapes.num_kv_heads);
   policy.tile_keys = static_cast<unsigned>(SplitKvPolicy::TileKeys(shapes.head_dim));

@@ -39,16 +39,22 @@ struct BatchWork {
   __device__ BatchWork SumOverWarp() const {
     return {__reduce_add_sync(~0u, tiles), __reduce_add_sync(~0u, key_tiles), __reduce_add_sync(~0u, decode_keys)};
   }
-  // CTAs that take work tiles. The decode path is limited by memory, this one by computation: where both have work, as
-  // few as are done with their work tiles before the decode path's sequences are read, and the others leave their SMs
-  // to it.
+  // CTAs that take work tiles. The decode path is limited by memory, this one by computation: where both have work, so
+  // many that they are done before the decode path's sequences could be read, and the others leave their SMs to it. No
+  // fewer than about two thirds of the CTAs, since the decode path needs most SMs for all of memory's bandwidth, and all
+  // of them where they have few work tiles each: one more would be a large part.
   __device__ unsigned Ctas(const CtaSharePolicy& policy) const {
+    constexpr float kManyRounds = 4.0f;
     if (tiles == 0 || decode_keys == 0) return gridDim.x;
+    const float all_tiles = static_cast<float>(tiles) * static_cast<float>(policy.kv_heads);
+    const float all_rounds = ceilf(all_tiles / static_cast<float>(gridDim.x));
+    if (all_rounds < kManyRounds) return gridDim.x;
     const float tile_time =
         policy.tile_time + policy.key_tile_time * static_cast<float>(key_tiles) / static_cast<float>(tiles);
-    const float rounds = floorf(policy.decode_key_time * static_cast<float>(decode_keys) / tile_time);
+    const float rounds = fminf(floorf(policy.decode_key_time * static_cast<float>(decode_keys) / tile_time),
+                               floorf(all_rounds * (4.0f / 3.0f)));
     if (!(rounds >= 1.0f)) return gridDim.x;
-    const float ctas = ceilf(static_cast<float>(tiles) * static_cast<float>(policy.kv_heads) / rounds);
+    const float ctas = ceilf(all_tiles / rounds);
     return ctas < static_cast<float>(gridDim.x) ? static_cast<unsigned>(ctas) : gridDim.x;
   }
 };
