@@ -41,8 +41,8 @@ struct BatchWork {
   }
   // CTAs that take work tiles. The decode path is limited by memory, this one by computation: where both have work, so
   // many that they are done before the decode path's sequences could be read, and the others leave their SMs to it. No
-  // fewer than about two thirds of the CTAs, since the decode path needs most SMs for all of memory's bandwidth, and all
-  // of them where they have few work tiles each: one more would be a large part.
+  // fewer than about two thirds of the CTAs, since the decode path needs most SMs for all of memory's bandwidth, and
+  // all of them where they have few work tiles each: one more would be a large part.
   __device__ unsigned Ctas(const CtaSharePolicy& policy) const {
     constexpr float kManyRounds = 4.0f;
     if (tiles == 0 || decode_keys == 0) return gridDim.x;
