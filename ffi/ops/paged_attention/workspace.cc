@@ -21,8 +21,8 @@ int64_t DecodeScratchBytes(const PagedAttentionCall& shapes) {
 }
 
 int64_t PrefillScratchBegin(const PagedAttentionCall& shapes) {
-  // Behind the decode path the prefill path has waited for its end; with a tree_mask there is only one of them.
-  return DecodeComesFirst(shapes) || shapes.tree_words > 0 ? 0 : (DecodeScratchBytes(shapes) + 255) / 256 * 256;
+  // Where they share it, the second path waits for the first one's end; with a tree_mask there is only one of them.
+  return PathsShareScratch(shapes) || shapes.tree_words > 0 ? 0 : (DecodeScratchBytes(shapes) + 255) / 256 * 256;
 }
 
 int64_t PrefillScratchBytes(const PagedAttentionCall& shapes) {

@@ -41,16 +41,29 @@ constexpr bool DecodeComesFirst(const PagedAttentionParams& shapes) {
 
 // Scratch of a call for up to 64 sequences is at most 35 MiB. Where the decode path comes first, the prefill path waits
 // for its end, and both use all of it. Otherwise they may run at the same time: the prefill path gets what its CTAs'
-// accumulators take, or more where splits of few tokens are likely, and the decode path the rest.
+// accumulators take, or half where splits of few tokens are likely, and the decode path the rest.
 inline constexpr int64_t kScratchLimit = int64_t{35} << 20;
+inline constexpr int64_t kFewTokensScratchLimit = kScratchLimit / 2;
+// Rows of `out`, and splits of them, that the prefill path keeps accumulators of where few tokens are likely
+// (split_kv.h).
+inline constexpr int64_t kMaxSplitRows = 8192;
+inline constexpr int64_t kLikelySplits = 9;
+// Whether the second path waits for the end of the first one, and both use all of the scratch. Also where half of it is
+// too little for the splits of few tokens.
+constexpr bool PathsShareScratch(const PagedAttentionParams& shapes) {
+  if (DecodeComesFirst(shapes)) return true;
+  const int64_t rows = shapes.num_tokens * shapes.num_heads;
+  return SuggestFewTokens(shapes) && MaySplitKeys(shapes) && rows < kMaxSplitRows &&
+         kLikelySplits * rows * (shapes.head_dim + 2) * int64_t{sizeof(float)} > kFewTokensScratchLimit;
+}
 constexpr int64_t PrefillScratchLimit(const PagedAttentionCall& shapes) {
-  if (DecodeComesFirst(shapes) || shapes.tree_words > 0) return kScratchLimit;
-  if (SuggestFewTokens(shapes)) return int64_t{21} << 20;
+  if (PathsShareScratch(shapes) || shapes.tree_words > 0) return kScratchLimit;
+  if (SuggestFewTokens(shapes)) return kFewTokensScratchLimit;
   return int64_t{shapes.head_dim > 192 ? 17 : 14} << 20;
 }
 constexpr int64_t DecodeScratchLimit(const PagedAttentionCall& shapes) {
-  return DecodeComesFirst(shapes) || shapes.tree_words > 0 ? kScratchLimit
-                                                           : kScratchLimit - PrefillScratchLimit(shapes);
+  return PathsShareScratch(shapes) || shapes.tree_words > 0 ? kScratchLimit
+                                                            : kScratchLimit - PrefillScratchLimit(shapes);
 }
 
 // Bytes at the start of `scratch` that LaunchDecode may use. Depends on shapes and dtypes alone.

@@ -103,8 +103,8 @@ Status LaunchKernels(const PagedAttentionCall& params, const KernelConfig& confi
   args.block_keys_log2 = static_cast<uint8_t>(kernel.block_keys_log2);
   args.tile_rows_log2 = static_cast<uint8_t>(kernel.tile_rows_log2);
   PartitionWork(config, occupancy.ctas, &args);
-  // Not behind the prefill path, which has waited for everything before it.
-  args.wait_at_start = args.fill_padding_rows || DecodeComesFirst(params);
+  // Not behind the prefill path, which has waited for everything before it, unless that uses the same scratch.
+  args.wait_at_start = args.fill_padding_rows || PathsShareScratch(params);
 
   cudaLaunchAttribute attribute;
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;

@@ -50,7 +50,7 @@ struct DecodeArgs {
   bool store_every_split;          // one split accumulator for each split; else kCtaAccumulators for each CTA
   bool whole_tiles;                // a CTA group takes whole work tiles: there is nothing to combine
   bool fill_padding_rows;          // write the rows that no sequence owns
-  bool wait_at_start;              // the kernel before may still write this one's inputs: it is not the prefill path's
+  bool wait_at_start;              // the kernel before may still write this one's inputs, or read its scratch
   uint8_t block_keys_log2 : 3;     // keys of a KV block
   uint8_t tile_rows_log2 : 3;      // query rows of a work tile
   // Of wide work tiles, where their split accumulators stand (work_range.cuh): by the split with which they begin, or,
