@@ -241,7 +241,10 @@ Error ExportBuffer(xla_gpu_export_args* args) {
   if (args == nullptr || args->struct_size != sizeof *args) {
     return Error::InvalidArgument("xla_gpu_export_buffer: the caller and the library are of different versions");
   }
-  if (buffer == nullptr) return Error::FailedPrecondition("xla_gpu_export_buffer: no buffer's address was asked for");
+  if (buffer == nullptr) {
+    return Error::FailedPrecondition(
+        "xla_gpu_export_buffer: expected a buffer whose unsafe pointer was read, got none");
+  }
   GiveBackReturned();
   auto exported = std::make_unique<ExportedTensor>();
   exported->shape.assign(args->dims, args->dims + args->rank);

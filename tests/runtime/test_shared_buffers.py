@@ -154,7 +154,8 @@ cdll.xla_gpu_export_begin()
 print(export())
 """
     assert (
-        run(fake_plugin, CODE + code).splitlines() == ["xla_gpu_export_buffer: no buffer's address was asked for"] * 2
+        run(fake_plugin, CODE + code).splitlines()
+        == ["xla_gpu_export_buffer: expected a buffer whose unsafe pointer was read, got none"] * 2
     )
 
 
