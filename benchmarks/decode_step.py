@@ -26,6 +26,8 @@ import numpy as np
 
 import xla_gpu.jax as xg
 
+from . import kernel_times
+
 P = jax.sharding.PartitionSpec
 BYTES_PER_SECOND = 4.5e12  # that an H200's memory gives a reader
 T = jnp.bfloat16
@@ -244,6 +246,21 @@ def measure(
     return statistics.median(times[1:]), statistics.median(launches[1:]), state
 
 
+def profile(
+    run: Callable[..., Any], state: tuple[Any, ...], rest: tuple[Any, ...], programs: int, steps_per_program: int
+) -> tuple[Any, ...]:
+    """Prints what each kernel adds to a step on the first GPU; returns the state after it."""
+
+    def chain() -> None:
+        nonlocal state
+        for _ in range(programs):
+            state = run(*state, *rest)
+        jax.block_until_ready(state[1])
+
+    kernel_times.report(chain, programs * steps_per_program)
+    return state
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tensor-parallel", type=int, default=1)
@@ -258,6 +275,7 @@ def main() -> None:
     )
     parser.add_argument("--steps", type=int, default=5, help="programs in flight at once (default %(default)s)")
     parser.add_argument("--steps-per-program", type=int, default=1)
+    parser.add_argument("--profile", action="store_true", help="what each kernel adds to a step")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     ranks, shape = arguments.tensor_parallel, SHAPES[arguments.shape]
@@ -268,7 +286,7 @@ def main() -> None:
     rows = []
     for case in arguments.cases:
         batch, context = map(int, case.split("x"))
-        most = 6 * arguments.steps * arguments.steps_per_program * 3  # steps of all joins
+        most = 7 * arguments.steps * arguments.steps_per_program * 3  # steps of all joins
         pages = -(-(context + most + 8) // PAGE_SIZE)
         cache_shape = (pages * batch, PAGE_SIZE, 2 * kv_heads, head_dim)
         sharding = jax.sharding.NamedSharding(mesh, CACHE_SPEC)
@@ -298,7 +316,10 @@ def main() -> None:
             compiled = functools.partial(jax.jit(body, donate_argnums=(1, 2, 3)), weights)
             lengths = on_all(mesh, np.full(batch, context, np.int32))
             state = (caches, on_all(mesh, np.zeros(batch, np.int32)), lengths)
-            milliseconds, launch, (caches, tokens, _) = measure(compiled, state, rest, arguments.steps)
+            milliseconds, launch, state = measure(compiled, state, rest, arguments.steps)
+            if arguments.profile:
+                state = profile(compiled, state, rest, arguments.steps, arguments.steps_per_program)
+            caches, tokens, _ = state
             milliseconds, launch = (x / arguments.steps_per_program for x in (milliseconds, launch))
             row = {"case": case, "join": name, "milliseconds": round(milliseconds, 3), "limit": round(limit, 3)}
             row["launch"] = round(launch, 3)

@@ -86,6 +86,57 @@ def test_with_residual_and_norm(platform, ranks, dtype, hidden, rows):
     group.check()
 
 
+@pytest.mark.parametrize(("platform", "examples"), [("cpu", 12), pytest.param("cuda", 60, marks=pytest.mark.gpu)])
+def test_generated_calls(platform, examples):
+    """Several sums and norms of random shapes in one program, through groups that take large messages in pieces."""
+    hypothesis = pytest.importorskip("hypothesis")
+    st = hypothesis.strategies
+    devices.mesh(platform, tp=2)  # skips where there are none
+    most = min(4, len(jax.devices(platform)))
+    call = st.tuples(st.integers(0, 40), st.integers(1, 40) | st.integers(1, 9000), st.booleans())
+
+    @hypothesis.seed(2026)
+    @hypothesis.settings(max_examples=examples, database=None, deadline=None, print_blob=False)
+    @hypothesis.given(
+        ranks=st.integers(2, most),
+        max_bytes=st.sampled_from([1 << 16, 1 << 20]),
+        dtype=st.sampled_from(cases.FLOATS),
+        calls=st.lists(call, min_size=1, max_size=4),
+    )
+    def check(ranks, max_bytes, dtype, calls):
+        group = xg.DeviceGroup(devices.mesh(platform, tp=ranks), "tp", timeout_s=20, max_bytes=max_bytes)
+        parts = [parts_of((rows, hidden), dtype, ranks) for rows, hidden, _ in calls]
+        weights = [parts_of((hidden,), dtype, 1, "weight")[0] for _, hidden, _ in calls]
+
+        def body(parts, weights):
+            results = []
+            for x, weight, (_, _, normed) in zip(parts, weights, calls, strict=True):
+                if normed:
+                    results += xg.all_reduce_add_rms_norm(x[0], x[0] * 0 + 1, weight, eps=1e-5, group=group)
+                else:
+                    results.append(xg.all_reduce(x[0], group=group))
+            return [result[None] for result in results]
+
+        step = jax.shard_map(body, mesh=group.mesh, in_specs=(P("tp"), P()), out_specs=P("tp"), check_vma=False)
+        got = [np.asarray(r) for r in jax.jit(step)([devices.shard(group.mesh, x, "tp") for x in parts], weights)]
+        for x, weight, (_, _, normed) in zip(parts, weights, calls, strict=True):
+            if not normed:
+                wants = [reference.all_reduce(x)]
+            else:
+                out, added = reference.all_reduce_add_rms_norm(x, np.ones_like(x[0]), weight, eps=1e-5)
+                first = got.pop(0)
+                for rank in range(ranks):
+                    compare.assert_norm(first[rank], out, f"norm of rank {rank}")
+                wants = [added]
+            for want in wants:
+                mine = got.pop(0)
+                for rank in range(ranks):
+                    compare.assert_bitwise_equal(mine[rank], want, f"rank {rank}")
+        group.check()
+
+    check()
+
+
 @pytest.mark.parametrize("platform", devices.PLATFORMS)
 def test_results_do_not_vary_along_the_axis(platform):
     """With check_vma, which infers where results are the same: no out_spec has to be believed."""

@@ -3,12 +3,13 @@ AssertionError where it does not hold. Front ends of one platform must also agre
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
 
-from tests.common import baseline, cases, compare, reference
+from tests.common import baseline, cases, compare, parts, reference
 from tests.common.frontends import Frontend
 from tests.fuzz import hostile, layer
 from tests.fuzz.inputs import Add, Attention, Hostile, Merge, Update
@@ -144,6 +145,17 @@ def of_layer(x, frontends: Sequence[Frontend]) -> None:
     _through(frontends, steps, arrays, lambda frontend, got: x.check(frontend.name, arrays, got))
 
 
+def of_parts(x: layer.AllReduce, frontends: Sequence[Frontend]) -> None:
+    inputs_seen[x.operator] += 1
+    arrays = x.arrays()
+    steps = {f.name: functools.partial(_of_parts, f, x.operator, x.options()) for f in frontends}
+    _through(frontends, steps, arrays, lambda frontend, got: x.check(frontend.name, arrays, got))
+
+
+def _of_parts(frontend: Frontend, operator: str, options: dict, arrays: dict) -> tuple[np.ndarray, ...]:
+    return parts.call(frontend, operator, arrays, **options)
+
+
 def wrong_metadata(x: Hostile, frontends: Sequence[Frontend]) -> None:
     inputs_seen["hostile"] += 1
     for frontend in frontends:
@@ -157,6 +169,7 @@ CHECKS = {
     Merge: merge,
     Add: add,
     Hostile: wrong_metadata,
+    layer.AllReduce: of_parts,
     layer.Linear: of_layer,
     layer.RmsNorm: of_layer,
     layer.Gated: of_layer,

@@ -7,7 +7,7 @@ import dataclasses
 import ml_dtypes
 import numpy as np
 
-from tests.common import baseline, cases, compare, layer_cases, reference
+from tests.common import baseline, cases, compare, layer_cases, parts, reference
 from tests.common.cases import CacheCase
 from tests.fuzz.inputs import put_specials, text
 
@@ -86,6 +86,49 @@ class RmsNorm:
         with np.errstate(over="ignore"):
             small = (row**2).sum(-1) < 1e38
         rows = finite & small
+        compare.assert_norm(got[0][rows], want[0][rows], name)
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class AllReduce:
+    """Over gathered parts; tests/distributed/ generates calls over devices."""
+
+    ranks: int
+    rows: int
+    hidden: int
+    dtype: str = "float32"
+    norm: bool = False
+    specials: bool = False
+    seed: int = 0
+
+    @property
+    def operator(self) -> str:
+        return "all_reduce_add_rms_norm" if self.norm else "all_reduce"
+
+    def __repr__(self) -> str:
+        return text(self)
+
+    def options(self) -> dict:
+        return {"eps": 1e-5} if self.norm else {}
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        arrays = parts.norm_arrays(self.ranks, self.rows, self.hidden, self.dtype, self.seed)
+        if self.specials:
+            put_specials(arrays["x"], np.random.default_rng(self.seed))
+        return arrays if self.norm else {"x": arrays["x"]}
+
+    def check(self, name: str, arrays: dict[str, np.ndarray], got: tuple[np.ndarray, ...]) -> None:
+        with np.errstate(all="ignore"):
+            want = getattr(reference, self.operator)(*arrays.values(), **self.options())
+        if not self.norm:
+            compare.assert_same_special(got[0], want, name)
+            finite = np.isfinite(want.astype(np.float32))
+            compare.assert_bitwise_equal(got[0][finite], want[finite], name)
+            return
+        finite = np.isfinite(want[1].astype(np.float32)).all(-1)  # the others hold nothing but NaN and zeros
+        compare.assert_bitwise_equal(got[1][finite], want[1][finite], f"{name}: sum")
+        with np.errstate(over="ignore"):
+            rows = finite & ((want[1].astype(np.float32) ** 2).sum(-1) < 1e38)
         compare.assert_norm(got[0][rows], want[0][rows], name)
 
 

@@ -20,6 +20,7 @@ KINDS = {
     "linear": strategies.linears(),
     "rms_norm": strategies.norms,
     "gated": strategies.gated,
+    "all_reduce": strategies.all_reduces,
     "sample": strategies.samples,
     "rotary": strategies.rotaries,
 }
@@ -33,6 +34,7 @@ WEIGHTS = {
     "linear": 2,
     "rms_norm": 1,
     "gated": 1,
+    "all_reduce": 1,
     "sample": 2,
     "rotary": 3,
 }

@@ -153,6 +153,18 @@ norms = st.builds(
 )
 
 
+all_reduces = st.builds(
+    layer.AllReduce,
+    ranks=st.integers(1, 9),
+    rows=st.integers(0, 9),
+    hidden=st.one_of(HEAD_DIMS, st.integers(1, 700), st.sampled_from([4096, 4099])),
+    dtype=st.sampled_from(cases.FLOATS),
+    norm=st.booleans(),
+    specials=st.booleans(),
+    seed=SEEDS,
+)
+
+
 gated = st.builds(
     layer.Gated,
     operator=st.sampled_from(["silu_and_mul", "gelu_and_mul"]),

@@ -11,36 +11,11 @@ import textwrap
 import numpy as np
 import pytest
 
-from tests.common import cases, compare, reference
+from tests.common import cases, compare, parts, reference
 from tests.common.machine import ROOT
 
 # torchax has JAX's functions, over meshes; the operator below them is JAX's there.
 EVERY = ("eager", "jax", "torch_xla", "torch_xla-compiled", "eager-cuda", "jax-cuda", "torch_xla-cuda")
-OPERANDS = {"all_reduce": ("x",), "all_reduce_add_rms_norm": ("x", "residual", "weight")}
-
-
-def call(frontend, operator: str, arrays: dict[str, np.ndarray], **options):
-    """The operator itself, below the functions that gather."""
-
-    def body(ops, **tensors):
-        operands = [tensors[name] for name in OPERANDS[operator]]
-        if frontend.framework == "torch":
-            import torch
-
-            return getattr(torch.ops.xla_gpu, operator)(*operands, **options)
-        from xla_gpu import ops as declared
-        from xla_gpu._jax import call as jax_call
-
-        chosen = next(op for op in declared.OPERATORS if op.name == operator)
-        return jax_call.call(chosen, **dict(zip(OPERANDS[operator], operands, strict=True)), **options)
-
-    return frontend.run(body, arrays)
-
-
-def norm_arrays(ranks: int, rows: int, hidden: int, dtype: str) -> dict[str, np.ndarray]:
-    rng = cases.rng_for(f"all_reduce_add_rms_norm {ranks} {rows} {hidden} {dtype}")
-    shapes = {"x": (ranks, rows, hidden), "residual": (rows, hidden), "weight": (hidden,)}
-    return {name: rng.standard_normal(shape).astype(cases.DTYPES[dtype]) for name, shape in shapes.items()}
 
 
 @pytest.mark.frontends(*EVERY)
@@ -48,7 +23,7 @@ def norm_arrays(ranks: int, rows: int, hidden: int, dtype: str) -> dict[str, np.
 @pytest.mark.parametrize("shape", [(1, 7), (2, 3, 5, 4), (8, 1000), (3,), (2, 0), (5, 40_001)], ids=str)
 def test_is_the_sum_in_order(frontend, dtype, shape):
     x = cases.rng_for(f"all_reduce {dtype} {shape}").standard_normal(shape).astype(cases.DTYPES[dtype])
-    (out,) = call(frontend, "all_reduce", {"x": x})
+    (out,) = parts.call(frontend, "all_reduce", {"x": x})
     compare.assert_bitwise_equal(out, reference.all_reduce(x), frontend.name)
 
 
@@ -56,8 +31,8 @@ def test_is_the_sum_in_order(frontend, dtype, shape):
 @pytest.mark.parametrize("dtype", cases.FLOATS)
 @pytest.mark.parametrize(("ranks", "rows", "hidden"), [(1, 1, 8), (2, 3, 4096), (4, 5, 1001), (8, 2, 16384), (2, 0, 8)])
 def test_norm_of_the_sum(frontend, dtype, ranks, rows, hidden):
-    arrays = norm_arrays(ranks, rows, hidden, dtype)
-    out, sum_ = call(frontend, "all_reduce_add_rms_norm", arrays, eps=1e-5)
+    arrays = parts.norm_arrays(ranks, rows, hidden, dtype)
+    out, sum_ = parts.call(frontend, "all_reduce_add_rms_norm", arrays, eps=1e-5)
     want, want_sum = reference.all_reduce_add_rms_norm(arrays["x"], arrays["residual"], arrays["weight"], eps=1e-5)
     compare.assert_bitwise_equal(sum_, want_sum, frontend.name)
     if dtype == "float32":
@@ -68,21 +43,21 @@ def test_norm_of_the_sum(frontend, dtype, ranks, rows, hidden):
 
 @pytest.mark.frontends("eager", "eager-cuda", "jax", "jax-cuda")
 def test_a_row_depends_on_itself_alone(frontend):
-    arrays = norm_arrays(2, 65, 4096, "bfloat16")
-    whole = call(frontend, "all_reduce_add_rms_norm", arrays, eps=1e-5)
+    arrays = parts.norm_arrays(2, 65, 4096, "bfloat16")
+    whole = parts.call(frontend, "all_reduce_add_rms_norm", arrays, eps=1e-5)
     for row in (0, 17, 64):
         alone = {"x": arrays["x"][:, row : row + 1], "residual": arrays["residual"][row : row + 1]}
-        got = call(frontend, "all_reduce_add_rms_norm", alone | {"weight": arrays["weight"]}, eps=1e-5)
+        got = parts.call(frontend, "all_reduce_add_rms_norm", alone | {"weight": arrays["weight"]}, eps=1e-5)
         for one, all_ in zip(got, whole, strict=True):
             compare.assert_bitwise_equal(one[0], all_[row], f"row {row}")
 
 
 @pytest.mark.frontends("eager", "eager-cuda", "jax", "jax-cuda")
 def test_special_values_stay_in_their_rows(frontend):
-    arrays = norm_arrays(2, 4, 64, "float32")
+    arrays = parts.norm_arrays(2, 4, 64, "float32")
     arrays["x"][0, 1, 3], arrays["x"][1, 1, 3] = np.inf, -np.inf
     arrays["residual"][2, 5] = np.nan
-    out, sum_ = call(frontend, "all_reduce_add_rms_norm", arrays, eps=1e-5)
+    out, sum_ = parts.call(frontend, "all_reduce_add_rms_norm", arrays, eps=1e-5)
     assert np.isnan(out[1]).all() and np.isnan(out[2]).all() and np.isfinite(out[[0, 3]]).all()
     assert np.isnan(sum_).sum() == 2
 
@@ -107,11 +82,11 @@ BAD = [  # operator, argument, piece of the text after "got", changes of the arr
 @pytest.mark.frontends("eager", "jax", "torch_xla", "eager-cuda", "jax-cuda")
 @pytest.mark.parametrize(("operator", "argument", "got", "changes", "options"), BAD, ids=lambda v: str(v)[:40])
 def test_wrong_inputs_are_named(frontend, operator, argument, got, changes, options):
-    arrays = norm_arrays(2, 3, 8, "float32") | changes
-    arrays = {name: arrays[name] for name in OPERANDS[operator]}
+    arrays = parts.norm_arrays(2, 3, 8, "float32") | changes
+    arrays = {name: arrays[name] for name in parts.OPERANDS[operator]}
     defaults = {"eps": 1e-5} if operator != "all_reduce" else {}
     with pytest.raises((ValueError, TypeError)) as caught:
-        call(frontend, operator, arrays, **(defaults | options))
+        parts.call(frontend, operator, arrays, **(defaults | options))
     assert re.search(rf"{operator}: {argument}: expected .*, got .*{re.escape(got)}", str(caught.value))
 
 
@@ -119,7 +94,7 @@ def test_wrong_inputs_are_named(frontend, operator, argument, got, changes, opti
 def test_a_group_that_does_not_exist(frontend):
     text = r"all_reduce: group: expected (a device group that is connected on device \d+|0 on the host.*), got 77"
     with pytest.raises(Exception, match=text):
-        call(frontend, "all_reduce", {"x": np.ones(3, np.float32)}, group=77)
+        parts.call(frontend, "all_reduce", {"x": np.ones(3, np.float32)}, group=77)
 
 
 @pytest.mark.frontends("eager", "eager-cuda")
@@ -128,7 +103,7 @@ def test_the_handler_checks_for_itself(frontend):
 
     import xla_gpu.torch as ffi
 
-    tensors = frontend.tensors(norm_arrays(2, 3, 8, "float32"))
+    tensors = frontend.tensors(parts.norm_arrays(2, 3, 8, "float32"))
     like = torch.empty(3, 8, device="meta")
     attributes = {"group": np.int64(0), "check_inputs": False}
 
