@@ -86,6 +86,13 @@ class GpuPlugin(plugins.DevicePlugin):  # type: ignore[misc]
         self._processes = _Processes(local_rank, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
 
 
+def device_ordinal() -> int:
+    """CUDA's number of the GPU of a process that has one."""
+    plugin = plugins.default()
+    processes = plugin._processes if isinstance(plugin, GpuPlugin) else None
+    return 0 if processes is None else processes.local_rank
+
+
 class _Processes(NamedTuple):
     """This process among those of torchrun."""
 
