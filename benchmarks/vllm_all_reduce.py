@@ -2,8 +2,8 @@
 
 python -m benchmarks.vllm_all_reduce --library .../site-packages/vllm/_C.abi3.so --devices 2
 
-PyTorch with CUDA, the one that this vLLM was built for; vLLM itself is not imported. Microseconds of one of 256 sums with
-a multiplication behind each; the row "nothing" has the multiplications alone.
+PyTorch with CUDA, the one that this vLLM was built for; vLLM itself is not imported. Microseconds of one of 256 sums
+with a multiplication behind each; the row "nothing" has the multiplications alone.
 """
 
 from __future__ import annotations

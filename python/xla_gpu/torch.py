@@ -325,9 +325,9 @@ def all_reduce(x: torch.Tensor, *, group: torch.distributed.ProcessGroup | Devic
     ``group`` is a DeviceGroup and x holds the parts of all ranks, T[ranks, ...], divided over its axis along the first
     dimension; the result is T[...], whole on every device.
 
-    Under torch_xla with one process for each device (torchrun) x is this rank's part. At a group's first call all of its
-    ranks open each other's memory: the handles travel through torch.distributed's store. Where a GPU cannot reach a
-    peer's memory it warns, and torch.distributed gathers.
+    Under torch_xla with one process for each device (torchrun) x is this rank's part. At a group's first call all of
+    its ranks open each other's memory: the handles travel through torch.distributed's store. Where a GPU cannot reach
+    a peer's memory it warns, and torch.distributed gathers.
     """
     return process_group.run(_all_reduce.OPERATOR, group, x)
 

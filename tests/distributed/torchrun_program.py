@@ -14,7 +14,7 @@ import warnings
 import torch
 import torch.distributed as dist
 import torch_xla
-import torch_xla.distributed.xla_backend  # noqa: F401  registers the backend
+import torch_xla.distributed.xla_backend  # registers the backend
 
 import xla_gpu.torch as xg
 
