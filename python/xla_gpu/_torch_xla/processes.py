@@ -31,7 +31,7 @@ _connected_before: collections.Counter[tuple[int, ...]] = collections.Counter()
 
 
 def run(operator: Operator, group: Any, x: torch.Tensor, *rest: torch.Tensor, **options: Any) -> Any:
-    """``operator`` over ``group``, a torch.distributed.ProcessGroup: the handler exchanges x, or it is gathered first."""
+    """``operator`` over ``group``, a ProcessGroup of torch.distributed; x is exchanged by the handler or gathered."""
     kernel = getattr(torch.ops.xla_gpu, operator.name)
     number = _number(group)
     if number:
