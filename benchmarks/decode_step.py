@@ -16,7 +16,7 @@ import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
@@ -40,6 +40,7 @@ SHAPES = {  # hidden, intermediate, layers, vocabulary, heads, kv heads, head_di
     "tiny": (256, 512, 2, 512, 8, 4, 32),
 }
 Weights = dict[str, Any]
+Weight = dict[str, jax.Array]  # weight, and scale where it is quantised
 
 
 def norm(x: jax.Array, weight: jax.Array) -> jax.Array:
@@ -118,16 +119,23 @@ def most_likely(logits: jax.Array, axis: str | None, gather: Gather | None) -> j
     return jnp.take_along_axis(every[:, 1], jnp.argmax(every[:, 0], 0)[None], 0)[0].astype(jnp.int32)
 
 
-def times(x: jax.Array, weight: jax.Array) -> jax.Array:
+def times(x: jax.Array, weight: Weight, linear: bool = False) -> jax.Array:
     """x @ weight.T: weights are [out, in], as checkpoints store them. With [in, out] and a single row XLA writes the
     products of all elements to memory and adds them up in a second kernel."""
-    return jax.lax.dot_general(x, weight, (((1,), (1,)), ((), ())))
+    if linear or "scale" in weight:
+        return xg.linear(x, weight["weight"], weight_scale=weight.get("scale"))
+    return jax.lax.dot_general(x, weight["weight"], (((1,), (1,)), ((), ())))
+
+
+class Options(NamedTuple):
+    fused: bool  # rotary_and_cache and silu_and_mul
+    linear: bool  # products of plain weights too
 
 
 def step(
     join: Join,
     gather: Gather | None,
-    fused: bool,
+    options: Options,
     heads: tuple[int, int, int],
     axis: str | None,
     weights: Weights,
@@ -138,37 +146,42 @@ def step(
     query_start_loc: jax.Array,
     num_seqs: jax.Array,
 ) -> tuple[list[jax.Array], jax.Array, jax.Array]:
-    """One token of each sequence; a device's weights and heads are its shard's. Returns caches, tokens, lengths."""
+    """One token of each sequence; a device's weights and heads are its shard's. Returns caches, tokens, lengths. With
+    several tokens of each sequence, a prefill, tokens and lengths are such that the next call does the same."""
     num_heads, num_kv_heads, head_dim = heads
-    batch = tokens.shape[0]
-    context_lens = context_lens + 1
-    positions = context_lens - 1
-    slots = tables[jnp.arange(batch), positions // PAGE_SIZE] * PAGE_SIZE + positions % PAGE_SIZE
+    batch, rows = tables.shape[0], tokens.shape[0]
+    new = rows // batch
+    product = functools.partial(times, linear=options.linear)
+    lengths = context_lens + new
+    positions = (context_lens[:, None] + jnp.arange(new, dtype=jnp.int32)).reshape(rows)
+    slots = tables[jnp.arange(rows) // new, positions // PAGE_SIZE] * PAGE_SIZE + positions % PAGE_SIZE
     residual = weights["embed"][tokens]
     hidden = norm(residual, weights["norms"][0])
     stored = []
     for i, (layer, cache) in enumerate(zip(weights["layers"], caches, strict=True)):
-        qkv = times(hidden, layer["qkv"])
-        if fused:
+        qkv = product(hidden, layer["qkv"])
+        if options.fused:
             query, cache = xg.rotary_and_cache(qkv, positions, weights["rotations"], cache, slots)
         else:
             cuts = [num_heads * head_dim, (num_heads + num_kv_heads) * head_dim]
-            query, key, value = (t.reshape(batch, -1, head_dim) for t in jnp.split(qkv, cuts, 1))
+            query, key, value = (t.reshape(rows, -1, head_dim) for t in jnp.split(qkv, cuts, 1))
             query, key = rotate(query, positions), rotate(key, positions)
             cache = xg.reshape_and_cache(key, value, cache, slots)
-        attended = xg.paged_attention(
-            query, cache, context_lens, tables, query_start_loc, num_seqs, scale=head_dim**-0.5
-        )
+        attended = xg.paged_attention(query, cache, lengths, tables, query_start_loc, num_seqs, scale=head_dim**-0.5)
         stored.append(cache)
-        hidden, residual = join(times(attended.reshape(batch, -1), layer["out"]), residual, weights["norms"][2 * i + 1])
-        gate_up = times(hidden, layer["gate_up"])
-        if fused:
+        partial = product(attended.reshape(rows, -1), layer["out"])
+        hidden, residual = join(partial, residual, weights["norms"][2 * i + 1])
+        gate_up = product(hidden, layer["gate_up"])
+        if options.fused:
             gated = xg.silu_and_mul(gate_up)
         else:
             gate, up = jnp.split(gate_up, 2, 1)
             gated = jax.nn.silu(gate) * up
-        hidden, residual = join(times(gated, layer["down"]), residual, weights["norms"][2 * i + 2])
-    return stored, most_likely(times(hidden, weights["head"]), axis, gather), context_lens
+        partial = product(gated, layer["down"])
+        hidden, residual = join(partial, residual, weights["norms"][2 * i + 2])
+    hidden = hidden.reshape(batch, new, -1)[:, -1]
+    chosen = most_likely(product(hidden, weights["head"]), axis, gather)
+    return stored, *((chosen, lengths) if new == 1 else (tokens.at[:batch].set(chosen), context_lens))
 
 
 def on_all(mesh: jax.sharding.Mesh, x: np.ndarray) -> jax.Array:
@@ -181,21 +194,33 @@ SPECS = {"qkv": P("tp", None), "out": P(None, "tp"), "gate_up": P("tp", None), "
 CACHE_SPEC = P(None, None, "tp", None)
 
 
-def make_weights(shape: tuple[int, ...], mesh: jax.sharding.Mesh) -> tuple[Weights, Weights, int]:
+def make_weights(
+    shape: tuple[int, ...], mesh: jax.sharding.Mesh, weight_format: str = "bfloat16"
+) -> tuple[Weights, Weights, int]:
     """Random weights drawn shard by shard on their devices, their specs, and their bytes. Rows of a shard's qkv and
-    gate_up stand together: its own q, k and v, and its own gate and up."""
+    gate_up stand together: its own q, k and v, and its own gate and up. In float8 with a scale for each row; the head
+    stays bfloat16."""
     hidden, intermediate, layers, vocabulary, heads, kv_heads, head_dim = shape
     total = 0
 
     @functools.cache
-    def maker(dims: tuple[int, ...], spec: jax.sharding.PartitionSpec) -> Callable[[jax.Array], jax.Array]:
+    def maker(dims: tuple[int, ...], spec: jax.sharding.PartitionSpec, dtype: Any) -> Callable[[jax.Array], jax.Array]:
         sharding = jax.sharding.NamedSharding(mesh, spec)
-        return jax.jit(lambda key: jax.random.normal(key, dims, T) * 0.02, out_shardings=sharding)
+        spread = 0.02 if dtype == T else 1.0
+        return jax.jit(lambda key: (jax.random.normal(key, dims, T) * spread).astype(dtype), out_shardings=sharding)
 
-    def make(seed: int, dims: tuple[int, ...], spec: jax.sharding.PartitionSpec) -> jax.Array:
+    def make(seed: int, dims: tuple[int, ...], spec: jax.sharding.PartitionSpec, quantised: bool = False) -> Weight:
         nonlocal total
-        total += 2 * int(np.prod(dims))
-        return maker(dims, spec)(jax.random.PRNGKey(seed))
+        dtype = jnp.float8_e4m3fn if quantised else T
+        total += dtype.dtype.itemsize * int(np.prod(dims))
+        made = {"weight": maker(dims, spec, dtype)(jax.random.PRNGKey(seed))}
+        if quantised:
+            sharding = jax.sharding.NamedSharding(mesh, P(spec[0]))
+            made["scale"] = jax.device_put(np.full(dims[0], 0.02, np.float32), sharding)
+        return made
+
+    def specs_of(spec: jax.sharding.PartitionSpec, quantised: bool = False) -> Weights:
+        return {"weight": spec, "scale": P(spec[0])} if quantised else {"weight": spec}
 
     sizes = {
         "qkv": ((heads + 2 * kv_heads) * head_dim, hidden),
@@ -203,16 +228,19 @@ def make_weights(shape: tuple[int, ...], mesh: jax.sharding.Mesh) -> tuple[Weigh
         "gate_up": (2 * intermediate, hidden),
         "down": (hidden, intermediate),
     }
-    blocks = [{n: make(10 * i + j, d, SPECS[n]) for j, (n, d) in enumerate(sizes.items())} for i in range(layers)]
-    weights = {"layers": blocks, "head": make(1, (vocabulary, hidden), P("tp", None))}
+    float8 = weight_format == "float8"
+    blocks = [
+        {n: make(10 * i + j, d, SPECS[n], float8) for j, (n, d) in enumerate(sizes.items())} for i in range(layers)
+    ]
+    weights: Weights = {"layers": blocks, "head": make(1, (vocabulary, hidden), P("tp", None))}
     read = total  # of the embedding only some rows are
-    weights["embed"] = make(2, (vocabulary, hidden), P())
+    weights["embed"] = make(2, (vocabulary, hidden), P())["weight"]
     weights["norms"] = [on_all(mesh, np.ones(hidden, T)) for _ in range(2 * layers + 1)]
     weights["rotations"] = on_all(mesh, rotations(head_dim))
     specs = {
         "rotations": P(),
-        "layers": [dict(SPECS) for _ in range(layers)],
-        "head": P("tp", None),
+        "layers": [{n: specs_of(SPECS[n], float8) for n in sizes} for _ in range(layers)],
+        "head": specs_of(P("tp", None)),
         "embed": P(),
         "norms": [P()] * (2 * layers + 1),
     }
@@ -266,13 +294,17 @@ def main() -> None:
     parser.add_argument("--tensor-parallel", type=int, default=1)
     parser.add_argument("--shape", choices=SHAPES, default="llama3-8b")
     parser.add_argument("--cases", nargs="+", default=["1x1024", "32x1024", "64x2048"], metavar="SEQUENCESxCONTEXT")
-    parser.add_argument("--joins", nargs="+", help="psum, all_reduce, all_reduce_add_rms_norm (default: all)")
+    names = "psum, all_reduce, all_reduce_add_rms_norm"
+    parser.add_argument("--joins", nargs="+", help=f"{names} (default: all)")
     parser.add_argument(
         "--fused",
         action=argparse.BooleanOptionalAction,
         default=True,
         help="rotary_and_cache and silu_and_mul instead of jax.numpy (default: yes)",
     )
+    parser.add_argument("--linear", action="store_true", help="products of plain weights by the operator linear too")
+    parser.add_argument("--weights", choices=("bfloat16", "float8"), default="bfloat16", help="float8: by linear")
+    parser.add_argument("--prefill", action="store_true", help="all tokens of the context at once, instead of one more")
     parser.add_argument("--steps", type=int, default=5, help="programs in flight at once (default %(default)s)")
     parser.add_argument("--steps-per-program", type=int, default=1)
     parser.add_argument("--profile", action="store_true", help="what each kernel adds to a step")
@@ -282,10 +314,11 @@ def main() -> None:
     *_, layers, _, heads, kv_heads, head_dim = shape
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:ranks]), ("tp",))
     group = xg.DeviceGroup(mesh, "tp", timeout_s=60) if ranks > 1 else None
-    weights, specs, weight_bytes = make_weights(shape, mesh)
+    weights, specs, weight_bytes = make_weights(shape, mesh, arguments.weights)
     rows = []
     for case in arguments.cases:
         batch, context = map(int, case.split("x"))
+        new = context if arguments.prefill else 1
         most = 7 * arguments.steps * arguments.steps_per_program * 3  # steps of all joins
         pages = -(-(context + most + 8) // PAGE_SIZE)
         cache_shape = (pages * batch, PAGE_SIZE, 2 * kv_heads, head_dim)
@@ -294,7 +327,7 @@ def main() -> None:
         order = np.random.default_rng(0).permutation(pages * batch).astype(np.int32)
         rest = (
             on_all(mesh, order.reshape(batch, pages)),
-            on_all(mesh, np.arange(batch + 1, dtype=np.int32)),
+            on_all(mesh, np.arange(batch + 1, dtype=np.int32) * new),
             on_all(mesh, np.array([batch], np.int32)),
         )
         limit = (weight_bytes + batch * context * layers * kv_heads * head_dim * 4) / BYTES_PER_SECOND / ranks * 1e3
@@ -303,7 +336,8 @@ def main() -> None:
                 continue
             local = (heads // ranks, kv_heads // ranks, head_dim)
             axis = "tp" if ranks > 1 else None
-            body = functools.partial(step, join, gathers(group, name), arguments.fused, local, axis)
+            options = Options(arguments.fused, arguments.linear)
+            body = functools.partial(step, join, gathers(group, name), options, local, axis)
             if ranks > 1:
                 cache_specs = [CACHE_SPEC] * layers
                 in_specs = (specs, cache_specs, P(), P(), P(), P(), P())
@@ -314,8 +348,8 @@ def main() -> None:
             # All that a step hands to the next is donated, tokens and lengths too: their addresses stay the same then,
             # and XLA replays its captured graphs as they are.
             compiled = functools.partial(jax.jit(body, donate_argnums=(1, 2, 3)), weights)
-            lengths = on_all(mesh, np.full(batch, context, np.int32))
-            state = (caches, on_all(mesh, np.zeros(batch, np.int32)), lengths)
+            lengths = on_all(mesh, np.full(batch, 0 if arguments.prefill else context, np.int32))
+            state = (caches, on_all(mesh, np.zeros(batch * new, np.int32)), lengths)
             milliseconds, launch, state = measure(compiled, state, rest, arguments.steps)
             if arguments.profile:
                 state = profile(compiled, state, rest, arguments.steps, arguments.steps_per_program)
@@ -323,6 +357,9 @@ def main() -> None:
             milliseconds, launch = (x / arguments.steps_per_program for x in (milliseconds, launch))
             row = {"case": case, "join": name, "milliseconds": round(milliseconds, 3), "limit": round(limit, 3)}
             row["launch"] = round(launch, 3)
+            if arguments.prefill:
+                row["tokens_per_second"] = round(batch * new / milliseconds * 1e3)
+                del row["limit"]  # of a decode step
             row["tokens"] = np.asarray(tokens)[:4].tolist()
             rows.append(row)
             print(json.dumps(row), flush=True)

@@ -321,13 +321,12 @@ def rotary_and_cache_(
 def all_reduce(x: torch.Tensor, *, group: torch.distributed.ProcessGroup | DeviceGroup | None = None) -> torch.Tensor:
     """The sum of x over the ranks of a process group of torch.distributed; None: the default group.
 
-    For eager CPU and CUDA tensors: torch.distributed gathers the parts, whatever its backend is. Under torch_xla's SPMD
-    ``group`` is a DeviceGroup and x holds the parts of all ranks, T[ranks, ...], divided over its axis along the first
-    dimension; the result is T[...], whole on every device.
+    Each rank is a process with one device, as torchrun starts them. At a group's first call all of its ranks open each
+    other's GPU memory: the handles travel through torch.distributed's store. Where a GPU cannot reach a peer's memory
+    it warns, and there and on the CPU torch.distributed gathers the parts, whatever its backend is.
 
-    Under torch_xla with one process for each device (torchrun) x is this rank's part. At a group's first call all of
-    its ranks open each other's memory: the handles travel through torch.distributed's store. Where a GPU cannot reach
-    a peer's memory it warns, and torch.distributed gathers.
+    Under torch_xla's SPMD ``group`` is a DeviceGroup and x holds the parts of all ranks, T[ranks, ...], divided over
+    its axis along the first dimension; the result is T[...], whole on every device.
     """
     return process_group.run(_all_reduce.OPERATOR, group, x)
 

@@ -1,8 +1,9 @@
-"""all_reduce where each rank is a process with one torch_xla device; torchrun starts it.
+"""all_reduce where each rank is a process with one device; torchrun starts it.
 
-python -m torch.distributed.run --standalone --nproc-per-node=2 -m tests.distributed.torchrun_program BACKEND MESSAGES
+python -m torch.distributed.run --nproc-per-node=2 -m tests.distributed.torchrun_program BACKEND MESSAGES
 
-On the CPU torch_xla knows one process alone: there the process group is gloo's, and the parts travel through the host.
+BACKEND: xla, torch_xla's GPUs; nccl, eager CUDA tensors; gloo, torch_xla on the CPU, which knows one process alone
+there: the parts travel through the host.
 """
 
 from __future__ import annotations
@@ -13,8 +14,6 @@ import warnings
 
 import torch
 import torch.distributed as dist
-import torch_xla
-import torch_xla.distributed.xla_backend  # registers the backend
 
 import xla_gpu.torch as xg
 
@@ -23,8 +22,17 @@ PROGRAMS = 8
 
 
 def main(backend: str, messages: int) -> None:
-    dist.init_process_group(backend, init_method="xla://" if backend == "xla" else None)
-    rank, ranks, device = dist.get_rank(), dist.get_world_size(), torch_xla.device()
+    if backend == "nccl":
+        device, sync = torch.device("cuda", int(os.environ["LOCAL_RANK"])), torch.cuda.synchronize
+        torch.cuda.set_device(device)
+        dist.init_process_group(backend)
+    else:
+        import torch_xla
+        import torch_xla.distributed.xla_backend  # registers the backend
+
+        dist.init_process_group(backend, init_method="xla://" if backend == "xla" else None)
+        device, sync = torch_xla.device(), torch_xla.sync
+    rank, ranks = dist.get_rank(), dist.get_world_size()
     assert ranks == int(os.environ["WORLD_SIZE"])
 
     def parts(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -38,7 +46,8 @@ def main(backend: str, messages: int) -> None:
         return result.to(x.dtype)
 
     with warnings.catch_warnings():
-        warnings.simplefilter("error" if backend == "xla" else "default")  # no peer memory
+        if backend != "gloo":
+            warnings.filterwarnings("error", "process group .*: no peer memory")
         xg.all_reduce(torch.ones(2).to(device))
 
     dtypes = (torch.float32, torch.float16, torch.bfloat16)
@@ -50,7 +59,7 @@ def main(backend: str, messages: int) -> None:
     while done < messages:
         start = done % len(inputs)
         results = [xg.all_reduce(x) for x in mine[start : start + PROGRAM_MESSAGES]]
-        torch_xla.sync()
+        sync()
         for i, result in enumerate(results, start):
             assert torch.equal(result.cpu(), wants[i]), f"message {done} of {wants[i].numel()}, rank {rank}"
             done += 1
@@ -63,13 +72,23 @@ def main(backend: str, messages: int) -> None:
     assert torch.equal(added.cpu(), want_added)
     torch.testing.assert_close(out.cpu(), want, rtol=1e-5, atol=1e-5)
 
-    @torch.compile(backend="openxla")
-    def compiled(x: torch.Tensor) -> torch.Tensor:
+    def doubled(x: torch.Tensor) -> torch.Tensor:
         return xg.all_reduce(x * 2) + 1
 
+    compiled = torch.compile(doubled, backend="eager" if backend == "nccl" else "openxla")
     for seed in (4, 5):
         x = parts(seed, 100)
         assert torch.equal(compiled(x[rank].to(device)).cpu(), total(x * 2) + 1), seed
+    if backend == "nccl":
+        x = parts(8, 3000)
+        place, graph = x[rank].to(device), torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = doubled(place)
+        for seed in (8, 9):
+            x = parts(seed, 3000)
+            place.copy_(x[rank])
+            graph.replay()
+            assert torch.equal(captured.cpu(), total(x * 2) + 1), seed
 
     again, first = dist.new_group(list(range(ranks))), dist.new_group([0])
     x = parts(6, 33)

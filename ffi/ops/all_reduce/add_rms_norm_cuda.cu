@@ -17,16 +17,13 @@ constexpr int kMaxAddRmsNormThreads = 512;  // more would leave a thread too few
 template <typename T, int kRanks>
 struct FromPeers {
   const GroupView& group;
-  const T* x;  // [num_rows, hidden]
   Call call;
   Deadline deadline;
 
-  __device__ FromPeers(const GroupView& group_, const T* x_, int64_t /*ranks*/, int64_t /*stride*/)
-      : group(group_), x(x_), call(BeginCall(group_)), deadline(group_, call.broken) {}
-  __device__ Vector<T> Send(int64_t row, int64_t i, int64_t hidden, int64_t vectors, bool aligned) {
-    const Vector<T> own = LoadVector(x + row * hidden, i, hidden, aligned);
+  __device__ FromPeers(const GroupView& group_, const T* /*x*/, int64_t /*ranks*/, int64_t /*stride*/)
+      : group(group_), call(BeginCall(group_)), deadline(group_, call.broken) {}
+  __device__ void Send(int64_t row, int64_t i, int64_t vectors, const Vector<T>& own) {
     SendPackets<T, kRanks>(group, call, row * vectors + i, own);
-    return own;
   }
   __device__ Vector<T> Sum(int64_t row, int64_t i, int64_t /*hidden*/, int64_t vectors, bool /*aligned*/,
                            const Vector<T>& own) {
@@ -42,9 +39,7 @@ struct FromParts {
 
   __device__ FromParts(const GroupView&, const T* x_, int64_t ranks_, int64_t stride_)
       : x(x_), ranks(ranks_), stride(stride_) {}
-  __device__ Vector<T> Send(int64_t row, int64_t i, int64_t hidden, int64_t /*vectors*/, bool aligned) {
-    return LoadVector(x + row * hidden, i, hidden, aligned);
-  }
+  __device__ void Send(int64_t /*row*/, int64_t /*i*/, int64_t /*vectors*/, const Vector<T>& /*own*/) {}
   __device__ Vector<T> Sum(int64_t row, int64_t i, int64_t hidden, int64_t /*vectors*/, bool aligned,
                            const Vector<T>& own) {
     VectorSum<T> sum;
@@ -69,17 +64,21 @@ __global__ void __launch_bounds__(kMaxAddRmsNormThreads)
   const int64_t vectors = (hidden + V::kSize - 1) / V::kSize;
   const int64_t first = threadIdx.x;
   // Rows are rarely longer than a CTA: what a thread's first vector needs is loaded while the call begins.
-  V first_weight, first_added;
+  V first_weight, first_added, first_own;
   if (first < vectors) {
+    first_own = LoadVector(x + blockIdx.x * hidden, first, hidden, aligned);
     first_weight = LoadVector(weight, first, hidden, aligned);
     first_added = LoadVector(residual + blockIdx.x * hidden, first, hidden, aligned);
   }
   Source source(group, x, ranks, num_rows * hidden);
   for (int64_t row = blockIdx.x; row < num_rows; row += gridDim.x) {
     const int64_t at = row * hidden;
-    V kept;
-    if (first < vectors) kept = source.Send(row, first, hidden, vectors, aligned);
-    for (int64_t i = first + blockDim.x; i < vectors; i += blockDim.x) source.Send(row, i, hidden, vectors, aligned);
+    V kept = first_own;
+    if (row != blockIdx.x && first < vectors) kept = LoadVector(x + at, first, hidden, aligned);
+    if (first < vectors) source.Send(row, first, vectors, kept);
+    for (int64_t i = first + blockDim.x; i < vectors; i += blockDim.x) {
+      source.Send(row, i, vectors, LoadVector(x + at, i, hidden, aligned));
+    }
     float squares = 0.0f;
     for (int64_t i = first; i < vectors; i += blockDim.x) {
       const bool is_first = i == first;

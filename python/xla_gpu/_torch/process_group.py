@@ -1,4 +1,8 @@
-"""The operators that sum over ranks. On eager tensors torch.distributed gathers the parts and the handler adds them."""
+"""The operators that sum over the ranks of a process group.
+
+The handler exchanges the parts through the peers' memory. Where a GPU cannot reach that, and on the CPU,
+torch.distributed gathers them and the handler adds.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +12,8 @@ import torch
 import torch.distributed
 
 from .._core.operator import Operator
-from .._torch_xla import device_group, processes
-from . import functions
+from .._torch_xla import device_group
+from . import functions, peer_groups
 
 
 def run(operator: Operator, group: Any, x: torch.Tensor, *rest: torch.Tensor, **options: Any) -> Any:
@@ -19,14 +23,15 @@ def run(operator: Operator, group: Any, x: torch.Tensor, *rest: torch.Tensor, **
     name = operator.name
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"{name}: x: expected a tensor, got {type(x).__name__}")
-    if x.device.type != "xla":
-        return functions.call(operator, _gather(_checked(name, group), x), *rest, **options)
-    if processes.is_spmd():
+    if x.device.type == "xla" and device_group.is_spmd():
         raise TypeError(
             f"{name}: group: expected an xla_gpu.torch.DeviceGroup for a tensor of torch_xla under SPMD, got "
             f"{type(group).__name__}"
         )
-    return processes.run(operator, _checked(name, group), x, *rest, **options)
+    group = _checked(name, group)
+    if number := peer_groups.number(group, *_device(x)):
+        return functions.call(operator, x, *rest, **options, group=number)
+    return _of_gathered(operator, group, x, rest, options)
 
 
 def _checked(name: str, group: Any) -> Any:
@@ -47,9 +52,29 @@ def _checked(name: str, group: Any) -> Any:
     return group
 
 
+def _device(x: torch.Tensor) -> tuple[str, int]:
+    """The platform of x, "cpu" or "cuda", and CUDA's number of the GPU."""
+    if x.device.type == "xla":
+        return device_group.device()
+    return ("cuda", x.device.index or 0) if x.device.type == "cuda" else ("cpu", 0)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _of_gathered(
+    operator: Operator, group: Any, x: torch.Tensor, rest: tuple[torch.Tensor, ...], options: dict[str, Any]
+) -> Any:
+    return functions.call(operator, _gather(group, x), *rest, **options)
+
+
 def _gather(group: Any, x: torch.Tensor) -> torch.Tensor:
-    """T[ranks, ...]: every rank's x."""
-    parts = x.new_empty((torch.distributed.get_world_size(group), *x.shape))
+    """T[ranks, ...]: every rank's x. Of torch_xla's tensors through the host where the group's backend is not "xla"."""
+    shape = (torch.distributed.get_world_size(group), *x.shape)
+    if x.device.type == "xla" and torch.distributed.get_backend(group) == "xla":
+        parts = x.new_empty(shape)
+        torch.distributed.all_gather_into_tensor(parts, x[None], group=group)
+        return parts
+    mine = x.cpu() if x.device.type == "xla" else x
+    parts = mine.new_empty(shape)
     # In pieces: gloo has no all_gather_into_tensor for every dtype.
-    torch.distributed.all_gather(list(parts.unbind(0)), x.contiguous(), group=group)
-    return parts
+    torch.distributed.all_gather(list(parts.unbind(0)), mine.contiguous(), group=group)
+    return parts.to(x.device)

@@ -92,6 +92,21 @@ class DeviceGroup:
         return number
 
 
+def is_spmd() -> bool:
+    from torch_xla import runtime
+
+    return bool(runtime.is_spmd())
+
+
+def device() -> tuple[str, int]:
+    """The platform of this process's torch_xla devices, "cpu" or "cuda", and CUDA's number of the first."""
+    if lowering.platform() == "cpu":
+        return "cpu", 0
+    from . import plugin  # imports torch_xla
+
+    return "cuda", plugin.device_ordinal()
+
+
 def run(operator: Operator, group: DeviceGroup, x: torch.Tensor, *rest: torch.Tensor, **options: Any) -> Any:
     """``operator`` over ``group``: x holds the parts of all ranks."""
     name = operator.name

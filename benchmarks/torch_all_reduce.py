@@ -1,9 +1,10 @@
-"""all_reduce of vLLM's custom kernel and of NCCL, in a captured graph: the same program as benchmarks.all_reduce.
+"""all_reduce beside NCCL and vLLM's custom all-reduce in CUDA graphs of PyTorch, a process for each GPU: the program of
+benchmarks.all_reduce.
 
-python -m benchmarks.vllm_all_reduce --library .../site-packages/vllm/_C.abi3.so --devices 2
+python -m benchmarks.torch_all_reduce --devices 2 --vllm .../site-packages/vllm/_C.abi3.so
 
-PyTorch with CUDA, the one that this vLLM was built for; vLLM itself is not imported. Microseconds of one of 256 sums
-with a multiplication behind each; the row "nothing" has the multiplications alone.
+Microseconds of one of 256 sums with a multiplication behind each; the row "nothing" has the multiplications alone. vLLM
+itself is not imported: its library needs the PyTorch that it was built for.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
+
+import xla_gpu.torch as xg
 
 CALLS = 256
 HIDDEN = 4096
@@ -90,20 +93,23 @@ def measure(rank: int, arguments: argparse.Namespace) -> None:
     torch.cuda.set_device(rank)
     dist.init_process_group("cpu:gloo,cuda:nccl", rank=rank, world_size=ranks)
     dist.all_reduce(torch.zeros(1, device="cuda"))  # NCCL connects outside of the capture
-    torch.ops.load_library(arguments.library)
-    vllm = VllmAllReduce(rank, ranks)
+    vllm = None
+    if arguments.vllm:
+        torch.ops.load_library(arguments.vllm)
+        vllm = VllmAllReduce(rank, ranks)
+    xg.all_reduce(torch.zeros(1, device="cuda"))  # opens the peers' memory
     rows = []
     for kilobytes in arguments.kilobytes:
         x = torch.randn(max(1, kilobytes * 1024 // (2 * HIDDEN)), HIDDEN, device="cuda").bfloat16()
         variants = {
             "nothing": (lambda t: t, lambda: None),
-            "vLLM": (vllm, vllm.after_capture),
+            "all_reduce": (xg.all_reduce, lambda: None),
             "NCCL": (nccl, lambda: None),
             "NCCL in place": (nccl_in_place, lambda: None),
         }
+        if vllm is not None and x.nbytes < MAX_BYTES:
+            variants["vLLM"] = vllm, vllm.after_capture
         for name, (reduce, after) in variants.items():
-            if name == "vLLM" and x.nbytes >= MAX_BYTES:
-                continue
             row = {"kilobytes": kilobytes, "what": name, "microseconds": round(microseconds(reduce, after, x), 2)}
             rows.append(row)
             if rank == 0:
@@ -118,7 +124,7 @@ def measure(rank: int, arguments: argparse.Namespace) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--library", required=True, help="vLLM's _C.abi3.so")
+    parser.add_argument("--vllm", help="its _C.abi3.so; default: without")
     parser.add_argument("--devices", type=int, default=2)
     parser.add_argument("--kilobytes", type=int, nargs="+", default=[8, 64, 256, 2048])
     parser.add_argument("--json", type=Path)
