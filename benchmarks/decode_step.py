@@ -127,6 +127,9 @@ def times(x: jax.Array, weight: Weight, linear: bool = False) -> jax.Array:
     return jax.lax.dot_general(x, weight["weight"], (((1,), (1,)), ((), ())))
 
 
+CUBLAS: Any = {"xla_gpu_enable_triton_gemm": False, "xla_gpu_enable_cublaslt": True}
+
+
 class Options(NamedTuple):
     fused: bool  # rotary_and_cache and silu_and_mul
     linear: bool  # products of plain weights too
@@ -305,6 +308,9 @@ def main() -> None:
     parser.add_argument("--linear", action="store_true", help="products of plain weights by the operator linear too")
     parser.add_argument("--weights", choices=("bfloat16", "float8"), default="bfloat16", help="float8: by linear")
     parser.add_argument("--prefill", action="store_true", help="all tokens of the context at once, instead of one more")
+    parser.add_argument(
+        "--cublas", action="store_true", help="XLA's products by cuBLAS alone, none by its Triton kernels"
+    )
     parser.add_argument("--steps", type=int, default=5, help="programs in flight at once (default %(default)s)")
     parser.add_argument("--steps-per-program", type=int, default=1)
     parser.add_argument("--profile", action="store_true", help="what each kernel adds to a step")
@@ -347,7 +353,9 @@ def main() -> None:
                 body = many(body, arguments.steps_per_program)
             # All that a step hands to the next is donated, tokens and lengths too: their addresses stay the same then,
             # and XLA replays its captured graphs as they are.
-            compiled = functools.partial(jax.jit(body, donate_argnums=(1, 2, 3)), weights)
+            compiled = functools.partial(
+                jax.jit(body, donate_argnums=(1, 2, 3), compiler_options=CUBLAS if arguments.cublas else None), weights
+            )
             lengths = on_all(mesh, np.full(batch, 0 if arguments.prefill else context, np.int32))
             state = (caches, on_all(mesh, np.zeros(batch * new, np.int32)), lengths)
             milliseconds, launch, state = measure(compiled, state, rest, arguments.steps)

@@ -69,6 +69,8 @@ def _of_gathered(
 def _gather(group: Any, x: torch.Tensor) -> torch.Tensor:
     """T[ranks, ...]: every rank's x. Of torch_xla's tensors through the host where the group's backend is not "xla"."""
     shape = (torch.distributed.get_world_size(group), *x.shape)
+    if shape[0] == 1:  # XLA's collectives are for all processes to run
+        return x[None]
     if x.device.type == "xla" and torch.distributed.get_backend(group) == "xla":
         parts = x.new_empty(shape)
         torch.distributed.all_gather_into_tensor(parts, x[None], group=group)
