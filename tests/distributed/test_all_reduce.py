@@ -86,18 +86,18 @@ def test_with_residual_and_norm(platform, ranks, dtype, hidden, rows):
     group.check()
 
 
-@pytest.mark.parametrize(("platform", "examples"), [("cpu", 12)])
-def test_generated_calls(platform, examples):
-    """Several sums and norms of random shapes in one program. Not on GPUs: XLA's compiler of jax 0.11.2 crashed there on
-    one of these programs (docs/log/2026-11-21-tensor-parallel.md); test_random_sizes is for those."""
+def test_generated_calls():
+    """Several sums and norms of random shapes in one program.
+
+    Not on GPUs: XLA's compiler crashed there on one of these programs (docs/log/2026-11-21-tensor-parallel.md).
+    """
     hypothesis = pytest.importorskip("hypothesis")
     st = hypothesis.strategies
-    devices.mesh(platform, tp=2)  # skips where there are none
-    most = min(4, len(jax.devices(platform)))
+    most = min(4, len(jax.devices("cpu")))
     call = st.tuples(st.integers(0, 40), st.integers(1, 40) | st.integers(1, 9000), st.booleans())
 
     @hypothesis.seed(2026)
-    @hypothesis.settings(max_examples=examples, database=None, deadline=None, print_blob=False)
+    @hypothesis.settings(max_examples=12, database=None, deadline=None, print_blob=False)
     @hypothesis.given(
         ranks=st.integers(2, most),
         max_bytes=st.sampled_from([1 << 16, 1 << 20]),
@@ -105,7 +105,7 @@ def test_generated_calls(platform, examples):
         calls=st.lists(call, min_size=1, max_size=4),
     )
     def check(ranks, max_bytes, dtype, calls):
-        group = xg.DeviceGroup(devices.mesh(platform, tp=ranks), "tp", timeout_s=20, max_bytes=max_bytes)
+        group = xg.DeviceGroup(devices.mesh("cpu", tp=ranks), "tp", timeout_s=20, max_bytes=max_bytes)
         parts = [parts_of((rows, hidden), dtype, ranks) for rows, hidden, _ in calls]
         weights = [parts_of((hidden,), dtype, 1, "weight")[0] for _, hidden, _ in calls]
 
