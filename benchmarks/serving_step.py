@@ -56,15 +56,17 @@ def make_load(batch: int, context: int) -> tuple[SimpleNamespace, np.ndarray]:
 Engines = Callable[[Any, StepOptions], tuple[Any, Callable[[Any], object]]]
 
 
-def in_jax(config: LlamaConfig, dtype: str, max_tokens: int, devices: int) -> Engines:
+def in_jax(config: LlamaConfig, dtype: str, max_tokens: int, devices: int, weights: str) -> Engines:
     from paged_llama import jax_weights
     from paged_llama.jax_engine import Engine
 
     parameters = jax_weights.randomise(config, dtype, max_tokens, 0, jax_weights.make_mesh(devices))
+    if weights != "plain":
+        jax_weights.quantize(parameters, weights)
     return lambda load, options: (Engine(config, parameters, load, options), lambda chosen: chosen.block_until_ready())
 
 
-def in_torch_xla(config: LlamaConfig, dtype: str, max_tokens: int, devices: int) -> Engines:
+def in_torch_xla(config: LlamaConfig, dtype: str, max_tokens: int, devices: int, weights: str) -> Engines:
     import serve_llama
 
     example = serve_llama.TorchXla()
@@ -74,8 +76,9 @@ def in_torch_xla(config: LlamaConfig, dtype: str, max_tokens: int, devices: int)
 
     def engine(load: Any, options: StepOptions) -> tuple[Any, Callable[[Any], object]]:
         given = argparse.Namespace(
-            dtype=dtype, model=None, seed=0, tensor_parallel=devices, options=options, temperature=options.temperature
-        )
+            dtype=dtype, model=None, seed=0, tensor_parallel=devices, options=options, temperature=options.temperature,
+            weights=None if weights == "plain" else weights,
+        )  # fmt: skip
         model = example.model(given, config, None, max_tokens)
         return Engine(model, load, example.device), lambda chosen: chosen.cpu()
 
@@ -102,11 +105,12 @@ def measure(engine: Any, wait: Callable[[Any], object], packed: np.ndarray, step
     }
 
 
-def weight_bytes(config: LlamaConfig, itemsize: int) -> int:
-    """Of the embedding only a row per token is read, unless it is the head too."""
+def weight_bytes(config: LlamaConfig, itemsize: int, weights: str) -> int:
+    """Of the embedding only a row per token is read, unless it is the head too. Scales are left out but for int4."""
     heads = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
     layer = config.hidden_size * (heads + config.num_heads * config.head_dim + 3 * config.intermediate_size)
-    return (config.num_layers * layer + config.hidden_size * config.vocab_size) * itemsize
+    stored = {"plain": itemsize, "float8": 1, "int8": 1, "int4": 0.5 + itemsize / 128}[weights]
+    return int(config.num_layers * layer * stored + config.hidden_size * config.vocab_size * itemsize)
 
 
 def main() -> None:
@@ -120,6 +124,7 @@ def main() -> None:
     parser.add_argument(
         "--operators", nargs="+", default=[",".join(USUAL)], metavar="NAMES", help="with commas, or none"
     )
+    parser.add_argument("--weights", choices=("plain", "float8", "int8", "int4"), default="plain", help="of the layers")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--repeats", type=int, default=3)
     arguments = parser.parse_args()
@@ -128,15 +133,18 @@ def main() -> None:
         config = dataclasses.replace(config, num_layers=arguments.layers)
     sizes = [tuple(map(int, case.split("x"))) for case in arguments.cases]
     make = in_jax if arguments.framework == "jax" else in_torch_xla
-    engines = make(config, arguments.dtype, max(c for _, c in sizes) + 1, arguments.tensor_parallel)
+    engines = make(config, arguments.dtype, max(c for _, c in sizes) + 1, arguments.tensor_parallel, arguments.weights)
     per_token = config.num_layers * 2 * config.num_kv_heads * config.head_dim * itemsize
     for (batch, context), names in itertools.product(sizes, arguments.operators):
         load, packed = make_load(batch, context)
         engine, wait = engines(load, StepOptions(frozenset() if names == "none" else frozenset(names.split(","))))
         row = {"framework": arguments.framework, "shape": arguments.shape, "devices": arguments.tensor_parallel}
-        row |= {"operators": names, "case": f"{batch}x{context}"}
+        row |= {"weights": arguments.weights, "operators": names, "case": f"{batch}x{context}"}
         row |= measure(engine, wait, packed, arguments.steps, arguments.repeats)
-        row |= {"weight_bytes": weight_bytes(config, itemsize), "kv_bytes": batch * (context + 1) * per_token}
+        row |= {
+            "weight_bytes": weight_bytes(config, itemsize, arguments.weights),
+            "kv_bytes": batch * (context + 1) * per_token,
+        }
         print(json.dumps(row), flush=True)
         del engine  # and its caches
 

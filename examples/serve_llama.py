@@ -44,16 +44,16 @@ class TorchXla:
         import torch
         import torch_xla
 
-        from paged_llama import quantized, weights
+        from paged_llama import options, quantized, weights
         from paged_llama.model import PagedLlama
 
-        if wrong := quantized.check_arguments(arguments):
+        if wrong := options.check_weights(arguments):
             raise ValueError(wrong)
         if arguments.tensor_parallel > 1 and arguments.temperature > 0:
             raise ValueError("--temperature: expected 0 with --tensor-parallel (serve_llama_jax.py has both)")
         group = device_group(arguments.tensor_parallel) if arguments.tensor_parallel > 1 else None
         model = PagedLlama(config, getattr(torch, arguments.dtype), max_tokens, group, arguments.options)
-        if arguments.model and quantized.is_quantized(arguments.model):
+        if arguments.model and options.is_quantized(arguments.model):
             quantized.load_checkpoint(model, arguments.model, self.device)
         elif arguments.model:
             weights.load_checkpoint(model, arguments.model, self.device)

@@ -19,8 +19,6 @@ class Jax:
     name = "serve_llama_jax.py"
 
     def start(self, arguments: argparse.Namespace) -> None:
-        if arguments.weights not in (None, "bfloat16"):
-            raise ValueError(f"--weights {arguments.weights}: serve_llama.py alone quantises")
         os.environ["JAX_PLATFORMS"] = {"cpu": "cpu", "gpu": "cuda"}[arguments.device]  # read when jax is imported
         if arguments.device == "cpu":
             os.environ["JAX_NUM_CPU_DEVICES"] = str(arguments.tensor_parallel)
@@ -35,9 +33,11 @@ class Jax:
             raise ValueError(f"--device {arguments.device}: {error}") from error
 
     def engine(self, arguments, config, theirs, scheduler, max_tokens):
-        from paged_llama import jax_weights
+        from paged_llama import jax_weights, options
         from paged_llama.jax_engine import Engine
 
+        if wrong := options.check_weights(arguments):
+            raise ValueError(wrong)
         given, mesh = (config, arguments.dtype, max_tokens), jax_weights.make_mesh(arguments.tensor_parallel)
         if arguments.model:
             parameters = jax_weights.load_checkpoint(*given, arguments.model, mesh)
@@ -45,6 +45,12 @@ class Jax:
             parameters = jax_weights.load(*given, theirs.state_dict().__getitem__, mesh)
         else:
             parameters = jax_weights.randomise(*given, arguments.seed, mesh)
+        if arguments.weights not in (None, "bfloat16"):
+            jax_weights.quantize(parameters, arguments.weights)
+            if theirs is not None:
+                from paged_llama import quantized
+
+                quantized.round_reference(theirs, arguments.weights)
         return Engine(config, parameters, scheduler, arguments.options)
 
     def compilations(self) -> int:

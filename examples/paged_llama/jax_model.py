@@ -1,8 +1,8 @@
 """The Llama of model.py as functions of JAX arrays: parameters are a dict of arrays, the caches a list.
 
-What belongs together is multiplied together: q, k and v are one matrix, gate and up are another. Matrices are stored
-[in, out], transposed from Hugging Face's. Over several devices each holds its heads, its part of the MLP and of the
-vocabulary; what one of them holds stands together: its q, k and v, and its gate and up.
+What belongs together is multiplied together: q, k and v are one matrix, gate and up are another. Over several devices
+each holds its heads, its part of the MLP and of the vocabulary; what one of them holds stands together: its q, k and v,
+and its gate and up.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import xla_gpu.jax as xg
 
 from .batch import StepLayout
 from .config import LlamaConfig
-from .options import StepOptions
+from .options import StepOptions, usable
 
 Parameters = dict[str, jax.Array]
 ROW_PARALLEL = ("out", "down")  # over several devices these are divided along their inputs, the others along outputs
@@ -45,19 +45,27 @@ def forward(
     tokens = jnp.where(sources < 0, step["tokens"], previous[jnp.maximum(sources, 0)])
     total = parameters["embed.weight"][tokens]
     updated = []
-    hidden = _Layer(config, group, options, parameters, "layers.0.").norm("attention_norm", total)
+    hidden = None  # the norm of total, where the part before has made it
     for i, cache in enumerate(caches):
         layer = _Layer(config, group, options, parameters, f"layers.{i}.")
-        attended, cache = layer.attention(hidden, cache, step)
-        hidden, total = layer.add_and_norm(attended, total, f"layers.{i}.mlp_norm")
+        if layer.uses("attention_block"):
+            hidden, (total, cache) = None, layer.attention_block(total, cache, step)
+        else:
+            hidden = layer.norm("attention_norm", total) if hidden is None else hidden
+            attended, cache = layer.attention(hidden, cache, step)
+            hidden, total = layer.add_and_norm(attended, total, f"layers.{i}.mlp_norm")
+        updated.append(cache)
+        if layer.uses("gated_mlp"):
+            hidden, total = None, layer.gated_mlp(total)
+            continue
+        hidden = layer.norm("mlp_norm", total) if hidden is None else hidden
         activated = layer.activation(layer.linear("gate_up", hidden))
         after = f"layers.{i + 1}.attention_norm" if i + 1 < len(caches) else "norm"
         hidden, total = layer.add_and_norm(layer.linear("down", activated), total, after)
-        updated.append(cache)
-    hidden = hidden[step["last_rows"]]  # the only rows whose logits anybody wants
-    tied = group is None and config.tie_word_embeddings
-    head = parameters["embed.weight"].T if tied else parameters["head.weight"]
-    logits = hidden @ head
+    # Of the last rows alone: the others' logits nobody wants.
+    model, last = _Layer(config, group, options, parameters, ""), step["last_rows"]
+    hidden = model.norm("norm", total[last]) if hidden is None else hidden[last]
+    logits = model.linear("embed" if group is None and config.tie_word_embeddings else "head", hidden)
     if options.temperature > 0 or (group is None and "sample" in options.operators):
         return _sample(logits, config.vocab_size, group, options, step), updated
     return _most_likely(logits, config.vocab_size, group), updated
@@ -113,13 +121,25 @@ class _Layer:
     ):
         self.config = config
         self._group = group
-        self._operators = options.operators
+        self._operators = usable(options.operators, config)
         self._parameters = parameters
         self._prefix = prefix
 
+    def uses(self, operator: str) -> bool:
+        """Whether the model calls an operator that is for one device."""
+        return self._group is None and operator in self._operators
+
+    def _projection(self, name: str) -> dict[str, jax.Array | None]:
+        """The operands of a projection, by the names of attention_block and gated_mlp."""
+        parts = ("weight", "scale", "zero_point", "bias")
+        return {f"{name}_{part}": self._parameters.get(f"{self._prefix}{name}.{part}") for part in parts}
+
     def linear(self, name: str, x: jax.Array) -> jax.Array:
-        out = x @ self._parameters[f"{self._prefix}{name}.weight"]
-        bias = self._parameters.get(f"{self._prefix}{name}.bias")
+        weight, scale, zero_point, bias = self._projection(name).values()
+        # linear takes multiples of 16 alone; a vocabulary may have any size.
+        if scale is not None or (self.uses("linear") and not any(size % 16 for size in weight.shape)):
+            return xg.linear(x, weight, weight_scale=scale, weight_zero_point=zero_point, bias=bias)
+        out = x @ weight.T
         if bias is None:
             return out
         if self._group is not None and name in ROW_PARALLEL:  # the devices' results will be added up
@@ -145,6 +165,36 @@ class _Layer:
             return xg.rms_norm(x, weight, eps=self.config.rms_norm_eps, residual=total)
         total = total + x
         return self._norm(weight, total), total
+
+    def attention_block(
+        self, total: jax.Array, cache: jax.Array, step: dict[str, jax.Array]
+    ) -> tuple[jax.Array, jax.Array]:
+        """The residual stream behind the layer's attention, and the cache."""
+        return xg.attention_block(
+            total,
+            kv_cache=cache,
+            positions=step["positions"],
+            table=self._parameters["rotations"],
+            slot_mapping=step["slots"],
+            **{name: step[name] for name in ("context_lens", "block_tables", "query_start_loc", "num_seqs")},
+            scale=self.config.head_dim**-0.5,
+            norm_weight=self._parameters[f"{self._prefix}attention_norm.weight"],
+            residual=total,
+            eps=self.config.rms_norm_eps,
+            **self._projection("qkv"),
+            **self._projection("out"),
+        )
+
+    def gated_mlp(self, total: jax.Array) -> jax.Array:
+        """The residual stream behind the layer's MLP."""
+        return xg.gated_mlp(
+            total,
+            norm_weight=self._parameters[f"{self._prefix}mlp_norm.weight"],
+            residual=total,
+            eps=self.config.rms_norm_eps,
+            **self._projection("gate_up"),
+            **self._projection("down"),
+        )
 
     def activation(self, gate_up: jax.Array) -> jax.Array:
         if "silu_and_mul" in self._operators:

@@ -5,6 +5,7 @@ Each device gets its shard alone, and one shard is in the host's memory at a tim
 
 from __future__ import annotations
 
+import functools
 import pathlib
 from collections.abc import Callable
 from typing import Any
@@ -12,6 +13,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+from xla_gpu import quantization
 
 from .checkpoint import hugging_face_names, safetensors
 from .config import LlamaConfig
@@ -54,22 +57,18 @@ def load(
     parameters = {}
     for name, parts in _names(config, mesh.size).items():
         tensors = [get(part) for part in parts]
-        divided, transposed = _divided(name), _is_transposed(name, shapes[name])
-        whole = (shapes[name][0], config.vocab_size) if name == "head.weight" else shapes[name]
-        stored = tuple(reversed(whole)) if transposed else whole
+        divided = _divided(name)
+        whole = (config.vocab_size, *shapes[name][1:]) if name == "head.weight" else shapes[name]
         got = (sum(_shape(t)[0] for t in tensors), *_shape(tensors[0])[1:])
-        if got != stored:
-            raise ValueError(
-                f"{' + '.join(parts)}: expected {list(whole)}, got {list(reversed(got) if transposed else got)}"
-            )
-        axis = None if divided is None else len(stored) - 1 - divided if transposed else divided
+        if got != whole:
+            raise ValueError(f"{' + '.join(parts)}: expected {list(whole)}, got {list(got)}")
 
-        def shard(rank: int, name=name, tensors=tensors, axis=axis, transposed=transposed) -> np.ndarray:
+        def shard(rank: int, name=name, tensors=tensors, axis=divided) -> np.ndarray:
             pieces = [np.asarray(t[_part(_shape(t), axis, rank, mesh.size)]) for t in tensors]
             piece = np.concatenate(pieces).astype(jnp.dtype(dtype))
             if name == "head.weight":  # zeros behind the vocabulary's end
-                piece = np.pad(piece, ((0, shapes[name][1] // mesh.size - piece.shape[0]), (0, 0)))
-            return np.ascontiguousarray(piece.T) if transposed else piece
+                piece = np.pad(piece, ((0, shapes[name][0] // mesh.size - piece.shape[0]), (0, 0)))
+            return piece
 
         sharding = jax.sharding.NamedSharding(mesh, placed[name])
         if divided is None:
@@ -109,6 +108,20 @@ def randomise(
     return _with_rotations(parameters, config, max_tokens, mesh)
 
 
+def quantize(parameters: Parameters, weight_format: str) -> None:
+    """Quantises the layers' matrices where they are: "layers.0.qkv.weight" gets "layers.0.qkv.scale" beside it.
+
+    int4 leaves those whose k is no multiple of 128. One device's alone.
+    """
+    make = jax.jit(functools.partial(quantization.quantize, weight_format=weight_format))
+    for name in [name for name in parameters if name.startswith("layers.") and parameters[name].ndim == 2]:
+        n, k = parameters[name].shape
+        if n % 16 == 0 and k % (128 if weight_format == "int4" else 16) == 0:
+            stored = make(parameters[name])
+            parameters[name] = stored.weight
+            parameters[name.replace(".weight", ".scale")] = jax.block_until_ready(stored.weight_scale)
+
+
 def _with_rotations(
     parameters: Parameters, config: LlamaConfig, max_tokens: int, mesh: jax.sharding.Mesh
 ) -> Parameters:
@@ -125,29 +138,23 @@ def _names(config: LlamaConfig, devices: int) -> dict[str, list[str]]:
 def _shapes(config: LlamaConfig, devices: int) -> dict[str, tuple[int, ...]]:
     hidden, wide = config.hidden_size, config.intermediate_size
     query, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    matrices = {"qkv": (hidden, query + 2 * kv), "out": (query, hidden), "gate_up": (hidden, 2 * wide)}
-    # As many columns on each device; forward leaves those behind the vocabulary's end out.
-    matrices |= {"down": (wide, hidden), "head": (hidden, -(-config.vocab_size // devices) * devices)}
+    matrices = {"qkv": (query + 2 * kv, hidden), "out": (hidden, query), "gate_up": (2 * wide, hidden)}
+    # As many rows on each device; forward leaves those behind the vocabulary's end out.
+    matrices |= {"down": (hidden, wide), "head": (-(-config.vocab_size // devices) * devices, hidden)}
     shapes: dict[str, tuple[int, ...]] = {}
     for name in _names(config, devices):
         kind, what = name.split(".")[-2:]
         shape = (config.vocab_size, hidden) if kind == "embed" else matrices.get(kind, (hidden,))
-        shapes[name] = shape if what == "weight" else shape[1:]
+        shapes[name] = shape if what == "weight" else shape[:1]
     return shapes
 
 
 def _divided(name: str) -> int | None:
-    """The dimension of the parameter, [in, out] or [out], that the devices divide."""
+    """The dimension of the parameter, [out, in] or [out], that the devices divide."""
     kind, what = name.split(".")[-2:]
     if kind in ROW_PARALLEL:
-        return 0 if what == "weight" else None
-    if kind in ("qkv", "gate_up", "head"):
-        return 1 if what == "weight" else 0
-    return None
-
-
-def _is_transposed(name: str, shape: tuple[int, ...]) -> bool:
-    return len(shape) == 2 and name != "embed.weight"
+        return 1 if what == "weight" else None
+    return 0 if kind in ("qkv", "gate_up", "head") else None
 
 
 def _shape(tensor: Any) -> tuple[int, ...]:

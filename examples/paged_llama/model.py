@@ -22,7 +22,7 @@ import xla_gpu.torch
 
 from .batch import StepLayout
 from .config import LlamaConfig
-from .options import StepOptions
+from .options import StepOptions, usable
 
 
 class PagedLlama(nn.Module):
@@ -43,7 +43,7 @@ class PagedLlama(nn.Module):
         self.config = config
         self.group = group
         self.options = options or StepOptions()
-        operators = self.options.operators if group is None else frozenset()
+        operators = usable(self.options.operators, config) if group is None else frozenset()
         self.devices = 1 if group is None else group.size
         with torch.device("meta"):
             self.embed = nn.Embedding(config.vocab_size, config.hidden_size, dtype=dtype)
@@ -68,14 +68,14 @@ class PagedLlama(nn.Module):
         step = layout.unpack(packed)
         sources = step["sources"]
         tokens = torch.where(sources < 0, step["tokens"], previous[sources.clamp(min=0)])
-        total = self.embed(tokens)
-        hidden, _ = self.layers[0].attention_norm(total)
+        total, hidden = self.embed(tokens), None
         updated = []
         for i, (layer, cache) in enumerate(zip(self.layers, caches, strict=True)):
             after = self.layers[i + 1].attention_norm if i + 1 < len(self.layers) else self.norm
             hidden, total, cache = layer(hidden, total, self.rotations, cache, step, after)
             updated.append(cache)
-        hidden = hidden[step["last_rows"]]  # the only rows whose logits anybody wants
+        last = step["last_rows"]  # the only rows whose logits anybody wants
+        hidden = self.norm(total[last])[0] if hidden is None else hidden[last]
         if self.group is not None:
             return self._most_likely(self.head(hidden)), updated
         head = self.embed.weight if self.config.tie_word_embeddings else self.head.weight
@@ -140,15 +140,23 @@ class Layer(nn.Module):
 
     def forward(
         self,
-        hidden: Tensor,
+        hidden: Tensor | None,
         total: Tensor,
         rotations: Tensor,
         cache: Tensor,
         step: dict[str, Tensor],
         after: RMSNorm,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        attended, cache = self.attention(hidden, rotations, cache, step)
-        hidden, total = self.add_and_norm(self.out(attended), total, self.out.bias, self.mlp_norm)
+    ) -> tuple[Tensor | None, Tensor, Tensor]:
+        """hidden: the norm of total by this layer's first norm, or None, where the layer before has not made it."""
+        if "attention_block" in self.operators:
+            hidden, total = None, self.attention_block(total, rotations, cache, step)
+        else:
+            hidden = self.attention_norm(total)[0] if hidden is None else hidden
+            attended, cache = self.attention(hidden, rotations, cache, step)
+            hidden, total = self.add_and_norm(self.out(attended), total, self.out.bias, self.mlp_norm)
+        if "gated_mlp" in self.operators:
+            return None, self.gated_mlp(total), cache
+        hidden = self.mlp_norm(total)[0] if hidden is None else hidden
         gate_up = self.gate_up(hidden)
         if "silu_and_mul" in self.operators:
             mlp = xla_gpu.torch.silu_and_mul(gate_up)
@@ -157,6 +165,34 @@ class Layer(nn.Module):
             mlp = (F.silu(gate) * up).reshape(hidden.shape[0], -1)
         hidden, total = self.add_and_norm(self.down(mlp), total, self.down.bias, after)
         return hidden, total, cache
+
+    def attention_block(self, total: Tensor, rotations: Tensor, cache: Tensor, step: dict[str, Tensor]) -> Tensor:
+        """The residual stream behind the layer's attention, which updates the cache in place."""
+        return xla_gpu.torch.attention_block_(
+            total,
+            positions=step["positions"],
+            table=rotations,
+            kv_cache=cache,
+            slot_mapping=step["slots"],
+            **{name: step[name] for name in ("context_lens", "block_tables", "query_start_loc", "num_seqs")},
+            scale=self.scale,
+            norm_weight=self.attention_norm.weight,
+            residual=total,
+            eps=self.attention_norm.eps,
+            **projection("qkv", self.qkv),
+            **projection("out", self.out),
+        )
+
+    def gated_mlp(self, total: Tensor) -> Tensor:
+        """The residual stream behind the layer's MLP."""
+        return xla_gpu.torch.gated_mlp(
+            total,
+            norm_weight=self.mlp_norm.weight,
+            residual=total,
+            eps=self.mlp_norm.eps,
+            **projection("gate_up", self.gate_up),
+            **projection("down", self.down),
+        )
 
     def add_and_norm(self, x: Tensor, total: Tensor, bias: Tensor | None, norm: RMSNorm) -> tuple[Tensor, Tensor]:
         """Adds x, summed over the devices, to the residual stream: the input of what follows, and the stream."""
@@ -193,6 +229,12 @@ class Layer(nn.Module):
             scale=self.scale,
         )
         return attended.reshape(rows, num_heads * head_dim), cache
+
+
+def projection(name: str, linear: nn.Module) -> dict[str, Tensor | None]:
+    """The operands of a linear layer, plain or quantised, by the names of attention_block and gated_mlp."""
+    parts = {"weight": "weight", "weight_scale": "scale", "weight_zero_point": "zero_point", "bias": "bias"}
+    return {f"{name}_{part}": getattr(linear, attribute, None) for attribute, part in parts.items()}
 
 
 class RowParallel(nn.Module):

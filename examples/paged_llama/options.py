@@ -3,9 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import pathlib
+from typing import Any
+
+from .config import LlamaConfig
 
 # xla_gpu's operators beside attention. Without one of them a model has the framework's own operations in its place.
-OPERATORS = ("rms_norm", "rotary_and_cache", "silu_and_mul", "sample")
+OPERATORS = (
+    *("rms_norm", "rotary_and_cache", "silu_and_mul", "sample"),
+    *("linear", "attention_block", "gated_mlp"),  # on one device
+)
 # XLA fuses norms and activations into what stands beside them: as calls they made a step 0.3 ms slower on an H200.
 USUAL = ("rotary_and_cache", "sample")
 
@@ -31,3 +39,27 @@ class StepOptions:
             raise ValueError(f"--temperature: expected a number >= 0, got {self.temperature}")
         if self.temperature > 0 and "sample" not in self.operators:
             raise ValueError("--temperature: expected 0 without the operator sample")
+
+
+def usable(operators: frozenset[str], config: LlamaConfig) -> frozenset[str]:
+    """Those of the operators that take matrices of the model's sizes: multiples of 16."""
+    sizes = {"attention_block": config.num_heads * config.head_dim, "gated_mlp": config.intermediate_size}
+    odd = {name for name, size in sizes.items() if size % 16 or config.hidden_size % 16}
+    return operators - odd
+
+
+def is_quantized(folder: pathlib.Path) -> bool:
+    return "quantization_config" in json.loads((folder / "config.json").read_text())
+
+
+def check_weights(arguments: Any) -> str | None:
+    """What is wrong with --weights, if anything."""
+    if arguments.weights is None:
+        return None
+    if arguments.tensor_parallel > 1:
+        return "--weights: expected no --tensor-parallel: quantised matrices are not divided"
+    if arguments.weights == "bfloat16":
+        return None if arguments.dtype == "bfloat16" else "--weights bfloat16: expected --dtype bfloat16"
+    if arguments.model and is_quantized(arguments.model):
+        return f"--weights: the checkpoint in {arguments.model} is quantised already"
+    return None

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import pathlib
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -62,10 +61,6 @@ def round_reference(theirs: nn.Module, weight_format: str) -> None:
             linear.weight.copy_(quantization.dequantize(quantization.quantize(linear.weight.detach(), weight_format)))
 
 
-def is_quantized(folder: pathlib.Path) -> bool:
-    return "quantization_config" in json.loads((folder / "config.json").read_text())
-
-
 def load_checkpoint(model: PagedLlama, folder: pathlib.Path, device: torch.device) -> None:
     """From a folder whose config.json has a quantization_config: its matrices as they are stored.
 
@@ -101,16 +96,3 @@ def _matrices(model: PagedLlama) -> Iterator[tuple[nn.Module, str, nn.Module]]:
 def _fits(weight: Tensor, weight_format: str) -> bool:
     n, k = weight.shape
     return n % 16 == 0 and k % (128 if weight_format == "int4" else 16) == 0
-
-
-def check_arguments(arguments: Any) -> str | None:
-    """What is wrong with --weights, if anything."""
-    if arguments.weights is None:
-        return None
-    if arguments.tensor_parallel > 1:
-        return "--weights: expected no --tensor-parallel: quantised matrices are not divided"
-    if arguments.weights == "bfloat16":
-        return None if arguments.dtype == "bfloat16" else "--weights bfloat16: expected --dtype bfloat16"
-    if arguments.model and is_quantized(arguments.model):
-        return f"--weights: the checkpoint in {arguments.model} is quantised already"
-    return None

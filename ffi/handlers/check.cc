@@ -116,6 +116,14 @@ ffi::Error CheckSame(const char* op, const char* argument, const ffi::AnyBuffer&
                   StrCat(DTypeText(buffer.element_type()), " ", got));
 }
 
+ffi::Error CheckScratch(const char* op, const ffi::AnyBuffer& scratch, int64_t bytes) {
+  XLA_GPU_RETURN_IF_ERROR(CheckDType(op, "scratch", scratch, ffi::DataType::U8));
+  if (const auto got = static_cast<int64_t>(scratch.size_bytes()); got < bytes) {
+    return Mismatch(op, "scratch", StrCat("at least ", bytes, " bytes"), StrCat(got));
+  }
+  return ffi::Error::Success();
+}
+
 ffi::Error ToError(const Status& status) {
   switch (status.code()) {
     case Status::Code::kOk:

@@ -65,6 +65,11 @@ const char* DTypeText(ffi::DataType dtype);
 // The only switch from XLA's dtypes to ours.
 std::optional<DType> ToDType(ffi::DataType dtype);
 
+// The way back, of a dtype that is computed in.
+constexpr ffi::DataType FloatType(DType dtype) {
+  return dtype == DType::kF32 ? ffi::DataType::F32 : dtype == DType::kF16 ? ffi::DataType::F16 : ffi::DataType::BF16;
+}
+
 ffi::Error CheckDType(const char* op, const char* argument, const ffi::AnyBuffer& buffer, ffi::DataType expected);
 
 // Reads the dtype in which an operator computes.
@@ -79,6 +84,9 @@ ffi::Error CheckShape(const char* op, const char* argument, const ffi::AnyBuffer
 // Same dtype and shape as another argument.
 ffi::Error CheckSame(const char* op, const char* argument, const ffi::AnyBuffer& buffer, const char* other_name,
                      const ffi::AnyBuffer& other);
+
+// A uint8 array of at least `bytes`.
+ffi::Error CheckScratch(const char* op, const ffi::AnyBuffer& scratch, int64_t bytes);
 
 ffi::Error ToError(const Status& status);
 

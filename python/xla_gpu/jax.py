@@ -17,7 +17,7 @@ import jax
 import jax.typing
 
 from ._core.docstrings import docstring
-from ._jax import context_parallel, dense_linear, device_group
+from ._jax import by_parts, context_parallel, dense_linear, device_group
 from ._jax import ragged_paged_attention_v3 as _ragged_paged_attention_v3
 from ._jax.call import function, ragged
 from ._jax.device_group import DeviceGroup
@@ -25,6 +25,8 @@ from ._jax.user_kernels import kernel_call, register_tvm_ffi_target, triton_call
 from ._user_kernels.cuda_kernel import CudaKernel, cuda_kernel
 from ._user_kernels.launch import Result, Scratch
 from .ops import all_reduce as _all_reduce
+from .ops import attention_block as _attention_block
+from .ops import gated_mlp as _gated_mlp
 from .ops import linear as _linear
 from .ops import merge_attention_states as _merge_attention_states
 from .ops import paged_attention as _paged_attention
@@ -43,9 +45,11 @@ __all__ = [
     "Scratch",
     "all_reduce",
     "all_reduce_add_rms_norm",
+    "attention_block",
     "context_parallel_paged_attention",
     "context_parallel_slots",
     "cuda_kernel",
+    "gated_mlp",
     "gelu_and_mul",
     "kernel_call",
     "linear",
@@ -240,6 +244,69 @@ def linear(
     activation: str | None = None,
 ) -> jax.Array:
     """Computes the product of rows with a weight matrix, plain or quantised, with bias, activation and residual."""
+
+
+@function(_gated_mlp.OPERATOR, by_parts.gated_mlp)
+def gated_mlp(
+    x: jax.typing.ArrayLike,
+    gate_up_weight: jax.typing.ArrayLike,
+    down_weight: jax.typing.ArrayLike,
+    *,
+    norm_weight: jax.typing.ArrayLike | None = None,
+    residual: jax.typing.ArrayLike | None = None,
+    gate_up_scale: jax.typing.ArrayLike | None = None,
+    gate_up_zero_point: jax.typing.ArrayLike | None = None,
+    gate_up_bias: jax.typing.ArrayLike | None = None,
+    down_scale: jax.typing.ArrayLike | None = None,
+    down_zero_point: jax.typing.ArrayLike | None = None,
+    down_bias: jax.typing.ArrayLike | None = None,
+    activation: str = "silu_and_mul",
+    eps: float = 1e-6,
+    weight_offset: float = 0.0,
+    round_once: bool = False,
+) -> jax.Array:
+    """Computes the gated MLP of a decoder layer: norm, gate and up, activation, down, residual."""
+
+
+@function(_attention_block.OPERATOR, by_parts.attention_block)
+def attention_block(
+    x: jax.typing.ArrayLike,
+    qkv_weight: jax.typing.ArrayLike,
+    out_weight: jax.typing.ArrayLike,
+    positions: jax.typing.ArrayLike,
+    table: jax.typing.ArrayLike,
+    kv_cache: jax.typing.ArrayLike,
+    slot_mapping: jax.typing.ArrayLike,
+    context_lens: jax.typing.ArrayLike,
+    block_tables: jax.typing.ArrayLike,
+    query_start_loc: jax.typing.ArrayLike,
+    num_seqs: jax.typing.ArrayLike,
+    *,
+    scale: float,
+    norm_weight: jax.typing.ArrayLike | None = None,
+    residual: jax.typing.ArrayLike | None = None,
+    qkv_scale: jax.typing.ArrayLike | None = None,
+    qkv_zero_point: jax.typing.ArrayLike | None = None,
+    qkv_bias: jax.typing.ArrayLike | None = None,
+    q_norm_weight: jax.typing.ArrayLike | None = None,
+    k_norm_weight: jax.typing.ArrayLike | None = None,
+    k_scale: jax.typing.ArrayLike | None = None,
+    v_scale: jax.typing.ArrayLike | None = None,
+    sinks: jax.typing.ArrayLike | None = None,
+    out_scale: jax.typing.ArrayLike | None = None,
+    out_zero_point: jax.typing.ArrayLike | None = None,
+    out_bias: jax.typing.ArrayLike | None = None,
+    sliding_window: int | None = None,
+    soft_cap: float | None = None,
+    interleaved: bool = False,
+    eps: float = 1e-6,
+    weight_offset: float = 0.0,
+    round_once: bool = False,
+) -> tuple[jax.Array, jax.Array]:
+    """Computes the attention of a decoder layer, from the norm before its projection to the residual behind it.
+
+    The cache is updated in place, without a copy, where XLA may reuse its buffer, as by reshape_and_cache.
+    """
 
 
 @function(_rms_norm.OPERATOR)

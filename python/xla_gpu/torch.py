@@ -45,6 +45,8 @@ from ._torch_xla.functions import openxla, register_targets, to_cuda, to_xla
 from ._user_kernels.cuda_kernel import CudaKernel, cuda_kernel
 from ._user_kernels.launch import Result, Scratch
 from .ops import all_reduce as _all_reduce
+from .ops import attention_block as _attention_block
+from .ops import gated_mlp as _gated_mlp
 from .ops import linear as _linear
 from .ops import merge_attention_states as _merge_attention_states
 from .ops import paged_attention as _paged_attention
@@ -63,9 +65,12 @@ __all__ = [
     "Scratch",
     "all_reduce",
     "all_reduce_add_rms_norm",
+    "attention_block",
+    "attention_block_",
     "cuda_kernel",
     "executable_cache_info",
     "ffi_call",
+    "gated_mlp",
     "gelu_and_mul",
     "hlo",
     "kernel_call",
@@ -218,6 +223,104 @@ def linear(
     activation: str | None = None,
 ) -> torch.Tensor:
     """Computes the product of rows with a weight matrix, plain or quantised, with bias, activation and residual."""
+
+
+@function(_gated_mlp.OPERATOR)
+def gated_mlp(
+    x: torch.Tensor,
+    gate_up_weight: torch.Tensor,
+    down_weight: torch.Tensor,
+    *,
+    norm_weight: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+    gate_up_scale: torch.Tensor | None = None,
+    gate_up_zero_point: torch.Tensor | None = None,
+    gate_up_bias: torch.Tensor | None = None,
+    down_scale: torch.Tensor | None = None,
+    down_zero_point: torch.Tensor | None = None,
+    down_bias: torch.Tensor | None = None,
+    activation: str = "silu_and_mul",
+    eps: float = 1e-6,
+    weight_offset: float = 0.0,
+    round_once: bool = False,
+) -> torch.Tensor:
+    """Computes the gated MLP of a decoder layer: norm, gate and up, activation, down, residual."""
+
+
+@function(_attention_block.OPERATOR)
+def attention_block(
+    x: torch.Tensor,
+    qkv_weight: torch.Tensor,
+    out_weight: torch.Tensor,
+    positions: torch.Tensor,
+    table: torch.Tensor,
+    kv_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    context_lens: torch.Tensor,
+    block_tables: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    num_seqs: torch.Tensor | int,
+    *,
+    scale: float,
+    norm_weight: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+    qkv_scale: torch.Tensor | None = None,
+    qkv_zero_point: torch.Tensor | None = None,
+    qkv_bias: torch.Tensor | None = None,
+    q_norm_weight: torch.Tensor | None = None,
+    k_norm_weight: torch.Tensor | None = None,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+    out_scale: torch.Tensor | None = None,
+    out_zero_point: torch.Tensor | None = None,
+    out_bias: torch.Tensor | None = None,
+    sliding_window: int | None = None,
+    soft_cap: float | None = None,
+    interleaved: bool = False,
+    eps: float = 1e-6,
+    weight_offset: float = 0.0,
+    round_once: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Computes the attention of a decoder layer, from the norm before its projection to the residual behind it."""
+
+
+@function(_attention_block.OPERATOR, in_place=True)
+def attention_block_(
+    x: torch.Tensor,
+    qkv_weight: torch.Tensor,
+    out_weight: torch.Tensor,
+    positions: torch.Tensor,
+    table: torch.Tensor,
+    kv_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    context_lens: torch.Tensor,
+    block_tables: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    num_seqs: torch.Tensor | int,
+    *,
+    scale: float,
+    norm_weight: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+    qkv_scale: torch.Tensor | None = None,
+    qkv_zero_point: torch.Tensor | None = None,
+    qkv_bias: torch.Tensor | None = None,
+    q_norm_weight: torch.Tensor | None = None,
+    k_norm_weight: torch.Tensor | None = None,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+    out_scale: torch.Tensor | None = None,
+    out_zero_point: torch.Tensor | None = None,
+    out_bias: torch.Tensor | None = None,
+    sliding_window: int | None = None,
+    soft_cap: float | None = None,
+    interleaved: bool = False,
+    eps: float = 1e-6,
+    weight_offset: float = 0.0,
+    round_once: bool = False,
+) -> torch.Tensor:
+    """attention_block that stores keys and values in kv_cache, in place."""
 
 
 @function(_rms_norm.OPERATOR)

@@ -119,14 +119,104 @@ def assert_rotated(arrays: dict, options: dict, got: tuple[np.ndarray, np.ndarra
         assert (error <= allowed).all(), f"{what}: {float(error.max())} in the cache"
 
 
+def gated_mlp(
+    weight_format: str,
+    rows: int,
+    hidden: int,
+    intermediate: int,
+    dtype: str = "bfloat16",
+    *,
+    norm=True,
+    residual=True,
+    bias=False,
+    seed: int = 0,
+) -> dict[str, np.ndarray]:
+    made = {
+        "gate_up": cases.linear_inputs(weight_format, rows, 2 * intermediate, hidden, dtype, bias=bias),
+        "down": cases.linear_inputs(weight_format, rows, hidden, intermediate, dtype, bias=bias, residual=hidden),
+    }
+    arrays = {"x": made["gate_up"]["x"]}
+    for prefix, of_linear in made.items():
+        for name in ("weight", "weight_scale", "weight_zero_point", "bias"):
+            if name in of_linear:
+                arrays[f"{prefix}_{name if name == 'weight' else name.removeprefix('weight_')}"] = of_linear[name]
+    if norm:
+        rng = cases.rng_for(f"gated_mlp {hidden}", seed)
+        arrays["norm_weight"] = rng.uniform(0.5, 1.5, hidden).astype(cases.DTYPES[dtype])
+    if residual:
+        arrays["residual"] = made["down"]["residual"]
+    return arrays
+
+
+def attention_block(
+    case: cases.AttentionCase,
+    weight_format: str = "plain",
+    hidden: int = 128,
+    *,
+    norm=True,
+    residual=True,
+    bias=False,
+    head_norms=False,
+    seed: int = 0,
+) -> tuple[dict[str, np.ndarray], dict]:
+    """A case of paged_attention whose query, and the new tokens' keys and values, are now made of x. Its rows past the
+    last sequence have no slot. Returns (arrays, options)."""
+    rng = cases.rng_for(f"attention_block {case.name} {hidden}", seed)
+    inputs = cases.build(case, seed).arrays()
+    rows, width = inputs.pop("query").shape[0], (case.num_heads + 2 * case.num_kv_heads) * case.head_dim
+    slots, positions = [], np.zeros(rows, np.int32)
+    for i, (q_len, context_len) in enumerate(case.sequences):
+        new = np.arange(context_len - q_len, context_len)
+        positions[len(slots) : len(slots) + q_len] = new
+        slots += list(inputs["block_tables"][i, new // case.page_size] * case.page_size + new % case.page_size)
+    longest = max((c for _, c in case.sequences), default=1)
+    table = rotation(rows, case.head_dim, rng, max_positions=longest + 1)["table"]
+    inner = case.num_heads * case.head_dim
+    made = {
+        "qkv": cases.linear_inputs(weight_format, rows, width, hidden, case.dtype, bias=bias),
+        "out": cases.linear_inputs(weight_format, rows, hidden, inner, case.dtype, bias=bias, residual=hidden),
+    }
+    arrays = {"x": made["qkv"]["x"], "positions": positions, "table": table, **inputs}
+    arrays["slot_mapping"] = np.array(slots, np.int32)
+    for prefix, of_linear in made.items():
+        for name in ("weight", "weight_scale", "weight_zero_point", "bias"):
+            if name in of_linear:
+                arrays[f"{prefix}_{name if name == 'weight' else name.removeprefix('weight_')}"] = of_linear[name]
+    vectors = {"norm_weight": hidden} if norm else {}
+    vectors |= {f"{n}_norm_weight": case.head_dim for n in "qk"} if head_norms else {}
+    arrays |= {n: rng.uniform(0.5, 1.5, size).astype(cases.DTYPES[case.dtype]) for n, size in vectors.items()}
+    if residual:
+        arrays["residual"] = made["out"]["residual"]
+    return arrays, {**case.options(), "eps": 1e-5}
+
+
 # The operators of samples(); each folder's name stands in the tests that list them.
-NAMES = ("linear", "rms_norm", "silu_and_mul", "gelu_and_mul", "sample", "rotary_embedding", "rotary_and_cache")
+NAMES = (
+    *("linear", "gated_mlp", "attention_block", "rms_norm", "silu_and_mul", "gelu_and_mul", "sample"),
+    *("rotary_embedding", "rotary_and_cache"),
+)
 
 
 def samples() -> dict[str, tuple[dict[str, np.ndarray], dict]]:
     """Small sound arguments of each operator: (arrays, options)."""
     return {
         "linear": (cases.linear_inputs("int4-zero-point", 3, 32, 256, "float16", bias=True, residual=32), {}),
+        "gated_mlp": (gated_mlp("int4-zero-point", 3, 128, 128, "float16", bias=True), {"eps": 1e-5}),
+        "attention_block": attention_block(
+            cases.AttentionCase(
+                "layer",
+                ((1, 20), (2, 9)),
+                num_heads=4,
+                num_kv_heads=2,
+                head_dim=64,
+                page_size=8,
+                dtype="bfloat16",
+                sinks=True,
+            ),
+            "int4-zero-point",
+            bias=True,
+            head_norms=True,
+        ),
         "rms_norm": (rms_norm("float16", (5, 24), with_residual=True), {"eps": 1e-5, "weight_offset": 0.5}),
         "silu_and_mul": (gated("bfloat16", (5, 48)), {}),
         "gelu_and_mul": (gated("float32", (3, 2, 22)), {}),
@@ -148,6 +238,16 @@ def grid() -> list[tuple[str, tuple[dict[str, np.ndarray], dict]]]:
                 residual = (n // 2 if i % 2 else n) if rows % 3 else 0
                 arrays = cases.linear_inputs(weight_format, rows, n, k, dtype, bias=rows % 2 == 0, residual=residual)
                 made.append(("linear", (arrays, {"activation": "silu_and_mul" if i % 2 else None})))
+            for rows, hidden, intermediate in ((1, 128, 256), (33, 256, 128), (64, 256, 640)):
+                arrays = gated_mlp(weight_format, rows, hidden, intermediate, dtype, norm=rows > 1, residual=rows != 33)
+                made.append(("gated_mlp", (arrays, {"eps": 1e-5})))
+        for i, cache_dtype in enumerate((None, *cases.FLOAT8S)):
+            case = cases.AttentionCase(
+                "layer-grid", ((1, 40), (3, 9), (1, 300)) + ((1, 5),) * 9 * i, num_heads=8, num_kv_heads=2, dtype=dtype,
+                cache_dtype=cache_dtype, scales="per_head" if cache_dtype else None,
+            )  # fmt: skip
+            for weight_format in ("plain", "float8-block", "int4"):
+                made.append(("attention_block", attention_block(case, weight_format, 256, norm=i != 1)))
         for size in (8, 33, 1000, 4099):
             made.append(("rms_norm", (rms_norm(dtype, (3, size), size % 2 == 0), {"eps": 1e-5})))
             if size % 2 == 0:

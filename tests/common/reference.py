@@ -183,6 +183,48 @@ def linear(
     return (out if residual is None else out + residual.astype(np.float64),)
 
 
+def gated_mlp(x, gate_up_weight, down_weight, **given) -> tuple[np.ndarray]:
+    """By the operators that it is made of, each rounded to T."""
+    options = {name: given[name] for name in ("eps", "weight_offset", "round_once") if name in given}
+    h = x
+    if given.get("norm_weight") is not None:
+        (h,) = rms_norm(x, given["norm_weight"], **{"eps": 1e-6, **options})
+
+    def product(h, prefix, weight, **more):
+        names = {"weight_scale": "scale", "weight_zero_point": "zero_point", "bias": "bias"}
+        return linear(h, weight, **{name: given.get(f"{prefix}_{its}") for name, its in names.items()}, **more)[0]
+
+    h = product(h, "gate_up", gate_up_weight, activation=given.get("activation", "silu_and_mul")).astype(x.dtype)
+    return (product(h, "down", down_weight, residual=given.get("residual")),)
+
+
+def attention_block(x, qkv_weight, out_weight, positions, table, kv_cache, slot_mapping, *metadata, **given) -> tuple:
+    """By the operators that it is made of, each rounded to T."""
+    some = {name: given[name] for name in given if given[name] is not None}
+
+    def options(*names):
+        return {name: some[name] for name in names if name in some}
+
+    def product(h, prefix, weight, **more):
+        names = {"weight_scale": "scale", "weight_zero_point": "zero_point", "bias": "bias"}
+        return linear(h, weight, **{name: some.get(f"{prefix}_{its}") for name, its in names.items()}, **more)[0]
+
+    h = x
+    norm = {"eps": some.get("eps", 1e-6), **options("weight_offset", "round_once")}
+    if "norm_weight" in some:
+        (h,) = rms_norm(x, some["norm_weight"], **norm)
+    stored = {"norm_eps": norm.pop("eps"), **norm}
+    query, cache = rotary_and_cache(
+        product(h, "qkv", qkv_weight).astype(x.dtype), positions, table, kv_cache, slot_mapping,
+        **stored, **options("k_scale", "v_scale", "q_norm_weight", "k_norm_weight", "interleaved"),
+    )  # fmt: skip
+    metadata = metadata or tuple(some[n] for n in ("context_lens", "block_tables", "query_start_loc", "num_seqs"))
+    attended = paged_attention(
+        query, cache, *metadata, **options("scale", "sliding_window", "soft_cap", "k_scale", "v_scale", "sinks")
+    )[0].astype(x.dtype)
+    return product(attended.reshape(len(x), -1), "out", out_weight, residual=some.get("residual")), cache
+
+
 def linear_weight(weight, weight_scale=None, weight_zero_point=None) -> np.ndarray:
     """float64[n, k]: what the stored weight means."""
     if weight_scale is None:

@@ -263,6 +263,26 @@ def test_products_by_rows_and_features(weight_format):
     compare.assert_bitwise_equal(np.asarray(got), want, weight_format)
 
 
+def test_attention_block_refuses_a_sharded_cache():
+    mesh = devices.mesh("cpu", tp=2)
+    arrays, options = layer_cases.samples()["attention_block"]
+    placed = {n: devices.shard(mesh, x) for n, x in arrays.items()}
+    placed["kv_cache"] = devices.shard(mesh, arrays["kv_cache"], None, None, "tp", None)
+    with pytest.raises(Exception, match=r"attention_block: kv_cache: expected no shards of an axis"):
+        jax.jit(lambda arrays: xg.attention_block(**arrays, **options))(placed)
+
+
+def test_gated_mlp_by_rows():
+    mesh = devices.mesh("cpu", tp=4)
+    arrays = layer_cases.gated_mlp("float8-channel", 8, 64, 96, "float32")
+    step = jax.jit(lambda arrays: xg.gated_mlp(**arrays, eps=1e-5))
+    want = np.asarray(step(arrays))
+    placed = {n: devices.shard(mesh, x, *(["tp"] if n in ("x", "residual") else [])) for n, x in arrays.items()}
+    compiled = step.lower(placed).compile()
+    assert not re.findall(COLLECTIVES, compiled.as_text())
+    compare.assert_bitwise_equal(np.asarray(compiled(placed)), want, "gated_mlp")
+
+
 def test_sums_by_any_dimension():
     mesh = devices.mesh("cpu", dp=2, tp=2)
     a = np.arange(4 * 6 * 2, dtype=np.float32).reshape(4, 6, 2)

@@ -77,6 +77,9 @@ def expected_tokens(model, prompt, count) -> list[int]:
     return out[0, len(prompt) :].tolist()
 
 
+BLOCKS = StepOptions(frozenset({"attention_block", "gated_mlp", "sample"}))
+
+
 @pytest.fixture
 def eager():
     """Skips where the eager front end does not work."""
@@ -88,12 +91,12 @@ def eager():
 
 
 @torch.no_grad()
-def serve_eagerly(config: LlamaConfig, load, prompts, count) -> list[list[int]]:
+def serve_eagerly(config: LlamaConfig, load, prompts, count, options=None) -> list[list[int]]:
     requests = [Request(prompt, count, config.eos_token_ids) for prompt in prompts]
     longest = max(request.most_tokens for request in requests)
     scheduler = Scheduler(num_pages=40, page_size=4, max_seqs=3, chunk=16, max_tokens=longest)
     scheduler.add(requests)
-    model = PagedLlama(config, torch.float32, longest)
+    model = PagedLlama(config, torch.float32, longest, options=options)
     load(model)
     shape = (40, 4, 2 * config.num_kv_heads, config.head_dim)
     caches = [torch.full(shape, float("nan")) for _ in range(config.num_layers)]
@@ -121,6 +124,20 @@ def test_a_checkpoint_of_any_configuration_gives_the_tokens_of_transformers(vari
 
 
 QUANTIZABLE = {"hidden_size": 128, "intermediate_size": 256, "attention_bias": True}
+
+
+@pytest.mark.parametrize("variant", ["biases", "tied"])
+def test_blocks_give_the_tokens_of_transformers(variant, tmp_path, eager):
+    """attention_block and gated_mlp in the place of a layer's operators."""
+    theirs = tiny_model(**VARIANTS[variant], intermediate_size=128)
+    theirs.save_pretrained(tmp_path)
+    config = LlamaConfig.from_folder(tmp_path)
+    got = serve_eagerly(
+        config, lambda m: weights.load_checkpoint(m, tmp_path, torch.device("cpu")), PROMPTS, 12, BLOCKS
+    )
+    assert got == [expected_tokens(theirs, prompt, 12) for prompt in PROMPTS]
+
+
 PROMPTS = [[(7 * i + 3 * j * j) % 96 for j in range(length)] for i, length in enumerate((1, 70))]
 
 
@@ -226,7 +243,9 @@ def jax_tokens(tmp_path, prompts, max_seqs: int, options: StepOptions) -> list[l
 PROMPTS = [[(7 * i + 3 * j * j) % 96 for j in range(length)] for i, length in enumerate((1, 5, 70, 23))]
 
 
-@pytest.mark.parametrize("operators", ["none", "rms_norm", "silu_and_mul,sample"])
+@pytest.mark.parametrize(
+    "operators", ["none", "rms_norm", "silu_and_mul,sample", "attention_block", "gated_mlp,linear,rotary_and_cache"]
+)
 def test_frameworks_operations_give_the_same_tokens(operators, tmp_path):
     names = frozenset() if operators == "none" else frozenset(operators.split(","))
     assert jax_tokens(tmp_path, PROMPTS, 3, StepOptions(names)) == jax_tokens(tmp_path, PROMPTS, 3, StepOptions())
@@ -259,11 +278,11 @@ def test_the_jax_model_takes_bfloat16_checkpoints_and_refuses_others(tmp_path):
     config = LlamaConfig.from_folder(tmp_path)
     parameters = jax_weights.load_checkpoint(config, "bfloat16", 8, tmp_path)
     got = parameters["layers.0.out.weight"]
-    want = model.state_dict()["model.layers.0.self_attn.o_proj.weight"].T.float().numpy()
+    want = model.state_dict()["model.layers.0.self_attn.o_proj.weight"].float().numpy()
     assert got.dtype.name == "bfloat16" and (got.astype("float32") == want).all()
     wrong = dataclasses.replace(config, intermediate_size=128)
     with pytest.raises(
-        ValueError, match=r"gate_proj.weight \+ .*up_proj.weight: expected \[64, 256\], got \[64, 240\]"
+        ValueError, match=r"gate_proj.weight \+ .*up_proj.weight: expected \[256, 64\], got \[240, 64\]"
     ):
         jax_weights.load_checkpoint(wrong, "bfloat16", 8, tmp_path)
 

@@ -2,9 +2,10 @@
 
 test_in_place.py runs it in a process of its own, since XLA reads XLA_FLAGS once:
 
-    python -m tests.frontends.in_place_program FRONTEND LAYOUT [rotary_and_cache]
+    python -m tests.frontends.in_place_program FRONTEND LAYOUT [rotary_and_cache | attention_block]
 
-With rotary_and_cache the keys and values are stored by that operator instead, turned by angles of 0.
+With rotary_and_cache the keys and values are stored by that operator instead, turned by angles of 0; with
+attention_block by that one, whose weights take query, key and value from x as they are.
 """
 
 from __future__ import annotations
@@ -55,7 +56,16 @@ def qkv_arguments(numpy, x, key, value):
     return qkv, numpy.zeros_like(x[:, 0, 0], dtype=numpy.int32), table
 
 
-def run_torch(frontend, layout: str, rotary: bool = False):
+def block_arguments(numpy, x, key, value):
+    """The arguments of attention_block before the cache: x has key and value beside it, and weights pass them on."""
+    qkv, positions, table = qkv_arguments(numpy, x, key, value)
+    inner = CASE.num_heads * CASE.head_dim
+    every = numpy.ones_like(qkv[:1, :1]) * numpy.ones_like(qkv[:1])  # [1, width]
+    ones = (numpy.cumsum(every, 1)[0][:, None] == numpy.cumsum(every, 1)[0][None, :]) * every
+    return qkv, ones, ones[:inner, :inner], positions, table
+
+
+def run_torch(frontend, layout: str, operator: str = "reshape_and_cache"):
     import torch
     import torch_xla
 
@@ -71,7 +81,11 @@ def run_torch(frontend, layout: str, rotary: bool = False):
     def model(query, slots, caches, metadata, new):
         x = query
         for layer, cache in enumerate(caches):
-            if rotary:
+            if operator == "attention_block":
+                given = block_arguments(torch, x, new[2 * layer], new[2 * layer + 1])
+                x = ops.attention_block_(*given, cache, slots, **metadata, **OPTIONS).reshape(x.shape)
+                continue
+            if operator == "rotary_and_cache":
                 x = ops.rotary_and_cache_(*qkv_arguments(torch, x, new[2 * layer], new[2 * layer + 1]), cache, slots)
             else:
                 ops.reshape_and_cache_(new[2 * layer], new[2 * layer + 1], cache, slots)
@@ -89,7 +103,7 @@ def run_torch(frontend, layout: str, rotary: bool = False):
     return x.cpu().numpy(), [c.cpu().numpy() for c in caches]
 
 
-def run_jax(frontend, layout: str, donate: bool, rotary: bool = False):
+def run_jax(frontend, layout: str, donate: bool, operator: str = "reshape_and_cache"):
     import jax
     import jax.numpy as jnp
 
@@ -100,7 +114,13 @@ def run_jax(frontend, layout: str, donate: bool, rotary: bool = False):
     def model(caches, query, slots, metadata, new):
         x, updated = query, []
         for layer, cache in enumerate(caches):
-            if rotary:
+            if operator == "attention_block":
+                given = block_arguments(jnp, x, new[2 * layer], new[2 * layer + 1])
+                out, cache = ops.attention_block(*given, cache, slots, **metadata, **OPTIONS)
+                x = out.reshape(x.shape)
+                updated.append(cache)
+                continue
+            if operator == "rotary_and_cache":
                 x, cache = ops.rotary_and_cache(
                     *qkv_arguments(jnp, x, new[2 * layer], new[2 * layer + 1]), cache, slots
                 )
@@ -138,14 +158,13 @@ def run_torchax(frontend, layout: str):
 
 
 def main(name: str, layout: str, operator: str = "reshape_and_cache") -> None:
-    rotary = operator == "rotary_and_cache"
     frontend = frontends.ALL[name.removesuffix("-without-donation")]
     if frontend.framework == "jax":
-        x, caches = run_jax(frontend, layout, donate=not name.endswith("-without-donation"), rotary=rotary)
+        x, caches = run_jax(frontend, layout, donate=not name.endswith("-without-donation"), operator=operator)
     elif frontend.framework == "torchax":
         x, caches = run_torchax(frontend, layout)
     else:
-        x, caches = run_torch(frontend, layout, rotary)
+        x, caches = run_torch(frontend, layout, operator)
     want_x, want_caches = expected(layout)
     np.testing.assert_allclose(x, want_x, atol=1e-4)
     for cache, want in zip(caches, want_caches, strict=True):

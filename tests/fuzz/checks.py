@@ -138,7 +138,7 @@ def add(x: Add, frontends: Sequence[Frontend]) -> None:
 
 
 def of_layer(x, frontends: Sequence[Frontend]) -> None:
-    """rms_norm, silu_and_mul, rotary_embedding, sample: each input says what must hold."""
+    """rms_norm, silu_and_mul, rotary_embedding, sample, the blocks: each input says what must hold."""
     inputs_seen[x.operator] += 1
     arrays = x.arrays()
     steps = {frontend.name: program(frontend, x.operator, x.options()) for frontend in frontends}
@@ -171,6 +171,8 @@ CHECKS = {
     Hostile: wrong_metadata,
     layer.AllReduce: of_parts,
     layer.Linear: of_layer,
+    layer.GatedMlp: of_layer,
+    layer.AttentionBlock: of_layer,
     layer.RmsNorm: of_layer,
     layer.Gated: of_layer,
     layer.Sample: of_layer,

@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 
 from tests.common import baseline, cases, compare, layer_cases, parts, reference
-from tests.common.cases import CacheCase
+from tests.common.cases import AttentionCase, CacheCase
 from tests.fuzz.inputs import put_specials, text
 
 
@@ -49,6 +49,80 @@ class Linear:
         # Of few results the worst is chance: each of up to four roundings may go either way.
         floor = 2 * float(ml_dtypes.finfo(arrays["x"].dtype).eps) * np.abs(want).max(initial=1)
         compare.assert_close(got[0][finite], want, base, name, floor=floor)
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class GatedMlp:
+    weight_format: str
+    rows: int
+    hidden: int
+    intermediate: int
+    dtype: str = "float32"
+    norm: bool = True
+    residual: bool = True
+    bias: bool = False
+    activation: str = "silu_and_mul"
+
+    operator = "gated_mlp"
+
+    def __repr__(self) -> str:
+        return text(self)
+
+    def options(self) -> dict:
+        return {"activation": self.activation, "eps": 1e-5}
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        given = {"norm": self.norm, "residual": self.residual, "bias": self.bias}
+        return layer_cases.gated_mlp(self.weight_format, self.rows, self.hidden, self.intermediate, self.dtype, **given)
+
+    def check(self, name: str, arrays: dict[str, np.ndarray], got: tuple[np.ndarray, ...]) -> None:
+        (want,) = reference.gated_mlp(**arrays, **self.options())
+        # An element of the hidden layer may be rounded to the other side, and moves each result by so much of its size.
+        assert got[0].dtype == arrays["x"].dtype
+        allowed = 4 * float(ml_dtypes.finfo(arrays["x"].dtype).eps) * np.abs(want).max(initial=1) + 1e-5
+        error = np.abs(got[0].astype(np.float64) - want).max(initial=0)
+        assert error <= allowed, f"{name}: {error} is more than {allowed}"
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class AttentionBlock:
+    case: AttentionCase
+    weight_format: str
+    hidden: int
+    norm: bool = True
+    residual: bool = True
+    bias: bool = False
+    head_norms: bool = False
+    interleaved: bool = False
+
+    operator = "attention_block"
+
+    def __repr__(self) -> str:
+        return text(self)
+
+    def options(self) -> dict:
+        return {**self.case.options(), "eps": 1e-5, "interleaved": self.interleaved}
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        given = {n: getattr(self, n) for n in ("norm", "residual", "bias", "head_norms")}
+        return layer_cases.attention_block(self.case, self.weight_format, self.hidden, **given)[0]
+
+    def check(self, name: str, arrays: dict[str, np.ndarray], got: tuple[np.ndarray, ...]) -> None:
+        with np.errstate(invalid="ignore"):
+            want, _ = reference.attention_block(**arrays, **self.options())
+        parts, before = (
+            [x.reshape(-1, *x.shape[2:]) for x in reference.split_cache(y)] for y in (got[1], arrays["kv_cache"])
+        )
+        others = np.ones(len(parts[0]), bool)
+        others[arrays["slot_mapping"]] = False
+        for part, was in zip(parts, before, strict=True):
+            compare.assert_bitwise_equal(part[others], was[others], f"{name}: slots that are not named")
+        # Each of the parts may round to the other side. tests/ops compares their bits one by one.
+        eps = float(ml_dtypes.finfo(arrays["x"].dtype).eps)
+        eps = max(eps, float(ml_dtypes.finfo(arrays["kv_cache"].dtype).eps) / 4)
+        allowed = 8 * eps * np.abs(want).max(initial=1) + 1e-4
+        error = np.abs(got[0].astype(np.float64) - want).max(initial=0)
+        assert error <= allowed, f"{name}: {error} is more than {allowed}"
 
 
 @dataclasses.dataclass(frozen=True, repr=False)

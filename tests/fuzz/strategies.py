@@ -230,6 +230,56 @@ def linears(draw) -> layer.Linear:
 
 
 @st.composite
+def gated_mlps(draw) -> layer.GatedMlp:
+    weight_format = draw(st.sampled_from(cases.WEIGHT_FORMATS))
+    unit = 128 if weight_format.startswith("int4") else 16
+    return layer.GatedMlp(
+        weight_format,
+        rows=draw(st.one_of(st.integers(0, 12), st.integers(0, 70))),
+        hidden=unit * draw(st.integers(1, 320 // unit)),
+        intermediate=unit * draw(st.integers(1, 320 // unit)),
+        dtype=draw(st.sampled_from(cases.FLOATS)),
+        norm=draw(st.booleans()),
+        residual=draw(st.booleans()),
+        bias=draw(st.booleans()),
+        activation=draw(st.sampled_from(["silu_and_mul", "gelu_and_mul"])),
+    )
+
+
+@st.composite
+def attention_blocks(draw) -> layer.AttentionBlock:
+    weight_format = draw(st.sampled_from(cases.WEIGHT_FORMATS))
+    int4 = weight_format.startswith("int4")
+    sequences = draw(st.lists(st.tuples(st.integers(1, 6), st.integers(0, 90)), max_size=12))
+    kv_heads, cache_dtype = draw(st.integers(1, 3)), draw(st.sampled_from([None, None, *cases.FLOAT8S]))
+    case = cases.AttentionCase(
+        "fuzz",
+        tuple((q, q + behind) for q, behind in sequences),
+        num_heads=kv_heads * draw(st.integers(1, 4)) * (2 if int4 else 1),
+        num_kv_heads=kv_heads,
+        head_dim=draw(st.sampled_from([64, 128] if int4 else [16, 64, 80, 128])),
+        page_size=draw(st.sampled_from([1, 8, 16])),
+        dtype=draw(st.sampled_from(cases.FLOATS)),
+        cache_dtype=cache_dtype,
+        scales=draw(st.sampled_from(["one", "per_head"])) if cache_dtype else None,
+        layout=draw(st.sampled_from(["combined", "split"])),
+        sliding_window=draw(st.sampled_from([None, None, 7, 33])),
+        soft_cap=draw(st.sampled_from([None, None, 20.0])),
+        sinks=draw(st.booleans()),
+    )
+    return layer.AttentionBlock(
+        case,
+        weight_format,
+        hidden=128 * draw(st.integers(1, 2)) if int4 else 16 * draw(st.integers(1, 12)),
+        norm=draw(st.booleans()),
+        residual=draw(st.booleans()),
+        bias=draw(st.booleans()),
+        head_norms=draw(st.booleans()),
+        interleaved=draw(st.booleans()),
+    )
+
+
+@st.composite
 def hostiles(draw) -> Hostile:
     attention = draw(attentions(max_batches=1))
     (_, inputs), *_ = attention.built()

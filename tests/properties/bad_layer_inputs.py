@@ -45,6 +45,77 @@ def linear_cases() -> list[Bad]:
     ]
 
 
+def gated_mlp_cases() -> list[Bad]:
+    """Of packed int4 with zero points; hidden and intermediate are 128, float16."""
+
+    def bad(*args, **kwargs):
+        return Bad("gated_mlp", *args, **kwargs)
+
+    return [
+        bad("rank-3", "x", "[1, 3, 128]", put("x", (1, 3, 128))),
+        bad("float64", "x", "float64", put("x", dtype=np.float64), T),
+        bad("too-short", "norm_weight", "[127]", put("norm_weight", (127,))),
+        bad("other-float", "norm_weight", "float32", put("norm_weight", dtype=np.float32), T),
+        bad("other-k", "gate_up_weight", "[256, 32]", put("gate_up_weight", (256, 32))),
+        bad("other-float", "gate_up_weight", "float32", put("gate_up_weight", (256, 128), np.float32), T),
+        bad("transposed", "gate_up_scale", "[1, 256]", put("gate_up_scale", (1, 256))),
+        bad("missing", "gate_up_scale", "None", drop("gate_up_scale")),
+        bad("int32", "gate_up_zero_point", "int32", put("gate_up_zero_point", dtype=np.int32), T),
+        bad("too-short", "gate_up_bias", "[255]", put("gate_up_bias", (255,))),
+        bad("other-intermediate", "down_weight", "[128, 128]", put("down_weight", (128, 128))),
+        bad("n-not-of-16", "down_weight", "[120, 64]", put("down_weight", (120, 64))),
+        bad("float32", "down_scale", "float32", put("down_scale", dtype=np.float32), T),
+        bad("transposed", "down_zero_point", "[1, 128]", put("down_zero_point", (1, 128))),
+        bad("other-float", "down_bias", "float32", put("down_bias", dtype=np.float32), T),
+        bad("other-rows", "residual", "[4, 128]", put("residual", (4, 128))),
+        bad("unknown", "activation", "relu", option("activation", "relu")),
+        bad("negative", "eps", "-1", option("eps", -1.0)),
+        bad("infinite", "weight_offset", "inf", option("weight_offset", math.inf)),
+    ]
+
+
+def attention_block_cases() -> list[Bad]:
+    """Of packed int4 with zero points, biases and norms of heads: hidden 128, 4 / 2 heads of 64, 6 rows, bfloat16."""
+
+    def bad(*args, **kwargs):
+        return Bad("attention_block", *args, **kwargs)
+
+    return [
+        bad("rank-3", "x", "[1, 6, 128]", put("x", (1, 6, 128))),
+        bad("float64", "x", "float64", put("x", dtype=np.float64), T),
+        bad("too-short", "norm_weight", "[127]", put("norm_weight", (127,))),
+        bad("other-k", "qkv_weight", "[512, 32]", put("qkv_weight", (512, 32))),
+        bad("other-float", "qkv_weight", "float32", put("qkv_weight", (512, 128), np.float32), T),
+        bad("missing", "qkv_scale", "None", drop("qkv_scale")),
+        bad("transposed", "qkv_zero_point", "[1, 512]", put("qkv_zero_point", (1, 512))),
+        bad("too-short", "qkv_bias", "[511]", put("qkv_bias", (511,))),
+        bad("too-few", "positions", "[5]", put("positions", (5,))),
+        bad("float64", "table", "float64", put("table", dtype=np.float64), T),
+        bad("too-many-angles", "table", "[21, 33, 2]", put("table", (21, 33, 2))),
+        bad("rank-3", "kv_cache", "[9, 8, 64]", put("kv_cache", (9, 8, 64))),
+        bad("other-float", "kv_cache", "float32", put("kv_cache", dtype=np.float32), T),
+        bad("float32", "slot_mapping", "float32", put("slot_mapping", dtype=np.float32), T),
+        bad("too-many", "slot_mapping", "[7]", put("slot_mapping", (7,))),
+        bad("int64", "context_lens", "int64", put("context_lens", dtype=np.int64), T),
+        bad("rank-1", "block_tables", "[20]", put("block_tables", (20,))),
+        bad("one-too-short", "query_start_loc", "[4]", put("query_start_loc", (4,))),
+        bad("two", "num_seqs", "[2]", put("num_seqs", (2,))),
+        bad("other-float", "q_norm_weight", "float32", put("q_norm_weight", dtype=np.float32), T),
+        bad("too-short", "k_norm_weight", "[63]", put("k_norm_weight", (63,))),
+        bad("without-float8", "k_scale", "float32[1]", put("k_scale", (1,), np.float32)),
+        bad("one-per-kv-head", "sinks", "[2]", put("sinks", (2,), np.float32)),
+        bad("other-inputs", "out_weight", "[128, 64]", put("out_weight", (128, 64))),
+        bad("float32", "out_scale", "float32", put("out_scale", dtype=np.float32), T),
+        bad("int32", "out_zero_point", "int32", put("out_zero_point", dtype=np.int32), T),
+        bad("other-float", "out_bias", "float32", put("out_bias", dtype=np.float32), T),
+        bad("other-rows", "residual", "[7, 128]", put("residual", (7, 128))),
+        bad("nan", "scale", "nan", option("scale", math.nan)),
+        bad("negative", "sliding_window", "-4", option("sliding_window", -4)),
+        bad("infinite", "soft_cap", "inf", option("soft_cap", math.inf)),
+        bad("negative", "eps", "-1", option("eps", -1.0)),
+    ]
+
+
 def rms_norm_cases() -> list[Bad]:
     def bad(*args, **kwargs):
         return Bad("rms_norm", *args, **kwargs)
@@ -130,6 +201,8 @@ def rotary_cases() -> list[Bad]:
 
 LAYER = [
     *linear_cases(),
+    *gated_mlp_cases(),
+    *attention_block_cases(),
     *rms_norm_cases(),
     *gated_cases("silu_and_mul"),
     *gated_cases("gelu_and_mul"),

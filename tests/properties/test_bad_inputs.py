@@ -262,7 +262,7 @@ def test_the_unchanged_inputs_are_valid(frontend):
         ("paged_attention", "fp8"),
         *(
             (operator, "float32") for operator in layer_cases.NAMES
-        ),  # rms_norm, silu_and_mul, rotary_embedding, sample, linear
+        ),  # rms_norm, silu_and_mul, rotary_embedding, sample, linear, gated_mlp, attention_block
     ):
         arrays, options = valid(Bad(operator, "", "", "", drop(""), base=base))
         frontend.call(operator, arrays, **options)

@@ -195,9 +195,19 @@ def test_layer_rows_of_more_than_16_bits_count(frontend):
         ("rms_norm", arrays, {"eps": 1e-6}),
         ("silu_and_mul", {"x": arrays["x"]}, {}),
         ("linear", square, {}),
+        (
+            "gated_mlp",
+            {"x": arrays["x"], "gate_up_weight": np.eye(32, 16, dtype=np.float32), "down_weight": square["weight"]},
+            {},
+        ),
     ):
         (out,) = frontend.call(operator, given, **options)
         assert (out == out[0]).all() and np.isfinite(out[0]).all()
+    block, options = layer_cases.attention_block(
+        cases.AttentionCase("rows", ((1, 9),), 1, 1, 16, dtype="float32", padding_tokens=70_000), hidden=16
+    )
+    out, _ = frontend.call("attention_block", block, **options)
+    compare.assert_bitwise_equal(out[1:], block["residual"][1:], frontend.name)  # padding rows attend to nothing
     turned = layer_cases.rotary("float32", 70_000, 2, 1, 8)
     query, _ = frontend.call("rotary_embedding", turned)
     last = {n: x if n == "table" else x[-9:] for n, x in turned.items()}

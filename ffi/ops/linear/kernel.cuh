@@ -13,6 +13,7 @@
 #include <cstdint>
 
 #include "ffi/device/async_copy.cuh"
+#include "ffi/device/dependent_launch.cuh"
 #include "ffi/device/mma.cuh"
 #include "ffi/ops/linear/args.h"
 #include "ffi/ops/linear/epilogue.cuh"
@@ -169,6 +170,8 @@ __global__ void __launch_bounds__(Config::kThreads, 1) LinearKernel(const __grid
     }
   };
 
+  AllowDependentLaunch();
+  WaitForPreviousKernel();
   for (int i = 0; i + 1 < args.stages; ++i) load();
   const int first_tile = begin / args.chunks;
   int tile = first_tile, chunk = begin % args.chunks, stage_index = 0;

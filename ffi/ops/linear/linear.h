@@ -7,6 +7,7 @@
 
 #include "ffi/base/dtype.h"
 #include "ffi/base/status.h"
+#include "ffi/device/launch_order.h"
 #include "ffi/device/stream.h"
 #include "ffi/host/parallel_for.h"
 
@@ -75,7 +76,7 @@ inline int64_t LinearScratchBytes(const LinearParams& shapes) {
 }
 
 Status RunLinear(const LinearParams& params, const Executor& executor);
-Status LaunchLinear(const LinearParams& params, Stream stream);
+Status LaunchLinear(const LinearParams& params, Stream stream, LaunchOrder order = LaunchOrder::kFirst);
 
 }  // namespace xla_gpu
 

@@ -9,6 +9,7 @@
 #include <string>
 
 #include "ffi/base/cuda_status.h"
+#include "ffi/device/launch.cuh"
 #include "ffi/ops/linear/kernel.cuh"
 #include "ffi/ops/linear/linear.h"
 #include "ffi/ops/linear/simt_f32.cuh"
@@ -55,7 +56,7 @@ LinearArgs MakeArgs(const LinearParams& p) {
 }
 
 template <typename Config>
-Status LaunchRows(const LinearParams& p, LinearArgs args, int shared_bytes, Stream stream) {
+Status LaunchRows(const LinearParams& p, LinearArgs args, int shared_bytes, Stream stream, LaunchOrder order) {
   const int64_t features = p.activation == Activation::kNone ? kLinearTileN : kLinearTileN / 2;
   const int64_t tiles = (p.out_features() + features - 1) / features;
   args.chunks = (args.k + Config::kChunkK - 1) / Config::kChunkK;
@@ -68,13 +69,12 @@ Status LaunchRows(const LinearParams& p, LinearArgs args, int shared_bytes, Stre
   const int bytes = Config::SharedBytes(args.stages);
   XLA_GPU_RETURN_IF_CUDA(
       cudaFuncSetAttribute(linear::LinearKernel<Config>, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
-  linear::LinearKernel<Config><<<static_cast<unsigned>(ctas), Config::kThreads, bytes, stream>>>(args);
-  XLA_GPU_RETURN_IF_LAUNCH_FAILED();
-  return Status::Ok();
+  return LaunchKernel(linear::LinearKernel<Config>, dim3(static_cast<unsigned>(ctas)), dim3(Config::kThreads),
+                      static_cast<size_t>(bytes), stream, order, args);
 }
 
 template <typename T, WeightFormat kFormat>
-Status LaunchFormat(const LinearParams& p, Stream stream) {
+Status LaunchFormat(const LinearParams& p, Stream stream, LaunchOrder order) {
   int device, shared_bytes;
   XLA_GPU_RETURN_IF_CUDA(cudaGetDevice(&device));
   XLA_GPU_RETURN_IF_CUDA(cudaDeviceGetAttribute(&shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device));
@@ -97,13 +97,13 @@ Status LaunchFormat(const LinearParams& p, Stream stream) {
     Status status;
     switch (LinearRowTile(rows)) {
       case 8:
-        status = LaunchRows<linear::Traits<T, kFormat, 8>>(p, args, shared_bytes, stream);
+        status = LaunchRows<linear::Traits<T, kFormat, 8>>(p, args, shared_bytes, stream, order);
         break;
       case 32:
-        status = LaunchRows<linear::Traits<T, kFormat, 32>>(p, args, shared_bytes, stream);
+        status = LaunchRows<linear::Traits<T, kFormat, 32>>(p, args, shared_bytes, stream, order);
         break;
       default:
-        status = LaunchRows<linear::Traits<T, kFormat, 64>>(p, args, shared_bytes, stream);
+        status = LaunchRows<linear::Traits<T, kFormat, 64>>(p, args, shared_bytes, stream, order);
     }
     if (!status.ok()) return status;
   }
@@ -111,29 +111,29 @@ Status LaunchFormat(const LinearParams& p, Stream stream) {
 }
 
 template <typename T>
-Status LaunchType(const LinearParams& p, Stream stream) {
+Status LaunchType(const LinearParams& p, Stream stream, LaunchOrder order) {
   switch (p.format) {
     case WeightFormat::kPlain:
-      return LaunchFormat<T, WeightFormat::kPlain>(p, stream);
+      return LaunchFormat<T, WeightFormat::kPlain>(p, stream, order);
     case WeightFormat::kFloat8:
-      return LaunchFormat<T, WeightFormat::kFloat8>(p, stream);
+      return LaunchFormat<T, WeightFormat::kFloat8>(p, stream, order);
     case WeightFormat::kInt8:
-      return LaunchFormat<T, WeightFormat::kInt8>(p, stream);
+      return LaunchFormat<T, WeightFormat::kInt8>(p, stream, order);
     case WeightFormat::kInt4:
       break;
   }
-  return LaunchFormat<T, WeightFormat::kInt4>(p, stream);
+  return LaunchFormat<T, WeightFormat::kInt4>(p, stream, order);
 }
 
 }  // namespace
 
-Status LaunchLinear(const LinearParams& params, Stream stream) {
+Status LaunchLinear(const LinearParams& params, Stream stream, LaunchOrder order) {
   if (params.rows == 0 || params.n == 0) return Status::Ok();
   switch (params.dtype) {
     case DType::kF16:
-      return LaunchType<__half>(params, stream);
+      return LaunchType<__half>(params, stream, order);
     case DType::kBF16:
-      return LaunchType<__nv_bfloat16>(params, stream);
+      return LaunchType<__nv_bfloat16>(params, stream, order);
     default:
       return linear::LaunchSimtF32(MakeArgs(params), params.rows, params.format, stream);
   }

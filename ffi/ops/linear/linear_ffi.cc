@@ -1,4 +1,6 @@
 // linear: checks and bindings of the host and CUDA handlers.
+#include "ffi/ops/linear/linear_ffi.h"
+
 #include <algorithm>
 #include <limits>
 #include <optional>
@@ -39,79 +41,63 @@ namespace {
 constexpr char kOp[] = "linear";
 constexpr int64_t kMultiple = 16;  // of n and k
 
-ffi::Error GetActivation(std::string_view name, Activation* activation) {
-  if (name == "none") {
-    *activation = Activation::kNone;
-  } else if (name == "silu_and_mul") {
-    *activation = Activation::kSiluAndMul;
-  } else if (name == "gelu_and_mul") {
-    *activation = Activation::kGeluAndMul;
-  } else {
-    return Mismatch(kOp, "activation", "none, silu_and_mul or gelu_and_mul", StrCat("'", std::string(name), "'"));
-  }
-  return ffi::Error::Success();
-}
+constexpr LinearNames kNames = {kOp, "x", "weight", "weight_scale", "weight_zero_point", "bias"};
 
-// The format follows from the weight's dtype, n and k from its shape.
-ffi::Error GetWeight(const ffi::AnyBuffer& x, const ffi::AnyBuffer& weight, LinearParams* params) {
+ffi::Error GetFormat(const LinearNames& names, const ffi::AnyBuffer& weight, LinearParams* params) {
   LinearParams& p = *params;
-  XLA_GPU_RETURN_IF_ERROR(GetComputeDType(kOp, "x", x, &p.dtype));
-  XLA_GPU_RETURN_IF_ERROR(CheckRank(kOp, "x", x, 2));
-  XLA_GPU_RETURN_IF_ERROR(CheckRank(kOp, "weight", weight, 2));
-  p.rows = x.dimensions()[0];
-  p.k = x.dimensions()[1];
+  XLA_GPU_RETURN_IF_ERROR(CheckRank(names.op, names.weight, weight, 2));
   p.n = weight.dimensions()[0];
-  const ffi::DataType stored = weight.element_type();
-  if (stored == x.element_type()) {
+  const std::optional<DType> stored = ToDType(weight.element_type());
+  if (stored == p.dtype) {
     p.format = WeightFormat::kPlain;
-  } else if (stored == ffi::DataType::F8E4M3FN) {
+  } else if (weight.element_type() == ffi::DataType::F8E4M3FN) {
     p.format = WeightFormat::kFloat8;
-  } else if (stored == ffi::DataType::S8) {
+  } else if (weight.element_type() == ffi::DataType::S8) {
     p.format = WeightFormat::kInt8;
-  } else if (stored == ffi::DataType::U8) {
+  } else if (weight.element_type() == ffi::DataType::U8) {
     p.format = WeightFormat::kInt4;
   } else {
-    return Mismatch(kOp, "weight",
-                    StrCat(DTypeText(x.element_type()), " (as x), float8_e4m3fn, int8 or uint8 (packed int4)"),
-                    DTypeText(stored));
+    return Mismatch(names.op, names.weight,
+                    StrCat(DTypeText(FloatType(p.dtype)), " (as x), float8_e4m3fn, int8 or uint8 (packed int4)"),
+                    DTypeText(weight.element_type()));
   }
   const bool int4 = p.format == WeightFormat::kInt4;
   const int64_t multiple = int4 ? kQuantGroup : kMultiple;
   if (p.k < multiple || p.k % multiple != 0 || p.k > std::numeric_limits<int32_t>::max()) {
-    return Mismatch(kOp, "x", StrCat("k a multiple of ", multiple), StrCat("shape ", ShapeText(x.dimensions())));
+    return Mismatch(names.op, names.k, StrCat("k a multiple of ", multiple), StrCat("k = ", p.k));
   }
   if (p.n < kMultiple || p.n % kMultiple != 0 || p.n > std::numeric_limits<int32_t>::max()) {
-    return Mismatch(kOp, "weight", StrCat("n a multiple of ", kMultiple),
+    return Mismatch(names.op, names.weight, StrCat("n a multiple of ", kMultiple),
                     StrCat("shape ", ShapeText(weight.dimensions())));
   }
-  return CheckShape(kOp, "weight", weight, {p.n, int4 ? p.k / 2 : p.k});
+  return CheckShape(names.op, names.weight, weight, {p.n, int4 ? p.k / 2 : p.k});
 }
 
-ffi::Error GetScale(const ffi::AnyBuffer& x, const std::optional<ffi::AnyBuffer>& scale,
+ffi::Error GetScale(const LinearNames& names, const std::optional<ffi::AnyBuffer>& scale,
                     const std::optional<ffi::AnyBuffer>& zero_point, LinearParams* params) {
   LinearParams& p = *params;
   p.scale = WeightScale::kNone;
   if (zero_point && p.format != WeightFormat::kInt4) {
-    return Mismatch(kOp, "weight_zero_point", "none, since weight is not packed int4", "an array");
+    return Mismatch(names.op, names.zero_point, "none, since weight is not packed int4", "an array");
   }
   if (p.format == WeightFormat::kPlain) {
-    return scale ? Mismatch(kOp, "weight_scale", "none, since weight is of x's dtype", "an array")
+    return scale ? Mismatch(names.op, names.scale, "none, since weight is of x's dtype", "an array")
                  : ffi::Error::Success();
   }
-  if (!scale) return Mismatch(kOp, "weight_scale", "an array, since weight is quantised", "none");
+  if (!scale) return Mismatch(names.op, names.scale, "an array, since weight is quantised", "none");
   p.weight_scale = scale->untyped_data();
   const int64_t groups = (p.k + kQuantGroup - 1) / kQuantGroup, blocks = (p.n + kQuantGroup - 1) / kQuantGroup;
   if (p.format == WeightFormat::kInt4) {
     p.scale = WeightScale::kGroup;
-    XLA_GPU_RETURN_IF_ERROR(CheckDType(kOp, "weight_scale", *scale, x.element_type()));
-    XLA_GPU_RETURN_IF_ERROR(CheckShape(kOp, "weight_scale", *scale, {p.n, groups}));
+    XLA_GPU_RETURN_IF_ERROR(CheckDType(names.op, names.scale, *scale, FloatType(p.dtype)));
+    XLA_GPU_RETURN_IF_ERROR(CheckShape(names.op, names.scale, *scale, {p.n, groups}));
     if (!zero_point) return ffi::Error::Success();
-    XLA_GPU_RETURN_IF_ERROR(CheckDType(kOp, "weight_zero_point", *zero_point, ffi::DataType::U8));
-    XLA_GPU_RETURN_IF_ERROR(CheckShape(kOp, "weight_zero_point", *zero_point, {p.n, groups}));
+    XLA_GPU_RETURN_IF_ERROR(CheckDType(names.op, names.zero_point, *zero_point, ffi::DataType::U8));
+    XLA_GPU_RETURN_IF_ERROR(CheckShape(names.op, names.zero_point, *zero_point, {p.n, groups}));
     p.zero_point = static_cast<const uint8_t*>(zero_point->untyped_data());
     return ffi::Error::Success();
   }
-  XLA_GPU_RETURN_IF_ERROR(CheckDType(kOp, "weight_scale", *scale, ffi::DataType::F32));
+  XLA_GPU_RETURN_IF_ERROR(CheckDType(names.op, names.scale, *scale, ffi::DataType::F32));
   auto dims = scale->dimensions();
   if (dims.size() == 1 && dims[0] == p.n) {
     p.scale = WeightScale::kChannel;
@@ -121,7 +107,7 @@ ffi::Error GetScale(const ffi::AnyBuffer& x, const std::optional<ffi::AnyBuffer>
     p.scale = WeightScale::kBlock;
   } else {
     const std::string others = StrCat("shape [1], [", p.n, "] or [", blocks, ", ", groups, "]");
-    return Mismatch(kOp, "weight_scale", p.format == WeightFormat::kFloat8 ? others : StrCat("shape [", p.n, "]"),
+    return Mismatch(names.op, names.scale, p.format == WeightFormat::kFloat8 ? others : StrCat("shape [", p.n, "]"),
                     StrCat("shape ", ShapeText(dims)));
   }
   return ffi::Error::Success();
@@ -139,17 +125,14 @@ ffi::Error GetParams(const ffi::RemainingArgs& args, const LinearAttributes& att
     if (given[i]) optional[i] = *args.get<ffi::AnyBuffer>(next++);
   }
   const auto& [scale, zero_point, bias, residual] = optional;
-  const ffi::AnyBuffer x = *args.get<ffi::AnyBuffer>(0), weight = *args.get<ffi::AnyBuffer>(1);
-  XLA_GPU_RETURN_IF_ERROR(GetActivation(attributes.activation, &p.activation));
-  XLA_GPU_RETURN_IF_ERROR(GetWeight(x, weight, &p));
-  XLA_GPU_RETURN_IF_ERROR(GetScale(x, scale, zero_point, &p));
+  const ffi::AnyBuffer x = *args.get<ffi::AnyBuffer>(0);
+  XLA_GPU_RETURN_IF_ERROR(GetActivation(kOp, attributes.activation, &p.activation));
+  XLA_GPU_RETURN_IF_ERROR(GetComputeDType(kOp, "x", x, &p.dtype));
+  XLA_GPU_RETURN_IF_ERROR(CheckRank(kOp, "x", x, 2));
+  p.rows = x.dimensions()[0];
+  p.k = x.dimensions()[1];
   p.x = x.untyped_data();
-  p.weight = weight.untyped_data();
-  if (bias) {
-    XLA_GPU_RETURN_IF_ERROR(CheckDType(kOp, "bias", *bias, x.element_type()));
-    XLA_GPU_RETURN_IF_ERROR(CheckShape(kOp, "bias", *bias, {p.n}));
-    p.bias = bias->untyped_data();
-  }
+  XLA_GPU_RETURN_IF_ERROR(GetLinearWeight(kNames, {*args.get<ffi::AnyBuffer>(1), scale, zero_point, bias}, &p));
   if (residual) {
     XLA_GPU_RETURN_IF_ERROR(CheckDType(kOp, "residual", *residual, x.element_type()));
     XLA_GPU_RETURN_IF_ERROR(CheckShape(kOp, "residual", *residual, {p.rows, p.out_features()}));
@@ -158,16 +141,53 @@ ffi::Error GetParams(const ffi::RemainingArgs& args, const LinearAttributes& att
   return ffi::Error::Success();
 }
 
-Status CheckZeroPoints(const LinearParams& p, const uint8_t* zero_points) {
+}  // namespace
+
+ffi::Error GetActivation(const char* op, std::string_view name, Activation* activation) {
+  if (name == "none") {
+    *activation = Activation::kNone;
+  } else if (name == "silu_and_mul") {
+    *activation = Activation::kSiluAndMul;
+  } else if (name == "gelu_and_mul") {
+    *activation = Activation::kGeluAndMul;
+  } else {
+    return Mismatch(op, "activation", "none, silu_and_mul or gelu_and_mul", StrCat("'", std::string(name), "'"));
+  }
+  return ffi::Error::Success();
+}
+
+ffi::Error GetLinearWeight(const LinearNames& names, const LinearWeightOperands& operands, LinearParams* params) {
+  XLA_GPU_RETURN_IF_ERROR(GetFormat(names, operands.weight, params));
+  XLA_GPU_RETURN_IF_ERROR(GetScale(names, operands.scale, operands.zero_point, params));
+  params->weight = operands.weight.untyped_data();
+  if (const auto& bias = operands.bias) {
+    XLA_GPU_RETURN_IF_ERROR(CheckDType(names.op, names.bias, *bias, FloatType(params->dtype)));
+    XLA_GPU_RETURN_IF_ERROR(CheckShape(names.op, names.bias, *bias, {params->n}));
+    params->bias = bias->untyped_data();
+  }
+  return ffi::Error::Success();
+}
+
+Status CheckZeroPoints(const LinearNames& names, const LinearParams& p, const uint8_t* zero_points) {
   const int64_t groups = p.k / kQuantGroup;
   for (int64_t i = 0; i < p.n * groups; ++i) {
     if (zero_points[i] > 127) {
-      return Status::InvalidArgument(StrCat(kOp, ": weight_zero_point: expected values of 0 to 127, got ",
+      return Status::InvalidArgument(StrCat(names.op, ": ", names.zero_point, ": expected values of 0 to 127, got ",
                                             int{zero_points[i]}, " for row ", i / groups, ", group ", i % groups));
     }
   }
   return Status::Ok();
 }
+
+#ifdef XLA_GPU_WITH_CUDA
+Status CheckZeroPointsOnDevice(const LinearNames& names, const LinearParams& p, Stream stream) {
+  std::vector<uint8_t> zero_points(p.n * (p.k / kQuantGroup));
+  Status status = CopyToHost(zero_points.data(), p.zero_point, zero_points.size(), stream);
+  return status.ok() ? CheckZeroPoints(names, p, zero_points.data()) : status;
+}
+#endif
+
+namespace {
 
 template <typename Check, typename Run>
 ffi::Error Linear(const ffi::RemainingArgs& args, const ffi::AnyBuffer& out, const ffi::AnyBuffer& scratch,
@@ -178,11 +198,8 @@ ffi::Error Linear(const ffi::RemainingArgs& args, const ffi::AnyBuffer& out, con
     XLA_GPU_RETURN_IF_ERROR(CheckDType(kOp, "result", out, args.get<ffi::AnyBuffer>(0)->element_type()));
     XLA_GPU_RETURN_IF_ERROR(CheckShape(kOp, "result", out, {p.rows, p.out_features()}));
     p.out = out.untyped_data();
-    XLA_GPU_RETURN_IF_ERROR(CheckDType(kOp, "scratch", scratch, ffi::DataType::U8));
+    XLA_GPU_RETURN_IF_ERROR(CheckScratch(kOp, scratch, LinearScratchBytes(p)));
     p.scratch = scratch.untyped_data();
-    if (const auto bytes = static_cast<int64_t>(scratch.size_bytes()); bytes < LinearScratchBytes(p)) {
-      return Mismatch(kOp, "scratch", StrCat("at least ", LinearScratchBytes(p), " bytes"), StrCat(bytes));
-    }
     if (p.zero_point != nullptr) XLA_GPU_RETURN_IF_ERROR(ToError(check(p)));
     return ToError(run(p));
   });
@@ -191,7 +208,7 @@ ffi::Error Linear(const ffi::RemainingArgs& args, const ffi::AnyBuffer& out, con
 ffi::Error LinearHost(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::Result<ffi::AnyBuffer> out,
                       ffi::Result<ffi::AnyBuffer> scratch, LinearAttributes attributes) {
   return Linear(
-      args, *out, *scratch, attributes, [](const LinearParams& p) { return CheckZeroPoints(p, p.zero_point); },
+      args, *out, *scratch, attributes, [](const LinearParams& p) { return CheckZeroPoints(kNames, p, p.zero_point); },
       [&](const LinearParams& p) { return RunLinear(p, XlaExecutor(pool)); });
 }
 
@@ -209,10 +226,7 @@ ffi::Error LinearScratch(ffi::RemainingArgs args, ffi::Result<ffi::BufferR0<ffi:
 ffi::Error LinearCuda(Stream stream, ffi::RemainingArgs args, ffi::Result<ffi::AnyBuffer> out,
                       ffi::Result<ffi::AnyBuffer> scratch, LinearAttributes attributes) {
   const auto check = [&](const LinearParams& p) {
-    if (!attributes.check_inputs) return Status::Ok();
-    std::vector<uint8_t> zero_points(p.n * (p.k / kQuantGroup));
-    Status status = CopyToHost(zero_points.data(), p.zero_point, zero_points.size(), stream);
-    return status.ok() ? CheckZeroPoints(p, zero_points.data()) : status;
+    return attributes.check_inputs ? CheckZeroPointsOnDevice(kNames, p, stream) : Status::Ok();
   };
   return Linear(args, *out, *scratch, attributes, check,
                 [&](const LinearParams& p) { return LaunchLinear(p, stream); });

@@ -1,4 +1,6 @@
 // paged_attention and paged_attention_with_lse: checks and bindings of the host and CUDA handlers.
+#include "ffi/ops/paged_attention/paged_attention_ffi.h"
+
 #include <array>
 #include <cmath>
 #include <optional>
@@ -31,29 +33,16 @@ XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(::xla_gpu::PagedAttentionAttributes, Struc
 namespace xla_gpu {
 namespace {
 
-// The operands in their order. k_scale and v_scale are given if kv_scales is set, sinks if has_sinks is set, and
-// tree_mask if there is one operand more: programs from before it have no attribute for it.
-enum Operand {
-  kQuery,
-  kKvCache,
-  kContextLens,
-  kBlockTables,
-  kQueryStartLoc,
-  kNumSeqs,
-  kKScale,
-  kVScale,
-  kSinks,
-  kTreeMask
-};
+// k_scale and v_scale are given if kv_scales is set, sinks if has_sinks is set, and tree_mask if there is one operand
+// more: programs from before it have no attribute for it.
 constexpr const char* kOperandNames[] = {"query",    "kv_cache", "context_lens", "block_tables", "query_start_loc",
                                          "num_seqs", "k_scale",  "v_scale",      "sinks",        "tree_mask"};
-constexpr size_t kNumOperands = std::size(kOperandNames);
-using Operands = std::array<std::optional<ffi::AnyBuffer>, kNumOperands>;
+using Operands = AttentionOperands;
 
 ffi::Error GetOperands(const char* op, const ffi::RemainingArgs& args, const PagedAttentionAttributes& attributes,
                        Operands* operands) {
   size_t count = 0;
-  for (size_t i = 0; i < kNumOperands; ++i) {
+  for (size_t i = 0; i < kNumAttentionOperands; ++i) {
     const bool given = i < kKScale || (i == kTreeMask ? args.size() > count
                                        : i == kSinks  ? attributes.has_sinks
                                                       : attributes.kv_scales);
@@ -66,7 +55,7 @@ ffi::Error GetOperands(const char* op, const ffi::RemainingArgs& args, const Pag
   return Mismatch(op, "operands", StrCat(count, " at most for these attributes"), StrCat(args.size()));
 }
 
-ffi::Error CheckAttributes(const char* op, const PagedAttentionAttributes& attributes) {
+ffi::Error CheckNumbers(const char* op, const AttentionNumbers& attributes) {
   if (!std::isfinite(attributes.scale)) {
     return Mismatch(op, "scale", "a finite number", StrCat(attributes.scale));
   }
@@ -125,7 +114,7 @@ ffi::Error GetQueryAndCache(const char* op, const Operands& operands, PagedAtten
 
 // The sequences' metadata: the operands from context_lens to num_seqs.
 struct Metadata {
-  Operand operand;
+  AttentionOperand operand;
   size_t rank;
   const int32_t* PagedAttentionParams::* pointer;
 };
@@ -148,12 +137,11 @@ ffi::Error GetMetadata(const char* op, const Operands& operands, PagedAttentionP
   return CheckShape(op, "num_seqs", *operands[kNumSeqs], {1});
 }
 
-// Everything but the results.
-ffi::Error GetParams(const char* op, const ffi::RemainingArgs& args, const PagedAttentionAttributes& attributes,
-                     PagedAttentionCall* params) {
+}  // namespace
+
+ffi::Error GetPagedAttentionParams(const char* op, const AttentionOperands& operands, const AttentionNumbers& numbers,
+                                   PagedAttentionCall* params) {
   PagedAttentionCall& p = *params;
-  Operands operands;
-  XLA_GPU_RETURN_IF_ERROR(GetOperands(op, args, attributes, &operands));
   XLA_GPU_RETURN_IF_ERROR(GetQueryAndCache(op, operands, params));
   XLA_GPU_RETURN_IF_ERROR(GetMetadata(op, operands, params));
   if (const auto& sinks = operands[kSinks]) {
@@ -171,11 +159,37 @@ ffi::Error GetParams(const char* op, const ffi::RemainingArgs& args, const Paged
     }
     p.tree_mask = static_cast<const uint32_t*>(tree_mask->untyped_data());
   }
-  XLA_GPU_RETURN_IF_ERROR(CheckAttributes(op, attributes));
-  p.scale = attributes.scale;
-  p.sliding_window = attributes.sliding_window;
-  p.soft_cap = attributes.soft_cap;
+  XLA_GPU_RETURN_IF_ERROR(CheckNumbers(op, numbers));
+  p.scale = numbers.scale;
+  p.sliding_window = numbers.sliding_window;
+  p.soft_cap = numbers.soft_cap;
   return ffi::Error::Success();
+}
+
+#ifdef XLA_GPU_WITH_CUDA
+Status CheckPagedAttentionMetadataOnDevice(const PagedAttentionCall& params, const char* op, Stream stream) {
+  const int64_t sizes[] = {params.max_seqs, params.max_seqs * params.pages_per_seq, params.max_seqs + 1, 1};
+  std::array<std::vector<int32_t>, std::size(kMetadata)> copies;
+  PagedAttentionCall on_host = params;
+  for (size_t i = 0; i < copies.size(); ++i) {
+    const int32_t*& pointer = on_host.*kMetadata[i].pointer;
+    copies[i].resize(sizes[i]);
+    Status status = CopyToHost(copies[i].data(), pointer, sizes[i] * sizeof(int32_t), stream);
+    if (!status.ok()) return status;
+    pointer = copies[i].data();
+  }
+  return CheckPagedAttentionMetadata(on_host, op);
+}
+#endif
+
+namespace {
+
+ffi::Error GetParams(const char* op, const ffi::RemainingArgs& args, const PagedAttentionAttributes& attributes,
+                     PagedAttentionCall* params) {
+  Operands operands;
+  XLA_GPU_RETURN_IF_ERROR(GetOperands(op, args, attributes, &operands));
+  return GetPagedAttentionParams(op, operands, {attributes.scale, attributes.sliding_window, attributes.soft_cap},
+                                 params);
 }
 
 // The results: out, lse with paged_attention_with_lse alone, scratch.
@@ -238,26 +252,11 @@ ffi::Error PagedAttentionScratch(ffi::RemainingArgs args, ffi::Result<ffi::Buffe
 }
 
 #ifdef XLA_GPU_WITH_CUDA
-// XLA_GPU_CHECK_INPUTS=1: checks a copy of the metadata, for which it waits for the device.
-Status CheckOnDevice(const PagedAttentionCall& params, const char* op, Stream stream) {
-  const int64_t sizes[] = {params.max_seqs, params.max_seqs * params.pages_per_seq, params.max_seqs + 1, 1};
-  std::array<std::vector<int32_t>, std::size(kMetadata)> copies;
-  PagedAttentionCall on_host = params;
-  for (size_t i = 0; i < copies.size(); ++i) {
-    const int32_t*& pointer = on_host.*kMetadata[i].pointer;
-    copies[i].resize(sizes[i]);
-    Status status = CopyToHost(copies[i].data(), pointer, sizes[i] * sizeof(int32_t), stream);
-    if (!status.ok()) return status;
-    pointer = copies[i].data();
-  }
-  return CheckPagedAttentionMetadata(on_host, op);
-}
-
 template <bool kWithLse>
 ffi::Error PagedAttentionCuda(Stream stream, ffi::RemainingArgs args, ffi::RemainingRets rets,
                               PagedAttentionAttributes attributes) {
   const auto check = [&](const PagedAttentionCall& params, const char* op) {
-    return attributes.check_inputs ? CheckOnDevice(params, op, stream) : Status::Ok();
+    return attributes.check_inputs ? CheckPagedAttentionMetadataOnDevice(params, op, stream) : Status::Ok();
   };
   return PagedAttention(kWithLse, args, rets, attributes, check,
                         [&](const auto& params) { return LaunchPagedAttention(params, stream); });

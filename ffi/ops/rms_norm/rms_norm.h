@@ -6,6 +6,7 @@
 
 #include "ffi/base/dtype.h"
 #include "ffi/base/status.h"
+#include "ffi/device/launch_order.h"
 #include "ffi/device/stream.h"
 #include "ffi/host/parallel_for.h"
 
@@ -26,7 +27,7 @@ struct RmsNormParams {
 };
 
 Status RunRmsNorm(const RmsNormParams& params, const Executor& executor);
-Status LaunchRmsNorm(const RmsNormParams& params, Stream stream);
+Status LaunchRmsNorm(const RmsNormParams& params, Stream stream, LaunchOrder order = LaunchOrder::kFirst);
 
 }  // namespace xla_gpu
 

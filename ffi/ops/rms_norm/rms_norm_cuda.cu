@@ -4,7 +4,9 @@
 #include <cstdint>
 
 #include "ffi/base/cuda_status.h"
+#include "ffi/device/dependent_launch.cuh"
 #include "ffi/device/dispatch.cuh"
+#include "ffi/device/launch.cuh"
 #include "ffi/device/rms_norm.cuh"
 #include "ffi/ops/rms_norm/rms_norm.h"
 
@@ -28,6 +30,8 @@ __global__ void __launch_bounds__(kMaxRmsNormThreads)
   T* const sum = static_cast<T*>(p.sum);
   const int64_t vectors = (p.size + V::kSize - 1) / V::kSize;
   const RmsNormWeight how = {p.weight_offset, p.round_once};
+  AllowDependentLaunch();
+  WaitForPreviousKernel();
   for (int64_t row = static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y; row < p.num_rows;
        row += static_cast<int64_t>(gridDim.x) * blockDim.y) {
     const int64_t at = row * p.size;
@@ -77,7 +81,7 @@ __global__ void __launch_bounds__(kMaxRmsNormThreads)
 }
 
 template <typename T>
-Status Launch(const RmsNormParams& p, Stream stream) {
+Status Launch(const RmsNormParams& p, Stream stream, LaunchOrder order) {
   const int64_t vectors = (p.size + Vector<T>::kSize - 1) / Vector<T>::kSize;
   // NOTE: the order of sums follows from the row's size alone: not from the number of rows.
   const bool is_short = vectors <= kShortRow;
@@ -90,16 +94,15 @@ Status Launch(const RmsNormParams& p, Stream stream) {
        {p.x, p.residual, p.weight, static_cast<const void*>(p.out), static_cast<const void*>(p.sum)}) {
     bits |= reinterpret_cast<uintptr_t>(pointer);
   }
-  RmsNormKernel<T><<<blocks, threads, /*shared_mem=*/0, stream>>>(p, bits % 16 == 0);
-  XLA_GPU_RETURN_IF_LAUNCH_FAILED();
-  return Status::Ok();
+  return LaunchKernel(RmsNormKernel<T>, dim3(blocks), threads, /*shared_bytes=*/0, stream, order, p, bits % 16 == 0);
 }
 
 }  // namespace
 
-Status LaunchRmsNorm(const RmsNormParams& params, Stream stream) {
+Status LaunchRmsNorm(const RmsNormParams& params, Stream stream, LaunchOrder order) {
   if (params.num_rows == 0 || params.size == 0) return Status::Ok();
-  return DispatchFloat(params.dtype, "rms_norm: x", [&](auto zero) { return Launch<decltype(zero)>(params, stream); });
+  return DispatchFloat(params.dtype, "rms_norm: x",
+                       [&](auto zero) { return Launch<decltype(zero)>(params, stream, order); });
 }
 
 }  // namespace xla_gpu

@@ -1,6 +1,8 @@
 // rms_norm: checks and bindings of the host and CUDA handlers.
 //
 // With has_residual a third operand, residual, and a second result, sum.
+#include "ffi/ops/rms_norm/rms_norm_ffi.h"
+
 #include "ffi/handlers/check.h"
 #include "ffi/handlers/context.h"
 #include "ffi/ops/rms_norm/rms_norm.h"
@@ -11,8 +13,8 @@ namespace {
 constexpr char kRmsNormOp[] = "rms_norm";
 
 struct RmsNormAttributes {
-  float eps, weight_offset;
-  bool round_once, has_residual;
+  NormAttributes norm;
+  bool has_residual;
 };
 
 ffi::Error GetParams(const ffi::AnyBuffer& x, const ffi::AnyBuffer& weight, const ffi::RemainingArgs& rest,
@@ -40,20 +42,47 @@ ffi::Error GetParams(const ffi::AnyBuffer& x, const ffi::AnyBuffer& weight, cons
     p.residual = residual.untyped_data();
     p.sum = sum->untyped_data();
   }
-  if (!(attributes.eps >= 0.0f)) return Mismatch(kRmsNormOp, "eps", "a number >= 0", StrCat(attributes.eps));
-  if (!(attributes.weight_offset - attributes.weight_offset == 0.0f)) {
-    return Mismatch(kRmsNormOp, "weight_offset", "a finite number", StrCat(attributes.weight_offset));
-  }
+  XLA_GPU_RETURN_IF_ERROR(GetNormAttributes(kRmsNormOp, attributes.norm, &p));
   p.x = x.untyped_data();
   p.weight = weight.untyped_data();
   p.out = out.untyped_data();
   p.num_rows = 1;
   for (size_t i = 0; i + 1 < dims.size(); ++i) p.num_rows *= dims[i];
-  p.eps = attributes.eps;
-  p.weight_offset = attributes.weight_offset;
-  p.round_once = attributes.round_once;
   return ffi::Error::Success();
 }
+
+}  // namespace
+
+ffi::Error GetNormAttributes(const char* op, const NormAttributes& attributes, RmsNormParams* params) {
+  if (!(attributes.eps >= 0.0f)) return Mismatch(op, "eps", "a number >= 0", StrCat(attributes.eps));
+  if (!(attributes.weight_offset - attributes.weight_offset == 0.0f)) {
+    return Mismatch(op, "weight_offset", "a finite number", StrCat(attributes.weight_offset));
+  }
+  params->eps = attributes.eps;
+  params->weight_offset = attributes.weight_offset;
+  params->round_once = attributes.round_once;
+  return ffi::Error::Success();
+}
+
+ffi::Error GetNorm(const char* op, const ffi::AnyBuffer& x, const std::optional<ffi::AnyBuffer>& norm_weight,
+                   const NormAttributes& attributes, RmsNormParams* params) {
+  RmsNormParams& p = *params;
+  XLA_GPU_RETURN_IF_ERROR(GetNormAttributes(op, attributes, params));
+  p.weight = nullptr;
+  if (!norm_weight) return ffi::Error::Success();
+  XLA_GPU_RETURN_IF_ERROR(GetComputeDType(op, "x", x, &p.dtype));
+  auto dims = x.dimensions();
+  p.size = dims[dims.size() - 1];
+  p.num_rows = 1;
+  for (size_t i = 0; i + 1 < dims.size(); ++i) p.num_rows *= dims[i];
+  XLA_GPU_RETURN_IF_ERROR(CheckDType(op, "norm_weight", *norm_weight, x.element_type()));
+  XLA_GPU_RETURN_IF_ERROR(CheckShape(op, "norm_weight", *norm_weight, {p.size}));
+  p.x = x.untyped_data();
+  p.weight = norm_weight->untyped_data();
+  return ffi::Error::Success();
+}
+
+namespace {
 
 ffi::Error RmsNormHost(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer weight, ffi::RemainingArgs rest,
                        ffi::Result<ffi::AnyBuffer> out, ffi::RemainingRets rets, float eps, float weight_offset,
@@ -61,7 +90,7 @@ ffi::Error RmsNormHost(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer we
   return NoThrow(kRmsNormOp, [&]() -> ffi::Error {
     RmsNormParams params;
     XLA_GPU_RETURN_IF_ERROR(
-        GetParams(x, weight, rest, *out, rets, {eps, weight_offset, round_once, has_residual}, &params));
+        GetParams(x, weight, rest, *out, rets, {{eps, weight_offset, round_once}, has_residual}, &params));
     return ToError(RunRmsNorm(params, XlaExecutor(pool)));
   });
 }
@@ -73,7 +102,7 @@ ffi::Error RmsNormCuda(Stream stream, ffi::AnyBuffer x, ffi::AnyBuffer weight, f
   return NoThrow(kRmsNormOp, [&]() -> ffi::Error {
     RmsNormParams params;
     XLA_GPU_RETURN_IF_ERROR(
-        GetParams(x, weight, rest, *out, rets, {eps, weight_offset, round_once, has_residual}, &params));
+        GetParams(x, weight, rest, *out, rets, {{eps, weight_offset, round_once}, has_residual}, &params));
     return ToError(LaunchRmsNorm(params, stream));
   });
 }

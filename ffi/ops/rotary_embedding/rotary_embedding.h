@@ -7,6 +7,7 @@
 
 #include "ffi/base/dtype.h"
 #include "ffi/base/status.h"
+#include "ffi/device/launch_order.h"
 #include "ffi/device/stream.h"
 #include "ffi/host/parallel_for.h"
 
@@ -73,7 +74,7 @@ struct RotaryAndCacheParams {
 // Return InvalidArgument, naming the token, for a position past the table or a slot past the cache. They read host
 // memory.
 Status CheckPositions(const char* op, const Rotation& rotation, int64_t num_tokens);
-Status CheckRotaryAndCacheSlots(const RotaryAndCacheParams& params);
+Status CheckRotaryAndCacheSlots(const char* op, const RotaryAndCacheParams& params);
 
 // Expect what the checks accept. Of duplicate slots the last token's values stay.
 Status RunRotaryEmbedding(const RotaryEmbeddingParams& params, const Executor& executor);
@@ -81,7 +82,7 @@ Status RunRotaryAndCache(const RotaryAndCacheParams& params, const Executor& exe
 
 // A position past the table gives NaN; a slot past the cache is skipped.
 Status LaunchRotaryEmbedding(const RotaryEmbeddingParams& params, Stream stream);
-Status LaunchRotaryAndCache(const RotaryAndCacheParams& params, Stream stream);
+Status LaunchRotaryAndCache(const RotaryAndCacheParams& params, Stream stream, LaunchOrder order = LaunchOrder::kFirst);
 
 }  // namespace xla_gpu
 

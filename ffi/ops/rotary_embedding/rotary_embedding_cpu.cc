@@ -113,8 +113,8 @@ Status CheckPositions(const char* op, const Rotation& rotation, int64_t num_toke
   return Status::Ok();
 }
 
-Status CheckRotaryAndCacheSlots(const RotaryAndCacheParams& params) {
-  return CheckSlots("rotary_and_cache", params.slot_mapping, params.slots_are_64_bit, params.num_slots,
+Status CheckRotaryAndCacheSlots(const char* op, const RotaryAndCacheParams& params) {
+  return CheckSlots(op, params.slot_mapping, params.slots_are_64_bit, params.num_slots,
                     params.num_pages * params.page_size);
 }
 

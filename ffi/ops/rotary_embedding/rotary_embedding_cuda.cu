@@ -5,7 +5,9 @@
 
 #include "ffi/base/cuda_status.h"
 #include "ffi/device/cache_slots.cuh"
+#include "ffi/device/dependent_launch.cuh"
 #include "ffi/device/dispatch.cuh"
+#include "ffi/device/launch.cuh"
 #include "ffi/device/rms_norm.cuh"
 #include "ffi/ops/rotary_embedding/rotary_embedding.h"
 
@@ -95,6 +97,9 @@ __global__ void __launch_bounds__(kRotaryThreads)
       },
       first, with_slot, {p.num_slots, p.num_pages * p.page_size, p.page_size, p.page_stride, p.slot_stride}, &latest,
       destinations);
+  // What stands above has read the slots, an operand of every call with this kernel.
+  AllowDependentLaunch();
+  WaitForPreviousKernel();
 
   const int heads = static_cast<int>(p.num_heads + 2 * p.num_kv_heads);
   const int group = static_cast<int>(gridDim.y);
@@ -156,7 +161,7 @@ Status Embed(const RotaryEmbeddingParams& p, Stream stream) {
 }
 
 template <typename T>
-Status Store(const RotaryAndCacheParams& p, Stream stream) {
+Status Store(const RotaryAndCacheParams& p, Stream stream, LaunchOrder order) {
   const int64_t heads = p.num_heads + 2 * p.num_kv_heads;
   int64_t tokens =
       std::min<int64_t>((p.num_tokens + kWantedRotaryBlocks - 1) / kWantedRotaryBlocks, kMaxTokensPerBlock);
@@ -168,9 +173,8 @@ Status Store(const RotaryAndCacheParams& p, Stream stream) {
   const int64_t groups =
       std::clamp<int64_t>(kWantedRotaryBlocks / blocks, 1, (heads + kRotaryWarps - 1) / kRotaryWarps);
   const dim3 grid(static_cast<unsigned>(blocks), static_cast<unsigned>(std::min<int64_t>(groups, 65535)));
-  RotaryAndCacheKernel<T><<<grid, kRotaryThreads, /*shared_mem=*/0, stream>>>(p, static_cast<int>(tokens));
-  XLA_GPU_RETURN_IF_LAUNCH_FAILED();
-  return Status::Ok();
+  return LaunchKernel(RotaryAndCacheKernel<T>, grid, dim3(kRotaryThreads), /*shared_bytes=*/0, stream, order, p,
+                      static_cast<int>(tokens));
 }
 
 }  // namespace
@@ -183,10 +187,10 @@ Status LaunchRotaryEmbedding(const RotaryEmbeddingParams& params, Stream stream)
                        [&](auto zero) { return Embed<decltype(zero)>(params, stream); });
 }
 
-Status LaunchRotaryAndCache(const RotaryAndCacheParams& params, Stream stream) {
+Status LaunchRotaryAndCache(const RotaryAndCacheParams& params, Stream stream, LaunchOrder order) {
   if (params.num_tokens == 0 || params.head_dim == 0) return Status::Ok();
   return DispatchFloat(params.dtype, "rotary_and_cache: qkv",
-                       [&](auto zero) { return Store<decltype(zero)>(params, stream); });
+                       [&](auto zero) { return Store<decltype(zero)>(params, stream, order); });
 }
 
 }  // namespace xla_gpu

@@ -1,4 +1,6 @@
 // rotary_embedding and rotary_and_cache: checks and bindings of the host and CUDA handlers.
+#include "ffi/ops/rotary_embedding/rotary_embedding_ffi.h"
+
 #include <cstring>
 #include <optional>
 #include <vector>
@@ -108,6 +110,101 @@ ffi::Error EmbedCuda(Stream stream, ffi::AnyBuffer query, ffi::AnyBuffer key, ff
 // ---- rotary_and_cache
 // ------------------------------------------------------------------------------------------------
 
+// An optional T[size]; null where it is not given.
+ffi::Error GetVector(const char* op, const char* name, const std::optional<ffi::AnyBuffer>& buffer, DType dtype,
+                     int64_t size, const void** pointer) {
+  *pointer = nullptr;
+  if (!buffer) return ffi::Error::Success();
+  XLA_GPU_RETURN_IF_ERROR(CheckDType(op, name, *buffer, FloatType(dtype)));
+  XLA_GPU_RETURN_IF_ERROR(CheckShape(op, name, *buffer, {size}));
+  *pointer = buffer->untyped_data();
+  return ffi::Error::Success();
+}
+
+}  // namespace
+
+ffi::Error GetRotaryAndCacheParams(const char* op, const char* qkv, int64_t width,
+                                   const RotaryAndCacheOperands& operands, bool interleaved,
+                                   RotaryAndCacheParams* params) {
+  RotaryAndCacheParams& p = *params;
+  // ---- cache: the result's buffer is what is written
+  CacheLayout cache;
+  XLA_GPU_RETURN_IF_ERROR(GetCacheLayout(op, operands.kv_cache, &cache));
+  XLA_GPU_RETURN_IF_ERROR(CheckSame(op, "result", operands.cache_out, "kv_cache", operands.kv_cache));
+  XLA_GPU_RETURN_IF_ERROR(GetCacheLayout(op, operands.cache_out, &cache));
+  if (cache.dtype != p.dtype && !IsFloat8(cache.dtype)) {
+    return Mismatch(op, "kv_cache", StrCat(DTypeText(FloatType(p.dtype)), " as ", qkv, ", or a float8 dtype"),
+                    DTypeText(operands.kv_cache.element_type()));
+  }
+  if (cache.head_dim < 1 || cache.head_dim > kMaxRotaryHeadDim) {
+    return Mismatch(op, "kv_cache", StrCat("a head_dim from 1 to ", kMaxRotaryHeadDim),
+                    StrCat("shape ", ShapeText(operands.kv_cache.dimensions())));
+  }
+  const int64_t heads = width / cache.head_dim;
+  if (width % cache.head_dim != 0 || heads <= 2 * cache.num_kv_heads) {
+    return Mismatch(op, qkv,
+                    StrCat("(num_heads + 2 * num_kv_heads) * head_dim features with num_kv_heads ", cache.num_kv_heads,
+                           " and head_dim ", cache.head_dim, " as in kv_cache"),
+                    StrCat(width, " in shape [", p.num_tokens, ", ", width, "]"));
+  }
+  p.num_kv_heads = cache.num_kv_heads;
+  p.num_heads = heads - 2 * cache.num_kv_heads;
+  p.head_dim = cache.head_dim;
+  XLA_GPU_RETURN_IF_ERROR(
+      GetRotation(op, operands.positions, operands.table, interleaved, p.num_tokens, p.head_dim, &p.rotation));
+  CacheScales scales;
+  XLA_GPU_RETURN_IF_ERROR(GetCacheScales(op, cache, operands.k_scale, operands.v_scale, &scales));
+  p.k_scale = scales.k;
+  p.v_scale = scales.v;
+  p.scale_per_head = scales.per_head;
+  XLA_GPU_RETURN_IF_ERROR(
+      GetVector(op, "q_norm_weight", operands.q_norm_weight, p.dtype, p.head_dim, &p.q_norm_weight));
+  XLA_GPU_RETURN_IF_ERROR(
+      GetVector(op, "k_norm_weight", operands.k_norm_weight, p.dtype, p.head_dim, &p.k_norm_weight));
+  // ---- slots
+  const ffi::DataType slot_dtype = operands.slot_mapping.element_type();
+  if (slot_dtype != ffi::DataType::S32 && slot_dtype != ffi::DataType::S64) {
+    return Mismatch(op, "slot_mapping", "int32 or int64", DTypeText(slot_dtype));
+  }
+  XLA_GPU_RETURN_IF_ERROR(CheckRank(op, "slot_mapping", operands.slot_mapping, 1));
+  p.num_slots = operands.slot_mapping.dimensions()[0];
+  if (p.num_slots > p.num_tokens) {
+    return Mismatch(op, "slot_mapping", StrCat("at most num_tokens = ", p.num_tokens, " slots"), StrCat(p.num_slots));
+  }
+  p.slot_mapping = operands.slot_mapping.untyped_data();
+  p.slots_are_64_bit = slot_dtype == ffi::DataType::S64;
+  p.k_cache = cache.k;
+  p.v_cache = cache.v;
+  p.page_stride = cache.page_stride;
+  p.slot_stride = cache.slot_stride;
+  p.head_stride = cache.head_stride;
+  p.num_pages = cache.num_pages;
+  p.page_size = cache.page_size;
+  p.cache_dtype = cache.dtype;
+  return ffi::Error::Success();
+}
+
+Status CheckRotaryAndCacheValues(const char* op, const RotaryAndCacheParams& params) {
+  Status status = CheckPositions(op, params.rotation, params.num_tokens);
+  return status.ok() ? CheckRotaryAndCacheSlots(op, params) : status;
+}
+
+#ifdef XLA_GPU_WITH_CUDA
+Status CheckRotaryAndCacheValuesOnDevice(const char* op, const RotaryAndCacheParams& params, Stream stream) {
+  const auto to_host = [&](auto... copy) { return CopyToHost(copy..., stream); };
+  Status status = CheckCopiedPositions(op, params.rotation, params.num_tokens, to_host);
+  if (!status.ok() || params.num_slots == 0) return status;
+  std::vector<char> slots(static_cast<size_t>(params.num_slots) * (params.slots_are_64_bit ? 8 : 4));
+  status = to_host(slots.data(), params.slot_mapping, slots.size());
+  if (!status.ok()) return status;
+  RotaryAndCacheParams on_host = params;
+  on_host.slot_mapping = slots.data();
+  return CheckRotaryAndCacheSlots(op, on_host);
+}
+#endif
+
+namespace {
+
 struct CacheBuffers {
   ffi::AnyBuffer qkv, positions, table, kv_cache, slot_mapping, query_out, cache_out;
 };
@@ -117,40 +214,24 @@ struct CacheAttributes {
   float norm_eps, weight_offset;
 };
 
-ffi::Error GetOptional(const CacheBuffers& b, const ffi::RemainingArgs& rest, const CacheAttributes& a,
-                       const CacheLayout& cache, RotaryAndCacheParams* params) {
-  RotaryAndCacheParams& p = *params;
+ffi::Error GetOptional(const ffi::RemainingArgs& rest, const CacheAttributes& a, RotaryAndCacheOperands* operands,
+                       std::optional<ffi::AnyBuffer>* bias) {
   const size_t expected =
       (a.kv_scales ? 2 : 0) + (a.has_q_norm ? 1 : 0) + (a.has_k_norm ? 1 : 0) + (a.has_bias ? 1 : 0);
   if (rest.size() != expected) {
     return Mismatch(kAndCache, "operands", StrCat(5 + expected, " for these attributes"), StrCat(5 + rest.size()));
   }
   size_t next = 0;
-  std::optional<ffi::AnyBuffer> k_scale, v_scale;
-  if (a.kv_scales) {
-    k_scale = *rest.get<ffi::AnyBuffer>(next++);
-    v_scale = *rest.get<ffi::AnyBuffer>(next++);
-  }
-  CacheScales scales;
-  XLA_GPU_RETURN_IF_ERROR(GetCacheScales(kAndCache, cache, k_scale, v_scale, &scales));
-  p.k_scale = scales.k;
-  p.v_scale = scales.v;
-  p.scale_per_head = scales.per_head;
   const struct {
-    const char* name;
     bool given;
-    int64_t size;
-    const void** pointer;
-  } vectors[] = {{"q_norm_weight", a.has_q_norm, p.head_dim, &p.q_norm_weight},
-                 {"k_norm_weight", a.has_k_norm, p.head_dim, &p.k_norm_weight},
-                 {"bias", a.has_bias, b.qkv.dimensions()[1], &p.bias}};
-  for (const auto& vector : vectors) {
-    *vector.pointer = nullptr;
-    if (!vector.given) continue;
-    const ffi::AnyBuffer buffer = *rest.get<ffi::AnyBuffer>(next++);
-    XLA_GPU_RETURN_IF_ERROR(CheckDType(kAndCache, vector.name, buffer, b.qkv.element_type()));
-    XLA_GPU_RETURN_IF_ERROR(CheckShape(kAndCache, vector.name, buffer, {vector.size}));
-    *vector.pointer = buffer.untyped_data();
+    std::optional<ffi::AnyBuffer>* buffer;
+  } optional[] = {{a.kv_scales, &operands->k_scale},
+                  {a.kv_scales, &operands->v_scale},
+                  {a.has_q_norm, &operands->q_norm_weight},
+                  {a.has_k_norm, &operands->k_norm_weight},
+                  {a.has_bias, bias}};
+  for (const auto& [given, buffer] : optional) {
+    if (given) *buffer = *rest.get<ffi::AnyBuffer>(next++);
   }
   return ffi::Error::Success();
 }
@@ -160,67 +241,24 @@ ffi::Error GetParams(const CacheBuffers& b, const ffi::RemainingArgs& rest, cons
   RotaryAndCacheParams& p = *params;
   XLA_GPU_RETURN_IF_ERROR(GetComputeDType(kAndCache, "qkv", b.qkv, &p.dtype));
   XLA_GPU_RETURN_IF_ERROR(CheckRank(kAndCache, "qkv", b.qkv, 2));
-  auto dims = b.qkv.dimensions();
-  p.num_tokens = dims[0];
-  // ---- cache: the result's buffer is what is written
-  CacheLayout cache;
-  XLA_GPU_RETURN_IF_ERROR(GetCacheLayout(kAndCache, b.kv_cache, &cache));
-  XLA_GPU_RETURN_IF_ERROR(CheckSame(kAndCache, "result", b.cache_out, "kv_cache", b.kv_cache));
-  XLA_GPU_RETURN_IF_ERROR(GetCacheLayout(kAndCache, b.cache_out, &cache));
-  if (cache.dtype != p.dtype && !IsFloat8(cache.dtype)) {
-    return Mismatch(kAndCache, "kv_cache",
-                    StrCat("qkv's dtype ", DTypeText(b.qkv.element_type()), " or a float8 dtype"),
-                    DTypeText(b.kv_cache.element_type()));
-  }
-  if (cache.head_dim < 1 || cache.head_dim > kMaxRotaryHeadDim) {
-    return Mismatch(kAndCache, "kv_cache", StrCat("a head_dim from 1 to ", kMaxRotaryHeadDim),
-                    StrCat("shape ", ShapeText(b.kv_cache.dimensions())));
-  }
-  const int64_t heads = dims[1] / cache.head_dim;
-  if (dims[1] % cache.head_dim != 0 || heads <= 2 * cache.num_kv_heads) {
-    return Mismatch(kAndCache, "qkv",
-                    StrCat("[num_tokens, (num_heads + 2 * num_kv_heads) * head_dim] with num_kv_heads ",
-                           cache.num_kv_heads, " and head_dim ", cache.head_dim, " as in kv_cache"),
-                    StrCat("shape ", ShapeText(dims)));
-  }
-  p.num_kv_heads = cache.num_kv_heads;
-  p.num_heads = heads - 2 * cache.num_kv_heads;
-  p.head_dim = cache.head_dim;
+  p.num_tokens = b.qkv.dimensions()[0];
+  const int64_t width = b.qkv.dimensions()[1];
+  RotaryAndCacheOperands operands = {b.positions, b.table, b.kv_cache, b.slot_mapping, b.cache_out, {}, {}, {}, {}};
+  std::optional<ffi::AnyBuffer> bias;
+  XLA_GPU_RETURN_IF_ERROR(GetOptional(rest, a, &operands, &bias));
+  XLA_GPU_RETURN_IF_ERROR(GetRotaryAndCacheParams(kAndCache, "qkv", width, operands, a.interleaved, &p));
   XLA_GPU_RETURN_IF_ERROR(CheckDType(kAndCache, "query", b.query_out, b.qkv.element_type()));
   XLA_GPU_RETURN_IF_ERROR(CheckShape(kAndCache, "query", b.query_out, {p.num_tokens, p.num_heads, p.head_dim}));
-  XLA_GPU_RETURN_IF_ERROR(
-      GetRotation(kAndCache, b.positions, b.table, a.interleaved, p.num_tokens, p.head_dim, &p.rotation));
-  XLA_GPU_RETURN_IF_ERROR(GetOptional(b, rest, a, cache, &p));
+  XLA_GPU_RETURN_IF_ERROR(GetVector(kAndCache, "bias", bias, p.dtype, width, &p.bias));
   if (!(a.norm_eps >= 0.0f)) return Mismatch(kAndCache, "norm_eps", "a number >= 0", StrCat(a.norm_eps));
   if (!(a.weight_offset - a.weight_offset == 0.0f)) {
     return Mismatch(kAndCache, "weight_offset", "a finite number", StrCat(a.weight_offset));
   }
-  // ---- slots
-  const ffi::DataType slot_dtype = b.slot_mapping.element_type();
-  if (slot_dtype != ffi::DataType::S32 && slot_dtype != ffi::DataType::S64) {
-    return Mismatch(kAndCache, "slot_mapping", "int32 or int64", DTypeText(slot_dtype));
-  }
-  XLA_GPU_RETURN_IF_ERROR(CheckRank(kAndCache, "slot_mapping", b.slot_mapping, 1));
-  p.num_slots = b.slot_mapping.dimensions()[0];
-  if (p.num_slots > p.num_tokens) {
-    return Mismatch(kAndCache, "slot_mapping", StrCat("at most num_tokens = ", p.num_tokens, " slots"),
-                    StrCat(p.num_slots));
-  }
   p.qkv = b.qkv.untyped_data();
-  p.slot_mapping = b.slot_mapping.untyped_data();
-  p.slots_are_64_bit = slot_dtype == ffi::DataType::S64;
   p.query_out = b.query_out.untyped_data();
-  p.k_cache = cache.k;
-  p.v_cache = cache.v;
-  p.page_stride = cache.page_stride;
-  p.slot_stride = cache.slot_stride;
-  p.head_stride = cache.head_stride;
-  p.num_pages = cache.num_pages;
-  p.page_size = cache.page_size;
   p.norm_eps = a.norm_eps;
   p.weight_offset = a.weight_offset;
   p.round_once = a.round_once;
-  p.cache_dtype = cache.dtype;
   return ffi::Error::Success();
 }
 
@@ -248,10 +286,7 @@ ffi::Error AndCacheHost(ffi::ThreadPool pool, ffi::AnyBuffer qkv, ffi::AnyBuffer
   return AndCache(
       {qkv, positions, table, kv_cache, slot_mapping, *query, *cache_out}, rest,
       {check_inputs, kv_scales, has_q_norm, has_k_norm, has_bias, interleaved, round_once, norm_eps, weight_offset},
-      [](const RotaryAndCacheParams& params) {
-        Status status = CheckPositions(kAndCache, params.rotation, params.num_tokens);
-        return status.ok() ? CheckRotaryAndCacheSlots(params) : status;
-      },
+      [](const RotaryAndCacheParams& params) { return CheckRotaryAndCacheValues(kAndCache, params); },
       [](void* destination, const void* source, size_t size) {
         std::memcpy(destination, source, size);
         return Status::Ok();
@@ -265,17 +300,8 @@ ffi::Error AndCacheCuda(Stream stream, ffi::AnyBuffer qkv, ffi::AnyBuffer positi
                         ffi::Result<ffi::AnyBuffer> query, ffi::Result<ffi::AnyBuffer> cache_out, bool check_inputs,
                         bool kv_scales, bool has_q_norm, bool has_k_norm, bool has_bias, bool interleaved,
                         bool round_once, float norm_eps, float weight_offset) {
-  const auto to_host = [&](auto... copy) { return CopyToHost(copy..., stream); };
   const auto check = [&](const RotaryAndCacheParams& params) {
-    if (!check_inputs) return Status::Ok();
-    Status status = CheckCopiedPositions(kAndCache, params.rotation, params.num_tokens, to_host);
-    if (!status.ok() || params.num_slots == 0) return status;
-    std::vector<char> slots(slot_mapping.size_bytes());
-    status = to_host(slots.data(), params.slot_mapping, slots.size());
-    if (!status.ok()) return status;
-    RotaryAndCacheParams on_host = params;
-    on_host.slot_mapping = slots.data();
-    return CheckRotaryAndCacheSlots(on_host);
+    return check_inputs ? CheckRotaryAndCacheValuesOnDevice(kAndCache, params, stream) : Status::Ok();
   };
   return AndCache(
       {qkv, positions, table, kv_cache, slot_mapping, *query, *cache_out}, rest,

@@ -135,8 +135,11 @@ void Call::AddScratch() {
   int32_t code = XLA_FFI_Error_Code_OK;
   const xla_gpu_buffer result = {&bytes, nullptr, 0, XLA_FFI_DataType_S64};
   Run(Handler().scratch_bytes, {result}, &code);  // attributes may be refused: the call will be too
-  // The host's handler does not touch the memory, and refuses too little of it.
-  Add(&results_, XLA_FFI_DataType_U8, {std::max<int64_t>(bytes, 0) / (input_.Once(16) ? 2 : 1)});
+  const int64_t size = std::max<int64_t>(bytes, 0) / (input_.Once(16) ? 2 : 1);  // handlers refuse too little of it
+  void* memory = nullptr;
+  if (posix_memalign(&memory, 64, static_cast<size_t>(std::max<int64_t>(size, 1))) != 0) std::abort();
+  memory_.emplace_back(static_cast<char*>(memory), &std::free);
+  results_.push_back({memory, Dims({size}), 1, XLA_FFI_DataType_U8});
 }
 
 // ---- Anything ----
@@ -328,7 +331,13 @@ void Call::Change() {
 }
 
 void Call::Operator() {
-  switch (input_.Below(11)) {
+  switch (input_.Below(13)) {
+    case 12:
+      AttentionBlock();
+      break;
+    case 11:
+      GatedMlp();
+      break;
     case 10:
       KernelCall();
       break;

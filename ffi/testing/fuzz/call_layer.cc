@@ -1,4 +1,6 @@
 // Calls of the operators around attention and matrix products.
+#include <algorithm>
+
 #include "ffi/testing/fuzz/call.h"
 
 namespace xla_gpu::fuzz {
@@ -36,6 +38,102 @@ void Call::Linear() {
   AddScalar("residual", XLA_FFI_DataType_PRED, residual);
   AddScalar("weight_scale", XLA_FFI_DataType_PRED, scale);
   AddScalar("weight_zero_point", XLA_FFI_DataType_PRED, zero_point);
+  AddScratch();
+}
+
+// Adds a weight's scale, zero points and bias; returns which of them, a bit each.
+int64_t Call::AddOfWeight(int32_t dtype, int32_t stored, int64_t n, int64_t k, bool zero_point, bool bias) {
+  const bool int4 = stored == XLA_FFI_DataType_U8, scale = stored != dtype;
+  if (scale) Add(&operands_, int4 ? dtype : int32_t{XLA_FFI_DataType_F32}, int4 ? Shape{n, k / 128} : Shape{n});
+  if (zero_point) AddNumbers(XLA_FFI_DataType_U8, {n, k / 128}, 16);
+  if (bias) Add(&operands_, dtype, {n});
+  return scale | zero_point << 1 | bias << 2;
+}
+
+void Call::GatedMlp() {
+  target_ = "xla_gpu_gated_mlp";
+  const int32_t dtype = kFloats[input_.Below(3)];
+  const bool int4 = input_.Once(3), int8 = !int4 && input_.Once(2);
+  const int32_t stored = int4 ? int32_t{XLA_FFI_DataType_U8} : int8 ? int32_t{XLA_FFI_DataType_S8} : dtype;
+  const int64_t unit = int4 ? 128 : 16, rows = input_.Below(70);
+  const int64_t hidden = unit * (1 + input_.Below(int4 ? 2 : 6)), wide = unit * (1 + input_.Below(int4 ? 1 : 6));
+  const bool norm = input_.Once(2), residual = input_.Once(2), zero_points = int4 && input_.Once(2);
+  const bool biases = input_.Once(2);
+  Add(&operands_, dtype, {rows, hidden});
+  Add(&operands_, stored, {2 * wide, int4 ? hidden / 2 : hidden});
+  Add(&operands_, stored, {hidden, int4 ? wide / 2 : wide});
+  if (norm) Add(&operands_, dtype, {hidden});
+  if (residual) Add(&operands_, dtype, {rows, hidden});
+  int64_t bits = norm | residual << 1;
+  const int64_t n[] = {2 * wide, hidden}, k[] = {hidden, wide};
+  for (int i = 0; i < 2; ++i) bits |= AddOfWeight(dtype, stored, n[i], k[i], zero_points, biases) << (2 + 3 * i);
+  Add(&results_, dtype, {rows, hidden});
+  const char* activation = input_.Once(16) ? "none" : input_.Once(2) ? "silu_and_mul" : "gelu_and_mul";
+  attributes_.push_back({"activation", XLA_FFI_AttrType_STRING, 0, activation, std::strlen(activation)});
+  AddScalar("check_inputs", XLA_FFI_DataType_PRED, input_.Once(2));
+  AddScalar("eps", XLA_FFI_DataType_F32, input_.Once(8) ? input_.Raw<float>() : 1e-5f);
+  AddScalar("given", XLA_FFI_DataType_S64, bits);
+  AddScalar("round_once", XLA_FFI_DataType_PRED, input_.Once(2));
+  AddScalar("weight_offset", XLA_FFI_DataType_F32, input_.Once(8) ? input_.Raw<float>() : 0.0f);
+  AddScratch();
+}
+
+void Call::AttentionBlock() {
+  target_ = "xla_gpu_attention_block";
+  const int32_t dtype = kFloats[input_.Below(3)];
+  const int32_t float8s[] = {XLA_FFI_DataType_F8E4M3FN, XLA_FFI_DataType_F8E5M2};
+  const bool int8 = input_.Once(3), cache_scales = input_.Once(3), norm = input_.Once(2), residual = input_.Once(2);
+  const bool biases = input_.Once(2), head_norms = input_.Once(3), sinks = input_.Once(4);
+  const int32_t stored = int8 ? int32_t{XLA_FFI_DataType_S8} : dtype;
+  const int32_t cache = cache_scales ? float8s[input_.Below(2)] : dtype;
+  const int64_t tokens = input_.Below(7), hidden = 16 * (1 + input_.Below(3)), kv_heads = 1 + input_.Below(2);
+  const int64_t heads = kv_heads * (1 + input_.Below(3)), head_dim = 16 * (1 + input_.Below(2));
+  const int64_t width = (heads + 2 * kv_heads) * head_dim, inner = heads * head_dim, positions = 1 + input_.Below(6);
+  const int64_t pages = 1 + input_.Below(5), page_size = 1 + input_.Below(5);
+  const int64_t max_seqs = input_.Below(4), pages_per_seq = input_.Below(5);
+  const Shape cache_shape =
+      input_.Once(2) ? Shape{2, pages, page_size, kv_heads, head_dim} : Shape{pages, page_size, 2 * kv_heads, head_dim};
+  Add(&operands_, dtype, {tokens, hidden});
+  Add(&operands_, stored, {width, hidden});
+  Add(&operands_, stored, {hidden, inner});
+  AddNumbers(XLA_FFI_DataType_S32, {tokens}, positions);
+  Add(&operands_, XLA_FFI_DataType_F32, {positions, input_.Below(head_dim / 2 + 1), 2});
+  Add(&operands_, cache, cache_shape);
+  AddNumbers(input_.Once(2) ? XLA_FFI_DataType_S64 : XLA_FFI_DataType_S32, {input_.Below(tokens + 1)},
+             pages * page_size);
+  AddNumbers(XLA_FFI_DataType_S32, {max_seqs}, pages_per_seq * page_size + 1);
+  AddNumbers(XLA_FFI_DataType_S32, {max_seqs, pages_per_seq}, pages);
+  AddNumbers(XLA_FFI_DataType_S32, {max_seqs + 1}, tokens + 1);
+  if (input_.Once(2)) {  // in order, as in a batch that is sound
+    auto* starts = static_cast<int32_t*>(operands_.back().data);
+    std::sort(starts, starts + max_seqs + 1);
+  }
+  AddNumbers(XLA_FFI_DataType_S32, {1}, max_seqs + 1);
+  if (norm) Add(&operands_, dtype, {hidden});
+  if (residual) Add(&operands_, dtype, {tokens, hidden});
+  int64_t bits = norm | residual << 1;
+  bits |= AddOfWeight(dtype, stored, width, hidden, /*zero_point=*/false, biases) << 2;
+  for (int i = 0; i < 2 * head_norms; ++i) Add(&operands_, dtype, {head_dim});
+  const int64_t scale_size = input_.Once(2) ? kv_heads : 1;
+  for (int i = 0; i < 2 * cache_scales; ++i) Add(&operands_, XLA_FFI_DataType_F32, {scale_size});
+  if (sinks) Add(&operands_, XLA_FFI_DataType_F32, {heads});
+  bits |= (head_norms ? 3 << 5 : 0) | (cache_scales ? 3 << 7 : 0) | (sinks ? 1 << 9 : 0);
+  bits |= AddOfWeight(dtype, stored, hidden, inner, /*zero_point=*/false, biases) << 10;
+  Add(&results_, dtype, {tokens, hidden});
+  if (input_.Once(2)) {
+    results_.push_back(operands_[5]);
+  } else {
+    Add(&results_, cache, cache_shape);
+  }
+  AddScalar("check_inputs", XLA_FFI_DataType_PRED, input_.Once(2));
+  AddScalar("eps", XLA_FFI_DataType_F32, input_.Once(8) ? input_.Raw<float>() : 1e-5f);
+  AddScalar("given", XLA_FFI_DataType_S64, bits);
+  AddScalar("interleaved", XLA_FFI_DataType_PRED, input_.Once(2));
+  AddScalar("round_once", XLA_FFI_DataType_PRED, input_.Once(2));
+  AddScalar("scale", XLA_FFI_DataType_F32, input_.Once(8) ? input_.Raw<float>() : 0.25f);
+  AddScalar("sliding_window", XLA_FFI_DataType_S64, input_.Number(6));
+  AddScalar("soft_cap", XLA_FFI_DataType_F32, input_.Once(8) ? input_.Raw<float>() : input_.Once(2) ? 5.0f : 0.0f);
+  AddScalar("weight_offset", XLA_FFI_DataType_F32, input_.Once(8) ? input_.Raw<float>() : 0.0f);
   AddScratch();
 }
 

@@ -86,14 +86,17 @@ def _refusing_gradients(name: str, schema: str) -> Callable[..., Any]:
 def define_operator(operator: Operator, run_call: Callable[..., Results] | None = None) -> None:
     """Defines an operator, and its in-place form if it declares one.
 
-    ``run_call(call, tensors, arguments)``, if given, takes the place of ``run(call, tensors)``.
+    ``run_call(call, tensors, arguments)``, if given, takes the place of ``run(call, tensors)``; where there is an
+    in-place form it takes ``in_place``, too.
     """
 
-    def kernel(*args: Any, **kwargs: Any) -> Any:
-        call, tensors = bind(operator, args, kwargs)
+    def results(args: Any, kwargs: Any, call: OpCall, tensors: list[torch.Tensor], **options: bool) -> Results:
         if run_call is None:
-            return returned(run(call, tensors))
-        return returned(run_call(call, tensors, dict(zip(operator.arguments, args, strict=False), **kwargs)))
+            return run(call, tensors, **options)
+        return run_call(call, tensors, dict(zip(operator.arguments, args, strict=False), **kwargs), **options)
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        return returned(results(args, kwargs, *bind(operator, args, kwargs)))
 
     def fake(*args: Any, **kwargs: Any) -> Any:
         return returned(fake_results(*bind(operator, args, kwargs)))
@@ -103,10 +106,10 @@ def define_operator(operator: Operator, run_call: Callable[..., Results] | None 
 
     define(operator.name, operator.schema, kernel, fake)
     if operator.in_place is not None:
-        _define_in_place(operator, operator.in_place)
+        _define_in_place(operator, operator.in_place, results)
 
 
-def _define_in_place(operator: Operator, operand: str) -> None:
+def _define_in_place(operator: Operator, operand: str, results: Callable[..., Results]) -> None:
     """Defines torch.ops.xla_gpu.<operator>_, which updates ``operand`` and returns it, or the other result.
 
     torch.compile would clone the operand of a mutating operator on XLA, and the compiled program would copy it. So the
@@ -123,10 +126,10 @@ def _define_in_place(operator: Operator, operand: str) -> None:
         call, tensors = bind(operator, args, kwargs)
         target = tensors[call.aliases[0][0]]
         if target.device.type == "xla":  # a graph that was traced with CUDA tensors (_torch_xla/compile_backend.py)
-            results = run(call, tensors)
-            target.copy_(results[call.aliases[0][1]])
-            return results[0] if has_other else None
-        other, *_ = run(call, tensors, in_place=True)
+            updated = results(args, kwargs, call, tensors)
+            target.copy_(updated[call.aliases[0][1]])
+            return updated[0] if has_other else None
+        other, *_ = results(args, kwargs, call, tensors, in_place=True)
         if not target.is_inference():  # those have no version counter
             torch.autograd.graph.increment_version(target)
         return other if has_other else None

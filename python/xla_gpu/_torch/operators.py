@@ -8,8 +8,8 @@ import torch
 
 from .._core.operator import OpCall, Operator
 from .._torch_xla import device_group
-from ..ops import OPERATORS, all_reduce, linear, ragged_paged_attention
-from . import dense_linear, reference
+from ..ops import OPERATORS, all_reduce, attention_block, gated_mlp, linear, ragged_paged_attention
+from . import by_parts, dense_linear, reference
 from .dispatch import Results, bind, define, define_operator, fake_results, run, unpacked
 from .tensors import check_operands
 
@@ -49,8 +49,13 @@ def _linear(call: OpCall, tensors: list[torch.Tensor], arguments: dict[str, Any]
     return (dense_linear.linear(dict(zip(call.operand_names, tensors, strict=True)), arguments.get("activation")),)
 
 
+_RUN = {
+    linear.OPERATOR: _linear,
+    gated_mlp.OPERATOR: by_parts.gated_mlp,
+    attention_block.OPERATOR: by_parts.attention_block,
+}
 for _operator in OPERATORS:
-    define_operator(_operator, _linear if _operator is linear.OPERATOR else None)
+    define_operator(_operator, _RUN.get(_operator))
 define_operator(ragged_paged_attention.OPERATOR, _ragged)
 
 # ---- all_reduce over a group of torch_xla's SPMD mesh: the parts of all ranks, one on each device --------------------

@@ -3,6 +3,8 @@
 from .._core.operator import Operator
 from . import (
     all_reduce,
+    attention_block,
+    gated_mlp,
     linear,
     merge_attention_states,
     paged_attention,
@@ -24,6 +26,8 @@ OPERATORS: tuple[Operator, ...] = (
     all_reduce.OPERATOR,
     all_reduce.OPERATOR_ADD_RMS_NORM,
     linear.OPERATOR,
+    gated_mlp.OPERATOR,
+    attention_block.OPERATOR,
     rms_norm.OPERATOR,
     silu_and_mul.OPERATOR,
     silu_and_mul.OPERATOR_GELU,

@@ -70,28 +70,11 @@ def _signature(
 ) -> Signature:
     _check.dtype("x", x, FLOATS)
     rows, k = _check.rank("x", x, "rows, k")
-    _check.dtype("weight", weight, (x.dtype, "float8_e4m3fn", "int8", "uint8"), " (as x, or quantised)")
-    n, stored = _check.rank("weight", weight, "n, k / 2" if weight.dtype == "uint8" else "n, k")
-    int4 = weight.dtype == "uint8"
-    multiple = GROUP if int4 else _MULTIPLE
-    if k < multiple or k % multiple:
-        raise _check.value_error("x", f"k a multiple of {multiple}", x)
-    if n < _MULTIPLE or n % _MULTIPLE:
-        raise _check.value_error("weight", f"n a multiple of {_MULTIPLE}", weight)
-    if stored != (k // 2 if int4 else k):
-        raise _check.value_error("weight", f"shape [n, {k // 2 if int4 else k}] (k = {k} as in x)", weight)
-    scale_axes = _check_scale(x, weight, n, k, weight_scale, weight_zero_point)
-    if activation is not None and not isinstance(activation, str):
-        raise _check.type_error("activation", "a str or None", type(activation).__name__)
-    if activation is not None and activation not in ACTIVATIONS:
-        raise _check.value_error("activation", " or ".join(ACTIVATIONS), repr(activation))
+    n, scale_axes = check_weight(_check, x, k, weight, weight_scale, weight_zero_point, bias)
+    if activation is not None:
+        check_activation(_check, activation)
     out = ArraySpec((rows, n if activation is None else n // 2), x.dtype)
-    if bias is not None:
-        _check.dtype("bias", bias, (x.dtype,), " (as x)")
-        _check.shape("bias", bias, (n,), "n")
-    if residual is not None:
-        _check.dtype("residual", residual, (x.dtype,), " (as x)")
-        _check.shape("residual", residual, out.shape, "rows, out_features")
+    check_residual(_check, residual, out)
     attributes = {
         "activation": activation or "none",
         "bias": np.bool_(bias is not None),
@@ -103,7 +86,55 @@ def _signature(
     return Signature((out,), attributes, partitioning=_partitioning(rows, n, activation, scale_axes))
 
 
+def check_weight(
+    check: Checks,
+    x: ArraySpec,
+    k: int,
+    weight: ArraySpec,
+    scale: ArraySpec | None,
+    zero_point: ArraySpec | None,
+    bias: ArraySpec | None,
+) -> tuple[int, Axes]:
+    """Checks a weight [n, k] in any format, to be multiplied by rows of x's dtype, and what belongs to it.
+
+    ``check`` names the arguments x, weight, weight_scale, weight_zero_point and bias as the operator does. Returns n
+    and the axes of weight_scale.
+    """
+    check.dtype("weight", weight, (x.dtype, "float8_e4m3fn", "int8", "uint8"), " (as x, or quantised)")
+    n, stored = check.rank("weight", weight, "n, k / 2" if weight.dtype == "uint8" else "n, k")
+    int4 = weight.dtype == "uint8"
+    multiple = GROUP if int4 else _MULTIPLE
+    if k < multiple or k % multiple:
+        raise check.value_error("x", f"k a multiple of {multiple}", x)
+    if n < _MULTIPLE or n % _MULTIPLE:
+        raise check.value_error("weight", f"n a multiple of {_MULTIPLE}", weight)
+    if stored != (k // 2 if int4 else k):
+        raise check.value_error("weight", f"shape [n, {k // 2 if int4 else k}] (k = {k} as in x)", weight)
+    scale_axes = _check_scale(check, x, weight, n, k, scale, zero_point)
+    if bias is not None:
+        check.dtype("bias", bias, (x.dtype,), " (as x)")
+        check.shape("bias", bias, (n,), "n")
+    return n, scale_axes
+
+
+def check_activation(check: Checks, activation: str) -> str:
+    """Returns the name of an activation, checked."""
+    if not isinstance(activation, str):
+        raise check.type_error("activation", "a str or None", type(activation).__name__)
+    if activation not in ACTIVATIONS:
+        raise check.value_error("activation", " or ".join(ACTIVATIONS), repr(activation))
+    return activation
+
+
+def check_residual(check: Checks, residual: ArraySpec | None, out: ArraySpec) -> None:
+    """Checks what is added to a result, if there is any."""
+    if residual is not None:
+        check.dtype("residual", residual, (out.dtype,), " (as x)")
+        check.shape("residual", residual, out.shape, "rows, out_features")
+
+
 def _check_scale(
+    check: Checks,
     x: ArraySpec,
     weight: ArraySpec,
     n: int,
@@ -114,31 +145,31 @@ def _check_scale(
     """Checks the scales; returns the axes of weight_scale."""
     int4 = weight.dtype == "uint8"
     if zero_point is not None and not int4:
-        raise _check.value_error("weight_zero_point", "None, since weight is not packed int4", zero_point)
+        raise check.value_error("weight_zero_point", "None, since weight is not packed int4", zero_point)
     if weight.dtype == x.dtype:
         if scale is not None:
-            raise _check.value_error("weight_scale", "None, since weight is of x's dtype", scale)
+            raise check.value_error("weight_scale", "None, since weight is of x's dtype", scale)
         return ()
     if scale is None:
-        raise _check.value_error("weight_scale", f"an array, since weight is {weight.dtype}", None)
+        raise check.value_error("weight_scale", f"an array, since weight is {weight.dtype}", None)
     blocks, groups = -(-n // GROUP), -(-k // GROUP)
     if int4:
-        _check.dtype("weight_scale", scale, (x.dtype,), " (as x)")
-        _check.shape("weight_scale", scale, (n, groups), "n, k / 128")
+        check.dtype("weight_scale", scale, (x.dtype,), " (as x)")
+        check.shape("weight_scale", scale, (n, groups), "n, k / 128")
         if zero_point is not None:
-            _check.dtype("weight_zero_point", zero_point, ("uint8",))
-            _check.shape("weight_zero_point", zero_point, (n, groups), "n, k / 128")
+            check.dtype("weight_zero_point", zero_point, ("uint8",))
+            check.shape("weight_zero_point", zero_point, (n, groups), "n, k / 128")
         return ("features", None)
-    _check.dtype("weight_scale", scale, ("float32",))
+    check.dtype("weight_scale", scale, ("float32",))
     if scale.shape == (n,):
         return ("features",)
     if weight.dtype == "int8":
-        raise _check.value_error("weight_scale", f"shape [{n}]", scale)
+        raise check.value_error("weight_scale", f"shape [{n}]", scale)
     if scale.shape == (1,):
         return (None,)
     if scale.shape == (blocks, groups):
         return ("features", None)
-    raise _check.value_error("weight_scale", f"shape [1], [{n}] or [{blocks}, {groups}]", scale)
+    raise check.value_error("weight_scale", f"shape [1], [{n}] or [{blocks}, {groups}]", scale)
 
 
 def _partitioning(rows: int, n: int, activation: str | None, scale_axes: Axes) -> Partitioning:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 
 from .._core.checks import FLOATS, Checks
@@ -76,7 +78,6 @@ Note: Positions past the table and slots past the cache
 """
 
 _check = Checks("rotary_embedding")
-_check_cache = Checks("rotary_and_cache")
 
 
 def _check_rotation(check: Checks, positions: ArraySpec, table: ArraySpec, num_tokens: int, head_dim: int) -> None:
@@ -121,7 +122,8 @@ def _signature(
     return Signature((query, key), attributes, partitioning=partitioning)
 
 
-def _signature_and_cache(
+def signature_and_cache(
+    check: Checks,
     qkv: ArraySpec,
     positions: ArraySpec,
     table: ArraySpec,
@@ -139,7 +141,7 @@ def _signature_and_cache(
     round_once: bool = False,
     check_inputs: bool = False,
 ) -> Signature:
-    check = _check_cache
+    """The signature of any operator that stores keys and values so; ``check`` names the operator and its arguments."""
     check.dtype("qkv", qkv, FLOATS)
     num_tokens, width = check.rank("qkv", qkv, "num_tokens, (num_heads + 2 * num_kv_heads) * head_dim")
     cache = check_cache(check, kv_cache, qkv.dtype, "qkv")
@@ -197,7 +199,7 @@ OPERATOR_AND_CACHE = Operator(
     "Tensor? v_scale=None, Tensor? q_norm_weight=None, Tensor? k_norm_weight=None, Tensor? bias=None, "
     "bool interleaved=False, float norm_eps=1e-06, float weight_offset=0.0, bool round_once=False) "
     "-> (Tensor, Tensor)",
-    _signature_and_cache,
+    functools.partial(signature_and_cache, Checks("rotary_and_cache")),
     _DOCSTRING_AND_CACHE,
     in_place="kv_cache",
 )

@@ -1,0 +1,64 @@
+"""Operators that chain the kernels of others: by those, one after the other, where the rows are many."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from .._core.operator import OpCall
+from ..ops import linear
+from .dispatch import Results, run
+
+
+def gated_mlp(call: OpCall, tensors: list[torch.Tensor], arguments: dict[str, Any]) -> Results:
+    """See ops/gated_mlp.py; the arguments have been checked."""
+    if linear.uses_kernel(call):
+        return run(call, tensors)
+    hidden = _product(arguments, "gate_up", _norm(arguments), activation=arguments.get("activation", "silu_and_mul"))
+    return (_product(arguments, "down", hidden, residual=arguments.get("residual")),)
+
+
+def attention_block(
+    call: OpCall, tensors: list[torch.Tensor], arguments: dict[str, Any], in_place: bool = False
+) -> Results:
+    """See ops/attention_block.py; the arguments have been checked."""
+    if linear.uses_kernel(call):
+        return run(call, tensors, in_place)
+
+    def some(*names: str) -> dict[str, Any]:
+        return {name: arguments[name] for name in names if arguments.get(name) is not None}
+
+    qkv = _product(arguments, "qkv", _norm(arguments))
+    positions, table, cache, slots = (arguments[n] for n in ("positions", "table", "kv_cache", "slot_mapping"))
+    options = some("k_scale", "v_scale", "q_norm_weight", "k_norm_weight", "interleaved", "weight_offset", "round_once")
+    options["norm_eps"] = arguments.get("eps", 1e-6)
+    if in_place:
+        query = torch.ops.xla_gpu.rotary_and_cache_(qkv, positions, table, cache, slots, **options)
+    else:
+        query, cache = torch.ops.xla_gpu.rotary_and_cache(qkv, positions, table, cache, slots, **options)
+    attended = torch.ops.xla_gpu.paged_attention(
+        query,
+        cache,
+        *(arguments[name] for name in ("context_lens", "block_tables", "query_start_loc", "num_seqs")),
+        **some("scale", "sliding_window", "soft_cap", "k_scale", "v_scale", "sinks"),
+    )
+    out = _product(arguments, "out", attended.flatten(1), residual=arguments.get("residual"))
+    return out, cache
+
+
+def _norm(given: Mapping[str, Any]) -> torch.Tensor:
+    """x, normed where there is a weight for it."""
+    x, weight = given["x"], given.get("norm_weight")
+    if weight is None:
+        return x
+    options = {name: given[name] for name in ("weight_offset", "round_once") if name in given}
+    return torch.ops.xla_gpu.rms_norm(x, weight, eps=given.get("eps", 1e-6), **options)[0]
+
+
+def _product(given: Mapping[str, Any], prefix: str, x: torch.Tensor, **options: Any) -> torch.Tensor:
+    scale, zero_point, bias = (given.get(f"{prefix}_{name}") for name in ("scale", "zero_point", "bias"))
+    return torch.ops.xla_gpu.linear(
+        x, given[f"{prefix}_weight"], weight_scale=scale, weight_zero_point=zero_point, bias=bias, **options
+    )
