@@ -61,9 +61,18 @@ def in_jax(config: LlamaConfig, dtype: str, max_tokens: int, devices: int, weigh
     from paged_llama.jax_engine import Engine
 
     parameters = jax_weights.randomise(config, dtype, max_tokens, 0, jax_weights.make_mesh(devices))
-    if weights != "plain":
-        jax_weights.quantize(parameters, weights)
-    return lambda load, options: (Engine(config, parameters, load, options), lambda chosen: chosen.block_until_ready())
+    turned = dict(parameters)
+
+    def engine(load: Any, options: StepOptions) -> tuple[Any, Callable[[Any], object]]:
+        options = dataclasses.replace(options, features_first=options.features_first or weights != "plain")
+        if options.features_first and turned["layers.0.qkv.weight"] is parameters["layers.0.qkv.weight"]:
+            jax_weights.features_first(turned)
+            if weights != "plain":
+                jax_weights.quantize(turned, weights)
+        chosen = turned if options.features_first else parameters
+        return Engine(config, chosen, load, options), lambda chosen: chosen.block_until_ready()
+
+    return engine
 
 
 def in_torch_xla(config: LlamaConfig, dtype: str, max_tokens: int, devices: int, weights: str) -> Engines:

@@ -9,6 +9,7 @@ A large model's speed, with random weights:         see README.md beside this fi
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import os
 import sys
 
@@ -45,13 +46,17 @@ class Jax:
             parameters = jax_weights.load(*given, theirs.state_dict().__getitem__, mesh)
         else:
             parameters = jax_weights.randomise(*given, arguments.seed, mesh)
-        if arguments.weights not in (None, "bfloat16"):
+        quantised = arguments.weights not in (None, "bfloat16")
+        step = dataclasses.replace(arguments.options, features_first=arguments.options.features_first or quantised)
+        if step.features_first and arguments.tensor_parallel == 1:
+            jax_weights.features_first(parameters)
+        if quantised:
             jax_weights.quantize(parameters, arguments.weights)
             if theirs is not None:
                 from paged_llama import quantized
 
                 quantized.round_reference(theirs, arguments.weights)
-        return Engine(config, parameters, scheduler, arguments.options)
+        return Engine(config, parameters, scheduler, step)
 
     def compilations(self) -> int:
         from paged_llama.jax_engine import compilations

@@ -1,8 +1,9 @@
 """The Llama of model.py as functions of JAX arrays: parameters are a dict of arrays, the caches a list.
 
-What belongs together is multiplied together: q, k and v are one matrix, gate and up are another. Over several devices
-each holds its heads, its part of the MLP and of the vocabulary; what one of them holds stands together: its q, k and v,
-and its gate and up.
+What belongs together is multiplied together: q, k and v are one matrix, gate and up are another. Matrices are stored
+[in, out], transposed from Hugging Face's; with StepOptions.features_first [out, in]. Over several devices each holds
+its heads, its part of the MLP and of the vocabulary; what one of them holds stands together: its q, k and v, and its
+gate and up.
 """
 
 from __future__ import annotations
@@ -122,6 +123,7 @@ class _Layer:
         self.config = config
         self._group = group
         self._operators = usable(options.operators, config)
+        self._features_first = options.features_first and group is None
         self._parameters = parameters
         self._prefix = prefix
 
@@ -139,7 +141,7 @@ class _Layer:
         # linear takes multiples of 16 alone; a vocabulary may have any size.
         if scale is not None or (self.uses("linear") and not any(size % 16 for size in weight.shape)):
             return xg.linear(x, weight, weight_scale=scale, weight_zero_point=zero_point, bias=bias)
-        out = x @ weight.T
+        out = x @ (weight.T if self._features_first or name == "embed" else weight)
         if bias is None:
             return out
         if self._group is not None and name in ROW_PARALLEL:  # the devices' results will be added up

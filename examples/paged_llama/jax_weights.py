@@ -57,18 +57,22 @@ def load(
     parameters = {}
     for name, parts in _names(config, mesh.size).items():
         tensors = [get(part) for part in parts]
-        divided = _divided(name)
-        whole = (config.vocab_size, *shapes[name][1:]) if name == "head.weight" else shapes[name]
+        divided, transposed = _divided(name), _is_transposed(name, shapes[name])
+        whole = (shapes[name][0], config.vocab_size) if name == "head.weight" else shapes[name]
+        stored = tuple(reversed(whole)) if transposed else whole
         got = (sum(_shape(t)[0] for t in tensors), *_shape(tensors[0])[1:])
-        if got != whole:
-            raise ValueError(f"{' + '.join(parts)}: expected {list(whole)}, got {list(got)}")
+        if got != stored:
+            raise ValueError(
+                f"{' + '.join(parts)}: expected {list(whole)}, got {list(reversed(got) if transposed else got)}"
+            )
+        axis = None if divided is None else len(stored) - 1 - divided if transposed else divided
 
-        def shard(rank: int, name=name, tensors=tensors, axis=divided) -> np.ndarray:
+        def shard(rank: int, name=name, tensors=tensors, axis=axis, transposed=transposed) -> np.ndarray:
             pieces = [np.asarray(t[_part(_shape(t), axis, rank, mesh.size)]) for t in tensors]
             piece = np.concatenate(pieces).astype(jnp.dtype(dtype))
             if name == "head.weight":  # zeros behind the vocabulary's end
-                piece = np.pad(piece, ((0, shapes[name][0] // mesh.size - piece.shape[0]), (0, 0)))
-            return piece
+                piece = np.pad(piece, ((0, shapes[name][1] // mesh.size - piece.shape[0]), (0, 0)))
+            return np.ascontiguousarray(piece.T) if transposed else piece
 
         sharding = jax.sharding.NamedSharding(mesh, placed[name])
         if divided is None:
@@ -108,8 +112,15 @@ def randomise(
     return _with_rotations(parameters, config, max_tokens, mesh)
 
 
+def features_first(parameters: Parameters) -> None:
+    """Turns the matrices to [out, in], as xla_gpu's operators take them, where they are. One device's alone."""
+    turn = jax.jit(jnp.transpose)
+    for name in [name for name in parameters if parameters[name].ndim == 2 and name != "embed.weight"]:
+        parameters[name] = jax.block_until_ready(turn(parameters[name]))
+
+
 def quantize(parameters: Parameters, weight_format: str) -> None:
-    """Quantises the layers' matrices where they are: "layers.0.qkv.weight" gets "layers.0.qkv.scale" beside it.
+    """Quantises the layers' matrices [out, in] where they are: "layers.0.qkv.weight" gets "layers.0.qkv.scale".
 
     int4 leaves those whose k is no multiple of 128. One device's alone.
     """
@@ -138,23 +149,29 @@ def _names(config: LlamaConfig, devices: int) -> dict[str, list[str]]:
 def _shapes(config: LlamaConfig, devices: int) -> dict[str, tuple[int, ...]]:
     hidden, wide = config.hidden_size, config.intermediate_size
     query, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    matrices = {"qkv": (query + 2 * kv, hidden), "out": (hidden, query), "gate_up": (2 * wide, hidden)}
-    # As many rows on each device; forward leaves those behind the vocabulary's end out.
-    matrices |= {"down": (hidden, wide), "head": (-(-config.vocab_size // devices) * devices, hidden)}
+    matrices = {"qkv": (hidden, query + 2 * kv), "out": (query, hidden), "gate_up": (hidden, 2 * wide)}
+    # As many columns on each device; forward leaves those behind the vocabulary's end out.
+    matrices |= {"down": (wide, hidden), "head": (hidden, -(-config.vocab_size // devices) * devices)}
     shapes: dict[str, tuple[int, ...]] = {}
     for name in _names(config, devices):
         kind, what = name.split(".")[-2:]
         shape = (config.vocab_size, hidden) if kind == "embed" else matrices.get(kind, (hidden,))
-        shapes[name] = shape if what == "weight" else shape[:1]
+        shapes[name] = shape if what == "weight" else shape[1:]
     return shapes
 
 
 def _divided(name: str) -> int | None:
-    """The dimension of the parameter, [out, in] or [out], that the devices divide."""
+    """The dimension of the parameter, [in, out] or [out], that the devices divide."""
     kind, what = name.split(".")[-2:]
     if kind in ROW_PARALLEL:
-        return 1 if what == "weight" else None
-    return 0 if kind in ("qkv", "gate_up", "head") else None
+        return 0 if what == "weight" else None
+    if kind in ("qkv", "gate_up", "head"):
+        return 1 if what == "weight" else 0
+    return None
+
+
+def _is_transposed(name: str, shape: tuple[int, ...]) -> bool:
+    return len(shape) == 2 and name != "embed.weight"
 
 
 def _shape(tensor: Any) -> tuple[int, ...]:

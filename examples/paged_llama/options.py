@@ -23,6 +23,7 @@ class StepOptions:
     """operators: those of OPERATORS that a model uses; the others are those of `sample`, for all requests alike."""
 
     operators: frozenset[str] = frozenset(USUAL)
+    features_first: bool = False  # jax_model's matrices are [out, in], for products that are not XLA's
     temperature: float = 0.0  # 0: the most likely token
     top_k: int = 0
     top_p: float = 1.0
@@ -30,6 +31,8 @@ class StepOptions:
     seed: int = 0  # request i draws with seed + i
 
     def __post_init__(self) -> None:
+        if self.operators & {"linear", "attention_block", "gated_mlp"}:
+            object.__setattr__(self, "features_first", True)
         if unknown := self.operators - set(OPERATORS):
             raise ValueError(f"--operators: expected none or some of {', '.join(OPERATORS)}, got {min(unknown)}")
         for name, value, most in (("top_p", self.top_p, 1), ("min_p", self.min_p, 1)):

@@ -234,7 +234,10 @@ def jax_tokens(tmp_path, prompts, max_seqs: int, options: StepOptions) -> list[l
     requests = [Request(prompt, 12, config.eos_token_ids) for prompt in prompts]
     scheduler = Scheduler(num_pages=40, page_size=4, max_seqs=max_seqs, chunk=16, max_tokens=82)
     scheduler.add(requests)
-    engine = Engine(config, jax_weights.load_checkpoint(config, "float32", 82, tmp_path), scheduler, options)
+    parameters = jax_weights.load_checkpoint(config, "float32", 82, tmp_path)
+    if options.features_first:
+        jax_weights.features_first(parameters)
+    engine = Engine(config, parameters, scheduler, options)
     engine.warm_up()
     engine.run()
     return [request.generated for request in requests]
@@ -278,11 +281,11 @@ def test_the_jax_model_takes_bfloat16_checkpoints_and_refuses_others(tmp_path):
     config = LlamaConfig.from_folder(tmp_path)
     parameters = jax_weights.load_checkpoint(config, "bfloat16", 8, tmp_path)
     got = parameters["layers.0.out.weight"]
-    want = model.state_dict()["model.layers.0.self_attn.o_proj.weight"].float().numpy()
+    want = model.state_dict()["model.layers.0.self_attn.o_proj.weight"].T.float().numpy()
     assert got.dtype.name == "bfloat16" and (got.astype("float32") == want).all()
     wrong = dataclasses.replace(config, intermediate_size=128)
     with pytest.raises(
-        ValueError, match=r"gate_proj.weight \+ .*up_proj.weight: expected \[256, 64\], got \[240, 64\]"
+        ValueError, match=r"gate_proj.weight \+ .*up_proj.weight: expected \[64, 256\], got \[64, 240\]"
     ):
         jax_weights.load_checkpoint(wrong, "bfloat16", 8, tmp_path)
 
