@@ -51,33 +51,6 @@ struct TmaTileCost {
   double per_key_tile;  // of SplitKvPolicy::TileKeys
 };
 inline constexpr TmaTileCost kTmaTileCosts[] = {{192, 4.8, 2.0}, {128, 2.0, 1.5}, {64, 1.5, 1.1}};  // at head_dim 128
-inline constexpr TmaTileCost TmaTileCostOf(int64_t head_dim, int rows) {
-  if (head_dim == 64) return {rows, 4.0, 1.4};
-  if (head_dim == 256) return {rows, 4.0, 1.8};
-  for (const TmaTileCost& cost : kTmaTileCosts) {
-    if (cost.rows == rows) return cost;
-  }
-  return kTmaTileCosts[0];
-}
-
-// See BatchWork::Ctas.
-inline CtaSharePolicy MakeCtaSharePolicy(const PagedAttentionParams& shapes, int tile_rows) {
-  constexpr double kBytesPerMicrosecond = 4.3e6;
-  constexpr double kPart = 0.8;  // of the decode path's time, so that work tiles are not what the call waits for
-  const TmaTileCost cost = TmaTileCostOf(shapes.head_dim, tile_rows);
-  CtaSharePolicy policy{};
-  policy.enabled = shapes.max_seqs > 1 && !SuggestFewTokens(shapes) && PersistentGridRows(shapes) == 1;
-  policy.group = static_cast<unsigned>(shapes.num_heads / shapes.num_kv_heads);
-  policy.kv_heads = static_cast<unsigned>(shapes.num_kv_heads);
-  policy.tile_keys = static_cast<unsigned>(SplitKvPolicy::TileKeys(shapes.head_dim));
-  const int64_t window = shapes.sliding_window > 0 ? shapes.sliding_window : INT32_MAX;
-  policy.max_keys = static_cast<int>(std::min({shapes.pages_per_seq * shapes.page_size, window, int64_t{1} << 24}));
-  policy.tile_time = static_cast<float>(cost.fixed);
-  policy.key_tile_time = static_cast<float>(cost.per_key_tile);
-  policy.decode_key_time =
-      static_cast<float>(kPart * 4 * static_cast<double>(shapes.num_kv_heads * shapes.head_dim) / kBytesPerMicrosecond);
-  return policy;
-}
 
 // Rows of a work tile of the TMA kernel at head_dim 128: 192, 128 or 64, of which an estimate takes the least time.
 // Small work tiles, of which there are more, where large ones would leave SMs idle. All three give the same bits, so

@@ -150,21 +150,19 @@ inline bool MakeTmaParams(const PagedAttentionCall& params, const SplitAccumulat
 }
 
 template <typename Traits>
-Status LaunchTma(TmaParams& tma, const SplitAccumulatorLayout& layout, int64_t sms, Stream stream) {
+Status LaunchTma(const TmaParams& tma, const SplitAccumulatorLayout& layout, int64_t sms, Stream stream) {
   using Layout = SplitAccumulatorLayout;
   static_assert(Traits::kTileKeys == SplitKvPolicy::TileKeys(Traits::kHeadDim));
   static_assert(Traits::kRows <= Layout::MaxTileRows(Traits::kHeadDim) &&
                 Traits::kMaxSequences == Layout::SequencesPerGridRow(Traits::kHeadDim));
   const PagedAttentionParams& params = tma.attention;
-  if (!tma.behind_decode && tma.tree_mask == nullptr) tma.share = MakeCtaSharePolicy(params, Traits::kRows);
   const auto kernel = PrefillTmaKernel<Traits>;
   XLA_GPU_RETURN_IF_CUDA(
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Traits::kSharedBytes));
   const dim3 grid(static_cast<unsigned>(PersistentCtas(params, layout, Traits::kRows, sms)),
                   static_cast<unsigned>(PersistentGridRows(params)));
   const LaunchConfig config{grid, Traits::kThreads, Traits::kSharedBytes, /*programmatic=*/true};
-  if (Status status = Launch<TmaParams>(config, stream, kernel, tma); !status.ok() || layout.max_cross_cta == 0)
-    return status;
+  if (Status status = Launch(config, stream, kernel, tma); !status.ok() || layout.max_cross_cta == 0) return status;
 
   const auto combine = PrefillCombineKernel<typename Traits::Element, Traits::kHeadDim>;
   // The same carveout as the kernels before and behind: an SM must be idle to change it.
@@ -177,7 +175,7 @@ Status LaunchTma(TmaParams& tma, const SplitAccumulatorLayout& layout, int64_t s
 }
 
 template <typename T, int kDim>
-Status LaunchTma(TmaParams& tma, const SplitAccumulatorLayout& layout, Stream stream) {
+Status LaunchTma(const TmaParams& tma, const SplitAccumulatorLayout& layout, Stream stream) {
   int64_t sms = 0;
   if (Status status = CountSms(&sms); !status.ok()) return status;
   if constexpr (kDim == 64) {

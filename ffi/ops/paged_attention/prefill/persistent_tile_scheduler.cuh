@@ -13,51 +13,10 @@
 
 namespace xla_gpu::prefill {
 
-// The rank of the `n`th work tile of this CTA, one of `ctas`.
-__device__ inline unsigned PersistentRank(unsigned n, unsigned ctas) {
-  return n * ctas + (n % 2 == 0 ? blockIdx.x : ctas - 1 - blockIdx.x);
+// The rank of the `n`th work tile of this CTA.
+__device__ inline unsigned PersistentRank(unsigned n) {
+  return n * gridDim.x + (n % 2 == 0 ? blockIdx.x : gridDim.x - 1 - blockIdx.x);
 }
-
-// What the sequences of a call amount to.
-struct BatchWork {
-  unsigned tiles = 0;        // work tiles of a kv head, each counted once for all its KV splits
-  unsigned key_tiles = 0;    // that these have, roughly
-  unsigned decode_keys = 0;  // of the decode path's sequences
-
-  // Adds a sequence that owns q_len rows. Any numbers will do: they decide who computes what, never what is computed.
-  __device__ void Add(const CtaSharePolicy& policy, int q_len, int context_len, int max_decode_tokens, unsigned rows) {
-    const auto keys = static_cast<unsigned>(min(max(context_len, 0), policy.max_keys));
-    if (q_len <= 0) return;
-    if (q_len <= max_decode_tokens) {
-      decode_keys += keys;
-    } else {
-      const unsigned count = (static_cast<unsigned>(q_len) * policy.group + rows - 1) / rows;
-      tiles += count;
-      key_tiles += count * ((keys - min(keys, static_cast<unsigned>(q_len) / 2)) / policy.tile_keys + 1);
-    }
-  }
-  __device__ BatchWork SumOverWarp() const {
-    return {__reduce_add_sync(~0u, tiles), __reduce_add_sync(~0u, key_tiles), __reduce_add_sync(~0u, decode_keys)};
-  }
-  // CTAs that take work tiles. The decode path is limited by memory, this one by computation: where both have work, so
-  // many that they are done before the decode path's sequences could be read, and the others leave their SMs to it. No
-  // fewer than about two thirds of the CTAs, since the decode path needs most SMs for all of memory's bandwidth, and
-  // all of them where they have few work tiles each: one more would be a large part.
-  __device__ unsigned Ctas(const CtaSharePolicy& policy) const {
-    constexpr float kManyRounds = 4.0f;
-    if (tiles == 0 || decode_keys == 0) return gridDim.x;
-    const float all_tiles = static_cast<float>(tiles) * static_cast<float>(policy.kv_heads);
-    const float all_rounds = ceilf(all_tiles / static_cast<float>(gridDim.x));
-    if (all_rounds < kManyRounds) return gridDim.x;
-    const float tile_time =
-        policy.tile_time + policy.key_tile_time * static_cast<float>(key_tiles) / static_cast<float>(tiles);
-    const float rounds = fminf(floorf(policy.decode_key_time * static_cast<float>(decode_keys) / tile_time),
-                               floorf(all_rounds * (4.0f / 3.0f)));
-    if (!(rounds >= 1.0f)) return gridDim.x;
-    const float ctas = ceilf(all_tiles / rounds);
-    return ctas < static_cast<float>(gridDim.x) ? static_cast<unsigned>(ctas) : gridDim.x;
-  }
-};
 
 // For any number of sequences, by the threads of a CTA together, through shared memory.
 template <int kThreads, int kRows, int kMaxSequences, int kClasses>
@@ -70,14 +29,12 @@ class PersistentTileScheduler {
     typename List::Storage list;
     int first_start;  // of the first sequence's rows
     int last_end;     // of the last one's
-    BatchWork warp_work[kThreads / 32];
   };
 
   // Does nothing where `!used`. A barrier of the CTA must follow before Find.
   __device__ PersistentTileScheduler(const PagedAttentionParams& params, unsigned group, FastDivisor kv_heads,
-                                     const SplitKvPolicy& policy, const CtaSharePolicy& share, bool used,
-                                     Storage& storage)
-      : list_(params, group, SplitPromptKv{policy}, storage.list), kv_heads_(kv_heads), ctas_(gridDim.x) {
+                                     const SplitKvPolicy& policy, bool used, Storage& storage)
+      : list_(params, group, SplitPromptKv{policy}, storage.list), kv_heads_(kv_heads) {
     if (!used) return;
     const int thread = static_cast<int>(threadIdx.x);
     const int first = static_cast<int>(blockIdx.y) * kSequences;
@@ -87,46 +44,29 @@ class PersistentTileScheduler {
     // here too, so that it is in L1 when the list reads it.
     const int context_len = first + thread < params.max_seqs ? __ldg(params.context_lens + first + thread) : 0;
     bool ok = true;
-    BatchWork work;
     for (int s = thread; s < params.max_seqs; s += kThreads) {
       const int begin = __ldg(params.query_start_loc + s);
       const int end = __ldg(params.query_start_loc + s + 1);
-      if (share.enabled && s < num_live) {
-        work.Add(share, end - begin, __ldg(params.context_lens + s), params.max_decode_tokens, kRows);
-      }
       ok = ok && (s >= num_live || (0 <= begin && begin <= end && end <= params.num_tokens));
       if (s == 0) storage.first_start = begin;
       if (s == num_live - 1) storage.last_end = end;
     }
     asm volatile("" ::"r"(context_len));
-    if (share.enabled) {
-      work = work.SumOverWarp();
-      if (thread % 32 == 0) storage.warp_work[thread / 32] = work;
-    }
     const bool in_order = __syncthreads_and(ok);
-    if (share.enabled) {
-      work = {};
-      for (const BatchWork& of_warp : storage.warp_work) {
-        work.tiles += of_warp.tiles;
-        work.key_tiles += of_warp.key_tiles;
-        work.decode_keys += of_warp.decode_keys;
-      }
-      ctas_ = work.Ctas(share);
-    }
     const int last = min(num_live, first + kSequences);
     for (int base = first; base < last; base += kThreads) list_.Collect(base, last, in_order);
     total_ = list_.CountTiles() * kv_heads.divisor;
     has_padding_rows_ = !in_order || num_live <= 0 || storage.first_start > 0 || storage.last_end < params.num_tokens;
   }
 
-  __device__ bool IsEmpty() const { return blockIdx.x >= min(total_, ctas_); }
+  __device__ bool IsEmpty() const { return blockIdx.x >= total_; }
 
   // Whether there may be padding rows: rows that no sequence owns.
   __device__ bool HasPaddingRows() const { return has_padding_rows_; }
 
   // The `n`th work tile of this CTA; false if it has no more. By one warp; the result is the same in all lanes.
   __device__ bool Find(unsigned n, WorkTile* tile) const {
-    const unsigned rank = PersistentRank(n, ctas_);
+    const unsigned rank = PersistentRank(n);
     if (rank >= total_) return false;
     const unsigned row_tile = kv_heads_.Divide(rank);
     *tile = list_.Find(row_tile, rank - row_tile * kv_heads_.divisor);
@@ -137,7 +77,6 @@ class PersistentTileScheduler {
   List list_;
   const FastDivisor kv_heads_;
   unsigned total_ = 0;  // tiles of all kv heads
-  unsigned ctas_;       // that share them
   bool has_padding_rows_ = false;
 };
 
@@ -150,8 +89,8 @@ class PersistentWarpTileScheduler {
 
   // Does nothing where `!used`. max_tokens: of a sequence; longer ones are invalid.
   __device__ PersistentWarpTileScheduler(const PagedAttentionParams& params, unsigned group, FastDivisor kv_heads,
-                                         int max_tokens, const CtaSharePolicy& share, bool used)
-      : tiles_{group}, kv_heads_(kv_heads), ctas_(gridDim.x) {
+                                         int max_tokens, bool used)
+      : tiles_{group}, kv_heads_(kv_heads) {
     if (!used) return;
     const int lane = static_cast<int>(threadIdx.x) % 32;
     prompt_.seq = lane;
@@ -175,14 +114,9 @@ class PersistentWarpTileScheduler {
     const bool fits = prompt_.q_len <= max_tokens && context_len <= params.pages_per_seq * params.page_size;
     if (context_len >= 0 && fits) prompt_.context_len = context_len;
     prompts_ = __ballot_sync(~0u, prompt_.q_len > 0);
-    if (share.enabled) {
-      BatchWork work;
-      if (live) work.Add(share, end - prompt_.q_begin, context_len, params.max_decode_tokens, kRows);
-      ctas_ = work.SumOverWarp().Ctas(share);
-    }
   }
 
-  __device__ bool IsEmpty() const { return prompts_ == 0 || blockIdx.x >= ctas_; }
+  __device__ bool IsEmpty() const { return prompts_ == 0; }
 
   __device__ bool HasPaddingRows() const { return has_padding_rows_; }
 
@@ -191,7 +125,7 @@ class PersistentWarpTileScheduler {
 
   // As PersistentTileScheduler::Find.
   __device__ bool Find(unsigned n, WorkTile* tile) const {
-    const unsigned rank = PersistentRank(n, ctas_);
+    const unsigned rank = PersistentRank(n);
     const unsigned row_tile = kv_heads_.Divide(rank);
     const unsigned count = tiles_.Count(prompt_);
     int owner = __ffs(static_cast<int>(prompts_)) - 1;
@@ -235,7 +169,6 @@ class PersistentWarpTileScheduler {
   const PromptTiles<kRows> tiles_;
   const FastDivisor kv_heads_;
   Prompt prompt_ = {0, 0, 0, -1, 1, 0};  // this lane's; no rows where it has none
-  unsigned ctas_;                        // that share the work tiles
   unsigned prompts_ = 0;                 // bit per lane: it has a prompt
   bool has_padding_rows_ = false;
 };

@@ -72,9 +72,8 @@ __global__ void __launch_bounds__(XLA_GPU_HAS_WGMMA ? Traits::kRegisterThreads :
   using Scheduler = typename Traits::Scheduler;
   using WarpScheduler = typename Traits::WarpScheduler;
   const bool few = attention.max_seqs <= WarpScheduler::kSequences;
-  WarpScheduler warp_scheduler(attention, params.group.divisor, params.kv_heads, params.split_kv.max_tokens,
-                               params.share, few);
-  const Scheduler scheduler(attention, params.group.divisor, params.kv_heads, params.split_kv, params.share, !few,
+  WarpScheduler warp_scheduler(attention, params.group.divisor, params.kv_heads, params.split_kv.max_tokens, few);
+  const Scheduler scheduler(attention, params.group.divisor, params.kv_heads, params.split_kv, !few,
                             cta.Storage().scheduler);
 
   // ---- Padding rows

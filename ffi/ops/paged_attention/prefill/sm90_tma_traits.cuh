@@ -29,7 +29,6 @@ struct TmaParams {
   const uint32_t* tree_mask;  // as in PagedAttentionCall
   int tree_words;
   SplitKvPolicy split_kv;
-  CtaSharePolicy share;
   SplitAccumulators accumulators;
   CUtensorMap k_map;  // K as PagedTensor, in boxes of box_slots slots and head_dim columns
   CUtensorMap v_map;  // V likewise

@@ -77,19 +77,6 @@ struct SplitKvPolicy {
   }
 };
 
-// How the persistent kernel shares the GPU with the decode path's kernels, which start where its CTAs have ended. Times
-// are estimates in microseconds.
-struct CtaSharePolicy {
-  bool enabled;
-  unsigned group;  // query heads of a kv head
-  unsigned kv_heads;
-  unsigned tile_keys;
-  int max_keys;           // that a row sees
-  float tile_time;        // of a work tile, beside its key tiles
-  float key_tile_time;    // of a work tile's key tile
-  float decode_key_time;  // of a key of the decode path, over all kv heads
-};
-
 // The split accumulators' layout in the workspace. A row is head_dim float32 of unscaled output and a pair (largest
 // score, sum). First come the rows of cross-CTA splits, [split][num_tokens * num_heads]; then, for every CTA, the rows
 // of one work tile, in which it accumulates the splits that it takes one after the other.
