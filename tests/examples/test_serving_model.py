@@ -23,7 +23,7 @@ sys.path.insert(0, str(EXAMPLES))
 from paged_llama import reference, weights
 from paged_llama.config import SHAPES, LlamaConfig
 from paged_llama.model import PagedLlama, rotation_table
-from paged_llama.options import StepOptions
+from paged_llama.options import StepOptions, is_quantized
 from paged_llama.scheduler import Request, Scheduler, run
 from paged_llama.tokens import read_prompts
 
@@ -193,7 +193,7 @@ def test_a_quantised_checkpoint_is_read_as_it_is(tmp_path, eager):
     save_file(tensors, tmp_path / "model.safetensors")
     config = theirs.config.to_dict() | {"quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 128}}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    assert quantized.is_quantized(tmp_path)
+    assert is_quantized(tmp_path)
     got = serve_eagerly(
         LlamaConfig.from_folder(tmp_path),
         lambda model: quantized.load_checkpoint(model, tmp_path, torch.device("cpu")),
