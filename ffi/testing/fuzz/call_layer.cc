@@ -55,8 +55,9 @@ void Call::GatedMlp() {
   const int32_t dtype = kFloats[input_.Below(3)];
   const bool int4 = input_.Once(3), int8 = !int4 && input_.Once(2);
   const int32_t stored = int4 ? int32_t{XLA_FFI_DataType_U8} : int8 ? int32_t{XLA_FFI_DataType_S8} : dtype;
-  const int64_t unit = int4 ? 128 : 16, rows = input_.Below(70);
-  const int64_t hidden = unit * (1 + input_.Below(int4 ? 2 : 6)), wide = unit * (1 + input_.Below(int4 ? 1 : 6));
+  // Weights and rows of at most 60 KiB, as above.
+  const int64_t unit = int4 ? 128 : 16, rows = input_.Below(int4 ? 60 : 70);
+  const int64_t hidden = unit * (1 + input_.Below(int4 ? 2 : 5)), wide = unit * (1 + input_.Below(int4 ? 1 : 5));
   const bool norm = input_.Once(2), residual = input_.Once(2), zero_points = int4 && input_.Once(2);
   const bool biases = input_.Once(2);
   Add(&operands_, dtype, {rows, hidden});
