@@ -321,7 +321,7 @@ void Call::Change() {
     case 7:
       if (attribute != nullptr) {
         attribute->dtype = static_cast<int32_t>(input_.Below(34));
-        attribute->data = Memory(16);
+        attribute->data = Memory(16 * std::max<size_t>(attribute->size, 1));  // for any dtype's elements
       }
       break;
     default:
