@@ -8,16 +8,16 @@ from .._core.checks import FLOATS, Checks
 from .._core.operator import ArraySpec, IntOperand, Operator, Signature
 from .._core.partitioning import Partitioning
 from . import paged_attention, rotary_embedding
-from .gated_mlp import check_norm_weight, given_bits, weight_checks
-from .linear import check_residual, check_weight
+from .gated_mlp import check_norm_weight, check_weight_of, given_bits, weight_checks
+from .linear import check_residual
 from .rms_norm import norm_attributes
 
 _DOCSTRING = """
 ``h = rms_norm(x, norm_weight)``, ``qkv = linear(h, qkv_weight)``, ``query, kv_cache = rotary_and_cache(qkv, positions,
 table, kv_cache, slot_mapping)``, ``attended = paged_attention(query, kv_cache, …)``, ``out = linear(attended,
 out_weight, residual=residual)``, with the bits of these operators one after the other, as one call: on a GPU their
-kernels are launched so that each product reads its first weights while the kernels before it end. Between two calls of
-a compiled program that is not possible.
+kernels are launched so that each starts while the one before it ends. Between two calls of a compiled program that is
+not possible.
 
 Both weights are in any of linear's formats, each with its scale and zero point as there. num_kv_heads and head_dim are
 the cache's; num_heads follows from qkv_weight.
@@ -108,12 +108,7 @@ def _signature(
     _check.dtype("x", x, FLOATS)
     num_tokens, hidden = _check.rank("x", x, "num_tokens, hidden")
     check_norm_weight(_check, optional.get("norm_weight"), x)
-
-    def weight(check: Checks, prefix: str, k: int, array: ArraySpec) -> int:
-        scale, zero_point, bias = (optional.get(f"{prefix}_{name}") for name in ("scale", "zero_point", "bias"))
-        return check_weight(check, x, k, array, scale, zero_point, bias)[0]
-
-    width = weight(_check_qkv, "qkv", hidden, qkv_weight)
+    width = check_weight_of(_check_qkv, "qkv", x, hidden, qkv_weight, optional)
     stored = rotary_embedding.signature_and_cache(
         _check,
         ArraySpec((num_tokens, width), x.dtype),
@@ -145,7 +140,8 @@ def _signature(
         sinks=optional.get("sinks"),
     )
     _, num_heads, head_dim = query.shape
-    out = ArraySpec((num_tokens, weight(_check_out, "out", num_heads * head_dim, out_weight)), x.dtype)
+    out_width = check_weight_of(_check_out, "out", x, num_heads * head_dim, out_weight, optional)
+    out = ArraySpec((num_tokens, out_width), x.dtype)
     check_residual(_check, optional.get("residual"), out)
     attributes = {
         "check_inputs": np.bool_(check_inputs),

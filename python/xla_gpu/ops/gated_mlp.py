@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 
 from .._core.checks import FLOATS, Checks
@@ -13,8 +15,8 @@ from .rms_norm import norm_attributes
 _DOCSTRING = """
 ``h = rms_norm(x, norm_weight)``, ``h = linear(h, gate_up_weight, activation=activation)``, ``out = linear(h,
 down_weight, residual=residual)``, with the bits of these operators one after the other, as one call: on a GPU their
-kernels are launched so that each reads its first weights while the one before it ends. Between two calls of a compiled
-program that is not possible.
+kernels are launched so that each starts while the one before it ends. Between two calls of a compiled program that is
+not possible.
 
 Both weights are in any of linear's formats, each with its scale and zero point as there.
 
@@ -88,13 +90,8 @@ def _signature(
     _check.dtype("x", x, FLOATS)
     rows, hidden = _check.rank("x", x, "rows, hidden")
     check_norm_weight(_check, optional.get("norm_weight"), x)
-
-    def weight(check: Checks, prefix: str, k: int, array: ArraySpec) -> int:
-        scale, zero_point, bias = (optional.get(f"{prefix}_{name}") for name in ("scale", "zero_point", "bias"))
-        return check_weight(check, x, k, array, scale, zero_point, bias)[0]
-
-    intermediate = weight(_check_gate_up, "gate_up", hidden, gate_up_weight) // 2
-    out = ArraySpec((rows, weight(_check_down, "down", intermediate, down_weight)), x.dtype)
+    intermediate = check_weight_of(_check_gate_up, "gate_up", x, hidden, gate_up_weight, optional) // 2
+    out = ArraySpec((rows, check_weight_of(_check_down, "down", x, intermediate, down_weight, optional)), x.dtype)
     check_residual(_check, optional.get("residual"), out)
     attributes = {
         "activation": check_activation(_check, activation),
@@ -105,6 +102,14 @@ def _signature(
     by_rows = ("rows", None)
     partitioning = Partitioning({"x": by_rows, "residual": by_rows}, (by_rows,), {"rows": rows})
     return Signature((out,), attributes, partitioning=partitioning)
+
+
+def check_weight_of(
+    check: Checks, prefix: str, x: ArraySpec, k: int, array: ArraySpec, optional: Mapping[str, ArraySpec | None]
+) -> int:
+    """Checks the weight of a product of rows of k values in x's dtype, with what ``optional`` has for it; returns n."""
+    scale, zero_point, bias = (optional.get(f"{prefix}_{name}") for name in ("scale", "zero_point", "bias"))
+    return check_weight(check, x, k, array, scale, zero_point, bias)[0]
 
 
 def check_norm_weight(check: Checks, norm_weight: ArraySpec | None, x: ArraySpec) -> None:
