@@ -104,6 +104,17 @@ void Call::AddNumbers(int32_t dtype, const Shape& shape, int64_t end) {
   operands_.push_back({data, Dims(shape), static_cast<int32_t>(shape.size()), dtype});
 }
 
+void Call::AddSequences(int64_t tokens, int64_t max_seqs, int64_t pages_per_seq, int64_t pages, int64_t page_size) {
+  AddNumbers(XLA_FFI_DataType_S32, {max_seqs}, pages_per_seq * page_size + 1);
+  AddNumbers(XLA_FFI_DataType_S32, {max_seqs, pages_per_seq}, pages);
+  AddNumbers(XLA_FFI_DataType_S32, {max_seqs + 1}, tokens + 1);
+  if (input_.Once(2)) {  // in order, as in a batch that is sound
+    auto* starts = static_cast<int32_t*>(operands_.back().data);
+    std::sort(starts, starts + max_seqs + 1);
+  }
+  AddNumbers(XLA_FFI_DataType_S32, {1}, max_seqs + 1);
+}
+
 // The row of the target's host handler.
 const xla_gpu_handler& Call::Handler() const {
   size_t count = 0;
@@ -234,14 +245,7 @@ void Call::PagedAttention() {
   Add(&operands_, cache,
       input_.Once(2) ? Shape{2, pages, page_size, kv_heads, head_dim}
                      : Shape{pages, page_size, 2 * kv_heads, head_dim});
-  AddNumbers(XLA_FFI_DataType_S32, {max_seqs}, pages_per_seq * page_size + 1);
-  AddNumbers(XLA_FFI_DataType_S32, {max_seqs, pages_per_seq}, pages);
-  AddNumbers(XLA_FFI_DataType_S32, {max_seqs + 1}, tokens + 1);
-  if (input_.Once(2)) {  // in order, as in a batch that is sound
-    auto* starts = static_cast<int32_t*>(operands_.back().data);
-    std::sort(starts, starts + max_seqs + 1);
-  }
-  AddNumbers(XLA_FFI_DataType_S32, {1}, max_seqs + 1);
+  AddSequences(tokens, max_seqs, pages_per_seq, pages, page_size);
   const int64_t scale_size = input_.Once(2) ? kv_heads : 1;
   for (int i = 0; i < 2 * scales; ++i) Add(&operands_, XLA_FFI_DataType_F32, {scale_size});
   if (sinks) Add(&operands_, XLA_FFI_DataType_F32, {heads});

@@ -41,6 +41,8 @@ class Call {
 
   void Add(std::vector<xla_gpu_buffer>* buffers, int32_t dtype, const Shape& shape);
   void AddNumbers(int32_t dtype, const Shape& shape, int64_t end);  // an operand of numbers mostly below `end`
+  // paged_attention's context_lens, block_tables, query_start_loc and num_seqs.
+  void AddSequences(int64_t tokens, int64_t max_seqs, int64_t pages_per_seq, int64_t pages, int64_t page_size);
   template <typename T>
   void AddScalar(const char* name, int32_t dtype, T value) {
     void* data = std::malloc(sizeof value);

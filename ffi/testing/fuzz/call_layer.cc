@@ -102,14 +102,7 @@ void Call::AttentionBlock() {
   Add(&operands_, cache, cache_shape);
   AddNumbers(input_.Once(2) ? XLA_FFI_DataType_S64 : XLA_FFI_DataType_S32, {input_.Below(tokens + 1)},
              pages * page_size);
-  AddNumbers(XLA_FFI_DataType_S32, {max_seqs}, pages_per_seq * page_size + 1);
-  AddNumbers(XLA_FFI_DataType_S32, {max_seqs, pages_per_seq}, pages);
-  AddNumbers(XLA_FFI_DataType_S32, {max_seqs + 1}, tokens + 1);
-  if (input_.Once(2)) {  // in order, as in a batch that is sound
-    auto* starts = static_cast<int32_t*>(operands_.back().data);
-    std::sort(starts, starts + max_seqs + 1);
-  }
-  AddNumbers(XLA_FFI_DataType_S32, {1}, max_seqs + 1);
+  AddSequences(tokens, max_seqs, pages_per_seq, pages, page_size);
   if (norm) Add(&operands_, dtype, {hidden});
   if (residual) Add(&operands_, dtype, {tokens, hidden});
   int64_t bits = norm | residual << 1;
