@@ -121,7 +121,7 @@ class Program:
         fallbacks, began = _fallbacks(), time.perf_counter()
         given = [*inputs, *state]
         if (devices := tensor_parallel.active()) is not None:
-            # Otherwise a tensor that was copied from the host is another parameter each time it is asked for.
+            # Otherwise a tensor that was copied from the host is a new parameter at each use.
             devices.mark_whole(given)
         position = {_XLAC._xla_get_tensor_id(tensor): index for index, tensor in enumerate(given)}
         aliases = [tensor.clone() for tensor in given] if devices is not None else []

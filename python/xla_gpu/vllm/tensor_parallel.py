@@ -71,7 +71,7 @@ def start(size: int) -> None:
 class Joined:
     """The outputs of a layer that vLLM joined from several, q, k and v or gate and up, each divided by itself.
 
-    As one tensor they could be divided only by moving them between the devices. vLLM's models take them apart by
+    As one tensor they could be divided only by moving them between the devices. vLLM's models split them by
     ``split``, its activations by slices of the last dimension.
     """
 
@@ -245,33 +245,35 @@ def _by_device(tensor: torch.Tensor, sizes: Sequence[int], devices: int) -> torc
     return torch.cat(parts, 1).flatten(0, 1)
 
 
-class _DividedOutputs(LinearMethodBase):  # type: ignore[misc]
+class _Divided(LinearMethodBase):  # type: ignore[misc]
+    """Multiplies by a matrix that was loaded, and divided between the devices, before this took the layer over."""
+
+    def __init__(self, devices: TensorParallel) -> None:
+        self._devices = devices
+
+    def create_weights(self, *_: Any, **__: Any) -> None:
+        raise NotImplementedError("xla_gpu.vllm: --tensor-parallel-size: the layer has its weights already")
+
+
+class _DividedOutputs(_Divided):
     """Multiplies by a matrix of which each device has the rows of its outputs."""
 
     def __init__(self, devices: TensorParallel, sizes: Sequence[int]) -> None:
-        self._devices, self._sizes = devices.size, list(sizes)
-
-    def create_weights(self, *_: Any, **__: Any) -> None:
-        raise NotImplementedError  # the layer has its weights
+        super().__init__(devices)
+        self._sizes = list(sizes)
 
     def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> Any:
         """T[rows, n], or Joined, from x: T[rows, k]."""
         out = F.linear(x, layer.weight, bias)
         if len(self._sizes) == 1:
             return out
-        own = [size // self._devices for size in self._sizes]
-        parts = out.view(x.shape[0], self._devices, -1).split(own, 2)
+        own = [size // self._devices.size for size in self._sizes]
+        parts = out.view(x.shape[0], self._devices.size, -1).split(own, 2)
         return Joined([part.reshape(x.shape[0], -1) for part in parts])
 
 
-class _DividedInputs(LinearMethodBase):  # type: ignore[misc]
+class _DividedInputs(_Divided):
     """Multiplies by a matrix of which each device has the columns of its inputs, [devices, n, k / devices]."""
-
-    def __init__(self, devices: TensorParallel) -> None:
-        self._devices = devices
-
-    def create_weights(self, *_: Any, **__: Any) -> None:
-        raise NotImplementedError  # the layer has its weights
 
     def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """T[rows, n] from x: T[rows, k]."""
@@ -280,14 +282,8 @@ class _DividedInputs(LinearMethodBase):  # type: ignore[misc]
         return out if bias is None else out + bias
 
 
-class _DividedHead(LinearMethodBase):  # type: ignore[misc]
+class _DividedHead(_Divided):
     """Logits, of which each device computes those of its part of the vocabulary; all devices get all."""
-
-    def __init__(self, devices: TensorParallel) -> None:
-        self._devices = devices
-
-    def create_weights(self, *_: Any, **__: Any) -> None:
-        raise NotImplementedError  # the layer has its weights
 
     def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """T[rows, vocab_size] from x: T[rows, k]."""
