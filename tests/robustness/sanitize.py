@@ -64,7 +64,7 @@ def find_sanitizer() -> str:
 
 def options_of(tool: str, number: int) -> list[str]:
     """compute-sanitizer's, for the process of that number."""
-    limit = "20" if tool != "initcheck" else "100000"  # all: COUNTERS are told apart by what is printed
+    limit = "20" if tool != "initcheck" else "100000"  # all, since COUNTERS are recognised by the text
     options = ["--tool", tool, "--print-limit", limit, "--error-exitcode", "99", "--launch-timeout", "120"]
     options += ["--port", str(49152 + 32 * number)]  # several at once must not meet
     if tool == "memcheck":
