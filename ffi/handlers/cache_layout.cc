@@ -78,4 +78,17 @@ ffi::Error GetCacheScales(const char* op, const CacheLayout& cache, const std::o
   return ffi::Error::Success();
 }
 
+ffi::Error CheckSlotMapping(const char* op, const ffi::AnyBuffer& slot_mapping, int64_t num_tokens) {
+  const ffi::DataType dtype = slot_mapping.element_type();
+  if (dtype != ffi::DataType::S32 && dtype != ffi::DataType::S64) {
+    return Mismatch(op, "slot_mapping", "int32 or int64", DTypeText(dtype));
+  }
+  XLA_GPU_RETURN_IF_ERROR(CheckRank(op, "slot_mapping", slot_mapping, 1));
+  const int64_t num_slots = slot_mapping.dimensions()[0];
+  if (num_slots > num_tokens) {
+    return Mismatch(op, "slot_mapping", StrCat("at most num_tokens = ", num_tokens, " slots"), StrCat(num_slots));
+  }
+  return ffi::Error::Success();
+}
+
 }  // namespace xla_gpu

@@ -26,6 +26,9 @@ struct CacheLayout {
 // [2, num_pages, page_size, num_kv_heads, head_dim].
 ffi::Error GetCacheLayout(const char* op, const ffi::AnyBuffer& kv_cache, CacheLayout* layout);
 
+// Slots for the tokens' keys and values: int32 or int64 [num_slots], at most num_tokens.
+ffi::Error CheckSlotMapping(const char* op, const ffi::AnyBuffer& slot_mapping, int64_t num_tokens);
+
 // The scales that a float8 cache needs and no other may have.
 struct CacheScales {
   const float* k = nullptr;

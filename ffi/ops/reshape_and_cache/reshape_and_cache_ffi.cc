@@ -47,19 +47,11 @@ ffi::Error GetParams(const ffi::AnyBuffer& key, const ffi::AnyBuffer& value, con
   CacheScales scales;
   XLA_GPU_RETURN_IF_ERROR(GetCacheScales(kReshapeOp, cache, k_scale, v_scale, &scales));
   // ---- slots
-  const ffi::DataType slot_dtype = slot_mapping.element_type();
-  if (slot_dtype != ffi::DataType::S32 && slot_dtype != ffi::DataType::S64) {
-    return Mismatch(kReshapeOp, "slot_mapping", "int32 or int64", DTypeText(slot_dtype));
-  }
-  XLA_GPU_RETURN_IF_ERROR(CheckRank(kReshapeOp, "slot_mapping", slot_mapping, 1));
-  if (slot_mapping.dimensions()[0] > k[0]) {
-    return Mismatch(kReshapeOp, "slot_mapping", StrCat("at most num_tokens = ", k[0], " slots"),
-                    StrCat(slot_mapping.dimensions()[0]));
-  }
+  XLA_GPU_RETURN_IF_ERROR(CheckSlotMapping(kReshapeOp, slot_mapping, k[0]));
   p.key = key.untyped_data();
   p.value = value.untyped_data();
   p.slot_mapping = slot_mapping.untyped_data();
-  p.slots_are_64_bit = slot_dtype == ffi::DataType::S64;
+  p.slots_are_64_bit = slot_mapping.element_type() == ffi::DataType::S64;
   p.k_scale = scales.k;
   p.v_scale = scales.v;
   p.scale_per_head = scales.per_head;

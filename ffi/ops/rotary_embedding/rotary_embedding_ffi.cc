@@ -162,17 +162,10 @@ ffi::Error GetRotaryAndCacheParams(const char* op, const char* qkv, int64_t widt
   XLA_GPU_RETURN_IF_ERROR(
       GetVector(op, "k_norm_weight", operands.k_norm_weight, p.dtype, p.head_dim, &p.k_norm_weight));
   // ---- slots
-  const ffi::DataType slot_dtype = operands.slot_mapping.element_type();
-  if (slot_dtype != ffi::DataType::S32 && slot_dtype != ffi::DataType::S64) {
-    return Mismatch(op, "slot_mapping", "int32 or int64", DTypeText(slot_dtype));
-  }
-  XLA_GPU_RETURN_IF_ERROR(CheckRank(op, "slot_mapping", operands.slot_mapping, 1));
+  XLA_GPU_RETURN_IF_ERROR(CheckSlotMapping(op, operands.slot_mapping, p.num_tokens));
   p.num_slots = operands.slot_mapping.dimensions()[0];
-  if (p.num_slots > p.num_tokens) {
-    return Mismatch(op, "slot_mapping", StrCat("at most num_tokens = ", p.num_tokens, " slots"), StrCat(p.num_slots));
-  }
   p.slot_mapping = operands.slot_mapping.untyped_data();
-  p.slots_are_64_bit = slot_dtype == ffi::DataType::S64;
+  p.slots_are_64_bit = operands.slot_mapping.element_type() == ffi::DataType::S64;
   p.k_cache = cache.k;
   p.v_cache = cache.v;
   p.page_stride = cache.page_stride;
