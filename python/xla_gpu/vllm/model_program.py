@@ -18,7 +18,8 @@ from .sampler.sampler import store_last_tokens
 from .step_layout import StepLayout
 
 # From this many tokens on, matrix products are bound by arithmetic, and cuBLAS's kernels are within 2 % of the
-# best of XLA's Triton kernels. Those are dozens for each product; compiling and timing them takes most of a compilation.
+# best of XLA's Triton kernels. Those are dozens for each product; compiling and timing them takes most of a
+# compilation.
 PROMPT_TOKENS = 256
 PROMPT_OPTIONS = {"xla_gpu_enable_triton_gemm": False}
 
