@@ -9,6 +9,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -131,11 +132,11 @@ print("RESULT", got == expected, engines.compiled_since_start(llm), got, expecte
 """
 
 
-def save(folder: Path, layout: str) -> tuple[Path, Path]:
-    """A checkpoint in that layout, and one with the weights that it means."""
+def save(folder: Path, layout: str, sizes: Mapping[str, int] | None = None) -> tuple[Path, Path]:
+    """A checkpoint in that layout, and one with the weights that it means; sizes: in the place of the model's."""
     quantize, settings = LAYOUTS[layout]
     meant, stored = folder / "meant", folder / "stored"
-    tiny.save("llama_wide", meant)
+    tiny.save("llama_wide", meant, sizes)
     model = transformers.AutoModelForCausalLM.from_pretrained(meant, dtype=torch.float32)
     tensors = {}
     for name, tensor in load_file(meant / "model.safetensors").items():

@@ -1,4 +1,7 @@
-"""--tensor-parallel-size over two CPU devices: the tokens of one device, the model divided, no traffic but its sums."""
+"""--tensor-parallel-size over two CPU devices: the right tokens, the model divided, no traffic but its sums.
+
+All layouts of quantised weights and all models with experts with XLA_GPU_TEST_ALL_MODELS=1; otherwise one of each kind.
+"""
 
 from __future__ import annotations
 
@@ -12,16 +15,42 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.vllm import engines, tiny
-from tests.vllm.tensor_parallel import generate
-from xla_gpu.vllm.tensor_parallel import Joined
+from tests.vllm import engines, test_quantization, tiny
+from tests.vllm.tensor_parallel import NEW_TOKENS, PROMPTS, generate
+from xla_gpu.vllm.divided_layers import Joined
 
 LAYERS = 2
 ROOT = Path(__file__).parents[2]
+EVERY_TIME = ("awq", "fp8-blocks", "mixtral")
+OTHERS = EVERY_TIME
+if os.environ.get("XLA_GPU_TEST_ALL_MODELS"):
+    OTHERS = (*test_quantization.LAYOUTS, "mixtral", "qwen3_moe", "qwen3", "gemma2", "phi3")
 
 
 @pytest.fixture(scope="module")
-def two_devices(llama, tmp_path_factory) -> dict:
+def others(tmp_path_factory) -> dict[str, tuple[str, Path]]:
+    """Folders of checkpoints, and of those with the weights that they mean."""
+    folders = {}
+    for name in OTHERS:
+        folder = tmp_path_factory.mktemp(name)
+        if name in test_quantization.LAYOUTS:
+            stored, meant = test_quantization.save(folder, name)
+            folders[name] = str(stored), meant
+        else:
+            folders[name] = tiny.save(name, folder), folder
+    return folders
+
+
+@pytest.fixture(scope="module")
+def too_narrow(tmp_path_factory) -> str:
+    """The folder of a model of packed int4 whose attention has 128 inputs of its last matrix, one group."""
+    folder = tmp_path_factory.mktemp("narrow")
+    stored, _ = test_quantization.save(folder, "awq", {"hidden_size": 128, "head_dim": 32})
+    return str(stored)
+
+
+@pytest.fixture(scope="module")
+def two_devices(llama, others, too_narrow, tmp_path_factory) -> dict:
     """What tensor_parallel.py says, and the text of the programs that hold attention."""
     dump = tmp_path_factory.mktemp("hlo")
     environment = {
@@ -29,8 +58,9 @@ def two_devices(llama, tmp_path_factory) -> dict:
         "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
         "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} --xla_dump_to={dump} --xla_dump_hlo_as_text",
     }
-    command = [sys.executable, "-m", "tests.vllm.tensor_parallel", llama, "2"]
-    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    folders = [llama, *(stored for stored, _ in others.values()), too_narrow]
+    command = [sys.executable, "-m", "tests.vllm.tensor_parallel", "2", *folders]
+    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-3000:]
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
     texts = [path.read_text() for path in dump.glob("*after_optimizations.txt")]
@@ -55,15 +85,23 @@ def test_the_model_is_divided(two_devices):
         assert spec.startswith("{devices=[2,1" if divided else "{replicated}"), (name, spec)
 
 
+@pytest.mark.parametrize("name", OTHERS)
+def test_quantised_weights_and_experts(name, two_devices, others):
+    """Tokens are those of transformers."""
+    reference = tiny.Reference(str(others[name][1]))
+    expected = [reference.greedy(prompt, NEW_TOKENS) for prompt in PROMPTS]
+    assert two_devices["others"][list(others).index(name)] == expected
+
+
 def test_devices_exchange_sums_and_logits_alone(two_devices):
-    assert len(two_devices["programs"]) == 2  # of 8 and of 64 tokens
+    assert len(two_devices["programs"]) == 2 * (1 + len(OTHERS))  # each model's, of 8 and of 64 tokens
     for text in two_devices["programs"]:
         found = re.findall(r"= (\S+)\{\S* (all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)\(", text)
-        (num_tokens,) = {shape.removeprefix("f32[2,").removesuffix(",64]") for shape, _ in found[: 2 * LAYERS]}
-        assert num_tokens in ("8", "64")
+        sums, logits = found[: 2 * LAYERS], found[2 * LAYERS :]
         # On the CPU all_reduce is an all-gather and a call. The last one is of the logits, not of the head.
-        assert found[: 2 * LAYERS] == [(f"f32[2,{num_tokens},64]", "all-gather")] * (2 * LAYERS)
-        assert found[2 * LAYERS :] in ([("f32[8,320]", "all-gather")], [("f32[320,8]", "all-gather")])
+        assert len(set(sums)) == 1 and re.fullmatch(r"f32\[2,(8|64),\d+\]", sums[0][0]), found
+        assert {kind for _, kind in found} == {"all-gather"}
+        assert [shape for shape, _ in logits] in (["f32[8,320]"], ["f32[320,8]"])
 
 
 def test_one_number_of_devices_for_a_process(engine, llama):
@@ -73,16 +111,11 @@ def test_one_number_of_devices_for_a_process(engine, llama):
         engines.make(llama, tensor_parallel_size=2)
 
 
-def test_refused_models(tmp_path):
-    folder = tiny.save("mixtral", tmp_path / "experts")
-    with pytest.raises(Exception, match=r"a model with experts \(4\): expected none with --tensor-parallel-size 2"):
-        engines.make(folder, tensor_parallel_size=2)
-    folder = Path(tiny.save("llama", tmp_path / "quantised"))
-    config = json.loads((folder / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "fp8", "activation_scheme": "dynamic"}
-    (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(Exception, match="quantised weights: expected none with --tensor-parallel-size 2"):
-        engines.make(str(folder), tensor_parallel_size=2)
+def test_refused_models(engine, llama, two_devices):
+    with pytest.raises(Exception, match="expected a number that divides the model's 2 kv heads, got 4"):
+        engines.make(llama, tensor_parallel_size=4)
+    text = "expected a number that divides model.layers.0.self_attn.o_proj's inputs, 128, into multiples of 128, got 2"
+    assert text in two_devices["others"][-1]
 
 
 def test_joined_outputs():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -36,9 +37,9 @@ _LLAMA3_ROPE = {
 
 CONFIGS = {
     "llama": lambda: t.LlamaConfig(**_COMMON, tie_word_embeddings=False),
-    # Sizes that quantised weights have: whole blocks of 128.
+    # Sizes that quantised weights have: whole blocks of 128, also of each of two devices.
     "llama_wide": lambda: t.LlamaConfig(
-        **{**_COMMON, "hidden_size": 128, "intermediate_size": 256, "num_key_value_heads": 4, "head_dim": 32}
+        **{**_COMMON, "hidden_size": 256, "intermediate_size": 512, "num_key_value_heads": 4, "head_dim": 64}
     ),
     "llama3": lambda: t.LlamaConfig(**_COMMON, rope_scaling=_LLAMA3_ROPE),
     "qwen2": lambda: t.Qwen2Config(**_COMMON, tie_word_embeddings=True),
@@ -55,10 +56,12 @@ CONFIGS = {
 }
 
 
-def save(name: str, folder: Path) -> str:
-    """Writes the model and a tokenizer with a token for each byte."""
+def save(name: str, folder: Path, sizes: Mapping[str, int] | None = None) -> str:
+    """Writes the model and a tokenizer with a token for each byte; sizes: in the place of the configuration's."""
     torch.manual_seed(0)
-    model = t.AutoModelForCausalLM.from_config(CONFIGS[name]()).float().eval()
+    config = CONFIGS[name]()
+    config.update(dict(sizes or {}))
+    model = t.AutoModelForCausalLM.from_config(config).float().eval()
     if name.startswith("gemma"):
         model.config.hidden_act = "gelu_pytorch_tanh"  # as in the files of real checkpoints
     model.save_pretrained(folder)

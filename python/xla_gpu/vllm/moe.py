@@ -15,6 +15,8 @@ import torch.nn.functional as F
 from vllm.model_executor.layers.fused_moe.layer import FusedMoE
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 
+from . import tensor_parallel
+
 # Rows that go through all experts at once: bounds the memory of what they compute.
 _MAX_ROWS = 512
 
@@ -94,7 +96,16 @@ class XlaGpuMoEMethod(UnquantizedFusedMoEMethod):  # type: ignore[misc]
         if names := [name for name, given in refused.items() if given]:
             raise NotImplementedError(f"xla_gpu.vllm: experts with {', '.join(names)} are not supported")
         weights, chosen = route(router_logits, layer.top_k, layer.renormalize)
-        return experts(x, layer.w13_weight, layer.w2_weight, weights, chosen, layer.activation)
+        w13, w2, activation = layer.w13_weight, layer.w2_weight, layer.activation
+        if (devices := tensor_parallel.active()) is None:
+            return experts(x, w13, w2, weights, chosen, activation)
+        # Each device has a part of every expert's width.
+        parts = devices.on_each(
+            lambda x, w13, w2, weights, chosen: experts(x, w13, w2, weights, chosen, activation)[None],
+            [(x, None), (w13, 1), (w2, 2), (weights, None), (chosen, None)],
+            0,
+        )
+        return devices.sum(parts)
 
     forward_native = forward_oot
 

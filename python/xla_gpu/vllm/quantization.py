@@ -39,7 +39,7 @@ from ..quantization import CheckpointFormat
 METHODS = ("compressed-tensors", "fp8", "awq", "gptq")
 NAME = "xla_gpu"
 
-_GROUP = 128
+GROUP = 128  # of a scale: values of packed int4 along k, and a side of a float8 block
 _PER_WORD = 8  # int4 values in an int32
 
 
@@ -146,7 +146,7 @@ class CheckpointLinearMethod(LinearMethodBase):  # type: ignore[misc]
 
     def _create_int4(self, tensors: _Tensors, n: int, k: int, dtype: torch.dtype) -> None:
         settings = self._config.settings
-        size = settings.get("group_size", settings.get("q_group_size", _GROUP))
+        size = settings.get("group_size", settings.get("q_group_size", GROUP))
         groups = 1 if size == -1 else k // size
         if self._config.format.method == "awq":
             tensors.packed("qweight", (k, n // _PER_WORD), input_dim=0, output_dim=1, packed_dim=1)
@@ -164,14 +164,14 @@ class CheckpointLinearMethod(LinearMethodBase):  # type: ignore[misc]
             tensors.add("weight_scale", ChannelQuantScaleParameter, (n, 1), torch.float32, output_dim=0)
         else:
             sizes = tensors.layer.output_sizes_of_parts
-            if any(size % _GROUP for size in sizes[:-1]):
+            if any(size % GROUP for size in sizes[:-1]):
                 raise ValueError(
                     "xla_gpu.vllm: scales of blocks: expected layers that vLLM joins to have multiples of "
-                    f"{_GROUP} outputs, got {sizes}"
+                    f"{GROUP} outputs, got {sizes}"
                 )
-            tensors.layer.weight_block_size = [_GROUP, _GROUP]  # vLLM's loaders ask for it
+            tensors.layer.weight_block_size = [GROUP, GROUP]  # vLLM's loaders ask for it
             name = "weight_scale_inv" if self._config.format.method == "fp8" else "weight_scale"
-            shape = (-(-n // _GROUP), -(-k // _GROUP))
+            shape = (-(-n // GROUP), -(-k // GROUP))
             tensors.add(name, BlockQuantScaleParameter, shape, torch.float32, input_dim=1, output_dim=0)
 
     def _create_compressed(self, tensors: _Tensors, n: int, k: int, dtype: torch.dtype, parts: int) -> None:

@@ -78,10 +78,6 @@ def _tensor_parallel_refusals(config: Any) -> list[str]:
         found.append(
             f"--tensor-parallel-size: expected a number that divides the model's {kv_heads} kv heads, got {size}"
         )
-    if model.quantization is not None:
-        found.append(f"quantised weights: expected none with --tensor-parallel-size {size}")
-    if (experts := model.get_num_experts()) > 1:
-        found.append(f"a model with experts ({experts}): expected none with --tensor-parallel-size {size}")
     return found
 
 

@@ -10,7 +10,7 @@ from vllm.model_executor.model_loader import get_model_loader
 from vllm.model_executor.model_loader.utils import initialize_model, process_weights_after_loading
 from vllm.utils.torch_utils import set_default_torch_dtype
 
-from . import tensor_parallel
+from . import divided_layers, tensor_parallel
 
 # vLLM's range of random weights (load format "dummy").
 _DUMMY_RANGE = 1e-3
@@ -39,7 +39,7 @@ def move(model: nn.Module, device: torch.device, random: bool = False) -> None:
     """
     devices = tensor_parallel.active()
     if devices is not None:
-        devices.divide(model, random)
+        divided_layers.divide(devices, model, random)
     moved: dict[int, torch.Tensor] = {}
     kept: list[torch.Tensor] = []  # so that no id is used twice
 
