@@ -6,11 +6,12 @@
 // NOTE: all sums are of integers, and all comparisons are total. So neither the number of CTAs nor their order changes
 // a bit, and the host finds the same token.
 #include <algorithm>
+#include <climits>
+#include <type_traits>
 
 #include "ffi/base/cuda_status.h"
 #include "ffi/device/cluster.cuh"
 #include "ffi/device/dispatch.cuh"
-#include "ffi/device/vector.cuh"
 #include "ffi/ops/sample/sample.h"
 
 namespace xla_gpu {
@@ -24,7 +25,7 @@ constexpr int kMaxCluster = 8;
 constexpr int kBins = 1024;
 constexpr int kBinBits = 10;
 constexpr int kHalfBits = 15;  // of a mass: low and high bits have sums of their own, since shared memory adds 32 bits
-constexpr int64_t kMaxUnfolded = 1 << 15;  // logits of a CTA whose parts 32 bits hold
+constexpr uint32_t kMaxUnfolded = 1 << 15;  // logits of a CTA whose parts 32 bits hold
 // The first pass of a search: 64 bins for each power of two from 2^-8 to 2^8, where distances that matter lie.
 constexpr uint32_t kFirstBin = 0x3b800000 >> 17;  // of 2^-8
 constexpr int kFirstShift = 17;
@@ -75,10 +76,34 @@ struct Max {
   __device__ __forceinline__ uint64_t operator()(uint64_t a, uint64_t b) const { return a > b ? a : b; }
 };
 
+// 16 bytes of logits, as they lie in memory. NOTE: as whole words, since 16-bit elements would take a register each.
+struct alignas(16) PackedLogits {
+  uint32_t words[4];
+};
+
+// Bits of a logit, and the bits of minus infinity.
+template <typename T>
+struct LogitBits {
+  using Type = uint16_t;
+  static constexpr Type kMinusInfinity = std::is_same_v<T, __half> ? 0xfc00 : 0xff80;
+  __device__ static float Value(Type bits) {
+    if constexpr (std::is_same_v<T, __half>) return __half2float(__ushort_as_half(bits));
+    return __uint_as_float(static_cast<uint32_t>(bits) << 16);
+  }
+};
+template <>
+struct LogitBits<float> {
+  using Type = uint32_t;
+  static constexpr Type kMinusInfinity = 0xff800000;
+  __device__ static float Value(Type bits) { return __uint_as_float(bits); }
+};
+
 // One row, seen by one thread of its cluster.
 template <typename T>
 class Row {
  public:
+  static constexpr int kSize = 16 / sizeof(T);  // logits of 16 bytes
+
   __device__ Row(const T* logits, int64_t vocab, bool aligned, Shared& shared)
       : logits_(logits),
         vocab_(vocab),
@@ -87,22 +112,29 @@ class Row {
         rank_(ClusterRank()),
         ranks_(ClusterSize()) {}
 
-  // body(index of the first, logits[kSize], count), for this thread's vectors.
+  // body(index of the first, logits[kSize], u), for this thread's vectors: u counts from 0 to kUnroll - 1, and their
+  // loads are in flight together. Then after(index of the first, step) for these kUnroll together: from u to u + 1 it
+  // is `step` logits.
+  template <int kUnroll, typename Body, typename After>
+  __device__ __forceinline__ void ForEachVector(const Body& body, const After& after) const {
+    const uint32_t vectors = Vectors();
+    const uint32_t step = ranks_ * kThreads;
+    for (uint32_t i = rank_ * kThreads + threadIdx.x; i < vectors; i += kUnroll * step) {
+      PackedLogits loaded[kUnroll];
+#pragma unroll
+      for (int u = 0; u < kUnroll; ++u) {
+        if (i + u * step < vectors) loaded[u] = Load(i + u * step);
+      }
+#pragma unroll
+      for (int u = 0; u < kUnroll; ++u) {
+        if (i + u * step < vectors) Visit(i + u * step, loaded[u], u, body);
+      }
+      after(i * kSize, step * kSize);
+    }
+  }
   template <typename Body>
   __device__ __forceinline__ void ForEachVector(const Body& body) const {
-    using V = Vector<T>;
-    const int64_t vectors = (vocab_ + V::kSize - 1) / V::kSize;
-    const int64_t step = static_cast<int64_t>(ranks_) * kThreads;
-    constexpr int kUnroll = 4;  // loads in flight
-    int64_t i = static_cast<int64_t>(rank_) * kThreads + threadIdx.x;
-    for (; i + (kUnroll - 1) * step < vectors; i += kUnroll * step) {
-      V loaded[kUnroll];
-#pragma unroll
-      for (int u = 0; u < kUnroll; ++u) loaded[u] = LoadVector(logits_, i + u * step, vocab_, aligned_);
-#pragma unroll
-      for (int u = 0; u < kUnroll; ++u) Visit(i + u * step, loaded[u], body);
-    }
-    for (; i < vectors; i += step) Visit(i, LoadVector(logits_, i, vocab_, aligned_), body);
+    ForEachVector<4>(body, [](uint32_t, uint32_t) {});
   }
 
   template <typename Body>  // body(logit, index)
@@ -111,10 +143,10 @@ class Row {
       for (int i = threadIdx.x; i < shared_.count; i += kThreads) body(shared_.logits[i], shared_.indices[i]);
       return;
     }
-    ForEachVector([&](uint32_t first, const float* logits, int count) {
+    ForEachVector([&](uint32_t first, const float* logits, int) {
 #pragma unroll
-      for (int j = 0; j < Vector<T>::kSize; ++j) {
-        if (j < count) body(logits[j], first + j);
+      for (int j = 0; j < kSize; ++j) {
+        body(logits[j], first + j);
       }
     });
   }
@@ -127,12 +159,17 @@ class Row {
     }
   }
 
-  // Minus infinity at first.
-  __device__ int* shared_bound() {
-    if (threadIdx.x == 0) shared_.bound = OrderedOfFloat(-INFINITY);
+  // The largest of the CTA's `mine`, in shared memory.
+  __device__ int* SharedBound(float mine) {
+    if (threadIdx.x == 0) shared_.bound = INT_MIN;
+    __syncthreads();
+    const int of_warp = __reduce_max_sync(0xffffffff, OrderedOfFloat(mine));
+    if (threadIdx.x % 32 == 0) atomicMax(&shared_.bound, of_warp);
     __syncthreads();
     return &shared_.bound;
   }
+  // Of this thread's first vector.
+  __device__ __forceinline__ uint32_t FirstIndex() const { return (rank_ * kThreads + threadIdx.x) * kSize; }
   __device__ __forceinline__ bool collected() const { return collected_; }
   // Whether this CTA has nothing to do any more, since the first one finishes alone.
   __device__ __forceinline__ bool idle() const { return collected_ && rank_ != 0; }
@@ -175,28 +212,49 @@ class Row {
   }
 
  private:
+  __device__ __forceinline__ uint32_t Vectors() const { return static_cast<uint32_t>((vocab_ + kSize - 1) / kSize); }
+
+  // Past the row's end logits are minus infinity: no choice.
+  __device__ __forceinline__ PackedLogits Load(uint32_t i) const {
+    if (aligned_) return reinterpret_cast<const PackedLogits*>(logits_)[i];
+    const auto* const row = reinterpret_cast<const typename LogitBits<T>::Type*>(logits_);
+    constexpr int kOfWord = kSize / 4;
+    PackedLogits packed;
+#pragma unroll
+    for (int word = 0; word < 4; ++word) {
+      packed.words[word] = 0;
+#pragma unroll
+      for (int j = 0; j < kOfWord; ++j) {
+        const int64_t at = static_cast<int64_t>(i) * kSize + word * kOfWord + j;
+        packed.words[word] |= static_cast<uint32_t>(at < vocab_ ? row[at] : LogitBits<T>::kMinusInfinity) << (16 * j);
+      }
+    }
+    return packed;
+  }
+
   template <typename Body>
-  __device__ __forceinline__ void Visit(int64_t i, const Vector<T>& vector, const Body& body) const {
-    constexpr int kSize = Vector<T>::kSize;
+  __device__ __forceinline__ void Visit(uint32_t i, const PackedLogits& packed, int u, const Body& body) const {
     float logits[kSize];
 #pragma unroll
-    for (int j = 0; j < kSize; ++j) logits[j] = static_cast<float>(vector.values[j]);
-    body(static_cast<uint32_t>(i * kSize), logits,
-         static_cast<int>(min(static_cast<int64_t>(kSize), vocab_ - i * kSize)));
+    for (int j = 0; j < kSize; ++j) {
+      logits[j] = LogitBits<T>::Value(
+          static_cast<typename LogitBits<T>::Type>(packed.words[j * 4 / kSize] >> (16 * (j % (kSize / 4)))));
+    }
+    body(i * kSize, logits, u);
   }
 
   // Where the first CTA's memory holds all logits up to `end`, makes them the row. The others are then idle.
   __device__ void Collect(float largest, uint32_t end) {
     if (threadIdx.x == 0) shared_.count = 0;
     __syncthreads();
-    ForEachVector([&](uint32_t first, const float* logits, int count) {
+    ForEachVector([&](uint32_t first, const float* logits, int) {
       uint32_t near = 0;
 #pragma unroll
-      for (int j = 0; j < Vector<T>::kSize; ++j) near |= (j < count && Bits(Distance(largest, logits[j])) < end) << j;
+      for (int j = 0; j < kSize; ++j) near |= (Bits(Distance(largest, logits[j])) < end) << j;
       if (near == 0 || *static_cast<volatile int*>(&shared_.count) > kCandidates) return;
       int at = atomicAdd(&shared_.count, __popc(near));
 #pragma unroll
-      for (int j = 0; j < Vector<T>::kSize; ++j) {
+      for (int j = 0; j < kSize; ++j) {
         if ((near >> j & 1) == 0) continue;
         if (at < kCandidates) {
           shared_.logits[at] = logits[j];
@@ -260,20 +318,20 @@ class Row {
       for (int i = threadIdx.x; i < shared_.count; i += kThreads) add(shared_.logits[i]);
       fold();
     } else {
-      const int64_t vectors = (vocab_ + Vector<T>::kSize - 1) / Vector<T>::kSize;
-      const int64_t step = static_cast<int64_t>(ranks_) * kThreads;
-      const int64_t rounds = (vectors + step - 1) / step;
-      constexpr int64_t kRounds = kMaxUnfolded / (kThreads * Vector<T>::kSize);
-      for (int64_t begin = 0; begin < rounds; begin += kRounds) {
-        const int64_t end = min(begin + kRounds, rounds);
+      const uint32_t vectors = Vectors();
+      const uint32_t step = ranks_ * kThreads;
+      const uint32_t rounds = (vectors + step - 1) / step;
+      constexpr uint32_t kRounds = kMaxUnfolded / (kThreads * kSize);
+      for (uint32_t begin = 0; begin < rounds; begin += kRounds) {
+        const uint32_t end = min(begin + kRounds, rounds);
 #pragma unroll 4
-        for (int64_t round = begin; round < end; ++round) {
-          const int64_t i = round * step + static_cast<int64_t>(rank_) * kThreads + threadIdx.x;
+        for (uint32_t round = begin; round < end; ++round) {
+          const uint32_t i = round * step + rank_ * kThreads + threadIdx.x;
           if (i >= vectors) break;
-          Visit(i, LoadVector(logits_, i, vocab_, aligned_), [&](uint32_t, const float* logits, int count) {
+          Visit(i, Load(i), 0, [&](uint32_t, const float* logits, int) {
 #pragma unroll
-            for (int j = 0; j < Vector<T>::kSize; ++j) {
-              if (j < count) add(logits[j]);
+            for (int j = 0; j < kSize; ++j) {
+              add(logits[j]);
             }
           });
         }
@@ -356,9 +414,21 @@ __device__ __forceinline__ float MaxNan(float a, float b) {
   return max;
 }
 
-// The token of a row that is sampled; in the first CTA of the cluster.
+// The rank of a logit's score: the largest is the token.
+__device__ __forceinline__ uint64_t RankOfScore(const RowOptions& options, float sharpness, float distance,
+                                                uint32_t index) {
+  const Philox random = RandomWords(options.seed, index / 4, options.step);
+  const uint32_t word = index % 4 == 0   ? random.words[0]
+                        : index % 4 == 1 ? random.words[1]
+                        : index % 4 == 2 ? random.words[2]
+                                         : random.words[3];
+  return RankOf(Score(distance, sharpness, word), index);
+}
+
+// The token of a row that is sampled; in the first CTA of the cluster. `place`: the index of the largest logit.
 template <typename T>
-__device__ uint32_t Draw(Row<T>& row, const RowOptions& options, float largest, int64_t vocab) {
+__device__ uint32_t Draw(Row<T>& row, const T* logits, const RowOptions& options, float largest, uint32_t place,
+                         int64_t vocab) {
   const float sharpness = options.sharpness();
   uint32_t limit = MinPLimit(options);
   if (options.top_k > 0 && options.top_k < vocab) {
@@ -380,41 +450,51 @@ __device__ uint32_t Draw(Row<T>& row, const RowOptions& options, float largest, 
   if (row.collected()) {
     row.ForEach([&](float logit, uint32_t i) {
       const float distance = Distance(largest, logit);
-      if (Bits(distance) > limit) return;
-      const Philox random = RandomWords(options.seed, i / 4, options.step);
-      const uint32_t word = i % 4 == 0   ? random.words[0]
-                            : i % 4 == 1 ? random.words[1]
-                            : i % 4 == 2 ? random.words[2]
-                                         : random.words[3];
-      best = max(best, RankOf(Score(distance, sharpness, word), i));
+      if (Bits(distance) <= limit) best = max(best, RankOfScore(options, sharpness, distance, i));
     });
   } else {
     // A Gumbel number g needs a word below about 2^32 exp(-g). Most words are too large to beat the best score so far,
-    // as a rough exponential shows.
-    volatile int* const shared_bound = row.shared_bound();
-    row.ForEachVector([&](uint32_t begin, const float* values, int count) {
-      const float bound = FloatOfOrdered(*shared_bound);
+    // as a rough exponential shows. The scores of the others are computed together, since their code is long.
+    constexpr int kSize = Row<T>::kSize;
+    constexpr int kInFlight = 2;  // more would leave too few registers
+    static_assert(kInFlight * kSize <= 32, "bits of `candidates`");
+    const auto score = [&](uint32_t i) {
+      const float distance = Distance(largest, static_cast<float>(logits[i]));
+      if (Bits(distance) <= limit) best = max(best, RankOfScore(options, sharpness, distance, i));
+    };
+    // A first bound: the best of one logit from each thread, among them the largest logit, which is always left.
+    const uint32_t mine = threadIdx.x == 0 ? place : row.FirstIndex();
+    if (mine < vocab) score(mine);
+    volatile int* const shared_bound = row.SharedBound(best != 0 ? LogitOf(best) : -INFINITY);
+    uint32_t candidates = 0;
+    row.template ForEachVector<kInFlight>(
+        [&](uint32_t begin, const float* values, int u) {
+          const float bound = FloatOfOrdered(*shared_bound);
 #pragma unroll
-      for (int four = 0; four < Vector<T>::kSize; four += 4) {
-        bool any = false;
+          for (int four = 0; four < kSize; four += 4) {
+            bool any = false;
 #pragma unroll
-        for (int j = four; j < four + 4; ++j) any |= j < count && Bits(Distance(largest, values[j])) <= limit;
-        if (!any) continue;
-        const Philox random = RandomWords(options.seed, (begin + four) / 4, options.step);
+            for (int j = four; j < four + 4; ++j) any |= Bits(Distance(largest, values[j])) <= limit;
+            if (!any) continue;
+            const Philox random = RandomWords(options.seed, (begin + four) / 4, options.step);
 #pragma unroll
-        for (int j = 0; j < 4; ++j) {
-          const float distance = Distance(largest, values[four + j]);
-          if (four + j >= count || Bits(distance) > limit) continue;
-          const float needed = bound + distance * sharpness;
-          // Beyond this, `needed` itself would be too rough.
-          const bool told = fabsf(bound) < 1e5f;
-          if (told && static_cast<float>(random.words[j]) > 0x1.8p32f * __expf(-needed) + 256.0f) continue;
-          const float score = Score(distance, sharpness, random.words[j]);
-          if (score > bound) atomicMax(const_cast<int*>(shared_bound), OrderedOfFloat(score));
-          best = max(best, RankOf(score, begin + four + j));
-        }
-      }
-    });
+            for (int j = 0; j < 4; ++j) {
+              const float distance = Distance(largest, values[four + j]);
+              const float most = 0x1.8p32f * __expf(-(bound + distance * sharpness)) + 256.0f;
+              const bool candidate = Bits(distance) <= limit && !(static_cast<float>(random.words[j]) > most);
+              candidates |= static_cast<uint32_t>(candidate) << (u * kSize + four + j);
+            }
+          }
+        },
+        [&](uint32_t begin, uint32_t step) {
+          for (; candidates != 0; candidates &= candidates - 1) {
+            const int bit = __ffs(static_cast<int>(candidates)) - 1;
+            const uint32_t i = begin + bit / kSize * step + bit % kSize;
+            const uint64_t before = best;
+            score(i);
+            if (best != before) atomicMax(const_cast<int*>(shared_bound), OrderedOfFloat(LogitOf(best)));
+          }
+        });
   }
   return IndexOf(row.Reduce(best, Max()));
 }
@@ -430,10 +510,10 @@ __global__ void __launch_bounds__(kThreads, 2) SampleKernel(const __grid_constan
 
   // ---- The largest logit, and whether there is a NaN
   float largest = -INFINITY;
-  row.ForEachVector([&](uint32_t, const float* values, int count) {
+  row.ForEachVector([&](uint32_t, const float* values, int) {
 #pragma unroll
-    for (int j = 0; j < Vector<T>::kSize; ++j) {
-      if (j < count) largest = MaxNan(largest, values[j]);
+    for (int j = 0; j < Row<T>::kSize; ++j) {
+      largest = MaxNan(largest, values[j]);
     }
   });
   largest = LogitOf(row.Reduce(RankOf(largest, 0), Max()));
@@ -443,17 +523,16 @@ __global__ void __launch_bounds__(kThreads, 2) SampleKernel(const __grid_constan
   if (chooses) {
     // ---- Its place, and the softmax's sum
     uint64_t place = ~uint64_t{0};
-    row.ForEachVector([&](uint32_t begin, const float* values, int count) {
+    row.ForEachVector([&](uint32_t begin, const float* values, int) {
 #pragma unroll
-      for (int j = 0; j < Vector<T>::kSize; ++j) {
-        if (j >= count) continue;
+      for (int j = 0; j < Row<T>::kSize; ++j) {
         mass += Mass40(Distance(largest, values[j]));
         if (values[j] == largest) place = min(place, static_cast<uint64_t>(begin + j));
       }
     });
     mass = row.Reduce(mass, Sum());
     token = static_cast<uint32_t>(row.Reduce(place, Min()));
-    if (options.temperature > 0.0f) token = Draw(row, options, largest, p.vocab);
+    if (options.temperature > 0.0f) token = Draw(row, logits, options, largest, token, p.vocab);
   }
   if (ClusterRank() == 0 && threadIdx.x == 0) {
     p.token[index] = chooses ? static_cast<int32_t>(token) : -1;
@@ -473,7 +552,7 @@ Status ChooseCluster(const SampleParams& p, unsigned* size) {
   int device = 0, processors = 0;
   XLA_GPU_RETURN_IF_CUDA(cudaGetDevice(&device));
   XLA_GPU_RETURN_IF_CUDA(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device));
-  const int64_t most = std::min<int64_t>(kMaxCluster, p.vocab / (kThreads * Vector<T>::kSize) + 1);
+  const int64_t most = std::min<int64_t>(kMaxCluster, p.vocab / (kThreads * Row<T>::kSize) + 1);
   while (*size * 2 <= most && p.rows * *size * 2 <= 2 * processors) *size *= 2;
   return Status::Ok();
 }

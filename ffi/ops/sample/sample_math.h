@@ -74,7 +74,6 @@ XLA_GPU_BOTH float FromBits(uint32_t bits) {
 
 // e^-x for x >= 0, within 2 ulp; 0 from x = 87 on.
 XLA_GPU_BOTH float ExpNegative(float x) {
-  if (!(x < 87.0f)) return 0.0f;
   // Adding 1.5 * 2^23 rounds to an integer, which is then the low bits of the sum.
   const float magic = 0x1.8p23f;
   const float shifted = Fma(x, -0x1.715476p0f, magic);
@@ -87,7 +86,8 @@ XLA_GPU_BOTH float ExpNegative(float x) {
   p = Fma(p, r, 0x1.555492p-3f);
   p = Fma(p, r, 0x1.fffffcp-2f);
   const float mantissa = Add(Fma(Mul(p, r), r, r), 1.0f);
-  return FromBits(Bits(mantissa) + ((Bits(shifted) - Bits(magic)) << 23));
+  const float power = FromBits(Bits(mantissa) + ((Bits(shifted) - Bits(magic)) << 23));
+  return x < 87.0f ? power : 0.0f;
 }
 
 // ln(1 + f) for f from sqrt(1/2) - 1 to sqrt(2) - 1, within 2 ulp.
