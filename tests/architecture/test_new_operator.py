@@ -56,15 +56,18 @@ def add_operator(tree: Path) -> None:
     replace(package / "ops" / "__init__.py", r"(OPERATORS: .* = \()", r"\1\n    accumulate.OPERATOR,")
     replace(package / "ops" / "__init__.py", r"from \. import \(", "from . import (\n    accumulate,")
     # 4. The functions, the in-place form too.
-    imported = "from .ops import accumulate as _accumulate\n"
+    imported = "from ..ops import accumulate as _accumulate\n"
     for module, array, forms in (
         ("torch", "torch.Tensor", (("", ""), ("_", ", in_place=True"))),
         ("jax", "jax.typing.ArrayLike", (("", ""),)),
     ):
-        path = package / f"{module}.py"
-        replace(path, r"(?=from \.ops import simple_add as)", imported)
+        path = package / module / "_layers.py"
+        replace(path, r"(?=from \.\.ops import simple_add as)", imported)
         functions = [FUNCTION.format(array=array, suffix=suffix, options=options) for suffix, options in forms]
         path.write_text(path.read_text() + "".join(functions))
+        names = [f"accumulate{suffix}" for suffix, _ in forms]
+        replace(package / module / "__init__.py", r"(from \._layers import \()", rf"\1{', '.join(names)}, ")
+        replace(package / module / "__init__.py", r"(__all__ = \[)", rf"\1*{names}, ")
 
 
 @pytest.fixture(scope="module")

@@ -84,7 +84,7 @@ def test_exports_are_the_public_header(exported):
 
 
 def test_operators_in_both_frontends():
-    torch_frontend, jax_frontend = PACKAGE / "torch.py", PACKAGE / "jax.py"
+    torch_frontend, jax_frontend = PACKAGE / "torch", PACKAGE / "jax"
     for frontend, module in ((torch_frontend, "torch"), (jax_frontend, "jax")):
         imported = pytest.importorskip(f"xla_gpu.{module}", exc_type=ImportError)
         in_place = [f"{op.name}_" for op in OPERATORS if op.in_place and module == "torch"]
@@ -171,9 +171,9 @@ def test_kernels_include_no_xla_and_no_framework():
 
 def test_only_framework_folders_import_frameworks():
     """A folder states what its modules may import; public modules and the doctor's probes are named one by one."""
-    torch_side = r"_torch/|_torch_xla/|_torchax/|vllm/|torch\.py|_doctor/probe_torch"
+    torch_side = r"_torch/|_torch_xla/|_torchax/|vllm/|torch/|_doctor/probe_torch"
     torchax_side = r"_torchax/|torchax\.py|_doctor/probe_torchax"
-    jax_side = r"_jax/|jax\.py|_doctor/probe_jax|_doctor/probe_torchax|adapters/"
+    jax_side = r"_jax/|jax/|_doctor/probe_jax|_doctor/probe_torchax|adapters/"
     allowed = {
         "torch": torch_side,
         "torch_xla": torch_side,

@@ -1,78 +1,22 @@
-"""The operators for JAX.
-
-They take JAX and NumPy arrays. They work under jax.jit on CPUs and NVIDIA GPUs, inside jax.shard_map, and under
-jax.vmap, which calls the kernel once per example. They have no gradients: differentiating through one raises
-ValueError. An error of a kernel is raised where JAX first waits for a result.
-"""
+"""Attention over paged caches, and what writes them."""
 
 # `function` gives these declarations their bodies.
 # mypy: disable-error-code="empty-body"
 
 from __future__ import annotations
 
-from . import _jax  # noqa: F401 - first: it says which jax is needed
-
-# isort: split
 import jax
 import jax.typing
 
-from ._core.docstrings import docstring
-from ._jax import by_parts, context_parallel, dense_linear, device_group
-from ._jax import ragged_paged_attention_v3 as _ragged_paged_attention_v3
-from ._jax.call import function, ragged
-from ._jax.device_group import DeviceGroup
-from ._jax.user_kernels import kernel_call, register_tvm_ffi_target, triton_call
-from ._user_kernels.cuda_kernel import CudaKernel, cuda_kernel
-from ._user_kernels.launch import Result, Scratch
-from .ops import all_reduce as _all_reduce
-from .ops import attention_block as _attention_block
-from .ops import gated_mlp as _gated_mlp
-from .ops import linear as _linear
-from .ops import merge_attention_states as _merge_attention_states
-from .ops import paged_attention as _paged_attention
-from .ops import ragged_paged_attention as _ragged_paged_attention
-from .ops import reshape_and_cache as _reshape_and_cache
-from .ops import rms_norm as _rms_norm
-from .ops import rotary_embedding as _rotary_embedding
-from .ops import sample as _sample
-from .ops import silu_and_mul as _silu_and_mul
-from .ops import simple_add as _simple_add
-
-__all__ = [
-    "CudaKernel",
-    "DeviceGroup",
-    "Result",
-    "Scratch",
-    "all_reduce",
-    "all_reduce_add_rms_norm",
-    "attention_block",
-    "context_parallel_paged_attention",
-    "context_parallel_slots",
-    "cuda_kernel",
-    "gated_mlp",
-    "gelu_and_mul",
-    "kernel_call",
-    "linear",
-    "merge_attention_states",
-    "paged_attention",
-    "paged_attention_with_lse",
-    "ragged_paged_attention",
-    "ragged_paged_attention_v3",
-    "register_tvm_ffi_target",
-    "reshape_and_cache",
-    "rms_norm",
-    "rotary_and_cache",
-    "rotary_embedding",
-    "sample",
-    "silu_and_mul",
-    "simple_add",
-    "triton_call",
-]
-
-
-@function(_simple_add.OPERATOR)
-def simple_add(a: jax.typing.ArrayLike, b: jax.typing.ArrayLike) -> jax.Array:
-    """Returns the element-wise sum a + b."""
+from .._core.docstrings import docstring
+from .._jax import context_parallel
+from .._jax import ragged_paged_attention_v3 as _ragged_paged_attention_v3
+from .._jax.call import function, ragged
+from .._jax.device_group import DeviceGroup
+from ..ops import merge_attention_states as _merge_attention_states
+from ..ops import paged_attention as _paged_attention
+from ..ops import ragged_paged_attention as _ragged_paged_attention
+from ..ops import reshape_and_cache as _reshape_and_cache
 
 
 @function(_paged_attention.OPERATOR)
@@ -230,182 +174,6 @@ def ragged_paged_attention_v3(
         use_causal_mask=use_causal_mask,
         skip_kv_mask=skip_kv_mask,
     )
-
-
-@function(_linear.OPERATOR, dense_linear.run)
-def linear(
-    x: jax.typing.ArrayLike,
-    weight: jax.typing.ArrayLike,
-    *,
-    weight_scale: jax.typing.ArrayLike | None = None,
-    weight_zero_point: jax.typing.ArrayLike | None = None,
-    bias: jax.typing.ArrayLike | None = None,
-    residual: jax.typing.ArrayLike | None = None,
-    activation: str | None = None,
-) -> jax.Array:
-    """Computes the product of rows with a weight matrix, plain or quantised, with bias, activation and residual."""
-
-
-@function(_gated_mlp.OPERATOR, by_parts.gated_mlp)
-def gated_mlp(
-    x: jax.typing.ArrayLike,
-    gate_up_weight: jax.typing.ArrayLike,
-    down_weight: jax.typing.ArrayLike,
-    *,
-    norm_weight: jax.typing.ArrayLike | None = None,
-    residual: jax.typing.ArrayLike | None = None,
-    gate_up_scale: jax.typing.ArrayLike | None = None,
-    gate_up_zero_point: jax.typing.ArrayLike | None = None,
-    gate_up_bias: jax.typing.ArrayLike | None = None,
-    down_scale: jax.typing.ArrayLike | None = None,
-    down_zero_point: jax.typing.ArrayLike | None = None,
-    down_bias: jax.typing.ArrayLike | None = None,
-    activation: str = "silu_and_mul",
-    eps: float = 1e-6,
-    weight_offset: float = 0.0,
-    round_once: bool = False,
-) -> jax.Array:
-    """Computes the gated MLP of a decoder layer: norm, gate and up, activation, down, residual."""
-
-
-@function(_attention_block.OPERATOR, by_parts.attention_block)
-def attention_block(
-    x: jax.typing.ArrayLike,
-    qkv_weight: jax.typing.ArrayLike,
-    out_weight: jax.typing.ArrayLike,
-    positions: jax.typing.ArrayLike,
-    table: jax.typing.ArrayLike,
-    kv_cache: jax.typing.ArrayLike,
-    slot_mapping: jax.typing.ArrayLike,
-    context_lens: jax.typing.ArrayLike,
-    block_tables: jax.typing.ArrayLike,
-    query_start_loc: jax.typing.ArrayLike,
-    num_seqs: jax.typing.ArrayLike,
-    *,
-    scale: float,
-    norm_weight: jax.typing.ArrayLike | None = None,
-    residual: jax.typing.ArrayLike | None = None,
-    qkv_scale: jax.typing.ArrayLike | None = None,
-    qkv_zero_point: jax.typing.ArrayLike | None = None,
-    qkv_bias: jax.typing.ArrayLike | None = None,
-    q_norm_weight: jax.typing.ArrayLike | None = None,
-    k_norm_weight: jax.typing.ArrayLike | None = None,
-    k_scale: jax.typing.ArrayLike | None = None,
-    v_scale: jax.typing.ArrayLike | None = None,
-    sinks: jax.typing.ArrayLike | None = None,
-    out_scale: jax.typing.ArrayLike | None = None,
-    out_zero_point: jax.typing.ArrayLike | None = None,
-    out_bias: jax.typing.ArrayLike | None = None,
-    sliding_window: int | None = None,
-    soft_cap: float | None = None,
-    interleaved: bool = False,
-    eps: float = 1e-6,
-    weight_offset: float = 0.0,
-    round_once: bool = False,
-) -> tuple[jax.Array, jax.Array]:
-    """Computes the attention of a decoder layer, from the norm before its projection to the residual behind it.
-
-    The cache is updated in place, without a copy, where XLA may reuse its buffer, as by reshape_and_cache.
-    """
-
-
-@function(_rms_norm.OPERATOR)
-def rms_norm(
-    x: jax.typing.ArrayLike,
-    weight: jax.typing.ArrayLike,
-    *,
-    eps: float,
-    residual: jax.typing.ArrayLike | None = None,
-    weight_offset: float = 0.0,
-    round_once: bool = False,
-) -> jax.Array | tuple[jax.Array, jax.Array]:
-    """Computes the RMS norm of rows, after adding a residual if one is given."""
-
-
-@function(_silu_and_mul.OPERATOR)
-def silu_and_mul(x: jax.typing.ArrayLike) -> jax.Array:
-    """Computes silu of the first half of each row, times the second half."""
-
-
-@function(_silu_and_mul.OPERATOR_GELU)
-def gelu_and_mul(x: jax.typing.ArrayLike) -> jax.Array:
-    """Computes gelu of the first half of each row, times the second half."""
-
-
-@function(_sample.OPERATOR)
-def sample(
-    logits: jax.typing.ArrayLike,
-    *,
-    temperature: jax.typing.ArrayLike,
-    top_k: jax.typing.ArrayLike,
-    top_p: jax.typing.ArrayLike,
-    min_p: jax.typing.ArrayLike,
-    seed: jax.typing.ArrayLike,
-    step: jax.typing.ArrayLike,
-) -> tuple[jax.Array, jax.Array]:
-    """Chooses a token from each row of logits, by temperature, min-p, top-k and top-p."""
-
-
-@function(_rotary_embedding.OPERATOR)
-def rotary_embedding(
-    query: jax.typing.ArrayLike,
-    key: jax.typing.ArrayLike,
-    positions: jax.typing.ArrayLike,
-    table: jax.typing.ArrayLike,
-    *,
-    interleaved: bool = False,
-) -> tuple[jax.Array, jax.Array]:
-    """Turns query and key heads by their positions, with cosines and sines from a table."""
-
-
-@function(_rotary_embedding.OPERATOR_AND_CACHE)
-def rotary_and_cache(
-    qkv: jax.typing.ArrayLike,
-    positions: jax.typing.ArrayLike,
-    table: jax.typing.ArrayLike,
-    kv_cache: jax.typing.ArrayLike,
-    slot_mapping: jax.typing.ArrayLike,
-    *,
-    k_scale: jax.typing.ArrayLike | None = None,
-    v_scale: jax.typing.ArrayLike | None = None,
-    q_norm_weight: jax.typing.ArrayLike | None = None,
-    k_norm_weight: jax.typing.ArrayLike | None = None,
-    bias: jax.typing.ArrayLike | None = None,
-    interleaved: bool = False,
-    norm_eps: float = 1e-6,
-    weight_offset: float = 0.0,
-    round_once: bool = False,
-) -> tuple[jax.Array, jax.Array]:
-    """Makes the query of attention of a projection, and stores keys and values in a cache that it returns.
-
-    The cache is updated in place, without a copy, where XLA may reuse its buffer, as by reshape_and_cache.
-    """
-
-
-@docstring(_all_reduce.OPERATOR.docstring)
-def all_reduce(x: jax.typing.ArrayLike, *, group: DeviceGroup) -> jax.Array:
-    """The sum of x over the devices of a DeviceGroup, inside jax.shard_map over its mesh.
-
-    Under check_vma the result does not vary along the group's axis, as that of jax.lax.psum; jax 0.7 needs
-    check_vma=False.
-    """
-    return device_group.run(_all_reduce.OPERATOR, group, x=x)
-
-
-@docstring(_all_reduce.OPERATOR_ADD_RMS_NORM.docstring)
-def all_reduce_add_rms_norm(
-    x: jax.typing.ArrayLike,
-    residual: jax.typing.ArrayLike,
-    weight: jax.typing.ArrayLike,
-    *,
-    eps: float,
-    group: DeviceGroup,
-) -> tuple[jax.Array, jax.Array]:
-    """all_reduce, the residual added, and the RMS norm of that sum, inside jax.shard_map over the group's mesh."""
-    out, sum_ = device_group.run(
-        _all_reduce.OPERATOR_ADD_RMS_NORM, group, x=x, residual=residual, weight=weight, eps=eps
-    )
-    return out, sum_
 
 
 def context_parallel_paged_attention(

@@ -1,0 +1,100 @@
+"""The operators for PyTorch: torch_xla tensors (lazy and under torch.compile), and eager CPU and CUDA tensors.
+
+Importing this module defines the operators ``torch.ops.xla_gpu.*``. The functions here call them, carry their
+documentation, and take num_seqs as a Python int too. All of them share these rules:
+
+* All operands are on one device. No operand requires a gradient while gradients are recorded, since the operators have
+  no gradients. Otherwise ValueError.
+* Eager tensors are used without a copy, on PyTorch's current stream. Operands that are not row-major, or not aligned to
+  16 bytes, are copied first. An operand that is updated in place must be both; otherwise ValueError.
+* Errors of the kernels: for eager tensors the call raises them, as ValueError for values that the operator excludes and
+  as ``xla_gpu.errors.HandlerError`` for everything else. For XLA tensors they are a RuntimeError, raised where the
+  result is first waited for; torch_xla raises the same error once more at the next step, or in
+  ``torch_xla.core.xla_model.wait_device_ops()``.
+"""
+
+from __future__ import annotations
+
+from .. import _torch  # noqa: F401 - first: it says which torch is needed
+
+# isort: split
+from .._torch.user_kernels import (
+    kernel_call,
+    kernel_call_,
+    register_tvm_ffi_target,
+    triton_call,
+    triton_call_,
+)
+from .._torch_xla import compile_backend
+from .._torch_xla.device_group import DeviceGroup
+from .._torch_xla.functions import openxla, register_targets, to_cuda, to_xla
+from .._user_kernels.cuda_kernel import CudaKernel, cuda_kernel
+from .._user_kernels.launch import Result, Scratch
+from ._attention import (
+    merge_attention_states,
+    paged_attention,
+    paged_attention_with_lse,
+    ragged_paged_attention,
+    reshape_and_cache,
+    reshape_and_cache_,
+)
+from ._collectives import all_reduce, all_reduce_add_rms_norm
+from ._ffi import ffi_call, register_ffi_target
+from ._inspection import executable_cache_info, hlo
+from ._layers import (
+    attention_block,
+    attention_block_,
+    gated_mlp,
+    gelu_and_mul,
+    linear,
+    rms_norm,
+    rotary_and_cache,
+    rotary_and_cache_,
+    rotary_embedding,
+    sample,
+    silu_and_mul,
+    simple_add,
+)
+
+__all__ = [
+    "CudaKernel",
+    "DeviceGroup",
+    "Result",
+    "Scratch",
+    "all_reduce",
+    "all_reduce_add_rms_norm",
+    "attention_block",
+    "attention_block_",
+    "cuda_kernel",
+    "executable_cache_info",
+    "ffi_call",
+    "gated_mlp",
+    "gelu_and_mul",
+    "hlo",
+    "kernel_call",
+    "kernel_call_",
+    "linear",
+    "merge_attention_states",
+    "openxla",
+    "paged_attention",
+    "paged_attention_with_lse",
+    "ragged_paged_attention",
+    "register_ffi_target",
+    "register_targets",
+    "register_tvm_ffi_target",
+    "reshape_and_cache",
+    "reshape_and_cache_",
+    "rms_norm",
+    "rotary_and_cache",
+    "rotary_and_cache_",
+    "rotary_embedding",
+    "sample",
+    "silu_and_mul",
+    "simple_add",
+    "to_cuda",
+    "to_xla",
+    "triton_call",
+    "triton_call_",
+]
+
+compile_backend.register()
