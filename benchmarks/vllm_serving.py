@@ -13,14 +13,10 @@ and is JSON.
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import tempfile
 import time
-from pathlib import Path
 
 import numpy as np
-from vllm_steps import LLAMA_3_8B, TINY, emit
+from vllm_engine import add_options, emit, model_of, started
 
 
 def run(engine, requests: list[tuple[list[int], int]], prefix: str) -> dict[str, float]:
@@ -64,48 +60,25 @@ def run(engine, requests: list[tuple[list[int], int]], prefix: str) -> dict[str,
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tiny", action="store_true", help="a tiny model, to check the script")
+    add_options(parser, max_seqs=256)
     parser.add_argument("--requests", type=int, default=200)
     parser.add_argument("--prompt", type=int, nargs=2, default=[100, 2000], metavar=("LEAST", "MOST"))
     parser.add_argument("--output", type=int, nargs=2, default=[50, 400], metavar=("LEAST", "MOST"))
-    parser.add_argument("--max-tokens", type=int, default=8192, help="of a step (default %(default)s)")
-    parser.add_argument("--max-seqs", type=int, default=256, help="in a step (default %(default)s)")
-    parser.add_argument("--buckets", type=int, nargs="*", help="token buckets of the XLA back end")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
 
-    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    from vllm import LLM, __version__
-
-    model = TINY if arguments.tiny else LLAMA_3_8B
     rng = np.random.default_rng(arguments.seed)
     requests = [
-        (rng.integers(10, model["vocab_size"], length).tolist(), int(new))
+        (rng.integers(10, model_of(arguments)["vocab_size"], length).tolist(), int(new))
         for length, new in zip(
             rng.integers(*arguments.prompt, arguments.requests, endpoint=True),
             rng.integers(*arguments.output, arguments.requests, endpoint=True),
             strict=True,
         )
     ]
-    with tempfile.TemporaryDirectory() as folder:
-        Path(folder, "config.json").write_text(json.dumps(model))
-        start = time.perf_counter()
-        llm = LLM(
-            model=folder,
-            load_format="dummy",
-            skip_tokenizer_init=True,
-            dtype="bfloat16",
-            max_model_len=4096,
-            max_num_seqs=arguments.max_seqs,
-            max_num_batched_tokens=arguments.max_tokens,
-            enable_prefix_caching=False,
-            async_scheduling=True,
-            additional_config={"token_buckets": arguments.buckets} if arguments.buckets else {},
-        )
-        started = round(time.perf_counter() - start, 1)
+    with started(arguments, async_scheduling=True) as (llm, start):
         run(llm.llm_engine, requests, "first")
-        emit(vllm=__version__, start_s=started, **run(llm.llm_engine, requests, "second"))
+        emit(**start, **run(llm.llm_engine, requests, "second"))
 
 
 if __name__ == "__main__":

@@ -16,47 +16,12 @@ from __future__ import annotations
 import argparse
 import cProfile
 import json
-import os
 import pstats
 import statistics
 import sys
-import tempfile
 import time
-from pathlib import Path
 
-LLAMA_3_8B = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "vocab_size": 128256,
-    "max_position_embeddings": 8192,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 500000.0,
-    "torch_dtype": "bfloat16",
-    "hidden_act": "silu",
-    "tie_word_embeddings": False,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-TINY = {
-    **LLAMA_3_8B,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "vocab_size": 512,
-}
-
-
-def emit(**values) -> None:
-    print("R " + json.dumps(values), flush=True)
+from vllm_engine import add_options, emit, started
 
 
 class HostTimes:
@@ -144,12 +109,9 @@ def measure(llm, times: HostTimes, load: str, new_tokens: int, sampling: dict) -
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("loads", nargs="+", metavar="BxC", help="sequences x tokens of each prompt")
-    parser.add_argument("--tiny", action="store_true", help="a tiny model, to check the script")
+    add_options(parser, max_seqs=64)
     parser.add_argument("--new-tokens", type=int, default=64)
-    parser.add_argument("--max-tokens", type=int, default=8192, help="of a step (default %(default)s)")
-    parser.add_argument("--max-seqs", type=int, default=64)
     parser.add_argument("--tensor-parallel", type=int, default=1, metavar="N", help="GPUs that share the model")
-    parser.add_argument("--buckets", type=int, nargs="*", help="token buckets (default: powers of two)")
     parser.add_argument(
         "--sampling",
         type=json.loads,
@@ -161,30 +123,12 @@ def main() -> None:
     parser.add_argument("--profile", action="store_true", help="show what takes the host's time, on stderr")
     arguments = parser.parse_args()
 
-    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # so that the runner can be timed
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    from vllm import LLM, __version__
-    from xla_gpu.torch import executable_cache_info
-    from xla_gpu.vllm.program import compilations
+    with started(arguments, tensor_parallel_size=arguments.tensor_parallel) as (llm, start):
+        from xla_gpu.torch import executable_cache_info
+        from xla_gpu.vllm.program import compilations
 
-    with tempfile.TemporaryDirectory() as folder:
-        Path(folder, "config.json").write_text(json.dumps(TINY if arguments.tiny else LLAMA_3_8B))
-        start = time.perf_counter()
-        llm = LLM(
-            model=folder,
-            load_format="dummy",
-            skip_tokenizer_init=True,
-            dtype="bfloat16",
-            max_model_len=4096,
-            max_num_seqs=arguments.max_seqs,
-            max_num_batched_tokens=arguments.max_tokens,
-            tensor_parallel_size=arguments.tensor_parallel,
-            enable_prefix_caching=False,
-            additional_config={"token_buckets": arguments.buckets} if arguments.buckets else {},
-        )
         compiled = compilations()
-        cache = executable_cache_info()._asdict()
-        emit(vllm=__version__, start_s=round(time.perf_counter() - start, 1), programs=compiled, cache=cache)
+        emit(**start, programs=compiled, cache=executable_cache_info()._asdict())
         runner = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
         profile = cProfile.Profile() if arguments.profile else None
         times = HostTimes(runner, profile)

@@ -1,0 +1,83 @@
+"""vLLM at the shape of Llama-3-8B with random weights, as vllm_steps.py and vllm_serving.py start it."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+LLAMA_3_8B = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 128256,
+    "max_position_embeddings": 8192,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "torch_dtype": "bfloat16",
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+TINY = {
+    **LLAMA_3_8B,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 512,
+}
+
+
+def emit(**values) -> None:
+    print("R " + json.dumps(values), flush=True)
+
+
+def add_options(parser: argparse.ArgumentParser, *, max_seqs: int) -> None:
+    parser.add_argument("--tiny", action="store_true", help="a tiny model, to check the script")
+    parser.add_argument("--max-tokens", type=int, default=8192, help="of a step (default %(default)s)")
+    parser.add_argument("--max-seqs", type=int, default=max_seqs, help="in a step (default %(default)s)")
+    parser.add_argument("--buckets", type=int, nargs="*", help="token buckets of the XLA back end (default: its own)")
+
+
+@contextlib.contextmanager
+def started(arguments: argparse.Namespace, **options: Any) -> Iterator[tuple[Any, dict[str, Any]]]:
+    """Starts vLLM in this process; gives it, and its version with the seconds that the start took."""
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # so that its runner can be timed
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    from vllm import LLM, __version__
+
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "config.json").write_text(json.dumps(model_of(arguments)))
+        start = time.perf_counter()
+        llm = LLM(
+            model=folder,
+            load_format="dummy",
+            skip_tokenizer_init=True,
+            dtype="bfloat16",
+            max_model_len=4096,
+            max_num_seqs=arguments.max_seqs,
+            max_num_batched_tokens=arguments.max_tokens,
+            enable_prefix_caching=False,
+            additional_config={"token_buckets": arguments.buckets} if arguments.buckets else {},
+            **options,
+        )
+        yield llm, {"vllm": __version__, "start_s": round(time.perf_counter() - start, 1)}
+
+
+def model_of(arguments: argparse.Namespace) -> dict[str, Any]:
+    return TINY if arguments.tiny else LLAMA_3_8B
