@@ -51,9 +51,6 @@ inline constexpr int kCombineThreads = 128;
 inline constexpr int kCombineCtasPerSm = 9;  // for which there are registers
 // CTAs on an SM that become resident beside a CTA of 64 rows, and have planned when that ends.
 inline constexpr int kCombineCtasBeside = 3;
-// Splits of a row whose accumulators a warp loads at once, as registers allow.
-template <int kDim>
-inline constexpr int kCombineAtOnce = kDim <= 128 ? 8 : 4;
 
 // Merges cross-CTA splits: each warp takes one row of `out` after the other.
 template <typename T, int kDim>
@@ -61,6 +58,8 @@ __global__ void __launch_bounds__(kCombineThreads, kCombineCtasPerSm)
     PrefillCombineKernel(const __grid_constant__ PagedAttentionParams params,
                          const __grid_constant__ SplitKvPolicy policy,
                          const __grid_constant__ SplitAccumulators accumulators) {
+  // Splits of a row whose accumulators a warp loads at once, as registers allow.
+  constexpr int kAtOnce = kDim <= 128 ? 8 : 4;
   AllowDependentLaunch();  // of the decode path, if that comes second
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const int warp = static_cast<int>(blockIdx.x * (kCombineThreads / 32) + threadIdx.x / 32);
@@ -89,23 +88,30 @@ __global__ void __launch_bounds__(kCombineThreads, kCombineCtasPerSm)
         if (lane < splits) max_sum = __ldcg(accumulators.max_sum_accum + lane * accumulators.rows_per_split + row);
         const float2* const o_accum =
             reinterpret_cast<const float2*>(accumulators.o_accum + int64_t{row} * kDim) + lane;
-        AttentionState state = {__shfl_sync(~0u, max_sum.x, 0), __shfl_sync(~0u, max_sum.y, 0)};
-        float2 o[kDim / 64];
+        AttentionState state = {-INFINITY, 0.0f};
+        float2 o[kDim / 64] = {};
+#pragma unroll 1
+        for (int first = 0; first < splits; first += kAtOnce) {
+          float2 next[kAtOnce][kDim / 64];
 #pragma unroll
-        for (int i = 0; i < kDim / 64; ++i) o[i] = __ldcg(o_accum + i * 32);
-#pragma unroll kCombineAtOnce < kDim>
-        for (int split = 1; split < splits; ++split) {
-          float2 next[kDim / 64];
+          for (int j = 0; j < kAtOnce; ++j) {
+            const int64_t split = min(first + j, splits - 1);
 #pragma unroll
-          for (int i = 0; i < kDim / 64; ++i) {
-            next[i] = __ldcg(o_accum + split * accumulators.rows_per_split * (kDim / 2) + i * 32);
+            for (int i = 0; i < kDim / 64; ++i) {
+              next[j][i] = __ldcg(o_accum + split * accumulators.rows_per_split * (kDim / 2) + i * 32);
+            }
           }
-          const SplitMerge merge(state, {__shfl_sync(~0u, max_sum.x, split), __shfl_sync(~0u, max_sum.y, split)},
-                                 transform.to_log2);
-          state = merge.state;
 #pragma unroll
-          for (int i = 0; i < kDim / 64; ++i) {
-            o[i] = make_float2(merge.Merge(o[i].x, next[i].x), merge.Merge(o[i].y, next[i].y));
+          for (int j = 0; j < kAtOnce; ++j) {
+            if (first + j >= splits) break;
+            const SplitMerge merge(
+                state, {__shfl_sync(~0u, max_sum.x, first + j), __shfl_sync(~0u, max_sum.y, first + j)},
+                transform.to_log2);
+            state = merge.state;
+#pragma unroll
+            for (int i = 0; i < kDim / 64; ++i) {
+              o[i] = make_float2(merge.Merge(o[i].x, next[j][i].x), merge.Merge(o[i].y, next[j][i].y));
+            }
           }
         }
         const RowNormalization norm = transform.NormalizeFast(state, row % static_cast<int>(params.num_heads));

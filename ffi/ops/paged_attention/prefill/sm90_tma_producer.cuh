@@ -49,7 +49,7 @@ struct TmaSchedulerWarp {
 
       // ---- Split-KV
       SplitMode mode = 0;
-      KvSplits splits = {1, 0};
+      KvSplits splits = {1, 0, 0};
       if (params.split_kv.enabled) splits = params.split_kv.Of(tile.q_len, tile.context_len);
       if (splits.count > 1) {
         int64_t accum_row;
@@ -62,7 +62,7 @@ struct TmaSchedulerWarp {
           if (Traits::kTreeMask && params.tree_words > 0) last_key = tile.context_len - 1;
           tile.split = next_split;
           if (next_split > 0) mode = kAccumulate;
-          if (last_key / (splits.tiles * kTileKeys) > next_split) mode |= kSpill;
+          if (last_key / kTileKeys >= splits.Begin(next_split + 1)) mode |= kSpill;
           next_split = (mode & kSpill) != 0 ? next_split + 1 : 0;
           accum_row =
               params.accumulators.cta_rows_begin + (int64_t{blockIdx.y} * gridDim.x + blockIdx.x) * Traits::kRows;
@@ -73,7 +73,8 @@ struct TmaSchedulerWarp {
       if (next_split == 0) ++n;
 
       // ---- The other warps start, and the page table is checked meanwhile
-      const bool computed = Describe(rows, tile.split * splits.tiles, splits.tiles, &stage) > 0 && tile.valid;
+      const int first_tile = splits.Begin(tile.split);
+      const bool computed = Describe(rows, first_tile, splits.Begin(tile.split + 1) - first_tile, &stage) > 0 && tile.valid;
       if (computed) cta.Arrive(cta.tiles.Full(state));
       if (tile.valid && __shfl_sync(~0u, known_seq, tile.seq % 32) != tile.seq) {
         const bool invalid = __any_sync(~0u, FindsInvalidPage<2>(cta.attention, tile, lane, 32));

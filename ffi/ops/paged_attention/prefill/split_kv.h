@@ -20,10 +20,14 @@
 
 namespace xla_gpu::prefill {
 
-// The KV splits of one sequence.
+// The KV splits of one sequence: as long as each other, but for a key tile.
 struct KvSplits {
   int count;
-  int tiles;  // key tiles of a split; the last split may have fewer
+  int tiles;   // key tiles of a split; 0: the sequence is not split
+  int longer;  // the first splits, so many, have one more
+
+  // The first key tile of a split; of split `count`, the end of the last one.
+  XLA_GPU_HOST_DEVICE int Begin(int split) const { return split * tiles + (split < longer ? split : longer); }
 };
 
 // How sequences are split.
@@ -58,18 +62,17 @@ struct SplitKvPolicy {
   XLA_GPU_HOST_DEVICE KvSplits Of(int q_len, int context_len) const {
     if (!enabled || q_len > kMaxSplitTokens || q_len > max_tokens || q_len <= max_decode_tokens ||
         (window > 0 && window < context_len)) {
-      return {1, 0};
+      return {1, 0, 0};
     }
     const int tiles = (context_len + tile_keys - 1) / tile_keys;
     const int min_tiles = q_len <= kMaxDecodeRows ? MinTilesOfFewTokens(tiles) : kMinTilesPerSplit;
-    if (tiles < 2 * min_tiles) return {1, 0};
+    if (tiles < 2 * min_tiles) return {1, 0, 0};
     const int row_tiles = (q_len * group + kWorkTileRows - 1) / kWorkTileRows;
     int count = kTargetWorkTiles / (row_tiles * kv_heads);
     if (count > kMaxSplits) count = kMaxSplits;
     if (count > tiles / min_tiles) count = tiles / min_tiles;
-    if (count < 2) return {1, 0};
-    const int tiles_per_split = (tiles + count - 1) / count;
-    return {(tiles + tiles_per_split - 1) / tiles_per_split, tiles_per_split};
+    if (count < 2) return {1, 0, 0};
+    return {count, tiles / count, tiles % count};
   }
   // The KV splits of a sequence that are work tiles of their own; 1 where one CTA takes them all.
   XLA_GPU_HOST_DEVICE int CrossCta(const KvSplits& splits) const {

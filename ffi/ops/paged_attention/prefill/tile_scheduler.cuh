@@ -65,7 +65,7 @@ struct SplitPromptKv {
     if (prompt->q_len > policy.max_tokens) prompt->context_len = -1;
     const KvSplits splits = policy.Of(prompt->q_len, prompt->context_len);
     prompt->splits = policy.CrossCta(splits);
-    prompt->split_keys = splits.tiles * policy.tile_keys;
+    prompt->split_keys = splits.Begin(1) * policy.tile_keys;
   }
 };
 struct WholePromptKv {
