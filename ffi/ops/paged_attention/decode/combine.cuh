@@ -159,7 +159,8 @@ class CombineCta {
       const bool has_tile_begin = static_cast<int>(owner) == second_cta_group - 1;
       const unsigned index = args_.whole_segments ? SplitAccumulators::IndexOfSegment(cta, has_tile_begin, segment)
                              : args_.by_split     ? SplitAccumulators::IndexOfSplit(tile_index, split)
-                                                  : SplitAccumulators::IndexOf(cta, split == 0, has_tile_begin,
+                                                  : SplitAccumulators::IndexOf(cta, cta + args_.cta_group_size,
+                                                                               split == 0, has_tile_begin,
                                                                                has_segment_begin, segment, split - first);
       const unsigned found = __ballot_sync(0xffffffffu, begins);
       if (begins) {

@@ -39,10 +39,10 @@ constexpr bool DecodeComesFirst(const PagedAttentionParams& shapes) {
   return shapes.num_tokens <= shapes.max_seqs * MaxDecodeTokens(shapes, MaySplitKeys(shapes));
 }
 
-// Scratch of a call for up to 64 sequences is at most 35 MiB. Where the decode path comes first, the prefill path waits
+// Scratch of a call for up to 64 sequences is at most 32 MiB. Where the decode path comes first, the prefill path waits
 // for its end, and both use all of it. Otherwise they may run at the same time: the prefill path gets what its CTAs'
 // accumulators take, or half where splits of few tokens are likely, and the decode path the rest.
-inline constexpr int64_t kScratchLimit = int64_t{35} << 20;
+inline constexpr int64_t kScratchLimit = int64_t{32} << 20;
 inline constexpr int64_t kFewTokensScratchLimit = kScratchLimit / 2;
 // Rows of `out`, and splits of them, that the prefill path keeps accumulators of where few tokens are likely
 // (split_kv.h).
@@ -58,8 +58,8 @@ constexpr bool PathsShareScratch(const PagedAttentionParams& shapes) {
 }
 constexpr int64_t PrefillScratchLimit(const PagedAttentionCall& shapes) {
   if (PathsShareScratch(shapes) || shapes.tree_words > 0) return kScratchLimit;
-  if (SuggestFewTokens(shapes)) return kFewTokensScratchLimit;
-  return int64_t{shapes.head_dim > 192 ? 17 : 14} << 20;
+  if (shapes.head_dim > 192) return int64_t{67} << 18;
+  return SuggestFewTokens(shapes) ? kFewTokensScratchLimit : int64_t{14} << 20;
 }
 constexpr int64_t DecodeScratchLimit(const PagedAttentionCall& shapes) {
   return PathsShareScratch(shapes) || shapes.tree_words > 0 ? kScratchLimit

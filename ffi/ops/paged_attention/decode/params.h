@@ -17,7 +17,7 @@ inline constexpr int kMaxSplits = 64;   // KV splits of a work tile
 inline constexpr int kMaxSegments = 8;  // runs of neighbouring splits that are merged first among themselves
 inline constexpr int kSegmentSplits = kMaxSplits / kMaxSegments;  // splits of a segment, at most
 // Split accumulators that a CTA may store: see SplitAccumulators::IndexOf.
-inline constexpr int kCtaAccumulators = kSegmentSplits + kMaxSegments;
+inline constexpr int kCtaAccumulators = kSegmentSplits + kMaxSegments - 1;
 // Floats behind each row of o_accum: the row's AttentionState, and padding that keeps rows aligned to 16 bytes.
 inline constexpr int kStateFloats = 4;
 // Between work tiles of different lengths in the linearised KV-block space: what starting a work tile costs, in KV

@@ -30,13 +30,15 @@ struct SplitAccumulators {
   // beginning on; or the single split `split_in_segment` of a segment that another CTA began. has_tile_begin,
   // has_segment_begin: the CTA computes the first split of the work tile, of the segment. A CTA stores at most one work
   // tile that it began, one segment of that, and one work tile that another CTA began.
-  __device__ static unsigned IndexOf(unsigned cta, bool from_tile_begin, bool has_tile_begin, bool has_segment_begin,
-                                     int segment, int split_in_segment) {
-    // The first segment of a work tile, and the first split of a segment, are never those that another CTA began.
-    const int index = has_tile_begin      ? (from_tile_begin ? 0 : kSegmentSplits)
-                      : has_segment_begin ? kSegmentSplits + segment
-                                          : split_in_segment;
-    return cta * kCtaAccumulators + index;
+  // next_cta: the CTA of the next CTA group for the same KV head.
+  __device__ static unsigned IndexOf(unsigned cta, unsigned next_cta, bool from_tile_begin, bool has_tile_begin,
+                                     bool has_segment_begin, int segment, int split_in_segment) {
+    // The first segment of a work tile, and the first split of a segment, are never those that another CTA began. What
+    // a CTA has of a later segment stands where the next CTA, which goes on with it, would store the work tile's
+    // second segment: that lies behind it.
+    const int segment_index = kSegmentSplits - 1 + (has_tile_begin ? 1 : segment);
+    const int index = from_tile_begin ? 0 : has_segment_begin ? segment_index : split_in_segment;
+    return (has_tile_begin && !from_tile_begin ? next_cta : cta) * kCtaAccumulators + index;
   }
   // As IndexOf where CTAs take whole segments of a work tile (DecodeArgs::whole_segments). A CTA stores the segments of
   // one work tile that another CTA began, and thus not its first segment, and what it has of one that it began.

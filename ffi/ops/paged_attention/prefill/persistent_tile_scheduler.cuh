@@ -141,6 +141,14 @@ class PersistentWarpTileScheduler {
       int end = __reduce_max_sync(~0u, prompt_.q_len > 0 ? prompt_.End() : 0) + 1;
       const int close_enough = end / 256 + 1;  // the order need not be exact
       unsigned later = 0;
+      // The latest end first: all tiles end there where sequences are of one length and KV is split.
+      const unsigned latest = __reduce_add_sync(~0u, count - tiles_.FirstEndingAt(prompt_, end - 1));
+      if (latest > row_tile) {
+        begin = end - 1;
+      } else {
+        --end;
+        later = latest;
+      }
 #pragma unroll 1
       while (end - begin > close_enough) {
         const int middle = begin + (end - begin) / 2;

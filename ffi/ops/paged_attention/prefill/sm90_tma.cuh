@@ -6,6 +6,7 @@
 
 #include <cstdint>
 
+#include "ffi/device/async_copy.cuh"
 #include "ffi/device/dependent_launch.cuh"
 #include "ffi/device/mbarrier.cuh"
 #include "ffi/device/wgmma.cuh"
@@ -49,6 +50,13 @@ __device__ void InitBarriers(const TmaCta<Traits>& cta) {
   __syncwarp();
 }
 
+// Brings the page table into L2 before it is known who needs which part of it.
+__device__ inline void PrefetchPageTable(const TmaParams& params) {
+  constexpr unsigned kLine = 32;  // page numbers of a cache line
+  const unsigned line = (threadIdx.x * gridDim.y + blockIdx.y) * gridDim.x + blockIdx.x;
+  if (line * kLine < params.prefetch_pages) PrefetchToL2(params.attention.block_tables + line * kLine);
+}
+
 template <typename Traits>
 __global__ void __launch_bounds__(XLA_GPU_HAS_WGMMA ? Traits::kRegisterThreads : 32, 1)
     PrefillTmaKernel(const __grid_constant__ TmaParams params) {
@@ -67,6 +75,8 @@ __global__ void __launch_bounds__(XLA_GPU_HAS_WGMMA ? Traits::kRegisterThreads :
   const bool behind_decode = params.behind_decode;
   if (!behind_decode) WaitForPreviousKernel();
   AllowDependentLaunch();  // of the combine kernel, or of the decode path
+  // Long prompts do not notice, and their instances have no registers left.
+  if constexpr (Traits::kConsumerWarpgroups < 3) PrefetchPageTable(params);
 
   // ---- Work tiles, planned by each warp alone where there are few sequences
   using Scheduler = typename Traits::Scheduler;

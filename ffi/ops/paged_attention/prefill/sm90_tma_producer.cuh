@@ -49,32 +49,35 @@ struct TmaSchedulerWarp {
 
       // ---- Split-KV
       SplitMode mode = 0;
-      KvSplits splits = {1, 0, 0};
-      if (params.split_kv.enabled) splits = params.split_kv.Of(tile.q_len, tile.context_len);
-      if (splits.count > 1) {
-        int64_t accum_row;
-        if (params.split_kv.CrossCta(splits) > 1) {
-          mode = kCrossCta | kSpill;
-          accum_row = tile.split * params.accumulators.rows_per_split;
-        } else {  // this CTA takes all splits: the work tile comes back for each
-          int first_key, last_key;
-          rows.VisibleKeys(rows.count - 1, &first_key, &last_key);
-          if (Traits::kTreeMask && params.tree_words > 0) last_key = tile.context_len - 1;
-          tile.split = next_split;
-          if (next_split > 0) mode = kAccumulate;
-          if (last_key / kTileKeys >= splits.Begin(next_split + 1)) mode |= kSpill;
-          next_split = (mode & kSpill) != 0 ? next_split + 1 : 0;
-          accum_row =
-              params.accumulators.cta_rows_begin + (int64_t{blockIdx.y} * gridDim.x + blockIdx.x) * Traits::kRows;
+      int first_tile = 0, split_tiles = 0;  // of the KV split
+      if (params.split_kv.enabled) {
+        const KvSplits splits = params.split_kv.Of(tile.q_len, tile.context_len);
+        if (splits.count > 1) {
+          int64_t accum_row;
+          if (params.split_kv.CrossCta(splits) > 1) {
+            mode = kCrossCta | kSpill;
+            accum_row = tile.split * params.accumulators.rows_per_split;
+          } else {  // this CTA takes all splits: the work tile comes back for each
+            int first_key, last_key;
+            rows.VisibleKeys(rows.count - 1, &first_key, &last_key);
+            if (Traits::kTreeMask && params.tree_words > 0) last_key = tile.context_len - 1;
+            tile.split = next_split;
+            if (next_split > 0) mode = kAccumulate;
+            if (last_key / kTileKeys >= splits.Begin(next_split + 1)) mode |= kSpill;
+            next_split = (mode & kSpill) != 0 ? next_split + 1 : 0;
+            accum_row =
+                params.accumulators.cta_rows_begin + (int64_t{blockIdx.y} * gridDim.x + blockIdx.x) * Traits::kRows;
+          }
+          if (lane == 0) stage.accum_row = accum_row;
+          first_tile = splits.Begin(tile.split);
+          split_tiles = splits.Begin(tile.split + 1) - first_tile;
         }
-        if (lane == 0) stage.accum_row = accum_row;
       }
       if (lane == 0) stage.mode = mode;
       if (next_split == 0) ++n;
 
       // ---- The other warps start, and the page table is checked meanwhile
-      const int first_tile = splits.Begin(tile.split);
-      const bool computed = Describe(rows, first_tile, splits.Begin(tile.split + 1) - first_tile, &stage) > 0 && tile.valid;
+      const bool computed = Describe(rows, first_tile, split_tiles, &stage) > 0 && tile.valid;
       if (computed) cta.Arrive(cta.tiles.Full(state));
       if (tile.valid && __shfl_sync(~0u, known_seq, tile.seq % 32) != tile.seq) {
         const bool invalid = __any_sync(~0u, FindsInvalidPage<2>(cta.attention, tile, lane, 32));

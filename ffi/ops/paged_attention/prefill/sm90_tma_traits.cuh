@@ -26,6 +26,7 @@ struct TmaParams {
   int head_columns;           // from one kv head to the next, in columns of 64 elements
   bool query_by_tma;          // q_map is valid: 64 rows are whole tokens
   bool behind_decode;         // the decode path's kernels were launched before
+  unsigned prefetch_pages;    // entries of block_tables to prefetch into L2
   const uint32_t* tree_mask;  // as in PagedAttentionCall
   int tree_words;
   SplitKvPolicy split_kv;
