@@ -157,11 +157,11 @@ class CombineCta {
       const bool begins = split < plan.splits && (split < merged ? split == 0 : split == first || !has_segment_begin);
       const unsigned cta = owner * static_cast<unsigned>(args_.cta_group_size) + static_cast<unsigned>(head);
       const bool has_tile_begin = static_cast<int>(owner) == second_cta_group - 1;
-      const unsigned index = args_.whole_segments ? SplitAccumulators::IndexOfSegment(cta, has_tile_begin, segment)
-                             : args_.by_split     ? SplitAccumulators::IndexOfSplit(tile_index, split)
-                                                  : SplitAccumulators::IndexOf(cta, cta + args_.cta_group_size,
-                                                                               split == 0, has_tile_begin,
-                                                                               has_segment_begin, segment, split - first);
+      const unsigned index =
+          args_.whole_segments ? SplitAccumulators::IndexOfSegment(cta, has_tile_begin, segment)
+          : args_.by_split     ? SplitAccumulators::IndexOfSplit(tile_index, split)
+                               : SplitAccumulators::IndexOf(cta, cta + args_.cta_group_size, split == 0, has_tile_begin,
+                                                            has_segment_begin, segment, split - first);
       const unsigned found = __ballot_sync(0xffffffffu, begins);
       if (begins) {
         shared_.partials[Warp()][partials + __popc(found & ((1u << Lane()) - 1))] =

@@ -130,8 +130,7 @@ Status LaunchKernels(const PagedAttentionCall& params, const KernelConfig& confi
   // A warp for each row of a split tile. There is at most one split tile for each boundary between intervals, and for
   // each work tile of a KV-head group.
   const int64_t tile_rows = int64_t{args.cta_group_size} * config.accum_rows;
-  const int64_t rows =
-      std::min<int64_t>(args.num_cta_groups - 1, config.work_tiles / args.cta_group_size) * tile_rows;
+  const int64_t rows = std::min<int64_t>(args.num_cta_groups - 1, config.work_tiles / args.cta_group_size) * tile_rows;
   // Where the prefill path follows, one CTA on each SM leaves registers for a small prefill CTA. Not where a warp would
   // then merge more than one row: a second one takes as long as the first.
   const bool one_turn = rows <= int64_t{occupancy.sms} * kCombineWarps;

@@ -84,11 +84,10 @@ __device__ inline void AccumulateSplit(const DecodeArgs& args, const WorkRange& 
                                               : SplitAccumulators::IndexOfSplit(
                                                     SequenceTileIndex(args, range.sequence, range.work_tile), from);
     } else {
-      accumulator_index =
-          store_each
-              ? SplitAccumulators::IndexOfSplit(WorkTileIndex(args, plan.q_begin, work_tile), split)
-              : SplitAccumulators::IndexOf(cta, cta + gridDim.x, from == 0, has_tile_begin, has_segment_begin, index,
-                                           split - first);
+      accumulator_index = store_each
+                              ? SplitAccumulators::IndexOfSplit(WorkTileIndex(args, plan.q_begin, work_tile), split)
+                              : SplitAccumulators::IndexOf(cta, cta + gridDim.x, from == 0, has_tile_begin,
+                                                           has_segment_begin, index, split - first);
     }
     StorePartial<Traits>(args, accumulator_index, half * Traits::kRows, thread, rows, partial);
     if (!and_tile) return;

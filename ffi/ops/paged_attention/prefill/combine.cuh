@@ -104,9 +104,9 @@ __global__ void __launch_bounds__(kCombineThreads, kCombineCtasPerSm)
 #pragma unroll
           for (int j = 0; j < kAtOnce; ++j) {
             if (first + j >= splits) break;
-            const SplitMerge merge(
-                state, {__shfl_sync(~0u, max_sum.x, first + j), __shfl_sync(~0u, max_sum.y, first + j)},
-                transform.to_log2);
+            const SplitMerge merge(state,
+                                   {__shfl_sync(~0u, max_sum.x, first + j), __shfl_sync(~0u, max_sum.y, first + j)},
+                                   transform.to_log2);
             state = merge.state;
 #pragma unroll
             for (int i = 0; i < kDim / 64; ++i) {
