@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import pathlib
-import sys
 
 import numpy as np
 import pytest
-
-sys.path.insert(0, str(pathlib.Path(__file__).parents[2] / "examples"))
 
 from paged_llama.allocator import PageAllocator
 from paged_llama.batch import StepLayout

@@ -1,0 +1,107 @@
+"""The serving example's programs, whole, on a checkpoint, against transformers."""
+
+# ruff: noqa: E402 (optional packages are looked for before what needs them)
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("safetensors")
+
+from paged_llama.tokens import read_prompts
+from tests.examples import EXAMPLES
+from tests.examples.tiny_llama import VARIANTS, tiny_model
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory) -> pathlib.Path:
+    """A model of two layers in two shards, with a byte-level BPE tokenizer trained on the example's prompts."""
+    tokenizers = pytest.importorskip("tokenizers")
+    folder = tmp_path_factory.mktemp("checkpoint")
+    bpe = tokenizers.ByteLevelBPETokenizer()
+    bpe.train_from_iterator(read_prompts(EXAMPLES / "prompts.txt"), vocab_size=400, special_tokens=["<s>", "</s>"])
+    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=bpe._tokenizer, bos_token="<s>", eos_token="</s>")
+    fast.save_pretrained(folder)
+    model = tiny_model(vocab_size=len(fast), **VARIANTS["rope-llama3"], bos_token_id=0, eos_token_id=1)
+    model.save_pretrained(folder, max_shard_size="200KB")
+    return folder
+
+
+@pytest.fixture(scope="module", params=["serve_llama.py", "serve_llama_jax.py"])
+def served(request, checkpoint, tmp_path_factory):
+    """The program's result on that checkpoint, its figures, and the folder of XLA's dumps."""
+    pytest.importorskip("jax" if request.param == "serve_llama_jax.py" else "torch_xla")
+    folder = tmp_path_factory.mktemp("served")
+    arguments = ["--check", "--device", "cpu", "--model", checkpoint, "--json", folder / "figures.json"]
+    sizes = ["--max-new-tokens", "24", "--max-seqs", "4", "--chunk", "64", "--num-pages", "160", "--page-size", "8"]
+    result = subprocess.run(
+        [sys.executable, EXAMPLES / request.param, *arguments, *sizes],
+        env=os.environ | {"XLA_FLAGS": f"--xla_dump_to={folder} --xla_dump_hlo_as_text"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result, json.loads((folder / "figures.json").read_text()), folder
+
+
+@pytest.mark.parametrize("devices", [2, 4])
+@pytest.mark.parametrize("program", ["serve_llama.py", "serve_llama_jax.py"])
+def test_a_model_divided_over_devices_agrees_with_transformers(program, devices):
+    pytest.importorskip("jax" if program == "serve_llama_jax.py" else "torch_xla")
+    sizes = ["--max-new-tokens", "12", "--tensor-parallel", str(devices)]
+    command = [sys.executable, EXAMPLES / program, "--check", "--quiet", *sizes]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "tokens identical to transformers" in result.stdout
+
+
+def test_a_number_of_devices_that_does_not_divide_the_model_is_refused():
+    pytest.importorskip("jax")
+    for devices, text in (("3", "expected a number that divides num_kv_heads = 4, got 3"), ("0", "at least 1, got 0")):
+        command = [sys.executable, EXAMPLES / "serve_llama_jax.py", "--quiet", "--tensor-parallel", devices]
+        result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        assert result.returncode == 2 and text in result.stderr, result.stderr
+
+
+def test_the_program_agrees_with_transformers(served):
+    result, figures, _ = served
+    last = result.stdout.strip().splitlines()[-1]
+    pattern = r"demo: OK, (\d+) tokens identical to transformers, \d+\.\d tokens/s, (\d+) compilations"
+    new_tokens, compilations = map(int, re.fullmatch(pattern, last).groups())
+    assert new_tokens == figures["new_tokens"] > 200
+    assert compilations == figures["compilations"]
+    if "torch_xla" in result.args[1].read_text():
+        assert compilations == 3  # the empty cache and the two layouts
+    assert figures["requests_unlike_transformers"] == 0
+
+
+def test_the_program_used_what_it_is_there_to_show(served):
+    _, figures, _ = served
+    assert figures["requests"] > figures["max_seqs"]
+    assert figures["pages_handed_out"] > figures["num_pages"] >= figures["most_pages_in_use"]
+    assert figures["mixed"]["new_tokens"] > 0, "no step read a prompt and generated beside it"
+    assert figures["decode"]["steps"] > 0
+
+
+def test_the_compiled_steps_update_the_cache_in_place(served):
+    _, _, folder = served
+    texts = [path.read_text() for path in folder.glob("*cpu_after_optimizations.txt")]
+    steps = [text for text in texts if "xla_gpu_paged_attention" in text]
+    assert len(steps) == 2
+    cache = r"f32\[160,8,4,16\]\S*"
+    for text in steps:
+        assert "API_VERSION_TYPED_FFI" in text
+        # Of the results, query and cache, the second is the cache.
+        assert len(re.findall(rf"= \(\S+ {cache}\) custom-call\(.*xla_gpu_rotary_and_cache", text)) == 2
+        assert len(re.findall(r"(?:may|must)-alias", text.splitlines()[0])) >= 2, "the program's results are its inputs"
+        makers = set(re.findall(rf"= {cache} ([\w-]+)\(", text))
+        assert makers <= {"custom-call", "parameter", "get-tuple-element"}, makers
