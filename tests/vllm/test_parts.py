@@ -56,18 +56,24 @@ def test_block_tables_send_what_is_new():
     assert len(tables.take_updates(room=4)[0]) == 0
 
 
-@pytest.mark.parametrize("rows", [1, 3, 700])
+# A few rows by their experts' weights, more through all experts, many in blocks: of 32 rows, or all to few experts.
+@pytest.mark.parametrize(
+    ("rows", "block", "skew"), [(1, None, 0), (3, None, 0), (700, None, 0), (700, 32, 0), (600, 512, 9)]
+)
 @pytest.mark.parametrize("renormalize", [False, True])
-def test_experts(rows, renormalize):
+def test_experts(rows, block, skew, renormalize, monkeypatch):
     """Rows through their own experts alone, whatever the others hold."""
     from xla_gpu.vllm import moe
 
+    monkeypatch.setattr(moe, "block_size", lambda *_: block)
+    monkeypatch.setattr(moe, "_GATHERED_BYTES", 20_000)  # of weights: some blocks at a time
     torch.manual_seed(0)
     num_experts, top_k, hidden, intermediate = 8, 2, 16, 24
     x = torch.randn(rows, hidden)
     w13, w2 = torch.randn(num_experts, 2 * intermediate, hidden), torch.randn(num_experts, hidden, intermediate)
     router = torch.randn(rows, num_experts)
     router[:, 5] = -1e9
+    router[:, 2] += skew
     w2[5] = float("inf")  # an expert that nobody is sent to
     weights, chosen = moe.route(router, top_k, renormalize)
     expected = torch.zeros_like(x, dtype=torch.float64)
@@ -78,8 +84,20 @@ def test_experts(rows, renormalize):
         for probability, expert in zip(best.values, best.indices, strict=True):
             gate, up = (w13[expert].double() @ x[row].double()).chunk(2)
             expected[row] += probability / scale * (w2[expert].double() @ (torch.nn.functional.silu(gate) * up))
-    got = moe.experts(x, w13, w2, weights, chosen, "silu")
+    device = torch_xla.device()
+    got = moe.experts(*(tensor.to(device) for tensor in (x, w13, w2, weights, chosen)), "silu").cpu()
     torch.testing.assert_close(got.double(), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_blocks_of_experts():
+    """Where they are used; and that a step's memory is counted."""
+    from xla_gpu.vllm import moe
+
+    assert [moe.block_size(rows, 8, 128) for rows in (32, 512, 2048, 8192)] == [None, None, 256, 512]
+    assert [moe.block_size(rows, 2, 8) for rows in (512, 2048, 8192)] == [None, None, 1024]
+    # 8 pairs spread over 3 experts as 1, 1 and 6 take 4 blocks of 4; the bound is one more.
+    assert moe.num_blocks(8, 3, 4) == 5 and moe.num_blocks(2, 3, 4) == 2
+    assert moe.elements_of_step(8192, 8, 128, 2048, 768, 2) * 2 > 256 * 512 * 2048 * 2 + (1 << 30)
 
 
 def test_attention_sinks():

@@ -84,11 +84,13 @@ def step_bytes(config: Any) -> int:
     wide = 3 * getattr(text, "intermediate_size", 4 * model.get_hidden_size())
     num_experts = getattr(text, "num_local_experts", None) or getattr(text, "num_experts", None)
     tokens = scheduler.max_num_batched_tokens
+    experts = 0
     if num_experts:
+        from . import moe
+
         intermediate = getattr(text, "moe_intermediate_size", None) or text.intermediate_size
-        experts = min(tokens, 512) * num_experts * (4 * intermediate + 2 * model.get_hidden_size()) * item
-    else:
-        experts = 0
+        sizes = (tokens, text.num_experts_per_tok, num_experts, model.get_hidden_size(), intermediate)
+        experts = moe.elements_of_step(*sizes, item) * item
     rows = tokens * (8 * model.get_hidden_size() + attention + wide) * item + experts
     # Logits as they are and as float32, and four arrays of their size for sampling; the penalties' counts.
     vocabulary = model.get_vocab_size()
