@@ -100,6 +100,17 @@ def test_blocks_of_experts():
     assert moe.elements_of_step(8192, 8, 128, 2048, 768, 2) * 2 > 256 * 512 * 2048 * 2 + (1 << 30)
 
 
+def test_pool():
+    """The client's pool is taken whole where KV caches fill it, and what the user said of its size is kept."""
+    from xla_gpu.vllm import memory
+
+    environ = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    memory.set_pool(environ, 0.9, 1 << 30)
+    assert environ == {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.9000"}
+    memory.set_pool(environ, 0.5)
+    assert environ == {"XLA_PYTHON_CLIENT_PREALLOCATE": "true", "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.9000"}
+
+
 def test_attention_sinks():
     """A prompt through vLLM's attention layer with sinks, a logit of each head that takes weight and adds nothing."""
     from xla_gpu.vllm.attention import StepMetadata, XlaGpuAttention

@@ -87,7 +87,7 @@ def running(folder: str, path: Path, *options: str):
     with path.open("wb") as log:
         server = Server(folder, log, *options)
         try:
-            assert server.wait(), path.read_text()[-4000:]
+            assert server.wait(), path.read_text()[-20000:]
             yield server
         finally:
             server.stop()

@@ -21,12 +21,16 @@ _DISABLED_PASSES = "--xla_disable_hlo_passes"
 _CPU_GIB = 1.0
 
 
-def set_pool(environ: MutableMapping[str, str], utilization: float) -> None:
+def set_pool(environ: MutableMapping[str, str], utilization: float, cache_bytes: int | None = None) -> None:
     """Lets the client's pool have the share of memory that --gpu-memory-utilization names.
 
-    Without it, it would be JAX's three quarters. What the user set is kept.
+    Without it, it would be JAX's three quarters. What the user set is kept. The pool is taken whole at start, unless
+    the KV caches have a size of their own (``cache_bytes``): they fill it. One that grows by parts, as
+    XLA_PYTHON_CLIENT_PREALLOCATE=false wants it, doubles them, and would have no part left for the last caches.
     """
     environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", f"{utilization:.4f}")
+    if cache_bytes is None:
+        environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "true"
 
 
 def keep_activations(environ: MutableMapping[str, str]) -> None:

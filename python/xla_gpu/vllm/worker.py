@@ -21,7 +21,8 @@ class Worker(WorkerBase):  # type: ignore[misc]
 
     def init_device(self) -> None:
         """Starts torch_xla's client."""
-        memory.set_pool(os.environ, self.cache_config.gpu_memory_utilization)
+        cache = self.cache_config
+        memory.set_pool(os.environ, cache.gpu_memory_utilization, cache.kv_cache_memory_bytes)
         memory.keep_activations(os.environ)
         devices = self.parallel_config.tensor_parallel_size
         if folder := compile_cache.use(os.environ, devices):
