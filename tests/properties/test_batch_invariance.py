@@ -48,10 +48,17 @@ SEVERAL_TOKENS_SHAPES = {
         sliding_window=3000,
     ),
 }  # fmt: skip
+# Prompts over a float8 cache, which CUDA converts on the way to its tiles.
+PROMPT_SHAPES = {
+    "gqa-fp8": dict(
+        num_heads=32, num_kv_heads=8, head_dim=128, dtype="bfloat16", page_size=16, cache_dtype="float8_e4m3fn",
+        scales="per_head",
+    ),
+}  # fmt: skip
 
 
 def fields(shape: str) -> dict:
-    return {**SHAPES, **SEVERAL_TOKENS_SHAPES}[shape]
+    return {**SHAPES, **SEVERAL_TOKENS_SHAPES, **PROMPT_SHAPES}[shape]
 
 
 def sequence(name: str) -> tuple[int, int]:
@@ -105,11 +112,13 @@ def test_neighbours_do_not_change_bits(frontend, name, shape, neighbours):
 
 
 @pytest.mark.frontends("eager-cuda", "jax-cuda")
-def test_larger_tiles_do_not_change_bits(frontend):
+@pytest.mark.parametrize("before", [((200, 200),), ((1900, 1900),)], ids=["some", "many"])
+@pytest.mark.parametrize("shape", ["gqa-bf16", "gqa-fp8"])
+def test_larger_tiles_do_not_change_bits(frontend, shape, before):
     """With many new rows CUDA takes larger tiles of rows, in another kernel."""
-    case, inputs = subject("chunk", "gqa-bf16")
+    case, inputs = subject("chunk", shape)
     want = results(frontend, inputs.arrays(), case)
-    got = results(frontend, *batch("chunk", "gqa-bf16", ((1900, 1900),), ((30, 700),)))
+    got = results(frontend, *batch("chunk", shape, before, ((30, 700),)))
     for what, g, w in zip(("out", "lse"), got, want, strict=True):
         compare.assert_bitwise_equal(g, w, f"{frontend.name}: {what}")
 
@@ -117,11 +126,12 @@ def test_larger_tiles_do_not_change_bits(frontend):
 @pytest.mark.frontends("eager-cuda", "jax-cuda")
 @pytest.mark.parametrize("before", [((30, 70),), ((200, 200),), ((2500, 2500),)], ids=["few", "some", "many"])
 @pytest.mark.parametrize("spare_seqs", [0, 40])
-def test_parts_of_keys_do_not_change_bits(frontend, before, spare_seqs):
+@pytest.mark.parametrize("shape", ["gqa-bf16", "gqa-fp8"])
+def test_parts_of_keys_do_not_change_bits(frontend, shape, before, spare_seqs):
     """Behind a long context CUDA splits the keys of few rows, among blocks if there are few, else within a block."""
-    case, inputs = subject("few-rows", "gqa-bf16")
+    case, inputs = subject("few-rows", shape)
     want = results(frontend, inputs.arrays(), case)
-    got = results(frontend, *batch("few-rows", "gqa-bf16", before, ((1, 50),), spare_seqs=spare_seqs))
+    got = results(frontend, *batch("few-rows", shape, before, ((1, 50),), spare_seqs=spare_seqs))
     for what, g, w in zip(("out", "lse"), got, want, strict=True):
         compare.assert_bitwise_equal(g, w, f"{frontend.name}: {what}")
 
@@ -178,7 +188,7 @@ def test_padding_does_not_change_bits(frontend, name, shape, changes):
         compare.assert_bitwise_equal(g, w, f"{frontend.name} {name} {shape} {changes}: {what}")
 
 
-@pytest.mark.parametrize("shape", ["gqa-f32", "gqa-bf16"])
+@pytest.mark.parametrize("shape", ["gqa-f32", "gqa-bf16", "gqa-fp8"])
 @pytest.mark.parametrize("name", SUBJECTS)
 def test_poison_in_unread_places_does_not_change_bits(frontend, name, shape):
     """Same inputs with zeros instead of NaN and absurd numbers wherever nothing may be read."""

@@ -66,7 +66,7 @@ __global__ void __launch_bounds__(kCombineThreads, kCombineCtasPerSm)
   const int warps = static_cast<int>(gridDim.x * (kCombineThreads / 32));
   const int num_live = LiveSequences(params);
   const bool in_order = QueryStartsInOrder(params, num_live);
-  const LogitTransform transform(params, /*kv_head=*/0);
+  LogitTransform transform(params, /*kv_head=*/0);
   bool waited = false;
   int first_warp = 0;  // that takes the next sequence's first row: all warps get as many rows
   for (int base = 0; base < num_live; base += 32) {
@@ -83,6 +83,11 @@ __global__ void __launch_bounds__(kCombineThreads, kCombineCtasPerSm)
       const int skipped = warp - first_warp + (warp < first_warp ? warps : 0);
       first_warp = (first_warp + end - begin) % warps;
       for (int row = begin + skipped; row < end; row += warps) {
+        if (params.scale_per_head) {
+          const auto heads = static_cast<unsigned>(params.num_heads);
+          const unsigned group = heads / static_cast<unsigned>(params.num_kv_heads);
+          transform = LogitTransform(params, static_cast<int>(static_cast<unsigned>(row) % heads / group));
+        }
         // NOTE: __ldcg, since the kernel before has just written them: the read-only cache may be stale.
         float2 max_sum = make_float2(-INFINITY, 0.0f);
         if (lane < splits) max_sum = __ldcg(accumulators.max_sum_accum + lane * accumulators.rows_per_split + row);

@@ -50,7 +50,7 @@ struct TmaTileCost {
   double fixed;         // of a work tile
   double per_key_tile;  // of SplitKvPolicy::TileKeys
 };
-inline constexpr TmaTileCost kTmaTileCosts[] = {{192, 4.8, 2.0}, {128, 2.0, 1.5}, {64, 1.5, 1.1}};  // at head_dim 128
+inline constexpr TmaTileCost kTmaTileCosts[] = {{192, 4.8, 2.0}, {128, 3.5, 1.5}, {64, 2.5, 1.1}};  // at head_dim 128
 
 // Rows of a work tile of the TMA kernel at head_dim 128: 192, 128 or 64, of which an estimate takes the least time.
 // Small work tiles, of which there are more, where large ones would leave SMs idle. All three give the same bits, so
@@ -64,10 +64,13 @@ inline int TmaTileRowsForFullTiles(const PagedAttentionParams& shapes, int64_t s
   const int64_t tokens = std::min((shapes.num_tokens + sequences - 1) / sequences, context);
   const double longest = std::ceil(static_cast<double>(context) / kTileKeys);
   const double average = std::ceil((static_cast<double>(context) - static_cast<double>(tokens) / 2) / kTileKeys);
+  // Where no sequence can have much more tokens than the average, each has a last work tile that is not full.
+  const int64_t prompts = 2 * tokens >= context ? sequences : 1;
+  const int64_t prompt_rows = (rows + prompts - 1) / prompts;
   int best = 0;
   double best_time = 0;
   for (const TmaTileCost& cost : kTmaTileCosts) {
-    const int64_t tiles = (rows + cost.rows - 1) / cost.rows * shapes.num_kv_heads;
+    const int64_t tiles = prompts * ((prompt_rows + cost.rows - 1) / cost.rows) * shapes.num_kv_heads;
     double rounds = static_cast<double>(tiles) / static_cast<double>(sms);
     // Work tiles of one length run in whole rounds. Shorter ones fill the gaps of several rounds.
     rounds = average > 0.75 * longest || rounds < 2 ? std::ceil(rounds) : rounds + 0.25;
@@ -81,19 +84,15 @@ inline int TmaTileRowsForFullTiles(const PagedAttentionParams& shapes, int64_t s
   return best;
 }
 
-// The same, or where sequences have few tokens, the smallest work tiles of which one of the average length has no more:
-// they are not full, and small ones take less time.
+// The same, or where sequences have few tokens, 64 or 128 rows: a work tile that is not full takes as long as a full
+// one. Of several tokens for each sequence, and a chunk of a prompt beside decode rows, the shapes do not tell. The
+// first is bound by memory with either size; the second wants 64 rows as long as all work tiles are resident at once.
 // NOTE: with more tokens the average says little. Chunks of prompts beside many decode sequences want large work tiles.
 inline int TmaTileRowsDim128(const PagedAttentionParams& shapes, int64_t sms) {
-  const int most = TmaTileRowsForFullTiles(shapes, sms);
-  if (shapes.max_seqs == 0 || !SuggestFewTokens(shapes)) return most;
-  const int64_t tokens = (shapes.num_tokens + shapes.max_seqs - 1) / shapes.max_seqs;
-  const int64_t rows = tokens * (shapes.num_heads / shapes.num_kv_heads);
-  const auto tiles = [&](int64_t tile_rows) { return (rows + tile_rows - 1) / tile_rows; };
-  for (const int fewer : {64, 128}) {
-    if (fewer < most && tiles(fewer) == tiles(most)) return fewer;
-  }
-  return most;
+  if (shapes.max_seqs == 0 || !SuggestFewTokens(shapes)) return TmaTileRowsForFullTiles(shapes, sms);
+  const int64_t chunk = std::max<int64_t>(shapes.num_tokens - shapes.max_seqs + 1, 1);
+  const int64_t rows = chunk * (shapes.num_heads / shapes.num_kv_heads);
+  return (rows + 63) / 64 * shapes.num_kv_heads <= sms ? 64 : 128;
 }
 
 }  // namespace xla_gpu::prefill

@@ -2,8 +2,11 @@
 #ifndef XLA_GPU_OPS_PAGED_ATTENTION_PREFILL_LAUNCH_CUH_
 #define XLA_GPU_OPS_PAGED_ATTENTION_PREFILL_LAUNCH_CUH_
 
+#include <cuda_bf16.h>
+
 #include <cstdint>
 #include <numeric>
+#include <type_traits>
 
 #include "ffi/base/cuda_status.h"
 #include "ffi/ops/paged_attention/decode/decode.h"
@@ -118,10 +121,11 @@ inline bool MakeTmaParams(const PagedAttentionCall& params, const SplitAccumulat
   cache.box_rows = static_cast<uint32_t>(tma->box_slots);
   cache.box_columns = static_cast<uint32_t>(params.head_dim);
   cache.bfloat16 = params.cache_dtype == DType::kBF16;
+  const auto encode = IsFloat8(params.cache_dtype) ? EncodePagedBytes : EncodePagedTensor;
   cache.start = params.k_cache;
-  if (!EncodePagedTensor(cache, &tma->k_map)) return false;
+  if (!encode(cache, &tma->k_map)) return false;
   cache.start = params.v_cache;
-  if (!EncodePagedTensor(cache, &tma->v_map)) return false;
+  if (!encode(cache, &tma->v_map)) return false;
   tma->query_by_tma =
       64 % group == 0 &&
       EncodeQueryTensor(params.query, unsign(params.num_tokens), unsign(params.num_heads), unsign(params.head_dim),
@@ -179,6 +183,28 @@ Status LaunchTma(const TmaParams& tma, const SplitAccumulatorLayout& layout, int
                 tma.split_kv, tma.accumulators);
 }
 
+// At head_dim 128, with work tiles of the size that the shapes suggest. Instance<Config>: the traits of a
+// configuration.
+template <template <typename Config> class Instance>
+Status LaunchTmaDim128(const TmaParams& tma, const SplitAccumulatorLayout& layout, int64_t sms, Stream stream) {
+  switch (tma.tree_mask != nullptr ? 64 : TmaTileRowsDim128(tma.attention, sms)) {
+    case 64:
+      return LaunchTma<Instance<TmaConfigDim128Rows64>>(tma, layout, sms, stream);
+    case 128:
+      return LaunchTma<Instance<TmaConfigDim128Rows128>>(tma, layout, sms, stream);
+    default:
+      return LaunchTma<Instance<TmaConfigDim128Rows192>>(tma, layout, sms, stream);
+  }
+}
+
+template <typename T>
+struct TmaInstances {
+  template <typename Config>
+  using Of = TmaKernelTraits<T, Config>;
+  template <typename Config>
+  using OfFloat8 = TmaKernelTraits<T, TmaConfigFloat8<Config>>;
+};
+
 template <typename T, int kDim>
 Status LaunchTma(const TmaParams& tma, const SplitAccumulatorLayout& layout, Stream stream) {
   int64_t sms = 0;
@@ -188,14 +214,7 @@ Status LaunchTma(const TmaParams& tma, const SplitAccumulatorLayout& layout, Str
   } else if constexpr (kDim == 256) {
     return LaunchTma<TmaKernelTraits<T, TmaConfigDim256>>(tma, layout, sms, stream);
   } else {
-    switch (tma.tree_mask != nullptr ? 64 : TmaTileRowsDim128(tma.attention, sms)) {
-      case 64:
-        return LaunchTma<TmaKernelTraits<T, TmaConfigDim128Rows64>>(tma, layout, sms, stream);
-      case 128:
-        return LaunchTma<TmaKernelTraits<T, TmaConfigDim128Rows128>>(tma, layout, sms, stream);
-      default:
-        return LaunchTma<TmaKernelTraits<T, TmaConfigDim128Rows192>>(tma, layout, sms, stream);
-    }
+    return LaunchTmaDim128<TmaInstances<T>::template Of>(tma, layout, sms, stream);
   }
 }
 
@@ -208,19 +227,27 @@ Status SplitsKeys(const PagedAttentionParams& shapes, bool* splits) {
 }
 
 // ---- The choice of a kernel
+// At head_dim 64 and 128, bfloat16 with a float8 cache: in a source file of its own.
+Status LaunchFloat8(const TmaParams& tma, const SplitAccumulatorLayout& layout, Stream stream);
+
 // kDim: head_dim, rounded up.
 template <typename T, int kDim>
 Status LaunchDim(const PagedAttentionCall& params, Stream stream) {
+  const bool float8 = IsFloat8(params.cache_dtype);
+  constexpr bool kTakesFloat8 = kDim <= 128 && std::is_same_v<T, __nv_bfloat16>;
   bool sm90a = false;
-  if (!IsFloat8(params.cache_dtype)) {
+  if (!float8 || kTakesFloat8) {
     if (Status status = SupportsSm90a<T, kDim>(&sm90a); !status.ok()) return status;
   }
   if (!sm90a) return LaunchMma<T, kDim>(params, stream);
   if (SupportsTma(params)) {
     const SplitAccumulatorLayout layout = SplitAccumulatorLayout::Of(params);
     TmaParams tma{};
-    if (MakeTmaParams(params, layout, &tma)) return LaunchTma<T, kDim>(tma, layout, stream);
+    if (MakeTmaParams(params, layout, &tma)) {
+      return float8 ? LaunchFloat8(tma, layout, stream) : LaunchTma<T, kDim>(tma, layout, stream);
+    }
   }
+  if (float8) return LaunchMma<T, kDim>(params, stream);
   if (params.tree_mask != nullptr) {
     return Status::Internal("paged_attention: tree_mask: the driver makes no tensor maps for this kv_cache");
   }

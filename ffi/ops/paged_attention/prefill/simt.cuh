@@ -167,7 +167,7 @@ struct SimtWorkTile {
       __syncthreads();
       float s[1][4][kKeysPerThread];
       Scores(s);
-      transform.Transform</*kExact=*/true>(s);
+      transform.Transform<SoftCap::kExact>(s);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         float new_max = state[i].max;

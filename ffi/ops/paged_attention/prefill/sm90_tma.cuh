@@ -13,6 +13,7 @@
 #include "ffi/ops/paged_attention/decode/decode.h"
 #include "ffi/ops/paged_attention/padding_rows.cuh"
 #include "ffi/ops/paged_attention/prefill/sm90_tma_consumer.cuh"
+#include "ffi/ops/paged_attention/prefill/sm90_tma_float8.cuh"
 #include "ffi/ops/paged_attention/prefill/sm90_tma_producer.cuh"
 #include "ffi/ops/paged_attention/prefill/sm90_tma_traits.cuh"
 
@@ -40,11 +41,15 @@ __device__ void InitBarriers(const TmaCta<Traits>& cta) {
     };
     // Q arrives from each lane of its warp, for which cp.async copies count; a stage is read by one warpgroup.
     init(offsetof(SharedStorage, q_barriers), kQueryBarriers, 32, 4);
-    init(offsetof(SharedStorage, kv_barriers), Traits::kKvStages, 1, kConsumerWarps);
+    // K and V of a float8 cache come from all producer warps.
+    init(offsetof(SharedStorage, kv_barriers), Traits::kKvStages, Traits::kFloat8Cache ? 4 : 1, kConsumerWarps);
     // Work tiles are also read by the three warps that load.
     init(offsetof(SharedStorage, tile_barriers), Traits::kTileStages, 1, kConsumerWarps + 3);
     init(offsetof(SharedStorage, checked_barriers), Traits::kTileStages, 1, 0);
     init(offsetof(SharedStorage, unmasked_values), 1, 1, 0);
+    if constexpr (Traits::kFloat8Cache) {
+      init(Traits::kRawTilesBegin + offsetof(typename Traits::RawTiles, barriers), 2 * Traits::kRawStages, 1, 4);
+    }
     FenceProxyAsync();
   }
   __syncwarp();
@@ -55,6 +60,25 @@ __device__ inline void PrefetchPageTable(const TmaParams& params) {
   constexpr unsigned kLine = 32;  // page numbers of a cache line
   const unsigned line = (threadIdx.x * gridDim.y + blockIdx.y) * gridDim.x + blockIdx.x;
   if (line * kLine < params.prefetch_pages) PrefetchToL2(params.attention.block_tables + line * kLine);
+}
+
+// What the four producer warps do once their work tiles are planned. `find`: as PersistentTileScheduler::Find.
+template <typename Traits, typename Find>
+__device__ void RunProducerWarp(const TmaCta<Traits>& cta, int warp, Find find) {
+  // NOTE: opaque to the compiler, which would make a jump table of this, which has to come from memory first.
+  const auto is_next = [&warp] {
+    asm("" : "+r"(warp));
+    return --warp < 0;
+  };
+  if (is_next()) {
+    TmaSchedulerWarp<Traits>{cta}.Run(find, [] {});
+  } else if (is_next()) {
+    TmaKvWarp<Traits, /*kIsValues=*/false>{cta}.Run();
+  } else if (is_next()) {
+    TmaKvWarp<Traits, /*kIsValues=*/true>{cta}.Run();
+  } else {
+    TmaQueryWarp<Traits>{cta}.Run();
+  }
 }
 
 template <typename Traits>
@@ -101,22 +125,15 @@ __global__ void __launch_bounds__(XLA_GPU_HAS_WGMMA ? Traits::kRegisterThreads :
   if (warpgroup == 0) {
     // ---- Producer warps
     DecreaseRegisters<Traits::kProducerRegisters>();
-    int warp = __shfl_sync(~0u, cta.thread / 32, 0);
-    // NOTE: opaque to the compiler, which would make a jump table of this, which has to come from memory first.
-    const auto is_next = [&warp] {
-      asm("" : "+r"(warp));
-      return --warp < 0;
+    const int warp = __shfl_sync(~0u, cta.thread / 32, 0);
+    if (warp == 0 && few && params.split_kv.enabled) warp_scheduler.Split(params.split_kv);
+    const auto find = [&](unsigned n, WorkTile* tile) {
+      return few ? warp_scheduler.Find(n, tile) : scheduler.Find(n, tile);
     };
-    if (is_next()) {
-      if (few && params.split_kv.enabled) warp_scheduler.Split(params.split_kv);
-      TmaSchedulerWarp<Traits>{cta}.Run(
-          [&](unsigned n, WorkTile* tile) { return few ? warp_scheduler.Find(n, tile) : scheduler.Find(n, tile); });
-    } else if (is_next()) {
-      TmaKvWarp<Traits, /*kIsValues=*/false>{cta}.Run();
-    } else if (is_next()) {
-      TmaKvWarp<Traits, /*kIsValues=*/true>{cta}.Run();
+    if constexpr (Traits::kFloat8Cache) {
+      TmaFloat8Warp<Traits>{{cta}, warp, {}, {}, {}}.Run(find);
     } else {
-      TmaQueryWarp<Traits>{cta}.Run();
+      RunProducerWarp(cta, warp, find);
     }
   } else {
     // ---- Consumer warpgroups

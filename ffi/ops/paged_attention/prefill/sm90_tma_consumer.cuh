@@ -3,6 +3,7 @@
 #define XLA_GPU_OPS_PAGED_ATTENTION_PREFILL_SM90_TMA_CONSUMER_CUH_
 
 #include <cstdint>
+#include <type_traits>
 
 #include "ffi/device/mbarrier.cuh"
 #include "ffi/device/wgmma.cuh"
@@ -20,7 +21,8 @@ struct TmaConsumer {
   using TileState = typename Traits::TileState;
   using ValueState = typename Traits::ValueState;
   // Numerators up to 2^8 fit float16 and bfloat16.
-  using Softmax = OnlineSoftmax</*kRowTiles=*/1, /*kRescaleThreshold=*/8, Traits::kTreeMask>;
+  using Softmax = OnlineSoftmax</*kRowTiles=*/1, /*kRescaleThreshold=*/8, Traits::kTreeMask,
+                                Traits::kHeadDim == 64 ? SoftCap::kTanh : SoftCap::kFast>;
   static constexpr int kTileKeys = Traits::kTileKeys;
   static constexpr int kKeySteps = kTileKeys / 16;  // of the product with V
   static constexpr int kKeyTiles = kTileKeys / 8;   // accumulator tiles of 8 columns, as the next
@@ -48,11 +50,12 @@ struct TmaConsumer {
     QueryState query;
     KeyState key;
     ValueState value;
-    const LogitTransform transform(cta.attention, /*kv_head=*/0);
+    TileTransform transform(cta.attention, /*kv_head=*/0);
     Softmax softmax(warpgroup * 64 + cta.thread / 32 * 16);
     for (;; work.Advance(), query.Advance()) {
       cta.tiles.WaitFull(work);
       if (cta.Tile(work).key_tiles == 0) return;
+      if constexpr (Traits::kFloat8Cache) transform = TransformOf(work);
       const typename Traits::KeyTileRange* const mine = &cta.Tile(work).warpgroups[warpgroup];
       float o[1][kDimTiles][4];
       Clear(o[0]);
@@ -118,8 +121,8 @@ struct TmaConsumer {
     if (left == 0) return;
     int position = cta.Tile(work).last_key_tile * kTileKeys;
 
-    // NOTE: kv_head only selects scales, which caches of 16-bit elements do not have.
-    const LogitTransform transform(cta.attention, /*kv_head=*/0);
+    TileTransform transform(cta.attention, /*kv_head=*/0);
+    if constexpr (Traits::kFloat8Cache) transform = TransformOf(work);
     Softmax softmax(warpgroup * 64 + cta.thread / 32 * 16);
     float o[1][kDimTiles][4];
     float s[1][kKeyTiles][4];
@@ -153,6 +156,7 @@ struct TmaConsumer {
         left = cta.Tile(work).key_tiles;
         if (left == 0) break;
         position = cta.Tile(work).last_key_tile * kTileKeys;
+        if constexpr (Traits::kFloat8Cache) transform = TransformOf(work);
         WaitQuery(query);
       } else {
         position -= kTileKeys;
@@ -202,6 +206,10 @@ struct TmaConsumer {
     WgmmaFenceOperand(o[0]);
     Store(ended, softmax, transform, o);
   }
+
+  // Caches of 16-bit elements have no scales, so that their transform is the same for all kv heads.
+  using TileTransform = std::conditional_t<Traits::kFloat8Cache, LogitTransform, const LogitTransform>;
+  __device__ LogitTransform TransformOf(TileState work) const { return {cta.attention, cta.Tile(work).rows.kv_head}; }
 
   // ---- Barriers
   __device__ void WaitQuery(QueryState query) const {
@@ -269,9 +277,11 @@ struct TmaConsumer {
     return position + kTileKeys - 1 > rows.first_row_last_key || position < rows.last_row_first_key;
   }
 
-  __device__ void Store(TileState work, Softmax softmax, const LogitTransform& transform,
+  // `latest`: the transform of the latest work tile, which may be another one.
+  __device__ void Store(TileState work, Softmax softmax, const LogitTransform& latest,
                         float (&o)[1][kDimTiles][4]) const {
     cta.checked.WaitFull(work);
+    const LogitTransform transform = Traits::kFloat8Cache ? TransformOf(work) : latest;
     const typename Traits::TileStage& tile = cta.Tile(work);
     const bool invalid_page = tile.invalid_page;
     const SplitMode mode = tile.mode;

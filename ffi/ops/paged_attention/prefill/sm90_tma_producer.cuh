@@ -25,9 +25,9 @@ struct TmaSchedulerWarp {
 
   const TmaCta<Traits>& cta;
 
-  // `find`: as PersistentTileScheduler::Find.
-  template <typename Find>
-  __device__ void Run(Find find) const {
+  // `find`: as PersistentTileScheduler::Find. `described()` is called once the other warps know a work tile.
+  template <typename Find, typename Described>
+  __device__ void Run(Find find, Described described) const {
     const TmaParams& params = cta.params;
     const int lane = cta.lane;
     typename Traits::TileState state;
@@ -90,6 +90,7 @@ struct TmaSchedulerWarp {
       if (computed) {
         if (lane == 0) stage.invalid_page = invalid_page;
         cta.Arrive(cta.checked.Full(state));
+        described();
         state.Advance();
       } else if (mode != 0) {  // no row sees a key of this split: an empty accumulator
         for (int row = lane; row < rows.count; row += 32) {
@@ -209,7 +210,7 @@ struct TmaKvWarp {
     }
   }
 
- private:
+ protected:
   // Some row of the work tile sees the rows [*begin, *end) of a key tile.
   __device__ void SeenRows(TileState work, int tile, int* begin, int* end) const {
     *begin = max(cta.Tile(work).rows.key_begin - tile * kTileKeys, 0);
@@ -302,38 +303,47 @@ struct TmaQueryWarp {
   const TmaCta<Traits>& cta;
 
   __device__ void Run() const {
-    const TmaParams& params = cta.params;
     typename Traits::TileState work;
     typename Traits::QueryState state;
     for (;; work.Advance(), state.Advance()) {
       cta.tiles.WaitFull(work);
       if (cta.Tile(work).key_tiles == 0) break;
-      const Rows& rows = cta.Tile(work).rows;
-      const uint32_t target = cta.Query(state.stage);
-      const int token = static_cast<int>(rows.q_begin + params.group.Divide(rows.first));
-      const int head = rows.kv_head * static_cast<int>(rows.group.divisor);
-#pragma unroll
-      for (int warpgroup = 0; warpgroup < Traits::kConsumerWarpgroups; ++warpgroup) {
-        const uint32_t full = cta.query.Full(state, warpgroup);
-        const int first = warpgroup * 64;
-        cta.query.WaitEmpty(state, warpgroup);
-        if (params.query_by_tma) {
-          if (ElectOne()) {
-            ArriveExpectTx(full, Traits::kQueryWarpgroupBytes);
-            TmaLoadQueryRows(target + warpgroup * Traits::kQueryWarpgroupBytes, params.q_map, full, head,
-                             token + params.group.Divide(first));
-          } else {
-            ArriveBarrier(full);
-          }
-          __syncwarp();
-        } else {
-          CopyRows(target + warpgroup * Traits::kQueryWarpgroupBytes, rows, first);
-          ArriveOnCpAsync(full);
-        }
-      }
+      Load(work, state);
       cta.Arrive(cta.tiles.Empty(work));
     }
-    // A thread must not exit before its copies have completed.
+    Finish();
+  }
+
+  // Starts the loads for a work tile.
+  __device__ void Load(typename Traits::TileState work, typename Traits::QueryState state) const {
+    const TmaParams& params = cta.params;
+    const Rows& rows = cta.Tile(work).rows;
+    const uint32_t target = cta.Query(state.stage);
+    const int token = static_cast<int>(rows.q_begin + params.group.Divide(rows.first));
+    const int head = rows.kv_head * static_cast<int>(rows.group.divisor);
+#pragma unroll
+    for (int warpgroup = 0; warpgroup < Traits::kConsumerWarpgroups; ++warpgroup) {
+      const uint32_t full = cta.query.Full(state, warpgroup);
+      const int first = warpgroup * 64;
+      cta.query.WaitEmpty(state, warpgroup);
+      if (params.query_by_tma) {
+        if (ElectOne()) {
+          ArriveExpectTx(full, Traits::kQueryWarpgroupBytes);
+          TmaLoadQueryRows(target + warpgroup * Traits::kQueryWarpgroupBytes, params.q_map, full, head,
+                           token + params.group.Divide(first));
+        } else {
+          ArriveBarrier(full);
+        }
+        __syncwarp();
+      } else {
+        CopyRows(target + warpgroup * Traits::kQueryWarpgroupBytes, rows, first);
+        ArriveOnCpAsync(full);
+      }
+    }
+  }
+
+  // A thread must not exit before its copies have completed.
+  __device__ void Finish() const {
     CommitAsync();
     WaitAsync<0>();
   }

@@ -48,6 +48,7 @@ enum class Overlap {
 // ---- Configurations
 struct TmaConfigDim64 {
   static constexpr int kHeadDim = 64;
+  static constexpr bool kFloat8Cache = false;    // the cache holds float8 values, and tiles the same values as T
   static constexpr bool kTreeMask = false;       // takes calls with a tree_mask; would cost registers, which are short
   static constexpr int kTileKeys = 128;          // keys of a key tile
   static constexpr int kConsumerWarpgroups = 3;  // with 64 rows of the work tile each
@@ -63,6 +64,7 @@ struct TmaConfigDim64 {
 // Three sizes of work tiles. They give the same bits: key tiles are the same, and so is what is done with each row.
 struct TmaConfigDim128Rows192 {
   static constexpr int kHeadDim = 128;
+  static constexpr bool kFloat8Cache = false;
   static constexpr bool kTreeMask = false;  // takes calls with a tree_mask
   static constexpr int kTileKeys = 112;     // 128 spill registers in the loop over key tiles
   static constexpr int kConsumerWarpgroups = 3;
@@ -88,9 +90,20 @@ struct TmaConfigDim128Rows64 : TmaConfigDim128Rows192 {
   static constexpr int kQueryStages = 2;
 };
 
+// For float8 caches, with fewer stages: tiles as they are in the cache need shared memory too.
+template <typename Config>
+struct TmaConfigFloat8 : Config {
+  static constexpr bool kFloat8Cache = true;
+  static constexpr bool kTreeMask = false;
+  static constexpr int kQueryStages = Config::kHeadDim == 64 || Config::kConsumerWarpgroups == 1 ? 2 : 1;
+  static constexpr int kKeyStages = Config::kHeadDim == 64 ? 3 : 2;
+  static constexpr int kValueStages = kKeyStages;
+};
+
 // 80 keys: with 64 key columns wgmma needs all of shared memory's bandwidth. They leave little room for the scheduler.
 struct TmaConfigDim256 {
   static constexpr int kHeadDim = 256;
+  static constexpr bool kFloat8Cache = false;
   static constexpr bool kTreeMask = true;
   static constexpr int kTileKeys = 80;
   static constexpr int kConsumerWarpgroups = 2;
@@ -108,6 +121,7 @@ template <typename T, typename Config>
 struct TmaKernelTraits : Config {
   using Element = T;
   using Config::kConsumerWarpgroups;
+  using Config::kFloat8Cache;
   using Config::kHeadDim;
   using Config::kKeyStages;
   using Config::kQueryStages;
@@ -115,7 +129,7 @@ struct TmaKernelTraits : Config {
   using Config::kTileStages;
   using Config::kValueStages;
 
-  static constexpr bool kHasL2Policy = kConsumerWarpgroups == 1;  // see TmaKvWarp::L2Policy
+  static constexpr bool kHasL2Policy = kConsumerWarpgroups == 1 && !kFloat8Cache;  // see TmaKvWarp::L2Policy
   static constexpr int kWarpgroupThreads = 128;
   static constexpr int kThreads = (1 + kConsumerWarpgroups) * kWarpgroupThreads;  // with the producer warpgroup
   static constexpr int kRows = kConsumerWarpgroups * 64;                          // of a work tile
@@ -172,7 +186,17 @@ struct TmaKernelTraits : Config {
     StageBarriers checked_barriers[kTileStages];  // full: TileStage::invalid_page is known
     StageBarriers unmasked_values;                // full: a tile of V has arrived whose unseen rows must be cleared
   };
-  static constexpr int kSharedBytes = sizeof(SharedStorage);
+
+  // Behind it, with a float8 cache: tiles as they are in the cache.
+  static constexpr int kRawStages = 2;
+  static constexpr int kRawTileBytes = kTileKeys * kHeadDim;
+  struct alignas(128) RawTiles {
+    uint8_t tiles[2][kRawStages][kRawTileBytes];  // of K, and of V
+    StageBarriers barriers[2][kRawStages];
+  };
+  static constexpr int kRawTilesBegin = (static_cast<int>(sizeof(SharedStorage)) + 127) / 128 * 128;
+  static constexpr int kSharedBytes =
+      kFloat8Cache ? kRawTilesBegin + static_cast<int>(sizeof(RawTiles)) : static_cast<int>(sizeof(SharedStorage));
   static_assert(kHeadDim % 64 == 0 && kTileKeys % 16 == 0 && kTileKeys <= 256 && kSharedBytes <= 227 * 1024);
   static_assert(kTileBytes % kAtomBytes == 0 && kQueryBytes % kAtomBytes == 0);  // as the swizzle wants it
 
@@ -218,6 +242,14 @@ struct TmaCta {
   // One arrival for the warp.
   __device__ void Arrive(uint32_t barrier) const { ArriveFromWarp(barrier, lane); }
   __device__ uint32_t Address(size_t offset) const { return shared_address + static_cast<uint32_t>(offset); }
+  // With a float8 cache: a stage of K's or V's raw tiles, and its barriers.
+  __device__ uint32_t RawTile(bool is_values, int stage) const {
+    return Address(Traits::kRawTilesBegin) + ((is_values ? Traits::kRawStages : 0) + stage) * Traits::kRawTileBytes;
+  }
+  __device__ uint32_t RawBarriers(bool is_values) const {
+    return Address(Traits::kRawTilesBegin + offsetof(typename Traits::RawTiles, barriers)) +
+           (is_values ? Traits::kRawStages : 0) * static_cast<int>(sizeof(StageBarriers));
+  }
   __device__ SharedStorage& Storage() const { return *reinterpret_cast<SharedStorage*>(shared); }
   __device__ TileStage& Tile(typename Traits::TileState state) const { return Storage().tiles[state.stage]; }
   // Addresses of a stage's data.
