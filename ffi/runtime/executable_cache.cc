@@ -253,9 +253,9 @@ void* ExecutableCache::CompileWithOptions(ClientCompileArgs* args) {
   return CompileAndStore(folder, key, args);
 }
 
-size_t ExecutableCache::CompileRecorded(int threads) {
+size_t ExecutableCache::StartRecorded(int threads) {
   const std::string folder(Environment(kExecutableCacheVariable));
-  return recorded_.CompileAll(threads, api_, [&](const std::string& key, ClientCompileArgs* args) {
+  return recorded_.Start(threads, api_, [this, folder](const std::string& key, ClientCompileArgs* args) {
     return CompileAndStore(folder, key, args);
   });
 }

@@ -41,7 +41,8 @@ class ExecutableCache {
 
   // See recorded_programs.h.
   void SetRecording(bool recording) { recorded_.SetRecording(recording); }
-  size_t CompileRecorded(int threads);
+  size_t StartRecorded(int threads);
+  size_t FinishRecorded(bool drop) { return recorded_.Finish(drop); }
 
  private:
   // Compiles with the options that `args` has.

@@ -225,11 +225,20 @@ extern "C" const char* xla_gpu_append_compile_options(const char* bytes, size_t 
   }));
 }
 
-extern "C" const char* xla_gpu_compile_recorded(int32_t threads, int64_t* compiled) {
+extern "C" const char* xla_gpu_compile_recorded(int32_t threads, int64_t* programs) {
   using xla_gpu::Error;
   return xla_gpu::Report(xla_gpu::Guarded("xla_gpu_compile_recorded", [&]() -> Error {
     using namespace xla_gpu::pjrt;
-    *compiled = executable_cache == nullptr ? 0 : static_cast<int64_t>(executable_cache->CompileRecorded(threads));
+    *programs = executable_cache == nullptr ? 0 : static_cast<int64_t>(executable_cache->StartRecorded(threads));
+    return {};
+  }));
+}
+
+extern "C" const char* xla_gpu_finish_recorded(int32_t drop, int64_t* waiting) {
+  using xla_gpu::Error;
+  return xla_gpu::Report(xla_gpu::Guarded("xla_gpu_finish_recorded", [&]() -> Error {
+    using namespace xla_gpu::pjrt;
+    *waiting = executable_cache == nullptr ? 0 : static_cast<int64_t>(executable_cache->FinishRecorded(drop != 0));
     return {};
   }));
 }

@@ -1,9 +1,7 @@
 #include "ffi/runtime/recorded_programs.h"
 
 #include <algorithm>
-#include <atomic>
 #include <system_error>
-#include <thread>
 #include <utility>
 
 #include "ffi/runtime/pjrt_plugin.h"
@@ -12,7 +10,7 @@ namespace xla_gpu::pjrt {
 
 bool RecordedPrograms::InUse() const {
   std::lock_guard<std::mutex> lock(mutex_);
-  return recording_ || !executables_.empty();
+  return recording_ || !executables_.empty() || !pending_.empty();
 }
 
 void RecordedPrograms::SetRecording(bool recording) {
@@ -21,7 +19,10 @@ void RecordedPrograms::SetRecording(bool recording) {
 }
 
 void* RecordedPrograms::Take(const std::string& key) {
-  std::lock_guard<std::mutex> lock(mutex_);
+  std::unique_lock<std::mutex> lock(mutex_);
+  if (!recording_) {
+    compiled_.wait(lock, [&] { return pending_.count(key) == 0 || working_ == 0; });
+  }
   const auto found = executables_.find(key);
   if (found == executables_.end()) return nullptr;
   void* const executable = found->second;
@@ -32,54 +33,86 @@ void* RecordedPrograms::Take(const std::string& key) {
 bool RecordedPrograms::Record(const std::string& key, const ClientCompileArgs& args) {
   std::lock_guard<std::mutex> lock(mutex_);
   if (!recording_) return false;
-  const bool known =
-      std::any_of(recorded_.begin(), recorded_.end(), [&](const Recorded& other) { return other.key == key; });
-  if (!known) {
-    recorded_.push_back({key,
-                         {args.program->code, args.program->code_size},
-                         {args.program->format, args.program->format_size},
-                         {args.compile_options, args.compile_options_size},
-                         args.client});
+  if (pending_.count(key) == 0 && executables_.count(key) == 0) {
+    waiting_.push_back({key,
+                        {args.program->code, args.program->code_size},
+                        {args.program->format, args.program->format_size},
+                        {args.compile_options, args.compile_options_size},
+                        args.client});
+    pending_.insert(key);
+    recorded_.notify_one();
   }
   return true;
 }
 
-size_t RecordedPrograms::CompileAll(int threads, const Api& api, const Compile& compile) {
-  std::vector<Recorded> programs;
+bool RecordedPrograms::CompileNext(const Api& api, const Compile& compile) {
+  Recorded recorded;
   {
-    std::lock_guard<std::mutex> lock(mutex_);
-    programs.swap(recorded_);
-  }
-  std::atomic<size_t> next{0};
-  const auto work = [&] {
-    for (size_t index = next++; index < programs.size(); index = next++) {
-      const Recorded& recorded = programs[index];
-      const Program program = {sizeof(Program),        nullptr,
-                               recorded.code.data(),   recorded.code.size(),
-                               recorded.format.data(), recorded.format.size()};
-      ClientCompileArgs args = {
-          sizeof args, nullptr, recorded.client, &program, recorded.options.data(), recorded.options.size(), nullptr};
-      try {
-        if (!TakeError(api, compile(recorded.key, &args)).ok()) continue;
-        std::lock_guard<std::mutex> lock(mutex_);
-        executables_.emplace(recorded.key, args.executable);
-      } catch (...) {  // no memory: the program is compiled when it is needed
-      }
+    std::unique_lock<std::mutex> lock(mutex_);
+    recorded_.wait(lock, [&] { return closing_ || !waiting_.empty(); });
+    if (waiting_.empty()) {
+      --working_;
+      compiled_.notify_all();
+      return false;
     }
-  };
-  std::vector<std::thread> workers;
-  const size_t wanted = std::min<size_t>(std::max(threads, 1), programs.size());
-  for (size_t i = 1; i < wanted; ++i) {
+    recorded = std::move(waiting_.front());
+    waiting_.pop_front();
+  }
+  const Program program = {sizeof(Program),        nullptr,
+                           recorded.code.data(),   recorded.code.size(),
+                           recorded.format.data(), recorded.format.size()};
+  ClientCompileArgs args = {
+      sizeof args, nullptr, recorded.client, &program, recorded.options.data(), recorded.options.size(), nullptr};
+  bool ok = false;
+  try {
+    ok = TakeError(api, compile(recorded.key, &args)).ok();
+  } catch (...) {  // no memory: the program is compiled when it is needed
+  }
+  std::lock_guard<std::mutex> lock(mutex_);
+  try {
+    if (ok) executables_.emplace(recorded.key, args.executable);
+  } catch (...) {  // the same
+  }
+  pending_.erase(recorded.key);
+  compiled_.notify_all();
+  return true;
+}
+
+size_t RecordedPrograms::Start(int threads, const Api& api, const Compile& compile) {
+  Finish(/*drop=*/false);
+  std::lock_guard<std::mutex> lock(mutex_);
+  for (int i = 0; i < std::max(threads, 1); ++i) {
     try {
-      workers.emplace_back(work);
+      workers_.emplace_back([this, &api, compile] {
+        while (CompileNext(api, compile)) {
+        }
+      });
+      ++working_;
     } catch (const std::system_error&) {  // no more threads: those that there are do all
       break;
     }
   }
-  work();
+  return waiting_.size();
+}
+
+size_t RecordedPrograms::Finish(bool drop) {
+  std::vector<std::thread> workers;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    workers.swap(workers_);
+    if (drop) Drop();
+    closing_ = true;
+    recorded_.notify_all();
+  }
   for (std::thread& worker : workers) worker.join();
   std::lock_guard<std::mutex> lock(mutex_);
+  closing_ = false;
   return executables_.size();
+}
+
+void RecordedPrograms::Drop() {
+  for (const Recorded& recorded : waiting_) pending_.erase(recorded.key);
+  waiting_.clear();
 }
 
 }  // namespace xla_gpu::pjrt

@@ -1,16 +1,20 @@
-// Programs that are recorded in place of being compiled, and compiled together later, in several threads.
+// Programs that are recorded in place of being compiled, and compiled in threads of their own.
 //
 // torch_xla compiles one program at a time, under a lock. A framework that knows which programs it will need captures
-// all of them while recording: each compilation fails, and leaves its program here. Then it has them compiled together,
-// and captures them again.
+// all of them while recording: each compilation fails, and leaves its program here. Threads compile them, at once or
+// when all are recorded, and the framework captures them again. That waits for the executable of each.
 #ifndef XLA_GPU_RUNTIME_RECORDED_PROGRAMS_H_
 #define XLA_GPU_RUNTIME_RECORDED_PROGRAMS_H_
 
+#include <condition_variable>
 #include <cstddef>
+#include <deque>
 #include <functional>
 #include <map>
 #include <mutex>
+#include <set>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "ffi/runtime/pjrt_abi.h"
@@ -26,14 +30,18 @@ class RecordedPrograms {
   bool InUse() const;
   void SetRecording(bool recording);
 
-  // The executable of the program with that key, once; or null.
+  // The executable of the program with that key, once; or null. Where programs are not being recorded any more, waits for
+  // a thread that has it to compile.
   void* Take(const std::string& key);
   // Notes the program where programs are being recorded. The caller's compilation must fail then.
   bool Record(const std::string& key, const ClientCompileArgs& args);
 
-  // Compiles what was recorded, in up to `threads` threads; returns the number of executables that wait to be fetched.
-  // A program that cannot be compiled is dropped: its next compilation gets the error.
-  size_t CompileAll(int threads, const Api& api, const Compile& compile);
+  // Starts threads that compile what was recorded and what is recorded from now on, in that order; returns the number of
+  // programs so far. A program that cannot be compiled is dropped: its next compilation gets the error.
+  size_t Start(int threads, const Api& api, const Compile& compile);
+  // Ends the threads when nothing is left to compile, or with `drop` when each has compiled what it has begun. Returns
+  // the number of executables that wait to be fetched.
+  size_t Finish(bool drop);
 
  private:
   struct Recorded {
@@ -41,10 +49,18 @@ class RecordedPrograms {
     void* client;
   };
 
+  // Compiles the next program, for which it waits; false: there is none, and none will come.
+  bool CompileNext(const Api& api, const Compile& compile);
+  void Drop();
+
   mutable std::mutex mutex_;  // of what follows
-  bool recording_ = false;
-  std::vector<Recorded> recorded_;
+  std::condition_variable recorded_, compiled_;
+  bool recording_ = false, closing_ = false;
+  std::deque<Recorded> waiting_;
+  std::set<std::string> pending_;             // keys of programs that wait or are being compiled
   std::map<std::string, void*> executables_;  // by key
+  std::vector<std::thread> workers_;
+  int working_ = 0;  // threads that have not ended
 };
 
 }  // namespace xla_gpu::pjrt

@@ -55,11 +55,19 @@ appended = os.environ.get("APPEND", "").encode()
 assert cdll.xla_gpu_append_compile_options(appended, len(appended)) is None
 if os.environ.get("RECORD"):
     cdll.xla_gpu_record_programs(1)
+    waiting = ct.c_int64()
+    threads = int(os.environ.get("THREADS", "4"))
+    if os.environ.get("START_FIRST"):
+        assert cdll.xla_gpu_compile_recorded(threads, ct.byref(waiting)) is None and waiting.value == 0
     recorded = [compile(part.encode()) for part in os.environ["RECORD"]]
     cdll.xla_gpu_record_programs(0)
-    waiting = ct.c_int64()
-    assert plugin.fake_pjrt_compilations() == 0
-    assert cdll.xla_gpu_compile_recorded(4, ct.byref(waiting)) is None
+    if not os.environ.get("START_FIRST"):
+        assert plugin.fake_pjrt_compilations() == 0
+        assert cdll.xla_gpu_compile_recorded(threads, ct.byref(waiting)) is None
+    if os.environ.get("AT_ONCE"):  # the executables are fetched while others are being compiled
+        texts = [compile(part.encode()) for part in os.environ["AT_ONCE"]]
+        print(json.dumps({"at_once": texts}))
+    assert cdll.xla_gpu_finish_recorded(bool(os.environ.get("DROP")), ct.byref(waiting)) is None
     print(json.dumps({"recorded": recorded, "waiting": waiting.value, "together": plugin.fake_pjrt_compilations()}))
 if os.environ.get("PROGRAMS_WITHOUT"):
     assert cdll.xla_gpu_append_compile_options(None, 0) is None
@@ -193,6 +201,15 @@ def test_processes_that_store_the_same_at_once(start, tmp_path):
     assert len(found) == 4 and all(result["unusable"] == 0 for result in found)
     assert len(files(tmp_path)) == 2
     assert start("a", "b")["loaded"] == 2
+
+
+@pytest.mark.parametrize("first", ["", "1"])
+@pytest.mark.parametrize("threads", [1, 3])
+def test_executables_are_fetched_while_others_are_compiled(start, threads, first):
+    programs = "abcdefgh"
+    found = start("i", RECORD=programs, AT_ONCE=programs[::-1], THREADS=str(threads), START_FIRST=first)
+    assert found["at_once"] == [f"compiled {name}" for name in programs[::-1]]
+    assert found["waiting"] == 0 and found["together"] == len(programs)
 
 
 def test_options_are_appended(start):

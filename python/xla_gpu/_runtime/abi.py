@@ -133,6 +133,7 @@ SIGNATURES = {
     "xla_gpu_record_programs": (None, [ct.c_int32]),
     "xla_gpu_append_compile_options": (ct.c_char_p, [ct.c_char_p, ct.c_size_t]),
     "xla_gpu_compile_recorded": (ct.c_char_p, [ct.c_int32, ct.POINTER(ct.c_int64)]),
+    "xla_gpu_finish_recorded": (ct.c_char_p, [ct.c_int32, ct.POINTER(ct.c_int64)]),
     "xla_gpu_executable_cache_counts": (None, [ct.POINTER(ct.c_int64)]),
     "xla_gpu_group_allocate": (ct.c_char_p, [ct.POINTER(GroupMember), ct.c_void_p]),
     "xla_gpu_group_connect": (ct.c_char_p, [ct.c_int64, ct.c_int32, ct.POINTER(ct.c_int32), ct.c_void_p]),

@@ -62,9 +62,7 @@ def compile_options(options: Mapping[str, bool | int]) -> Iterator[None]:
 
 
 def _append(options: bytes) -> None:
-    error = library.load().cdll.xla_gpu_append_compile_options(options, len(options))
-    if error is not None:
-        raise RuntimeError(error.decode(errors="replace"))
+    _raise(library.load().cdll.xla_gpu_append_compile_options(options, len(options)))
 
 
 def _override(name: str, value: bool | int) -> bytes:
@@ -85,10 +83,24 @@ def _varint(value: int) -> bytes:
     return bytes(digits)
 
 
-def compile_recorded(threads: int) -> int:
-    """Compiles what was recorded; the next compilation of each program gets its executable. Returns their number."""
-    compiled = ct.c_int64()
-    error = library.load().cdll.xla_gpu_compile_recorded(threads, ct.byref(compiled))
+@contextlib.contextmanager
+def compile_recorded(threads: int) -> Iterator[int]:
+    """Compiles what was recorded, and what is recorded in here, in ``threads`` threads; gives the number so far.
+
+    After recording, the next compilation of each program waits for its executable. At the end all are compiled; where
+    the body raises, those that no thread has begun are dropped.
+    """
+    cdll = library.load().cdll
+    count = ct.c_int64()
+    _raise(cdll.xla_gpu_compile_recorded(threads, ct.byref(count)))
+    drop = True
+    try:
+        yield count.value
+        drop = False
+    finally:
+        _raise(cdll.xla_gpu_finish_recorded(drop, ct.byref(count)))
+
+
+def _raise(error: bytes | None) -> None:
     if error is not None:
         raise RuntimeError(error.decode(errors="replace"))
-    return compiled.value

@@ -33,31 +33,35 @@ _waiting: list[Callable[[], None]] | None = None
 
 @contextlib.contextmanager
 def compiled_together(threads: int, room: Callable[[], contextlib.AbstractContextManager[None]]) -> Iterator[None]:
-    """Programs made in here are compiled at its end, on GPUs several at a time. None may run before.
+    """Programs made in here are compiled in threads beside this one, on GPUs. None may run before the end.
 
-    torch_xla compiles one program after the other. So each is captured twice: the first time leaves what is to be
-    compiled, the second one gets its executable. What the cache has is complete the first time.
+    torch_xla compiles one program after the other, and takes half a second to read what XLA made of it. So each is
+    captured twice: the first time leaves what is to be compiled, the second one gets its executable while the next
+    program is compiled. What the cache has is complete the first time.
 
     Args:
-      threads: that compile; 1: each program is compiled where it is made. XLA uses several for each besides.
-      room: called for a context that the compilations run in. It is to free memory of the device: XLA tries kernels on
+      threads: that compile; one begins with the first program, several when all are captured. XLA uses several for each
+        program besides.
+      room: called for a context that several threads run in. It is to free memory of the device: XLA tries kernels on
         arrays of the programs' sizes, in each thread.
     """
     global _waiting
-    if threads == 1:
+    if tensor_parallel.active() is not None:
+        # A program over several devices is captured once: its parameters would be others the second time.
         yield
         return
     captures: list[Callable[[], None]] = []
-    _waiting = captures
-    try:
-        yield
-    finally:
-        _waiting = None
-    if captures:
-        with room():
-            executable_cache.compile_recorded(threads)
-    for capture in captures:
-        capture()
+    with executable_cache.compile_recorded(1) if threads == 1 else contextlib.nullcontext():
+        _waiting = captures
+        try:
+            yield
+        finally:
+            _waiting = None
+        if threads > 1 and captures:
+            with room(), executable_cache.compile_recorded(threads):
+                pass
+        for capture in captures:
+            capture()
 
 
 class FallbackError(RuntimeError):
