@@ -62,6 +62,11 @@ class BlockTables:
         cache_slots: npt.NDArray[np.int32] = self._tables[group, slots, page] * block_size + offset
         return cache_slots
 
+    @property
+    def changed(self) -> bool:
+        """Whether there are new entries since the last ``take_updates``."""
+        return bool(self._indices)
+
     def take_updates(self, room: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
         """The new entries since the last call, at most ``room``: indices into the flat tables, and pages.
 

@@ -27,6 +27,7 @@ from .program import compilations, compiled_together
 from .requests import Batch, RequestTable
 from .sampler.sampler import Sampled, Sampler, SamplerOptions
 from .step_layout import StepLayout
+from .step_packer import StepPacker
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM shows what is below its own name
 
@@ -61,6 +62,8 @@ class ModelRunner:
         self.token_buckets = buckets.token_buckets(self._max_tokens, self._max_seqs, chosen)
         self._launched: Launched | None = None
         self._layouts: dict[int, StepLayout] = {}
+        # What the requests of the last batch need besides the most likely token; most steps have the same batch.
+        self._flagged: tuple[Batch | None, dict[str, npt.NDArray[np.bool_]]] = None, {}
         self._sampler: Sampler | None = None
 
     # ---- Start -------------------------------------------------------------------------------------------------------
@@ -80,6 +83,7 @@ class ModelRunner:
         self.caches = KVCaches(self.config, cache_config, self.device)
         self.tables = BlockTables(self._max_seqs, model.max_model_len, self.caches.block_sizes, self.device)
         self.requests = RequestTable(self._max_seqs, model.max_model_len, self.tables, model.seed)
+        self._packer = StepPacker(self.requests, self.tables, self._max_seqs)
         self._last_tokens = torch.zeros(self._max_seqs + 1, dtype=torch.int32).to(self.device)
         self._programs = ModelPrograms(self.config, self.model, self.caches, self.tables, self.device)
 
@@ -141,7 +145,8 @@ class ModelRunner:
 
     # ---- Steps -------------------------------------------------------------------------------------------------------
 
-    @torch.no_grad()  # type: ignore[untyped-decorator]
+    # These two run without torch.no_grad, which costs 10 us each time: the worker has turned gradients off.
+
     def execute_model(self, scheduled: Any) -> Any:
         """Launches the model for a SchedulerOutput. Returns None: sample_tokens is to follow."""
         assert self._sampler is not None
@@ -151,14 +156,19 @@ class ModelRunner:
         if not scheduled.total_num_scheduled_tokens:
             return EMPTY_MODEL_RUNNER_OUTPUT
         batch = self.requests.batch(scheduled)
-        counts = np.fromiter(scheduled.num_scheduled_tokens.values(), np.int32, len(batch.slots))
-        layout = self.layout(buckets.next_bucket(self.token_buckets, scheduled.total_num_scheduled_tokens))
+        total = scheduled.total_num_scheduled_tokens
+        layout = self.layout(buckets.next_bucket(self.token_buckets, total))
         previous = self._last_tokens
-        greedy, logits, hidden = self._launch(layout, self._pack(layout, batch, counts))
+        if total == len(batch.slots):  # one token of each request
+            counts = batch.ones
+            packed = self._packer.decode(layout, batch)
+        else:
+            counts = np.fromiter(scheduled.num_scheduled_tokens.values(), np.int32, len(batch.slots))
+            packed = self._packer.pack(layout, batch, counts)
+        greedy, logits, hidden = self._launch(layout, packed)
         self._launched = Launched(batch, counts, previous, greedy, logits, hidden)
         return None
 
-    @torch.no_grad()  # type: ignore[untyped-decorator]
     def sample_tokens(self, grammar_output: Any) -> Any:
         """Chooses the tokens of the step launched last; grammar_output: a GrammarOutput of vLLM, or None."""
         if self._launched is None or self._sampler is None:
@@ -174,12 +184,15 @@ class ModelRunner:
             for index, req_id in enumerate(grammar_output.structured_output_request_ids):
                 if (row := row_of.get(req_id)) is not None and sampled[row]:
                     grammar[row] = grammar_output.grammar_bitmask[index]
-        numbers = lengths - table.num_prompt[slots]
-        flags = self._sampler.parameters.flagged(slots)
-        chosen = self._sampler.sample(
-            batch, flags, sampled, numbers, step.greedy, step.previous_tokens, step.logits, grammar
-        )
-        self._last_tokens = chosen.last_tokens
+        if batch is not self._flagged[0]:
+            self._flagged = batch, self._sampler.parameters.flagged(slots)
+        flags, chosen = self._flagged[1], step.greedy
+        if flags or grammar:
+            numbers = lengths - table.num_prompt[slots]
+            chosen = self._sampler.sample(
+                batch, flags, sampled, numbers, step.greedy, step.previous_tokens, step.logits, grammar
+            )
+            self._last_tokens = chosen.last_tokens
         prompts = []
         if "prompt_logprobs" in flags:
             prompts = self._prompt_logprobs(batch, np.flatnonzero(flags["prompt_logprobs"]), counts, step.hidden)
@@ -193,33 +206,6 @@ class ModelRunner:
         )
         self._last_tokens = last_tokens
         return Sampled(tokens, last_tokens, None), logits, hidden
-
-    def _pack(self, layout: StepLayout, batch: Batch, counts: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
-        packed, parts = layout.empty(self._max_seqs, self.tables.unused_entry)
-        table, slots = self.requests, batch.slots
-        n, total = len(slots), int(counts.sum())
-        computed, known = table.num_computed[slots], table.known[slots]
-        ends = np.cumsum(counts, dtype=np.int32)
-        if total == n:  # every request decodes
-            positions, row_slots = computed, slots
-        else:
-            rows = np.repeat(np.arange(n), counts)
-            positions = np.arange(total, dtype=np.int32) - np.repeat(ends - counts - computed, counts)
-            row_slots, known = slots[rows], known[rows]
-        parts["positions"][:total] = positions
-        parts["tokens"][:total] = table.token_ids[row_slots, positions]
-        parts["sources"][:total] = np.where(positions < known, -1, row_slots)
-        for group, slot_mapping in enumerate(parts["slot_mapping"]):
-            slot_mapping[:total] = self.tables.cache_slots(group, row_slots, positions)
-        parts["context_lens"][:n] = computed + counts
-        parts["query_start_loc"][1 : n + 1] = ends
-        parts["query_start_loc"][n + 1 :] = total
-        parts["request_slots"][:n] = slots
-        parts["num_seqs"][0] = n
-        indices, pages = self.tables.take_updates(layout.max_updates)
-        parts["update_indices"][: len(indices)] = indices
-        parts["update_pages"][: len(pages)] = pages
-        return packed
 
     def _prompt_logprobs(
         self, batch: Batch, rows: npt.NDArray[np.int_], counts: npt.NDArray[np.int32], hidden: torch.Tensor

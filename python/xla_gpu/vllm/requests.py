@@ -49,10 +49,12 @@ class Batch:
 
     Attributes:
       slots: int32[len(requests)].
+      ones: int32[len(requests)]: the tokens of each in a step that decodes.
     """
 
     requests: list[Request]
     slots: Int32Array
+    ones: Int32Array
 
 
 class RequestTable:
@@ -77,7 +79,7 @@ class RequestTable:
         self._seeds = np.random.default_rng(seed)
         # Most steps have the requests of the step before.
         self._last_ids: list[str] | None = None
-        self._last_batch = Batch([], np.empty(0, np.int32))
+        self._last_batch = Batch([], *np.empty((2, 0), np.int32))
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -100,15 +102,21 @@ class RequestTable:
                 self._give_back(preempted)
         admitted = [self._add(new) for new in scheduled.scheduled_new_reqs]
         cached = scheduled.scheduled_cached_reqs
-        requests = [self._requests[req_id] for req_id in cached.req_ids]
-        for request, pages in zip(requests, cached.new_block_ids, strict=True):
-            if request.req_id in cached.resumed_req_ids:
+        for req_id, pages in zip(cached.req_ids, cached.new_block_ids, strict=True):
+            if pages is None:  # as in most steps
+                continue
+            request = self._requests[req_id]
+            if req_id in cached.resumed_req_ids:
                 self._give_back(request)
-                self._admit(request, cached.all_token_ids[request.req_id], pages)
+                self._admit(request, cached.all_token_ids[req_id], pages)
                 admitted.append(request)
-            elif pages is not None:
+            else:
                 self.tables.append(request.slot, pages)
-        self.num_computed[[request.slot for request in requests]] = cached.num_computed_tokens
+        if cached.req_ids == self._last_ids:
+            slots: Sequence[int] | Int32Array = self._last_batch.slots
+        else:
+            slots = [self._requests[req_id].slot for req_id in cached.req_ids]
+        self.num_computed[slots] = cached.num_computed_tokens
         return admitted
 
     def batch(self, scheduled: Any) -> Batch:
@@ -117,7 +125,7 @@ class RequestTable:
         if ids != self._last_ids:
             requests = [self._requests[req_id] for req_id in ids]
             slots = np.fromiter((request.slot for request in requests), np.int32, len(requests))
-            self._last_ids, self._last_batch = ids, Batch(requests, slots)
+            self._last_ids, self._last_batch = ids, Batch(requests, slots, np.ones_like(slots))
         return self._last_batch
 
     def _add(self, new: Any) -> Request:
