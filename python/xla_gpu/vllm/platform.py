@@ -43,6 +43,8 @@ class XlaGpuPlatform(Platform):  # type: ignore[misc]
         """Refuses what is not supported and sets what vLLM leaves to the platform."""
         from vllm.config import CompilationMode, CUDAGraphMode
 
+        if vllm_config.cache_config.block_size is None:
+            vllm_config.cache_config.block_size = BLOCK_SIZE
         supported.check(vllm_config)
         compilation = vllm_config.compilation_config
         # The runner compiles whole steps itself.
@@ -54,8 +56,6 @@ class XlaGpuPlatform(Platform):  # type: ignore[misc]
         parallel.distributed_executor_backend = "uni"
         if parallel.worker_cls == "auto":
             parallel.worker_cls = "xla_gpu.vllm.worker.Worker"
-        if vllm_config.cache_config.block_size is None:
-            vllm_config.cache_config.block_size = BLOCK_SIZE
         vllm_config.scheduler_config.async_scheduling = Options.of(vllm_config).async_scheduling
         # A forked process would share the device's runtime, which does not survive that.
         os.environ["VLLM_WORKER_MULTIPROCESSING_METHOD"] = "spawn"

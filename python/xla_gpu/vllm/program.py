@@ -30,6 +30,9 @@ logger = init_logger(f"vllm.{__name__}")  # vLLM shows what is below its own nam
 # What captures the programs that are to be compiled together; None: each is compiled where it is made.
 _waiting: list[Callable[[], None]] | None = None
 
+# Compilations that ended with recording the program.
+_recorded = 0
+
 
 @contextlib.contextmanager
 def compiled_together(threads: int, room: Callable[[], contextlib.AbstractContextManager[None]]) -> Iterator[None]:
@@ -117,6 +120,8 @@ class Program:
         except FallbackError:
             raise
         except (RuntimeError, ValueError):  # recorded, or an error that comes again
+            global _recorded
+            _recorded += 1
             _waiting.append(capture)
 
     def _capture(
@@ -183,4 +188,4 @@ def _fallbacks() -> set[str]:
 def compilations() -> int:
     """How many programs XLA has compiled in this process."""
     timed = metrics.metric_data("CompileTime")
-    return timed[0] if timed else 0
+    return timed[0] - _recorded if timed else 0

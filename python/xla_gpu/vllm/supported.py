@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from . import buckets
 from .options import Options
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -41,7 +42,7 @@ def refusals(config: Any) -> list[str]:
     expect_none("--enable-eplb", parallel.enable_eplb)
     expect_none("--enable-dbo", parallel.enable_dbo)
     # "mp" is what vLLM sets itself for several devices.
-    executors = (None, "uni", "mp") if parallel.tensor_parallel_size > 1 else (None, "uni")
+    executors = (None, "uni", "mp") if parallel.world_size > 1 else (None, "uni")
     if parallel.distributed_executor_backend not in executors:
         expect("--distributed-executor-backend", "uni", parallel.distributed_executor_backend)
     expect_none("--enable-lora", config.lora_config)
@@ -58,8 +59,17 @@ def refusals(config: Any) -> list[str]:
         expect("--enable-chunked-prefill", True, False)
     if model is not None:
         found += _model_refusals(model)
+        if (blocks := cache.num_gpu_blocks_override) is not None:
+            # One block is nobody's.
+            least = -(-model.max_model_len // cache.block_size) + 1
+            if blocks < least:
+                found.append(
+                    f"--num-gpu-blocks-override: expected at least {least} for --max-model-len {model.max_model_len}, "
+                    f"got {blocks}: a request of that length would wait for ever"
+                )
     try:
-        Options.of(config)
+        chosen = Options.of(config).token_buckets
+        buckets.token_buckets(scheduler.max_num_batched_tokens, scheduler.max_num_seqs, chosen)
     except ValueError as error:
         found.append(str(error).removeprefix("xla_gpu.vllm: "))
     return found
@@ -85,6 +95,8 @@ def _model_refusals(model: Any) -> list[str]:
     found = []
     if model.runner_type != "generate":
         found.append(f"--runner: expected generate, got {model.runner_type}")
+    elif model.convert_type != "none":
+        found.append(f"--convert: expected none, got {model.convert_type}")
     if model.quantization not in (None, QUANTIZATION):
         found.append(
             "--quantization: expected none, or a checkpoint of compressed-tensors, fp8, awq or gptq, "
