@@ -30,14 +30,14 @@ class RecordedPrograms {
   bool InUse() const;
   void SetRecording(bool recording);
 
-  // The executable of the program with that key, once; or null. Where programs are not being recorded any more, waits for
-  // a thread that has it to compile.
+  // The executable of the program with that key, once; or null. Where programs are not being recorded any more, waits
+  // for a thread that has it to compile.
   void* Take(const std::string& key);
   // Notes the program where programs are being recorded. The caller's compilation must fail then.
   bool Record(const std::string& key, const ClientCompileArgs& args);
 
-  // Starts threads that compile what was recorded and what is recorded from now on, in that order; returns the number of
-  // programs so far. A program that cannot be compiled is dropped: its next compilation gets the error.
+  // Starts threads that compile what was recorded and what is recorded from now on, in that order; returns the number
+  // of programs so far. A program that cannot be compiled is dropped: its next compilation gets the error.
   size_t Start(int threads, const Api& api, const Compile& compile);
   // Ends the threads when nothing is left to compile, or with `drop` when each has compiled what it has begun. Returns
   // the number of executables that wait to be fetched.

@@ -131,10 +131,11 @@ XLA_GPU_EXPORT const char* xla_gpu_pjrt_use_plugin(const char* path);
 XLA_GPU_EXPORT void xla_gpu_executable_cache_counts(int64_t counts[4]);
 
 // While programs are recorded, each compilation through the adapter whose executable is not in the cache fails and
-// leaves its program to threads that xla_gpu_compile_recorded starts, before or afterwards; `programs` is how many there
-// are by then. Once recording is off, the next compilation of each waits for its executable and gets it.
+// leaves its program to threads that xla_gpu_compile_recorded starts, before or afterwards; `programs` is how many
+// there are by then. Once recording is off, the next compilation of each waits for its executable and gets it.
 // xla_gpu_finish_recorded ends the threads, which must not outlive main(), when they have compiled everything, or with
-// `drop` what they have begun; `waiting` is how many executables were not fetched yet. Without an adapter nothing happens.
+// `drop` what they have begun; `waiting` is how many executables were not fetched yet. Without an adapter nothing
+// happens.
 XLA_GPU_EXPORT void xla_gpu_record_programs(int32_t on);
 XLA_GPU_EXPORT const char* xla_gpu_compile_recorded(int32_t threads, int64_t* programs);
 XLA_GPU_EXPORT const char* xla_gpu_finish_recorded(int32_t drop, int64_t* waiting);
