@@ -57,6 +57,31 @@ struct CacheSlots {
   int64_t slot_stride;
 };
 
+// Where in the cache a slot begins, in elements.
+__device__ __forceinline__ int64_t SlotOffset(int64_t slot, const CacheSlots& slots) {
+  // Division in 64 bits takes a few hundred cycles.
+  if (((slot | slots.page_size) >> 32) == 0) {
+    const auto slot32 = static_cast<uint32_t>(slot), page_size = static_cast<uint32_t>(slots.page_size);
+    const uint32_t page = slot32 / page_size;
+    return page * slots.page_stride + (slot32 - page * page_size) * slots.slot_stride;
+  }
+  return slot / slots.page_size * slots.page_stride + slot % slots.page_size * slots.slot_stride;
+}
+
+// As FindDestinations for a CTA with one token, without a table: every thread compares some of the later tokens' slots.
+template <int kThreads, typename SlotOf>
+__device__ __forceinline__ int64_t FindDestination(const SlotOf& slot_of, int64_t token, const CacheSlots& slots) {
+  if (token >= slots.num_slots) return -1;
+  const int64_t slot = slot_of(token);
+  bool overwritten = false;
+#pragma unroll 4
+  for (int64_t later = token + 1 + threadIdx.x; later < slots.num_slots; later += kThreads) {
+    overwritten |= slot_of(later) == slot;
+  }
+  if (__syncthreads_or(overwritten) || slot < 0 || slot >= slots.cache_slots) return -1;
+  return SlotOffset(slot, slots);
+}
+
 // For the CTA's tokens [first, first + count), all of them below slots.num_slots: the element offset of the token's
 // slot, or -1 where there is nothing to store: the slot is no slot of the cache, or a later token has the same one.
 // `slot_of(token)` reads the slot mapping. A slot's K and V are therefore from one token, on every run.
@@ -84,8 +109,7 @@ __device__ __forceinline__ void FindDestinations(const SlotOf& slot_of, int64_t 
     const int64_t slot = slot_of(first + i);
     const bool in_cache = slot >= 0 && slot < slots.cache_slots;
     const bool store = in_cache && latest->tokens[latest->Find(slot)] == first + i;
-    destinations[i] =
-        store ? slot / slots.page_size * slots.page_stride + slot % slots.page_size * slots.slot_stride : -1;
+    destinations[i] = store ? SlotOffset(slot, slots) : -1;
   }
   __syncthreads();
 }

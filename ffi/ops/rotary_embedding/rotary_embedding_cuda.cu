@@ -18,24 +18,38 @@ constexpr int kRotaryThreads = 256;
 constexpr int kRotaryWarps = kRotaryThreads / 32;
 constexpr int64_t kWantedRotaryBlocks = 512;
 
-// Turns a token's head: load(i) and store(i, value) see its elements, each of them in one lane.
+// Turns a head of a token at `position`: load(i) and store(i, value) see its elements, each of them in one lane.
 template <typename T, typename Load, typename Store>
-__device__ __forceinline__ void RotateHead(const Rotation& rotation, int64_t token, int64_t head_dim, const Load& load,
-                                           const Store& store) {
+__device__ __forceinline__ void RotateHead(const Rotation& rotation, int64_t position, int64_t head_dim,
+                                           const Load& load, const Store& store) {
   const int lane = threadIdx.x % 32;
-  const int64_t position = rotation.positions[token];
   const bool in_table = position >= 0 && position < rotation.max_positions;
   const float2* const turns =
       reinterpret_cast<const float2*>(rotation.table) + (in_table ? position : 0) * rotation.half;
-  for (int64_t i = lane; i < rotation.half; i += 32) {
-    const int64_t first = rotation.interleaved ? 2 * i : i;
-    const int64_t second = rotation.interleaved ? 2 * i + 1 : i + rotation.half;
-    const float nan = __int_as_float(0x7fc00000);
-    const float2 turn = in_table ? turns[i] : make_float2(nan, nan);
-    const float a = static_cast<float>(load(first)), b = static_cast<float>(load(second));
-    // Not fused: in float32 these are the bits of models that round between product and sum.
-    store(first, static_cast<T>(__fsub_rn(__fmul_rn(a, turn.x), __fmul_rn(b, turn.y))));
-    store(second, static_cast<T>(__fadd_rn(__fmul_rn(b, turn.x), __fmul_rn(a, turn.y))));
+  // All loads of two turns before their stores, which might write what the loads read as far as the compiler knows.
+  constexpr int kTogether = 2;
+  for (int64_t start = lane; start < rotation.half; start += kTogether * 32) {
+    float a[kTogether], b[kTogether];
+    float2 turn[kTogether];
+#pragma unroll
+    for (int t = 0; t < kTogether; ++t) {
+      const int64_t i = start + t * 32;
+      if (i >= rotation.half) continue;
+      const float nan = __int_as_float(0x7fc00000);
+      turn[t] = in_table ? turns[i] : make_float2(nan, nan);
+      a[t] = static_cast<float>(load(rotation.interleaved ? 2 * i : i));
+      b[t] = static_cast<float>(load(rotation.interleaved ? 2 * i + 1 : i + rotation.half));
+    }
+#pragma unroll
+    for (int t = 0; t < kTogether; ++t) {
+      const int64_t i = start + t * 32;
+      if (i >= rotation.half) continue;
+      // Not fused: in float32 these are the bits of models that round between product and sum.
+      store(rotation.interleaved ? 2 * i : i,
+            static_cast<T>(__fsub_rn(__fmul_rn(a[t], turn[t].x), __fmul_rn(b[t], turn[t].y))));
+      store(rotation.interleaved ? 2 * i + 1 : i + rotation.half,
+            static_cast<T>(__fadd_rn(__fmul_rn(b[t], turn[t].x), __fmul_rn(a[t], turn[t].y))));
+    }
   }
   for (int64_t i = 2 * rotation.half + lane; i < head_dim; i += 32) {
     store(i, in_table ? load(i) : static_cast<T>(__int_as_float(0x7fc00000)));
@@ -57,7 +71,8 @@ __global__ void __launch_bounds__(kRotaryThreads)
     const T* const from = static_cast<const T*>(is_query ? p.query : p.key) + at;
     T* const to = static_cast<T*>(is_query ? p.query_out : p.key_out) + at;
     RotateHead<T>(
-        p.rotation, token, p.head_dim, [&](int64_t i) { return from[i]; }, [&](int64_t i, T value) { to[i] = value; });
+        p.rotation, p.rotation.positions[token], p.head_dim, [&](int64_t i) { return from[i]; },
+        [&](int64_t i, T value) { to[i] = value; });
   }
 }
 
@@ -90,13 +105,20 @@ __global__ void __launch_bounds__(kRotaryThreads)
   const int64_t first = static_cast<int64_t>(blockIdx.x) * tokens_per_block;
   const int count = static_cast<int>(min(static_cast<int64_t>(tokens_per_block), p.num_tokens - first));
   const int with_slot = static_cast<int>(max(min(static_cast<int64_t>(count), p.num_slots - first), int64_t{0}));
-  FindDestinations<kRotaryThreads>(
-      [&](int64_t token) {
-        return p.slots_are_64_bit ? static_cast<const int64_t*>(p.slot_mapping)[token]
-                                  : static_cast<int64_t>(static_cast<const int32_t*>(p.slot_mapping)[token]);
-      },
-      first, with_slot, {p.num_slots, p.num_pages * p.page_size, p.page_size, p.page_stride, p.slot_stride}, &latest,
-      destinations);
+  const auto slot_of = [&](int64_t token) {
+    return p.slots_are_64_bit ? static_cast<const int64_t*>(p.slot_mapping)[token]
+                              : static_cast<int64_t>(static_cast<const int32_t*>(p.slot_mapping)[token]);
+  };
+  const CacheSlots slots = {p.num_slots, p.num_pages * p.page_size, p.page_size, p.page_stride, p.slot_stride};
+  // A decode step's tokens have a CTA or more each, and wait for one load after the other.
+  const bool single = tokens_per_block == 1;
+  int64_t single_destination = -1, single_position = 0;
+  if (single) {
+    single_position = p.rotation.positions[first];
+    single_destination = FindDestination<kRotaryThreads>(slot_of, first, slots);
+  } else {
+    FindDestinations<kRotaryThreads>(slot_of, first, with_slot, slots, &latest, destinations);
+  }
   // What stands above has read the slots, an operand of every call with this kernel.
   AllowDependentLaunch();
   WaitForPreviousKernel();
@@ -105,11 +127,12 @@ __global__ void __launch_bounds__(kRotaryThreads)
   const int group = static_cast<int>(gridDim.y);
   const int heads_here = (heads - static_cast<int>(blockIdx.y) + group - 1) / group;
   for (int item = threadIdx.x / 32; item < count * heads_here; item += kRotaryWarps) {
-    const int index = item / heads_here;
+    const int index = single ? 0 : item / heads_here;
     const int head = (item - index * heads_here) * group + static_cast<int>(blockIdx.y);
     const int64_t token = first + index;
     const bool is_query = head < p.num_heads, is_value = head >= p.num_heads + p.num_kv_heads;
-    const int64_t destination = index < with_slot ? destinations[index] : -1;
+    const int64_t destination = single ? single_destination : index < with_slot ? destinations[index] : -1;
+    const int64_t position = single ? single_position : p.rotation.positions[token];
     if (!is_query && destination < 0) continue;
     const T* const from = static_cast<const T*>(p.qkv) + (token * heads + head) * p.head_dim;
     const T* const bias = static_cast<const T*>(p.bias) + static_cast<int64_t>(head) * p.head_dim;
@@ -135,7 +158,7 @@ __global__ void __launch_bounds__(kRotaryThreads)
     }
     const T* const weight = static_cast<const T*>(is_query ? p.q_norm_weight : p.k_norm_weight);
     if (weight == nullptr) {
-      RotateHead<T>(p.rotation, token, p.head_dim, load, store);
+      RotateHead<T>(p.rotation, position, p.head_dim, load, store);
       continue;
     }
     float squares = 0.0f;
@@ -146,7 +169,7 @@ __global__ void __launch_bounds__(kRotaryThreads)
     const float scale = RmsNormScale(WarpSum(squares), p.head_dim, p.norm_eps);
     const RmsNormWeight how = {p.weight_offset, p.round_once};
     RotateHead<T>(
-        p.rotation, token, p.head_dim, [&](int64_t i) { return RmsNormElement(load(i), scale, weight[i], how); },
+        p.rotation, position, p.head_dim, [&](int64_t i) { return RmsNormElement(load(i), scale, weight[i], how); },
         store);
   }
 }
