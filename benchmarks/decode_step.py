@@ -127,7 +127,10 @@ def times(x: jax.Array, weight: Weight, linear: bool = False) -> jax.Array:
     return jax.lax.dot_general(x, weight["weight"], (((1,), (1,)), ((), ())))
 
 
+# XLA times its Triton kernels and cuBLAS's one product at a time, and mostly takes its own. In a step, cuBLAS's are
+# faster but for a few rows (docs/scaling.md).
 CUBLAS: Any = {"xla_gpu_enable_triton_gemm": False, "xla_gpu_enable_cublaslt": True}
+CUBLAS_ROWS = 16
 
 
 class Options(NamedTuple):
@@ -267,7 +270,9 @@ def measure(
 ) -> tuple[float, float, Any]:
     """Milliseconds of a step, those that the host needs to launch one, and the state after it."""
     times, launches = [], []
-    for repeat in range(6):
+    lengths = np.asarray(state[2])
+    for repeat in range(6):  # each begins with the same context
+        state = jax.block_until_ready((*state[:2], jax.device_put(lengths, state[2].sharding)))
         begin = time.perf_counter()
         for _ in range(steps if repeat else 2):  # the first warms up
             state = run(*state, *rest)
@@ -309,9 +314,18 @@ def main() -> None:
     parser.add_argument("--weights", choices=("bfloat16", "float8"), default="bfloat16", help="float8: by linear")
     parser.add_argument("--prefill", action="store_true", help="all tokens of the context at once, instead of one more")
     parser.add_argument(
-        "--cublas", action="store_true", help="XLA's products by cuBLAS alone, none by its Triton kernels"
+        "--products",
+        choices=("by-rows", "xla", "cublas"),
+        default="by-rows",
+        help=f"xla: by its Triton kernels or cuBLAS, as it times them; cublas: by that alone; by-rows: cublas from "
+        f"{CUBLAS_ROWS} rows (default)",
     )
-    parser.add_argument("--steps", type=int, default=5, help="programs in flight at once (default %(default)s)")
+    parser.add_argument(
+        "--steps",
+        type=int,
+        default=30,
+        help="programs in flight at once (default %(default)s): the host's time for the first counts once",
+    )
     parser.add_argument("--steps-per-program", type=int, default=1)
     parser.add_argument("--profile", action="store_true", help="what each kernel adds to a step")
     parser.add_argument("--json", type=Path)
@@ -325,7 +339,7 @@ def main() -> None:
     for case in arguments.cases:
         batch, context = map(int, case.split("x"))
         new = context if arguments.prefill else 1
-        most = 7 * arguments.steps * arguments.steps_per_program * 3  # steps of all joins
+        most = 2 * arguments.steps * arguments.steps_per_program  # steps of a chain, and of the profile after it
         pages = -(-(context + most + 8) // PAGE_SIZE)
         cache_shape = (pages * batch, PAGE_SIZE, 2 * kv_heads, head_dim)
         sharding = jax.sharding.NamedSharding(mesh, CACHE_SPEC)
@@ -351,10 +365,11 @@ def main() -> None:
                 body = jax.shard_map(body, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
             if arguments.steps_per_program > 1:
                 body = many(body, arguments.steps_per_program)
+            cublas = arguments.products == "cublas" or (arguments.products == "by-rows" and batch * new >= CUBLAS_ROWS)
             # All that a step hands to the next is donated, tokens and lengths too: their addresses stay the same then,
             # and XLA replays its captured graphs as they are.
             compiled = functools.partial(
-                jax.jit(body, donate_argnums=(1, 2, 3), compiler_options=CUBLAS if arguments.cublas else None), weights
+                jax.jit(body, donate_argnums=(1, 2, 3), compiler_options=CUBLAS if cublas else None), weights
             )
             lengths = on_all(mesh, np.full(batch, 0 if arguments.prefill else context, np.int32))
             state = (caches, on_all(mesh, np.zeros(batch * new, np.int32)), lengths)

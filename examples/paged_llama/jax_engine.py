@@ -20,6 +20,11 @@ from .jax_weights import AXIS, CACHE_SPEC, P, specs
 from .options import StepOptions
 from .scheduler import Scheduler, Step
 
+# XLA times its Triton kernels and cuBLAS's one product at a time, and mostly takes its own. In a step over two H200s
+# cuBLAS's were faster but for a few rows (docs/scaling.md).
+CUBLAS: Any = {"xla_gpu_enable_triton_gemm": False, "xla_gpu_enable_cublaslt": True}
+CUBLAS_ROWS = 16
+
 _compiled = 0
 
 
@@ -66,8 +71,9 @@ class Engine:
                 in_specs = (specs(config, mesh.size), cache_specs, P(), P())
                 # check_vma=False: the sums are the same on all devices, which jax before 0.8 cannot infer.
                 step = jax.shard_map(step, mesh=mesh, in_specs=in_specs, out_specs=(P(), cache_specs), check_vma=False)
+            options_of_xla = CUBLAS if group is not None and layout.num_tokens >= CUBLAS_ROWS else None
             # Donated: a step's caches are the memory of the step before, updated in place.
-            self._steps[layout] = jax.jit(step, donate_argnums=1)
+            self._steps[layout] = jax.jit(step, donate_argnums=1, compiler_options=options_of_xla)
 
     def warm_up(self) -> None:
         """Compiles the program of each layout by running it on padding, which leaves the cache as it is."""
