@@ -64,6 +64,9 @@ Status Allocate(Member* member, cudaIpcMemHandle_t* handle) {
   void* region = nullptr;
   XLA_GPU_RETURN_IF_CUDA(cudaMalloc(&region, view.region_bytes()));
   XLA_GPU_RETURN_IF_CUDA(cudaMemset(region, 0, view.region_bytes()));
+  if (view.ranks == 2) {
+    XLA_GPU_RETURN_IF_CUDA(cudaMemset(static_cast<char*>(region) + view.words_offset(0), 0xff, 2 * view.max_bytes));
+  }
   view.regions[view.rank] = static_cast<char*>(region);
   void* failure = nullptr;
   XLA_GPU_RETURN_IF_CUDA(cudaHostAlloc(&failure, sizeof(GroupFailure), cudaHostAllocPortable | cudaHostAllocMapped));
@@ -76,7 +79,7 @@ Status Allocate(Member* member, cudaIpcMemHandle_t* handle) {
     std::memset(handle, 0, sizeof(*handle));
     cudaGetLastError();
   }
-  XLA_GPU_RETURN_IF_CUDA(cudaDeviceSynchronize());  // the zeros are there before a peer writes
+  XLA_GPU_RETURN_IF_CUDA(cudaDeviceSynchronize());  // all that is there before a peer writes
   return Status::Ok();
 }
 
@@ -164,8 +167,9 @@ Error AllocateMember(const xla_gpu_group_member* args, void* handle) {
   view.timeout_ns = static_cast<uint64_t>(args->timeout_ms) * 1000000;
   view.max_bytes = args->max_bytes == 0 ? kDefaultMaxBytes : GroupView::RoundUp(args->max_bytes);
   // Each peer gets the whole message and as many flags: what is worth that shrinks with the number of peers.
-  view.low_latency_bytes = args->low_latency_bytes < 0 ? kDefaultLowLatencyBytes / (args->ranks - 1) / 256 * 256
-                                                       : GroupView::RoundUp(args->low_latency_bytes);
+  const int64_t low_latency =
+      args->ranks == 2 ? kDefaultPairLowLatencyBytes : kDefaultLowLatencyBytes / (args->ranks - 1) / 256 * 256;
+  view.low_latency_bytes = args->low_latency_bytes < 0 ? low_latency : GroupView::RoundUp(args->low_latency_bytes);
   if (Error error = ToError(Allocate(member.get(), static_cast<cudaIpcMemHandle_t*>(handle))); !error.ok()) {
     return error;
   }

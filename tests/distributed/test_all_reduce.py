@@ -58,6 +58,20 @@ def test_is_the_sum_in_the_order_of_ranks(platform, ranks, dtype, shape):
     group.check()
 
 
+@pytest.mark.parametrize("dtype", cases.FLOATS)
+@pytest.mark.parametrize(("platform", "ranks"), RANKS)
+def test_data_may_be_all_ones(platform, ranks, dtype):
+    """NaNs of that pattern: on GPUs it also stands where data are still to come."""
+    group = xg.DeviceGroup(devices.mesh(platform, tp=ranks), "tp", timeout_s=20, max_bytes=1 << 20)
+    parts = parts_of((5, 1001), dtype, ranks)
+    parts.view(np.uint8)[-1, 1:4] = 0xFF
+    for _ in range(3):  # both areas, and the first again
+        out = on_every_rank(group, parts).astype(np.float32)
+        assert np.isnan(out[:, 1:4]).all()
+        assert np.isfinite(out[:, [0, 4]]).all()
+    group.check()
+
+
 @pytest.mark.parametrize(("rows", "hidden"), [(1, 4096), (7, 1000), (33, 8), (64, 4096), (5, 16384), (300, 4099)])
 @pytest.mark.parametrize("dtype", cases.FLOATS)
 @pytest.mark.parametrize(("platform", "ranks"), RANKS[:2] + RANKS[3:])

@@ -57,7 +57,7 @@ PROGRAM = textwrap.dedent("""
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("shape", [(1024,), (1 << 20,)], ids=["low-latency", "two-shot"])
+@pytest.mark.parametrize("shape", [(1024,), (1 << 20,)], ids=["small", "large"])
 def test_a_missing_peer_ends_the_call(shape):
     jax = pytest.importorskip("jax")
     try:

@@ -1,6 +1,7 @@
-// all_reduce_add_rms_norm on GPUs: a CTA a row. Where the message fits the low-latency exchange, a thread adds the
-// residual to what it received and keeps it for the norm; a larger message is all-reduced first.
+// all_reduce_add_rms_norm on GPUs: a CTA a row. Where messages are sent whole, a thread adds the residual to what it
+// received and keeps it for the norm; one that goes two-shot is all-reduced first.
 #include <algorithm>
+#include <climits>
 
 #include "ffi/base/cuda_status.h"
 #include "ffi/device/dispatch.cuh"
@@ -12,10 +13,13 @@ namespace xla_gpu {
 namespace {
 
 constexpr int kMaxAddRmsNormThreads = 512;  // more would leave a thread too few registers
+// Of CTAs that send all their rows ahead: they run at once, so that all rows are on their way at once.
+constexpr int64_t kMaxExchangeThreads = 128 * kMaxAddRmsNormThreads;
 
 // Where a row's vectors come from: `Send` this rank's to the peers, all of a row, then `Sum` each.
 template <typename T, int kRanks>
 struct FromPeers {
+  static constexpr bool kSendsAhead = false;
   const GroupView& group;
   Call call;
   Deadline deadline;
@@ -32,8 +36,31 @@ struct FromPeers {
   __device__ void End() { EndCall(group, call); }
 };
 
+// Of two ranks, without packets.
+template <typename T>
+struct FromPeer {
+  static constexpr bool kSendsAhead = true;
+  const GroupView& group;
+  Call call;
+  Deadline deadline;
+
+  __device__ FromPeer(const GroupView& group_, const T* /*x*/, int64_t /*ranks*/, int64_t /*stride*/)
+      : group(group_), call(BeginCall(group_)), deadline(group_, call.broken) {}
+  __device__ void Send(int64_t row, int64_t i, int64_t vectors, const Vector<T>& own) {
+    SendWords(group, call, row * vectors + i, own);
+  }
+  __device__ Vector<T> Sum(int64_t row, int64_t i, int64_t /*hidden*/, int64_t vectors, bool /*aligned*/,
+                           const Vector<T>& own) {
+    Vector<T> sum[1] = {own};
+    AddWords(group, call, row * vectors + i, /*step=*/0, /*vectors=*/INT64_MAX, sum, &deadline);
+    return sum[0];
+  }
+  __device__ void End() { EndCall(group, call); }
+};
+
 template <typename T>
 struct FromParts {
+  static constexpr bool kSendsAhead = false;
   const T* x;  // [ranks, num_rows, hidden]
   int64_t ranks, stride;
 
@@ -71,13 +98,24 @@ __global__ void __launch_bounds__(kMaxAddRmsNormThreads)
     first_added = LoadVector(residual + blockIdx.x * hidden, first, hidden, aligned);
   }
   Source source(group, x, ranks, num_rows * hidden);
+  // Of many rows all is on its way before the first is waited for.
+  if (Source::kSendsAhead) {
+    for (int64_t row = blockIdx.x; row < num_rows; row += gridDim.x) {
+      for (int64_t i = first; i < vectors; i += blockDim.x) {
+        const bool is_first = i == first && row == blockIdx.x;
+        source.Send(row, i, vectors, is_first ? first_own : LoadVector(x + row * hidden, i, hidden, aligned));
+      }
+    }
+  }
   for (int64_t row = blockIdx.x; row < num_rows; row += gridDim.x) {
     const int64_t at = row * hidden;
     V kept = first_own;
     if (row != blockIdx.x && first < vectors) kept = LoadVector(x + at, first, hidden, aligned);
-    if (first < vectors) source.Send(row, first, vectors, kept);
-    for (int64_t i = first + blockDim.x; i < vectors; i += blockDim.x) {
-      source.Send(row, i, vectors, LoadVector(x + at, i, hidden, aligned));
+    if (!Source::kSendsAhead) {
+      if (first < vectors) source.Send(row, first, vectors, kept);
+      for (int64_t i = first + blockDim.x; i < vectors; i += blockDim.x) {
+        source.Send(row, i, vectors, LoadVector(x + at, i, hidden, aligned));
+      }
     }
     float squares = 0.0f;
     for (int64_t i = first; i < vectors; i += blockDim.x) {
@@ -106,13 +144,13 @@ template <typename T>
 struct Shape {
   int64_t vectors;
   unsigned threads;
-  unsigned blocks;
+  int64_t blocks;
   bool aligned;
 
   explicit Shape(const AllReduceAddRmsNormParams& p) {
     vectors = (p.hidden + Vector<T>::kSize - 1) / Vector<T>::kSize;
     threads = static_cast<unsigned>(std::clamp<int64_t>((vectors + 31) / 32 * 32, 32, kMaxAddRmsNormThreads));
-    blocks = static_cast<unsigned>(std::min<int64_t>(p.num_rows, 1 << 16));
+    blocks = std::min<int64_t>(p.num_rows, 1 << 16);
     const uintptr_t bits = reinterpret_cast<uintptr_t>(p.x) | reinterpret_cast<uintptr_t>(p.residual) |
                            reinterpret_cast<uintptr_t>(p.weight) | reinterpret_cast<uintptr_t>(p.out) |
                            reinterpret_cast<uintptr_t>(p.sum);
@@ -124,10 +162,28 @@ template <typename T, typename Source>
 Status LaunchRows(const AllReduceAddRmsNormParams& p, const void* x, int64_t ranks, const GroupView& group,
                   Stream stream) {
   const Shape<T> shape(p);
-  AddRmsNormKernel<T, Source><<<shape.blocks, shape.threads, /*shared_mem=*/0, stream>>>(
+  const int64_t most = Source::kSendsAhead ? kMaxExchangeThreads / shape.threads : INT_MAX;
+  const auto blocks = static_cast<unsigned>(std::min(shape.blocks, most));
+  AddRmsNormKernel<T, Source><<<blocks, shape.threads, /*shared_mem=*/0, stream>>>(
       group, static_cast<const T*>(x), static_cast<const T*>(p.residual), static_cast<const T*>(p.weight),
       static_cast<T*>(p.out), static_cast<T*>(p.sum), ranks, p.num_rows, p.hidden, p.eps, shape.aligned);
   XLA_GPU_RETURN_IF_LAUNCH_FAILED();
+  return Status::Ok();
+}
+
+// Two ranks: rows that the group's memory has no room for go in pieces. Expects room for one row.
+template <typename T>
+Status LaunchPair(const AllReduceAddRmsNormParams& p, int64_t most, Stream stream) {
+  for (int64_t row = 0; row < p.num_rows; row += most) {
+    const int64_t at = row * p.hidden * static_cast<int64_t>(sizeof(T));
+    AllReduceAddRmsNormParams piece = p;
+    piece.num_rows = std::min(most, p.num_rows - row);
+    piece.x = static_cast<const char*>(p.x) + at;
+    piece.residual = static_cast<const char*>(p.residual) + at;
+    piece.out = static_cast<char*>(p.out) + at;
+    piece.sum = static_cast<char*>(p.sum) + at;
+    if (Status status = LaunchRows<T, FromPeer<T>>(piece, piece.x, 1, *p.group, stream); !status.ok()) return status;
+  }
   return Status::Ok();
 }
 
@@ -135,11 +191,15 @@ template <typename T>
 Status Launch(const AllReduceAddRmsNormParams& p, Stream stream) {
   if (p.group == nullptr) return LaunchRows<T, FromParts<T>>(p, p.x, p.ranks, GroupView{}, stream);
   const GroupView& group = *p.group;
-  if (p.num_rows * Shape<T>(p).vectors * 16 <= group.low_latency_bytes) {
+  const int64_t row_bytes = Shape<T>(p).vectors * 16;
+  // With the norm's work around them, words are the faster ones from 256 KB on.
+  const int64_t low_latency_bytes = group.ranks == 2 ? group.low_latency_bytes / 2 : group.low_latency_bytes;
+  if (p.num_rows * row_bytes <= low_latency_bytes) {
     if (group.ranks <= 2) return LaunchRows<T, FromPeers<T, 2>>(p, p.x, 1, group, stream);
     if (group.ranks <= 4) return LaunchRows<T, FromPeers<T, 4>>(p, p.x, 1, group, stream);
     return LaunchRows<T, FromPeers<T, kMaxRanks>>(p, p.x, 1, group, stream);
   }
+  if (group.ranks == 2 && row_bytes <= group.max_bytes) return LaunchPair<T>(p, group.max_bytes / row_bytes, stream);
   const AllReduceParams reduce = {p.x, p.sum, p.num_rows * p.hidden, 1, p.dtype, p.group};
   if (Status status = LaunchAllReduce(reduce, stream); !status.ok()) return status;
   return LaunchRows<T, FromParts<T>>(p, p.sum, 1, group, stream);
@@ -158,6 +218,7 @@ Status LoadAddRmsNormType() {
   if (Status status = Load<T, 4>(); !status.ok()) return status;
   if (Status status = Load<T, kMaxRanks>(); !status.ok()) return status;
   cudaFuncAttributes attributes;
+  XLA_GPU_RETURN_IF_CUDA(cudaFuncGetAttributes(&attributes, (AddRmsNormKernel<T, FromPeer<T>>)));
   XLA_GPU_RETURN_IF_CUDA(cudaFuncGetAttributes(&attributes, (AddRmsNormKernel<T, FromParts<T>>)));
   return Status::Ok();
 }

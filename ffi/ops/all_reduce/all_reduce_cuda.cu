@@ -1,9 +1,10 @@
-// all_reduce on GPUs. Three kernels: over a device group the low-latency one (each rank sends its whole message to
-// every peer) for small messages and the two-shot one (each rank sums a share and sends it on) for larger ones; and the
-// sum of parts that XLA gathered.
+// all_reduce on GPUs. Four kernels: over a device group the low-latency one (each rank sends its whole message to every
+// peer, in packets) for small messages; for larger ones that of two ranks, which send each other their words, and the
+// two-shot one of more (each rank sums a share and sends it on); and the sum of parts that XLA gathered.
 //
 // The CTAs of a call depend on the CTAs of the same index on the peers alone, so that they need not all run at once.
 #include <algorithm>
+#include <climits>
 #include <type_traits>
 
 #include "ffi/base/cuda_status.h"
@@ -17,7 +18,7 @@ namespace {
 constexpr int kAllReduceThreads = 256;
 constexpr int kTwoShotThreads = 512;
 constexpr int kMaxTwoShotBlocks = 64;
-constexpr int kMinTwoShotRanks = 4;  // two ranks take the kernel of four: their links are the limit
+constexpr int kFewBlocks = 128;
 static_assert(kMaxTwoShotBlocks <= kMaxFlagBlocks);
 
 // ---- Low latency ----
@@ -46,10 +47,54 @@ __global__ void __launch_bounds__(kAllReduceThreads) LowLatencyKernel(const __gr
   EndCall(group, call);
 }
 
-// ---- Two-shot ----
-
-// Vectors that a thread has under way at once.
+// Vectors that a thread of the next kernels has under way at once.
 constexpr int kBatch = 4;
+
+// ---- Two ranks ----
+
+template <typename T>
+__global__ void __launch_bounds__(kAllReduceThreads) PairKernel(const __grid_constant__ GroupView group,
+                                                                const T* __restrict__ x,  // [size]
+                                                                T* __restrict__ out,      // [size]
+                                                                int64_t size, bool aligned) {
+  using V = Vector<T>;
+  const int64_t vectors = (size + V::kSize - 1) / V::kSize;
+  const int64_t step = static_cast<int64_t>(gridDim.x) * kAllReduceThreads;
+  const int64_t first = static_cast<int64_t>(blockIdx.x) * kAllReduceThreads + threadIdx.x;
+  V own[kBatch];
+  if (aligned) {
+#pragma unroll
+    for (int b = 0; b < kBatch; ++b) {
+      if (first + b * step < vectors) own[b] = LoadVector(x, first + b * step, size, true);
+    }
+  }
+  const Call call = BeginCall(group);
+  Deadline deadline(group, call.broken);
+  // All is on its way before the first is waited for.
+  if (aligned) {
+#pragma unroll
+    for (int b = 0; b < kBatch; ++b) {
+      if (first + b * step < vectors) SendWords(group, call, first + b * step, own[b]);
+    }
+    AddWords(group, call, first, step, vectors, own, &deadline);
+#pragma unroll
+    for (int b = 0; b < kBatch; ++b) {
+      if (first + b * step < vectors) StoreVector(out, first + b * step, size, true, own[b]);
+    }
+  } else {  // one after the other: access to single elements is much code
+#pragma unroll 1
+    for (int64_t i = first; i < vectors; i += step) SendWords(group, call, i, LoadVector(x, i, size, false));
+#pragma unroll 1
+    for (int64_t i = first; i < vectors; i += step) {
+      V sum[1] = {LoadVector(x, i, size, false)};
+      AddWords(group, call, i, /*step=*/0, vectors, sum, &deadline);
+      StoreVector(out, i, size, false, sum[0]);
+    }
+  }
+  EndCall(group, call);
+}
+
+// ---- Two-shot ----
 
 // All threads of a CTA: what they stored before is visible to the CTAs of this index on the peers, and the other way
 // round. Returns false where a peer did not come.
@@ -220,14 +265,25 @@ Status LaunchGroup(const AllReduceParams& p, Stream stream) {
     return Status::Ok();
   }
   // What is larger than the group's memory goes in pieces.
-  const int64_t most = group.share_bytes() * group.ranks / static_cast<int64_t>(sizeof(T));
+  const int64_t bytes = kRanks == 2 ? group.max_bytes : group.share_bytes() * group.ranks;
+  const int64_t most = bytes / static_cast<int64_t>(sizeof(T));
   for (int64_t at = 0; at < p.size; at += most) {
     const int64_t size = std::min(most, p.size - at);
-    const int64_t share = ((size + kSize - 1) / kSize + group.ranks - 1) / group.ranks;
+    const int64_t vectors = (size + kSize - 1) / kSize;
+    const T* const x = static_cast<const T*>(p.x) + at;
+    T* const out = static_cast<T*>(p.out) + at;
     const bool piece_aligned = aligned && size % kSize == 0;
-    TwoShotKernel<T, std::max(kRanks, kMinTwoShotRanks)>
-        <<<Blocks(share, kTwoShotThreads, kMaxTwoShotBlocks), kTwoShotThreads, /*shared_mem=*/0, stream>>>(
-            group, static_cast<const T*>(p.x) + at, static_cast<T*>(p.out) + at, size, piece_aligned);
+    if constexpr (kRanks == 2) {
+      // A thread has kBatch vectors, and with fewer than kFewBlocks CTAs one.
+      const unsigned blocks = std::max(Blocks(vectors, kAllReduceThreads, kFewBlocks),
+                                       Blocks(vectors, kAllReduceThreads * kBatch, INT_MAX));
+      PairKernel<T><<<blocks, kAllReduceThreads, /*shared_mem=*/0, stream>>>(group, x, out, size, piece_aligned);
+    } else {
+      const int64_t share = (vectors + group.ranks - 1) / group.ranks;
+      TwoShotKernel<T, kRanks>
+          <<<Blocks(share, kTwoShotThreads, kMaxTwoShotBlocks), kTwoShotThreads, /*shared_mem=*/0, stream>>>(
+              group, x, out, size, piece_aligned);
+    }
     XLA_GPU_RETURN_IF_LAUNCH_FAILED();
   }
   return Status::Ok();
@@ -251,7 +307,11 @@ Status Load(Kernel kernel) {
 template <typename T, int kRanks>
 Status LoadRanks() {
   if (Status status = Load(LowLatencyKernel<T, kRanks>); !status.ok()) return status;
-  return Load(TwoShotKernel<T, std::max(kRanks, kMinTwoShotRanks)>);
+  if constexpr (kRanks == 2) {
+    return Load(PairKernel<T>);
+  } else {
+    return Load(TwoShotKernel<T, kRanks>);
+  }
 }
 
 template <typename T>

@@ -16,11 +16,12 @@ constexpr int kMaxRanks = 8;
 constexpr int kMaxFlagBlocks = 128;  // CTAs of the two-shot kernel
 
 // Bytes of a message that the region takes: data and flags as 16-byte packets of 8 bytes of data (low latency), or as
-// they are (two-shot).
+// they are. Two ranks send each other these whole too: as much traffic as two-shot, and one exchange instead of two.
 constexpr int64_t kDefaultMaxBytes = int64_t{16} << 20;
 constexpr int64_t kDefaultLowLatencyBytes = int64_t{1} << 20;
+constexpr int64_t kDefaultPairLowLatencyBytes = int64_t{256} << 10;
 
-// Head of a region. Zero when a group is made.
+// Head of a region. Zero when a group is made, as is all else but the words.
 struct GroupControl {
   uint32_t epoch;      // calls that are done on this GPU; the same on every GPU of the group
   uint32_t broken;     // not 0: a call timed out here or on a peer, and no later call waits
@@ -44,18 +45,20 @@ struct GroupView {
   uint64_t timeout_ns;
   int32_t rank;
   int32_t ranks;
-  int64_t max_bytes;          // of one call of the two-shot kernel
+  int64_t max_bytes;          // of one call of the others
   int64_t low_latency_bytes;  // of one call of the low-latency kernels
 
   static constexpr int64_t RoundUp(int64_t bytes) { return (bytes + 255) / 256 * 256; }
-  // Bytes of one rank's share of a two-shot message.
-  constexpr int64_t share_bytes() const { return RoundUp((max_bytes + ranks - 1) / ranks); }
   constexpr int64_t low_latency_offset(int parity, int from) const {
     return static_cast<int64_t>(sizeof(GroupControl)) + (parity * ranks + from) * 2 * low_latency_bytes;
   }
+  // Two ranks: where this one has the peer's words in calls of this parity; all ones but for what it has not read yet.
+  constexpr int64_t words_offset(int parity) const { return low_latency_offset(2, 0) + parity * max_bytes; }
+  // More ranks: two-shot messages, and the bytes of one rank's share of them.
+  constexpr int64_t share_bytes() const { return RoundUp((max_bytes + ranks - 1) / ranks); }
   constexpr int64_t scatter_offset(int from) const { return low_latency_offset(2, 0) + from * share_bytes(); }
   constexpr int64_t gather_offset(int from) const { return scatter_offset(ranks) + from * share_bytes(); }
-  constexpr int64_t region_bytes() const { return gather_offset(ranks); }
+  constexpr int64_t region_bytes() const { return ranks == 2 ? words_offset(2) : gather_offset(ranks); }
 };
 
 // Loads the operators' kernels on the current GPU. CUDA loads them when they are first launched, and may wait for the

@@ -1,4 +1,5 @@
-// How the GPUs of a device group exchange data: vectors of 16 bytes, packets that carry their own flag, flags of CTAs.
+// How the GPUs of a device group exchange data: vectors of 16 bytes, packets that carry their own flag, words that are
+// their own flag, flags of CTAs.
 #ifndef XLA_GPU_OPS_ALL_REDUCE_EXCHANGE_CUH_
 #define XLA_GPU_OPS_ALL_REDUCE_EXCHANGE_CUH_
 
@@ -239,6 +240,76 @@ __device__ __forceinline__ Vector<T> SumPackets(const GroupView& group, const Ca
     }
   }
   return sum.Round();
+}
+
+// ---- Words, between two ranks: data that are their own flag ----
+//
+// What a rank receives stands in an area that holds all ones before. A word of 8 bytes that holds anything else has
+// come: half of a packet's traffic, and as no flag no fence. Who reads a word sets it back to all ones, which costs a
+// small message more than a packet's flag does. A word of data that is all ones, several NaNs, is sent as other NaNs:
+// the bits of a sum with NaNs do not depend on theirs.
+//
+// As a packet area, one is used by every second call: a rank that begins call e + 2 has ended call e + 1, to which the
+// peer contributed after it had ended call e, and so had read and set back all of it.
+
+constexpr uint64_t kNotCome = ~uint64_t{0};
+
+__device__ __forceinline__ uint64_t Word(uint32_t low, uint32_t high) {
+  const uint64_t word = static_cast<uint64_t>(high) << 32 | low;
+  return word == kNotCome ? kNotCome - 1 : word;
+}
+
+__device__ __forceinline__ void StoreWords(char* to, uint64_t a, uint64_t b) {
+  asm volatile("st.relaxed.sys.global.v2.b64 [%0], {%1, %2};" ::"l"(to), "l"(a), "l"(b) : "memory");
+}
+
+// Returns whether both words have come.
+__device__ __forceinline__ bool LoadWords(const char* from, uint4* data) {
+  uint64_t a, b;
+  asm volatile("ld.relaxed.sys.global.v2.b64 {%0, %1}, [%2];" : "=l"(a), "=l"(b) : "l"(from) : "memory");
+  *data = {static_cast<uint32_t>(a), static_cast<uint32_t>(a >> 32), static_cast<uint32_t>(b),
+           static_cast<uint32_t>(b >> 32)};
+  return a != kNotCome && b != kNotCome;
+}
+
+// Sends vector `i` to the peer.
+template <typename T>
+__device__ __forceinline__ void SendWords(const GroupView& group, const Call& call, int64_t i, const Vector<T>& own) {
+  if (call.broken) return;
+  const uint4 data = AsBits(own);
+  StoreWords(group.regions[1 - group.rank] + group.words_offset(call.epoch & 1) + i * 16, Word(data.x, data.y),
+             Word(data.z, data.w));
+}
+
+// Adds the peer's to vectors first, first + step, …, those of them that are below `vectors`, and rounds: waits for
+// them. NaN where one did not come.
+template <typename T, int kCount>
+__device__ __forceinline__ void AddWords(const GroupView& group, const Call& call, int64_t first, int64_t step,
+                                         int64_t vectors, Vector<T> (&own)[kCount], Deadline* deadline) {
+  const int peer = 1 - group.rank;
+  char* const area = group.regions[group.rank] + group.words_offset(call.epoch & 1);
+  const auto has = [&](int b) { return first + b * step < vectors; };
+  uint4 parts[kCount];
+  bool missing;
+  do {
+    missing = deadline->expired();
+#pragma unroll
+    for (int b = 0; b < kCount; ++b) {
+      if (has(b) && !LoadWords(area + (first + b * step) * 16, &parts[b])) missing = true;
+    }
+  } while (missing && !deadline->Expired(peer, call.epoch));
+#pragma unroll
+  for (int b = 0; b < kCount; ++b) {
+    if (missing) {
+      own[b] = NanVector<T>();
+    } else if (has(b)) {
+      StoreWords(area + (first + b * step) * 16, kNotCome, kNotCome);
+      VectorSum<T> sum;  // of two, in any order: the same bits
+      sum.Set(own[b]);
+      sum.Add(FromBits<T>(parts[b]));
+      own[b] = sum.Round();
+    }
+  }
 }
 
 }  // namespace xla_gpu

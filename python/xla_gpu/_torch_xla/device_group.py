@@ -23,8 +23,8 @@ _groups: list[DeviceGroup] = []  # by index: what a traced program names
 class DeviceGroup:
     """The devices along one axis of a torch_xla SPMD mesh, ready to sum with each other.
 
-    Make it once, after torch_xla.runtime.use_spmd(). On GPUs it allocates max_bytes and a few MB more on each GPU of
-    the axis, opens the peers' memory and loads the kernels. Where a GPU cannot reach a peer's memory it warns, and
+    Make it once, after torch_xla.runtime.use_spmd(). On GPUs it allocates twice max_bytes and a few MB more on each GPU
+    of the axis, opens the peers' memory and loads the kernels. Where a GPU cannot reach a peer's memory it warns, and
     XLA's all-gather is used; on the CPU and over several hosts that is the only way.
 
     Args:
@@ -32,7 +32,7 @@ class DeviceGroup:
         groups.
       axis: the name of the axis to sum over.
       timeout_s: how long a call waits for a peer before it gives up.
-      max_bytes: of GPU memory for large messages; a message that is larger goes in pieces.
+      max_bytes: of a message; one that is larger goes in pieces.
 
     Raises:
       TypeError, ValueError: an argument is not as described, or SPMD is not in use.
