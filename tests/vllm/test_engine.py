@@ -265,6 +265,7 @@ def test_logprobs(engine, reference, params):
         ({"additional_config": {"token_buckets": [1000]}}, "token_buckets: expected integers from 1 to"),
         ({"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}, "--speculative-config: not supp"),
         ({"cpu_offload_gb": 1}, "--cpu-offload-gb: expected 0, got 1"),
+        ({"model_impl": "transformers"}, "--model-impl: expected a model of vLLM's own, got transformers' Llama"),
         ({"convert": "embed"}, "--convert: expected none, got embed"),
         ({"num_gpu_blocks_override": 16}, "--num-gpu-blocks-override: expected at least 17 for --max-model-len 256"),
     ],

@@ -102,6 +102,9 @@ def _model_refusals(model: Any) -> list[str]:
             "--quantization: expected none, or a checkpoint of compressed-tensors, fp8, awq or gptq, "
             f"got {model.quantization}"
         )
+    if model.using_transformers_backend():
+        # Its programs copy the KV caches in every step.
+        found.append(f"--model-impl: expected a model of vLLM's own, got transformers' {model.architectures[0]}")
     if model.dtype not in DTYPES:
         found.append(f"--dtype: expected float32, float16 or bfloat16, got {model.dtype}")
     if model.is_multimodal_model:
