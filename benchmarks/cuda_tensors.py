@@ -7,6 +7,7 @@ Needs a PyTorch with CUDA beside torch_xla.
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
 from collections.abc import Callable
@@ -35,11 +36,15 @@ def microseconds(run: Callable[[], Any]) -> float:
 
 
 def calls(count: int) -> dict[str, Callable[[], Any]]:
-    """Compiled calls with ``count`` arguments, parameters or results, by what there are so many of."""
+    """Compiled calls with ``count`` arguments, parameters or results, by what there are so many of.
+
+    "elsewhere" are arguments whose memory is another one in each call.
+    """
     tensors = [torch.ones(256, device="cuda") for _ in range(count)]
     parameters = [torch.nn.Parameter(x, requires_grad=False) for x in tensors]
     compiled = lambda function: torch.compile(function, backend="xla_gpu", fullgraph=True)  # noqa: E731
-    arguments = compiled(lambda *x: torch.stack(x).sum())
+    arguments, moving = (compiled(lambda *x: torch.stack(x).sum()) for _ in range(2))
+    others = itertools.cycle([[torch.ones(256, device="cuda") for _ in range(count)] for _ in range(6)])
     many = compiled(lambda x: [x + i for i in range(count)])
 
     class Module(torch.nn.Module):
@@ -53,6 +58,7 @@ def calls(count: int) -> dict[str, Callable[[], Any]]:
     module = compiled(Module())
     return {
         "argument": lambda: arguments(*tensors),
+        "elsewhere": lambda: moving(*next(others)),
         "parameter": lambda: module(tensors[0]),
         "result": lambda: many(tensors[0]),
     }
@@ -67,8 +73,22 @@ def main() -> None:
             each = (times[-1] - times[0]) / (COUNTS[-1] - COUNTS[0])
             calls_text = ", ".join(f"{count}: {t:.0f}" for count, t in zip(COUNTS, times, strict=True))
             print(f"{what:<10} {each:6.2f} us each   (us per call by their number: {calls_text})", flush=True)
-    x = torch.ones(256, device="cuda")
-    print(f"to_xla     {microseconds(lambda: [xla_gpu.torch.to_xla(x) for _ in range(64)]) / 64:6.2f} us")
+    single()
+
+
+def single() -> None:
+    """Tensors outside of torch.compile, beside torch_xla's own transfer of a CPU tensor of this size."""
+    import torch_xla
+
+    x, on_cpu, device = torch.ones(256, device="cuda"), torch.ones(256), torch_xla.device()
+    on_xla = xla_gpu.torch.to_xla(x)
+    torch_xla.sync()
+    for what, call in {
+        "to_xla": lambda: xla_gpu.torch.to_xla(x),
+        "to_cuda": lambda: xla_gpu.torch.to_cuda(on_xla),
+        "torch_xla's own transfer of a CPU tensor": lambda: on_cpu.to(device),
+    }.items():
+        print(f"{what:<10} {microseconds(lambda call=call: [call() for _ in range(64)]) / 64:6.2f} us", flush=True)
 
 
 if __name__ == "__main__":

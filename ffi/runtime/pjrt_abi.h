@@ -120,7 +120,10 @@ struct LoadedExecutableExecuteArgs {
   size_t struct_size;
   Extension* extension_start;
   void* executable;
-  Args* options;  // PJRT_ExecuteOptions
+  Args* options;                       // PJRT_ExecuteOptions
+  void* const* const* argument_lists;  // [num_devices][num_args] buffers
+  size_t num_devices;
+  size_t num_args;
   // More follows, which the adapter leaves as it is.
 };
 

@@ -72,7 +72,10 @@ void* Compile(void* untyped) {
 void* Execute(void* untyped) {
   const Entry execute = real_api->entries()[kLoadedExecutableExecute];
   auto* args = static_cast<LoadedExecutableExecuteArgs*>(untyped);
-  if (args->struct_size < sizeof *args || !GrownArgs::Fits(args->options)) return execute(args);
+  if (args->struct_size < sizeof *args) return execute(args);
+  const BoundArguments bound(args);
+  if (!bound.error().ok()) return RefusedBy(bound.error());
+  if (!GrownArgs::Fits(args->options)) return execute(args);
   Args* const given = args->options;
   GrownArgs options(given);
   args->options = options.args();
@@ -106,7 +109,7 @@ const Api* MakeTable(const Api& api, const std::string& path) {
   replace(kLoadedExecutableExecute, Execute);
   replace(kExecutableDeserializeAndLoad, CallWithGrownArgs<kExecutableDeserializeAndLoad>);
   replace(kExecutableGetCompiledMemoryStats, CallWithGrownArgs<kExecutableGetCompiledMemoryStats>);
-  if (SharedBuffersUse(api)) {
+  if (BufferViewsUse(api)) {
     replace(kClientBufferFromHostBuffer, SharedBufferFromHostBuffer);
     replace(kBufferUnsafePointer, SharedBufferUnsafePointer);
     replace(kBufferDestroy, SharedBufferDestroy);

@@ -156,12 +156,20 @@ XLA_GPU_EXPORT const char* xla_gpu_import_buffers(const void* const* data, const
 // Takes announcements back that no transfer has used: writes the ids of these, and returns their number.
 XLA_GPU_EXPORT size_t xla_gpu_import_cancel(const void* const* data, size_t count, int64_t* ids);
 
+// As xla_gpu_import_buffers, but what becomes of the transfers are placeholders: executions get views of the memory
+// that is bound to them instead, and fail while none is. `data` serves to recognise the transfers.
+XLA_GPU_EXPORT const char* xla_gpu_import_placeholders(const void* const* data, const int64_t* ids, size_t count);
+
+// Binds memory to placeholders for executions from now on, which start after what `stream` holds now. Null instead of
+// an address, or of `data`, ends a binding.
+XLA_GPU_EXPORT const char* xla_gpu_bind_placeholders(const int64_t* ids, const void* const* data, size_t count,
+                                                     void* stream);
+
 // The ids of imported buffers that the runtime has deleted, each once; returns their number, at most `capacity`.
 XLA_GPU_EXPORT size_t xla_gpu_import_released(int64_t* ids, size_t capacity);
 
 typedef struct xla_gpu_export_args {
   size_t struct_size;   // sizeof(this)
-  void* stream;         // of the other framework: it waits for the buffer
   int32_t device_type;  // DLPack's: 2 CUDA
   int32_t device_id;
   uint8_t dtype_code;  // DLPack's
@@ -171,9 +179,10 @@ typedef struct xla_gpu_export_args {
   void* managed_tensor;  // out: a DLManagedTensor, whose deleter gives the buffer back
 } xla_gpu_export_args;
 
-// The thread's next call of the client for a buffer's address names the buffer that xla_gpu_export_buffer exports.
+// From now on the thread's calls of the client for buffers' addresses name, in their order, the buffers that its next
+// xla_gpu_export_buffers exports, all or none. `stream`, of the other framework, waits for them.
 XLA_GPU_EXPORT void xla_gpu_export_begin(void);
-XLA_GPU_EXPORT const char* xla_gpu_export_buffer(xla_gpu_export_args* args);
+XLA_GPU_EXPORT const char* xla_gpu_export_buffers(xla_gpu_export_args* args, size_t count, void* stream);
 
 // Buffers that were exported and are not given back yet.
 XLA_GPU_EXPORT size_t xla_gpu_export_count(void);

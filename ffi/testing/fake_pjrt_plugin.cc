@@ -7,6 +7,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <string>
+#include <vector>
 
 #include "ffi/runtime/pjrt_abi.h"
 
@@ -62,8 +63,16 @@ void* CheckSize(const char* name, size_t expected, size_t got) {
                    std::to_string(got));
 }
 
+std::vector<const void*> executed;  // the memory of the last execution's arguments, null: of a buffer from the host
+const void* DataOf(void* buffer);
+
 void* Execute(void* untyped) {
-  const pjrt::Args* options = static_cast<pjrt::LoadedExecutableExecuteArgs*>(untyped)->options;
+  const auto* args = static_cast<pjrt::LoadedExecutableExecuteArgs*>(untyped);
+  executed.clear();
+  for (size_t device = 0; device < args->num_devices; ++device) {
+    for (size_t i = 0; i < args->num_args; ++i) executed.push_back(DataOf(args->argument_lists[device][i]));
+  }
+  const pjrt::Args* options = args->options;
   options_size = options->struct_size;
   return CheckSize("PJRT_ExecuteOptions", kOptionsSize, options->struct_size);
 }
@@ -161,7 +170,8 @@ struct FakeBuffer {
   pjrt::CreateViewOfDeviceBufferArgs view = {};
 };
 FakeBuffer* last_view = nullptr;
-int64_t host_buffers = 0, destroyed_buffers = 0, waits = 0;
+const void* DataOf(void* buffer) { return static_cast<FakeBuffer*>(buffer)->data; }
+int64_t host_buffers = 0, views = 0, destroyed_buffers = 0, waits = 0;
 
 void* BufferFromHostBuffer(void* untyped) {
   auto* args = static_cast<pjrt::BufferFromHostBufferArgs*>(untyped);
@@ -174,7 +184,9 @@ void* BufferFromHostBuffer(void* untyped) {
 
 void* CreateViewOfDeviceBuffer(void* untyped) {
   auto* args = static_cast<pjrt::CreateViewOfDeviceBufferArgs*>(untyped);
+  if (args->on_delete_callback == nullptr) return MakeError("a view without on_delete_callback ends the process");
   if (args->num_dims == 7) return MakeError("the fake plug-in refuses views of rank 7");
+  ++views;
   last_view = new FakeBuffer{args->device_buffer_ptr, args->element_type, args->stream, 0, *args};
   args->buffer = last_view;
   return nullptr;
@@ -185,9 +197,7 @@ FakeBuffer* BufferOf(void* args) { return static_cast<FakeBuffer*>(static_cast<p
 void* BufferDestroy(void* args) {
   FakeBuffer* const buffer = BufferOf(args);
   ++destroyed_buffers;
-  if (buffer->view.on_delete_callback != nullptr) {
-    buffer->view.on_delete_callback(buffer->data, buffer->view.on_delete_callback_arg);
-  }
+  if (buffer->data != nullptr) buffer->view.on_delete_callback(buffer->data, buffer->view.on_delete_callback_arg);
   if (buffer == last_view) {  // tests read its numbers later
     static FakeBuffer destroyed_view;
     destroyed_view = *buffer;
@@ -249,13 +259,22 @@ extern "C" __attribute__((visibility("default"))) const char* fake_pjrt_register
   return registered_target.c_str();
 }
 
-// What happened to buffers: made from host memory, destroyed, waited for; the last view's stream and references.
-extern "C" __attribute__((visibility("default"))) void fake_pjrt_buffers(int64_t counts[5]) {
+// The memory of the last execution's arguments; returns their number, at most `capacity`.
+extern "C" __attribute__((visibility("default"))) size_t fake_pjrt_executed(const void** data, size_t capacity) {
+  const size_t count = executed.size() < capacity ? executed.size() : capacity;
+  for (size_t i = 0; i < count; ++i) data[i] = executed[i];
+  return count;
+}
+
+// What happened to buffers: made from host memory, destroyed, waited for; the last view's stream and references; views
+// that were made.
+extern "C" __attribute__((visibility("default"))) void fake_pjrt_buffers(int64_t counts[6]) {
   counts[0] = host_buffers;
   counts[1] = destroyed_buffers;
   counts[2] = waits;
   counts[3] = last_view != nullptr ? last_view->stream : -1;
   counts[4] = last_view != nullptr ? last_view->references : -1;
+  counts[5] = views;
 }
 
 extern "C" __attribute__((visibility("default"))) const void* GetPjrtApi() {

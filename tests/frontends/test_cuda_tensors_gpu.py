@@ -5,8 +5,10 @@ Needs a PyTorch with CUDA beside torch_xla, and PJRT_DEVICE=GPU. References are 
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
+import threading
 
 import pytest
 
@@ -180,6 +182,72 @@ def test_arguments_that_change_get_their_values():
     assert addresses == [x.data_ptr() for x in ours]
 
 
+def test_other_memory_in_each_call():
+    """Arguments of one shape at addresses that change, come back, and are each other's."""
+    call = compiled(lambda x, y, z: x - 2 * y + 4 * z)
+    tensors = [torch.full((100,), float(i), device="cuda") for i in range(6)]
+    for x, y, z in [(0, 1, 2), (3, 4, 5), (2, 1, 0), (0, 1, 2), (5, 1, 4)]:
+        assert torch.equal(call(tensors[x], tensors[y], tensors[z]).cpu(), torch.full((100,), float(x - 2 * y + 4 * z)))
+    x = tensors[5]
+    assert torch.equal(compiled(lambda x, y: x * y)(x, x.view(10, 10).view(100)).cpu(), torch.full((100,), 25.0))
+
+
+@torch._dynamo.config.patch(enable_cpp_symbolic_shape_guards=False)  # they need a C++ compiler and PyTorch's headers
+def test_sizes_that_vary():
+    call = torch.compile(lambda x: (x + 1, x.sum()), backend="xla_gpu", dynamic=True)
+    for size in (8, 12, 8, 20, 12):
+        x = torch.arange(float(size), device="cuda")
+        y, total = call(x)
+        assert torch.equal(y, x + 1) and float(total) == size * (size - 1) / 2
+
+
+def test_arguments_that_are_returned():
+    x, y = torch.ones(4, device="cuda"), torch.arange(6.0, device="cuda")[::2]
+    same, other, doubled = compiled(lambda x, y: (x, y, y * 2))(x, y)
+    assert same.data_ptr() == x.data_ptr() and torch.equal(other, y) and torch.equal(doubled, y * 2)
+
+
+def test_an_operator_that_pytorch_computes():
+    """XLA has no lowering of it: torch_xla reads its operand back, which is this call's."""
+    call = compiled(lambda x: torch.special.bessel_j0(x + 1) * 2)
+    for shift in (0.0, 1.0, 2.0):
+        x = torch.arange(5.0) + shift
+        torch.testing.assert_close(call(x.cuda()).cpu(), torch.special.bessel_j0(x + 1) * 2)
+    call = compiled(lambda x: torch.special.bessel_j0(x) * 2)
+    for shift in (0.0, 1.0, 2.0):
+        x = torch.arange(5.0) + shift
+        torch.testing.assert_close(call(x.cuda()).cpu(), torch.special.bessel_j0(x) * 2)
+
+
+def test_memory_of_earlier_calls_is_let_go_of():
+    call = compiled(lambda x: x.sum())
+    before = torch.cuda.memory_allocated()
+    for _ in range(3):
+        call(torch.zeros(BIG // 4, device="cuda"))
+    assert torch.cuda.memory_allocated() - before < BIG
+
+
+def test_threads():
+    """Two threads call one function, each on a stream of its own."""
+    call = compiled(lambda x, y: x * 2 + y)
+    call(torch.zeros(1000, device="cuda"), torch.zeros(1000, device="cuda"))
+    wrong = []
+
+    def work(number):
+        with torch.no_grad(), torch.cuda.stream(torch.cuda.Stream()):
+            for i in range(40):
+                x = torch.full((1000,), float(number * 100 + i), device="cuda")
+                if not (call(x, x.clone()) == 3 * (number * 100 + i)).all():
+                    wrong.append((number, i))
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
 def test_a_decode_step_with_a_cache_of_pytorch():
     """The library's operators and a user's kernel, in one program over PyTorch's memory."""
     kernel = xg.cuda_kernel('extern "C" __global__ void twice(const float* x, float* y) { *y = 2 * *x; }', "twice")
@@ -197,6 +265,22 @@ def test_a_decode_step_with_a_cache_of_pytorch():
     xg.reshape_and_cache_(key, value, theirs, slots)  # eagerly
     torch.testing.assert_close(total.cpu(), theirs.cpu().abs().sum())
     assert torch.equal(ours.cpu(), theirs.cpu()) and float(doubled) == 6
+
+
+def test_an_error_of_a_handler_is_raised_by_the_call():
+    import torch_xla
+
+    source = 'extern "C" __global__ void twice(const float* x, float* y) { *y = 2 * *x; }'
+    like = torch.empty(1, device="meta")
+    wrong, right = (
+        xg.kernel_call(xg.cuda_kernel(source, "twice", arch=arch), like, grid=1, block=1) for arch in ("sm_120a", None)
+    )
+    x = torch.tensor([3.0], device="cuda")
+    with pytest.raises(RuntimeError, match="kernel_call: twice: cubin: expected code for GPU 0"):
+        compiled(lambda x: wrong(x) + 1)(x)
+    with contextlib.suppress(RuntimeError):  # torch_xla raises it once more
+        torch_xla.sync(wait=True)
+    assert float(compiled(lambda x: right(x) + 2)(x)) == 8
 
 
 def test_environment_variable_leaves_openxla_alone():

@@ -60,6 +60,56 @@ def from_device(address: int, like: np.ndarray) -> np.ndarray:
     return array
 
 
+def placeholders(device: torch.device, stream: int, address: int, big: np.ndarray) -> None:
+    """Placeholders get the memory that was bound last, after the stream's work, and none after its end."""
+    count, size = 64, 1024
+    describe = lambda shape, addresses: [  # noqa: E731
+        shared_memory.Memory(x, torch.Size(shape), torch.float32) for x in addresses
+    ]
+    made = shared_memory.make_placeholders(describe((size,), [address + 4096 * i for i in range(count)]), device)
+    numbers = (ctypes.c_int64 * count)(*[number for _, number in made])
+    values = np.arange(2 * count * size, dtype=np.float32).reshape(2, count, size)
+    begins = [to_device(values[half]) for half in range(2)]
+
+    def run(begin: int) -> tuple[float, np.ndarray]:
+        addresses = (ctypes.c_void_p * count)(*[begin + 4096 * i for i in range(count)])
+        start = time.perf_counter()
+        shared_memory.bind(numbers, addresses, count, stream)
+        bound = time.perf_counter()
+        total = torch.stack([tensor for tensor, _ in made]) * 2
+        torch_xla.sync(wait=True)
+        end = time.perf_counter()
+        shared_memory.unbind(numbers, count)
+        times.append((1e6 * (bound - start), 1e6 * (end - bound)))
+        return total.cpu().numpy()
+
+    times: list[tuple[float, float]] = []
+    for pattern in (0, 1, 1, 0):
+        np.testing.assert_array_equal(run(begins[pattern]), 2 * values[pattern])
+    print("placeholders have the memory that was bound last")
+    for what, halves in (("the same", (0,) * 30), ("other", (0, 1) * 15)):
+        times.clear()
+        for half in halves:
+            run(begins[half])
+        bind, program = np.median(times, axis=0)
+        print(f"{count} placeholders, {what} memory: bound in {bind:.1f} us, program in {program:.1f} us")
+
+    # The first view of an execution is made anew and waits; the second was made before.
+    (first, number), (second, other) = shared_memory.make_placeholders(
+        [*describe((size,), [address]), *describe(big.shape, [address + 4096])], device
+    )
+    pair = (ctypes.c_int64 * 2)(number, other)
+    for i in range(3):
+        bits = int(np.float32(i + 1).view(np.uint32))
+        check(CUDA.cuMemsetD32Async(address, bits, big.size, stream))
+        shared_memory.bind(pair, (ctypes.c_void_p * 2)(begins[0], address), 2, stream)
+        total = (second == i + 1).all() & (first[1] == 1)
+        torch_xla.sync()
+        assert bool(total.cpu()), "the program ran before the other stream's work"
+    shared_memory.unbind(pair, 2)
+    print("programs with placeholders wait for the other stream")
+
+
 def main() -> None:
     device = torch_xla.device()
     torch.zeros(1).to(device).cpu()  # the client, and with it the primary context
@@ -72,7 +122,8 @@ def main() -> None:
         [shared_memory.Memory(address, torch.Size(shape), torch.float32, OWNER) for address in addresses],
         *(device, stream.value),
     )
-    export = lambda tensor: shared_memory.export_memory(tensor, 2, 0, stream.value)  # noqa: E731
+    export_all = lambda tensors: shared_memory.export_memory(tensors, 2, 0, stream.value)  # noqa: E731
+    export = lambda tensor: export_all([tensor])[0]  # noqa: E731
 
     x = np.arange(1 << 20, dtype=np.float32)
     address = to_device(x)
@@ -102,6 +153,8 @@ def main() -> None:
         del view, total
     print("programs wait for the other stream")
 
+    placeholders(device, stream.value, address, big)
+
     count = 200
     together = time.perf_counter()
     views = take((1024,), [address + 4096 * i for i in range(count)])
@@ -110,10 +163,14 @@ def main() -> None:
     between = time.perf_counter()
     capsules = [export(view) for view in views[:count]]
     end = time.perf_counter()
+    capsules += export_all(views[:count])
+    all_out = time.perf_counter()
     print(f"in {1e6 * (begin - together) / count:.1f} us together, {1e6 * (between - begin) / count:.1f} us each")
-    print(f"out {1e6 * (end - between) / count:.1f} us a tensor")
+    print(f"out {1e6 * (all_out - end) / count:.1f} us together, {1e6 * (end - between) / count:.1f} us each")
+    begin = time.perf_counter()
     for capsule in capsules:
         give_back(capsule)
+    print(f"given back {1e6 * (time.perf_counter() - begin) / len(capsules):.1f} us each")
     del views, imported
     gc.collect()
     torch_xla.sync(wait=True)

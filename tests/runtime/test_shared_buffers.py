@@ -18,9 +18,9 @@ table = library.cdll.GetPjrtApi()
 cdll = library.cdll
 
 def counts():
-    numbers = (ct.c_int64 * 5)()
+    numbers = (ct.c_int64 * 6)()
     plugin.fake_pjrt_buffers(numbers)
-    return dict(zip(("host", "destroyed", "waits", "stream", "references"), numbers))
+    return dict(zip(("host", "destroyed", "waits", "stream", "references", "views"), numbers))
 
 def transfer(data, rank=2):
     dims = (ct.c_int64 * rank)(*range(2, 2 + rank))
@@ -47,10 +47,31 @@ def cancel(*data):
     ids = (ct.c_int64 * 8)()
     return ids[: cdll.xla_gpu_import_cancel((ct.c_void_p * len(data))(*data), len(data), ids)]
 
+def placeholder(id, data=0xA000):
+    error = cdll.xla_gpu_import_placeholders((ct.c_void_p * 1)(data), (ct.c_int64 * 1)(id), 1)
+    return error.decode() if error else transfer(data)[14]
+
+def bind(addresses):
+    ids, data = (ct.c_int64 * 9)(*addresses), (ct.c_void_p * 9)(*addresses.values())
+    error = cdll.xla_gpu_bind_placeholders(ids, data, len(addresses), None)
+    return error and error.decode()
+
+def execute(*buffers):
+    "The memory that a program gets; the caller's list is as it was."
+    options = (ct.c_size_t * 14)(112)
+    given = (ct.c_size_t * 9)(*buffers)
+    lists = (ct.c_size_t * 1)(ct.addressof(given))
+    args = (ct.c_size_t * 10)(80, 0, 0, ct.addressof(options), ct.addressof(lists), 1, len(buffers))
+    if error := entry(table, 55)(ct.addressof(args)):
+        return message(table, error)
+    assert list(given[: len(buffers)]) == list(buffers) and args[4] == ct.addressof(lists)
+    memory = (ct.c_size_t * 9)()
+    return [hex(x) for x in memory[: plugin.fake_pjrt_executed(memory, 9)]]
+
 def export(rank=2):
     dims = (ct.c_int64 * 2)(3, 4)
-    args = abi.ExportArgs(ct.sizeof(abi.ExportArgs), None, 1, 0, 2, 32, rank, dims)
-    error = cdll.xla_gpu_export_buffer(ct.byref(args))
+    args = abi.ExportArgs(ct.sizeof(abi.ExportArgs), 1, 0, 2, 32, rank, dims)
+    error = cdll.xla_gpu_export_buffers(ct.byref(args), 1, None)
     return error.decode() if error else args.managed_tensor
 
 def give_back(managed):
@@ -155,8 +176,73 @@ print(export())
 """
     assert (
         run(fake_plugin, CODE + code).splitlines()
-        == ["xla_gpu_export_buffer: expected a buffer whose unsafe pointer was read, got none"] * 2
+        == ["xla_gpu_export_buffers: expected 1 buffers whose unsafe pointers were read, got 0"] * 2
     )
+
+
+def test_placeholders_get_the_memory_that_is_bound(fake_plugin):
+    code = """
+first, second, other = placeholder(1), placeholder(2, 0xA100), transfer(0xB000)[14]
+print(bind({1: 0xC000, 2: 0xD000}), execute(first, other, second), counts()["stream"])
+print(bind({1: 0xC100, 2: 0xD000}), execute(first, other, second), execute(second))
+"""
+    assert run(fake_plugin, CODE + code).splitlines() == [
+        "None ['0xc000', '0x0', '0xd000'] 77",
+        "None ['0xc100', '0x0', '0xd000'] ['0xd000']",
+    ]
+
+
+def test_one_view_of_an_execution_is_made_anew(fake_plugin):
+    """It makes the program wait for the other framework; for the others the views of the same memory serve again."""
+    code = """
+buffers = [placeholder(i, 0xA000 + 256 * i) for i in range(4)]
+for shift in (0, 0, 16):
+    bind({i: 0xC000 + 256 * i + shift for i in range(4)})
+    before = counts()
+    execute(*buffers)
+    after = counts()
+    print(after["views"] - before["views"], after["destroyed"] - before["destroyed"])
+before = counts()["destroyed"]
+for buffer in buffers:
+    buffer_call(58, buffer)
+print(counts()["destroyed"] - before, released())
+"""
+    assert run(fake_plugin, CODE + code).splitlines() == ["4 0", "1 1", "4 4", "8 []"]
+
+
+def test_a_placeholder_without_memory_is_an_error(fake_plugin):
+    """Never a program over what was bound before."""
+    code = """
+first, second = placeholder(1), placeholder(2, 0xA100)
+print(execute(first))
+print(bind({1: 0xC000}), execute(first), bind({1: None}))
+print(execute(first))
+print(bind({1: 0xC000}), execute(first, second) == execute(second))
+print(bind({1: 0xC000, 7: 0xD000}))
+buffer_call(58, first)
+print(bind({1: 0xC000}))
+"""
+    refused = "Unexpected PJRT_Client_BufferFromHostBuffer_Args size: expected 120, got 1"
+    lines = run(fake_plugin, CODE + code).splitlines()
+    assert lines[:4] == [refused, "None ['0xc000'] None", refused, "None True"]
+    assert lines[4] == "xla_gpu_bind_placeholders: 7 is no placeholder"
+    assert lines[5] == "xla_gpu_bind_placeholders: 1 is no placeholder"
+
+
+def test_a_placeholder_that_is_exported(fake_plugin):
+    """Its client may destroy it while the other framework has it."""
+    code = """
+buffer = placeholder(1)
+cdll.xla_gpu_export_begin()
+buffer_call(73, buffer)
+managed = export()
+buffer_call(58, buffer)
+print(counts()["destroyed"], cdll.xla_gpu_export_count(), bind({1: 0xC000}))
+give_back(managed)
+print(counts()["destroyed"], cdll.xla_gpu_export_count())
+"""
+    gone = "xla_gpu_bind_placeholders: 1 is no placeholder"
+    assert run(fake_plugin, CODE + code).splitlines() == [f"0 1 {gone}", "1 0"]
 
 
 def test_results_of_torch_xla_get_their_buffers_while_they_are_computed():

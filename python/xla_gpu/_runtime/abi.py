@@ -96,7 +96,6 @@ class TvmFfiTarget(ct.Structure):
 class ExportArgs(ct.Structure):
     _fields_ = [
         ("struct_size", ct.c_size_t),
-        ("stream", ct.c_void_p),
         ("device_type", ct.c_int32),
         ("device_id", ct.c_int32),
         ("dtype_code", ct.c_uint8),
@@ -124,10 +123,12 @@ SIGNATURES = {
         [ct.POINTER(TvmFfiApi), ct.POINTER(TvmFfiTarget), ct.POINTER(ct.c_void_p)],
     ),
     "xla_gpu_import_buffers": (ct.c_char_p, [ct.c_void_p, ct.c_void_p, ct.c_size_t, ct.c_void_p]),
+    "xla_gpu_import_placeholders": (ct.c_char_p, [ct.c_void_p, ct.c_void_p, ct.c_size_t]),
+    "xla_gpu_bind_placeholders": (ct.c_char_p, [ct.c_void_p, ct.c_void_p, ct.c_size_t, ct.c_void_p]),
     "xla_gpu_import_cancel": (ct.c_size_t, [ct.c_void_p, ct.c_size_t, ct.c_void_p]),
     "xla_gpu_import_released": (ct.c_size_t, [ct.POINTER(ct.c_int64), ct.c_size_t]),
     "xla_gpu_export_begin": (None, []),
-    "xla_gpu_export_buffer": (ct.c_char_p, [ct.POINTER(ExportArgs)]),
+    "xla_gpu_export_buffers": (ct.c_char_p, [ct.c_void_p, ct.c_size_t, ct.c_void_p]),
     "xla_gpu_export_count": (ct.c_size_t, []),
     "xla_gpu_pjrt_use_plugin": (ct.c_char_p, [ct.c_char_p]),
     "xla_gpu_record_programs": (None, [ct.c_int32]),

@@ -6,7 +6,10 @@ epilogue copies them back. Parameters are taken over once.
 
 from __future__ import annotations
 
+import ctypes
+import operator
 import os
+import threading
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,7 +17,7 @@ from typing import Any
 import torch
 from torch._dynamo.backends import registry
 
-from . import cuda_tensors
+from . import cuda_tensors, shared_memory
 
 # "0" leaves torch.compile(backend="openxla") with CUDA tensors as torch_xla has it.
 ENVIRONMENT = "XLA_GPU_OPENXLA_CUDA"
@@ -41,56 +44,152 @@ class _Parameters:
 _parameters = _Parameters()
 
 
+class _Binding:
+    """XLA tensors that stand for the CUDA arguments of one program; each call binds its memory to them."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[int, torch.Size, torch.dtype], tuple[torch.Tensor, int]] = {}
+        self._numbers: Any = None
+        self._count = 0
+
+    def bind(self, positions: Sequence[int], memories: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The XLA tensors at these positions of the arguments, over row-major memory of one device."""
+        keys = [(i, memory.shape, memory.dtype) for i, memory in zip(positions, memories, strict=True)]
+        index = memories[0].device.index
+        if any(key not in self._known for key in keys):
+            torch.cuda.current_stream(index).synchronize()  # torch_xla may read arguments while it traces
+            described = [shared_memory.Memory(x.data_ptr(), x.shape, x.dtype) for x in memories]
+            made = shared_memory.make_placeholders(described, cuda_tensors.xla_device(index))
+            self._known.update(zip(keys, made, strict=True))
+        known = [self._known[key] for key in keys]
+        self._count = len(known)
+        self._numbers = (ctypes.c_int64 * self._count)(*[number for _, number in known])
+        addresses = (ctypes.c_void_p * self._count)(*[memory.data_ptr() for memory in memories])
+        stream: Any = torch.cuda.current_stream(index)
+        shared_memory.bind(self._numbers, addresses, self._count, stream.cuda_stream)
+        return [tensor for tensor, _ in known]
+
+    def unbind(self) -> None:
+        shared_memory.unbind(self._numbers, self._count)
+
+
 class _Program:
     """One graph: compiled at its first call, and called with tensors of one device."""
 
     def __init__(self, graph: torch.fx.GraphModule) -> None:
         self._graph: torch.fx.GraphModule | None = graph
         self._call: Callable[..., Any] | None = None
+        self._binding: _Binding | None = _Binding()  # None: PyTorch computes a part of it
+        self._lock = threading.Lock()
 
     def __call__(self, arguments: list[Any]) -> Any:
-        given = list(arguments)
+        given, xla = list(arguments), list(arguments)
         arguments.clear()  # a boxed function owns its arguments
-        devices = {x.device for x in given if isinstance(x, torch.Tensor) and x.device.type != "cpu"}
-        if len(devices) > 1:
-            raise ValueError(f"torch.compile(backend={NAME!r}): expected tensors of one device, got {devices}")
-        device = devices.pop() if devices else torch.device("cpu")
+        device, foreign = torch.device("cpu"), []
         with torch.no_grad():
-            xla = [self._argument(x) for x in given]
-            foreign = [i for i, x in enumerate(xla) if isinstance(x, torch.Tensor) and x.device.type == "cuda"]
-            taken, owners = cuda_tensors.take_over([xla[i].detach() for i in foreign])
-            for i, tensor in zip(foreign, taken, strict=True):
-                xla[i] = tensor
-            if self._call is None:
-                from torch_xla.core import dynamo_bridge
+            for i, x in enumerate(given):
+                if not isinstance(x, torch.Tensor):
+                    continue
+                if x.device != device and x.device.type != "cpu":
+                    if device.type != "cpu":
+                        got = f"{device} and {x.device}"
+                        raise ValueError(f"torch.compile(backend={NAME!r}): expected tensors of one device, got {got}")
+                    device = x.device
+                if not x.is_cuda or x.numel() == 0:
+                    xla[i] = cuda_tensors.to_xla(x)
+                elif _is_parameter(x):
+                    xla[i] = _parameters.get(x)
+                else:  # taken over together, with what is known of the program
+                    foreign.append(i)
+            if not foreign:
+                return _results(self._run(xla), device)
+            with self._lock:
+                call = self._call_bound if self._binding is not None else self._call_imported
+                return call(given, xla, foreign, device)
 
-                assert self._graph is not None
-                self._call = dynamo_bridge.extract_compiled_graph(self._graph, xla)
-                self._graph = None
-            results = self._call(*xla)
-            if device.type == "xla":
-                return results
-            out = [self._result(x, device) for x in results]
+    def _run(self, xla: list[Any]) -> Sequence[Any]:
+        """torch_xla's results for XLA tensors."""
+        if self._call is None:
+            from torch_xla.core import dynamo_bridge
+
+            assert self._graph is not None
+            self._call = dynamo_bridge.extract_compiled_graph(self._graph, xla)
+            self._graph = None
+        results: Sequence[Any] = self._call(*xla)
+        return results
+
+    def _call_bound(self, given: list[Any], xla: list[Any], foreign: list[int], device: torch.device) -> list[Any]:
+        """The call keeps the memory. PyTorch's stream waits for a result, so it may be reused afterwards."""
+        assert self._binding is not None
+        binding, ended = self._binding, False
+        memories = cuda_tensors.row_major([xla[i] for i in foreign])
+        tensors = binding.bind(foreign, memories)
+        for i, tensor in zip(foreign, tensors, strict=True):
+            xla[i] = tensor
+        try:
+            first = self._call is None
+            results = self._run(xla)
+            if first and not _is_one_program(self._call):
+                self._binding = None
+                _wait_for_programs()
+            # An argument that is returned is the caller's own.
+            own = {id(tensor): given[i] for i, tensor in zip(foreign, tensors, strict=True)}
+            out = _results([own.get(id(x), x) for x in results], device)
+            ended = any(isinstance(x, torch.Tensor) and id(x) not in own and x.numel() > 0 for x in results)
+            return out
+        finally:
+            try:
+                if not ended:  # no result to wait for, or an error: the program may still be to start
+                    _wait_for_programs()
+                    torch.cuda.synchronize(device)
+            finally:
+                binding.unbind()
+
+    def _call_imported(self, given: list[Any], xla: list[Any], foreign: list[int], device: torch.device) -> list[Any]:
+        """Takes the memory over, so that PyTorch can compute a part of the graph."""
+        taken, owners = cuda_tensors.take_over([xla[i] for i in foreign])
+        for i, tensor in zip(foreign, taken, strict=True):
+            xla[i] = tensor
+        out = _results(self._run(xla), device)
         if any(isinstance(x, torch.Tensor) and x.numel() > 0 for x in out):
             # PyTorch's stream waits for a result, and so for the program that read the arguments: it may reuse them.
             for owner in owners:
                 owner.ordered = True
         return out
 
-    @staticmethod
-    def _argument(value: Any) -> Any:
-        """An argument on XLA; CUDA tensors that are no parameters stay, since they are taken over together."""
-        if not isinstance(value, torch.Tensor):
-            return value
-        if value.device.type != "cuda":
-            return cuda_tensors.to_xla(value)
-        return _parameters.get(value) if isinstance(value, torch.nn.Parameter) else value
 
-    @staticmethod
-    def _result(value: Any, device: torch.device) -> Any:
-        if not isinstance(value, torch.Tensor) or value.device.type != "xla":
-            return value
-        return cuda_tensors.export(value) if device.type == "cuda" else value.to(device)
+def _is_parameter(tensor: torch.Tensor) -> bool:
+    # NOTE: isinstance with Parameter is a function of Python's.
+    return type(tensor) is not torch.Tensor and isinstance(tensor, torch.nn.Parameter)
+
+
+def _results(results: Sequence[Any], device: torch.device) -> list[Any]:
+    """A program's results on the device that its arguments were on."""
+    out = list(results)
+    if device.type == "xla":
+        return out
+    on_xla = [i for i, x in enumerate(out) if isinstance(x, torch.Tensor) and x.device.type == "xla"]
+    tensors = [out[i] for i in on_xla]
+    moved = cuda_tensors.export(tensors) if device.type == "cuda" else [x.to(device) for x in tensors]
+    for i, tensor in zip(on_xla, moved, strict=True):
+        out[i] = tensor
+    return out
+
+
+def _is_one_program(call: Any) -> bool:
+    """Whether torch_xla made one program of a graph: operators that it does not know run on the CPU, by PyTorch."""
+    if not isinstance(call, torch.fx.GraphModule):
+        return True
+    targets = [node.target for node in call.graph.nodes if node.op.startswith("call")]
+    programs = [target for target in targets if target is not operator.getitem]
+    return len(programs) <= 1 and all(getattr(x, "__name__", "") == "optimized_mod" for x in programs)
+
+
+def _wait_for_programs() -> None:
+    """Waits until torch_xla has started the programs that it was given, and they have run."""
+    import _XLAC
+
+    _XLAC._xla_wait_device_ops([])
 
 
 def _compile(graph: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:

@@ -54,28 +54,37 @@ def to_xla(tensor: torch.Tensor) -> torch.Tensor:
 
 def take_over(tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[shared_memory.Owner]]:
     """``to_xla`` of CUDA tensors of one device, with what keeps their memory."""
-    global _shared, _copied
     if not tensors:
         return [], []
-    memories, copied = [], 0
-    for tensor in tensors:
-        memory = tensor.resolve_conj().resolve_neg().contiguous()
-        if memory.data_ptr() % _ALIGNMENT:
-            memory = memory.clone()
-        if memory.data_ptr() != tensor.data_ptr():
-            copied += 1
-            _log.debug("to_xla: a tensor of strides %s was copied on the device", tensor.stride())
+    memories = []
+    for memory in row_major(tensors):
         owner = shared_memory.Owner(memory, torch.cuda.synchronize)
         memories.append(shared_memory.Memory(memory.data_ptr(), memory.shape, memory.dtype, owner))
-    with _lock:
-        _shared, _copied = _shared + len(tensors) - copied, _copied + copied
     index = tensors[0].device.index
     stream = torch.cuda.current_stream(index).cuda_stream
-    return shared_memory.import_memory(memories, _xla_device(index), stream), [memory.owner for memory in memories]
+    return shared_memory.import_memory(memories, xla_device(index), stream), [memory.owner for memory in memories]
+
+
+def row_major(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The tensors, or copies of them, as XLA's programs take memory: row-major and aligned."""
+    global _shared, _copied
+    memories, copied = [], 0
+    for tensor in tensors:
+        if not tensor.is_contiguous() or tensor.data_ptr() % _ALIGNMENT or tensor.is_conj() or tensor.is_neg():
+            memory = tensor.resolve_conj().resolve_neg().contiguous()
+            if memory.data_ptr() % _ALIGNMENT:
+                memory = memory.clone()
+            copied += 1
+            _log.debug("to_xla: a tensor of strides %s was copied on the device", tensor.stride())
+            tensor = memory
+        memories.append(tensor)
+    with _lock:
+        _shared, _copied = _shared + len(tensors) - copied, _copied + copied
+    return memories
 
 
 @functools.cache
-def _xla_device(index: int) -> torch.device:
+def xla_device(index: int) -> torch.device:
     import torch_xla
 
     device: torch.device = torch_xla.device(index)
@@ -93,16 +102,21 @@ def to_cuda(tensor: torch.Tensor) -> torch.Tensor:
 
     tensor = tensor.detach()
     torch_xla.sync()  # a pending tensor has no memory yet
-    return export(tensor)
+    return export([tensor])[0]
 
 
-def export(tensor: torch.Tensor) -> torch.Tensor:
-    """The CUDA tensor over the memory of an XLA tensor whose program was started."""
-    index = tensor.device.index or 0
+def export(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """CUDA tensors over the memory of XLA tensors of one device, whose programs were started."""
+    if not tensors:
+        return []
+    index = tensors[0].device.index or 0
     device = torch.device("cuda", index)
-    if tensor.numel() == 0:
-        return torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
     stream: Any = torch.cuda.current_stream(device)
-    capsule = shared_memory.export_memory(tensor, _DLPACK_CUDA, index, stream.cuda_stream)
-    result: torch.Tensor = dlpack.from_dlpack(capsule)
-    return result
+    full = [tensor for tensor in tensors if tensor.numel() > 0]
+    capsules = iter(shared_memory.export_memory(full, _DLPACK_CUDA, index, stream.cuda_stream) if full else [])
+    return [
+        dlpack.from_dlpack(next(capsules))
+        if tensor.numel() > 0
+        else torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+        for tensor in tensors
+    ]

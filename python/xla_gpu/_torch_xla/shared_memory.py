@@ -81,7 +81,7 @@ class Memory(NamedTuple):
     address: int
     shape: torch.Size
     dtype: torch.dtype
-    owner: Owner
+    owner: Owner = Owner(None, lambda: None)
 
 
 def import_memory(memories: Sequence[Memory], device: torch.device, stream: int) -> list[torch.Tensor]:
@@ -92,23 +92,55 @@ def import_memory(memories: Sequence[Memory], device: torch.device, stream: int)
     Raises:
       CompatibilityError: the runtime does not take device memory over.
     """
+    return [tensor for tensor, _ in _transfer(memories, device, stream, placeholders=False)]
+
+
+def make_placeholders(memories: Sequence[Memory], device: torch.device) -> list[tuple[torch.Tensor, int]]:
+    """torch_xla tensors that stand for memory in the arguments of programs, and the numbers to bind memory to them.
+
+    Until then nothing may be done with them; what ``memories`` has tells the transfers apart. Memory must be aligned as
+    a program's arguments, and is kept by whoever binds it.
+    """
+    return _transfer(memories, device, 0, placeholders=True)
+
+
+def bind(numbers: Any, addresses: Any, count: int, stream: int) -> None:
+    """Binds memory to placeholders; both are arrays of ctypes.
+
+    Programs that start from now on get it, and start after what ``stream`` holds now.
+    """
+    error = library.load().cdll.xla_gpu_bind_placeholders(numbers, addresses, count, stream)
+    if error is not None:
+        raise CompatibilityError(f"sharing device memory with torch_xla: {error.decode(errors='replace')}")
+
+
+def unbind(numbers: Any, count: int) -> None:
+    """Ends a binding: a program that started with these placeholders would fail."""
+    library.load().cdll.xla_gpu_bind_placeholders(numbers, None, count, None)
+
+
+def _transfer(
+    memories: Sequence[Memory], device: torch.device, stream: int, *, placeholders: bool
+) -> list[tuple[torch.Tensor, int]]:
     if lowering.platform() != "CUDA":
         raise CompatibilityError("device memory can be shared with torch_xla on GPUs alone (PJRT_DEVICE=GPU)")
     forget_released()
-    tensors: list[torch.Tensor] = []
+    made: list[tuple[torch.Tensor, int]] = []
     batch: dict[int, Memory] = {}  # an address tells the adapter which transfer is meant, so each is there once
     for memory in memories:
         if memory.address in batch or memory.shape.numel() == 0:
-            tensors += _import_batch(batch, device, stream)
+            made += _transfer_batch(batch, device, stream, placeholders)
             batch = {}
         if memory.shape.numel() == 0:
-            tensors.append(torch.empty(memory.shape, dtype=memory.dtype).to(device))
+            made.append((torch.empty(memory.shape, dtype=memory.dtype).to(device), -1))
         else:
             batch[memory.address] = memory
-    return tensors + _import_batch(batch, device, stream)
+    return made + _transfer_batch(batch, device, stream, placeholders)
 
 
-def _import_batch(batch: dict[int, Memory], device: torch.device, stream: int) -> list[torch.Tensor]:
+def _transfer_batch(
+    batch: dict[int, Memory], device: torch.device, stream: int, placeholders: bool
+) -> list[tuple[torch.Tensor, int]]:
     import _XLAC
 
     if not batch:
@@ -121,22 +153,26 @@ def _import_batch(batch: dict[int, Memory], device: torch.device, stream: int) -
     with _import_lock:
         numbers = range(_next_id, _next_id + count)
         _next_id += count
-        error = cdll.xla_gpu_import_buffers(addresses, (ctypes.c_int64 * count)(*numbers), count, stream)
+        ids = (ctypes.c_int64 * count)(*numbers)
+        if placeholders:
+            error = cdll.xla_gpu_import_placeholders(addresses, ids, count)
+        else:
+            error = cdll.xla_gpu_import_buffers(addresses, ids, count, stream)
         if error is not None:
             raise CompatibilityError(f"sharing device memory with torch_xla: {error.decode(errors='replace')}")
-        for number, memory in zip(numbers, batch.values(), strict=True):
-            _kept[number] = memory.owner
+        if not placeholders:
+            _kept.update(zip(numbers, (memory.owner for memory in batch.values()), strict=True))
         try:
             tensors = list(_XLAC._xla_tensors_from_aten(carriers, [str(device)] * count))
         finally:
             num_unused = cdll.xla_gpu_import_cancel(addresses, count, unused)
             for number in unused[:num_unused]:
-                del _kept[number]
+                _kept.pop(number, None)
     if num_unused:
         raise CompatibilityError(
             "sharing device memory with torch_xla: its client is not behind this library's adapter"
         )
-    return tensors
+    return list(zip(tensors, numbers, strict=True))
 
 
 # A carrier owns nothing, so it serves all tensors of its address: caches and what the allocator hands out again.
@@ -178,28 +214,34 @@ def wait_for_buffer(tensor: torch.Tensor, before: Callable[[], object] = lambda:
     return int(_XLAC._unsafe_buffer_pointer(tensor))
 
 
-def export_memory(tensor: torch.Tensor, device_type: int, device_id: int, stream: int) -> Any:
-    """A DLPack capsule over the device memory of a torch_xla tensor, for which ``stream`` waits.
+def export_memory(tensors: Sequence[torch.Tensor], device_type: int, device_id: int, stream: int) -> list[Any]:
+    """DLPack capsules over the device memory of torch_xla tensors, for which ``stream`` waits.
 
     The memory stays as long as the capsule's tensor, and until the stream has done what it then holds.
     """
     cdll = library.load().cdll
-    dtype_code = _CODES.get(tensor.dtype)
-    if dtype_code is None:
-        raise TypeError(f"to_cuda: tensor: expected a dtype that DLPack has, got {tensor.dtype}")
-    wait_for_buffer(tensor, cdll.xla_gpu_export_begin)
-    dims = (ctypes.c_int64 * tensor.dim())(*tensor.shape)
-    args = abi.ExportArgs(
-        struct_size=ctypes.sizeof(abi.ExportArgs),
-        stream=stream,
-        device_type=device_type,
-        device_id=device_id,
-        dtype_code=dtype_code,
-        dtype_bits=8 * tensor.dtype.itemsize,
-        rank=tensor.dim(),
-        dims=dims,
-    )
-    error = cdll.xla_gpu_export_buffer(ctypes.byref(args))
+    described, _ = _export_args(tuple((tensor.shape, tensor.dtype) for tensor in tensors), device_type, device_id)
+    args = type(described).from_buffer_copy(described)
+    cdll.xla_gpu_export_begin()
+    for tensor in tensors:
+        wait_for_buffer(tensor)
+    error = cdll.xla_gpu_export_buffers(args, len(args), stream)
     if error is not None:
         raise CompatibilityError(f"sharing torch_xla's memory: {error.decode(errors='replace')}")
-    return _python.PyCapsule_New(args.managed_tensor, b"dltensor", None)
+    return [_python.PyCapsule_New(each.managed_tensor, b"dltensor", None) for each in args]
+
+
+@functools.lru_cache(maxsize=1024)
+def _export_args(described: tuple[tuple[torch.Size, torch.dtype], ...], device_type: int, device_id: int) -> Any:
+    """An array of ExportArgs, and what it points to."""
+    args, shapes = (abi.ExportArgs * len(described))(), []
+    for each, (shape, dtype) in zip(args, described, strict=True):
+        code = _CODES.get(dtype)
+        if code is None:
+            raise TypeError(f"to_cuda: tensor: expected a dtype that DLPack has, got {dtype}")
+        shapes.append((ctypes.c_int64 * len(shape))(*shape))
+        each.struct_size = ctypes.sizeof(abi.ExportArgs)
+        each.device_type, each.device_id = device_type, device_id
+        each.dtype_code, each.dtype_bits = code, 8 * dtype.itemsize
+        each.rank, each.dims = len(shape), shapes[-1]
+    return args, shapes
