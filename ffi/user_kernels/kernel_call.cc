@@ -3,6 +3,8 @@
 
 #include <string>
 
+#include "ffi/user_kernels/cubin.h"
+
 namespace xla_gpu {
 namespace {
 
@@ -60,6 +62,13 @@ Status CheckKernelLaunch(const KernelLaunch& launch) {
     return mismatch("arguments", "at most " + std::to_string(kMaxParameterBytes) + " bytes", std::to_string(bytes));
   }
   return Status::Ok();
+}
+
+Status CheckCubin(const KernelLaunch& launch) {
+  const std::string damage = CubinDamage(launch.cubin);
+  if (damage.empty()) return Status::Ok();
+  return Status::InvalidArgument("kernel_call: " + std::string(launch.name) + ": cubin: expected a whole cubin, got " +
+                                 std::to_string(launch.cubin.size()) + " bytes with " + damage);
 }
 
 }  // namespace xla_gpu

@@ -34,6 +34,9 @@ struct KernelLaunch {
 // What can be said against a launch without a GPU. Texts begin with "kernel_call: <name>: ".
 Status CheckKernelLaunch(const KernelLaunch& launch);
 
+// Whether the cubin is whole, which costs as much as reading its tables. LaunchKernel checks it where it loads one.
+Status CheckCubin(const KernelLaunch& launch);
+
 // Loads the cubin at its first launch in the process, also while the stream is captured, and launches the kernel.
 Status LaunchKernel(const KernelLaunch& launch, Stream stream);
 

@@ -143,6 +143,7 @@ class KernelCache {
         return Status::Ok();
       }
     }
+    if (Status status = CheckCubin(launch); !status.ok()) return status;
     auto kernel = std::make_unique<LoadedKernel>();
     kernel->name = launch.name;
     kernel->cubin = launch.cubin;

@@ -96,6 +96,7 @@ ffi::Error KernelCallHost(ffi::RemainingArgs operands, ffi::RemainingRets result
   return NoThrow(kKernelCallOp, [&]() -> ffi::Error {
     KernelLaunch launch;
     XLA_GPU_RETURN_IF_ERROR(GetLaunch(operands, results, attributes..., &launch));
+    XLA_GPU_RETURN_IF_ERROR(ToError(CheckCubin(launch)));
     return ffi::Error(ffi::ErrorCode::kFailedPrecondition,
                       StrCat(kKernelCallOp, ": ", launch.name,
                              ": a CUDA kernel runs on an NVIDIA GPU alone, and this program runs on the CPU"));

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import random
+import struct
+
 import numpy as np
 import pytest
+
+from tests.user_kernels.small_cubin import small_cubin
 
 torch = pytest.importorskip("torch")
 xg = pytest.importorskip("xla_gpu.torch", exc_type=ImportError)
@@ -16,7 +21,7 @@ RIGHT = {
     "check_inputs": False,
     "cluster": THREE,
     "cooperative": False,
-    "cubin": np.frombuffer(b"\x7fELF and so on", np.uint8),
+    "cubin": np.frombuffer(small_cubin(), np.uint8),
     "grid": THREE,
     "name": "k",
     "parameters": np.array([2, 0, 0, 0, 1, 0, 0], np.int64),
@@ -88,3 +93,101 @@ def test_missing_attribute(name):
 def test_attribute_of_another_type(name):
     with pytest.raises(Exception, match="kernel_call"):
         run(**{name: np.float32(1)})
+
+
+# ---- Cubins that are damaged: the driver is never given one ---------------------------------------------------------
+REACHED = "kernel_call: k: a CUDA kernel runs on an NVIDIA GPU alone"
+DAMAGED = "kernel_call: k: cubin: expected "
+
+
+def answer(cubin: bytes) -> str:
+    with pytest.raises(Exception) as raised:
+        run(cubin=np.frombuffer(cubin, np.uint8))
+    return str(raised.value)
+
+
+def test_a_cubin_that_is_cut_short():
+    whole = small_cubin()
+    assert REACHED in answer(whole)
+    for size in [*range(0, len(whole), 5), len(whole) - 1]:
+        assert DAMAGED in answer(whole[:size]), size
+
+
+# Where a number of the file stands, what is written there, and the answer. Section headers are of 64 bytes.
+FIELDS = {
+    "machine": (18, "<H", 62, "the header of another kind of file"),
+    "sections far away": (40, "<Q", 2**64 - 1, "tables that end past the file"),
+    "many sections": (60, "<H", 65535, "tables that end past the file"),
+    "small section headers": (58, "<H", 40, "tables that end past the file"),
+    "segments": (56, "<H", 1, "tables that end past the file"),
+    "no names": (62, "<H", 7, "names of sections that are damaged"),
+    "names are symbols": (62, "<H", 3, "names of sections that are damaged"),
+}
+SECTION_FIELDS = {
+    "name": (5, 0, "<I", 10**6, "section 5 with a name past the names"),
+    "offset": (5, 24, "<Q", 2**63, "section 5 with contents past the file"),
+    "size": (5, 32, "<Q", 2**64 - 64, "section 5 with contents past the file"),
+    "text": (2, 32, "<Q", 2, "section 2 with text without an end"),
+    "symbols' size": (3, 56, "<Q", 16, "section 3 with symbols of another size"),
+    "symbols' names": (3, 40, "<I", 4, "section 3 with no names of its symbols"),
+    "link": (4, 40, "<I", 7, "section 4 with a link to no section"),
+    "section that it is of": (4, 44, "<I", 0x8005, "section 4 with information on no section"),
+    "code of another symbol": (5, 44, "<I", 2, "section 5 with code of no symbol"),
+    "short code": (5, 32, "<Q", 8, "section 3 with a symbol past its section"),
+    "info": (4, 32, "<Q", 15, "section 4 with an attribute that is cut short"),
+    "relocations' size": (6, 32, "<Q", 23, "section 6 with relocations of another size"),
+    "relocations' symbols": (6, 40, "<I", 2, "section 6 with no symbols"),
+    "relocated section": (6, 44, "<I", 0, "section 6 with a relocation past its section"),
+    "few symbols": (3, 32, "<Q", 24, "section 5 with code of no symbol"),
+}
+
+
+def headers() -> int:
+    return struct.unpack_from("<Q", small_cubin(), 40)[0]
+
+
+@pytest.mark.parametrize("name", [*FIELDS, *SECTION_FIELDS])
+def test_a_cubin_with_a_wrong_number(name):
+    if name in FIELDS:
+        at, form, value, text = FIELDS[name]
+    else:
+        section, at, form, value, text = SECTION_FIELDS[name]
+        at += headers() + 64 * section
+    cubin = bytearray(small_cubin())
+    struct.pack_into(form, cubin, at, value)
+    assert f"{DAMAGED}a whole cubin, got {len(cubin)} bytes with {text}" in answer(bytes(cubin))
+
+
+def test_symbols_past_the_names_and_the_sections():
+    symbols = struct.unpack_from("<Q", small_cubin(), headers() + 64 * 3 + 24)[0]
+    for at, form, text in ((24, "<I", "a symbol whose name is past the names"), (30, "<H", "a symbol of no section")):
+        cubin = bytearray(small_cubin())
+        struct.pack_into(form, cubin, symbols + at, 60000)
+        assert text in answer(bytes(cubin))
+
+
+def test_attributes_and_relocations_of_no_symbol():
+    for section, at, form, value, text in (
+        (4, 1, "<B", 0x2F, "section 4 with an attribute of no symbol"),
+        (6, 12, "<I", 2, "section 6 with a relocation by no symbol"),
+    ):
+        cubin = bytearray(small_cubin())
+        start = struct.unpack_from("<Q", cubin, headers() + 64 * section + 24)[0]
+        struct.pack_into(form, cubin, start + at, value)
+        if section == 4:
+            struct.pack_into("<I", cubin, start + 4, 99)
+        assert text in answer(bytes(cubin))
+
+
+def test_any_flipped_bits():
+    """Generated damage ends in an answer of the handler."""
+    generator = random.Random(18)
+    refused = 0
+    for _ in range(800):
+        cubin = bytearray(small_cubin())
+        for _ in range(generator.randint(1, 3)):
+            cubin[generator.randrange(len(cubin))] ^= 1 << generator.randrange(8)
+        text = answer(bytes(cubin))
+        assert REACHED in text or DAMAGED in text
+        refused += DAMAGED in text
+    assert refused > 100

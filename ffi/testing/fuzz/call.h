@@ -75,6 +75,7 @@ class Call {
   void RotaryAndCache();
   // In call_user_kernels.cc:
   void KernelCall();
+  void Cubin();
 
   Input& input_;
   std::vector<std::unique_ptr<char, void (*)(void*)>> memory_;

@@ -16,6 +16,65 @@ void Call::AddNumberArray(const char* name, const std::vector<int64_t>& values) 
   attributes_.push_back({name, XLA_FFI_AttrType_ARRAY, XLA_FFI_DataType_S64, data, values.size()});
 }
 
+namespace {
+
+void Append(std::string* file, std::initializer_list<uint64_t> values, size_t size) {
+  for (const uint64_t value : values) file->append(reinterpret_cast<const char*>(&value), size);
+}
+
+// A cubin of one kernel without machine code: names, symbols, attributes, code and relocations.
+std::string SmallCubin() {
+  struct Section {
+    uint64_t type;
+    std::string contents;
+    uint64_t link, info, entry_size;
+  };
+  std::string symbols(24, '\0'), attribute, relocation;
+  Append(&symbols, {uint64_t{5} << 48 | uint64_t{0x1012} << 32 | 1, 0, 16}, 8);
+  Append(&attribute, {0x000c1704, 0, 0, 8 << 18}, 4);
+  Append(&relocation, {8, uint64_t{1} << 32 | 2, 0}, 8);
+  const std::string names("\0names", 7), text("\0k", 3);
+  const Section sections[] = {{3, names, 0, 0, 0},
+                              {3, text, 0, 0, 0},
+                              {2, symbols, 2, 1, 24},
+                              {0x70000000, attribute, 3, 5, 0},
+                              {1, std::string(16, '\0'), 3, 1, 0},
+                              {4, relocation, 3, 5, 24}};
+  std::string contents, headers(64, '\0');
+  for (const Section& section : sections) {
+    Append(&headers, {1, section.type}, 4);
+    Append(&headers, {section.type == 1 ? 6u : 0u, 0, 64 + contents.size(), section.contents.size()}, 8);
+    Append(&headers, {section.link, section.info}, 4);
+    Append(&headers, {8, section.entry_size}, 8);
+    contents += section.contents;
+    contents.resize((contents.size() + 7) / 8 * 8);
+  }
+  std::string file(
+      "\x7f"
+      "ELF\x02\x01\x01\x33\x07",
+      9);
+  file.resize(16);
+  Append(&file, {2, 190}, 2);
+  Append(&file, {1}, 4);
+  Append(&file, {0, 0, 64 + contents.size()}, 8);
+  Append(&file, {0x5a055a}, 4);
+  Append(&file, {64, 56, 0, 64, headers.size() / 64, 1}, 2);
+  return file + contents + headers;
+}
+
+}  // namespace
+
+void Call::Cubin() {
+  auto* file = names_.emplace_back(std::make_unique<std::string>(SmallCubin())).get();
+  for (int64_t i = input_.Below(4); i > 0; --i) {
+    const size_t at = input_.Raw<uint16_t>() % file->size();
+    (*file)[at] = static_cast<char>(input_.Byte());
+  }
+  if (input_.Once(8)) file->resize(input_.Raw<uint16_t>() % file->size());
+  file->shrink_to_fit();  // so that a read past the end is noticed
+  attributes_.push_back({"cubin", XLA_FFI_AttrType_ARRAY, XLA_FFI_DataType_U8, file->data(), file->size()});
+}
+
 void Call::KernelCall() {
   target_ = "xla_gpu_kernel_call";
   for (int64_t i = input_.Below(4); i > 0; --i) Add(&operands_, kFloats[input_.Below(3)], {input_.Below(9)});
@@ -25,16 +84,10 @@ void Call::KernelCall() {
     for (int64_t& size : sizes) size = input_.Once(4) ? input_.Number(end) : 1;
     return sizes;
   };
-  const auto text = [&](const char* name, bool elf) {
-    auto* value = names_
-                      .emplace_back(std::make_unique<std::string>(elf ? "\x7f"
-                                                                        "ELF"
-                                                                      : ""))
-                      .get();
+  const auto text = [&](const char* name) {
+    auto* value = names_.emplace_back(std::make_unique<std::string>()).get();
     for (int64_t i = input_.Below(40); i > 0; --i) value->push_back(static_cast<char>(input_.Byte()));
-    const bool is_string = name[0] != 'c';
-    attributes_.push_back({name, is_string ? XLA_FFI_AttrType_STRING : XLA_FFI_AttrType_ARRAY,
-                           is_string ? 0 : int32_t{XLA_FFI_DataType_U8}, value->data(), value->size()});
+    attributes_.push_back({name, XLA_FFI_AttrType_STRING, 0, value->data(), value->size()});
   };
   Shape parameters = {input_.Below(7)};
   for (int64_t i = parameters[0]; i > 0; --i) {
@@ -44,14 +97,14 @@ void Call::KernelCall() {
   }
   if (input_.Once(8)) parameters[0] = input_.Number(9);
   if (input_.Once(32)) parameters.resize(static_cast<size_t>(input_.Below(3)));
-  text("arch", false);
+  text("arch");
   AddNumberArray("block", triple(65));
   AddScalar("check_inputs", XLA_FFI_DataType_PRED, input_.Once(2));
   AddNumberArray("cluster", triple(9));
   AddScalar("cooperative", XLA_FFI_DataType_PRED, input_.Once(2));
-  text("cubin", !input_.Once(8));
+  Cubin();
   AddNumberArray("grid", triple(200));
-  text("name", false);
+  text("name");
   AddNumberArray("parameters", parameters);
   AddScalar("pdl", XLA_FFI_DataType_PRED, input_.Once(2));
   AddScalar("shared", XLA_FFI_DataType_S64, input_.Number(200));

@@ -5,12 +5,19 @@ from __future__ import annotations
 import functools
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from .attributes import Attributes, attributes
 from .partitioning import Partitioning
+
+
+def check_sizes(where: str, index: int, shape: Iterable[Any]) -> None:
+    """Raises ValueError for a result whose description has a negative size."""
+    sizes = tuple(shape)
+    if any(type(size) is int and size < 0 for size in sizes):  # not of symbolic sizes, which are 0 or more
+        raise ValueError(f"{where}: result {index}: expected sizes of 0 or more, got {sizes}")
 
 
 class ArraySpec(NamedTuple):

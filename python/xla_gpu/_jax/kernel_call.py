@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from .._core.dtypes import DTYPES
-from .._core.operator import ArraySpec, OpCall, check_inputs_requested
+from .._core.operator import ArraySpec, OpCall, check_inputs_requested, check_sizes
 from .._user_kernels import launch, triton_arguments, triton_call
 from .._user_kernels.cuda_kernel import CudaKernel
 from .call import _run, as_array
@@ -29,6 +29,7 @@ def specs(where: str, result_shape_dtypes: Any) -> tuple[tuple[ArraySpec, ...], 
             raise TypeError(
                 f"{where}: result {i}: expected an object with shape and dtype, got {type(result).__name__}"
             )
+        check_sizes(where, i, result.shape)
         dtype = np.dtype(result.dtype).name
         if dtype not in DTYPES:
             raise TypeError(f"{where}: result {i}: expected a dtype that XLA knows, got {dtype}")

@@ -11,7 +11,7 @@ import torch
 
 from .._core.attribute_text import attribute_text, parse_attribute
 from .._core.dtypes import DTYPES
-from .._core.operator import ArraySpec, Layout, OpCall
+from .._core.operator import ArraySpec, Layout, OpCall, check_sizes
 from .dispatch import define, fake_results, run
 from .tensors import spec
 
@@ -102,6 +102,7 @@ def dtype_name(target: str, index: int, result: Any) -> str:
         raise TypeError(
             f"{target}: result {index}: expected an object with shape and dtype, got {type(result).__name__}"
         )
+    check_sizes(target, index, result.shape)
     dtype = result.dtype
     name = str(dtype).removeprefix("torch.") if isinstance(dtype, torch.dtype) else np.dtype(dtype).name
     if name not in DTYPES:

@@ -74,9 +74,13 @@ def from_cubin(cubin: bytes, name: str, symbol: str, arch: str | None = None) ->
         raise ValueError(f"cuda_kernel: {name}: arch: expected {contents.arch}, as the cubin was compiled, got {arch}")
     arch = arch or contents.arch
     digest = hashlib.sha256(b"\0".join((symbol.encode(), name.encode(), arch.encode(), cubin))).hexdigest()
-    kernel = CudaKernel(name, symbol, arch, digest, cubin, contents.kernels[symbol])
+    return register(CudaKernel(name, symbol, arch, digest, cubin, contents.kernels[symbol]))
+
+
+def register(kernel: CudaKernel) -> CudaKernel:
+    """Makes a kernel known by its key; returns the one that had the key first."""
     with _lock:
-        return _kernels.setdefault(digest, kernel)
+        return _kernels.setdefault(kernel.key, kernel)
 
 
 def by_key(key: str) -> CudaKernel:
