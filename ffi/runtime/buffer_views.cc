@@ -72,8 +72,8 @@ ViewShape::ViewShape(const BufferFromHostBufferArgs& args)
       device(args.device),
       memory(args.memory) {}
 
-Error CreateView(const ViewShape& shape, const void* data, intptr_t ready_stream, OnDelete on_delete, void* argument,
-                 void** buffer) {
+Error CreateView(const ViewShape& shape, const void* data, intptr_t ready_stream, DeleteFunction on_delete,
+                 void* argument, void** buffer) {
   CreateViewOfDeviceBufferArgs view = {};
   view.struct_size = sizeof view;
   view.client = shape.client;

@@ -46,9 +46,9 @@ struct ViewShape {
   explicit ViewShape(const BufferFromHostBufferArgs& args);
 };
 
-using OnDelete = void (*)(void* data, void* argument);
-Error CreateView(const ViewShape& shape, const void* data, intptr_t ready_stream, OnDelete on_delete, void* argument,
-                 void** buffer);
+using DeleteFunction = void (*)(void* data, void* argument);
+Error CreateView(const ViewShape& shape, const void* data, intptr_t ready_stream, DeleteFunction on_delete,
+                 void* argument, void** buffer);
 
 }  // namespace xla_gpu::pjrt
 

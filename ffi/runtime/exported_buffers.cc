@@ -20,7 +20,7 @@ struct Exported {
   size_t count = 0;
   bool destroyed = false;  // by the client; the plug-in's buffer is kept until it is given back
 };
-std::mutex tables_mutex;              // of the tables below
+std::mutex exports_mutex;             // of the tables below
 std::atomic<size_t> num_exported{0};  // buffers
 std::unordered_map<void*, Exported>& ExportedBuffers() {
   static auto* const table = new std::unordered_map<void*, Exported>;
@@ -44,7 +44,7 @@ void GiveBack(void* buffer) {
   CallBufferEntry(kBufferDecreaseExternalReferenceCount, buffer, nullptr);
   bool destroy = false;
   {
-    std::lock_guard<std::mutex> lock(tables_mutex);
+    std::lock_guard<std::mutex> lock(exports_mutex);
     const auto found = ExportedBuffers().find(buffer);
     if (found == ExportedBuffers().end() || --found->second.count > 0) return;
     destroy = found->second.destroyed;
@@ -59,7 +59,7 @@ void GiveBack(void* buffer) {
 void GiveBackReturned() {
   std::vector<void*> done;
   {
-    std::lock_guard<std::mutex> lock(tables_mutex);
+    std::lock_guard<std::mutex> lock(exports_mutex);
     auto& list = ReturnedBuffers();
     // In the order in which they came: on one stream, none is done before its predecessor.
     while (!list.empty() && TakeCompletedEvent(list.front().event)) {
@@ -101,7 +101,7 @@ void DeleteExported(ManagedTensor* managed) {
     void* event = nullptr;
     if (Error error = RecordEvent(owned->stream, &event); !error.ok()) return error;  // the context is lost: keep it
     {
-      std::lock_guard<std::mutex> lock(tables_mutex);
+      std::lock_guard<std::mutex> lock(exports_mutex);
       ReturnedBuffers().push_back({owned->buffer, event});
     }
     GiveBackReturned();
@@ -119,7 +119,7 @@ Error ExportBuffer(void* buffer, void* stream, xla_gpu_export_args* args) {
   exported->stream = stream;
   if (Error error = CallBufferEntry(kBufferIncreaseExternalReferenceCount, buffer, nullptr); !error.ok()) return error;
   {
-    std::lock_guard<std::mutex> lock(tables_mutex);
+    std::lock_guard<std::mutex> lock(exports_mutex);
     Exported& entry = ExportedBuffers()[buffer];
     if (++entry.count == 1) num_exported.fetch_add(1, std::memory_order_release);
   }
@@ -181,7 +181,7 @@ void* SharedBufferUnsafePointer(void* untyped) {
 
 bool KeepExported(void* buffer) {
   if (num_exported.load(std::memory_order_acquire) == 0) return false;
-  std::lock_guard<std::mutex> lock(tables_mutex);
+  std::lock_guard<std::mutex> lock(exports_mutex);
   const auto found = ExportedBuffers().find(buffer);
   if (found == ExportedBuffers().end()) return false;
   found->second.destroyed = true;
@@ -201,7 +201,7 @@ extern "C" const char* xla_gpu_export_buffers(xla_gpu_export_args* args, size_t 
 }
 
 extern "C" size_t xla_gpu_export_count(void) {
-  std::lock_guard<std::mutex> lock(xla_gpu::pjrt::tables_mutex);
+  std::lock_guard<std::mutex> lock(xla_gpu::pjrt::exports_mutex);
   size_t count = 0;
   for (const auto& [buffer, exported] : xla_gpu::pjrt::ExportedBuffers()) count += exported.count;
   return count;

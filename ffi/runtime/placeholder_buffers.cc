@@ -23,7 +23,7 @@ struct Placeholder {
   void* view = nullptr;
 };
 
-std::mutex tables_mutex;  // of the tables below
+std::mutex placeholders_mutex;  // of the tables below
 std::atomic<size_t> num_placeholders{0};
 std::unordered_map<void*, std::unique_ptr<Placeholder>>& PlaceholdersByBuffer() {
   static auto* const table = new std::unordered_map<void*, std::unique_ptr<Placeholder>>;
@@ -36,7 +36,7 @@ std::unordered_map<int64_t, Placeholder*>& PlaceholdersById() {
 
 Error BindPlaceholders(const int64_t* ids, const void* const* data, size_t count, void* stream) {
   GiveBackReturned();
-  std::lock_guard<std::mutex> lock(tables_mutex);
+  std::lock_guard<std::mutex> lock(placeholders_mutex);
   intptr_t ready = 0;
   bool is_ordered = false;  // are the views of device `ordered`
   void* ordered = nullptr;
@@ -61,7 +61,7 @@ Error BindPlaceholders(const int64_t* ids, const void* const* data, size_t count
 }  // namespace
 
 void AddPlaceholder(int64_t id, void* buffer, ViewShape shape, void* device) {
-  std::lock_guard<std::mutex> lock(tables_mutex);
+  std::lock_guard<std::mutex> lock(placeholders_mutex);
   auto placeholder = std::make_unique<Placeholder>(Placeholder{id, std::move(shape), device});
   PlaceholdersById()[id] = placeholder.get();
   PlaceholdersByBuffer()[buffer] = std::move(placeholder);
@@ -72,7 +72,7 @@ void RemovePlaceholder(void* buffer) {
   if (num_placeholders.load(std::memory_order_acquire) == 0) return;
   std::unique_ptr<Placeholder> removed;
   {
-    std::lock_guard<std::mutex> lock(tables_mutex);
+    std::lock_guard<std::mutex> lock(placeholders_mutex);
     const auto found = PlaceholdersByBuffer().find(buffer);
     if (found == PlaceholdersByBuffer().end()) return;
     removed = std::move(found->second);
@@ -89,7 +89,7 @@ BoundArguments::BoundArguments(LoadedExecutableExecuteArgs* args) : args_(args),
 }
 
 Error BoundArguments::Bind() {
-  std::lock_guard<std::mutex> lock(tables_mutex);
+  std::lock_guard<std::mutex> lock(placeholders_mutex);
   for (size_t device = 0; device < args_->num_devices; ++device) {
     // One view that is made now makes the execution wait for the other framework's stream. That serves for all.
     bool ordered = false;

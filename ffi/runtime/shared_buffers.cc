@@ -37,7 +37,7 @@ struct Import {
   int64_t id;
 };
 
-std::mutex tables_mutex;  // of the tables below
+std::mutex imports_mutex;  // of the tables below
 std::atomic<size_t> num_announced{0};
 std::unordered_map<const void*, Import>& Announced() {
   static auto* const table = new std::unordered_map<const void*, Import>;  // threads of the plug-in may outlive main()
@@ -54,7 +54,7 @@ std::vector<int64_t>& Released() {
 
 bool TakeAnnounced(const void* data, Import* import) {
   if (num_announced.load(std::memory_order_acquire) == 0) return false;
-  std::lock_guard<std::mutex> lock(tables_mutex);
+  std::lock_guard<std::mutex> lock(imports_mutex);
   const auto found = Announced().find(data);
   if (found == Announced().end()) return false;
   *import = std::move(found->second);
@@ -64,7 +64,7 @@ bool TakeAnnounced(const void* data, Import* import) {
 }
 
 void OnDelete(void*, void* id) {
-  std::lock_guard<std::mutex> lock(tables_mutex);
+  std::lock_guard<std::mutex> lock(imports_mutex);
   Released().push_back(static_cast<int64_t>(reinterpret_cast<intptr_t>(id)));
 }
 
@@ -83,7 +83,7 @@ Error ImportBuffer(const Import& import, BufferFromHostBufferArgs* args) {
   ViewShape shape(*args);
   void* device = args->device;
   if (device == nullptr) {
-    std::lock_guard<std::mutex> lock(tables_mutex);
+    std::lock_guard<std::mutex> lock(imports_mutex);
     const auto found = DevicesByMemory().find(args->memory);
     if (found != DevicesByMemory().end()) device = found->second;
   }
@@ -98,7 +98,7 @@ Error ImportBuffer(const Import& import, BufferFromHostBufferArgs* args) {
   }
   if (!error.ok()) return error;
   if (device == nullptr && CallBufferEntry(kBufferDevice, buffer, &device).ok()) {
-    std::lock_guard<std::mutex> lock(tables_mutex);  // the first one of this memory waited; later ones need not
+    std::lock_guard<std::mutex> lock(imports_mutex);  // the first one of this memory waited; later ones need not
     DevicesByMemory()[args->memory] = device;
   }
   if (is_placeholder) AddPlaceholder(import.id, buffer, std::move(shape), device);
@@ -113,7 +113,7 @@ Error Announce(const void* const* data, const int64_t* ids, size_t count, const 
     return Error::FailedPrecondition("no PJRT plug-in with views of device memory is in use");
   }
   GiveBackReturned();
-  std::lock_guard<std::mutex> lock(tables_mutex);
+  std::lock_guard<std::mutex> lock(imports_mutex);
   auto& announced = Announced();
   for (size_t i = 0; i < count; ++i) {
     if (data[i] != nullptr && announced.emplace(data[i], Import{batch, ids[i]}).second) continue;
@@ -190,7 +190,7 @@ extern "C" size_t xla_gpu_import_cancel(const void* const* data, size_t count, i
 }
 
 extern "C" size_t xla_gpu_import_released(int64_t* ids, size_t capacity) {
-  std::lock_guard<std::mutex> lock(xla_gpu::pjrt::tables_mutex);
+  std::lock_guard<std::mutex> lock(xla_gpu::pjrt::imports_mutex);
   auto& released = xla_gpu::pjrt::Released();
   size_t count = 0;
   while (count < capacity && !released.empty()) {
