@@ -1,10 +1,12 @@
 // Placeholders: buffers in the place of which an execution gets views of another framework's memory.
+#include <algorithm>
 #include <atomic>
 #include <memory>
 #include <mutex>
 #include <string>
 #include <unordered_map>
 #include <utility>
+#include <vector>
 
 #include "ffi/runtime/buffer_views.h"
 #include "ffi/runtime/shared_buffers.h"
@@ -13,14 +15,19 @@
 namespace xla_gpu::pjrt {
 namespace {
 
+struct View {
+  const void* memory;
+  void* buffer;
+};
+constexpr size_t kMaxViews = 4;  // of a placeholder
+
 struct Placeholder {
   int64_t id;
   ViewShape shape;
   void* device;
   const void* bound = nullptr;  // null: nothing
   intptr_t ready_stream = 0;
-  const void* viewed = nullptr;  // the memory of `view`, which serves as long as the same memory is bound
-  void* view = nullptr;
+  std::vector<View> views = {};  // of memory that was bound before: allocators hand out the same again
 };
 
 std::mutex placeholders_mutex;  // of the tables below
@@ -80,7 +87,7 @@ void RemovePlaceholder(void* buffer) {
     PlaceholdersById().erase(removed->id);
     num_placeholders.store(PlaceholdersByBuffer().size(), std::memory_order_release);
   }
-  if (removed->view != nullptr) CallBufferEntry(kBufferDestroy, removed->view, nullptr);
+  for (const View& view : removed->views) CallBufferEntry(kBufferDestroy, view.buffer, nullptr);
 }
 
 BoundArguments::BoundArguments(LoadedExecutableExecuteArgs* args) : args_(args), given_(args->argument_lists) {
@@ -101,16 +108,22 @@ Error BoundArguments::Bind() {
         return Error::FailedPrecondition("argument " + std::to_string(i) +
                                          " of an execution is a placeholder that no memory was bound to");
       }
-      if (!ordered || placeholder.view == nullptr || placeholder.viewed != placeholder.bound) {
-        void* view = nullptr;
+      auto& views = placeholder.views;
+      auto view = std::find_if(views.begin(), views.end(),
+                               [&](const View& known) { return known.memory == placeholder.bound; });
+      if (!ordered || view == views.end()) {
+        View made = {placeholder.bound, nullptr};
         if (Error error =
-                CreateView(placeholder.shape, placeholder.bound, placeholder.ready_stream, nullptr, nullptr, &view);
+                CreateView(placeholder.shape, made.memory, placeholder.ready_stream, nullptr, nullptr, &made.buffer);
             !error.ok()) {
           return error;
         }
-        if (placeholder.view != nullptr) replaced_.push_back(placeholder.view);
-        placeholder.view = view;
-        placeholder.viewed = placeholder.bound;
+        if (view == views.end() && views.size() == kMaxViews) view = views.begin();  // the oldest
+        if (view != views.end()) {
+          replaced_.push_back(view->buffer);
+          views.erase(view);
+        }
+        view = views.insert(views.end(), made);
         ordered = true;
       }
       if (lists_.empty()) {
@@ -120,7 +133,7 @@ Error BoundArguments::Bind() {
         }
         args_->argument_lists = pointers_.data();
       }
-      lists_[device][i] = placeholder.view;
+      lists_[device][i] = view->buffer;
     }
   }
   return {};
