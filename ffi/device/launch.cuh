@@ -13,6 +13,9 @@ namespace xla_gpu {
 template <typename... Params>
 Status LaunchKernel(void (*kernel)(Params...), dim3 grid, dim3 threads, size_t shared_bytes, Stream stream,
                     LaunchOrder order, const Params&... params) {
+  // The carveout of the kernels around it: an SM must be idle to change it, and then nothing overlaps.
+  XLA_GPU_RETURN_IF_CUDA(
+      cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared));
   cudaLaunchAttribute attribute = {};
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attribute.val.programmaticStreamSerializationAllowed = 1;

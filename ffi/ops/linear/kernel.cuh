@@ -15,6 +15,7 @@
 #include "ffi/device/async_copy.cuh"
 #include "ffi/device/dependent_launch.cuh"
 #include "ffi/device/mma.cuh"
+#include "ffi/device/wgmma.cuh"
 #include "ffi/ops/linear/args.h"
 #include "ffi/ops/linear/epilogue.cuh"
 #include "ffi/ops/linear/weight_formats.cuh"
@@ -77,6 +78,7 @@ inline constexpr int kMaxStages = 7;
 
 template <typename Config>
 __global__ void __launch_bounds__(Config::kThreads, 1) LinearKernel(const __grid_constant__ LinearArgs args) {
+#if !XLA_GPU_HAS_WGMMA  // sm90_kernel.cuh is used there
   using T = typename Config::T;
   constexpr WeightFormat kFormat = Config::kFormat;
   constexpr int kRowBlocks = Config::kRowBlocks, kFeatureBlocks = Config::kFeatureBlocks;
@@ -320,6 +322,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1) LinearKernel(const __grid
     __syncthreads();
     FinishTile<T, kThreads>(args, sums, shared_tile);
   }
+#endif
 }
 
 }  // namespace xla_gpu::linear

@@ -13,6 +13,7 @@
 #include "ffi/ops/linear/kernel.cuh"
 #include "ffi/ops/linear/linear.h"
 #include "ffi/ops/linear/simt_f32.cuh"
+#include "ffi/ops/linear/sm90_launch.cuh"
 
 namespace xla_gpu {
 namespace {
@@ -73,6 +74,16 @@ Status LaunchRows(const LinearParams& p, LinearArgs args, int shared_bytes, Stre
                       static_cast<size_t>(bytes), stream, order, args);
 }
 
+// Of the kernels for this format and as many rows as `args` says.
+template <typename T, WeightFormat kFormat, int kRowTile>
+Status LaunchTile(const LinearParams& p, const LinearArgs& args, int shared_bytes, Stream stream, LaunchOrder order) {
+  using Config = linear::Sm90Traits<T, kFormat, kRowTile>;
+  bool sm90a;
+  if (Status status = linear::SupportsSm90a<Config>(&sm90a); !status.ok()) return status;
+  if (sm90a) return linear::LaunchSm90<Config>(args, stream, order);
+  return LaunchRows<linear::Traits<T, kFormat, kRowTile>>(p, args, shared_bytes, stream, order);
+}
+
 template <typename T, WeightFormat kFormat>
 Status LaunchFormat(const LinearParams& p, Stream stream, LaunchOrder order) {
   int device, shared_bytes;
@@ -97,13 +108,13 @@ Status LaunchFormat(const LinearParams& p, Stream stream, LaunchOrder order) {
     Status status;
     switch (LinearRowTile(rows)) {
       case 8:
-        status = LaunchRows<linear::Traits<T, kFormat, 8>>(p, args, shared_bytes, stream, order);
+        status = LaunchTile<T, kFormat, 8>(p, args, shared_bytes, stream, order);
         break;
       case 32:
-        status = LaunchRows<linear::Traits<T, kFormat, 32>>(p, args, shared_bytes, stream, order);
+        status = LaunchTile<T, kFormat, 32>(p, args, shared_bytes, stream, order);
         break;
       default:
-        status = LaunchRows<linear::Traits<T, kFormat, 64>>(p, args, shared_bytes, stream, order);
+        status = LaunchTile<T, kFormat, 64>(p, args, shared_bytes, stream, order);
     }
     if (!status.ok()) return status;
   }

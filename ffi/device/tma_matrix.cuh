@@ -1,0 +1,46 @@
+// TMA loads (sm_90) of boxes of a matrix in row-major order, 128 bytes wide and in the 128-byte swizzle that wgmma
+// reads.
+#ifndef XLA_GPU_DEVICE_TMA_MATRIX_CUH_
+#define XLA_GPU_DEVICE_TMA_MATRIX_CUH_
+
+#include <cstdint>
+
+#include "ffi/device/tensor_map.cuh"
+
+namespace xla_gpu {
+
+// [rows, row_bytes], in boxes of `box_rows` rows by 128 bytes. Boxes may reach past the end: that becomes zeros. Rows
+// are contiguous and multiples of 16 bytes. False where the driver has no tensor maps.
+inline bool EncodeMatrix(const void* start, uint64_t rows, uint64_t row_bytes, uint32_t box_rows, CUtensorMap* map) {
+  // Elements of 2 bytes of any type: TMA moves bits.
+  const cuuint64_t sizes[2] = {row_bytes / 2, rows};
+  const cuuint64_t stride_bytes[1] = {row_bytes};
+  const cuuint32_t box[2] = {64, box_rows};
+  return EncodeTensor(start, 2, sizes, stride_bytes, box, /*bfloat16=*/true, map);
+}
+
+#ifdef __CUDACC__
+
+// Starts the load of the box of 128 bytes whose first is number `128 * column`, from row `row` on. By one thread.
+__device__ inline void TmaLoadMatrixBox(uint32_t shared, const CUtensorMap& map, uint32_t barrier, int column, int row,
+                                        uint64_t l2_policy) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%3, "
+      "%4}], [%2], %5;" ::"r"(shared),
+      "l"(reinterpret_cast<uint64_t>(&map)), "r"(barrier), "r"(column * 64), "r"(row), "l"(l2_policy)
+      : "memory");
+}
+
+// Starts to bring the same box into L2.
+__device__ inline void TmaPrefetchMatrixBox(const CUtensorMap& map, int column, int row) {
+  asm volatile(
+      "cp.async.bulk.prefetch.tensor.2d.L2.global.tile [%0, {%1, %2}];" ::"l"(reinterpret_cast<uint64_t>(&map)),
+      "r"(column * 64), "r"(row)
+      : "memory");
+}
+
+#endif  // __CUDACC__
+
+}  // namespace xla_gpu
+
+#endif  // XLA_GPU_DEVICE_TMA_MATRIX_CUH_

@@ -1,0 +1,150 @@
+// The kernel of sm_90a for up to 64 rows: TMA brings weights and x to shared memory, wgmma multiplies.
+//
+// The weights are the M operand of wgmma and the rows of x its N operand. A CTA computes a work tile of 256 features,
+// or of 128 where weights are converted; with an activation the first half are gates, the second half what they
+// multiply. A warp loads weights, one x, and two warpgroups multiply, each of them half of the 128 weight rows of a
+// slot. A CTA takes half an SM, so that one of the next kernel loads its weights while this one ends.
+//
+// The CTAs of a cluster divide k. They add their partial sums through distributed shared memory, in the order of k. The
+// number of CTAs in a cluster depends on n and k alone: a row has the same bits for any number of rows.
+#ifndef XLA_GPU_OPS_LINEAR_SM90_KERNEL_CUH_
+#define XLA_GPU_OPS_LINEAR_SM90_KERNEL_CUH_
+
+#include <cstdint>
+
+#include "ffi/device/async_copy.cuh"
+#include "ffi/device/cluster.cuh"
+#include "ffi/device/dependent_launch.cuh"
+#include "ffi/device/mbarrier.cuh"
+#include "ffi/device/tma_matrix.cuh"
+#include "ffi/ops/linear/sm90_epilogue.cuh"
+#include "ffi/ops/linear/sm90_products.cuh"
+#include "ffi/ops/linear/sm90_traits.cuh"
+
+namespace xla_gpu::linear {
+
+// Loads a CTA's weights, by one thread.
+template <typename Config>
+__device__ inline void LoadWeights(const Sm90Args& args, int tile, int chunk_begin, int chunk_end, uint32_t weights,
+                                   RingBarriers<Config> barriers) {
+  constexpr int kBoxes = 128 / Config::kBoxRows;  // of a slot
+  if (!args.weights_first) WaitForPreviousKernel();
+  RingPosition ring;
+  for (int chunk = chunk_begin; chunk < chunk_end; ++chunk) {
+#pragma unroll
+    for (int block = 0; block < Config::kBlocks; ++block) {
+      const uint32_t full = barriers.WeightFull(ring.slot), to = weights + ring.slot * Config::kWeightSlotBytes;
+      WaitBarrier(barriers.WeightEmpty(ring.slot), ring.parity ^ 1);
+      ArriveExpectTx(full, Config::kWeightSlotBytes);
+#pragma unroll
+      for (int box = 0; box < kBoxes; ++box) {
+        TmaLoadMatrixBox(to + box * (Config::kWeightSlotBytes / kBoxes), args.weight_map, full, chunk,
+                         FirstWeightRow<Config>(args.linear, tile, block * 2 + box), kEvictFirst);
+      }
+      ring.Advance(args.weight_slots);
+    }
+  }
+  // Now, and not earlier, memory has time for the next kernel's first loads.
+  AllowDependentLaunch();
+}
+
+// Loads x for a CTA's part of k, by one thread.
+template <typename Config>
+__device__ inline void LoadX(const Sm90Args& args, int chunk_begin, int chunk_end, uint32_t xs,
+                             RingBarriers<Config> barriers) {
+  WaitForPreviousKernel();
+  RingPosition ring;
+  for (int part = chunk_begin * Config::kXSlotsOfChunk; part < chunk_end * Config::kXSlotsOfChunk; ++part) {
+    WaitBarrier(barriers.XEmpty(ring.slot), ring.parity ^ 1);
+    const uint32_t full = barriers.XFull(ring.slot);
+    ArriveExpectTx(full, Config::kXSlotBytes);
+    TmaLoadMatrixBox(xs + ring.slot * Config::kXSlotBytes, args.x_map, full, part, 0, kEvictNormal);
+    ring.Advance(args.x_slots);
+  }
+}
+
+template <typename Config>
+__global__ void __launch_bounds__(XLA_GPU_HAS_WGMMA ? Config::kThreads : 32, XLA_GPU_HAS_WGMMA ? Config::kCtasOfSm : 1)
+    LinearSm90Kernel(const __grid_constant__ Sm90Args args) {
+#if XLA_GPU_HAS_WGMMA
+  using T = typename Config::T;
+  constexpr int kRowBlocks = Config::kRowTile / 8;
+  extern __shared__ __align__(1024) char shared[];
+  const int tid = static_cast<int>(threadIdx.x), warp = tid / 32, lane = tid % 32;
+  // ---- Shared memory: weight slots, x slots, barriers
+  const uint32_t weights = SharedAddress(shared);
+  const uint32_t xs = weights + args.weight_slots * Config::kWeightSlotBytes;
+  const RingBarriers<Config> barriers = {xs + args.x_slots * Config::kXSlotBytes};
+  constexpr int kWeightWarp = Config::kConsumers / 32, kXWarp = kWeightWarp + 1;
+  // A loading warp makes its own barriers, and does not wait for the other.
+  if (warp >= kWeightWarp) {
+    const uint32_t full = warp == kXWarp ? barriers.XFull(lane) : barriers.WeightFull(lane);
+    const uint32_t empty = warp == kXWarp ? barriers.XEmpty(lane) : barriers.WeightEmpty(lane);
+    if (lane < Config::kMaxSlots) {
+      InitBarrier(full, 1);
+      InitBarrier(empty, Config::kConsumers / 32);
+    }
+    if (lane == 31) PrefetchTensorMap(warp == kXWarp ? args.x_map : args.weight_map);
+    FenceProxyAsync();
+    __syncwarp();
+  }
+
+  // ---- This CTA's work tile and part of k
+  const int tile = static_cast<int>(blockIdx.x) / args.cluster;
+  const int rank = static_cast<int>(blockIdx.x) % args.cluster;
+  const int chunk_begin = args.chunks * rank / args.cluster, chunk_end = args.chunks * (rank + 1) / args.cluster;
+
+  if (warp >= kWeightWarp) {
+    NamedBarrierArrive(2, Config::kThreads);
+    if (ElectOne()) {
+      if (warp == kWeightWarp) {
+        LoadWeights<Config>(args, tile, chunk_begin, chunk_end, weights, barriers);
+      } else {
+        LoadX<Config>(args, chunk_begin, chunk_end, xs, barriers);
+      }
+    }
+    __syncwarp();
+  } else {
+    NamedBarrierSync(2, Config::kThreads);
+    // ---- Products
+    if constexpr (Config::kFormat == WeightFormat::kInt4) {
+      PrefetchGroups<Config>(args.linear, tile, chunk_begin, chunk_end);
+      __syncwarp();  // wgmma is for whole warps
+    }
+    WaitForPreviousKernel();
+    float sum[Config::kBlocks][kRowBlocks][4];
+    if constexpr (Config::kFormat == WeightFormat::kPlain) {
+      MultiplyPlain<Config>(args, chunk_begin, chunk_end, weights, xs, barriers, sum);
+    } else {
+      MultiplyConverted<Config>(args, tile, chunk_begin, chunk_end, shared, xs, barriers, sum);
+    }
+    // All copies have come, and both warpgroups have read them: the sums take the ring's place.
+    NamedBarrierSync(1, Config::kConsumers);
+    auto* sums = reinterpret_cast<float*>(shared);
+    const int g = lane / 4, t = lane % 4;
+#pragma unroll
+    for (int block = 0; block < Config::kBlocks; ++block) {
+#pragma unroll
+      for (int r = 0; r < kRowBlocks; ++r) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const int column = block * 128 + warp * 16 + i / 2 * 8 + g;
+          sums[(r * 8 + 2 * t + i % 2) * Config::kSumPitch + column] = sum[block][r][i];
+        }
+      }
+    }
+  }
+  if (args.cluster > 1) {
+    ClusterSync();
+  } else {
+    __syncthreads();
+  }
+  FinishTileOfCluster<T, Config::kTileFeatures>(args.linear, tile, reinterpret_cast<const float*>(shared), args.cluster,
+                                                rank);
+  if (args.cluster > 1) ClusterSync();  // others read this CTA's sums
+#endif
+}
+
+}  // namespace xla_gpu::linear
+
+#endif  // XLA_GPU_OPS_LINEAR_SM90_KERNEL_CUH_
