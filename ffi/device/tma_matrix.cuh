@@ -16,7 +16,8 @@ inline bool EncodeMatrix(const void* start, uint64_t rows, uint64_t row_bytes, u
   const cuuint64_t sizes[2] = {row_bytes / 2, rows};
   const cuuint64_t stride_bytes[1] = {row_bytes};
   const cuuint32_t box[2] = {64, box_rows};
-  return EncodeTensor(start, 2, sizes, stride_bytes, box, /*bfloat16=*/true, map);
+  return EncodeTensor(start, 2, sizes, stride_bytes, box, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, CU_TENSOR_MAP_SWIZZLE_128B,
+                      map);
 }
 
 #ifdef __CUDACC__
