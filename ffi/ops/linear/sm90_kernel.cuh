@@ -3,10 +3,12 @@
 // The weights are the M operand of wgmma and the rows of x its N operand. A CTA computes a work tile of 256 features,
 // or of 128 where weights are converted; with an activation the first half are gates, the second half what they
 // multiply. A warp loads weights, one x, and two warpgroups multiply, each of them half of the 128 weight rows of a
-// slot. A CTA takes half an SM, so that one of the next kernel loads its weights while this one ends.
+// stage. Where the work tiles are many a CTA takes half an SM, so that one of the next kernel loads its weights while
+// this one ends.
 //
 // The CTAs of a cluster divide k. They add their partial sums through distributed shared memory, in the order of k. The
-// number of CTAs in a cluster depends on n and k alone: a row has the same bits for any number of rows.
+// number of CTAs in a cluster depends on n, k and the weights' format alone: a row has the same bits for any number of
+// rows.
 #ifndef XLA_GPU_OPS_LINEAR_SM90_KERNEL_CUH_
 #define XLA_GPU_OPS_LINEAR_SM90_KERNEL_CUH_
 
@@ -27,21 +29,21 @@ namespace xla_gpu::linear {
 template <typename Config>
 __device__ inline void LoadWeights(const Sm90Args& args, int tile, int chunk_begin, int chunk_end, uint32_t weights,
                                    RingBarriers<Config> barriers) {
-  constexpr int kBoxes = 128 / Config::kBoxRows;  // of a slot
+  constexpr int kBoxes = 128 / Config::kBoxRows;  // of a stage
   if (!args.weights_first) WaitForPreviousKernel();
-  RingPosition ring;
+  PipelineState ring;
   for (int chunk = chunk_begin; chunk < chunk_end; ++chunk) {
 #pragma unroll
     for (int block = 0; block < Config::kBlocks; ++block) {
-      const uint32_t full = barriers.WeightFull(ring.slot), to = weights + ring.slot * Config::kWeightSlotBytes;
-      WaitBarrier(barriers.WeightEmpty(ring.slot), ring.parity ^ 1);
-      ArriveExpectTx(full, Config::kWeightSlotBytes);
+      const uint32_t full = barriers.WeightFull(ring.stage), to = weights + ring.stage * Config::kWeightStageBytes;
+      WaitBarrier(barriers.WeightEmpty(ring.stage), ring.phase ^ 1);
+      ArriveExpectTx(full, Config::kWeightStageBytes);
 #pragma unroll
       for (int box = 0; box < kBoxes; ++box) {
-        TmaLoadMatrixBox(to + box * (Config::kWeightSlotBytes / kBoxes), args.weight_map, full, chunk,
+        TmaLoadMatrixBox(to + box * (Config::kWeightStageBytes / kBoxes), args.weight_map, full, chunk,
                          FirstWeightRow<Config>(args.linear, tile, block * 2 + box), kEvictFirst);
       }
-      ring.Advance(args.weight_slots);
+      ring.Advance(args.weight_stages);
     }
   }
   // Now, and not earlier, memory has time for the next kernel's first loads.
@@ -53,13 +55,13 @@ template <typename Config>
 __device__ inline void LoadX(const Sm90Args& args, int chunk_begin, int chunk_end, uint32_t xs,
                              RingBarriers<Config> barriers) {
   WaitForPreviousKernel();
-  RingPosition ring;
-  for (int part = chunk_begin * Config::kXSlotsOfChunk; part < chunk_end * Config::kXSlotsOfChunk; ++part) {
-    WaitBarrier(barriers.XEmpty(ring.slot), ring.parity ^ 1);
-    const uint32_t full = barriers.XFull(ring.slot);
-    ArriveExpectTx(full, Config::kXSlotBytes);
-    TmaLoadMatrixBox(xs + ring.slot * Config::kXSlotBytes, args.x_map, full, part, 0, kEvictNormal);
-    ring.Advance(args.x_slots);
+  PipelineState ring;
+  for (int part = chunk_begin * Config::kXStagesOfChunk; part < chunk_end * Config::kXStagesOfChunk; ++part) {
+    WaitBarrier(barriers.XEmpty(ring.stage), ring.phase ^ 1);
+    const uint32_t full = barriers.XFull(ring.stage);
+    ArriveExpectTx(full, Config::kXStageBytes);
+    TmaLoadMatrixBox(xs + ring.stage * Config::kXStageBytes, args.x_map, full, part, 0, kEvictNormal);
+    ring.Advance(args.x_stages);
   }
 }
 
@@ -71,16 +73,16 @@ __global__ void __launch_bounds__(XLA_GPU_HAS_WGMMA ? Config::kThreads : 32, XLA
   constexpr int kRowBlocks = Config::kRowTile / 8;
   extern __shared__ __align__(1024) char shared[];
   const int tid = static_cast<int>(threadIdx.x), warp = tid / 32, lane = tid % 32;
-  // ---- Shared memory: weight slots, x slots, barriers
+  // ---- Shared memory: weight stages, x stages, barriers
   const uint32_t weights = SharedAddress(shared);
-  const uint32_t xs = weights + args.weight_slots * Config::kWeightSlotBytes;
-  const RingBarriers<Config> barriers = {xs + args.x_slots * Config::kXSlotBytes};
+  const uint32_t xs = weights + args.weight_stages * Config::kWeightStageBytes;
+  const RingBarriers<Config> barriers = {xs + args.x_stages * Config::kXStageBytes};
   constexpr int kWeightWarp = Config::kConsumers / 32, kXWarp = kWeightWarp + 1;
   // A loading warp makes its own barriers, and does not wait for the other.
   if (warp >= kWeightWarp) {
     const uint32_t full = warp == kXWarp ? barriers.XFull(lane) : barriers.WeightFull(lane);
     const uint32_t empty = warp == kXWarp ? barriers.XEmpty(lane) : barriers.WeightEmpty(lane);
-    if (lane < Config::kMaxSlots) {
+    if (lane < Config::kMaxStages) {
       InitBarrier(full, 1);
       InitBarrier(empty, Config::kConsumers / 32);
     }
@@ -118,7 +120,7 @@ __global__ void __launch_bounds__(XLA_GPU_HAS_WGMMA ? Config::kThreads : 32, XLA
     } else {
       MultiplyConverted<Config>(args, tile, chunk_begin, chunk_end, shared, xs, barriers, sum);
     }
-    // All copies have come, and both warpgroups have read them: the sums take the ring's place.
+    // All loads have completed, and both warpgroups have read them: the sums take the ring's place.
     NamedBarrierSync(1, Config::kConsumers);
     auto* sums = reinterpret_cast<float*>(shared);
     const int g = lane / 4, t = lane % 4;

@@ -21,8 +21,8 @@ inline constexpr int kSm90MostBytes = 144 * 1024;
 
 struct Sm90Plan {
   int cluster;
-  int weight_slots;
-  int x_slots;
+  int weight_stages;
+  int x_stages;
 };
 
 // The number of CTAs that divide k: as many as leave no SM of an H100 or H200 with two of them. Such a GPU has room for
@@ -38,14 +38,14 @@ template <typename Config>
 Sm90Plan MakePlan(int tiles, int chunks) {
   Sm90Plan plan;
   plan.cluster = ClusterSize(tiles, chunks);
-  // Where each CTA can have an SM, and the weights' bytes are the limit, they shall not share one: CTAs that are
-  // launched while others end would.
+  // Where each CTA can have an SM, and the weights' bytes are the limit, keeps them separate: CTAs that start while
+  // others end would otherwise share an SM.
   const bool one_of_sm =
       tiles * plan.cluster <= 132 && (Config::kRowTile == 8 || Config::kFormat != WeightFormat::kPlain);
   const int bytes = (one_of_sm ? kSm90MostBytes : kSm90HalfBytes) - Config::kBarrierBytes;
-  plan.x_slots = Config::kXSlotsOfChunk - 1 + (Config::kRowTile == 64 ? 3 : Config::kRowTile == 32 ? 4 : 8);
-  plan.weight_slots =
-      std::min<int>(Config::kMaxSlots, (bytes - plan.x_slots * Config::kXSlotBytes) / Config::kWeightSlotBytes);
+  plan.x_stages = Config::kXStagesOfChunk - 1 + (Config::kRowTile == 64 ? 3 : Config::kRowTile == 32 ? 4 : 8);
+  plan.weight_stages =
+      std::min<int>(Config::kMaxStages, (bytes - plan.x_stages * Config::kXStageBytes) / Config::kWeightStageBytes);
   return plan;
 }
 
@@ -65,8 +65,8 @@ Status LaunchPlan(const LinearArgs& linear, const Sm90Plan& plan, int tiles, int
   args.linear = linear;
   args.cluster = plan.cluster;
   args.chunks = chunks;
-  args.weight_slots = plan.weight_slots;
-  args.x_slots = plan.x_slots;
+  args.weight_stages = plan.weight_stages;
+  args.x_stages = plan.x_stages;
   args.weights_first = order == LaunchOrder::kDependent;
   const auto row_bytes = static_cast<uint64_t>(linear.weight_row_bytes);
   if (!EncodeMatrix(linear.weight, static_cast<uint64_t>(linear.n), row_bytes, Config::kBoxRows, &args.weight_map) ||
@@ -75,7 +75,7 @@ Status LaunchPlan(const LinearArgs& linear, const Sm90Plan& plan, int tiles, int
     return Status::Internal("linear: the CUDA driver makes no tensor map of weight or x");
   }
   const auto kernel = LinearSm90Kernel<Config>;
-  const int ring = plan.weight_slots * Config::kWeightSlotBytes + plan.x_slots * Config::kXSlotBytes;
+  const int ring = plan.weight_stages * Config::kWeightStageBytes + plan.x_stages * Config::kXStageBytes;
   const int bytes = std::max(ring + Config::kBarrierBytes, Config::kSumBytes);
   XLA_GPU_RETURN_IF_CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
   XLA_GPU_RETURN_IF_CUDA(
@@ -102,7 +102,7 @@ Status LaunchSm90(const LinearArgs& linear, Stream stream, LaunchOrder order) {
   const int out_features = gated ? linear.n / 2 : linear.n;
   const int tile_features = gated ? Config::kTileFeatures / 2 : Config::kTileFeatures;
   const int tiles = (out_features + tile_features - 1) / tile_features;
-  const int chunks = (linear.k + Config::kSlotK - 1) / Config::kSlotK;
+  const int chunks = (linear.k + Config::kStageK - 1) / Config::kStageK;
   return LaunchPlan<Config>(linear, MakePlan<Config>(tiles, chunks), tiles, chunks, stream, order);
 }
 

@@ -21,7 +21,7 @@ __device__ inline uint32_t ConvertBytePair(uint32_t bytes) {
 }
 
 // 64 values of k of the weight rows g (r = 0) and g + 8 (r = 1) of a warp, as the A operands of four steps. `row`: row
-// g in the slot; its 16-byte vectors are permuted by XOR with g.
+// g in the stage; its 16-byte vectors are permuted by XOR with g.
 template <typename T, WeightFormat kFormat>
 __device__ inline void ConvertPart(const char* row, int part, int g, int t, const uint32_t (&offsets)[2],
                                    uint32_t (&a)[4][4]) {
@@ -53,17 +53,17 @@ __device__ __forceinline__ void MultiplyPlain(const Sm90Args& args, int chunk_be
                                               uint32_t xs, RingBarriers<Config> barriers,
                                               float (&sum)[Config::kBlocks][Config::kRowTile / 8][4]) {
   const int lane = static_cast<int>(threadIdx.x) % 32, warpgroup = static_cast<int>(threadIdx.x) / 128;
-  RingPosition weight_ring, x_ring;
-  // The slots whose products are still under way: they are given back when the next ones have been started.
+  PipelineState weight_ring, x_ring;
+  // The stages whose products are still under way: they are given back when the next ones have been started.
   uint32_t last_weight = 0, last_x = 0;
   for (int chunk = chunk_begin; chunk < chunk_end; ++chunk) {
-    WaitBarrier(barriers.XFull(x_ring.slot), x_ring.parity);
-    const uint64_t b = MakeSmemDescKMajor(xs + x_ring.slot * Config::kXSlotBytes);
+    WaitBarrier(barriers.XFull(x_ring.stage), x_ring.phase);
+    const uint64_t b = MakeSmemDescKMajor(xs + x_ring.stage * Config::kXStageBytes);
 #pragma unroll
     for (int block = 0; block < Config::kBlocks; ++block) {
-      WaitBarrier(barriers.WeightFull(weight_ring.slot), weight_ring.parity);
-      const uint64_t a = MakeSmemDescKMajor(weights + weight_ring.slot * Config::kWeightSlotBytes +
-                                            warpgroup * (Config::kWeightSlotBytes / 2));
+      WaitBarrier(barriers.WeightFull(weight_ring.stage), weight_ring.phase);
+      const uint64_t a = MakeSmemDescKMajor(weights + weight_ring.stage * Config::kWeightStageBytes +
+                                            warpgroup * (Config::kWeightStageBytes / 2));
       WgmmaFence();
 #pragma unroll
       for (int step = 0; step < 4; ++step) {
@@ -76,11 +76,11 @@ __device__ __forceinline__ void MultiplyPlain(const Sm90Args& args, int chunk_be
         if (last_weight != 0) ArriveBarrier(last_weight);
         if (block == 0 && last_x != 0) ArriveBarrier(last_x);
       }
-      last_weight = barriers.WeightEmpty(weight_ring.slot);
-      weight_ring.Advance(args.weight_slots);
+      last_weight = barriers.WeightEmpty(weight_ring.stage);
+      weight_ring.Advance(args.weight_stages);
     }
-    last_x = barriers.XEmpty(x_ring.slot);
-    x_ring.Advance(args.x_slots);
+    last_x = barriers.XEmpty(x_ring.stage);
+    x_ring.Advance(args.x_stages);
   }
   WgmmaWait<0>();
 #pragma unroll
@@ -90,7 +90,7 @@ __device__ __forceinline__ void MultiplyPlain(const Sm90Args& args, int chunk_be
 // The scales and offsets of groups, of a lane's two weight rows.
 template <typename Config>
 struct GroupScales {
-  static constexpr int kGroups = Config::kSlotK / static_cast<int>(kQuantGroup);
+  static constexpr int kGroups = Config::kStageK / static_cast<int>(kQuantGroup);
   float scale[kGroups][2];
   uint32_t offset[kGroups][2];
 
@@ -118,13 +118,13 @@ struct GroupScales {
   }
 };
 
-// The products of weights that are converted in registers. `shared`: the weight slots.
+// The products of weights that are converted in registers. `shared`: the weight stages.
 template <typename Config>
 __device__ __forceinline__ void MultiplyConverted(const Sm90Args& args, int tile, int chunk_begin, int chunk_end,
                                                   const char* shared, uint32_t xs, RingBarriers<Config> barriers,
                                                   float (&sum)[Config::kBlocks][Config::kRowTile / 8][4]) {
   using T = typename Config::T;
-  constexpr int kRowBlocks = Config::kRowTile / 8, kParts = Config::kXSlotsOfChunk;
+  constexpr int kRowBlocks = Config::kRowTile / 8, kParts = Config::kXStagesOfChunk;
   const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32;
   const int g = lane / 4, t = lane % 4;
   const char* const row = shared + (warp * 16 + g) * 128;
@@ -132,17 +132,17 @@ __device__ __forceinline__ void MultiplyConverted(const Sm90Args& args, int tile
   GroupScales<Config> scales, next_scales;
   float total[Config::kGrouped ? kRowBlocks : 1][4] = {};
   if constexpr (Config::kGrouped) next_scales.Load(args.linear, first_row, chunk_begin);
-  RingPosition weight_ring, x_ring;
+  PipelineState weight_ring, x_ring;
   for (int chunk = chunk_begin; chunk < chunk_end; ++chunk) {
     if constexpr (Config::kGrouped) {
       scales = next_scales;
       if (chunk + 1 < chunk_end) next_scales.Load(args.linear, first_row, chunk + 1);
     }
-    const RingPosition first_x = x_ring;
+    const PipelineState first_x = x_ring;
 #pragma unroll
     for (int block = 0; block < Config::kBlocks; ++block) {
-      WaitBarrier(barriers.WeightFull(weight_ring.slot), weight_ring.parity);
-      const char* const from = row + weight_ring.slot * Config::kWeightSlotBytes;
+      WaitBarrier(barriers.WeightFull(weight_ring.stage), weight_ring.phase);
+      const char* const from = row + weight_ring.stage * Config::kWeightStageBytes;
       x_ring = first_x;
 #pragma unroll
       for (int part = 0; part < kParts; ++part) {
@@ -153,8 +153,8 @@ __device__ __forceinline__ void MultiplyConverted(const Sm90Args& args, int tile
         } else {
           ConvertPart<T, Config::kFormat>(from, part, g, t, no_offset, a);
         }
-        if (block == 0) WaitBarrier(barriers.XFull(x_ring.slot), x_ring.parity);
-        const uint64_t b = MakeSmemDescKMajor(xs + x_ring.slot * Config::kXSlotBytes);
+        if (block == 0) WaitBarrier(barriers.XFull(x_ring.stage), x_ring.phase);
+        const uint64_t b = MakeSmemDescKMajor(xs + x_ring.stage * Config::kXStageBytes);
         __syncwarp();
         WgmmaFence();
 #pragma unroll
@@ -176,12 +176,12 @@ __device__ __forceinline__ void MultiplyConverted(const Sm90Args& args, int tile
             }
           }
         }
-        if (block == Config::kBlocks - 1 && lane == 0) ArriveBarrier(barriers.XEmpty(x_ring.slot));
-        x_ring.Advance(args.x_slots);
+        if (block == Config::kBlocks - 1 && lane == 0) ArriveBarrier(barriers.XEmpty(x_ring.stage));
+        x_ring.Advance(args.x_stages);
       }
       __syncwarp();
-      if (lane == 0) ArriveBarrier(barriers.WeightEmpty(weight_ring.slot));
-      weight_ring.Advance(args.weight_slots);
+      if (lane == 0) ArriveBarrier(barriers.WeightEmpty(weight_ring.stage));
+      weight_ring.Advance(args.weight_stages);
     }
   }
   if constexpr (Config::kGrouped) {
@@ -196,7 +196,7 @@ __device__ __forceinline__ void MultiplyConverted(const Sm90Args& args, int tile
 // Starts to bring the scales and zero points of a CTA's part of its weight rows into L2, a row a thread.
 template <typename Config>
 __device__ inline void PrefetchGroups(const LinearArgs& args, int tile, int chunk_begin, int chunk_end) {
-  constexpr int kGroups = Config::kSlotK / static_cast<int>(kQuantGroup), kLine = 128;
+  constexpr int kGroups = Config::kStageK / static_cast<int>(kQuantGroup), kLine = 128;
   const int quarter = static_cast<int>(threadIdx.x) / 64;
   if (quarter >= 2 * Config::kBlocks) return;
   const int row = FirstWeightRow<Config>(args, tile, quarter) + static_cast<int>(threadIdx.x) % 64;

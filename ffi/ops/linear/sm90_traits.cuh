@@ -15,10 +15,10 @@ struct Sm90Args {
   CUtensorMap weight_map;
   CUtensorMap x_map;  // boxes of a row tile
   LinearArgs linear;
-  int cluster;       // CTAs that divide k
-  int chunks;        // along k: of a weight slot's values
-  int weight_slots;  // of the ring
-  int x_slots;
+  int cluster;        // CTAs that divide k
+  int chunks;         // along k: of a weight stage's values
+  int weight_stages;  // of the ring
+  int x_stages;
   bool weights_first;  // nothing that may still run writes the weights: they are loaded before the wait for it
 };
 
@@ -35,34 +35,34 @@ struct Sm90Traits {
   // The sums of 128 products may have scales of their own. Float8 with other scales has 1 there.
   static constexpr bool kGrouped = kFormat == WeightFormat::kFloat8 || kFormat == WeightFormat::kInt4;
   static constexpr int kRowTile = kRowTile_;
-  // Weight slots of a chunk: each has 128 weight rows, 64 of each warpgroup. Conversions need the registers of a
+  // Weight stages of a chunk: each has 128 weight rows, 64 of each warpgroup. Conversions need the registers of a
   // second.
   static constexpr int kBlocks = kFormat == WeightFormat::kPlain ? 2 : 1;
   static constexpr int kTileFeatures = kBlocks * 128;
   static constexpr int kThreads = kSm90Threads;
   static constexpr int kConsumers = kThreads - 64;
-  static constexpr int kWeightSlotBytes = 128 * 128;
-  // Of a TMA box of weights. The halves of a slot are gates and what they multiply where a work tile has one.
+  static constexpr int kWeightStageBytes = 128 * 128;
+  // Of a TMA box of weights. The halves of a stage are gates and what they multiply where a work tile has one.
   static constexpr int kBoxRows = kBlocks == 1 ? 64 : 128;
-  static constexpr int kXSlotBytes = kRowTile * 128;  // 64 values of each row
+  static constexpr int kXStageBytes = kRowTile * 128;  // 64 values of each row
   static constexpr int kCtasOfSm = kFormat == WeightFormat::kInt4 && kRowTile == 64 ? 1 : 2;
-  static constexpr int kSlotK = kFormat == WeightFormat::kPlain ? 64 : kFormat == WeightFormat::kInt4 ? 256 : 128;
-  static constexpr int kXSlotsOfChunk = kSlotK / 64;
-  static constexpr int kMaxSlots = 16;  // of either ring
-  static constexpr int kBarrierBytes = 4 * kMaxSlots * 8;
+  static constexpr int kStageK = kFormat == WeightFormat::kPlain ? 64 : kFormat == WeightFormat::kInt4 ? 256 : 128;
+  static constexpr int kXStagesOfChunk = kStageK / 64;
+  static constexpr int kMaxStages = 16;  // of either ring
+  static constexpr int kBarrierBytes = 4 * kMaxStages * 8;
   static constexpr int kSumPitch = SumPitch(kTileFeatures);
   static constexpr int kSumBytes = kRowTile * kSumPitch * 4;
 };
 
-// A ring's position: slot and phase parity of its next item.
-struct RingPosition {
-  int slot = 0;
-  uint32_t parity = 0;
+// A ring's position: stage and phase of its next item.
+struct PipelineState {
+  int stage = 0;
+  uint32_t phase = 0;
 
-  __device__ void Advance(int slots) {
-    if (++slot == slots) {
-      slot = 0;
-      parity ^= 1;
+  __device__ void Advance(int stages) {
+    if (++stage == stages) {
+      stage = 0;
+      phase ^= 1;
     }
   }
 };
@@ -81,10 +81,10 @@ template <typename Config>
 struct RingBarriers {
   uint32_t start;
 
-  __device__ uint32_t WeightFull(int slot) const { return start + slot * 8; }
-  __device__ uint32_t WeightEmpty(int slot) const { return start + (Config::kMaxSlots + slot) * 8; }
-  __device__ uint32_t XFull(int slot) const { return start + (2 * Config::kMaxSlots + slot) * 8; }
-  __device__ uint32_t XEmpty(int slot) const { return start + (3 * Config::kMaxSlots + slot) * 8; }
+  __device__ uint32_t WeightFull(int stage) const { return start + stage * 8; }
+  __device__ uint32_t WeightEmpty(int stage) const { return start + (Config::kMaxStages + stage) * 8; }
+  __device__ uint32_t XFull(int stage) const { return start + (2 * Config::kMaxStages + stage) * 8; }
+  __device__ uint32_t XEmpty(int stage) const { return start + (3 * Config::kMaxStages + stage) * 8; }
 };
 
 }  // namespace xla_gpu::linear
