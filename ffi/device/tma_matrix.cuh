@@ -32,14 +32,6 @@ __device__ inline void TmaLoadMatrixBox(uint32_t shared, const CUtensorMap& map,
       : "memory");
 }
 
-// Starts to bring the same box into L2.
-__device__ inline void TmaPrefetchMatrixBox(const CUtensorMap& map, int column, int row) {
-  asm volatile(
-      "cp.async.bulk.prefetch.tensor.2d.L2.global.tile [%0, {%1, %2}];" ::"l"(reinterpret_cast<uint64_t>(&map)),
-      "r"(column * 64), "r"(row)
-      : "memory");
-}
-
 #endif  // __CUDACC__
 
 }  // namespace xla_gpu

@@ -1,5 +1,7 @@
 #include "ffi/runtime/buffer_views.h"
 
+#include <cstdio>
+
 #include "ffi/runtime/device.h"
 #include "ffi/runtime/pjrt_plugin.h"
 
@@ -37,7 +39,7 @@ Error CallBufferEntry(size_t entry, void* buffer, void** out) {
 }
 
 void* RefusedBy(const Error& error) {
-  Report(error);
+  std::fprintf(stderr, "xla_gpu: %s\n", error.message.c_str());
   BufferFromHostBufferArgs refused = {};
   refused.struct_size = 1;
   return CallEntry(kClientBufferFromHostBuffer, &refused);
@@ -85,7 +87,7 @@ Error CreateView(const ViewShape& shape, const void* data, intptr_t ready_stream
   view.device = shape.device;
   view.memory = shape.memory;
   view.stream = ready_stream;
-  view.on_delete_callback = on_delete != nullptr ? on_delete : [](void*, void*) {};  // it is called unasked
+  view.on_delete_callback = on_delete != nullptr ? on_delete : [](void*, void*) {};  // called without a null check
   view.on_delete_callback_arg = argument;
   Error error = TakeError(*buffers_api, CallEntry(kClientCreateViewOfDeviceBuffer, &view));
   if (error.ok()) *buffer = view.buffer;

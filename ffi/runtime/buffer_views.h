@@ -21,10 +21,10 @@ void* CallEntry(size_t entry, void* args);
 Error CallBufferEntry(size_t entry, void* buffer, void** out);
 
 // An error of ours as one of the plug-in: there is no entry that makes one, so the plug-in gets a request that it must
-// refuse. The text goes to the thread's last error, where Python looks first.
+// refuse. The caller sees the plug-in's text ("Unexpected ... size"); ours goes to stderr.
 void* RefusedBy(const Error& error);
 
-// The plug-in's stream on which views become ready, 0 where it does not tell.
+// The plug-in's stream on which views become ready, 0 where it names none.
 intptr_t ReadyStream(void* device);
 
 // Makes views that are created from now on ready after what `stream`, the other framework's, holds now: `ready` is the
@@ -34,7 +34,7 @@ Error OrderViews(void* stream, void* device, intptr_t* ready);
 // Makes `stream`, the other framework's, wait for a buffer.
 Error WaitForBuffer(void* stream, void* buffer);
 
-// What a view is, but for its address: as the client asked for a buffer.
+// What a view is, but for its address: as the client requested a buffer.
 struct ViewShape {
   void* client;
   int32_t type;

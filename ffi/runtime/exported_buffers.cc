@@ -72,6 +72,8 @@ void GiveBackReturned() {
 
 namespace {
 
+constexpr int32_t kDlCuda = 2;  // DLPack's kDLCUDA
+
 // DLPack's DLManagedTensor.
 struct ManagedTensor {
   struct {
@@ -98,6 +100,7 @@ struct ExportedTensor {
 void DeleteExported(ManagedTensor* managed) {
   Guarded("giving back a buffer", [&]() -> Error {
     const std::unique_ptr<ExportedTensor> owned(static_cast<ExportedTensor*>(managed->manager_context));
+    const DeviceScope scope(managed->tensor.device_type == kDlCuda ? managed->tensor.device_id : -1);
     void* event = nullptr;
     if (Error error = RecordEvent(owned->stream, &event); !error.ok()) return error;  // the context is lost: keep it
     {

@@ -53,14 +53,15 @@ Error BindPlaceholders(const int64_t* ids, const void* const* data, size_t count
       return Error::InvalidArgument("xla_gpu_bind_placeholders: " + std::to_string(ids[i]) + " is no placeholder");
     }
     Placeholder& placeholder = *found->second;
-    placeholder.bound = data != nullptr ? data[i] : nullptr;
-    if (placeholder.bound == nullptr) continue;
+    placeholder.bound = nullptr;
+    if (data == nullptr || data[i] == nullptr) continue;
     if (!is_ordered || placeholder.device != ordered) {
       if (Error error = OrderViews(stream, placeholder.device, &ready); !error.ok()) return error;
       ordered = placeholder.device;
       is_ordered = true;
     }
     placeholder.ready_stream = ready;
+    placeholder.bound = data[i];
   }
   return {};
 }

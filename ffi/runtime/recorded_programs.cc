@@ -96,6 +96,7 @@ size_t RecordedPrograms::Start(int threads, const Api& api, const Compile& compi
 }
 
 size_t RecordedPrograms::Finish(bool drop) {
+  std::lock_guard<std::mutex> finishing(finish_mutex_);
   std::vector<std::thread> workers;
   {
     std::lock_guard<std::mutex> lock(mutex_);

@@ -26,7 +26,7 @@ class RecordedPrograms {
   // Compiles a program, and stores its executable where that is configured; returns an error of the plug-in, or null.
   using Compile = std::function<void*(const std::string& key, ClientCompileArgs* args)>;
 
-  // Whether a compilation need ask for its key here: programs are being recorded, or compiled ones wait to be fetched.
+  // Whether a compilation must look for its key here: programs are being recorded, or compiled ones wait to be fetched.
   bool InUse() const;
   void SetRecording(bool recording);
 
@@ -53,6 +53,7 @@ class RecordedPrograms {
   bool CompileNext(const Api& api, const Compile& compile);
   void Drop();
 
+  std::mutex finish_mutex_;   // one ends the threads at a time; locked before the next one
   mutable std::mutex mutex_;  // of what follows
   std::condition_variable recorded_, compiled_;
   bool recording_ = false, closing_ = false;

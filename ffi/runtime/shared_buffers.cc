@@ -88,6 +88,9 @@ Error ImportBuffer(const Import& import, BufferFromHostBufferArgs* args) {
     if (found != DevicesByMemory().end()) device = found->second;
   }
   const bool is_placeholder = import.batch == nullptr;
+  if (is_placeholder && shape.layout != nullptr) {  // it lives no longer than this call
+    return Error::Unimplemented("a placeholder with a device layout");
+  }
   void* buffer = nullptr;
   intptr_t ready = 0;
   Error error;

@@ -59,6 +59,14 @@ def test_parameters_that_change_are_seen():
         module.weight.add_(1)
 
 
+@pytest.mark.parametrize("function", [lambda x: x.sum(), lambda x: x + 1], ids=["scalar", "rows"])
+def test_a_single_result_where_sizes_vary(function):
+    call = torch.compile(function, backend="xla_gpu", dynamic=True)
+    for size in (8, 12, 8):
+        x = torch.arange(float(size))
+        torch.testing.assert_close(call(x), function(x))
+
+
 @torch.no_grad()
 def test_arguments_that_change_get_their_values():
     def step(x, cache, index):

@@ -192,7 +192,7 @@ Status Launch(const AllReduceAddRmsNormParams& p, Stream stream) {
   if (p.group == nullptr) return LaunchRows<T, FromParts<T>>(p, p.x, p.ranks, GroupView{}, stream);
   const GroupView& group = *p.group;
   const int64_t row_bytes = Shape<T>(p).vectors * 16;
-  // With the norm's work around them, words are the faster ones from 256 KB on.
+  // With the norm's work around them, words are the faster ones above half the size.
   const int64_t low_latency_bytes = group.ranks == 2 ? group.low_latency_bytes / 2 : group.low_latency_bytes;
   if (p.num_rows * row_bytes <= low_latency_bytes) {
     if (group.ranks <= 2) return LaunchRows<T, FromPeers<T, 2>>(p, p.x, 1, group, stream);

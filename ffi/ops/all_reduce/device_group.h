@@ -25,7 +25,7 @@ constexpr int64_t kDefaultPairLowLatencyBytes = int64_t{256} << 10;
 struct GroupControl {
   uint32_t epoch;      // calls that are done on this GPU; the same on every GPU of the group
   uint32_t broken;     // not 0: a call timed out here or on a peer, and no later call waits
-  uint32_t ticket;     // CTAs of the running call that are done
+  uint32_t ticket;     // CTAs of the running call that have begun
   uint32_t reporting;  // not 0: a thread of this GPU is telling the host
   uint32_t unused[60];
   uint32_t flags[2][kMaxRanks][kMaxFlagBlocks];  // [stage of the two-shot kernel][from rank][CTA]: an epoch

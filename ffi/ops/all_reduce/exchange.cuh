@@ -180,7 +180,7 @@ __device__ __forceinline__ void StorePacket(char* area, int64_t i, const Vector<
                : "memory");
 }
 
-// Returns whether the whole packet has come.
+// Returns whether the whole packet has arrived.
 __device__ __forceinline__ bool LoadPacket(const char* area, int64_t i, uint32_t epoch, uint4* data) {
   uint64_t a, b, c, d;
   const char* from = area + i * 32;
@@ -252,11 +252,11 @@ __device__ __forceinline__ Vector<T> SumPackets(const GroupView& group, const Ca
 // As a packet area, one is used by every second call: a rank that begins call e + 2 has ended call e + 1, to which the
 // peer contributed after it had ended call e, and so had read and set back all of it.
 
-constexpr uint64_t kNotCome = ~uint64_t{0};
+constexpr uint64_t kNotArrived = ~uint64_t{0};
 
 __device__ __forceinline__ uint64_t Word(uint32_t low, uint32_t high) {
   const uint64_t word = static_cast<uint64_t>(high) << 32 | low;
-  return word == kNotCome ? kNotCome - 1 : word;
+  return word == kNotArrived ? kNotArrived - 1 : word;
 }
 
 __device__ __forceinline__ void StoreWords(char* to, uint64_t a, uint64_t b) {
@@ -269,7 +269,7 @@ __device__ __forceinline__ bool LoadWords(const char* from, uint4* data) {
   asm volatile("ld.relaxed.sys.global.v2.b64 {%0, %1}, [%2];" : "=l"(a), "=l"(b) : "l"(from) : "memory");
   *data = {static_cast<uint32_t>(a), static_cast<uint32_t>(a >> 32), static_cast<uint32_t>(b),
            static_cast<uint32_t>(b >> 32)};
-  return a != kNotCome && b != kNotCome;
+  return a != kNotArrived && b != kNotArrived;
 }
 
 // Sends vector `i` to the peer.
@@ -303,7 +303,7 @@ __device__ __forceinline__ void AddWords(const GroupView& group, const Call& cal
     if (missing) {
       own[b] = NanVector<T>();
     } else if (has(b)) {
-      StoreWords(area + (first + b * step) * 16, kNotCome, kNotCome);
+      StoreWords(area + (first + b * step) * 16, kNotArrived, kNotArrived);
       VectorSum<T> sum;  // of two, in any order: the same bits
       sum.Set(own[b]);
       sum.Add(FromBits<T>(parts[b]));

@@ -53,7 +53,8 @@ struct LinearParams {
   int64_t out_features() const { return activation == Activation::kNone ? n : n / 2; }
 };
 
-// ---- How the CUDA kernel divides its work; scratch memory is sized in every build, also in one without CUDA ----
+// ---- How the CUDA kernel of kernel.cuh divides its work; scratch memory is sized in every build, also in one without
+// CUDA, and for every GPU: that of sm90_kernel.cuh uses none ----
 
 inline constexpr int64_t kLinearTileN = 128;   // features of a work tile
 inline constexpr int64_t kLinearMaxRows = 64;  // of one launch

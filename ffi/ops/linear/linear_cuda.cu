@@ -1,5 +1,5 @@
-// linear on a GPU: limited by the bandwidth for its weights. Up to 64 rows a launch, see kernel.cuh; float32 on CUDA
-// cores.
+// linear on a GPU: limited by the bandwidth for its weights. Up to 64 rows a launch, see sm90_kernel.cuh and, for
+// other GPUs than H100 and H200, kernel.cuh; float32 on CUDA cores.
 #include <cuda_runtime.h>
 
 #include <algorithm>

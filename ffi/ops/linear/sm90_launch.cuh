@@ -72,12 +72,14 @@ Status LaunchPlan(const LinearArgs& linear, const Sm90Plan& plan, int tiles, int
   if (!EncodeMatrix(linear.weight, static_cast<uint64_t>(linear.n), row_bytes, Config::kBoxRows, &args.weight_map) ||
       !EncodeMatrix(linear.x, static_cast<uint64_t>(linear.rows), static_cast<uint64_t>(linear.k) * 2, Config::kRowTile,
                     &args.x_map)) {
-    return Status::Internal("linear: the CUDA driver makes no tensor map of weight or x");
+    return Status::Internal(
+        "linear: no tensor map of weight or x: expected memory aligned to 16 bytes, and a driver that has tensor maps");
   }
   const auto kernel = LinearSm90Kernel<Config>;
   const int ring = plan.weight_stages * Config::kWeightStageBytes + plan.x_stages * Config::kXStageBytes;
   const int bytes = std::max(ring + Config::kBarrierBytes, Config::kSumBytes);
-  XLA_GPU_RETURN_IF_CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
+  // The same for all plans: another thread may launch this kernel in between.
+  XLA_GPU_RETURN_IF_CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSm90MostBytes));
   XLA_GPU_RETURN_IF_CUDA(
       cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared));
   cudaLaunchAttribute attributes[2] = {};
@@ -101,8 +103,8 @@ Status LaunchSm90(const LinearArgs& linear, Stream stream, LaunchOrder order) {
   const bool gated = linear.activation != Activation::kNone;
   const int out_features = gated ? linear.n / 2 : linear.n;
   const int tile_features = gated ? Config::kTileFeatures / 2 : Config::kTileFeatures;
-  const int tiles = (out_features + tile_features - 1) / tile_features;
-  const int chunks = (linear.k + Config::kStageK - 1) / Config::kStageK;
+  const int tiles = out_features / tile_features + (out_features % tile_features != 0);
+  const int chunks = linear.k / Config::kStageK + (linear.k % Config::kStageK != 0);
   return LaunchPlan<Config>(linear, MakePlan<Config>(tiles, chunks), tiles, chunks, stream, order);
 }
 

@@ -119,7 +119,7 @@ __global__ void __launch_bounds__(kRotaryThreads)
   } else {
     FindDestinations<kRotaryThreads>(slot_of, first, with_slot, slots, &latest, destinations);
   }
-  // What stands above has read the slots, an operand of every call with this kernel.
+  // What stands above has read slots and positions, operands of every call with this kernel.
   AllowDependentLaunch();
   WaitForPreviousKernel();
 

@@ -85,7 +85,7 @@ class _Program:
     def __call__(self, arguments: list[Any]) -> Any:
         given, xla = list(arguments), list(arguments)
         arguments.clear()  # a boxed function owns its arguments
-        device, foreign = torch.device("cpu"), []
+        device, on_cuda = torch.device("cpu"), []
         with torch.no_grad():
             for i, x in enumerate(given):
                 if not isinstance(x, torch.Tensor):
@@ -100,12 +100,13 @@ class _Program:
                 elif _is_parameter(x):
                     xla[i] = _parameters.get(x)
                 else:  # taken over together, with what is known of the program
-                    foreign.append(i)
-            if not foreign:
-                return _results(self._run(xla), device)
+                    on_cuda.append(i)
             with self._lock:
+                if not on_cuda:
+                    return _results(self._run(xla), device)
                 call = self._call_bound if self._binding is not None else self._call_imported
-                return call(given, xla, foreign, device)
+                with torch.cuda.device(device):  # its streams are recorded on the current device
+                    return call(given, xla, on_cuda, device)
 
     def _run(self, xla: list[Any]) -> Sequence[Any]:
         """torch_xla's results for XLA tensors."""
@@ -115,40 +116,43 @@ class _Program:
             assert self._graph is not None
             self._call = dynamo_bridge.extract_compiled_graph(self._graph, xla)
             self._graph = None
-        results: Sequence[Any] = self._call(*xla)
-        return results
+            if not _is_one_program(self._call):
+                self._binding = None  # before the first run, which may fail
+        results = self._call(*xla)
+        # torch_xla returns a single result as it is where sizes vary.
+        return results if isinstance(results, (list, tuple)) else [results]
 
-    def _call_bound(self, given: list[Any], xla: list[Any], foreign: list[int], device: torch.device) -> list[Any]:
+    def _call_bound(self, given: list[Any], xla: list[Any], on_cuda: list[int], device: torch.device) -> list[Any]:
         """The call keeps the memory. PyTorch's stream waits for a result, so it may be reused afterwards."""
-        assert self._binding is not None
         binding, ended = self._binding, False
-        memories = cuda_tensors.row_major([xla[i] for i in foreign])
-        tensors = binding.bind(foreign, memories)
-        for i, tensor in zip(foreign, tensors, strict=True):
+        assert binding is not None
+        memories = cuda_tensors.row_major([xla[i] for i in on_cuda])
+        tensors = binding.bind(on_cuda, memories)
+        for i, tensor in zip(on_cuda, tensors, strict=True):
             xla[i] = tensor
         try:
-            first = self._call is None
             results = self._run(xla)
-            if first and not _is_one_program(self._call):
-                self._binding = None
+            if self._binding is None:
                 _wait_for_programs()
             # An argument that is returned is the caller's own.
-            own = {id(tensor): given[i] for i, tensor in zip(foreign, tensors, strict=True)}
+            own = {id(tensor): given[i] for i, tensor in zip(on_cuda, tensors, strict=True)}
             out = _results([own.get(id(x), x) for x in results], device)
             ended = any(isinstance(x, torch.Tensor) and id(x) not in own and x.numel() > 0 for x in results)
             return out
         finally:
             try:
                 if not ended:  # no result to wait for, or an error: the program may still be to start
-                    _wait_for_programs()
-                    torch.cuda.synchronize(device)
+                    try:
+                        _wait_for_programs()
+                    finally:
+                        torch.cuda.synchronize(device)
             finally:
                 binding.unbind()
 
-    def _call_imported(self, given: list[Any], xla: list[Any], foreign: list[int], device: torch.device) -> list[Any]:
+    def _call_imported(self, given: list[Any], xla: list[Any], on_cuda: list[int], device: torch.device) -> list[Any]:
         """Takes the memory over, so that PyTorch can compute a part of the graph."""
-        taken, owners = cuda_tensors.take_over([xla[i] for i in foreign])
-        for i, tensor in zip(foreign, taken, strict=True):
+        taken, owners = cuda_tensors.take_over([xla[i] for i in on_cuda])
+        for i, tensor in zip(on_cuda, taken, strict=True):
             xla[i] = tensor
         out = _results(self._run(xla), device)
         if any(isinstance(x, torch.Tensor) and x.numel() > 0 for x in out):

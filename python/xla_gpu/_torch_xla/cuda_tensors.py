@@ -62,7 +62,9 @@ def take_over(tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list
         memories.append(shared_memory.Memory(memory.data_ptr(), memory.shape, memory.dtype, owner))
     index = tensors[0].device.index
     stream = torch.cuda.current_stream(index).cuda_stream
-    return shared_memory.import_memory(memories, xla_device(index), stream), [memory.owner for memory in memories]
+    with torch.cuda.device(index):  # the stream may be the current device's default one, whose number is 0 everywhere
+        taken = shared_memory.import_memory(memories, xla_device(index), stream)
+    return taken, [memory.owner for memory in memories]
 
 
 def row_major(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -113,7 +115,8 @@ def export(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     device = torch.device("cuda", index)
     stream: Any = torch.cuda.current_stream(device)
     full = [tensor for tensor in tensors if tensor.numel() > 0]
-    capsules = iter(shared_memory.export_memory(full, _DLPACK_CUDA, index, stream.cuda_stream) if full else [])
+    with torch.cuda.device(device):  # as in take_over
+        capsules = iter(shared_memory.export_memory(full, _DLPACK_CUDA, index, stream.cuda_stream) if full else [])
     return [
         dlpack.from_dlpack(next(capsules))
         if tensor.numel() > 0

@@ -223,9 +223,11 @@ def export_memory(tensors: Sequence[torch.Tensor], device_type: int, device_id: 
     described, _ = _export_args(tuple((tensor.shape, tensor.dtype) for tensor in tensors), device_type, device_id)
     args = type(described).from_buffer_copy(described)
     cdll.xla_gpu_export_begin()
-    for tensor in tensors:
-        wait_for_buffer(tensor)
-    error = cdll.xla_gpu_export_buffers(args, len(args), stream)
+    try:
+        for tensor in tensors:
+            wait_for_buffer(tensor)
+    finally:  # ends what xla_gpu_export_begin began, and exports nothing unless each tensor named its buffer
+        error = cdll.xla_gpu_export_buffers(args, len(args), stream)
     if error is not None:
         raise CompatibilityError(f"sharing torch_xla's memory: {error.decode(errors='replace')}")
     return [_python.PyCapsule_New(each.managed_tensor, b"dltensor", None) for each in args]
@@ -238,7 +240,7 @@ def _export_args(described: tuple[tuple[torch.Size, torch.dtype], ...], device_t
     for each, (shape, dtype) in zip(args, described, strict=True):
         code = _CODES.get(dtype)
         if code is None:
-            raise TypeError(f"to_cuda: tensor: expected a dtype that DLPack has, got {dtype}")
+            raise TypeError(f"sharing torch_xla's memory: expected a dtype that DLPack has, got {dtype}")
         shapes.append((ctypes.c_int64 * len(shape))(*shape))
         each.struct_size = ctypes.sizeof(abi.ExportArgs)
         each.device_type, each.device_id = device_type, device_id
