@@ -113,6 +113,23 @@ def test_attention():
     torch.testing.assert_close(compiled(attention)(q, k, v), attention(q, k, v), rtol=1e-4, atol=1e-4)
 
 
+def test_training():
+    """Gradients, optimizer steps, and the running statistics of a batch, as PyTorch computes them."""
+    cpu, module = (
+        torch.nn.Sequential(torch.nn.Linear(8, 6), torch.nn.BatchNorm1d(6), torch.nn.GELU()) for _ in range(2)
+    )
+    module.load_state_dict(cpu.state_dict())
+    steps = [(call, torch.optim.SGD(each.parameters(), 0.1)) for each, call in ((cpu, cpu), (module, compiled(module)))]
+    for _ in range(3):
+        x = torch.randn(5, 8)
+        for call, optimizer in steps:
+            optimizer.zero_grad()
+            call(x).square().mean().backward()
+            optimizer.step()
+    for name, value in module.state_dict().items():
+        torch.testing.assert_close(value, cpu.state_dict()[name], rtol=1e-4, atol=1e-5, msg=name)
+
+
 @torch.no_grad()
 def test_openxla_is_left_alone_without_a_gpu():
     from torch._dynamo.backends import registry

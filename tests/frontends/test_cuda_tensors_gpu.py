@@ -207,6 +207,40 @@ def test_arguments_that_are_returned():
     assert same.data_ptr() == x.data_ptr() and torch.equal(other, y) and torch.equal(doubled, y * 2)
 
 
+def test_results_are_on_the_device_that_pytorch_has_them_on():
+    x = torch.ones(4, device="cuda")
+    on_gpu, on_cpu = compiled(lambda x, scalar: (x * scalar, (x * 2).cpu() + 1))(x, torch.tensor(3.0))
+    assert on_gpu.is_cuda and on_cpu.device.type == "cpu" and on_gpu.tolist() == on_cpu.tolist() == [3.0] * 4
+    made = compiled(lambda n: torch.arange(n, device="cuda") * 2)(5)
+    assert made.is_cuda and made.tolist() == [0, 2, 4, 6, 8]
+    moved = compiled(lambda x: x.to("cuda") + 1)(torch.ones(4))
+    assert moved.is_cuda and moved.tolist() == [2.0] * 4
+
+
+def test_parameters_that_change_are_seen():
+    """Also by .data, which counts no version, and where the parameter is strided."""
+    module = torch.nn.Conv2d(4, 4, 3).cuda().to(memory_format=torch.channels_last)
+    call, x = compiled(module), torch.randn(2, 4, 5, 5, device="cuda")
+    for _ in range(3):
+        torch.testing.assert_close(call(x), module(x), rtol=5e-3, atol=5e-3)
+        module.weight.data.mul_(2)
+        module.bias.data.add_(1)
+
+
+def test_a_capture_is_refused():
+    call, x = compiled(lambda x: x * 2), torch.ones(4, device="cuda")
+    call(x)
+    on_xla = xg.to_xla(x)
+    for refused in (lambda: call(x), lambda: xg.to_xla(x), lambda: xg.to_cuda(on_xla)):
+        with (
+            pytest.raises(RuntimeError, match="expected no capture of a CUDA graph"),
+            torch.cuda.graph(torch.cuda.CUDAGraph()),
+        ):
+            refused()
+        torch.cuda.synchronize()
+    assert call(x).tolist() == [2.0] * 4
+
+
 def test_an_operator_that_pytorch_computes():
     """XLA has no lowering of it: torch_xla reads its operand back, which is this call's."""
     call = compiled(lambda x: torch.special.bessel_j0(x + 1) * 2)

@@ -7,6 +7,7 @@ epilogue copies them back. Parameters are taken over once.
 from __future__ import annotations
 
 import ctypes
+import functools
 import operator
 import os
 import threading
@@ -55,17 +56,17 @@ class _Binding:
     def bind(self, positions: Sequence[int], memories: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The XLA tensors at these positions of the arguments, over row-major memory of one device."""
         keys = [(i, memory.shape, memory.dtype) for i, memory in zip(positions, memories, strict=True)]
-        index = memories[0].device.index
+        device = memories[0].device
         if any(key not in self._known for key in keys):
-            torch.cuda.current_stream(index).synchronize()  # torch_xla may read arguments while it traces
+            torch.cuda.current_stream(device).synchronize()  # torch_xla may read arguments while it traces
             described = [shared_memory.Memory(x.data_ptr(), x.shape, x.dtype) for x in memories]
-            made = shared_memory.make_placeholders(described, cuda_tensors.xla_device(index))
+            made = shared_memory.make_placeholders(described, cuda_tensors.xla_device(device))
             self._known.update(zip(keys, made, strict=True))
         known = [self._known[key] for key in keys]
         self._count = len(known)
         self._numbers = (ctypes.c_int64 * self._count)(*[number for _, number in known])
         addresses = (ctypes.c_void_p * self._count)(*[memory.data_ptr() for memory in memories])
-        stream: Any = torch.cuda.current_stream(index)
+        stream: Any = torch.cuda.current_stream(device)
         shared_memory.bind(self._numbers, addresses, self._count, stream.cuda_stream)
         return [tensor for tensor, _ in known]
 
@@ -76,8 +77,9 @@ class _Binding:
 class _Program:
     """One graph: compiled at its first call, and called with tensors of one device."""
 
-    def __init__(self, graph: torch.fx.GraphModule) -> None:
+    def __init__(self, graph: torch.fx.GraphModule, device: torch.device, results: list[torch.device]) -> None:
         self._graph: torch.fx.GraphModule | None = graph
+        self._device, self._results = device, results  # where it runs as PyTorch has it, and where its results belong
         self._call: Callable[..., Any] | None = None
         self._binding: _Binding | None = _Binding()  # None: PyTorch computes a part of it
         self._lock = threading.Lock()
@@ -85,25 +87,25 @@ class _Program:
     def __call__(self, arguments: list[Any]) -> Any:
         given, xla = list(arguments), list(arguments)
         arguments.clear()  # a boxed function owns its arguments
-        device, on_cuda = torch.device("cpu"), []
+        device, on_cuda = self._device, []
+        if device.type == "cuda":
+            cuda_tensors.refuse_capture(f"torch.compile(backend={NAME!r})")
         with torch.no_grad():
             for i, x in enumerate(given):
                 if not isinstance(x, torch.Tensor):
                     continue
                 if x.device != device and x.device.type != "cpu":
-                    if device.type != "cpu":
-                        got = f"{device} and {x.device}"
-                        raise ValueError(f"torch.compile(backend={NAME!r}): expected tensors of one device, got {got}")
-                    device = x.device
+                    got = f"{device} and {x.device}"
+                    raise ValueError(f"torch.compile(backend={NAME!r}): expected tensors of one device, got {got}")
                 if not x.is_cuda or x.numel() == 0:
-                    xla[i] = cuda_tensors.to_xla(x)
+                    xla[i] = cuda_tensors.to_xla(x, device)
                 elif _is_parameter(x):
                     xla[i] = _parameters.get(x)
                 else:  # taken over together, with what is known of the program
                     on_cuda.append(i)
             with self._lock:
                 if not on_cuda:
-                    return _results(self._run(xla), device)
+                    return self._returned(self._run(xla))
                 call = self._call_bound if self._binding is not None else self._call_imported
                 with torch.cuda.device(device):  # its streams are recorded on the current device
                     return call(given, xla, on_cuda, device)
@@ -136,7 +138,7 @@ class _Program:
                 _wait_for_programs()
             # An argument that is returned is the caller's own.
             own = {id(tensor): given[i] for i, tensor in zip(on_cuda, tensors, strict=True)}
-            out = _results([own.get(id(x), x) for x in results], device)
+            out = self._returned([own.get(id(x), x) for x in results])
             ended = any(isinstance(x, torch.Tensor) and id(x) not in own and x.numel() > 0 for x in results)
             return out
         finally:
@@ -154,30 +156,35 @@ class _Program:
         taken, owners = cuda_tensors.take_over([xla[i] for i in on_cuda])
         for i, tensor in zip(on_cuda, taken, strict=True):
             xla[i] = tensor
-        out = _results(self._run(xla), device)
+        out = self._returned(self._run(xla))
         if any(isinstance(x, torch.Tensor) and x.numel() > 0 for x in out):
             # PyTorch's stream waits for a result, and so for the program that read the arguments: it may reuse them.
             for owner in owners:
                 owner.ordered = True
         return out
 
+    def _returned(self, results: Sequence[Any]) -> list[Any]:
+        """A program's results on the devices that PyTorch would have them on."""
+        out = list(results)
+        by_device: dict[torch.device, list[int]] = {}
+        for i, (result, device) in enumerate(zip(out, self._results, strict=True)):
+            if isinstance(result, torch.Tensor) and result.device.type == "xla" and device.type != "xla":
+                by_device.setdefault(device, []).append(i)
+        for device, where in by_device.items():
+            tensors = [out[i] for i in where]
+            on_cuda = device.type == "cuda"
+            moved = cuda_tensors.export(tensors) if on_cuda else [x.to(device) for x in tensors]
+            for i, tensor in zip(where, moved, strict=True):
+                out[i] = tensor
+        return out
+
 
 def _is_parameter(tensor: torch.Tensor) -> bool:
+    """Whether the tensor is one that is taken over once: a change of it is seen, since the memory is shared."""
     # NOTE: isinstance with Parameter is a function of Python's.
-    return type(tensor) is not torch.Tensor and isinstance(tensor, torch.nn.Parameter)
-
-
-def _results(results: Sequence[Any], device: torch.device) -> list[Any]:
-    """A program's results on the device that its arguments were on."""
-    out = list(results)
-    if device.type == "xla":
-        return out
-    on_xla = [i for i, x in enumerate(out) if isinstance(x, torch.Tensor) and x.device.type == "xla"]
-    tensors = [out[i] for i in on_xla]
-    moved = cuda_tensors.export(tensors) if device.type == "cuda" else [x.to(device) for x in tensors]
-    for i, tensor in zip(on_xla, moved, strict=True):
-        out[i] = tensor
-    return out
+    if type(tensor) is torch.Tensor or not isinstance(tensor, torch.nn.Parameter):
+        return False
+    return cuda_tensors.is_row_major(tensor) and not tensor.is_inference()  # which has no version
 
 
 def _is_one_program(call: Any) -> bool:
@@ -197,17 +204,30 @@ def _wait_for_programs() -> None:
 
 
 def _compile(graph: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-    _put_constants_on_xla(graph)
-    program = _Program(graph)
+    results = _devices_of_results(graph)
+    inputs = [x.device for x in example_inputs if isinstance(x, torch.Tensor)]
+    traced = [*inputs, *(device for device in results if device is not None), *_devices_of_constants(graph)]
+    device = next((device for device in traced if device.type != "cpu"), torch.device("cpu"))
+    _put_constants_on_xla(graph, cuda_tensors.xla_device(device))
+    program = _Program(graph, device, [device if each is None else each for each in results])
     program._boxed_call = True  # type: ignore[attr-defined]  # aot_autograd then passes a list that it lets go of
     return program
 
 
-def _put_constants_on_xla(graph: torch.fx.GraphModule) -> None:
-    """Operators that make tensors name the device that was traced."""
-    import torch_xla
+def _devices_of_results(graph: torch.fx.GraphModule) -> list[torch.device | None]:
+    """Where each result was when the graph was traced; None for one that is no tensor."""
+    (output,) = graph.graph.find_nodes(op="output")
+    values = [getattr(node, "meta", {}).get("val") for node in output.args[0]]
+    return [x.device if isinstance(x, torch.Tensor) else None for x in values]
 
-    device = torch_xla.device()
+
+def _devices_of_constants(graph: torch.fx.GraphModule) -> list[torch.device]:
+    devices = [node.kwargs.get("device") for node in graph.graph.nodes if node.op == "call_function"]
+    return [device for device in devices if isinstance(device, torch.device)]
+
+
+def _put_constants_on_xla(graph: torch.fx.GraphModule, device: torch.device) -> None:
+    """Operators that make tensors name the device that was traced."""
     for node in graph.graph.nodes:
         if node.op == "call_function" and isinstance(node.kwargs.get("device"), torch.device):
             node.kwargs = {**node.kwargs, "device": device}
@@ -221,7 +241,16 @@ def backend(graph: torch.fx.GraphModule, example_inputs: Sequence[Any], **option
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     with sdpa_kernel(SDPBackend.MATH):  # XLA has no kernels of PyTorch's other ways to compute attention
-        return aot_autograd(fw_compiler=_compile)(graph, example_inputs, **options)
+        return aot_autograd(fw_compiler=_compile, decompositions=_decompositions())(graph, example_inputs, **options)
+
+
+@functools.cache
+def _decompositions() -> Any:
+    """Operators that torch_xla computes otherwise than PyTorch: its running variance of a batch is the biased one."""
+    from torch._decomp import get_decompositions
+
+    aten = torch.ops.aten
+    return get_decompositions([aten._native_batch_norm_legit_functional, aten._batch_norm_with_update_functional])
 
 
 def register() -> None:

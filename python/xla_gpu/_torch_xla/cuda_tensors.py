@@ -34,8 +34,8 @@ def counts() -> Counts:
     return Counts(_shared, _copied)
 
 
-def to_xla(tensor: torch.Tensor) -> torch.Tensor:
-    """See xla_gpu.torch.to_xla."""
+def to_xla(tensor: torch.Tensor, device: torch.device | None = None) -> torch.Tensor:
+    """See xla_gpu.torch.to_xla. ``device`` is the CUDA device on whose XLA device a CPU tensor is wanted."""
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"to_xla: tensor: expected a tensor, got {type(tensor).__name__}")
     if tensor.layout is not torch.strided:
@@ -44,9 +44,7 @@ def to_xla(tensor: torch.Tensor) -> torch.Tensor:
         return tensor
     tensor = tensor.detach()
     if tensor.device.type == "cpu":
-        import torch_xla
-
-        return tensor.to(torch_xla.device())
+        return tensor.to(xla_device(device or tensor.device))
     if tensor.device.type != "cuda":
         raise ValueError(f"to_xla: tensor: expected one on CUDA or the CPU, got one on {tensor.device}")
     return take_over([tensor])[0][0]
@@ -56,14 +54,15 @@ def take_over(tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list
     """``to_xla`` of CUDA tensors of one device, with what keeps their memory."""
     if not tensors:
         return [], []
+    refuse_capture("to_xla")
     memories = []
     for memory in row_major(tensors):
         owner = shared_memory.Owner(memory, torch.cuda.synchronize)
         memories.append(shared_memory.Memory(memory.data_ptr(), memory.shape, memory.dtype, owner))
-    index = tensors[0].device.index
-    stream = torch.cuda.current_stream(index).cuda_stream
-    with torch.cuda.device(index):  # the stream may be the current device's default one, whose number is 0 everywhere
-        taken = shared_memory.import_memory(memories, xla_device(index), stream)
+    device = tensors[0].device
+    stream = torch.cuda.current_stream(device).cuda_stream
+    with torch.cuda.device(device):  # the stream may be the current device's default one, whose number is 0 everywhere
+        taken = shared_memory.import_memory(memories, xla_device(device), stream)
     return taken, [memory.owner for memory in memories]
 
 
@@ -72,7 +71,7 @@ def row_major(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     global _shared, _copied
     memories, copied = [], 0
     for tensor in tensors:
-        if not tensor.is_contiguous() or tensor.data_ptr() % _ALIGNMENT or tensor.is_conj() or tensor.is_neg():
+        if not is_row_major(tensor):
             memory = tensor.resolve_conj().resolve_neg().contiguous()
             if memory.data_ptr() % _ALIGNMENT:
                 memory = memory.clone()
@@ -85,8 +84,35 @@ def row_major(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return memories
 
 
+def is_row_major(tensor: torch.Tensor) -> bool:
+    """Whether XLA's programs take the tensor's memory as it is: row-major and aligned."""
+    plain = not (tensor.is_conj() or tensor.is_neg())
+    return plain and tensor.is_contiguous() and tensor.data_ptr() % _ALIGNMENT == 0
+
+
+def refuse_capture(where: str) -> None:
+    """Raises RuntimeError while PyTorch captures a CUDA graph, which would not hold the programs of XLA."""
+    if torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            f"{where}: expected no capture of a CUDA graph, since XLA runs its programs on streams of its own: call "
+            "it outside of torch.cuda.graph; XLA makes CUDA graphs of what it compiles by itself"
+        )
+
+
+def xla_device(device: torch.device) -> torch.device:
+    """The XLA device on the GPU of a CUDA device; for the CPU torch_xla's default one."""
+    import torch_xla
+
+    if device.type == "xla":
+        return device
+    if device.type != "cuda":
+        default: torch.device = torch_xla.device()
+        return default
+    return _xla_device(torch.cuda.current_device() if device.index is None else device.index)
+
+
 @functools.cache
-def xla_device(index: int) -> torch.device:
+def _xla_device(index: int) -> torch.device:
     import torch_xla
 
     device: torch.device = torch_xla.device(index)
@@ -100,10 +126,13 @@ def to_cuda(tensor: torch.Tensor) -> torch.Tensor:
         raise TypeError(f"to_cuda: tensor: expected an XLA tensor, got {got}")
     if not torch.cuda.is_available():
         raise ValueError(f"to_cuda: expected a PyTorch that sees a CUDA device, got torch {torch.__version__}")
+    import _XLAC
     import torch_xla
 
+    refuse_capture("to_cuda")
     tensor = tensor.detach()
-    torch_xla.sync()  # a pending tensor has no memory yet
+    if any(_XLAC._check_tensor_need_materialization([tensor])):  # a pending tensor has no memory yet
+        torch_xla.sync()
     return export([tensor])[0]
 
 
