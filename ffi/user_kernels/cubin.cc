@@ -57,31 +57,31 @@ class Reader {
   explicit Reader(std::string_view file) : file_(file) {}
 
   std::string Damage() {
-    if (file_.size() < sizeof(Header)) return "a header that is cut short";
+    if (file_.size() < sizeof(Header)) return "a truncated ELF header";
     const auto header = At<Header>(0);
     if (std::memcmp(header.ident,
                     "\x7f"
                     "ELF\x02\x01",
                     6) != 0 ||
         header.machine != kMachineCuda) {
-      return "the header of another kind of file";
+      return "an ELF header that is no cubin's";
     }
     const auto table = [&](uint64_t offset, uint64_t count, size_t given_size, size_t size) {
       return count == 0 || (given_size == size && Inside(offset, count * size));
     };
     if (!table(header.program_headers, header.num_program_headers, header.program_header_size, sizeof(ProgramHeader)) ||
         !table(header.section_headers, header.num_section_headers, header.section_header_size, sizeof(Section))) {
-      return "tables that end past the file";
+      return "section or program headers past the end of the file";
     }
     for (size_t i = 0; i < header.num_program_headers; ++i) {
       const auto segment = At<ProgramHeader>(header.program_headers + i * sizeof(ProgramHeader));
       if (!Inside(segment.offset, segment.file_size))
-        return "segment " + std::to_string(i) + " that ends past the file";
+        return "segment " + std::to_string(i) + " past the end of the file";
     }
     for (size_t i = 0; i < header.num_section_headers; ++i) {
       sections_.push_back(At<Section>(header.section_headers + i * sizeof(Section)));
     }
-    if (!IsStringTable(header.names)) return "names of sections that are damaged";
+    if (!IsStringTable(header.names)) return "a damaged table of section names";
     for (size_t i = 1; i < sections_.size(); ++i) {
       if (const char* what = SectionDamage(sections_[i], sections_[header.names])) {
         return "section " + std::to_string(i) + " with " + what;
@@ -115,19 +115,21 @@ class Reader {
   }
 
   const char* SectionDamage(const Section& section, const Section& names) const {
-    if (section.name >= names.size) return "a name past the names";
+    if (section.name >= names.size) return "a name outside the table of section names";
     // The driver follows both without looking. A section of code has its symbol's number, below that of its registers.
-    if (section.link >= sections_.size()) return "a link to no section";
+    if (section.link >= sections_.size()) return "an sh_link that is no section";
     if (section.flags & kExecutable) {
-      if ((section.info & 0xffffff) >= NumSymbols()) return "code of no symbol";
+      if ((section.info & 0xffffff) >= NumSymbols()) return "code whose sh_info is no symbol";
     } else if (section.type != kSymbolTable && section.info >= sections_.size()) {
-      return "information on no section";
+      return "an sh_info that is no section";
     }
     if (section.type == kNoBits) return nullptr;
-    if (!Inside(section.offset, section.size)) return "contents past the file";
+    if (!Inside(section.offset, section.size)) return "contents past the end of the file";
     switch (section.type) {
       case kStringTable:
-        return section.size == 0 || file_[section.offset + section.size - 1] == '\0' ? nullptr : "text without an end";
+        return section.size == 0 || file_[section.offset + section.size - 1] == '\0'
+                   ? nullptr
+                   : "strings without a terminating null";
       case kSymbolTable:
         return SymbolsDamage(section);
       case kRelocations:
@@ -142,29 +144,30 @@ class Reader {
   }
 
   const char* SymbolsDamage(const Section& table) const {
-    if (table.entry_size != sizeof(Symbol) || table.size % sizeof(Symbol) != 0) return "symbols of another size";
-    if (!IsStringTable(table.link)) return "no names of its symbols";
+    if (table.entry_size != sizeof(Symbol) || table.size % sizeof(Symbol) != 0) return "symbol entries of a wrong size";
+    if (!IsStringTable(table.link)) return "symbols without a string table";
     for (uint64_t at = 0; at < table.size; at += sizeof(Symbol)) {
       const auto symbol = At<Symbol>(table.offset + at);
-      if (symbol.name >= sections_[table.link].size) return "a symbol whose name is past the names";
+      if (symbol.name >= sections_[table.link].size) return "a symbol whose name is outside the string table";
       if (symbol.section >= kReservedSections) continue;
-      if (symbol.section >= sections_.size()) return "a symbol of no section";
+      if (symbol.section >= sections_.size()) return "a symbol in no section";
       const uint64_t room = sections_[symbol.section].size;
       if (symbol.section != 0 && (symbol.value > room || symbol.size > room - symbol.value)) {
-        return "a symbol past its section";
+        return "a symbol past the end of its section";
       }
     }
     return nullptr;
   }
 
   const char* RelocationsDamage(const Section& table, uint64_t size) const {
-    if (table.entry_size != size || table.size % size != 0) return "relocations of another size";
-    if (table.link >= sections_.size() || sections_[table.link].type != kSymbolTable) return "no symbols";
-    if (table.info >= sections_.size()) return "relocations of no section";
+    if (table.entry_size != size || table.size % size != 0) return "relocation entries of a wrong size";
+    if (table.link >= sections_.size() || sections_[table.link].type != kSymbolTable)
+      return "relocations without a symbol table";
+    if (table.info >= sections_.size()) return "relocations in no section";
     const uint64_t num_symbols = sections_[table.link].size / sizeof(Symbol);
     for (uint64_t at = 0; at < table.size; at += size) {
       const auto offset = At<uint64_t>(table.offset + at), info = At<uint64_t>(table.offset + at + 8);
-      if (offset >= sections_[table.info].size) return "a relocation past its section";
+      if (offset >= sections_[table.info].size) return "a relocation past the end of its section";
       if (info >> 32 >= num_symbols) return "a relocation by no symbol";
     }
     return nullptr;
@@ -179,11 +182,11 @@ class Reader {
   // A form, an attribute and a size or value of 16 bits; a sized attribute's bytes follow.
   const char* InfoDamage(const Section& section) const {
     for (uint64_t at = 0; at < section.size;) {
-      if (section.size - at < 4) return "an attribute that is cut short";
+      if (section.size - at < 4) return "a truncated attribute";
       const auto form = At<uint8_t>(section.offset + at), attribute = At<uint8_t>(section.offset + at + 1);
       const uint64_t size = form == kSizedAttribute ? At<uint16_t>(section.offset + at + 2) : 0;
       at += 4;
-      if (size > section.size - at) return "an attribute that is cut short";
+      if (size > section.size - at) return "a truncated attribute";
       if (IsOfSymbol(attribute) && (size < 4 || At<uint32_t>(section.offset + at) >= NumSymbols())) {
         return "an attribute of no symbol";
       }

@@ -115,30 +115,30 @@ def test_a_cubin_that_is_cut_short():
 
 # Where a number of the file stands, what is written there, and the answer. Section headers are of 64 bytes.
 FIELDS = {
-    "machine": (18, "<H", 62, "the header of another kind of file"),
-    "sections far away": (40, "<Q", 2**64 - 1, "tables that end past the file"),
-    "many sections": (60, "<H", 65535, "tables that end past the file"),
-    "small section headers": (58, "<H", 40, "tables that end past the file"),
-    "segments": (56, "<H", 1, "tables that end past the file"),
-    "no names": (62, "<H", 7, "names of sections that are damaged"),
-    "names are symbols": (62, "<H", 3, "names of sections that are damaged"),
+    "machine": (18, "<H", 62, "an ELF header that is no cubin's"),
+    "sections far away": (40, "<Q", 2**64 - 1, "section or program headers past the end of the file"),
+    "many sections": (60, "<H", 65535, "section or program headers past the end of the file"),
+    "small section headers": (58, "<H", 40, "section or program headers past the end of the file"),
+    "segments": (56, "<H", 1, "section or program headers past the end of the file"),
+    "no names": (62, "<H", 7, "a damaged table of section names"),
+    "names are symbols": (62, "<H", 3, "a damaged table of section names"),
 }
 SECTION_FIELDS = {
-    "name": (5, 0, "<I", 10**6, "section 5 with a name past the names"),
-    "offset": (5, 24, "<Q", 2**63, "section 5 with contents past the file"),
-    "size": (5, 32, "<Q", 2**64 - 64, "section 5 with contents past the file"),
-    "text": (2, 32, "<Q", 2, "section 2 with text without an end"),
-    "symbols' size": (3, 56, "<Q", 16, "section 3 with symbols of another size"),
-    "symbols' names": (3, 40, "<I", 4, "section 3 with no names of its symbols"),
-    "link": (4, 40, "<I", 7, "section 4 with a link to no section"),
-    "section that it is of": (4, 44, "<I", 0x8005, "section 4 with information on no section"),
-    "code of another symbol": (5, 44, "<I", 2, "section 5 with code of no symbol"),
-    "short code": (5, 32, "<Q", 8, "section 3 with a symbol past its section"),
-    "info": (4, 32, "<Q", 15, "section 4 with an attribute that is cut short"),
-    "relocations' size": (6, 32, "<Q", 23, "section 6 with relocations of another size"),
-    "relocations' symbols": (6, 40, "<I", 2, "section 6 with no symbols"),
-    "relocated section": (6, 44, "<I", 0, "section 6 with a relocation past its section"),
-    "few symbols": (3, 32, "<Q", 24, "section 5 with code of no symbol"),
+    "name": (5, 0, "<I", 10**6, "section 5 with a name outside the table of section names"),
+    "offset": (5, 24, "<Q", 2**63, "section 5 with contents past the end of the file"),
+    "size": (5, 32, "<Q", 2**64 - 64, "section 5 with contents past the end of the file"),
+    "text": (2, 32, "<Q", 2, "section 2 with strings without a terminating null"),
+    "symbols' size": (3, 56, "<Q", 16, "section 3 with symbol entries of a wrong size"),
+    "symbols' names": (3, 40, "<I", 4, "section 3 with symbols without a string table"),
+    "link": (4, 40, "<I", 7, "section 4 with an sh_link that is no section"),
+    "section that it is of": (4, 44, "<I", 0x8005, "section 4 with an sh_info that is no section"),
+    "code of another symbol": (5, 44, "<I", 2, "section 5 with code whose sh_info is no symbol"),
+    "short code": (5, 32, "<Q", 8, "section 3 with a symbol past the end of its section"),
+    "info": (4, 32, "<Q", 15, "section 4 with a truncated attribute"),
+    "relocations' size": (6, 32, "<Q", 23, "section 6 with relocation entries of a wrong size"),
+    "relocations' symbols": (6, 40, "<I", 2, "section 6 with relocations without a symbol table"),
+    "relocated section": (6, 44, "<I", 0, "section 6 with a relocation past the end of its section"),
+    "few symbols": (3, 32, "<Q", 24, "section 5 with code whose sh_info is no symbol"),
 }
 
 
@@ -160,7 +160,10 @@ def test_a_cubin_with_a_wrong_number(name):
 
 def test_symbols_past_the_names_and_the_sections():
     symbols = struct.unpack_from("<Q", small_cubin(), headers() + 64 * 3 + 24)[0]
-    for at, form, text in ((24, "<I", "a symbol whose name is past the names"), (30, "<H", "a symbol of no section")):
+    for at, form, text in (
+        (24, "<I", "a symbol whose name is outside the string table"),
+        (30, "<H", "a symbol in no section"),
+    ):
         cubin = bytearray(small_cubin())
         struct.pack_into(form, cubin, symbols + at, 60000)
         assert text in answer(bytes(cubin))

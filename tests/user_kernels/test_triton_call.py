@@ -147,10 +147,46 @@ def test_what_tuning_found_is_used():
         bound(functions.tuned, [FLOATS, 513], grid=blocks)
 
 
+def test_pruned_configurations_are_not_timed():
+    configs = [triton.Config({"BLOCK": block}) for block in (32, 64, 128)]
+    seen = []
+
+    def fitting(configs, named, **constants):
+        seen.append((named["x"].shape, named["n"], constants))
+        return [config for config in configs if config.kwargs["BLOCK"] <= named["n"]]
+
+    pruned = triton.autotune(configs, key=["n"], prune_configs_by={"early_config_prune": fitting})(functions.add)
+    call = triton_call.make_call(triton_call.describe(pruned), blocks, OPTIONS, {}, None)
+    for n, expected in ((100, configs[:2]), (16, [])):
+        encoded = triton_arguments.encode(call.where, [FLOATS, FLOATS, n], [0], lambda x: isinstance(x, ArraySpec))
+        arguments = (encoded.encoded, encoded.floats, encoded.arrays, (FLOATS,))
+        assert triton_call.configs_to_time(call, *arguments) == expected
+    assert seen == [((1000,), 100, {}), ((1000,), 16, {})]
+
+
+def test_a_grid_that_sees_an_array_is_known_by_its_shape():
+    """The text of a CUDA tensor's values would wait for the GPU."""
+
+    class Array:
+        shape, dtype = (3,), "float32"
+
+        def __repr__(self):
+            raise AssertionError("read")
+
+    def call(x):
+        return triton_call.make_call(
+            triton_call.describe(functions.add), lambda meta: x.shape[0], OPTIONS, {"BLOCK": 32}, None
+        )
+
+    assert call(Array()).key == call(Array()).key
+
+
 # ---- Wrong arguments -------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("arguments", "options", "text"),
     [
+        ([FLOATS, FLOATS, 7], {}, "add: expected values of BLOCK by name, as triton_call's own arguments"),
+        ([FLOATS, FLOATS, 7, launch.Result(0), 128], {}, "add: expected values of BLOCK by name"),
         ([FLOATS, FLOATS], {"BLOCK": 128}, r"add: arguments: expected 4 \(x, y, n, out\), results included, got 3"),
         ([FLOATS, FLOATS, 1, 2], {"BLOCK": 128}, "add: arguments: expected 4"),
         ([FLOATS, FLOATS, 1000], {"BLOCK": 100}, "add: Triton does not compile it for compute capability"),
@@ -175,5 +211,8 @@ def test_functions_that_are_refused():
     hooked = triton.Config({"BLOCK": 64}, pre_hook=print)
     with pytest.raises(ValueError, match="tuned: config: expected one without pre_hook"):
         bound(functions.tuned, [FLOATS, 8], config=hooked)
+    only = triton.autotune([hooked], key=[])(functions.add)
+    with pytest.raises(ValueError, match="add: config: expected one without pre_hook"):
+        bound(only, [FLOATS, FLOATS, 8])
     with pytest.raises(ValueError, match="add: num_warps: expected a positive int, got 0"):
         bound(functions.add, [FLOATS, FLOATS, 8], options={**OPTIONS, "num_warps": 0}, BLOCK=64)

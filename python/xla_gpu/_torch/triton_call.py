@@ -65,9 +65,14 @@ def _tune(
     key = triton_call.tuning_key(bound, operands, encoded.encoded, encoded.floats, described)
     if triton_call.is_tuned(bound, key):
         return
+    if torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            f"{bound.where}: an autotuned function cannot be timed while a CUDA graph is captured: pass config=, or "
+            "call it once before with arguments of the same tuning key"
+        )
     times: list[tuple[float, int, Any]] = []
     failures: list[str] = []
-    for config in bound.function.configs:
+    for config in triton_call.configs_to_time(bound, encoded.encoded, encoded.floats, encoded.arrays, described):
         try:
             bind = (operands, encoded.encoded, encoded.floats, described, tuple(aliases.items()), False)
             chosen = triton_call.bind(bound.with_config(config), *bind)
@@ -80,15 +85,16 @@ def _tune(
 
 
 def _milliseconds(chosen: OpCall, operands: Sequence[torch.Tensor]) -> float:
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    for _ in range(_WARM_UPS):
-        run(chosen, operands)
-    start.record()
-    for _ in range(_REPEATS):
-        run(chosen, operands)
-    end.record()
-    end.synchronize()
-    return float(start.elapsed_time(end))
+    with torch.cuda.device(operands[0].device):  # events are of the current device
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        for _ in range(_WARM_UPS):
+            run(chosen, operands)
+        start.record()
+        for _ in range(_REPEATS):
+            run(chosen, operands)
+        end.record()
+        end.synchronize()
+        return float(start.elapsed_time(end))
 
 
 def _bind(

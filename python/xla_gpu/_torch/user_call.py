@@ -15,7 +15,7 @@ from torch.autograd import forward_ad
 
 from .._core.operator import ArraySpec, OpCall, check_inputs_requested
 from .._user_kernels.launch import Arguments, Result, Scratch
-from .dispatch import define, fake_results, run
+from .dispatch import LIBRARY, define, fake_results, run
 from .ffi_call import dtype_name, split
 from .tensors import spec
 
@@ -245,5 +245,22 @@ def define_call(name: str, schema: str, bind: Any) -> None:
         call, count = bind(operands, *rest)
         return own(call, count, fake_results(call, operands))
 
+    def each_of_a_batch(info: Any, in_dims: Any, operands: list[torch.Tensor], *rest: Any) -> Any:
+        """torch.vmap's rule: one launch after the other, as JAX's."""
+        operator = getattr(torch.ops.xla_gpu, name)
+        if info.batch_size == 0:
+            raise ValueError(f"{name}: torch.vmap: expected a batch of 1 or more, got 0")
+        outs = []
+        for i in range(info.batch_size):
+            batched = zip(operands, in_dims[0], strict=True)
+            outs.append(operator([x if dim is None else x.select(dim, i) for x, dim in batched], *rest))
+        stacked = [torch.stack(results) for results in zip(*outs, strict=True)]
+        return stacked, [0] * len(stacked)
+
+    def refuse_batch(*_: Any) -> Any:
+        raise RuntimeError(f"{name}_ cannot run under torch.vmap, which would update a batch in place: use {name}")
+
     define(name, schema.format(updated=""), kernel, fake)
+    torch.library.register_vmap(f"xla_gpu::{name}", each_of_a_batch, lib=LIBRARY)
     define(f"_{name}_", schema.format(updated="Tensor(a!)[] updated, "), update, fake_update)
+    LIBRARY.impl(f"_{name}_", refuse_batch, "FuncTorchBatched")

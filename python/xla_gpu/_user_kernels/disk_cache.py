@@ -32,7 +32,7 @@ def read(name: str) -> bytes | None:
     """The file's contents; None where there is none, or one that was damaged."""
     try:
         data = (folder() / name).read_bytes()
-    except OSError:
+    except (OSError, RuntimeError):  # the latter where the user has no home folder
         return None
     digest, contents = data[:_DIGEST_BYTES], data[_DIGEST_BYTES:]
     return contents if hashlib.sha256(contents).digest() == digest else None
@@ -40,7 +40,7 @@ def read(name: str) -> bytes | None:
 
 def write(name: str, contents: bytes) -> None:
     """Stores a file as a whole or not at all; other processes may store the same one. A full disk is no error."""
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, RuntimeError):
         folder().mkdir(parents=True, exist_ok=True)
         descriptor, temporary = tempfile.mkstemp(dir=folder(), prefix=f"{name}.")
         try:

@@ -69,7 +69,7 @@ def encode(
             encoded += [RESULT, value.index, 0]
             placed.append(value.index)
         elif isinstance(value, Scratch):
-            encoded += [SCRATCH, value.num_bytes, 0]
+            encoded += [SCRATCH, _int(f"{name}: argument {i}: Scratch", value.num_bytes), 0]
         elif value is None:
             encoded += [BITS, 0, 8]
         elif isinstance(value, np.generic):

@@ -25,6 +25,7 @@ class TritonFunction:
     heuristics: tuple[Mapping[str, Callable[[dict[str, Any]], Any]], ...]
     configs: tuple[Any, ...]  # triton.Config of @triton.autotune; empty without it
     tuning_keys: tuple[str, ...]  # names of arguments on which the best configuration depends
+    autotuner: Any = None  # triton.runtime.Autotuner, which knows what prune_configs_by leaves
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,16 +81,17 @@ def describe(fn: Any) -> TritonFunction:
     heuristics: list[Any] = []
     configs: tuple[Any, ...] = ()
     keys: tuple[str, ...] = ()
+    autotuner = None
     inner = fn
     while isinstance(inner, Autotuner | Heuristics):
         if isinstance(inner, Autotuner):
-            configs, keys = tuple(inner.configs), tuple(inner.keys)
+            configs, keys, autotuner = tuple(inner.configs), tuple(inner.keys), inner
         else:
             heuristics.append(inner.values)
         inner = inner.fn
     if not isinstance(inner, JITFunction):
         raise TypeError(f"triton_call: fn: expected a function of @triton.jit, got {type(fn).__name__}")
-    return TritonFunction(inner.fn.__name__, inner, tuple(heuristics), configs, keys)
+    return TritonFunction(inner.fn.__name__, inner, tuple(heuristics), configs, keys, autotuner)
 
 
 def make_call(
@@ -105,10 +107,10 @@ def make_call(
     for name, value in options.items():
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ValueError(f"{where}: {name}: expected a positive int, got {value!r}")
-    if config is not None and getattr(config, "pre_hook", None) is not None:
-        raise ValueError(f"{where}: config: expected one without pre_hook, which would run on the host, got {config}")
     if config is None and len(function.configs) == 1:
         (config,) = function.configs
+    if config is not None and getattr(config, "pre_hook", None) is not None:
+        raise ValueError(f"{where}: config: expected one without pre_hook, which would run on the host, got {config}")
     identity = (
         id(function.jit) if not hasattr(function.jit, "cache_key") else function.jit.cache_key,
         _grid_identity(grid),
@@ -144,8 +146,14 @@ def _grid_identity(grid: Any) -> Any:
     code = getattr(grid, "__code__", None)
     if code is None:
         return id(grid)
-    cells = tuple(repr(cell.cell_contents) for cell in grid.__closure__ or ())
-    return code, repr(grid.__defaults__), cells
+    cells = tuple(_seen_by_grid(cell.cell_contents) for cell in grid.__closure__ or ())
+    return code, tuple(map(_seen_by_grid, grid.__defaults__ or ())), cells
+
+
+def _seen_by_grid(value: Any) -> str:
+    if hasattr(value, "shape") and hasattr(value, "dtype"):  # the text of an array's values would wait for the GPU
+        return f"{type(value).__name__}{tuple(value.shape)}:{value.dtype}"
+    return repr(value)
 
 
 def _constant_identity(where: str, name: str, value: Any) -> str:
@@ -216,6 +224,12 @@ def _meta(
         [triton_arguments.Described(*x) for x in operands],
         [triton_arguments.Described(*x) for x in results],
     )
+    constants = {each.name for each in call.function.jit.params if each.is_constexpr}
+    if by_name := [name for name in names if name in constants]:
+        raise TypeError(
+            f"{call.where}: expected values of {', '.join(by_name)} by name, as triton_call's own arguments, since "
+            "they are tl.constexpr"
+        )
     if len(given) != len(names):
         raise ValueError(
             f"{call.where}: arguments: expected {len(names)} ({', '.join(names)}), results included, got {len(given)}"
@@ -240,6 +254,21 @@ def tuning_key(
     named = dict(zip(call.parameters(), given, strict=False))
     chosen = tuple(str(named.get(name, call.constexprs.get(name))) for name in call.function.tuning_keys)
     return call.key, chosen, tuple(spec.dtype for spec in (*operands, *results))
+
+
+def configs_to_time(
+    call: TritonCall, encoded: Sequence[int], floats: Sequence[float], arrays: Sequence[Any], results: Any
+) -> list[Any]:
+    """The configurations that ``prune_configs_by`` of ``@triton.autotune`` leaves for these arguments."""
+    autotuner = call.function.autotuner
+    described = [triton_arguments.Described(result.shape, result.dtype) for result in results]
+    given = triton_arguments.values(encoded, floats, arrays, described)
+    with _lock:  # it reads the arguments from itself
+        autotuner.nargs = dict(zip(call.parameters(), given, strict=False))
+        try:
+            return list(autotuner.prune_configs(dict(call.constexprs)))
+        finally:
+            autotuner.nargs = None
 
 
 def remember_config(key: Any, config: Any) -> None:

@@ -60,10 +60,6 @@ def compile_function(
             continue
         kind, value = given[name]
         argument_where = f"{where}: {name}"
-        if parameter.is_constexpr:
-            raise TypeError(
-                f"{argument_where}: expected a constant, by its name, since it is a tl.constexpr; got an argument"
-            )
         type_, divisible, argument = _parameter(argument_where, parameter, kind, value, operands, results)
         if argument is None:
             signature[name] = "constexpr"
