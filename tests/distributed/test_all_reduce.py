@@ -277,9 +277,12 @@ def test_misuse_is_named():
         xg.DeviceGroup(mesh, "dp")
     with pytest.raises(TypeError, match=r"DeviceGroup: mesh: expected a jax\.sharding\.Mesh, got str"):
         xg.DeviceGroup("mesh", "tp")
-    for options, text in (({"timeout_s": 0}, "timeout_s"), ({"max_bytes": 1}, "max_bytes")):
-        with pytest.raises(ValueError, match=f"DeviceGroup: {text}: expected at least"):
-            xg.DeviceGroup(mesh, "tp", **options)
+    for name, value in (
+        *(("timeout_s", value) for value in (0, float("inf"), float("nan"), "1")),
+        *(("max_bytes", value) for value in (1, 2**50, None, True)),
+    ):
+        with pytest.raises((ValueError, TypeError), match=f"DeviceGroup: {name}: expected "):
+            xg.DeviceGroup(mesh, "tp", **{name: value})
     other = devices.mesh("cpu", tp=4)
     step = jax.shard_map(
         lambda x: xg.all_reduce(x, group=group), mesh=other, in_specs=P("tp"), out_specs=P(), check_vma=False

@@ -106,6 +106,16 @@ def test_lowered_for_jax():
         assert attribute in text
 
 
+def test_jax_must_not_change_what_the_kernel_reads():
+    jax = pytest.importorskip("jax")
+    import xla_gpu.jax as xg
+
+    call = xg.kernel_call(cuda_kernel(sources.SCALE, "scale", arch="sm_90a"), X, grid=8, block=128)
+    if not jax.config.jax_enable_x64:
+        with pytest.raises(TypeError, match=r"operand 0: expected an array of a dtype that JAX keeps, got int64"):
+            call(X.astype(np.int64), 2.0, 1000)
+
+
 def test_exported_to_stablehlo():
     torch = pytest.importorskip("torch")
     pytest.importorskip("torch_xla")

@@ -38,6 +38,17 @@ def specs(where: str, result_shape_dtypes: Any) -> tuple[tuple[ArraySpec, ...], 
     return tuple(found), container
 
 
+def _kept(where: str, value: Any) -> Any:
+    """The array. The kernel reads its memory, so JAX must not make it one of another dtype."""
+    array = as_array(where, value)
+    if array.dtype != value.dtype:
+        raise TypeError(
+            f"{where}: expected an array of a dtype that JAX keeps, got {value.dtype}, which becomes {array.dtype}: "
+            "set jax_enable_x64, or convert it"
+        )
+    return array
+
+
 class UserCall:
     """A call of a user's kernel before its arguments: what kernel_call and triton_call of xla_gpu.jax return."""
 
@@ -58,7 +69,7 @@ class UserCall:
         """Launches the kernel."""
         aliased = {result for _, result in self._aliases}
         encoded = self._encode(arguments, [i for i in range(len(self._results)) if i not in aliased])
-        arrays = [as_array(f"{self._where}: operand {i}", array) for i, array in enumerate(encoded.arrays)]
+        arrays = [_kept(f"{self._where}: operand {i}", array) for i, array in enumerate(encoded.arrays)]
         operands = tuple(ArraySpec(tuple(array.shape), array.dtype.name) for array in arrays)
         outs = _run(self._bind(operands, encoded), arrays)
         outs = outs if isinstance(outs, tuple) else (outs,)

@@ -16,6 +16,7 @@ from ..errors import HandlerError
 from . import abi, library
 
 MAX_RANKS = 8
+_MAX_TIMEOUT_S = 10**9  # which is for ever
 
 
 class Member(NamedTuple):
@@ -32,11 +33,14 @@ class Settings(NamedTuple):
 
 
 def check_arguments(timeout_s: float, max_bytes: int) -> None:
-    """Raises ValueError for arguments of a front end's DeviceGroup that make no sense."""
-    if not timeout_s >= 0.001:
-        raise ValueError(f"DeviceGroup: timeout_s: expected at least 0.001 seconds, got {timeout_s}")
-    if max_bytes < 1 << 16:
-        raise ValueError(f"DeviceGroup: max_bytes: expected at least 64 KiB, got {max_bytes}")
+    """Raises TypeError and ValueError for arguments of a front end's DeviceGroup that make no sense."""
+    for name, value in {"timeout_s": timeout_s, "max_bytes": max_bytes}.items():
+        if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
+            raise TypeError(f"DeviceGroup: {name}: expected a number, got {type(value).__name__}")
+    if not 0.001 <= timeout_s <= _MAX_TIMEOUT_S:
+        raise ValueError(f"DeviceGroup: timeout_s: expected 0.001 to {_MAX_TIMEOUT_S} seconds, got {timeout_s}")
+    if not 1 << 16 <= max_bytes <= 1 << 40:
+        raise ValueError(f"DeviceGroup: max_bytes: expected 64 KiB to 1 TiB, got {max_bytes}")
 
 
 def no_peer_memory(axis: str, reason: str) -> str:
