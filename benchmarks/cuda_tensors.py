@@ -38,13 +38,17 @@ def microseconds(run: Callable[[], Any]) -> float:
 def calls(count: int) -> dict[str, Callable[[], Any]]:
     """Compiled calls with ``count`` arguments, parameters or results, by what there are so many of.
 
-    "elsewhere" are arguments whose memory is another one in each call.
+    "moving" are arguments at one of six addresses, as PyTorch's allocator hands them out; "new" ones are at addresses
+    that no call had before.
     """
     tensors = [torch.ones(256, device="cuda") for _ in range(count)]
     parameters = [torch.nn.Parameter(x, requires_grad=False) for x in tensors]
     compiled = lambda function: torch.compile(function, backend="xla_gpu", fullgraph=True)  # noqa: E731
-    arguments, moving = (compiled(lambda *x: torch.stack(x).sum()) for _ in range(2))
-    others = itertools.cycle([[torch.ones(256, device="cuda") for _ in range(count)] for _ in range(6)])
+    arguments, moving, new = (compiled(lambda *x: torch.stack(x).sum()) for _ in range(3))
+    others, more = (
+        itertools.cycle([[torch.ones(256, device="cuda") for _ in range(count)] for _ in range(sets)])
+        for sets in (6, REPEATS + 5)
+    )
     many = compiled(lambda x: [x + i for i in range(count)])
 
     class Module(torch.nn.Module):
@@ -58,7 +62,8 @@ def calls(count: int) -> dict[str, Callable[[], Any]]:
     module = compiled(Module())
     return {
         "argument": lambda: arguments(*tensors),
-        "elsewhere": lambda: moving(*next(others)),
+        "moving": lambda: moving(*next(others)),
+        "new": lambda: new(*next(more)),
         "parameter": lambda: module(tensors[0]),
         "result": lambda: many(tensors[0]),
     }

@@ -19,7 +19,7 @@ struct View {
   const void* memory;
   void* buffer;
 };
-constexpr size_t kMaxViews = 4;  // of a placeholder
+constexpr size_t kMaxViews = 8;  // of a placeholder
 
 struct Placeholder {
   int64_t id;

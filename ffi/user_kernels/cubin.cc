@@ -46,11 +46,16 @@ struct Relocation {  // with the addend that SHT_RELA has and SHT_REL has not
 };
 
 constexpr uint16_t kMachineCuda = 190;
-constexpr uint32_t kSymbolTable = 2, kStringTable = 3, kRelocationsWithAddend = 4, kNoBits = 8, kRelocations = 9;
+constexpr uint32_t kSymbolTable = 2, kStringTable = 3, kRelocationsWithAddend = 4, kNote = 7, kNoBits = 8,
+                   kRelocations = 9;
 constexpr uint16_t kReservedSections = 0xff00;  // symbols that belong to no section
 constexpr uint32_t kCudaInfo = 0x70000000;      // .nv.info
-constexpr uint8_t kSizedAttribute = 4;
-constexpr uint64_t kExecutable = 4;  // of a section's flags
+constexpr uint32_t kCudaCallGraph = 0x70000001;
+constexpr uint32_t kCudaCompatibility = 0x70000086;         // of the form of .nv.info
+constexpr uint32_t kCallees = 0xfffffffc;                   // from here on, kinds of callees in the place of a symbol
+constexpr uint8_t kSizedAttribute = 4;                      // the last of the forms, which begin at 1
+constexpr uint64_t kExecutable = 4, kInfoIsSection = 0x40;  // of a section's flags
+constexpr uint64_t kMaxAlignment = 1 << 16;
 
 class Reader {
  public:
@@ -75,8 +80,10 @@ class Reader {
     }
     for (size_t i = 0; i < header.num_program_headers; ++i) {
       const auto segment = At<ProgramHeader>(header.program_headers + i * sizeof(ProgramHeader));
-      if (!Inside(segment.offset, segment.file_size))
-        return "segment " + std::to_string(i) + " past the end of the file";
+      if (!Inside(segment.offset, segment.file_size) || segment.file_size > segment.memory_size ||
+          !IsAlignment(segment.alignment)) {
+        return "segment " + std::to_string(i) + " past the end of the file or of its memory";
+      }
     }
     for (size_t i = 0; i < header.num_section_headers; ++i) {
       sections_.push_back(At<Section>(header.section_headers + i * sizeof(Section)));
@@ -107,6 +114,8 @@ class Reader {
            file_[table.offset + table.size - 1] == '\0';
   }
 
+  static bool IsAlignment(uint64_t bytes) { return (bytes & (bytes - 1)) == 0 && bytes <= kMaxAlignment; }  // 0 is 1
+
   uint64_t NumSymbols() const {
     for (const Section& section : sections_) {
       if (section.type == kSymbolTable) return section.size / sizeof(Symbol);
@@ -120,10 +129,12 @@ class Reader {
     if (section.link >= sections_.size()) return "an sh_link that is no section";
     if (section.flags & kExecutable) {
       if ((section.info & 0xffffff) >= NumSymbols()) return "code whose sh_info is no symbol";
-    } else if (section.type != kSymbolTable && section.info >= sections_.size()) {
+    } else if ((section.flags & kInfoIsSection) && section.info >= sections_.size()) {
       return "an sh_info that is no section";
     }
+    if (!IsAlignment(section.alignment)) return "an alignment that is none";
     if (section.type == kNoBits) return nullptr;
+    if (section.alignment > 1 && section.offset % section.alignment != 0) return "contents that are not aligned";
     if (!Inside(section.offset, section.size)) return "contents past the end of the file";
     switch (section.type) {
       case kStringTable:
@@ -136,8 +147,13 @@ class Reader {
         return RelocationsDamage(section, 16);
       case kRelocationsWithAddend:
         return RelocationsDamage(section, sizeof(Relocation));
+      case kNote:
+        return NotesDamage(section);
       case kCudaInfo:
+      case kCudaCompatibility:
         return InfoDamage(section);
+      case kCudaCallGraph:
+        return CallGraphDamage(section);
       default:
         return nullptr;
     }
@@ -173,6 +189,29 @@ class Reader {
     return nullptr;
   }
 
+  // Sizes of a name and of contents and a type; name and contents follow, each filled up to four bytes.
+  const char* NotesDamage(const Section& section) const {
+    for (uint64_t at = 0; at < section.size;) {
+      if (section.size - at < 12) return "a truncated note";
+      const uint64_t name = At<uint32_t>(section.offset + at), contents = At<uint32_t>(section.offset + at + 4);
+      at += 12;
+      const uint64_t size = (name + 3) / 4 * 4 + (contents + 3) / 4 * 4;
+      if (size > section.size - at) return "a truncated note";
+      at += size;
+    }
+    return nullptr;
+  }
+
+  // Pairs of symbols: a caller, and what it calls.
+  const char* CallGraphDamage(const Section& section) const {
+    if (section.size % 8 != 0) return "calls of a wrong size";
+    for (uint64_t at = 0; at < section.size; at += 8) {
+      const auto caller = At<uint32_t>(section.offset + at), callee = At<uint32_t>(section.offset + at + 4);
+      if (caller >= NumSymbols() || (callee >= NumSymbols() && callee < kCallees)) return "a call of no symbol";
+    }
+    return nullptr;
+  }
+
   // Attributes whose value begins with the number of a symbol: constant bank of the parameters, sizes of frame and
   // stack, registers.
   static bool IsOfSymbol(uint8_t attribute) {
@@ -184,6 +223,7 @@ class Reader {
     for (uint64_t at = 0; at < section.size;) {
       if (section.size - at < 4) return "a truncated attribute";
       const auto form = At<uint8_t>(section.offset + at), attribute = At<uint8_t>(section.offset + at + 1);
+      if (form < 1 || form > kSizedAttribute) return "an attribute of no form";
       const uint64_t size = form == kSizedAttribute ? At<uint16_t>(section.offset + at + 2) : 0;
       at += 4;
       if (size > section.size - at) return "a truncated attribute";

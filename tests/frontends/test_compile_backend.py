@@ -113,6 +113,15 @@ def test_attention():
     torch.testing.assert_close(compiled(attention)(q, k, v), attention(q, k, v), rtol=1e-4, atol=1e-4)
 
 
+def test_inference_mode():
+    module = torch.nn.Linear(4, 4)
+    call, x = compiled(module), torch.randn(2, 4)
+    with torch.inference_mode():
+        torch.testing.assert_close(call(x), module(x), rtol=1e-4, atol=1e-4)
+    with torch.no_grad():
+        torch.testing.assert_close(call(x), module(x), rtol=1e-4, atol=1e-4)
+
+
 def test_training():
     """Gradients, optimizer steps, and the running statistics of a batch, as PyTorch computes them."""
     cpu, module = (
@@ -153,6 +162,19 @@ def test_sharing_says_what_it_needs():
         with pytest.raises(ValueError, match="to_cuda: expected a PyTorch that sees a CUDA device"):
             xg.to_cuda(torch.ones(2).to(torch_xla.device()))
     assert xg.to_xla(torch.ones(2)).device.type == "xla"
+
+
+@pytest.mark.parametrize("mode", [torch.inference_mode, lambda: torch.autocast("cpu", torch.bfloat16), torch.no_grad])
+def test_what_carries_an_address_is_not_read(mode):
+    """torch_xla asks for a copy on the host, by operators that differ in these modes."""
+    import torch_xla
+
+    from xla_gpu._torch_xla import shared_memory
+
+    x = torch.arange(4.0)
+    with mode():
+        (tensor,) = torch_xla._XLAC._xla_tensors_from_aten([shared_memory._Carrier(x)], [str(torch_xla.device())])
+    assert torch.equal(tensor.cpu(), x)
 
 
 def test_device_memory_needs_a_gpu():

@@ -223,8 +223,21 @@ def test_parameters_that_change_are_seen():
     call, x = compiled(module), torch.randn(2, 4, 5, 5, device="cuda")
     for _ in range(3):
         torch.testing.assert_close(call(x), module(x), rtol=5e-3, atol=5e-3)
-        module.weight.data.mul_(2)
+        module.weight.data.add_(1)
         module.bias.data.add_(1)
+
+
+@pytest.mark.parametrize("mode", [torch.inference_mode, lambda: torch.autocast("cuda", torch.bfloat16)])
+def test_modes(mode):
+    module, x = torch.nn.Linear(8, 4), torch.randn(3, 8)
+    expected = module(x)
+    call = compiled(module.cuda())
+    with mode():
+        y = call(x.cuda())
+        back = xg.to_cuda(xg.to_xla(x.cuda()))
+    torch.testing.assert_close(y.float().cpu(), expected, rtol=2e-2, atol=2e-2)
+    assert torch.equal(back.cpu(), x)
+    torch.testing.assert_close(call(x.cuda()).cpu(), expected, rtol=2e-3, atol=2e-3)
 
 
 def test_a_capture_is_refused():
@@ -299,6 +312,34 @@ def test_a_decode_step_with_a_cache_of_pytorch():
     xg.reshape_and_cache_(key, value, theirs, slots)  # eagerly
     torch.testing.assert_close(total.cpu(), theirs.cpu().abs().sum())
     assert torch.equal(ours.cpu(), theirs.cpu()) and float(doubled) == 6
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("own_stream", [False, True])
+def test_a_gpu_that_is_not_the_current_one(own_stream):
+    """Results on its device, programs in the order of its stream, and the current device as it was."""
+    device = torch.device("cuda:1")
+    module = torch.nn.Linear(8, 4).to(device)
+    call = compiled(lambda x: (x * 2 + 1, module.weight + torch.ones(8, device=device)))
+    stream = torch.cuda.Stream(device) if own_stream else torch.cuda.default_stream(device)
+    x = torch.zeros(BIG, device=device)
+    call(x)
+    assert torch.cuda.current_device() == 0
+    sums = []
+    with torch.cuda.stream(stream):
+        for i in range(4):
+            torch.cuda._sleep(20_000_000)
+            x.fill_(i)
+            y, weight = call(x)
+            x.fill_(-1000)
+            sums.append((y.min(), y.max()))
+            assert y.device == weight.device == device
+    stream.synchronize()
+    assert [tuple(map(float, pair)) for pair in sums] == [(2 * i + 1, 2 * i + 1) for i in range(4)]
+    assert torch.equal(weight.cpu(), module.weight.cpu() + 1)
+    with torch.cuda.device(0):
+        assert float(call(x)[0].max()) == -1999 and torch.cuda.current_device() == 0
+        assert xg.to_cuda(xg.to_xla(x)).device == device
 
 
 def test_an_error_of_a_handler_is_raised_by_the_call():

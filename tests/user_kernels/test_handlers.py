@@ -120,7 +120,7 @@ FIELDS = {
     "many sections": (60, "<H", 65535, "section or program headers past the end of the file"),
     "small section headers": (58, "<H", 40, "section or program headers past the end of the file"),
     "segments": (56, "<H", 1, "section or program headers past the end of the file"),
-    "no names": (62, "<H", 7, "a damaged table of section names"),
+    "no names": (62, "<H", 9, "a damaged table of section names"),
     "names are symbols": (62, "<H", 3, "a damaged table of section names"),
 }
 SECTION_FIELDS = {
@@ -130,7 +130,7 @@ SECTION_FIELDS = {
     "text": (2, 32, "<Q", 2, "section 2 with strings without a terminating null"),
     "symbols' size": (3, 56, "<Q", 16, "section 3 with symbol entries of a wrong size"),
     "symbols' names": (3, 40, "<I", 4, "section 3 with symbols without a string table"),
-    "link": (4, 40, "<I", 7, "section 4 with an sh_link that is no section"),
+    "link": (4, 40, "<I", 9, "section 4 with an sh_link that is no section"),
     "section that it is of": (4, 44, "<I", 0x8005, "section 4 with an sh_info that is no section"),
     "code of another symbol": (5, 44, "<I", 2, "section 5 with code whose sh_info is no symbol"),
     "short code": (5, 32, "<Q", 8, "section 3 with a symbol past the end of its section"),
@@ -138,6 +138,10 @@ SECTION_FIELDS = {
     "relocations' size": (6, 32, "<Q", 23, "section 6 with relocation entries of a wrong size"),
     "relocations' symbols": (6, 40, "<I", 2, "section 6 with relocations without a symbol table"),
     "relocated section": (6, 44, "<I", 0, "section 6 with a relocation past the end of its section"),
+    "alignment": (5, 48, "<Q", 24, "section 5 with an alignment that is none"),
+    "contents elsewhere": (8, 24, "<Q", 65, "section 8 with contents that are not aligned"),
+    "half a call": (7, 32, "<Q", 12, "section 7 with calls of a wrong size"),
+    "half a note": (8, 32, "<Q", 16, "section 8 with a truncated note"),
     "few symbols": (3, 32, "<Q", 24, "section 5 with code whose sh_info is no symbol"),
 }
 
@@ -169,15 +173,19 @@ def test_symbols_past_the_names_and_the_sections():
         assert text in answer(bytes(cubin))
 
 
-def test_attributes_and_relocations_of_no_symbol():
+def test_attributes_relocations_and_calls_of_no_symbol():
     for section, at, form, value, text in (
+        (4, 0, "<B", 5, "section 4 with an attribute of no form"),
+        (7, 0, "<I", 2, "section 7 with a call of no symbol"),
+        (7, 4, "<I", 0xFFFFFFBD, "section 7 with a call of no symbol"),
+        (8, 0, "<I", 2**32 - 1, "section 8 with a truncated note"),
         (4, 1, "<B", 0x2F, "section 4 with an attribute of no symbol"),
         (6, 12, "<I", 2, "section 6 with a relocation by no symbol"),
     ):
         cubin = bytearray(small_cubin())
         start = struct.unpack_from("<Q", cubin, headers() + 64 * section + 24)[0]
         struct.pack_into(form, cubin, start + at, value)
-        if section == 4:
+        if value == 0x2F:
             struct.pack_into("<I", cubin, start + 4, 99)
         assert text in answer(bytes(cubin))
 

@@ -31,12 +31,19 @@ class _Parameters:
     def __init__(self) -> None:
         self._known: dict[int, tuple[weakref.ref[torch.Tensor], Any, torch.Tensor]] = {}
 
-    def get(self, parameter: torch.Tensor) -> torch.Tensor:
-        state = (parameter.data_ptr(), parameter._version)
-        known = self._known.get(id(parameter))
+    def get(self, parameter: torch.Tensor) -> torch.Tensor | None:
+        """The parameter's XLA tensor; None for one that must be taken over in each call.
+
+        Only shared memory shows what changes a parameter without counting a version, as ``.data`` does.
+        """
+        if parameter.is_inference():  # which counts no versions
+            return None
+        key, state = id(parameter), (parameter.data_ptr(), parameter._version)
+        known = self._known.get(key)
         if known is not None and known[0]() is parameter and known[1] == state:
             return known[2]
-        key = id(parameter)
+        if not cuda_tensors.is_row_major(parameter):
+            return None
         tensor = cuda_tensors.to_xla(parameter)
         self._known[key] = (weakref.ref(parameter, lambda _: self._known.pop(key, None)), state, tensor)
         return tensor
@@ -90,7 +97,8 @@ class _Program:
         device, on_cuda = self._device, []
         if device.type == "cuda":
             cuda_tensors.refuse_capture(f"torch.compile(backend={NAME!r})")
-        with torch.no_grad():
+        # What is kept between calls must not be of the caller's inference mode.
+        with torch.inference_mode(False), torch.no_grad():
             for i, x in enumerate(given):
                 if not isinstance(x, torch.Tensor):
                     continue
@@ -99,8 +107,8 @@ class _Program:
                     raise ValueError(f"torch.compile(backend={NAME!r}): expected tensors of one device, got {got}")
                 if not x.is_cuda or x.numel() == 0:
                     xla[i] = cuda_tensors.to_xla(x, device)
-                elif _is_parameter(x):
-                    xla[i] = _parameters.get(x)
+                elif _is_parameter(x) and (known := _parameters.get(x)) is not None:
+                    xla[i] = known
                 else:  # taken over together, with what is known of the program
                     on_cuda.append(i)
             with self._lock:
@@ -180,11 +188,8 @@ class _Program:
 
 
 def _is_parameter(tensor: torch.Tensor) -> bool:
-    """Whether the tensor is one that is taken over once: a change of it is seen, since the memory is shared."""
     # NOTE: isinstance with Parameter is a function of Python's.
-    if type(tensor) is torch.Tensor or not isinstance(tensor, torch.nn.Parameter):
-        return False
-    return cuda_tensors.is_row_major(tensor) and not tensor.is_inference()  # which has no version
+    return type(tensor) is not torch.Tensor and isinstance(tensor, torch.nn.Parameter)
 
 
 def _is_one_program(call: Any) -> bool:

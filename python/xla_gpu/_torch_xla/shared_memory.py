@@ -68,7 +68,8 @@ class _Carrier(torch.Tensor):  # type: ignore[misc]
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten._to_copy.default:
+        # In inference mode and under autocast PyTorch takes the operator that is otherwise made of _to_copy.
+        if func.overloadpacket in (torch.ops.aten._to_copy, torch.ops.aten.to):
             return args[0]._forged
         raise CompatibilityError(
             f"torch_xla of a version that is not known: it calls {func} when it takes a tensor over"
