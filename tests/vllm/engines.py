@@ -15,6 +15,8 @@ def make(folder: str, **options: Any) -> LLM:
         "max_model_len": 256,
         "max_num_seqs": 8,
         "max_num_batched_tokens": 64,
+        # So that a process can have several engines on a GPU: without a size the first one's caches fill it.
+        "kv_cache_memory_bytes": 1 << 26,
         "disable_log_stats": False,
         "additional_config": {"token_buckets": [8, 64]},
         **options,
