@@ -65,6 +65,20 @@ def test_bits_of_a_row_do_not_depend_on_the_others(frontend, weight_format):
     assert np.isnan(got[1].astype(np.float32)).all() and not np.isfinite(got[33].astype(np.float32)).any()
 
 
+@pytest.mark.parametrize("weight_format", ["float8-channel", "float8-tensor", "int8"])
+@pytest.mark.parametrize("rows", [3, 70])
+@pytest.mark.frontends("eager", "jax", "torch_xla", "eager-cuda", "jax-cuda", "torch_xla-cuda")
+def test_float16_does_not_overflow(frontend, rows, weight_format):
+    """Products of the stored values alone would be over 65504; what they mean is not."""
+    arrays = cases.linear_inputs(weight_format, rows, 32, 4096, "float16")
+    arrays["x"][:] = 1
+    arrays["weight"][:] = 96
+    arrays["weight_scale"][:] = 1e-4
+    (got,) = frontend.call("linear", arrays)
+    # XLA adds in float16 on the CPU.
+    np.testing.assert_allclose(got.astype(np.float32), 4096 * 96 * 1e-4, rtol=0.02)
+
+
 def test_no_rows(frontend):
     (got,) = frontend.call("linear", cases.linear_inputs("plain", 0, 32, 32))
     assert got.shape == (0, 32)

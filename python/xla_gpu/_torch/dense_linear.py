@@ -14,7 +14,7 @@ from ..ops.linear import GROUP
 def linear(operands: Mapping[str, torch.Tensor], activation: str | None) -> torch.Tensor:
     """See ops/linear.py; the operands, by name, have been checked."""
     x, scale, bias = operands["x"], operands.get("weight_scale"), operands.get("bias")
-    weight, row_scale = _weight(x.dtype, operands["weight"], scale, operands.get("weight_zero_point"))
+    weight, row_scale = dequantized(x.dtype, operands["weight"], scale, operands.get("weight_zero_point"))
     if row_scale is None:
         out = functional.linear(x, weight, bias)
     else:
@@ -29,10 +29,10 @@ def linear(operands: Mapping[str, torch.Tensor], activation: str | None) -> torc
     return out if residual is None else out + residual
 
 
-def _weight(
+def dequantized(
     dtype: torch.dtype, weight: torch.Tensor, scale: torch.Tensor | None, zero_point: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The weight in ``dtype``, and what scales its rows, if that is not in it yet."""
+    """The weight in ``dtype``, and what scales its rows, float32[n] or float32[1], if that is not in it yet."""
     if scale is None:
         return weight, None
     if weight.dtype is torch.uint8:
@@ -40,7 +40,8 @@ def _weight(
         offsets = 8.0 if zero_point is None else _valid(zero_point)[:, :, None]
         return ((values - offsets) * scale.float()[:, :, None]).reshape(weight.shape[0], -1).to(dtype), None
     if scale.dim() == 1:
-        return weight.to(dtype), scale
+        # Products of stored values are larger than those that are meant by 1 / scale: too large for float16.
+        return ((weight.float() * scale[:, None]).to(dtype), None) if dtype is torch.float16 else (weight.to(dtype), scale)
     scales = scale.repeat_interleave(GROUP, 0)[: weight.shape[0]].repeat_interleave(GROUP, 1)[:, : weight.shape[1]]
     return (weight.float() * scales).to(dtype), None
 
