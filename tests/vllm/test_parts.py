@@ -85,8 +85,33 @@ def test_experts(rows, block, skew, renormalize, monkeypatch):
             gate, up = (w13[expert].double() @ x[row].double()).chunk(2)
             expected[row] += probability / scale * (w2[expert].double() @ (torch.nn.functional.silu(gate) * up))
     device = torch_xla.device()
-    got = moe.experts(*(tensor.to(device) for tensor in (x, w13, w2, weights, chosen)), "silu").cpu()
+    x, w13, w2, weights, chosen = (tensor.to(device) for tensor in (x, w13, w2, weights, chosen))
+    got = moe.experts(x, moe.Matrices(w13), moe.Matrices(w2), weights, chosen, "silu").cpu()
     torch.testing.assert_close(got.double(), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("form", ["float8", "float8-block", "int8", "int4"])
+@pytest.mark.parametrize(("rows", "block"), [(1, None), (24, None), (24, 4)])
+def test_quantised_experts(rows, block, form, monkeypatch):
+    """As with the weights that the stored ones mean, in each of the three ways."""
+    from xla_gpu import quantization
+    from xla_gpu.vllm import moe
+
+    monkeypatch.setattr(moe, "block_size", lambda *_: block)
+    torch.manual_seed(0)
+    num_experts, hidden, intermediate, device = 4, 256, 128, torch_xla.device()
+    x, router = torch.randn(rows, hidden).to(device), torch.randn(rows, num_experts).to(device)
+    stored, meant = [], []
+    for n, k in ((2 * intermediate, hidden), (hidden, intermediate)):
+        made = [quantization.quantize(torch.randn(n, k) / 16, form.removesuffix("-block")) for _ in range(num_experts)]
+        if form == "float8-block":
+            made = [one._replace(weight_scale=torch.rand(n // 128, k // 128)) for one in made]
+        meant.append(moe.Matrices(torch.stack([quantization.dequantize(one) for one in made]).to(device)))
+        bits = torch.stack([one.weight.view(torch.uint8) for one in made]).view(made[0].weight.dtype)
+        stored.append(moe.Matrices(bits.to(device), torch.stack([one.weight_scale for one in made]).to(device)))
+    weights, chosen = moe.route(router, 2, True)
+    got, expected = (moe.experts(x, *weights_of, weights, chosen, "silu").cpu() for weights_of in (stored, meant))
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_blocks_of_experts():

@@ -132,16 +132,20 @@ print("RESULT", got == expected, engines.compiled_since_start(llm), got, expecte
 """
 
 
-def save(folder: Path, layout: str, sizes: Mapping[str, int] | None = None) -> tuple[Path, Path]:
+def save(
+    folder: Path, layout: str, sizes: Mapping[str, int] | None = None, model_name: str = "llama_wide"
+) -> tuple[Path, Path]:
     """A checkpoint in that layout, and one with the weights that it means; sizes: in the place of the model's."""
     quantize, settings = LAYOUTS[layout]
     meant, stored = folder / "meant", folder / "stored"
-    tiny.save("llama_wide", meant, sizes)
+    tiny.save(model_name, meant, sizes)
     model = transformers.AutoModelForCausalLM.from_pretrained(meant, dtype=torch.float32)
-    tensors = {}
+    tensors, routers = {}, []
     for name, tensor in load_file(meant / "model.safetensors").items():
         layer = name.removesuffix(".weight")
-        if tensor.dim() == 2 and ".layers." in name:
+        if layer.endswith(".gate"):
+            routers.append(layer)
+        if tensor.dim() == 2 and ".layers." in name and layer not in routers:
             made, meaning = quantize(tensor)
             tensors |= {f"{layer}.{part}": value for part, value in made.items()}
             model.get_parameter(name).data = meaning
@@ -151,15 +155,39 @@ def save(folder: Path, layout: str, sizes: Mapping[str, int] | None = None) -> t
     stored.mkdir()
     save_file(tensors, stored / "model.safetensors")
     config = json.loads((meant / "config.json").read_text())
+    # As checkpoints name layers that are not quantised; those of GPTQ do not.
+    plain = {"compressed-tensors": "ignore", "awq": "modules_to_not_convert", "fp8": "modules_to_not_convert"}
+    if routers and settings["quant_method"] in plain:
+        key = plain[settings["quant_method"]]
+        settings = settings | {key: [*settings.get(key, []), *routers]}
     (stored / "config.json").write_text(json.dumps(config | {"quantization_config": settings}))
     for path in meant.glob("*token*"):
         (stored / path.name).write_bytes(path.read_bytes())
     return stored, meant
 
 
+# Sizes that quantised weights have, also each of two devices.
+EXPERTS = {
+    "mixtral": {"hidden_size": 256, "intermediate_size": 256, "num_key_value_heads": 4, "head_dim": 64},
+    "qwen3_moe": {"hidden_size": 256, "moe_intermediate_size": 256, "num_key_value_heads": 4, "head_dim": 64},
+}
+EVERY_TIME_EXPERTS = (("gptq", "qwen3_moe"), ("fp8-blocks", "mixtral"))
+WITH_EXPERTS = [(layout, name) for layout in sorted(LAYOUTS) for name in EXPERTS]
+
+
+@pytest.mark.parametrize(
+    ("layout", "name"), WITH_EXPERTS if os.environ.get("XLA_GPU_TEST_ALL_MODELS") else EVERY_TIME_EXPERTS
+)
+def test_experts(layout, name, tmp_path):
+    check(*save(tmp_path, layout, EXPERTS[name], name))
+
+
 @pytest.mark.parametrize("layout", NAMES)
 def test_tokens_equal_transformers(layout, tmp_path):
-    stored, meant = save(tmp_path, layout)
+    check(*save(tmp_path, layout))
+
+
+def check(stored: Path, meant: Path) -> None:
     command = [sys.executable, "-c", PROGRAM, str(stored), str(meant)]
     result = subprocess.run(command, capture_output=True, text=True, timeout=600)
     lines = [line for line in result.stdout.splitlines() if line.startswith("RESULT")]

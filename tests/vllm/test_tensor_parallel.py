@@ -21,10 +21,11 @@ from xla_gpu.vllm.divided_layers import Joined
 
 LAYERS = 2
 ROOT = Path(__file__).parents[2]
-EVERY_TIME = ("awq", "fp8-blocks", "mixtral")
+EVERY_TIME = ("awq", "fp8-blocks", "mixtral", "awq of qwen3_moe")
 OTHERS = EVERY_TIME
 if os.environ.get("XLA_GPU_TEST_ALL_MODELS"):
-    OTHERS = (*test_quantization.LAYOUTS, "mixtral", "qwen3_moe", "qwen3", "gemma2", "phi3")
+    with_experts = [f"{layout} of {model}" for layout, model in test_quantization.WITH_EXPERTS]
+    OTHERS = (*test_quantization.LAYOUTS, "mixtral", "qwen3_moe", "qwen3", "gemma2", "phi3", *with_experts)
 
 
 @pytest.fixture(scope="module")
@@ -33,8 +34,10 @@ def others(tmp_path_factory) -> dict[str, tuple[str, Path]]:
     folders = {}
     for name in OTHERS:
         folder = tmp_path_factory.mktemp(name)
-        if name in test_quantization.LAYOUTS:
-            stored, meant = test_quantization.save(folder, name)
+        layout, _, model = name.partition(" of ")
+        if layout in test_quantization.LAYOUTS:
+            sizes = test_quantization.EXPERTS.get(model)
+            stored, meant = test_quantization.save(folder, layout, sizes, model or "llama_wide")
             folders[name] = str(stored), meant
         else:
             folders[name] = tiny.save(name, folder), folder

@@ -24,6 +24,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, 
 
 import xla_gpu.torch as xg
 
+from . import moe
 from .quantization import GROUP, CheckpointLinearMethod
 from .tensor_parallel import TensorParallel
 
@@ -103,12 +104,20 @@ def _divide_inputs(devices: TensorParallel, name: str, layer: Any, random: bool)
 
 
 def _divide_experts(devices: TensorParallel, name: str, layer: Any, random: bool) -> None:
-    width = layer.w2_weight.shape[2]
-    _check(devices, name, "width of an expert", [width])
-    if not random:
-        layer.w13_weight.data = _by_device(layer.w13_weight.data, [width, width], devices.size, 1)
-    devices.divide(layer.w13_weight, 1)
-    devices.divide(layer.w2_weight, 2)
+    w13, w2 = moe.matrices(layer, "w13"), moe.matrices(layer, "w2")
+    width = w13.weight.shape[1] // 2
+    in_groups = w13.scale is not None and w13.scale.dim() == 3  # or in blocks
+    _check(devices, name, "width of an expert", [width], GROUP if in_groups else 1)
+    for part in w13:
+        if part is None:
+            continue
+        rows = 2 * width // part.shape[1]  # of a matrix, that one of a scale of blocks is for
+        if not random:
+            part.data = _by_device(part.data, [width // rows] * 2, devices.size, 1)
+        devices.divide(part, 1)
+    for part in w2:
+        if part is not None and part.dim() == 3:
+            devices.divide(part, 2)
 
 
 def _check(devices: TensorParallel, name: str, what: str, sizes: Sequence[int], unit: int = 1) -> None:

@@ -94,7 +94,8 @@ def step_bytes(config: Any) -> int:
 
         intermediate = getattr(text, "moe_intermediate_size", None) or text.intermediate_size
         sizes = (tokens, text.num_experts_per_tok, num_experts, model.get_hidden_size(), intermediate)
-        experts = moe.elements_of_step(*sizes, item) * item
+        quantised = config.quant_config is not None
+        experts = moe.elements_of_step(*sizes, item, quantised) * item
     rows = tokens * (8 * model.get_hidden_size() + attention + wide) * item + experts
     # Logits as they are and as float32, and four arrays of their size for sampling; the penalties' counts.
     vocabulary = model.get_vocab_size()

@@ -6,18 +6,21 @@ Every row gets what its own experts compute for it and nothing else. There are t
 - More rows go through all experts, and what an expert computed for rows that are not its own is dropped before the sum.
   While that is bound by reading the weights it costs no more than the experts that were chosen.
 - Many rows are sorted by expert and cut into blocks, each with the rows of one expert, which gather its weights.
+
+Quantised weights are read as they are stored, and dequantised for the product. They are loaded by quantized_experts.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from vllm.model_executor.layers.fused_moe.layer import FusedMoE
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 
+from .._torch import dense_linear
 from . import tensor_parallel
 
 # Rows that go through all experts at once: bounds the memory of what they compute.
@@ -45,10 +48,45 @@ def route(router_logits: torch.Tensor, top_k: int, renormalize: bool) -> tuple[t
     return weights, experts
 
 
+class Matrices(NamedTuple):
+    """One matrix of every expert.
+
+    Attributes:
+      weight: [num_experts, n, k], stored as ``linear`` stores it: packed int4 is [num_experts, n, k / 2].
+      scale: of a quantised weight, as ``linear`` has it, of every expert; one for each row at least.
+      zero_point: of int4, likewise.
+    """
+
+    weight: torch.Tensor
+    scale: torch.Tensor | None = None
+    zero_point: torch.Tensor | None = None
+
+    def values(self, dtype: torch.dtype, of: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """T[count, n, k], and what scales the rows of the products, float32[count, n], if that is not in it yet.
+
+        Args:
+          dtype: T.
+          of: int[count], experts; None: all.
+        """
+        weight, scale, zero_point = (part if of is None or part is None else part.index_select(0, of) for part in self)
+        assert weight is not None
+        if scale is None:
+            return weight, None
+        count, n = weight.shape[:2]
+        zeros = None if zero_point is None else zero_point.flatten(0, 1)
+        made, scale = dense_linear.dequantized(dtype, weight.flatten(0, 1), scale.flatten(0, 1), zeros)
+        return made.view(count, n, -1), None if scale is None else scale.view(count, n)
+
+
+def _scaled(out: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
+    """Products T[count, rows, n], their rows of n scaled."""
+    return out if scale is None else (out.float() * scale[:, None]).to(out.dtype)
+
+
 def experts(
     x: torch.Tensor,
-    w13: torch.Tensor,
-    w2: torch.Tensor,
+    w13: Matrices,
+    w2: Matrices,
     weights: torch.Tensor,
     chosen: torch.Tensor,
     activation: str,
@@ -57,17 +95,18 @@ def experts(
 
     Args:
       x: T[rows, hidden].
-      w13: T[num_experts, 2 * intermediate, hidden], gate and up.
-      w2: T[num_experts, hidden, intermediate], down.
+      w13: [num_experts, 2 * intermediate, hidden], gate and up.
+      w2: [num_experts, hidden, intermediate], down.
       weights: float32[rows, top_k], of route.
       chosen: int64[rows, top_k], of route.
       activation: vLLM's name of the function of the gate.
     """
     act = _ACTIVATIONS[activation]
     rows, top_k = chosen.shape
-    if rows * top_k < w13.shape[0]:
+    num_experts = w13.weight.shape[0]
+    if rows * top_k < num_experts:
         return _by_own_weights(x, w13, w2, weights, chosen, act)
-    if size := block_size(rows, top_k, w13.shape[0]):
+    if size := block_size(rows, top_k, num_experts):
         return _by_blocks(x, w13, w2, weights, chosen, act, size)
     parts = zip(x.split(_MAX_ROWS), weights.split(_MAX_ROWS), chosen.split(_MAX_ROWS), strict=True)
     return torch.cat([_by_all(x, w13, w2, weights, chosen, act) for x, weights, chosen in parts])
@@ -88,9 +127,13 @@ def num_blocks(pairs: int, num_experts: int, size: int) -> int:
     return pairs // size + min(num_experts, pairs)
 
 
-def elements_of_step(rows: int, top_k: int, num_experts: int, hidden: int, intermediate: int, item: int) -> int:
+def elements_of_step(
+    rows: int, top_k: int, num_experts: int, hidden: int, intermediate: int, item: int, quantised: bool = False
+) -> int:
     """An upper bound of what a layer of experts keeps beside its weights, in elements of ``item`` bytes."""
     by_all = min(rows, _MAX_ROWS) * num_experts * (4 * intermediate + 2 * hidden)
+    if quantised:
+        by_all += num_experts * 3 * hidden * intermediate
     if (size := block_size(rows, top_k, num_experts)) is None:
         return by_all
     in_blocks = num_blocks(rows * top_k, num_experts, size) * size * (3 * hidden + 3 * intermediate)
@@ -99,23 +142,24 @@ def elements_of_step(rows: int, top_k: int, num_experts: int, hidden: int, inter
 
 
 def _by_own_weights(
-    x: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor, act: _Function
+    x: torch.Tensor, w13: Matrices, w2: Matrices, weights: torch.Tensor, chosen: torch.Tensor, act: _Function
 ) -> torch.Tensor:
     rows, top_k = chosen.shape
-    own13 = w13.index_select(0, chosen.reshape(-1))  # [rows * top_k, 2 * intermediate, hidden]
-    own2 = w2.index_select(0, chosen.reshape(-1))
+    own13, scale13 = w13.values(x.dtype, chosen.reshape(-1))  # [rows * top_k, 2 * intermediate, hidden]
+    own2, scale2 = w2.values(x.dtype, chosen.reshape(-1))
     repeated = x[:, None].expand(rows, top_k, x.shape[1]).reshape(rows * top_k, x.shape[1], 1)
-    gate, up = torch.bmm(own13, repeated)[..., 0].chunk(2, -1)
-    out = torch.bmm(own2, (act(gate) * up)[..., None])[..., 0].view(rows, top_k, -1)
+    gate, up = _scaled(torch.bmm(own13, repeated).transpose(1, 2), scale13)[:, 0].chunk(2, -1)
+    out = _scaled(torch.bmm(own2, (act(gate) * up)[..., None]).transpose(1, 2), scale2).view(rows, top_k, -1)
     return (out * weights[..., None].to(x.dtype)).sum(1)
 
 
 def _by_all(
-    x: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor, act: _Function
+    x: torch.Tensor, w13: Matrices, w2: Matrices, weights: torch.Tensor, chosen: torch.Tensor, act: _Function
 ) -> torch.Tensor:
-    gate, up = torch.einsum("th,eoh->eto", x, w13).chunk(2, -1)
-    out = torch.einsum("eti,ehi->eth", act(gate) * up, w2)
-    is_own = chosen[..., None] == torch.arange(w13.shape[0], device=x.device)  # [rows, top_k, num_experts]
+    (all13, scale13), (all2, scale2) = w13.values(x.dtype), w2.values(x.dtype)
+    gate, up = _scaled(torch.einsum("th,eoh->eto", x, all13), scale13).chunk(2, -1)
+    out = _scaled(torch.einsum("eti,ehi->eth", act(gate) * up, all2), scale2)
+    is_own = chosen[..., None] == torch.arange(out.shape[0], device=x.device)  # [rows, top_k, num_experts]
     share = torch.where(is_own, weights[..., None], torch.zeros_like(weights)[..., None]).sum(1)
     own = is_own.any(1).t()[..., None]
     # where, not a product with 0: what is infinite for others must not become NaN here.
@@ -125,14 +169,15 @@ def _by_all(
 
 def _by_blocks(
     x: torch.Tensor,
-    w13: torch.Tensor,
-    w2: torch.Tensor,
+    w13: Matrices,
+    w2: Matrices,
     weights: torch.Tensor,
     chosen: torch.Tensor,
     act: _Function,
     size: int,
 ) -> torch.Tensor:
-    (rows, top_k), num_experts = chosen.shape, w13.shape[0]
+    (rows, top_k), (num_experts, hidden, _) = chosen.shape, w2.weight.shape
+    intermediate = w13.weight.shape[1] // 2
     pairs, blocks = rows * top_k, num_blocks(rows * top_k, num_experts, size)
 
     def count(end: int) -> torch.Tensor:
@@ -152,13 +197,14 @@ def _by_blocks(
     first_pair = (count(blocks) - first_blocks.index_select(0, expert)) * size + starts.index_select(0, expert)
     place = (first_pair[:, None] + count(size)).clamp(0, pairs - 1).reshape(-1)
     own = x.index_select(0, pair_at.index_select(0, place) // top_k).view(blocks, size, -1)
-    at_once = max(1, _GATHERED_BYTES // ((w13[0].numel() + w2[0].numel()) * x.element_size()))
+    at_once = max(1, _GATHERED_BYTES // (3 * hidden * intermediate * x.element_size()))
     parts = []
     for begin in range(0, blocks, at_once):
         # Slices, not split, for the same reason.
         part, part_expert = own[begin : begin + at_once], expert[begin : begin + at_once]
-        gate, up = torch.bmm(part, w13.index_select(0, part_expert).transpose(1, 2)).chunk(2, -1)
-        parts.append(torch.bmm(act(gate) * up, w2.index_select(0, part_expert).transpose(1, 2)))
+        (own13, scale13), (own2, scale2) = w13.values(x.dtype, part_expert), w2.values(x.dtype, part_expert)
+        gate, up = _scaled(torch.bmm(part, own13.transpose(1, 2)), scale13).chunk(2, -1)
+        parts.append(_scaled(torch.bmm(act(gate) * up, own2.transpose(1, 2)), scale2))
     out = torch.cat(parts).view(blocks * size, -1)
     # Where each pair's result is, in the order of rows again.
     first_row = first_blocks * size - starts
@@ -166,6 +212,57 @@ def _by_blocks(
     result_of = torch.zeros_like(result_at).scatter(0, pair_at, result_at)
     chosen_out = out.index_select(0, result_of).view(rows, top_k, -1)
     return (chosen_out * weights[..., None].to(x.dtype)).sum(1)
+
+
+def apply(layer: Any, x: torch.Tensor, router_logits: torch.Tensor, has_bias: bool) -> torch.Tensor:
+    """What a layer of vLLM computes.
+
+    Args:
+      layer: with the matrices as parameters ``w13_weight`` and ``w2_weight``, and where they are quantised
+        ``w13_weight_scale``, ``w13_weight_zero_point`` and so on.
+      x: T[rows, hidden].
+      router_logits: [rows, num_experts].
+      has_bias: whether the experts have one.
+
+    Returns:
+      T[rows, hidden].
+
+    Raises:
+      NotImplementedError: the layer's routing or activation is not supported.
+    """
+    refused = {
+        "use_grouped_topk": layer.use_grouped_topk,
+        "custom_routing_function": layer.custom_routing_function is not None,
+        f"scoring_func={layer.scoring_func}": layer.scoring_func != "softmax",
+        "routed_scaling_factor": layer.routed_scaling_factor != 1.0,
+        "e_score_correction_bias": layer.e_score_correction_bias is not None,
+        "apply_router_weight_on_input": layer.apply_router_weight_on_input,
+        f"activation={layer.activation}": layer.activation not in _ACTIVATIONS,
+        "bias": has_bias,
+    }
+    if names := [name for name, given in refused.items() if given]:
+        raise NotImplementedError(f"xla_gpu.vllm: experts with {', '.join(names)} are not supported")
+    weights, chosen = route(router_logits, layer.top_k, layer.renormalize)
+    w13, w2 = matrices(layer, "w13"), matrices(layer, "w2")
+    if (devices := tensor_parallel.active()) is None:
+        return experts(x, w13, w2, weights, chosen, layer.activation)
+    # Each device has a part of every expert's width.
+    operands: list[tuple[torch.Tensor, int | None]] = [(x, None), (weights, None), (chosen, None)]
+    for parts, dim in ((w13, 1), (w2, 2)):
+        operands += [(part, dim if part.dim() > dim else None) for part in parts if part is not None]
+    count = sum(part is not None for part in w13)
+
+    def on_one(x: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor, *parts: torch.Tensor) -> torch.Tensor:
+        own13, own2 = Matrices(*parts[:count]), Matrices(*parts[count:])
+        return experts(x, own13, own2, weights, chosen, layer.activation)[None]
+
+    return devices.sum(devices.on_each(on_one, operands, 0))
+
+
+def matrices(layer: Any, name: str) -> Matrices:
+    """The matrices "w13" or "w2" of a layer of vLLM."""
+    scale, zero_point = (getattr(layer, f"{name}_weight_{part}", None) for part in ("scale", "zero_point"))
+    return Matrices(getattr(layer, f"{name}_weight"), scale, zero_point)
 
 
 @UnquantizedFusedMoEMethod.register_oot
@@ -177,29 +274,7 @@ class XlaGpuMoEMethod(UnquantizedFusedMoEMethod):  # type: ignore[misc]
 
         vLLM 0.12 passes the layer's options as arguments too; 0.13 passes the layer alone.
         """
-        refused = {
-            "use_grouped_topk": layer.use_grouped_topk,
-            "custom_routing_function": layer.custom_routing_function is not None,
-            f"scoring_func={layer.scoring_func}": layer.scoring_func != "softmax",
-            "routed_scaling_factor": layer.routed_scaling_factor != 1.0,
-            "e_score_correction_bias": layer.e_score_correction_bias is not None,
-            "apply_router_weight_on_input": layer.apply_router_weight_on_input,
-            f"activation={layer.activation}": layer.activation not in _ACTIVATIONS,
-            "bias": self.moe.has_bias,
-        }
-        if names := [name for name, given in refused.items() if given]:
-            raise NotImplementedError(f"xla_gpu.vllm: experts with {', '.join(names)} are not supported")
-        weights, chosen = route(router_logits, layer.top_k, layer.renormalize)
-        w13, w2, activation = layer.w13_weight, layer.w2_weight, layer.activation
-        if (devices := tensor_parallel.active()) is None:
-            return experts(x, w13, w2, weights, chosen, activation)
-        # Each device has a part of every expert's width.
-        parts = devices.on_each(
-            lambda x, w13, w2, weights, chosen: experts(x, w13, w2, weights, chosen, activation)[None],
-            [(x, None), (w13, 1), (w2, 2), (weights, None), (chosen, None)],
-            0,
-        )
-        return devices.sum(parts)
+        return apply(layer, x, router_logits, self.moe.has_bias)
 
     forward_native = forward_oot
 

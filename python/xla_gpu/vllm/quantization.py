@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from vllm.model_executor.layers.fused_moe.layer import FusedMoE
 from vllm.model_executor.layers.linear import (
     WEIGHT_LOADER_V2_SUPPORTED,
     LinearBase,
@@ -17,7 +18,7 @@ from vllm.model_executor.layers.linear import (
     UnquantizedLinearMethod,
 )
 from vllm.model_executor.layers.quantization import register_quantization_config
-from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
+from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
 from vllm.model_executor.layers.quantization.compressed_tensors.utils import should_ignore_layer
 from vllm.model_executor.layers.quantization.utils.quant_utils import is_layer_skipped
 from vllm.model_executor.parameter import (
@@ -30,6 +31,7 @@ from vllm.model_executor.parameter import (
     PerTensorScaleParameter,
     RowvLLMParameter,
 )
+from vllm.transformers_utils.config import get_safetensors_params_metadata
 
 import xla_gpu.torch as xg
 
@@ -52,9 +54,16 @@ class CheckpointQuantization(QuantizationConfig):  # type: ignore[misc]
         super().__init__()
         self.settings = settings
         self.format = CheckpointFormat({"quantization_config": settings})
+        self.packed_layers: set[str] = set()  # of int4 that the checkpoint's files hold; empty: not known
 
     def __reduce__(self) -> Any:  # for vLLM's other processes; the format holds functions
-        return _restored, (self.settings, self.packed_modules_mapping)
+        return _restored, (self.settings, self.packed_modules_mapping, self.packed_layers)
+
+    def maybe_update_config(self, model_name: str) -> None:
+        """Notes which layers of a checkpoint of GPTQ or AWQ are quantised, which its settings need not say."""
+        if self.format.method in ("awq", "gptq"):
+            names = get_safetensors_params_metadata(model_name)
+            self.packed_layers = {name.removesuffix(".qweight") for name in names if name.endswith(".qweight")}
 
     @classmethod
     def override_quantization_method(cls, hf_quant_cfg: dict[str, Any], user_quant: str | None) -> str | None:
@@ -89,25 +98,41 @@ class CheckpointQuantization(QuantizationConfig):  # type: ignore[misc]
         except ValueError as error:
             raise ValueError(f"xla_gpu.vllm: this checkpoint is not supported: {error}") from None
 
-    def get_quant_method(self, layer: nn.Module, prefix: str) -> LinearMethodBase | None:
-        """The method of a linear layer; other layers are not quantised."""
+    def get_quant_method(self, layer: nn.Module, prefix: str) -> QuantizeMethodBase | None:
+        """The method of a linear layer or of experts; other layers are not quantised."""
+        if isinstance(layer, FusedMoE):
+            if self._is_plain(prefix):
+                return None
+            from .quantized_experts import CheckpointMoEMethod
+
+            return CheckpointMoEMethod(self, layer.moe_config)
         if not isinstance(layer, LinearBase):
-            if type(layer).__name__.endswith("FusedMoE"):
-                raise ValueError(f"xla_gpu.vllm: {prefix}: quantised experts are not supported")
             return None
         return UnquantizedLinearMethod() if self._is_plain(prefix) else CheckpointLinearMethod(self)
 
     def _is_plain(self, prefix: str) -> bool:
         settings, joined = self.settings, self.packed_modules_mapping
+        if self.packed_layers:
+            return self._is_unpacked(prefix)
         if self.format.method == "compressed-tensors":
             return bool(should_ignore_layer(prefix, ignore=settings.get("ignore") or [], fused_mapping=joined))
         names = settings.get("modules_to_not_convert") or settings.get("ignored_layers") or []
         return bool(is_layer_skipped(prefix, names, joined, skip_with_substr=self.format.method == "awq"))
 
+    def _is_unpacked(self, prefix: str) -> bool:
+        parent, _, last = prefix.rpartition(".")
+        parts = [f"{parent}.{part}" for part in self.packed_modules_mapping.get(last, [last])]
+        packed = {any(f"{layer}.".startswith(f"{part}.") for layer in self.packed_layers) for part in parts}
+        if len(packed) > 1:
+            raise ValueError(
+                f"xla_gpu.vllm: {prefix}: expected {', '.join(parts)} all quantised or none: they are multiplied as one"
+            )
+        return not packed.pop()
 
-def _restored(settings: dict[str, Any], joined: dict[str, list[str]]) -> CheckpointQuantization:
+
+def _restored(settings: dict[str, Any], joined: dict[str, list[str]], packed: set[str]) -> CheckpointQuantization:
     config = CheckpointQuantization(settings)
-    config.packed_modules_mapping = joined
+    config.packed_modules_mapping, config.packed_layers = joined, packed
     return config
 
 
