@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import signal
 import socket
@@ -119,6 +120,11 @@ def test_concurrent_streams(server, llama):
         {"prompt": [5], "max_tokens": 0},
         {"prompt": list(range(3, 303)), "max_tokens": 1},  # longer than the model takes
         {"prompt": [100000], "max_tokens": 1},
+        {"prompt": [[-1]], "max_tokens": 1},
+        {"prompt": [5], "temperature": math.nan},
+        {"prompt": [5], "temperature": 1e39},  # float32 has no such number
+        {"prompt": [5], "top_p": 1e-50},
+        {"prompt": [5], "repetition_penalty": math.inf},
         {"prompt": [5], "logprobs": 1000},
         {"prompt": [5], "structured_outputs": {"regex": "("}},
         {"prompt": [5], "model": "another"},

@@ -9,7 +9,7 @@ import torch
 from vllm.logger import init_logger
 from vllm.platforms.interface import Platform, PlatformEnum
 
-from . import supported
+from . import request_checks, supported
 from .options import Options
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM shows what is below its own name
@@ -60,6 +60,14 @@ class XlaGpuPlatform(Platform):  # type: ignore[misc]
         # A forked process would share the device's runtime, which does not survive that.
         os.environ["VLLM_WORKER_MULTIPROCESSING_METHOD"] = "spawn"
         logger.info_once("xla_gpu.vllm: serving through torch_xla, PJRT_DEVICE=%s", os.environ.get("PJRT_DEVICE"))
+
+    @classmethod
+    def validate_request(cls, prompt: Any, params: Any, processed_inputs: Any) -> None:
+        """Raises ValueError for a request that a step could not take; the server answers with 400."""
+        from vllm.sampling_params import SamplingParams
+
+        if isinstance(params, SamplingParams):
+            request_checks.check(params, processed_inputs.get("prompt_token_ids") or [])
 
     @classmethod
     def import_kernels(cls) -> None:

@@ -24,7 +24,9 @@ def of_request(row: int, request: Request, num_outputs: int) -> list[Edit]:
     """The edits of a request's row in the step that samples its next token, after ``num_outputs`` others."""
     params, edits = request.params, []
     if num_outputs < params.min_tokens:
-        edits += [(row, token, NO_CONDITION, float("-inf")) for token in sorted(params.all_stop_token_ids)]
+        # vLLM takes negative ones, which are no tokens.
+        stops = sorted(token for token in params.all_stop_token_ids if token >= 0)
+        edits += [(row, token, NO_CONDITION, float("-inf")) for token in stops]
     for token, bias in (params.logit_bias or {}).items():
         edits.append((row, token, NO_CONDITION, bias))
     for word in params.bad_words_token_ids or ():
