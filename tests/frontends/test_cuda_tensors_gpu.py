@@ -227,6 +227,18 @@ def test_parameters_that_change_are_seen():
         module.bias.data.add_(1)
 
 
+def test_a_program_of_parameters_alone_waits_for_the_stream():
+    weight = torch.nn.Parameter(torch.zeros(BIG, device="cuda"))
+    call = compiled(lambda: weight + 1)
+    call()
+    for i in range(3):
+        torch.cuda._sleep(20_000_000)
+        weight.data.fill_(i)
+        y = call()
+        weight.data.fill_(-1000)
+        assert float(y.min()) == float(y.max()) == i + 1
+
+
 @pytest.mark.parametrize("mode", [torch.inference_mode, lambda: torch.autocast("cuda", torch.bfloat16)])
 def test_modes(mode):
     module, x = torch.nn.Linear(8, 4), torch.randn(3, 8)

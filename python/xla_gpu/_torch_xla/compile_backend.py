@@ -113,6 +113,9 @@ class _Program:
                     on_cuda.append(i)
             with self._lock:
                 if not on_cuda:
+                    if any(isinstance(x, torch.Tensor) and x.is_cuda for x in given):
+                        # Parameters alone: nothing else makes the program wait for what the stream may still write.
+                        torch.cuda.current_stream(device).synchronize()
                     return self._returned(self._run(xla))
                 call = self._call_bound if self._binding is not None else self._call_imported
                 with torch.cuda.device(device):  # its streams are recorded on the current device
