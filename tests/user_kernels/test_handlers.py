@@ -162,6 +162,13 @@ def test_a_cubin_with_a_wrong_number(name):
     assert f"{DAMAGED}a whole cubin, got {len(cubin)} bytes with {text}" in answer(bytes(cubin))
 
 
+def test_an_sh_info_that_is_no_number_of_a_section():
+    """As in cubins for Blackwell: without SHF_INFO_LINK it may be anything."""
+    cubin = bytearray(small_cubin())
+    struct.pack_into("<I", cubin, headers() + 64 * 8 + 44, 0x419)
+    assert REACHED in answer(bytes(cubin))
+
+
 def test_symbols_past_the_names_and_the_sections():
     symbols = struct.unpack_from("<Q", small_cubin(), headers() + 64 * 3 + 24)[0]
     for at, form, text in (
