@@ -20,6 +20,11 @@ ERRORS = (ValueError, RuntimeError)
 TOLERANCES = {"float32": 1e-4, "float16": 2e-2, "bfloat16": 8e-2}
 
 
+def most_tokens(inputs: AttentionInputs) -> float:
+    """New tokens that a sequence may have."""
+    return math.inf if inputs.tree_mask is None else 32 * inputs.tree_mask.shape[1]
+
+
 def error_pattern(inputs: AttentionInputs) -> str | None:
     """What the host's error must name; None where nothing is wrong."""
     max_seqs, columns = inputs.block_tables.shape
@@ -34,6 +39,8 @@ def error_pattern(inputs: AttentionInputs) -> str | None:
     for s in range(live):
         if not starts[s] <= starts[s + 1] <= num_tokens:
             return rf"query_start_loc\[{s + 1}\] \(sequence {s}\): expected"
+        if starts[s + 1] - starts[s] > most_tokens(inputs):
+            return rf"query_start_loc\[{s + 1}\] \(sequence {s}\): expected at most"
         if not 0 <= contexts[s] <= columns * page_size:
             return rf"context_lens\[{s}\] \(sequence {s}\): expected"
         for i in range(math.ceil(contexts[s] / page_size)):
@@ -81,7 +88,7 @@ def expected_rows(case: AttentionCase, inputs: AttentionInputs) -> Rows:
             continue
         context = int(inputs.context_lens[s])
         fill(begin, end, np.nan, np.nan)
-        if not 0 <= context <= columns * page_size:
+        if not 0 <= context <= columns * page_size or end - begin > most_tokens(inputs):
             continue
         pages = inputs.block_tables[s, : math.ceil(context / page_size)]
         wrong = (pages < 0) | (pages >= num_pages)

@@ -35,6 +35,25 @@ CASES: dict[str, Add | Attention | Hostile | Merge | Update] = {
         ),
         damage=(("block_tables", 0, -1),),
     ),
+    # The fuzzer's own: it did not know that trees have a largest size.
+    "a-sequence-of-more-tokens-than-a-tree-has": Hostile(
+        Attention(
+            AttentionCase("fuzz", (), num_heads=1, num_kv_heads=1, tree=1, spare_seqs=0, spare_columns=0),
+            batches=(((1, 1),) * 4 + ((26, 26),),),
+            with_lse=False,
+        ),
+        damage=(("query_start_loc", 1, 33),),
+    ),
+    "more-tokens-than-a-tree-has-behind-an-empty-sequence": Hostile(
+        Attention(
+            AttentionCase(
+                "fuzz", (), num_heads=1, num_kv_heads=1, tree=1, spare_seqs=0, spare_columns=0, padding_tokens=0
+            ),
+            batches=(((1, 1), (32, 32)),),
+            with_lse=False,
+        ),
+        damage=(("query_start_loc", 1, 0),),
+    ),
     # float32 prefill on CUDA corrected the sums by a rounding error with each tile of keys.
     "large-scores-in-float32": Attention(
         AttentionCase(

@@ -16,6 +16,7 @@ namespace xla_gpu::prefill {
 template <typename Traits>
 struct TmaConsumer {
   using T = typename Traits::Element;
+  using TValue = typename Traits::ValueElement;
   using KeyState = typename Traits::KeyState;
   using QueryState = typename Traits::QueryState;
   using TileState = typename Traits::TileState;
@@ -86,13 +87,13 @@ struct TmaConsumer {
         // The products with the first values overlap with the other exponentials.
         constexpr int kFirstSteps = kTileKeys / 32;
         softmax.template Exponentials<0, kFirstSteps * 2>(transform, s);
-        PackNumerators<T, 0, kFirstSteps>(s[0], p);
+        PackNumerators<TValue, 0, kFirstSteps>(s[0], p);
         cta.values.WaitFull(value);
         WgmmaFence();
         StartValues<0, kFirstSteps>(value.stage, p, o[0]);
         WgmmaCommit();
         softmax.template Exponentials<kFirstSteps * 2, kKeyTiles>(transform, s);
-        PackNumerators<T, kFirstSteps, kKeySteps>(s[0], p);
+        PackNumerators<TValue, kFirstSteps, kKeySteps>(s[0], p);
         WgmmaFence();
         StartValues<kFirstSteps, kKeySteps>(value.stage, p, o[0]);
         WgmmaCommit();
@@ -142,7 +143,7 @@ struct TmaConsumer {
     key.Advance();
     if (--left == 0) cta.Arrive(cta.query.Empty(query, warpgroup));
     softmax.Update(cta.Tile(work).rows, transform, position, NeedsMask(work, position), s);
-    PackNumerators<T>(s[0], p);
+    PackNumerators<TValue>(s[0], p);
 
     // ---- Scores of a key tile, and values of the one before
     TileState ended = work;
@@ -192,7 +193,7 @@ struct TmaConsumer {
       } else if (softmax.NeedsRescale()) {
         softmax.Rescale(o);
       }
-      PackNumerators<T>(s[0], p);
+      PackNumerators<TValue>(s[0], p);
     }
 
     // ---- The last values
@@ -259,7 +260,7 @@ struct TmaConsumer {
     const uint64_t v = MakeSmemDescMnMajor(cta.Values(stage), Traits::kAtomBytes, Traits::kAtomRowBytes);
 #pragma unroll
     for (int step = kFirst; step < kEnd; ++step) {
-      WgmmaRS<T>(o, p[step], AdvanceSmemDesc(v, step * 2 * Traits::kAtomRowBytes));
+      WgmmaRS<TValue>(o, p[step], AdvanceSmemDesc(v, step * 2 * Traits::kAtomRowBytes));
     }
   }
 

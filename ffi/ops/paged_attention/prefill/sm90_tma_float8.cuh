@@ -5,6 +5,7 @@
 #define XLA_GPU_OPS_PAGED_ATTENTION_PREFILL_SM90_TMA_FLOAT8_CUH_
 
 #include <cstdint>
+#include <type_traits>
 
 #include "ffi/device/float8.cuh"
 #include "ffi/device/mbarrier.cuh"
@@ -87,8 +88,8 @@ struct TmaFloat8Warp : TmaKvWarp<Traits, /*kIsValues=*/false> {
       const bool more = loads && i + kRawStages < tiles;
       Box box{};
       if (more) box = this->LookUp(work, last - i - kRawStages);
-#pragma unroll 1
-      for (int is_values = 0; is_values < 2; ++is_values) ConvertTile(is_values != 0, work, last - i);
+      ConvertTile</*kIsValues=*/false>(work, last - i);
+      ConvertTile</*kIsValues=*/true>(work, last - i);
       RawState again = raw;  // the same stage, a round later
       again.phase ^= 1;
       if (more) Load(work, box, again);
@@ -120,21 +121,23 @@ struct TmaFloat8Warp : TmaKvWarp<Traits, /*kIsValues=*/false> {
     }
   }
 
-  __device__ void ConvertTile(bool is_values, TileState work, int tile) const {
-    const Pipeline<RawState> raw_tiles{cta.RawBarriers(is_values)};
-    const uint32_t full = is_values ? cta.values.Full(value) : cta.keys.Full(key);
-    const uint32_t empty = is_values ? cta.values.Empty(value) : cta.keys.Empty(key);
-    const uint32_t phase = is_values ? value.phase : key.phase;
+  template <bool kIsValues>
+  __device__ void ConvertTile(TileState work, int tile) const {
+    using Target = std::conditional_t<kIsValues, typename Traits::ValueElement, typename Traits::Element>;
+    const Pipeline<RawState> raw_tiles{cta.RawBarriers(kIsValues)};
+    const uint32_t full = kIsValues ? cta.values.Full(value) : cta.keys.Full(key);
+    const uint32_t empty = kIsValues ? cta.values.Empty(value) : cta.keys.Empty(key);
+    const uint32_t phase = kIsValues ? value.phase : key.phase;
     const int row = warp * kWarpRows + cta.lane / kRowVectors;  // of kStepRows
-    const uint32_t source = cta.RawTile(is_values, raw.stage) + warp * 256 + cta.lane * 8;
-    const uint32_t target = (is_values ? cta.Values(value.stage) : cta.Keys(key.stage)) +
+    const uint32_t source = cta.RawTile(kIsValues, raw.stage) + warp * 256 + cta.lane * 8;
+    const uint32_t target = (kIsValues ? cta.Values(value.stage) : cta.Keys(key.stage)) +
                             SwizzledOffset(Traits::kAtomBytes, row, cta.lane % kRowVectors);
     WaitBarrier(empty, phase ^ 1);
     raw_tiles.WaitFull(raw);
     if (cta.attention.cache_dtype == DType::kF8E4M3FN) {
-      ConvertRows</*kE4M3=*/true>(source, target);
+      ConvertRows<Target, /*kE4M3=*/true>(source, target);
     } else {
-      ConvertRows</*kE4M3=*/false>(source, target);
+      ConvertRows<Target, /*kE4M3=*/false>(source, target);
     }
     // Unused slots may hold NaN, which a probability of zero does not mask: rows that no row of the work tile sees
     // become zeros.
@@ -152,7 +155,7 @@ struct TmaFloat8Warp : TmaKvWarp<Traits, /*kIsValues=*/false> {
     if (cta.lane == 0) ArriveBarrier(raw_tiles.Empty(raw));
   }
 
-  template <bool kE4M3>
+  template <typename Target, bool kE4M3>
   __device__ void ConvertRows(uint32_t source, uint32_t target) const {
 #pragma unroll 1
     for (int first = 0; first < kSteps; first += kAtOnce) {
@@ -166,7 +169,7 @@ struct TmaFloat8Warp : TmaKvWarp<Traits, /*kIsValues=*/false> {
       }
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) {
-        StoreVector(target + i * kStepBytes, ConvertFloat8<T, kE4M3>(bytes[i]));
+        StoreVector(target + i * kStepBytes, ConvertFloat8<Target, kE4M3>(bytes[i]));
       }
       source += kAtOnce * kStepRows * kHeadDim;
       target += kAtOnce * kStepBytes;

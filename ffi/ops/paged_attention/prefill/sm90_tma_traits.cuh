@@ -3,6 +3,8 @@
 #ifndef XLA_GPU_OPS_PAGED_ATTENTION_PREFILL_SM90_TMA_TRAITS_CUH_
 #define XLA_GPU_OPS_PAGED_ATTENTION_PREFILL_SM90_TMA_TRAITS_CUH_
 
+#include <cuda_fp16.h>
+
 #include <cstddef>
 #include <cstdint>
 #include <type_traits>
@@ -128,6 +130,10 @@ struct TmaKernelTraits : Config {
   using Config::kTileKeys;
   using Config::kTileStages;
   using Config::kValueStages;
+
+  // Of V in shared memory, and of the numerators that multiply it. All float8 values are float16 values, to which they
+  // convert in a quarter of the instructions that bfloat16 takes. Keys have to be in the dtype of Q.
+  using ValueElement = std::conditional_t<kFloat8Cache, __half, T>;
 
   static constexpr bool kHasL2Policy = kConsumerWarpgroups == 1 && !kFloat8Cache;  // see TmaKvWarp::L2Policy
   static constexpr int kWarpgroupThreads = 128;
