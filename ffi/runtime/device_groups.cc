@@ -63,10 +63,9 @@ Status Allocate(Member* member, cudaIpcMemHandle_t* handle) {
   GroupView& view = member->view;
   void* region = nullptr;
   XLA_GPU_RETURN_IF_CUDA(cudaMalloc(&region, view.region_bytes()));
-  XLA_GPU_RETURN_IF_CUDA(cudaMemset(region, 0, view.region_bytes()));
-  if (view.ranks == 2) {
-    XLA_GPU_RETURN_IF_CUDA(cudaMemset(static_cast<char*>(region) + view.words_offset(0), 0xff, 2 * view.max_bytes));
-  }
+  XLA_GPU_RETURN_IF_CUDA(cudaMemset(region, 0, view.words_begin()));
+  XLA_GPU_RETURN_IF_CUDA(cudaMemset(static_cast<char*>(region) + view.words_begin(), 0xff,
+                                    view.region_bytes() - view.words_begin()));
   view.regions[view.rank] = static_cast<char*>(region);
   void* failure = nullptr;
   XLA_GPU_RETURN_IF_CUDA(cudaHostAlloc(&failure, sizeof(GroupFailure), cudaHostAllocPortable | cudaHostAllocMapped));
@@ -168,7 +167,7 @@ Error AllocateMember(const xla_gpu_group_member* args, void* handle) {
   view.max_bytes = args->max_bytes == 0 ? kDefaultMaxBytes : GroupView::RoundUp(args->max_bytes);
   // Each peer gets the whole message and as many flags: what is worth that shrinks with the number of peers.
   const int64_t low_latency =
-      args->ranks == 2 ? kDefaultPairLowLatencyBytes : kDefaultLowLatencyBytes / (args->ranks - 1) / 256 * 256;
+      args->ranks == 2 ? kDefaultPairLowLatencyBytes : kDefaultLowLatencyBytes / (args->ranks - 1) / 512 * 512;
   view.low_latency_bytes = args->low_latency_bytes < 0 ? low_latency : GroupView::RoundUp(args->low_latency_bytes);
   if (Error error = ToError(Allocate(member.get(), static_cast<cudaIpcMemHandle_t*>(handle))); !error.ok()) {
     return error;

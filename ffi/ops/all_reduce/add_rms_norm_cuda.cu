@@ -15,6 +15,8 @@ namespace {
 constexpr int kMaxAddRmsNormThreads = 512;  // more would leave a thread too few registers
 // Of CTAs that send all their rows ahead: they run at once, so that all rows are on their way at once.
 constexpr int64_t kMaxExchangeThreads = 128 * kMaxAddRmsNormThreads;
+// That more than two ranks send their peers, all together, before two-shot is the faster way.
+constexpr int64_t kMaxWholeBytes = int64_t{4} << 20;
 
 // Where a row's vectors come from: `Send` this rank's to the peers, all of a row, then `Sum` each.
 template <typename T, int kRanks>
@@ -36,24 +38,22 @@ struct FromPeers {
   __device__ void End() { EndCall(group, call); }
 };
 
-// Of two ranks, without packets.
-template <typename T>
-struct FromPeer {
+// Without packets.
+template <typename T, int kRanks>
+struct FromWords {
   static constexpr bool kSendsAhead = true;
   const GroupView& group;
   Call call;
   Deadline deadline;
 
-  __device__ FromPeer(const GroupView& group_, const T* /*x*/, int64_t /*ranks*/, int64_t /*stride*/)
+  __device__ FromWords(const GroupView& group_, const T* /*x*/, int64_t /*ranks*/, int64_t /*stride*/)
       : group(group_), call(BeginCall(group_)), deadline(group_, call.broken) {}
   __device__ void Send(int64_t row, int64_t i, int64_t vectors, const Vector<T>& own) {
-    SendWords(group, call, row * vectors + i, own);
+    SendWords<T, kRanks>(group, call, row * vectors + i, own);
   }
   __device__ Vector<T> Sum(int64_t row, int64_t i, int64_t /*hidden*/, int64_t vectors, bool /*aligned*/,
                            const Vector<T>& own) {
-    Vector<T> sum[1] = {own};
-    AddWords(group, call, row * vectors + i, /*step=*/0, /*vectors=*/INT64_MAX, sum, &deadline);
-    return sum[0];
+    return SumWords<T, kRanks>(group, call, row * vectors + i, own, &deadline);
   }
   __device__ void End() { EndCall(group, call); }
 };
@@ -171,9 +171,10 @@ Status LaunchRows(const AllReduceAddRmsNormParams& p, const void* x, int64_t ran
   return Status::Ok();
 }
 
-// Two ranks: rows that the group's memory has no room for go in pieces. Expects room for one row.
-template <typename T>
-Status LaunchPair(const AllReduceAddRmsNormParams& p, int64_t most, Stream stream) {
+// Each rank sends its rows whole to every peer, in pieces where the group's memory has no room for all. Expects room for
+// one row.
+template <typename T, int kRanks>
+Status LaunchWords(const AllReduceAddRmsNormParams& p, int64_t most, Stream stream) {
   for (int64_t row = 0; row < p.num_rows; row += most) {
     const int64_t at = row * p.hidden * static_cast<int64_t>(sizeof(T));
     AllReduceAddRmsNormParams piece = p;
@@ -182,33 +183,46 @@ Status LaunchPair(const AllReduceAddRmsNormParams& p, int64_t most, Stream strea
     piece.residual = static_cast<const char*>(p.residual) + at;
     piece.out = static_cast<char*>(p.out) + at;
     piece.sum = static_cast<char*>(p.sum) + at;
-    if (Status status = LaunchRows<T, FromPeer<T>>(piece, piece.x, 1, *p.group, stream); !status.ok()) return status;
+    if (Status status = LaunchRows<T, FromWords<T, kRanks>>(piece, piece.x, 1, *p.group, stream); !status.ok()) {
+      return status;
+    }
   }
   return Status::Ok();
+}
+
+template <typename T, int kRanks>
+Status LaunchGroup(const AllReduceAddRmsNormParams& p, Stream stream) {
+  const GroupView& group = *p.group;
+  const int64_t row_bytes = Shape<T>(p).vectors * 16;
+  // With the norm's work around them, words are the faster ones above half the size.
+  const int64_t low_latency_bytes = kRanks == 2 ? group.low_latency_bytes / 2 : group.low_latency_bytes;
+  if (p.num_rows * row_bytes <= low_latency_bytes) {
+    return LaunchRows<T, FromPeers<T, kRanks>>(p, p.x, 1, group, stream);
+  }
+  // Two ranks exchange as much as two-shot. More ranks exchange less by that, at the cost of two more ways over the
+  // link: the second one of the exchange, and a kernel of its own for the norm.
+  const int64_t most = group.words_bytes() / row_bytes;
+  if (most > 0 && (kRanks == 2 || p.num_rows * row_bytes * (group.ranks - 1) <= kMaxWholeBytes)) {
+    return LaunchWords<T, kRanks>(p, most, stream);
+  }
+  const AllReduceParams reduce = {p.x, p.sum, p.num_rows * p.hidden, 1, p.dtype, p.group};
+  if (Status status = LaunchAllReduce(reduce, stream); !status.ok()) return status;
+  return LaunchRows<T, FromParts<T>>(p, p.sum, 1, group, stream);
 }
 
 template <typename T>
 Status Launch(const AllReduceAddRmsNormParams& p, Stream stream) {
   if (p.group == nullptr) return LaunchRows<T, FromParts<T>>(p, p.x, p.ranks, GroupView{}, stream);
-  const GroupView& group = *p.group;
-  const int64_t row_bytes = Shape<T>(p).vectors * 16;
-  // With the norm's work around them, words are the faster ones above half the size.
-  const int64_t low_latency_bytes = group.ranks == 2 ? group.low_latency_bytes / 2 : group.low_latency_bytes;
-  if (p.num_rows * row_bytes <= low_latency_bytes) {
-    if (group.ranks <= 2) return LaunchRows<T, FromPeers<T, 2>>(p, p.x, 1, group, stream);
-    if (group.ranks <= 4) return LaunchRows<T, FromPeers<T, 4>>(p, p.x, 1, group, stream);
-    return LaunchRows<T, FromPeers<T, kMaxRanks>>(p, p.x, 1, group, stream);
-  }
-  if (group.ranks == 2 && row_bytes <= group.max_bytes) return LaunchPair<T>(p, group.max_bytes / row_bytes, stream);
-  const AllReduceParams reduce = {p.x, p.sum, p.num_rows * p.hidden, 1, p.dtype, p.group};
-  if (Status status = LaunchAllReduce(reduce, stream); !status.ok()) return status;
-  return LaunchRows<T, FromParts<T>>(p, p.sum, 1, group, stream);
+  if (p.group->ranks <= 2) return LaunchGroup<T, 2>(p, stream);
+  if (p.group->ranks <= 4) return LaunchGroup<T, 4>(p, stream);
+  return LaunchGroup<T, kMaxRanks>(p, stream);
 }
 
 template <typename T, int kRanks>
 Status Load() {
   cudaFuncAttributes attributes;
   XLA_GPU_RETURN_IF_CUDA(cudaFuncGetAttributes(&attributes, (AddRmsNormKernel<T, FromPeers<T, kRanks>>)));
+  XLA_GPU_RETURN_IF_CUDA(cudaFuncGetAttributes(&attributes, (AddRmsNormKernel<T, FromWords<T, kRanks>>)));
   return Status::Ok();
 }
 
@@ -218,7 +232,6 @@ Status LoadAddRmsNormType() {
   if (Status status = Load<T, 4>(); !status.ok()) return status;
   if (Status status = Load<T, kMaxRanks>(); !status.ok()) return status;
   cudaFuncAttributes attributes;
-  XLA_GPU_RETURN_IF_CUDA(cudaFuncGetAttributes(&attributes, (AddRmsNormKernel<T, FromPeer<T>>)));
   XLA_GPU_RETURN_IF_CUDA(cudaFuncGetAttributes(&attributes, (AddRmsNormKernel<T, FromParts<T>>)));
   return Status::Ok();
 }

@@ -16,10 +16,8 @@ namespace xla_gpu {
 namespace {
 
 constexpr int kAllReduceThreads = 256;
-constexpr int kTwoShotThreads = 512;
-constexpr int kMaxTwoShotBlocks = 64;
+constexpr int kMaxTwoShotBlocks = 512;
 constexpr int kFewBlocks = 128;
-static_assert(kMaxTwoShotBlocks <= kMaxFlagBlocks);
 
 // ---- Low latency ----
 
@@ -62,6 +60,14 @@ __global__ void __launch_bounds__(kAllReduceThreads) PairKernel(const __grid_con
   const int64_t step = static_cast<int64_t>(gridDim.x) * kAllReduceThreads;
   const int64_t first = static_cast<int64_t>(blockIdx.x) * kAllReduceThreads + threadIdx.x;
   V own[kBatch];
+  const int peer = 1 - group.rank;
+  const auto send = [&](const Call& call, int64_t i, const V& vector) { SendWords<T, 2>(group, call, i, vector); };
+  const auto add = [&](const V& peers, V* vector) {  // of two, in any order: the same bits
+    VectorSum<T> sum;
+    sum.Set(*vector);
+    sum.Add(peers);
+    *vector = sum.Round();
+  };
   if (aligned) {
 #pragma unroll
     for (int b = 0; b < kBatch; ++b) {
@@ -70,25 +76,31 @@ __global__ void __launch_bounds__(kAllReduceThreads) PairKernel(const __grid_con
   }
   const Call call = BeginCall(group);
   Deadline deadline(group, call.broken);
+  char* const area = group.regions[group.rank] + group.words_offset(call.epoch & 1, peer);
   // All is on its way before the first is waited for.
   if (aligned) {
 #pragma unroll
     for (int b = 0; b < kBatch; ++b) {
-      if (first + b * step < vectors) SendWords(group, call, first + b * step, own[b]);
+      if (first + b * step < vectors) send(call, first + b * step, own[b]);
     }
-    AddWords(group, call, first, step, vectors, own, &deadline);
+    V peers[kBatch];
+    TakeWords(peer, call, area, first, step, vectors, peers, &deadline);
 #pragma unroll
     for (int b = 0; b < kBatch; ++b) {
-      if (first + b * step < vectors) StoreVector(out, first + b * step, size, true, own[b]);
+      if (first + b * step < vectors) {
+        add(peers[b], &own[b]);
+        StoreVector(out, first + b * step, size, true, own[b]);
+      }
     }
   } else {  // one after the other: access to single elements is much code
 #pragma unroll 1
-    for (int64_t i = first; i < vectors; i += step) SendWords(group, call, i, LoadVector(x, i, size, false));
+    for (int64_t i = first; i < vectors; i += step) send(call, i, LoadVector(x, i, size, false));
 #pragma unroll 1
     for (int64_t i = first; i < vectors; i += step) {
-      V sum[1] = {LoadVector(x, i, size, false)};
-      AddWords(group, call, i, /*step=*/0, vectors, sum, &deadline);
-      StoreVector(out, i, size, false, sum[0]);
+      V sum = LoadVector(x, i, size, false), peers[1];
+      TakeWords(peer, call, area, i, /*step=*/0, vectors, peers, &deadline);
+      add(peers[0], &sum);
+      StoreVector(out, i, size, false, sum);
     }
   }
   EndCall(group, call);
@@ -96,121 +108,78 @@ __global__ void __launch_bounds__(kAllReduceThreads) PairKernel(const __grid_con
 
 // ---- Two-shot ----
 
-// All threads of a CTA: what they stored before is visible to the CTAs of this index on the peers, and the other way
-// round. Returns false where a peer did not come.
-__device__ bool MeetPeers(const GroupView& group, int stage, const Call& call, Deadline* deadline) {
-  const int peer = threadIdx.x;
-  bool arrived = !deadline->expired();
-  __syncthreads();
-  if (arrived && peer < group.ranks && peer != group.rank) {
-    StoreRelease(&Control(group, peer)->flags[stage][group.rank][blockIdx.x], call.epoch);
-    const uint32_t* flag = &Control(group, group.rank)->flags[stage][peer][blockIdx.x];
-    while (static_cast<int32_t>(LoadAcquire(flag) - call.epoch) < 0) {
-      if (deadline->Expired(peer, call.epoch)) {
-        arrived = false;
-        break;
-      }
-    }
-  }
-  return __syncthreads_and(arrived);
-}
-
 template <typename T, int kRanks>
-__global__ void __launch_bounds__(kTwoShotThreads) TwoShotKernel(const __grid_constant__ GroupView group,
-                                                                 const T* __restrict__ x,  // [size]
-                                                                 T* __restrict__ out,      // [size]
-                                                                 int64_t size, bool aligned) {
+__global__ void __launch_bounds__(kAllReduceThreads) TwoShotKernel(const __grid_constant__ GroupView group,
+                                                                   const T* __restrict__ x,  // [size]
+                                                                   T* __restrict__ out,      // [size]
+                                                                   int64_t size, bool aligned) {
   using V = Vector<T>;
   const Call call = BeginCall(group);
   Deadline deadline(group, call.broken);
-  const int rank = group.rank;
+  const int rank = group.rank, parity = call.epoch & 1;
   const int64_t vectors = (size + V::kSize - 1) / V::kSize;
   const int64_t share = (vectors + group.ranks - 1) / group.ranks;  // vectors that one rank sums
-  const int64_t first = static_cast<int64_t>(blockIdx.x) * kTwoShotThreads + threadIdx.x;
-  const int64_t step = static_cast<int64_t>(gridDim.x) * kTwoShotThreads;
+  const int64_t first = static_cast<int64_t>(blockIdx.x) * kAllReduceThreads + threadIdx.x;
+  const int64_t step = static_cast<int64_t>(gridDim.x) * kAllReduceThreads;
+  const auto count = [&](int owner) { return max(min(share, vectors - owner * share), int64_t{0}); };
+  // Each rank begins with another peer, so that all links are in use.
+  const auto peer_after = [&](int q) { return rank + q < group.ranks ? rank + q : rank + q - group.ranks; };
 
-  // Loads and stores this thread's vectors of `owner`'s share, kBatch loads before as many stores. `whole`: true where
-  // all vectors are aligned and whole. Others take one vector at a time, since access to single elements is much code.
-  const auto for_each = [&](int owner, auto load, auto store) {
-    const int64_t begin = owner * share;
-    const int64_t count = max(min(share, vectors - begin), int64_t{0});
+  // Every peer gets its share of x.
+  for (int q = 1; q < group.ranks && !call.broken; ++q) {
+    const int peer = peer_after(q);
+    char* const area = group.regions[peer] + group.words_offset(parity, rank);
+    const int64_t begin = peer * share, end = count(peer);
     if (aligned) {
-      constexpr std::true_type kWhole;
-      for (int64_t i = first; i < count; i += kBatch * step) {
+      for (int64_t i = first; i < end; i += kBatch * step) {
         V batch[kBatch];
 #pragma unroll
         for (int b = 0; b < kBatch; ++b) {
-          if (i + b * step < count) batch[b] = load(begin, i + b * step, kWhole);
+          if (i + b * step < end) batch[b] = LoadVector(x, begin + i + b * step, size, true);
         }
 #pragma unroll
         for (int b = 0; b < kBatch; ++b) {
-          if (i + b * step < count) store(begin, i + b * step, batch[b], kWhole);
+          if (i + b * step < end) StoreAsWords(area, i + b * step, batch[b]);
+        }
+      }
+    } else {  // one after the other: access to single elements is much code
+#pragma unroll 1
+      for (int64_t i = first; i < end; i += step) StoreAsWords(area, i, LoadVector(x, begin + i, size, false));
+    }
+  }
+
+  // This rank's share: summed in the order of ranks, kept and sent on.
+  for (int64_t i = first, begin = rank * share, end = count(rank); i < end; i += step) {
+    const V sum = SumWords<T, kRanks>(group, call, i, LoadVector(x, begin + i, size, aligned), &deadline);
+    for (int q = 1; q < group.ranks && !deadline.expired(); ++q) {  // without its data the peers' patience ends too
+      const int peer = peer_after(q);
+      StoreAsWords(group.regions[peer] + group.gather_offset(parity, rank), i, sum);
+    }
+    StoreVector(out, begin + i, size, aligned, sum);
+  }
+
+  // The others', as they come.
+  for (int q = 1; q < group.ranks; ++q) {
+    const int peer = peer_after(q);
+    char* const area = group.regions[rank] + group.gather_offset(parity, peer);
+    const int64_t begin = peer * share, end = count(peer);
+    if (aligned) {
+      for (int64_t i = first; i < end; i += kBatch * step) {
+        V batch[kBatch];
+        TakeWords(peer, call, area, i, step, end, batch, &deadline);
+#pragma unroll
+        for (int b = 0; b < kBatch; ++b) {
+          if (i + b * step < end) StoreVector(out, begin + i + b * step, size, true, batch[b]);
         }
       }
     } else {
-      constexpr std::false_type kWhole;
 #pragma unroll 1
-      for (int64_t i = first; i < count; i += step) store(begin, i, load(begin, i, kWhole), kWhole);
+      for (int64_t i = first; i < end; i += step) {
+        V taken[1];
+        TakeWords(peer, call, area, i, /*step=*/0, end, taken, &deadline);
+        StoreVector(out, begin + i, size, false, taken[0]);
+      }
     }
-  };
-  const auto peer_after = [&](int q) { return rank + q < group.ranks ? rank + q : rank + q - group.ranks; };
-  const auto area = [&](int owner, int64_t offset) { return reinterpret_cast<V*>(group.regions[owner] + offset); };
-
-  // Every peer gets its share of x; each rank begins with another peer, so that all links are in use.
-  if (!call.broken) {
-    for (int q = 1; q < group.ranks; ++q) {
-      const int peer = peer_after(q);
-      V* to = area(peer, group.scatter_offset(rank));
-      for_each(
-          peer, [&](int64_t begin, int64_t i, auto whole) { return LoadVector(x, begin + i, size, whole); },
-          [&](int64_t, int64_t i, const V& v, auto) { __stwt(reinterpret_cast<uint4*>(to + i), AsBits(v)); });
-    }
-  }
-  bool arrived = MeetPeers(group, 0, call, &deadline);
-
-  // This rank's share: summed in the order of ranks, kept and sent on.
-  if (arrived) {
-    for_each(
-        rank,
-        [&](int64_t begin, int64_t i, auto whole) {
-          const V own = LoadVector(x, begin + i, size, whole);
-          V parts[kRanks];
-#pragma unroll
-          for (int r = 0; r < kRanks; ++r) {
-            if (r == rank) {
-              parts[r] = own;
-            } else if (r < group.ranks) {
-              parts[r] = FromBits<T>(__ldcv(reinterpret_cast<const uint4*>(area(rank, group.scatter_offset(r)) + i)));
-            }
-          }
-          VectorSum<T> sum;
-          sum.Set(parts[0]);
-#pragma unroll
-          for (int r = 1; r < kRanks; ++r) {
-            if (r < group.ranks) sum.Add(parts[r]);
-          }
-          return sum.Round();
-        },
-        [&](int64_t begin, int64_t i, const V& v, auto whole) {
-          for (int q = 1; q < group.ranks; ++q) {
-            V* to = area(peer_after(q), group.gather_offset(rank));
-            __stwt(reinterpret_cast<uint4*>(to + i), AsBits(v));
-          }
-          StoreVector(out, begin + i, size, whole, v);
-        });
-  }
-  // Without its data no flag is sent: the peers' patience ends too.
-  arrived = arrived && MeetPeers(group, 1, call, &deadline);
-
-  for (int owner = 0; owner < group.ranks; ++owner) {
-    if (owner == rank && arrived) continue;
-    const V* from = area(rank, group.gather_offset(owner));
-    for_each(
-        owner,
-        [&](int64_t, int64_t i, auto) {
-          return arrived ? FromBits<T>(__ldcv(reinterpret_cast<const uint4*>(from + i))) : NanVector<T>();
-        },
-        [&](int64_t begin, int64_t i, const V& v, auto whole) { StoreVector(out, begin + i, size, whole, v); });
   }
   EndCall(group, call);
 }
@@ -265,7 +234,7 @@ Status LaunchGroup(const AllReduceParams& p, Stream stream) {
     return Status::Ok();
   }
   // What is larger than the group's memory goes in pieces.
-  const int64_t bytes = kRanks == 2 ? group.max_bytes : group.share_bytes() * group.ranks;
+  const int64_t bytes = kRanks == 2 ? group.words_bytes() : group.words_bytes() * group.ranks;
   const int64_t most = bytes / static_cast<int64_t>(sizeof(T));
   for (int64_t at = 0; at < p.size; at += most) {
     const int64_t size = std::min(most, p.size - at);
@@ -281,7 +250,7 @@ Status LaunchGroup(const AllReduceParams& p, Stream stream) {
     } else {
       const int64_t share = (vectors + group.ranks - 1) / group.ranks;
       TwoShotKernel<T, kRanks>
-          <<<Blocks(share, kTwoShotThreads, kMaxTwoShotBlocks), kTwoShotThreads, /*shared_mem=*/0, stream>>>(
+          <<<Blocks(share, kAllReduceThreads, kMaxTwoShotBlocks), kAllReduceThreads, /*shared_mem=*/0, stream>>>(
               group, x, out, size, piece_aligned);
     }
     XLA_GPU_RETURN_IF_LAUNCH_FAILED();

@@ -13,7 +13,6 @@
 namespace xla_gpu {
 
 constexpr int kMaxRanks = 8;
-constexpr int kMaxFlagBlocks = 128;  // CTAs of the two-shot kernel
 
 // Bytes of a message that the region takes: data and flags as 16-byte packets of 8 bytes of data (low latency), or as
 // they are. Two ranks send each other these whole too: as much traffic as two-shot, and one exchange instead of two.
@@ -28,7 +27,6 @@ struct GroupControl {
   uint32_t ticket;     // CTAs of the running call that have begun
   uint32_t reporting;  // not 0: a thread of this GPU is telling the host
   uint32_t unused[60];
-  uint32_t flags[2][kMaxRanks][kMaxFlagBlocks];  // [stage of the two-shot kernel][from rank][CTA]: an epoch
 };
 
 // In host memory that the GPU writes: why a call failed there.
@@ -48,17 +46,20 @@ struct GroupView {
   int64_t max_bytes;          // of one call of the others
   int64_t low_latency_bytes;  // of one call of the low-latency kernels
 
-  static constexpr int64_t RoundUp(int64_t bytes) { return (bytes + 255) / 256 * 256; }
+  static constexpr int64_t RoundUp(int64_t bytes) { return (bytes + 511) / 512 * 512; }
   constexpr int64_t low_latency_offset(int parity, int from) const {
     return static_cast<int64_t>(sizeof(GroupControl)) + (parity * ranks + from) * 2 * low_latency_bytes;
   }
-  // Two ranks: where this one has the peer's words in calls of this parity; all ones but for what it has not read yet.
-  constexpr int64_t words_offset(int parity) const { return low_latency_offset(2, 0) + parity * max_bytes; }
-  // More ranks: two-shot messages, and the bytes of one rank's share of them.
-  constexpr int64_t share_bytes() const { return RoundUp((max_bytes + ranks - 1) / ranks); }
-  constexpr int64_t scatter_offset(int from) const { return low_latency_offset(2, 0) + from * share_bytes(); }
-  constexpr int64_t gather_offset(int from) const { return scatter_offset(ranks) + from * share_bytes(); }
-  constexpr int64_t region_bytes() const { return ranks == 2 ? words_offset(2) : gather_offset(ranks); }
+  // Where this rank has words in calls of this parity, all ones but for what it has not read yet: those that a peer
+  // sends of its own, and more than two ranks those of the share that a peer summed.
+  constexpr int64_t words_offset(int parity, int from) const {
+    return words_begin() + (ranks == 2 ? parity : parity * 2 * ranks + from) * words_bytes();
+  }
+  constexpr int64_t gather_offset(int parity, int from) const { return words_offset(parity, ranks + from); }
+  // Of each of these: two ranks send each other whole messages, more ranks shares.
+  constexpr int64_t words_bytes() const { return ranks == 2 ? max_bytes : RoundUp((max_bytes + ranks - 1) / ranks); }
+  constexpr int64_t words_begin() const { return low_latency_offset(2, 0); }
+  constexpr int64_t region_bytes() const { return words_offset(2, 0); }
 };
 
 // Loads the operators' kernels on the current GPU. CUDA loads them when they are first launched, and may wait for the

@@ -169,23 +169,30 @@ __device__ __forceinline__ void EndCall(const GroupView& group, const Call& call
 // contributed after it had read all of call e. An epoch returns after 2^32 calls; nothing that old is left where
 // messages of a few sizes alternate.
 
+// The 32 bytes of a vector's packets lie in two halves, so that a warp stores whole lines: half sectors cross the link
+// one by one.
+constexpr int kPacketHalves = 32 * 16;  // bytes between them
+
+__device__ __forceinline__ int64_t PacketOffset(int64_t i) { return (i / 32 * 2 * 32 + i % 32) * 16; }
+
 template <typename T>
 __device__ __forceinline__ void StorePacket(char* area, int64_t i, const Vector<T>& vector, uint32_t epoch) {
   const uint4 data = AsBits(vector);
   const uint64_t flag = static_cast<uint64_t>(epoch) << 32;
-  char* to = area + i * 32;
+  char* to = area + PacketOffset(i);
   asm volatile("st.relaxed.sys.global.v2.b64 [%0], {%1, %2};" ::"l"(to), "l"(flag | data.x), "l"(flag | data.y)
                : "memory");
-  asm volatile("st.relaxed.sys.global.v2.b64 [%0], {%1, %2};" ::"l"(to + 16), "l"(flag | data.z), "l"(flag | data.w)
+  asm volatile("st.relaxed.sys.global.v2.b64 [%0], {%1, %2};" ::"l"(to + kPacketHalves), "l"(flag | data.z),
+               "l"(flag | data.w)
                : "memory");
 }
 
 // Returns whether the whole packet has arrived.
 __device__ __forceinline__ bool LoadPacket(const char* area, int64_t i, uint32_t epoch, uint4* data) {
   uint64_t a, b, c, d;
-  const char* from = area + i * 32;
+  const char* from = area + PacketOffset(i);
   asm volatile("ld.relaxed.sys.global.v2.b64 {%0, %1}, [%2];" : "=l"(a), "=l"(b) : "l"(from) : "memory");
-  asm volatile("ld.relaxed.sys.global.v2.b64 {%0, %1}, [%2];" : "=l"(c), "=l"(d) : "l"(from + 16) : "memory");
+  asm volatile("ld.relaxed.sys.global.v2.b64 {%0, %1}, [%2];" : "=l"(c), "=l"(d) : "l"(from + kPacketHalves) : "memory");
   *data = {static_cast<uint32_t>(a), static_cast<uint32_t>(b), static_cast<uint32_t>(c), static_cast<uint32_t>(d)};
   const uint32_t other = (static_cast<uint32_t>(a >> 32) ^ epoch) | (static_cast<uint32_t>(b >> 32) ^ epoch) |
                          (static_cast<uint32_t>(c >> 32) ^ epoch) | (static_cast<uint32_t>(d >> 32) ^ epoch);
@@ -204,13 +211,13 @@ __device__ __forceinline__ void SendPackets(const GroupView& group, const Call& 
   }
 }
 
-// The sum of vector `i` over all ranks, rounded: waits for the peers' packets. NaN where one did not come.
-template <typename T, int kRanks>
-__device__ __forceinline__ Vector<T> SumPackets(const GroupView& group, const Call& call, int64_t i,
-                                                const Vector<T>& own, Deadline* deadline) {
-  const int parity = call.epoch & 1;
+// The sum of a vector over all ranks, rounded. `look(r, &part)`: whether rank r's part has come, and if so the part.
+// Waits for all; NaN where one did not come.
+template <typename T, int kRanks, typename Look>
+__device__ __forceinline__ Vector<T> SumOfRanks(const GroupView& group, const Call& call, const Vector<T>& own,
+                                                Deadline* deadline, Look look) {
   if (deadline->expired()) return NanVector<T>();
-  // Up to four peers' packets are looked at together; more would not fit a thread's registers.
+  // Up to four peers' parts are looked at together; more would not fit a thread's registers.
   constexpr int kTogether = kRanks < 4 ? kRanks : 4;
   VectorSum<T> sum;
 #pragma unroll
@@ -223,10 +230,7 @@ __device__ __forceinline__ Vector<T> SumPackets(const GroupView& group, const Ca
       missing = -1;
 #pragma unroll
       for (int r = 0; r < kTogether; ++r) {
-        if (first + r < group.ranks && first + r != group.rank) {
-          const char* area = group.regions[group.rank] + group.low_latency_offset(parity, first + r);
-          if (!LoadPacket(area, i, call.epoch, &parts[r])) missing = first + r;
-        }
+        if (first + r < group.ranks && first + r != group.rank && !look(first + r, &parts[r])) missing = first + r;
       }
     } while (missing >= 0 && !deadline->Expired(missing, call.epoch));
     if (missing >= 0) return NanVector<T>();
@@ -242,15 +246,26 @@ __device__ __forceinline__ Vector<T> SumPackets(const GroupView& group, const Ca
   return sum.Round();
 }
 
-// ---- Words, between two ranks: data that are their own flag ----
+// The sum of vector `i` over all ranks, rounded: waits for the peers' packets.
+template <typename T, int kRanks>
+__device__ __forceinline__ Vector<T> SumPackets(const GroupView& group, const Call& call, int64_t i,
+                                                const Vector<T>& own, Deadline* deadline) {
+  const char* const region = group.regions[group.rank];
+  return SumOfRanks<T, kRanks>(group, call, own, deadline, [&](int r, uint4* part) {
+    return LoadPacket(region + group.low_latency_offset(call.epoch & 1, r), i, call.epoch, part);
+  });
+}
+
+// ---- Words: data that are their own flag ----
 //
 // What a rank receives stands in an area that holds all ones before. A word of 8 bytes that holds anything else has
 // come: half of a packet's traffic, and as no flag no fence. Who reads a word sets it back to all ones, which costs a
 // small message more than a packet's flag does. A word of data that is all ones, several NaNs, is sent as other NaNs:
 // the bits of a sum with NaNs do not depend on theirs.
 //
-// As a packet area, one is used by every second call: a rank that begins call e + 2 has ended call e + 1, to which the
-// peer contributed after it had ended call e, and so had read and set back all of it.
+// As a packet area, one is used by every second call: a rank that begins call e + 2 has ended call e + 1, for which it
+// waited for every peer, or for a rank that had. And a peer that contributed to call e + 1 had ended call e, and so had
+// read and set back all of it.
 
 constexpr uint64_t kNotArrived = ~uint64_t{0};
 
@@ -263,31 +278,55 @@ __device__ __forceinline__ void StoreWords(char* to, uint64_t a, uint64_t b) {
   asm volatile("st.relaxed.sys.global.v2.b64 [%0], {%1, %2};" ::"l"(to), "l"(a), "l"(b) : "memory");
 }
 
-// Returns whether both words have come.
-__device__ __forceinline__ bool LoadWords(const char* from, uint4* data) {
+template <typename T>
+__device__ __forceinline__ void StoreAsWords(char* area, int64_t i, const Vector<T>& vector) {
+  const uint4 data = AsBits(vector);
+  StoreWords(area + i * 16, Word(data.x, data.y), Word(data.z, data.w));
+}
+
+// Returns whether both words of vector `i` have come.
+__device__ __forceinline__ bool LoadWords(const char* area, int64_t i, uint4* data) {
   uint64_t a, b;
-  asm volatile("ld.relaxed.sys.global.v2.b64 {%0, %1}, [%2];" : "=l"(a), "=l"(b) : "l"(from) : "memory");
+  asm volatile("ld.relaxed.sys.global.v2.b64 {%0, %1}, [%2];" : "=l"(a), "=l"(b) : "l"(area + i * 16) : "memory");
   *data = {static_cast<uint32_t>(a), static_cast<uint32_t>(a >> 32), static_cast<uint32_t>(b),
            static_cast<uint32_t>(b >> 32)};
   return a != kNotArrived && b != kNotArrived;
 }
 
-// Sends vector `i` to the peer.
-template <typename T>
+__device__ __forceinline__ void SetBack(char* area, int64_t i) { StoreWords(area + i * 16, kNotArrived, kNotArrived); }
+
+// Sends vector `i` to all peers.
+template <typename T, int kRanks>
 __device__ __forceinline__ void SendWords(const GroupView& group, const Call& call, int64_t i, const Vector<T>& own) {
   if (call.broken) return;
-  const uint4 data = AsBits(own);
-  StoreWords(group.regions[1 - group.rank] + group.words_offset(call.epoch & 1) + i * 16, Word(data.x, data.y),
-             Word(data.z, data.w));
+#pragma unroll
+  for (int r = 0; r < kRanks; ++r) {
+    if (r < group.ranks && r != group.rank) {
+      StoreAsWords(group.regions[r] + group.words_offset(call.epoch & 1, group.rank), i, own);
+    }
+  }
 }
 
-// Adds the peer's to vectors first, first + step, …, those of them that are below `vectors`, and rounds: waits for
-// them. NaN where one did not come.
+// The sum of vector `i` over all ranks, rounded: waits for the peers' words and sets them back.
+template <typename T, int kRanks>
+__device__ __forceinline__ Vector<T> SumWords(const GroupView& group, const Call& call, int64_t i, const Vector<T>& own,
+                                              Deadline* deadline) {
+  char* const region = group.regions[group.rank];
+  const auto area = [&](int r) { return region + group.words_offset(call.epoch & 1, r); };
+  const Vector<T> sum = SumOfRanks<T, kRanks>(group, call, own, deadline,
+                                              [&](int r, uint4* part) { return LoadWords(area(r), i, part); });
+#pragma unroll
+  for (int r = 0; r < kRanks; ++r) {
+    if (r < group.ranks && r != group.rank) SetBack(area(r), i);
+  }
+  return sum;
+}
+
+// Takes vectors first, first + step, … below `vectors` of what `peer` writes to `area`: waits for them and sets them
+// back. NaN where one did not come.
 template <typename T, int kCount>
-__device__ __forceinline__ void AddWords(const GroupView& group, const Call& call, int64_t first, int64_t step,
-                                         int64_t vectors, Vector<T> (&own)[kCount], Deadline* deadline) {
-  const int peer = 1 - group.rank;
-  char* const area = group.regions[group.rank] + group.words_offset(call.epoch & 1);
+__device__ __forceinline__ void TakeWords(int peer, const Call& call, char* area, int64_t first, int64_t step,
+                                          int64_t vectors, Vector<T> (&taken)[kCount], Deadline* deadline) {
   const auto has = [&](int b) { return first + b * step < vectors; };
   uint4 parts[kCount];
   bool missing;
@@ -295,19 +334,16 @@ __device__ __forceinline__ void AddWords(const GroupView& group, const Call& cal
     missing = deadline->expired();
 #pragma unroll
     for (int b = 0; b < kCount; ++b) {
-      if (has(b) && !LoadWords(area + (first + b * step) * 16, &parts[b])) missing = true;
+      if (has(b) && !LoadWords(area, first + b * step, &parts[b])) missing = true;
     }
   } while (missing && !deadline->Expired(peer, call.epoch));
 #pragma unroll
   for (int b = 0; b < kCount; ++b) {
     if (missing) {
-      own[b] = NanVector<T>();
+      taken[b] = NanVector<T>();
     } else if (has(b)) {
-      StoreWords(area + (first + b * step) * 16, kNotArrived, kNotArrived);
-      VectorSum<T> sum;  // of two, in any order: the same bits
-      sum.Set(own[b]);
-      sum.Add(FromBits<T>(parts[b]));
-      own[b] = sum.Round();
+      SetBack(area, first + b * step);
+      taken[b] = FromBits<T>(parts[b]);
     }
   }
 }
