@@ -43,7 +43,9 @@ class PagedLlama(nn.Module):
         self.config = config
         self.group = group
         self.options = options or StepOptions()
-        operators = usable(self.options.operators, config) if group is None else frozenset()
+        operators = usable(self.options.operators, config)
+        if group is not None:
+            operators &= {"rotary_and_cache"}
         self.devices = 1 if group is None else group.size
         with torch.device("meta"):
             self.embed = nn.Embedding(config.vocab_size, config.hidden_size, dtype=dtype)
@@ -102,16 +104,11 @@ class PagedLlama(nn.Module):
 
     def _most_likely(self, logits: Tensor) -> Tensor:
         """The index of each row's largest logit, over the devices' parts of the vocabulary."""
-        rows, width = logits.shape[0], logits.shape[1] // self.devices
         if self.config.vocab_size % self.devices:
             columns = torch.arange(logits.shape[1], device=logits.device)
             logits = torch.where(columns < self.config.vocab_size, logits, -math.inf)
-        best, chosen = logits.view(rows, self.devices, width).max(-1)
-        rank = torch.arange(self.devices, device=logits.device)
-        # Each device sends its best as float32, where an index below 2 ** 24 is exact; a sum with zeros gathers them.
-        mine = torch.stack([best.float(), (chosen + rank * width).float()]).permute(2, 0, 1)  # [devices, 2, rows]
-        places = (rank[:, None] == rank)[:, :, None, None]
-        every = xla_gpu.torch.all_reduce(torch.where(places, mine[:, None], 0.0), group=self.group)
+        parts = torch.ops.paged_llama.largest(logits, self.layers[0].group_number)
+        every = xla_gpu.torch.all_reduce(parts, group=self.group)
         return every[:, 1].gather(0, every[:, 0].argmax(0)[None])[0].to(torch.int32)
 
 
@@ -126,6 +123,10 @@ class Layer(nn.Module):
         super().__init__()
         self.operators = operators
         self.group = group
+        if group is not None:
+            from . import divided  # here, since it imports torch_xla
+
+            self.group_number = divided.number(group)
         self.devices = 1 if group is None else group.size
         self.heads = config.num_heads, config.num_kv_heads, config.head_dim
         self.scale = config.head_dim**-0.5
@@ -206,7 +207,12 @@ class Layer(nn.Module):
         num_heads, num_kv_heads, head_dim = self.heads
         rows = x.shape[0]
         qkv = self.qkv(x)
-        if "rotary_and_cache" in self.operators:
+        if "rotary_and_cache" in self.operators and self.group is not None:
+            torch.ops.xla.dynamo_set_buffer_donor_(cache, True)
+            query, cache = torch.ops.paged_llama.rotary_and_cache(
+                qkv, step["positions"], rotations, cache, step["slots"], self.group_number
+            )
+        elif "rotary_and_cache" in self.operators:
             query = xla_gpu.torch.rotary_and_cache_(qkv, step["positions"], rotations, cache, step["slots"])
         else:
             own, own_kv = num_heads // self.devices, num_kv_heads // self.devices
