@@ -64,8 +64,8 @@ Status Allocate(Member* member, cudaIpcMemHandle_t* handle) {
   void* region = nullptr;
   XLA_GPU_RETURN_IF_CUDA(cudaMalloc(&region, view.region_bytes()));
   XLA_GPU_RETURN_IF_CUDA(cudaMemset(region, 0, view.words_begin()));
-  XLA_GPU_RETURN_IF_CUDA(cudaMemset(static_cast<char*>(region) + view.words_begin(), 0xff,
-                                    view.region_bytes() - view.words_begin()));
+  XLA_GPU_RETURN_IF_CUDA(
+      cudaMemset(static_cast<char*>(region) + view.words_begin(), 0xff, view.region_bytes() - view.words_begin()));
   view.regions[view.rank] = static_cast<char*>(region);
   void* failure = nullptr;
   XLA_GPU_RETURN_IF_CUDA(cudaHostAlloc(&failure, sizeof(GroupFailure), cudaHostAllocPortable | cudaHostAllocMapped));

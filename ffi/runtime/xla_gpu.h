@@ -198,7 +198,7 @@ typedef struct xla_gpu_group_member {
   int32_t rank;               // of this device: the order of summation
   int32_t device_ordinal;     // of this process
   int64_t timeout_ms;         // how long a call waits for a peer
-  int64_t max_bytes;          // of a message; larger ones go in pieces. Takes twice that in memory. 0: the default
+  int64_t max_bytes;          // of a message; larger ones go in pieces. Takes 2 (2 ranks) or 4 times that. 0: default
   int64_t low_latency_bytes;  // up to which a message is sent whole to every peer. -1: the default
 } xla_gpu_group_member;
 

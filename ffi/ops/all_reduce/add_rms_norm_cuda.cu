@@ -171,8 +171,8 @@ Status LaunchRows(const AllReduceAddRmsNormParams& p, const void* x, int64_t ran
   return Status::Ok();
 }
 
-// Each rank sends its rows whole to every peer, in pieces where the group's memory has no room for all. Expects room for
-// one row.
+// Each rank sends its rows whole to every peer, in pieces where the group's memory has no room for all. Expects room
+// for one row.
 template <typename T, int kRanks>
 Status LaunchWords(const AllReduceAddRmsNormParams& p, int64_t most, Stream stream) {
   for (int64_t row = 0; row < p.num_rows; row += most) {

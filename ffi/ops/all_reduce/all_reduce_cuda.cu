@@ -1,6 +1,6 @@
 // all_reduce on GPUs. Four kernels: over a device group the low-latency one (each rank sends its whole message to every
-// peer, in packets) for small messages; for larger ones that of two ranks, which send each other their words, and the
-// two-shot one of more (each rank sums a share and sends it on); and the sum of parts that XLA gathered.
+// peer, in packets) for small messages; for larger ones, in words, that of two ranks, which send each other all, and
+// the two-shot one of more (each rank sums a share and sends it on); and the sum of parts that XLA gathered.
 //
 // The CTAs of a call depend on the CTAs of the same index on the peers alone, so that they need not all run at once.
 #include <algorithm>

@@ -14,8 +14,8 @@ namespace xla_gpu {
 
 constexpr int kMaxRanks = 8;
 
-// Bytes of a message that the region takes: data and flags as 16-byte packets of 8 bytes of data (low latency), or as
-// they are. Two ranks send each other these whole too: as much traffic as two-shot, and one exchange instead of two.
+// Bytes of a message that the region takes: as packets of data and flags (low latency), or as words that are their own
+// flag. Two ranks send each other these whole too: as much traffic as two-shot, and one exchange instead of two.
 constexpr int64_t kDefaultMaxBytes = int64_t{16} << 20;
 constexpr int64_t kDefaultLowLatencyBytes = int64_t{1} << 20;
 constexpr int64_t kDefaultPairLowLatencyBytes = int64_t{256} << 10;

@@ -192,7 +192,10 @@ __device__ __forceinline__ bool LoadPacket(const char* area, int64_t i, uint32_t
   uint64_t a, b, c, d;
   const char* from = area + PacketOffset(i);
   asm volatile("ld.relaxed.sys.global.v2.b64 {%0, %1}, [%2];" : "=l"(a), "=l"(b) : "l"(from) : "memory");
-  asm volatile("ld.relaxed.sys.global.v2.b64 {%0, %1}, [%2];" : "=l"(c), "=l"(d) : "l"(from + kPacketHalves) : "memory");
+  asm volatile("ld.relaxed.sys.global.v2.b64 {%0, %1}, [%2];"
+               : "=l"(c), "=l"(d)
+               : "l"(from + kPacketHalves)
+               : "memory");
   *data = {static_cast<uint32_t>(a), static_cast<uint32_t>(b), static_cast<uint32_t>(c), static_cast<uint32_t>(d)};
   const uint32_t other = (static_cast<uint32_t>(a >> 32) ^ epoch) | (static_cast<uint32_t>(b >> 32) ^ epoch) |
                          (static_cast<uint32_t>(c >> 32) ^ epoch) | (static_cast<uint32_t>(d >> 32) ^ epoch);

@@ -21,9 +21,10 @@ class DeviceGroup:
     """The devices along one axis of a mesh, ready to sum with each other.
 
     Make it once, outside of jit, in every process of the program at the same point; use it inside jax.shard_map over
-    that mesh. On GPUs it allocates twice max_bytes and a few MB more on each GPU of the axis, opens the peers' memory
-    and loads the kernels; a second group of the same arguments is the first one again. Where a GPU cannot reach a
-    peer's memory it warns, and XLA's all-gather is used; on the CPU that is the only way.
+    that mesh. On GPUs it allocates twice max_bytes (more than two GPUs: four times) and a few MB more on each GPU of
+    the axis, opens the peers' memory and loads the kernels; a second group of the same arguments is the first one
+    again. Where a GPU cannot reach a peer's memory it warns, and XLA's all-gather is used; on the CPU that is the only
+    way.
 
     XLA runs the calls of one program in the order in which it schedules them, the same on all devices. Programs that
     use a group must reach its devices in one order too, as any program with collectives must.

@@ -23,9 +23,10 @@ _groups: list[DeviceGroup] = []  # by index: what a traced program names
 class DeviceGroup:
     """The devices along one axis of a torch_xla SPMD mesh, ready to sum with each other.
 
-    Make it once, after torch_xla.runtime.use_spmd(). On GPUs it allocates twice max_bytes and a few MB more on each GPU
-    of the axis, opens the peers' memory and loads the kernels. Where a GPU cannot reach a peer's memory it warns, and
-    XLA's all-gather is used; on the CPU and over several hosts that is the only way.
+    Make it once, after torch_xla.runtime.use_spmd(). On GPUs it allocates twice max_bytes (more than two GPUs: four
+    times) and a few MB more on each GPU of the axis, opens the peers' memory and loads the kernels. Where a GPU cannot
+    reach a peer's memory it warns, and XLA's all-gather is used; on the CPU and over several hosts that is the only
+    way.
 
     Args:
       mesh: a torch_xla.distributed.spmd.Mesh with axis names. Along its other axes there are as many independent
