@@ -214,6 +214,45 @@ def test_random_sizes_neither_hang_nor_differ(ranks):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_random_rows_neither_hang_nor_differ(ranks):
+    """1000 calls with residual and norm: rows and hidden sizes at random, each of them again and again."""
+    group = xg.DeviceGroup(devices.mesh("cuda", tp=ranks), "tp", timeout_s=20, max_bytes=4 << 20)
+    rng = np.random.default_rng(1)
+    step = jax.jit(
+        jax.shard_map(
+            lambda x, residual, weight: xg.all_reduce_add_rms_norm(x[0], residual, weight, eps=1e-5, group=group),
+            mesh=group.mesh,
+            in_specs=(P("tp"), P(), P()),
+            out_specs=(P("tp"), P("tp")),  # every rank's rows, one after the other
+            check_vma=False,
+        )
+    )
+    shapes = [(int(2 ** rng.uniform(0, 8)), int(2 ** rng.uniform(3, 13))) for _ in range(40)]
+    inputs, wants = [], []
+    for i, (rows, hidden) in enumerate(shapes):
+        parts = parts_of((rows, hidden), cases.FLOATS[i % 3], ranks, "rows")
+        residual, weight = parts_of((rows, hidden), cases.FLOATS[i % 3], 1, "residual")[0], parts[0, 0]
+        inputs.append(
+            (devices.shard(group.mesh, parts, "tp"), *(devices.shard(group.mesh, a) for a in (residual, weight)))
+        )
+        wants.append(reference.all_reduce_add_rms_norm(parts, residual, weight, eps=1e-5)[1])
+    results: dict[int, tuple[np.ndarray, ...]] = {}
+    for call in range(1000):
+        i = int(rng.integers(len(shapes)))
+        got = tuple(np.asarray(result) for result in step(*inputs[i]))
+        for result, first in zip(got, results.setdefault(i, got), strict=True):
+            compare.assert_bitwise_equal(result, first, f"call {call}: {shapes[i]}")
+    for i, (out, sum_) in results.items():
+        rows = shapes[i][0]
+        for rank in range(ranks):
+            part = slice(rank * rows, (rank + 1) * rows)
+            compare.assert_bitwise_equal(sum_[part], wants[i], f"sum of rank {rank}: {shapes[i]}")
+            compare.assert_bitwise_equal(out[part], out[:rows], f"rank {rank} beside rank 0: {shapes[i]}")
+    group.check()
+
+
+@pytest.mark.gpu
 def test_a_chain_in_one_program():
     """Calls of several sizes after one another in a captured graph, replayed."""
     group = xg.DeviceGroup(devices.mesh("cuda", tp=2), "tp", timeout_s=20)

@@ -1,7 +1,8 @@
-// all_reduce_add_rms_norm on GPUs: a CTA a row. Where messages are sent whole, a thread adds the residual to what it
-// received and keeps it for the norm; one that goes two-shot is all-reduced first.
+// all_reduce_add_rms_norm on GPUs: a CTA a row. A thread adds the residual to what it received and keeps it for the
+// norm. Rows too long for the group's memory are all-reduced first.
 #include <algorithm>
 #include <climits>
+#include <type_traits>
 
 #include "ffi/base/cuda_status.h"
 #include "ffi/device/dispatch.cuh"
@@ -15,8 +16,6 @@ namespace {
 constexpr int kMaxAddRmsNormThreads = 512;  // more would leave a thread too few registers
 // Of CTAs that send all their rows ahead: they run at once, so that all rows are on their way at once.
 constexpr int64_t kMaxExchangeThreads = 128 * kMaxAddRmsNormThreads;
-// That more than two ranks send their peers, all together, before two-shot is the faster way.
-constexpr int64_t kMaxWholeBytes = int64_t{4} << 20;
 
 // Where a row's vectors come from: `Send` this rank's to the peers, all of a row, then `Sum` each.
 template <typename T, int kRanks>
@@ -38,22 +37,66 @@ struct FromPeers {
   __device__ void End() { EndCall(group, call); }
 };
 
-// Without packets.
-template <typename T, int kRanks>
-struct FromWords {
+// Of two ranks, without packets.
+template <typename T>
+struct FromPeer {
   static constexpr bool kSendsAhead = true;
   const GroupView& group;
   Call call;
   Deadline deadline;
 
-  __device__ FromWords(const GroupView& group_, const T* /*x*/, int64_t /*ranks*/, int64_t /*stride*/)
+  __device__ FromPeer(const GroupView& group_, const T* /*x*/, int64_t /*ranks*/, int64_t /*stride*/)
       : group(group_), call(BeginCall(group_)), deadline(group_, call.broken) {}
   __device__ void Send(int64_t row, int64_t i, int64_t vectors, const Vector<T>& own) {
-    SendWords<T, kRanks>(group, call, row * vectors + i, own);
+    SendWords<T, 2>(group, call, row * vectors + i, own);
   }
   __device__ Vector<T> Sum(int64_t row, int64_t i, int64_t /*hidden*/, int64_t vectors, bool /*aligned*/,
                            const Vector<T>& own) {
-    return SumWords<T, kRanks>(group, call, row * vectors + i, own, &deadline);
+    return SumWords<T, 2>(group, call, row * vectors + i, own, &deadline);
+  }
+  __device__ void End() { EndCall(group, call); }
+};
+
+// Vectors of a row that one rank sums, by warps: a warp that waits for a peer's sum has none that the peer waits for.
+__host__ __device__ constexpr int64_t RowShare(int64_t vectors, int64_t ranks) {
+  return (vectors + 32 * ranks - 1) / (32 * ranks) * 32;
+}
+
+// Of more ranks, without packets: two-shot, each sums a share of every row and sends it on. All ranks go through a
+// row's vectors in the same order, so that of two that wait for each other's sums one is done.
+template <typename T, int kRanks>
+struct FromShares {
+  static constexpr bool kSendsAhead = true;
+  const GroupView& group;
+  Call call;
+  Deadline deadline;
+
+  __device__ FromShares(const GroupView& group_, const T* /*x*/, int64_t /*ranks*/, int64_t /*stride*/)
+      : group(group_), call(BeginCall(group_)), deadline(group_, call.broken) {}
+  __device__ void Send(int64_t row, int64_t i, int64_t vectors, const Vector<T>& own) {
+    const int64_t share = RowShare(vectors, group.ranks);
+    const int owner = static_cast<int>(i / share);
+    if (owner == group.rank || call.broken) return;
+    StoreAsWords(group.regions[owner] + group.words_offset(call.epoch & 1, group.rank), row * share + i % share, own);
+  }
+  __device__ Vector<T> Sum(int64_t row, int64_t i, int64_t /*hidden*/, int64_t vectors, bool /*aligned*/,
+                           const Vector<T>& own) {
+    const int64_t share = RowShare(vectors, group.ranks), at = row * share + i % share;
+    const int owner = static_cast<int>(i / share), parity = call.epoch & 1;
+    if (owner != group.rank) {
+      Vector<T> sum[1];
+      char* const area = group.regions[group.rank] + group.gather_offset(parity, owner);
+      TakeWords(owner, call, area, at, /*step=*/0, /*vectors=*/INT64_MAX, sum, &deadline);
+      return sum[0];
+    }
+    const Vector<T> sum = SumWords<T, kRanks>(group, call, at, own, &deadline);
+#pragma unroll
+    for (int r = 0; r < kRanks; ++r) {  // without its data the peers' patience ends too
+      if (r < group.ranks && r != group.rank && !deadline.expired()) {
+        StoreAsWords(group.regions[r] + group.gather_offset(parity, group.rank), at, sum);
+      }
+    }
+    return sum;
   }
   __device__ void End() { EndCall(group, call); }
 };
@@ -171,10 +214,9 @@ Status LaunchRows(const AllReduceAddRmsNormParams& p, const void* x, int64_t ran
   return Status::Ok();
 }
 
-// Each rank sends its rows whole to every peer, in pieces where the group's memory has no room for all. Expects room
-// for one row.
-template <typename T, int kRanks>
-Status LaunchWords(const AllReduceAddRmsNormParams& p, int64_t most, Stream stream) {
+// Without packets. Rows that the group's memory has no room for go in pieces.
+template <typename T, typename Source>
+Status LaunchPieces(const AllReduceAddRmsNormParams& p, int64_t most, Stream stream) {
   for (int64_t row = 0; row < p.num_rows; row += most) {
     const int64_t at = row * p.hidden * static_cast<int64_t>(sizeof(T));
     AllReduceAddRmsNormParams piece = p;
@@ -183,27 +225,26 @@ Status LaunchWords(const AllReduceAddRmsNormParams& p, int64_t most, Stream stre
     piece.residual = static_cast<const char*>(p.residual) + at;
     piece.out = static_cast<char*>(p.out) + at;
     piece.sum = static_cast<char*>(p.sum) + at;
-    if (Status status = LaunchRows<T, FromWords<T, kRanks>>(piece, piece.x, 1, *p.group, stream); !status.ok()) {
-      return status;
-    }
+    if (Status status = LaunchRows<T, Source>(piece, piece.x, 1, *p.group, stream); !status.ok()) return status;
   }
   return Status::Ok();
 }
 
 template <typename T, int kRanks>
+using FromWords = std::conditional_t<kRanks == 2, FromPeer<T>, FromShares<T, kRanks>>;
+
+template <typename T, int kRanks>
 Status LaunchGroup(const AllReduceAddRmsNormParams& p, Stream stream) {
   const GroupView& group = *p.group;
-  const int64_t row_bytes = Shape<T>(p).vectors * 16;
+  const int64_t vectors = Shape<T>(p).vectors;
   // With the norm's work around them, words are the faster ones above half the size.
   const int64_t low_latency_bytes = kRanks == 2 ? group.low_latency_bytes / 2 : group.low_latency_bytes;
-  if (p.num_rows * row_bytes <= low_latency_bytes) {
+  if (p.num_rows * vectors * 16 <= low_latency_bytes) {
     return LaunchRows<T, FromPeers<T, kRanks>>(p, p.x, 1, group, stream);
   }
-  // Two ranks exchange as much as two-shot. More ranks exchange less by that, at the cost of two more ways over the
-  // link: the second one of the exchange, and a kernel of its own for the norm.
-  const int64_t most = group.words_bytes() / row_bytes;
-  if (most > 0 && (kRanks == 2 || p.num_rows * row_bytes * (group.ranks - 1) <= kMaxWholeBytes)) {
-    return LaunchWords<T, kRanks>(p, most, stream);
+  const int64_t row_bytes = (kRanks == 2 ? vectors : RowShare(vectors, group.ranks)) * 16;
+  if (row_bytes <= group.words_bytes()) {
+    return LaunchPieces<T, FromWords<T, kRanks>>(p, group.words_bytes() / row_bytes, stream);
   }
   const AllReduceParams reduce = {p.x, p.sum, p.num_rows * p.hidden, 1, p.dtype, p.group};
   if (Status status = LaunchAllReduce(reduce, stream); !status.ok()) return status;

@@ -16,6 +16,7 @@ namespace xla_gpu {
 namespace {
 
 constexpr int kAllReduceThreads = 256;
+constexpr int kTwoShotThreads = 128;
 constexpr int kMaxTwoShotBlocks = 512;
 constexpr int kFewBlocks = 128;
 
@@ -108,77 +109,101 @@ __global__ void __launch_bounds__(kAllReduceThreads) PairKernel(const __grid_con
 
 // ---- Two-shot ----
 
+// Thread `first` of the grid has vectors first, first + step, … of every share: those of all peers are under way at
+// once.
 template <typename T, int kRanks>
-__global__ void __launch_bounds__(kAllReduceThreads) TwoShotKernel(const __grid_constant__ GroupView group,
-                                                                   const T* __restrict__ x,  // [size]
-                                                                   T* __restrict__ out,      // [size]
-                                                                   int64_t size, bool aligned) {
+__global__ void __launch_bounds__(kTwoShotThreads) TwoShotKernel(const __grid_constant__ GroupView group,
+                                                                 const T* __restrict__ x,  // [size]
+                                                                 T* __restrict__ out,      // [size]
+                                                                 int64_t size, bool aligned) {
   using V = Vector<T>;
-  const Call call = BeginCall(group);
-  Deadline deadline(group, call.broken);
-  const int rank = group.rank, parity = call.epoch & 1;
+  const int rank = group.rank;
   const int64_t vectors = (size + V::kSize - 1) / V::kSize;
   const int64_t share = (vectors + group.ranks - 1) / group.ranks;  // vectors that one rank sums
-  const int64_t first = static_cast<int64_t>(blockIdx.x) * kAllReduceThreads + threadIdx.x;
-  const int64_t step = static_cast<int64_t>(gridDim.x) * kAllReduceThreads;
-  const auto count = [&](int owner) { return max(min(share, vectors - owner * share), int64_t{0}); };
-  // Each rank begins with another peer, so that all links are in use.
+  const int64_t first = static_cast<int64_t>(blockIdx.x) * kTwoShotThreads + threadIdx.x;
+  const int64_t step = static_cast<int64_t>(gridDim.x) * kTwoShotThreads;
+  // Each rank begins with another peer, so that all links are in use. Peer 0 is this rank.
   const auto peer_after = [&](int q) { return rank + q < group.ranks ? rank + q : rank + q - group.ranks; };
+  const auto has = [&](int q, int64_t i) { return q < group.ranks && i < min(share, vectors - peer_after(q) * share); };
+  const auto load = [&](int q, int64_t i, bool whole) { return LoadVector(x, peer_after(q) * share + i, size, whole); };
+  const auto store = [&](int q, int64_t i, bool whole, const V& v) {
+    StoreVector(out, peer_after(q) * share + i, size, whole, v);
+  };
+
+  V batch[kRanks];
+  const auto load_all = [&](int64_t i) {
+#pragma unroll
+    for (int q = 0; q < kRanks; ++q) {
+      if (has(q, i)) batch[q] = load(q, i, true);
+    }
+  };
+  if (aligned) load_all(first);
+  const Call call = BeginCall(group);
+  Deadline deadline(group, call.broken);
+  const int parity = call.epoch & 1;
 
   // Every peer gets its share of x.
-  for (int q = 1; q < group.ranks && !call.broken; ++q) {
-    const int peer = peer_after(q);
-    char* const area = group.regions[peer] + group.words_offset(parity, rank);
-    const int64_t begin = peer * share, end = count(peer);
+  const auto send = [&](int q, int64_t i, const V& v) {
+    StoreAsWords(group.regions[peer_after(q)] + group.words_offset(parity, rank), i, v);
+  };
+  V own;
+  for (int64_t i = first; i < share && !call.broken; i += step) {
     if (aligned) {
-      for (int64_t i = first; i < end; i += kBatch * step) {
-        V batch[kBatch];
+      if (i != first) load_all(i);
+      if (i == first) own = batch[0];
 #pragma unroll
-        for (int b = 0; b < kBatch; ++b) {
-          if (i + b * step < end) batch[b] = LoadVector(x, begin + i + b * step, size, true);
-        }
-#pragma unroll
-        for (int b = 0; b < kBatch; ++b) {
-          if (i + b * step < end) StoreAsWords(area, i + b * step, batch[b]);
-        }
+      for (int q = 1; q < kRanks; ++q) {
+        if (has(q, i)) send(q, i, batch[q]);
       }
     } else {  // one after the other: access to single elements is much code
 #pragma unroll 1
-      for (int64_t i = first; i < end; i += step) StoreAsWords(area, i, LoadVector(x, begin + i, size, false));
+      for (int q = 1; q < group.ranks; ++q) {
+        if (has(q, i)) send(q, i, load(q, i, false));
+      }
     }
   }
 
   // This rank's share: summed in the order of ranks, kept and sent on.
-  for (int64_t i = first, begin = rank * share, end = count(rank); i < end; i += step) {
-    const V sum = SumWords<T, kRanks>(group, call, i, LoadVector(x, begin + i, size, aligned), &deadline);
-    for (int q = 1; q < group.ranks && !deadline.expired(); ++q) {  // without its data the peers' patience ends too
-      const int peer = peer_after(q);
-      StoreAsWords(group.regions[peer] + group.gather_offset(parity, rank), i, sum);
+  for (int64_t i = first; has(0, i); i += step) {
+    if (!aligned || i != first) own = load(0, i, aligned);
+    const V sum = SumWords<T, kRanks>(group, call, i, own, &deadline);
+#pragma unroll
+    for (int q = 1; q < kRanks; ++q) {  // without its data the peers' patience ends too
+      if (q < group.ranks && !deadline.expired()) {
+        StoreAsWords(group.regions[peer_after(q)] + group.gather_offset(parity, rank), i, sum);
+      }
     }
-    StoreVector(out, begin + i, size, aligned, sum);
+    store(0, i, aligned, sum);
   }
 
   // The others', as they come.
-  for (int q = 1; q < group.ranks; ++q) {
-    const int peer = peer_after(q);
-    char* const area = group.regions[rank] + group.gather_offset(parity, peer);
-    const int64_t begin = peer * share, end = count(peer);
-    if (aligned) {
-      for (int64_t i = first; i < end; i += kBatch * step) {
-        V batch[kBatch];
-        TakeWords(peer, call, area, i, step, end, batch, &deadline);
+  const auto area = [&](int q) { return group.regions[rank] + group.gather_offset(parity, peer_after(q)); };
+  for (int64_t i = first; i < share && aligned; i += step) {
+    uint4 parts[kRanks];
+    int missing;
+    do {
+      missing = deadline.expired() ? peer_after(1) : -1;
 #pragma unroll
-        for (int b = 0; b < kBatch; ++b) {
-          if (i + b * step < end) StoreVector(out, begin + i + b * step, size, true, batch[b]);
-        }
+      for (int q = 1; q < kRanks; ++q) {
+        if (has(q, i) && !LoadWords(area(q), i, &parts[q])) missing = peer_after(q);
       }
-    } else {
+    } while (missing >= 0 && !deadline.Expired(missing, call.epoch));
+#pragma unroll
+    for (int q = 1; q < kRanks; ++q) {
+      if (has(q, i)) {
+        SetBack(area(q), i);
+        store(q, i, true, missing < 0 ? FromBits<T>(parts[q]) : NanVector<T>());
+      }
+    }
+  }
 #pragma unroll 1
-      for (int64_t i = first; i < end; i += step) {
-        V taken[1];
-        TakeWords(peer, call, area, i, /*step=*/0, end, taken, &deadline);
-        StoreVector(out, begin + i, size, false, taken[0]);
-      }
+  for (int64_t i = first; i < share && !aligned; i += step) {
+#pragma unroll 1
+    for (int q = 1; q < group.ranks; ++q) {
+      if (!has(q, i)) continue;
+      V taken[1];
+      TakeWords(peer_after(q), call, area(q), i, /*step=*/0, /*vectors=*/INT64_MAX, taken, &deadline);
+      store(q, i, false, taken[0]);
     }
   }
   EndCall(group, call);
@@ -250,7 +275,7 @@ Status LaunchGroup(const AllReduceParams& p, Stream stream) {
     } else {
       const int64_t share = (vectors + group.ranks - 1) / group.ranks;
       TwoShotKernel<T, kRanks>
-          <<<Blocks(share, kAllReduceThreads, kMaxTwoShotBlocks), kAllReduceThreads, /*shared_mem=*/0, stream>>>(
+          <<<Blocks(share, kTwoShotThreads, kMaxTwoShotBlocks), kTwoShotThreads, /*shared_mem=*/0, stream>>>(
               group, x, out, size, piece_aligned);
     }
     XLA_GPU_RETURN_IF_LAUNCH_FAILED();
