@@ -10,9 +10,12 @@ import torch_xla
 import torch_xla.debug.metrics as metrics
 import torch_xla.distributed.spmd as xs
 
+import xla_gpu.torch
+
 from .batch import StepLayout
 from .figures import Figures, serve
 from .model import PagedLlama
+from .options import CUBLAS, CUBLAS_ROWS
 from .scheduler import Scheduler, Step
 
 
@@ -43,6 +46,7 @@ class Engine:
         torch_xla.sync()
         # dynamic=False: a second layout means a second program, not one with symbolic sizes.
         self._step = torch.compile(model, backend="openxla", fullgraph=True, dynamic=False)
+        self._compiled: set[StepLayout] = set()
 
     @torch.no_grad()
     def warm_up(self) -> None:
@@ -69,8 +73,12 @@ class Engine:
     def launch(self, layout: StepLayout, packed: np.ndarray) -> torch.Tensor:
         """Starts a step behind the one before; returns the tokens that it will have chosen."""
         packed = self._whole(torch.from_numpy(packed).to(self._device))
-        chosen = self._step(packed, self._previous, self._caches, layout)
-        if self._model.group is not None:
-            chosen, self._caches = chosen
-        self._previous = chosen
+        if self._model.group is None:
+            self._previous = self._step(packed, self._previous, self._caches, layout)
+            return self._previous
+        compiles = layout not in self._compiled
+        options = CUBLAS if compiles and layout.num_tokens >= CUBLAS_ROWS else {}
+        with xla_gpu.torch.compile_options(options):
+            self._previous, self._caches = self._step(packed, self._previous, self._caches, layout)
+        self._compiled.add(layout)
         return self._previous

@@ -17,13 +17,8 @@ from .config import LlamaConfig
 from .figures import Figures, serve
 from .jax_model import Parameters, forward
 from .jax_weights import AXIS, CACHE_SPEC, P, specs
-from .options import StepOptions
+from .options import CUBLAS, CUBLAS_ROWS, StepOptions
 from .scheduler import Scheduler, Step
-
-# XLA times its Triton kernels and cuBLAS's one product at a time, and mostly takes its own. In a step over two H200s
-# cuBLAS's were faster but for a few rows (docs/scaling.md).
-CUBLAS: Any = {"xla_gpu_enable_triton_gemm": False, "xla_gpu_enable_cublaslt": True}
-CUBLAS_ROWS = 16
 
 _compiled = 0
 

@@ -14,6 +14,10 @@ OPERATORS = (
     *("rms_norm", "rotary_and_cache", "silu_and_mul", "sample"),
     *("linear", "attention_block", "gated_mlp"),  # on one device
 )
+# XLA times its Triton kernels and cuBLAS's one product at a time, and mostly takes its own. In a step over several
+# devices, whose products are smaller, cuBLAS's are faster but for a few rows (docs/scaling.md).
+CUBLAS: Any = {"xla_gpu_enable_triton_gemm": False, "xla_gpu_enable_cublaslt": True}
+CUBLAS_ROWS = 16
 # XLA fuses norms and activations into what stands beside them: as calls they made a step 0.3 ms slower on an H200.
 USUAL = ("rotary_and_cache", "sample")
 

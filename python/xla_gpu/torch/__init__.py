@@ -39,6 +39,7 @@ from ._attention import (
     reshape_and_cache_,
 )
 from ._collectives import all_reduce, all_reduce_add_rms_norm
+from ._compile_options import compile_options
 from ._ffi import ffi_call, register_ffi_target
 from ._inspection import executable_cache_info, hlo
 from ._layers import (
@@ -65,6 +66,7 @@ __all__ = [
     "all_reduce_add_rms_norm",
     "attention_block",
     "attention_block_",
+    "compile_options",
     "cuda_kernel",
     "executable_cache_info",
     "ffi_call",

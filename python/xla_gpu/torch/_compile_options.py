@@ -1,0 +1,33 @@
+"""XLA's options for some of torch_xla's programs."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+
+from .._runtime import executable_cache
+
+
+@contextlib.contextmanager
+def compile_options(options: Mapping[str, bool | int]) -> Iterator[None]:
+    """Gives programs that torch_xla compiles for GPUs in this context XLA's options.
+
+    The counterpart of ``jax.jit(..., compiler_options=...)``; XLA_FLAGS sets options for the whole process. A program
+    that has been compiled before keeps its own. The options are the process's: no other thread may compile meanwhile.
+    Those of a block inside of another replace them until its end, and then there are none. On the CPU, whose client is
+    torch_xla's own, they have no effect. The executable cache keeps programs of different options apart.
+
+    Args:
+      options: by the names that XLA_FLAGS has for them, without dashes in front: ``{"xla_gpu_enable_triton_gemm":
+        False}``.
+
+    Raises:
+      TypeError: a name is not a str, or a value is neither a bool nor an int.
+      RuntimeError: from torch_xla, where a program is compiled: XLA has no such option.
+    """
+    for name, value in options.items():
+        if not isinstance(name, str) or not isinstance(value, bool | int):
+            got = f"{name!r}: {value!r}"
+            raise TypeError(f"compile_options: options: expected names of options and bools or ints, got {got}")
+    with executable_cache.compile_options(options):
+        yield
