@@ -166,7 +166,8 @@ Error AllocateMember(const xla_gpu_group_member* args, void* handle) {
   view.timeout_ns = static_cast<uint64_t>(args->timeout_ms) * 1000000;
   view.max_bytes = args->max_bytes == 0 ? kDefaultMaxBytes : GroupView::RoundUp(args->max_bytes);
   // Each peer gets the whole message: what is worth that shrinks with the number of peers.
-  const int64_t low_latency = kDefaultLowLatencyBytes / (args->ranks - 1) / 512 * 512;
+  const int64_t low_latency =
+      args->ranks == 2 ? kDefaultPairLowLatencyBytes : kDefaultLowLatencyBytes / (args->ranks - 1) / 512 * 512;
   view.low_latency_bytes = args->low_latency_bytes < 0 ? low_latency : GroupView::RoundUp(args->low_latency_bytes);
   if (Error error = ToError(Allocate(member.get(), static_cast<cudaIpcMemHandle_t*>(handle))); !error.ok()) {
     return error;

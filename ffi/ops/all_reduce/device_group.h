@@ -17,7 +17,8 @@ constexpr int kMaxRanks = 8;
 // Bytes of a message that the region takes: as packets of data and flags (low latency), or as words that are their own
 // flag. Two ranks send each other these whole too: as much traffic as two-shot, and one exchange instead of two.
 constexpr int64_t kDefaultMaxBytes = int64_t{16} << 20;
-constexpr int64_t kDefaultLowLatencyBytes = int64_t{256} << 10;  // of all that a rank sends; as many of flags
+constexpr int64_t kDefaultLowLatencyBytes = int64_t{1} << 20;  // to all peers together
+constexpr int64_t kDefaultPairLowLatencyBytes = int64_t{256} << 10;
 
 // Head of a region. Zero when a group is made, as is all else but the words.
 struct GroupControl {
