@@ -245,3 +245,9 @@ def test_recorded_programs_are_compiled_together(start, tmp_path, kept):
     if kept:  # and nothing is recorded that a file has
         found = start("a", RECORD="a")
         assert found["recorded"] == ["stored compiled a loaded"] and found["waiting"] == found["compilations"] == 0
+
+
+def test_programs_that_are_dropped_are_compiled_where_they_are_needed(start):
+    found = start("a", "h", RECORD="abcdefgh", THREADS="1", DROP="1", **{VARIABLE: ""})
+    assert found["texts"] == ["compiled a", "compiled h"]
+    assert found["waiting"] <= found["together"] < 8  # those that the thread had begun

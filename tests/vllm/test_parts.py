@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch_xla
 
+from xla_gpu._runtime import executable_cache
 from xla_gpu.vllm import buckets
 from xla_gpu.vllm.block_tables import BlockTables
 from xla_gpu.vllm.program import FallbackError, Program, compilations, compiled_together
@@ -204,20 +205,12 @@ def test_programs_whose_first_compilation_fails_are_captured_again():
     state, x = torch.zeros(2, device=device), torch.tensor([1.0, 2.0]).to(device)
     captures = []
 
-    @contextlib.contextmanager
-    def given_back():
-        """As the caches' memory is."""
-        torch_xla._XLAC._replace_xla_tensor(state, torch.zeros(1).to(device))
-        yield
-        torch_xla._XLAC._replace_xla_tensor(state, torch.zeros(2, device=device))
-        torch_xla.sync()
-
     def step(x, state):
         captures.append(None)
         state.add_(x)
         return [unknown_call(state) if len(captures) == 1 else state * 2]
 
-    with compiled_together(2, given_back):
+    with compiled_together(2):
         first = Program("first", step, [x], [state])
         second = Program("second", lambda x, state: [state.sub_(x) * 3], [x], [state])
     assert len(captures) == 2 and first.outputs == [(torch.Size([2]), torch.float32)]
@@ -232,9 +225,30 @@ def test_programs_whose_first_compilation_fails_are_captured_again():
 
 def test_a_program_that_cannot_be_compiled_says_so():
     x = torch.zeros(2, device=torch_xla.device())
-    with (
-        pytest.raises((RuntimeError, ValueError), match="no_such_target"),
-        compiled_together(2, contextlib.nullcontext),
-    ):
+    with pytest.raises((RuntimeError, ValueError), match="no_such_target"), compiled_together(2):
         Program("wrong", lambda x: [unknown_call(x)], [x])
+    assert torch.equal(Program("right", lambda x: [x + 1], [x])([x])[0][0].cpu(), torch.ones(2))
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_an_error_leaves_no_program_to_be_compiled(monkeypatch, threads):
+    """On a GPU the recorded programs are dropped; the next ones are compiled for themselves."""
+    calls = []
+
+    @contextlib.contextmanager
+    def compile_recorded(threads):
+        calls.append(threads)
+        try:
+            yield 0
+        except KeyError:
+            calls.append("dropped")
+            raise
+
+    monkeypatch.setattr(executable_cache, "compile_recorded", compile_recorded)
+    x = torch.zeros(2, device=torch_xla.device())
+    with pytest.raises(KeyError, match="weights"), compiled_together(threads):
+        assert calls == [threads]  # they compile while programs are captured
+        Program("fails once", lambda x: [unknown_call(x)], [x])
+        raise KeyError("weights")
+    assert calls == [threads, "dropped"]
     assert torch.equal(Program("right", lambda x: [x + 1], [x])([x])[0][0].cpu(), torch.ones(2))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -82,19 +80,6 @@ class KVCaches:
                 self._index_of_layer[name] = self._index_of_layer[target]
                 self.group_of_layer[name] = self.group_of_layer[target]
         torch_xla.sync()
-
-    @contextlib.contextmanager
-    def given_back(self) -> Iterator[None]:
-        """The caches' memory is free in here. Afterwards they are empty, and the tensors are the same objects."""
-        forms = [(tensor.shape, tensor.dtype, tensor.device) for tensor in self.tensors]
-        for tensor, (_, dtype, device) in zip(self.tensors, forms, strict=True):
-            torch_xla._XLAC._replace_xla_tensor(tensor, torch.zeros(1, dtype=dtype).to(device))
-        try:
-            yield
-        finally:
-            for tensor, (shape, dtype, device) in zip(self.tensors, forms, strict=True):
-                torch_xla._XLAC._replace_xla_tensor(tensor, _zeros(shape, dtype, device))
-            torch_xla.sync()
 
     def bind(self) -> None:
         """Gives the layers today's tensors. Needed where the model is traced; programs get them as arguments."""

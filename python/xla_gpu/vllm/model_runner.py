@@ -100,7 +100,7 @@ class ModelRunner:
     def warm_up(self) -> None:
         """Compiles every program that a step may need, and runs each once on padding, which stores nothing."""
         start, compiled = time.perf_counter(), compilations()
-        with compiled_together(Options.of(self.config).compile_threads, self.caches.given_back):
+        with compiled_together(Options.of(self.config).compile_threads):
             self.tables.compile()
             for num_tokens in reversed(self.token_buckets):
                 began = time.perf_counter()

@@ -35,18 +35,13 @@ _recorded = 0
 
 
 @contextlib.contextmanager
-def compiled_together(threads: int, room: Callable[[], contextlib.AbstractContextManager[None]]) -> Iterator[None]:
-    """Programs made in here are compiled in threads beside this one, on GPUs. None may run before the end.
+def compiled_together(threads: int) -> Iterator[None]:
+    """Programs made in here are compiled in ``threads`` threads beside this one, on GPUs. None may run before the end.
 
     torch_xla compiles one program after the other, and takes half a second to read what XLA made of it. So each is
     captured twice: the first time leaves what is to be compiled, the second one gets its executable while the next
-    program is compiled. What the cache has is complete the first time.
-
-    Args:
-      threads: that compile; one begins with the first program, several when all are captured. XLA uses several for each
-        program besides.
-      room: called for a context that several threads run in. It is to free memory of the device: XLA tries kernels on
-        arrays of the programs' sizes, in each thread.
+    programs are compiled. What the cache has is complete the first time. Where the body raises, nothing is left to be
+    compiled.
     """
     global _waiting
     if tensor_parallel.active() is not None:
@@ -54,15 +49,12 @@ def compiled_together(threads: int, room: Callable[[], contextlib.AbstractContex
         yield
         return
     captures: list[Callable[[], None]] = []
-    with executable_cache.compile_recorded(1) if threads == 1 else contextlib.nullcontext():
+    with executable_cache.compile_recorded(threads):
         _waiting = captures
         try:
             yield
         finally:
             _waiting = None
-        if threads > 1 and captures:
-            with room(), executable_cache.compile_recorded(threads):
-                pass
         for capture in captures:
             capture()
 
