@@ -61,7 +61,7 @@ if os.environ.get("RECORD"):
         assert cdll.xla_gpu_compile_recorded(threads, ct.byref(waiting)) is None and waiting.value == 0
     recorded = [compile(part.encode()) for part in os.environ["RECORD"]]
     cdll.xla_gpu_record_programs(0)
-    if not os.environ.get("START_FIRST"):
+    if not os.environ.get("START_FIRST") and not os.environ.get("DROP"):
         assert plugin.fake_pjrt_compilations() == 0
         assert cdll.xla_gpu_compile_recorded(threads, ct.byref(waiting)) is None
     if os.environ.get("AT_ONCE"):  # the executables are fetched while others are being compiled
@@ -248,6 +248,6 @@ def test_recorded_programs_are_compiled_together(start, tmp_path, kept):
 
 
 def test_programs_that_are_dropped_are_compiled_where_they_are_needed(start):
-    found = start("a", "h", RECORD="abcdefgh", THREADS="1", DROP="1", **{VARIABLE: ""})
-    assert found["texts"] == ["compiled a", "compiled h"]
-    assert found["waiting"] <= found["together"] < 8  # those that the thread had begun
+    found = start("a", RECORD="abc", DROP="1", **{VARIABLE: ""})
+    assert found["waiting"] == found["together"] == 0
+    assert found["texts"] == ["compiled a"] and found["compilations"] == 1
