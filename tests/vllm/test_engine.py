@@ -56,6 +56,16 @@ def test_tokens_equal_transformers(engine, reference):
     state_is_released(engine)
 
 
+def test_a_program_takes_few_arguments(engine):
+    """Each costs the host time: matrices, but neither a cache for each layer nor a weight for each norm."""
+    runner = engines.runner_of(engine)
+    matrices = sum(parameter.dim() > 1 for parameter in runner.model.parameters())
+    assert len(runner.caches.tensors) == 1
+    for program in runner._programs._programs.values():
+        assert matrices < len(program._arguments) <= matrices + 12
+        assert len(program.outputs) + program._num_state == 6
+
+
 @pytest.mark.parametrize("asynchronous", [True, False])
 def test_preemption(llama, reference, asynchronous):
     """A cache too small for all: requests are preempted and resumed, penalties and all."""

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 import torch_xla
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
 
 from xla_gpu._runtime import executable_cache
 from xla_gpu.vllm import buckets
+from xla_gpu.vllm.attention import StepMetadata
 from xla_gpu.vllm.block_tables import BlockTables
+from xla_gpu.vllm.kv_cache import KVCaches
 from xla_gpu.vllm.program import FallbackError, Program, compilations, compiled_together
 from xla_gpu.vllm.step_layout import StepLayout
 
@@ -19,7 +24,9 @@ from xla_gpu.vllm.step_layout import StepLayout
 def test_buckets():
     assert buckets.token_buckets(64, 8) == [1, 2, 4, 8, 16, 32, 64]
     assert buckets.token_buckets(100, 12) == [1, 2, 4, 8, 12, 16, 32, 64, 100]
-    assert buckets.token_buckets(2000, 256)[8:] == [256, 512, 768, 1024, 1536, 2000]
+    assert buckets.token_buckets(2000, 256)[5:] == [32, 48, 64, 96, 128, 160, 192, 224, 256, 512, 768, 1024, 1536, 2000]
+    assert buckets.token_buckets(512, 100)[5:] == [32, 48, 64, 96, 100, 128, 256, 512]
+    assert buckets.token_buckets(150, 150)[5:] == [32, 48, 64, 96, 128, 150]
     assert buckets.token_buckets(100, 12, [4]) == [4, 12, 100]
     assert buckets.next_bucket([4, 12, 100], 5) == 12
     assert [buckets.logits_rows(rows, 64) for rows in (1, 8, 9, 32, 64)] == [8, 8, 64, 64, 64]
@@ -252,3 +259,49 @@ def test_an_error_leaves_no_program_to_be_compiled(monkeypatch, threads):
         raise KeyError("weights")
     assert calls == [threads, "dropped"]
     assert torch.equal(Program("right", lambda x: [x + 1], [x])([x])[0][0].cpu(), torch.ones(2))
+
+
+class CacheLayer(AttentionLayerBase):
+    """An attention layer as far as its cache goes."""
+
+    def get_attn_backend(self):
+        raise NotImplementedError
+
+    def get_kv_cache_spec(self, vllm_config):
+        raise NotImplementedError
+
+
+def test_caches_of_one_form_lie_in_one_tensor(monkeypatch):
+    wide = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=8, dtype=torch.float32)
+    narrow = FullAttentionSpec(block_size=32, num_kv_heads=1, head_size=8, dtype=torch.float32)
+    pages = 6
+    layers = {name: CacheLayer() for name in ("a", "b", "c", "narrow")}
+    config = SimpleNamespace(
+        compilation_config=SimpleNamespace(static_forward_context=layers),
+        cache_config=SimpleNamespace(cache_dtype="auto"),
+    )
+    tensors = [KVCacheTensor(pages * wide.page_size_bytes, [name]) for name in "abc"]
+    groups = [KVCacheGroupSpec(["a", "b", "c"], wide), KVCacheGroupSpec(["narrow"], narrow)]
+    caches = KVCacheConfig(pages, [*tensors, KVCacheTensor(pages * narrow.page_size_bytes, ["narrow"])], groups)
+    step = StepMetadata(
+        slot_mapping=torch.tensor([17, -1, 3], dtype=torch.int32),
+        context_lens=torch.tensor([18], dtype=torch.int32),
+        block_tables=torch.tensor([[5, 1]], dtype=torch.int32),
+        query_start_loc=torch.tensor([0, 3], dtype=torch.int32),
+        num_seqs=torch.tensor([1], dtype=torch.int32),
+    )
+    made = KVCaches(config, caches, torch.device("cpu"))
+    assert [list(tensor.shape) for tensor in made.tensors] == [[3 * pages, 16, 4, 8], [pages, 32, 2, 8]]
+    found = made.metadata([step, step])
+    for index, name in enumerate("abc"):  # each layer has pages of its own; padding stays padding
+        assert found[name].block_tables.tolist() == [[5 + index * pages, 1 + index * pages]]
+        assert found[name].slot_mapping.tolist() == [17 + index * pages * 16, -1, 3 + index * pages * 16]
+        assert found[name].context_lens is step.context_lens
+    assert found["narrow"].block_tables.tolist() == [[5, 1]] and found["narrow"].slot_mapping.tolist() == [17, -1, 3]
+    made.bind()
+    assert layers["a"].kv_cache[0] is layers["c"].kv_cache[0] and layers["narrow"].kv_cache[0] is made.tensors[1]
+
+    monkeypatch.setattr(KVCaches, "MAX_BYTES", 2 * pages * wide.page_size_bytes)
+    made = KVCaches(config, caches, torch.device("cpu"))
+    assert [len(tensor) for tensor in made.tensors] == [2 * pages, pages, pages]
+    assert made.metadata([step, step])["c"].block_tables.tolist() == [[5, 1]]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,7 +14,7 @@ from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, SlidingWindowSpec
 
 from . import tensor_parallel
-from .attention import CACHE_DTYPES, XlaGpuAttentionBackend
+from .attention import CACHE_DTYPES, StepMetadata, XlaGpuAttentionBackend
 
 
 def layer_specs(config: VllmConfig) -> dict[str, Any]:
@@ -37,25 +40,31 @@ def layer_specs(config: VllmConfig) -> dict[str, Any]:
 class KVCaches:
     """The caches' tensors, and which layers use which.
 
+    A launch costs the host time for each tensor that it takes and returns. So caches of one shape and dtype lie one
+    behind the other in one tensor, of up to 16 GiB; what the layers of a cache are given are page numbers and slots of
+    that tensor.
+
     Attributes:
-      tensors: T[num_blocks, block_size, 2 * num_kv_heads, head_size] each. Programs take them over and return new ones.
+      tensors: T[caches * num_blocks, block_size, 2 * num_kv_heads, head_size] each. Programs take them over and return
+        new ones.
       block_sizes: of each KV-cache group.
-      group_of_layer: index of the group whose block tables a layer uses.
     """
+
+    MAX_BYTES = 16 << 30
 
     def __init__(self, config: VllmConfig, cache_config: KVCacheConfig, device: torch.device) -> None:
         self._layers = get_layers_from_vllm_config(config, AttentionLayerBase)
         specs: dict[str, Any] = {}
-        self.group_of_layer: dict[str, int] = {}
+        self._group_of_layer: dict[str, int] = {}
         self.block_sizes = []
         for index, group in enumerate(cache_config.kv_cache_groups):
             self.block_sizes.append(group.kv_cache_spec.block_size)
             for name in group.layer_names:
                 # Layers of one kind but different sizes have a specification each.
                 specs[name] = getattr(group.kv_cache_spec, "kv_cache_specs", {}).get(name, group.kv_cache_spec)
-                self.group_of_layer[name] = index
-        self.tensors: list[torch.Tensor] = []
-        self._index_of_layer: dict[str, int] = {}
+                self._group_of_layer[name] = index
+        forms: list[tuple[tuple[int, ...], torch.dtype]] = []
+        cache_of_layer: dict[str, int] = {}
         dtype_name = config.cache_config.cache_dtype
         for tensor in cache_config.kv_cache_tensors:
             shapes = set()
@@ -67,24 +76,58 @@ class KVCaches:
                         num_blocks, spec.block_size, spec.num_kv_heads, spec.head_size
                     )
                 )
-                self._index_of_layer[name] = len(self.tensors)
+                cache_of_layer[name] = len(forms)
             if len(shapes) != 1:
                 raise ValueError(
                     f"xla_gpu.vllm: layers {', '.join(tensor.shared_by)} share a cache but not its shape "
                     f"({sorted(shapes)}); start with --disable-hybrid-kv-cache-manager"
                 )
-            dtype = CACHE_DTYPES.get(dtype_name, spec.dtype)
-            self.tensors.append(_zeros(shapes.pop(), dtype, device))
+            forms.append((shapes.pop(), CACHE_DTYPES.get(dtype_name, spec.dtype)))
         for name, layer in self._layers.items():
             if (target := getattr(layer, "kv_sharing_target_layer_name", None)) is not None:
-                self._index_of_layer[name] = self._index_of_layer[target]
-                self.group_of_layer[name] = self.group_of_layer[target]
+                cache_of_layer[name] = cache_of_layer[target]
+                self._group_of_layer[name] = self._group_of_layer[target]
+        self.tensors, self._place_of_layer = self._allocate(forms, cache_of_layer, device)
+        # Pages of a tensor before those of each cache in it.
+        pages = sorted({first for _, first in self._place_of_layer.values()})
+        self._first_pages = torch.tensor(pages, dtype=torch.int32).to(device)
+        self._index_of_first_page = {first: index for index, first in enumerate(pages)}
         torch_xla.sync()
+
+    def _allocate(
+        self, forms: list[tuple[tuple[int, ...], torch.dtype]], cache_of_layer: dict[str, int], device: torch.device
+    ) -> tuple[list[torch.Tensor], dict[str, tuple[int, int]]]:
+        """The tensors, and of each layer its tensor and the first page in it."""
+        together: list[tuple[tuple[tuple[int, ...], torch.dtype], int]] = []  # a form, and how many caches have it
+        places = []
+        for form in forms:
+            shape, dtype = form
+            most = max(1, self.MAX_BYTES // (math.prod(shape) * dtype.itemsize))
+            if together and together[-1][0] == form and together[-1][1] < most:
+                together[-1] = (form, together[-1][1] + 1)
+            else:
+                together.append((form, 1))
+            places.append((len(together) - 1, (together[-1][1] - 1) * shape[0]))
+        tensors = [_zeros((count * shape[0], *shape[1:]), dtype, device) for (shape, dtype), count in together]
+        return tensors, {name: places[index] for name, index in cache_of_layer.items()}
+
+    def metadata(self, groups: Sequence[StepMetadata]) -> dict[str, StepMetadata]:
+        """What each layer is given of a step, from what its KV-cache group has, where pages begin at 0."""
+        found: dict[tuple[int, int], StepMetadata] = {}
+        first_pages = self._first_pages
+        for group, (step, block_size) in enumerate(zip(groups, self.block_sizes, strict=True)):
+            # All at once, so that XLA makes one kernel of them.
+            tables = step.block_tables + first_pages[:, None, None]
+            slots = torch.where(step.slot_mapping < 0, -1, step.slot_mapping + first_pages[:, None] * block_size)
+            for first, index in self._index_of_first_page.items():
+                moved = {"block_tables": tables[index], "slot_mapping": slots[index]} if first else {}
+                found[group, first] = dataclasses.replace(step, **moved)
+        return {name: found[group, self._place_of_layer[name][1]] for name, group in self._group_of_layer.items()}
 
     def bind(self) -> None:
         """Gives the layers today's tensors. Needed where the model is traced; programs get them as arguments."""
-        for name, index in self._index_of_layer.items():
-            self._layers[name].kv_cache = [self.tensors[index]]
+        for name, (tensor, _) in self._place_of_layer.items():
+            self._layers[name].kv_cache = [self.tensors[tensor]]
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

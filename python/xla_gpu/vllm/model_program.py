@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import torch
@@ -9,10 +10,12 @@ from torch import nn
 from vllm.config import VllmConfig
 from vllm.forward_context import set_forward_context
 
+from . import tensor_parallel
 from .attention import StepMetadata
 from .block_tables import BlockTables
 from .buckets import logits_rows
 from .kv_cache import KVCaches
+from .norms import NormWeights
 from .program import Program
 from .sampler.sampler import store_last_tokens
 from .step_layout import StepLayout
@@ -35,6 +38,8 @@ class ModelPrograms:
         self._caches = caches
         self._tables = tables
         self._device = device
+        # A program over several devices takes its parameters as they are.
+        self._norms = None if tensor_parallel.active() is not None else NormWeights(model)
         self._programs: dict[StepLayout, Program] = {}
 
     def compile(self, layout: StepLayout, last_tokens: torch.Tensor) -> dict[str, tuple[torch.Size, torch.dtype]]:
@@ -45,7 +50,8 @@ class ModelPrograms:
         def step(
             packed: torch.Tensor, last: torch.Tensor, tables: torch.Tensor, *_: torch.Tensor
         ) -> list[torch.Tensor]:
-            return self._step(layout, packed, last, tables)
+            with contextlib.nullcontext() if self._norms is None else self._norms.sliced():
+                return self._step(layout, packed, last, tables)
 
         program = self._programs[layout] = Program(
             f"model, {layout.num_tokens} tokens",
@@ -90,7 +96,7 @@ class ModelPrograms:
             )
             for group in range(layout.num_groups)
         ]
-        metadata = {name: groups[group] for name, group in self._caches.group_of_layer.items()}
+        metadata = self._caches.metadata(groups)
         # vLLM would ask the other data-parallel engines for their numbers. The models share nothing.
         engines = self._config.parallel_config.data_parallel_size
         tokens_of_engines = torch.full((engines,), layout.num_tokens, dtype=torch.int32, device="cpu")
