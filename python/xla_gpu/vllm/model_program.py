@@ -20,11 +20,11 @@ from .program import Program
 from .sampler.sampler import store_last_tokens
 from .step_layout import StepLayout
 
-# From this many tokens on, matrix products are bound by arithmetic, and cuBLAS's kernels are within 2 % of the
-# best of XLA's Triton kernels. Those are dozens for each product; compiling and timing them takes most of a
-# compilation.
+# From this many tokens on, matrix products are bound by arithmetic, and XLA takes cuBLASLt's kernels for all of them.
+# Its Triton kernels are dozens for each product; compiling and timing them takes most of a compilation.
+# With excess precision XLA leaves out the rounding of the residual stream, and stores it in float32.
 PROMPT_TOKENS = 256
-PROMPT_OPTIONS = {"xla_gpu_enable_triton_gemm": False}
+PROMPT_OPTIONS = {"xla_gpu_enable_triton_gemm": False, "xla_allow_excess_precision": False}
 
 
 class ModelPrograms:
