@@ -1,8 +1,9 @@
-// What differs between a handler's host and CUDA bindings: where the work runs.
+// Where a handler's work runs.
 #ifndef XLA_GPU_HANDLERS_CONTEXT_H_
 #define XLA_GPU_HANDLERS_CONTEXT_H_
 
 #include <functional>
+#include <optional>
 #include <utility>
 
 #include "ffi/device/stream.h"
@@ -11,10 +12,28 @@
 
 namespace xla_gpu {
 
+// The first argument of every handler's implementation. It is of one type for host and CUDA handlers, so that XLA's
+// templates, most of a handler's code, are instantiated once for both.
+class CallContext {
+ public:
+  CallContext(const XLA_FFI_Api* api, XLA_FFI_ExecutionContext* context, ::xla::ffi::DiagnosticEngine& diagnostic)
+      : api_(api), context_(context), diagnostic_(&diagnostic) {}
+
+  // In CUDA handlers. Throws std::runtime_error where the call is not on a GPU; NoThrow (check.h) makes it an error.
+  Stream stream() const;
+  // In host handlers.
+  ::xla::ffi::ThreadPool thread_pool() const;
+
+ private:
+  const XLA_FFI_Api* api_;
+  XLA_FFI_ExecutionContext* context_;
+  ::xla::ffi::DiagnosticEngine* diagnostic_;
+};
+
 // XLA's own thread pool, or in eager calls the library's, behind the same interface.
 class XlaExecutor final : public Executor {
  public:
-  explicit XlaExecutor(::xla::ffi::ThreadPool pool) : pool_(pool), num_threads_(pool_.num_threads()) {}
+  explicit XlaExecutor(const CallContext& context) : pool_(context.thread_pool()), num_threads_(pool_.num_threads()) {}
   int64_t num_threads() const override { return num_threads_; }
   void Schedule(std::function<void()> task) const override { pool_.Schedule(std::move(task)); }
 
@@ -25,9 +44,17 @@ class XlaExecutor final : public Executor {
 
 }  // namespace xla_gpu
 
-// Bindings of the two platforms: the first argument of every handler's implementation.
-#define XLA_GPU_BIND_HOST() ::xla::ffi::Ffi::Bind().Ctx<::xla::ffi::ThreadPool>()
-#define XLA_GPU_BIND_CUDA() ::xla::ffi::Ffi::Bind().Ctx<::xla::ffi::PlatformStream<::xla_gpu::Stream>>()
+template <>
+struct xla::ffi::CtxDecoding<xla_gpu::CallContext> {
+  using Type = xla_gpu::CallContext;
+  static std::optional<Type> Decode(const XLA_FFI_Api* api, XLA_FFI_ExecutionContext* context,
+                                    DiagnosticEngine& diagnostic) {
+    return Type(api, context, diagnostic);
+  }
+};
+
+// A binding, to which a handler adds its operands, results and attributes.
+#define XLA_GPU_BIND() ::xla::ffi::Ffi::Bind().Ctx<::xla_gpu::CallContext>()
 
 // Defines the exported C symbol of a handler. Outside of any unnamed namespace, which would make it local.
 #define XLA_GPU_DEFINE_HANDLER(symbol, implementation, ...)                                               \

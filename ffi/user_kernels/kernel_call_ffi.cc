@@ -92,7 +92,8 @@ ffi::Error GetLaunch(const ffi::RemainingArgs& operands, const ffi::RemainingRet
 }
 
 template <typename... Attributes>
-ffi::Error KernelCallHost(ffi::RemainingArgs operands, ffi::RemainingRets results, Attributes... attributes) {
+ffi::Error KernelCallHost(CallContext, ffi::RemainingArgs operands, ffi::RemainingRets results,
+                          Attributes... attributes) {
   return NoThrow(kKernelCallOp, [&]() -> ffi::Error {
     KernelLaunch launch;
     XLA_GPU_RETURN_IF_ERROR(GetLaunch(operands, results, attributes..., &launch));
@@ -105,12 +106,12 @@ ffi::Error KernelCallHost(ffi::RemainingArgs operands, ffi::RemainingRets result
 
 #ifdef XLA_GPU_WITH_CUDA
 template <typename... Attributes>
-ffi::Error KernelCallCuda(Stream stream, ffi::RemainingArgs operands, ffi::RemainingRets results,
+ffi::Error KernelCallCuda(CallContext context, ffi::RemainingArgs operands, ffi::RemainingRets results,
                           Attributes... attributes) {
   return NoThrow(kKernelCallOp, [&]() -> ffi::Error {
     KernelLaunch launch;
     XLA_GPU_RETURN_IF_ERROR(GetLaunch(operands, results, attributes..., &launch));
-    return ToError(LaunchKernel(launch, stream));
+    return ToError(LaunchKernel(launch, context.stream()));
   });
 }
 #endif
@@ -138,10 +139,10 @@ ffi::Error KernelCallCuda(Stream stream, ffi::RemainingArgs operands, ffi::Remai
 // clang-format on
 
 XLA_GPU_DEFINE_HANDLER(xla_gpu_kernel_call_host, (KernelCallHost<XLA_GPU_KERNEL_CALL_ATTRIBUTES>),
-                       ffi::Ffi::Bind().XLA_GPU_KERNEL_CALL_SIGNATURE);
+                       XLA_GPU_BIND().XLA_GPU_KERNEL_CALL_SIGNATURE);
 #ifdef XLA_GPU_WITH_CUDA
 XLA_GPU_DEFINE_HANDLER(xla_gpu_kernel_call_cuda, (KernelCallCuda<XLA_GPU_KERNEL_CALL_ATTRIBUTES>),
-                       XLA_GPU_BIND_CUDA().XLA_GPU_KERNEL_CALL_SIGNATURE, {ffi::Traits::kCmdBufferCompatible});
+                       XLA_GPU_BIND().XLA_GPU_KERNEL_CALL_SIGNATURE, {ffi::Traits::kCmdBufferCompatible});
 #endif
 
 }  // namespace xla_gpu

@@ -131,7 +131,7 @@ ffi::Error AddArguments(const Function& function, const ffi::RemainingArgs& oper
   return ffi::Error::Success();
 }
 
-ffi::Error CallOnHost(ffi::RemainingArgs operands, ffi::RemainingRets results, RawAttributes attributes) {
+ffi::Error CallOnHost(CallContext, ffi::RemainingArgs operands, ffi::RemainingRets results, RawAttributes attributes) {
   const Function& function = functions[current_slot];
   return NoThrow("tvm_ffi", [&]() -> ffi::Error {
     Arguments arguments({kCpu, 0});
@@ -141,7 +141,7 @@ ffi::Error CallOnHost(ffi::RemainingArgs operands, ffi::RemainingRets results, R
 }
 
 XLA_FFI_DEFINE_HANDLER(HostHandler, CallOnHost,
-                       ffi::Ffi::Bind().RemainingArgs().RemainingRets().Attrs<RawAttributes>());
+                       XLA_GPU_BIND().RemainingArgs().RemainingRets().Attrs<RawAttributes>());
 
 #ifdef XLA_GPU_WITH_CUDA
 // Makes `stream` the one on which tvm-ffi functions of this thread launch, as long as the scope lives.
@@ -157,12 +157,13 @@ class StreamScope {
   void* previous_ = nullptr;
 };
 
-ffi::Error CallOnCuda(Stream stream, ffi::RemainingArgs operands, ffi::RemainingRets results,
+ffi::Error CallOnCuda(CallContext context, ffi::RemainingArgs operands, ffi::RemainingRets results,
                       RawAttributes attributes) {
   const Function& function = functions[current_slot];
   return NoThrow("tvm_ffi", [&]() -> ffi::Error {
     int device = 0;
     if (Status status = CurrentDevice(&device); !status.ok()) return ToError(status);
+    const Stream stream = context.stream();
     Arguments arguments({kCuda, device});
     XLA_GPU_RETURN_IF_ERROR(AddArguments(function, operands, results, attributes, stream, &arguments));
     const StreamScope scope(device, stream);
@@ -171,9 +172,9 @@ ffi::Error CallOnCuda(Stream stream, ffi::RemainingArgs operands, ffi::Remaining
 }
 
 XLA_FFI_DEFINE_HANDLER(CudaHandler, CallOnCuda,
-                       XLA_GPU_BIND_CUDA().RemainingArgs().RemainingRets().Attrs<RawAttributes>());
+                       XLA_GPU_BIND().RemainingArgs().RemainingRets().Attrs<RawAttributes>());
 XLA_FFI_DEFINE_HANDLER(CapturedHandler, CallOnCuda,
-                       XLA_GPU_BIND_CUDA().RemainingArgs().RemainingRets().Attrs<RawAttributes>(),
+                       XLA_GPU_BIND().RemainingArgs().RemainingRets().Attrs<RawAttributes>(),
                        {ffi::Traits::kCmdBufferCompatible});
 #endif
 

@@ -80,24 +80,24 @@ ffi::Error GetParams(const NormOperands& o, float eps, bool gathered, AllReduceA
   return ffi::Error::Success();
 }
 
-ffi::Error AllReduceHost(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Result<ffi::AnyBuffer> out, int64_t group,
+ffi::Error AllReduceHost(CallContext context, ffi::AnyBuffer x, ffi::Result<ffi::AnyBuffer> out, int64_t group,
                          bool /*check_inputs*/) {
   return NoThrow(kAllReduce, [&]() -> ffi::Error {
     AllReduceParams params;
     XLA_GPU_RETURN_IF_ERROR(CheckNoGroup(kAllReduce, group));
     XLA_GPU_RETURN_IF_ERROR(GetParams(x, *out, /*gathered=*/true, &params));
-    return ToError(RunAllReduce(params, XlaExecutor(pool)));
+    return ToError(RunAllReduce(params, XlaExecutor(context)));
   });
 }
 
-ffi::Error AddRmsNormHost(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer residual, ffi::AnyBuffer weight,
+ffi::Error AddRmsNormHost(CallContext context, ffi::AnyBuffer x, ffi::AnyBuffer residual, ffi::AnyBuffer weight,
                           ffi::Result<ffi::AnyBuffer> out, ffi::Result<ffi::AnyBuffer> sum, int64_t group, float eps,
                           bool /*check_inputs*/) {
   return NoThrow(kAddRmsNorm, [&]() -> ffi::Error {
     AllReduceAddRmsNormParams params;
     XLA_GPU_RETURN_IF_ERROR(CheckNoGroup(kAddRmsNorm, group));
     XLA_GPU_RETURN_IF_ERROR(GetParams({x, residual, weight, *out, *sum}, eps, /*gathered=*/true, &params));
-    return ToError(RunAllReduceAddRmsNorm(params, XlaExecutor(pool)));
+    return ToError(RunAllReduceAddRmsNorm(params, XlaExecutor(context)));
   });
 }
 
@@ -115,22 +115,22 @@ ffi::Error OnCuda(const char* op, Params params, int64_t group, bool check_input
   return ToError(FindGroup(op, group, device, &params.group));
 }
 
-ffi::Error AllReduceCuda(Stream stream, ffi::AnyBuffer x, ffi::Result<ffi::AnyBuffer> out, int64_t group,
+ffi::Error AllReduceCuda(CallContext context, ffi::AnyBuffer x, ffi::Result<ffi::AnyBuffer> out, int64_t group,
                          bool check_inputs) {
   return NoThrow(kAllReduce, [&]() -> ffi::Error {
     AllReduceParams params;
     XLA_GPU_RETURN_IF_ERROR(GetParams(x, *out, /*gathered=*/group == 0, &params));
-    return OnCuda(kAllReduce, params, group, check_inputs, stream, LaunchAllReduce);
+    return OnCuda(kAllReduce, params, group, check_inputs, context.stream(), LaunchAllReduce);
   });
 }
 
-ffi::Error AddRmsNormCuda(Stream stream, ffi::AnyBuffer x, ffi::AnyBuffer residual, ffi::AnyBuffer weight,
+ffi::Error AddRmsNormCuda(CallContext context, ffi::AnyBuffer x, ffi::AnyBuffer residual, ffi::AnyBuffer weight,
                           ffi::Result<ffi::AnyBuffer> out, ffi::Result<ffi::AnyBuffer> sum, int64_t group, float eps,
                           bool check_inputs) {
   return NoThrow(kAddRmsNorm, [&]() -> ffi::Error {
     AllReduceAddRmsNormParams params;
     XLA_GPU_RETURN_IF_ERROR(GetParams({x, residual, weight, *out, *sum}, eps, /*gathered=*/group == 0, &params));
-    return OnCuda(kAddRmsNorm, params, group, check_inputs, stream, LaunchAllReduceAddRmsNorm);
+    return OnCuda(kAddRmsNorm, params, group, check_inputs, context.stream(), LaunchAllReduceAddRmsNorm);
   });
 }
 #endif
@@ -155,14 +155,14 @@ ffi::Error AddRmsNormCuda(Stream stream, ffi::AnyBuffer x, ffi::AnyBuffer residu
       .Attr<bool>("check_inputs")
 // clang-format on
 
-XLA_GPU_DEFINE_HANDLER(xla_gpu_all_reduce_host, AllReduceHost, XLA_GPU_BIND_HOST().XLA_GPU_ALL_REDUCE_SIGNATURE);
+XLA_GPU_DEFINE_HANDLER(xla_gpu_all_reduce_host, AllReduceHost, XLA_GPU_BIND().XLA_GPU_ALL_REDUCE_SIGNATURE);
 XLA_GPU_DEFINE_HANDLER(xla_gpu_all_reduce_add_rms_norm_host, AddRmsNormHost,
-                       XLA_GPU_BIND_HOST().XLA_GPU_ALL_REDUCE_ADD_RMS_NORM_SIGNATURE);
+                       XLA_GPU_BIND().XLA_GPU_ALL_REDUCE_ADD_RMS_NORM_SIGNATURE);
 #ifdef XLA_GPU_WITH_CUDA
-XLA_GPU_DEFINE_HANDLER(xla_gpu_all_reduce_cuda, AllReduceCuda, XLA_GPU_BIND_CUDA().XLA_GPU_ALL_REDUCE_SIGNATURE,
+XLA_GPU_DEFINE_HANDLER(xla_gpu_all_reduce_cuda, AllReduceCuda, XLA_GPU_BIND().XLA_GPU_ALL_REDUCE_SIGNATURE,
                        {ffi::Traits::kCmdBufferCompatible});
 XLA_GPU_DEFINE_HANDLER(xla_gpu_all_reduce_add_rms_norm_cuda, AddRmsNormCuda,
-                       XLA_GPU_BIND_CUDA().XLA_GPU_ALL_REDUCE_ADD_RMS_NORM_SIGNATURE,
+                       XLA_GPU_BIND().XLA_GPU_ALL_REDUCE_ADD_RMS_NORM_SIGNATURE,
                        {ffi::Traits::kCmdBufferCompatible});
 #endif
 

@@ -192,7 +192,7 @@ Status CheckParts(const AttentionBlockParams& p, const ZeroPoints& zero_points, 
   return status;
 }
 
-ffi::Error AttentionBlockHost(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::Result<ffi::AnyBuffer> out,
+ffi::Error AttentionBlockHost(CallContext context, ffi::RemainingArgs args, ffi::Result<ffi::AnyBuffer> out,
                               ffi::Result<ffi::AnyBuffer> cache, ffi::Result<ffi::AnyBuffer> scratch,
                               AttentionBlockAttributes attributes) {
   const auto check = [](const AttentionBlockParams& p) {
@@ -209,7 +209,7 @@ ffi::Error AttentionBlockHost(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi
     return Status::Ok();
   };
   return AttentionBlock(args, *out, *cache, *scratch, attributes, check, copy,
-                        [&](const AttentionBlockParams& p) { return RunAttentionBlock(p, XlaExecutor(pool)); });
+                        [&](const AttentionBlockParams& p) { return RunAttentionBlock(p, XlaExecutor(context)); });
 }
 
 ffi::Error AttentionBlockScratch(ffi::RemainingArgs args, ffi::Result<ffi::BufferR0<ffi::S64>> bytes,
@@ -223,23 +223,23 @@ ffi::Error AttentionBlockScratch(ffi::RemainingArgs args, ffi::Result<ffi::Buffe
 }
 
 #ifdef XLA_GPU_WITH_CUDA
-ffi::Error AttentionBlockCuda(Stream stream, ffi::RemainingArgs args, ffi::Result<ffi::AnyBuffer> out,
+ffi::Error AttentionBlockCuda(CallContext context, ffi::RemainingArgs args, ffi::Result<ffi::AnyBuffer> out,
                               ffi::Result<ffi::AnyBuffer> cache, ffi::Result<ffi::AnyBuffer> scratch,
                               AttentionBlockAttributes attributes) {
   const auto check = [&](const AttentionBlockParams& p) {
     if (!attributes.check_inputs) return Status::Ok();
     return CheckParts(
-        p, [&](const auto& names, const LinearParams& part) { return CheckZeroPointsOnDevice(names, part, stream); },
+        p, [&](const auto& names, const LinearParams& part) { return CheckZeroPointsOnDevice(names, part, context.stream()); },
         [&](const RotaryAndCacheParams& part) {
-          return CheckRotaryAndCacheValuesOnDevice(kAttentionBlockOp, part, stream);
+          return CheckRotaryAndCacheValuesOnDevice(kAttentionBlockOp, part, context.stream());
         },
         [&](const PagedAttentionCall& part) {
-          return CheckPagedAttentionMetadataOnDevice(part, kAttentionBlockOp, stream);
+          return CheckPagedAttentionMetadataOnDevice(part, kAttentionBlockOp, context.stream());
         });
   };
   return AttentionBlock(
-      args, *out, *cache, *scratch, attributes, check, [&](auto... copy) { return CopyOnDevice(copy..., stream); },
-      [&](const AttentionBlockParams& p) { return LaunchAttentionBlock(p, stream); });
+      args, *out, *cache, *scratch, attributes, check, [&](auto... copy) { return CopyOnDevice(copy..., context.stream()); },
+      [&](const AttentionBlockParams& p) { return LaunchAttentionBlock(p, context.stream()); });
 }
 #endif
 
@@ -255,13 +255,13 @@ ffi::Error AttentionBlockCuda(Stream stream, ffi::RemainingArgs args, ffi::Resul
 // clang-format on
 
 XLA_GPU_DEFINE_HANDLER(xla_gpu_attention_block_host, AttentionBlockHost,
-                       XLA_GPU_BIND_HOST().XLA_GPU_ATTENTION_BLOCK_SIGNATURE);
+                       XLA_GPU_BIND().XLA_GPU_ATTENTION_BLOCK_SIGNATURE);
 XLA_GPU_DEFINE_SCRATCH(
     xla_gpu_attention_block_scratch_bytes, AttentionBlockScratch,
     ffi::Ffi::Bind().RemainingArgs().Ret<ffi::BufferR0<ffi::S64>>().Attrs<AttentionBlockAttributes>());
 #ifdef XLA_GPU_WITH_CUDA
 XLA_GPU_DEFINE_HANDLER(xla_gpu_attention_block_cuda, AttentionBlockCuda,
-                       XLA_GPU_BIND_CUDA().XLA_GPU_ATTENTION_BLOCK_SIGNATURE, {ffi::Traits::kCmdBufferCompatible});
+                       XLA_GPU_BIND().XLA_GPU_ATTENTION_BLOCK_SIGNATURE, {ffi::Traits::kCmdBufferCompatible});
 #endif
 
 }  // namespace xla_gpu

@@ -118,12 +118,12 @@ ffi::Error GatedMlp(const ffi::RemainingArgs& args, const ffi::AnyBuffer& out, c
   });
 }
 
-ffi::Error GatedMlpHost(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::Result<ffi::AnyBuffer> out,
+ffi::Error GatedMlpHost(CallContext context, ffi::RemainingArgs args, ffi::Result<ffi::AnyBuffer> out,
                         ffi::Result<ffi::AnyBuffer> scratch, GatedMlpAttributes attributes) {
   return GatedMlp(
       args, *out, *scratch, attributes,
       [](const LinearNames& names, const LinearParams& part) { return CheckZeroPoints(names, part, part.zero_point); },
-      [&](const GatedMlpParams& p) { return RunGatedMlp(p, XlaExecutor(pool)); });
+      [&](const GatedMlpParams& p) { return RunGatedMlp(p, XlaExecutor(context)); });
 }
 
 ffi::Error GatedMlpScratch(ffi::RemainingArgs args, ffi::Result<ffi::BufferR0<ffi::S64>> bytes,
@@ -137,14 +137,14 @@ ffi::Error GatedMlpScratch(ffi::RemainingArgs args, ffi::Result<ffi::BufferR0<ff
 }
 
 #ifdef XLA_GPU_WITH_CUDA
-ffi::Error GatedMlpCuda(Stream stream, ffi::RemainingArgs args, ffi::Result<ffi::AnyBuffer> out,
+ffi::Error GatedMlpCuda(CallContext context, ffi::RemainingArgs args, ffi::Result<ffi::AnyBuffer> out,
                         ffi::Result<ffi::AnyBuffer> scratch, GatedMlpAttributes attributes) {
   return GatedMlp(
       args, *out, *scratch, attributes,
       [&](const LinearNames& names, const LinearParams& part) {
-        return attributes.check_inputs ? CheckZeroPointsOnDevice(names, part, stream) : Status::Ok();
+        return attributes.check_inputs ? CheckZeroPointsOnDevice(names, part, context.stream()) : Status::Ok();
       },
-      [&](const GatedMlpParams& p) { return LaunchGatedMlp(p, stream); });
+      [&](const GatedMlpParams& p) { return LaunchGatedMlp(p, context.stream()); });
 }
 #endif
 
@@ -153,11 +153,11 @@ ffi::Error GatedMlpCuda(Stream stream, ffi::RemainingArgs args, ffi::Result<ffi:
 #define XLA_GPU_GATED_MLP_SIGNATURE \
   RemainingArgs().Ret<ffi::AnyBuffer>().Ret<ffi::AnyBuffer>().Attrs<GatedMlpAttributes>()
 
-XLA_GPU_DEFINE_HANDLER(xla_gpu_gated_mlp_host, GatedMlpHost, XLA_GPU_BIND_HOST().XLA_GPU_GATED_MLP_SIGNATURE);
+XLA_GPU_DEFINE_HANDLER(xla_gpu_gated_mlp_host, GatedMlpHost, XLA_GPU_BIND().XLA_GPU_GATED_MLP_SIGNATURE);
 XLA_GPU_DEFINE_SCRATCH(xla_gpu_gated_mlp_scratch_bytes, GatedMlpScratch,
                        ffi::Ffi::Bind().RemainingArgs().Ret<ffi::BufferR0<ffi::S64>>().Attrs<GatedMlpAttributes>());
 #ifdef XLA_GPU_WITH_CUDA
-XLA_GPU_DEFINE_HANDLER(xla_gpu_gated_mlp_cuda, GatedMlpCuda, XLA_GPU_BIND_CUDA().XLA_GPU_GATED_MLP_SIGNATURE,
+XLA_GPU_DEFINE_HANDLER(xla_gpu_gated_mlp_cuda, GatedMlpCuda, XLA_GPU_BIND().XLA_GPU_GATED_MLP_SIGNATURE,
                        {ffi::Traits::kCmdBufferCompatible});
 #endif
 

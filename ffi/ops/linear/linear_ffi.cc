@@ -205,11 +205,11 @@ ffi::Error Linear(const ffi::RemainingArgs& args, const ffi::AnyBuffer& out, con
   });
 }
 
-ffi::Error LinearHost(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::Result<ffi::AnyBuffer> out,
+ffi::Error LinearHost(CallContext context, ffi::RemainingArgs args, ffi::Result<ffi::AnyBuffer> out,
                       ffi::Result<ffi::AnyBuffer> scratch, LinearAttributes attributes) {
   return Linear(
       args, *out, *scratch, attributes, [](const LinearParams& p) { return CheckZeroPoints(kNames, p, p.zero_point); },
-      [&](const LinearParams& p) { return RunLinear(p, XlaExecutor(pool)); });
+      [&](const LinearParams& p) { return RunLinear(p, XlaExecutor(context)); });
 }
 
 ffi::Error LinearScratch(ffi::RemainingArgs args, ffi::Result<ffi::BufferR0<ffi::S64>> bytes,
@@ -223,13 +223,13 @@ ffi::Error LinearScratch(ffi::RemainingArgs args, ffi::Result<ffi::BufferR0<ffi:
 }
 
 #ifdef XLA_GPU_WITH_CUDA
-ffi::Error LinearCuda(Stream stream, ffi::RemainingArgs args, ffi::Result<ffi::AnyBuffer> out,
+ffi::Error LinearCuda(CallContext context, ffi::RemainingArgs args, ffi::Result<ffi::AnyBuffer> out,
                       ffi::Result<ffi::AnyBuffer> scratch, LinearAttributes attributes) {
   const auto check = [&](const LinearParams& p) {
-    return attributes.check_inputs ? CheckZeroPointsOnDevice(kNames, p, stream) : Status::Ok();
+    return attributes.check_inputs ? CheckZeroPointsOnDevice(kNames, p, context.stream()) : Status::Ok();
   };
   return Linear(args, *out, *scratch, attributes, check,
-                [&](const LinearParams& p) { return LaunchLinear(p, stream); });
+                [&](const LinearParams& p) { return LaunchLinear(p, context.stream()); });
 }
 #endif
 
@@ -237,11 +237,11 @@ ffi::Error LinearCuda(Stream stream, ffi::RemainingArgs args, ffi::Result<ffi::A
 
 #define XLA_GPU_LINEAR_SIGNATURE RemainingArgs().Ret<ffi::AnyBuffer>().Ret<ffi::AnyBuffer>().Attrs<LinearAttributes>()
 
-XLA_GPU_DEFINE_HANDLER(xla_gpu_linear_host, LinearHost, XLA_GPU_BIND_HOST().XLA_GPU_LINEAR_SIGNATURE);
+XLA_GPU_DEFINE_HANDLER(xla_gpu_linear_host, LinearHost, XLA_GPU_BIND().XLA_GPU_LINEAR_SIGNATURE);
 XLA_GPU_DEFINE_SCRATCH(xla_gpu_linear_scratch_bytes, LinearScratch,
                        ffi::Ffi::Bind().RemainingArgs().Ret<ffi::BufferR0<ffi::S64>>().Attrs<LinearAttributes>());
 #ifdef XLA_GPU_WITH_CUDA
-XLA_GPU_DEFINE_HANDLER(xla_gpu_linear_cuda, LinearCuda, XLA_GPU_BIND_CUDA().XLA_GPU_LINEAR_SIGNATURE,
+XLA_GPU_DEFINE_HANDLER(xla_gpu_linear_cuda, LinearCuda, XLA_GPU_BIND().XLA_GPU_LINEAR_SIGNATURE,
                        {ffi::Traits::kCmdBufferCompatible});
 #endif
 

@@ -43,19 +43,19 @@ ffi::Error Merge(const ffi::AnyBuffer& out_a, const ffi::AnyBuffer& lse_a, const
   });
 }
 
-ffi::Error MergeAttentionStatesHost(ffi::ThreadPool pool, ffi::AnyBuffer out_a, ffi::AnyBuffer lse_a,
+ffi::Error MergeAttentionStatesHost(CallContext context, ffi::AnyBuffer out_a, ffi::AnyBuffer lse_a,
                                     ffi::AnyBuffer out_b, ffi::AnyBuffer lse_b, ffi::Result<ffi::AnyBuffer> out,
                                     ffi::Result<ffi::AnyBuffer> lse) {
   return Merge(out_a, lse_a, out_b, lse_b, *out, *lse,
-               [&](const auto& params) { return RunMergeAttentionStates(params, XlaExecutor(pool)); });
+               [&](const auto& params) { return RunMergeAttentionStates(params, XlaExecutor(context)); });
 }
 
 #ifdef XLA_GPU_WITH_CUDA
-ffi::Error MergeAttentionStatesCuda(Stream stream, ffi::AnyBuffer out_a, ffi::AnyBuffer lse_a, ffi::AnyBuffer out_b,
+ffi::Error MergeAttentionStatesCuda(CallContext context, ffi::AnyBuffer out_a, ffi::AnyBuffer lse_a, ffi::AnyBuffer out_b,
                                     ffi::AnyBuffer lse_b, ffi::Result<ffi::AnyBuffer> out,
                                     ffi::Result<ffi::AnyBuffer> lse) {
   return Merge(out_a, lse_a, out_b, lse_b, *out, *lse,
-               [&](const auto& params) { return LaunchMergeAttentionStates(params, stream); });
+               [&](const auto& params) { return LaunchMergeAttentionStates(params, context.stream()); });
 }
 #endif
 
@@ -72,10 +72,10 @@ ffi::Error MergeAttentionStatesCuda(Stream stream, ffi::AnyBuffer out_a, ffi::An
 // clang-format on
 
 XLA_GPU_DEFINE_HANDLER(xla_gpu_merge_attention_states_host, MergeAttentionStatesHost,
-                       XLA_GPU_BIND_HOST().XLA_GPU_MERGE_ATTENTION_STATES_SIGNATURE);
+                       XLA_GPU_BIND().XLA_GPU_MERGE_ATTENTION_STATES_SIGNATURE);
 #ifdef XLA_GPU_WITH_CUDA
 XLA_GPU_DEFINE_HANDLER(xla_gpu_merge_attention_states_cuda, MergeAttentionStatesCuda,
-                       XLA_GPU_BIND_CUDA().XLA_GPU_MERGE_ATTENTION_STATES_SIGNATURE,
+                       XLA_GPU_BIND().XLA_GPU_MERGE_ATTENTION_STATES_SIGNATURE,
                        {ffi::Traits::kCmdBufferCompatible});
 #endif
 

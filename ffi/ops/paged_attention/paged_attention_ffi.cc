@@ -234,10 +234,10 @@ ffi::Error PagedAttention(bool with_lse, const ffi::RemainingArgs& args, const f
 }
 
 template <bool kWithLse>
-ffi::Error PagedAttentionHost(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRets rets,
+ffi::Error PagedAttentionHost(CallContext context, ffi::RemainingArgs args, ffi::RemainingRets rets,
                               PagedAttentionAttributes attributes) {
   return PagedAttention(kWithLse, args, rets, attributes, CheckPagedAttentionMetadata,
-                        [&](const auto& params) { return RunPagedAttention(params, XlaExecutor(pool)); });
+                        [&](const auto& params) { return RunPagedAttention(params, XlaExecutor(context)); });
 }
 
 template <bool kWithLse>
@@ -253,13 +253,13 @@ ffi::Error PagedAttentionScratch(ffi::RemainingArgs args, ffi::Result<ffi::Buffe
 
 #ifdef XLA_GPU_WITH_CUDA
 template <bool kWithLse>
-ffi::Error PagedAttentionCuda(Stream stream, ffi::RemainingArgs args, ffi::RemainingRets rets,
+ffi::Error PagedAttentionCuda(CallContext context, ffi::RemainingArgs args, ffi::RemainingRets rets,
                               PagedAttentionAttributes attributes) {
   const auto check = [&](const PagedAttentionCall& params, const char* op) {
-    return attributes.check_inputs ? CheckPagedAttentionMetadataOnDevice(params, op, stream) : Status::Ok();
+    return attributes.check_inputs ? CheckPagedAttentionMetadataOnDevice(params, op, context.stream()) : Status::Ok();
   };
   return PagedAttention(kWithLse, args, rets, attributes, check,
-                        [&](const auto& params) { return LaunchPagedAttention(params, stream); });
+                        [&](const auto& params) { return LaunchPagedAttention(params, context.stream()); });
 }
 #endif
 
@@ -270,18 +270,18 @@ ffi::Error PagedAttentionCuda(Stream stream, ffi::RemainingArgs args, ffi::Remai
   ffi::Ffi::Bind().RemainingArgs().Ret<ffi::BufferR0<ffi::S64>>().Attrs<PagedAttentionAttributes>()
 
 XLA_GPU_DEFINE_HANDLER(xla_gpu_paged_attention_host, PagedAttentionHost<false>,
-                       XLA_GPU_BIND_HOST().XLA_GPU_PAGED_ATTENTION_SIGNATURE);
+                       XLA_GPU_BIND().XLA_GPU_PAGED_ATTENTION_SIGNATURE);
 XLA_GPU_DEFINE_HANDLER(xla_gpu_paged_attention_with_lse_host, PagedAttentionHost<true>,
-                       XLA_GPU_BIND_HOST().XLA_GPU_PAGED_ATTENTION_SIGNATURE);
+                       XLA_GPU_BIND().XLA_GPU_PAGED_ATTENTION_SIGNATURE);
 XLA_GPU_DEFINE_SCRATCH(xla_gpu_paged_attention_scratch_bytes, PagedAttentionScratch<false>,
                        XLA_GPU_PAGED_ATTENTION_SCRATCH_BINDING);
 XLA_GPU_DEFINE_SCRATCH(xla_gpu_paged_attention_with_lse_scratch_bytes, PagedAttentionScratch<true>,
                        XLA_GPU_PAGED_ATTENTION_SCRATCH_BINDING);
 #ifdef XLA_GPU_WITH_CUDA
 XLA_GPU_DEFINE_HANDLER(xla_gpu_paged_attention_cuda, PagedAttentionCuda<false>,
-                       XLA_GPU_BIND_CUDA().XLA_GPU_PAGED_ATTENTION_SIGNATURE, {ffi::Traits::kCmdBufferCompatible});
+                       XLA_GPU_BIND().XLA_GPU_PAGED_ATTENTION_SIGNATURE, {ffi::Traits::kCmdBufferCompatible});
 XLA_GPU_DEFINE_HANDLER(xla_gpu_paged_attention_with_lse_cuda, PagedAttentionCuda<true>,
-                       XLA_GPU_BIND_CUDA().XLA_GPU_PAGED_ATTENTION_SIGNATURE, {ffi::Traits::kCmdBufferCompatible});
+                       XLA_GPU_BIND().XLA_GPU_PAGED_ATTENTION_SIGNATURE, {ffi::Traits::kCmdBufferCompatible});
 #endif
 
 }  // namespace xla_gpu

@@ -85,7 +85,7 @@ ffi::Error ReshapeAndCache(const ffi::AnyBuffer& key, const ffi::AnyBuffer& valu
   });
 }
 
-ffi::Error ReshapeAndCacheHost(ffi::ThreadPool pool, ffi::AnyBuffer key, ffi::AnyBuffer value, ffi::AnyBuffer kv_cache,
+ffi::Error ReshapeAndCacheHost(CallContext context, ffi::AnyBuffer key, ffi::AnyBuffer value, ffi::AnyBuffer kv_cache,
                                ffi::AnyBuffer slot_mapping, ffi::RemainingArgs rest, ffi::Result<ffi::AnyBuffer> out,
                                bool /*check_inputs*/, bool kv_scales) {
   return ReshapeAndCache(
@@ -94,17 +94,17 @@ ffi::Error ReshapeAndCacheHost(ffi::ThreadPool pool, ffi::AnyBuffer key, ffi::An
         std::memcpy(destination, source, size);
         return Status::Ok();
       },
-      [&](const auto& params) { return RunReshapeAndCache(params, XlaExecutor(pool)); });
+      [&](const auto& params) { return RunReshapeAndCache(params, XlaExecutor(context)); });
 }
 
 #ifdef XLA_GPU_WITH_CUDA
-ffi::Error ReshapeAndCacheCuda(Stream stream, ffi::AnyBuffer key, ffi::AnyBuffer value, ffi::AnyBuffer kv_cache,
+ffi::Error ReshapeAndCacheCuda(CallContext context, ffi::AnyBuffer key, ffi::AnyBuffer value, ffi::AnyBuffer kv_cache,
                                ffi::AnyBuffer slot_mapping, ffi::RemainingArgs rest, ffi::Result<ffi::AnyBuffer> out,
                                bool check_inputs, bool kv_scales) {
   const auto check = [&](const ReshapeAndCacheParams& params) {
     if (!check_inputs || params.num_slots == 0) return Status::Ok();
     std::vector<char> slots(slot_mapping.size_bytes());
-    Status status = CopyToHost(slots.data(), params.slot_mapping, slots.size(), stream);
+    Status status = CopyToHost(slots.data(), params.slot_mapping, slots.size(), context.stream());
     if (!status.ok()) return status;
     ReshapeAndCacheParams on_host = params;
     on_host.slot_mapping = slots.data();
@@ -113,9 +113,9 @@ ffi::Error ReshapeAndCacheCuda(Stream stream, ffi::AnyBuffer key, ffi::AnyBuffer
   return ReshapeAndCache(
       key, value, kv_cache, slot_mapping, rest, *out, kv_scales, check,
       [&](void* destination, const void* source, size_t size) {
-        return CopyOnDevice(destination, source, size, stream);
+        return CopyOnDevice(destination, source, size, context.stream());
       },
-      [&](const auto& params) { return LaunchReshapeAndCache(params, stream); });
+      [&](const auto& params) { return LaunchReshapeAndCache(params, context.stream()); });
 }
 #endif
 
@@ -134,10 +134,10 @@ ffi::Error ReshapeAndCacheCuda(Stream stream, ffi::AnyBuffer key, ffi::AnyBuffer
 // clang-format on
 
 XLA_GPU_DEFINE_HANDLER(xla_gpu_reshape_and_cache_host, ReshapeAndCacheHost,
-                       XLA_GPU_BIND_HOST().XLA_GPU_RESHAPE_AND_CACHE_SIGNATURE);
+                       XLA_GPU_BIND().XLA_GPU_RESHAPE_AND_CACHE_SIGNATURE);
 #ifdef XLA_GPU_WITH_CUDA
 XLA_GPU_DEFINE_HANDLER(xla_gpu_reshape_and_cache_cuda, ReshapeAndCacheCuda,
-                       XLA_GPU_BIND_CUDA().XLA_GPU_RESHAPE_AND_CACHE_SIGNATURE, {ffi::Traits::kCmdBufferCompatible});
+                       XLA_GPU_BIND().XLA_GPU_RESHAPE_AND_CACHE_SIGNATURE, {ffi::Traits::kCmdBufferCompatible});
 #endif
 
 }  // namespace xla_gpu

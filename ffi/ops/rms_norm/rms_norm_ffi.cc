@@ -84,26 +84,26 @@ ffi::Error GetNorm(const char* op, const ffi::AnyBuffer& x, const std::optional<
 
 namespace {
 
-ffi::Error RmsNormHost(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer weight, ffi::RemainingArgs rest,
+ffi::Error RmsNormHost(CallContext context, ffi::AnyBuffer x, ffi::AnyBuffer weight, ffi::RemainingArgs rest,
                        ffi::Result<ffi::AnyBuffer> out, ffi::RemainingRets rets, float eps, float weight_offset,
                        bool round_once, bool has_residual) {
   return NoThrow(kRmsNormOp, [&]() -> ffi::Error {
     RmsNormParams params;
     XLA_GPU_RETURN_IF_ERROR(
         GetParams(x, weight, rest, *out, rets, {{eps, weight_offset, round_once}, has_residual}, &params));
-    return ToError(RunRmsNorm(params, XlaExecutor(pool)));
+    return ToError(RunRmsNorm(params, XlaExecutor(context)));
   });
 }
 
 #ifdef XLA_GPU_WITH_CUDA
-ffi::Error RmsNormCuda(Stream stream, ffi::AnyBuffer x, ffi::AnyBuffer weight, ffi::RemainingArgs rest,
+ffi::Error RmsNormCuda(CallContext context, ffi::AnyBuffer x, ffi::AnyBuffer weight, ffi::RemainingArgs rest,
                        ffi::Result<ffi::AnyBuffer> out, ffi::RemainingRets rets, float eps, float weight_offset,
                        bool round_once, bool has_residual) {
   return NoThrow(kRmsNormOp, [&]() -> ffi::Error {
     RmsNormParams params;
     XLA_GPU_RETURN_IF_ERROR(
         GetParams(x, weight, rest, *out, rets, {{eps, weight_offset, round_once}, has_residual}, &params));
-    return ToError(LaunchRmsNorm(params, stream));
+    return ToError(LaunchRmsNorm(params, context.stream()));
   });
 }
 #endif
@@ -123,9 +123,9 @@ ffi::Error RmsNormCuda(Stream stream, ffi::AnyBuffer x, ffi::AnyBuffer weight, f
       .Attr<bool>("has_residual")
 // clang-format on
 
-XLA_GPU_DEFINE_HANDLER(xla_gpu_rms_norm_host, RmsNormHost, XLA_GPU_BIND_HOST().XLA_GPU_RMS_NORM_SIGNATURE);
+XLA_GPU_DEFINE_HANDLER(xla_gpu_rms_norm_host, RmsNormHost, XLA_GPU_BIND().XLA_GPU_RMS_NORM_SIGNATURE);
 #ifdef XLA_GPU_WITH_CUDA
-XLA_GPU_DEFINE_HANDLER(xla_gpu_rms_norm_cuda, RmsNormCuda, XLA_GPU_BIND_CUDA().XLA_GPU_RMS_NORM_SIGNATURE,
+XLA_GPU_DEFINE_HANDLER(xla_gpu_rms_norm_cuda, RmsNormCuda, XLA_GPU_BIND().XLA_GPU_RMS_NORM_SIGNATURE,
                        {ffi::Traits::kCmdBufferCompatible});
 #endif
 

@@ -83,17 +83,17 @@ ffi::Error Embed(const EmbeddingBuffers& buffers, bool interleaved, Check&& chec
   });
 }
 
-ffi::Error EmbedHost(ffi::ThreadPool pool, ffi::AnyBuffer query, ffi::AnyBuffer key, ffi::AnyBuffer positions,
+ffi::Error EmbedHost(CallContext context, ffi::AnyBuffer query, ffi::AnyBuffer key, ffi::AnyBuffer positions,
                      ffi::AnyBuffer table, ffi::Result<ffi::AnyBuffer> query_out, ffi::Result<ffi::AnyBuffer> key_out,
                      bool interleaved, bool /*check_inputs*/) {
   return Embed(
       {query, key, positions, table, *query_out, *key_out}, interleaved,
       [](const auto& params) { return CheckPositions(kEmbedding, params.rotation, params.num_tokens); },
-      [&](const auto& params) { return RunRotaryEmbedding(params, XlaExecutor(pool)); });
+      [&](const auto& params) { return RunRotaryEmbedding(params, XlaExecutor(context)); });
 }
 
 #ifdef XLA_GPU_WITH_CUDA
-ffi::Error EmbedCuda(Stream stream, ffi::AnyBuffer query, ffi::AnyBuffer key, ffi::AnyBuffer positions,
+ffi::Error EmbedCuda(CallContext context, ffi::AnyBuffer query, ffi::AnyBuffer key, ffi::AnyBuffer positions,
                      ffi::AnyBuffer table, ffi::Result<ffi::AnyBuffer> query_out, ffi::Result<ffi::AnyBuffer> key_out,
                      bool interleaved, bool check_inputs) {
   return Embed(
@@ -101,9 +101,9 @@ ffi::Error EmbedCuda(Stream stream, ffi::AnyBuffer query, ffi::AnyBuffer key, ff
       [&](const auto& params) {
         if (!check_inputs) return Status::Ok();
         return CheckCopiedPositions(kEmbedding, params.rotation, params.num_tokens,
-                                    [&](auto... copy) { return CopyToHost(copy..., stream); });
+                                    [&](auto... copy) { return CopyToHost(copy..., context.stream()); });
       },
-      [&](const auto& params) { return LaunchRotaryEmbedding(params, stream); });
+      [&](const auto& params) { return LaunchRotaryEmbedding(params, context.stream()); });
 }
 #endif
 
@@ -271,7 +271,7 @@ ffi::Error AndCache(const CacheBuffers& b, const ffi::RemainingArgs& rest, const
   });
 }
 
-ffi::Error AndCacheHost(ffi::ThreadPool pool, ffi::AnyBuffer qkv, ffi::AnyBuffer positions, ffi::AnyBuffer table,
+ffi::Error AndCacheHost(CallContext context, ffi::AnyBuffer qkv, ffi::AnyBuffer positions, ffi::AnyBuffer table,
                         ffi::AnyBuffer kv_cache, ffi::AnyBuffer slot_mapping, ffi::RemainingArgs rest,
                         ffi::Result<ffi::AnyBuffer> query, ffi::Result<ffi::AnyBuffer> cache_out, bool check_inputs,
                         bool kv_scales, bool has_q_norm, bool has_k_norm, bool has_bias, bool interleaved,
@@ -284,23 +284,23 @@ ffi::Error AndCacheHost(ffi::ThreadPool pool, ffi::AnyBuffer qkv, ffi::AnyBuffer
         std::memcpy(destination, source, size);
         return Status::Ok();
       },
-      [&](const auto& params) { return RunRotaryAndCache(params, XlaExecutor(pool)); });
+      [&](const auto& params) { return RunRotaryAndCache(params, XlaExecutor(context)); });
 }
 
 #ifdef XLA_GPU_WITH_CUDA
-ffi::Error AndCacheCuda(Stream stream, ffi::AnyBuffer qkv, ffi::AnyBuffer positions, ffi::AnyBuffer table,
+ffi::Error AndCacheCuda(CallContext context, ffi::AnyBuffer qkv, ffi::AnyBuffer positions, ffi::AnyBuffer table,
                         ffi::AnyBuffer kv_cache, ffi::AnyBuffer slot_mapping, ffi::RemainingArgs rest,
                         ffi::Result<ffi::AnyBuffer> query, ffi::Result<ffi::AnyBuffer> cache_out, bool check_inputs,
                         bool kv_scales, bool has_q_norm, bool has_k_norm, bool has_bias, bool interleaved,
                         bool round_once, float norm_eps, float weight_offset) {
   const auto check = [&](const RotaryAndCacheParams& params) {
-    return check_inputs ? CheckRotaryAndCacheValuesOnDevice(kAndCache, params, stream) : Status::Ok();
+    return check_inputs ? CheckRotaryAndCacheValuesOnDevice(kAndCache, params, context.stream()) : Status::Ok();
   };
   return AndCache(
       {qkv, positions, table, kv_cache, slot_mapping, *query, *cache_out}, rest,
       {check_inputs, kv_scales, has_q_norm, has_k_norm, has_bias, interleaved, round_once, norm_eps, weight_offset},
-      check, [&](auto... copy) { return CopyOnDevice(copy..., stream); },
-      [&](const auto& params) { return LaunchRotaryAndCache(params, stream); });
+      check, [&](auto... copy) { return CopyOnDevice(copy..., context.stream()); },
+      [&](const auto& params) { return LaunchRotaryAndCache(params, context.stream()); });
 }
 #endif
 
@@ -338,14 +338,14 @@ ffi::Error AndCacheCuda(Stream stream, ffi::AnyBuffer qkv, ffi::AnyBuffer positi
 // clang-format on
 
 XLA_GPU_DEFINE_HANDLER(xla_gpu_rotary_embedding_host, EmbedHost,
-                       XLA_GPU_BIND_HOST().XLA_GPU_ROTARY_EMBEDDING_SIGNATURE);
+                       XLA_GPU_BIND().XLA_GPU_ROTARY_EMBEDDING_SIGNATURE);
 XLA_GPU_DEFINE_HANDLER(xla_gpu_rotary_and_cache_host, AndCacheHost,
-                       XLA_GPU_BIND_HOST().XLA_GPU_ROTARY_AND_CACHE_SIGNATURE);
+                       XLA_GPU_BIND().XLA_GPU_ROTARY_AND_CACHE_SIGNATURE);
 #ifdef XLA_GPU_WITH_CUDA
-XLA_GPU_DEFINE_HANDLER(xla_gpu_rotary_embedding_cuda, EmbedCuda, XLA_GPU_BIND_CUDA().XLA_GPU_ROTARY_EMBEDDING_SIGNATURE,
+XLA_GPU_DEFINE_HANDLER(xla_gpu_rotary_embedding_cuda, EmbedCuda, XLA_GPU_BIND().XLA_GPU_ROTARY_EMBEDDING_SIGNATURE,
                        {ffi::Traits::kCmdBufferCompatible});
 XLA_GPU_DEFINE_HANDLER(xla_gpu_rotary_and_cache_cuda, AndCacheCuda,
-                       XLA_GPU_BIND_CUDA().XLA_GPU_ROTARY_AND_CACHE_SIGNATURE, {ffi::Traits::kCmdBufferCompatible});
+                       XLA_GPU_BIND().XLA_GPU_ROTARY_AND_CACHE_SIGNATURE, {ffi::Traits::kCmdBufferCompatible});
 #endif
 
 }  // namespace xla_gpu

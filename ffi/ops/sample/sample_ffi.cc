@@ -70,15 +70,15 @@ ffi::Error Sample(const Buffers& buffers, Check&& check, Run&& run) {
   });
 }
 
-ffi::Error SampleHost(ffi::ThreadPool pool, ffi::AnyBuffer logits, ffi::AnyBuffer temperature, ffi::AnyBuffer top_k,
+ffi::Error SampleHost(CallContext context, ffi::AnyBuffer logits, ffi::AnyBuffer temperature, ffi::AnyBuffer top_k,
                       ffi::AnyBuffer top_p, ffi::AnyBuffer min_p, ffi::AnyBuffer seed, ffi::AnyBuffer step,
                       ffi::Result<ffi::AnyBuffer> token, ffi::Result<ffi::AnyBuffer> logprob, bool /*check_inputs*/) {
   return Sample({logits, temperature, top_k, top_p, min_p, seed, step, *token, *logprob}, CheckSampleRows,
-                [&](const SampleParams& params) { return RunSample(params, XlaExecutor(pool)); });
+                [&](const SampleParams& params) { return RunSample(params, XlaExecutor(context)); });
 }
 
 #ifdef XLA_GPU_WITH_CUDA
-ffi::Error SampleCuda(Stream stream, ffi::AnyBuffer logits, ffi::AnyBuffer temperature, ffi::AnyBuffer top_k,
+ffi::Error SampleCuda(CallContext context, ffi::AnyBuffer logits, ffi::AnyBuffer temperature, ffi::AnyBuffer top_k,
                       ffi::AnyBuffer top_p, ffi::AnyBuffer min_p, ffi::AnyBuffer seed, ffi::AnyBuffer step,
                       ffi::Result<ffi::AnyBuffer> token, ffi::Result<ffi::AnyBuffer> logprob, bool check_inputs) {
   const auto check = [&](const SampleParams& params) {
@@ -88,7 +88,7 @@ ffi::Error SampleCuda(Stream stream, ffi::AnyBuffer logits, ffi::AnyBuffer tempe
     const std::vector<int32_t> zeros(rows);
     const float* const sources[] = {params.temperature, params.top_p, params.min_p};
     for (size_t i = 0; i < 3; ++i) {
-      Status status = CopyToHost(numbers.data() + i * rows, sources[i], rows * sizeof(float), stream);
+      Status status = CopyToHost(numbers.data() + i * rows, sources[i], rows * sizeof(float), context.stream());
       if (!status.ok()) return status;
     }
     SampleParams on_host = params;
@@ -101,7 +101,7 @@ ffi::Error SampleCuda(Stream stream, ffi::AnyBuffer logits, ffi::AnyBuffer tempe
     return CheckSampleRows(on_host);
   };
   return Sample({logits, temperature, top_k, top_p, min_p, seed, step, *token, *logprob}, check,
-                [&](const SampleParams& params) { return LaunchSample(params, stream); });
+                [&](const SampleParams& params) { return LaunchSample(params, context.stream()); });
 }
 #endif
 
@@ -121,9 +121,9 @@ ffi::Error SampleCuda(Stream stream, ffi::AnyBuffer logits, ffi::AnyBuffer tempe
       .Attr<bool>("check_inputs")
 // clang-format on
 
-XLA_GPU_DEFINE_HANDLER(xla_gpu_sample_host, SampleHost, XLA_GPU_BIND_HOST().XLA_GPU_SAMPLE_SIGNATURE);
+XLA_GPU_DEFINE_HANDLER(xla_gpu_sample_host, SampleHost, XLA_GPU_BIND().XLA_GPU_SAMPLE_SIGNATURE);
 #ifdef XLA_GPU_WITH_CUDA
-XLA_GPU_DEFINE_HANDLER(xla_gpu_sample_cuda, SampleCuda, XLA_GPU_BIND_CUDA().XLA_GPU_SAMPLE_SIGNATURE,
+XLA_GPU_DEFINE_HANDLER(xla_gpu_sample_cuda, SampleCuda, XLA_GPU_BIND().XLA_GPU_SAMPLE_SIGNATURE,
                        {ffi::Traits::kCmdBufferCompatible});
 #endif
 

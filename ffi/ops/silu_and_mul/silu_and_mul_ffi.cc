@@ -39,21 +39,21 @@ ffi::Error GetParams(const ffi::AnyBuffer& x, const ffi::AnyBuffer& out, GatedAc
 }
 
 template <GatedActivation kActivation>
-ffi::Error Host(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Result<ffi::AnyBuffer> out) {
+ffi::Error Host(CallContext context, ffi::AnyBuffer x, ffi::Result<ffi::AnyBuffer> out) {
   return NoThrow(NameOf(kActivation), [&]() -> ffi::Error {
     ActivationAndMulParams params;
     XLA_GPU_RETURN_IF_ERROR(GetParams(x, *out, kActivation, &params));
-    return ToError(RunActivationAndMul(params, XlaExecutor(pool)));
+    return ToError(RunActivationAndMul(params, XlaExecutor(context)));
   });
 }
 
 #ifdef XLA_GPU_WITH_CUDA
 template <GatedActivation kActivation>
-ffi::Error Cuda(Stream stream, ffi::AnyBuffer x, ffi::Result<ffi::AnyBuffer> out) {
+ffi::Error Cuda(CallContext context, ffi::AnyBuffer x, ffi::Result<ffi::AnyBuffer> out) {
   return NoThrow(NameOf(kActivation), [&]() -> ffi::Error {
     ActivationAndMulParams params;
     XLA_GPU_RETURN_IF_ERROR(GetParams(x, *out, kActivation, &params));
-    return ToError(LaunchActivationAndMul(params, stream));
+    return ToError(LaunchActivationAndMul(params, context.stream()));
   });
 }
 #endif
@@ -67,14 +67,14 @@ ffi::Error Cuda(Stream stream, ffi::AnyBuffer x, ffi::Result<ffi::AnyBuffer> out
 // clang-format on
 
 XLA_GPU_DEFINE_HANDLER(xla_gpu_silu_and_mul_host, Host<GatedActivation::kSilu>,
-                       XLA_GPU_BIND_HOST().XLA_GPU_ACTIVATION_AND_MUL_SIGNATURE);
+                       XLA_GPU_BIND().XLA_GPU_ACTIVATION_AND_MUL_SIGNATURE);
 XLA_GPU_DEFINE_HANDLER(xla_gpu_gelu_and_mul_host, Host<GatedActivation::kGeluTanh>,
-                       XLA_GPU_BIND_HOST().XLA_GPU_ACTIVATION_AND_MUL_SIGNATURE);
+                       XLA_GPU_BIND().XLA_GPU_ACTIVATION_AND_MUL_SIGNATURE);
 #ifdef XLA_GPU_WITH_CUDA
 XLA_GPU_DEFINE_HANDLER(xla_gpu_silu_and_mul_cuda, Cuda<GatedActivation::kSilu>,
-                       XLA_GPU_BIND_CUDA().XLA_GPU_ACTIVATION_AND_MUL_SIGNATURE, {ffi::Traits::kCmdBufferCompatible});
+                       XLA_GPU_BIND().XLA_GPU_ACTIVATION_AND_MUL_SIGNATURE, {ffi::Traits::kCmdBufferCompatible});
 XLA_GPU_DEFINE_HANDLER(xla_gpu_gelu_and_mul_cuda, Cuda<GatedActivation::kGeluTanh>,
-                       XLA_GPU_BIND_CUDA().XLA_GPU_ACTIVATION_AND_MUL_SIGNATURE, {ffi::Traits::kCmdBufferCompatible});
+                       XLA_GPU_BIND().XLA_GPU_ACTIVATION_AND_MUL_SIGNATURE, {ffi::Traits::kCmdBufferCompatible});
 #endif
 
 }  // namespace xla_gpu

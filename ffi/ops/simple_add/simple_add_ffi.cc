@@ -30,13 +30,13 @@ ffi::Error SimpleAdd(const ffi::AnyBuffer& a, const ffi::AnyBuffer& b, const ffi
   });
 }
 
-ffi::Error SimpleAddHost(ffi::ThreadPool pool, ffi::AnyBuffer a, ffi::AnyBuffer b, ffi::Result<ffi::AnyBuffer> out) {
-  return SimpleAdd(a, b, *out, [&](const auto& params) { return RunSimpleAdd(params, XlaExecutor(pool)); });
+ffi::Error SimpleAddHost(CallContext context, ffi::AnyBuffer a, ffi::AnyBuffer b, ffi::Result<ffi::AnyBuffer> out) {
+  return SimpleAdd(a, b, *out, [&](const auto& params) { return RunSimpleAdd(params, XlaExecutor(context)); });
 }
 
 #ifdef XLA_GPU_WITH_CUDA
-ffi::Error SimpleAddCuda(Stream stream, ffi::AnyBuffer a, ffi::AnyBuffer b, ffi::Result<ffi::AnyBuffer> out) {
-  return SimpleAdd(a, b, *out, [&](const auto& params) { return LaunchSimpleAdd(params, stream); });
+ffi::Error SimpleAddCuda(CallContext context, ffi::AnyBuffer a, ffi::AnyBuffer b, ffi::Result<ffi::AnyBuffer> out) {
+  return SimpleAdd(a, b, *out, [&](const auto& params) { return LaunchSimpleAdd(params, context.stream()); });
 }
 #endif
 
@@ -49,9 +49,9 @@ ffi::Error SimpleAddCuda(Stream stream, ffi::AnyBuffer a, ffi::AnyBuffer b, ffi:
       .Ret<ffi::AnyBuffer>()  /* out */
 // clang-format on
 
-XLA_GPU_DEFINE_HANDLER(xla_gpu_simple_add_host, SimpleAddHost, XLA_GPU_BIND_HOST().XLA_GPU_SIMPLE_ADD_SIGNATURE);
+XLA_GPU_DEFINE_HANDLER(xla_gpu_simple_add_host, SimpleAddHost, XLA_GPU_BIND().XLA_GPU_SIMPLE_ADD_SIGNATURE);
 #ifdef XLA_GPU_WITH_CUDA
-XLA_GPU_DEFINE_HANDLER(xla_gpu_simple_add_cuda, SimpleAddCuda, XLA_GPU_BIND_CUDA().XLA_GPU_SIMPLE_ADD_SIGNATURE,
+XLA_GPU_DEFINE_HANDLER(xla_gpu_simple_add_cuda, SimpleAddCuda, XLA_GPU_BIND().XLA_GPU_SIMPLE_ADD_SIGNATURE,
                        {ffi::Traits::kCmdBufferCompatible});
 #endif
 
