@@ -140,8 +140,7 @@ ffi::Error CallOnHost(CallContext, ffi::RemainingArgs operands, ffi::RemainingRe
   });
 }
 
-XLA_FFI_DEFINE_HANDLER(HostHandler, CallOnHost,
-                       XLA_GPU_BIND().RemainingArgs().RemainingRets().Attrs<RawAttributes>());
+XLA_FFI_DEFINE_HANDLER(HostHandler, CallOnHost, XLA_GPU_BIND().RemainingArgs().RemainingRets().Attrs<RawAttributes>());
 
 #ifdef XLA_GPU_WITH_CUDA
 // Makes `stream` the one on which tvm-ffi functions of this thread launch, as long as the scope lives.
@@ -171,8 +170,7 @@ ffi::Error CallOnCuda(CallContext context, ffi::RemainingArgs operands, ffi::Rem
   });
 }
 
-XLA_FFI_DEFINE_HANDLER(CudaHandler, CallOnCuda,
-                       XLA_GPU_BIND().RemainingArgs().RemainingRets().Attrs<RawAttributes>());
+XLA_FFI_DEFINE_HANDLER(CudaHandler, CallOnCuda, XLA_GPU_BIND().RemainingArgs().RemainingRets().Attrs<RawAttributes>());
 XLA_FFI_DEFINE_HANDLER(CapturedHandler, CallOnCuda,
                        XLA_GPU_BIND().RemainingArgs().RemainingRets().Attrs<RawAttributes>(),
                        {ffi::Traits::kCmdBufferCompatible});

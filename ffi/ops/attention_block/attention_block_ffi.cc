@@ -229,7 +229,10 @@ ffi::Error AttentionBlockCuda(CallContext context, ffi::RemainingArgs args, ffi:
   const auto check = [&](const AttentionBlockParams& p) {
     if (!attributes.check_inputs) return Status::Ok();
     return CheckParts(
-        p, [&](const auto& names, const LinearParams& part) { return CheckZeroPointsOnDevice(names, part, context.stream()); },
+        p,
+        [&](const auto& names, const LinearParams& part) {
+          return CheckZeroPointsOnDevice(names, part, context.stream());
+        },
         [&](const RotaryAndCacheParams& part) {
           return CheckRotaryAndCacheValuesOnDevice(kAttentionBlockOp, part, context.stream());
         },
@@ -238,7 +241,8 @@ ffi::Error AttentionBlockCuda(CallContext context, ffi::RemainingArgs args, ffi:
         });
   };
   return AttentionBlock(
-      args, *out, *cache, *scratch, attributes, check, [&](auto... copy) { return CopyOnDevice(copy..., context.stream()); },
+      args, *out, *cache, *scratch, attributes, check,
+      [&](auto... copy) { return CopyOnDevice(copy..., context.stream()); },
       [&](const AttentionBlockParams& p) { return LaunchAttentionBlock(p, context.stream()); });
 }
 #endif

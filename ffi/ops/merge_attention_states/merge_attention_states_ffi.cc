@@ -51,8 +51,8 @@ ffi::Error MergeAttentionStatesHost(CallContext context, ffi::AnyBuffer out_a, f
 }
 
 #ifdef XLA_GPU_WITH_CUDA
-ffi::Error MergeAttentionStatesCuda(CallContext context, ffi::AnyBuffer out_a, ffi::AnyBuffer lse_a, ffi::AnyBuffer out_b,
-                                    ffi::AnyBuffer lse_b, ffi::Result<ffi::AnyBuffer> out,
+ffi::Error MergeAttentionStatesCuda(CallContext context, ffi::AnyBuffer out_a, ffi::AnyBuffer lse_a,
+                                    ffi::AnyBuffer out_b, ffi::AnyBuffer lse_b, ffi::Result<ffi::AnyBuffer> out,
                                     ffi::Result<ffi::AnyBuffer> lse) {
   return Merge(out_a, lse_a, out_b, lse_b, *out, *lse,
                [&](const auto& params) { return LaunchMergeAttentionStates(params, context.stream()); });
@@ -75,8 +75,7 @@ XLA_GPU_DEFINE_HANDLER(xla_gpu_merge_attention_states_host, MergeAttentionStates
                        XLA_GPU_BIND().XLA_GPU_MERGE_ATTENTION_STATES_SIGNATURE);
 #ifdef XLA_GPU_WITH_CUDA
 XLA_GPU_DEFINE_HANDLER(xla_gpu_merge_attention_states_cuda, MergeAttentionStatesCuda,
-                       XLA_GPU_BIND().XLA_GPU_MERGE_ATTENTION_STATES_SIGNATURE,
-                       {ffi::Traits::kCmdBufferCompatible});
+                       XLA_GPU_BIND().XLA_GPU_MERGE_ATTENTION_STATES_SIGNATURE, {ffi::Traits::kCmdBufferCompatible});
 #endif
 
 }  // namespace xla_gpu

@@ -21,7 +21,7 @@ ffi::Error GetOperands(const ffi::AnyBuffer& x, const ffi::AnyBuffer& total, Acc
 
 int64_t ScratchBytes(const AccumulateParams& params) { return params.size * int64_t{sizeof(float)}; }
 
-ffi::Error AccumulateHost(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer total, ffi::Result<ffi::AnyBuffer> out,
+ffi::Error AccumulateHost(CallContext context, ffi::AnyBuffer x, ffi::AnyBuffer total, ffi::Result<ffi::AnyBuffer> out,
                           ffi::Result<ffi::AnyBuffer> scratch, float scale) {
   return NoThrow(kOp, [&]() -> ffi::Error {
     AccumulateParams params;
@@ -35,7 +35,7 @@ ffi::Error AccumulateHost(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer
     if (out->untyped_data() != total.untyped_data() && total.size_bytes() > 0) {
       std::memcpy(out->untyped_data(), total.untyped_data(), total.size_bytes());
     }
-    return ToError(RunAccumulate(params, XlaExecutor(pool)));
+    return ToError(RunAccumulate(params, XlaExecutor(context)));
   });
 }
 
@@ -57,7 +57,7 @@ ffi::Error AccumulateScratch(ffi::AnyBuffer x, ffi::AnyBuffer total, ffi::Result
       .Arg<ffi::AnyBuffer>()     /* total */
 
 XLA_GPU_DEFINE_HANDLER(xla_gpu_accumulate_host, AccumulateHost,
-                       XLA_GPU_BIND_HOST().XLA_GPU_ACCUMULATE_OPERANDS
+                       XLA_GPU_BIND().XLA_GPU_ACCUMULATE_OPERANDS
                            .Ret<ffi::AnyBuffer>()    /* out */
                            .Ret<ffi::AnyBuffer>()    /* scratch */
                            .Attr<float>("scale"));
