@@ -219,9 +219,10 @@ def resolve(asked: str, known: list[int], cuda: tuple[int, int]) -> tuple[list[s
 
 
 def of_gpu(gpu: Gpu, known: list[int], cuda: tuple[int, int]) -> list[str]:
-    """Code for a GPU, and PTX, which later GPUs can compile."""
+    """Code for a GPU, and its PTX."""
     if gpu.architecture == 90:
-        return ["90a-real", "90-virtual"]  # 90a's code and PTX run on Hopper alone
+        # 90a's PTX runs on Hopper alone. That of 90, for later GPUs, would be generated apart: a third more time.
+        return ["90a"]
     older = [number for number in known if OLDEST_GPU <= number <= gpu.architecture]
     if not older:
         raise Unusable(f"nvcc {_dotted(cuda)} makes no code for {gpu}: take another CUDA toolkit; {_HOST_ONLY}")

@@ -86,8 +86,8 @@ class Machine:
 @pytest.mark.parametrize(
     ("gpus", "expected"),
     [
-        ([H200], "90a-real;90-virtual"),
-        ([H200] * 8, "90a-real;90-virtual"),
+        ([H200], "90a"),
+        ([H200] * 8, "90a"),
         ([L4], "89"),
         (["NVIDIA A100, 8.0", L4], "80;89"),
         (["NVIDIA GB300, 10.3"], "103"),
