@@ -18,7 +18,7 @@ constexpr int kMaxCluster = 8;
 constexpr int kBins = 1024;
 constexpr int kBinBits = 10;
 constexpr int kHalfBits = 15;  // of a mass: low and high bits have sums of their own, since shared memory adds 32 bits
-constexpr uint32_t kMaxUnfolded = 1 << 15;  // logits of a CTA whose parts 32 bits hold
+constexpr uint32_t kMaxLogitsOf32Bits = 1 << 15;  // logits of a CTA whose halves of masses add up to 32 bits
 // The first pass of a search: 64 bins for each power of two from 2^-8 to 2^8, where distances that matter lie.
 constexpr uint32_t kFirstBin = 0x3b800000 >> 17;  // of 2^-8
 constexpr int kFirstShift = 17;
@@ -277,7 +277,7 @@ class Row {
       atomicAdd(&shared_.low[bin], kMass ? weight & ((1u << kHalfBits) - 1) : weight);
       if (kMass && weight >> kHalfBits != 0) atomicAdd(&shared_.high[bin], weight >> kHalfBits);
     };
-    const auto fold = [&] {
+    const auto accumulate = [&] {
       __syncthreads();
       for (int bin = threadIdx.x; bin < kBins; bin += kThreads) {
         shared_.sums[bin] += shared_.low[bin] + (static_cast<uint64_t>(shared_.high[bin]) << kHalfBits);
@@ -287,12 +287,12 @@ class Row {
     };
     if (collected_) {
       for (int i = threadIdx.x; i < shared_.count; i += kThreads) add(shared_.logits[i]);
-      fold();
+      accumulate();
     } else {
       const uint32_t vectors = Vectors();
       const uint32_t step = ranks_ * kThreads;
       const uint32_t rounds = (vectors + step - 1) / step;
-      constexpr uint32_t kRounds = kMaxUnfolded / (kThreads * kSize);
+      constexpr uint32_t kRounds = kMaxLogitsOf32Bits / (kThreads * kSize);
       for (uint32_t begin = 0; begin < rounds; begin += kRounds) {
         const uint32_t end = min(begin + kRounds, rounds);
 #pragma unroll 4
@@ -306,7 +306,7 @@ class Row {
             }
           });
         }
-        fold();
+        accumulate();
       }
     }
     Sync();

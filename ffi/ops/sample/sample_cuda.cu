@@ -34,9 +34,9 @@ __device__ __forceinline__ uint64_t RankOfScore(const RowOptions& options, float
   return RankOf(Score(distance, sharpness, word), index);
 }
 
-// The token of a row that is sampled; in the first CTA of the cluster. `place`: the index of the largest logit.
+// The token of a row that is sampled; in the first CTA of the cluster. `argmax`: the index of the largest logit.
 template <typename T>
-__device__ uint32_t Draw(Row<T>& row, const T* logits, const RowOptions& options, float largest, uint32_t place,
+__device__ uint32_t Draw(Row<T>& row, const T* logits, const RowOptions& options, float largest, uint32_t argmax,
                          int64_t vocab) {
   const float sharpness = options.sharpness();
   uint32_t limit = MinPLimit(options);
@@ -72,7 +72,7 @@ __device__ uint32_t Draw(Row<T>& row, const T* logits, const RowOptions& options
       if (Bits(distance) <= limit) best = max(best, RankOfScore(options, sharpness, distance, i));
     };
     // A first bound: the best of one logit from each thread, among them the largest logit, which is always left.
-    const uint32_t mine = threadIdx.x == 0 ? place : row.FirstIndex();
+    const uint32_t mine = threadIdx.x == 0 ? argmax : row.FirstIndex();
     if (mine < vocab) score(mine);
     volatile int* const shared_bound = row.SharedBound(best != 0 ? LogitOf(best) : -INFINITY);
     uint32_t candidates = 0;
@@ -130,17 +130,17 @@ __global__ void __launch_bounds__(kThreads, 2) SampleKernel(const __grid_constan
   uint32_t token = 0;
   uint64_t mass = 0;
   if (chooses) {
-    // ---- Its place, and the softmax's sum
-    uint64_t place = ~uint64_t{0};
+    // ---- Its index, and the softmax's sum
+    uint64_t argmax = ~uint64_t{0};
     row.ForEachVector([&](uint32_t begin, const float* values, int) {
 #pragma unroll
       for (int j = 0; j < Row<T>::kSize; ++j) {
         mass += Mass40(Distance(largest, values[j]));
-        if (values[j] == largest) place = min(place, static_cast<uint64_t>(begin + j));
+        if (values[j] == largest) argmax = min(argmax, static_cast<uint64_t>(begin + j));
       }
     });
     mass = row.Reduce(mass, Sum());
-    token = static_cast<uint32_t>(row.Reduce(place, Min()));
+    token = static_cast<uint32_t>(row.Reduce(argmax, Min()));
     if (options.temperature > 0.0f) token = Draw(row, logits, options, largest, token, p.vocab);
   }
   if (ClusterRank() == 0 && threadIdx.x == 0) {
