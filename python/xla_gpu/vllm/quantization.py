@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from vllm.attention.layer import Attention
 from vllm.model_executor.layers.fused_moe.layer import FusedMoE
 from vllm.model_executor.layers.linear import (
     WEIGHT_LOADER_V2_SUPPORTED,
@@ -20,6 +21,7 @@ from vllm.model_executor.layers.linear import (
 from vllm.model_executor.layers.quantization import register_quantization_config
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
 from vllm.model_executor.layers.quantization.compressed_tensors.utils import should_ignore_layer
+from vllm.model_executor.layers.quantization.kv_cache import BaseKVCacheMethod
 from vllm.model_executor.layers.quantization.utils.quant_utils import is_layer_skipped
 from vllm.model_executor.parameter import (
     BasevLLMParameter,
@@ -54,6 +56,7 @@ class CheckpointQuantization(QuantizationConfig):  # type: ignore[misc]
         super().__init__()
         self.settings = settings
         self.format = CheckpointFormat({"quantization_config": settings})
+        self.has_cache_scales = False
         self.packed_layers: set[str] = set()  # of int4 that the checkpoint's files hold; empty: not known
 
     def __reduce__(self) -> Any:  # for vLLM's other processes; the format holds functions
@@ -99,7 +102,11 @@ class CheckpointQuantization(QuantizationConfig):  # type: ignore[misc]
             raise ValueError(f"xla_gpu.vllm: this checkpoint is not supported: {error}") from None
 
     def get_quant_method(self, layer: nn.Module, prefix: str) -> QuantizeMethodBase | None:
-        """The method of a linear layer or of experts; other layers are not quantised."""
+        """The method of a linear layer or of experts; of attention that of its cache's scales, if it is float8."""
+        if isinstance(layer, Attention):
+            # vLLM takes no scales with e5m2. Its method reads float8_e4m3 ones, and notes them on the layer.
+            self.has_cache_scales = layer.kv_cache_dtype != "fp8_e5m2"
+            return BaseKVCacheMethod(self) if self.has_cache_scales else None
         if isinstance(layer, FusedMoE):
             if self._is_plain(prefix):
                 return None
@@ -109,6 +116,14 @@ class CheckpointQuantization(QuantizationConfig):  # type: ignore[misc]
         if not isinstance(layer, LinearBase):
             return None
         return UnquantizedLinearMethod() if self._is_plain(prefix) else CheckpointLinearMethod(self)
+
+    def get_cache_scale(self, name: str) -> str | None:
+        """VLLM's name of a scale of the KV cache that a checkpoint names as a layer's output; None: it is none."""
+        if self.has_cache_scales and name.endswith(".output_scale"):
+            for part in ("k", "v"):
+                if name.endswith(f".{part}_proj.output_scale"):
+                    return name.replace(f".{part}_proj.output_scale", f".attn.{part}_scale")
+        return None
 
     def _is_plain(self, prefix: str) -> bool:
         settings, joined = self.settings, self.packed_modules_mapping
