@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch_xla
+import torch_xla.backends
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
 
@@ -19,6 +20,12 @@ from xla_gpu.vllm.block_tables import BlockTables
 from xla_gpu.vllm.kv_cache import KVCaches
 from xla_gpu.vllm.program import FallbackError, Program, compilations, compiled_together
 from xla_gpu.vllm.step_layout import StepLayout
+
+
+@pytest.fixture(scope="module", autouse=True)
+def float32_products():
+    """On a GPU XLA would multiply float32 matrices in TF32, which the worker does not let it do either."""
+    torch_xla.backends.set_mat_mul_precision("highest")
 
 
 def test_buckets():

@@ -79,8 +79,13 @@ class Matrices(NamedTuple):
 
 
 def _scaled(out: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
-    """Products T[count, rows, n], their rows of n scaled."""
-    return out if scale is None else (out.float() * scale[:, None]).to(out.dtype)
+    """Products T[..., n], scaled by float32[..., n]."""
+    return out if scale is None else (out.float() * scale).to(out.dtype)
+
+
+def _of_rows(scale: torch.Tensor | None) -> torch.Tensor | None:
+    """For several rows of each matrix."""
+    return None if scale is None else scale[:, None]
 
 
 def experts(
@@ -148,8 +153,8 @@ def _by_own_weights(
     own13, scale13 = w13.values(x.dtype, chosen.reshape(-1))  # [rows * top_k, 2 * intermediate, hidden]
     own2, scale2 = w2.values(x.dtype, chosen.reshape(-1))
     repeated = x[:, None].expand(rows, top_k, x.shape[1]).reshape(rows * top_k, x.shape[1], 1)
-    gate, up = _scaled(torch.bmm(own13, repeated).transpose(1, 2), scale13)[:, 0].chunk(2, -1)
-    out = _scaled(torch.bmm(own2, (act(gate) * up)[..., None]).transpose(1, 2), scale2).view(rows, top_k, -1)
+    gate, up = _scaled(torch.bmm(own13, repeated)[..., 0], scale13).chunk(2, -1)
+    out = _scaled(torch.bmm(own2, (act(gate) * up)[..., None])[..., 0], scale2).view(rows, top_k, -1)
     return (out * weights[..., None].to(x.dtype)).sum(1)
 
 
@@ -157,8 +162,8 @@ def _by_all(
     x: torch.Tensor, w13: Matrices, w2: Matrices, weights: torch.Tensor, chosen: torch.Tensor, act: _Function
 ) -> torch.Tensor:
     (all13, scale13), (all2, scale2) = w13.values(x.dtype), w2.values(x.dtype)
-    gate, up = _scaled(torch.einsum("th,eoh->eto", x, all13), scale13).chunk(2, -1)
-    out = _scaled(torch.einsum("eti,ehi->eth", act(gate) * up, all2), scale2)
+    gate, up = _scaled(torch.einsum("th,eoh->eto", x, all13), _of_rows(scale13)).chunk(2, -1)
+    out = _scaled(torch.einsum("eti,ehi->eth", act(gate) * up, all2), _of_rows(scale2))
     is_own = chosen[..., None] == torch.arange(out.shape[0], device=x.device)  # [rows, top_k, num_experts]
     share = torch.where(is_own, weights[..., None], torch.zeros_like(weights)[..., None]).sum(1)
     own = is_own.any(1).t()[..., None]
@@ -203,8 +208,8 @@ def _by_blocks(
         # Slices, not split, for the same reason.
         part, part_expert = own[begin : begin + at_once], expert[begin : begin + at_once]
         (own13, scale13), (own2, scale2) = w13.values(x.dtype, part_expert), w2.values(x.dtype, part_expert)
-        gate, up = _scaled(torch.bmm(part, own13.transpose(1, 2)), scale13).chunk(2, -1)
-        parts.append(_scaled(torch.bmm(act(gate) * up, own2.transpose(1, 2)), scale2))
+        gate, up = _scaled(torch.bmm(part, own13.transpose(1, 2)), _of_rows(scale13)).chunk(2, -1)
+        parts.append(_scaled(torch.bmm(act(gate) * up, own2.transpose(1, 2)), _of_rows(scale2)))
     out = torch.cat(parts).view(blocks * size, -1)
     # Where each pair's result is, in the order of rows again.
     first_row = first_blocks * size - starts
