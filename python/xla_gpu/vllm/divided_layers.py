@@ -24,8 +24,9 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, 
 
 import xla_gpu.torch as xg
 
+from ..quantization.weights import GROUP
 from . import moe
-from .quantization import GROUP, CheckpointLinearMethod
+from .quantization import CheckpointLinearMethod
 from .tensor_parallel import TensorParallel
 
 # What linear's kernels take: of n and k a multiple of this.

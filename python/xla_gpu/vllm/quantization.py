@@ -38,12 +38,13 @@ from vllm.transformers_utils.config import get_safetensors_params_metadata
 import xla_gpu.torch as xg
 
 from ..quantization import CheckpointFormat
+from ..quantization.weights import GROUP
+from .quantized_experts import CheckpointMoEMethod
 
 # What config.json calls the methods that are taken, and what this back end calls them all.
 METHODS = ("compressed-tensors", "fp8", "awq", "gptq")
 NAME = "xla_gpu"
 
-GROUP = 128  # of a scale: values of packed int4 along k, and a side of a float8 block
 _PER_WORD = 8  # int4 values in an int32
 
 
@@ -110,9 +111,7 @@ class CheckpointQuantization(QuantizationConfig):  # type: ignore[misc]
         if isinstance(layer, FusedMoE):
             if self._is_plain(prefix):
                 return None
-            from .quantized_experts import CheckpointMoEMethod
-
-            return CheckpointMoEMethod(self, layer.moe_config)
+            return CheckpointMoEMethod(self.settings, self.format, layer.moe_config)
         if not isinstance(layer, LinearBase):
             return None
         return UnquantizedLinearMethod() if self._is_plain(prefix) else CheckpointLinearMethod(self)

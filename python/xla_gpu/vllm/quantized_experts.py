@@ -16,9 +16,9 @@ from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
 
 from .. import quantization
-from ..quantization import LinearWeight
+from ..quantization import CheckpointFormat, LinearWeight
+from ..quantization.weights import GROUP
 from . import moe
-from .quantization import GROUP, CheckpointQuantization
 
 # Along which dimension a checkpoint's tensors are joined along n; None: those that all experts have alike, or nobody
 # needs.
@@ -46,12 +46,13 @@ _Stored = dict[tuple[str, int], torch.Tensor]  # by shard and expert
 class CheckpointMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
     """Experts with the checkpoint's tensors until they are loaded, then with those that ``linear`` would take."""
 
-    def __init__(self, config: CheckpointQuantization, experts: FusedMoEConfig) -> None:
+    def __init__(self, settings: dict[str, Any], layout: CheckpointFormat, experts: FusedMoEConfig) -> None:
+        """settings: the checkpoint's quantization_config, of which ``layout`` is made."""
         super().__init__(experts)
-        self._config = config
-        groups: list[dict[str, Any]] = list((config.settings.get("config_groups") or {}).values())
+        self._format = layout
+        groups: list[dict[str, Any]] = list((settings.get("config_groups") or {}).values())
         self._weights: dict[str, Any] = groups[0]["weights"] if groups else {}
-        self._has_blocks = bool(config.settings.get("weight_block_size")) or self._weights.get("strategy") == "block"
+        self._has_blocks = bool(settings.get("weight_block_size")) or self._weights.get("strategy") == "block"
 
     def create_weights(
         self,
@@ -111,7 +112,7 @@ class CheckpointMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
         if scale is not None and scale.numel() == len(keys):
             # One scale for each matrix becomes one for each of its rows.
             joined["experts.weight_scale"] = scale.reshape(-1).repeat_interleave(rows_of_one)
-        made = self._config.format.load("experts", joined.__getitem__, set(joined), layer.params_dtype)
+        made = self._format.load("experts", joined.__getitem__, set(joined), layer.params_dtype)
         rows, columns = made.weight.shape
         columns *= 2 if made.weight.dtype is torch.uint8 else 1
         if (rows, columns) != (num_experts * n, k):
@@ -122,7 +123,7 @@ class CheckpointMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
     def _random(self, shape: tuple[int, int, int], dtype: torch.dtype) -> LinearWeight:
         """In the checkpoint's format, of any numbers, for vLLM's load format "dummy"."""
         num_experts, n, k = shape
-        if self._config.format.method in ("awq", "gptq") or self._weights.get("num_bits") == 4:
+        if self._format.method in ("awq", "gptq") or self._weights.get("num_bits") == 4:
             one = quantization.quantize(torch.zeros(n, k, dtype=dtype), "int4")
         else:
             one = quantization.quantize(torch.zeros(n, k), "int8" if self._weights.get("type") == "int" else "float8")
