@@ -137,3 +137,17 @@ def test_a_grid_function_is_asked_each_time(launched):
         call(X, X, 1000)
         grids.append(attribute(launched[-1], "grid", np.int64)[0])
     assert grids == [4, 4, 2] and launched[0] is launched[1]
+
+
+def test_vmap_launches_once_for_each_element(scale, launched):
+    call = xg.kernel_call(scale, X, grid=8, block=128)
+    assert torch.vmap(lambda x: call(x, 2.0, 1000))(torch.zeros(3, 1000)).shape == (3, 1000)
+    assert len(launched) == 3
+    across = torch.vmap(lambda x: call(x, 2.0, 1000), in_dims=1, out_dims=1)
+    assert across(torch.zeros(1000, 2)).shape == (1000, 2) and len(launched) == 5
+    with pytest.raises(ValueError, match=r"kernel_call: torch\.vmap: expected a batch of 1 or more, got 0"):
+        torch.vmap(lambda x: call(x, 2.0, 1000))(torch.zeros(0, 1000))
+    kernel = xg.cuda_kernel(sources.INCREMENT, "increment", arch="sm_90a")
+    update = xg.kernel_call_(kernel, X, grid=8, block=128, input_output_aliases={0: 0})
+    with pytest.raises(RuntimeError, match=r"kernel_call_ cannot run under torch\.vmap"):
+        torch.vmap(lambda x: update(x, 1000))(torch.zeros(3, 1000))

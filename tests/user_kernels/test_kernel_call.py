@@ -35,9 +35,6 @@ class Like:
         self.shape, self.dtype = shape, np.dtype(dtype)
 
 
-FLOATS_LIKE = Like((1000,), np.float32)
-
-
 # ---- Programs: traced, lowered, compiled, and refused by the handler -------------------------------------------------
 def scale(kernel, ops, x):
     return ops.kernel_call(kernel, x, grid=8, block=128)(x, 2.0, 1000)
@@ -74,24 +71,6 @@ def test_in_place_form(frontend):
             lambda ops, x: ops.kernel_call_(kernel, x, grid=8, block=128, input_output_aliases={0: 0})(x, 1000),
             {"x": X},
         )
-
-
-def test_vmap():
-    """One launch after the other. Fake tensors: there is no GPU to run on."""
-    torch = pytest.importorskip("torch")
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    import xla_gpu.torch as xg
-
-    call = xg.kernel_call(cuda_kernel(sources.SCALE, "scale", arch="sm_90a"), FLOATS_LIKE, grid=8, block=128)
-    with FakeTensorMode():
-        assert torch.vmap(lambda x: call(x, 2.0, 1000))(torch.empty(3, 1000)).shape == (3, 1000)
-        across = torch.vmap(lambda x: call(x, 2.0, 1000), in_dims=1, out_dims=1)
-        assert across(torch.empty(1000, 3)).shape == (1000, 3)
-    kernel = cuda_kernel(sources.INCREMENT, "increment", arch="sm_90a")
-    update = xg.kernel_call_(kernel, FLOATS_LIKE, grid=8, block=128, input_output_aliases={0: 0})
-    with pytest.raises(RuntimeError, match=r"kernel_call_ cannot run under torch\.vmap"):
-        torch.vmap(lambda x: update(x, 1000))(torch.zeros(3, 1000))
 
 
 def test_lowered_for_jax():
