@@ -104,7 +104,7 @@ Status LaunchKernels(const PagedAttentionCall& params, const KernelConfig& confi
   args.tile_rows_log2 = static_cast<uint8_t>(kernel.tile_rows_log2);
   PartitionWork(config, occupancy.ctas, &args);
   // Not behind the prefill path, which has waited for everything before it, unless that uses the same scratch.
-  args.wait_at_start = args.fill_padding_rows || PathsShareScratch(params);
+  args.wait_at_start = !args.behind_prefill || PathsShareScratch(params);
 
   cudaLaunchAttribute attribute;
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;

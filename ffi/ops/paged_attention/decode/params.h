@@ -50,6 +50,7 @@ struct DecodeArgs {
   bool store_every_split;          // one split accumulator for each split; else kCtaAccumulators for each CTA
   bool whole_tiles;                // a CTA group takes whole work tiles: there is nothing to combine
   bool fill_padding_rows;          // write the rows that no sequence owns
+  bool behind_prefill;             // the prefill path was launched before: probably there are no rows for this one
   bool wait_at_start;              // the kernel before may still write this one's inputs, or read its scratch
   uint8_t block_keys_log2 : 3;     // keys of a KV block
   uint8_t tile_rows_log2 : 3;      // query rows of a work tile
@@ -194,6 +195,7 @@ inline DecodeArgs MakeArgs(const PagedAttentionCall& params, const KernelConfig&
   args.whole_tiles = config.whole_tiles;
   args.by_split = config.wide && !config.whole_segments;
   args.fill_padding_rows = params.num_tokens <= params.max_decode_tokens || params.tree_mask != nullptr;
+  args.behind_prefill = !args.fill_padding_rows && !DecodeComesFirst(params);
   args.max_tokens = static_cast<int>(MaxSequenceTokens(params));
   args.tree_words = static_cast<int>(params.tree_words);
   args.tree_mask = params.tree_mask;

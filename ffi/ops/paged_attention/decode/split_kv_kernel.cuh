@@ -241,14 +241,16 @@ __global__ void __maxnreg__(Traits::kHeadDim <= 128 && Traits::kRowTiles == 1 ? 
   // Each architecture launches one of the two variants: no code for the other.
   if constexpr (HasLargeSharedMemory(__CUDA_ARCH__) == Traits::kLargeSharedMemory) {
     extern __shared__ __align__(16) char dynamic_shared[];
-    if (args.wait_at_start) {
+    // Behind the prefill path, which has waited for the metadata, the rows are looked for first.
+    if (args.wait_at_start && !args.behind_prefill) {
       FetchParameters(args);
       WaitForPreviousKernel();
     }
     // The combine kernel may start now if the call is short, or if there may be nothing to do because the prefill path
     // ran first. Else it may start when the first copies are under way, so that its CTAs do not delay this kernel's.
-    if (args.store_every_split || !args.wait_at_start) AllowDependentLaunch();
+    if (args.store_every_split || args.behind_prefill) AllowDependentLaunch();
     if ((Traits::kWide && args.tree_mask != nullptr) || MayHaveDecodeRows(args)) {
+      if (args.wait_at_start && args.behind_prefill) WaitForPreviousKernel();  // which may read the scratch
       SplitKvCta<Traits>(args, *reinterpret_cast<SplitKvSharedStorage<Traits>*>(dynamic_shared)).Run();
     }
     // Programmatic-launch wait: one CTA waits, so that the kernel before has ended when this one has.

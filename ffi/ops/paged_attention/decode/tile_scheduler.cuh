@@ -153,7 +153,7 @@ struct WorkTile {
 // False if no sequence can belong to the decode path. Looks only where that is likely. Called by all threads of a CTA.
 __device__ inline bool MayHaveDecodeRows(const DecodeArgs& args) {
   const PagedAttentionParams& params = args.params;
-  if (args.wait_at_start) return true;
+  if (!args.behind_prefill) return true;
   bool any = false;
   for (int64_t s = threadIdx.x; s < params.max_seqs; s += blockDim.x) {
     const int64_t rows = int64_t{__ldg(params.query_start_loc + s + 1)} - __ldg(params.query_start_loc + s);
