@@ -327,8 +327,8 @@ class TileScheduler {
     end_ = BuildSlice(args_, shared_, live_, in_order_, slice, overhead_, begin);
   }
 
-  // Where all work tiles have one length, a slightly longer interval may save much combining: whole work tiles, or a
-  // multiple of a power of two, as lengths often are.
+  // Where all work tiles have one length, a slightly longer interval may save much combining: whole work tiles, equal
+  // parts of one, or a multiple of a power of two, as lengths often are.
   __device__ void SetInterval(uint32_t total, const TileLengths& lengths) {
     total_ = total;
     // At least ceil(total / num_cta_groups).
@@ -344,6 +344,15 @@ class TileScheduler {
       }
     }
     if (interval_ < 16) return;
+    // As many CTA groups for each work tile: all are cut at the same places, and few.
+    if (interval_ < length && length < 64 * interval_) {
+      const uint32_t parts = static_cast<unsigned>(CeilDivSmall(length + 1, interval_)) - 1;
+      const uint32_t part = (length + parts - 1) / parts;
+      if (part <= interval_ + interval_ / 8) {
+        interval_ = part;
+        return;
+      }
+    }
     const uint32_t step = 1u << (27 - __clz(static_cast<int>(interval_)));
     interval_ = (interval_ + step - 1) & ~(step - 1);
   }

@@ -138,7 +138,8 @@ inline bool MakeTmaParams(const PagedAttentionCall& params, const SplitAccumulat
   tma->split_kv.window = static_cast<int>(params.sliding_window >> 31 != 0 ? 0 : params.sliding_window);
   tma->split_kv.group = static_cast<int>(group);
   tma->split_kv.kv_heads = static_cast<int>(params.num_kv_heads);
-  tma->split_kv.tile_keys = tile_keys;
+  tma->split_kv.tile_keys = FastDivisor::Make(tile_keys);
+  tma->split_kv.one_tile_splits = SplitKvPolicy::SplitsFor(1, tma->split_kv.kv_heads);
   tma->split_kv.max_decode_tokens = params.max_decode_tokens;
   tma->split_kv.max_tokens = params.tree_mask != nullptr ? static_cast<int>(params.MaxTreeTokens()) : INT32_MAX;
   tma->tree_mask = params.tree_mask;

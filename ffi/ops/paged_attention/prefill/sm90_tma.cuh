@@ -55,11 +55,17 @@ __device__ void InitBarriers(const TmaCta<Traits>& cta) {
   __syncwarp();
 }
 
-// Brings the page table into L2 before it is known who needs which part of it.
-__device__ inline void PrefetchPageTable(const TmaParams& params) {
+// Brings the metadata into L2 while the kernel before may still run. That one may write them: its writes arrive in L2
+// too.
+__device__ inline void PrefetchMetadata(const TmaParams& params) {
   constexpr unsigned kLine = 32;  // page numbers of a cache line
   const unsigned line = (threadIdx.x * gridDim.y + blockIdx.y) * gridDim.x + blockIdx.x;
   if (line * kLine < params.prefetch_pages) PrefetchToL2(params.attention.block_tables + line * kLine);
+  if (threadIdx.x == 0) {
+    PrefetchToL2(params.attention.num_seqs);
+    PrefetchToL2(params.attention.query_start_loc);
+    PrefetchToL2(params.attention.context_lens);
+  }
 }
 
 // What the four producer warps do once their work tiles are planned. `find`: as PersistentTileScheduler::Find.
@@ -92,6 +98,9 @@ __global__ void __launch_bounds__(XLA_GPU_HAS_WGMMA ? Traits::kRegisterThreads :
   // ---- Barriers
   if (threadIdx.x / 32 == 3) InitBarriers(cta);
 
+  // Long prompts do not notice, and their instances have no registers left.
+  if constexpr (Traits::kConsumerWarpgroups < 3) PrefetchMetadata(params);
+
   // ---- Dependent launch
   // All CTAs wait, also those without a work tile: then this kernel ends after the one before. Behind the decode path,
   // which has waited for all that came before, they plan first; of those without a work tile one waits, and the others
@@ -99,8 +108,6 @@ __global__ void __launch_bounds__(XLA_GPU_HAS_WGMMA ? Traits::kRegisterThreads :
   const bool behind_decode = params.behind_decode;
   if (!behind_decode) WaitForPreviousKernel();
   AllowDependentLaunch();  // of the combine kernel, or of the decode path
-  // Long prompts do not notice, and their instances have no registers left.
-  if constexpr (Traits::kConsumerWarpgroups < 3) PrefetchPageTable(params);
 
   // ---- Work tiles, planned by each warp alone where there are few sequences
   using Scheduler = typename Traits::Scheduler;

@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "ffi/device/fast_divisor.h"
 #include "ffi/ops/paged_attention/decode/decode.h"
 #include "ffi/ops/paged_attention/paged_attention.h"
 
@@ -35,14 +36,16 @@ struct SplitKvPolicy {
   static constexpr int kMaxSplitTokens = 128;   // new tokens of a sequence that is split
   static constexpr int kMaxSplits = 32;         // KV splits of a sequence
   static constexpr int kMinTilesPerSplit = 16;  // key tiles
-  // The same with so few tokens that a split is done when its keys have arrived: about eight splits, which even out the
-  // load, but not so short that starting and ending them takes longer than their keys.
+  // The same with so few tokens that a split is done when its keys have arrived: eight splits, which even out the load,
+  // but not so short that starting and ending them takes longer than their keys.
   static constexpr int kMinTilesOfFewTokens = 4;
-  XLA_GPU_HOST_DEVICE static int MinTilesOfFewTokens(int tiles) {
-    const int eighth = tiles / 8;
-    return eighth < kMinTilesOfFewTokens ? kMinTilesOfFewTokens
-           : eighth < kMinTilesPerSplit  ? eighth
-                                         : kMinTilesPerSplit;
+  static constexpr int kSplitsOfFewTokens = 8;
+  // The splits that `tiles` key tiles allow.
+  XLA_GPU_HOST_DEVICE static unsigned MostSplits(unsigned tiles, bool few_tokens) {
+    const unsigned most = tiles / kMinTilesPerSplit;
+    if (!few_tokens || most >= kSplitsOfFewTokens) return most;
+    const unsigned short_ones = tiles / kMinTilesOfFewTokens;
+    return short_ones < kSplitsOfFewTokens ? short_ones : kSplitsOfFewTokens;
   }
   static constexpr int kTargetWorkTiles = 128;  // work tiles of a sequence over all kv heads and KV splits
   static constexpr int kWorkTileRows = 64;      // rows of a work tile, as kTargetWorkTiles counts them
@@ -55,24 +58,32 @@ struct SplitKvPolicy {
   int window;         // sliding window in keys, 0: none
   int group;          // query heads of a kv head
   int kv_heads;
-  int tile_keys;  // keys of a key tile
+  FastDivisor tile_keys;     // keys of a key tile
+  unsigned one_tile_splits;  // SplitsFor(1, kv_heads)
   int max_decode_tokens;
   int max_tokens;  // new tokens of a sequence; longer ones are invalid, as trees may be
 
-  XLA_GPU_HOST_DEVICE KvSplits Of(int q_len, int context_len) const {
+#ifdef __CUDACC__
+  __device__ KvSplits Of(int q_len, int context_len) const {
     if (!enabled || q_len > kMaxSplitTokens || q_len > max_tokens || q_len <= max_decode_tokens ||
         (window > 0 && window < context_len)) {
       return {1, 0, 0};
     }
-    const int tiles = (context_len + tile_keys - 1) / tile_keys;
-    const int min_tiles = q_len <= kMaxDecodeRows ? MinTilesOfFewTokens(tiles) : kMinTilesPerSplit;
-    if (tiles < 2 * min_tiles) return {1, 0, 0};
+    // Each CTA waits for this before its first load: no division that can be avoided.
+    const unsigned tiles = context_len > 0 ? tile_keys.Divide(static_cast<unsigned>(context_len) - 1) + 1 : 0;
     const int row_tiles = (q_len * group + kWorkTileRows - 1) / kWorkTileRows;
-    int count = kTargetWorkTiles / (row_tiles * kv_heads);
-    if (count > kMaxSplits) count = kMaxSplits;
-    if (count > tiles / min_tiles) count = tiles / min_tiles;
+    unsigned count = row_tiles <= 1 ? one_tile_splits : SplitsFor(row_tiles, kv_heads);
+    const unsigned most = MostSplits(tiles, q_len <= kMaxDecodeRows);
+    if (count > most) count = most;
     if (count < 2) return {1, 0, 0};
-    return {count, tiles / count, tiles % count};
+    const unsigned length = tiles / count;
+    return {static_cast<int>(count), static_cast<int>(length), static_cast<int>(tiles - length * count)};
+  }
+#endif
+  // The splits of a sequence that make kTargetWorkTiles work tiles.
+  XLA_GPU_HOST_DEVICE static unsigned SplitsFor(int row_tiles, int kv_heads) {
+    const int count = kTargetWorkTiles / (row_tiles * kv_heads);
+    return static_cast<unsigned>(count < kMaxSplits ? count : kMaxSplits);
   }
   // The KV splits of a sequence that are work tiles of their own; 1 where one CTA takes them all.
   XLA_GPU_HOST_DEVICE int CrossCta(const KvSplits& splits) const {
@@ -109,10 +120,10 @@ struct SplitAccumulatorLayout {
                          shapes.pages_per_seq * shapes.page_size > (2 * min_tiles - 1) * Policy::TileKeys(dim);
     if (!enabled) return layout;
     layout.enabled = true;
-    // The splits that the policy may make of a context: of few tokens up to nine, or a sixteenth of the key tiles.
+    // The splits that the policy may make of a context: of few tokens up to eight, or a sixteenth of the key tiles.
     const int64_t max_tiles =
         (shapes.pages_per_seq * shapes.page_size + Policy::TileKeys(dim) - 1) / Policy::TileKeys(dim);
-    const int64_t of_context = std::max<int64_t>(9, max_tiles / Policy::kMinTilesPerSplit);
+    const int64_t of_context = std::max<int64_t>(Policy::kSplitsOfFewTokens, max_tiles / Policy::kMinTilesPerSplit);
     const int64_t wanted =
         std::min({int64_t{Policy::kMaxSplits}, Policy::kTargetWorkTiles / shapes.num_kv_heads, of_context});
     // Where work tiles are enough for all SMs, or contexts are short and the shapes speak against few tokens of a

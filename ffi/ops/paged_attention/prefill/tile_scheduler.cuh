@@ -43,7 +43,7 @@ struct Prompt {
     const bool valid = context_len >= 0;
     unsigned split = 0;
     if (splits > 1) {
-      const unsigned row_tile = index / splits;
+      const unsigned row_tile = index < static_cast<unsigned>(splits) ? 0 : index / splits;
       split = index - row_tile * splits;
       index = row_tile;
     }
@@ -65,7 +65,7 @@ struct SplitPromptKv {
     if (prompt->q_len > policy.max_tokens) prompt->context_len = -1;
     const KvSplits splits = policy.Of(prompt->q_len, prompt->context_len);
     prompt->splits = policy.CrossCta(splits);
-    prompt->split_keys = splits.Begin(1) * policy.tile_keys;
+    prompt->split_keys = splits.Begin(1) * static_cast<int>(policy.tile_keys.divisor);
   }
 };
 struct WholePromptKv {
