@@ -131,10 +131,11 @@ struct SplitAccumulatorLayout {
     const bool short_contexts =
         shapes.pages_per_seq * shapes.page_size <= (2 * Policy::kMinTilesPerSplit - 1) * Policy::TileKeys(dim);
     const bool few_tokens = shapes.tree_words > 0 || (shapes.num_tokens > shapes.max_seqs && SuggestFewTokens(shapes));
-    // One token for each sequence, and room for one longer sequence at most: the combine kernel would cost more than is
-    // gained where there is one after all.
+    // One token for each of a few sequences, and no room for a long one: the combine kernel would cost more than is
+    // gained where there is a longer one after all.
+    constexpr int64_t kFewSequences = 32;
     const bool decode_alone =
-        shapes.tree_words == 0 && shapes.num_tokens <= shapes.max_seqs && shapes.num_tokens <= kMaxDecodeRows;
+        shapes.tree_words == 0 && shapes.num_tokens <= shapes.max_seqs && shapes.num_tokens <= kFewSequences;
     const bool enough = layout.rows_per_split >= Policy::kTargetWorkTiles * Policy::kWorkTileRows ||
                         (short_contexts && !few_tokens) || decode_alone;
     const int64_t sequences = SequencesPerGridRow(dim);
