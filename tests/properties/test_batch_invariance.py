@@ -141,7 +141,7 @@ def test_parts_of_keys_do_not_change_bits(frontend, shape, before, spare_seqs):
 @pytest.mark.parametrize("name", SEVERAL_TOKENS)
 def test_several_tokens_do_not_change_bits(frontend, name, shape):
     """On CUDA sequences of several tokens are split, among CTAs or within one, whose split accumulators stand in other
-    places where there are more sequences."""
+    places where there are more sequences. Beside a prompt another kernel computes them."""
     case, inputs = subject(name, shape)
     alone = results(frontend, inputs.arrays(), case)
     several = (((8, 2000), (7, 90)), ((8, 3000), (6, 6), (8, 5000), (4, 4100)))
@@ -150,6 +150,7 @@ def test_several_tokens_do_not_change_bits(frontend, name, shape):
         ("several", several, {"spare_seqs": 0}),
         ("forty", (((8, 700),) * 20, ((8, 1200), (5, 64)) * 10), {"spare_seqs": 1}),
         ("narrow", several, {"spare_seqs": 100}),
+        ("prompt", (((8, 700), (700, 700)), ((1, 900),)), {"spare_seqs": 0}),
     ):
         got = results(frontend, *batch(name, shape, *neighbours, **changes))
         for result, g, w in zip(("out", "lse"), got, alone, strict=True):
