@@ -200,13 +200,13 @@ def _by_blocks(
     expert = (count(blocks)[:, None] >= block_ends).to(torch.int32).sum(1, dtype=torch.int32).clamp(max=num_experts - 1)
     # Which pair each row of the blocks is; rows that are none compute what nobody reads.
     first_pair = (count(blocks) - first_blocks.index_select(0, expert)) * size + starts.index_select(0, expert)
-    place = (first_pair[:, None] + count(size)).clamp(0, pairs - 1).reshape(-1)
-    own = x.index_select(0, pair_at.index_select(0, place) // top_k).view(blocks, size, -1)
+    pair_index = (first_pair[:, None] + count(size)).clamp(0, pairs - 1).reshape(-1)
+    gathered = x.index_select(0, pair_at.index_select(0, pair_index) // top_k).view(blocks, size, -1)
     at_once = max(1, _GATHERED_BYTES // (3 * hidden * intermediate * x.element_size()))
     parts = []
     for begin in range(0, blocks, at_once):
         # Slices, not split, for the same reason.
-        part, part_expert = own[begin : begin + at_once], expert[begin : begin + at_once]
+        part, part_expert = gathered[begin : begin + at_once], expert[begin : begin + at_once]
         (own13, scale13), (own2, scale2) = w13.values(x.dtype, part_expert), w2.values(x.dtype, part_expert)
         gate, up = _scaled(torch.bmm(part, own13.transpose(1, 2)), _of_rows(scale13)).chunk(2, -1)
         parts.append(_scaled(torch.bmm(act(gate) * up, own2.transpose(1, 2)), _of_rows(scale2)))
