@@ -22,9 +22,8 @@ from .step_layout import StepLayout
 
 # From this many tokens on, matrix products are bound by arithmetic, and XLA takes cuBLASLt's kernels for all of them.
 # Its Triton kernels are dozens for each product; compiling and timing them takes most of a compilation.
-# With excess precision XLA leaves out the rounding of the residual stream, and stores it in float32.
 PROMPT_TOKENS = 256
-PROMPT_OPTIONS = {"xla_gpu_enable_triton_gemm": False, "xla_allow_excess_precision": False}
+PROMPT_OPTIONS = {"xla_gpu_enable_triton_gemm": False}
 
 
 class ModelPrograms:

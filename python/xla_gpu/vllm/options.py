@@ -20,7 +20,7 @@ class Options:
 
     token_buckets: list[int] | None = None
     async_scheduling: bool = True
-    compile_threads: int = 3
+    compile_threads: int = 1
 
     @classmethod
     def of(cls, config: Any) -> Options:
