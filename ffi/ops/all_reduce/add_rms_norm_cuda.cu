@@ -20,7 +20,7 @@ constexpr int64_t kMaxExchangeThreads = 128 * kMaxAddRmsNormThreads;
 // Where a row's vectors come from: `Send` this rank's to the peers, all of a row, then `Sum` each.
 template <typename T, int kRanks>
 struct FromPeers {
-  static constexpr bool kSendsAhead = false;
+  static constexpr bool kSendsAhead = false, kSumsAhead = false;
   const GroupView& group;
   Call call;
   Deadline deadline;
@@ -40,7 +40,7 @@ struct FromPeers {
 // Of two ranks, without packets.
 template <typename T>
 struct FromPeer {
-  static constexpr bool kSendsAhead = true;
+  static constexpr bool kSendsAhead = true, kSumsAhead = false;
   const GroupView& group;
   Call call;
   Deadline deadline;
@@ -57,53 +57,54 @@ struct FromPeer {
   __device__ void End() { EndCall(group, call); }
 };
 
-// Vectors of a row that one rank sums, by warps: a warp that waits for a peer's sum has none that the peer waits for.
+// Vectors of a row that one rank sums: whole warps'.
 __host__ __device__ constexpr int64_t RowShare(int64_t vectors, int64_t ranks) {
   return (vectors + 32 * ranks - 1) / (32 * ranks) * 32;
 }
 
-// Of more ranks, without packets: two-shot, each sums a share of every row and sends it on. All ranks go through a
-// row's vectors in the same order, so that of two that wait for each other's sums one is done.
+// Of more ranks, without packets: two-shot, each sums a share of every row and sends it on, to itself too.
 template <typename T, int kRanks>
 struct FromShares {
-  static constexpr bool kSendsAhead = true;
+  static constexpr bool kSendsAhead = true, kSumsAhead = true;
   const GroupView& group;
   Call call;
   Deadline deadline;
 
   __device__ FromShares(const GroupView& group_, const T* /*x*/, int64_t /*ranks*/, int64_t /*stride*/)
       : group(group_), call(BeginCall(group_)), deadline(group_, call.broken) {}
+  __device__ bool IsOwn(int64_t i, int64_t vectors) const { return i / RowShare(vectors, group.ranks) == group.rank; }
   __device__ void Send(int64_t row, int64_t i, int64_t vectors, const Vector<T>& own) {
     const int64_t share = RowShare(vectors, group.ranks);
     const int owner = static_cast<int>(i / share);
     if (owner == group.rank || call.broken) return;
     StoreAsWords(group.regions[owner] + group.words_offset(call.epoch & 1, group.rank), row * share + i % share, own);
   }
-  __device__ Vector<T> Sum(int64_t row, int64_t i, int64_t /*hidden*/, int64_t vectors, bool /*aligned*/,
-                           const Vector<T>& own) {
+  // Of this rank's own vectors.
+  __device__ void SendSum(int64_t row, int64_t i, int64_t vectors, const Vector<T>& own) {
     const int64_t share = RowShare(vectors, group.ranks), at = row * share + i % share;
-    const int owner = static_cast<int>(i / share), parity = call.epoch & 1;
-    if (owner != group.rank) {
-      Vector<T> sum[1];
-      char* const area = group.regions[group.rank] + group.gather_offset(parity, owner);
-      TakeWords(owner, call, area, at, /*step=*/0, /*vectors=*/INT64_MAX, sum, &deadline);
-      return sum[0];
-    }
     const Vector<T> sum = SumWords<T, kRanks>(group, call, at, own, &deadline);
 #pragma unroll
     for (int r = 0; r < kRanks; ++r) {  // without its data the peers' patience ends too
-      if (r < group.ranks && r != group.rank && !deadline.expired()) {
-        StoreAsWords(group.regions[r] + group.gather_offset(parity, group.rank), at, sum);
+      if (r < group.ranks && !deadline.expired()) {
+        StoreAsWords(group.regions[r] + group.gather_offset(call.epoch & 1, group.rank), at, sum);
       }
     }
-    return sum;
+  }
+  __device__ Vector<T> Sum(int64_t row, int64_t i, int64_t /*hidden*/, int64_t vectors, bool /*aligned*/,
+                           const Vector<T>& /*own*/) {
+    const int64_t share = RowShare(vectors, group.ranks), at = row * share + i % share;
+    const int owner = static_cast<int>(i / share);
+    Vector<T> sum[1];
+    char* const area = group.regions[group.rank] + group.gather_offset(call.epoch & 1, owner);
+    TakeWords(owner, call, area, at, /*step=*/0, /*vectors=*/INT64_MAX, sum, &deadline);
+    return sum[0];
   }
   __device__ void End() { EndCall(group, call); }
 };
 
 template <typename T>
 struct FromParts {
-  static constexpr bool kSendsAhead = false;
+  static constexpr bool kSendsAhead = false, kSumsAhead = false;
   const T* x;  // [ranks, num_rows, hidden]
   int64_t ranks, stride;
 
@@ -142,13 +143,21 @@ __global__ void __launch_bounds__(kMaxAddRmsNormThreads)
   }
   Source source(group, x, ranks, num_rows * hidden);
   // Of many rows all is on its way before the first is waited for.
-  if (Source::kSendsAhead) {
+  const auto for_each = [&](auto function) {
     for (int64_t row = blockIdx.x; row < num_rows; row += gridDim.x) {
-      for (int64_t i = first; i < vectors; i += blockDim.x) {
-        const bool is_first = i == first && row == blockIdx.x;
-        source.Send(row, i, vectors, is_first ? first_own : LoadVector(x + row * hidden, i, hidden, aligned));
-      }
+      for (int64_t i = first; i < vectors; i += blockDim.x) function(row, i);
     }
+  };
+  const auto own_of = [&](int64_t row, int64_t i) {
+    return i == first && row == blockIdx.x ? first_own : LoadVector(x + row * hidden, i, hidden, aligned);
+  };
+  if constexpr (Source::kSendsAhead) {
+    for_each([&](int64_t row, int64_t i) { source.Send(row, i, vectors, own_of(row, i)); });
+  }
+  if constexpr (Source::kSumsAhead) {
+    for_each([&](int64_t row, int64_t i) {
+      if (source.IsOwn(i, vectors)) source.SendSum(row, i, vectors, own_of(row, i));
+    });
   }
   for (int64_t row = blockIdx.x; row < num_rows; row += gridDim.x) {
     const int64_t at = row * hidden;
