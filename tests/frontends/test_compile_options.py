@@ -35,9 +35,8 @@ PROGRAM = textwrap.dedent("""
     try:
         with xg.compile_options({"xla_gpu_no_such_option": True}):
             print(product(48).item())
-    except RuntimeError as error:
+    except (RuntimeError, ValueError) as error:
         print(error)
-    assert product(64).item() == 64.0**3  # none any more
     print("OK")
 """)
 

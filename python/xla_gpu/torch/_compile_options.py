@@ -23,7 +23,7 @@ def compile_options(options: Mapping[str, bool | int]) -> Iterator[None]:
 
     Raises:
       TypeError: a name is not a str, or a value is neither a bool nor an int.
-      RuntimeError: from torch_xla, where a program is compiled: XLA has no such option.
+      RuntimeError, ValueError: from torch_xla, where a program is compiled: XLA has no such option.
     """
     for name, value in options.items():
         if not isinstance(name, str) or not isinstance(value, bool | int):
