@@ -54,7 +54,7 @@ constexpr uint32_t kCudaCallGraph = 0x70000001;
 constexpr uint32_t kCudaCompatibility = 0x70000086;         // of the form of .nv.info
 constexpr uint32_t kCallees = 0xfffffffc;                   // from here on, kinds of callees in the place of a symbol
 constexpr uint8_t kSizedAttribute = 4;                      // the last of the forms, which begin at 1
-constexpr uint64_t kExecutable = 4, kInfoIsSection = 0x40;  // of a section's flags
+constexpr uint64_t kExecutable = 4, kMercury = 0x10000000;  // of a section's flags
 constexpr uint64_t kMaxAlignment = 1 << 16;
 
 class Reader {
@@ -87,6 +87,13 @@ class Reader {
     }
     for (size_t i = 0; i < header.num_section_headers; ++i) {
       sections_.push_back(At<Section>(header.section_headers + i * sizeof(Section)));
+    }
+    if (!sections_.empty()) {
+      const Section& null = sections_[0];
+      if (null.name != 0 || null.type != 0 || null.flags != 0 || null.address != 0 || null.offset != 0 ||
+          null.size != 0 || null.link != 0 || null.info != 0 || null.alignment != 0 || null.entry_size != 0) {
+        return "a section 0 that is not empty";
+      }
     }
     if (!IsStringTable(header.names)) return "a damaged table of section names";
     for (size_t i = 1; i < sections_.size(); ++i) {
@@ -129,7 +136,7 @@ class Reader {
     if (section.link >= sections_.size()) return "an sh_link that is no section";
     if (section.flags & kExecutable) {
       if ((section.info & 0xffffff) >= NumSymbols()) return "code whose sh_info is no symbol";
-    } else if ((section.flags & kInfoIsSection) && section.info >= sections_.size()) {
+    } else if (section.type != kSymbolTable && !(section.flags & kMercury) && section.info >= sections_.size()) {
       return "an sh_info that is no section";
     }
     if (!IsAlignment(section.alignment)) return "an alignment that is none";

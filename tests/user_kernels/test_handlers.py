@@ -142,6 +142,7 @@ SECTION_FIELDS = {
     "contents elsewhere": (8, 24, "<Q", 65, "section 8 with contents that are not aligned"),
     "half a call": (7, 32, "<Q", 12, "section 7 with calls of a wrong size"),
     "half a note": (8, 32, "<Q", 16, "section 8 with a truncated note"),
+    "null section": (0, 35, "<B", 16, "a section 0 that is not empty"),
     "few symbols": (3, 32, "<Q", 24, "section 5 with code whose sh_info is no symbol"),
 }
 
@@ -163,8 +164,9 @@ def test_a_cubin_with_a_wrong_number(name):
 
 
 def test_an_sh_info_that_is_no_number_of_a_section():
-    """As in cubins for Blackwell: without SHF_INFO_LINK it may be anything."""
+    """As in the Mercury sections of cubins for Blackwell, which this flag marks."""
     cubin = bytearray(small_cubin())
+    struct.pack_into("<Q", cubin, headers() + 64 * 8 + 8, 0x10000000)
     struct.pack_into("<I", cubin, headers() + 64 * 8 + 44, 0x419)
     assert REACHED in answer(bytes(cubin))
 

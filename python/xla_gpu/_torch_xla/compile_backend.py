@@ -216,7 +216,14 @@ def _compile(graph: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Call
     inputs = [x.device for x in example_inputs if isinstance(x, torch.Tensor)]
     traced = [*inputs, *(device for device in results if device is not None), *_devices_of_constants(graph)]
     device = next((device for device in traced if device.type != "cpu"), torch.device("cpu"))
-    _put_constants_on_xla(graph, cuda_tensors.xla_device(device))
+    xla_device = cuda_tensors.xla_device(device)
+    if device.type == "cuda" and xla_device != (default := cuda_tensors.xla_device(torch.device("cpu"))):
+        # torch_xla runs compiled graphs there, and ends the process for a buffer of another GPU.
+        raise ValueError(
+            f"torch.compile(backend={NAME!r}): expected tensors on cuda:{default.index or 0}, torch_xla's device in "
+            f"this process, got {device}: let CUDA_VISIBLE_DEVICES name one GPU for each process"
+        )
+    _put_constants_on_xla(graph, xla_device)
     program = _Program(graph, device, [device if each is None else each for each in results])
     program._boxed_call = True  # type: ignore[attr-defined]  # aot_autograd then passes a list that it lets go of
     return program
