@@ -162,8 +162,13 @@ def _by_all(
     x: torch.Tensor, w13: Matrices, w2: Matrices, weights: torch.Tensor, chosen: torch.Tensor, act: _Function
 ) -> torch.Tensor:
     (all13, scale13), (all2, scale2) = w13.values(x.dtype), w2.values(x.dtype)
-    gate, up = _scaled(torch.einsum("th,eoh->eto", x, all13), _of_rows(scale13)).chunk(2, -1)
-    out = _scaled(torch.einsum("eti,ehi->eth", act(gate) * up, all2), _of_rows(scale2))
+    if x.dtype is torch.float32:  # torch_xla's einsum does not pass on that products are to be in float32, not TF32
+        products = F.linear(x, all13.flatten(0, 1)).view(x.shape[0], *all13.shape[:2]).transpose(0, 1)
+        gate, up = _scaled(products, _of_rows(scale13)).chunk(2, -1)
+        out = _scaled(torch.bmm(act(gate) * up, all2.transpose(1, 2)), _of_rows(scale2))
+    else:
+        gate, up = _scaled(torch.einsum("th,eoh->eto", x, all13), _of_rows(scale13)).chunk(2, -1)
+        out = _scaled(torch.einsum("eti,ehi->eth", act(gate) * up, all2), _of_rows(scale2))
     is_own = chosen[..., None] == torch.arange(out.shape[0], device=x.device)  # [rows, top_k, num_experts]
     share = torch.where(is_own, weights[..., None], torch.zeros_like(weights)[..., None]).sum(1)
     own = is_own.any(1).t()[..., None]
