@@ -278,6 +278,36 @@ class CacheLayer(AttentionLayerBase):
         raise NotImplementedError
 
 
+def test_memory_is_left_to_compile_in(monkeypatch):
+    """XLA times a head's product on a copy of its weight; small steps alone would not leave room for that."""
+    from xla_gpu.vllm import memory
+
+    text = SimpleNamespace(intermediate_size=14336)
+    model = SimpleNamespace(
+        dtype=torch.bfloat16,
+        hf_text_config=text,
+        get_num_attention_heads=lambda _: 32,
+        get_num_kv_heads=lambda _: 8,
+        get_head_size=lambda: 128,
+        get_hidden_size=lambda: 4096,
+        get_vocab_size=lambda: 128256,
+    )
+    config = SimpleNamespace(
+        model_config=model,
+        parallel_config=None,
+        quant_config=None,
+        cache_config=SimpleNamespace(kv_cache_memory_bytes=None),
+        scheduler_config=SimpleNamespace(max_num_batched_tokens=64, max_num_seqs=8),
+    )
+    head = 128256 * 4096 * 2
+    assert memory.step_bytes(config) < head
+    monkeypatch.setenv("PJRT_DEVICE", "GPU")
+    monkeypatch.setattr(
+        "torch_xla.core.xla_model.get_memory_info", lambda _: {"bytes_limit": 100 << 30, "bytes_used": 20 << 30}
+    )
+    assert memory.for_kv_caches(config, torch.device("cpu")) <= (80 << 30) - 2 * head
+
+
 def test_caches_of_one_form_lie_in_one_tensor(monkeypatch):
     wide = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=8, dtype=torch.float32)
     narrow = FullAttentionSpec(block_size=32, num_kv_heads=1, head_size=8, dtype=torch.float32)

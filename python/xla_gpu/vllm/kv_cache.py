@@ -41,8 +41,9 @@ class KVCaches:
     """The caches' tensors, and which layers use which.
 
     A launch costs the host time for each tensor that it takes and returns. So caches of one shape and dtype lie one
-    behind the other in one tensor, of up to 16 GiB; what the layers of a cache are given are page numbers and slots of
-    that tensor.
+    behind the other in one tensor, of up to 1 GiB; what the layers of a cache are given are page numbers and slots of
+    that tensor. Larger caches are tensors of their own: with tensors of 13 GiB that filled an H200 XLA found no memory
+    to time kernels in, and the start failed.
 
     Attributes:
       tensors: T[caches * num_blocks, block_size, 2 * num_kv_heads, head_size] each. Programs take them over and return
@@ -50,7 +51,7 @@ class KVCaches:
       block_sizes: of each KV-cache group.
     """
 
-    MAX_BYTES = 16 << 30
+    MAX_BYTES = 1 << 30
 
     def __init__(self, config: VllmConfig, cache_config: KVCacheConfig, device: torch.device) -> None:
         self._layers = get_layers_from_vllm_config(config, AttentionLayerBase)

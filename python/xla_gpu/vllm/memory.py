@@ -63,7 +63,7 @@ def for_kv_caches(config: Any, device: torch.device) -> int:
         limit, used = int(info["bytes_limit"]), int(info["bytes_used"])
     else:
         limit, used = tensor_parallel.pool_bytes(os.environ), devices.bytes_per_device
-    steps = step_bytes(config)
+    steps = max(step_bytes(config), timing_bytes(config))
     available = limit - used - steps - _RESERVE
     if available <= 0:
         raise ValueError(
@@ -72,6 +72,17 @@ def for_kv_caches(config: Any, device: torch.device) -> int:
             "--max-num-batched-tokens or --max-num-seqs"
         )
     return available * size  # every device has its part of each page
+
+
+def timing_bytes(config: Any) -> int:
+    """What XLA allocates while it compiles: it times the kernels of a product on operands of their own.
+
+    The head's weight is the largest operand. A program may be compiled in a thread beside another one.
+    """
+    model = config.model_config
+    item = torch.tensor([], dtype=model.dtype).element_size()
+    largest = max(model.get_vocab_size(), 2 * getattr(model.hf_text_config, "intermediate_size", 0))
+    return int(2 * largest * model.get_hidden_size() * item)
 
 
 def step_bytes(config: Any) -> int:
