@@ -56,6 +56,7 @@ constexpr uint32_t kCallees = 0xfffffffc;                   // from here on, kin
 constexpr uint8_t kSizedAttribute = 4;                      // the last of the forms, which begin at 1
 constexpr uint64_t kExecutable = 4, kMercury = 0x10000000;  // of a section's flags
 constexpr uint64_t kMaxAlignment = 1 << 16;
+constexpr const char* kNoAlignment = "an alignment that is no power of two up to 65536";
 
 class Reader {
  public:
@@ -80,10 +81,10 @@ class Reader {
     }
     for (size_t i = 0; i < header.num_program_headers; ++i) {
       const auto segment = At<ProgramHeader>(header.program_headers + i * sizeof(ProgramHeader));
-      if (!Inside(segment.offset, segment.file_size) || segment.file_size > segment.memory_size ||
-          !IsAlignment(segment.alignment)) {
+      if (!Inside(segment.offset, segment.file_size) || segment.file_size > segment.memory_size) {
         return "segment " + std::to_string(i) + " past the end of the file or of its memory";
       }
+      if (!IsAlignment(segment.alignment)) return "segment " + std::to_string(i) + " with " + kNoAlignment;
     }
     for (size_t i = 0; i < header.num_section_headers; ++i) {
       sections_.push_back(At<Section>(header.section_headers + i * sizeof(Section)));
@@ -139,7 +140,7 @@ class Reader {
     } else if (section.type != kSymbolTable && !(section.flags & kMercury) && section.info >= sections_.size()) {
       return "an sh_info that is no section";
     }
-    if (!IsAlignment(section.alignment)) return "an alignment that is none";
+    if (!IsAlignment(section.alignment)) return kNoAlignment;
     if (section.type == kNoBits) return nullptr;
     if (section.alignment > 1 && section.offset % section.alignment != 0) return "contents that are not aligned";
     if (!Inside(section.offset, section.size)) return "contents past the end of the file";
@@ -234,7 +235,9 @@ class Reader {
       const uint64_t size = form == kSizedAttribute ? At<uint16_t>(section.offset + at + 2) : 0;
       at += 4;
       if (size > section.size - at) return "a truncated attribute";
-      if (IsOfSymbol(attribute) && (size < 4 || At<uint32_t>(section.offset + at) >= NumSymbols())) {
+      // NOTE: the numbers of kCudaCompatibility's attributes mean something else.
+      if (section.type == kCudaInfo && IsOfSymbol(attribute) &&
+          (size < 4 || At<uint32_t>(section.offset + at) >= NumSymbols())) {
         return "an attribute of no symbol";
       }
       at += size;

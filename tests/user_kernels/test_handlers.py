@@ -138,7 +138,7 @@ SECTION_FIELDS = {
     "relocations' size": (6, 32, "<Q", 23, "section 6 with relocation entries of a wrong size"),
     "relocations' symbols": (6, 40, "<I", 2, "section 6 with relocations without a symbol table"),
     "relocated section": (6, 44, "<I", 0, "section 6 with a relocation past the end of its section"),
-    "alignment": (5, 48, "<Q", 24, "section 5 with an alignment that is none"),
+    "alignment": (5, 48, "<Q", 24, "section 5 with an alignment that is no power of two up to 65536"),
     "contents elsewhere": (8, 24, "<Q", 65, "section 8 with contents that are not aligned"),
     "half a call": (7, 32, "<Q", 12, "section 7 with calls of a wrong size"),
     "half a note": (8, 32, "<Q", 16, "section 8 with a truncated note"),
