@@ -63,7 +63,7 @@ def test_is_the_sum_in_the_order_of_ranks(platform, ranks, dtype, shape):
 def test_data_may_be_all_ones(platform, ranks, dtype):
     """NaNs of that pattern: on GPUs it also stands where data are still to come."""
     group = xg.DeviceGroup(devices.mesh(platform, tp=ranks), "tp", timeout_s=20, max_bytes=1 << 20)
-    parts = parts_of((5, 1001), dtype, ranks)
+    parts = parts_of((263, 1001), dtype, ranks)  # more than goes in packets
     parts.view(np.uint8)[-1, 1:4] = 0xFF
     for _ in range(3):  # both areas, and the first again
         out = on_every_rank(group, parts).astype(np.float32)

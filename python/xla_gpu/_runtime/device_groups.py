@@ -39,8 +39,8 @@ def check_arguments(timeout_s: float, max_bytes: int) -> None:
             raise TypeError(f"DeviceGroup: {name}: expected a number, got {type(value).__name__}")
     if not 0.001 <= timeout_s <= _MAX_TIMEOUT_S:
         raise ValueError(f"DeviceGroup: timeout_s: expected 0.001 to {_MAX_TIMEOUT_S} seconds, got {timeout_s}")
-    if not 1 << 16 <= max_bytes <= 1 << 40:
-        raise ValueError(f"DeviceGroup: max_bytes: expected 64 KiB to 1 TiB, got {max_bytes}")
+    if not 1 << 16 <= max_bytes <= 1 << 34:  # as xla_gpu_group_allocate has it
+        raise ValueError(f"DeviceGroup: max_bytes: expected 64 KiB to 16 GiB, got {max_bytes}")
 
 
 def no_peer_memory(axis: str, reason: str) -> str:
