@@ -35,7 +35,7 @@ CASES: dict[str, Add | Attention | Hostile | Merge | Update] = {
         ),
         damage=(("block_tables", 0, -1),),
     ),
-    # The fuzzer's own: it did not know that trees have a largest size.
+    # A tree has 32 nodes for each word of a mask row at most: a longer sequence is an error, or NaN without the check.
     "a-sequence-of-more-tokens-than-a-tree-has": Hostile(
         Attention(
             AttentionCase("fuzz", (), num_heads=1, num_kv_heads=1, tree=1, spare_seqs=0, spare_columns=0),

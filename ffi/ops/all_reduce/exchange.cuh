@@ -1,5 +1,5 @@
 // How the GPUs of a device group exchange data: vectors of 16 bytes, packets that carry their own flag, words that are
-// their own flag, flags of CTAs.
+// their own flag.
 #ifndef XLA_GPU_OPS_ALL_REDUCE_EXCHANGE_CUH_
 #define XLA_GPU_OPS_ALL_REDUCE_EXCHANGE_CUH_
 

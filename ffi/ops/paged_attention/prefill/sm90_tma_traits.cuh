@@ -50,7 +50,7 @@ enum class Overlap {
 // ---- Configurations
 struct TmaConfigDim64 {
   static constexpr int kHeadDim = 64;
-  static constexpr bool kFloat8Cache = false;    // the cache holds float8 values, and tiles the same values as T
+  static constexpr bool kFloat8Cache = false;    // the cache holds float8 values, and tiles the same in 16 bits
   static constexpr bool kTreeMask = false;       // takes calls with a tree_mask; would cost registers, which are short
   static constexpr int kTileKeys = 128;          // keys of a key tile
   static constexpr int kConsumerWarpgroups = 3;  // with 64 rows of the work tile each
