@@ -227,6 +227,14 @@ def test_parameters_that_change_are_seen():
         module.bias.data.add_(1)
 
 
+def test_a_parameter_whose_memory_gets_other_strides():
+    module = torch.nn.Linear(8, 8, bias=False).cuda()
+    call, x = compiled(module), torch.randn(2, 8, device="cuda")
+    for _ in range(3):
+        torch.testing.assert_close(call(x), module(x), rtol=3e-2, atol=3e-2)  # TF32
+        module.weight.data = module.weight.data.t()
+
+
 def test_a_program_of_parameters_alone_waits_for_the_stream():
     weight = torch.nn.Parameter(torch.zeros(BIG, device="cuda"))
     call = compiled(lambda: weight + 1)

@@ -26,7 +26,7 @@ NAME = "xla_gpu"
 
 
 class _Parameters:
-    """XLA tensors of parameters, made once for each memory and version of theirs."""
+    """XLA tensors of parameters, made once for each memory, layout and version of theirs."""
 
     def __init__(self) -> None:
         self._known: dict[int, tuple[weakref.ref[torch.Tensor], Any, torch.Tensor]] = {}
@@ -36,9 +36,11 @@ class _Parameters:
 
         Only shared memory shows what changes a parameter without counting a version, as ``.data`` does.
         """
-        if parameter.is_inference():  # which counts no versions
+        key = id(parameter)
+        try:  # .data can also give the same memory another shape or other strides
+            state = (parameter.data_ptr(), parameter._version, parameter.dtype, parameter.shape, parameter.stride())
+        except RuntimeError:  # those of inference mode have no version
             return None
-        key, state = id(parameter), (parameter.data_ptr(), parameter._version)
         known = self._known.get(key)
         if known is not None and known[0]() is parameter and known[1] == state:
             return known[2]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -55,15 +55,21 @@ def take_over(tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list
     if not tensors:
         return [], []
     refuse_capture("to_xla")
-    memories = []
+    device, memories = tensors[0].device, []
+    wait = _wait_for(device)
     for memory in row_major(tensors):
-        owner = shared_memory.Owner(memory, torch.cuda.synchronize)
+        owner = shared_memory.Owner(memory, wait)
         memories.append(shared_memory.Memory(memory.data_ptr(), memory.shape, memory.dtype, owner))
-    device = tensors[0].device
     stream = torch.cuda.current_stream(device).cuda_stream
     with torch.cuda.device(device):  # the stream may be the current device's default one, whose number is 0 everywhere
         taken = shared_memory.import_memory(memories, xla_device(device), stream)
     return taken, [memory.owner for memory in memories]
+
+
+@functools.cache
+def _wait_for(device: torch.device) -> Callable[[], None]:
+    """Waits for a CUDA device, whichever is current when it is called."""
+    return functools.partial(torch.cuda.synchronize, device)
 
 
 def row_major(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -34,7 +34,8 @@ class Owner:
     """What owns imported memory, kept until the runtime has deleted its buffer.
 
     A program may still read the memory then. ``wait`` waits for the device, and is called before the memory is let go
-    of, unless ``ordered`` says that the other framework's stream already waits for all programs that read it.
+    of, unless ``ordered`` says that the other framework's stream already waits for all programs that read it. Owners on
+    one device share one ``wait``.
     """
 
     def __init__(self, memory: Any, wait: Callable[[], None]) -> None:
@@ -190,8 +191,8 @@ def forget_released() -> int:
     while count := library.load().cdll.xla_gpu_import_released(ids, len(ids)):
         owners = [owner for number in ids[:count] if (owner := _kept.pop(number, None)) is not None]
         unordered = [owner for owner in owners if not owner.ordered]
-        if unordered:
-            unordered[0].wait()  # for the device, and so for all of them
+        for wait in {owner.wait for owner in unordered}:  # once for each device
+            wait()
     return len(_kept)
 
 
