@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import textwrap
+from types import SimpleNamespace
 
 import pytest
 
@@ -12,6 +13,7 @@ from tests.common.machine import ROOT, default_pjrt_device
 
 pytest.importorskip("torch_xla")
 xg = pytest.importorskip("xla_gpu.torch", exc_type=ImportError)
+executable_cache = pytest.importorskip("xla_gpu._runtime.executable_cache")
 
 
 @pytest.mark.parametrize("options", [{"xla_gpu_enable_cublaslt": "true"}, {"name": 1.0}, {3: True}, {"name": None}])
@@ -19,6 +21,36 @@ def test_what_is_no_option_is_named(options):
     text = r"compile_options: options: expected names of options and bools or ints, got"
     with pytest.raises(TypeError, match=text), xg.compile_options(options):
         pass
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "text"),
+    [
+        ([("a", 1)], TypeError, "a mapping, got list"),
+        ({"a": 2**63}, ValueError, "a to be of 64 bits, got 9223372036854"),
+    ],
+)
+def test_misuse_is_named(options, error, text):
+    with pytest.raises(error, match=f"compile_options: options: expected {text}"), xg.compile_options(options):
+        pass
+
+
+def test_a_context_inside_of_another(monkeypatch):
+    """It adds to the outer options, and leaves them as they were."""
+    appended = []
+
+    class Library:
+        def xla_gpu_append_compile_options(self, entries, size):
+            assert len(entries) == size
+            appended.append(entries)
+
+    monkeypatch.setattr(executable_cache.library, "load", lambda: SimpleNamespace(cdll=Library()))
+    override = executable_cache._override
+    with xg.compile_options({"a": True, "b": 1}):
+        with pytest.raises(KeyError), xg.compile_options({"b": 2}), xg.compile_options({}):
+            raise KeyError
+        assert appended == [override("a", True) + override("b", value) for value in (1, 2, 1)]
+    assert appended[3:] == [b""]
 
 
 # In a process of its own: torch_xla's client is one for each, and a refused program may leave it in any state.

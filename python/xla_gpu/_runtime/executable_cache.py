@@ -48,21 +48,28 @@ def recording() -> Iterator[None]:
 def compile_options(options: Mapping[str, bool | int]) -> Iterator[None]:
     """Programs compiled or recorded in here get these of XLA's options, by the names that XLA_FLAGS has for them.
 
-    On GPUs through the adapter alone. Not for several threads: the options are those of the process.
+    Inside of another such context they come on top of its options. On GPUs through the adapter alone. Not for several
+    threads: the options are those of the process.
     """
     if not options:
         yield
         return
-    entries = b"".join(_override(name, value) for name, value in options.items())
-    _append(entries)
+    outer = _appended
+    _append({**outer, **options})
     try:
         yield
     finally:
-        _append(b"")
+        _append(outer)
 
 
-def _append(options: bytes) -> None:
-    _raise(library.load().cdll.xla_gpu_append_compile_options(options, len(options)))
+_appended: Mapping[str, bool | int] = {}
+
+
+def _append(options: Mapping[str, bool | int]) -> None:
+    global _appended
+    entries = b"".join(_override(name, value) for name, value in options.items())
+    _raise(library.load().cdll.xla_gpu_append_compile_options(entries, len(entries)))
+    _appended = options
 
 
 def _override(name: str, value: bool | int) -> bytes:
