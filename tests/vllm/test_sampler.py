@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
 
+from vllm import SamplingParams
 from xla_gpu.vllm.sampler import edits, logprobs, masks, penalties, truncation
 
 
@@ -119,6 +122,14 @@ def test_edits(to_device):
     got = edits.apply(to_device(logits), to_device(places), to_device(values), to_device(last)).cpu().numpy()
     assert got[0, 4] == 2.5 and got[1, 5] == -infinity and got[1, 6] == 0 and got[2, 9] == -infinity
     assert np.count_nonzero(got) == 3
+
+
+def test_stop_tokens_that_are_none():
+    """vLLM takes any integer; each would end the engine, or rule out another token."""
+    params = SamplingParams(min_tokens=2, stop_token_ids=[-1, 3, 2**31 - 1, 2**31, 2**70])
+    listed = edits.of_request(0, SimpleNamespace(params=params), 1)
+    assert listed == [(0, token, edits.NO_CONDITION, -np.inf) for token in (3, 2**31 - 1)]
+    assert edits.pack(listed, unused_row=1)[0][0][edits.MAX_EDITS + 1] == 2**31 - 1
 
 
 def test_more_edits_than_one_call_takes():

@@ -17,6 +17,8 @@ MAX_EDITS = 1024
 
 NO_CONDITION = -1
 
+_LARGEST = np.iinfo(np.int32).max
+
 Edit = tuple[int, int, int, float]
 
 
@@ -24,8 +26,8 @@ def of_request(row: int, request: Request, num_outputs: int) -> list[Edit]:
     """The edits of a request's row in the step that samples its next token, after ``num_outputs`` others."""
     params, edits = request.params, []
     if num_outputs < params.min_tokens:
-        # vLLM takes negative ones, which are no tokens.
-        stops = sorted(token for token in params.all_stop_token_ids if token >= 0)
+        # vLLM takes any integer. Negative ones would count from the end, and larger ones do not fit into int32.
+        stops = sorted(token for token in params.all_stop_token_ids if 0 <= token <= _LARGEST)
         edits += [(row, token, NO_CONDITION, float("-inf")) for token in stops]
     for token, bias in (params.logit_bias or {}).items():
         edits.append((row, token, NO_CONDITION, bias))
