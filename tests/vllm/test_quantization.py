@@ -16,10 +16,12 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from vllm.model_executor.models.utils import WeightsMapper
 
 from tests.vllm import engines, tiny
 from xla_gpu import quantization
 from xla_gpu.vllm import supported
+from xla_gpu.vllm.quantization import CheckpointQuantization
 
 GROUP = 128
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the value that each nibble holds
@@ -180,6 +182,19 @@ WITH_EXPERTS = [(layout, name) for layout in sorted(LAYOUTS) for name in EXPERTS
 )
 def test_experts(layout, name, tmp_path):
     check(*save(tmp_path, layout, EXPERTS[name], name))
+
+
+def test_layers_are_named_as_the_model_names_them():
+    """A checkpoint may have other names than vLLM's model, as those of OPT."""
+    mapper = WeightsMapper(orig_to_new_prefix={"decoder.": "model.decoder."})
+    layer = "decoder.layers.0.fc1"
+    gptq = CheckpointQuantization({**LAYOUTS["gptq"][1]})
+    gptq.packed_layers = {layer}
+    gptq.apply_vllm_mapper(mapper)
+    assert not gptq._is_plain(f"model.{layer}") and gptq._is_plain("model.decoder.layers.1.fc1")
+    ignoring = CheckpointQuantization({**LAYOUTS["compressed-tensors-float8"][1], "ignore": [layer]})
+    ignoring.apply_vllm_mapper(mapper)
+    assert ignoring._is_plain(f"model.{layer}") and not ignoring._is_plain("model.decoder.layers.1.fc1")
 
 
 CACHE_SCALES_PROGRAM = """

@@ -69,6 +69,13 @@ class CheckpointQuantization(QuantizationConfig):  # type: ignore[misc]
             names = get_safetensors_params_metadata(model_name)
             self.packed_layers = {name.removesuffix(".qweight") for name in names if name.endswith(".qweight")}
 
+    def apply_vllm_mapper(self, hf_to_vllm_mapper: Any) -> None:
+        """Renames the layers that the checkpoint names as vLLM's model names them."""
+        self.packed_layers = set(hf_to_vllm_mapper.apply_list(sorted(self.packed_layers)))
+        for key in ("ignore", "modules_to_not_convert", "ignored_layers"):
+            if names := self.settings.get(key):
+                self.settings = {**self.settings, key: hf_to_vllm_mapper.apply_list(names)}
+
     @classmethod
     def override_quantization_method(cls, hf_quant_cfg: dict[str, Any], user_quant: str | None) -> str | None:
         """Takes what it can in the place of vLLM's own methods, which are for CUDA tensors."""
