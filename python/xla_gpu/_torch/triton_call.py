@@ -79,6 +79,8 @@ def _tune(
             times.append((_milliseconds(chosen, encoded.arrays), len(times), config))
         except (ValueError, RuntimeError) as error:  # more shared memory than there is, above all
             failures.append(f"{config}: {error}")
+    if not times and not failures:
+        raise ValueError(f"{bound.where}: expected prune_configs_by to leave a configuration, got none")
     if not times:
         raise ValueError(f"{bound.where}: expected a configuration that runs, got none:\n" + "\n".join(failures))
     triton_call.remember_config(key, min(times)[2])

@@ -100,7 +100,11 @@ class CheckpointMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
             if not stored:
                 continue
             if missing := [key for key in keys if key not in stored]:
-                raise ValueError(f"{layer.layer_name}: the checkpoint has no {kind} of expert {missing[0][1]}")
+                shard, expert = missing[0]
+                raise ValueError(
+                    f"xla_gpu.vllm: {layer.layer_name}: expected {kind} of {shard} of {num_experts} experts in the "
+                    f"checkpoint, got none of expert {expert}"
+                )
             joined[f"experts.{kind}"] = _join(f"{layer.layer_name}.{kind}", [stored[key] for key in keys], dim)
         rows_of_one = n // len(_SHARDS[matrix])
         if self._has_blocks and rows_of_one % GROUP:
@@ -117,7 +121,10 @@ class CheckpointMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
         columns *= 2 if made.weight.dtype is torch.uint8 else 1
         if (rows, columns) != (num_experts * n, k):
             got = [rows // num_experts, columns]
-            raise ValueError(f"{layer.layer_name}: expected {num_experts} experts of shape {[n, k]}, got {got}")
+            raise ValueError(
+                f"xla_gpu.vllm: {layer.layer_name}: {matrix}: expected {num_experts} experts of shape {[n, k]}, "
+                f"got {got}"
+            )
         return LinearWeight(*(None if part is None else part.unflatten(0, (num_experts, -1)) for part in made))
 
     def _random(self, shape: tuple[int, int, int], dtype: torch.dtype) -> LinearWeight:
@@ -157,7 +164,9 @@ def _join(name: str, tensors: list[torch.Tensor], dim: int | None) -> torch.Tens
     first = tensors[0]
     if dim is None:
         if name.endswith("g_idx") and any(not torch.equal(first, other) for other in tensors[1:]):
-            raise ValueError(f"{name}: expected groups in order, got act-order (desc_act), which linear cannot read")
+            raise ValueError(
+                f"xla_gpu.vllm: {name}: expected groups in order, got act-order (desc_act), which linear cannot read"
+            )
         return first
     if first.dim() == 0:
         return torch.stack(tensors)
