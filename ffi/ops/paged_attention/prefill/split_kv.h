@@ -132,10 +132,13 @@ struct SplitAccumulatorLayout {
         shapes.pages_per_seq * shapes.page_size <= (2 * Policy::kMinTilesPerSplit - 1) * Policy::TileKeys(dim);
     const bool few_tokens = shapes.tree_words > 0 || (shapes.num_tokens > shapes.max_seqs && SuggestFewTokens(shapes));
     // One token for each of a few sequences, and no room for a long one: the combine kernel would cost more than is
-    // gained where there is a longer one after all.
-    constexpr int64_t kFewSequences = 32;
+    // gained where there is a longer one after all. Not where contexts may be long: the new tokens of a conversation
+    // come in such calls too, and one CTA of each kv head would read all that was said before.
+    constexpr int64_t kFewSequences = 32, kMaxKeysOfOneCta = 8192;
+    const int64_t few_sequences =
+        shapes.pages_per_seq * shapes.page_size <= kMaxKeysOfOneCta ? kFewSequences : kMaxDecodeRows;
     const bool decode_alone =
-        shapes.tree_words == 0 && shapes.num_tokens <= shapes.max_seqs && shapes.num_tokens <= kFewSequences;
+        shapes.tree_words == 0 && shapes.num_tokens <= shapes.max_seqs && shapes.num_tokens <= few_sequences;
     const bool enough = layout.rows_per_split >= Policy::kTargetWorkTiles * Policy::kWorkTileRows ||
                         (short_contexts && !few_tokens) || decode_alone;
     const int64_t sequences = SequencesPerGridRow(dim);
