@@ -16,7 +16,7 @@ from ..errors import HandlerError
 from . import abi, library
 
 MAX_RANKS = 8
-_MAX_TIMEOUT_S = 10**9  # which is for ever
+_MAX_TIMEOUT_S = 10**9  # 31 years: no limit
 
 
 class Member(NamedTuple):

@@ -44,6 +44,10 @@ def recording() -> Iterator[None]:
         cdll.xla_gpu_record_programs(0)
 
 
+# The options of the innermost compile_options.
+_appended: Mapping[str, bool | int] = {}
+
+
 @contextlib.contextmanager
 def compile_options(options: Mapping[str, bool | int]) -> Iterator[None]:
     """Programs compiled or recorded in here get these of XLA's options, by the names that XLA_FLAGS has for them.
@@ -60,9 +64,6 @@ def compile_options(options: Mapping[str, bool | int]) -> Iterator[None]:
         yield
     finally:
         _append(outer)
-
-
-_appended: Mapping[str, bool | int] = {}
 
 
 def _append(options: Mapping[str, bool | int]) -> None:

@@ -40,10 +40,9 @@ def dequantized(
         offsets = 8.0 if zero_point is None else _valid(zero_point)[:, :, None]
         return ((values - offsets) * scale.float()[:, :, None]).reshape(weight.shape[0], -1).to(dtype), None
     if scale.dim() == 1:
-        # Products of stored values are larger than those that are meant by 1 / scale: too large for float16.
-        return (
-            ((weight.float() * scale[:, None]).to(dtype), None) if dtype is torch.float16 else (weight.to(dtype), scale)
-        )
+        if dtype is torch.float16:  # sums of stored values, which are larger by 1 / scale, may be too large for it
+            return (weight.float() * scale[:, None]).to(dtype), None
+        return weight.to(dtype), scale
     scales = scale.repeat_interleave(GROUP, 0)[: weight.shape[0]].repeat_interleave(GROUP, 1)[:, : weight.shape[1]]
     return (weight.float() * scales).to(dtype), None
 

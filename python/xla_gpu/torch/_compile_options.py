@@ -15,8 +15,8 @@ def compile_options(options: Mapping[str, bool | int]) -> Iterator[None]:
     The counterpart of ``jax.jit(..., compiler_options=...)``; XLA_FLAGS sets options for the whole process. A program
     that has been compiled before keeps its own. The options are the process's: no other thread may compile meanwhile.
     A context inside of another adds its options to those of the other, or replaces them by name, until its end. On the
-    CPU, whose client is torch_xla's own, they have no effect. The executable cache keeps programs of different options
-    apart.
+    CPU, whose client is torch_xla's own, they have no effect. The executable cache has an entry for each set
+    of options.
 
     Args:
       options: by the names that XLA_FLAGS has for them, without dashes in front: ``{"xla_gpu_enable_triton_gemm":
