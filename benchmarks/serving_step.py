@@ -3,10 +3,12 @@ What examples/serve_llama_jax.py and examples/serve_llama.py need beyond this is
 
     python -m benchmarks.serving_step --shape llama3-8b 1x1024 32x1024 64x2048
     python -m benchmarks.serving_step --framework torch_xla --tensor-parallel 2
+    python -m benchmarks.serving_step --framework torch_xla --tensor-parallel 4 --prefill --steps 3 8x1024
     python -m benchmarks.serving_step --operators none rotary_and_cache rms_norm,rotary_and_cache,silu_and_mul,sample
 
 Prints one JSON object per case: milliseconds of a step (the fastest of `--repeats` chains of `--steps`), those that the
-host needs to launch one, and the bytes of weights and KV cache that a step must read, on all devices together.
+host needs to launch one, its tokens per second, and the bytes of weights and KV cache that a step must read, on all
+devices together.
 """
 
 from __future__ import annotations
@@ -34,19 +36,25 @@ from paged_llama.options import USUAL, StepOptions
 PAGE_SIZE = 16
 
 
-def make_load(batch: int, context: int) -> tuple[SimpleNamespace, np.ndarray]:
-    """What an engine asks of its scheduler, and a step in which each sequence decodes behind `context` tokens."""
+def make_load(batch: int, context: int, prefill: bool) -> tuple[SimpleNamespace, np.ndarray]:
+    """What an engine asks of its scheduler, and a step in which each sequence decodes behind `context` tokens; with
+    `prefill` all `context` tokens of each at once."""
+    new = context if prefill else 1
     pages = -(-(context + 1) // PAGE_SIZE)
-    layout = StepLayout(batch, batch, pages)
+    layout = StepLayout(batch * new, batch, pages)
     packed = layout.empty()
     parts = layout.unpack(packed)
     tables = np.random.default_rng(0).permutation(batch * pages).reshape(batch, pages)
     parts["block_tables"][:] = tables
-    parts["sources"][:] = parts["last_rows"][:] = np.arange(batch)
-    parts["positions"][:] = context
-    parts["slots"][:] = tables[:, context // PAGE_SIZE] * PAGE_SIZE + context % PAGE_SIZE
-    parts["context_lens"][:] = context + 1
-    parts["query_start_loc"][:] = np.arange(batch + 1)
+    sequences, positions = np.arange(batch * new) // new, np.arange(batch * new) % new
+    if not prefill:
+        parts["sources"][:] = sequences
+        positions += context
+    parts["positions"][:] = positions
+    parts["slots"][:] = tables[sequences, positions // PAGE_SIZE] * PAGE_SIZE + positions % PAGE_SIZE
+    parts["context_lens"][:] = context + (not prefill)
+    parts["query_start_loc"][:] = np.arange(batch + 1) * new
+    parts["last_rows"][:] = np.arange(1, batch + 1) * new - 1
     parts["num_seqs"][0] = batch
     allocator = SimpleNamespace(num_pages=batch * pages)
     return SimpleNamespace(allocator=allocator, page_size=PAGE_SIZE, mixed=layout, layouts=(layout,)), packed
@@ -111,6 +119,7 @@ def measure(engine: Any, wait: Callable[[Any], object], packed: np.ndarray, step
         "milliseconds": round(best * 1e3, 4),
         "launch": round(launch * 1e3, 4),
         "first_step_seconds": round(compiled, 1),
+        "tokens_per_second": round(layout.num_tokens / best),
     }
 
 
@@ -134,6 +143,7 @@ def main() -> None:
         "--operators", nargs="+", default=[",".join(USUAL)], metavar="NAMES", help="with commas, or none"
     )
     parser.add_argument("--weights", choices=("plain", "float8", "int8", "int4"), default="plain", help="of the layers")
+    parser.add_argument("--prefill", action="store_true", help="all tokens of the context at once, instead of one more")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--repeats", type=int, default=3)
     arguments = parser.parse_args()
@@ -145,7 +155,7 @@ def main() -> None:
     engines = make(config, arguments.dtype, max(c for _, c in sizes) + 1, arguments.tensor_parallel, arguments.weights)
     per_token = config.num_layers * 2 * config.num_kv_heads * config.head_dim * itemsize
     for (batch, context), names in itertools.product(sizes, arguments.operators):
-        load, packed = make_load(batch, context)
+        load, packed = make_load(batch, context, arguments.prefill)
         engine, wait = engines(load, StepOptions(frozenset() if names == "none" else frozenset(names.split(","))))
         row = {"framework": arguments.framework, "shape": arguments.shape, "devices": arguments.tensor_parallel}
         row |= {"weights": arguments.weights, "operators": names, "case": f"{batch}x{context}"}

@@ -96,6 +96,18 @@ SHAPES = {
         rope_theta=500000.0,
         rope_scaling=_LLAMA3_ROPE,
     ),
+    "llama3-70b": LlamaConfig(
+        vocab_size=128256,
+        hidden_size=8192,
+        intermediate_size=28672,
+        num_layers=80,
+        num_heads=64,
+        num_kv_heads=8,
+        head_dim=128,
+        max_position_embeddings=131072,
+        rope_theta=500000.0,
+        rope_scaling=_LLAMA3_ROPE,
+    ),
     "llama3-1b": LlamaConfig(
         vocab_size=128256,
         hidden_size=2048,

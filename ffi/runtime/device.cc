@@ -56,6 +56,22 @@ DeviceScope::~DeviceScope() {
 #endif
 }
 
+CurrentDeviceKept::CurrentDeviceKept() {
+#ifdef XLA_GPU_WITH_CUDA
+  if (cudaGetDevice(&current_) == cudaSuccess) return;
+  current_ = -1;
+  cudaGetLastError();
+#endif
+}
+
+CurrentDeviceKept::~CurrentDeviceKept() {
+#ifdef XLA_GPU_WITH_CUDA
+  int now = -1;
+  if (current_ >= 0 && cudaGetDevice(&now) == cudaSuccess && now != current_) cudaSetDevice(current_);
+  if (current_ >= 0) cudaGetLastError();
+#endif
+}
+
 Error AllocateMemory(int32_t device_ordinal, [[maybe_unused]] void* stream, size_t size, size_t alignment,
                      void** data) {
   *data = nullptr;

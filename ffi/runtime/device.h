@@ -24,6 +24,18 @@ class DeviceScope {
   int previous_ = -1;  // the device to go back to; -1: nothing to undo
 };
 
+// Gives the thread back the CUDA device that was its current one, whatever happens in between. On the host nothing.
+class CurrentDeviceKept {
+ public:
+  CurrentDeviceKept();
+  ~CurrentDeviceKept();
+  CurrentDeviceKept(const CurrentDeviceKept&) = delete;
+  CurrentDeviceKept& operator=(const CurrentDeviceKept&) = delete;
+
+ private:
+  int current_ = -1;  // -1: unknown, there is no GPU
+};
+
 // `size` bytes at a multiple of `alignment` (a power of two), on the host (`device_ordinal` -1) or on the current CUDA
 // device in the order of `stream`. Null for size 0.
 Error AllocateMemory(int32_t device_ordinal, void* stream, size_t size, size_t alignment, void** data);

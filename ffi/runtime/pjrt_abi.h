@@ -58,6 +58,7 @@ inline constexpr size_t kEventIsReady = 6;
 inline constexpr size_t kEventError = 7;
 inline constexpr size_t kEventAwait = 8;
 inline constexpr size_t kEventOnReady = 9;
+inline constexpr size_t kClientCreate = 10;
 inline constexpr size_t kClientPlatformName = 12;
 inline constexpr size_t kClientPlatformVersion = 14;
 inline constexpr size_t kClientAddressableDevices = 16;

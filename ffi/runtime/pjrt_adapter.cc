@@ -4,6 +4,7 @@
 //  - Compiled executables can be kept in files, see executable_cache.h.
 //  - Structures that later versions of the API appended to are passed on in a larger, zero-filled copy: newer plug-ins
 //    refuse the smaller ones ("expected 112, got 80").
+//  - The thread's current CUDA device stays what it was when a client starts.
 //  - Device memory of another framework enters and leaves as buffers: shared_buffers.h.
 // All else is the plug-in's own.
 #include <cstdlib>
@@ -11,6 +12,7 @@
 #include <mutex>
 #include <string>
 
+#include "ffi/runtime/device.h"
 #include "ffi/runtime/error.h"
 #include "ffi/runtime/executable_cache.h"
 #include "ffi/runtime/pjrt_abi.h"
@@ -50,6 +52,12 @@ class GrownArgs {
 
   alignas(16) char bytes_[kSize] = {};
 };
+
+// XLA's start leaves the thread with the last device of several; to PyTorch, device="cuda" would be that one.
+void* CreateClient(void* args) {
+  const CurrentDeviceKept kept;
+  return real_api->entries()[kClientCreate](args);
+}
 
 void* PlatformName(void* untyped) {
   auto* args = static_cast<ClientPlatformNameArgs*>(untyped);
@@ -104,6 +112,7 @@ const Api* MakeTable(const Api& api, const std::string& path) {
   const auto replace = [&](size_t entry, Entry replacement) {
     if (entries[entry] != nullptr) entries[entry] = replacement;
   };
+  replace(kClientCreate, CreateClient);
   replace(kClientPlatformName, PlatformName);
   replace(kClientCompile, Compile);
   replace(kLoadedExecutableExecute, Execute);

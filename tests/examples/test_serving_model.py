@@ -311,6 +311,7 @@ def test_published_shapes_have_the_size_of_their_names():
         return sum(p.numel() for p in PagedLlama(config, torch.bfloat16, 1).parameters())
 
     assert parameters(SHAPES["llama3-8b"]) == 8_030_261_248
+    assert parameters(SHAPES["llama3-70b"]) == 70_553_706_496
     assert parameters(SHAPES["llama3-1b"]) == 1_235_814_400
 
 

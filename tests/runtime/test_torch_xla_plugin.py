@@ -121,3 +121,17 @@ def test_one_gpu_for_each_process_of_torchrun(monkeypatch):
     options = many.client_create_options()
     assert many.requires_xla_coordinator()
     assert (options["node_id"], options["num_nodes"], options["visible_devices"]) == (5, 8, [1])
+
+
+@pytest.mark.gpu
+def test_the_threads_gpu_stays_the_current_one():
+    if machine.default_pjrt_device() != "GPU" or machine.gpu_count() < 2:
+        pytest.skip("needs two GPUs and JAX's CUDA plug-in")
+    code = f"""
+import ctypes
+{CODE}
+device = ctypes.c_int(-1)
+assert ctypes.CDLL("libcuda.so.1").cuCtxGetDevice(ctypes.byref(device)) == 0
+print(device.value, torch_xla.device())
+"""
+    assert run(code).startswith("0 ")

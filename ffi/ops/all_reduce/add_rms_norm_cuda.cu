@@ -17,16 +17,24 @@ constexpr int kMaxAddRmsNormThreads = 512;  // more would leave a thread too few
 // Of CTAs that send all their rows ahead: they run at once, so that all rows are on their way at once.
 constexpr int64_t kMaxExchangeThreads = 128 * kMaxAddRmsNormThreads;
 
-// Where a row's vectors come from: `Send` this rank's to the peers, all of a row, then `Sum` each.
-template <typename T, int kRanks>
-struct FromPeers {
-  static constexpr bool kSendsAhead = false, kSumsAhead = false;
+// A call of the group, for the exchanges below.
+template <typename T>
+struct GroupCall {
   const GroupView& group;
   Call call;
   Deadline deadline;
 
-  __device__ FromPeers(const GroupView& group_, const T* /*x*/, int64_t /*ranks*/, int64_t /*stride*/)
+  __device__ GroupCall(const GroupView& group_, const T* /*x*/, int64_t /*ranks*/, int64_t /*stride*/)
       : group(group_), call(BeginCall(group_)), deadline(group_, call.broken) {}
+  __device__ void End() { EndCall(group, call); }
+};
+
+// Where a row's vectors come from: `Send` this rank's to the peers, all of a row, then `Sum` each.
+template <typename T, int kRanks>
+struct FromPeers : GroupCall<T> {
+  static constexpr bool kSendsAhead = false, kSumsAhead = false;
+  using GroupCall<T>::GroupCall, GroupCall<T>::group, GroupCall<T>::call, GroupCall<T>::deadline;
+
   __device__ void Send(int64_t row, int64_t i, int64_t vectors, const Vector<T>& own) {
     SendPackets<T, kRanks>(group, call, row * vectors + i, own);
   }
@@ -34,19 +42,14 @@ struct FromPeers {
                            const Vector<T>& own) {
     return SumPackets<T, kRanks>(group, call, row * vectors + i, own, &deadline);
   }
-  __device__ void End() { EndCall(group, call); }
 };
 
 // Of two ranks, without packets.
 template <typename T>
-struct FromPeer {
+struct FromPeer : GroupCall<T> {
   static constexpr bool kSendsAhead = true, kSumsAhead = false;
-  const GroupView& group;
-  Call call;
-  Deadline deadline;
+  using GroupCall<T>::GroupCall, GroupCall<T>::group, GroupCall<T>::call, GroupCall<T>::deadline;
 
-  __device__ FromPeer(const GroupView& group_, const T* /*x*/, int64_t /*ranks*/, int64_t /*stride*/)
-      : group(group_), call(BeginCall(group_)), deadline(group_, call.broken) {}
   __device__ void Send(int64_t row, int64_t i, int64_t vectors, const Vector<T>& own) {
     SendWords<T, 2>(group, call, row * vectors + i, own);
   }
@@ -54,7 +57,6 @@ struct FromPeer {
                            const Vector<T>& own) {
     return SumWords<T, 2>(group, call, row * vectors + i, own, &deadline);
   }
-  __device__ void End() { EndCall(group, call); }
 };
 
 // Vectors of a row that one rank sums: whole warps'.
@@ -64,14 +66,10 @@ __host__ __device__ constexpr int64_t RowShare(int64_t vectors, int64_t ranks) {
 
 // Of more ranks, without packets: two-shot, each sums a share of every row and sends it on, to itself too.
 template <typename T, int kRanks>
-struct FromShares {
+struct FromShares : GroupCall<T> {
   static constexpr bool kSendsAhead = true, kSumsAhead = true;
-  const GroupView& group;
-  Call call;
-  Deadline deadline;
+  using GroupCall<T>::GroupCall, GroupCall<T>::group, GroupCall<T>::call, GroupCall<T>::deadline;
 
-  __device__ FromShares(const GroupView& group_, const T* /*x*/, int64_t /*ranks*/, int64_t /*stride*/)
-      : group(group_), call(BeginCall(group_)), deadline(group_, call.broken) {}
   __device__ bool IsOwn(int64_t i, int64_t vectors) const { return i / RowShare(vectors, group.ranks) == group.rank; }
   __device__ void Send(int64_t row, int64_t i, int64_t vectors, const Vector<T>& own) {
     const int64_t share = RowShare(vectors, group.ranks);
@@ -99,7 +97,6 @@ struct FromShares {
     TakeWords(owner, call, area, at, /*step=*/0, /*vectors=*/INT64_MAX, sum, &deadline);
     return sum[0];
   }
-  __device__ void End() { EndCall(group, call); }
 };
 
 template <typename T>

@@ -72,16 +72,6 @@ __device__ __forceinline__ void StoreRelaxed(uint32_t* address, uint32_t value) 
   asm volatile("st.relaxed.sys.global.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
 }
 
-__device__ __forceinline__ uint32_t LoadAcquire(const uint32_t* address) {
-  uint32_t value;
-  asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
-  return value;
-}
-
-__device__ __forceinline__ void StoreRelease(uint32_t* address, uint32_t value) {
-  asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
-}
-
 __device__ __forceinline__ GroupControl* Control(const GroupView& group, int rank) {
   return reinterpret_cast<GroupControl*>(group.regions[rank]);
 }
