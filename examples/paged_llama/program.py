@@ -41,7 +41,9 @@ def parse_arguments(description: str, argv: list[str] | None) -> argparse.Namesp
     model = parser.add_argument_group("model")
     source = model.add_mutually_exclusive_group()
     source.add_argument("--model", type=pathlib.Path, metavar="DIR", help="a Hugging Face Llama checkpoint's folder")
-    source.add_argument("--shape", default="small", metavar="NAME", help="random weights: small, llama3-1b, llama3-8b, llama3-70b")
+    source.add_argument(
+        "--shape", default="small", metavar="NAME", help="random weights: small, llama3-1b, llama3-8b, llama3-70b"
+    )
     model.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     model.add_argument(
         "--weights",
