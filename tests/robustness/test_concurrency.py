@@ -9,7 +9,7 @@ import sys
 import numpy as np
 import pytest
 
-from tests.common import cases, compare, frontends, machine, reference
+from tests.common import cases, compare, frontends, layer_cases, machine, reference
 from tests.common.cases import AttentionCase
 from tests.fuzz.programs import program
 
@@ -55,6 +55,39 @@ def test_threads_that_fail_and_threads_that_do_not(frontend, monkeypatch):
     with concurrent.futures.ThreadPoolExecutor(THREADS) as pool:
         for i, out in enumerate(pool.map(call, range(CALLS))):
             compare.assert_bitwise_equal(out, want, f"{frontend.name}: call {i}")
+
+
+@pytest.mark.frontends("eager", "eager-cuda")
+def test_all_operators_in_threads(frontend):
+    """On GPUs each thread has a stream of its own. Between them the operators share plans, and counters in scratch."""
+    import contextlib
+
+    from tests.common.arrays import to_numpy
+
+    samples = {name: (frontend.tensors(arrays), options) for name, (arrays, options) in layer_cases.samples().items()}
+
+    def results(name):
+        tensors, options = samples[name]
+        out = getattr(frontend.module(), name)(**tensors, **options)
+        return out if isinstance(out, tuple) else (out,)
+
+    want = {name: [to_numpy(x) for x in results(name)] for name in samples}
+
+    def work(thread):
+        on_stream = contextlib.nullcontext()
+        if frontend.platform == "cuda":
+            import torch
+
+            on_stream = torch.cuda.stream(torch.cuda.Stream())
+        with on_stream:
+            order = list(samples)[thread:] + list(samples)[:thread]
+            return [(name, [to_numpy(x) for x in results(name)]) for _ in range(10) for name in order]
+
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        for of_thread in pool.map(work, range(4)):
+            for name, got in of_thread:
+                for g, w in zip(got, want[name], strict=True):
+                    compare.assert_bitwise_equal(g, w, f"{frontend.name}: {name}")
 
 
 @pytest.mark.parametrize("platform", ["host", pytest.param("cuda", marks=pytest.mark.gpu)])
