@@ -54,6 +54,45 @@ def test_packing_refuses():
         q.pack_weight([[1]])
     with pytest.raises(ValueError, match="quantize: weight_format: expected float8 or int8 or int4, got 'int5'"):
         q.quantize(np.zeros((16, 128), np.float32), "int5")
+    with pytest.raises(TypeError, match=r"quantize: weight: expected dtype float32 or .*, got int32\[16, 128\]"):
+        q.quantize(np.ones((16, 128), np.int32), "int8")
+    with pytest.raises(TypeError, match="expected an array of NumPy, PyTorch or JAX, got list"):
+        q.quantize([[1.0]], "int8")
+    with pytest.raises(ValueError, match=r"quantize: weight: .* got shape \[0, 128\]"):
+        q.quantize(np.zeros((0, 128), np.float32), "int4")
+    with pytest.raises(TypeError, match="dequantize: weight: expected a LinearWeight, got ndarray"):
+        q.dequantize(np.zeros((16, 128), np.float32))
+
+
+@pytest.mark.parametrize(("put", "take"), LIBRARIES)
+def test_values_above_15_are_not_packed(put, take):
+    """They would change their neighbours."""
+    values = np.full((16, 128), 15, np.uint8)
+    values[7, 9] = 16
+    with pytest.raises(ValueError, match="pack_weight: values: expected values of 0 to 15, got 16"):
+        q.pack_weight(put(values))
+
+
+def test_packing_in_compiled_functions():
+    """There values are not known."""
+    jax, torch = pytest.importorskip("jax"), pytest.importorskip("torch")
+    values = cases.rng_for("pack").integers(0, 16, (16, 256), dtype=np.uint8)
+    want = q.pack_weight(values)
+    np.testing.assert_array_equal(jax.jit(q.pack_weight)(values), want)
+    tensor = torch.from_numpy(values)
+    packed = torch.compile(q.pack_weight, backend="eager", fullgraph=True)(tensor)
+    np.testing.assert_array_equal(packed.numpy(), want)
+    assert q.pack_weight(tensor.to("meta")).shape == (16, 128)
+    with torch._subclasses.FakeTensorMode() as mode:
+        assert q.pack_weight(mode.from_tensor(tensor)).shape == (16, 128)
+
+
+@pytest.mark.parametrize("weight_format", q.FORMATS)
+def test_a_models_parameter_is_quantised_without_its_graph(weight_format):
+    torch = pytest.importorskip("torch")
+    weight = torch.nn.Linear(128, 16).weight
+    for array in q.quantize(weight, weight_format).arguments().values():
+        assert not array.requires_grad
 
 
 @pytest.mark.parametrize(("put", "take"), LIBRARIES)
@@ -91,6 +130,18 @@ def test_concatenate():
     )
     with pytest.raises(ValueError, match="expected parts of one dtype, got int8, uint8"):
         q.concatenate([parts[0], int4[0]])
+    for unscaled in (LinearWeight(stored), tensors[0]), (tensors[0], LinearWeight(stored)):
+        with pytest.raises(ValueError, match="expected parts of one kind of scale, got None, rank 1"):
+            q.concatenate(unscaled)
+    with pytest.raises(ValueError, match="expected parts of one k, got 128, 256"):
+        q.concatenate([parts[0], q.quantize(np.ones((16, 256), np.float32), "int8")])
+    halves = q.quantize(np.ones((16, 128), np.float16), "int4")
+    with pytest.raises(ValueError, match="expected parts of one dtype of scales, got float16, float32"):
+        q.concatenate([int4[0], halves])
+    with pytest.raises(ValueError, match="expected one or more, got none"):
+        q.concatenate([])
+    with pytest.raises(TypeError, match="expected LinearWeights, got ndarray"):
+        q.concatenate([stored])
     blocks = LinearWeight(stored, np.ones((1, 1), np.float32))
     with pytest.raises(ValueError, match="expected parts of a multiple of 128 rows"):
         q.concatenate([blocks, blocks])

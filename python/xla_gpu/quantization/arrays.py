@@ -39,6 +39,28 @@ def dtype_name(array: Array) -> str:
     return str(array.dtype).removeprefix("torch.")
 
 
+def detached(array: Array) -> Array:
+    """``array`` without PyTorch's graph, which a parameter of a model would bring along."""
+    return array.detach() if library(array).__name__ == "torch" else array
+
+
+def largest(array: Array) -> int | None:
+    """The largest element of an array of integers; None where elements are not known, or not yet."""
+    xp = library(array)
+    if 0 in array.shape:
+        return None
+    if xp.__name__ == "torch":
+        unknown = array.device.type not in ("cpu", "cuda") or xp.compiler.is_compiling() or is_fake(array)
+    else:
+        unknown = xp.__name__ == "jax.numpy" and isinstance(array, sys.modules["jax"].core.Tracer)
+    return None if unknown else int(array.max())
+
+
+def is_fake(tensor: Array) -> bool:
+    """Whether it is one of torch.compile's tensors without elements."""
+    return isinstance(tensor, sys.modules["torch"]._subclasses.FakeTensor)
+
+
 def concatenate(arrays: list[Array]) -> Array:
     """Joined along the first dimension."""
     xp = library(arrays[0])

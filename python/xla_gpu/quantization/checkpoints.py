@@ -18,9 +18,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from .._core import packed_int4
 from . import arrays
 from .arrays import Array
-from .weights import GROUP, LinearWeight, pack_weight
+from .weights import GROUP, LinearWeight
 
 Get = Callable[[str], Array]
 
@@ -185,7 +186,7 @@ def _int4(layer: str, values: Array, scale: Array, zero_point: Array | None) -> 
     times = k // (GROUP * groups)
     scale = arrays.repeat(scale, times, 1)
     zero_point = None if zero_point is None else arrays.repeat(zero_point[:n], times, 1)
-    return LinearWeight(pack_weight(values), scale, zero_point)
+    return LinearWeight(packed_int4.pack(values), scale, zero_point)
 
 
 def _pack_quantized(layer: str, get: Get, names: set[str]) -> LinearWeight:

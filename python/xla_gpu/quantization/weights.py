@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from .._core import packed_int4
+from .._core.checks import FLOATS
 from . import arrays
 from .arrays import Array
 
@@ -42,9 +43,13 @@ def pack_weight(values: Array) -> Array:
 
     Raises:
       TypeError: values are of another dtype.
-      ValueError: values are of another shape.
+      ValueError: values are of another shape, or one of them is above 15. Inside jax.jit and torch.compile, and of
+        torch_xla's tensors, values are not looked at.
     """
     _check_uint8("pack_weight", "values", values, GROUP)
+    largest = arrays.largest(values)
+    if largest is not None and largest > 15:
+        raise ValueError(f"pack_weight: values: expected values of 0 to 15, got {largest}")
     return packed_int4.pack(values)
 
 
@@ -84,29 +89,35 @@ def quantize(weight: Array, weight_format: str) -> LinearWeight:
     | int4 | of each group of 128 along k: the value of the largest magnitude / -8 | -8 to 7, packed |
 
     Args:
-      weight: T[n, k], T float32, float16 or bfloat16; for int4 k is a multiple of 128.
+      weight: T[n, k], T float32, float16 or bfloat16; for int4 k is a multiple of 128. It may be a parameter of a
+        PyTorch model.
       weight_format: "float8", "int8" or "int4".
 
     Returns:
-      The weight as linear takes it.
+      The weight as linear takes it, without a gradient.
 
     Raises:
+      TypeError: weight is no array, or has another dtype.
       ValueError: weight_format is another string, or weight has another shape.
     """
     if weight_format not in FORMATS:
         raise ValueError(f"quantize: weight_format: expected {' or '.join(FORMATS)}, got {weight_format!r}")
-    if len(weight.shape) != 2 or (weight_format == "int4" and weight.shape[1] % GROUP):
+    xp, dtype = arrays.library(weight), arrays.dtype_name(weight)
+    if dtype not in FLOATS:
+        raise TypeError(f"quantize: weight: expected dtype {' or '.join(FLOATS)}, got {dtype}{list(weight.shape)}")
+    if len(weight.shape) != 2 or 0 in weight.shape or (weight_format == "int4" and weight.shape[1] % GROUP):
         raise ValueError(
             f"quantize: weight: expected rank 2 [n, k], for int4 k a multiple of {GROUP}, "
             f"got shape {list(weight.shape)}"
         )
-    xp, wide = arrays.library(weight), arrays.cast(weight, "float32")
+    weight = arrays.detached(weight)
+    wide = arrays.cast(weight, "float32")
     if weight_format == "int4":
         groups = wide.reshape(weight.shape[0], -1, GROUP)
         high, low = xp.amax(groups, -1), xp.amin(groups, -1)
         scale = arrays.cast(_nonzero(xp, xp.where(high > -low, high, low) / -8), weight.dtype)
         values = xp.round(groups / arrays.cast(scale, "float32")[:, :, None]) + 8
-        return LinearWeight(pack_weight(arrays.cast(values.clip(0, 15), "uint8").reshape(weight.shape)), scale)
+        return LinearWeight(packed_int4.pack(arrays.cast(values.clip(0, 15), "uint8").reshape(weight.shape)), scale)
     largest = 127.0 if weight_format == "int8" else _FLOAT8_MAX
     scale = _nonzero(xp, xp.amax(xp.abs(wide), -1) / largest)
     values = (wide / scale[:, None]).clip(-largest, largest)
@@ -121,7 +132,13 @@ def _nonzero(xp: Any, scale: Array) -> Array:
 
 
 def dequantize(weight: LinearWeight) -> Array:
-    """float32[n, k]: what the weight means."""
+    """float32[n, k]: what the weight means.
+
+    Raises:
+      TypeError: weight is no LinearWeight.
+    """
+    if not isinstance(weight, LinearWeight):
+        raise TypeError(f"dequantize: weight: expected a LinearWeight, got {type(weight).__name__}")
     stored, scale, zero_point = weight
     values = unpack_weight(stored) if arrays.dtype_name(stored) == "uint8" else stored
     n, columns = values.shape
@@ -141,26 +158,31 @@ def concatenate(parts: Sequence[LinearWeight]) -> LinearWeight:
     """Joins weights of one format along n, as q, k and v or gate and up that are multiplied together.
 
     Raises:
-      ValueError: the formats differ, or blocks of float8 scales do not end where a part does.
+      TypeError: a part is no LinearWeight.
+      ValueError: there is no part, the formats or k differ, or blocks of float8 scales do not end where a part does.
     """
-    dtypes = {arrays.dtype_name(part.weight) for part in parts}
-    if len(dtypes) != 1:
-        raise ValueError(f"concatenate: expected parts of one dtype, got {', '.join(sorted(dtypes))}")
+    for part in parts:
+        if not isinstance(part, LinearWeight):
+            raise TypeError(f"concatenate: parts: expected LinearWeights, got {type(part).__name__}")
+    if not parts:
+        raise ValueError("concatenate: parts: expected one or more, got none")
+    _check_same("dtype", [arrays.dtype_name(part.weight) for part in parts])
+    _check_same("k", [part.weight.shape[1] for part in parts])
     if len(parts) == 1:
         return parts[0]
     weight = arrays.concatenate([part.weight for part in parts])
-    if parts[0].weight_scale is None:
-        return LinearWeight(weight)
     scales: list[Array] = [part.weight_scale for part in parts]
-    ranks = {None if scale is None else len(scale.shape) for scale in scales}
-    if len(ranks) != 1:
-        raise ValueError("concatenate: expected parts with scales of one kind, got several kinds")
-    if ranks == {1}:  # one scale for a whole part becomes one for each of its rows
+    _check_same("kind of scale", [None if scale is None else f"rank {len(scale.shape)}" for scale in scales])
+    if scales[0] is None:
+        return LinearWeight(weight)
+    _check_same("dtype of scales", [arrays.dtype_name(scale) for scale in scales])
+    is_int4 = arrays.dtype_name(weight) == "uint8"
+    if len(scales[0].shape) == 1:  # one scale for a whole part becomes one for each of its rows
         scales = [
             arrays.repeat(scale, part.weight.shape[0], 0) if scale.shape[0] == 1 else scale
             for part, scale in zip(parts, scales, strict=True)
         ]
-    elif dtypes != {"uint8"} and any(part.weight.shape[0] % GROUP for part in parts[:-1]):
+    elif not is_int4 and any(part.weight.shape[0] % GROUP for part in parts[:-1]):
         raise ValueError(f"concatenate: expected parts of a multiple of {GROUP} rows, since their scales are of blocks")
     zero_points = [part.weight_zero_point for part in parts]
     zero_point = None
@@ -170,3 +192,8 @@ def concatenate(parts: Sequence[LinearWeight]) -> LinearWeight:
             [arrays.cast(eight, "uint8") if z is None else z for z, eight in zip(zero_points, eights, strict=True)]
         )
     return LinearWeight(weight, arrays.concatenate(scales), zero_point)
+
+
+def _check_same(what: str, found: Sequence[object]) -> None:
+    if len(set(found)) != 1:
+        raise ValueError(f"concatenate: expected parts of one {what}, got {', '.join(sorted(map(str, set(found))))}")
