@@ -171,14 +171,14 @@ class TorchXlaCompiled(TorchXla):
         return tuple(to_numpy(r) for r in _as_tuple(compiled(*tensors.values())))
 
 
-def enable_x64():
+def enable_x64(on: bool = True):
     import jax
 
     if hasattr(jax, "enable_x64"):
-        return jax.enable_x64(True)
+        return jax.enable_x64(on)
     from jax.experimental import enable_x64  # before jax 0.8
 
-    return enable_x64(True)
+    return enable_x64(on)
 
 
 class Jax(Frontend):

@@ -7,7 +7,7 @@ import functools
 import numpy as np
 import pytest
 
-from tests.common import cases, compare, reference
+from tests.common import cases, compare, frontends, layer_cases, reference
 
 pytestmark = pytest.mark.frontends("jax", "jax-cuda")
 CASE = cases.AttentionCase("jax", ((1, 20), (4, 9)), num_heads=4, num_kv_heads=2, page_size=8)
@@ -161,3 +161,31 @@ def test_inside_control_flow(frontend):
     for row in slots:
         want = reference.reshape_and_cache(arrays["key"], arrays["value"], want, row)
     compare.assert_bitwise_equal(np.asarray(cache), want, frontend.name)
+
+
+def test_64_bit_integers_that_jax_would_cut(frontend):
+    """Without its switch JAX makes int32 of them: another seed, another slot."""
+    import jax
+
+    import xla_gpu.jax
+
+    with jax.default_device(frontend.device()):
+        update = cases.build_cache(cases.CACHE_CASES[0])
+        slots = update["slot_mapping"].astype(np.int64)
+        want = np.asarray(xla_gpu.jax.reshape_and_cache(**update))
+        with frontends.enable_x64(False):
+            kept = xla_gpu.jax.reshape_and_cache(**(update | {"slot_mapping": slots}))
+            compare.assert_bitwise_equal(np.asarray(kept), want, "slots that fit")
+            slots[0] = np.iinfo(np.int64).min  # padding, of which 32 bits are slot 0
+            with pytest.raises(
+                ValueError, match=r"slot_mapping: expected integers of int32, .* got -9223372036854775808"
+            ):
+                xla_gpu.jax.reshape_and_cache(**(update | {"slot_mapping": slots}))
+            sampling = layer_cases.sampling("float32", 3, 50)
+            with pytest.raises(
+                ValueError, match=r"sample: seed: expected integers .* jax_enable_x64 is set, got 4294967301"
+            ):
+                xla_gpu.jax.sample(**(sampling | {"seed": np.array([1, 2, 2**32 + 5])}))
+        with frontends.enable_x64():
+            token, _ = xla_gpu.jax.sample(**(sampling | {"seed": np.array([1, 2, 2**32 + 5])}))
+            assert np.asarray(token).min() >= 0

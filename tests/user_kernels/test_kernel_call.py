@@ -8,6 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from tests.common.frontends import enable_x64
 from tests.user_kernels import sources
 from xla_gpu._core.operator import ArraySpec
 from xla_gpu._user_kernels import cuda_kernel as cuda_kernels
@@ -90,9 +91,12 @@ def test_jax_must_not_change_what_the_kernel_reads():
     import xla_gpu.jax as xg
 
     call = xg.kernel_call(cuda_kernel(sources.SCALE, "scale", arch="sm_90a"), X, grid=8, block=128)
-    if not jax.config.jax_enable_x64:
-        with pytest.raises(TypeError, match=r"operand 0: expected an array of a dtype that JAX keeps, got int64"):
-            call(X.astype(np.int64), 2.0, 1000)
+    wide = X.astype(np.int64)
+    with enable_x64(False), pytest.raises(TypeError, match=r"operand 0: expected an array .* JAX keeps, got int64"):
+        call(wide, 2.0, 1000)
+    with enable_x64():
+        lowered = jax.jit(lambda x: call(x, 2.0, 1000)).trace(wide).lower(lowering_platforms=("cuda",))
+    assert "(tensor<1000xi64>) -> tensor<1000xf32>" in lowered.as_text()
 
 
 def test_exported_to_stablehlo():

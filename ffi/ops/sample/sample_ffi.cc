@@ -21,8 +21,8 @@ ffi::Error GetParams(const Buffers& b, SampleParams* params) {
   XLA_GPU_RETURN_IF_ERROR(CheckRank(kSampleOp, "logits", b.logits, 2));
   p.rows = b.logits.dimensions()[0];
   p.vocab = b.logits.dimensions()[1];
-  if (p.vocab < 1 || p.vocab >= int64_t{1} << 31) {
-    return Mismatch(kSampleOp, "logits", "a vocabulary of 1 to 2^31 - 1 tokens, [rows, vocab]",
+  if (p.vocab < 1 || p.vocab >= int64_t{1} << 24) {  // 2^24 masses of 40 bits fit into 64
+    return Mismatch(kSampleOp, "logits", "a vocabulary of 1 to 2^24 - 1 tokens, [rows, vocab]",
                     StrCat("shape ", ShapeText(b.logits.dimensions())));
   }
   const struct {

@@ -137,8 +137,21 @@ def _partitioned(call: OpCall) -> Callable[..., Any]:
 
 def as_array(where: str, value: Any) -> Any:
     if isinstance(value, jax.Array | np.ndarray | np.generic):  # tracers are jax.Arrays too
-        return jnp.asarray(value)
+        array = jnp.asarray(value)
+        if array.dtype != value.dtype and value.dtype.kind in "iu" and value.size:
+            _check_kept(where, value, np.iinfo(array.dtype))
+        return array
     raise TypeError(f"{where}: expected a JAX or NumPy array, got {type(value).__name__}")
+
+
+def _check_kept(where: str, value: Any, limits: np.iinfo) -> None:
+    """Raises where JAX, which cuts integers to 32 bits without a word, made other numbers of them."""
+    for number in (int(value.min()), int(value.max())):
+        if not limits.min <= number <= limits.max:
+            raise ValueError(
+                f"{where}: expected integers of {limits.dtype}, since JAX has no {value.dtype} unless jax_enable_x64 "
+                f"is set, got {number}"
+            )
 
 
 @functools.lru_cache(maxsize=4096)

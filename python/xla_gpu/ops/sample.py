@@ -21,7 +21,8 @@ So a row's token depends on its own logits and numbers alone: not on the other r
 on the host and on CUDA. Give a sequence one seed, and each of its tokens another step.
 
 Args:
-  logits: T[rows, vocab]. T is float32, float16 or bfloat16. Logits of -inf are never chosen.
+  logits: T[rows, vocab]. T is float32, float16 or bfloat16. Logits of -inf are never chosen. vocab is less than 2**24:
+    sums of probabilities are integers of 64 bits.
   temperature: float32[rows], >= 0. 0: the largest logit, of equal ones the first; the other options have no effect.
   top_k: int32[rows]. 0 or less: off.
   top_p: float32[rows], from 0 to 1. 1: off. 0: only the most likely.
@@ -59,8 +60,8 @@ def _signature(
 ) -> Signature:
     _check.dtype("logits", logits, FLOATS)
     rows, vocab = _check.rank("logits", logits, "rows, vocab")
-    if not 1 <= vocab < 2**31:
-        raise _check.value_error("logits", "a vocabulary of 1 to 2**31 - 1 tokens, [rows, vocab]", logits)
+    if not 1 <= vocab < 2**24:
+        raise _check.value_error("logits", "a vocabulary of 1 to 2**24 - 1 tokens, [rows, vocab]", logits)
     for name, array, dtypes in (
         ("temperature", temperature, ("float32",)),
         ("top_k", top_k, ("int32",)),
