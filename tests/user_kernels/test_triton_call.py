@@ -77,6 +77,20 @@ def test_a_grid_that_sees_other_values_is_another_call():
     assert [numbers(call(programs), "grid")[0] for programs in (1, 2, 1)] == [1, 2, 1]
 
 
+@pytest.mark.parametrize("library", ["numpy", "torch"])
+def test_a_grid_that_sees_other_values_of_an_array_is_another_call(library):
+    def make(programs):
+        array = np.array([programs, 3], np.int32)
+        array = array if library == "numpy" else pytest.importorskip("torch").from_numpy(array)
+        grid = lambda meta: (int(array[0]), int(array[1]))  # noqa: E731
+        return triton_call.make_call(triton_call.describe(functions.add), grid, OPTIONS, {"BLOCK": 128}, None)
+
+    first, second = make(1), make(2)
+    assert first.key != second.key and make(1).key == first.key
+    # Traced programs find the call by its key.
+    assert [triton_call.by_key(call.key).programs({}) for call in (first, second)] == [(1, 3), (2, 3)]
+
+
 def test_specialisation():
     """Ones are compiled in, multiples of 16 are known to be, and the launch checks the alignment of arrays."""
     array = lambda kind, i: (kind, i, 16)  # noqa: E731

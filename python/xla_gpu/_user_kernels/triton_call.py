@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -64,6 +65,8 @@ class TritonCall:
         """The same call with one configuration of an autotuned function."""
         return make_call(self.function, self.grid, self.options, self.constexprs, config)
 
+
+_SMALL = 16  # elements of an array on the host that a grid function may take numbers from
 
 _lock = threading.Lock()
 _calls: dict[Any, TritonCall] = {}
@@ -151,9 +154,19 @@ def _grid_identity(grid: Any) -> Any:
 
 
 def _seen_by_grid(value: Any) -> str:
-    if hasattr(value, "shape") and hasattr(value, "dtype"):  # the text of an array's values would wait for the GPU
-        return f"{type(value).__name__}{tuple(value.shape)}:{value.dtype}"
+    if hasattr(value, "shape") and hasattr(value, "dtype"):
+        text = f"{type(value).__name__}{tuple(value.shape)}:{value.dtype}"
+        # Elsewhere the values would wait for the GPU, or are too many to be numbers of programs.
+        return text + repr(value.tolist()) if _is_small_on_host(value) else text
     return repr(value)
+
+
+def _is_small_on_host(array: Any) -> bool:
+    if isinstance(array, np.ndarray | np.generic):
+        return array.size <= _SMALL
+    torch = sys.modules.get("torch")
+    is_tensor = torch is not None and type(array) is torch.Tensor  # no fake one
+    return is_tensor and array.device.type == "cpu" and array.numel() <= _SMALL
 
 
 def _constant_identity(where: str, name: str, value: Any) -> str:
