@@ -57,6 +57,28 @@ def test_forward_mode_is_refused(frontend):
             frontend.module().simple_add(dual, tensors["b"])
 
 
+# ---- Arguments that PyTorch's dispatcher takes or refuses with texts of its own --------------------------------------
+def test_bools_are_no_numbers():
+    import xla_gpu.torch as ops
+    from tests.common.arrays import to_torch
+
+    tensors = {name: to_torch(x) for name, x in cases.build(CASE).arrays().items()}
+    for options, expected in ({"sliding_window": True}, "an int"), ({"soft_cap": True}, "a number"):
+        argument = next(iter(options))
+        with pytest.raises(TypeError, match=f"paged_attention: {argument}: expected {expected} known .*, got bool"):
+            ops.paged_attention(**tensors, **OPTIONS, **options)
+
+
+def test_tensors_without_one_block_of_memory():
+    import xla_gpu.torch as ops
+
+    dense = torch.eye(3)
+    nested = torch.nested.nested_tensor([torch.ones(3), torch.ones(2)], layout=torch.jagged)
+    for tensor, got in (dense.to_sparse(), "layout torch.sparse_coo"), (nested, "a nested one"):
+        with pytest.raises(TypeError, match=f"simple_add: a: expected a dense tensor, got {got}"):
+            ops.simple_add(tensor, dense)
+
+
 # ---- Devices ---------------------------------------------------------------------------------------------------------
 @pytest.mark.frontends("eager-cuda", "torch_xla", "torch_xla-cuda")
 @pytest.mark.parametrize("argument", ["kv_cache", "block_tables", "num_seqs"])

@@ -133,6 +133,12 @@ class Operator:
         """The arguments that are arrays, in the order of the custom call."""
         return tuple(match["name"] for match in _ARGUMENT.finditer(self.schema) if match["type"] == "Tensor")
 
+    @functools.cached_property
+    def numbers(self) -> tuple[tuple[str, str], ...]:
+        """The arguments that are numbers, and what error texts call such a one."""
+        kinds = {"int": "an int", "float": "a number"}
+        return tuple((m["name"], kinds[m["type"]]) for m in _ARGUMENT.finditer(self.schema) if m["type"] in kinds)
+
     def bind(self, **arguments: Any) -> OpCall:
         """The custom call for these arguments, arrays as ArraySpec. Cached.
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
 from torch.autograd import forward_ad
 
 from .._core.operator import OpCall, Operator, check_inputs_requested
@@ -59,6 +60,8 @@ def define(
     for backend in backends:
         LIBRARY.impl(name, kernel, backend)
     LIBRARY.impl(name, _refusing_gradients(name, schema), "Autograd")
+    if schema.endswith("-> Tensor[]") and "Tensor[] " not in schema:
+        LIBRARY.impl(name, _each_of_a_batch(name), "FuncTorchBatched")
     torch.library.register_fake(f"xla_gpu::{name}", fake, lib=LIBRARY)
 
 
@@ -81,6 +84,36 @@ def _refusing_gradients(name: str, schema: str) -> Callable[..., Any]:
             return operator(*args, **kwargs)
 
     return before
+
+
+def _each_of_a_batch(name: str) -> Callable[..., list[torch.Tensor]]:
+    """torch.vmap's rule where results are a list, for which PyTorch has none: one call after the other, as JAX's."""
+    operator = getattr(torch.ops.xla_gpu, name).default
+    functorch: Any = torch._C._functorch
+
+    def batched(*args: Any, **kwargs: Any) -> list[torch.Tensor]:
+        interpreter: Any = retrieve_current_functorch_interpreter()
+        level, size = interpreter.level(), interpreter.batch_size()
+        if size == 0:
+            raise ValueError(f"{name}: torch.vmap: expected a batch of 1 or more, got 0")
+
+        def unwrapped(value: Any) -> tuple[Any, int | None]:
+            return functorch._unwrap_batched(value, level) if isinstance(value, torch.Tensor) else (value, None)
+
+        def element(value: tuple[Any, int | None], i: int) -> Any:
+            array, dim = value
+            return array if dim is None else array.select(dim, i)
+
+        given, named = [unwrapped(value) for value in args], {n: unwrapped(value) for n, value in kwargs.items()}
+        with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.FuncTorchBatched)):
+            outs = [
+                operator(*(element(value, i) for value in given), **{n: element(v, i) for n, v in named.items()})
+                for i in range(size)
+            ]
+            stacked = [torch.stack(results) for results in zip(*outs, strict=True)]
+        return [functorch._add_batch_dim(result, 0, level) for result in stacked]
+
+    return batched
 
 
 def define_operator(operator: Operator, run_call: Callable[..., Results] | None = None) -> None:

@@ -13,7 +13,7 @@ from .._core.checks import Checks
 from .._core.docstrings import docstring
 from .._core.operator import IntOperand, Operator
 from . import operators  # noqa: F401 - defines torch.ops.xla_gpu.*
-from .tensors import spec
+from .tensors import check_dense, spec
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -25,11 +25,17 @@ def function(operator: Operator, in_place: bool = False) -> Callable[[_Function]
         overloads = getattr(torch.ops.xla_gpu, f"{operator.name}_" if in_place else operator.name)
         signature = inspect.signature(declaration)
         int_operands = [_IntOperand(operator, operand) for operand in operator.int_operands]
+        numbers = operator.numbers
 
         @functools.wraps(declaration)
         def function(*args: Any, **kwargs: Any) -> Any:
             for operand in int_operands:
                 args, kwargs = operand.as_tensor(args, kwargs)
+            for name, number in numbers:
+                if type(kwargs.get(name)) is bool:  # the dispatcher would take it for 0 or 1
+                    raise TypeError(
+                        f"{operator.name}: {name}: expected {number} known when the call is traced, got bool"
+                    )
             try:
                 results = overloads(*args, **kwargs)
             except RuntimeError:
@@ -69,6 +75,7 @@ def _check(operator: Operator, signature: inspect.Signature, args: tuple[Any, ..
 def _check_values(operator: Operator, values: dict[str, Any]) -> None:
     for name in operator.operands:
         if isinstance(values.get(name), torch.Tensor):
+            check_dense(operator.name, name, values[name])
             values[name] = spec(f"{operator.name}: {name}", values[name])
     operator.bind(**values)
 

@@ -44,9 +44,15 @@ def check_operands(name: str, operand_names: Sequence[str], tensors: Sequence[to
             raise ValueError(
                 f"{name}: {argument}: expected a tensor on {device} (as {operand_names[0]}), got one on {tensor.device}"
             )
-        if tensor.layout is not torch.strided:
-            raise TypeError(f"{name}: {argument}: expected a dense tensor, got layout {tensor.layout}")
+        check_dense(name, argument, tensor)
     return device
+
+
+def check_dense(name: str, argument: str, tensor: torch.Tensor) -> None:
+    """Raises TypeError for a tensor without one block of memory."""
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        got = "a nested one" if tensor.is_nested else f"layout {tensor.layout}"
+        raise TypeError(f"{name}: {argument}: expected a dense tensor, got {got}")
 
 
 def check_no_gradient(name: str, argument: str, tensor: torch.Tensor) -> None:

@@ -1,0 +1,41 @@
+"""torch.vmap of the operators: one call after the other, as jax.vmap's, of which test_jax.py has the tests."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from tests.common import cases, layer_cases
+
+torch = pytest.importorskip("torch")
+EAGER = pytest.mark.frontends("eager", "eager-cuda")
+
+
+@EAGER
+@pytest.mark.parametrize("name", layer_cases.NAMES)
+def test_vmap_calls_once_per_element(frontend, name):
+    arrays, options = layer_cases.samples()[name]
+    tensors, ops = frontend.tensors(arrays), frontend.module()
+    batch = {argument: torch.stack([x, x]) for argument, x in tensors.items()}
+    want = getattr(ops, name)(**tensors, **options)
+    got = torch.vmap(lambda *given: getattr(ops, name)(**dict(zip(batch, given, strict=True)), **options))(
+        *batch.values()
+    )
+    for g, w in zip(*(x if isinstance(x, tuple) else (x,) for x in (got, want)), strict=True):
+        for element in g:
+            assert torch.equal(element.contiguous().view(torch.uint8), w.contiguous().view(torch.uint8))
+
+
+@EAGER
+def test_vmap_of_rms_norm(frontend):
+    """Whose results are a list, for which PyTorch has no rule of its own."""
+    ops = frontend.module()
+    tensors = frontend.tensors({"x": cases.rng_for("vmap").standard_normal((3, 4, 2, 8)).astype(np.float32)})
+    x, weight = tensors["x"], tensors["x"][0, 0, 0].clone()
+    want = ops.rms_norm(x, weight, eps=1e-6)
+    nested = torch.vmap(torch.vmap(lambda row: ops.rms_norm(row, weight, eps=1e-6), in_dims=1, out_dims=1))
+    assert torch.equal(nested(x), want)
+    with pytest.raises(ValueError, match="rms_norm: x: expected a tensor that does not require a gradient"):
+        torch.vmap(torch.func.grad(lambda row: ops.rms_norm(row, weight, eps=1e-6).sum()))(x)
+    with pytest.raises(ValueError, match=r"rms_norm: torch\.vmap: expected a batch of 1 or more, got 0"):
+        nested(x[:0])
