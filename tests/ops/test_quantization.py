@@ -246,6 +246,20 @@ def test_stored_as_they_are(strategy, shape, kind):
         np.testing.assert_array_equal(loaded(fp8, {"weight": stored, "weight_scale_inv": scale}), want)
 
 
+@pytest.mark.parametrize("n", [16, 256])
+def test_as_many_blocks_as_rows(n):
+    """With k = 16384, as in the attention of DeepSeek-V3, a weight has one block scale for each of its rows' number."""
+    k = 128 * 128 if n > 128 else 128 * n
+    rng = cases.rng_for("blocks")
+    stored = rng.standard_normal((n, k)).astype(cases.DTYPES["float8_e4m3fn"])
+    scale = rng.uniform(0.5, 1, (-(-n // 128), k // 128)).astype(np.float32)
+    assert scale.size == n
+    wide = np.repeat(np.repeat(scale, 128, 0)[:n], 128, 1)
+    config = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    got = loaded(config, {"weight": stored, "weight_scale_inv": scale})
+    np.testing.assert_allclose(got, stored.astype(np.float64) * wide, rtol=1e-6)
+
+
 def test_layers_that_are_not_quantised():
     plain = cases.rng_for("plain").standard_normal((N, K)).astype(np.float32)
     config = {"quant_method": "awq", "bits": 4, "group_size": 128, "modules_to_not_convert": ["down_proj"]}
@@ -255,6 +269,13 @@ def test_layers_that_are_not_quantised():
 
 
 INT4 = {"num_bits": 4, "type": "int", "strategy": "group"}
+
+
+def rotated(*locations):
+    """Hadamard transforms at these places, as of QuIP and SpinQuant."""
+    config = compressed("pack-quantized", **INT4, group_size=128)
+    apply = [{"targets": ["Linear"], "location": location} for location in locations]
+    return config | {"transform_config": {"config_groups": {"R": {"type": "hadamard", "apply": apply}}}}
 
 
 @pytest.mark.parametrize(
@@ -273,12 +294,24 @@ INT4 = {"num_bits": 4, "type": "int", "strategy": "group"}
         (compressed("int-quantized", type="int", symmetric=False, strategy="channel"), "symmetric"),
         (compressed("float-quantized", strategy="group", group_size=128), "strategy"),
         ({"quant_method": "compressed-tensors", "config_groups": {}}, "config_groups: expected one group, got 0"),
+        (rotated("weight_input", "input"), "transform_config: expected transforms of weights alone, got 'input'"),
     ],
     ids=lambda x: x if isinstance(x, str) else "",
 )
 def test_what_no_format_has_is_refused(config, text):
     with pytest.raises(ValueError, match=f"quantization_config: {text}"):
         CheckpointFormat({"quantization_config": config})
+
+
+def test_transforms_that_are_in_the_weights_are_no_matter():
+    CheckpointFormat({"quantization_config": rotated("weight_input", "weight_output")})
+    CheckpointFormat({"quantization_config": rotated() | {"transform_config": {}}})
+
+
+def test_words_of_another_dtype_are_refused():
+    tensors = {name: np.ones((8, 8), np.int16) for name in ("qweight", "qzeros", "scales")}
+    with pytest.raises(ValueError, match="packed int4: expected words of int32, got int16"):
+        loaded({"quant_method": "gptq", "bits": 4, "group_size": 128}, tensors)
 
 
 def test_a_tensor_that_is_missing_is_named():

@@ -102,6 +102,10 @@ def _compressed_tensors(settings: Mapping[str, Any]) -> Callable[[str, Get, set[
     groups = list((settings.get("config_groups") or {}).values())
     if len(groups) != 1:
         raise _unsupported("config_groups", "one group", len(groups))
+    transforms = ((settings.get("transform_config") or {}).get("config_groups") or {}).values()
+    for location in (each.get("location") for scheme in transforms for each in scheme.get("apply") or ()):
+        if not str(location).startswith("weight_"):  # those are in the stored weights; others are work of the program
+            raise _unsupported("transform_config", "transforms of weights alone", location)
     weights = groups[0].get("weights") or {}
     layout = str(groups[0].get("format") or settings.get("format"))
     bits, kind, strategy = (weights.get(name) for name in ("num_bits", "type", "strategy"))
@@ -147,7 +151,7 @@ def _stored(weight: Array, scale: Array, layer: str) -> LinearWeight:
     for dimension in scale.shape:
         size *= dimension
     int8 = arrays.dtype_name(weight) == "int8"
-    if (size == n and n > 1) or tuple(scale.shape) == (n, 1):
+    if tuple(scale.shape) in ((n,), (n, 1)):  # not by their number: with k = 16384 there are as many blocks as rows
         return LinearWeight(weight, scale.reshape(n))
     if size == 1:
         return LinearWeight(weight, arrays.repeat(scale.reshape(1), n, 0) if int8 else scale.reshape(1))
@@ -169,6 +173,8 @@ def _check_group(size: Any) -> None:
 
 def _nibbles(words: Array, order: tuple[int, ...] = tuple(range(8))) -> Array:
     """uint8[..., 8 * m] from int32[..., m]: of each word its nibbles in that order."""
+    if arrays.dtype_name(words) != "int32":
+        raise ValueError(f"packed int4: expected words of int32, got {arrays.dtype_name(words)}")
     xp = arrays.library(words)
     columns = [arrays.cast((words >> (4 * nibble)) & 15, "uint8") for nibble in order]
     return xp.stack(columns, -1).reshape(*words.shape[:-1], -1)
