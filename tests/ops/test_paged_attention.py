@@ -161,3 +161,17 @@ def test_rows_before_the_first_sequence_are_zero(frontend):
     assert np.isneginf(lse[:2]).all()
     compare.assert_bitwise_equal(out[2:], want, frontend.name)
     compare.assert_bitwise_equal(lse[2:], want_lse, frontend.name)
+
+
+@pytest.mark.frontends("eager", "eager-cuda")
+@pytest.mark.parametrize("dtype", cases.FLOATS)
+@pytest.mark.parametrize("soft_cap", [2.0**-100, 2.0**13])
+def test_soft_caps_at_the_ends_of_their_range(frontend, soft_cap, dtype):
+    """Beyond them kernels would lose the scores, or overflow."""
+    for head_dim in (64, 128):
+        case = AttentionCase("caps", ((1, 300), (40, 70)), num_heads=4, num_kv_heads=2, head_dim=head_dim, dtype=dtype)
+        check(frontend, case.but(soft_cap=soft_cap))
+        inputs = cases.build(case)
+        inputs.query[...] = 0  # which must not be multiplied by an infinite 1 / soft_cap
+        out, _ = frontend.call("paged_attention_with_lse", inputs.arrays(), **case.but(soft_cap=soft_cap).options())
+        assert np.isfinite(out.astype(np.float32)).all()

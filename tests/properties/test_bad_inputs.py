@@ -81,6 +81,8 @@ def attention_cases(operator: str) -> list[Bad]:
         bad("negative", "soft_cap", "-1", option("soft_cap", -1.0)),
         bad("nan", "soft_cap", "nan", option("soft_cap", math.nan)),
         bad("infinite", "soft_cap", "inf", option("soft_cap", math.inf)),
+        bad("huge", "soft_cap", "8193", option("soft_cap", 8193.0)),
+        bad("tiny", "soft_cap", "1e-31", option("soft_cap", 1e-31)),
         bad("without-float8", "k_scale", "float32[1]", put("k_scale", (1,))),
         bad("without-float8", "v_scale", "float32[1]", put("v_scale", (1,))),
         bad("missing", "k_scale", "None", drop("k_scale"), base="fp8"),

@@ -135,6 +135,8 @@ ATTENTION = Bad("paged_attention", "", "", "", lambda a, o: None)
         ({"sliding_window": np.int64(-1)}, "paged_attention: sliding_window: expected .*, got -1"),
         ({"soft_cap": np.float32(-1)}, "paged_attention: soft_cap: expected .*, got -1"),
         ({"soft_cap": np.float32(math.nan)}, "paged_attention: soft_cap: expected .*, got -?nan"),
+        ({"soft_cap": np.float32(2**14)}, "paged_attention: soft_cap: expected .*, got 16384"),
+        ({"soft_cap": np.float32(2**-101)}, "paged_attention: soft_cap: expected .*, got 3.9"),
         ({"scale": np.float32(math.inf)}, "paged_attention: scale: expected .*, got inf"),
         ({"kv_scales": True}, "paged_attention: .*(k_scale|scales|operands): expected"),
         ({"has_sinks": True}, "paged_attention: .*(sinks|operands): expected"),

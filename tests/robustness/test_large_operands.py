@@ -283,6 +283,8 @@ def test_paged_attention(frontend, lengths, cache):
     cache_dtype = getattr(torch, cache)
     dtype = torch.float32 if cache == "float32" else torch.bfloat16
     room(frontend, 2.2 * OVER * dtype.itemsize / GIB)
+    if dtype is torch.float32 and lengths == (1,):
+        lengths = (4,)  # fewer sequences: each CTA of that kernel reads all bounds
     heads, kv_heads, dim, page_size, pages = 64, 8, 256, 16, 4096
     query = random(frontend, OVER // (heads * dim) + 5, heads, dim, dtype=dtype)
     kv_cache = random(frontend, pages, page_size, 2 * kv_heads, dim, dtype=dtype).to(cache_dtype)

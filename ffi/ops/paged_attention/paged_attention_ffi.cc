@@ -62,8 +62,9 @@ ffi::Error CheckNumbers(const char* op, const AttentionNumbers& attributes) {
   if (attributes.sliding_window < 0) {
     return Mismatch(op, "sliding_window", "at least 1, or 0 for none", StrCat(attributes.sliding_window));
   }
-  if (!(attributes.soft_cap >= 0) || !std::isfinite(attributes.soft_cap)) {
-    return Mismatch(op, "soft_cap", "a finite number above 0, or 0 for none", StrCat(attributes.soft_cap));
+  // Kernels compute it within 1e-7 of the cap: above, scores would be lost. Below, scores / cap would overflow.
+  if (attributes.soft_cap != 0 && !(attributes.soft_cap >= 0x1p-100f && attributes.soft_cap <= 0x1p13f)) {
+    return Mismatch(op, "soft_cap", "a number from 2^-100 to 2^13, or 0 for none", StrCat(attributes.soft_cap));
   }
   return ffi::Error::Success();
 }

@@ -189,7 +189,7 @@ def _checked_options(
     return _Options(
         scale=float(_check.float32("sm_scale", sm_scale)),
         sliding_window=None if sliding_window is None else _check.integer("sliding_window", sliding_window, 1),
-        soft_cap=None if soft_cap is None else float(_check.float32("soft_cap", soft_cap, positive=True)),
+        soft_cap=None if soft_cap is None else float(paged_attention.check_soft_cap(_check, soft_cap)),
         out_dtype=None if out_dtype is None else jnp.dtype(out_dtype),
         q_scale=None if q_scale is None else factor("q_scale", q_scale),
         k_scale=factor("k_scale", k_scale),

@@ -37,8 +37,9 @@ Args:
   scale: a Python number that multiplies ``q . k``; usually ``head_dim ** -0.5``.
   sliding_window: a Python int of at least 1. A query sees the last ``sliding_window`` keys up to its own position,
     itself included. None: all of them.
-  soft_cap: a positive Python number. Scores become ``soft_cap * tanh(score / soft_cap)``, after scale and before the
-    mask (Gemma 2). None: off.
+  soft_cap: a Python number from 2**-100 to 2**13. Scores become ``soft_cap * tanh(score / soft_cap)``, after scale and
+    before the mask (Gemma 2). Kernels compute it within 1e-7 of soft_cap, so that larger ones would lose the scores.
+    None: off.
   k_scale: float32[1] or float32[num_kv_heads], required with a float8 cache and refused with others. The kernels use
     ``K * k_scale``.
   v_scale: as k_scale, for V.
@@ -146,7 +147,7 @@ def signature(
     attributes = {
         "scale": check.float32("scale", scale),
         "sliding_window": np.int64(0 if sliding_window is None else check.integer("sliding_window", sliding_window, 1)),
-        "soft_cap": np.float32(0) if soft_cap is None else check.float32("soft_cap", soft_cap, positive=True),
+        "soft_cap": np.float32(0) if soft_cap is None else check_soft_cap(check, soft_cap),
         "check_inputs": np.bool_(check_inputs),
         "kv_scales": np.bool_(kv_scales),
         "has_sinks": np.bool_(sinks is not None),
@@ -168,6 +169,14 @@ def signature(
         never_gathered=(check.argument("kv_cache"),),
     )
     return Signature(results=(query, *lse), attributes=attributes, partitioning=partitioning)
+
+
+def check_soft_cap(check: Checks, soft_cap: float) -> np.float32:
+    """A soft cap as handlers take it."""
+    number = check.float32("soft_cap", soft_cap, positive=True)
+    if not 2.0**-100 <= number <= 2.0**13:
+        raise check.value_error("soft_cap", "a number from 2**-100 to 2**13, or None for no soft cap", soft_cap)
+    return number
 
 
 def _operator(name: str, returns: str, docstring: str, *, with_lse: bool) -> Operator:
