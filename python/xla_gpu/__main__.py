@@ -5,12 +5,14 @@ from __future__ import annotations
 import argparse
 import sys
 
+from . import __version__
 from ._doctor import report
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs the command line and returns its exit status."""
     parser = argparse.ArgumentParser(prog="python -m xla_gpu")
+    parser.add_argument("--version", action="version", version=f"xla_gpu {__version__}")
     commands = parser.add_subparsers(required=True)
     doctor = commands.add_parser(
         "doctor",

@@ -182,3 +182,11 @@ def test_this_machine():
         if each["status"] == "works" and each["frontend"] != "eager PyTorch":
             platform = "Host" if each["device"] == "CPU" else "CUDA"
             assert each["runtime"]["targets"] == report["library"]["targets"][platform]
+
+
+def test_the_version(capsys):
+    import xla_gpu
+
+    with pytest.raises(SystemExit, match="0"):
+        main(["--version"])
+    assert capsys.readouterr().out == f"xla_gpu {xla_gpu.__version__}\n"
