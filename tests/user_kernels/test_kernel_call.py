@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 
 import ml_dtypes
@@ -352,6 +353,16 @@ def test_arch_and_options_that_are_refused():
             cuda_kernel(sources.SCALE, "scale", arch=arch)
     with pytest.raises(TypeError, match="options: expected a sequence of strings"):
         cuda_kernel(sources.SCALE, "scale", options="-G")
+    with pytest.raises(TypeError, match="arch: expected a str, 'sm_90a', for example, got int"):
+        cuda_kernel(sources.SCALE, "scale", arch=90)
+
+
+@pytest.mark.parametrize("framework", ["torch", "jax"])
+def test_what_is_no_kernel_is_refused(framework):
+    pytest.importorskip(framework)
+    module = importlib.import_module(f"xla_gpu.{framework}")
+    with pytest.raises(TypeError, match="kernel_call: kernel: expected what cuda_kernel returns, got str"):
+        module.kernel_call(sources.SCALE, X, grid=8, block=128)
 
 
 # ---- The cache on disk -----------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from .._runtime import targets
 from .._user_kernels import docstrings as _docstrings
 from .._user_kernels import triton_call as _triton_call
 from .._user_kernels import tvm_ffi as _tvm_ffi
-from .._user_kernels.cuda_kernel import CudaKernel
+from .._user_kernels.cuda_kernel import CudaKernel, where
 from .._user_kernels.launch import geometry
 from .kernel_call import KernelCall, TritonCall
 
@@ -36,7 +36,7 @@ def kernel_call(
 
     An aliased operand is updated without a copy where it is donated, or not needed any more.
     """
-    shape = geometry(f"kernel_call: {kernel.name}", grid, block, cluster, shared, cooperative, pdl)
+    shape = geometry(where(kernel), grid, block, cluster, shared, cooperative, pdl)
     return KernelCall(kernel, result_shape_dtypes, shape, input_output_aliases)
 
 

@@ -9,7 +9,7 @@ from .._core.docstrings import docstring
 from .._user_kernels import docstrings as _docstrings
 from .._user_kernels import triton_call as _triton_call
 from .._user_kernels import tvm_ffi as _tvm_ffi
-from .._user_kernels.cuda_kernel import CudaKernel
+from .._user_kernels.cuda_kernel import CudaKernel, where
 from .._user_kernels.launch import geometry
 from .kernel_call import KernelCall
 from .triton_call import TritonCall
@@ -35,7 +35,7 @@ def kernel_call(
     The caller's operands keep their values: where an aliased one is needed later, and for eager tensors, the kernel
     gets a copy of it. ``kernel_call_`` updates them in place.
     """
-    shape = geometry(f"kernel_call: {kernel.name}", grid, block, cluster, shared, cooperative, pdl)
+    shape = geometry(where(kernel), grid, block, cluster, shared, cooperative, pdl)
     return KernelCall(kernel, result_shape_dtypes, shape, input_output_aliases, in_place=False)
 
 
@@ -57,7 +57,7 @@ def kernel_call_(
     Eager tensors: the kernel writes into them, so they must be row-major, aligned to 16 bytes, and share no memory with
     the other operands. XLA tensors: their buffers are donated to the program, as reshape_and_cache_ does it.
     """
-    shape = geometry(f"kernel_call: {kernel.name}", grid, block, cluster, shared, cooperative, pdl)
+    shape = geometry(where(kernel), grid, block, cluster, shared, cooperative, pdl)
     return KernelCall(kernel, result_shape_dtypes, shape, input_output_aliases, in_place=True)
 
 

@@ -52,6 +52,8 @@ def cuda_kernel(
         )
     if isinstance(options, str) or not all(isinstance(option, str) for option in options):
         raise TypeError(f"cuda_kernel: {name}: options: expected a sequence of strings, got {options!r}")
+    if arch is not None and not isinstance(arch, str):
+        raise TypeError(f"cuda_kernel: {name}: arch: expected a str, 'sm_90a', for example, got {type(arch).__name__}")
     if arch is not None and not re.fullmatch(r"sm_\d+[af]?", arch):
         raise ValueError(f"cuda_kernel: {name}: arch: expected 'sm_90a', for example, got {arch!r}")
     if isinstance(source_or_cubin, str):
@@ -59,6 +61,13 @@ def cuda_kernel(
     if options:
         raise ValueError(f"cuda_kernel: {name}: options: expected none for a cubin, which is compiled already")
     return from_cubin(bytes(source_or_cubin), name, name, arch)
+
+
+def where(kernel: CudaKernel) -> str:
+    """How the error texts of a kernel's calls begin. Raises TypeError for something else."""
+    if not isinstance(kernel, CudaKernel):
+        raise TypeError(f"kernel_call: kernel: expected what cuda_kernel returns, got {type(kernel).__name__}")
+    return f"kernel_call: {kernel.name}"
 
 
 def from_cubin(cubin: bytes, name: str, symbol: str, arch: str | None = None) -> CudaKernel:
