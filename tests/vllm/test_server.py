@@ -125,6 +125,9 @@ def test_concurrent_streams(server, llama):
         {"prompt": [5], "temperature": 1e39},  # float32 has no such number
         {"prompt": [5], "top_p": 1e-50},
         {"prompt": [5], "repetition_penalty": math.inf},
+        {"prompt": [5], "top_k": 1 << 70},  # int64 has no such number
+        {"prompt": [5], "stop_token_ids": [1 << 70]},
+        {"prompt": [5], "allowed_token_ids": [100000]},
         {"prompt": [5], "logprobs": 1000},
         {"prompt": [5], "structured_outputs": {"regex": "("}},
         {"prompt": [5], "model": "another"},

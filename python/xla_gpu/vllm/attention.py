@@ -107,13 +107,15 @@ class XlaGpuAttention(AttentionImpl):  # type: ignore[misc]
         key: torch.Tensor,
         value: torch.Tensor,
         kv_cache: torch.Tensor,
-        attn_metadata: StepMetadata,
+        attn_metadata: StepMetadata | None,
         output: torch.Tensor | None = None,
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """T[num_tokens, num_heads * head_size] from query, key and value of the same form."""
+        """T[num_tokens, num_heads * head_size] from query, key and value of the same form; without metadata any numbers."""
         num_tokens = query.shape[0]
+        if attn_metadata is None:
+            return query.reshape(num_tokens, self.num_heads * self.head_size)
         scales: dict[str, torch.Tensor] = {}
         if self.float8_cache:
             scales = {

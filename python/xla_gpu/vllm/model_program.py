@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -15,6 +17,7 @@ from .attention import StepMetadata
 from .block_tables import BlockTables
 from .buckets import logits_rows
 from .kv_cache import KVCaches
+from .last_layer import LastLayer
 from .norms import NormWeights
 from .program import Program
 from .sampler.sampler import store_last_tokens
@@ -27,7 +30,7 @@ PROMPT_OPTIONS = {"xla_gpu_enable_triton_gemm": False}
 
 
 class ModelPrograms:
-    """``launch(layout, packed, last_tokens)`` returns tokens, last tokens, logits and hidden states of a step."""
+    """``launch(layout, packed, last_tokens)`` returns tokens, last tokens, logits and the rows' states of a step."""
 
     def __init__(
         self, config: VllmConfig, model: nn.Module, caches: KVCaches, tables: BlockTables, device: Any
@@ -38,11 +41,14 @@ class ModelPrograms:
         self._tables = tables
         self._device = device
         # A program over several devices takes its parameters as they are.
-        self._norms = None if tensor_parallel.active() is not None else NormWeights(model)
+        divided = tensor_parallel.active() is not None
+        self._norms = None if divided else NormWeights(model)
+        # Over several devices the rows of attention, which the program returns, would have to be gathered.
+        self._last_layer = None if divided else LastLayer.of(model)
         self._programs: dict[StepLayout, Program] = {}
 
-    def compile(self, layout: StepLayout, last_tokens: torch.Tensor) -> dict[str, tuple[torch.Size, torch.dtype]]:
-        """Compiles the program of ``layout``; returns shape and dtype of its results by name, see ``launch``."""
+    def compile(self, layout: StepLayout, last_tokens: torch.Tensor) -> list[tuple[torch.Size, torch.dtype]]:
+        """Compiles the program of ``layout``; returns shape and dtype of its results, see ``launch``."""
         self._caches.bind()
         packed = torch.zeros(layout.size, dtype=torch.int32).to(self._device)
 
@@ -59,22 +65,23 @@ class ModelPrograms:
             [self._tables.device_tables, *self._caches.tensors],
             PROMPT_OPTIONS if layout.num_tokens >= max(PROMPT_TOKENS, layout.max_seqs + 1) else {},
         )
-        return dict(zip(("tokens", "last_tokens", "logits", "hidden"), program.outputs, strict=True))
+        return program.outputs
 
     def launch(
         self, layout: StepLayout, packed: torch.Tensor, last_tokens: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, list[torch.Tensor]]:
         """Runs a step.
 
         Returns:
           tokens int32[logits_rows], the most likely ones; last_tokens int32[max_seqs + 1] with them; logits
-          T[logits_rows, vocab_size] of each sequence's last row; hidden states T[num_tokens, hidden_size].
+          T[logits_rows, vocab_size] of each sequence's last row; the states of all rows, from which PromptPrograms
+          computes other logits.
         """
         state = [self._tables.device_tables, *self._caches.tensors]
         outputs, (tables, *caches) = self._programs[layout]([packed, last_tokens], state)
         self._tables.device_tables, self._caches.tensors = tables, caches
-        tokens, last_tokens, logits, hidden = outputs
-        return tokens, last_tokens, logits, hidden
+        tokens, last_tokens, logits, *states = outputs
+        return tokens, last_tokens, logits, states
 
     def _step(
         self, layout: StepLayout, packed: torch.Tensor, last_tokens: torch.Tensor, tables: torch.Tensor
@@ -95,65 +102,95 @@ class ModelPrograms:
             )
             for group in range(layout.num_groups)
         ]
-        metadata = self._caches.metadata(groups)
-        # vLLM would ask the other data-parallel engines for their numbers. The models share nothing.
-        engines = self._config.parallel_config.data_parallel_size
-        tokens_of_engines = torch.full((engines,), layout.num_tokens, dtype=torch.int32, device="cpu")
-        with set_forward_context(
-            metadata, self._config, num_tokens=layout.num_tokens, num_tokens_across_dp=tokens_of_engines
+        last_rows = (starts[1:] - 1).clamp(min=0)
+
+        def choose(rows: torch.Tensor) -> torch.Tensor:
+            return rows.index_select(0, last_rows)
+
+        # Where sequences have a row each, there is nothing to leave out.
+        last_layer = self._last_layer if layout.num_tokens > layout.max_seqs else None
+        with (
+            self._forward(layout.num_tokens, self._caches.metadata(groups)),
+            contextlib.nullcontext() if last_layer is None else last_layer.rows(choose, choose) as found,
         ):
             hidden = self._model(input_ids=ids, positions=parts["positions"])
-        last_rows = (starts[1:] - 1).clamp(min=0)
-        logits = self._model.compute_logits(hidden.index_select(0, last_rows))
+        states = [hidden] if found is None else [found.attended, found.residual]
+        logits = self._model.compute_logits(choose(hidden) if found is None else hidden)
         tokens = logits.argmax(-1).to(torch.int32)
         last_tokens = store_last_tokens(last_tokens, slots, tokens)
         rows = logits_rows(layout.max_seqs, self._config.scheduler_config.max_num_seqs)
         if (padding := rows - layout.max_seqs) > 0:
             tokens = torch.cat([tokens, tokens.new_zeros(padding)])
             logits = torch.cat([logits, logits.new_zeros(padding, logits.shape[1])])
-        return [tokens, last_tokens, logits, hidden]
+        return [tokens, last_tokens, logits, *states]
+
+    def logits(self, states: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Logits of rows from their states, as a step returns them. For tracing."""
+        if len(states) == 1:
+            return self._model.compute_logits(states[0])
+        attended, residual = states
+        unused = torch.zeros(attended.shape[0], dtype=torch.int32, device=attended.device)
+        assert self._last_layer is not None
+        # What stands before these states in the model is traced too, without caches, and no result needs it.
+        with (
+            self._forward(attended.shape[0], None),
+            self._last_layer.rows(lambda _: attended, lambda _: residual),
+            contextlib.nullcontext() if self._norms is None else self._norms.sliced(),
+        ):
+            return self._model.compute_logits(self._model(input_ids=unused, positions=unused))
+
+    def _forward(self, num_tokens: int, metadata: dict[str, StepMetadata] | None) -> AbstractContextManager[None]:
+        """What vLLM's models are called in."""
+        # vLLM would ask the other data-parallel engines for their numbers. The models share nothing.
+        engines = self._config.parallel_config.data_parallel_size
+        tokens_of_engines = torch.full((engines,), num_tokens, dtype=torch.int32, device="cpu")
+        return set_forward_context(
+            metadata, self._config, num_tokens=num_tokens, num_tokens_across_dp=tokens_of_engines
+        )
 
 
 class PromptPrograms:
-    """Log-probabilities of a prompt's tokens: the hidden states' rows are chosen first, then scored, some at a time."""
+    """Log-probabilities of a prompt's tokens: rows of a step's states are chosen first, then scored, some at a time."""
 
     MAX_ROWS = 128
 
-    def __init__(
-        self, model: nn.Module, hidden_size: int, max_tokens: int, max_logprobs: int, raw_logits: bool, device: Any
-    ):
+    def __init__(self, programs: ModelPrograms, max_tokens: int, max_logprobs: int, raw_logits: bool, device: Any):
         self.rows = min(self.MAX_ROWS, max_tokens)
-        self._model = model
-        self._hidden_size = hidden_size
+        self._programs = programs
         self._max_logprobs = max_logprobs
         self._raw_logits = raw_logits
         self._device = device
         self._choose: dict[int, Program] = {}
-        self._score: Program | None = None
+        self._score: dict[int, Program] = {}  # by the number of arrays that hold a row's state
 
-    def compile(self, num_tokens: int, dtype: torch.dtype) -> None:
-        """Compiles what steps of ``num_tokens`` tokens need; ``dtype``: of the model's hidden states."""
+    def compile(self, forms: Sequence[tuple[torch.Size, torch.dtype]]) -> None:
+        """Compiles what steps need whose states have these shapes and dtypes."""
         from .sampler import logprobs
 
         packed = torch.zeros(2 * self.rows, dtype=torch.int32).to(self._device)
-        hidden = torch.zeros((num_tokens, self._hidden_size), dtype=dtype).to(self._device)
 
-        def choose(hidden: torch.Tensor, packed: torch.Tensor) -> list[torch.Tensor]:
-            return [hidden.index_select(0, packed[: self.rows])]
+        def zeros(num_rows: int | None = None) -> list[torch.Tensor]:
+            shapes = [shape if num_rows is None else (num_rows, *shape[1:]) for shape, _ in forms]
+            pairs = zip(shapes, forms, strict=True)
+            return [torch.zeros(shape, dtype=dtype).to(self._device) for shape, (_, dtype) in pairs]
 
-        def score(hidden: torch.Tensor, packed: torch.Tensor) -> list[torch.Tensor]:
-            logits = self._model.compute_logits(hidden).float()
+        def choose(packed: torch.Tensor, *states: torch.Tensor) -> list[torch.Tensor]:
+            return [state.index_select(0, packed[: self.rows]) for state in states]
+
+        def score(packed: torch.Tensor, *states: torch.Tensor) -> list[torch.Tensor]:
+            logits = self._programs.logits(states).float()
             scores = logits if self._raw_logits else logits.log_softmax(-1)
             return list(logprobs.gather(scores, packed[self.rows :], self._max_logprobs))
 
-        self._choose[num_tokens] = Program(f"prompt rows, {num_tokens} tokens", choose, [hidden, packed])
-        if self._score is None:
-            chosen = torch.zeros((self.rows, self._hidden_size), dtype=dtype).to(self._device)
-            self._score = Program("prompt logprobs", score, [chosen, packed])
+        num_tokens = forms[0][0][0]
+        self._choose[num_tokens] = Program(f"prompt rows, {num_tokens} tokens", choose, [packed, *zeros()])
+        if len(forms) not in self._score:
+            self._score[len(forms)] = Program("prompt logprobs", score, [packed, *zeros(self.rows)])
 
-    def launch(self, hidden: torch.Tensor, packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """(token ids, scores, ranks) of rows; packed: int32[2 * rows], rows of ``hidden`` and the tokens after them."""
-        assert self._score is not None
-        (chosen,), _ = self._choose[hidden.shape[0]]([hidden, packed])
-        ids, scores, ranks = self._score([chosen, packed])[0]
+    def launch(
+        self, states: Sequence[torch.Tensor], packed: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """(token ids, scores, ranks) of rows; packed: int32[2 * rows], rows of ``states`` and the tokens after them."""
+        chosen, _ = self._choose[states[0].shape[0]]([packed, *states])
+        ids, scores, ranks = self._score[len(states)]([packed, *chosen])[0]
         return ids, scores, ranks

@@ -39,6 +39,7 @@ class Launched:
     Attributes:
       counts: tokens of each request in the step.
       previous_tokens: int32[max_seqs + 1], each request's last token before the step, by slot.
+      states: of the step's rows.
     """
 
     batch: Batch
@@ -46,7 +47,7 @@ class Launched:
     previous_tokens: torch.Tensor
     greedy: Sampled
     logits: torch.Tensor
-    hidden: torch.Tensor
+    states: list[torch.Tensor]
 
 
 class ModelRunner:
@@ -122,9 +123,7 @@ class ModelRunner:
     def _compile(self, layout: StepLayout) -> None:
         """Compiles what steps of one layout need, where no layout before needed it too."""
         model = self.config.model_config
-        outputs = self._programs.compile(layout, self._last_tokens)
-        (rows, vocab_size), logits_dtype = outputs["logits"]
-        (_, hidden_size), hidden_dtype = outputs["hidden"]
+        _, _, ((rows, vocab_size), logits_dtype), *states = self._programs.compile(layout, self._last_tokens)
         if self._sampler is None:
             options = SamplerOptions(
                 max_seqs=self._max_seqs,
@@ -137,9 +136,9 @@ class ModelRunner:
             self._sampler.compile_load()
             raw_logits = model.logprobs_mode.endswith("logits")
             self._prompts = PromptPrograms(
-                self.model, hidden_size, self._max_tokens, options.max_logprobs, raw_logits, self.device
+                self._programs, self._max_tokens, options.max_logprobs, raw_logits, self.device
             )
-        self._prompts.compile(layout.num_tokens, hidden_dtype)
+        self._prompts.compile(states)
         if not self._sampler.has_programs(rows):
             self._sampler.compile(rows)
 
@@ -165,8 +164,8 @@ class ModelRunner:
         else:
             counts = np.fromiter(scheduled.num_scheduled_tokens.values(), np.int32, len(batch.slots))
             packed = self._packer.pack(layout, batch, counts)
-        greedy, logits, hidden = self._launch(layout, packed)
-        self._launched = Launched(batch, counts, previous, greedy, logits, hidden)
+        greedy, logits, states = self._launch(layout, packed)
+        self._launched = Launched(batch, counts, previous, greedy, logits, states)
         return None
 
     def sample_tokens(self, grammar_output: Any) -> Any:
@@ -195,20 +194,20 @@ class ModelRunner:
             self._last_tokens = chosen.last_tokens
         prompts = []
         if "prompt_logprobs" in flags:
-            prompts = self._prompt_logprobs(batch, np.flatnonzero(flags["prompt_logprobs"]), counts, step.hidden)
+            prompts = self._prompt_logprobs(batch, np.flatnonzero(flags["prompt_logprobs"]), counts, step.states)
         table.num_tokens[slots[sampled]] += 1
         output = StepOutput(batch.requests, np.flatnonzero(sampled).tolist(), chosen.tokens, chosen.logprobs, prompts)
         return output if self._asynchronous else output.get_output()
 
-    def _launch(self, layout: StepLayout, packed: npt.NDArray[np.int32]) -> tuple[Sampled, torch.Tensor, torch.Tensor]:
-        tokens, last_tokens, logits, hidden = self._programs.launch(
+    def _launch(self, layout: StepLayout, packed: npt.NDArray[np.int32]) -> tuple[Sampled, torch.Tensor, list[torch.Tensor]]:
+        tokens, last_tokens, logits, states = self._programs.launch(
             layout, torch.from_numpy(packed).to(self.device), self._last_tokens
         )
         self._last_tokens = last_tokens
-        return Sampled(tokens, last_tokens, None), logits, hidden
+        return Sampled(tokens, last_tokens, None), logits, states
 
     def _prompt_logprobs(
-        self, batch: Batch, rows: npt.NDArray[np.int_], counts: npt.NDArray[np.int32], hidden: torch.Tensor
+        self, batch: Batch, rows: npt.NDArray[np.int_], counts: npt.NDArray[np.int32], states: list[torch.Tensor]
     ) -> list[PromptLogprobs]:
         found = []
         ends = np.cumsum(counts)
@@ -225,7 +224,7 @@ class ModelRunner:
                 packed = np.zeros((2, self._prompts.rows), np.int32)
                 packed[0, :size] = np.arange(first + begin, first + begin + size)
                 packed[1, :size] = request.prompt_token_ids[start + begin + 1 : start + begin + 1 + size]
-                parts.append(self._prompts.launch(hidden, torch.from_numpy(packed.reshape(-1)).to(self.device)))
+                parts.append(self._prompts.launch(states, torch.from_numpy(packed.reshape(-1)).to(self.device)))
             complete = start + num_rows == request.num_prompt - 1
             found.append(PromptLogprobs(request, start, parts, num_rows, complete))
         return found

@@ -27,6 +27,9 @@ class XlaGpuPlatform(Platform):  # type: ignore[misc]
     dist_backend = "gloo"
     device_control_env_var = "CUDA_VISIBLE_DEVICES"
 
+    # The model's tokens; of several models in a process the most, since a request does not say whose it is.
+    _vocab_size = 0
+
     @classmethod
     def pre_register_and_update(cls, parser: Any = None) -> None:
         """Lets vLLM find the quantisation of checkpoints; called before it reads a model's configuration."""
@@ -56,6 +59,8 @@ class XlaGpuPlatform(Platform):  # type: ignore[misc]
         parallel.distributed_executor_backend = "uni"
         if parallel.worker_cls == "auto":
             parallel.worker_cls = "xla_gpu.vllm.worker.Worker"
+        if vllm_config.model_config is not None:
+            cls._vocab_size = max(cls._vocab_size, vllm_config.model_config.get_vocab_size())
         vllm_config.scheduler_config.async_scheduling = Options.of(vllm_config).async_scheduling
         # A forked process would share the device's runtime, which does not survive that.
         os.environ["VLLM_WORKER_MULTIPROCESSING_METHOD"] = "spawn"
@@ -67,7 +72,7 @@ class XlaGpuPlatform(Platform):  # type: ignore[misc]
         from vllm.sampling_params import SamplingParams
 
         if isinstance(params, SamplingParams):
-            request_checks.check(params, processed_inputs.get("prompt_token_ids") or [])
+            request_checks.check(params, processed_inputs.get("prompt_token_ids") or [], cls._vocab_size)
 
     @classmethod
     def import_kernels(cls) -> None:

@@ -1,6 +1,7 @@
 """What a request must not ask for, beyond what vLLM checks: the step that it joined would end the engine.
 
-A server's JSON may hold NaN and Infinity, and numbers that float32 does not.
+A server's JSON may hold NaN and Infinity, numbers that float32 or int64 does not, and ids of tokens that the model does
+not have. vLLM compares ids with the vocabulary of the tokenizer, if there is one.
 """
 
 from __future__ import annotations
@@ -13,13 +14,17 @@ import numpy as np
 _FLOAT32 = np.finfo(np.float32)
 _SMALLEST, _LARGEST = float(_FLOAT32.tiny), float(_FLOAT32.max)
 
+# The engine may be another process, to which vLLM sends integers of 64 bits.
+_INT64 = np.iinfo(np.int64)
 
-def check(params: Any, prompt_token_ids: list[int]) -> None:
+
+def check(params: Any, prompt_token_ids: list[int], vocab_size: int) -> None:
     """Raises ValueError for a request that cannot be served, which the server answers with 400.
 
     Args:
       params: vLLM's SamplingParams, which have been checked by vLLM.
       prompt_token_ids: of the prompt; empty where there are none.
+      vocab_size: the model's.
     """
     _expect("temperature", 0.0, params.temperature, _LARGEST)
     _expect("top_p", _SMALLEST, params.top_p, 1.0)
@@ -28,8 +33,19 @@ def check(params: Any, prompt_token_ids: list[int]) -> None:
     for token, bias in (params.logit_bias or {}).items():
         if math.isnan(bias) or bias > _LARGEST:
             raise ValueError(f"logit_bias[{token}]: expected a number up to {_LARGEST:.3g}, got {bias}")
-    if prompt_token_ids and (least := min(prompt_token_ids)) < 0:
-        raise ValueError(f"prompt: expected token ids of 0 or more, got {least}")
+    for name in ("top_k", "seed", "max_tokens", "min_tokens"):
+        if (number := getattr(params, name)) is not None:
+            _expect(name, int(_INT64.min), number, int(_INT64.max))
+    for token in params.stop_token_ids or ():
+        _expect("stop_token_ids", int(_INT64.min), token, int(_INT64.max))
+    _expect_tokens("allowed_token_ids", params.allowed_token_ids or [], vocab_size)
+    _expect_tokens("prompt", prompt_token_ids, vocab_size)
+
+
+def _expect_tokens(name: str, token_ids: list[int], vocab_size: int) -> None:
+    for token in (min(token_ids), max(token_ids)) if token_ids else ():
+        if not 0 <= token < vocab_size:
+            raise ValueError(f"{name}: expected token ids from 0 to {vocab_size - 1}, got {token}")
 
 
 def _expect(name: str, least: float, got: float, most: float) -> None:

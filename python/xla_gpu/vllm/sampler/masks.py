@@ -22,9 +22,10 @@ def all_allowed(rows: int, vocab_size: int) -> Bitmask:
 
 
 def only(token_ids: Sequence[int], vocab_size: int) -> Bitmask:
-    """One row that allows ``token_ids``."""
+    """One row that allows those of ``token_ids`` that the vocabulary has."""
     bits = np.zeros(words(vocab_size) * 32, np.uint8)
-    bits[np.asarray(token_ids)] = 1
+    tokens = np.asarray(token_ids)
+    bits[tokens[(0 <= tokens) & (tokens < vocab_size)]] = 1
     return np.packbits(bits, bitorder="little").view(np.int32)
 
 
