@@ -213,8 +213,9 @@ def unknown_call(x: torch.Tensor) -> torch.Tensor:
     return torch_xla._XLAC._xla_custom_call([x], "no_such_target", [[2]], [torch.float32], False, "", 2, {})[0]
 
 
-def test_programs_whose_first_compilation_fails_are_captured_again():
-    """As on a GPU, where the first capture leaves the programs that are then compiled together."""
+@pytest.mark.parametrize("failures", [1, 2])
+def test_programs_whose_compilation_fails_are_captured_again(failures):
+    """As on a GPU: the first capture leaves programs to be compiled together, which the memory may be too small for."""
     device = torch_xla.device()
     state, x = torch.zeros(2, device=device), torch.tensor([1.0, 2.0]).to(device)
     captures = []
@@ -222,12 +223,12 @@ def test_programs_whose_first_compilation_fails_are_captured_again():
     def step(x, state):
         captures.append(None)
         state.add_(x)
-        return [unknown_call(state) if len(captures) == 1 else state * 2]
+        return [unknown_call(state) if len(captures) <= failures else state * 2]
 
     with compiled_together(2):
         first = Program("first", step, [x], [state])
         second = Program("second", lambda x, state: [state.sub_(x) * 3], [x], [state])
-    assert len(captures) == 2 and first.outputs == [(torch.Size([2]), torch.float32)]
+    assert len(captures) == failures + 1 and first.outputs == [(torch.Size([2]), torch.float32)]
     one_more = (x + 1).cpu().to(device)
     compiled = compilations()
     (doubled,), states = first([x], [state])

@@ -30,8 +30,8 @@ logger = init_logger(f"vllm.{__name__}")  # vLLM shows what is below its own nam
 # What captures the programs that are to be compiled together; None: each is compiled where it is made.
 _waiting: list[Callable[[], None]] | None = None
 
-# Compilations that ended with recording the program.
-_recorded = 0
+# Compilations that ended with recording the program, or with an error.
+_failed = 0
 
 
 @contextlib.contextmanager
@@ -42,6 +42,9 @@ def compiled_together(threads: int) -> Iterator[None]:
     captured twice: the first time leaves what is to be compiled, the second one gets its executable while the next
     programs are compiled. What the cache has is complete the first time. Where the body raises, nothing is left to be
     compiled.
+
+    XLA tries kernels in the GPU's memory. A program for which several threads left too little is compiled again at the
+    end, alone.
     """
     global _waiting
     if tensor_parallel.active() is not None:
@@ -55,8 +58,19 @@ def compiled_together(threads: int) -> Iterator[None]:
             yield
         finally:
             _waiting = None
-        for capture in captures:
-            capture()
+        failed = [capture for capture in captures if not _succeeds(capture)]
+    for capture in failed:
+        capture()
+
+
+def _succeeds(capture: Callable[[], None]) -> bool:
+    global _failed
+    try:
+        capture()
+    except (RuntimeError, ValueError):
+        _failed += 1
+        return False
+    return True
 
 
 class FallbackError(RuntimeError):
@@ -112,8 +126,8 @@ class Program:
         except FallbackError:
             raise
         except (RuntimeError, ValueError):  # recorded, or an error that comes again
-            global _recorded
-            _recorded += 1
+            global _failed
+            _failed += 1
             _waiting.append(capture)
 
     def _capture(
@@ -180,4 +194,4 @@ def _fallbacks() -> set[str]:
 def compilations() -> int:
     """How many programs XLA has compiled in this process."""
     timed = metrics.metric_data("CompileTime")
-    return timed[0] - _recorded if timed else 0
+    return timed[0] - _failed if timed else 0
