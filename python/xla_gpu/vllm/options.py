@@ -3,9 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from typing import Any
 
 MAX_COMPILE_THREADS = 64
+
+# XLA uses several cores for a program, for the kernels that it tries; the rest of a compilation takes one.
+_CORES_PER_THREAD = 3
+_MOST_CHOSEN_THREADS = 8
+
+
+def default_compile_threads() -> int:
+    """A compile thread for each three cores that this process may use, up to 8."""
+    cores = len(os.sched_getaffinity(0))
+    return max(1, min(cores // _CORES_PER_THREAD, _MOST_CHOSEN_THREADS))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,7 +31,7 @@ class Options:
 
     token_buckets: list[int] | None = None
     async_scheduling: bool = True
-    compile_threads: int = 1
+    compile_threads: int = dataclasses.field(default_factory=default_compile_threads)
 
     @classmethod
     def of(cls, config: Any) -> Options:
