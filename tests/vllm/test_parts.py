@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from types import SimpleNamespace
 
 import numpy as np
@@ -13,8 +14,9 @@ import torch_xla.backends
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
 
+from vllm import SamplingParams
 from xla_gpu._runtime import executable_cache
-from xla_gpu.vllm import buckets
+from xla_gpu.vllm import buckets, request_checks
 from xla_gpu.vllm.attention import StepMetadata
 from xla_gpu.vllm.block_tables import BlockTables
 from xla_gpu.vllm.kv_cache import KVCaches
@@ -42,6 +44,24 @@ def test_buckets():
     for wrong in ([0], [101], ["8"], [True]):
         with pytest.raises(ValueError, match="token_buckets: expected integers from 1 to max_num_batched_tokens = 100"):
             buckets.token_buckets(100, 12, wrong)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "fields", "text"),
+    [
+        ([5, 320], {}, "prompt: expected token ids from 0 to 319, got 320"),
+        ([-1, 5], {}, "prompt: expected token ids from 0 to 319, got -1"),
+        ([5], {"allowed_token_ids": [5, 320]}, "allowed_token_ids: expected token ids from 0 to 319, got 320"),
+        ([5], {"stop_token_ids": [1 << 63]}, "stop_token_ids: expected a number from"),
+        ([5], {"top_k": 1 << 63}, "top_k: expected a number from"),
+        ([5], {"temperature": float("nan")}, "temperature: expected a number from"),
+    ],
+)
+def test_requests_that_a_step_cannot_take(prompt, fields, text):
+    """vLLM compares token ids with those of the tokenizer: --skip-tokenizer-init leaves them to the platform."""
+    request_checks.check(SamplingParams(max_tokens=1, allowed_token_ids=[0, 319]), [0, 319], vocab_size=320)
+    with pytest.raises(ValueError, match=re.escape(text)):
+        request_checks.check(SamplingParams(**fields), prompt, vocab_size=320)
 
 
 def test_layout_unpacks_what_it_packs():

@@ -112,7 +112,10 @@ class XlaGpuAttention(AttentionImpl):  # type: ignore[misc]
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """T[num_tokens, num_heads * head_size] from query, key and value of the same form; without metadata any numbers."""
+        """T[num_tokens, num_heads * head_size] from query, key and value of the same form.
+
+        Without metadata, where no result is needed, query.
+        """
         num_tokens = query.shape[0]
         if attn_metadata is None:
             return query.reshape(num_tokens, self.num_heads * self.head_size)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -139,8 +138,8 @@ class ModelPrograms:
         ):
             return self._model.compute_logits(self._model(input_ids=unused, positions=unused))
 
-    def _forward(self, num_tokens: int, metadata: dict[str, StepMetadata] | None) -> AbstractContextManager[None]:
-        """What vLLM's models are called in."""
+    def _forward(self, num_tokens: int, metadata: dict[str, StepMetadata] | None) -> Any:
+        """The context that vLLM's models are called in."""
         # vLLM would ask the other data-parallel engines for their numbers. The models share nothing.
         engines = self._config.parallel_config.data_parallel_size
         tokens_of_engines = torch.full((engines,), num_tokens, dtype=torch.int32, device="cpu")

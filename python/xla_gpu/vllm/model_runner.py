@@ -199,7 +199,9 @@ class ModelRunner:
         output = StepOutput(batch.requests, np.flatnonzero(sampled).tolist(), chosen.tokens, chosen.logprobs, prompts)
         return output if self._asynchronous else output.get_output()
 
-    def _launch(self, layout: StepLayout, packed: npt.NDArray[np.int32]) -> tuple[Sampled, torch.Tensor, list[torch.Tensor]]:
+    def _launch(
+        self, layout: StepLayout, packed: npt.NDArray[np.int32]
+    ) -> tuple[Sampled, torch.Tensor, list[torch.Tensor]]:
         tokens, last_tokens, logits, states = self._programs.launch(
             layout, torch.from_numpy(packed).to(self.device), self._last_tokens
         )

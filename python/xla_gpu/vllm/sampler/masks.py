@@ -25,7 +25,7 @@ def only(token_ids: Sequence[int], vocab_size: int) -> Bitmask:
     """One row that allows those of ``token_ids`` that the vocabulary has."""
     bits = np.zeros(words(vocab_size) * 32, np.uint8)
     tokens = np.asarray(token_ids)
-    bits[tokens[(0 <= tokens) & (tokens < vocab_size)]] = 1
+    bits[tokens[(tokens >= 0) & (tokens < vocab_size)]] = 1
     return np.packbits(bits, bitorder="little").view(np.int32)
 
 
