@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from .._core import packed_int4
+from .._core.checks import FLOATS
 from . import arrays
 from .arrays import Array
 from .weights import GROUP, LinearWeight
@@ -73,11 +74,17 @@ class CheckpointFormat:
             f"{plain}_scale",
             f"{plain}_scale_inv",
         }:  # not quantised, as the head often is
-            return LinearWeight(arrays.cast(get(plain), dtype))
-        weight = self._load(layer, get, names)
-        if arrays.dtype_name(weight.weight) == "uint8":
-            return weight._replace(weight_scale=arrays.cast(weight.weight_scale, dtype))
-        return weight
+            weight = get(plain)
+            if arrays.dtype_name(weight) not in ("float64", *FLOATS):
+                raise ValueError(
+                    f"{plain}: expected {' or '.join(FLOATS)} where the checkpoint has no scale for it, "
+                    f"{plain}_scale or {plain}_scale_inv, got {arrays.dtype_name(weight)}"
+                )
+            return LinearWeight(arrays.cast(weight, dtype))
+        loaded = self._load(layer, get, names)
+        if arrays.dtype_name(loaded.weight) == "uint8":
+            return loaded._replace(weight_scale=arrays.cast(loaded.weight_scale, dtype))
+        return loaded
 
 
 def _unsupported(setting: str, expected: object, got: object) -> ValueError:
