@@ -127,6 +127,11 @@ def times(x: jax.Array, weight: Weight, linear: bool = False) -> jax.Array:
     return jax.lax.dot_general(x, weight["weight"], (((1,), (1,)), ((), ())))
 
 
+def projections(layer: dict[str, Weight], *names: str) -> dict[str, jax.Array]:
+    """The weights and scales of these products by the names of attention_block and gated_mlp."""
+    return {f"{name}_{part}": value for name in names for part, value in layer[name].items()}
+
+
 # XLA times its Triton kernels and cuBLAS's one product at a time, and mostly takes its own. In a step, cuBLAS's are
 # faster but for a few rows (docs/scaling.md).
 CUBLAS: Any = {"xla_gpu_enable_triton_gemm": False, "xla_gpu_enable_cublaslt": True}
@@ -136,6 +141,7 @@ CUBLAS_ROWS = 16
 class Options(NamedTuple):
     fused: bool  # rotary_and_cache and silu_and_mul
     linear: bool  # products of plain weights too
+    blocks: bool = False  # attention_block and gated_mlp, on each device's shard
 
 
 def step(
@@ -165,6 +171,25 @@ def step(
     hidden = norm(residual, weights["norms"][0])
     stored = []
     for i, (layer, cache) in enumerate(zip(weights["layers"], caches, strict=True)):
+        if options.blocks:
+            partial, cache = xg.attention_block(
+                hidden,
+                positions=positions,
+                table=weights["rotations"],
+                kv_cache=cache,
+                slot_mapping=slots,
+                context_lens=lengths,
+                block_tables=tables,
+                query_start_loc=query_start_loc,
+                num_seqs=num_seqs,
+                scale=head_dim**-0.5,
+                **projections(layer, "qkv", "out"),
+            )
+            stored.append(cache)
+            hidden, residual = join(partial, residual, weights["norms"][2 * i + 1])
+            partial = xg.gated_mlp(hidden, **projections(layer, "gate_up", "down"))
+            hidden, residual = join(partial, residual, weights["norms"][2 * i + 2])
+            continue
         qkv = product(hidden, layer["qkv"])
         if options.fused:
             query, cache = xg.rotary_and_cache(qkv, positions, weights["rotations"], cache, slots)
@@ -311,6 +336,7 @@ def main() -> None:
         help="rotary_and_cache and silu_and_mul instead of jax.numpy (default: yes)",
     )
     parser.add_argument("--linear", action="store_true", help="products of plain weights by the operator linear too")
+    parser.add_argument("--blocks", action="store_true", help="attention_block and gated_mlp on each device's shard")
     parser.add_argument("--weights", choices=("bfloat16", "float8"), default="bfloat16", help="float8: by linear")
     parser.add_argument("--prefill", action="store_true", help="all tokens of the context at once, instead of one more")
     parser.add_argument(
@@ -356,7 +382,7 @@ def main() -> None:
                 continue
             local = (heads // ranks, kv_heads // ranks, head_dim)
             axis = "tp" if ranks > 1 else None
-            options = Options(arguments.fused, arguments.linear)
+            options = Options(arguments.fused, arguments.linear, arguments.blocks)
             body = functools.partial(step, join, gathers(group, name), options, local, axis)
             if ranks > 1:
                 cache_specs = [CACHE_SPEC] * layers
