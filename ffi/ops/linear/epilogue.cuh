@@ -60,11 +60,15 @@ struct FourFeatures {
     }
   }
 
+  __device__ void Finish(float (&values)[4]) const {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) values[i] = Round<T>(values[i] * scale[i] + bias[i]);
+  }
+
   __device__ void Apply(const float* sums, float (&to)[4]) const {
     const float4 four = *reinterpret_cast<const float4*>(sums);
-    const float values[4] = {four.x, four.y, four.z, four.w};
-#pragma unroll
-    for (int i = 0; i < 4; ++i) to[i] = Round<T>(values[i] * scale[i] + bias[i]);
+    to[0] = four.x, to[1] = four.y, to[2] = four.z, to[3] = four.w;
+    Finish(to);
   }
 };
 

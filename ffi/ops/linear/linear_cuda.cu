@@ -13,6 +13,7 @@
 #include "ffi/ops/linear/kernel.cuh"
 #include "ffi/ops/linear/linear.h"
 #include "ffi/ops/linear/simt_f32.cuh"
+#include "ffi/ops/linear/sm90_converted_launch.cuh"
 #include "ffi/ops/linear/sm90_launch.cuh"
 
 namespace xla_gpu {
@@ -77,10 +78,17 @@ Status LaunchRows(const LinearParams& p, LinearArgs args, int shared_bytes, Stre
 // Of the kernels for this format and as many rows as `args` says.
 template <typename T, WeightFormat kFormat, int kRowTile>
 Status LaunchTile(const LinearParams& p, const LinearArgs& args, int shared_bytes, Stream stream, LaunchOrder order) {
-  using Config = linear::Sm90Traits<T, kFormat, kRowTile>;
   bool sm90a;
-  if (Status status = linear::SupportsSm90a<Config>(&sm90a); !status.ok()) return status;
-  if (sm90a) return linear::LaunchSm90<Config>(args, stream, order);
+  if constexpr (kFormat == WeightFormat::kPlain) {
+    using Config = linear::Sm90Traits<T, kFormat, kRowTile>;
+    if (Status status = linear::SupportsSm90a<Config>(&sm90a); !status.ok()) return status;
+    if (sm90a) return linear::LaunchSm90<Config>(args, stream, order);
+  } else {
+    using Config = linear::ConvertedTraits<T, kFormat, kRowTile>;
+    if (Status status = linear::LaunchConvertedSm90<Config>(args, stream, order, &sm90a); !status.ok() || sm90a) {
+      return status;
+    }
+  }
   return LaunchRows<linear::Traits<T, kFormat, kRowTile>>(p, args, shared_bytes, stream, order);
 }
 

@@ -1,10 +1,10 @@
-// The kernel of sm_90a for up to 64 rows: TMA brings weights and x to shared memory, wgmma multiplies.
+// The kernel of sm_90a for up to 64 rows and plain weights: TMA brings weights and x to shared memory, wgmma
+// multiplies. sm90_converted_kernel.cuh has the one for weights that are converted.
 //
-// The weights are the M operand of wgmma and the rows of x its N operand. A CTA computes a work tile of 256 features,
-// or of 128 where weights are converted; with an activation the first half are gates, the second half what they
-// multiply. A warp loads weights, one x, and two warpgroups multiply, each of them half of the 128 weight rows of a
-// stage. Where the work tiles are many a CTA takes half an SM, so that one of the next kernel loads its weights while
-// this one ends.
+// The weights are the M operand of wgmma and the rows of x its N operand. A CTA computes a work tile of 256 features;
+// with an activation the first half are gates, the second half what they multiply. A warp loads weights, one x, and two
+// warpgroups multiply, each of them half of the 128 weight rows of a stage. Where the work tiles are many a CTA takes
+// half an SM, so that one of the next kernel loads its weights while this one ends.
 //
 // The CTAs of a cluster divide k. They add their partial sums through distributed shared memory, in the order of k. The
 // number of CTAs in a cluster depends on n, k and the weights' format alone: a row has the same bits for any number of
@@ -109,17 +109,9 @@ __global__ void __launch_bounds__(XLA_GPU_HAS_WGMMA ? Config::kThreads : 32, XLA
   } else {
     NamedBarrierSync(2, Config::kThreads);
     // ---- Products
-    if constexpr (Config::kFormat == WeightFormat::kInt4) {
-      PrefetchGroups<Config>(args.linear, tile, chunk_begin, chunk_end);
-      __syncwarp();  // wgmma is for whole warps
-    }
     WaitForPreviousKernel();
     float sum[Config::kBlocks][kRowBlocks][4];
-    if constexpr (Config::kFormat == WeightFormat::kPlain) {
-      MultiplyPlain<Config>(args, chunk_begin, chunk_end, weights, xs, barriers, sum);
-    } else {
-      MultiplyConverted<Config>(args, tile, chunk_begin, chunk_end, shared, xs, barriers, sum);
-    }
+    MultiplyPlain<Config>(args, chunk_begin, chunk_end, weights, xs, barriers, sum);
     // All loads have completed, and both warpgroups have read them: the sums take the ring's place.
     NamedBarrierSync(1, Config::kConsumers);
     auto* sums = reinterpret_cast<float*>(shared);

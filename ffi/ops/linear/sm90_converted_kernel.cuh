@@ -1,0 +1,392 @@
+// The kernel of sm_90a for up to 64 rows and weights that are converted: float8, int8 and int4.
+//
+// As in sm90_kernel.cuh, weights are the M operand of wgmma and the rows of x its N operand, TMA brings both to shared
+// memory, and the CTAs of a cluster divide k. What differs is what conversions need:
+//  - Four warpgroups convert and multiply, each 64 of a work tile's 256 features. One CTA has an SM.
+//  - A lane loads 16 neighbouring bytes of a weight row at a time (8 of int4) and converts them to A operands, whose
+//    values of k are then not in wgmma's order. So two warps bring x into the order of the weights, in shared memory,
+//    before it is multiplied. Of 64 values of k lane t of four has number 16 t + 4 s to 16 t + 4 s + 3 in step s.
+//  - The weight rows of a warp's lanes are permuted so that those loads have no bank conflicts in TMA's 128-byte
+//    swizzle.
+//
+// Sums of 128 products are multiplied by their scale and added to float32 totals. The order of all sums depends on n, k
+// and the format alone: a row has the same bits for any number of rows.
+#ifndef XLA_GPU_OPS_LINEAR_SM90_CONVERTED_KERNEL_CUH_
+#define XLA_GPU_OPS_LINEAR_SM90_CONVERTED_KERNEL_CUH_
+
+#include <cstdint>
+
+#include "ffi/device/async_copy.cuh"
+#include "ffi/device/cluster.cuh"
+#include "ffi/device/dependent_launch.cuh"
+#include "ffi/device/mbarrier.cuh"
+#include "ffi/device/tma_matrix.cuh"
+#include "ffi/device/wgmma_narrow.cuh"
+#include "ffi/ops/linear/sm90_converted_epilogue.cuh"
+#include "ffi/ops/linear/sm90_converted_weights.cuh"
+#include "ffi/ops/linear/sm90_traits.cuh"
+
+namespace xla_gpu::linear {
+
+template <typename T_, WeightFormat kFormat_, int kRowTile_>
+struct ConvertedTraits {
+  using T = T_;
+  static constexpr WeightFormat kFormat = kFormat_;
+  static constexpr bool kInt4 = kFormat == WeightFormat::kInt4;
+  // The sums of 128 products may have scales of their own. Float8 with other scales has 1 there.
+  static constexpr bool kGrouped = kFormat == WeightFormat::kFloat8 || kInt4;
+  static constexpr int kRowTile = kRowTile_;
+  static constexpr int kTileFeatures = 256;
+  static constexpr int kConsumers = 512;
+  static constexpr int kThreads = kConsumers + 128;  // a warp loads weights, one x, and two permute x
+  static constexpr int kPanels = kInt4 ? 4 : 2;      // of 64 values of k, in a weight stage
+  static constexpr int kStageK = 64 * kPanels;
+  static constexpr int kBoxRows = 128;  // of a TMA box of weights: with an activation gates or what they multiply
+  static constexpr int kWeightStageBytes = kTileFeatures * 128;
+  static constexpr int kXStageBytes = kRowTile * 256;  // 128 values of each row, in two panels
+  static constexpr int kXStagesOfChunk = kPanels / 2;  // a chunk of k is a weight stage's
+  // More weights in flight are no faster: x, which is loaded last, would have to wait for them at the start.
+  static constexpr int kWeightStages = kRowTile == 64 ? 4 : 3;
+  static constexpr int kXStages = kRowTile == 64 ? 4 : kRowTile == 32 ? 6 : 8;
+  static constexpr int kMaxStages = 8;  // of either ring
+  static constexpr int kBarrierBytes = 5 * kMaxStages * 8;
+  static constexpr int kSharedBytes = kWeightStages * kWeightStageBytes + kXStages * kXStageBytes + kBarrierBytes;
+  // With many rows the sums need registers: those of the threads that do not multiply, and of weights that are loaded
+  // and converted fewer at a time.
+  static constexpr bool kMovesRegisters = kRowTile == 64;
+  static constexpr bool kLoadsStage = kRowTile < 64;  // all of a stage's weights at once
+  static constexpr int kStepsAtOnce = kRowTile == 64 ? 2 : 4;
+  static_assert(kRowTile * SumPitch(kTileFeatures) * 4 <= kSharedBytes);
+};
+
+// The barriers of the rings of weights and x, as shared-memory addresses. x is full when TMA has loaded it, and ready
+// when it has the order of the weights.
+template <typename Config>
+struct ConvertedBarriers : RingBarriers<Config> {
+  __device__ uint32_t XReady(int stage) const { return this->start + (4 * Config::kMaxStages + stage) * 8; }
+};
+
+// The first of the 64 weight rows that number `quarter` of a work tile has: with an activation the first half of a work
+// tile's rows are gates, and the others what they multiply.
+template <typename Config>
+__device__ inline int FirstRowOfQuarter(const LinearArgs& args, int tile, int quarter) {
+  if (args.activation == Activation::kNone) return tile * Config::kTileFeatures + quarter * 64;
+  constexpr int kGates = Config::kTileFeatures / 2;
+  return tile * kGates + quarter * 64 + (quarter < kGates / 64 ? 0 : args.n / 2 - kGates);
+}
+
+// The weight row, of 8 that follow one another in shared memory, of the lanes whose number divided by 4 is `g`: such
+// that neither 8 lanes that load 16 bytes, nor 16 that load 8 bytes, meet in a bank.
+__device__ inline int RowOfLanes(int g) { return (g & 1) << 2 | (g & 2) | g >> 2; }
+
+// Loads a CTA's weights, by one thread.
+template <typename Config>
+__device__ inline void LoadConvertedWeights(const Sm90Args& args, int tile, int chunk_begin, int chunk_end,
+                                            uint32_t weights, ConvertedBarriers<Config> barriers) {
+  if (!args.weights_first) WaitForPreviousKernel();
+  PipelineState ring;
+  for (int chunk = chunk_begin; chunk < chunk_end; ++chunk) {
+    const uint32_t full = barriers.WeightFull(ring.stage), to = weights + ring.stage * Config::kWeightStageBytes;
+    WaitBarrier(barriers.WeightEmpty(ring.stage), ring.phase ^ 1);
+    ArriveExpectTx(full, Config::kWeightStageBytes);
+#pragma unroll
+    for (int box = 0; box < 2; ++box) {
+      TmaLoadMatrixBox(to + box * (Config::kWeightStageBytes / 2), args.weight_map, full, chunk,
+                       FirstRowOfQuarter<Config>(args.linear, tile, box * 2), kEvictFirst);
+    }
+    ring.Advance(Config::kWeightStages);
+  }
+  AllowDependentLaunch();  // now memory has time for the next kernel's first loads
+}
+
+// Loads x for a CTA's part of k, by one thread.
+template <typename Config>
+__device__ inline void LoadConvertedX(const Sm90Args& args, int stage_begin, int stage_end, uint32_t xs,
+                                      ConvertedBarriers<Config> barriers) {
+  WaitForPreviousKernel();
+  PipelineState ring;
+  for (int stage = stage_begin; stage < stage_end; ++stage) {
+    WaitBarrier(barriers.XEmpty(ring.stage), ring.phase ^ 1);
+    const uint32_t full = barriers.XFull(ring.stage), to = xs + ring.stage * Config::kXStageBytes;
+    ArriveExpectTx(full, Config::kXStageBytes);
+    TmaLoadMatrixBox(to, args.x_map, full, stage * 2, 0, kEvictNormal);
+    TmaLoadMatrixBox(to + Config::kXStageBytes / 2, args.x_map, full, stage * 2 + 1, 0, kEvictNormal);
+    ring.Advance(Config::kXStages);
+  }
+}
+
+// Brings the values of each row of x into the order of the weights, in place: warp 0 of two those of the first panel of
+// each stage, warp 1 of the second. Rows that x does not have are zeros.
+template <typename Config>
+__device__ inline void PermuteX(const Sm90Args& args, int stages, char* xs, ConvertedBarriers<Config> barriers,
+                                int warp) {
+  constexpr int kBlocks = Config::kRowTile / 8, kAtOnce = kBlocks > 1 ? 2 : 1;  // of 8 rows
+  const int lane = static_cast<int>(threadIdx.x) % 32, step = lane % 4;
+  // Of 8, for each four lanes: no bank conflicts, neither of the loads of 8 bytes nor of the stores of 16.
+  const int row = 0x65217430 >> (lane / 4 * 4) & 7;
+  const int blocks = (args.linear.rows + 7) / 8;
+  char* const rows = xs + warp * (Config::kXStageBytes / 2) + row * 128;
+  const int from = ((step / 2 ^ row) << 4) + step % 2 * 8, to = (2 * step ^ row) << 4;
+  PipelineState ring;
+  for (int i = 0; i < stages; ++i) {
+    char* const stage = rows + ring.stage * Config::kXStageBytes;
+    WaitBarrier(barriers.XFull(ring.stage), ring.phase);
+#pragma unroll
+    for (int block = 0; block < kBlocks; block += kAtOnce) {
+      if (block >= blocks) break;
+      uint2 fours[kAtOnce][4];
+#pragma unroll
+      for (int j = 0; j < kAtOnce; ++j) {
+#pragma unroll
+        for (int t = 0; t < 4; ++t) {
+          fours[j][t] = *reinterpret_cast<const uint2*>(stage + (from ^ t << 5) + (block + j) * 1024);
+        }
+      }
+      __syncwarp();  // the lanes of a row have read it
+#pragma unroll
+      for (int j = 0; j < kAtOnce; ++j) {
+        uint32_t low[4], high[4];
+#pragma unroll
+        for (int t = 0; t < 4; ++t) {
+          const uint2 four = fours[j][t];
+          low[t] = kSplitsPairs<Config::kFormat> ? __byte_perm(four.x, four.y, 0x5410) : four.x;
+          high[t] = kSplitsPairs<Config::kFormat> ? __byte_perm(four.x, four.y, 0x7632) : four.y;
+        }
+        char* const at = stage + (block + j) * 1024;
+        *reinterpret_cast<uint4*>(at + to) = make_uint4(low[0], low[1], low[2], low[3]);
+        *reinterpret_cast<uint4*>(at + (to ^ 16)) = make_uint4(high[0], high[1], high[2], high[3]);
+      }
+    }
+    FenceProxyAsync();
+    __syncwarp();
+    if (lane == 0) ArriveBarrier(barriers.XReady(ring.stage));
+    ring.Advance(Config::kXStages);
+  }
+}
+
+// The products of a CTA's work tile and part of k. `shared`: the weight stages.
+template <typename Config>
+__device__ __forceinline__ void MultiplyConverted(const Sm90Args& args, int tile, int chunk_begin, int chunk_end,
+                                                  const char* shared, uint32_t xs, ConvertedBarriers<Config> barriers,
+                                                  float (&result)[Config::kRowTile / 8][4]) {
+  using T = typename Config::T;
+  constexpr WeightFormat kFormat = Config::kFormat;
+  constexpr bool kInt4 = Config::kInt4;
+  constexpr int kRowBlocks = Config::kRowTile / 8, kSteps = Config::kStepsAtOnce, kGroups = Config::kXStagesOfChunk;
+  const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32;
+  const int t = lane % 4, row = RowOfLanes(lane / 4);
+  const char* const rows = shared + (warp * 16 + row) * 128;
+  const int first_row = FirstRowOfQuarter<Config>(args.linear, tile, warp / 4) + warp % 4 * 16 + row;
+  const uint32_t magic = ConversionMagic<T, kFormat>();
+
+  // ---- Scales of groups, loaded ahead. int4: of 8 groups, two of them by each lane of four.
+  constexpr int kChunksOfLoad = kInt4 ? 4 : 1;
+  const bool loads = kInt4 || (Config::kGrouped && args.linear.scale == WeightScale::kBlock);
+  RowGroups<T, kFormat> groups, next_groups;
+  const GroupLoader<T, kFormat> loader(args.linear, first_row);
+  const auto load_groups = [&](int chunk) {
+    loader.Load(args.linear, chunk * kGroups + (kInt4 ? 2 * t : 0), &next_groups);
+  };
+  float sum[kRowBlocks][4];
+  float(&accumulators)[kRowBlocks][4] = Config::kGrouped ? sum : result;
+  if constexpr (Config::kGrouped) {
+    next_groups.scale[0] = next_groups.scale[1] = 0x3f800000;  // 1
+    if (loads) load_groups(chunk_begin);
+#pragma unroll
+    for (auto& block : result) block[0] = block[1] = block[2] = block[3] = 0.0f;
+  }
+  PipelineState weight_ring, x_ring;
+  for (int chunk = chunk_begin; chunk < chunk_end; ++chunk) {
+    const int chunk_of_load = (chunk - chunk_begin) % kChunksOfLoad;
+    if (Config::kGrouped && chunk_of_load == 0) {
+      groups = next_groups;
+      if (kInt4) groups.zero_points[0] |= groups.zero_points[1] << 16;
+      if (loads && chunk + kChunksOfLoad < chunk_end) load_groups(chunk + kChunksOfLoad);
+    }
+    uint32_t scale[2] = {0, 0}, zero_points = 0;
+    if constexpr (kInt4) {
+      scale[0] = __shfl_sync(~0u, groups.scale[0], chunk_of_load, 4);
+      scale[1] = __shfl_sync(~0u, groups.scale[1], chunk_of_load, 4);
+      zero_points = __shfl_sync(~0u, groups.zero_points[0], chunk_of_load, 4);
+    }
+
+    // ---- The chunk's weights, into registers
+    WaitBarrier(barriers.WeightFull(weight_ring.stage), weight_ring.phase);
+    const char* const from = rows + weight_ring.stage * Config::kWeightStageBytes;
+    uint32_t raw[2][Config::kPanels][kInt4 ? 2 : 4];
+    const auto load_panel = [&](int panel) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        uint32_t(&to)[kInt4 ? 2 : 4] = raw[r][panel];
+        if constexpr (kInt4) {
+          const char* const at = from + r * 1024 + (((2 * panel + t / 2) ^ row) << 4) + t % 2 * 8;
+          const uint2 two = *reinterpret_cast<const uint2*>(at);
+          to[0] = two.x, to[1] = two.y;
+        } else {
+          const uint4 four = *reinterpret_cast<const uint4*>(from + r * 1024 + (((4 * panel + t) ^ row) << 4));
+          to[0] = four.x, to[1] = four.y, to[2] = four.z, to[3] = four.w;
+        }
+      }
+    };
+    const auto give_weights_back = [&] {
+      __syncwarp();
+      if (lane == 0) ArriveBarrier(barriers.WeightEmpty(weight_ring.stage));
+      weight_ring.Advance(Config::kWeightStages);
+    };
+    if constexpr (Config::kLoadsStage) {
+#pragma unroll
+      for (int panel = 0; panel < Config::kPanels; ++panel) load_panel(panel);
+      give_weights_back();
+    }
+
+    // ---- 128 values of k at a time: conversions while wgmma multiplies the values before
+#pragma unroll
+    for (int group = 0; group < kGroups; ++group) {
+      uint32_t offset[2];
+#pragma unroll
+      for (int r = 0; r < 2; ++r) offset[r] = kInt4 ? OffsetOfZeroPoint(zero_points, 2 * r + group, magic) : 0;
+      WaitBarrier(barriers.XReady(x_ring.stage), x_ring.phase);
+      __syncwarp();
+      // The same in all lanes: the compiler then keeps descriptors in uniform registers.
+      const uint32_t x = __shfl_sync(~0u, xs + x_ring.stage * Config::kXStageBytes, 0);
+      uint32_t a[2][kSteps][4];
+#pragma unroll
+      for (int part = 0; part < 8 / kSteps; ++part) {
+        const int first_step = part * kSteps, panel = group * 2 + first_step / 4;
+        if (part >= 2) WgmmaWait<1>();  // the products before the last ones have read their operand
+        if constexpr (!Config::kLoadsStage) {
+          if (first_step % 4 == 0) load_panel(panel);
+          if (group == kGroups - 1 && first_step == 4) give_weights_back();
+        }
+        uint32_t(&to)[kSteps][4] = a[part % 2];
+#pragma unroll
+        for (int i = 0; i < kSteps; ++i) {
+          const int step = (first_step + i) % 4;
+#pragma unroll
+          for (int r = 0; r < 2; ++r) {
+            if constexpr (kInt4) {
+              ConvertInt4<T>(raw[r][panel][step / 2], step % 2, offset[r], magic, &to[i][r], &to[i][r + 2]);
+            } else {
+              ConvertWord<T, kFormat>(raw[r][panel][step], magic, &to[i][r], &to[i][r + 2]);
+            }
+          }
+        }
+        WgmmaFence();
+        const uint64_t b = MakeSmemDescKMajor(x + first_step / 4 * (Config::kXStageBytes / 2));
+#pragma unroll
+        for (int i = 0; i < kSteps; ++i) {
+          const bool first = first_step + i == 0 && (Config::kGrouped || (group == 0 && chunk == chunk_begin));
+          WgmmaNarrow<T>(accumulators, to[i], AdvanceSmemDesc(b, (first_step + i) % 4 * 32), !first);
+        }
+        WgmmaCommit();
+      }
+      WgmmaWait<0>();
+      WgmmaFenceOperand(accumulators);
+      if (lane == 0) ArriveBarrier(barriers.XEmpty(x_ring.stage));
+      x_ring.Advance(Config::kXStages);
+      if constexpr (Config::kGrouped) {
+        float factor[2];
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          if constexpr (kInt4) {
+            const float2 pair = Unpack<T>(scale[r]);
+            factor[r] = group == 0 ? pair.x : pair.y;
+          } else {
+            factor[r] = __uint_as_float(groups.scale[r]);
+          }
+        }
+#pragma unroll
+        for (int r = 0; r < kRowBlocks; ++r) {
+#pragma unroll
+          for (int i = 0; i < 4; ++i) result[r][i] = fmaf(factor[i / 2], sum[r][i], result[r][i]);
+        }
+      }
+    }
+  }
+}
+
+template <typename Config>
+__global__ void __launch_bounds__(XLA_GPU_HAS_WGMMA ? Config::kThreads : 32, 1)
+    ConvertedSm90Kernel(const __grid_constant__ Sm90Args args) {
+#if XLA_GPU_HAS_WGMMA
+  using T = typename Config::T;
+  extern __shared__ __align__(1024) char shared[];
+  const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
+  // ---- Shared memory: weight stages, x stages, barriers
+  constexpr int kXs = Config::kWeightStages * Config::kWeightStageBytes;
+  const uint32_t weights = SharedAddress(shared), xs = weights + kXs;
+  const ConvertedBarriers<Config> barriers = {{xs + Config::kXStages * Config::kXStageBytes}};
+  constexpr int kConsumerWarps = Config::kConsumers / 32, kWeightWarp = kConsumerWarps, kXWarp = kWeightWarp + 1;
+  // ---- This CTA's work tile and part of k
+  const int tile = static_cast<int>(blockIdx.x) / args.cluster;
+  const int rank = static_cast<int>(blockIdx.x) % args.cluster;
+  const int chunk_begin = args.chunks * rank / args.cluster, chunk_end = args.chunks * (rank + 1) / args.cluster;
+
+  if (warp >= kConsumerWarps) {
+    if constexpr (Config::kMovesRegisters) DecreaseRegisters<32>();
+    if (warp <= kXWarp) {
+      // A loading warp makes its own barriers, and does not wait for the other.
+      if (lane < Config::kMaxStages) {
+        if (warp == kWeightWarp) {
+          InitBarrier(barriers.WeightFull(lane), 1);
+          InitBarrier(barriers.WeightEmpty(lane), kConsumerWarps);
+        } else {
+          InitBarrier(barriers.XFull(lane), 1);
+          InitBarrier(barriers.XReady(lane), 2);
+          InitBarrier(barriers.XEmpty(lane), kConsumerWarps);
+        }
+      }
+      if (lane == 31) PrefetchTensorMap(warp == kXWarp ? args.x_map : args.weight_map);
+      FenceProxyAsync();
+      __syncwarp();
+      NamedBarrierArrive(2, Config::kThreads);
+      if (ElectOne()) {
+        if (warp == kWeightWarp) {
+          LoadConvertedWeights<Config>(args, tile, chunk_begin, chunk_end, weights, barriers);
+        } else {
+          LoadConvertedX<Config>(args, chunk_begin * Config::kXStagesOfChunk, chunk_end * Config::kXStagesOfChunk, xs,
+                                 barriers);
+        }
+      }
+    } else {
+      NamedBarrierSync(2, Config::kThreads);
+      PermuteX<Config>(args, (chunk_end - chunk_begin) * Config::kXStagesOfChunk, shared + kXs, barriers,
+                       warp - kXWarp - 1);
+    }
+    __syncwarp();  // the barrier of a cluster is for whole warps
+    if (args.cluster > 1) {
+      ClusterSync();
+      ClusterSync();
+    }
+  } else {
+    if constexpr (Config::kMovesRegisters) IncreaseRegisters<112>();
+    NamedBarrierSync(2, Config::kThreads);
+    if (!args.weights_first) WaitForPreviousKernel();
+    float sum[Config::kRowTile / 8][4];
+    MultiplyConverted<Config>(args, tile, chunk_begin, chunk_end, shared, xs, barriers, sum);
+    WaitForPreviousKernel();
+    // All loads have completed, and all warps have read them: the sums take the ring's place.
+    NamedBarrierSync(1, Config::kConsumers);
+    auto* const sums = reinterpret_cast<float*>(shared);
+    const int column = warp * 16 + RowOfLanes(lane / 4);
+#pragma unroll
+    for (int r = 0; r < Config::kRowTile / 8; ++r) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        sums[(r * 8 + lane % 4 * 2 + i % 2) * SumPitch(Config::kTileFeatures) + column + i / 2 * 8] = sum[r][i];
+      }
+    }
+    if constexpr (Config::kMovesRegisters) {
+      FinishWorkTile<T, Config::kTileFeatures, Config::kConsumers>(args.linear, tile, sums, args.cluster, rank);
+    } else {
+      FinishWorkTileOnce<T, Config::kTileFeatures, Config::kConsumers>(args.linear, tile, sums, args.cluster, rank);
+    }
+    __syncwarp();
+    if (args.cluster > 1) ClusterSync();  // others read this CTA's sums
+  }
+#endif
+}
+
+}  // namespace xla_gpu::linear
+
+#endif  // XLA_GPU_OPS_LINEAR_SM90_CONVERTED_KERNEL_CUH_
