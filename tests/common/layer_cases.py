@@ -5,7 +5,7 @@ from __future__ import annotations
 import ml_dtypes
 import numpy as np
 
-from tests.common import cases, compare, reference
+from tests.common import cache_cases, cases, compare, reference
 
 
 def rms_norm(dtype: str, shape: tuple[int, ...], with_residual: bool, seed: int = 0) -> dict[str, np.ndarray]:
@@ -37,10 +37,10 @@ def rotary(dtype: str, num_tokens=7, num_heads=6, num_kv_heads=2, head_dim=24, r
 
 
 def rotary_and_cache(
-    case: cases.CacheCase, num_heads: int = 6, *, norms=False, bias=False, rotary_dim=None, seed=0
+    case: cache_cases.CacheCase, num_heads: int = 6, *, norms=False, bias=False, rotary_dim=None, seed=0
 ) -> dict:
     """The cache, slots and scales of a case of reshape_and_cache, whose keys and values are now parts of qkv."""
-    arrays = cases.build_cache(case, seed)
+    arrays = cache_cases.build_cache(case, seed)
     rng = cases.rng_for(f"rotary_and_cache {case.name} {num_heads}", seed)
     key, value = arrays.pop("key"), arrays.pop("value")
     query = rng.standard_normal((key.shape[0], num_heads, case.head_dim)).astype(key.dtype)
@@ -223,7 +223,7 @@ def samples() -> dict[str, tuple[dict[str, np.ndarray], dict]]:
         "sample": (sampling("bfloat16", 7, 101), {}),
         "rotary_embedding": (rotary("float16"), {"interleaved": True}),
         "rotary_and_cache": (
-            rotary_and_cache(cases.CacheCase("layer", dtype="bfloat16", num_tokens=9), norms=True, bias=True),
+            rotary_and_cache(cache_cases.CacheCase("layer", dtype="bfloat16", num_tokens=9), norms=True, bias=True),
             {"norm_eps": 1e-5},
         ),
     }
@@ -259,7 +259,7 @@ def grid() -> list[tuple[str, tuple[dict[str, np.ndarray], dict]]]:
             arrays = rotary(dtype, head_dim=head_dim, rotary_dim=rotary_dim)
             made.append(("rotary_embedding", (arrays, {"interleaved": rotary_dim == 10})))
         for cache_dtype in (None, *cases.FLOAT8S):
-            case = cases.CacheCase(
+            case = cache_cases.CacheCase(
                 "layer-grid", dtype=dtype, cache_dtype=cache_dtype, scales="per_head" if cache_dtype else None,
                 slot_dtype="int64" if cache_dtype else "int32", layout="split" if dtype == "float16" else "combined",
             )  # fmt: skip

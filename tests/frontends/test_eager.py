@@ -7,7 +7,7 @@ import concurrent.futures
 import numpy as np
 import pytest
 
-from tests.common import cases, compare, layer_cases, reference
+from tests.common import cache_cases, cases, compare, layer_cases, reference
 from tests.common.cases import AttentionCase
 
 torch = pytest.importorskip("torch")
@@ -191,7 +191,7 @@ def test_in_place_on_a_view_is_right_or_refused(frontend, view):
     """Never written into a copy that is thrown away."""
     from tests.common.arrays import to_numpy
 
-    arrays = cases.build_cache(cases.CACHE_CASES[1])
+    arrays = cache_cases.build_cache(cache_cases.CACHE_CASES[1])
     tensors = frontend.tensors(arrays)
     tensors["kv_cache"] = VIEWS[view](tensors["kv_cache"])
     try:
@@ -209,7 +209,7 @@ def test_in_place_on_one_layer_of_a_stack(frontend):
     """The usual case of a view: one tensor for all layers' caches, of which each layer takes its part."""
     from tests.common.arrays import to_numpy
 
-    arrays = cases.build_cache(cases.CACHE_CASES[0])
+    arrays = cache_cases.build_cache(cache_cases.CACHE_CASES[0])
     tensors = frontend.tensors(arrays)
     stack = torch.stack([tensors["kv_cache"]] * 3)
     frontend.module().reshape_and_cache_(tensors["key"], tensors["value"], stack[1], tensors["slot_mapping"])
@@ -220,7 +220,7 @@ def test_in_place_on_one_layer_of_a_stack(frontend):
 
 @EAGER
 def test_in_place_counts_as_a_mutation(frontend):
-    tensors = frontend.tensors(cases.build_cache(cases.CACHE_CASES[1]))
+    tensors = frontend.tensors(cache_cases.build_cache(cache_cases.CACHE_CASES[1]))
     version = tensors["kv_cache"]._version
     frontend.module().reshape_and_cache_(**tensors)
     assert tensors["kv_cache"]._version > version, "autograd would not notice that a saved tensor has changed"
@@ -229,7 +229,7 @@ def test_in_place_counts_as_a_mutation(frontend):
 @EAGER
 def test_in_place_writes_nothing_around_the_cache(frontend):
     """Canaries before and behind."""
-    arrays = cases.build_cache(cases.CACHE_CASES[0])
+    arrays = cache_cases.build_cache(cache_cases.CACHE_CASES[0])
     tensors = frontend.tensors(arrays)
     size, edge = tensors["kv_cache"].numel(), 4096
     memory = torch.full((size + 2 * edge,), 3.0, dtype=tensors["kv_cache"].dtype, device=tensors["kv_cache"].device)
@@ -289,7 +289,7 @@ def operator_samples() -> dict[str, tuple[tuple, dict]]:
     from tests.common.arrays import to_torch
 
     tensors = {k: to_torch(v) for k, v in cases.build(CASE, poison=False).arrays().items()}
-    cache = {k: to_torch(v) for k, v in cases.build_cache(cases.CACHE_CASES[1]).items()}
+    cache = {k: to_torch(v) for k, v in cache_cases.build_cache(cache_cases.CACHE_CASES[1]).items()}
     cache["kv_cache"] = cache["kv_cache"].nan_to_num()
     out, lse = torch.randn(5, 4, 8), torch.randn(5, 4)
     return {

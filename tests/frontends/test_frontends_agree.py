@@ -6,7 +6,7 @@ import functools
 
 import pytest
 
-from tests.common import cases, compare, frontends
+from tests.common import cache_cases, cases, compare, frontends
 
 CASES = [
     c
@@ -38,6 +38,6 @@ def test_int64_slots_and_float8_bit_for_bit(frontend):
     other = frontends.beside(frontend)
     if other is None:
         pytest.skip("the only frontend of its platform in this process")
-    arrays = cases.build_cache(next(c for c in cases.CACHE_CASES if c.name == "fp8-e5m2-per-head"))
+    arrays = cache_cases.build_cache(next(c for c in cache_cases.CACHE_CASES if c.name == "fp8-e5m2-per-head"))
     (got,), (want,) = frontend.call("reshape_and_cache", arrays), other.call("reshape_and_cache", arrays)
     compare.assert_bitwise_equal(got, want, f"{frontend.name} against {other.name}")

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.common import cases
+from tests.common import cache_cases, cases
 from tests.frontends import in_place_program
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -97,7 +97,7 @@ def test_in_place_on_a_slice_of_a_stack_of_caches(frontend):
     from tests.common import compare, reference
     from tests.common.arrays import to_numpy
 
-    arrays = cases.build_cache(cases.CACHE_CASES[1])
+    arrays = cache_cases.build_cache(cache_cases.CACHE_CASES[1])
     tensors = frontend.tensors(arrays)
     stack = torch.stack([tensors["kv_cache"] * 0, tensors["kv_cache"]])
     ops = frontend.module()

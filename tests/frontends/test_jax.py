@@ -7,7 +7,7 @@ import functools
 import numpy as np
 import pytest
 
-from tests.common import cases, compare, frontends, layer_cases, reference
+from tests.common import cache_cases, cases, compare, frontends, layer_cases, reference
 
 pytestmark = pytest.mark.frontends("jax", "jax-cuda")
 CASE = cases.AttentionCase("jax", ((1, 20), (4, 9)), num_heads=4, num_kv_heads=2, page_size=8)
@@ -79,7 +79,7 @@ def test_vmap_of_the_others(frontend):
     out = jax.vmap(xla_gpu.jax.simple_add, in_axes=(0, None))(jax.device_put(a, frontend.device()), a[0])
     np.testing.assert_array_equal(np.asarray(out), a + a[0])
 
-    caches = [cases.build_cache(cases.CACHE_CASES[1], seed) for seed in range(3)]
+    caches = [cache_cases.build_cache(cache_cases.CACHE_CASES[1], seed) for seed in range(3)]
     stack = jax.device_put({k: np.stack([c[k] for c in caches]) for k in caches[0]}, frontend.device())
     stored = jax.jit(jax.vmap(lambda arrays: xla_gpu.jax.reshape_and_cache(**arrays)))(stack)
     for i, c in enumerate(caches):
@@ -146,8 +146,8 @@ def test_inside_control_flow(frontend):
 
     import xla_gpu.jax
 
-    case = cases.CACHE_CASES[1]
-    arrays = cases.build_cache(case)
+    case = cache_cases.CACHE_CASES[1]
+    arrays = cache_cases.build_cache(case)
     slots = np.stack([np.roll(arrays["slot_mapping"], i) for i in range(4)])
 
     def step(cache, slot_mapping):
@@ -170,7 +170,7 @@ def test_64_bit_integers_that_jax_would_cut(frontend):
     import xla_gpu.jax
 
     with jax.default_device(frontend.device()):
-        update = cases.build_cache(cases.CACHE_CASES[0])
+        update = cache_cases.build_cache(cache_cases.CACHE_CASES[0])
         slots = update["slot_mapping"].astype(np.int64)
         want = np.asarray(xla_gpu.jax.reshape_and_cache(**update))
         with frontends.enable_x64(False):

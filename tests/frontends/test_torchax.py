@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.common import cases, compare, frontends, reference
+from tests.common import cache_cases, cases, compare, frontends, reference
 
 pytestmark = pytest.mark.frontends("torchax", "torchax-cuda")
 CASE = cases.AttentionCase("torchax", ((1, 20), (4, 9)), num_heads=4, num_kv_heads=2, page_size=8)
@@ -88,7 +88,7 @@ def test_tensors_of_other_kinds_still_reach_their_front_end(environment):
 def test_updates_the_tensor_and_nothing_that_shares_its_array(frontend, environment):
     import xla_gpu.torch
 
-    arrays = cases.build_cache(cases.CACHE_CASES[1])
+    arrays = cache_cases.build_cache(cache_cases.CACHE_CASES[1])
     tensors = on_torchax(frontend, arrays)
     clone = tensors["kv_cache"].clone()
     out = xla_gpu.torch.reshape_and_cache_(**tensors)
@@ -102,7 +102,7 @@ def test_updates_the_base_of_a_view(frontend, environment):
 
     import xla_gpu.torch
 
-    arrays = cases.build_cache(cases.CACHE_CASES[1])
+    arrays = cache_cases.build_cache(cache_cases.CACHE_CASES[1])
     tensors = on_torchax(frontend, arrays)
     cache = tensors.pop("kv_cache")
     stack = torch.stack([cache * 0, cache])

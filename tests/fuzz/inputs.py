@@ -10,8 +10,9 @@ import math
 
 import numpy as np
 
-from tests.common import cases, reference
-from tests.common.cases import AttentionCase, AttentionInputs, CacheCase
+from tests.common import cache_cases, cases, reference
+from tests.common.cache_cases import CacheCase
+from tests.common.cases import AttentionCase, AttentionInputs
 
 Batch = tuple[tuple[int, int], ...]  # (query tokens, context length) of every sequence
 
@@ -85,7 +86,7 @@ class Update:
         return text(self)
 
     def arrays(self) -> dict[str, np.ndarray]:
-        arrays = cases.build_cache(self.case, self.seed)
+        arrays = cache_cases.build_cache(self.case, self.seed)
         rng = cases.rng_for("fuzz-update", self.seed)
         slots = arrays["slot_mapping"]
         for _ in range(self.duplicates if slots.size else 0):

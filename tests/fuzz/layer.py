@@ -8,7 +8,8 @@ import ml_dtypes
 import numpy as np
 
 from tests.common import baseline, cases, compare, layer_cases, parts, reference
-from tests.common.cases import AttentionCase, CacheCase
+from tests.common.cache_cases import CacheCase
+from tests.common.cases import AttentionCase
 from tests.fuzz.inputs import put_specials, text
 
 

@@ -3,7 +3,8 @@ prints the expression to put here."""
 
 from __future__ import annotations
 
-from tests.common.cases import AttentionCase, CacheCase  # noqa: F401 - for the expressions
+from tests.common.cache_cases import CacheCase  # noqa: F401 - for the expressions
+from tests.common.cases import AttentionCase
 from tests.fuzz.inputs import Add, Attention, Hostile, Merge, Update
 
 # fmt: off

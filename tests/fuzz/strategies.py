@@ -6,7 +6,8 @@ from __future__ import annotations
 from hypothesis import strategies as st
 
 from tests.common import cases
-from tests.common.cases import AttentionCase, CacheCase
+from tests.common.cache_cases import CacheCase
+from tests.common.cases import AttentionCase
 from tests.fuzz import layer
 from tests.fuzz.inputs import Add, Attention, Hostile, Merge, Update
 

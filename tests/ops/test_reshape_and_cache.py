@@ -5,23 +5,23 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tests.common import cases, compare, reference
-from tests.common.cases import CacheCase
+from tests.common import cache_cases, cases, compare, reference
+from tests.common.cache_cases import CacheCase
 
 
 def check(frontend, case: CacheCase) -> None:
-    arrays = cases.build_cache(case)
+    arrays = cache_cases.build_cache(case)
     want = reference.reshape_and_cache(**arrays)
     (cache,) = frontend.call("reshape_and_cache", arrays)
     compare.assert_bitwise_equal(cache, want, f"{frontend.name} {case.name}")
 
 
-@pytest.mark.parametrize("case", cases.CACHE_CASES, ids=lambda c: c.name)
+@pytest.mark.parametrize("case", cache_cases.CACHE_CASES, ids=lambda c: c.name)
 def test_values(frontend, case):
     check(frontend, case)
 
 
-@pytest.mark.parametrize("case", cases.cache_grid(), ids=lambda c: c.name)
+@pytest.mark.parametrize("case", cache_cases.cache_grid(), ids=lambda c: c.name)
 @pytest.mark.frontends("eager", "eager-cuda")
 def test_grid(frontend, case):
     check(frontend, case)
@@ -29,11 +29,11 @@ def test_grid(frontend, case):
 
 # test_in_place.py compiles it, and reads the module.
 @pytest.mark.frontends("eager", "eager-cuda", "torch_xla", "torch_xla-cuda")
-@pytest.mark.parametrize("case", [c for c in cases.CACHE_CASES if c.num_tokens], ids=lambda c: c.name)
+@pytest.mark.parametrize("case", [c for c in cache_cases.CACHE_CASES if c.num_tokens], ids=lambda c: c.name)
 def test_in_place(frontend, case):
     from tests.common.arrays import to_numpy
 
-    arrays = cases.build_cache(case)
+    arrays = cache_cases.build_cache(case)
     tensors = frontend.tensors(arrays)
     returned = frontend.module().reshape_and_cache_(**tensors)
     want = reference.reshape_and_cache(**arrays)
@@ -45,7 +45,7 @@ def test_in_place(frontend, case):
 def test_functional_leaves_its_argument_alone(frontend):
     from tests.common.arrays import to_numpy
 
-    arrays = cases.build_cache(cases.CACHE_CASES[0])
+    arrays = cache_cases.build_cache(cache_cases.CACHE_CASES[0])
     tensors = frontend.tensors(arrays)
     new = frontend.module().reshape_and_cache(**tensors)
     compare.assert_bitwise_equal(to_numpy(new), reference.reshape_and_cache(**arrays), frontend.name)
@@ -59,7 +59,7 @@ def test_of_duplicate_slots_one_wins_whole(frontend, cache_dtype):
         "duplicates", num_tokens=64, cache_dtype=cache_dtype, scales=cache_dtype and "one", page_size=4, num_pages=4,
         skipped=0, num_slots=16,
     )  # fmt: skip
-    arrays = cases.build_cache(case)
+    arrays = cache_cases.build_cache(case)
     arrays["slot_mapping"] = np.repeat(np.array([3, 5, 11, 8], np.int32), 16)
     (cache,) = frontend.call("reshape_and_cache", arrays)
     stored = reference.to_storage(arrays["key"], arrays.get("k_scale"), cache.dtype)

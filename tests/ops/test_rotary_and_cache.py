@@ -5,15 +5,15 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tests.common import cases, compare, layer_cases, reference
+from tests.common import cache_cases, compare, layer_cases, reference
 
 EAGER = pytest.mark.frontends("eager", "eager-cuda")
 
 CACHES = [
-    cases.CacheCase("rotary-f32"),
-    cases.CacheCase("rotary-bf16-split", dtype="bfloat16", layout="split", slot_dtype="int64", num_slots=9),
-    cases.CacheCase("rotary-e4m3", dtype="bfloat16", cache_dtype="float8_e4m3fn", scales="per_head"),
-    cases.CacheCase("rotary-e5m2", dtype="float16", cache_dtype="float8_e5m2", scales="one", head_dim=40),
+    cache_cases.CacheCase("rotary-f32"),
+    cache_cases.CacheCase("rotary-bf16-split", dtype="bfloat16", layout="split", slot_dtype="int64", num_slots=9),
+    cache_cases.CacheCase("rotary-e4m3", dtype="bfloat16", cache_dtype="float8_e4m3fn", scales="per_head"),
+    cache_cases.CacheCase("rotary-e5m2", dtype="float16", cache_dtype="float8_e5m2", scales="one", head_dim=40),
 ]
 VARIANTS = {
     "plain": ({}, {}),
@@ -85,14 +85,14 @@ def test_in_place_returns_the_query(frontend):
 @EAGER
 def test_duplicate_slots_hold_one_token(frontend):
     """K and V of the last of the tokens that name a slot, on every run."""
-    arrays = layer_cases.rotary_and_cache(cases.CacheCase("rotary-duplicates", num_tokens=64, skipped=0))
+    arrays = layer_cases.rotary_and_cache(cache_cases.CacheCase("rotary-duplicates", num_tokens=64, skipped=0))
     arrays["slot_mapping"][:] = np.resize([3, 5, 11, 8], 64)
     layer_cases.assert_rotated(arrays, {}, frontend.call("rotary_and_cache", arrays), frontend.name)
 
 
 @EAGER
 def test_bits_of_a_token_are_its_own(frontend):
-    case = cases.CacheCase("rotary-rows", num_tokens=90, dtype="bfloat16", num_pages=12, skipped=0)
+    case = cache_cases.CacheCase("rotary-rows", num_tokens=90, dtype="bfloat16", num_pages=12, skipped=0)
     arrays = layer_cases.rotary_and_cache(case, norms=True)
     query, _ = frontend.call("rotary_and_cache", arrays)
     for rows in ([5], [89, 3, 44], list(range(40))):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tests.common import cases, compare, layer_cases, reference
+from tests.common import cache_cases, cases, compare, layer_cases, reference
 
 EAGER = pytest.mark.frontends("eager", "eager-cuda")
 
@@ -54,7 +54,7 @@ WRONG = [("positions", -1), ("positions", 50), ("positions", 2**31 - 1), ("slot_
 @EAGER
 def test_wrong_values(frontend, operator, name, value, monkeypatch):
     """On the host an error that names the token; on CUDA NaN, or nothing stored, in that token alone."""
-    case = cases.CacheCase("rotary-wrong", skipped=0)
+    case = cache_cases.CacheCase("rotary-wrong", skipped=0)
     arrays = layer_cases.rotary("float32") if operator == "rotary_embedding" else layer_cases.rotary_and_cache(case)
     if name not in arrays:
         pytest.skip("no slots")

@@ -8,7 +8,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from tests.common import cases, compare
+from tests.common import cache_cases, cases, compare
 
 # The sequence in the middle is the one to go wrong: a few rows, which the kernels for decoding take, or many.
 CASE = cases.AttentionCase(
@@ -211,14 +211,14 @@ def test_cuda_rows_after_a_bad_batch(frontend, name):
     compare.assert_bitwise_equal(good(frontend), want, f"{frontend.name}: the next call")
 
 
-CACHE_CASE = cases.CacheCase("bad-slots", skipped=0)
+CACHE_CASE = cache_cases.CacheCase("bad-slots", skipped=0)
 SLOTS = CACHE_CASE.num_pages * CACHE_CASE.page_size
 BAD_SLOTS = {"just-past": (SLOTS, "int32"), "2147483647": (2**31 - 1, "int32"), "2**40+17": (2**40 + 17, "int64")}
 
 
 def bad_slot(name):
     slot, dtype = BAD_SLOTS[name]
-    arrays = cases.build_cache(CACHE_CASE)
+    arrays = cache_cases.build_cache(CACHE_CASE)
     skipped = dict(arrays, slot_mapping=arrays["slot_mapping"].astype(dtype))
     skipped["slot_mapping"][4] = -1
     arrays = dict(skipped, slot_mapping=skipped["slot_mapping"].copy())

@@ -9,7 +9,7 @@ import time
 
 import numpy as np
 
-from tests.common import cases, layer_cases, reference
+from tests.common import cache_cases, cases, layer_cases, reference
 from tests.user_kernels import sources
 from xla_gpu._core.operator import ArraySpec, check_inputs_requested
 from xla_gpu._runtime import call_frame, scratch, targets
@@ -142,7 +142,7 @@ def attention(memory, case, with_lse: bool = True) -> None:
 
 
 def cache_update(memory, case) -> None:
-    arrays = cases.build_cache(case)
+    arrays = cache_cases.build_cache(case)
     (cache,) = call(memory, reshape_and_cache.OPERATOR, arrays)
     compare(case.name, cache, reference.reshape_and_cache(**arrays))
 
@@ -245,7 +245,7 @@ def hostile_attention(memory, case, argument: str, value, checked: bool = False)
 
 
 def hostile_slots(memory, case) -> None:
-    arrays = cases.build_cache(case)
+    arrays = cache_cases.build_cache(case)
     slots = arrays["slot_mapping"]
     if slots.size < 3:
         return
@@ -327,7 +327,7 @@ def all_calls(memory) -> list:
         add(attention, case)
     for i, case in enumerate(decodes[:40]):
         add(attention, case, i % 3 > 0)
-    for case in cases.CACHE_CASES:
+    for case in cache_cases.CACHE_CASES:
         add(cache_update, case)
     # A batch of mixed rows, a window, float8, and decoding alone: one sequence, and several.
     alone = cases.AttentionCase("alone", ((1, 900),), head_dim=128, dtype="bfloat16")
@@ -337,7 +337,7 @@ def all_calls(memory) -> list:
             for value in values:
                 add(hostile_attention, case, argument, value)
             add(hostile_attention, case, argument, values[0], True)
-    for case in cases.CACHE_CASES:
+    for case in cache_cases.CACHE_CASES:
         add(hostile_slots, case)
     # Neighbours in the grid are alike: every seventh first, so that whatever the time allows is a spread.
     spread = [case for start in range(7) for case in grid[start::7]]
@@ -346,7 +346,7 @@ def all_calls(memory) -> list:
             add(attention, case, i % 3 > 0)
     for case in cases.MORE:
         add(attention, case)
-    for case in cases.cache_grid():
+    for case in cache_cases.cache_grid():
         add(cache_update, case)
     return calls
 

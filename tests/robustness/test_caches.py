@@ -10,7 +10,7 @@ import sys
 import numpy as np
 import pytest
 
-from tests.common import baseline, cases, compare, frontends, reference
+from tests.common import baseline, cache_cases, cases, compare, frontends, reference
 from tests.common.cases import AttentionCase
 from tests.fuzz.programs import program
 from tests.robustness import cached_program
@@ -150,7 +150,7 @@ def test_a_failing_call_leaves_the_next_healthy(frontend, monkeypatch):
     monkeypatch.setenv("XLA_GPU_CHECK_INPUTS", "1")
     case = AttentionCase("healthy", ((2, 30), (9, 20)), num_heads=4, num_kv_heads=2, page_size=8)
     sound = cases.build(case)
-    update = cases.build_cache(cases.CACHE_CASES[0])
+    update = cache_cases.build_cache(cache_cases.CACHE_CASES[0])
     (want,) = frontend.call("paged_attention", sound.arrays(), **case.options())
     (stored,) = frontend.call("reshape_and_cache", update)
     for turn in range(3):

@@ -9,7 +9,7 @@ import sys
 import numpy as np
 import pytest
 
-from tests.common import cases, compare, frontends, layer_cases, machine, reference
+from tests.common import cache_cases, cases, compare, frontends, layer_cases, machine, reference
 from tests.common.cases import AttentionCase
 from tests.fuzz.programs import program
 
@@ -150,10 +150,10 @@ def test_the_first_calls_of_a_process_from_eight_threads(frontend):
 FORK = """
 import os, sys
 import numpy as np
-from tests.common import cases, compare, frontends
+from tests.common import cache_cases, cases, compare, frontends
 frontend = frontends.ALL["eager"]
 case = cases.AttentionCase("fork", ((1, 700), (90, 90)), num_heads=8, num_kv_heads=4)
-arrays, update = cases.build(case).arrays(), cases.build_cache(cases.CACHE_CASES[1])
+arrays, update = cases.build(case).arrays(), cache_cases.build_cache(cache_cases.CACHE_CASES[1])
 want, = frontend.call("paged_attention", arrays, **case.options())  # starts the library's threads
 stored, = frontend.call("reshape_and_cache", update)
 
@@ -204,7 +204,7 @@ def test_two_streams(frontend):
     for turn, out in enumerate(results):
         compare.assert_bitwise_equal(to_numpy(out), want[turn % 2], f"call {turn}")
 
-    update = cases.build_cache(cases.CACHE_CASES[1])
+    update = cache_cases.build_cache(cache_cases.CACHE_CASES[1])
     placed = frontend.tensors(update)
     torch.cuda.synchronize()
     with torch.cuda.stream(streams[0]):
@@ -252,7 +252,7 @@ def test_a_thread_per_gpu(frontend):
     from tests.common.arrays import to_numpy, to_torch
 
     arrays = cases.build(CASE).arrays()
-    update = cases.build_cache(cases.CACHE_CASES[1])
+    update = cache_cases.build_cache(cache_cases.CACHE_CASES[1])
     (want,) = frontend.call("paged_attention", arrays, **CASE.options())
 
     def work(i):

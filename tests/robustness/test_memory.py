@@ -6,7 +6,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tests.common import cases, compare, layer_cases, reference
+from tests.common import cache_cases, cases, compare, layer_cases, reference
 from tests.robustness import memory
 
 pytest.importorskip("torch")
@@ -36,9 +36,9 @@ def test_attention(frontend, case, garbage):
 
 
 @pytest.mark.parametrize("garbage", memory.GARBAGE)
-@pytest.mark.parametrize("case", cases.CACHE_CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", cache_cases.CACHE_CASES, ids=lambda case: case.name)
 def test_update(frontend, case, garbage):
-    arrays = cases.build_cache(case)
+    arrays = cache_cases.build_cache(case)
     want = reference.reshape_and_cache(**arrays)
     for alias in (True, False):
         (cache,) = memory.run(frontend, "reshape_and_cache", arrays, garbage=garbage, alias=alias)
@@ -49,8 +49,8 @@ def test_update(frontend, case, garbage):
 @pytest.mark.parametrize("dtype", ["int32", "int64"])
 def test_update_with_slots_outside_the_cache(frontend, slots, dtype):
     """Nothing beside the cache is touched. On the host nothing in it either; on CUDA the good slots are stored."""
-    case = cases.CacheCase("outside", slot_dtype=dtype, skipped=0, cache_dtype="float8_e4m3fn", scales="one")
-    arrays = cases.build_cache(case)
+    case = cache_cases.CacheCase("outside", slot_dtype=dtype, skipped=0, cache_dtype="float8_e4m3fn", scales="one")
+    arrays = cache_cases.build_cache(case)
     size = case.num_pages * case.page_size
     wide = {"int32": [2**31 - 1, -(2**31)], "int64": [2**40 + 17, 2**63 - 1, -(2**63), 2**32, 2**32 + 1]}[dtype]
     bad = {"past": [size, size + 1], "far": wide, "mixed": [size, *wide, -1]}[slots]

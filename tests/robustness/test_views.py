@@ -6,7 +6,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tests.common import cases, compare, layer_cases
+from tests.common import cache_cases, cases, compare, layer_cases
 from tests.common.arrays import to_numpy
 
 torch = pytest.importorskip("torch")
@@ -16,7 +16,9 @@ FP8 = cases.AttentionCase(
     "views", ((2, 20), (12, 19)), num_heads=4, num_kv_heads=2, page_size=8, dtype="bfloat16", sinks=True,
     cache_dtype="float8_e4m3fn", scales="per_head", padding_tokens=0, spare_seqs=0,
 )  # fmt: skip
-UPDATE = cases.CacheCase("views", cache_dtype="float8_e5m2", scales="per_head", dtype="float16", slot_dtype="int64")
+UPDATE = cache_cases.CacheCase(
+    "views", cache_dtype="float8_e5m2", scales="per_head", dtype="float16", slot_dtype="int64"
+)
 
 
 def samples() -> dict[str, tuple[dict, dict]]:
@@ -26,7 +28,7 @@ def samples() -> dict[str, tuple[dict, dict]]:
     return {
         "simple_add": ({name: rng.standard_normal((6, 10)).astype(np.float32) for name in "ab"}, {}),
         "merge_attention_states": (state, {}),
-        "reshape_and_cache": (cases.build_cache(UPDATE), {}),
+        "reshape_and_cache": (cache_cases.build_cache(UPDATE), {}),
         "paged_attention_with_lse": (cases.build(FP8, poison=False).arrays(), FP8.options()),
         **layer_cases.samples(),  # rms_norm, silu_and_mul, rotary_embedding, sample, linear, gated_mlp, attention_block
     }
