@@ -9,7 +9,7 @@
 #include "ffi/base/scratch_layout.h"
 #include "ffi/base/status.h"
 #include "ffi/device/stream.h"
-#include "ffi/host/parallel_for.h"
+#include "ffi/host/executor.h"
 #include "ffi/ops/linear/linear.h"
 #include "ffi/ops/rms_norm/rms_norm.h"
 

@@ -4,6 +4,7 @@
 
 #include "ffi/host/convert.h"
 #include "ffi/host/float_mode.h"
+#include "ffi/host/parallel_for.h"
 #include "ffi/ops/merge_attention_states/merge_attention_states.h"
 
 namespace xla_gpu {

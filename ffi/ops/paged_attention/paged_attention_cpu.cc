@@ -11,6 +11,7 @@
 #include "ffi/host/convert.h"
 #include "ffi/host/float_mode.h"
 #include "ffi/host/isa.h"
+#include "ffi/host/parallel_for.h"
 #include "ffi/ops/paged_attention/cpu/plan.h"
 #include "ffi/ops/paged_attention/cpu/tile.h"
 #include "ffi/ops/paged_attention/paged_attention.h"

@@ -2,6 +2,7 @@
 
 #include "ffi/host/cache_slots.h"
 #include "ffi/host/float_mode.h"
+#include "ffi/host/parallel_for.h"
 #include "ffi/ops/reshape_and_cache/reshape_and_cache.h"
 
 namespace xla_gpu {

@@ -8,7 +8,7 @@
 #include "ffi/base/status.h"
 #include "ffi/device/launch_order.h"
 #include "ffi/device/stream.h"
-#include "ffi/host/parallel_for.h"
+#include "ffi/host/executor.h"
 
 namespace xla_gpu {
 

@@ -5,6 +5,7 @@
 
 #include "ffi/host/convert.h"
 #include "ffi/host/float_mode.h"
+#include "ffi/host/parallel_for.h"
 #include "ffi/ops/sample/sample.h"
 
 namespace xla_gpu {

@@ -2,6 +2,7 @@
 
 #include "ffi/host/convert.h"
 #include "ffi/host/float_mode.h"
+#include "ffi/host/parallel_for.h"
 #include "ffi/ops/simple_add/simple_add.h"
 
 namespace xla_gpu {

@@ -2,10 +2,7 @@
 #include <cuda_runtime.h>
 
 #include <algorithm>
-#include <map>
-#include <mutex>
 #include <string>
-#include <utility>
 
 #include "ffi/base/cuda_status.h"
 #include "ffi/device/async_copy.cuh"
@@ -13,6 +10,7 @@
 #include "ffi/ops/paged_attention/decode/combine_small.cuh"
 #include "ffi/ops/paged_attention/decode/formats.h"
 #include "ffi/ops/paged_attention/decode/launch.h"
+#include "ffi/ops/paged_attention/decode/occupancy.h"
 #include "ffi/ops/paged_attention/decode/traits.cuh"
 
 namespace xla_gpu::decode {
@@ -28,15 +26,6 @@ CombineKernels CombineKernelsFor(int head_dim) {
   if (head_dim <= 128) return {DecodeCombineKernel<128>, DecodeCombineSmallKernel<128>};
   return {DecodeCombineKernel<256>, DecodeCombineSmallKernel<256>};
 }
-
-// How a split-KV kernel runs on a device.
-struct Occupancy {
-  int sms = 0;
-  int ctas = 0;  // that are resident at a time
-  // The device's code has large shared memory (traits.cuh).
-  bool large_shared_memory = false;
-  bool dependent = false;  // the kernels' code is for sm_90 or newer: programmatic dependent launch
-};
 
 Status QueryOccupancy(const SplitKvVariants& variants, const CombineKernels& combine, int device,
                       Occupancy* occupancy) {
@@ -72,18 +61,11 @@ Status QueryOccupancy(const SplitKvVariants& variants, const CombineKernels& com
 
 // The occupancy on the current device, looked up once.
 Status GetOccupancy(const SplitKvVariants& variants, const CombineKernels& combine, Occupancy* occupancy) {
-  static std::mutex mutex;
-  static std::map<std::pair<void (*)(DecodeArgs), int>, Occupancy> known;  // by kernel and device
   int device;
   XLA_GPU_RETURN_IF_CUDA(cudaGetDevice(&device));
-  const std::lock_guard<std::mutex> lock(mutex);
-  const std::pair key(variants.large.kernel, device);
-  if (const auto found = known.find(key); found != known.end()) {
-    *occupancy = found->second;
-    return Status::Ok();
-  }
+  if (FindOccupancy(variants.large.kernel, device, occupancy)) return Status::Ok();
   if (Status status = QueryOccupancy(variants, combine, device, occupancy); !status.ok()) return status;
-  known.emplace(key, *occupancy);
+  StoreOccupancy(variants.large.kernel, device, *occupancy);
   return Status::Ok();
 }
 
