@@ -1,7 +1,7 @@
 """The build backend: scikit-build-core, with a CUDA compiler from the registry where the machine has none.
 
 PEP 517 lets a backend name further build requirements. nvcc found in PATH, CUDA_HOME or CUDACXX is used as it is; else
-NVIDIA's wheels, which hold a whole compiler, are asked for. Compilers, GPU and driver are checked first: what cannot
+NVIDIA's wheels, which hold a whole compiler, are requested. Compilers, GPU and driver are checked first: what cannot
 work ends in one line, before a compiler is downloaded and anything compiled. XLA_GPU_CUDA=OFF needs none of this.
 """
 

@@ -54,7 +54,7 @@ class Toolchain(NamedTuple):
 
 
 def toolchain(nvcc: str, asked: str, environ: Mapping[str, str]) -> Toolchain:
-    """Checks ``nvcc`` with its host compiler, and resolves the architectures that were asked for ("": none were)."""
+    """Checks ``nvcc`` with its host compiler, and resolves the requested architectures ("": none)."""
     version = nvcc_version(nvcc)
     check_host_compiler(nvcc, environ)
     known = known_architectures(nvcc)
