@@ -5,7 +5,7 @@
 #include <cstdint>
 
 #include "ffi/base/status.h"
-#include "ffi/host/parallel_for.h"
+#include "ffi/host/executor.h"
 
 namespace xla_gpu {
 
