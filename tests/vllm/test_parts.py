@@ -33,9 +33,9 @@ def float32_products():
 def test_buckets():
     assert buckets.token_buckets(64, 8) == [1, 2, 4, 8, 16, 32, 64]
     assert buckets.token_buckets(100, 12) == [1, 2, 4, 8, 12, 16, 32, 64, 100]
-    assert buckets.token_buckets(2000, 256)[5:] == [32, 48, 64, 96, 128, 160, 192, 224, 256, 512, 768, 1024, 1536, 2000]
-    assert buckets.token_buckets(512, 100)[5:] == [32, 48, 64, 96, 100, 128, 256, 512]
-    assert buckets.token_buckets(150, 150)[5:] == [32, 48, 64, 96, 128, 150]
+    assert buckets.token_buckets(2000, 256)[5:] == [32, 64, 96, 128, 160, 192, 224, 256, 512, 768, 1024, 1536, 2000]
+    assert buckets.token_buckets(512, 100)[5:] == [32, 64, 96, 100, 128, 256, 512]
+    assert buckets.token_buckets(150, 150)[5:] == [32, 64, 96, 128, 150]
     assert buckets.token_buckets(100, 12, [4]) == [4, 12, 100]
     assert buckets.next_bucket([4, 12, 100], 5) == 12
     assert [buckets.logits_rows(rows, 64) for rows in (1, 8, 9, 32, 64)] == [8, 8, 64, 64, 64]
