@@ -118,3 +118,17 @@ def test_work_tiles_shared_by_ctas(frontend, weight_format, n, k):
     got = check(frontend, arrays)
     for _ in range(5):
         compare.assert_bitwise_equal(frontend.call("linear", arrays)[0], got, "the same call again")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("n", [16912, 19024])
+@pytest.mark.parametrize("rows", [1, 33, 64])
+@pytest.mark.parametrize("activation", [None, "silu_and_mul"])
+@pytest.mark.frontends("eager-cuda")
+def test_work_tiles_by_the_number_of_sms(frontend, n, rows, activation):
+    """118 and 119 work tiles of 144 and 160 features, of which the last is not whole."""
+    arrays = cases.linear_inputs("plain", rows, n, 80, bias=True, residual=n if activation is None else n // 2)
+    got = check(frontend, arrays, activation=activation)
+    last = {name: arrays[name][-1:] for name in ("x", "residual")}
+    (alone,) = frontend.call("linear", {**arrays, **last}, activation=activation)
+    compare.assert_bitwise_equal(alone, got[-1:], f"{frontend.name}: the last row alone")

@@ -6,6 +6,7 @@
 
 #include "ffi/device/aligned_vector.h"
 #include "ffi/device/cluster.cuh"
+#include "ffi/device/dependent_launch.cuh"
 #include "ffi/ops/linear/epilogue.cuh"
 #include "ffi/ops/linear/sm90_traits.cuh"
 
@@ -28,41 +29,72 @@ __device__ inline void AddPartials(const float* sums, int cluster, float (&total
   }
 }
 
-// Finishes this CTA's share of its cluster's work tile. `sums`: [rows][SumPitch] in each CTA's shared memory.
+// Finishes this CTA's share of its cluster's work tile, by all threads. `sums`: [rows][SumPitch] in each CTA's shared
+// memory, written before. A thread keeps four columns, and reads before the barrier what depends on no other thread.
 // Not inlined: it is compiled once for many kernels.
-template <typename T, int kTileFeatures>
-__device__ __noinline__ void FinishTileOfCluster(const LinearArgs& args, int tile, const float* sums, int cluster,
-                                                 int rank) {
-  constexpr int kSumPitch = SumPitch(kTileFeatures), kThreads = kSm90Threads;
+template <typename T, int kTileFeatures, int kThreads>
+__device__ __noinline__ void FinishTileOfCluster(const Sm90Args& sm90, int tile, const float* sums, int rank) {
+  constexpr int kSumPitch = SumPitch(kTileFeatures), kTogether = 2;
+  const LinearArgs& args = sm90.linear;
+  const int cluster = sm90.cluster;
   using Four = AlignedVector<T, 4>;
   const bool gated = args.activation != Activation::kNone;
   const int out_features = gated ? args.n / 2 : args.n;
-  const int tile_features = gated ? kTileFeatures / 2 : kTileFeatures;
+  const int tile_features = gated ? sm90.box_rows : sm90.boxes * sm90.box_rows;
   const int first_four = tile_features / 4 * rank / cluster;
   const int fours = tile_features / 4 * (rank + 1) / cluster - first_four;  // of a row
-  for (int i = static_cast<int>(threadIdx.x); i < args.rows * fours; i += kThreads) {
-    const int row = i / fours, column = (first_four + i % fours) * 4;
-    const int feature = tile * tile_features + column;
-    if (feature >= out_features) continue;
-    const int64_t at = static_cast<int64_t>(row) * out_features + feature;
-    Four residual = {};
-    if (args.residual != nullptr) residual = *reinterpret_cast<const Four*>(static_cast<const T*>(args.residual) + at);
-    const float* from = sums + row * kSumPitch + column;
-    float values[4], factors[4];
-    AddPartials(from, cluster, values);
-    if (gated) AddPartials(from + kTileFeatures / 2, cluster, factors);
-    Four out;
+  const int rows_at_once = kThreads / fours, thread = static_cast<int>(threadIdx.x);
+  const int column = (first_four + thread % fours) * 4, feature = tile * tile_features + column;
+  const bool has_columns = thread < rows_at_once * fours && feature < out_features;
+  const int first_row = has_columns ? thread / fours : args.rows;
+  WaitForPreviousKernel();  // which may have written what is read here
+  const int read = has_columns ? feature : 0;
+  const FourFeatures<T> values_of(args, read), factors_of(args, gated ? out_features + read : read);
+  Four residual[kTogether] = {};
+  const auto load_residual = [&](int first) {
+    if (args.residual == nullptr) return;
 #pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      float value = Feature<T>(args, values[j], feature + j);
-      if (gated) {
-        const float factor = Feature<T>(args, factors[j], out_features + feature + j);
-        value = Round<T>(ActivationOf<T>(args.activation, value) * factor);
-      }
-      if (args.residual != nullptr) value += static_cast<float>(residual.values[j]);
-      out.values[j] = static_cast<T>(value);
+    for (int i = 0; i < kTogether; ++i) {
+      const int row = first + i * rows_at_once;
+      const auto* const from =
+          static_cast<const T*>(args.residual) + static_cast<int64_t>(row) * out_features + feature;
+      if (row < args.rows) residual[i] = *reinterpret_cast<const Four*>(from);
     }
-    *reinterpret_cast<Four*>(static_cast<T*>(args.out) + at) = out;
+  };
+  load_residual(first_row);
+  __syncwarp();  // the barrier of a cluster is for whole warps
+  if (cluster > 1) {
+    ClusterSync();
+  } else {
+    __syncthreads();
+  }
+  const int second_box = !gated && column >= sm90.box_rows;
+  const float* const sums_of_column = sums + column + second_box * (kTileFeatures / 2 - sm90.box_rows);
+  for (int first = first_row; first < args.rows; first += kTogether * rows_at_once) {
+    if (first != first_row) load_residual(first);
+    float values[kTogether][4], factors[kTogether][4];
+#pragma unroll
+    for (int i = 0; i < kTogether; ++i) {
+      const float* const from = sums_of_column + min(first + i * rows_at_once, args.rows - 1) * kSumPitch;
+      AddPartials(from, cluster, values[i]);
+      if (gated) AddPartials(from + kTileFeatures / 2, cluster, factors[i]);
+    }
+#pragma unroll
+    for (int i = 0; i < kTogether; ++i) {
+      const int row = first + i * rows_at_once;
+      if (row >= args.rows) break;
+      values_of.Finish(values[i]);
+      if (gated) factors_of.Finish(factors[i]);
+      Four out;
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        float value = values[i][j];
+        if (gated) value = Round<T>(ActivationOf<T>(args.activation, value) * factors[i][j]);
+        if (args.residual != nullptr) value += static_cast<float>(residual[i].values[j]);
+        out.values[j] = static_cast<T>(value);
+      }
+      *reinterpret_cast<Four*>(static_cast<T*>(args.out) + static_cast<int64_t>(row) * out_features + feature) = out;
+    }
   }
 }
 

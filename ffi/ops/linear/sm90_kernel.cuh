@@ -1,10 +1,11 @@
 // The kernel of sm_90a for up to 64 rows and plain weights: TMA brings weights and x to shared memory, wgmma
 // multiplies. sm90_converted_kernel.cuh has the one for weights that are converted.
 //
-// The weights are the M operand of wgmma and the rows of x its N operand. A CTA computes a work tile of 256 features;
-// with an activation the first half are gates, the second half what they multiply. A warp loads weights, one x, and two
-// warpgroups multiply, each of them half of the 128 weight rows of a stage. Where the work tiles are many a CTA takes
-// half an SM, so that one of the next kernel loads its weights while this one ends.
+// The weights are the M operand of wgmma and the rows of x its N operand. A CTA computes a work tile of up to 256
+// features, such that nearly every SM has one; with an activation the first half are gates, the second half what they
+// multiply. A warp loads weights, one x, and two warpgroups multiply, each of them half of the up to 128 weight rows of
+// a stage. Where the work tiles are many a CTA takes half an SM, so that one of the next kernel loads its weights while
+// this one ends.
 //
 // The CTAs of a cluster divide k. They add their partial sums through distributed shared memory, in the order of k. The
 // number of CTAs in a cluster depends on n, k and the weights' format alone: a row has the same bits for any number of
@@ -29,19 +30,18 @@ namespace xla_gpu::linear {
 template <typename Config>
 __device__ inline void LoadWeights(const Sm90Args& args, int tile, int chunk_begin, int chunk_end, uint32_t weights,
                                    RingBarriers<Config> barriers) {
-  constexpr int kBoxes = 128 / Config::kBoxRows;  // of a stage
+  const int box_bytes = args.box_rows * 128, stage_bytes = Config::kBoxesOfStage * box_bytes;
   if (!args.weights_first) WaitForPreviousKernel();
   PipelineState ring;
   for (int chunk = chunk_begin; chunk < chunk_end; ++chunk) {
-#pragma unroll
-    for (int block = 0; block < Config::kBlocks; ++block) {
-      const uint32_t full = barriers.WeightFull(ring.stage), to = weights + ring.stage * Config::kWeightStageBytes;
+    for (int first_box = 0; first_box < args.boxes; first_box += Config::kBoxesOfStage) {
+      const uint32_t full = barriers.WeightFull(ring.stage), to = weights + ring.stage * stage_bytes;
       WaitBarrier(barriers.WeightEmpty(ring.stage), ring.phase ^ 1);
-      ArriveExpectTx(full, Config::kWeightStageBytes);
+      ArriveExpectTx(full, stage_bytes);
 #pragma unroll
-      for (int box = 0; box < kBoxes; ++box) {
-        TmaLoadMatrixBox(to + box * (Config::kWeightStageBytes / kBoxes), args.weight_map, full, chunk,
-                         FirstWeightRow<Config>(args.linear, tile, block * 2 + box), kEvictFirst);
+      for (int box = 0; box < Config::kBoxesOfStage; ++box) {
+        TmaLoadMatrixBox(to + box * box_bytes, args.weight_map, full, chunk,
+                         FirstWeightRow(args, tile, first_box + box), kEvictFirst);
       }
       ring.Advance(args.weight_stages);
     }
@@ -75,7 +75,7 @@ __global__ void __launch_bounds__(XLA_GPU_HAS_WGMMA ? Config::kThreads : 32, XLA
   const int tid = static_cast<int>(threadIdx.x), warp = tid / 32, lane = tid % 32;
   // ---- Shared memory: weight stages, x stages, barriers
   const uint32_t weights = SharedAddress(shared);
-  const uint32_t xs = weights + args.weight_stages * Config::kWeightStageBytes;
+  const uint32_t xs = weights + args.weight_stages * Config::kBoxesOfStage * args.box_rows * 128;
   const RingBarriers<Config> barriers = {xs + args.x_stages * Config::kXStageBytes};
   constexpr int kWeightWarp = Config::kConsumers / 32, kXWarp = kWeightWarp + 1;
   // A loading warp makes its own barriers, and does not wait for the other.
@@ -128,13 +128,8 @@ __global__ void __launch_bounds__(XLA_GPU_HAS_WGMMA ? Config::kThreads : 32, XLA
       }
     }
   }
-  if (args.cluster > 1) {
-    ClusterSync();
-  } else {
-    __syncthreads();
-  }
-  FinishTileOfCluster<T, Config::kTileFeatures>(args.linear, tile, reinterpret_cast<const float*>(shared), args.cluster,
-                                                rank);
+  FinishTileOfCluster<T, Config::kTileFeatures, Config::kThreads>(args, tile, reinterpret_cast<const float*>(shared),
+                                                                  rank);
   __syncwarp();                         // the barrier of a cluster is for whole warps
   if (args.cluster > 1) ClusterSync();  // others read this CTA's sums
 #endif

@@ -20,32 +20,48 @@ inline constexpr int kSm90HalfBytes = 113 * 1024;
 inline constexpr int kSm90MostBytes = 144 * 1024;
 
 struct Sm90Plan {
-  int cluster;
+  int cluster;  // as in Sm90Args, as the next two
+  int boxes;
+  int box_rows;
+  int tiles;  // work tiles
   int weight_stages;
   int x_stages;
 };
 
-// The number of CTAs that divide k: as many as leave no SM of an H100 or H200 with two of them. Such a GPU has room for
-// `kMostClusters` clusters at once. Depends on the work tiles, n, and the chunks, k, alone.
-constexpr int ClusterSize(int tiles, int chunks) {
-  constexpr int kMostClusters[9] = {0, 132, 66, 42, 30, 23, 19, 15, 14};
-  int cluster = 8;
-  while (cluster > 1 && (tiles > kMostClusters[cluster] || chunks < 2 * cluster)) --cluster;
-  return cluster;
+// Clusters of a number of CTAs that an H100 or H200 has room for at once, each CTA with an SM.
+inline constexpr int kMostClusters[9] = {0, 132, 66, 42, 30, 23, 19, 15, 14};
+
+// Divides n weight rows and the chunks of k. As many CTAs divide k as leave no SM with two of them. Where that is one,
+// plain work tiles are as small as lets each have an SM. The cluster, and so the bits, depends on n, k and the format
+// alone.
+template <typename Config>
+void Divide(int n, int chunks, bool gated, Sm90Plan* plan) {
+  constexpr bool kPlain = Config::kFormat == WeightFormat::kPlain;
+  int features = Config::kTileFeatures;
+  const auto tiles_of = [&](int size) { return n / size + (n % size != 0); };
+  plan->cluster = 8;
+  while (plan->cluster > 1 && (tiles_of(features) > kMostClusters[plan->cluster] || chunks < 2 * plan->cluster)) {
+    --plan->cluster;
+  }
+  if (kPlain && plan->cluster == 1 && tiles_of(features) <= kMostClusters[1]) {
+    while (features > Config::kBoxRows && tiles_of(features - 16) <= kMostClusters[1]) features -= 16;
+  }
+  plan->boxes = gated || features > Config::kBoxRows ? 2 : 1;
+  plan->box_rows = features / plan->boxes;
+  const int rows = gated ? n / 2 : n, tile_rows = gated ? plan->box_rows : features;
+  plan->tiles = rows / tile_rows + (rows % tile_rows != 0);
 }
 
 template <typename Config>
-Sm90Plan MakePlan(int tiles, int chunks) {
-  Sm90Plan plan;
-  plan.cluster = ClusterSize(tiles, chunks);
-  // Where each CTA can have an SM, and the weights' bytes are the limit, keeps them separate: CTAs that start while
-  // others end would otherwise share an SM.
-  const bool one_of_sm =
-      tiles * plan.cluster <= 132 && (Config::kRowTile == 8 || Config::kFormat != WeightFormat::kPlain);
+Sm90Plan MakePlan(int n, int chunks, bool gated) {
+  Sm90Plan plan = {};
+  Divide<Config>(n, chunks, gated, &plan);
+  // Where each CTA can have an SM, keeps them separate: CTAs that start while others end would otherwise share one.
+  const bool one_of_sm = plan.tiles * plan.cluster <= kMostClusters[1];
   const int bytes = (one_of_sm ? kSm90MostBytes : kSm90HalfBytes) - Config::kBarrierBytes;
   plan.x_stages = Config::kXStagesOfChunk - 1 + (Config::kRowTile == 64 ? 3 : Config::kRowTile == 32 ? 4 : 8);
-  plan.weight_stages =
-      std::min<int>(Config::kMaxStages, (bytes - plan.x_stages * Config::kXStageBytes) / Config::kWeightStageBytes);
+  plan.weight_stages = std::min<int>(Config::kMaxStages, (bytes - plan.x_stages * Config::kXStageBytes) /
+                                                             (Config::kBoxesOfStage * plan.box_rows * 128));
   return plan;
 }
 
@@ -59,25 +75,30 @@ Status SupportsSm90a(bool* supported) {
 }
 
 template <typename Config>
-Status LaunchPlan(const LinearArgs& linear, const Sm90Plan& plan, int tiles, int chunks, Stream stream,
-                  LaunchOrder order) {
+Status LaunchPlan(const LinearArgs& linear, const Sm90Plan& plan, int chunks, Stream stream, LaunchOrder order) {
   Sm90Args args = {};
   args.linear = linear;
   args.cluster = plan.cluster;
+  args.boxes = plan.boxes;
+  args.box_rows = plan.box_rows;
   args.chunks = chunks;
   args.weight_stages = plan.weight_stages;
   args.x_stages = plan.x_stages;
   args.weights_first = order == LaunchOrder::kDependent;
   const auto row_bytes = static_cast<uint64_t>(linear.weight_row_bytes);
-  if (!EncodeMatrix(linear.weight, static_cast<uint64_t>(linear.n), row_bytes, Config::kBoxRows, &args.weight_map) ||
+  if (!EncodeMatrix(linear.weight, static_cast<uint64_t>(linear.n), row_bytes, static_cast<uint32_t>(plan.box_rows),
+                    &args.weight_map) ||
       !EncodeMatrix(linear.x, static_cast<uint64_t>(linear.rows), static_cast<uint64_t>(linear.k) * 2, Config::kRowTile,
                     &args.x_map)) {
     return Status::Internal(
         "linear: no tensor map of weight or x: expected memory aligned to 16 bytes, and a driver that has tensor maps");
   }
   const auto kernel = LinearSm90Kernel<Config>;
-  const int ring = plan.weight_stages * Config::kWeightStageBytes + plan.x_stages * Config::kXStageBytes;
-  const int bytes = std::max(ring + Config::kBarrierBytes, Config::kSumBytes);
+  const int stage_bytes = Config::kBoxesOfStage * plan.box_rows * 128;
+  const int ring = plan.weight_stages * stage_bytes + plan.x_stages * Config::kXStageBytes;
+  // wgmma reads the last stage as if it had all its rows.
+  const int read = (plan.weight_stages - 1) * stage_bytes + Config::kStageRows * 128;
+  const int bytes = std::max({ring + Config::kBarrierBytes, read, Config::kSumBytes});
   // The same for all plans: another thread may launch this kernel in between.
   XLA_GPU_RETURN_IF_CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSm90MostBytes));
   XLA_GPU_RETURN_IF_CUDA(
@@ -88,7 +109,7 @@ Status LaunchPlan(const LinearArgs& linear, const Sm90Plan& plan, int tiles, int
   attributes[1].id = cudaLaunchAttributeClusterDimension;
   attributes[1].val.clusterDim = {static_cast<unsigned>(plan.cluster), 1, 1};
   cudaLaunchConfig_t launch = {};
-  launch.gridDim = dim3(static_cast<unsigned>(tiles * plan.cluster));
+  launch.gridDim = dim3(static_cast<unsigned>(plan.tiles * plan.cluster));
   launch.blockDim = dim3(Config::kThreads);
   launch.dynamicSmemBytes = static_cast<size_t>(bytes);
   launch.stream = stream;
@@ -100,12 +121,9 @@ Status LaunchPlan(const LinearArgs& linear, const Sm90Plan& plan, int tiles, int
 
 template <typename Config>
 Status LaunchSm90(const LinearArgs& linear, Stream stream, LaunchOrder order) {
-  const bool gated = linear.activation != Activation::kNone;
-  const int out_features = gated ? linear.n / 2 : linear.n;
-  const int tile_features = gated ? Config::kTileFeatures / 2 : Config::kTileFeatures;
-  const int tiles = out_features / tile_features + (out_features % tile_features != 0);
   const int chunks = linear.k / Config::kStageK + (linear.k % Config::kStageK != 0);
-  return LaunchPlan<Config>(linear, MakePlan<Config>(tiles, chunks), tiles, chunks, stream, order);
+  const auto plan = MakePlan<Config>(linear.n, chunks, linear.activation != Activation::kNone);
+  return LaunchPlan<Config>(linear, plan, chunks, stream, order);
 }
 
 }  // namespace xla_gpu::linear

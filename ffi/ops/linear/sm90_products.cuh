@@ -17,6 +17,7 @@ __device__ __forceinline__ void MultiplyPlain(const Sm90Args& args, int chunk_be
                                               uint32_t xs, RingBarriers<Config> barriers,
                                               float (&sum)[Config::kBlocks][Config::kRowTile / 8][4]) {
   const int lane = static_cast<int>(threadIdx.x) % 32, warpgroup = static_cast<int>(threadIdx.x) / 128;
+  const int stage_bytes = args.box_rows * 128;
   PipelineState weight_ring, x_ring;
   // The stages whose products are still under way: they are given back when the next ones have been started.
   uint32_t last_weight = 0, last_x = 0;
@@ -25,9 +26,10 @@ __device__ __forceinline__ void MultiplyPlain(const Sm90Args& args, int chunk_be
     const uint64_t b = MakeSmemDescKMajor(xs + x_ring.stage * Config::kXStageBytes);
 #pragma unroll
     for (int block = 0; block < Config::kBlocks; ++block) {
+      if (block >= args.boxes) break;
       WaitBarrier(barriers.WeightFull(weight_ring.stage), weight_ring.phase);
-      const uint64_t a = MakeSmemDescKMajor(weights + weight_ring.stage * Config::kWeightStageBytes +
-                                            warpgroup * (Config::kWeightStageBytes / 2));
+      // Of 64 rows. Those past the stage's are anything, and so are their sums.
+      const uint64_t a = MakeSmemDescKMajor(weights + weight_ring.stage * stage_bytes + warpgroup * 64 * 128);
       WgmmaFence();
 #pragma unroll
       for (int step = 0; step < 4; ++step) {

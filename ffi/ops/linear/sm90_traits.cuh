@@ -15,15 +15,14 @@ struct Sm90Args {
   CUtensorMap weight_map;
   CUtensorMap x_map;  // boxes of a row tile
   LinearArgs linear;
-  int cluster;        // CTAs that divide k
-  int chunks;         // along k: of a weight stage's values
-  int weight_stages;  // of the ring
-  int x_stages;
+  int cluster;   // CTAs that divide k
+  int boxes;     // TMA boxes of a work tile's weight rows, 1 or 2; with an activation gates, and what they multiply
+  int box_rows;  // a multiple of 8, at most kBoxRows
+  int chunks;    // along k: of a weight stage's values
+  int weight_stages;   // of the ring
+  int x_stages;        // of the ring
   bool weights_first;  // nothing that may still run writes the weights: they are loaded before the wait for it
 };
-
-inline constexpr int kSm90Threads =
-    256 + 64;  // two warpgroups that multiply, a warp that loads weights, one that loads x
 
 // From a row of partial sums to the next: with 4 modulo 32 a warp writes its accumulators without bank conflicts.
 constexpr int SumPitch(int tile_features) { return tile_features + 4; }
@@ -35,15 +34,14 @@ struct Sm90Traits {
   // The sums of 128 products may have scales of their own. Float8 with other scales has 1 there.
   static constexpr bool kGrouped = kFormat == WeightFormat::kFloat8 || kFormat == WeightFormat::kInt4;
   static constexpr int kRowTile = kRowTile_;
-  // Weight stages of a chunk: each has 128 weight rows, 64 of each warpgroup. Conversions need the registers of a
-  // second.
-  static constexpr int kBlocks = kFormat == WeightFormat::kPlain ? 2 : 1;
-  static constexpr int kTileFeatures = kBlocks * 128;
-  static constexpr int kThreads = kSm90Threads;
-  static constexpr int kConsumers = kThreads - 64;
-  static constexpr int kWeightStageBytes = 128 * 128;
-  // Of a TMA box of weights. The halves of a stage are gates and what they multiply where a work tile has one.
-  static constexpr int kBoxRows = kBlocks == 1 ? 64 : 128;
+  // Weight rows of a TMA box and of a work tile, at most. Conversions need the registers of more.
+  static constexpr int kBoxRows = kFormat == WeightFormat::kPlain ? 128 : 64;
+  static constexpr int kTileFeatures = 2 * kBoxRows;
+  static constexpr int kConsumers = 256;            // two warpgroups that multiply, each 64 weight rows of a stage
+  static constexpr int kThreads = kConsumers + 64;  // a warp loads weights, one x
+  static constexpr int kStageRows = 128;
+  static constexpr int kBlocks = kTileFeatures / kStageRows;  // weight stages of a chunk
+  static constexpr int kBoxesOfStage = kStageRows / kBoxRows;
   static constexpr int kXStageBytes = kRowTile * 128;  // 64 values of each row
   static constexpr int kCtasOfSm = kFormat == WeightFormat::kInt4 && kRowTile == 64 ? 1 : 2;
   static constexpr int kStageK = kFormat == WeightFormat::kPlain ? 64 : kFormat == WeightFormat::kInt4 ? 256 : 128;
@@ -67,13 +65,10 @@ struct PipelineState {
   }
 };
 
-// The first of the 64 weight rows that number `quarter` of a work tile has: with an activation the first half of a work
-// tile's rows are gates, and the others what they multiply.
-template <typename Config>
-__device__ inline int FirstWeightRow(const LinearArgs& args, int tile, int quarter) {
-  if (args.activation == Activation::kNone) return tile * Config::kTileFeatures + quarter * 64;
-  constexpr int kGates = Config::kTileFeatures / 2;
-  return tile * kGates + quarter * 64 + (quarter < kGates / 64 ? 0 : args.n / 2 - kGates);
+// The first weight row of a work tile's box. With an activation box 0 has gates, box 1 what they multiply.
+__device__ inline int FirstWeightRow(const Sm90Args& args, int tile, int box) {
+  if (args.linear.activation == Activation::kNone) return (tile * args.boxes + box) * args.box_rows;
+  return tile * args.box_rows + box * (args.linear.n / 2);
 }
 
 // Where the barriers of the rings lie, as shared-memory addresses: weights full, weights empty, x full, x empty.
