@@ -164,6 +164,13 @@ def _chunks(draw: Draw) -> AttentionCase:
     return draw.case([(rows, behind + rows)] * draw.of(1, 2, 4, 8), draw.of(4, 8), draw.of(4, 8), 128)
 
 
+def _chunks_few_heads(draw: Draw) -> AttentionCase:
+    """As tensor parallelism makes them: fewer work tiles than SMs."""
+    rows, behind = draw.number(256, 1 * K, 64), draw.number(6 * K, 16 * K, 64)
+    group, kv_heads = draw.of((4, 2), (4, 4), (4, 8), (8, 1), (8, 2))
+    return draw.case([(rows, behind + rows)] * draw.of(1, 1, 2, 4), group, kv_heads, 128)
+
+
 def _short_chunk_and_decode(draw: Draw) -> AttentionCase:
     rows, behind = draw.number(64, 511), draw.number(2 * K, 8 * K)
     sequences = [(rows, behind + rows), *[(1, draw.number(1 * K, 4 * K, 64))] * 64]
@@ -201,6 +208,7 @@ CLASSES = {
     "prompt-1k-2k": _prompt_1k_2k,
     "short-prompts": _short_prompts,
     "chunks": _chunks,
+    "chunks-few-heads": _chunks_few_heads,
     "short-chunk-and-decode": _short_chunk_and_decode,
     "chunk-and-decode": _chunk_and_decode,
     "prefill-head-dim-64": _prefill_head_dim_64,

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.frontends("eager", "eager-cuda", "jax-cuda")
 
 # The sequence under test: a decode step, a few speculative rows, a chunk of a prefill, a long context.
 SUBJECTS = {"decode": (1, 211), "speculative": (4, 130), "chunk": (40, 170), "long": (1, 3000)}
-BEHIND_A_LONG_CONTEXT = {"few-rows": (16, 9000)}
+BEHIND_A_LONG_CONTEXT = {"few-rows": (16, 9000), "two-splits": (150, 5600), "three-splits": (140, 8200)}
 SEVERAL_TOKENS = {"speculative-long": (8, 9000), "speculative-short": (5, 400)}
 NEIGHBOURS = {
     "alone": ((), ()),
@@ -48,8 +48,10 @@ SEVERAL_TOKENS_SHAPES = {
         sliding_window=3000,
     ),
 }  # fmt: skip
-# Prompts over a float8 cache, which CUDA converts on the way to its tiles.
+# Prompts over a float8 cache, which CUDA converts on the way to its tiles, and of the other head_dims.
 PROMPT_SHAPES = {
+    "head-64-bf16": dict(num_heads=32, num_kv_heads=8, head_dim=64, dtype="bfloat16", page_size=16),
+    "head-256-bf16": dict(num_heads=8, num_kv_heads=4, head_dim=256, dtype="bfloat16", page_size=16),
     "gqa-fp8": dict(
         num_heads=32, num_kv_heads=8, head_dim=128, dtype="bfloat16", page_size=16, cache_dtype="float8_e4m3fn",
         scales="per_head",
@@ -124,14 +126,19 @@ def test_larger_tiles_do_not_change_bits(frontend, shape, before):
 
 
 @pytest.mark.frontends("eager-cuda", "jax-cuda")
-@pytest.mark.parametrize("before", [((30, 70),), ((200, 200),), ((2500, 2500),)], ids=["few", "some", "many"])
+@pytest.mark.parametrize(
+    "before",
+    [((30, 70),), ((200, 200),), ((2500, 2500),), ((240, 6000),)],
+    ids=["few", "some", "many", "split-too"],
+)
 @pytest.mark.parametrize("spare_seqs", [0, 40])
-@pytest.mark.parametrize("shape", ["gqa-bf16", "gqa-fp8"])
-def test_parts_of_keys_do_not_change_bits(frontend, shape, before, spare_seqs):
-    """Behind a long context CUDA splits the keys of few rows, among blocks if there are few, else within a block."""
-    case, inputs = subject("few-rows", shape)
+@pytest.mark.parametrize("shape", ["gqa-bf16", *PROMPT_SHAPES])
+@pytest.mark.parametrize("name", BEHIND_A_LONG_CONTEXT)
+def test_parts_of_keys_do_not_change_bits(frontend, name, shape, before, spare_seqs):
+    """Behind a long context CUDA splits the keys of few rows, among CTAs if there are few, else within a CTA."""
+    case, inputs = subject(name, shape)
     want = results(frontend, inputs.arrays(), case)
-    got = results(frontend, *batch("few-rows", shape, before, ((1, 50),), spare_seqs=spare_seqs))
+    got = results(frontend, *batch(name, shape, before, ((1, 50),), spare_seqs=spare_seqs))
     for what, g, w in zip(("out", "lse"), got, want, strict=True):
         compare.assert_bitwise_equal(g, w, f"{frontend.name}: {what}")
 

@@ -58,7 +58,10 @@ constexpr bool PathsShareScratch(const PagedAttentionParams& shapes) {
 }
 constexpr int64_t PrefillScratchLimit(const PagedAttentionCall& shapes) {
   if (PathsShareScratch(shapes) || shapes.tree_words > 0) return kScratchLimit;
-  if (shapes.head_dim > 192) return int64_t{67} << 18;
+  // Of few sequences the prefill path keeps the accumulators of all splits, and the decode path has few rows.
+  constexpr int64_t kFewSequences = 4;
+  const bool few_sequences = shapes.max_seqs <= kFewSequences && !SuggestFewTokens(shapes);
+  if (shapes.head_dim > 192 || few_sequences) return int64_t{67} << 18;
   return SuggestFewTokens(shapes) ? kFewTokensScratchLimit : int64_t{14} << 20;
 }
 constexpr int64_t DecodeScratchLimit(const PagedAttentionCall& shapes) {

@@ -18,8 +18,7 @@ struct SplitAccumulators {
   float* o_accum;  // [total_rows, head_dim]: sum of values, relative to the row's largest score, not normalised
   float2*
       max_sum_accum;  // [total_rows]: (largest score in LogitTransform's units, softmax sum); (-inf, 0): no key seen
-  int64_t rows_per_split;  // row r of `out` as [num_tokens * num_heads, head_dim] is row split * rows_per_split + r
-  int64_t cta_rows_begin;  // first row of the CTAs' own accumulators
+  int64_t part_rows;  // of a row of the grid
 };
 
 // What a CTA does with the results of one KV split of its work tile. Bits; 0: the work tile is not split.
@@ -43,7 +42,8 @@ struct SplitMerge {
   }
   // Merges an element of the accumulators.
   __device__ float Merge(float first, float second) const {
-    return only == 0 ? first : only == 1 ? second : weights.Merge(second, first);
+    const float both = weights.Merge(second, first);
+    return only == 0 ? first : only == 1 ? second : both;
   }
 };
 
@@ -51,6 +51,26 @@ inline constexpr int kCombineThreads = 128;
 inline constexpr int kCombineCtasPerSm = 9;  // for which there are registers
 // CTAs on an SM that become resident beside a CTA of 64 rows, and have planned when that ends.
 inline constexpr int kCombineCtasBeside = 3;
+
+// Rows of split accumulators that the sequences of a row of the grid need, of which `base` is the first. By all
+// threads.
+template <int kPlanned>
+__device__ unsigned AllRows(const PagedAttentionParams& params, const SplitKvPolicy& policy, int base, int num_live,
+                            bool in_order) {
+  __shared__ unsigned all;
+  __syncthreads();
+  if (threadIdx.x == 0) all = 0;
+  __syncthreads();
+  unsigned mine = 0;
+  for (int s = base + static_cast<int>(threadIdx.x); s < min(base + kPlanned, num_live); s += kCombineThreads) {
+    const SequenceInfo info = LoadSequence(params, s, in_order);
+    if (info.valid) mine += policy.RowsOf(policy.Of(info.q_len, info.context_len).count, info.q_len);
+  }
+  mine = __reduce_add_sync(~0u, mine);
+  if (threadIdx.x % 32 == 0) atomicAdd(&all, mine);
+  __syncthreads();
+  return all;
+}
 
 // Merges cross-CTA splits: each warp takes one row of `out` after the other.
 template <typename T, int kDim>
@@ -67,17 +87,36 @@ __global__ void __launch_bounds__(kCombineThreads, kCombineCtasPerSm)
   const int num_live = LiveSequences(params);
   const bool in_order = QueryStartsInOrder(params, num_live);
   LogitTransform transform(params, /*kv_head=*/0);
+  // Whether the sequences of a row of the grid have cross-CTA splits, and the rows of those before.
+  constexpr int kPlanned = static_cast<int>(SplitAccumulatorLayout::SequencesPerGridRow(kDim));
+  bool fits = policy.always_fits;
+  unsigned rows_before = 0;
   bool waited = false;
   int first_warp = 0;  // that takes the next sequence's first row: all warps get as many rows
   for (int base = 0; base < num_live; base += 32) {
     SequenceInfo info{};
     if (base + lane < num_live) info = LoadSequence(params, base + lane, in_order);
-    const int my_splits = info.valid ? policy.CrossCta(policy.Of(info.q_len, info.context_len)) : 1;
+    int my_splits = info.valid ? policy.Of(info.q_len, info.context_len).count : 1;
+    const unsigned rows = policy.RowsOf(my_splits, info.q_len);
+    const unsigned rows_up_to = SumUpToLane(rows);
+    if (base % kPlanned == 0) {
+      rows_before = 0;
+      if (!policy.always_fits) {
+        unsigned all = __shfl_sync(~0u, rows_up_to, 31);
+        if (num_live > 32) all = AllRows<kPlanned>(params, policy, base, num_live, in_order);
+        fits = policy.Fits(all);
+      }
+    }
+    const int64_t my_accum_begin = base / kPlanned * accumulators.part_rows + rows_before + rows_up_to - rows;
+    rows_before += __shfl_sync(~0u, rows_up_to, 31);
+    if (!fits) my_splits = 1;
     for (unsigned left = __ballot_sync(~0u, my_splits > 1); left != 0; left &= left - 1) {
       const int owner = __ffs(static_cast<int>(left)) - 1;
       const int splits = __shfl_sync(~0u, my_splits, owner);
       const int begin = __shfl_sync(~0u, info.q_begin, owner) * static_cast<int>(params.num_heads);
-      const int end = begin + __shfl_sync(~0u, info.q_len, owner) * static_cast<int>(params.num_heads);
+      const int seq_rows = __shfl_sync(~0u, info.q_len, owner) * static_cast<int>(params.num_heads);
+      const int end = begin + seq_rows;
+      const int64_t accum_begin = __shfl_sync(~0u, my_accum_begin, owner) - begin;
       if (!waited) WaitForPreviousKernel();
       waited = true;
       const int skipped = warp - first_warp + (warp < first_warp ? warps : 0);
@@ -90,9 +129,9 @@ __global__ void __launch_bounds__(kCombineThreads, kCombineCtasPerSm)
         }
         // NOTE: __ldcg, since the kernel before has just written them: the read-only cache may be stale.
         float2 max_sum = make_float2(-INFINITY, 0.0f);
-        if (lane < splits) max_sum = __ldcg(accumulators.max_sum_accum + lane * accumulators.rows_per_split + row);
+        if (lane < splits) max_sum = __ldcg(accumulators.max_sum_accum + accum_begin + lane * seq_rows + row);
         const float2* const o_accum =
-            reinterpret_cast<const float2*>(accumulators.o_accum + int64_t{row} * kDim) + lane;
+            reinterpret_cast<const float2*>(accumulators.o_accum + (accum_begin + row) * kDim) + lane;
         AttentionState state = {-INFINITY, 0.0f};
         float2 o[kDim / 64] = {};
 #pragma unroll 1
@@ -100,10 +139,10 @@ __global__ void __launch_bounds__(kCombineThreads, kCombineCtasPerSm)
           float2 next[kAtOnce][kDim / 64];
 #pragma unroll
           for (int j = 0; j < kAtOnce; ++j) {
-            const int64_t split = min(first + j, splits - 1);
+            const int64_t split_row = min(first + j, splits - 1) * seq_rows;
 #pragma unroll
             for (int i = 0; i < kDim / 64; ++i) {
-              next[j][i] = __ldcg(o_accum + split * accumulators.rows_per_split * (kDim / 2) + i * 32);
+              next[j][i] = __ldcg(o_accum + split_row * (kDim / 2) + i * 32);
             }
           }
 #pragma unroll

@@ -133,11 +133,13 @@ inline bool MakeTmaParams(const PagedAttentionCall& params, const SplitAccumulat
 
   // ---- Split-KV
   tma->split_kv.enabled = layout.enabled;
-  tma->split_kv.max_cross_cta = layout.max_cross_cta;
+  tma->split_kv.always_fits = layout.always_fits;
+  tma->split_kv.pool_rows = static_cast<unsigned>(layout.pool_rows);
   // A window of 2^31 or more hides nothing.
   tma->split_kv.window = static_cast<int>(params.sliding_window >> 31 != 0 ? 0 : params.sliding_window);
   tma->split_kv.group = static_cast<int>(group);
   tma->split_kv.kv_heads = static_cast<int>(params.num_kv_heads);
+  tma->split_kv.large_tile_rows = SplitKvPolicy::LargeTileRows(params.head_dim);
   tma->split_kv.tile_keys = FastDivisor::Make(tile_keys);
   tma->split_kv.one_tile_splits = SplitKvPolicy::SplitsFor(1, tma->split_kv.kv_heads);
   tma->split_kv.max_decode_tokens = params.max_decode_tokens;
@@ -154,8 +156,7 @@ inline bool MakeTmaParams(const PagedAttentionCall& params, const SplitAccumulat
   tma->accumulators.o_accum = reinterpret_cast<float*>(scratch);
   tma->accumulators.max_sum_accum =
       reinterpret_cast<float2*>(tma->accumulators.o_accum + layout.total_rows * params.head_dim);
-  tma->accumulators.rows_per_split = layout.rows_per_split;
-  tma->accumulators.cta_rows_begin = layout.max_cross_cta * layout.rows_per_split;
+  tma->accumulators.part_rows = layout.part_rows;
   return true;
 }
 
@@ -172,14 +173,14 @@ Status LaunchTma(const TmaParams& tma, const SplitAccumulatorLayout& layout, int
   const dim3 grid(static_cast<unsigned>(PersistentCtas(params, layout, Traits::kRows, sms)),
                   static_cast<unsigned>(PersistentGridRows(params)));
   const LaunchConfig config{grid, Traits::kThreads, Traits::kSharedBytes, /*programmatic=*/true};
-  if (Status status = Launch(config, stream, kernel, tma); !status.ok() || layout.max_cross_cta == 0) return status;
+  if (Status status = Launch(config, stream, kernel, tma); !status.ok() || layout.pool_rows == 0) return status;
 
   const auto combine = PrefillCombineKernel<typename Traits::Element, Traits::kHeadDim>;
   // The same carveout as the kernels before and behind: an SM must be idle to change it.
   XLA_GPU_RETURN_IF_CUDA(
       cudaFuncSetAttribute(combine, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared));
   const dim3 combine_grid(static_cast<unsigned>(
-      CombineCtas(layout, kCombineThreads / 32, Traits::kRows == 64 ? kCombineCtasBeside : 8, sms)));
+      CombineCtas(params, kCombineThreads / 32, Traits::kRows == 64 ? kCombineCtasBeside : 8, sms)));
   return Launch({combine_grid, kCombineThreads, /*shared_bytes=*/0, /*programmatic=*/true}, stream, combine, params,
                 tma.split_kv, tma.accumulators);
 }
@@ -188,7 +189,7 @@ Status LaunchTma(const TmaParams& tma, const SplitAccumulatorLayout& layout, int
 // configuration.
 template <template <typename Config> class Instance>
 Status LaunchTmaDim128(const TmaParams& tma, const SplitAccumulatorLayout& layout, int64_t sms, Stream stream) {
-  switch (tma.tree_mask != nullptr ? 64 : TmaTileRowsDim128(tma.attention, sms)) {
+  switch (tma.tree_mask != nullptr ? 64 : TmaTileRowsDim128(tma.attention, tma.split_kv, sms)) {
     case 64:
       return LaunchTma<Instance<TmaConfigDim128Rows64>>(tma, layout, sms, stream);
     case 128:

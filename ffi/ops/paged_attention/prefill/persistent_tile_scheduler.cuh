@@ -121,7 +121,14 @@ class PersistentWarpTileScheduler {
   __device__ bool HasPaddingRows() const { return has_padding_rows_; }
 
   // Must come before Find where sequences may be split.
-  __device__ void Split(const SplitKvPolicy& policy) { SplitPromptKv{policy}(&prompt_); }
+  __device__ void Split(const SplitKvPolicy& policy) {
+    SplitPromptKv{policy}(&prompt_);
+    const unsigned rows = policy.RowsOf(prompt_.splits, prompt_.q_len);
+    if (!__any_sync(~0u, rows > 0)) return;
+    const unsigned rows_up_to = SumUpToLane(rows);
+    prompt_.accum_begin = static_cast<int>(rows_up_to - rows);
+    if (!policy.Fits(__shfl_sync(~0u, rows_up_to, 31))) prompt_.splits = 1;
+  }
 
   // As PersistentTileScheduler::Find.
   __device__ bool Find(unsigned n, WorkTile* tile) const {
@@ -168,7 +175,8 @@ class PersistentWarpTileScheduler {
                            __shfl_sync(~0u, prompt_.q_len, owner),
                            __shfl_sync(~0u, prompt_.context_len, owner),
                            __shfl_sync(~0u, prompt_.splits, owner),
-                           0};
+                           0,
+                           __shfl_sync(~0u, prompt_.accum_begin, owner)};
     *tile = prompt.Tile(index, rank - row_tile * kv_heads_.divisor);
     return true;
   }
@@ -176,8 +184,8 @@ class PersistentWarpTileScheduler {
  private:
   const PromptTiles<kRows> tiles_;
   const FastDivisor kv_heads_;
-  Prompt prompt_ = {0, 0, 0, -1, 1, 0};  // this lane's; no rows where it has none
-  unsigned prompts_ = 0;                 // bit per lane: it has a prompt
+  Prompt prompt_ = {0, 0, 0, -1, 1, 0, 0};  // this lane's; no rows where it has none
+  unsigned prompts_ = 0;                    // bit per lane: it has a prompt
   bool has_padding_rows_ = false;
 };
 

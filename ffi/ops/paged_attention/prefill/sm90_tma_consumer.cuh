@@ -286,11 +286,15 @@ struct TmaConsumer {
     const typename Traits::TileStage& tile = cta.Tile(work);
     const bool invalid_page = tile.invalid_page;
     const SplitMode mode = tile.mode;
-    if (mode != 0) {
-      softmax.AccumulateAndSpill(tile.rows, transform, cta.params.accumulators, tile.accum_row, mode, invalid_page, o);
-    }
-    if ((mode & kSpill) == 0) {
-      softmax.template StoreFromRegisters<T>(cta.attention, tile.rows, transform, o, invalid_page);
+    if ((mode & kCrossCta) != 0) {
+      softmax.Spill(tile.rows, cta.params.accumulators, tile.accum_row, invalid_page, o);
+    } else {
+      if (mode != 0) {
+        softmax.AccumulateAndSpill(transform, cta.params.accumulators, tile.accum_row, mode, invalid_page, o);
+      }
+      if ((mode & kSpill) == 0) {
+        softmax.template StoreFromRegisters<T>(cta.attention, tile.rows, transform, o, invalid_page);
+      }
     }
     cta.Arrive(cta.tiles.Empty(work));
   }

@@ -54,9 +54,10 @@ struct TmaSchedulerWarp {
         const KvSplits splits = params.split_kv.Of(tile.q_len, tile.context_len);
         if (splits.count > 1) {
           int64_t accum_row;
-          if (params.split_kv.CrossCta(splits) > 1) {
+          const int64_t part = blockIdx.y * params.accumulators.part_rows;
+          if (tile.accum_begin >= 0) {
             mode = kCrossCta | kSpill;
-            accum_row = tile.split * params.accumulators.rows_per_split;
+            accum_row = part + tile.accum_begin + (tile.split * tile.q_len - tile.q_begin) * rows.num_heads;
           } else {  // this CTA takes all splits: the work tile comes back for each
             int first_key, last_key;
             rows.VisibleKeys(rows.count - 1, &first_key, &last_key);
@@ -65,8 +66,7 @@ struct TmaSchedulerWarp {
             if (next_split > 0) mode = kAccumulate;
             if (last_key / kTileKeys >= splits.Begin(next_split + 1)) mode |= kSpill;
             next_split = (mode & kSpill) != 0 ? next_split + 1 : 0;
-            accum_row =
-                params.accumulators.cta_rows_begin + (int64_t{blockIdx.y} * gridDim.x + blockIdx.x) * Traits::kRows;
+            accum_row = part + blockIdx.x * Traits::kRows;
           }
           if (lane == 0) stage.accum_row = accum_row;
           first_tile = splits.Begin(tile.split);
@@ -94,8 +94,7 @@ struct TmaSchedulerWarp {
         state.Advance();
       } else if (mode != 0) {  // no row sees a key of this split: an empty accumulator
         for (int row = lane; row < rows.count; row += 32) {
-          params.accumulators.max_sum_accum[tile.split * params.accumulators.rows_per_split + rows.HeadRow(row)] =
-              make_float2(-INFINITY, 0.0f);
+          params.accumulators.max_sum_accum[stage.accum_row + rows.HeadRow(row)] = make_float2(-INFINITY, 0.0f);
         }
       } else {  // no row sees a key, or the metadata is invalid: the rows are written here
         const bool nan = !tile.valid || invalid_page;

@@ -1,8 +1,8 @@
 // Split-KV for prefill: few query rows behind a long context are too few work tiles to fill the GPU, so their keys are
 // split. A cross-CTA split has one CTA of the sm_90a kernel per KV split; a combine kernel merges their results. How a
 // sequence is split follows from the sequence and from what all sequences of a call share, so its bits do not depend on
-// its neighbours: where the workspace has no room for a cross-CTA split, one CTA takes the KV splits one after the
-// other and merges them in the same order.
+// its neighbours: where the workspace has no room for the cross-CTA splits of all sequences, one CTA takes the KV
+// splits of its rows one after the other and merges them in the same order.
 #ifndef XLA_GPU_OPS_PAGED_ATTENTION_PREFILL_SPLIT_KV_H_
 #define XLA_GPU_OPS_PAGED_ATTENTION_PREFILL_SPLIT_KV_H_
 
@@ -33,31 +33,44 @@ struct KvSplits {
 
 // How sequences are split.
 struct SplitKvPolicy {
-  static constexpr int kMaxSplitTokens = 128;   // new tokens of a sequence that is split
-  static constexpr int kMaxSplits = 32;         // KV splits of a sequence
-  static constexpr int kMinTilesPerSplit = 16;  // key tiles
+  // Work tiles of a sequence over all kv heads and KV splits: one for each SM of an H100 or H200.
+  static constexpr int kTargetWorkTiles = 132;
+  static constexpr int kMostTokens = kTargetWorkTiles / 2 * 192;  // new tokens of a sequence that is split
+  static constexpr int kMaxSplits = 32;                           // KV splits of a sequence
+  static constexpr int kMinTilesPerSplit = 12;                    // key tiles
   // The same with so few tokens that a split is done when its keys have arrived: eight splits, which even out the load,
-  // but not so short that starting and ending them takes longer than their keys.
+  // but not so short that starting and ending them takes longer than their keys; more where each has many key tiles.
   static constexpr int kMinTilesOfFewTokens = 4;
   static constexpr int kSplitsOfFewTokens = 8;
-  // The splits that `tiles` key tiles allow.
-  XLA_GPU_HOST_DEVICE static unsigned MostSplits(unsigned tiles, bool few_tokens) {
-    const unsigned most = tiles / kMinTilesPerSplit;
-    if (!few_tokens || most >= kSplitsOfFewTokens) return most;
+  static constexpr int kMinTilesOfMoreSplits = 16;
+  // With many tokens, of which one CTA may have to take all splits.
+  static constexpr int kMinTilesOfManyTokens = 20;
+  // The splits that `tiles` key tiles allow; `large`: of large work tiles.
+  XLA_GPU_HOST_DEVICE static unsigned MostSplits(unsigned tiles, int q_len, bool large) {
+    if (large) return tiles / kMinTilesOfManyTokens;
+    if (q_len > kMaxDecodeRows) return tiles / kMinTilesPerSplit;
+    const unsigned most = tiles / kMinTilesOfMoreSplits;
+    if (most >= kSplitsOfFewTokens) return most;
     const unsigned short_ones = tiles / kMinTilesOfFewTokens;
     return short_ones < kSplitsOfFewTokens ? short_ones : kSplitsOfFewTokens;
   }
-  static constexpr int kTargetWorkTiles = 128;  // work tiles of a sequence over all kv heads and KV splits
-  static constexpr int kWorkTileRows = 64;      // rows of a work tile, as kTargetWorkTiles counts them
+  // Rows of a work tile, as kTargetWorkTiles counts them: small ones for up to kSmallTileTokens new tokens, where these
+  // can be split at all. A large one takes 1.4 times as long.
+  static constexpr int kSmallTileTokens = 128;
+  static constexpr int kSmallTileRows = 64;
+  static constexpr int LargeTileRows(int64_t head_dim) { return head_dim == 64 ? 192 : 128; }
 
   // Keys of a key tile.
   static constexpr int TileKeys(int64_t head_dim) { return head_dim == 64 ? 128 : head_dim == 128 ? 112 : 80; }
 
-  bool enabled;       // false: no sequence of the call is split
-  int max_cross_cta;  // KV splits of a sequence that may have CTAs of their own; 0: never
-  int window;         // sliding window in keys, 0: none
-  int group;          // query heads of a kv head
+  bool enabled;  // false: no sequence of the call is split
+  // Rows of split accumulators for the sequences that a row of the grid plans; 0: no cross-CTA splits.
+  unsigned pool_rows;
+  bool always_fits;  // they are enough whatever the sequences are
+  int window;        // sliding window in keys, 0: none
+  int group;         // query heads of a kv head
   int kv_heads;
+  int large_tile_rows;       // LargeTileRows
   FastDivisor tile_keys;     // keys of a key tile
   unsigned one_tile_splits;  // SplitsFor(1, kv_heads)
   int max_decode_tokens;
@@ -65,35 +78,46 @@ struct SplitKvPolicy {
 
 #ifdef __CUDACC__
   __device__ KvSplits Of(int q_len, int context_len) const {
-    if (!enabled || q_len > kMaxSplitTokens || q_len > max_tokens || q_len <= max_decode_tokens ||
-        (window > 0 && window < context_len)) {
-      return {1, 0, 0};
-    }
     // Each CTA waits for this before its first load: no division that can be avoided.
     const unsigned tiles = context_len > 0 ? tile_keys.Divide(static_cast<unsigned>(context_len) - 1) + 1 : 0;
-    const int row_tiles = (q_len * group + kWorkTileRows - 1) / kWorkTileRows;
-    unsigned count = row_tiles <= 1 ? one_tile_splits : SplitsFor(row_tiles, kv_heads);
-    const unsigned most = MostSplits(tiles, q_len <= kMaxDecodeRows);
-    if (count > most) count = most;
+    const unsigned count = CountOf(q_len, context_len, tiles);
     if (count < 2) return {1, 0, 0};
     const unsigned length = tiles / count;
     return {static_cast<int>(count), static_cast<int>(length), static_cast<int>(tiles - length * count)};
   }
 #endif
+  // The number of splits, 0 or 1 where there are none, of a sequence whose keys are in so many key tiles.
+  XLA_GPU_HOST_DEVICE unsigned CountOf(int q_len, int context_len, unsigned tiles) const {
+    if (!enabled || q_len > kMostTokens || q_len > max_tokens || q_len <= max_decode_tokens ||
+        (window > 0 && window < context_len)) {
+      return 1;
+    }
+    const auto rows = static_cast<unsigned>(q_len * group);
+    unsigned row_tiles = (rows + kSmallTileRows - 1) / kSmallTileRows;
+    const bool large = q_len > kSmallTileTokens || row_tiles * kv_heads * 2 > kTargetWorkTiles;
+    if (large) row_tiles = large_tile_rows == 128 ? (rows + 127) / 128 : (rows + 191) / 192;
+    const unsigned count = row_tiles <= 1 ? one_tile_splits : SplitsFor(static_cast<int>(row_tiles), kv_heads);
+    const unsigned most = MostSplits(tiles, q_len, large);
+    return count < most ? count : most;
+  }
   // The splits of a sequence that make kTargetWorkTiles work tiles.
   XLA_GPU_HOST_DEVICE static unsigned SplitsFor(int row_tiles, int kv_heads) {
     const int count = kTargetWorkTiles / (row_tiles * kv_heads);
     return static_cast<unsigned>(count < kMaxSplits ? count : kMaxSplits);
   }
-  // The KV splits of a sequence that are work tiles of their own; 1 where one CTA takes them all.
-  XLA_GPU_HOST_DEVICE int CrossCta(const KvSplits& splits) const {
-    return splits.count > max_cross_cta ? 1 : splits.count;
+  // Rows of split accumulators that a sequence needs, MostRows at most.
+  XLA_GPU_HOST_DEVICE unsigned RowsOf(int count, int q_len) const {
+    return count > 1 ? static_cast<unsigned>(count * q_len * group * kv_heads) : 0;
   }
+  static constexpr int64_t MostRows(int64_t head_dim) { return kTargetWorkTiles * LargeTileRows(head_dim); }
+  // Whether sequences that need so many rows in all have cross-CTA splits.
+  XLA_GPU_HOST_DEVICE bool Fits(unsigned rows) const { return rows <= pool_rows; }
 };
 
 // The split accumulators' layout in the workspace. A row is head_dim float32 of unscaled output and a pair (largest
-// score, sum). First come the rows of cross-CTA splits, [split][num_tokens * num_heads]; then, for every CTA, the rows
-// of one work tile, in which it accumulates the splits that it takes one after the other.
+// score, sum). Each row of the grid has its part. It holds, one after the other, [split][q_len * num_heads] of every
+// sequence that is split; or, where they do not all fit, the rows of one work tile for every CTA, in which it
+// accumulates the splits that it takes one after the other.
 struct SplitAccumulatorLayout {
   static constexpr int64_t kMaxCtas = 132;  // in x; no more are launched, and no GPU of sm_90a has more SMs
   static constexpr int64_t MaxTileRows(int64_t head_dim) { return head_dim == 256 ? 128 : 192; }
@@ -102,13 +126,14 @@ struct SplitAccumulatorLayout {
     return head_dim == 64 ? 1024 : head_dim == 128 ? 512 : 128;
   }
 
-  bool enabled;            // whether any sequence may be split
-  int max_cross_cta;       // as SplitKvPolicy's
-  int64_t rows_per_split;  // num_tokens * num_heads
-  int64_t total_rows;      // of both kinds
+  bool enabled;       // whether any sequence may be split
+  bool always_fits;   // as SplitKvPolicy's
+  int64_t pool_rows;  // likewise
+  int64_t part_rows;  // of a row of the grid
+  int64_t total_rows;
 
   static SplitAccumulatorLayout Of(const PagedAttentionCall& shapes) {
-    SplitAccumulatorLayout layout{false, 0, shapes.num_tokens * shapes.num_heads, 0};
+    SplitAccumulatorLayout layout{};
     const int64_t dim = shapes.head_dim;
     using Policy = SplitKvPolicy;
     const int64_t max_decode_tokens = shapes.tree_words > 0 ? 0 : MaxDecodeTokens(shapes, true);
@@ -139,21 +164,22 @@ struct SplitAccumulatorLayout {
         shapes.pages_per_seq * shapes.page_size <= kMaxKeysOfOneCta ? kFewSequences : kMaxDecodeRows;
     const bool decode_alone =
         shapes.tree_words == 0 && shapes.num_tokens <= shapes.max_seqs && shapes.num_tokens <= few_sequences;
-    const bool enough = layout.rows_per_split >= Policy::kTargetWorkTiles * Policy::kWorkTileRows ||
-                        (short_contexts && !few_tokens) || decode_alone;
+    // One sequence is split by itself alone. Several may be short of work tiles together; not where the shapes say one
+    // token for each.
+    const int64_t rows = shapes.num_tokens * shapes.num_heads;
+    const int64_t large_tiles = shapes.max_seqs > 1 && shapes.num_tokens > shapes.max_seqs
+                                    ? Policy::kTargetWorkTiles
+                                    : Policy::kTargetWorkTiles / 2;
+    const bool enough =
+        rows > large_tiles * Policy::LargeTileRows(dim) || (short_contexts && !few_tokens) || decode_alone;
     const int64_t sequences = SequencesPerGridRow(dim);
-    const int64_t cta_rows =
-        kMaxCtas * MaxTileRows(dim) * std::max<int64_t>(1, (shapes.max_seqs + sequences - 1) / sequences);
-    const int64_t room = enough ? 0 : PrefillScratchLimit(shapes) / RowBytes(dim);  // in rows
-    if (wanted * layout.rows_per_split <= room) {
-      layout.max_cross_cta = static_cast<int>(wanted);
-      layout.total_rows = wanted * layout.rows_per_split;
-      return layout;
-    }
-    // Sequences of more splits than that: one CTA takes them one after the other.
-    const int64_t splits = (room - cta_rows) / layout.rows_per_split;
-    layout.max_cross_cta = splits < 2 ? 0 : static_cast<int>(splits);
-    layout.total_rows = layout.max_cross_cta * layout.rows_per_split + cta_rows;
+    const int64_t grid_rows = std::max<int64_t>(1, (shapes.max_seqs + sequences - 1) / sequences);
+    const int64_t room = enough ? 0 : PrefillScratchLimit(shapes) / RowBytes(dim) / grid_rows;
+    const int64_t most = std::min(wanted * rows, std::max<int64_t>(shapes.max_seqs, 1) * Policy::MostRows(dim));
+    layout.always_fits = most <= room;
+    layout.pool_rows = std::min(most, room);
+    layout.part_rows = layout.always_fits ? most : std::max(room, kMaxCtas * MaxTileRows(dim));
+    layout.total_rows = layout.part_rows * grid_rows;
     return layout;
   }
   static int64_t RowBytes(int64_t dim) { return (dim + 2) * int64_t{sizeof(float)}; }

@@ -23,7 +23,8 @@ struct WorkTile {
   bool valid;  // false: the rows become NaN
   int index;   // the tile covers packed rows [index * kRows, (index + 1) * kRows) of the sequence
   int kv_head;
-  int split;  // KV split, where these are work tiles of their own (cross-CTA split); else 0
+  int split;        // KV split, where these are work tiles of their own (cross-CTA split); else 0
+  int accum_begin;  // first row of the sequence's split accumulators; -1 where splits are no work tiles of their own
 };
 
 // A sequence with more rows than the decode path takes.
@@ -34,6 +35,7 @@ struct Prompt {
   int context_len;  // -1 where it is out of range
   int splits;       // KV splits that are work tiles of their own; its row tiles are counted once for each
   int split_keys;   // keys of a split, where there are several
+  int accum_begin;  // first row of its split accumulators, where there are several
 
   // One past the position of the last row, or what stands for it; at least q_len, so that all tiles end at positive
   // positions.
@@ -54,21 +56,25 @@ struct Prompt {
             valid,
             static_cast<int>(index),
             static_cast<int>(kv_head),
-            static_cast<int>(split)};
+            static_cast<int>(split),
+            splits > 1 ? accum_begin : -1};
   }
 };
 
 // How a PromptList learns of KV splits: from a SplitKvPolicy, or not at all.
 struct SplitPromptKv {
+  static constexpr bool kSplits = true;
   const SplitKvPolicy& policy;
   __device__ void operator()(Prompt* prompt) const {
     if (prompt->q_len > policy.max_tokens) prompt->context_len = -1;
+    if (!policy.enabled) return;
     const KvSplits splits = policy.Of(prompt->q_len, prompt->context_len);
-    prompt->splits = policy.CrossCta(splits);
+    prompt->splits = splits.count;
     prompt->split_keys = splits.Begin(1) * static_cast<int>(policy.tile_keys.divisor);
   }
 };
 struct WholePromptKv {
+  static constexpr bool kSplits = false;
   __device__ void operator()(Prompt* /*prompt*/) const {}
 };
 
@@ -90,17 +96,22 @@ struct PromptTiles {
   }
 };
 
+// The sum of the values in this lane and those before it.
+__device__ inline unsigned SumUpToLane(unsigned value) {
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+#pragma unroll
+  for (int step = 1; step < 32; step *= 2) {
+    const unsigned other = __shfl_up_sync(~0u, value, step);
+    if (lane >= step) value += other;
+  }
+  return value;
+}
+
 // By a warp, each lane of which has the tiles [first, last) of a prompt. Finds tile number `*left` of all of them: its
 // lane in `*owner` and its index in `*index`. If there are not as many, returns false and takes them off `*left`. The
 // last tile of a lane comes first.
 __device__ inline bool FindAmongLanes(unsigned first, unsigned last, unsigned* left, int* owner, unsigned* index) {
-  const int lane = static_cast<int>(threadIdx.x) % 32;
-  unsigned sum = last - first;
-#pragma unroll
-  for (int step = 1; step < 32; step *= 2) {
-    const unsigned other = __shfl_up_sync(~0u, sum, step);
-    if (lane >= step) sum += other;
-  }
+  const unsigned sum = SumUpToLane(last - first);
   const unsigned all = __shfl_sync(~0u, sum, 31);
   if (*left >= all) {
     *left -= all;
@@ -118,9 +129,10 @@ template <int kThreads, int kRows, int kCapacity, int kClasses, typename Split>
 class PromptList {
  public:
   struct Storage {
-    int4 prompts[kCapacity];         // seq, q_begin, q_len, context_len
+    int4 prompts[kCapacity];         // Packed(seq, accum_begin), q_begin, q_len, context_len
     unsigned tiles_up_to[kClasses];  // [class] tiles in this class and in the ones before
     int warp_counts[kThreads / 32];
+    unsigned warp_rows[Split::kSplits ? kThreads / 32 : 1];  // of split accumulators
     int max_end;
   };
 
@@ -130,6 +142,7 @@ class PromptList {
   // Empties the list. A barrier of the CTA must follow before Collect.
   __device__ void Clear() {
     count_ = 0;
+    accum_rows_ = 0;
     if (threadIdx.x == 0) storage_.max_end = 1;
   }
 
@@ -140,25 +153,38 @@ class PromptList {
   // takes. `in_order` is what QueryStartsInOrder returned.
   __device__ void Collect(int base, int last, bool in_order) {
     const int thread = static_cast<int>(threadIdx.x);
-    Prompt prompt{base + thread, 0, 0, -1, 1, 0};
+    Prompt prompt{base + thread, 0, 0, -1, 1, 0, 0};
     if (prompt.seq < last) {
       const SequenceInfo info = LoadSequence(params_, prompt.seq, in_order);
-      prompt = {prompt.seq, info.q_begin, info.q_len, info.valid ? info.context_len : -1, 1, 0};
+      prompt = {prompt.seq, info.q_begin, info.q_len, info.valid ? info.context_len : -1, 1, 0, 0};
       split_kv_(&prompt);
+    }
+    unsigned rows = 0, rows_up_to = 0;
+    if constexpr (Split::kSplits) {
+      rows = split_kv_.policy.RowsOf(prompt.splits, prompt.q_len);
+      rows_up_to = SumUpToLane(rows);
     }
     const bool mine = prompt.q_len > params_.max_decode_tokens;
     if (!__syncthreads_or(mine)) return;
     const unsigned votes = __ballot_sync(~0u, mine);
     if (thread % 32 == 0) storage_.warp_counts[thread / 32] = __popc(votes);
+    if (Split::kSplits && thread % 32 == 31) storage_.warp_rows[thread / 32] = rows_up_to;
     __syncthreads();
     int position = count_ + __popc(votes & ((1u << thread % 32) - 1));
+    unsigned accum_begin = accum_rows_ + rows_up_to - rows;
     for (int warp = 0; warp < kThreads / 32; ++warp) {
       if (warp < thread / 32) position += storage_.warp_counts[warp];
       count_ += storage_.warp_counts[warp];
+      if constexpr (Split::kSplits) {
+        if (warp < thread / 32) accum_begin += storage_.warp_rows[warp];
+        accum_rows_ += storage_.warp_rows[warp];
+      }
     }
     if (mine) {
-      storage_.prompts[position] = make_int4(prompt.seq, prompt.q_begin, prompt.q_len, prompt.context_len);
-      atomicMax(&storage_.max_end, prompt.End());
+      const int seq = Split::kSplits ? Packed(prompt.seq, accum_begin) : prompt.seq;
+      storage_.prompts[position] = make_int4(seq, prompt.q_begin, prompt.q_len, prompt.context_len);
+      // Where splits do not fit, it ends there; else this is later than any tile, which does no harm.
+      atomicMax(&storage_.max_end, max(prompt.context_len, prompt.q_len));
     }
     __syncthreads();
   }
@@ -207,9 +233,20 @@ class PromptList {
  private:
   __device__ Prompt At(int index) const {
     const int4 stored = storage_.prompts[index];
-    Prompt prompt{stored.x, stored.y, stored.z, stored.w, 1, 0};
+    Prompt prompt{stored.x, stored.y, stored.z, stored.w, 1, 0, 0};
     split_kv_(&prompt);
+    if constexpr (Split::kSplits) {
+      prompt.seq =
+          static_cast<int>(blockIdx.y) * kCapacity + static_cast<int>(static_cast<unsigned>(stored.x) % kCapacity);
+      prompt.accum_begin = static_cast<int>(static_cast<unsigned>(stored.x) / kCapacity);
+      if (!split_kv_.policy.Fits(accum_rows_)) prompt.splits = 1;
+    }
     return prompt;
+  }
+  // A sequence of this row of the grid, which are kCapacity, and a row of the split accumulators: both fit 32 bits, or
+  // there are more rows than room, and the second is not used.
+  static __device__ int Packed(int seq, unsigned accum_begin) {
+    return static_cast<int>(accum_begin * kCapacity + static_cast<unsigned>(seq) % kCapacity);
   }
 
   // The smallest end of a tile in class `index`.
@@ -223,6 +260,7 @@ class PromptList {
   Storage& storage_;
   const PromptTiles<kRows> tiles_;
   int count_ = 0;
+  unsigned accum_rows_ = 0;  // of the split accumulators of all prompts
 };
 
 // The scheduler of a kernel whose CTAs have one work tile each. CTAs start in the order of their number, so that the
