@@ -164,14 +164,17 @@ struct SplitAccumulatorLayout {
         shapes.pages_per_seq * shapes.page_size <= kMaxKeysOfOneCta ? kFewSequences : kMaxDecodeRows;
     const bool decode_alone =
         shapes.tree_words == 0 && shapes.num_tokens <= shapes.max_seqs && shapes.num_tokens <= few_sequences;
-    // One sequence is split by itself alone. Several may be short of work tiles together; not where the shapes say one
-    // token for each.
+    // One sequence, or a chunk beside decode rows, is split where it has up to half as many work tiles as SMs; a few
+    // sequences may be short of work tiles together. Elsewhere the combine kernel only keeps the decode path waiting.
+    constexpr int64_t kFewChunks = 4;
+    const bool several = shapes.max_seqs > 1 && shapes.max_seqs <= kFewChunks && shapes.num_tokens > shapes.max_seqs;
+    const int64_t tiles = several ? Policy::kTargetWorkTiles : Policy::kTargetWorkTiles / 2;
     const int64_t rows = shapes.num_tokens * shapes.num_heads;
-    const int64_t large_tiles = shapes.max_seqs > 1 && shapes.num_tokens > shapes.max_seqs
-                                    ? Policy::kTargetWorkTiles
-                                    : Policy::kTargetWorkTiles / 2;
+    const int64_t decode_rows = shapes.max_seqs > kFewChunks && shapes.num_tokens > shapes.max_seqs
+                                    ? (shapes.max_seqs - 1) * shapes.num_heads
+                                    : 0;
     const bool enough =
-        rows > large_tiles * Policy::LargeTileRows(dim) || (short_contexts && !few_tokens) || decode_alone;
+        rows - decode_rows > tiles * Policy::LargeTileRows(dim) || (short_contexts && !few_tokens) || decode_alone;
     const int64_t sequences = SequencesPerGridRow(dim);
     const int64_t grid_rows = std::max<int64_t>(1, (shapes.max_seqs + sequences - 1) / sequences);
     const int64_t room = enough ? 0 : PrefillScratchLimit(shapes) / RowBytes(dim) / grid_rows;
