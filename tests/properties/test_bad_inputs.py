@@ -10,13 +10,14 @@ import re
 import numpy as np
 import pytest
 
-from tests.common import cache_cases, cases, layer_cases
+from tests.common import cases, layer_cases
+from tests.common.cache_cases import CacheCase, build_cache
 from tests.properties.bad import Bad, drop, option, put
 from tests.properties.bad_layer_inputs import LAYER
 
 ATTENTION = cases.AttentionCase("bad-inputs", ((1, 20), (3, 9)), num_heads=4, num_kv_heads=2, page_size=8)
 FP8_ATTENTION = dataclasses.replace(ATTENTION, cache_dtype="float8_e4m3fn", scales="one")
-CACHE = cache_cases.CacheCase("bad-inputs")
+CACHE = CacheCase("bad-inputs")
 FP8_CACHE = dataclasses.replace(CACHE, cache_dtype="float8_e4m3fn", scales="one")
 
 
@@ -25,7 +26,7 @@ def valid(bad: Bad) -> tuple[dict, dict]:
     if bad.operator == "simple_add":
         return {"a": np.ones((3, 4), np.float32), "b": np.ones((3, 4), np.float32)}, {}
     if bad.operator == "reshape_and_cache":
-        return cache_cases.build_cache(FP8_CACHE if fp8 else CACHE), {}
+        return build_cache(FP8_CACHE if fp8 else CACHE), {}
     if bad.operator == "merge_attention_states":
         out, lse = np.ones((5, 2, 8), np.float32), np.ones((5, 2), np.float32)
         return {"out_a": out, "lse_a": lse, "out_b": out.copy(), "lse_b": lse.copy()}, {}
