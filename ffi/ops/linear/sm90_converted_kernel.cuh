@@ -339,7 +339,8 @@ __global__ void __launch_bounds__(XLA_GPU_HAS_WGMMA ? Config::kThreads : 32, 1)
       if (lane == 31) PrefetchTensorMap(warp == kXWarp ? args.x_map : args.weight_map);
       FenceProxyAsync();
       __syncwarp();
-      NamedBarrierArrive(2, Config::kThreads);
+      NamedBarrierArrive(2, Config::kConsumers + 64);
+      if (warp == kXWarp) NamedBarrierArrive(3, 96);
       if (ElectOne()) {
         if (warp == kWeightWarp) {
           LoadConvertedWeights<Config>(args, tile, chunk_begin, chunk_end, weights, barriers);
@@ -349,7 +350,7 @@ __global__ void __launch_bounds__(XLA_GPU_HAS_WGMMA ? Config::kThreads : 32, 1)
         }
       }
     } else {
-      NamedBarrierSync(2, Config::kThreads);
+      NamedBarrierSync(3, 96);  // x's barriers are made
       PermuteX<Config>(args, (chunk_end - chunk_begin) * Config::kXStagesOfChunk, shared + kXs, barriers,
                        warp - kXWarp - 1);
     }
@@ -360,7 +361,7 @@ __global__ void __launch_bounds__(XLA_GPU_HAS_WGMMA ? Config::kThreads : 32, 1)
     }
   } else {
     if constexpr (Config::kMovesRegisters) IncreaseRegisters<112>();
-    NamedBarrierSync(2, Config::kThreads);
+    NamedBarrierSync(2, Config::kConsumers + 64);  // all barriers are made
     if (!args.weights_first) WaitForPreviousKernel();
     float sum[Config::kRowTile / 8][4];
     MultiplyConverted<Config>(args, tile, chunk_begin, chunk_end, shared, xs, barriers, sum);
