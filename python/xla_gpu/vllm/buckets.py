@@ -13,7 +13,8 @@ _ROWS_FACTOR = 8
 # Steps of prompts are halved from here on. Below, they read the weights whatever their tokens.
 _HALVED_FROM = 512
 
-# Steps in which many sequences decode: a row of padding costs some 20 us, of an 8B model on an H200; below 64 rows less.
+# Steps in which many sequences decode: a row of padding costs some 20 us, of an 8B model on an H200, and less below 64
+# rows.
 _DECODE_HALVED_FROM = 64
 _DECODE_QUARTERED_FROM = 128
 
