@@ -44,7 +44,7 @@ Args:
   attention_sink: [num_heads], a logit per head that takes part in the softmax's sum and has no value; None: none.
   sm_scale: multiplies q . k.
   sliding_window: a query sees its last ``sliding_window`` keys, itself included; None: all.
-  soft_cap: ``soft_cap * tanh(score / soft_cap)``; None: off.
+  soft_cap: from 2**-100 to 2**13, ``soft_cap * tanh(score / soft_cap)``; None: off.
   out_dtype: of the first result; None: T.
   q_scale: queries are divided by it and rounded to the cache's dtype, and scores are multiplied by it; None: neither.
   k_scale: K is stored * k_scale; None: 1. A number, like the other scales.

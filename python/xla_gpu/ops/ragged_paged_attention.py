@@ -22,7 +22,7 @@ Args:
   num_seqs: int32[1], or a Python int.
   sm_scale: a Python number that multiplies ``q . k``.
   sliding_window: a query sees the last ``sliding_window`` keys up to its own position, itself included. None: all.
-  soft_cap: scores become ``soft_cap * tanh(score / soft_cap)``. None: off.
+  soft_cap: from 2**-100 to 2**13. Scores become ``soft_cap * tanh(score / soft_cap)``. None: off.
   mask_value: accepted and ignored. Masked keys are left out exactly, which no finite number does.
   k_scale: a Python number; the kernels use ``K * k_scale``, whatever the dtype of kv_pages. None: 1.
   v_scale: as k_scale, for V.
