@@ -5,6 +5,7 @@
 #include <string>
 
 #ifdef XLA_GPU_WITH_CUDA
+#include <cuda.h>
 #include <cuda_runtime_api.h>
 #endif
 
@@ -21,6 +22,24 @@ Error CudaError(const char* call, cudaError_t status) {
   // Clears the error that the CUDA runtime keeps for this thread. Otherwise the next launch would report it again.
   cudaGetLastError();
   return Error::Internal(std::move(text));
+}
+
+// Whether this process has a primary context on the device. cudaSetDevice makes one where there is none, which takes
+// hundreds of megabytes of a GPU that may be another process's.
+bool HasPrimaryContext(int device) {
+  // NOTE: the driver's function comes from the runtime: the library must load where there is no driver.
+  using GetState = CUresult (*)(CUdevice, unsigned*, int*);
+  static const GetState get_state = [] {
+    void* function = nullptr;
+    cudaDriverEntryPointQueryResult found{};
+    const cudaError_t error =
+        cudaGetDriverEntryPointByVersion("cuDevicePrimaryCtxGetState", &function, 7000, cudaEnableDefault, &found);
+    return reinterpret_cast<GetState>(error == cudaSuccess && found == cudaDriverEntryPointSuccess ? function
+                                                                                                   : nullptr);
+  }();
+  unsigned flags = 0;
+  int active = 0;
+  return get_state == nullptr || get_state(device, &flags, &active) != CUDA_SUCCESS || active != 0;
 }
 
 // cudaMallocAsync aligns to this much; it takes no argument for more.
@@ -67,7 +86,9 @@ CurrentDeviceKept::CurrentDeviceKept() {
 CurrentDeviceKept::~CurrentDeviceKept() {
 #ifdef XLA_GPU_WITH_CUDA
   int now = -1;
-  if (current_ >= 0 && cudaGetDevice(&now) == cudaSuccess && now != current_) cudaSetDevice(current_);
+  if (current_ >= 0 && cudaGetDevice(&now) == cudaSuccess && now != current_ && HasPrimaryContext(current_)) {
+    cudaSetDevice(current_);
+  }
   if (current_ >= 0) cudaGetLastError();
 #endif
 }

@@ -24,7 +24,8 @@ class DeviceScope {
   int previous_ = -1;  // the device to go back to; -1: nothing to undo
 };
 
-// Gives the thread back the CUDA device that was its current one, whatever happens in between. On the host nothing.
+// Gives the thread back the CUDA device that was its current one, whatever happens in between; not one that this
+// process does not use, such as device 0 in all processes of torchrun but the first. On the host nothing.
 class CurrentDeviceKept {
  public:
   CurrentDeviceKept();

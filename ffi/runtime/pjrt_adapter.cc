@@ -4,7 +4,7 @@
 //  - Compiled executables can be kept in files, see executable_cache.h.
 //  - Structures that later versions of the API appended to are passed on in a larger, zero-filled copy: newer plug-ins
 //    refuse the smaller ones ("expected 112, got 80").
-//  - The thread's current CUDA device stays what it was when a client starts.
+//  - The thread's current CUDA device stays what it was when a client starts, where the process uses it.
 //  - Device memory of another framework enters and leaves as buffers: shared_buffers.h.
 // All else is the plug-in's own.
 #include <cstdlib>
