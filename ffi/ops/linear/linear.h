@@ -54,7 +54,7 @@ struct LinearParams {
 };
 
 // ---- How the CUDA kernel of kernel.cuh divides its work; scratch memory is sized in every build, also in one without
-// CUDA, and for every GPU: that of sm90_kernel.cuh uses none ----
+// CUDA, and for every GPU: those of sm_90a use none ----
 
 inline constexpr int64_t kLinearTileN = 128;   // features of a work tile
 inline constexpr int64_t kLinearMaxRows = 64;  // of one launch

@@ -44,8 +44,8 @@ constexpr bool DecodeComesFirst(const PagedAttentionParams& shapes) {
 // accumulators take, or half where splits of few tokens are likely, and the decode path the rest.
 inline constexpr int64_t kScratchLimit = int64_t{32} << 20;
 inline constexpr int64_t kFewTokensScratchLimit = kScratchLimit / 2;
-// Rows of `out`, and splits of them, that the prefill path keeps accumulators of where few tokens are likely
-// (split_kv.h).
+// Where few tokens are likely: up to so many rows of `out` the prefill path gets all of the scratch, if half of it is
+// too little for the accumulators of so many splits of them (split_kv.h).
 inline constexpr int64_t kMaxSplitRows = 8192;
 inline constexpr int64_t kLikelySplits = 9;
 // Whether the second path waits for the end of the first one, and both use all of the scratch. Also where half of it is
