@@ -80,7 +80,7 @@ template <typename T, WeightFormat kFormat, int kRowTile>
 Status LaunchTile(const LinearParams& p, const LinearArgs& args, int shared_bytes, Stream stream, LaunchOrder order) {
   bool sm90a;
   if constexpr (kFormat == WeightFormat::kPlain) {
-    using Config = linear::Sm90Traits<T, kFormat, kRowTile>;
+    using Config = linear::Sm90Traits<T, kRowTile>;
     if (Status status = linear::SupportsSm90a<Config>(&sm90a); !status.ok()) return status;
     if (sm90a) return linear::LaunchSm90<Config>(args, stream, order);
   } else {

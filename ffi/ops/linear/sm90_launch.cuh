@@ -1,4 +1,4 @@
-// How the kernel of sm_90a divides a product, and its launch.
+// How the kernel of sm_90a for plain weights divides a product, and its launch.
 #ifndef XLA_GPU_OPS_LINEAR_SM90_LAUNCH_CUH_
 #define XLA_GPU_OPS_LINEAR_SM90_LAUNCH_CUH_
 
@@ -32,18 +32,16 @@ struct Sm90Plan {
 inline constexpr int kMostClusters[9] = {0, 132, 66, 42, 30, 23, 19, 15, 14};
 
 // Divides n weight rows and the chunks of k. As many CTAs divide k as leave no SM with two of them. Where that is one,
-// plain work tiles are as small as lets each have an SM. The cluster, and so the bits, depends on n, k and the format
-// alone.
+// work tiles are as small as lets each have an SM. The cluster, and so the bits, depends on n and k alone.
 template <typename Config>
 void Divide(int n, int chunks, bool gated, Sm90Plan* plan) {
-  constexpr bool kPlain = Config::kFormat == WeightFormat::kPlain;
   int features = Config::kTileFeatures;
   const auto tiles_of = [&](int size) { return n / size + (n % size != 0); };
   plan->cluster = 8;
   while (plan->cluster > 1 && (tiles_of(features) > kMostClusters[plan->cluster] || chunks < 2 * plan->cluster)) {
     --plan->cluster;
   }
-  if (kPlain && plan->cluster == 1 && tiles_of(features) <= kMostClusters[1]) {
+  if (plan->cluster == 1 && tiles_of(features) <= kMostClusters[1]) {
     while (features > Config::kBoxRows && tiles_of(features - 16) <= kMostClusters[1]) features -= 16;
   }
   plan->boxes = gated || features > Config::kBoxRows ? 2 : 1;

@@ -1,5 +1,5 @@
-// What the parts of the kernel of sm_90a (sm90_kernel.cuh) share: its arguments, the sizes of its rings, and where they
-// are.
+// What the kernels of sm_90a share: their arguments, and where the barriers of their rings are; and the sizes of the
+// one for plain weights (sm90_kernel.cuh).
 #ifndef XLA_GPU_OPS_LINEAR_SM90_TRAITS_CUH_
 #define XLA_GPU_OPS_LINEAR_SM90_TRAITS_CUH_
 
@@ -15,10 +15,11 @@ struct Sm90Args {
   CUtensorMap weight_map;
   CUtensorMap x_map;  // boxes of a row tile
   LinearArgs linear;
-  int cluster;   // CTAs that divide k
-  int boxes;     // TMA boxes of a work tile's weight rows, 1 or 2; with an activation gates, and what they multiply
-  int box_rows;  // a multiple of 8, at most kBoxRows
-  int chunks;    // along k: of a weight stage's values
+  int cluster;  // CTAs that divide k
+  // Of plain weights: TMA boxes of a work tile's weight rows, 1 or 2; with an activation gates, and what they multiply.
+  int boxes;
+  int box_rows;        // a multiple of 8, at most kBoxRows
+  int chunks;          // along k: of a weight stage's values
   int weight_stages;   // of the ring
   int x_stages;        // of the ring
   bool weights_first;  // nothing that may still run writes the weights: they are loaded before the wait for it
@@ -27,15 +28,13 @@ struct Sm90Args {
 // From a row of partial sums to the next: with 4 modulo 32 a warp writes its accumulators without bank conflicts.
 constexpr int SumPitch(int tile_features) { return tile_features + 4; }
 
-template <typename T_, WeightFormat kFormat_, int kRowTile_>
+// Of plain weights.
+template <typename T_, int kRowTile_>
 struct Sm90Traits {
   using T = T_;
-  static constexpr WeightFormat kFormat = kFormat_;
-  // The sums of 128 products may have scales of their own. Float8 with other scales has 1 there.
-  static constexpr bool kGrouped = kFormat == WeightFormat::kFloat8 || kFormat == WeightFormat::kInt4;
   static constexpr int kRowTile = kRowTile_;
-  // Weight rows of a TMA box and of a work tile, at most. Conversions need the registers of more.
-  static constexpr int kBoxRows = kFormat == WeightFormat::kPlain ? 128 : 64;
+  // Weight rows of a TMA box and of a work tile, at most.
+  static constexpr int kBoxRows = 128;
   static constexpr int kTileFeatures = 2 * kBoxRows;
   static constexpr int kConsumers = 256;            // two warpgroups that multiply, each 64 weight rows of a stage
   static constexpr int kThreads = kConsumers + 64;  // a warp loads weights, one x
@@ -43,8 +42,8 @@ struct Sm90Traits {
   static constexpr int kBlocks = kTileFeatures / kStageRows;  // weight stages of a chunk
   static constexpr int kBoxesOfStage = kStageRows / kBoxRows;
   static constexpr int kXStageBytes = kRowTile * 128;  // 64 values of each row
-  static constexpr int kCtasOfSm = kFormat == WeightFormat::kInt4 && kRowTile == 64 ? 1 : 2;
-  static constexpr int kStageK = kFormat == WeightFormat::kPlain ? 64 : kFormat == WeightFormat::kInt4 ? 256 : 128;
+  static constexpr int kCtasOfSm = 2;
+  static constexpr int kStageK = 64;
   static constexpr int kXStagesOfChunk = kStageK / 64;
   static constexpr int kMaxStages = 16;  // of either ring
   static constexpr int kBarrierBytes = 4 * kMaxStages * 8;
