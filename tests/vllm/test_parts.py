@@ -54,12 +54,15 @@ def test_buckets():
         ([5], {"allowed_token_ids": [5, 320]}, "allowed_token_ids: expected token ids from 0 to 319, got 320"),
         ([5], {"stop_token_ids": [1 << 63]}, "stop_token_ids: expected a number from"),
         ([5], {"top_k": 1 << 63}, "top_k: expected a number from"),
+        ([5], {"seed": 1 << 64}, "seed: expected a number from"),
         ([5], {"temperature": float("nan")}, "temperature: expected a number from"),
     ],
 )
 def test_requests_that_a_step_cannot_take(prompt, fields, text):
     """vLLM compares token ids with those of the tokenizer: --skip-tokenizer-init leaves them to the platform."""
-    request_checks.check(SamplingParams(max_tokens=1, allowed_token_ids=[0, 319]), [0, 319], vocab_size=320)
+    largest = SamplingParams(max_tokens=1, allowed_token_ids=[0, 319], seed=(1 << 64) - 1)
+    request_checks.check(largest, [0, 319], vocab_size=320)
+    request_checks.check(largest, [0, 319], vocab_size=None)
     with pytest.raises(ValueError, match=re.escape(text)):
         request_checks.check(SamplingParams(**fields), prompt, vocab_size=320)
 

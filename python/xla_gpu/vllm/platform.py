@@ -27,8 +27,9 @@ class XlaGpuPlatform(Platform):  # type: ignore[misc]
     dist_backend = "gloo"
     device_control_env_var = "CUDA_VISIBLE_DEVICES"
 
-    # The model's tokens; of several models in a process the most, since a request does not say whose it is.
-    _vocab_size = 0
+    # The model's tokens; of several models in a process the most, since a request does not say whose it is. None in a
+    # process that got its VllmConfig from another one.
+    _vocab_size: int | None = None
 
     @classmethod
     def pre_register_and_update(cls, parser: Any = None) -> None:
@@ -60,7 +61,7 @@ class XlaGpuPlatform(Platform):  # type: ignore[misc]
         if parallel.worker_cls == "auto":
             parallel.worker_cls = "xla_gpu.vllm.worker.Worker"
         if vllm_config.model_config is not None:
-            cls._vocab_size = max(cls._vocab_size, vllm_config.model_config.get_vocab_size())
+            cls._vocab_size = max(cls._vocab_size or 0, vllm_config.model_config.get_vocab_size())
         vllm_config.scheduler_config.async_scheduling = Options.of(vllm_config).async_scheduling
         # A forked process would share the device's runtime, which does not survive that.
         os.environ["VLLM_WORKER_MULTIPROCESSING_METHOD"] = "spawn"

@@ -14,17 +14,19 @@ import numpy as np
 _FLOAT32 = np.finfo(np.float32)
 _SMALLEST, _LARGEST = float(_FLOAT32.tiny), float(_FLOAT32.max)
 
-# The engine may be another process, to which vLLM sends integers of 64 bits.
+# The engine may be another process, to which vLLM sends integers of 64 bits, with a sign or without.
 _INT64 = np.iinfo(np.int64)
+_MOST_TOKENS = int(np.iinfo(np.int32).max)
+_LARGEST_SEED = int(np.iinfo(np.uint64).max)
 
 
-def check(params: Any, prompt_token_ids: list[int], vocab_size: int) -> None:
+def check(params: Any, prompt_token_ids: list[int], vocab_size: int | None) -> None:
     """Raises ValueError for a request that cannot be served, which the server answers with 400.
 
     Args:
       params: vLLM's SamplingParams, which have been checked by vLLM.
       prompt_token_ids: of the prompt; empty where there are none.
-      vocab_size: the model's.
+      vocab_size: the model's; None where this process does not know it.
     """
     _expect("temperature", 0.0, params.temperature, _LARGEST)
     _expect("top_p", _SMALLEST, params.top_p, 1.0)
@@ -35,11 +37,12 @@ def check(params: Any, prompt_token_ids: list[int], vocab_size: int) -> None:
             raise ValueError(f"logit_bias[{token}]: expected a number up to {_LARGEST:.3g}, got {bias}")
     for name in ("top_k", "seed", "max_tokens", "min_tokens"):
         if (number := getattr(params, name)) is not None:
-            _expect(name, int(_INT64.min), number, int(_INT64.max))
+            _expect(name, int(_INT64.min), number, _LARGEST_SEED if name == "seed" else int(_INT64.max))
     for token in params.stop_token_ids or ():
         _expect("stop_token_ids", int(_INT64.min), token, int(_INT64.max))
-    _expect_tokens("allowed_token_ids", params.allowed_token_ids or [], vocab_size)
-    _expect_tokens("prompt", prompt_token_ids, vocab_size)
+    known = _MOST_TOKENS if vocab_size is None else vocab_size
+    _expect_tokens("allowed_token_ids", params.allowed_token_ids or [], known)
+    _expect_tokens("prompt", prompt_token_ids, known)
 
 
 def _expect_tokens(name: str, token_ids: list[int], vocab_size: int) -> None:
