@@ -85,6 +85,8 @@ def test_packing_in_compiled_functions():
     assert q.pack_weight(tensor.to("meta")).shape == (16, 128)
     with torch._subclasses.FakeTensorMode() as mode:
         assert q.pack_weight(mode.from_tensor(tensor)).shape == (16, 128)
+    for experts in torch.vmap(q.pack_weight)(torch.stack([tensor, tensor])), jax.vmap(q.pack_weight)(values[None]):
+        np.testing.assert_array_equal(np.asarray(experts)[0], want)
 
 
 @pytest.mark.parametrize("weight_format", q.FORMATS)
@@ -135,6 +137,8 @@ def test_concatenate():
             q.concatenate(unscaled)
     with pytest.raises(ValueError, match="expected parts of one k, got 128, 256"):
         q.concatenate([parts[0], q.quantize(np.ones((16, 256), np.float32), "int8")])
+    with pytest.raises(ValueError, match="expected parts of one k, got 128, 256"):
+        q.concatenate([int4[0], q.quantize(np.ones((16, 256), np.float32), "int4")])
     halves = q.quantize(np.ones((16, 128), np.float16), "int4")
     with pytest.raises(ValueError, match="expected parts of one dtype of scales, got float16, float32"):
         q.concatenate([int4[0], halves])

@@ -50,7 +50,8 @@ def largest(array: Array) -> int | None:
     if 0 in array.shape:
         return None
     if xp.__name__ == "torch":
-        unknown = array.device.type not in ("cpu", "cuda") or xp.compiler.is_compiling() or is_fake(array)
+        traced = xp.compiler.is_compiling() or is_fake(array) or xp._C._functorch.is_functorch_wrapped_tensor(array)
+        unknown = array.device.type not in ("cpu", "cuda") or traced
     else:
         unknown = xp.__name__ == "jax.numpy" and isinstance(array, sys.modules["jax"].core.Tracer)
     return None if unknown else int(array.max())

@@ -43,8 +43,8 @@ def pack_weight(values: Array) -> Array:
 
     Raises:
       TypeError: values are of another dtype.
-      ValueError: values are of another shape, or one of them is above 15. Inside jax.jit and torch.compile, and of
-        torch_xla's tensors, values are not looked at.
+      ValueError: values are of another shape, or one of them is above 15. Inside jax.jit, torch.compile and vmap, and
+        of torch_xla's tensors, values are not looked at.
     """
     _check_uint8("pack_weight", "values", values, GROUP)
     largest = arrays.largest(values)
@@ -167,7 +167,8 @@ def concatenate(parts: Sequence[LinearWeight]) -> LinearWeight:
     if not parts:
         raise ValueError("concatenate: parts: expected one or more, got none")
     _check_same("dtype", [arrays.dtype_name(part.weight) for part in parts])
-    _check_same("k", [part.weight.shape[1] for part in parts])
+    is_int4 = arrays.dtype_name(parts[0].weight) == "uint8"
+    _check_same("k", [part.weight.shape[1] * (2 if is_int4 else 1) for part in parts])
     if len(parts) == 1:
         return parts[0]
     weight = arrays.concatenate([part.weight for part in parts])
@@ -176,7 +177,6 @@ def concatenate(parts: Sequence[LinearWeight]) -> LinearWeight:
     if scales[0] is None:
         return LinearWeight(weight)
     _check_same("dtype of scales", [arrays.dtype_name(scale) for scale in scales])
-    is_int4 = arrays.dtype_name(weight) == "uint8"
     if len(scales[0].shape) == 1:  # one scale for a whole part becomes one for each of its rows
         scales = [
             arrays.repeat(scale, part.weight.shape[0], 0) if scale.shape[0] == 1 else scale
