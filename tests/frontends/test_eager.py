@@ -63,7 +63,8 @@ def test_bools_are_no_numbers():
     from tests.common.arrays import to_torch
 
     tensors = {name: to_torch(x) for name, x in cases.build(CASE).arrays().items()}
-    for options, expected in ({"sliding_window": True}, "an int"), ({"soft_cap": True}, "a number"):
+    window = {"sliding_window": np.bool_(True)}
+    for options, expected in ({"sliding_window": True}, "an int"), (window, "an int"), ({"soft_cap": True}, "a number"):
         argument = next(iter(options))
         with pytest.raises(TypeError, match=f"paged_attention: {argument}: expected {expected} known .*, got bool"):
             ops.paged_attention(**tensors, **OPTIONS, **options)

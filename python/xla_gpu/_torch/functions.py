@@ -7,6 +7,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 
 from .._core.checks import Checks
@@ -32,9 +33,11 @@ def function(operator: Operator, in_place: bool = False) -> Callable[[_Function]
             for operand in int_operands:
                 args, kwargs = operand.as_tensor(args, kwargs)
             for name, number in numbers:
-                if type(kwargs.get(name)) is bool:  # the dispatcher would take it for 0 or 1
+                # The dispatcher would take it for 0 or 1. NOTE: torch.compile traces isinstance with a tuple.
+                if isinstance(given := kwargs.get(name), (bool, np.bool_)):
                     raise TypeError(
-                        f"{operator.name}: {name}: expected {number} known when the call is traced, got bool"
+                        f"{operator.name}: {name}: expected {number} known when the call is traced, "
+                        f"got {type(given).__name__}"
                     )
             try:
                 results = overloads(*args, **kwargs)
