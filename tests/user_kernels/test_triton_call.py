@@ -157,6 +157,12 @@ def test_what_tuning_found_is_used():
     triton_call.remember_config(key, functions.tuned.configs[0])
     assert triton_call.is_tuned(call, key)
     assert numbers(triton_call.bind(call, *arguments, (), False), "grid") == [8, 1, 1]
+    for rows in (2, 3):  # a grid that holds a number is another call, with the same configuration
+        assert numbers(bound(functions.tuned, [FLOATS, 512], grid=lambda meta, rows=rows: (rows, 5)), "grid") == [
+            rows,
+            5,
+            1,
+        ]
     with pytest.raises(ValueError, match="config: expected one of"):  # another value of the key "n"
         bound(functions.tuned, [FLOATS, 513], grid=blocks)
 

@@ -39,6 +39,7 @@ class TritonCall:
     options: Mapping[str, int]  # num_warps, num_stages, num_ctas
     constexprs: Mapping[str, Any]
     config: Any  # the chosen one of function.configs; None: not chosen
+    identity: Any  # what tells this call from others, but for its grid
 
     @property
     def where(self) -> str:
@@ -71,7 +72,7 @@ _SMALL = 16  # elements of an array on the host that a grid function may take nu
 _lock = threading.Lock()
 _calls: dict[Any, TritonCall] = {}
 _by_key: dict[str, TritonCall] = {}
-_tuned: dict[Any, Any] = {}  # (call's key, tuning key): triton.Config
+_tuned: dict[Any, Any] = {}  # tuning key: triton.Config
 
 
 def describe(fn: Any) -> TritonFunction:
@@ -116,19 +117,19 @@ def make_call(
         raise ValueError(f"{where}: config: expected one without pre_hook, which would run on the host, got {config}")
     identity = (
         id(function.jit) if not hasattr(function.jit, "cache_key") else function.jit.cache_key,
-        _grid_identity(grid),
         tuple(sorted(options.items())),
         tuple((name, _constant_identity(where, name, value)) for name, value in sorted(constexprs.items())),
         str(config),
         tuple(map(str, function.configs)),
         tuple(tuple(sorted(map(str, values))) for values in function.heuristics),
     )
+    of_grid = (identity, _grid_identity(grid))
     with _lock:
-        known = _calls.get(identity)
+        known = _calls.get(of_grid)
         key = known.key if known is not None else f"{function.name}#{len(_calls)}"
         # The newest grid: a lambda is another object each time, and may see other globals.
-        call = TritonCall(key, function, grid, dict(options), dict(constexprs), config)
-        _calls[identity] = _by_key[key] = call
+        call = TritonCall(key, function, grid, dict(options), dict(constexprs), config, identity)
+        _calls[of_grid] = _by_key[key] = call
     return call
 
 
@@ -262,11 +263,14 @@ def _meta(
 def tuning_key(
     call: TritonCall, operands: Sequence[ArraySpec], encoded: Sequence[int], floats: Sequence[float], results: Any
 ) -> Any:
-    """On what the best configuration of an autotuned function depends, as in Triton: some arguments, and all dtypes."""
+    """On what the best configuration of an autotuned function depends, as in Triton: some arguments, and all dtypes.
+
+    Not on the grid, whose function may hold numbers that differ from call to call.
+    """
     given = triton_arguments.values(encoded, floats, list(operands), list(results))
     named = dict(zip(call.parameters(), given, strict=False))
     chosen = tuple(str(named.get(name, call.constexprs.get(name))) for name in call.function.tuning_keys)
-    return call.key, chosen, tuple(spec.dtype for spec in (*operands, *results))
+    return call.identity, chosen, tuple(spec.dtype for spec in (*operands, *results))
 
 
 def configs_to_time(
