@@ -81,7 +81,8 @@ Status LaunchTile(const LinearParams& p, const LinearArgs& args, int shared_byte
   bool sm90a;
   if constexpr (kFormat == WeightFormat::kPlain) {
     using Config = linear::Sm90Traits<T, kRowTile>;
-    if (Status status = linear::SupportsSm90a<Config>(&sm90a); !status.ok()) return status;
+    if (Status status = linear::RunsSm90a(linear::LinearSm90Kernel<Config>, Config::kThreads, &sm90a); !status.ok())
+      return status;
     if (sm90a) return linear::LaunchSm90<Config>(args, stream, order);
   } else {
     using Config = linear::ConvertedTraits<T, kFormat, kRowTile>;

@@ -39,7 +39,9 @@ struct ConvertedTraits {
   static constexpr int kTileFeatures = 256;
   static constexpr int kConsumers = 512;
   static constexpr int kThreads = kConsumers + 128;  // a warp loads weights, one x, and two permute x
-  static constexpr int kPanels = kInt4 ? 4 : 2;      // of 64 values of k, in a weight stage
+  // Of the CTA's barriers 2, before which all mbarriers are made, and 3, before which those of x are.
+  static constexpr int kThreadsOfAll = kConsumers + 2 * 32, kThreadsOfX = 3 * 32;
+  static constexpr int kPanels = kInt4 ? 4 : 2;  // of 64 values of k, in a weight stage
   static constexpr int kStageK = 64 * kPanels;
   static constexpr int kBoxRows = 128;  // of a TMA box of weights: with an activation gates or what they multiply
   static constexpr int kWeightStageBytes = kTileFeatures * 128;
@@ -339,8 +341,8 @@ __global__ void __launch_bounds__(XLA_GPU_HAS_WGMMA ? Config::kThreads : 32, 1)
       if (lane == 31) PrefetchTensorMap(warp == kXWarp ? args.x_map : args.weight_map);
       FenceProxyAsync();
       __syncwarp();
-      NamedBarrierArrive(2, Config::kConsumers + 64);
-      if (warp == kXWarp) NamedBarrierArrive(3, 96);
+      NamedBarrierArrive(2, Config::kThreadsOfAll);
+      if (warp == kXWarp) NamedBarrierArrive(3, Config::kThreadsOfX);
       if (ElectOne()) {
         if (warp == kWeightWarp) {
           LoadConvertedWeights<Config>(args, tile, chunk_begin, chunk_end, weights, barriers);
@@ -350,7 +352,7 @@ __global__ void __launch_bounds__(XLA_GPU_HAS_WGMMA ? Config::kThreads : 32, 1)
         }
       }
     } else {
-      NamedBarrierSync(3, 96);  // x's barriers are made
+      NamedBarrierSync(3, Config::kThreadsOfX);
       PermuteX<Config>(args, (chunk_end - chunk_begin) * Config::kXStagesOfChunk, shared + kXs, barriers,
                        warp - kXWarp - 1);
     }
@@ -361,7 +363,7 @@ __global__ void __launch_bounds__(XLA_GPU_HAS_WGMMA ? Config::kThreads : 32, 1)
     }
   } else {
     if constexpr (Config::kMovesRegisters) IncreaseRegisters<112>();
-    NamedBarrierSync(2, Config::kConsumers + 64);  // all barriers are made
+    NamedBarrierSync(2, Config::kThreadsOfAll);
     if (!args.weights_first) WaitForPreviousKernel();
     float sum[Config::kRowTile / 8][4];
     MultiplyConverted<Config>(args, tile, chunk_begin, chunk_end, shared, xs, barriers, sum);

@@ -4,34 +4,19 @@
 
 #include <cuda_runtime.h>
 
-#include <algorithm>
-#include <cstdint>
-
 #include "ffi/base/cuda_status.h"
 #include "ffi/device/launch_order.h"
 #include "ffi/device/stream.h"
+#include "ffi/ops/linear/sm90_clusters.cuh"
 #include "ffi/ops/linear/sm90_converted_kernel.cuh"
 
 namespace xla_gpu::linear {
 
-// The number of CTAs that divide k: as many as leave no SM of an H100 or H200 with two of them. Such a GPU has room for
-// `kMostClusters` clusters of a size at once. It, and so the bits, depends on n, k and the format alone.
-constexpr int ConvertedClusterSize(int tiles, int chunks) {
-  constexpr int kMostClusters[9] = {0, 132, 66, 42, 30, 23, 19, 15, 14};
-  int cluster = 8;
-  while (cluster > 1 && (tiles > kMostClusters[cluster] || chunks < 2 * cluster)) --cluster;
-  return cluster;
-}
-
-// `launched`: whether the current device runs code for sm_90a. In code for other targets the kernel is empty, of one
-// warp.
+// The cluster, and so the bits, depends on n, k and the format alone. `launched`: RunsSm90a.
 template <typename Config>
 Status LaunchConvertedSm90(const LinearArgs& linear, Stream stream, LaunchOrder order, bool* launched) {
   const auto kernel = ConvertedSm90Kernel<Config>;
-  cudaFuncAttributes code;
-  XLA_GPU_RETURN_IF_CUDA(cudaFuncGetAttributes(&code, kernel));
-  *launched = code.maxThreadsPerBlock >= Config::kThreads;
-  if (!*launched) return Status::Ok();
+  if (Status status = RunsSm90a(kernel, Config::kThreads, launched); !status.ok() || !*launched) return status;
   const bool gated = linear.activation != Activation::kNone;
   const int out_features = gated ? linear.n / 2 : linear.n;
   const int tile_features = gated ? Config::kTileFeatures / 2 : Config::kTileFeatures;
@@ -39,33 +24,14 @@ Status LaunchConvertedSm90(const LinearArgs& linear, Stream stream, LaunchOrder 
   Sm90Args args = {};
   args.linear = linear;
   args.chunks = linear.k / Config::kStageK + (linear.k % Config::kStageK != 0);
-  args.cluster = ConvertedClusterSize(tiles, args.chunks);
+  args.cluster = ClusterSize(tiles, args.chunks);
   args.weight_stages = Config::kWeightStages;
   args.x_stages = Config::kXStages;
   args.weights_first = order == LaunchOrder::kDependent;
-  if (!EncodeMatrix(linear.weight, static_cast<uint64_t>(linear.n), static_cast<uint64_t>(linear.weight_row_bytes),
-                    Config::kBoxRows, &args.weight_map) ||
-      !EncodeMatrix(linear.x, static_cast<uint64_t>(linear.rows), static_cast<uint64_t>(linear.k) * 2, Config::kRowTile,
-                    &args.x_map)) {
-    return Status::Internal(
-        "linear: no tensor map of weight or x: expected memory aligned to 16 bytes, and a driver that has tensor maps");
-  }
+  if (Status status = EncodeMaps(Config::kBoxRows, Config::kRowTile, &args); !status.ok()) return status;
   XLA_GPU_RETURN_IF_CUDA(
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Config::kSharedBytes));
-  cudaLaunchAttribute attributes[2] = {};
-  attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attributes[0].val.programmaticStreamSerializationAllowed = 1;
-  attributes[1].id = cudaLaunchAttributeClusterDimension;
-  attributes[1].val.clusterDim = {static_cast<unsigned>(args.cluster), 1, 1};
-  cudaLaunchConfig_t launch = {};
-  launch.gridDim = dim3(static_cast<unsigned>(tiles * args.cluster));
-  launch.blockDim = dim3(Config::kThreads);
-  launch.dynamicSmemBytes = Config::kSharedBytes;
-  launch.stream = stream;
-  launch.attrs = attributes;
-  launch.numAttrs = 2;
-  XLA_GPU_RETURN_IF_CUDA(cudaLaunchKernelEx(&launch, kernel, args));
-  return Status::Ok();
+  return LaunchClusters(kernel, args, tiles, Config::kThreads, Config::kSharedBytes, stream);
 }
 
 }  // namespace xla_gpu::linear

@@ -10,6 +10,7 @@
 #include "ffi/base/cuda_status.h"
 #include "ffi/device/launch_order.h"
 #include "ffi/device/stream.h"
+#include "ffi/ops/linear/sm90_clusters.cuh"
 #include "ffi/ops/linear/sm90_kernel.cuh"
 
 namespace xla_gpu::linear {
@@ -28,19 +29,13 @@ struct Sm90Plan {
   int x_stages;
 };
 
-// Clusters of a number of CTAs that an H100 or H200 has room for at once, each CTA with an SM.
-inline constexpr int kMostClusters[9] = {0, 132, 66, 42, 30, 23, 19, 15, 14};
-
-// Divides n weight rows and the chunks of k. As many CTAs divide k as leave no SM with two of them. Where that is one,
-// work tiles are as small as lets each have an SM. The cluster, and so the bits, depends on n and k alone.
+// Divides n weight rows and the chunks of k. Where one CTA has all of k, work tiles are as small as lets each have an
+// SM. The cluster, and so the bits, depends on n and k alone.
 template <typename Config>
 void Divide(int n, int chunks, bool gated, Sm90Plan* plan) {
   int features = Config::kTileFeatures;
   const auto tiles_of = [&](int size) { return n / size + (n % size != 0); };
-  plan->cluster = 8;
-  while (plan->cluster > 1 && (tiles_of(features) > kMostClusters[plan->cluster] || chunks < 2 * plan->cluster)) {
-    --plan->cluster;
-  }
+  plan->cluster = ClusterSize(tiles_of(features), chunks);
   if (plan->cluster == 1 && tiles_of(features) <= kMostClusters[1]) {
     while (features > Config::kBoxRows && tiles_of(features - 16) <= kMostClusters[1]) features -= 16;
   }
@@ -63,15 +58,6 @@ Sm90Plan MakePlan(int n, int chunks, bool gated) {
   return plan;
 }
 
-// Whether the current device runs code for sm_90a: the kernel is empty, of one warp, in code for other targets.
-template <typename Config>
-Status SupportsSm90a(bool* supported) {
-  cudaFuncAttributes code;
-  XLA_GPU_RETURN_IF_CUDA(cudaFuncGetAttributes(&code, LinearSm90Kernel<Config>));
-  *supported = code.maxThreadsPerBlock >= Config::kThreads;
-  return Status::Ok();
-}
-
 template <typename Config>
 Status LaunchPlan(const LinearArgs& linear, const Sm90Plan& plan, int chunks, Stream stream, LaunchOrder order) {
   Sm90Args args = {};
@@ -83,14 +69,7 @@ Status LaunchPlan(const LinearArgs& linear, const Sm90Plan& plan, int chunks, St
   args.weight_stages = plan.weight_stages;
   args.x_stages = plan.x_stages;
   args.weights_first = order == LaunchOrder::kDependent;
-  const auto row_bytes = static_cast<uint64_t>(linear.weight_row_bytes);
-  if (!EncodeMatrix(linear.weight, static_cast<uint64_t>(linear.n), row_bytes, static_cast<uint32_t>(plan.box_rows),
-                    &args.weight_map) ||
-      !EncodeMatrix(linear.x, static_cast<uint64_t>(linear.rows), static_cast<uint64_t>(linear.k) * 2, Config::kRowTile,
-                    &args.x_map)) {
-    return Status::Internal(
-        "linear: no tensor map of weight or x: expected memory aligned to 16 bytes, and a driver that has tensor maps");
-  }
+  if (Status status = EncodeMaps(plan.box_rows, Config::kRowTile, &args); !status.ok()) return status;
   const auto kernel = LinearSm90Kernel<Config>;
   const int stage_bytes = Config::kBoxesOfStage * plan.box_rows * 128;
   const int ring = plan.weight_stages * stage_bytes + plan.x_stages * Config::kXStageBytes;
@@ -101,20 +80,7 @@ Status LaunchPlan(const LinearArgs& linear, const Sm90Plan& plan, int chunks, St
   XLA_GPU_RETURN_IF_CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSm90MostBytes));
   XLA_GPU_RETURN_IF_CUDA(
       cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared));
-  cudaLaunchAttribute attributes[2] = {};
-  attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attributes[0].val.programmaticStreamSerializationAllowed = 1;
-  attributes[1].id = cudaLaunchAttributeClusterDimension;
-  attributes[1].val.clusterDim = {static_cast<unsigned>(plan.cluster), 1, 1};
-  cudaLaunchConfig_t launch = {};
-  launch.gridDim = dim3(static_cast<unsigned>(plan.tiles * plan.cluster));
-  launch.blockDim = dim3(Config::kThreads);
-  launch.dynamicSmemBytes = static_cast<size_t>(bytes);
-  launch.stream = stream;
-  launch.attrs = attributes;
-  launch.numAttrs = 2;
-  XLA_GPU_RETURN_IF_CUDA(cudaLaunchKernelEx(&launch, kernel, args));
-  return Status::Ok();
+  return LaunchClusters(kernel, args, plan.tiles, Config::kThreads, bytes, stream);
 }
 
 template <typename Config>

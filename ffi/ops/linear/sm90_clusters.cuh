@@ -1,0 +1,68 @@
+// What the launches of both kernels of sm_90a share: how many CTAs divide k, the tensor maps, a launch in clusters.
+#ifndef XLA_GPU_OPS_LINEAR_SM90_CLUSTERS_CUH_
+#define XLA_GPU_OPS_LINEAR_SM90_CLUSTERS_CUH_
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#include "ffi/base/cuda_status.h"
+#include "ffi/device/stream.h"
+#include "ffi/device/tma_matrix.cuh"
+#include "ffi/ops/linear/sm90_traits.cuh"
+
+namespace xla_gpu::linear {
+
+// Clusters of a number of CTAs that an H100 or H200 has room for at once, each CTA with an SM.
+inline constexpr int kMostClusters[9] = {0, 132, 66, 42, 30, 23, 19, 15, 14};
+
+// The number of CTAs that divide the chunks of k: as many as leave no SM with two of them, each with two chunks.
+constexpr int ClusterSize(int tiles, int chunks) {
+  int cluster = 8;
+  while (cluster > 1 && (tiles > kMostClusters[cluster] || chunks < 2 * cluster)) --cluster;
+  return cluster;
+}
+
+// Whether the current device runs code for sm_90a: a kernel is empty, of one warp, in code for other targets.
+inline Status RunsSm90a(void (*kernel)(Sm90Args), int threads, bool* runs) {
+  cudaFuncAttributes code;
+  XLA_GPU_RETURN_IF_CUDA(cudaFuncGetAttributes(&code, kernel));
+  *runs = code.maxThreadsPerBlock >= threads;
+  return Status::Ok();
+}
+
+// The tensor maps of args->linear's weight, in boxes of `box_rows`, and of its x.
+inline Status EncodeMaps(int box_rows, int row_tile, Sm90Args* args) {
+  const LinearArgs& linear = args->linear;
+  if (!EncodeMatrix(linear.weight, static_cast<uint64_t>(linear.n), static_cast<uint64_t>(linear.weight_row_bytes),
+                    static_cast<uint32_t>(box_rows), &args->weight_map) ||
+      !EncodeMatrix(linear.x, static_cast<uint64_t>(linear.rows), static_cast<uint64_t>(linear.k) * 2,
+                    static_cast<uint32_t>(row_tile), &args->x_map)) {
+    return Status::Internal(
+        "linear: no tensor map of weight or x: expected memory aligned to 16 bytes, and a driver that has tensor maps");
+  }
+  return Status::Ok();
+}
+
+// A cluster for each work tile, launched programmatically.
+inline Status LaunchClusters(void (*kernel)(Sm90Args), const Sm90Args& args, int tiles, int threads, int shared_bytes,
+                             Stream stream) {
+  cudaLaunchAttribute attributes[2] = {};
+  attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attributes[0].val.programmaticStreamSerializationAllowed = 1;
+  attributes[1].id = cudaLaunchAttributeClusterDimension;
+  attributes[1].val.clusterDim = {static_cast<unsigned>(args.cluster), 1, 1};
+  cudaLaunchConfig_t launch = {};
+  launch.gridDim = dim3(static_cast<unsigned>(tiles * args.cluster));
+  launch.blockDim = dim3(static_cast<unsigned>(threads));
+  launch.dynamicSmemBytes = static_cast<size_t>(shared_bytes);
+  launch.stream = stream;
+  launch.attrs = attributes;
+  launch.numAttrs = 2;
+  XLA_GPU_RETURN_IF_CUDA(cudaLaunchKernelEx(&launch, kernel, args));
+  return Status::Ok();
+}
+
+}  // namespace xla_gpu::linear
+
+#endif  // XLA_GPU_OPS_LINEAR_SM90_CLUSTERS_CUH_
