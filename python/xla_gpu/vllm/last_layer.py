@@ -1,8 +1,8 @@
 """The last layer from its attention on, for chosen rows.
 
 A step samples after the last row of each sequence alone. The last layer stores the keys and values of all rows; its
-output projection and MLP are for the rows that are sampled after, which saves 2.5 % of reading a prompt with a model of
-32 layers.
+output projection and MLP are for the rows that are sampled after: counted, 2.5 % less work to read a prompt with a
+model of 32 layers.
 """
 
 from __future__ import annotations
