@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import sys
 from types import SimpleNamespace
 
 import numpy as np
@@ -20,6 +21,7 @@ from xla_gpu.vllm import buckets, request_checks
 from xla_gpu.vllm.attention import StepMetadata
 from xla_gpu.vllm.block_tables import BlockTables
 from xla_gpu.vllm.kv_cache import KVCaches
+from xla_gpu.vllm.platform import choose_start_method
 from xla_gpu.vllm.program import FallbackError, Program, compilations, compiled_together
 from xla_gpu.vllm.step_layout import StepLayout
 
@@ -161,6 +163,18 @@ def test_blocks_of_experts():
     # 8 pairs spread over 3 experts as 1, 1 and 6 take 4 blocks of 4; the bound is one more.
     assert moe.num_blocks(8, 3, 4) == 5 and moe.num_blocks(2, 3, 4) == 2
     assert moe.elements_of_step(8192, 8, 128, 2048, 768, 2) * 2 > 256 * 512 * 2048 * 2 + (1 << 30)
+
+
+def test_an_engine_is_spawned_where_the_runtime_runs(monkeypatch):
+    """vLLM forks by default, and a forked engine would wait for the runtime for ever."""
+    torch_xla.device()
+    environ: dict[str, str] = {}
+    choose_start_method(environ)
+    assert environ == {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
+    monkeypatch.delitem(sys.modules, "torch_xla")
+    environ = {}
+    choose_start_method(environ)
+    assert environ == {}
 
 
 def test_pool():

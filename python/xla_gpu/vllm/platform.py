@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import sys
+from collections.abc import MutableMapping
 from typing import Any
 
 import torch
@@ -15,6 +17,16 @@ from .options import Options
 logger = init_logger(f"vllm.{__name__}")  # vLLM shows what is below its own name
 
 BLOCK_SIZE = 16
+
+
+def choose_start_method(environ: MutableMapping[str, str]) -> None:
+    """Has vLLM spawn the engine's process where this one has started the device's runtime, which a fork does not survive.
+
+    Elsewhere vLLM forks, as is its default, and the engine's process need not import everything again.
+    """
+    torch_xla = sys.modules.get("torch_xla")
+    if torch_xla is not None and torch_xla._XLAC._xla_runtime_is_initialized():
+        environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
 
 
 class XlaGpuPlatform(Platform):  # type: ignore[misc]
@@ -63,8 +75,7 @@ class XlaGpuPlatform(Platform):  # type: ignore[misc]
         if vllm_config.model_config is not None:
             cls._vocab_size = max(cls._vocab_size or 0, vllm_config.model_config.get_vocab_size())
         vllm_config.scheduler_config.async_scheduling = Options.of(vllm_config).async_scheduling
-        # A forked process would share the device's runtime, which does not survive that.
-        os.environ["VLLM_WORKER_MULTIPROCESSING_METHOD"] = "spawn"
+        choose_start_method(os.environ)
         logger.info_once("xla_gpu.vllm: serving through torch_xla, PJRT_DEVICE=%s", os.environ.get("PJRT_DEVICE"))
 
     @classmethod

@@ -53,7 +53,9 @@ def refusals(config: Any) -> list[str]:
     expect_none("--kv-offloading-size", cache.kv_offloading_size)
     expect_none("--calculate-kv-scales", cache.calculate_kv_scales)
     expect_none("--kv-sharing-fast-prefill", cache.kv_sharing_fast_prefill)
-    if cache.cache_dtype not in CACHE_DTYPES:
+    # vLLM's "bfloat16" is what the caches of such a model have anyway.
+    bfloat16 = cache.cache_dtype == "bfloat16" and model is not None and model.dtype == torch.bfloat16
+    if cache.cache_dtype not in CACHE_DTYPES and not bfloat16:
         expect("--kv-cache-dtype", " or ".join(CACHE_DTYPES), cache.cache_dtype)
     if scheduler.enable_chunked_prefill is False:
         expect("--enable-chunked-prefill", True, False)
@@ -93,6 +95,8 @@ def _tensor_parallel_refusals(config: Any) -> list[str]:
 
 def _model_refusals(model: Any) -> list[str]:
     found = []
+    if model.max_model_len < 1:
+        found.append(f"--max-model-len: expected a positive number, got {model.max_model_len}")
     if model.runner_type != "generate":
         found.append(f"--runner: expected generate, got {model.runner_type}")
     elif model.convert_type != "none":
