@@ -20,7 +20,7 @@ BLOCK_SIZE = 16
 
 
 def choose_start_method(environ: MutableMapping[str, str]) -> None:
-    """Has vLLM spawn the engine's process where this one has started the device's runtime, which a fork does not survive.
+    """Has vLLM spawn the engine's process where this one has started the device's runtime, which survives no fork.
 
     Elsewhere vLLM forks, as is its default, and the engine's process need not import everything again.
     """
