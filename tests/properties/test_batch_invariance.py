@@ -17,6 +17,12 @@ pytestmark = pytest.mark.frontends("eager", "eager-cuda", "jax-cuda")
 SUBJECTS = {"decode": (1, 211), "speculative": (4, 130), "chunk": (40, 170), "long": (1, 3000)}
 BEHIND_A_LONG_CONTEXT = {"few-rows": (16, 9000), "two-splits": (150, 5600), "three-splits": (140, 8200)}
 SEVERAL_TOKENS = {"speculative-long": (8, 9000), "speculative-short": (5, 400)}
+SHORT_PROMPTS = {
+    "prompt-90": (90, 90),
+    "chunk-of-112": (60, 112),
+    "chunk-of-220": (100, 220),
+    "more-rows-than-keys": (60, 50),
+}
 NEIGHBOURS = {
     "alone": ((), ()),
     "behind-a-prefill": (((90, 90),), ()),
@@ -58,13 +64,21 @@ PROMPT_SHAPES = {
     ),
 }  # fmt: skip
 
+MANY_PROMPTS_SHAPES = {
+    "gqa-bf16": SHAPES["gqa-bf16"],
+    "group-3-f16": dict(
+        num_heads=12, num_kv_heads=4, head_dim=128, dtype="float16", page_size=8, sliding_window=100, sinks=True,
+        soft_cap=30.0,
+    ),
+}  # fmt: skip
+
 
 def fields(shape: str) -> dict:
-    return {**SHAPES, **SEVERAL_TOKENS_SHAPES, **PROMPT_SHAPES}[shape]
+    return {**SHAPES, **SEVERAL_TOKENS_SHAPES, **PROMPT_SHAPES, **MANY_PROMPTS_SHAPES}[shape]
 
 
 def sequence(name: str) -> tuple[int, int]:
-    return {**SUBJECTS, **BEHIND_A_LONG_CONTEXT, **SEVERAL_TOKENS}[name]
+    return {**SUBJECTS, **BEHIND_A_LONG_CONTEXT, **SEVERAL_TOKENS, **SHORT_PROMPTS}[name]
 
 
 @functools.cache
@@ -121,6 +135,21 @@ def test_larger_tiles_do_not_change_bits(frontend, shape, before):
     case, inputs = subject("chunk", shape)
     want = results(frontend, inputs.arrays(), case)
     got = results(frontend, *batch("chunk", shape, before, ((30, 700),)))
+    for what, g, w in zip(("out", "lse"), got, want, strict=True):
+        compare.assert_bitwise_equal(g, w, f"{frontend.name}: {what}")
+
+
+@pytest.mark.frontends("eager-cuda", "jax-cuda")
+@pytest.mark.parametrize("spare_columns", [0, 1000])
+@pytest.mark.parametrize("shape", MANY_PROMPTS_SHAPES)
+@pytest.mark.parametrize("name", SHORT_PROMPTS)
+def test_many_short_prompts_do_not_change_bits(frontend, name, shape, spare_columns):
+    """Where no context can be long, CUDA computes many short prompts by smaller CTAs, several on an SM."""
+    case, inputs = subject(name, shape)
+    want = results(frontend, inputs.arrays(), case)
+    before = (*((tokens, tokens) for tokens in range(9, 112, 3)), *((60, 0),) * 100)
+    after = ((64, 64), (1, 100), (0, 0), (100, 90), *((17 + i, 110) for i in range(70)))
+    got = results(frontend, *batch(name, shape, before, after, spare_seqs=0, spare_columns=spare_columns))
     for what, g, w in zip(("out", "lse"), got, want, strict=True):
         compare.assert_bitwise_equal(g, w, f"{frontend.name}: {what}")
 

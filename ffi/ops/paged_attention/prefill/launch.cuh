@@ -16,6 +16,7 @@
 #include "ffi/ops/paged_attention/prefill/sm80_mma.cuh"
 #include "ffi/ops/paged_attention/prefill/sm90_cp_async.cuh"
 #include "ffi/ops/paged_attention/prefill/sm90_tma.cuh"
+#include "ffi/ops/paged_attention/prefill/sm90_tma_one_warpgroup.cuh"
 #include "ffi/ops/paged_attention/prefill/split_kv.h"
 
 namespace xla_gpu::prefill {
@@ -185,18 +186,38 @@ Status LaunchTma(const TmaParams& tma, const SplitAccumulatorLayout& layout, int
                 tma.split_kv, tma.accumulators);
 }
 
-// At head_dim 128, with work tiles of the size that the shapes suggest. Instance<Config>: the traits of a
-// configuration.
+template <typename Traits>
+Status LaunchTmaOneWarpgroup(const TmaParams& tma, int64_t sms, Stream stream) {
+  static_assert((Traits::kSharedBytes + 1024) * kOneWarpgroupCtasPerSm <= 228 * 1024);  // a CTA takes 1 KiB more
+  const PagedAttentionParams& params = tma.attention;
+  const auto kernel = PrefillTmaOneWarpgroupKernel<Traits>;
+  XLA_GPU_RETURN_IF_CUDA(
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Traits::kSharedBytes));
+  const int64_t ctas = std::min(SingleTileCtas(params, Traits::kRows), kOneWarpgroupCtasPerSm * sms);
+  constexpr int64_t kSequences = Traits::Scheduler::kSequences;
+  const int64_t grid_rows = std::max<int64_t>(1, (params.max_seqs + kSequences - 1) / kSequences);
+  const dim3 grid(static_cast<unsigned>(ctas), static_cast<unsigned>(grid_rows));
+  return Launch({grid, Traits::kThreads, Traits::kSharedBytes, /*programmatic=*/true}, stream, kernel, tma);
+}
+
+// At head_dim 128, by the kernel that the shapes suggest. Instance<Config>: the traits of a configuration.
 template <template <typename Config> class Instance>
 Status LaunchTmaDim128(const TmaParams& tma, const SplitAccumulatorLayout& layout, int64_t sms, Stream stream) {
-  switch (tma.tree_mask != nullptr ? 64 : TmaTileRowsDim128(tma.attention, tma.split_kv, sms)) {
-    case 64:
+  constexpr bool kFloat8 = Instance<TmaConfigDim128Rows64>::kFloat8Cache;
+  if (tma.tree_mask != nullptr) return LaunchTma<Instance<TmaConfigDim128Rows64>>(tma, layout, sms, stream);
+  const bool one_warpgroup = !kFloat8 && !tma.split_kv.enabled;
+  switch (TmaInstanceDim128(tma.attention, tma.split_kv, one_warpgroup, sms)) {
+    case TmaInstance::kOneWarpgroup:
+      if constexpr (!kFloat8) return LaunchTmaOneWarpgroup<Instance<TmaConfigDim128OneWarpgroup>>(tma, sms, stream);
+      break;
+    case TmaInstance::kRows64:
       return LaunchTma<Instance<TmaConfigDim128Rows64>>(tma, layout, sms, stream);
-    case 128:
+    case TmaInstance::kRows128:
       return LaunchTma<Instance<TmaConfigDim128Rows128>>(tma, layout, sms, stream);
-    default:
-      return LaunchTma<Instance<TmaConfigDim128Rows192>>(tma, layout, sms, stream);
+    case TmaInstance::kRows192:
+      break;
   }
+  return LaunchTma<Instance<TmaConfigDim128Rows192>>(tma, layout, sms, stream);
 }
 
 template <typename T>

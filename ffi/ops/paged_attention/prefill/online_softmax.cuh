@@ -82,27 +82,7 @@ struct OnlineSoftmax {
 #pragma unroll
         for (int i = 0; i < 4; ++i) tile_max[i / 2][i % 2] = fmaxf(tile_max[i / 2][i % 2], s[m][n][i]);
       }
-      float both_columns[2] = {fmaxf(tile_max[0][0], tile_max[0][1]), fmaxf(tile_max[1][0], tile_max[1][1])};
-#pragma unroll
-      for (int step = 1; step <= 2; ++step) {
-#pragma unroll
-        for (int h = 0; h < 2; ++h)
-          both_columns[h] = fmaxf(both_columns[h], __shfl_xor_sync(~0u, both_columns[h], step));
-      }
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        float all = fmaxf(state[m][h].max, both_columns[h]);
-        if constexpr (kRescaleThreshold > 0) {
-          // NOTE: also true of the first score after none, where the left side is infinite.
-          const bool exceeds = (all - state[m][h].max) * transform.to_log2 > static_cast<float>(kRescaleThreshold);
-          all = exceeds ? all : state[m][h].max;
-        }
-        // Exactly 1 where nothing changes: the difference of two products need not be 0.
-        const float changed = Exp2(__fmaf_rn(state[m][h].max, transform.to_log2, -Shift(transform, all)));
-        rescale[m][h] = all == state[m][h].max ? 1.0f : changed;
-        state[m][h].max = all;
-        state[m][h].sum = __fmul_rn(state[m][h].sum, rescale[m][h]);
-      }
+      FollowMax(transform, tile_max, m);
     }
   }
 
@@ -119,6 +99,57 @@ struct OnlineSoftmax {
           s[m][n][2 * h] = Exp2(fmaf(s[m][n][2 * h], transform.to_log2, -shift[h]));
           s[m][n][2 * h + 1] = Exp2(fmaf(s[m][n][2 * h + 1], transform.to_log2, -shift[h]));
           state[m][h].sum += s[m][n][2 * h] + s[m][n][2 * h + 1];
+        }
+      }
+    }
+  }
+
+  // As Update and PackNumerators, of the first `steps` * 16 keys, which are all that some row sees: the other scores
+  // are not read, and their numerators are 0. The same bits in less time.
+  template <typename T, int kKeyTiles, typename Rows>
+  __device__ void UpdateSeen(const Rows& rows, const LogitTransform& transform, int first_position, int steps,
+                             float (&s)[1][kKeyTiles][4], uint32_t (&p)[kKeyTiles / 2][4]) {
+    static_assert(kRowTiles == 1 && !kTreeMask);
+    transform.Transform<kSoftCap>(s);
+    int first_key[2], last_key[2];
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      rows.VisibleKeys(Row(0, h), &first_key[h], &last_key[h]);
+      first_key[h] -= first_position + Lane() % 4 * 2;
+      last_key[h] -= first_position + Lane() % 4 * 2;
+    }
+    float tile_max[2][2] = {{-INFINITY, -INFINITY}, {-INFINITY, -INFINITY}};  // of both rows, even and odd columns
+#pragma unroll
+    for (int step = 0; step < kKeyTiles / 2; ++step) {
+      if (step >= steps) break;
+#pragma unroll
+      for (int n = step * 2; n < step * 2 + 2; ++n) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const int key = n * 8 + i % 2;
+          if (key > last_key[i / 2] || key < first_key[i / 2]) s[0][n][i] = -INFINITY;
+          tile_max[i / 2][i % 2] = fmaxf(tile_max[i / 2][i % 2], s[0][n][i]);
+        }
+      }
+    }
+    FollowMax(transform, tile_max, 0);
+    const float shift[2] = {Shift(transform, state[0][0].max), Shift(transform, state[0][1].max)};
+#pragma unroll
+    for (int step = 0; step < kKeyTiles / 2; ++step) {
+      if (step >= steps) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) p[step][i] = 0;
+        continue;
+      }
+#pragma unroll
+      for (int n = step * 2; n < step * 2 + 2; ++n) {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          float(&pair)[4] = s[0][n];
+          pair[2 * h] = Exp2(fmaf(pair[2 * h], transform.to_log2, -shift[h]));
+          pair[2 * h + 1] = Exp2(fmaf(pair[2 * h + 1], transform.to_log2, -shift[h]));
+          state[0][h].sum += pair[2 * h] + pair[2 * h + 1];
+          p[step][n % 2 * 2 + h] = Pack<T>(pair[2 * h], pair[2 * h + 1]);
         }
       }
     }
@@ -325,6 +356,31 @@ struct OnlineSoftmax {
   }
 
  private:
+  // Updates the states of row tile m, and `rescale`, for the largest scores of a key tile: of both rows, even and odd
+  // columns.
+  __device__ void FollowMax(const LogitTransform& transform, const float (&tile_max)[2][2], int m) {
+    float both_columns[2] = {fmaxf(tile_max[0][0], tile_max[0][1]), fmaxf(tile_max[1][0], tile_max[1][1])};
+#pragma unroll
+    for (int step = 1; step <= 2; ++step) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) both_columns[h] = fmaxf(both_columns[h], __shfl_xor_sync(~0u, both_columns[h], step));
+    }
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      float all = fmaxf(state[m][h].max, both_columns[h]);
+      if constexpr (kRescaleThreshold > 0) {
+        // NOTE: also true of the first score after none, where the left side is infinite.
+        const bool exceeds = (all - state[m][h].max) * transform.to_log2 > static_cast<float>(kRescaleThreshold);
+        all = exceeds ? all : state[m][h].max;
+      }
+      // Exactly 1 where nothing changes: the difference of two products need not be 0.
+      const float changed = Exp2(__fmaf_rn(state[m][h].max, transform.to_log2, -Shift(transform, all)));
+      rescale[m][h] = all == state[m][h].max ? 1.0f : changed;
+      state[m][h].max = all;
+      state[m][h].sum = __fmul_rn(state[m][h].sum, rescale[m][h]);
+    }
+  }
+
   // A maximum as a base-2 logit. 0 for a row that has seen no key, so that its numerators are 0 and not NaN.
   static __device__ float Shift(const LogitTransform& transform, float max) {
     return max == -INFINITY ? 0.0f : __fmul_rn(max, transform.to_log2);

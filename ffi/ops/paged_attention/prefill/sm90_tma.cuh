@@ -43,8 +43,7 @@ __device__ void InitBarriers(const TmaCta<Traits>& cta) {
     init(offsetof(SharedStorage, q_barriers), kQueryBarriers, 32, 4);
     // K and V of a float8 cache come from all producer warps.
     init(offsetof(SharedStorage, kv_barriers), Traits::kKvStages, Traits::kFloat8Cache ? 4 : 1, kConsumerWarps);
-    // Work tiles are also read by the three warps that load.
-    init(offsetof(SharedStorage, tile_barriers), Traits::kTileStages, 1, kConsumerWarps + 3);
+    init(offsetof(SharedStorage, tile_barriers), Traits::kTileStages, 1, Traits::kTileReaders);
     init(offsetof(SharedStorage, checked_barriers), Traits::kTileStages, 1, 0);
     init(offsetof(SharedStorage, unmasked_values), 1, 1, 0);
     if constexpr (Traits::kFloat8Cache) {

@@ -44,7 +44,7 @@ struct TmaConsumer {
     }
   }
 
- private:
+ protected:
   // ---- Overlap::kInterWarpgroup: scores, softmax and values of one key tile after the other
   __device__ void ComputeInterWarpgroup() const {
     TileState work;

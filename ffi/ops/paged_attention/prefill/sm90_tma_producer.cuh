@@ -107,7 +107,7 @@ struct TmaSchedulerWarp {
     cta.Arrive(cta.tiles.Full(state));
   }
 
- private:
+ protected:
   // Writes a stage, but for `invalid_page` and the KV split, and returns the number of its key tiles: `most` tiles from
   // `from` on, or all that its rows see where `most` is 0. Lane i below kWarpgroups describes the keys of warpgroup i's
   // rows, the next lane those of all rows.

@@ -50,6 +50,7 @@ enum class Overlap {
 // ---- Configurations
 struct TmaConfigDim64 {
   static constexpr int kHeadDim = 64;
+  static constexpr int kProducerWarpgroups = 1;  // 0: the consumer's warps load too
   static constexpr bool kFloat8Cache = false;    // the cache holds float8 values, and tiles the same in 16 bits
   static constexpr bool kTreeMask = false;       // takes calls with a tree_mask; would cost registers, which are short
   static constexpr int kTileKeys = 128;          // keys of a key tile
@@ -66,6 +67,7 @@ struct TmaConfigDim64 {
 // Three sizes of work tiles. They give the same bits: key tiles are the same, and so is what is done with each row.
 struct TmaConfigDim128Rows192 {
   static constexpr int kHeadDim = 128;
+  static constexpr int kProducerWarpgroups = 1;
   static constexpr bool kFloat8Cache = false;
   static constexpr bool kTreeMask = false;  // takes calls with a tree_mask
   static constexpr int kTileKeys = 112;     // 128 spill registers in the loop over key tiles
@@ -92,6 +94,17 @@ struct TmaConfigDim128Rows64 : TmaConfigDim128Rows192 {
   static constexpr int kQueryStages = 2;
 };
 
+// For PrefillTmaOneWarpgroupKernel, whose CTAs are three on an SM.
+struct TmaConfigDim128OneWarpgroup : TmaConfigDim128Rows64 {
+  static constexpr int kProducerWarpgroups = 0;
+  static constexpr bool kTreeMask = false;
+  static constexpr int kQueryStages = 1;
+  static constexpr int kKeyStages = 1;
+  static constexpr int kValueStages = 1;
+  static constexpr int kMaxSequences = 256;
+  static constexpr int kTileStages = 8;
+};
+
 // For float8 caches, with fewer stages: tiles as they are in the cache need shared memory too.
 template <typename Config>
 struct TmaConfigFloat8 : Config {
@@ -105,6 +118,7 @@ struct TmaConfigFloat8 : Config {
 // 80 keys: with 64 key columns wgmma needs all of shared memory's bandwidth. They leave little room for the scheduler.
 struct TmaConfigDim256 {
   static constexpr int kHeadDim = 256;
+  static constexpr int kProducerWarpgroups = 1;
   static constexpr bool kFloat8Cache = false;
   static constexpr bool kTreeMask = true;
   static constexpr int kTileKeys = 80;
@@ -137,8 +151,10 @@ struct TmaKernelTraits : Config {
 
   static constexpr bool kHasL2Policy = kConsumerWarpgroups == 1 && !kFloat8Cache;  // see TmaKvWarp::L2Policy
   static constexpr int kWarpgroupThreads = 128;
-  static constexpr int kThreads = (1 + kConsumerWarpgroups) * kWarpgroupThreads;  // with the producer warpgroup
-  static constexpr int kRows = kConsumerWarpgroups * 64;                          // of a work tile
+  static constexpr int kThreads = (Config::kProducerWarpgroups + kConsumerWarpgroups) * kWarpgroupThreads;
+  static constexpr int kRows = kConsumerWarpgroups * 64;  // of a work tile
+  // Warps that read what the scheduler warp describes: with those that load.
+  static constexpr int kTileReaders = kConsumerWarpgroups * 4 + Config::kProducerWarpgroups * 3;
   static constexpr int kKvStages = kKeyStages + kValueStages;
 
   // Key tiles lie in shared memory as [kTileKeys / 8][kHeadDim / 64] 128-byte swizzle atoms of 8 rows, Q as
@@ -159,7 +175,10 @@ struct TmaKernelTraits : Config {
   using QueryState = PipelineState<kQueryStages>;
   using TileState = PipelineState<kTileStages>;
 
-  using Scheduler = PersistentTileScheduler<kThreads, kRows, Config::kMaxSequences, Config::kClasses>;
+  using Scheduler =
+      std::conditional_t<Config::kProducerWarpgroups == 0,
+                         PersistentFlatTileScheduler<kThreads, kRows, Config::kMaxSequences>,
+                         PersistentTileScheduler<kThreads, kRows, Config::kMaxSequences, Config::kClasses>>;
   using WarpScheduler = PersistentWarpTileScheduler<kRows>;
   using Rows = TileRows<FastDivisor>;
 

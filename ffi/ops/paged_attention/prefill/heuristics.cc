@@ -1,0 +1,98 @@
+// Which instance of the TMA prefill kernels a call takes at head_dim 128.
+#include "ffi/ops/paged_attention/prefill/heuristics.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+
+#include "ffi/ops/paged_attention/decode/decode.h"
+#include "ffi/ops/paged_attention/paged_attention.h"
+#include "ffi/ops/paged_attention/prefill/split_kv.h"
+
+namespace xla_gpu::prefill {
+namespace {
+
+// What a work tile of PrefillTmaKernel costs, in microseconds of an H200.
+struct TmaTileCost {
+  TmaInstance instance;
+  int rows;
+  double fixed;         // of a work tile
+  double per_key_tile;  // of SplitKvPolicy::TileKeys
+};
+constexpr TmaTileCost kTmaTileCosts[] = {{TmaInstance::kRows192, 192, 4.8, 2.0},
+                                         {TmaInstance::kRows128, 128, 3.5, 1.5},
+                                         {TmaInstance::kRows64, 64, 2.5, 1.1}};
+
+// KV splits, with CTAs of their own, of each of `sequences` of so many tokens, whose contexts take all the room.
+int CrossCtaSplits(const SplitKvPolicy& policy, int64_t sequences, int64_t tokens, int64_t context) {
+  const auto clamped = [](int64_t x) { return static_cast<int>(std::min<int64_t>(x, 1 << 30)); };
+  const int64_t tile_keys = policy.tile_keys.divisor;
+  const auto tiles = static_cast<unsigned>(clamped((context + tile_keys - 1) / tile_keys));
+  const auto count = static_cast<int>(policy.CountOf(clamped(tokens), clamped(context), tiles));
+  return count < 2 || sequences * policy.RowsOf(count, clamped(tokens)) > policy.pool_rows ? 1 : count;
+}
+
+// The instance of PrefillTmaKernel of which an estimate takes the least time. Small work tiles, of which there are
+// more, where large ones would leave SMs idle.
+TmaInstance TmaInstanceForFullTiles(const PagedAttentionParams& shapes, const SplitKvPolicy& policy, int64_t sms) {
+  constexpr double kTileKeys = SplitKvPolicy::TileKeys(128);
+  constexpr double kEnough = 0.9;  // of the larger work tiles' time; for less, they read K and V less often
+  const int64_t rows = shapes.num_tokens * (shapes.num_heads / shapes.num_kv_heads);
+  const int64_t context = shapes.pages_per_seq * shapes.page_size;
+  const int64_t sequences = std::max<int64_t>(shapes.max_seqs, 1);
+  const int64_t tokens = std::min((shapes.num_tokens + sequences - 1) / sequences, context);
+  // Of sequences of one length, or of a chunk beside decode rows.
+  int splits = CrossCtaSplits(policy, sequences, tokens, context);
+  if (splits == 1) splits = CrossCtaSplits(policy, 1, shapes.num_tokens - sequences + 1, context);
+  const double longest = std::ceil(static_cast<double>(context) / kTileKeys / splits);
+  const double average =
+      std::ceil((static_cast<double>(context) - static_cast<double>(tokens) / 2) / kTileKeys / splits);
+  // Where no sequence can have much more tokens than the average, each has a last work tile that is not full.
+  const int64_t prompts = 2 * tokens >= context ? sequences : 1;
+  const int64_t prompt_rows = (rows + prompts - 1) / prompts;
+  const TmaTileCost* best = nullptr;
+  double best_time = 0;
+  for (const TmaTileCost& cost : kTmaTileCosts) {
+    const int64_t tiles = prompts * ((prompt_rows + cost.rows - 1) / cost.rows) * shapes.num_kv_heads * splits;
+    double rounds = static_cast<double>(tiles) / static_cast<double>(sms);
+    // Work tiles of one length run in whole rounds. Shorter ones fill the gaps of several rounds.
+    rounds = average > 0.75 * longest || rounds < 2 ? std::ceil(rounds) : rounds + 0.25;
+    const double time =
+        std::max(cost.fixed + longest * cost.per_key_tile, rounds * (cost.fixed + average * cost.per_key_tile));
+    if (best == nullptr || time < kEnough * best_time) {
+      best = &cost;
+      best_time = time;
+    }
+  }
+  return best->instance;
+}
+
+// Whether PrefillTmaOneWarpgroupKernel takes less time: where all contexts fit into a key tile, or into two and no SM
+// has several work tiles. With more key tiles it reads K and V too often.
+bool SuitsOneWarpgroup(const PagedAttentionParams& shapes, int64_t sms) {
+  constexpr int64_t kTileKeys = SplitKvPolicy::TileKeys(128);
+  const int64_t context = shapes.pages_per_seq * shapes.page_size;
+  if (context <= kTileKeys) return true;
+  const int64_t rows = shapes.num_tokens * (shapes.num_heads / shapes.num_kv_heads);
+  return context <= 2 * kTileKeys && (rows + 63) / 64 * shapes.num_kv_heads <= sms;
+}
+
+}  // namespace
+
+// As the functions above, or where sequences have few tokens, 64 or 128 rows: a work tile that is not full takes as
+// long as a full one. Of several tokens for each sequence, and a chunk of a prompt beside decode rows, the shapes do
+// not tell. The first is bound by memory with either size; the second wants 64 rows as long as all work tiles are
+// resident at once. NOTE: with more tokens the average says little. Chunks of prompts beside many decode sequences want
+// large work tiles.
+TmaInstance TmaInstanceDim128(const PagedAttentionParams& shapes, const SplitKvPolicy& policy, bool one_warpgroup,
+                              int64_t sms) {
+  if (one_warpgroup && SuitsOneWarpgroup(shapes, sms)) return TmaInstance::kOneWarpgroup;
+  if (shapes.max_seqs == 0 || !SuggestFewTokens(shapes)) return TmaInstanceForFullTiles(shapes, policy, sms);
+  const int64_t chunk = std::max<int64_t>(shapes.num_tokens - shapes.max_seqs + 1, 1);
+  const int64_t rows = chunk * (shapes.num_heads / shapes.num_kv_heads);
+  const int64_t small_tiles = (rows + 63) / 64 * shapes.num_kv_heads;
+  const int splits = CrossCtaSplits(policy, /*sequences=*/1, chunk, shapes.pages_per_seq * shapes.page_size);
+  return small_tiles * 2 <= sms || small_tiles * splits <= sms ? TmaInstance::kRows64 : TmaInstance::kRows128;
+}
+
+}  // namespace xla_gpu::prefill
