@@ -104,57 +104,6 @@ struct OnlineSoftmax {
     }
   }
 
-  // As Update and PackNumerators, of the first `steps` * 16 keys, which are all that some row sees: the other scores
-  // are not read, and their numerators are 0. The same bits in less time.
-  template <typename T, int kKeyTiles, typename Rows>
-  __device__ void UpdateSeen(const Rows& rows, const LogitTransform& transform, int first_position, int steps,
-                             float (&s)[1][kKeyTiles][4], uint32_t (&p)[kKeyTiles / 2][4]) {
-    static_assert(kRowTiles == 1 && !kTreeMask);
-    transform.Transform<kSoftCap>(s);
-    int first_key[2], last_key[2];
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      rows.VisibleKeys(Row(0, h), &first_key[h], &last_key[h]);
-      first_key[h] -= first_position + Lane() % 4 * 2;
-      last_key[h] -= first_position + Lane() % 4 * 2;
-    }
-    float tile_max[2][2] = {{-INFINITY, -INFINITY}, {-INFINITY, -INFINITY}};  // of both rows, even and odd columns
-#pragma unroll
-    for (int step = 0; step < kKeyTiles / 2; ++step) {
-      if (step >= steps) break;
-#pragma unroll
-      for (int n = step * 2; n < step * 2 + 2; ++n) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const int key = n * 8 + i % 2;
-          if (key > last_key[i / 2] || key < first_key[i / 2]) s[0][n][i] = -INFINITY;
-          tile_max[i / 2][i % 2] = fmaxf(tile_max[i / 2][i % 2], s[0][n][i]);
-        }
-      }
-    }
-    FollowMax(transform, tile_max, 0);
-    const float shift[2] = {Shift(transform, state[0][0].max), Shift(transform, state[0][1].max)};
-#pragma unroll
-    for (int step = 0; step < kKeyTiles / 2; ++step) {
-      if (step >= steps) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) p[step][i] = 0;
-        continue;
-      }
-#pragma unroll
-      for (int n = step * 2; n < step * 2 + 2; ++n) {
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-          float(&pair)[4] = s[0][n];
-          pair[2 * h] = Exp2(fmaf(pair[2 * h], transform.to_log2, -shift[h]));
-          pair[2 * h + 1] = Exp2(fmaf(pair[2 * h + 1], transform.to_log2, -shift[h]));
-          state[0][h].sum += pair[2 * h] + pair[2 * h + 1];
-          p[step][n % 2 * 2 + h] = Pack<T>(pair[2 * h], pair[2 * h + 1]);
-        }
-      }
-    }
-  }
-
   // Stores a value that depends on all sums of the first 16 rows to 4 bytes of shared memory: see where it is called.
   __device__ void StoreRowSums(void* target) const {
     asm volatile("st.shared.f32 [%0], %1;" ::"r"(SharedAddress(target)), "f"(state[0][0].sum + state[0][1].sum)
@@ -355,7 +304,7 @@ struct OnlineSoftmax {
     }
   }
 
- private:
+ protected:
   // Updates the states of row tile m, and `rescale`, for the largest scores of a key tile: of both rows, even and odd
   // columns.
   __device__ void FollowMax(const LogitTransform& transform, const float (&tile_max)[2][2], int m) {
@@ -386,6 +335,7 @@ struct OnlineSoftmax {
     return max == -INFINITY ? 0.0f : __fmul_rn(max, transform.to_log2);
   }
 
+ private:
   template <int kKeyTiles, typename Rows>
   __device__ void Mask(const Rows& rows, int first_position, float (&s)[kRowTiles][kKeyTiles][4]) const {
     if constexpr (kTreeMask) {

@@ -10,9 +10,66 @@
 #include "ffi/device/dependent_launch.cuh"
 #include "ffi/ops/paged_attention/padding_rows.cuh"
 #include "ffi/ops/paged_attention/prefill/heuristics.h"
+#include "ffi/ops/paged_attention/prefill/online_softmax.cuh"
 #include "ffi/ops/paged_attention/prefill/sm90_tma.cuh"
 
 namespace xla_gpu::prefill {
+
+// The softmax of a warp's 16 rows that leaves out keys which no row of the work tile sees: the same bits in less time
+// where a prompt is shorter than a key tile.
+struct SeenKeysSoftmax : OnlineSoftmax</*kRowTiles=*/1, /*kRescaleThreshold=*/8> {
+  using OnlineSoftmax::OnlineSoftmax;
+
+  // Turns the scores of the keys from `first_position` on into packed numerators. No row sees more than the first
+  // `steps` * 16 of them: the other scores are not read, and their numerators are 0.
+  template <typename T, int kKeyTiles, typename Rows>
+  __device__ void Update(const Rows& rows, const LogitTransform& transform, int first_position, int steps,
+                         float (&s)[1][kKeyTiles][4], uint32_t (&p)[kKeyTiles / 2][4]) {
+    transform.Transform<SoftCap::kFast>(s);
+    int first_key[2], last_key[2];
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      rows.VisibleKeys(Row(0, h), &first_key[h], &last_key[h]);
+      first_key[h] -= first_position + Lane() % 4 * 2;
+      last_key[h] -= first_position + Lane() % 4 * 2;
+    }
+    float tile_max[2][2] = {{-INFINITY, -INFINITY}, {-INFINITY, -INFINITY}};  // of both rows, even and odd columns
+#pragma unroll
+    for (int step = 0; step < kKeyTiles / 2; ++step) {
+      if (step >= steps) break;
+#pragma unroll
+      for (int n = step * 2; n < step * 2 + 2; ++n) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const int key = n * 8 + i % 2;
+          if (key > last_key[i / 2] || key < first_key[i / 2]) s[0][n][i] = -INFINITY;
+          tile_max[i / 2][i % 2] = fmaxf(tile_max[i / 2][i % 2], s[0][n][i]);
+        }
+      }
+    }
+    FollowMax(transform, tile_max, 0);
+    const float shift[2] = {Shift(transform, state[0][0].max), Shift(transform, state[0][1].max)};
+#pragma unroll
+    for (int step = 0; step < kKeyTiles / 2; ++step) {
+      if (step >= steps) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) p[step][i] = 0;
+        continue;
+      }
+#pragma unroll
+      for (int n = step * 2; n < step * 2 + 2; ++n) {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          float(&pair)[4] = s[0][n];
+          pair[2 * h] = Exp2(fmaf(pair[2 * h], transform.to_log2, -shift[h]));
+          pair[2 * h + 1] = Exp2(fmaf(pair[2 * h + 1], transform.to_log2, -shift[h]));
+          state[0][h].sum += pair[2 * h] + pair[2 * h + 1];
+          p[step][n % 2 * 2 + h] = Pack<T>(pair[2 * h], pair[2 * h + 1]);
+        }
+      }
+    }
+  }
+};
 
 template <typename Traits>
 struct TmaOneWarpgroup {
@@ -175,7 +232,7 @@ struct TmaOneWarpgroupConsumer : TmaConsumer<Traits> {
     }
 
     typename Base::TileTransform transform(cta.attention, /*kv_head=*/0);
-    typename Base::Softmax softmax(warp * 16);
+    SeenKeysSoftmax softmax(warp * 16);
     TileState work;
     typename Traits::QueryState query;
     typename Traits::KeyState key;
@@ -220,7 +277,7 @@ struct TmaOneWarpgroupConsumer : TmaConsumer<Traits> {
         if (warp == All::kKeyLoader) loader.Load();
         if (warp == All::kQueryLoader && tile == first) query_loader.Load();
         const int seen = min(cta.Tile(work).rows.key_end - tile * kTileKeys, kTileKeys);
-        softmax.template UpdateSeen<T>(cta.Tile(work).rows, transform, tile * kTileKeys, (seen + 15) / 16, s, p);
+        softmax.Update<T>(cta.Tile(work).rows, transform, tile * kTileKeys, (seen + 15) / 16, s, p);
         if (softmax.NeedsRescale()) softmax.Rescale(o);
         cta.values.WaitFull(value);
         if (loader.PartlySeen(work, tile)) {
@@ -238,8 +295,7 @@ struct TmaOneWarpgroupConsumer : TmaConsumer<Traits> {
       }
       query.Advance();
       cta.checked.WaitFull(work);
-      softmax.template StoreFromRegisters<T>(cta.attention, cta.Tile(work).rows, transform, o,
-                                             cta.Tile(work).invalid_page);
+      softmax.StoreFromRegisters<T>(cta.attention, cta.Tile(work).rows, transform, o, cta.Tile(work).invalid_page);
       cta.Arrive(cta.tiles.Empty(work));
     }
     if (warp == All::kQueryLoader) query_loader.Finish();
