@@ -67,14 +67,15 @@ TmaInstance TmaInstanceForFullTiles(const PagedAttentionParams& shapes, const Sp
   return best->instance;
 }
 
-// Whether PrefillTmaOneWarpgroupKernel takes less time: where all contexts fit into a key tile, or into two and no SM
-// has several work tiles. With more key tiles it reads K and V too often.
+// Whether PrefillTmaOneWarpgroupKernel takes less time: where all contexts fit into two key tiles. With more it reads K
+// and V too often. Of a few sequences with two key tiles, whose work tiles all run at once, larger ones take less.
 bool SuitsOneWarpgroup(const PagedAttentionParams& shapes, int64_t sms) {
   constexpr int64_t kTileKeys = SplitKvPolicy::TileKeys(128);
+  constexpr int64_t kFewSequences = 4;
   const int64_t context = shapes.pages_per_seq * shapes.page_size;
-  if (context <= kTileKeys) return true;
   const int64_t rows = shapes.num_tokens * (shapes.num_heads / shapes.num_kv_heads);
-  return context <= 2 * kTileKeys && (rows + 63) / 64 * shapes.num_kv_heads <= sms;
+  const bool many = shapes.max_seqs > kFewSequences || (rows + 63) / 64 * shapes.num_kv_heads <= sms;
+  return context <= (many ? 2 : 1) * kTileKeys;
 }
 
 }  // namespace
