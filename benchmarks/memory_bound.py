@@ -1,7 +1,8 @@
 """The operators that only move bytes, beside PyTorch's way of doing the same: simple_add, reshape_and_cache,
-merge_attention_states, rms_norm, silu_and_mul.
+merge_attention_states, rms_norm, rotary_and_cache, silu_and_mul; for a decode step's rows, and for a prompt's.
 
     python -m benchmarks.memory_bound                  # on a GPU: CUDA graphs over rotating inputs
+    python -m benchmarks.memory_bound --loads rotary   # those whose names contain it
     python -m benchmarks.memory_bound --device cpu     # on a CPU: wall time
 
 Results are compared with PyTorch's before anything is timed. TB/s (GB/s on a CPU) count each byte that is read and each
@@ -24,6 +25,7 @@ import xla_gpu.torch as xla_gpu
 
 Call = Callable[[], object]
 PAGE, HEADS, KV_HEADS, HEAD_DIM, HIDDEN, INTERMEDIATE = 16, 32, 8, 128, 4096, 14336  # of Llama 3 8B
+ROWS = (1, 8, 64, 256, 1024, 2048, 8192, 32768)
 
 
 def adds(device: str, size: int) -> tuple[Call, Call, int]:
@@ -93,6 +95,46 @@ def activations(device: str, rows: int) -> tuple[Call, Call, int]:
     return lambda: xla_gpu.silu_and_mul(x), theirs, 3 * x.nbytes // 2
 
 
+def rotations(
+    device: str, tokens: int, head_dim: int = HEAD_DIM, cache: str = "bfloat16", **options: bool
+) -> tuple[Call, Call, int]:
+    """Llama 3 8B's widths, whatever the head's size."""
+    heads, kv_heads = HEADS * HEAD_DIM // head_dim, KV_HEADS * HEAD_DIM // head_dim
+    half, float8 = head_dim // 2, cache != "bfloat16"
+    qkv = torch.randn(tokens, (heads + 2 * kv_heads) * head_dim, device=device, dtype=torch.bfloat16)
+    positions = torch.arange(tokens, device=device, dtype=torch.int32)
+    table = torch.randn(tokens, half, 2, device=device)
+    pages = 2 * tokens // PAGE + 1
+    kv_cache = torch.zeros(2, pages, PAGE, kv_heads, head_dim, device=device).to(getattr(torch, cache))
+    order = torch.randperm(pages, device=device)[: -(-tokens // PAGE), None] * PAGE
+    slots = (order + torch.arange(PAGE, device=device)).flatten()[:tokens].to(torch.int32)
+    scales = {f"{n}_scale": torch.tensor([0.5], device=device) for n in "kv"} if float8 else {}
+    flat = kv_cache.view(torch.uint8 if float8 else torch.bfloat16).clone().view(2, -1, kv_heads, head_dim)
+    shape, of_slots = (tokens, -1, half, 2) if options.get("interleaved") else (tokens, -1, 2, half), slots.long()
+    axis = 3 if options.get("interleaved") else 2
+
+    def ours() -> torch.Tensor:
+        return xla_gpu.rotary_and_cache_(qkv, positions, table, kv_cache, slots, **scales, **options)
+
+    def theirs() -> torch.Tensor:
+        both, value = qkv.view(tokens, -1, head_dim).split([heads + kv_heads, kv_heads], 1)
+        cos, sin = table[positions][:, None].unbind(-1)
+        a, b = both.reshape(shape).float().unbind(axis)
+        turned = torch.stack([a * cos - b * sin, b * cos + a * sin], axis).to(qkv.dtype).view(tokens, -1, head_dim)
+        query, key = turned.split([heads, kv_heads], 1)
+        new = torch.stack([key, value])
+        if float8:
+            new = (new.float() / 0.5).to(kv_cache.dtype).view(torch.uint8)
+        flat.index_copy_(1, of_slots, new)
+        return query
+
+    torch.testing.assert_close(ours().view(tokens, heads, head_dim), theirs(), rtol=1e-2, atol=1e-2)
+    torch.testing.assert_close(kv_cache.view(flat.dtype).view_as(flat), flat, rtol=0, atol=0)
+    stored = 2 * tokens * kv_heads * head_dim * kv_cache.element_size()
+    return ours, theirs, qkv.nbytes + tokens * heads * head_dim * 2 + stored + table.nbytes + 2 * slots.nbytes
+
+
+MAKERS = {"rms_norm with residual": norms, "silu_and_mul": activations, "rotary_and_cache": rotations}
 LOADS = {
     "simple_add 64 Mi": lambda device: adds(device, 64 << 20),
     "simple_add 64 Ki": lambda device: adds(device, 64 << 10),
@@ -100,10 +142,15 @@ LOADS = {
     "reshape_and_cache 64 tokens": lambda device: cache_updates(device, 64),
     "merge_attention_states 8k tokens": lambda device: merges(device, 8 << 10),
     "merge_attention_states 64 tokens": lambda device: merges(device, 64),
-    "rms_norm with residual, 8k rows": lambda device: norms(device, 8 << 10),
-    "rms_norm with residual, 64 rows": lambda device: norms(device, 64),
-    "silu_and_mul 8k rows": lambda device: activations(device, 8 << 10),
-    "silu_and_mul 64 rows": lambda device: activations(device, 64),
+    **{
+        f"{name} {rows} rows": lambda device, make=make, rows=rows: make(device, rows)
+        for name, make in MAKERS.items()
+        for rows in ROWS
+    },
+    "rotary_and_cache 8192 rows, float8": lambda device: rotations(device, 8192, cache="float8_e4m3fn"),
+    "rotary_and_cache 8192 rows, interleaved": lambda device: rotations(device, 8192, interleaved=True),
+    "rotary_and_cache 8192 rows, head_dim 64": lambda device: rotations(device, 8192, 64),
+    "rotary_and_cache 8192 rows, head_dim 256": lambda device: rotations(device, 8192, 256),
 }
 
 
@@ -137,7 +184,7 @@ def main() -> None:
         other = microseconds([theirs, *(r[1] for r in rest)], arguments.device)
         rows.append({"load": name, "bytes": amount, "xla_gpu": mine, "torch": other})
         speed = f"{mine:10.1f} us {amount / mine / rate:7.2f} {unit}"
-        print(f"{name:34} {speed}   PyTorch {other:10.1f} us {other / mine:5.2f} x", flush=True)
+        print(f"{name:40} {speed}   PyTorch {other:10.1f} us {other / mine:5.2f} x", flush=True)
     if arguments.json:
         arguments.json.write_text(json.dumps({"device": arguments.device, "rows": rows}, indent=1))
 

@@ -10,6 +10,7 @@ namespace xla_gpu {
 
 constexpr int kMaxTokensPerBlock = 128;
 constexpr int kSlotTableSize = 512;  // a power of two, 4 × the tokens: probes are short
+constexpr unsigned kSlotFilterBits = 16384;
 
 // value / scale, rounded to nearest and saturated.
 template <typename T>
@@ -31,13 +32,20 @@ struct LatestTokens {
   static constexpr unsigned long long kEmpty = ~0ull;
   unsigned long long slots[kSlotTableSize];
   int64_t tokens[kSlotTableSize];
+  uint32_t filter[kSlotFilterBits / 32];  // a bit for each slot of the table, modulo the number of bits
 
   __device__ void Insert(int64_t slot) {
     const auto key = static_cast<unsigned long long>(slot);
+    atomicOr(&filter[key % kSlotFilterBits / 32], 1u << (key % 32));
     for (unsigned i = SlotBucket(key);; i = (i + 1) % kSlotTableSize) {
       const unsigned long long found = atomicCAS(&slots[i], kEmpty, key);
       if (found == kEmpty || found == key) return;
     }
+  }
+  // False for nearly all slots that are not in the table, at a few instructions.
+  __device__ bool MayHave(int64_t slot) const {
+    const auto bit = static_cast<unsigned>(slot) % kSlotFilterBits;
+    return (filter[bit / 32] >> (bit % 32) & 1) != 0;
   }
   // The entry of `slot`, or -1.
   __device__ int Find(int64_t slot) const {
@@ -92,18 +100,28 @@ __device__ __forceinline__ void FindDestinations(const SlotOf& slot_of, int64_t 
     latest->slots[i] = LatestTokens::kEmpty;
     latest->tokens[i] = -1;
   }
+  for (int i = threadIdx.x; i < static_cast<int>(kSlotFilterBits / 32); i += kThreads) latest->filter[i] = 0;
   __syncthreads();
   for (int i = threadIdx.x; i < count; i += kThreads) {
     const int64_t slot = slot_of(first + i);
     if (slot >= 0 && slot < slots.cache_slots) latest->Insert(slot);
   }
   __syncthreads();
-#pragma unroll 4
-  for (int64_t token = first + threadIdx.x; token < slots.num_slots; token += kThreads) {
-    const int64_t slot = slot_of(token);
-    const int entry = slot >= 0 ? latest->Find(slot) : -1;
+  const auto note = [&](int64_t token, int64_t slot) {
+    if (slot < 0 || !latest->MayHave(slot)) return;
+    const int entry = latest->Find(slot);
     if (entry >= 0) atomicMax(reinterpret_cast<long long*>(&latest->tokens[entry]), static_cast<long long>(token));
+  };
+  constexpr int kTogether = 8;  // loads before the first result is looked at
+  int64_t token = first + threadIdx.x;
+  for (; token + (kTogether - 1) * kThreads < slots.num_slots; token += kTogether * kThreads) {
+    int64_t later[kTogether];
+#pragma unroll
+    for (int i = 0; i < kTogether; ++i) later[i] = slot_of(token + i * kThreads);
+#pragma unroll
+    for (int i = 0; i < kTogether; ++i) note(token + i * kThreads, later[i]);
   }
+  for (; token < slots.num_slots; token += kThreads) note(token, slot_of(token));
   __syncthreads();
   for (int i = threadIdx.x; i < count; i += kThreads) {
     const int64_t slot = slot_of(first + i);

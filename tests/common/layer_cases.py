@@ -266,5 +266,8 @@ def grid() -> list[tuple[str, tuple[dict[str, np.ndarray], dict]]]:
             for full in (False, True):
                 arrays = rotary_and_cache(case, norms=full, bias=full, rotary_dim=case.head_dim // 2 if full else None)
                 made.append(("rotary_and_cache", (arrays, {})))
+        # A CTA has several tokens.
+        case = cache_cases.CacheCase("layer-prompt", num_tokens=600, num_pages=40, dtype=dtype, head_dim=128, skipped=9)
+        made.append(("rotary_and_cache", (rotary_and_cache(case, norms=dtype != "float16"), {})))
         made += [("sample", (sampling(dtype, rows, vocab), {})) for rows, vocab in ((1, 7), (9, 1000), (2, 9001))]
     return made

@@ -51,9 +51,9 @@ def test_nothing(frontend, shape):
 @pytest.mark.frontends("eager", "eager-cuda")
 def test_bits_of_a_row_are_its_own(frontend, dtype):
     for size in (128, 4096):
-        arrays = layer_cases.rms_norm(dtype, (67, size), with_residual=True)
+        arrays = layer_cases.rms_norm(dtype, (600, size), with_residual=True)
         whole = frontend.call("rms_norm", arrays, eps=1e-6)
-        for rows in ([0], [66, 3, 3, 12], list(range(66, -1, -1))):
+        for rows in ([0], [66, 3, 3, 12], list(range(599, -1, -1))):
             part = {n: x if n == "weight" else x[rows] for n, x in arrays.items()}
             for g, w in zip(frontend.call("rms_norm", part, eps=1e-6), whole, strict=True):
                 compare.assert_bitwise_equal(g, w[rows], f"{frontend.name}: rows {rows[:4]} of {size}")

@@ -98,3 +98,46 @@ def test_bits_of_a_token_are_its_own(frontend):
     for rows in ([5], [89, 3, 44], list(range(40))):
         part = arrays | {n: arrays[n][rows] for n in ("qkv", "positions", "slot_mapping")}
         compare.assert_bitwise_equal(frontend.call("rotary_and_cache", part)[0], query[rows], frontend.name)
+
+
+# Of a prompt's tokens a CTA takes several. Head sizes of 16-byte vectors, of few lanes and many, and one without.
+LONG = [
+    ("f32-128", {"head_dim": 128}, {}),
+    ("bf16-64", {"head_dim": 64, "dtype": "bfloat16"}, {"interleaved": True}),
+    ("bf16-128", {"head_dim": 128, "dtype": "bfloat16", "slot_dtype": "int64", "num_slots": 1000}, {}),
+    ("bf16-256", {"head_dim": 256, "dtype": "bfloat16", "layout": "split"}, {"weight_offset": 1.0, "round_once": True}),
+    ("f16-80", {"head_dim": 80, "dtype": "float16"}, {}),
+    ("bf16-20", {"head_dim": 20, "dtype": "bfloat16"}, {"interleaved": True}),
+    ("e4m3-128", {"head_dim": 128, "dtype": "bfloat16", "cache_dtype": "float8_e4m3fn", "scales": "per_head"}, {}),
+    ("e5m2-256", {"head_dim": 256, "dtype": "float16", "cache_dtype": "float8_e5m2", "scales": "one"}, {}),
+]
+
+
+@pytest.mark.parametrize("given, options", [case[1:] for case in LONG], ids=[case[0] for case in LONG])
+@EAGER
+def test_prompts(frontend, given, options):
+    case = cache_cases.CacheCase(f"rotary-long-{given}", num_tokens=1300, num_pages=90, skipped=30, **given)
+    rotary_dim = {80: 32, 20: 12}.get(case.head_dim)
+    arrays = layer_cases.rotary_and_cache(case, norms=True, bias=True, rotary_dim=rotary_dim)
+    whole = frontend.call("rotary_and_cache", arrays, **options)
+    if case.dtype == "float32":  # else some of so many normed elements are rounded to the other side
+        layer_cases.assert_rotated(arrays, options, whole, frontend.name)
+    plain = layer_cases.rotary_and_cache(case, rotary_dim=rotary_dim)
+    layer_cases.assert_rotated(plain, options, frontend.call("rotary_and_cache", plain, **options), frontend.name)
+    # A token alone, as a decode step has it, and behind other tokens.
+    for rows in ([700], list(range(900, 1000)), list(range(650, 0, -1))):
+        part = arrays | {n: arrays[n][rows] for n in ("qkv", "positions")}
+        part["slot_mapping"] = arrays["slot_mapping"][[row for row in rows if row < len(arrays["slot_mapping"])]]
+        compare.assert_bitwise_equal(
+            frontend.call("rotary_and_cache", part, **options)[0], whole[0][rows], f"{frontend.name}: {rows[0]}"
+        )
+
+
+@pytest.mark.parametrize("named", [3, 700, 1400])
+@EAGER
+def test_duplicate_slots_of_prompts(frontend, named):
+    """Tokens of the same CTA name a slot, and tokens of others."""
+    case = cache_cases.CacheCase(f"rotary-duplicates-{named}", num_tokens=1500, num_pages=94, skipped=0, head_dim=16)
+    arrays = layer_cases.rotary_and_cache(case)
+    arrays["slot_mapping"][:] = np.resize(np.random.default_rng(named).permutation(1500)[:named], 1500)
+    layer_cases.assert_rotated(arrays, {}, frontend.call("rotary_and_cache", arrays), frontend.name)

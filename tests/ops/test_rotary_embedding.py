@@ -22,11 +22,13 @@ def test_values(frontend, dtype, interleaved):
 @pytest.mark.parametrize("dtype", cases.FLOATS)
 @EAGER
 def test_sizes(frontend, dtype):
-    for sizes in ((0, 2, 1, 8), (3, 1, 1, 1, 0), (5, 4, 4, 128), (2, 3, 1, 257, 256), (300, 32, 8, 64, 64)):
+    small = (0, 2, 1, 8), (3, 1, 1, 1, 0), (5, 4, 4, 128), (9, 3, 2, 80, 32)
+    for sizes in (*small, (2, 3, 1, 257, 256), (300, 32, 8, 64, 64)):
         arrays = layer_cases.rotary(dtype, *sizes)
-        got = frontend.call("rotary_embedding", arrays)
-        for g, w in zip(got, reference.rotary_embedding(**arrays), strict=True):
-            compare.assert_norm(g, w, f"{frontend.name} {sizes}", floor=1e-6)
+        for interleaved in (False, True):
+            got = frontend.call("rotary_embedding", arrays, interleaved=interleaved)
+            for g, w in zip(got, reference.rotary_embedding(**arrays, interleaved=interleaved), strict=True):
+                compare.assert_norm(g, w, f"{frontend.name} {sizes}", floor=1e-6)
 
 
 def test_is_the_rotation_of_transformers():

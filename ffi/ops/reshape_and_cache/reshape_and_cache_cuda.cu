@@ -13,6 +13,7 @@
 #include "ffi/device/aligned_vector.h"
 #include "ffi/device/cache_slots.cuh"
 #include "ffi/device/dispatch.cuh"
+#include "ffi/device/fast_divisor.h"
 #include "ffi/ops/reshape_and_cache/reshape_and_cache.h"
 
 namespace xla_gpu {
@@ -20,64 +21,89 @@ namespace {
 
 constexpr int kReshapeThreads = 256;
 constexpr int64_t kWantedReshapeBlocks = 512;
+constexpr int kReshapeTogether = 4;  // vectors of a thread that are loaded before the first is stored
 
 // How elements are stored. kBits: as they are, in a cache of the same dtype. kFloat8: divided by a scale, saturated;
 // the cache's format is a parameter, so that one kernel serves both.
 enum class Storage { kBits, kFloat8 };
 
-// Slot: int32_t or int64_t. Not a parameter: the search reads slots, and a choice at each took 2 % of the time.
-template <typename T, Storage kStorage, typename Slot, int kVec>
+template <typename T, Storage kStorage, int kVec>
 __global__ void __launch_bounds__(kReshapeThreads)
-    ReshapeAndCacheKernel(const ReshapeAndCacheParams params, int tokens_per_block) {
+    ReshapeAndCacheKernel(const __grid_constant__ ReshapeAndCacheParams params, int tokens_per_block,
+                          FastDivisor by_vectors_per_row, FastDivisor by_vectors_per_head) {
   __shared__ LatestTokens latest;
   __shared__ int64_t destinations[kMaxTokensPerBlock];  // element offset of the token's slot; -1: nothing to store
 
-  const Slot* const slot_mapping = static_cast<const Slot*>(params.slot_mapping);  // [num_slots]
-  const auto slot_of = [slot_mapping](int64_t token) -> int64_t { return slot_mapping[token]; };
+  const auto slot_of = [&params](int64_t token) -> int64_t {
+    return params.slots_are_64_bit ? static_cast<const int64_t*>(params.slot_mapping)[token]
+                                   : static_cast<const int32_t*>(params.slot_mapping)[token];
+  };
   const int64_t first = static_cast<int64_t>(blockIdx.x) * tokens_per_block;
   const int count = static_cast<int>(min(static_cast<int64_t>(tokens_per_block), params.num_slots - first));
-  FindDestinations<kReshapeThreads>(
-      slot_of, first, count,
-      {params.num_slots, params.num_pages * params.page_size, params.page_size, params.page_stride, params.slot_stride},
-      &latest, destinations);
+  const CacheSlots slots = {params.num_slots, params.num_pages * params.page_size, params.page_size, params.page_stride,
+                            params.slot_stride};
+  if (tokens_per_block == 1) {
+    const int64_t destination = FindDestination<kReshapeThreads>(slot_of, first, slots);
+    if (threadIdx.x == 0) destinations[0] = destination;
+    __syncthreads();
+  } else {
+    FindDestinations<kReshapeThreads>(slot_of, first, count, slots, &latest, destinations);
+  }
 
   // The block's tokens × {K, V} × vectors of kVec elements.
   using C = std::conditional_t<kStorage == Storage::kBits, T, uint8_t>;
   using Source = AlignedVector<T, kVec>;
   using Stored = AlignedVector<C, kVec>;
-  const auto vectors_per_head = static_cast<unsigned>(params.head_dim / kVec);
-  const auto vectors_per_row = static_cast<unsigned>(params.num_kv_heads) * vectors_per_head;
+  const unsigned vectors_per_head = by_vectors_per_head.divisor;
+  const unsigned vectors_per_row = by_vectors_per_row.divisor;
   const Source* const key = static_cast<const Source*>(params.key) + first * vectors_per_row;
   const Source* const value = static_cast<const Source*>(params.value) + first * vectors_per_row;
-#pragma unroll 2
-  for (unsigned i = threadIdx.x; i < count * 2 * vectors_per_row; i += kReshapeThreads) {
-    const unsigned row = i / vectors_per_row;
+  // Element offset in the cache of vector i, or -1; its head and its place among the vectors of K or V.
+  const auto find = [&](unsigned i, int64_t* source, unsigned* head, bool* is_value) -> int64_t {
+    const unsigned row = by_vectors_per_row.Divide(i);
     const unsigned vector = i - row * vectors_per_row;
-    const unsigned token = row / 2;
-    const bool is_value = row % 2 != 0;
-    const int64_t destination = destinations[token];
-    if (destination < 0) continue;
-    const unsigned head = vector / vectors_per_head;
-    const unsigned vector_of_head = vector - head * vectors_per_head;
-    const Source source = (is_value ? value : key)[static_cast<int64_t>(token) * vectors_per_row + vector];
-    Stored stored;
-    if constexpr (kStorage == Storage::kBits) {
-      stored = source;
-    } else {
-      const float scale = (is_value ? params.v_scale : params.k_scale)[params.scale_per_head ? head : 0];
-      const auto store = [&](__nv_fp8_interpretation_t format) {
+    *head = by_vectors_per_head.Divide(vector);
+    *is_value = row % 2 != 0;
+    *source = static_cast<int64_t>(row / 2) * vectors_per_row + vector;
+    const int64_t destination = destinations[row / 2];
+    if (destination < 0) return -1;
+    return destination + *head * params.head_stride + static_cast<int64_t>(vector - *head * vectors_per_head) * kVec;
+  };
+  const unsigned end = count * 2 * vectors_per_row;
+  for (unsigned i = threadIdx.x; i < end; i += kReshapeTogether * kReshapeThreads) {
+    // All loads before the stores, which might write what the loads read as far as the compiler knows.
+    Source loaded[kReshapeTogether];
+    int64_t at[kReshapeTogether];
+    unsigned head[kReshapeTogether];
+    bool is_value[kReshapeTogether];
 #pragma unroll
-        for (int j = 0; j < kVec; ++j) stored.values[j] = ToFloat8(source.values[j], scale, format);
-      };
-      if (params.cache_dtype == DType::kF8E4M3FN) {
-        store(__NV_E4M3);
-      } else {
-        store(__NV_E5M2);
-      }
+    for (int k = 0; k < kReshapeTogether; ++k) {
+      at[k] = -1;
+      if (i + k * kReshapeThreads >= end) continue;
+      int64_t source;
+      at[k] = find(i + k * kReshapeThreads, &source, &head[k], &is_value[k]);
+      if (at[k] >= 0) loaded[k] = (is_value[k] ? value : key)[source];
     }
-    C* const cache = static_cast<C*>(is_value ? params.v_cache : params.k_cache);
-    C* const target = cache + destination + head * params.head_stride + static_cast<int64_t>(vector_of_head) * kVec;
-    *reinterpret_cast<Stored*>(target) = stored;
+#pragma unroll
+    for (int k = 0; k < kReshapeTogether; ++k) {
+      if (at[k] < 0) continue;
+      Stored stored;
+      if constexpr (kStorage == Storage::kBits) {
+        stored = loaded[k];
+      } else {
+        const float scale = (is_value[k] ? params.v_scale : params.k_scale)[params.scale_per_head ? head[k] : 0];
+        const auto store = [&](__nv_fp8_interpretation_t format) {
+#pragma unroll
+          for (int j = 0; j < kVec; ++j) stored.values[j] = ToFloat8(loaded[k].values[j], scale, format);
+        };
+        if (params.cache_dtype == DType::kF8E4M3FN) {
+          store(__NV_E4M3);
+        } else {
+          store(__NV_E5M2);
+        }
+      }
+      *reinterpret_cast<Stored*>(static_cast<C*>(is_value[k] ? params.v_cache : params.k_cache) + at[k]) = stored;
+    }
   }
 }
 
@@ -90,7 +116,7 @@ bool IsAligned(const ReshapeAndCacheParams& params, int vec) {
          elements % vec == 0;
 }
 
-template <typename T, Storage kStorage, typename Slot>
+template <typename T, Storage kStorage>
 Status LaunchTyped(const ReshapeAndCacheParams& params, Stream stream) {
   constexpr int kVec = 16 / sizeof(T);
   int64_t tokens_per_block = (params.num_slots + kWantedReshapeBlocks - 1) / kWantedReshapeBlocks;
@@ -103,18 +129,14 @@ Status LaunchTyped(const ReshapeAndCacheParams& params, Stream stream) {
     return Status::InvalidArgument(
         "reshape_and_cache: key: expected fewer than 2^31 elements in a token and 2^38 tokens");
   }
-  const auto kernel = IsAligned(params, kVec) ? ReshapeAndCacheKernel<T, kStorage, Slot, kVec>
-                                              : ReshapeAndCacheKernel<T, kStorage, Slot, 1>;
+  const bool aligned = IsAligned(params, kVec);
+  const int64_t vectors_per_head = params.head_dim / (aligned ? kVec : 1);
+  const auto kernel = aligned ? ReshapeAndCacheKernel<T, kStorage, kVec> : ReshapeAndCacheKernel<T, kStorage, 1>;
   kernel<<<static_cast<unsigned>(blocks), kReshapeThreads, /*shared_mem=*/0, stream>>>(
-      params, static_cast<int>(tokens_per_block));
+      params, static_cast<int>(tokens_per_block), FastDivisor::Make(params.num_kv_heads * vectors_per_head),
+      FastDivisor::Make(vectors_per_head));
   XLA_GPU_RETURN_IF_LAUNCH_FAILED();
   return Status::Ok();
-}
-
-template <typename T, Storage kStorage>
-Status LaunchSlots(const ReshapeAndCacheParams& params, Stream stream) {
-  return params.slots_are_64_bit ? LaunchTyped<T, kStorage, int64_t>(params, stream)
-                                 : LaunchTyped<T, kStorage, int32_t>(params, stream);
 }
 
 template <typename T>
@@ -122,12 +144,12 @@ Status LaunchCache(const ReshapeAndCacheParams& params, Stream stream) {
   if (params.cache_dtype == params.dtype) {
     // Only the bits matter, so one kernel serves all types of a size.
     using Bits = std::conditional_t<sizeof(T) == 2, uint16_t, uint32_t>;
-    return LaunchSlots<Bits, Storage::kBits>(params, stream);
+    return LaunchTyped<Bits, Storage::kBits>(params, stream);
   }
   if (params.k_scale == nullptr || params.v_scale == nullptr) {
     return Status::InvalidArgument("reshape_and_cache: k_scale, v_scale: expected with a float8 kv_cache, got none");
   }
-  if (IsFloat8(params.cache_dtype)) return LaunchSlots<T, Storage::kFloat8>(params, stream);
+  if (IsFloat8(params.cache_dtype)) return LaunchTyped<T, Storage::kFloat8>(params, stream);
   return Status::InvalidArgument("reshape_and_cache: kv_cache: expected the dtype of key or a float8 one, got another");
 }
 

@@ -1,5 +1,5 @@
-// rotary_embedding and rotary_and_cache on a GPU: limited by the bandwidth for the heads. A warp takes a head of a
-// token.
+// rotary_embedding and rotary_and_cache on a GPU: limited by the bandwidth for the heads. A few lanes take a head of a
+// token, 32 bytes of it each.
 #include <algorithm>
 #include <cstdint>
 
@@ -7,62 +7,28 @@
 #include "ffi/device/cache_slots.cuh"
 #include "ffi/device/dependent_launch.cuh"
 #include "ffi/device/dispatch.cuh"
+#include "ffi/device/fast_divisor.h"
 #include "ffi/device/launch.cuh"
-#include "ffi/device/rms_norm.cuh"
+#include "ffi/device/vector.cuh"
+#include "ffi/ops/rotary_embedding/head_units.cuh"
 #include "ffi/ops/rotary_embedding/rotary_embedding.h"
 
 namespace xla_gpu {
 namespace {
 
 constexpr int kRotaryThreads = 256;
-constexpr int kRotaryWarps = kRotaryThreads / 32;
+constexpr int kRotaryCtas = 4;  // of an SM
 constexpr int64_t kWantedRotaryBlocks = 512;
 
-// Turns a head of a token at `position`: load(i) and store(i, value) see its elements, each of them in one lane.
-template <typename T, typename Load, typename Store>
-__device__ __forceinline__ void RotateHead(const Rotation& rotation, int64_t position, int64_t head_dim,
-                                           const Load& load, const Store& store) {
-  const int lane = threadIdx.x % 32;
-  const bool in_table = position >= 0 && position < rotation.max_positions;
-  const float2* const turns =
-      reinterpret_cast<const float2*>(rotation.table) + (in_table ? position : 0) * rotation.half;
-  // All loads of two turns before their stores, which might write what the loads read as far as the compiler knows.
-  constexpr int kTogether = 2;
-  for (int64_t start = lane; start < rotation.half; start += kTogether * 32) {
-    float a[kTogether], b[kTogether];
-    float2 turn[kTogether];
-#pragma unroll
-    for (int t = 0; t < kTogether; ++t) {
-      const int64_t i = start + t * 32;
-      if (i >= rotation.half) continue;
-      const float nan = __int_as_float(0x7fc00000);
-      turn[t] = in_table ? turns[i] : make_float2(nan, nan);
-      a[t] = static_cast<float>(load(rotation.interleaved ? 2 * i : i));
-      b[t] = static_cast<float>(load(rotation.interleaved ? 2 * i + 1 : i + rotation.half));
-    }
-#pragma unroll
-    for (int t = 0; t < kTogether; ++t) {
-      const int64_t i = start + t * 32;
-      if (i >= rotation.half) continue;
-      // Not fused: in float32 these are the bits of models that round between product and sum.
-      store(rotation.interleaved ? 2 * i : i,
-            static_cast<T>(__fsub_rn(__fmul_rn(a[t], turn[t].x), __fmul_rn(b[t], turn[t].y))));
-      store(rotation.interleaved ? 2 * i + 1 : i + rotation.half,
-            static_cast<T>(__fadd_rn(__fmul_rn(b[t], turn[t].x), __fmul_rn(a[t], turn[t].y))));
-    }
-  }
-  for (int64_t i = 2 * rotation.half + lane; i < head_dim; i += 32) {
-    store(i, in_table ? load(i) : static_cast<T>(__int_as_float(0x7fc00000)));
-  }
-}
-
-template <typename T>
+template <typename T, int kVec>
 __global__ void __launch_bounds__(kRotaryThreads)
-    RotaryEmbeddingKernel(const __grid_constant__ RotaryEmbeddingParams p) {
+    RotaryEmbeddingKernel(const __grid_constant__ RotaryEmbeddingParams p, const HeadUnits h) {
   const int64_t heads = p.num_heads + p.num_kv_heads;
   const int64_t rows = p.num_tokens * heads;
-  for (int64_t row = static_cast<int64_t>(blockIdx.x) * kRotaryWarps + threadIdx.x / 32; row < rows;
-       row += static_cast<int64_t>(gridDim.x) * kRotaryWarps) {
+  const int groups = kRotaryThreads >> h.lane_bits;
+  const int lane = static_cast<int>(threadIdx.x) & ((1 << h.lane_bits) - 1);
+  for (int64_t row = static_cast<int64_t>(blockIdx.x) * groups + (threadIdx.x >> h.lane_bits); row < rows;
+       row += static_cast<int64_t>(gridDim.x) * groups) {
     const int64_t token = row / heads;
     const int64_t head = row - token * heads;
     const bool is_query = head < p.num_heads;
@@ -70,134 +36,276 @@ __global__ void __launch_bounds__(kRotaryThreads)
         (is_query ? token * p.num_heads + head : token * p.num_kv_heads + head - p.num_heads) * p.head_dim;
     const T* const from = static_cast<const T*>(is_query ? p.query : p.key) + at;
     T* const to = static_cast<T*>(is_query ? p.query_out : p.key_out) + at;
-    RotateHead<T>(
-        p.rotation, p.rotation.positions[token], p.head_dim, [&](int64_t i) { return from[i]; },
-        [&](int64_t i, T value) { to[i] = value; });
+    for (int unit = lane; unit < h.units; unit += 1 << h.lane_bits) {
+      HeadUnit<T, kVec> values;
+      UnitTurns<kVec> angle;
+      values.Load(from, h, unit);
+      angle.Load(p.rotation, p.rotation.positions[token], h, unit);
+      TurnUnit(angle, h, unit, &values);
+      values.Store(to, h, unit);
+    }
   }
 }
 
-// Elements of K or V of one head in the cache.
-template <typename T>
+// K or V of one head in the cache.
 struct CacheRow {
   void* cache;
   int64_t at;  // element
   DType dtype;
   float scale;
 
-  __device__ __forceinline__ void Store(int64_t i, T value) const {
-    if (dtype == DType::kF8E4M3FN) {
-      static_cast<uint8_t*>(cache)[at + i] = ToFloat8(value, scale, __NV_E4M3);
-    } else if (dtype == DType::kF8E5M2) {
-      static_cast<uint8_t*>(cache)[at + i] = ToFloat8(value, scale, __NV_E5M2);
-    } else {
-      static_cast<T*>(cache)[at + i] = value;
+  template <typename T, int kVec>
+  __device__ __forceinline__ void Store(const HeadUnit<T, kVec>& values, const HeadUnits& h, int unit) const {
+    if (!IsFloat8(dtype)) {
+      values.Store(static_cast<T*>(cache) + at, h, unit);
+      return;
     }
+    HeadUnit<uint8_t, kVec> stored;
+    const auto convert = [&](__nv_fp8_interpretation_t format) {
+#pragma unroll
+      for (int j = 0; j < kVec; ++j) {
+        stored.first.values[j] = ToFloat8(values.first.values[j], scale, format);
+        stored.second.values[j] = ToFloat8(values.second.values[j], scale, format);
+      }
+    };
+    if (dtype == DType::kF8E4M3FN) {
+      convert(__NV_E4M3);
+    } else {
+      convert(__NV_E5M2);
+    }
+    stored.Store(static_cast<uint8_t*>(cache) + at, h, unit);
   }
 };
 
-// A CTA takes `tokens_per_block` tokens, and of those every gridDim.y-th head.
-template <typename T>
-__global__ void __launch_bounds__(kRotaryThreads)
-    RotaryAndCacheKernel(const __grid_constant__ RotaryAndCacheParams p, int tokens_per_block) {
+// Which tokens and heads a CTA takes. Few tokens, as a decode step has: one, and heads_per_block of its heads. Many: a
+// CTA takes the query of several tokens, or the keys and values, and only these look for slots.
+struct RotaryGrid {
+  bool one_token;
+  int heads_per_block;      // of one token
+  int kv_blocks;            // of many: the first so many CTAs take keys and values
+  int tokens_per_block[2];  // of a CTA with queries, with keys and values
+  FastDivisor heads_of_token[2];
+};
+
+// kVec > 1: a lane holds at most one unit. The norms of heads add in the order that `summed` says, which depends on
+// sizes alone and not on what is aligned.
+template <typename T, int kVec>
+__global__ void __launch_bounds__(kRotaryThreads, kRotaryCtas)
+    RotaryAndCacheKernel(const __grid_constant__ RotaryAndCacheParams p, const HeadUnits h, const HeadUnits summed,
+                         const __grid_constant__ RotaryGrid grid) {
+  using Unit = HeadUnit<T, kVec>;
   __shared__ LatestTokens latest;
   __shared__ int64_t destinations[kMaxTokensPerBlock];  // element offset of the token's slot; -1: nothing to store
-  const int lane = threadIdx.x % 32;
-  const int64_t first = static_cast<int64_t>(blockIdx.x) * tokens_per_block;
+  __shared__ int32_t positions[kMaxTokensPerBlock];
+  const int num_heads = static_cast<int>(p.num_heads), num_kv_heads = static_cast<int>(p.num_kv_heads);
+  const int heads = num_heads + 2 * num_kv_heads;
+  // ---- what this CTA takes
+  const bool takes_kv = static_cast<int>(blockIdx.x) < grid.kv_blocks;  // of many tokens
+  const int tokens_per_block = grid.tokens_per_block[takes_kv];
+  const int64_t first = (blockIdx.x - (takes_kv ? 0 : static_cast<int64_t>(grid.kv_blocks))) * tokens_per_block;
   const int count = static_cast<int>(min(static_cast<int64_t>(tokens_per_block), p.num_tokens - first));
+  const int first_head = grid.one_token ? static_cast<int>(blockIdx.y) * grid.heads_per_block
+                         : takes_kv     ? num_heads
+                                        : 0;
+  const int end_head = grid.one_token ? min(first_head + grid.heads_per_block, heads) : takes_kv ? heads : num_heads;
+  const FastDivisor heads_of_token = grid.heads_of_token[takes_kv];
+  // ---- where it stores
   const int with_slot = static_cast<int>(max(min(static_cast<int64_t>(count), p.num_slots - first), int64_t{0}));
   const auto slot_of = [&](int64_t token) {
     return p.slots_are_64_bit ? static_cast<const int64_t*>(p.slot_mapping)[token]
                               : static_cast<int64_t>(static_cast<const int32_t*>(p.slot_mapping)[token]);
   };
   const CacheSlots slots = {p.num_slots, p.num_pages * p.page_size, p.page_size, p.page_stride, p.slot_stride};
-  // A decode step's tokens have a CTA or more each, and wait for one load after the other.
-  const bool single = tokens_per_block == 1;
-  int64_t single_destination = -1, single_position = 0;
-  if (single) {
-    single_position = p.rotation.positions[first];
-    single_destination = FindDestination<kRotaryThreads>(slot_of, first, slots);
+  int64_t own_destination = -1, own_position = 0;  // of one token
+  if (grid.one_token) {
+    own_position = p.rotation.positions[first];
+    PrefetchTurns(p.rotation, own_position);
+    if (end_head > num_heads) own_destination = FindDestination<kRotaryThreads>(slot_of, first, slots);
   } else {
-    FindDestinations<kRotaryThreads>(slot_of, first, with_slot, slots, &latest, destinations);
+    for (int i = threadIdx.x; i < count; i += kRotaryThreads) positions[i] = p.rotation.positions[first + i];
+    if (takes_kv) {
+      FindDestinations<kRotaryThreads>(slot_of, first, with_slot, slots, &latest, destinations);
+    } else {
+      __syncthreads();
+    }
   }
-  // What stands above has read slots and positions, operands of every call with this kernel.
+  // What stands above has read slots, positions and the table, operands of every call with this kernel.
   AllowDependentLaunch();
   WaitForPreviousKernel();
 
-  const int heads = static_cast<int>(p.num_heads + 2 * p.num_kv_heads);
-  const int group = static_cast<int>(gridDim.y);
-  const int heads_here = (heads - static_cast<int>(blockIdx.y) + group - 1) / group;
-  for (int item = threadIdx.x / 32; item < count * heads_here; item += kRotaryWarps) {
-    const int index = single ? 0 : item / heads_here;
-    const int head = (item - index * heads_here) * group + static_cast<int>(blockIdx.y);
+  const int lanes = 1 << h.lane_bits;
+  const int lane = static_cast<int>(threadIdx.x) & (lanes - 1);
+  const int items = count * (end_head - first_head);
+  const int step = kRotaryThreads >> h.lane_bits;
+  const T* const qkv = static_cast<const T*>(p.qkv) + first * heads * p.head_dim;
+  // The lane's unit of the next item, which is loaded while this one is turned and stored.
+  [[maybe_unused]] uint4 next[2] = {};
+  const auto fetch = [&](int item) {
+    if (kVec == 1 || item >= items || lane >= h.units) return;
+    const int index = static_cast<int>(heads_of_token.Divide(item));
+    const int head = first_head + item - index * static_cast<int>(heads_of_token.divisor);
+    const T* const from = qkv + (static_cast<int64_t>(index) * heads + head) * p.head_dim;
+    next[0] = *reinterpret_cast<const uint4*>(from + h.First(lane));
+    next[1] = *reinterpret_cast<const uint4*>(from + h.Second(lane));
+  };
+  int item = static_cast<int>(threadIdx.x) >> h.lane_bits;
+  fetch(item);
+  for (; item < items; item += step) {
+    Unit values = {};
+    if constexpr (kVec > 1) {
+      KeepWhole(&next[0]);
+      KeepWhole(&next[1]);
+      values.first = *reinterpret_cast<const typename Unit::V*>(&next[0]);
+      values.second = *reinterpret_cast<const typename Unit::V*>(&next[1]);
+      fetch(item + step);
+    }
+    const int index = static_cast<int>(heads_of_token.Divide(item));
+    const int head = first_head + item - index * static_cast<int>(heads_of_token.divisor);
     const int64_t token = first + index;
-    const bool is_query = head < p.num_heads, is_value = head >= p.num_heads + p.num_kv_heads;
-    const int64_t destination = single ? single_destination : index < with_slot ? destinations[index] : -1;
-    const int64_t position = single ? single_position : p.rotation.positions[token];
-    if (!is_query && destination < 0) continue;
-    const T* const from = static_cast<const T*>(p.qkv) + (token * heads + head) * p.head_dim;
+    const bool is_query = head < num_heads, is_value = head >= num_heads + num_kv_heads;
+    const int64_t destination = is_query            ? 0
+                                : grid.one_token    ? own_destination
+                                : index < with_slot ? destinations[index]
+                                                    : -1;
+    if (destination < 0) continue;
+    const T* const from = qkv + (static_cast<int64_t>(index) * heads + head) * p.head_dim;
     const T* const bias = static_cast<const T*>(p.bias) + static_cast<int64_t>(head) * p.head_dim;
-    const auto load = [&](int64_t i) {
-      return p.bias == nullptr ? from[i] : static_cast<T>(static_cast<float>(from[i]) + static_cast<float>(bias[i]));
+    const auto add_bias = [&](int unit) {
+      if (p.bias == nullptr) return;
+      Unit added;
+      added.Load(bias, h, unit);
+      values.Add(added);
     };
-    // ---- where the head goes
-    const int kv_head = is_query ? 0 : (head - static_cast<int>(p.num_heads)) % static_cast<int>(p.num_kv_heads);
-    const float* const scales = is_value ? p.v_scale : p.k_scale;
-    const CacheRow<T> row = {is_value ? p.v_cache : p.k_cache, destination + kv_head * p.head_stride, p.cache_dtype,
-                             scales == nullptr ? 1.0f : scales[p.scale_per_head ? kv_head : 0]};
-    T* const query = static_cast<T*>(p.query_out) + (token * p.num_heads + head) * p.head_dim;
-    const auto store = [&](int64_t i, T value) {
-      if (is_query) {
-        query[i] = value;
+    if (kVec > 1 && lane < h.units) add_bias(lane);
+    // ---- norm
+    const T* const weight = is_value ? nullptr : static_cast<const T*>(is_query ? p.q_norm_weight : p.k_norm_weight);
+    float scale = 0.0f;
+    if (weight != nullptr) {
+      float squares = 0.0f;
+      if constexpr (kVec > 1) {
+        values.AddSquares(&squares);
       } else {
-        row.Store(i, value);
+        const auto element = [&](int i) {
+          if (i >= h.head_dim) return 0.0f;
+          const float value = static_cast<float>(from[i]);
+          return p.bias == nullptr ? value : static_cast<float>(static_cast<T>(value + static_cast<float>(bias[i])));
+        };
+        for (int unit = lane; unit < summed.units; unit += lanes) {
+          for (int j = 0; j < summed.vec; ++j) {
+            const float a = element(summed.First(unit) + j), b = element(summed.Second(unit) + j);
+            squares += a * a + b * b;
+          }
+        }
       }
-    };
-    if (is_value) {
-      for (int64_t i = lane; i < p.head_dim; i += 32) store(i, load(i));
-      continue;
+      // The warp's other heads may have ended.
+      const unsigned mask = (~0u >> (32 - lanes)) << (threadIdx.x % 32 - lane);
+      for (int offset = lanes / 2; offset > 0; offset /= 2) squares += __shfl_xor_sync(mask, squares, offset);
+      scale = RmsNormScale(squares, p.head_dim, p.norm_eps);
     }
-    const T* const weight = static_cast<const T*>(is_query ? p.q_norm_weight : p.k_norm_weight);
-    if (weight == nullptr) {
-      RotateHead<T>(p.rotation, position, p.head_dim, load, store);
-      continue;
+    // ---- where the head goes
+    const int kv_head = is_query ? 0 : head - num_heads - (is_value ? num_kv_heads : 0);
+    const float* const scales = is_value ? p.v_scale : p.k_scale;
+    const CacheRow row = {is_value ? p.v_cache : p.k_cache, destination + kv_head * p.head_stride, p.cache_dtype,
+                          is_query || scales == nullptr ? 1.0f : scales[p.scale_per_head ? kv_head : 0]};
+    T* const query = static_cast<T*>(p.query_out) + (token * num_heads + head) * p.head_dim;
+    for (int unit = lane; unit < h.units; unit += lanes) {
+      if constexpr (kVec == 1) {
+        values.Load(from, h, unit);
+        add_bias(unit);
+      }
+      if (weight != nullptr) {
+        Unit factor;
+        factor.Load(weight, h, unit);
+        values.Norm(scale, factor, {p.weight_offset, p.round_once});
+      }
+      if (!is_value) {
+        UnitTurns<kVec> angle;
+        angle.Load(p.rotation, grid.one_token ? own_position : positions[index], h, unit);
+        TurnUnit(angle, h, unit, &values);
+      }
+      if (is_query) {
+        values.Store(query, h, unit);
+      } else {
+        row.Store(values, h, unit);
+      }
+      if constexpr (kVec > 1) break;
     }
-    float squares = 0.0f;
-    for (int64_t i = lane; i < p.head_dim; i += 32) {
-      const float value = static_cast<float>(load(i));
-      squares += value * value;
-    }
-    const float scale = RmsNormScale(WarpSum(squares), p.head_dim, p.norm_eps);
-    const RmsNormWeight how = {p.weight_offset, p.round_once};
-    RotateHead<T>(
-        p.rotation, position, p.head_dim, [&](int64_t i) { return RmsNormElement(load(i), scale, weight[i], how); },
-        store);
   }
 }
 
-template <typename T>
-Status Embed(const RotaryEmbeddingParams& p, Stream stream) {
+// Whether each of the addresses and strides, in bytes, is a multiple of 16.
+template <typename... Addresses>
+bool AreMultiplesOf16(Addresses... addresses) {
+  return ((... | reinterpret_cast<uintptr_t>(addresses)) % 16) == 0;
+}
+
+template <typename T, int kVec>
+Status EmbedVectors(const RotaryEmbeddingParams& p, Stream stream) {
+  const HeadUnits h = HeadUnits::Make(p.rotation, p.head_dim, kVec);
   const int64_t rows = p.num_tokens * (p.num_heads + p.num_kv_heads);
-  const auto blocks = static_cast<unsigned>(std::min<int64_t>((rows + kRotaryWarps - 1) / kRotaryWarps, 1 << 16));
-  RotaryEmbeddingKernel<T><<<blocks, kRotaryThreads, /*shared_mem=*/0, stream>>>(p);
+  const int64_t groups = kRotaryThreads >> h.lane_bits;
+  const auto blocks = static_cast<unsigned>(std::min<int64_t>((rows + groups - 1) / groups, 1 << 16));
+  RotaryEmbeddingKernel<T, kVec><<<blocks, kRotaryThreads, /*shared_mem=*/0, stream>>>(p, h);
   XLA_GPU_RETURN_IF_LAUNCH_FAILED();
   return Status::Ok();
 }
 
 template <typename T>
-Status Store(const RotaryAndCacheParams& p, Stream stream, LaunchOrder order) {
-  const int64_t heads = p.num_heads + 2 * p.num_kv_heads;
-  int64_t tokens =
-      std::min<int64_t>((p.num_tokens + kWantedRotaryBlocks - 1) / kWantedRotaryBlocks, kMaxTokensPerBlock);
-  const int64_t blocks = (p.num_tokens + tokens - 1) / tokens;
-  if (heads >= int64_t{1} << 23 || blocks >= int64_t{1} << 31) {
-    return Status::InvalidArgument("rotary_and_cache: qkv: expected fewer than 2^23 heads and 2^38 tokens");
+Status Embed(const RotaryEmbeddingParams& p, Stream stream) {
+  if (p.head_dim >= int64_t{1} << 31) {
+    return Status::InvalidArgument("rotary_embedding: query: expected fewer than 2^31 elements in a head");
   }
-  // Few tokens: their heads over several CTAs.
-  const int64_t groups =
-      std::clamp<int64_t>(kWantedRotaryBlocks / blocks, 1, (heads + kRotaryWarps - 1) / kRotaryWarps);
-  const dim3 grid(static_cast<unsigned>(blocks), static_cast<unsigned>(std::min<int64_t>(groups, 65535)));
-  return LaunchKernel(RotaryAndCacheKernel<T>, grid, dim3(kRotaryThreads), /*shared_bytes=*/0, stream, order, p,
-                      static_cast<int>(tokens));
+  const bool vectors = HeadUnits::Fits(p.rotation, p.head_dim, kRotaryVector<T>) &&
+                       AreMultiplesOf16(p.query, p.key, p.query_out, p.key_out, p.rotation.table);
+  return vectors ? EmbedVectors<T, kRotaryVector<T>>(p, stream) : EmbedVectors<T, 1>(p, stream);
+}
+
+template <typename T, int kVec>
+Status StoreVectors(const RotaryAndCacheParams& p, Stream stream, LaunchOrder order) {
+  const HeadUnits h = HeadUnits::Make(p.rotation, p.head_dim, kVec);
+  const bool fits = HeadUnits::Fits(p.rotation, p.head_dim, kRotaryVector<T>);
+  const HeadUnits summed = HeadUnits::Make(p.rotation, p.head_dim, fits ? kRotaryVector<T> : 1);
+  const int64_t kv_heads = 2 * p.num_kv_heads, heads = p.num_heads + kv_heads;
+  if (heads >= int64_t{1} << 23 || p.num_tokens >= int64_t{1} << 36) {
+    return Status::InvalidArgument("rotary_and_cache: qkv: expected fewer than 2^23 heads and 2^36 tokens");
+  }
+  RotaryGrid grid = {p.num_tokens <= kWantedRotaryBlocks, 0, 0, {1, 1}, {}};
+  dim3 blocks;
+  if (grid.one_token) {
+    const int64_t heads_at_once = kRotaryThreads >> h.lane_bits;
+    const int64_t wanted = std::min<int64_t>(kWantedRotaryBlocks / p.num_tokens, 65535);
+    grid.heads_per_block = static_cast<int>(std::max(heads_at_once, (heads + wanted - 1) / wanted));
+    grid.heads_of_token[0] = FastDivisor::Make(heads);
+    blocks = dim3(static_cast<unsigned>(p.num_tokens),
+                  static_cast<unsigned>((heads + grid.heads_per_block - 1) / grid.heads_per_block));
+  } else {
+    // As many CTAs with keys and values, and with queries, as they are heads.
+    int64_t number = 0;
+    for (int takes_kv = 0; takes_kv < 2; ++takes_kv) {
+      const int64_t part = takes_kv ? kv_heads : p.num_heads;
+      const int64_t wanted = std::max<int64_t>(kWantedRotaryBlocks * part / heads, 1);
+      const int64_t tokens = std::min<int64_t>((p.num_tokens + wanted - 1) / wanted, kMaxTokensPerBlock);
+      const int64_t needed = part == 0 ? 0 : (p.num_tokens + tokens - 1) / tokens;
+      grid.tokens_per_block[takes_kv] = static_cast<int>(tokens);
+      grid.heads_of_token[takes_kv] = FastDivisor::Make(std::max<int64_t>(part, 1));
+      if (takes_kv) grid.kv_blocks = static_cast<int>(needed);
+      number += needed;
+    }
+    blocks = dim3(static_cast<unsigned>(number));
+  }
+  return LaunchKernel(RotaryAndCacheKernel<T, kVec>, blocks, dim3(kRotaryThreads), /*shared_bytes=*/0, stream, order, p,
+                      h, summed, grid);
+}
+
+template <typename T>
+Status Store(const RotaryAndCacheParams& p, Stream stream, LaunchOrder order) {
+  // A vector of a float8 cache has half the bytes, or a quarter; that its address is a multiple of 16 costs nothing.
+  const auto strides = static_cast<uintptr_t>((p.page_stride | p.slot_stride | p.head_stride) *
+                                              static_cast<int64_t>(SizeOf(p.cache_dtype)));
+  const bool vectors = HeadUnits::Fits(p.rotation, p.head_dim, kRotaryVector<T>) &&
+                       AreMultiplesOf16(p.qkv, p.bias, p.q_norm_weight, p.k_norm_weight, p.query_out, p.k_cache,
+                                        p.v_cache, p.rotation.table, strides);
+  return vectors ? StoreVectors<T, kRotaryVector<T>>(p, stream, order) : StoreVectors<T, 1>(p, stream, order);
 }
 
 }  // namespace
@@ -211,7 +319,8 @@ Status LaunchRotaryEmbedding(const RotaryEmbeddingParams& params, Stream stream)
 }
 
 Status LaunchRotaryAndCache(const RotaryAndCacheParams& params, Stream stream, LaunchOrder order) {
-  if (params.num_tokens == 0 || params.head_dim == 0) return Status::Ok();
+  if (params.num_tokens == 0 || params.head_dim == 0 || params.num_heads + params.num_kv_heads == 0)
+    return Status::Ok();
   return DispatchFloat(params.dtype, "rotary_and_cache: qkv",
                        [&](auto zero) { return Store<decltype(zero)>(params, stream, order); });
 }

@@ -29,7 +29,7 @@ __global__ void __launch_bounds__(kActivationThreads)
 #pragma unroll
     for (int j = 0; j < V::kSize; ++j) {
       const float value = static_cast<float>(gate.values[j]);
-      const T active = static_cast<T>(silu ? Silu(value) : GeluTanh(value));
+      const T active = static_cast<T>(SiluOrGeluTanh<T>(value, silu));
       result.values[j] = static_cast<T>(static_cast<float>(active) * static_cast<float>(up.values[j]));
     }
     StoreVector(static_cast<T*>(p.out) + row * p.size, i, p.size, aligned, result);
