@@ -24,22 +24,58 @@ Error CudaError(const char* call, cudaError_t status) {
   return Error::Internal(std::move(text));
 }
 
+// NOTE: the driver's functions come from the runtime: the library must load where there is no driver.
+template <typename Function>
+Function DriverFunction(const char* name, unsigned version) {
+  void* function = nullptr;
+  cudaDriverEntryPointQueryResult found{};
+  const cudaError_t error = cudaGetDriverEntryPointByVersion(name, &function, version, cudaEnableDefault, &found);
+  if (error != cudaSuccess) cudaGetLastError();
+  return reinterpret_cast<Function>(error == cudaSuccess && found == cudaDriverEntryPointSuccess ? function : nullptr);
+}
+
 // Whether this process has a primary context on the device. cudaSetDevice makes one where there is none, which takes
 // hundreds of megabytes of a GPU that may be another process's.
 bool HasPrimaryContext(int device) {
-  // NOTE: the driver's function comes from the runtime: the library must load where there is no driver.
-  using GetState = CUresult (*)(CUdevice, unsigned*, int*);
-  static const GetState get_state = [] {
-    void* function = nullptr;
-    cudaDriverEntryPointQueryResult found{};
-    const cudaError_t error =
-        cudaGetDriverEntryPointByVersion("cuDevicePrimaryCtxGetState", &function, 7000, cudaEnableDefault, &found);
-    return reinterpret_cast<GetState>(error == cudaSuccess && found == cudaDriverEntryPointSuccess ? function
-                                                                                                   : nullptr);
-  }();
+  static const auto get_state =
+      DriverFunction<CUresult (*)(CUdevice, unsigned*, int*)>("cuDevicePrimaryCtxGetState", 7000);
   unsigned flags = 0;
   int active = 0;
   return get_state == nullptr || get_state(device, &flags, &active) != CUDA_SUCCESS || active != 0;
+}
+
+// A device's primary context on top of the thread's stack of contexts. Off it again, the thread is as it was; a thread
+// that had no context has none, while cudaSetDevice(0) at the end would make one on device 0.
+struct ContextStack {
+  using Retain = CUresult (*)(CUcontext*, CUdevice);
+  using Release = CUresult (*)(CUdevice);
+  using Push = CUresult (*)(CUcontext);
+  using Pop = CUresult (*)(CUcontext*);
+  Retain retain = DriverFunction<Retain>("cuDevicePrimaryCtxRetain", 7000);
+  Release release = DriverFunction<Release>("cuDevicePrimaryCtxRelease", 11000);
+  Push push = DriverFunction<Push>("cuCtxPushCurrent", 4000);
+  Pop pop = DriverFunction<Pop>("cuCtxPopCurrent", 4000);
+
+  CUresult PushPrimary(int device) const {
+    if (retain == nullptr || release == nullptr || push == nullptr || pop == nullptr) return CUDA_ERROR_NOT_FOUND;
+    int devices = 0;
+    cudaGetDeviceCount(&devices);  // initialises the driver where nobody has
+    CUcontext context = nullptr;
+    if (CUresult result = retain(&context, device); result != CUDA_SUCCESS) return result;
+    const CUresult result = push(context);
+    if (result != CUDA_SUCCESS) release(device);
+    return result;
+  }
+  void PopPrimary(int device) const {
+    CUcontext context = nullptr;
+    pop(&context);
+    release(device);
+  }
+};
+
+const ContextStack& Contexts() {
+  static const ContextStack contexts;
+  return contexts;
 }
 
 // cudaMallocAsync aligns to this much; it takes no argument for more.
@@ -59,11 +95,13 @@ DeviceScope::DeviceScope(int32_t device_ordinal) {
     return;
   }
   if (current == device_ordinal) return;
-  if (cudaError_t status = cudaSetDevice(device_ordinal); status != cudaSuccess) {
-    error_ = CudaError(("cudaSetDevice(" + std::to_string(device_ordinal) + ")").c_str(), status);
+  if (const CUresult result = Contexts().PushPrimary(device_ordinal); result != CUDA_SUCCESS) {
+    // The driver's errors have the runtime's numbers.
+    error_ = CudaError(("the context of device " + std::to_string(device_ordinal)).c_str(),
+                       static_cast<cudaError_t>(result));
     return;
   }
-  previous_ = current;
+  pushed_ = device_ordinal;
 #else
   error_ = NoCuda();
 #endif
@@ -71,7 +109,7 @@ DeviceScope::DeviceScope(int32_t device_ordinal) {
 
 DeviceScope::~DeviceScope() {
 #ifdef XLA_GPU_WITH_CUDA
-  if (previous_ >= 0) cudaSetDevice(previous_);
+  if (pushed_ >= 0) Contexts().PopPrimary(pushed_);
 #endif
 }
 

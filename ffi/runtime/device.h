@@ -9,7 +9,8 @@
 
 namespace xla_gpu {
 
-// Makes a CUDA device the thread's current one as long as the scope lives; -1 (the host) does nothing.
+// Makes a CUDA device the thread's current one as long as the scope lives; -1 (the host) does nothing. Makes no context
+// on any other device, such as the one that a new thread begins with.
 class DeviceScope {
  public:
   explicit DeviceScope(int32_t device_ordinal);
@@ -21,7 +22,7 @@ class DeviceScope {
 
  private:
   Error error_;
-  int previous_ = -1;  // the device to go back to; -1: nothing to undo
+  int pushed_ = -1;  // the device whose context is on top of the thread's stack; -1: nothing to undo
 };
 
 // Gives the thread back the CUDA device that was its current one, whatever happens in between; not one that this
