@@ -75,7 +75,7 @@ struct FromShares : GroupCall<T> {
     const int64_t share = RowShare(vectors, group.ranks);
     const int owner = static_cast<int>(i / share);
     if (owner == group.rank || call.broken) return;
-    StoreAsWords(group.regions[owner] + group.words_offset(call.epoch & 1, group.rank), row * share + i % share, own);
+    StoreAsWords(Words(group, call, owner, group.rank), row * share + i % share, own);
   }
   // Of this rank's own vectors.
   __device__ void SendSum(int64_t row, int64_t i, int64_t vectors, const Vector<T>& own) {
@@ -84,7 +84,7 @@ struct FromShares : GroupCall<T> {
 #pragma unroll
     for (int r = 0; r < kRanks; ++r) {  // without its data the peers' patience ends too
       if (r < group.ranks && !deadline.expired()) {
-        StoreAsWords(group.regions[r] + group.gather_offset(call.epoch & 1, group.rank), at, sum);
+        StoreAsWords(Sums(group, call, r, group.rank), at, sum);
       }
     }
   }
@@ -93,8 +93,7 @@ struct FromShares : GroupCall<T> {
     const int64_t share = RowShare(vectors, group.ranks), at = row * share + i % share;
     const int owner = static_cast<int>(i / share);
     Vector<T> sum[1];
-    char* const area = group.regions[group.rank] + group.gather_offset(call.epoch & 1, owner);
-    TakeWords(owner, call, area, at, /*step=*/0, /*vectors=*/INT64_MAX, sum, &deadline);
+    TakeWords(owner, call, Sums(group, call, group.rank, owner), at, /*step=*/0, /*vectors=*/INT64_MAX, sum, &deadline);
     return sum[0];
   }
 };

@@ -16,8 +16,7 @@ namespace xla_gpu {
 namespace {
 
 constexpr int kAllReduceThreads = 256;
-constexpr int kTwoShotThreads = 128;
-constexpr int kMaxTwoShotBlocks = 512;
+constexpr int kMaxTwoShotBlocks = 1024;
 constexpr int kFewBlocks = 128;
 
 // ---- Low latency ----
@@ -77,7 +76,7 @@ __global__ void __launch_bounds__(kAllReduceThreads) PairKernel(const __grid_con
   }
   const Call call = BeginCall(group);
   Deadline deadline(group, call.broken);
-  char* const area = group.regions[group.rank] + group.words_offset(call.epoch & 1, peer);
+  const WordArea area = Words(group, call, group.rank, peer);
   // All is on its way before the first is waited for.
   if (aligned) {
 #pragma unroll
@@ -109,101 +108,46 @@ __global__ void __launch_bounds__(kAllReduceThreads) PairKernel(const __grid_con
 
 // ---- Two-shot ----
 
-// Thread `first` of the grid has vectors first, first + step, … of every share: those of all peers are under way at
-// once.
+// A CTA has a warp for each rank, warp 0 for its own: that one sums this rank's share and sends it on, while each of
+// the others sends a peer its share of x and takes what that peer summed. Lane l of CTA b has vectors 32 b + l, and so
+// on, of a share.
 template <typename T, int kRanks>
-__global__ void __launch_bounds__(kTwoShotThreads) TwoShotKernel(const __grid_constant__ GroupView group,
-                                                                 const T* __restrict__ x,  // [size]
-                                                                 T* __restrict__ out,      // [size]
-                                                                 int64_t size, bool aligned) {
+__global__ void __launch_bounds__(kRanks * 32) TwoShotKernel(const __grid_constant__ GroupView group,
+                                                             const T* __restrict__ x,  // [size]
+                                                             T* __restrict__ out,      // [size]
+                                                             int64_t size, bool aligned) {
   using V = Vector<T>;
-  const int rank = group.rank;
+  const int rank = group.rank, ranks = group.ranks;
   const int64_t vectors = (size + V::kSize - 1) / V::kSize;
-  const int64_t share = (vectors + group.ranks - 1) / group.ranks;  // vectors that one rank sums
-  const int64_t first = static_cast<int64_t>(blockIdx.x) * kTwoShotThreads + threadIdx.x;
-  const int64_t step = static_cast<int64_t>(gridDim.x) * kTwoShotThreads;
-  // Each rank begins with another peer, so that all links are in use. Peer 0 is this rank.
-  const auto peer_after = [&](int q) { return rank + q < group.ranks ? rank + q : rank + q - group.ranks; };
-  const auto has = [&](int q, int64_t i) { return q < group.ranks && i < min(share, vectors - peer_after(q) * share); };
-  const auto load = [&](int q, int64_t i, bool whole) { return LoadVector(x, peer_after(q) * share + i, size, whole); };
-  const auto store = [&](int q, int64_t i, bool whole, const V& v) {
-    StoreVector(out, peer_after(q) * share + i, size, whole, v);
-  };
-
-  V batch[kRanks];
-  const auto load_all = [&](int64_t i) {
-#pragma unroll
-    for (int q = 0; q < kRanks; ++q) {
-      if (has(q, i)) batch[q] = load(q, i, true);
-    }
-  };
-  if (aligned) load_all(first);
+  const int64_t share = (vectors + ranks - 1) / ranks;  // vectors that one rank sums
+  // Each rank begins with another peer, so that all links are in use.
+  const auto rank_after = [&](int q) { return rank + q < ranks ? rank + q : rank + q - ranks; };
+  const int q = static_cast<int>(threadIdx.x) / 32;
+  const int owner = rank_after(q);  // of the share
+  const int64_t begin = owner * share, count = q < ranks ? min(share, vectors - begin) : 0;
+  const int64_t first = static_cast<int64_t>(blockIdx.x) * 32 + threadIdx.x % 32;
+  const int64_t step = static_cast<int64_t>(gridDim.x) * 32;
+  V own;
+  if (first < count) own = LoadVector(x, begin + first, size, aligned);
   const Call call = BeginCall(group);
   Deadline deadline(group, call.broken);
-  const int parity = call.epoch & 1;
-
-  // Every peer gets its share of x.
-  const auto send = [&](int q, int64_t i, const V& v) {
-    StoreAsWords(group.regions[peer_after(q)] + group.words_offset(parity, rank), i, v);
-  };
-  V own;
-  for (int64_t i = first; i < share && !call.broken; i += step) {
-    if (aligned) {
-      if (i != first) load_all(i);
-      if (i == first) own = batch[0];
+  const auto own_of = [&](int64_t i) { return i == first ? own : LoadVector(x, begin + i, size, aligned); };
+  if (q == 0) {
+    for (int64_t i = first; i < count; i += step) {
+      const V sum = SumWords<T, kRanks>(group, call, i, own_of(i), &deadline);
 #pragma unroll
-      for (int q = 1; q < kRanks; ++q) {
-        if (has(q, i)) send(q, i, batch[q]);
+      for (int r = 1; r < kRanks; ++r) {  // without its data the peers' patience ends too
+        if (r < ranks && !deadline.expired()) StoreAsWords(Sums(group, call, rank_after(r), rank), i, sum);
       }
-    } else {  // one after the other: access to single elements is much code
-#pragma unroll 1
-      for (int q = 1; q < group.ranks; ++q) {
-        if (has(q, i)) send(q, i, load(q, i, false));
-      }
+      StoreVector(out, begin + i, size, aligned, sum);
     }
-  }
-
-  // This rank's share: summed in the order of ranks, kept and sent on.
-  for (int64_t i = first; has(0, i); i += step) {
-    if (!aligned || i != first) own = load(0, i, aligned);
-    const V sum = SumWords<T, kRanks>(group, call, i, own, &deadline);
-#pragma unroll
-    for (int q = 1; q < kRanks; ++q) {  // without its data the peers' patience ends too
-      if (q < group.ranks && !deadline.expired()) {
-        StoreAsWords(group.regions[peer_after(q)] + group.gather_offset(parity, rank), i, sum);
-      }
-    }
-    store(0, i, aligned, sum);
-  }
-
-  // The others', as they come.
-  const auto area = [&](int q) { return group.regions[rank] + group.gather_offset(parity, peer_after(q)); };
-  for (int64_t i = first; i < share && aligned; i += step) {
-    uint4 parts[kRanks];
-    int missing;
-    do {
-      missing = deadline.expired() ? peer_after(1) : -1;
-#pragma unroll
-      for (int q = 1; q < kRanks; ++q) {
-        if (has(q, i) && !LoadWords(area(q), i, &parts[q])) missing = peer_after(q);
-      }
-    } while (missing >= 0 && !deadline.Expired(missing, call.epoch));
-#pragma unroll
-    for (int q = 1; q < kRanks; ++q) {
-      if (has(q, i)) {
-        SetBack(area(q), i);
-        store(q, i, true, missing < 0 ? FromBits<T>(parts[q]) : NanVector<T>());
-      }
-    }
-  }
-#pragma unroll 1
-  for (int64_t i = first; i < share && !aligned; i += step) {
-#pragma unroll 1
-    for (int q = 1; q < group.ranks; ++q) {
-      if (!has(q, i)) continue;
-      V taken[1];
-      TakeWords(peer_after(q), call, area(q), i, /*step=*/0, /*vectors=*/INT64_MAX, taken, &deadline);
-      store(q, i, false, taken[0]);
+  } else {
+    const WordArea words = Words(group, call, owner, rank), sums = Sums(group, call, rank, owner);
+    for (int64_t i = first; i < count && !call.broken; i += step) StoreAsWords(words, i, own_of(i));
+    for (int64_t i = first; i < count; i += step) {
+      V sum[1];
+      TakeWords(owner, call, sums, i, /*step=*/0, /*vectors=*/INT64_MAX, sum, &deadline);
+      StoreVector(out, begin + i, size, aligned, sum[0]);
     }
   }
   EndCall(group, call);
@@ -274,9 +218,8 @@ Status LaunchGroup(const AllReduceParams& p, Stream stream) {
       PairKernel<T><<<blocks, kAllReduceThreads, /*shared_mem=*/0, stream>>>(group, x, out, size, piece_aligned);
     } else {
       const int64_t share = (vectors + group.ranks - 1) / group.ranks;
-      TwoShotKernel<T, kRanks>
-          <<<Blocks(share, kTwoShotThreads, kMaxTwoShotBlocks), kTwoShotThreads, /*shared_mem=*/0, stream>>>(
-              group, x, out, size, piece_aligned);
+      TwoShotKernel<T, kRanks><<<Blocks(share, 32, kMaxTwoShotBlocks), kRanks * 32, /*shared_mem=*/0, stream>>>(
+          group, x, out, size, piece_aligned);
     }
     XLA_GPU_RETURN_IF_LAUNCH_FAILED();
   }

@@ -50,16 +50,16 @@ struct GroupView {
   constexpr int64_t low_latency_offset(int parity, int from) const {
     return static_cast<int64_t>(sizeof(GroupControl)) + (parity * ranks + from) * 2 * low_latency_bytes;
   }
-  // Where this rank has words in calls of this parity, all ones but for what it has not read yet: those that a peer
-  // sends of its own, and more than two ranks those of the share that a peer summed.
-  constexpr int64_t words_offset(int parity, int from) const {
-    return words_begin() + (ranks == 2 ? parity : parity * 2 * ranks + from) * words_bytes();
+  // Where this rank has words in calls of this parity, all ones but for what it has not read yet: those that peers send
+  // of their own, and more than two ranks those of the shares that peers summed.
+  constexpr int64_t words_offset(int parity) const {
+    return words_begin() + parity * (ranks == 2 ? 1 : 2 * ranks) * words_bytes();
   }
-  constexpr int64_t gather_offset(int parity, int from) const { return words_offset(parity, ranks + from); }
-  // Of each of these: two ranks send each other whole messages, more ranks shares.
+  constexpr int64_t sums_offset(int parity) const { return words_offset(parity) + ranks * words_bytes(); }
+  // Of each sender: two ranks send each other whole messages, more ranks shares.
   constexpr int64_t words_bytes() const { return ranks == 2 ? max_bytes : RoundUp((max_bytes + ranks - 1) / ranks); }
   constexpr int64_t words_begin() const { return low_latency_offset(2, 0); }
-  constexpr int64_t region_bytes() const { return words_offset(2, 0); }
+  constexpr int64_t region_bytes() const { return words_offset(2); }
 };
 
 // Loads the operators' kernels on the current GPU. CUDA loads them when they are first launched, and may wait for the

@@ -262,6 +262,27 @@ __device__ __forceinline__ Vector<T> SumPackets(const GroupView& group, const Ca
 
 constexpr uint64_t kNotArrived = ~uint64_t{0};
 
+// Where a region has the words of one rank. Those of all ranks lie side by side, 32 vectors of each in turn: a message
+// touches few pages of a region, whatever the number of ranks.
+struct WordArea {
+  char* begin;
+  int64_t pitch;  // bytes from 32 vectors to the next 32
+
+  __device__ __forceinline__ char* At(int64_t i) const { return begin + i / 32 * pitch + i % 32 * 16; }
+};
+constexpr int64_t kWarpBytes = 32 * 16;
+
+// In the region of rank `to`, what rank `from` sends of its own.
+__device__ __forceinline__ WordArea Words(const GroupView& group, const Call& call, int to, int from) {
+  const int sender = group.ranks == 2 ? 0 : from, senders = group.ranks == 2 ? 1 : group.ranks;
+  return {group.regions[to] + group.words_offset(call.epoch & 1) + sender * kWarpBytes, senders * kWarpBytes};
+}
+
+// In the region of rank `to`, of more than two ranks, what rank `from` summed.
+__device__ __forceinline__ WordArea Sums(const GroupView& group, const Call& call, int to, int from) {
+  return {group.regions[to] + group.sums_offset(call.epoch & 1) + from * kWarpBytes, group.ranks * kWarpBytes};
+}
+
 __device__ __forceinline__ uint64_t Word(uint32_t low, uint32_t high) {
   const uint64_t word = static_cast<uint64_t>(high) << 32 | low;
   return word == kNotArrived ? kNotArrived - 1 : word;
@@ -272,21 +293,23 @@ __device__ __forceinline__ void StoreWords(char* to, uint64_t a, uint64_t b) {
 }
 
 template <typename T>
-__device__ __forceinline__ void StoreAsWords(char* area, int64_t i, const Vector<T>& vector) {
+__device__ __forceinline__ void StoreAsWords(const WordArea& area, int64_t i, const Vector<T>& vector) {
   const uint4 data = AsBits(vector);
-  StoreWords(area + i * 16, Word(data.x, data.y), Word(data.z, data.w));
+  StoreWords(area.At(i), Word(data.x, data.y), Word(data.z, data.w));
 }
 
 // Returns whether both words of vector `i` have come.
-__device__ __forceinline__ bool LoadWords(const char* area, int64_t i, uint4* data) {
+__device__ __forceinline__ bool LoadWords(const WordArea& area, int64_t i, uint4* data) {
   uint64_t a, b;
-  asm volatile("ld.relaxed.sys.global.v2.b64 {%0, %1}, [%2];" : "=l"(a), "=l"(b) : "l"(area + i * 16) : "memory");
+  asm volatile("ld.relaxed.sys.global.v2.b64 {%0, %1}, [%2];" : "=l"(a), "=l"(b) : "l"(area.At(i)) : "memory");
   *data = {static_cast<uint32_t>(a), static_cast<uint32_t>(a >> 32), static_cast<uint32_t>(b),
            static_cast<uint32_t>(b >> 32)};
   return a != kNotArrived && b != kNotArrived;
 }
 
-__device__ __forceinline__ void SetBack(char* area, int64_t i) { StoreWords(area + i * 16, kNotArrived, kNotArrived); }
+__device__ __forceinline__ void SetBack(const WordArea& area, int64_t i) {
+  StoreWords(area.At(i), kNotArrived, kNotArrived);
+}
 
 // Sends vector `i` to all peers.
 template <typename T, int kRanks>
@@ -295,7 +318,7 @@ __device__ __forceinline__ void SendWords(const GroupView& group, const Call& ca
 #pragma unroll
   for (int r = 0; r < kRanks; ++r) {
     if (r < group.ranks && r != group.rank) {
-      StoreAsWords(group.regions[r] + group.words_offset(call.epoch & 1, group.rank), i, own);
+      StoreAsWords(Words(group, call, r, group.rank), i, own);
     }
   }
 }
@@ -304,8 +327,7 @@ __device__ __forceinline__ void SendWords(const GroupView& group, const Call& ca
 template <typename T, int kRanks>
 __device__ __forceinline__ Vector<T> SumWords(const GroupView& group, const Call& call, int64_t i, const Vector<T>& own,
                                               Deadline* deadline) {
-  char* const region = group.regions[group.rank];
-  const auto area = [&](int r) { return region + group.words_offset(call.epoch & 1, r); };
+  const auto area = [&](int r) { return Words(group, call, group.rank, r); };
   const Vector<T> sum = SumOfRanks<T, kRanks>(group, call, own, deadline,
                                               [&](int r, uint4* part) { return LoadWords(area(r), i, part); });
 #pragma unroll
@@ -318,7 +340,7 @@ __device__ __forceinline__ Vector<T> SumWords(const GroupView& group, const Call
 // Takes vectors first, first + step, … below `vectors` of what `peer` writes to `area`: waits for them and sets them
 // back. NaN where one did not come.
 template <typename T, int kCount>
-__device__ __forceinline__ void TakeWords(int peer, const Call& call, char* area, int64_t first, int64_t step,
+__device__ __forceinline__ void TakeWords(int peer, const Call& call, const WordArea& area, int64_t first, int64_t step,
                                           int64_t vectors, Vector<T> (&taken)[kCount], Deadline* deadline) {
   const auto has = [&](int b) { return first + b * step < vectors; };
   uint4 parts[kCount];
