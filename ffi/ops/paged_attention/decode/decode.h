@@ -28,6 +28,10 @@ constexpr bool MaySplitKeys(const PagedAttentionParams& shapes) {
          (shapes.head_dim == 64 || shapes.head_dim == 128 || shapes.head_dim == 256) && shapes.page_size % 8 == 0;
 }
 
+// The float32 kernels' CTAs read the metadata of all sequences. With more sequences than this there are fewer CTAs,
+// each of which takes several work tiles: else the time would grow with the square of max_seqs.
+inline constexpr int64_t kManySequences = 1024;
+
 // Whether the shapes suggest few tokens for each sequence, but possibly several.
 constexpr bool SuggestFewTokens(const PagedAttentionParams& shapes) {
   return shapes.num_tokens <= shapes.max_seqs * kMaxDecodeRows;

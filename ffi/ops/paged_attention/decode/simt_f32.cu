@@ -81,20 +81,15 @@ struct CacheFloat8 {
   }
 };
 
+// A sequence and query head, by a CTA.
 template <class Query, class Cache>
-__global__ void __launch_bounds__(kWarps32 * 32) DecodeSimtKernel(const __grid_constant__ DecodeArgs args) {
+__device__ void ComputeSequence(const DecodeArgs& args, int seq, int head, bool in_order) {
   using Stored = typename Cache::Stored;
   __shared__ float4 outs[kWarps32][kVectors * 32];
   __shared__ AttentionState states[kWarps32];
   const PagedAttentionParams& params = args.params;
   const int warp = threadIdx.x / 32;
   const int lane = threadIdx.x % 32;
-  const int seq = blockIdx.x;
-  const int head = blockIdx.y;
-  const int live = LiveSequences(params);
-  const bool in_order = QueryStartsInOrder(params, live);
-  if (args.fill_padding_rows && seq == 0 && head == 0) Query::FillOther(args);
-  if (seq >= live) return;
   const SequenceInfo sequence = LoadSequence(params, seq, in_order);
   if (sequence.q_len < 1 || sequence.q_len > args.max_tokens) return;
 
@@ -223,6 +218,17 @@ __global__ void __launch_bounds__(kWarps32 * 32) DecodeSimtKernel(const __grid_c
   }
 }
 
+template <class Query, class Cache>
+__global__ void __launch_bounds__(kWarps32 * 32) DecodeSimtKernel(const __grid_constant__ DecodeArgs args) {
+  const PagedAttentionParams& params = args.params;
+  const int live = LiveSequences(params);
+  const bool in_order = QueryStartsInOrder(params, live);
+  if (args.fill_padding_rows && blockIdx.x == 0 && blockIdx.y == 0) Query::FillOther(args);
+  for (int seq = static_cast<int>(blockIdx.x); seq < live; seq += static_cast<int>(gridDim.x)) {
+    ComputeSequence<Query, Cache>(args, seq, static_cast<int>(blockIdx.y), in_order);
+  }
+}
+
 void (*SelectKernel(const PagedAttentionParams& params))(DecodeArgs) {
   const bool f32 = params.dtype == DType::kF32;
   switch (params.cache_dtype) {
@@ -243,8 +249,11 @@ void (*SelectKernel(const PagedAttentionParams& params))(DecodeArgs) {
 
 Status LaunchSimt(const PagedAttentionCall& params, Stream stream) {
   const DecodeArgs args = MakeArgs(params, MakeKernelConfig(params));
-  const dim3 grid(static_cast<unsigned>(std::max<int64_t>(params.max_seqs, 1)),
-                  static_cast<unsigned>(params.num_heads));
+  constexpr int64_t kManyCtas = 8192;
+  const int64_t sequences = params.max_seqs <= kManySequences
+                                ? params.max_seqs
+                                : std::min(params.max_seqs, std::max(kManySequences / 4, kManyCtas / params.num_heads));
+  const dim3 grid(static_cast<unsigned>(std::max<int64_t>(sequences, 1)), static_cast<unsigned>(params.num_heads));
   SelectKernel(params)<<<grid, kWarps32 * 32, 0, stream>>>(args);
   XLA_GPU_RETURN_IF_LAUNCH_FAILED();
   return Status::Ok();

@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "ffi/device/dependent_launch.cuh"
+#include "ffi/device/fetch_parameters.cuh"
 #include "ffi/ops/paged_attention/decode/epilogue.cuh"
 #include "ffi/ops/paged_attention/decode/mainloop.cuh"
 #include "ffi/ops/paged_attention/decode/tile_scheduler.cuh"
@@ -221,18 +222,6 @@ class SplitKvCta {
   SplitKvSharedStorage<Traits>& shared_;
   Scheduler scheduler_;
 };
-
-// Reads a word of each cache line of the kernel's parameters, so that all lines are fetched at once instead of one
-// after the other.
-template <typename Params>
-__device__ inline void FetchParameters(const Params& params) {
-  constexpr int kLine = 64 / sizeof(uint32_t);
-  const uint32_t* const words = reinterpret_cast<const uint32_t*>(&params);
-  uint32_t any = 0;
-#pragma unroll
-  for (int i = 0; i < static_cast<int>(sizeof(Params) / sizeof(uint32_t)); i += kLine) any |= words[i];
-  asm volatile("" ::"r"(any));
-}
 
 template <typename Traits>
 __global__ void __maxnreg__(Traits::kHeadDim <= 128 && Traits::kRowTiles == 1 ? kSplitKvRegisters : 255)

@@ -6,6 +6,7 @@
 
 #include "ffi/device/attention_state.cuh"
 #include "ffi/device/dependent_launch.cuh"
+#include "ffi/device/fetch_parameters.cuh"
 #include "ffi/device/mma.cuh"
 #include "ffi/ops/paged_attention/prefill/rows.cuh"
 #include "ffi/ops/paged_attention/prefill/split_kv.h"
@@ -47,10 +48,38 @@ struct SplitMerge {
   }
 };
 
+// The weights of SplitMerge for the splits of a row, which merge one after the other. By a warp: lane j computes those
+// of split j, with the same bits.
+struct MergeChainWeights {
+  unsigned seen;  // a bit for each split that sees keys
+  float max;      // over all splits
+  float before;   // the weight of the splits before this lane's
+  float mine;
+
+  // max_sum: of this lane's split; (-inf, 0) past the last one.
+  __device__ MergeChainWeights(float2 max_sum, int lane, float to_log2) {
+    seen = __ballot_sync(~0u, max_sum.y != 0.0f);
+    max = max_sum.x;
+#pragma unroll
+    for (int step = 1; step < 32; step *= 2) {
+      const float other = __shfl_up_sync(~0u, max, step);
+      if (lane >= step) max = fmaxf(max, other);
+    }
+    const float max_before = __shfl_up_sync(~0u, max, 1);
+    const float shift = max == -INFINITY ? 0.0f : max;
+    const ScaledScores scores{to_log2};
+    before = scores.Exp(max_before - shift);
+    mine = scores.Exp(max_sum.x - shift);
+    max = __shfl_sync(~0u, max, 31);
+  }
+  // As SplitMerge's: the first weight is the split's own.
+  __device__ MergeWeights Of(int split) const {
+    return {__shfl_sync(~0u, mine, split), __shfl_sync(~0u, before, split)};
+  }
+};
+
 inline constexpr int kCombineThreads = 128;
 inline constexpr int kCombineCtasPerSm = 9;  // for which there are registers
-// CTAs on an SM that become resident beside a CTA of 64 rows, and have planned when that ends.
-inline constexpr int kCombineCtasBeside = 3;
 
 // Rows of split accumulators that the sequences of a row of the grid need, of which `base` is the first. By all
 // threads.
@@ -80,6 +109,9 @@ __global__ void __launch_bounds__(kCombineThreads, kCombineCtasPerSm)
                          const __grid_constant__ SplitAccumulators accumulators) {
   // Splits of a row whose accumulators a warp loads at once, as registers allow.
   constexpr int kAtOnce = kDim <= 128 ? 8 : 4;
+  FetchParameters(params);
+  FetchParameters(policy);
+  FetchParameters(accumulators);
   AllowDependentLaunch();  // of the decode path, if that comes second
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const int warp = static_cast<int>(blockIdx.x * (kCombineThreads / 32) + threadIdx.x / 32);
@@ -92,7 +124,9 @@ __global__ void __launch_bounds__(kCombineThreads, kCombineCtasPerSm)
   bool fits = policy.always_fits;
   unsigned rows_before = 0;
   bool waited = false;
-  int first_warp = 0;  // that takes the next sequence's first row: all warps get as many rows
+  // A warp takes every `warps`-th of the rows that are split. It knows the first one before it waits.
+  auto next = static_cast<unsigned>(warp);
+  unsigned rows_up_to_here = 0;  // that are split, of the sequences so far
   for (int base = 0; base < num_live; base += 32) {
     SequenceInfo info{};
     if (base + lane < num_live) info = LoadSequence(params, base + lane, in_order);
@@ -110,61 +144,70 @@ __global__ void __launch_bounds__(kCombineThreads, kCombineCtasPerSm)
     const int64_t my_accum_begin = base / kPlanned * accumulators.part_rows + rows_before + rows_up_to - rows;
     rows_before += __shfl_sync(~0u, rows_up_to, 31);
     if (!fits) my_splits = 1;
-    for (unsigned left = __ballot_sync(~0u, my_splits > 1); left != 0; left &= left - 1) {
-      const int owner = __ffs(static_cast<int>(left)) - 1;
+    const int my_begin = info.q_begin * static_cast<int>(params.num_heads);  // row of `out`
+    const int my_rows = my_splits > 1 ? info.q_len * static_cast<int>(params.num_heads) : 0;
+    const unsigned my_end = rows_up_to_here + SumUpToLane(static_cast<unsigned>(my_rows));
+    rows_up_to_here = __shfl_sync(~0u, my_end, 31);
+    for (; next < rows_up_to_here; next += warps) {
+      const int owner = __popc(__ballot_sync(~0u, my_end <= next));
       const int splits = __shfl_sync(~0u, my_splits, owner);
-      const int begin = __shfl_sync(~0u, info.q_begin, owner) * static_cast<int>(params.num_heads);
-      const int seq_rows = __shfl_sync(~0u, info.q_len, owner) * static_cast<int>(params.num_heads);
-      const int end = begin + seq_rows;
-      const int64_t accum_begin = __shfl_sync(~0u, my_accum_begin, owner) - begin;
+      const int seq_rows = __shfl_sync(~0u, my_rows, owner);
+      const int row_of_seq = static_cast<int>(next - __shfl_sync(~0u, my_end, owner)) + seq_rows;
+      const int row = __shfl_sync(~0u, my_begin, owner) + row_of_seq;
+      const int64_t accum_row = __shfl_sync(~0u, my_accum_begin, owner) + row_of_seq;
+      const int head = row % static_cast<int>(params.num_heads);
       if (!waited) WaitForPreviousKernel();
       waited = true;
-      const int skipped = warp - first_warp + (warp < first_warp ? warps : 0);
-      first_warp = (first_warp + end - begin) % warps;
-      for (int row = begin + skipped; row < end; row += warps) {
-        if (params.scale_per_head) {
-          const auto heads = static_cast<unsigned>(params.num_heads);
-          const unsigned group = heads / static_cast<unsigned>(params.num_kv_heads);
-          transform = LogitTransform(params, static_cast<int>(static_cast<unsigned>(row) % heads / group));
+      if (params.scale_per_head) {
+        transform = LogitTransform(params, head / static_cast<int>(params.num_heads / params.num_kv_heads));
+      }
+      // NOTE: __ldcg, since the kernel before has just written them: the read-only cache may be stale.
+      float2 max_sum = make_float2(-INFINITY, 0.0f);
+      if (lane < splits) max_sum = __ldcg(accumulators.max_sum_accum + accum_row + lane * seq_rows);
+      const float2* const o_accum = reinterpret_cast<const float2*>(accumulators.o_accum + accum_row * kDim) + lane;
+      float2 loaded[kAtOnce][kDim / 64];
+      const auto load = [&](int first) {
+#pragma unroll
+        for (int j = 0; j < kAtOnce; ++j) {
+          const int64_t split_row = min(first + j, splits - 1) * seq_rows;
+#pragma unroll
+          for (int i = 0; i < kDim / 64; ++i) {
+            loaded[j][i] = __ldcg(o_accum + split_row * (kDim / 2) + i * 32);
+          }
         }
-        // NOTE: __ldcg, since the kernel before has just written them: the read-only cache may be stale.
-        float2 max_sum = make_float2(-INFINITY, 0.0f);
-        if (lane < splits) max_sum = __ldcg(accumulators.max_sum_accum + accum_begin + lane * seq_rows + row);
-        const float2* const o_accum =
-            reinterpret_cast<const float2*>(accumulators.o_accum + (accum_begin + row) * kDim) + lane;
-        AttentionState state = {-INFINITY, 0.0f};
-        float2 o[kDim / 64] = {};
+      };
+      load(0);
+      // All weights at once: lane j has those with which split j joins the ones before.
+      const MergeChainWeights weights(max_sum, lane, transform.to_log2);
+      float sum = 0.0f;
+      float2 o[kDim / 64] = {};
+      bool any = false;
 #pragma unroll 1
-        for (int first = 0; first < splits; first += kAtOnce) {
-          float2 next[kAtOnce][kDim / 64];
+      for (int first = 0;;) {
 #pragma unroll
-          for (int j = 0; j < kAtOnce; ++j) {
-            const int64_t split_row = min(first + j, splits - 1) * seq_rows;
+        for (int j = 0; j < kAtOnce; ++j) {
+          if ((weights.seen >> (first + j) & 1) == 0) continue;
+          const MergeWeights both = weights.Of(first + j);
+          const float split_sum = __shfl_sync(~0u, max_sum.y, first + j);
+          sum = any ? both.Merge(split_sum, sum) : split_sum;
 #pragma unroll
-            for (int i = 0; i < kDim / 64; ++i) {
-              next[j][i] = __ldcg(o_accum + split_row * (kDim / 2) + i * 32);
-            }
+          for (int i = 0; i < kDim / 64; ++i) {
+            o[i].x = any ? both.Merge(loaded[j][i].x, o[i].x) : loaded[j][i].x;
+            o[i].y = any ? both.Merge(loaded[j][i].y, o[i].y) : loaded[j][i].y;
           }
-#pragma unroll
-          for (int j = 0; j < kAtOnce; ++j) {
-            if (first + j >= splits) break;
-            const SplitMerge merge(state,
-                                   {__shfl_sync(~0u, max_sum.x, first + j), __shfl_sync(~0u, max_sum.y, first + j)},
-                                   transform.to_log2);
-            state = merge.state;
-#pragma unroll
-            for (int i = 0; i < kDim / 64; ++i) {
-              o[i] = make_float2(merge.Merge(o[i].x, next[j][i].x), merge.Merge(o[i].y, next[j][i].y));
-            }
-          }
+          any = true;
         }
-        const RowNormalization norm = transform.NormalizeFast(state, row % static_cast<int>(params.num_heads));
-        if (params.lse != nullptr && lane == 0) params.lse[row] = norm.lse;
-        uint32_t* const out = reinterpret_cast<uint32_t*>(static_cast<T*>(params.out) + int64_t{row} * kDim) + lane;
+        first += kAtOnce;
+        if (first >= splits) break;
+        load(first);
+      }
+      const AttentionState state = {weights.max, sum};
+      const RowNormalization norm = transform.NormalizeFast(state, head);
+      if (params.lse != nullptr && lane == 0) params.lse[row] = norm.lse;
+      uint32_t* const out = reinterpret_cast<uint32_t*>(static_cast<T*>(params.out) + int64_t{row} * kDim) + lane;
 #pragma unroll
-        for (int i = 0; i < kDim / 64; ++i) {
-          out[i * 32] = Pack<T>(o[i].x * norm.factor, o[i].y * norm.factor);
-        }
+      for (int i = 0; i < kDim / 64; ++i) {
+        out[i * 32] = Pack<T>(o[i].x * norm.factor, o[i].y * norm.factor);
       }
     }
   }

@@ -20,7 +20,9 @@ inline int64_t SingleTileCtas(const PagedAttentionParams& shapes, int tile_rows)
   const int64_t prompts = std::min(shapes.max_seqs, shapes.num_tokens / (shapes.max_decode_tokens + 1));
   // Only the last work tile of a prompt may be partly filled.
   const int64_t tiles = shapes.num_tokens * group / tile_rows + prompts;
-  return tiles * shapes.num_kv_heads + 1;
+  const int64_t ctas = tiles * shapes.num_kv_heads + 1;
+  constexpr int64_t kManyCtas = 2048;
+  return shapes.dtype == DType::kF32 && shapes.max_seqs > kManySequences ? std::min(ctas, kManyCtas) : ctas;
 }
 
 // CTAs of the persistent kernel in x: as many as the GPU has SMs, or as there can be work tiles. Cross-CTA KV splits

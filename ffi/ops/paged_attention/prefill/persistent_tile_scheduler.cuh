@@ -7,6 +7,7 @@
 
 #include <cstdint>
 
+#include "ffi/device/dependent_launch.cuh"
 #include "ffi/ops/paged_attention/prefill/rows.cuh"
 #include "ffi/ops/paged_attention/prefill/tile_scheduler.cuh"
 #include "ffi/ops/paged_attention/sequence_metadata.cuh"
@@ -87,33 +88,53 @@ class PersistentWarpTileScheduler {
  public:
   static constexpr int kSequences = 32;
 
-  // Does nothing where `!used`. max_tokens: of a sequence; longer ones are invalid.
-  __device__ PersistentWarpTileScheduler(const PagedAttentionParams& params, unsigned group, FastDivisor kv_heads,
-                                         int max_tokens, bool used)
-      : tiles_{group}, kv_heads_(kv_heads) {
-    if (!used) return;
+  // What the metadata say of this lane's sequence.
+  struct Metadata {
+    int num_seqs;
+    int q_begin, q_end;
+    int context_len;
+
+    // `early`: before the launch wait.
+    __device__ static Metadata Load(const PagedAttentionParams& params, bool early) {
+      const auto load = [early](const int32_t* from) { return early ? LoadEarly(from) : LoadBehindWait(from); };
+      const int lane = static_cast<int>(threadIdx.x) % 32;
+      // In one latency: entries past num_seqs are ignored.
+      Metadata metadata = {load(params.num_seqs), 0, 0, 0};
+      if (lane < static_cast<int>(params.max_seqs)) {
+        metadata.q_begin = load(params.query_start_loc + lane);
+        metadata.q_end = load(params.query_start_loc + lane + 1);
+        metadata.context_len = load(params.context_lens + lane);
+      }
+      return metadata;
+    }
+    __device__ bool operator==(const Metadata& other) const {
+      return num_seqs == other.num_seqs && q_begin == other.q_begin && q_end == other.q_end &&
+             context_len == other.context_len;
+    }
+  };
+
+  __device__ PersistentWarpTileScheduler(unsigned group, FastDivisor kv_heads) : tiles_{group}, kv_heads_(kv_heads) {}
+
+  // Must come first. max_tokens: of a sequence; longer ones are invalid. Returns whether all sequences are in order. If
+  // not, the plan is good only if the metadata are `settled`: behind the launch wait.
+  __device__ bool Plan(const PagedAttentionParams& params, const Metadata& metadata, int max_tokens, bool settled) {
     const int lane = static_cast<int>(threadIdx.x) % 32;
-    prompt_.seq = lane;
-    // Loaded in one latency: entries past num_seqs are ignored.
-    const int num_live = LiveSequences(params);
-    int end = 0, context_len = 0;
-    if (lane < static_cast<int>(params.max_seqs)) {
-      prompt_.q_begin = __ldg(params.query_start_loc + lane);
-      end = __ldg(params.query_start_loc + lane + 1);
-      context_len = __ldg(params.context_lens + lane);
-    }
+    const int begin = metadata.q_begin, end = metadata.q_end, context_len = metadata.context_len;
+    const int num_live = metadata.num_seqs >= 0 && metadata.num_seqs <= params.max_seqs ? metadata.num_seqs : -1;
+    prompt_ = {lane, begin, 0, -1, 1, 0, 0};
     const bool live = lane < num_live;
-    bool owns = live && 0 <= prompt_.q_begin && prompt_.q_begin <= end && end <= params.num_tokens;
+    bool owns = live && 0 <= begin && begin <= end && end <= params.num_tokens;
     const bool in_order = __all_sync(~0u, owns || !live);
-    has_padding_rows_ = !in_order || num_live <= 0 || __any_sync(~0u, lane == 0 && prompt_.q_begin > 0) ||
+    has_padding_rows_ = !in_order || num_live <= 0 || __any_sync(~0u, lane == 0 && begin > 0) ||
                         __any_sync(~0u, lane == num_live - 1 && end < params.num_tokens);
-    if (!in_order) {
-      owns = owns && NoEarlierStartAbove(params.query_start_loc, params.num_tokens, prompt_.seq, prompt_.q_begin);
+    if (!in_order && settled) {
+      owns = owns && NoEarlierStartAbove(params.query_start_loc, params.num_tokens, lane, begin);
     }
-    if (owns && end - prompt_.q_begin > params.max_decode_tokens) prompt_.q_len = end - prompt_.q_begin;
+    if (owns && end - begin > params.max_decode_tokens) prompt_.q_len = end - begin;
     const bool fits = prompt_.q_len <= max_tokens && context_len <= params.pages_per_seq * params.page_size;
     if (context_len >= 0 && fits) prompt_.context_len = context_len;
     prompts_ = __ballot_sync(~0u, prompt_.q_len > 0);
+    return in_order;
   }
 
   __device__ bool IsEmpty() const { return prompts_ == 0; }

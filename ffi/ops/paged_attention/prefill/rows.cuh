@@ -264,34 +264,42 @@ __device__ void FillTileRows(const Rows& rows, const PagedAttentionParams& param
 // The frame of a single-tile kernel: a CTA computes its work tile, or, without one, fills its share of the padding
 // rows. There is always such a CTA, since the grid has one more than there can be work tiles.
 // Computation::kChecksPages: Run checks the page table itself, where that overlaps with its first copies.
-template <typename Computation, typename T>
+// kRepeats: with more than kManySequences the grid may be smaller.
+template <typename Computation, typename T, bool kRepeats = false>
 __device__ void RunWorkTile(const PagedAttentionParams& params, char* shared) {
   using Scheduler = typename Computation::Scheduler;
-  Scheduler scheduler(params, *reinterpret_cast<typename Scheduler::Storage*>(shared));
-  unsigned total = 0;
-  WorkTile tile;
-  const bool has_tile = scheduler.Find(blockIdx.x, &tile, &total);
-  // Of the CTAs without a tile one must wait: then this kernel ends after the decode path, if that came first.
-  if (has_tile || blockIdx.x == 0) WaitForPreviousKernel();
-  if (!has_tile) {
-    FillPaddingRows<T>(params, blockIdx.x - total, gridDim.x - total);
-    return;
-  }
-  // Either barrier frees the scheduler's shared memory.
-  bool valid = tile.valid;
-  if constexpr (Computation::kChecksPages) {
-    __syncthreads();
-  } else {
-    valid = !__syncthreads_or(FindsInvalidPage(params, tile, threadIdx.x, blockDim.x)) && valid;
-  }
-  TileRows<> rows(params, tile, Computation::kRows,
-                  PlainDivisor{static_cast<unsigned>(params.num_heads / params.num_kv_heads)});
-  rows.FindKeys();
-  if (valid) {
-    Computation(params, shared).Run(tile, rows);
-  } else {
-    FillTileRows<T>(rows, params, static_cast<int>(threadIdx.x) / 32, static_cast<int>(blockDim.x) / 32, CUDART_NAN_F,
-                    CUDART_NAN_F);
+  const bool repeats = kRepeats && params.max_seqs > kManySequences;
+#pragma unroll 1
+  for (unsigned rank = blockIdx.x;; rank += gridDim.x) {
+    Scheduler scheduler(params, *reinterpret_cast<typename Scheduler::Storage*>(shared));
+    unsigned total = 0;
+    WorkTile tile;
+    const bool has_tile = scheduler.Find(rank, &tile, &total);
+    // Of the CTAs without a tile one must wait: then this kernel ends after the decode path, if that came first.
+    if (has_tile || blockIdx.x == 0) WaitForPreviousKernel();
+    if (!has_tile) {
+      if (repeats) total = 0;  // all CTAs come here
+      FillPaddingRows<T>(params, blockIdx.x - total, gridDim.x - total);
+      return;
+    }
+    // Either barrier frees the scheduler's shared memory.
+    bool valid = tile.valid;
+    if constexpr (Computation::kChecksPages) {
+      __syncthreads();
+    } else {
+      valid = !__syncthreads_or(FindsInvalidPage(params, tile, threadIdx.x, blockDim.x)) && valid;
+    }
+    TileRows<> rows(params, tile, Computation::kRows,
+                    PlainDivisor{static_cast<unsigned>(params.num_heads / params.num_kv_heads)});
+    rows.FindKeys();
+    if (valid) {
+      Computation(params, shared).Run(tile, rows);
+    } else {
+      FillTileRows<T>(rows, params, static_cast<int>(threadIdx.x) / 32, static_cast<int>(blockDim.x) / 32, CUDART_NAN_F,
+                      CUDART_NAN_F);
+    }
+    if (!repeats) return;
+    __syncthreads();  // the work tile's shared memory is no longer read
   }
 }
 

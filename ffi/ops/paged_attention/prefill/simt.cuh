@@ -234,7 +234,7 @@ template <int kDim>
 __global__ void __launch_bounds__(SimtWorkTile<kDim>::kThreads)
     PrefillSimtKernel(const __grid_constant__ PagedAttentionParams params) {
   extern __shared__ __align__(1024) char shared[];
-  RunWorkTile<SimtWorkTile<kDim>, float>(params, shared);
+  RunWorkTile<SimtWorkTile<kDim>, float, /*kRepeats=*/true>(params, shared);
 }
 
 }  // namespace xla_gpu::prefill

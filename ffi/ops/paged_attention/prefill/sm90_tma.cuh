@@ -8,6 +8,7 @@
 
 #include "ffi/device/async_copy.cuh"
 #include "ffi/device/dependent_launch.cuh"
+#include "ffi/device/fetch_parameters.cuh"
 #include "ffi/device/mbarrier.cuh"
 #include "ffi/device/wgmma.cuh"
 #include "ffi/ops/paged_attention/decode/decode.h"
@@ -67,16 +68,17 @@ __device__ inline void PrefetchMetadata(const TmaParams& params) {
   }
 }
 
-// What the four producer warps do once their work tiles are planned. `find`: as PersistentTileScheduler::Find.
+// What the four producer warps do once their work tiles are planned. Arguments as TmaSchedulerWarp::Run's.
 template <typename Traits, typename Find>
-__device__ void RunProducerWarp(const TmaCta<Traits>& cta, int warp, Find find) {
+__device__ void RunProducerWarp(const TmaCta<Traits>& cta, int warp, Find find, bool has_first,
+                                const typename TmaSchedulerWarp<Traits>::Planned& first) {
   // NOTE: opaque to the compiler, which would make a jump table of this, which has to come from memory first.
   const auto is_next = [&warp] {
     asm("" : "+r"(warp));
     return --warp < 0;
   };
   if (is_next()) {
-    TmaSchedulerWarp<Traits>{cta}.Run(find, [] {});
+    TmaSchedulerWarp<Traits>{cta}.Run(find, [] {}, has_first, first);
   } else if (is_next()) {
     TmaKvWarp<Traits, /*kIsValues=*/false>{cta}.Run();
   } else if (is_next()) {
@@ -96,23 +98,54 @@ __global__ void __launch_bounds__(XLA_GPU_HAS_WGMMA ? Traits::kRegisterThreads :
 
   // ---- Barriers
   if (threadIdx.x / 32 == 3) InitBarriers(cta);
+  FetchParameters(params);
 
   // Long prompts do not notice, and their instances have no registers left.
   if constexpr (Traits::kConsumerWarpgroups < 3) PrefetchMetadata(params);
 
-  // ---- Dependent launch
+  __syncthreads();  // the barriers are there
+
+  // ---- Dependent launch, and work tiles
   // All CTAs wait, also those without a work tile: then this kernel ends after the one before. Behind the decode path,
   // which has waited for all that came before, they plan first; of those without a work tile one waits, and the others
   // make room for the next kernel.
-  const bool behind_decode = params.behind_decode;
-  if (!behind_decode) WaitForPreviousKernel();
-  AllowDependentLaunch();  // of the combine kernel, or of the decode path
-
-  // ---- Work tiles, planned by each warp alone where there are few sequences
+  // Where there are few sequences, each warp plans by itself. It does so while the kernel before may still run, from
+  // metadata that this one may still write, and again behind the wait where they have changed.
   using Scheduler = typename Traits::Scheduler;
   using WarpScheduler = typename Traits::WarpScheduler;
+  using SchedulerWarp = TmaSchedulerWarp<Traits>;
+  constexpr bool kPlansEarly = Traits::kConsumerWarpgroups < 3;  // for the others there are no registers
+  const bool behind_decode = params.behind_decode;
   const bool few = attention.max_seqs <= WarpScheduler::kSequences;
-  WarpScheduler warp_scheduler(attention, params.group.divisor, params.kv_heads, params.split_kv.max_tokens, few);
+  bool settled = !kPlansEarly || !few || behind_decode;  // nobody writes the metadata any more
+  if (settled) {
+    if (!behind_decode) WaitForPreviousKernel();
+    AllowDependentLaunch();  // of the combine kernel, or of the decode path
+  }
+  WarpScheduler warp_scheduler(params.group.divisor, params.kv_heads);
+  typename SchedulerWarp::Planned first{};
+  const bool is_scheduler = threadIdx.x < 32;
+  if (few) {
+    auto metadata = WarpScheduler::Metadata::Load(attention, !settled);
+#pragma unroll 1
+    while (true) {
+      const bool in_order = warp_scheduler.Plan(attention, metadata, params.split_kv.max_tokens, settled);
+      if (is_scheduler) {
+        if (params.split_kv.enabled) warp_scheduler.Split(params.split_kv);
+        if constexpr (kPlansEarly) {
+          first =
+              SchedulerWarp{cta}.PlanFirst([&](unsigned n, WorkTile* tile) { return warp_scheduler.Find(n, tile); });
+        }
+      }
+      if (settled) break;
+      settled = true;
+      WaitForPreviousKernel();
+      AllowDependentLaunch();
+      const auto now = WarpScheduler::Metadata::Load(attention, /*early=*/false);
+      if (in_order && __all_sync(~0u, now == metadata)) break;
+      metadata = now;
+    }
+  }
   const Scheduler scheduler(attention, params.group.divisor, params.kv_heads, params.split_kv, !few,
                             cta.Storage().scheduler);
 
@@ -124,7 +157,7 @@ __global__ void __launch_bounds__(XLA_GPU_HAS_WGMMA ? Traits::kRegisterThreads :
   const bool empty = few ? warp_scheduler.IsEmpty() : scheduler.IsEmpty();
   if (behind_decode && (!empty || (blockIdx.x == 0 && blockIdx.y == 0))) WaitForPreviousKernel();
   if (empty) return;
-  __syncthreads();
+  if (!few) __syncthreads();
 
   // By a shuffle, so that the compiler knows it to be uniform in a warp.
   const int warpgroup = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / Traits::kWarpgroupThreads, 0);
@@ -132,14 +165,14 @@ __global__ void __launch_bounds__(XLA_GPU_HAS_WGMMA ? Traits::kRegisterThreads :
     // ---- Producer warps
     DecreaseRegisters<Traits::kProducerRegisters>();
     const int warp = __shfl_sync(~0u, cta.thread / 32, 0);
-    if (warp == 0 && few && params.split_kv.enabled) warp_scheduler.Split(params.split_kv);
     const auto find = [&](unsigned n, WorkTile* tile) {
       return few ? warp_scheduler.Find(n, tile) : scheduler.Find(n, tile);
     };
+    const bool has_first = kPlansEarly && few;
     if constexpr (Traits::kFloat8Cache) {
-      TmaFloat8Warp<Traits>{{cta}, warp, {}, {}, {}}.Run(find);
+      TmaFloat8Warp<Traits>{{cta}, warp, {}, {}, {}}.Run(find, has_first, first);
     } else {
-      RunProducerWarp(cta, warp, find);
+      RunProducerWarp(cta, warp, find, has_first, first);
     }
   } else {
     // ---- Consumer warpgroups

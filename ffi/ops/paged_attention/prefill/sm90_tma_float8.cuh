@@ -42,10 +42,10 @@ struct TmaFloat8Warp : TmaKvWarp<Traits, /*kIsValues=*/false> {
   typename Traits::ValueState value;
   RawState raw;  // of K and of V
 
-  // `find`: as PersistentTileScheduler::Find.
+  // As TmaSchedulerWarp::Run.
   template <typename Find>
-  __device__ void Run(Find find) {
-    if (warp == 0) return Schedule(find);
+  __device__ void Run(Find find, bool has_first, const typename TmaSchedulerWarp<Traits>::Planned& first) {
+    if (warp == 0) return Schedule(find, has_first, first);
     const TmaQueryWarp<Traits> query{cta};
     typename Traits::QueryState query_state;
     for (TileState work;; work.Advance(), query_state.Advance()) {
@@ -61,7 +61,7 @@ struct TmaFloat8Warp : TmaKvWarp<Traits, /*kIsValues=*/false> {
  private:
   // Warp 0 converts the keys of a work tile once it has described the next one.
   template <typename Find>
-  __device__ void Schedule(Find find) {
+  __device__ void Schedule(Find find, bool has_first, const typename TmaSchedulerWarp<Traits>::Planned& first) {
     int described = 0;  // work tiles that this warp has not converted
     TileState next;
     const auto find_and_convert = [&](unsigned n, WorkTile* tile) {
@@ -69,7 +69,7 @@ struct TmaFloat8Warp : TmaKvWarp<Traits, /*kIsValues=*/false> {
       for (const int left = found ? 1 : 0; described > left; --described, next.Advance()) Convert(next);
       return found;
     };
-    TmaSchedulerWarp<Traits>{cta}.Run(find_and_convert, [&] { ++described; });
+    TmaSchedulerWarp<Traits>{cta}.Run(find_and_convert, [&] { ++described; }, has_first, first);
   }
 
   // This warp's share of a work tile's conversions: kWarpRows of every kStepRows rows.

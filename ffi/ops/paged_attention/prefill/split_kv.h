@@ -37,9 +37,11 @@ struct SplitKvPolicy {
   static constexpr int kTargetWorkTiles = 132;
   static constexpr int kMostTokens = kTargetWorkTiles / 2 * 192;  // new tokens of a sequence that is split
   static constexpr int kMaxSplits = 32;                           // KV splits of a sequence
-  static constexpr int kMinTilesPerSplit = 12;                    // key tiles
+  static constexpr int kMinTilesPerSplit = 8;                     // key tiles
   // The same with so few tokens that a split is done when its keys have arrived: eight splits, which even out the load,
   // but not so short that starting and ending them takes longer than their keys; more where each has many key tiles.
+  // Four or two where eight would have less than three each: with as many sequences and kv heads as there
+  // usually are, work tiles are then a multiple of 128, just less than there are SMs.
   static constexpr int kMinTilesOfFewTokens = 4;
   static constexpr int kSplitsOfFewTokens = 8;
   static constexpr int kMinTilesOfMoreSplits = 16;
@@ -51,8 +53,8 @@ struct SplitKvPolicy {
     if (q_len > kMaxDecodeRows) return tiles / kMinTilesPerSplit;
     const unsigned most = tiles / kMinTilesOfMoreSplits;
     if (most >= kSplitsOfFewTokens) return most;
-    const unsigned short_ones = tiles / kMinTilesOfFewTokens;
-    return short_ones < kSplitsOfFewTokens ? short_ones : kSplitsOfFewTokens;
+    if (tiles >= 3 * kSplitsOfFewTokens) return kSplitsOfFewTokens;
+    return tiles >= 3 * 4 ? 4 : tiles / kMinTilesOfFewTokens;
   }
   // Rows of a work tile, as kTargetWorkTiles counts them: small ones for up to kSmallTileTokens new tokens, where these
   // can be split at all. A large one takes 1.4 times as long.
