@@ -1,15 +1,18 @@
 #include "ffi/handlers/check.h"
 
-#include <sstream>
+#include <algorithm>
+#include <cstdio>
 
 namespace xla_gpu {
 
-std::string TextPart::ToText(long long number) { return std::to_string(number); }
-std::string TextPart::ToText(unsigned long long number) { return std::to_string(number); }
-std::string TextPart::ToText(double number) {
-  std::ostringstream text;
-  text << number;
-  return text.str();
+void TextPart::Write(long long number) {
+  text_ = {digits_, static_cast<size_t>(std::snprintf(digits_, sizeof digits_, "%lld", number))};
+}
+void TextPart::Write(unsigned long long number) {
+  text_ = {digits_, static_cast<size_t>(std::snprintf(digits_, sizeof digits_, "%llu", number))};
+}
+void TextPart::Write(double number) {
+  text_ = {digits_, static_cast<size_t>(std::snprintf(digits_, sizeof digits_, "%g", number))};
 }
 
 std::string Concatenate(std::initializer_list<TextPart> parts) {
@@ -18,7 +21,7 @@ std::string Concatenate(std::initializer_list<TextPart> parts) {
   return text;
 }
 
-ffi::Error Mismatch(const char* op, const char* argument, const std::string& expected, const std::string& got) {
+ffi::Error Mismatch(const char* op, const char* argument, std::string_view expected, std::string_view got) {
   return ffi::Error::InvalidArgument(StrCat(op, ": ", argument, ": expected ", expected, ", got ", got));
 }
 
@@ -110,10 +113,13 @@ ffi::Error CheckShape(const char* op, const char* argument, const ffi::AnyBuffer
 
 ffi::Error CheckSame(const char* op, const char* argument, const ffi::AnyBuffer& buffer, const char* other_name,
                      const ffi::AnyBuffer& other) {
-  const std::string expected = ShapeText(other.dimensions()), got = ShapeText(buffer.dimensions());
-  if (buffer.element_type() == other.element_type() && got == expected) return ffi::Error::Success();
-  return Mismatch(op, argument, StrCat(DTypeText(other.element_type()), " ", expected, " as ", other_name),
-                  StrCat(DTypeText(buffer.element_type()), " ", got));
+  const ffi::Span<const int64_t> expected = other.dimensions(), got = buffer.dimensions();
+  if (buffer.element_type() == other.element_type() &&
+      std::equal(got.begin(), got.end(), expected.begin(), expected.end())) {
+    return ffi::Error::Success();
+  }
+  return Mismatch(op, argument, StrCat(DTypeText(other.element_type()), " ", ShapeText(expected), " as ", other_name),
+                  StrCat(DTypeText(buffer.element_type()), " ", ShapeText(got)));
 }
 
 ffi::Error CheckScratch(const char* op, const ffi::AnyBuffer& scratch, int64_t bytes) {

@@ -26,26 +26,32 @@ namespace xla_gpu {
 
 namespace ffi = ::xla::ffi;
 
-// A piece of an error's text.
+// A piece of an error's text. It owns no memory and needs no destructor, and numbers are written out of line: texts are
+// made in many places, and seldom.
 class TextPart {
  public:
   TextPart(std::string_view text) : text_(text) {}
   TextPart(const char* text) : text_(text) {}
   TextPart(const std::string& text) : text_(text) {}
   template <typename T, typename = std::enable_if_t<std::is_arithmetic_v<T>>>
-  TextPart(T number) : text_(ToText(Widest<T>{number})) {}
+  TextPart(T number) {
+    Write(Widest<T>{number});
+  }
+  TextPart(const TextPart&) = delete;  // text_ may be in digits_
+  TextPart& operator=(const TextPart&) = delete;
 
-  const std::string& text() const { return text_; }
+  std::string_view text() const { return text_; }
 
  private:
   template <typename T>
   using Widest = std::conditional_t<std::is_floating_point_v<T>, double,
                                     std::conditional_t<std::is_signed_v<T>, long long, unsigned long long>>;
-  static std::string ToText(long long number);
-  static std::string ToText(unsigned long long number);
-  static std::string ToText(double number);
+  void Write(long long number);
+  void Write(unsigned long long number);
+  void Write(double number);
 
-  std::string text_;
+  char digits_[32];
+  std::string_view text_;
 };
 
 std::string Concatenate(std::initializer_list<TextPart> parts);
@@ -56,7 +62,7 @@ std::string StrCat(const Parts&... parts) {
 }
 
 // "paged_attention: query: expected rank 3, got rank 2"
-ffi::Error Mismatch(const char* op, const char* argument, const std::string& expected, const std::string& got);
+ffi::Error Mismatch(const char* op, const char* argument, std::string_view expected, std::string_view got);
 
 std::string ShapeText(ffi::Span<const int64_t> dims);
 
