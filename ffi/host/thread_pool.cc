@@ -1,38 +1,34 @@
 #include "ffi/host/thread_pool.h"
 
 #include <pthread.h>
-#include <sched.h>
 #include <signal.h>
 
 #include <algorithm>
 #include <atomic>
 #include <condition_variable>
+#include <cstdio>
 #include <cstdlib>
 #include <deque>
 #include <mutex>
-#include <thread>
 #include <utility>
+
+#include "ffi/host/processors.h"
 
 namespace xla_gpu {
 namespace {
 
 constexpr int64_t kMaxThreads = 1024;
 
-int64_t UsableProcessors() {
-#ifdef __linux__
-  cpu_set_t set;
-  if (sched_getaffinity(0, sizeof(set), &set) == 0) return CPU_COUNT(&set);
-#endif
-  return std::thread::hardware_concurrency();  // 0 when unknown, or on machines with more processors than the set holds
-}
-
 int64_t WantedThreads() {
   if (const char* text = std::getenv("XLA_GPU_NUM_THREADS"); text != nullptr) {
     char* end = nullptr;
     const int64_t requested = std::strtoll(text, &end, 10);
     if (end != text && *end == '\0' && requested >= 1) return std::min(requested, kMaxThreads);
+    // As OpenMP's libraries do: a call has no way to fail here that its user would understand.
+    std::fprintf(stderr, "xla_gpu: XLA_GPU_NUM_THREADS: expected an integer of 1 or more, got \"%s\": not used\n",
+                 text);
   }
-  return std::clamp<int64_t>(UsableProcessors(), 1, kMaxThreads);
+  return std::min(UsableProcessors(), kMaxThreads);
 }
 
 // Atomic instead of a function-local static: a child of fork() must forget its parent's pool, whose threads it lacks

@@ -10,7 +10,7 @@
 namespace xla_gpu {
 
 // One pool for the process. XLA_GPU_NUM_THREADS, read when the pool is made, is the number of threads that work on one
-// call, the caller's included; by default the number of processors that this process may run on. Threads start with the
+// call, the caller's included; by default as many as it may keep busy (processors.h). Threads start with the
 // first task, live as long as the process and are never joined: at exit they sleep, and nothing waits for them. After
 // fork() the child's first call makes a fresh pool.
 class ThreadPool final : public Executor {

@@ -2,6 +2,7 @@
 #include <string>
 
 #include "ffi/host/isa.h"
+#include "ffi/host/processors.h"
 #include "ffi/runtime/xla_gpu.h"
 
 namespace {
@@ -36,7 +37,8 @@ std::string BuildInfo() {
 #endif
   return "{\"version\": \"" XLA_GPU_VERSION "\", \"ffi_api\": [" + std::to_string(XLA_FFI_API_MAJOR) + ", " +
          std::to_string(XLA_FFI_API_MINOR) + "], \"cuda\": " + cuda + ", \"cuda_architectures\": " + architectures +
-         ", \"compiler\": \"" + compiler + "\", \"host_isa\": \"" + xla_gpu::HostIsa() + "\"}";
+         ", \"compiler\": \"" + compiler + "\", \"host_isa\": \"" + xla_gpu::HostIsa() +
+         "\", \"host_processors\": " + std::to_string(xla_gpu::UsableProcessors()) + "}";
 }
 
 }  // namespace

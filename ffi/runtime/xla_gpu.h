@@ -33,7 +33,8 @@ typedef struct xla_gpu_handler {
 XLA_GPU_EXPORT const xla_gpu_handler* xla_gpu_handlers(size_t* count);
 
 // A JSON object: {"version": "0.1.0", "ffi_api": [0, 1], "cuda": "13.0" or null, "cuda_architectures": ["80", …],
-// "compiler": "…", "host_isa": "avx512" (what this processor will run)}.
+// "compiler": "…", "host_isa": "avx512" (what this processor will run), "host_processors": 16 (that this process may
+// keep busy)}.
 XLA_GPU_EXPORT const char* xla_gpu_build_info(void);
 
 // ---- Registration with an XLA runtime ----

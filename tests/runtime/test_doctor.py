@@ -19,6 +19,7 @@ LIBRARY = {
     "cuda": "13.0",
     "cuda_architectures": ["80", "90a"],
     "host_isa": "avx2",
+    "host_processors": 4,
     "compiler": "gcc",
     "targets": {"Host": ["xla_gpu_simple_add"]},
 }

@@ -261,6 +261,7 @@ def as_text(report: dict[str, Any]) -> str:
                 "FFI API": ".".join(map(str, library["ffi_api"])),
                 "CUDA": cuda,
                 "host kernels": library["host_isa"],
+                "host processors": str(library["host_processors"]),
                 "compiler": library["compiler"],
                 **{f"{where} targets": ", ".join(names) for where, names in library["targets"].items()},
             }

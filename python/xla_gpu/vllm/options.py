@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 from typing import Any
+
+from xla_gpu._runtime import library
 
 MAX_COMPILE_THREADS = 64
 
@@ -14,8 +15,8 @@ _MOST_CHOSEN_THREADS = 8
 
 
 def default_compile_threads() -> int:
-    """A compile thread for each three cores that this process may use, up to 8."""
-    cores = len(os.sched_getaffinity(0))
+    """A compile thread for each three processors that this process, or its container, may keep busy; up to 8."""
+    cores: int = library.load().build_info()["host_processors"]
     return max(1, min(cores // _CORES_PER_THREAD, _MOST_CHOSEN_THREADS))
 
 
