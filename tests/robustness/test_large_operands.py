@@ -1,94 +1,16 @@
 """Operands and results of more than 2**32 elements, which 32-bit indices of either sign get wrong: what an operator
-returns for all rows must have the bits of what it returns for some of them. test_limits.py has caches and tables."""
+returns for all rows must have the bits of what it returns for some of them. test_large_weights.py has products,
+test_limits.py caches and tables."""
 
 from __future__ import annotations
 
 import math
-import os
 
 import pytest
 
 torch = pytest.importorskip("torch")
-GIB = 2**30
-OVER = 2**32 + 2**20
-PART = 2**28  # elements that are compared at a time
 
-
-def room(frontend, gib: float) -> None:
-    """Skips where less than that many GiB are free; a GPU is part of the test, and so is a large host."""
-    if frontend.platform == "cuda":
-        import gc
-
-        gc.collect()
-        torch.cuda.empty_cache()
-        free = torch.cuda.mem_get_info()[0]
-    else:
-        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    needed = gib + 2 if frontend.platform == "cuda" else max(gib + 2, 60)  # minutes of a small host's time
-    if free < needed * GIB:
-        pytest.skip(f"needs {needed:.0f} GiB of memory, {free / GIB:.0f} are free")
-
-
-def random(frontend, *shape: int, dtype=torch.bfloat16, seed: int = 0):
-    """Normal numbers. On the host a period of them, since making all of them takes minutes."""
-    device, size = frontend.device() if frontend.framework == "torch" else "cuda", math.prod(shape)
-    generator = torch.Generator(device).manual_seed(seed)
-    if frontend.platform == "cuda":
-        return torch.randn(shape, dtype=dtype, device=device, generator=generator)
-    period = torch.randn(min(size, 2**20 - 3), generator=generator).to(dtype)
-    out = torch.empty(size, dtype=dtype)
-    whole = size // period.numel() * period.numel()
-    out[:whole].view(-1, period.numel()).copy_(period)
-    out[whole:] = period[: size - whole]
-    return out.view(shape)
-
-
-def call(frontend, operator: str, **arguments):
-    """The operator's results, as PyTorch's tensors: JAX takes and returns the memory that they are in."""
-    if frontend.framework == "torch":
-        results = getattr(frontend.module(), operator)(**arguments)
-        return results if isinstance(results, tuple) else (results,)
-    import jax
-
-    import xla_gpu.jax
-
-    float8 = {n for n, x in arguments.items() if getattr(x, "dtype", None) is torch.float8_e4m3fn}  # dlpack has none
-    arguments |= {n: arguments[n].view(torch.uint8) for n in float8}
-    arrays = {n: jax.dlpack.from_dlpack(x) for n, x in arguments.items() if isinstance(x, torch.Tensor)}
-    options = {n: x for n, x in arguments.items() if n not in arrays}
-
-    def program(arrays):
-        typed = {n: jax.lax.bitcast_convert_type(arrays[n], jax.numpy.float8_e4m3fn) for n in float8}
-        return getattr(xla_gpu.jax, operator)(**(arrays | typed), **options)
-
-    torch.cuda.synchronize()
-    results = jax.jit(program)(arrays)
-    results = jax.block_until_ready(results if isinstance(results, tuple) else (results,))
-    return tuple(torch.from_dlpack(x) for x in results)
-
-
-def bits(tensor):
-    return tensor.view({2: torch.int16, 4: torch.int32}[tensor.dtype.itemsize])
-
-
-def assert_rows(results, rows: int, width: int, of_rows) -> None:
-    """``of_rows(first, last)`` are the results of these rows alone."""
-    step = max(1, PART // width)
-    for first in range(0, rows, step):
-        last = min(rows, first + step)
-        for i, want in enumerate(of_rows(first, last)):
-            assert torch.equal(bits(results[i][first:last]), bits(want)), f"result {i}, rows {first} to {last}"
-
-
-def eager():
-    import xla_gpu.torch
-
-    return xla_gpu.torch
-
-
-ALL = pytest.mark.frontends("eager", "eager-cuda", "jax-cuda")
-GPU = pytest.mark.frontends("eager-cuda", "jax-cuda")
-EAGER_GPU = pytest.mark.frontends("eager-cuda")  # JAX calls the same handlers
+from tests.robustness.large_operands import ALL, EAGER_GPU, GIB, GPU, OVER, assert_rows, bits, call, eager, random, room  # noqa: E402 - after what may be missing
 
 
 @ALL
@@ -347,81 +269,3 @@ def test_paged_attention_of_too_many_rows(frontend):
     assert out[-1].isfinite().all() and out[-1].any()
     for part in out[:-1].split(2**18):
         assert not part.any()
-
-
-# ---- products --------------------------------------------------------------------------------------------------------
-@GPU
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "f32"])
-@pytest.mark.parametrize("wide", ["x", "out"])
-def test_linear_of_many_rows(frontend, dtype, wide):
-    """x, or the result, of more than 2**32 elements: by the kernel in float32, by the framework otherwise."""
-    k, n = (4096, 16) if wide == "x" else (16, 4096)
-    rows = OVER // 4096 + 3
-    room(frontend, 1.2 * OVER * dtype.itemsize / GIB)
-    shapes = ((rows, k), (n, k), (n,))
-    x, weight, bias = (random(frontend, *shape, dtype=dtype, seed=i) for i, shape in enumerate(shapes))
-    (out,) = call(frontend, "linear", x=x, weight=weight, bias=bias)
-    step = PART // 4096
-    for first in range(0, rows, step):
-        want = x[first : first + step].float() @ weight.float().T + bias.float()
-        error = (out[first : first + step].float() - want).abs().max()
-        assert error < 0.01 * math.sqrt(k) * (4 if dtype is torch.bfloat16 else 1), f"rows from {first}: {error}"
-
-
-@EAGER_GPU
-@pytest.mark.parametrize("rows", [1, 60])
-@pytest.mark.parametrize(
-    ("dtype", "format"),
-    [
-        *((torch.bfloat16, format) for format in ("plain", "float8", "float8_block", "int8", "int4")),
-        (torch.float32, "plain"),
-        (torch.float32, "int4"),
-    ],
-    ids=str,
-)
-def test_linear_of_a_large_weight(frontend, dtype, format, rows):
-    """A weight of more than 2**32 values, whose features are those of its parts."""
-    n, k = OVER // 8192 + 16, 8192
-    room(frontend, 1.6 * n * k * (dtype.itemsize if format == "plain" else 1) / GIB)
-    x = random(frontend, rows, k, dtype=dtype, seed=1)
-    generator = torch.Generator("cuda").manual_seed(7)
-    arguments = {}
-    if format == "plain":
-        weight = random(frontend, n, k, dtype=dtype)
-    elif format == "int4":
-        weight = torch.randint(0, 256, (n, k // 2), dtype=torch.uint8, device="cuda", generator=generator)
-        arguments["weight_scale"] = torch.rand(n, k // 128, device="cuda", generator=generator).to(dtype)
-        arguments["weight_zero_point"] = torch.randint(0, 16, (n, k // 128), device="cuda", generator=generator).byte()
-    else:
-        weight = torch.randint(0, 120, (n, k), dtype=torch.int8, device="cuda", generator=generator)
-        weight[:, ::2] |= -128  # negative; in float8 too, where 0x7f and 0xff would be NaN
-        shape = (-(-n // 128), k // 128) if format == "float8_block" else (n,)
-        arguments["weight_scale"] = torch.rand(shape, device="cuda", generator=generator)
-        if format != "int8":
-            weight = weight.view(torch.float8_e4m3fn)
-    (out,) = call(frontend, "linear", x=x, weight=weight, **arguments)
-    for first in (0, 2**31 // k // 128 * 128 - 256, 2**32 // k // 128 * 128 - 256, n - n % 128 - 256):
-        last = min(n, first + 1024)
-        part = {
-            name: v[first // 128 : -(-last // 128)]
-            if name == "weight_scale" and format == "float8_block"
-            else v[first:last]
-            for name, v in arguments.items()
-        }
-        want = eager().linear(x, weight[first:last], **part)
-        scale = want.float().abs().max()
-        assert scale > 0 and (out[:, first:last].float() - want.float()).abs().max() <= 0.02 * scale, first
-
-
-@EAGER_GPU
-def test_gated_mlp_of_large_weights(frontend):
-    room(frontend, 14)
-    hidden, intermediate = 16384, 2**17 + 128
-    gate_up, down = random(frontend, 2 * intermediate, hidden), random(frontend, hidden, intermediate)
-    gate_up *= 0.02
-    down *= 0.02
-    x = random(frontend, 4, hidden)
-    (out,) = call(frontend, "gated_mlp", x=x, gate_up_weight=gate_up, down_weight=down)
-    h = torch.nn.functional.silu(x @ gate_up[:intermediate].T) * (x @ gate_up[intermediate:].T)
-    want = (h @ down.T).float()
-    assert (out.float() - want).abs().max() < 0.02 * want.abs().max()
