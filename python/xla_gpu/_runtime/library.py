@@ -45,7 +45,7 @@ class Library:
         ]
 
     def build_info(self) -> dict[str, Any]:
-        """version, ffi_api, cuda, cuda_architectures, compiler of the build; host_isa and host_processors found here."""
+        """The build: version, ffi_api, cuda, cuda_architectures, compiler; and host_isa, host_processors found here."""
         info: dict[str, Any] = json.loads(self.cdll.xla_gpu_build_info())
         return info
 
