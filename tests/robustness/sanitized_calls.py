@@ -329,10 +329,14 @@ def all_calls(memory) -> list:
         add(attention, case, i % 3 > 0)
     for case in cache_cases.CACHE_CASES:
         add(cache_update, case)
-    # A batch of mixed rows, a window, float8, and decoding alone: one sequence, and several.
+    # A batch of mixed rows, a window, float8, decoding alone: one sequence, and several; short prompts, for which CUDA
+    # has a kernel of its own.
     alone = cases.AttentionCase("alone", ((1, 900),), head_dim=128, dtype="bfloat16")
     several = alone.but(sequences=((1, 300), (4, 900), (1, 17)), cache_dtype="float8_e4m3fn", scales="one")
-    for case in (cases.COMMON[1], cases.COMMON[2], cases.COMMON[9], alone, several):
+    lengths = (*((tokens, tokens) for tokens in range(9, 110, 6)), (60, 0), (1, 40))
+    prompts = alone.but(sequences=lengths, num_heads=8, num_kv_heads=2, page_size=16)
+    add(attention, prompts)
+    for case in (cases.COMMON[1], cases.COMMON[2], cases.COMMON[9], alone, several, prompts):
         for argument, values in WRONG.items():
             for value in values:
                 add(hostile_attention, case, argument, value)
