@@ -67,15 +67,12 @@ TmaInstance TmaInstanceForFullTiles(const PagedAttentionParams& shapes, const Sp
   return best->instance;
 }
 
-// Whether PrefillTmaOneWarpgroupKernel takes less time: where all contexts fit into two key tiles. With more it reads K
-// and V too often. Of a few sequences with two key tiles, whose work tiles all run at once, larger ones take less.
-bool SuitsOneWarpgroup(const PagedAttentionParams& shapes, int64_t sms) {
-  constexpr int64_t kTileKeys = SplitKvPolicy::TileKeys(128);
+// Whether PrefillTmaOneWarpgroupKernel takes less time: where all contexts fit into a key tile, or of many sequences
+// into two. With more it reads K and V too often, and the work tiles of a few sequences all run at once.
+bool SuitsOneWarpgroup(const PagedAttentionParams& shapes) {
   constexpr int64_t kFewSequences = 4;
-  const int64_t context = shapes.pages_per_seq * shapes.page_size;
-  const int64_t rows = shapes.num_tokens * (shapes.num_heads / shapes.num_kv_heads);
-  const bool many = shapes.max_seqs > kFewSequences || (rows + 63) / 64 * shapes.num_kv_heads <= sms;
-  return context <= (many ? 2 : 1) * kTileKeys;
+  const int64_t key_tiles = shapes.max_seqs > kFewSequences ? 2 : 1;
+  return shapes.pages_per_seq * shapes.page_size <= key_tiles * SplitKvPolicy::TileKeys(128);
 }
 
 }  // namespace
@@ -87,7 +84,7 @@ bool SuitsOneWarpgroup(const PagedAttentionParams& shapes, int64_t sms) {
 // large work tiles.
 TmaInstance TmaInstanceDim128(const PagedAttentionParams& shapes, const SplitKvPolicy& policy, bool one_warpgroup,
                               int64_t sms) {
-  if (one_warpgroup && SuitsOneWarpgroup(shapes, sms)) return TmaInstance::kOneWarpgroup;
+  if (one_warpgroup && SuitsOneWarpgroup(shapes)) return TmaInstance::kOneWarpgroup;
   if (shapes.max_seqs == 0 || !SuggestFewTokens(shapes)) return TmaInstanceForFullTiles(shapes, policy, sms);
   const int64_t chunk = std::max<int64_t>(shapes.num_tokens - shapes.max_seqs + 1, 1);
   const int64_t rows = chunk * (shapes.num_heads / shapes.num_kv_heads);
