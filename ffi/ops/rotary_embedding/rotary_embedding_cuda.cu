@@ -17,8 +17,9 @@ namespace xla_gpu {
 namespace {
 
 constexpr int kRotaryThreads = 256;
-constexpr int kRotaryCtas = 4;  // of an SM
-constexpr int64_t kWantedRotaryBlocks = 512;
+constexpr int kRotaryCtas = 4;   // of an SM
+constexpr int kRotaryAhead = 1;  // heads that a lane loads before it turns one
+constexpr int64_t kWantedRotaryBlocks = 128 * kRotaryCtas;
 
 template <typename T, int kVec>
 __global__ void __launch_bounds__(kRotaryThreads)
@@ -77,98 +78,82 @@ struct CacheRow {
   }
 };
 
-// Which tokens and heads a CTA takes. Few tokens, as a decode step has: one, and heads_per_block of its heads. Many: a
-// CTA takes the query of several tokens, or the keys and values, and only these look for slots.
-struct RotaryGrid {
-  bool one_token;
-  int heads_per_block;      // of one token
-  int kv_blocks;            // of many: the first so many CTAs take keys and values
-  int tokens_per_block[2];  // of a CTA with queries, with keys and values
-  FastDivisor heads_of_token[2];
-};
-
-// kVec > 1: a lane holds at most one unit. The norms of heads add in the order that `summed` says, which depends on
-// sizes alone and not on what is aligned.
+// A CTA takes `tokens_per_block` tokens, and of those `heads_per_block` heads; all of them where it takes more than one
+// token. kVec > 1: a lane holds at most one unit. The norms of heads add in the order that `summed` says, which depends
+// on sizes alone and not on what is aligned.
 template <typename T, int kVec>
 __global__ void __launch_bounds__(kRotaryThreads, kRotaryCtas)
     RotaryAndCacheKernel(const __grid_constant__ RotaryAndCacheParams p, const HeadUnits h, const HeadUnits summed,
-                         const __grid_constant__ RotaryGrid grid) {
+                         int tokens_per_block, int heads_per_block, FastDivisor by_heads) {
   using Unit = HeadUnit<T, kVec>;
   __shared__ LatestTokens latest;
   __shared__ int64_t destinations[kMaxTokensPerBlock];  // element offset of the token's slot; -1: nothing to store
   __shared__ int32_t positions[kMaxTokensPerBlock];
-  const int num_heads = static_cast<int>(p.num_heads), num_kv_heads = static_cast<int>(p.num_kv_heads);
-  const int heads = num_heads + 2 * num_kv_heads;
-  // ---- what this CTA takes
-  const bool takes_kv = static_cast<int>(blockIdx.x) < grid.kv_blocks;  // of many tokens
-  const int tokens_per_block = grid.tokens_per_block[takes_kv];
-  const int64_t first = (blockIdx.x - (takes_kv ? 0 : static_cast<int64_t>(grid.kv_blocks))) * tokens_per_block;
+  const int64_t first = static_cast<int64_t>(blockIdx.x) * tokens_per_block;
   const int count = static_cast<int>(min(static_cast<int64_t>(tokens_per_block), p.num_tokens - first));
-  const int first_head = grid.one_token ? static_cast<int>(blockIdx.y) * grid.heads_per_block
-                         : takes_kv     ? num_heads
-                                        : 0;
-  const int end_head = grid.one_token ? min(first_head + grid.heads_per_block, heads) : takes_kv ? heads : num_heads;
-  const FastDivisor heads_of_token = grid.heads_of_token[takes_kv];
-  // ---- where it stores
   const int with_slot = static_cast<int>(max(min(static_cast<int64_t>(count), p.num_slots - first), int64_t{0}));
   const auto slot_of = [&](int64_t token) {
     return p.slots_are_64_bit ? static_cast<const int64_t*>(p.slot_mapping)[token]
                               : static_cast<int64_t>(static_cast<const int32_t*>(p.slot_mapping)[token]);
   };
   const CacheSlots slots = {p.num_slots, p.num_pages * p.page_size, p.page_size, p.page_stride, p.slot_stride};
-  int64_t own_destination = -1, own_position = 0;  // of one token
-  if (grid.one_token) {
-    own_position = p.rotation.positions[first];
-    PrefetchTurns(p.rotation, own_position);
-    if (end_head > num_heads) own_destination = FindDestination<kRotaryThreads>(slot_of, first, slots);
+  const int num_heads = static_cast<int>(p.num_heads), num_kv_heads = static_cast<int>(p.num_kv_heads);
+  const int heads = num_heads + 2 * num_kv_heads;
+  const int first_head = static_cast<int>(blockIdx.y) * heads_per_block;
+  const int lanes = 1 << h.lane_bits;
+  const int lane = static_cast<int>(threadIdx.x) & (lanes - 1);
+  // A decode step's tokens have a CTA or more each, and wait for one load after the other.
+  const bool single = tokens_per_block == 1;
+  int64_t single_destination = -1, single_position = 0;
+  if (single) {
+    single_position = p.rotation.positions[first];
+    PrefetchTurns(p.rotation, single_position);
+    if (first_head + heads_per_block > num_heads) {  // else the CTA has queries alone
+      single_destination = FindDestination<kRotaryThreads>(slot_of, first, slots);
+    }
   } else {
     for (int i = threadIdx.x; i < count; i += kRotaryThreads) positions[i] = p.rotation.positions[first + i];
-    if (takes_kv) {
-      FindDestinations<kRotaryThreads>(slot_of, first, with_slot, slots, &latest, destinations);
-    } else {
-      __syncthreads();
-    }
+    FindDestinations<kRotaryThreads>(slot_of, first, with_slot, slots, &latest, destinations);
   }
   // What stands above has read slots, positions and the table, operands of every call with this kernel.
   AllowDependentLaunch();
   WaitForPreviousKernel();
 
-  const int lanes = 1 << h.lane_bits;
-  const int lane = static_cast<int>(threadIdx.x) & (lanes - 1);
-  const int items = count * (end_head - first_head);
+  const int items = single ? min(heads_per_block, heads - first_head) : count * heads;
   const int step = kRotaryThreads >> h.lane_bits;
-  const T* const qkv = static_cast<const T*>(p.qkv) + first * heads * p.head_dim;
-  // The lane's unit of the next item, which is loaded while this one is turned and stored.
-  [[maybe_unused]] uint4 next[2] = {};
-  const auto fetch = [&](int item) {
+  const T* const qkv = static_cast<const T*>(p.qkv) + (first * heads + first_head) * p.head_dim;
+  // The lane's unit of the next items, which are loaded while this one is turned and stored.
+  [[maybe_unused]] uint4 next[kRotaryAhead][2] = {};
+  const auto fetch = [&](int item, uint4* unit) {
     if (kVec == 1 || item >= items || lane >= h.units) return;
-    const int index = static_cast<int>(heads_of_token.Divide(item));
-    const int head = first_head + item - index * static_cast<int>(heads_of_token.divisor);
-    const T* const from = qkv + (static_cast<int64_t>(index) * heads + head) * p.head_dim;
-    next[0] = *reinterpret_cast<const uint4*>(from + h.First(lane));
-    next[1] = *reinterpret_cast<const uint4*>(from + h.Second(lane));
+    const T* const from = qkv + static_cast<int64_t>(item) * p.head_dim;
+    unit[0] = *reinterpret_cast<const uint4*>(from + h.First(lane));
+    unit[1] = *reinterpret_cast<const uint4*>(from + h.Second(lane));
   };
   int item = static_cast<int>(threadIdx.x) >> h.lane_bits;
-  fetch(item);
+#pragma unroll
+  for (int ahead = 0; ahead < kRotaryAhead; ++ahead) fetch(item + ahead * step, next[ahead]);
   for (; item < items; item += step) {
     Unit values = {};
     if constexpr (kVec > 1) {
-      KeepWhole(&next[0]);
-      KeepWhole(&next[1]);
-      values.first = *reinterpret_cast<const typename Unit::V*>(&next[0]);
-      values.second = *reinterpret_cast<const typename Unit::V*>(&next[1]);
-      fetch(item + step);
+      KeepWhole(&next[0][0]);
+      KeepWhole(&next[0][1]);
+      values.first = *reinterpret_cast<const typename Unit::V*>(&next[0][0]);
+      values.second = *reinterpret_cast<const typename Unit::V*>(&next[0][1]);
+#pragma unroll
+      for (int ahead = 1; ahead < kRotaryAhead; ++ahead) {
+        next[ahead - 1][0] = next[ahead][0];
+        next[ahead - 1][1] = next[ahead][1];
+      }
+      fetch(item + kRotaryAhead * step, next[kRotaryAhead - 1]);
     }
-    const int index = static_cast<int>(heads_of_token.Divide(item));
-    const int head = first_head + item - index * static_cast<int>(heads_of_token.divisor);
+    const int index = single ? 0 : static_cast<int>(by_heads.Divide(item));
+    const int head = first_head + item - index * heads;
     const int64_t token = first + index;
     const bool is_query = head < num_heads, is_value = head >= num_heads + num_kv_heads;
-    const int64_t destination = is_query            ? 0
-                                : grid.one_token    ? own_destination
-                                : index < with_slot ? destinations[index]
-                                                    : -1;
-    if (destination < 0) continue;
-    const T* const from = qkv + (static_cast<int64_t>(index) * heads + head) * p.head_dim;
+    const int64_t destination = single ? single_destination : index < with_slot ? destinations[index] : -1;
+    if (!is_query && destination < 0) continue;
+    const T* const from = qkv + static_cast<int64_t>(item) * p.head_dim;
     const T* const bias = static_cast<const T*>(p.bias) + static_cast<int64_t>(head) * p.head_dim;
     const auto add_bias = [&](int unit) {
       if (p.bias == nullptr) return;
@@ -220,7 +205,7 @@ __global__ void __launch_bounds__(kRotaryThreads, kRotaryCtas)
       }
       if (!is_value) {
         UnitTurns<kVec> angle;
-        angle.Load(p.rotation, grid.one_token ? own_position : positions[index], h, unit);
+        angle.Load(p.rotation, single ? single_position : positions[index], h, unit);
         TurnUnit(angle, h, unit, &values);
       }
       if (is_query) {
@@ -265,36 +250,22 @@ Status StoreVectors(const RotaryAndCacheParams& p, Stream stream, LaunchOrder or
   const HeadUnits h = HeadUnits::Make(p.rotation, p.head_dim, kVec);
   const bool fits = HeadUnits::Fits(p.rotation, p.head_dim, kRotaryVector<T>);
   const HeadUnits summed = HeadUnits::Make(p.rotation, p.head_dim, fits ? kRotaryVector<T> : 1);
-  const int64_t kv_heads = 2 * p.num_kv_heads, heads = p.num_heads + kv_heads;
-  if (heads >= int64_t{1} << 23 || p.num_tokens >= int64_t{1} << 36) {
-    return Status::InvalidArgument("rotary_and_cache: qkv: expected fewer than 2^23 heads and 2^36 tokens");
+  const int64_t heads = p.num_heads + 2 * p.num_kv_heads;
+  const int64_t tokens =
+      std::min<int64_t>((p.num_tokens + kWantedRotaryBlocks - 1) / kWantedRotaryBlocks, kMaxTokensPerBlock);
+  const int64_t blocks = (p.num_tokens + tokens - 1) / tokens;
+  if (heads >= int64_t{1} << 23 || blocks >= int64_t{1} << 31) {
+    return Status::InvalidArgument("rotary_and_cache: qkv: expected fewer than 2^23 heads and 2^38 tokens");
   }
-  RotaryGrid grid = {p.num_tokens <= kWantedRotaryBlocks, 0, 0, {1, 1}, {}};
-  dim3 blocks;
-  if (grid.one_token) {
-    const int64_t heads_at_once = kRotaryThreads >> h.lane_bits;
-    const int64_t wanted = std::min<int64_t>(kWantedRotaryBlocks / p.num_tokens, 65535);
-    grid.heads_per_block = static_cast<int>(std::max(heads_at_once, (heads + wanted - 1) / wanted));
-    grid.heads_of_token[0] = FastDivisor::Make(heads);
-    blocks = dim3(static_cast<unsigned>(p.num_tokens),
-                  static_cast<unsigned>((heads + grid.heads_per_block - 1) / grid.heads_per_block));
-  } else {
-    // As many CTAs with keys and values, and with queries, as they are heads.
-    int64_t number = 0;
-    for (int takes_kv = 0; takes_kv < 2; ++takes_kv) {
-      const int64_t part = takes_kv ? kv_heads : p.num_heads;
-      const int64_t wanted = std::max<int64_t>(kWantedRotaryBlocks * part / heads, 1);
-      const int64_t tokens = std::min<int64_t>((p.num_tokens + wanted - 1) / wanted, kMaxTokensPerBlock);
-      const int64_t needed = part == 0 ? 0 : (p.num_tokens + tokens - 1) / tokens;
-      grid.tokens_per_block[takes_kv] = static_cast<int>(tokens);
-      grid.heads_of_token[takes_kv] = FastDivisor::Make(std::max<int64_t>(part, 1));
-      if (takes_kv) grid.kv_blocks = static_cast<int>(needed);
-      number += needed;
-    }
-    blocks = dim3(static_cast<unsigned>(number));
-  }
-  return LaunchKernel(RotaryAndCacheKernel<T, kVec>, blocks, dim3(kRotaryThreads), /*shared_bytes=*/0, stream, order, p,
-                      h, summed, grid);
+  // Few tokens: their heads over several CTAs.
+  const int64_t heads_at_once = kRotaryThreads >> h.lane_bits;
+  const int64_t wanted = tokens > 1 ? 1 : std::max<int64_t>(kWantedRotaryBlocks / blocks, 1);
+  const int64_t heads_per_block =
+      std::max(tokens > 1 ? heads : heads_at_once, (heads + std::min<int64_t>(wanted, 65535) - 1) / wanted);
+  const dim3 grid(static_cast<unsigned>(blocks),
+                  static_cast<unsigned>((heads + heads_per_block - 1) / heads_per_block));
+  return LaunchKernel(RotaryAndCacheKernel<T, kVec>, grid, dim3(kRotaryThreads), /*shared_bytes=*/0, stream, order, p,
+                      h, summed, static_cast<int>(tokens), static_cast<int>(heads_per_block), FastDivisor::Make(heads));
 }
 
 template <typename T>
