@@ -73,10 +73,7 @@ class Engine:
     def launch(self, layout: StepLayout, packed: np.ndarray) -> torch.Tensor:
         """Starts a step behind the one before; returns the tokens that it will have chosen."""
         packed = self._whole(torch.from_numpy(packed).to(self._device))
-        if self._model.group is None:
-            self._previous = self._step(packed, self._previous, self._caches, layout)
-            return self._previous
-        compiles = layout not in self._compiled
+        compiles = layout not in self._compiled and self._model.group is not None
         options = CUBLAS if compiles and layout.num_tokens >= CUBLAS_ROWS else {}
         with xla_gpu.torch.compile_options(options):
             self._previous, self._caches = self._step(packed, self._previous, self._caches, layout)

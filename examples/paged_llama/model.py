@@ -64,8 +64,9 @@ class PagedLlama(nn.Module):
         packed: int32 [layout.size], see StepLayout; previous: int32 [max_seqs], what the step before returned;
         caches: a layer's T[num_pages, page_size, 2 * num_kv_heads, head_dim] each, K of head h at 2h, V at 2h + 1.
         Returns int32 [max_seqs], of each sequence the token chosen after its last row; past the live sequences it has
-        no meaning. On one device the caches are updated in place. On several they are donated and the updated
-        ones returned too: compiled by torch_xla 2.9, a program cannot update a sharded tensor in place.
+        no meaning; and the updated caches, in the memory of those given. After in-place calls torch.compile and
+        torch_xla would each copy every cache's handle back; over several devices a program compiled by torch_xla 2.9
+        cannot update a tensor in place at all.
         """
         step = layout.unpack(packed)
         sources = step["sources"]
@@ -81,7 +82,7 @@ class PagedLlama(nn.Module):
         if self.group is not None:
             return self._most_likely(self.head(hidden)), updated
         head = self.embed.weight if self.config.tie_word_embeddings else self.head.weight
-        return self._choose(F.linear(hidden, head), step)
+        return self._choose(F.linear(hidden, head), step), updated
 
     def _choose(self, logits: Tensor, step: dict[str, Tensor]) -> Tensor:
         """int32 [max_seqs] from [max_seqs, vocab_size]."""
@@ -150,7 +151,8 @@ class Layer(nn.Module):
     ) -> tuple[Tensor | None, Tensor, Tensor]:
         """hidden: the norm of total by this layer's first norm, or None, where the layer before has not made it."""
         if "attention_block" in self.operators:
-            hidden, total = None, self.attention_block(total, rotations, cache, step)
+            hidden = None
+            total, cache = self.attention_block(total, rotations, cache, step)
         else:
             hidden = self.attention_norm(total)[0] if hidden is None else hidden
             attended, cache = self.attention(hidden, rotations, cache, step)
@@ -167,9 +169,12 @@ class Layer(nn.Module):
         hidden, total = self.add_and_norm(self.down(mlp), total, self.down.bias, after)
         return hidden, total, cache
 
-    def attention_block(self, total: Tensor, rotations: Tensor, cache: Tensor, step: dict[str, Tensor]) -> Tensor:
-        """The residual stream behind the layer's attention, which updates the cache in place."""
-        return xla_gpu.torch.attention_block_(
+    def attention_block(
+        self, total: Tensor, rotations: Tensor, cache: Tensor, step: dict[str, Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        """The residual stream behind the layer's attention, and the updated cache."""
+        donate(cache)
+        return xla_gpu.torch.attention_block(
             total,
             positions=step["positions"],
             table=rotations,
@@ -207,24 +212,20 @@ class Layer(nn.Module):
         num_heads, num_kv_heads, head_dim = self.heads
         rows = x.shape[0]
         qkv = self.qkv(x)
+        donate(cache)
         if "rotary_and_cache" in self.operators and self.group is not None:
-            torch.ops.xla.dynamo_set_buffer_donor_(cache, True)
             query, cache = torch.ops.paged_llama.rotary_and_cache(
                 qkv, step["positions"], rotations, cache, step["slots"], self.group_number
             )
         elif "rotary_and_cache" in self.operators:
-            query = xla_gpu.torch.rotary_and_cache_(qkv, step["positions"], rotations, cache, step["slots"])
+            query, cache = xla_gpu.torch.rotary_and_cache(qkv, step["positions"], rotations, cache, step["slots"])
         else:
             own, own_kv = num_heads // self.devices, num_kv_heads // self.devices
             heads = qkv.view(rows, self.devices, own + 2 * own_kv, head_dim)
             query, key, value = (t.reshape(rows, -1, head_dim) for t in heads.split([own, own_kv, own_kv], 2))
             cos, sin = rotations[step["positions"]].unsqueeze(1).unbind(-1)  # [num_tokens, 1, head_dim / 2] each
             query, key = rotate(query, cos, sin), rotate(key, cos, sin)
-            if self.group is None:
-                xla_gpu.torch.reshape_and_cache_(key, value, cache, step["slots"])
-            else:
-                torch.ops.xla.dynamo_set_buffer_donor_(cache, True)
-                cache = xla_gpu.torch.reshape_and_cache(key, value, cache, step["slots"])
+            cache = xla_gpu.torch.reshape_and_cache(key, value, cache, step["slots"])
         attended = xla_gpu.torch.paged_attention(
             query,
             cache,
@@ -235,6 +236,12 @@ class Layer(nn.Module):
             scale=self.scale,
         )
         return attended.reshape(rows, num_heads * head_dim), cache
+
+
+def donate(cache: Tensor) -> None:
+    """Lets a compiled program write its result into the tensor's memory."""
+    if cache.device.type == "xla":
+        torch.ops.xla.dynamo_set_buffer_donor_(cache, True)
 
 
 def projection(name: str, linear: nn.Module) -> dict[str, Tensor | None]:

@@ -53,8 +53,8 @@ def serve_eagerly(config: LlamaConfig, load, prompts, count, options=None) -> li
     previous = torch.zeros(3, dtype=torch.int32)
 
     def launch(step):
-        nonlocal previous
-        previous = model(torch.from_numpy(step.packed), previous, caches, step.layout)
+        nonlocal previous, caches
+        previous, caches = model(torch.from_numpy(step.packed), previous, caches, step.layout)
         return previous
 
     for _ in run(scheduler, launch, torch.Tensor.tolist):
