@@ -17,6 +17,7 @@ namespace {
 
 constexpr int kAllReduceThreads = 256;
 constexpr int kMaxTwoShotBlocks = 1024;
+constexpr int kTwoShotThreads = 1024;  // of an SM, at least
 constexpr int kFewBlocks = 128;
 
 // ---- Low latency ----
@@ -112,10 +113,11 @@ __global__ void __launch_bounds__(kAllReduceThreads) PairKernel(const __grid_con
 // the others sends a peer its share of x and takes what that peer summed. Lane l of CTA b has vectors 32 b + l, and so
 // on, of a share.
 template <typename T, int kRanks>
-__global__ void __launch_bounds__(kRanks * 32) TwoShotKernel(const __grid_constant__ GroupView group,
-                                                             const T* __restrict__ x,  // [size]
-                                                             T* __restrict__ out,      // [size]
-                                                             int64_t size, bool aligned) {
+__global__ void __launch_bounds__(kRanks * 32, kTwoShotThreads / (kRanks * 32))
+    TwoShotKernel(const __grid_constant__ GroupView group,
+                  const T* __restrict__ x,  // [size]
+                  T* __restrict__ out,      // [size]
+                  int64_t size, bool aligned) {
   using V = Vector<T>;
   const int rank = group.rank, ranks = group.ranks;
   const int64_t vectors = (size + V::kSize - 1) / V::kSize;
