@@ -203,9 +203,9 @@ def step(
         partial = product(attended.reshape(rows, -1), layer["out"])
         hidden, residual = join(partial, residual, weights["norms"][2 * i + 1])
         gate_up = product(hidden, layer["gate_up"])
-        if options.fused and rows >= CUBLAS_ROWS:
+        if options.fused:
             gated = xg.silu_and_mul(gate_up)
-        else:  # of fewer rows XLA's own product of down takes it in
+        else:
             gate, up = jnp.split(gate_up, 2, 1)
             gated = jax.nn.silu(gate) * up
         partial = product(gated, layer["down"])
