@@ -80,6 +80,8 @@ struct MergeChainWeights {
 
 inline constexpr int kCombineThreads = 128;
 inline constexpr int kCombineCtasPerSm = 9;  // for which there are registers
+// CTAs on an SM where there is probably nothing to combine, behind the decode path.
+inline constexpr int kIdleCombineCtasPerSm = 3;
 
 // Rows of split accumulators that the sequences of a row of the grid need, of which `base` is the first. By all
 // threads.

@@ -180,7 +180,8 @@ Status LaunchTma(const TmaParams& tma, const SplitAccumulatorLayout& layout, int
   // The same carveout as the kernels before and behind: an SM must be idle to change it.
   XLA_GPU_RETURN_IF_CUDA(
       cudaFuncSetAttribute(combine, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared));
-  const dim3 combine_grid(static_cast<unsigned>(CombineCtas(params, kCombineThreads / 32, /*ctas_per_sm=*/8, sms)));
+  const int ctas_per_sm = Traits::kRows == 64 && tma.behind_decode ? kIdleCombineCtasPerSm : 8;
+  const dim3 combine_grid(static_cast<unsigned>(CombineCtas(params, kCombineThreads / 32, ctas_per_sm, sms)));
   return Launch({combine_grid, kCombineThreads, /*shared_bytes=*/0, /*programmatic=*/true}, stream, combine, params,
                 tma.split_kv, tma.accumulators);
 }

@@ -130,7 +130,7 @@ __global__ void __launch_bounds__(XLA_GPU_HAS_WGMMA ? Traits::kRegisterThreads :
 #pragma unroll 1
     while (true) {
       const bool in_order = warp_scheduler.Plan(attention, metadata, params.split_kv.max_tokens, settled);
-      if (is_scheduler) {
+      if (is_scheduler && !warp_scheduler.IsEmpty()) {
         if (params.split_kv.enabled) warp_scheduler.Split(params.split_kv);
         if constexpr (kPlansEarly) {
           first =
