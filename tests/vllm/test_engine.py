@@ -286,3 +286,10 @@ def test_logprobs(engine, reference, params):
 def test_refused_at_start(llama, options, text):
     with pytest.raises(Exception, match=text):
         engines.make(llama, **options)
+
+
+def test_a_cache_of_the_models_dtype_may_be_named(llama):
+    from vllm.engine.arg_utils import EngineArgs
+
+    config = EngineArgs(model=llama, dtype="bfloat16", kv_cache_dtype="bfloat16").create_engine_config()
+    assert config.cache_config.cache_dtype == "bfloat16"
