@@ -73,6 +73,7 @@ inline constexpr size_t kLoadedExecutableExecute = 55;
 inline constexpr size_t kExecutableDeserializeAndLoad = 56;
 inline constexpr size_t kBufferDestroy = 58;
 inline constexpr size_t kBufferDevice = 65;
+inline constexpr size_t kBufferToHostBuffer = 70;
 inline constexpr size_t kBufferUnsafePointer = 73;
 inline constexpr size_t kBufferIncreaseExternalReferenceCount = 74;
 inline constexpr size_t kBufferDecreaseExternalReferenceCount = 75;
@@ -125,7 +126,9 @@ struct LoadedExecutableExecuteArgs {
   void* const* const* argument_lists;  // [num_devices][num_args] buffers
   size_t num_devices;
   size_t num_args;
-  // More follows, which the adapter leaves as it is.
+  void** const* output_lists;     // [num_devices][num_outputs] buffers, out
+  void** device_complete_events;  // null: none
+  void* execute_device;           // null: those of the executable
 };
 
 // ---- Executables: compiled, serialised, loaded ----
@@ -267,6 +270,17 @@ struct BufferFromHostBufferArgs {
   void* buffer;                 // out
 };
 static_assert(sizeof(BufferFromHostBufferArgs) == 120);
+
+struct BufferToHostBufferArgs {
+  size_t struct_size;
+  Extension* extension_start;
+  void* buffer;
+  void* host_layout;  // null: row-major
+  void* data;
+  size_t size;
+  void* event;       // out
+  uint64_t room[8];  // this library alone fills it in
+};
 
 struct CreateViewOfDeviceBufferArgs {
   size_t struct_size;

@@ -13,6 +13,7 @@
 #include <string>
 
 #include "ffi/runtime/device.h"
+#include "ffi/runtime/direct_launch.h"
 #include "ffi/runtime/error.h"
 #include "ffi/runtime/executable_cache.h"
 #include "ffi/runtime/pjrt_abi.h"
@@ -69,6 +70,7 @@ void* PlatformName(void* untyped) {
 void* Compile(void* untyped) {
   auto* args = static_cast<ClientCompileArgs*>(untyped);
   void* const given = args->executable;
+  DirectLaunchUseClient(args->client);
   try {
     return executable_cache->Compile(args);
   } catch (...) {  // no memory for a copy of the program; XLA may still have enough
@@ -78,16 +80,15 @@ void* Compile(void* untyped) {
 }
 
 void* Execute(void* untyped) {
-  const Entry execute = real_api->entries()[kLoadedExecutableExecute];
   auto* args = static_cast<LoadedExecutableExecuteArgs*>(untyped);
-  if (args->struct_size < sizeof *args) return execute(args);
+  if (args->struct_size < sizeof *args) return real_api->entries()[kLoadedExecutableExecute](args);
   const BoundArguments bound(args);
   if (!bound.error().ok()) return RefusedBy(bound.error());
-  if (!GrownArgs::Fits(args->options)) return execute(args);
+  if (!GrownArgs::Fits(args->options)) return ExecuteRecorded(args);
   Args* const given = args->options;
   GrownArgs options(given);
   args->options = options.args();
-  void* const error = execute(args);
+  void* const error = ExecuteRecorded(args);
   args->options = given;
   return error;
 }
@@ -129,6 +130,7 @@ const Api* MakeTable(const Api& api, const std::string& path) {
     replace(kEventOnReady, SharedEventOnReady);
   }
   real_api = &api;
+  DirectLaunchUse(api);
   executable_cache = new ExecutableCache(api, path);
   return table;
 }

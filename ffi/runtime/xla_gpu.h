@@ -145,6 +145,42 @@ XLA_GPU_EXPORT const char* xla_gpu_finish_recorded(int32_t drop, int64_t* waitin
 // CompileOptionsProto; none: takes that back. Without an adapter nothing happens.
 XLA_GPU_EXPORT const char* xla_gpu_append_compile_options(const char* bytes, size_t size);
 
+// ---- Executions through the adapter, repeated without its client ----
+
+typedef struct xla_gpu_launch xla_gpu_launch;  // an execution that was recorded
+typedef struct xla_gpu_array xla_gpu_array;    // a buffer on each device of one
+
+// Records the next execution through the adapter, which has `num_results` results; -1: none after all.
+XLA_GPU_EXPORT void xla_gpu_launch_record(int32_t num_results);
+
+// What was recorded, with its number of arguments, or NULL; the caller's. Its executable is the client's, and so are
+// the buffers of the arguments that are not replaced: they must stay as long as it is run.
+XLA_GPU_EXPORT xla_gpu_launch* xla_gpu_launch_take_recorded(size_t* num_arguments);
+XLA_GPU_EXPORT void xla_gpu_launch_destroy(xla_gpu_launch* launch);
+
+// The buffers of an argument, or of a result, of the recorded execution. They stay the client's.
+XLA_GPU_EXPORT xla_gpu_array* xla_gpu_launch_buffers(const xla_gpu_launch* launch, int32_t of_results, size_t index);
+
+// Executes with inputs[i] as the argument places[i], where that is not negative. The last `num_state` inputs are
+// donated: afterwards they hold the last `num_state` results. The others become `outputs`. Returns at once: a thread
+// does this and what follows, in the order of the calls. What fails there is what xla_gpu_array_read of a result
+// fails with, or of a later one that depends on it.
+XLA_GPU_EXPORT const char* xla_gpu_launch_run(const xla_gpu_launch* launch, const int32_t* places,
+                                              xla_gpu_array* const* inputs, size_t num_inputs, size_t num_state,
+                                              xla_gpu_array** outputs);
+
+// Copies `size` bytes of the host, a PJRT_Buffer_Type of these dimensions, to each device of the launch. The memory is
+// the caller's again when this returns.
+XLA_GPU_EXPORT const char* xla_gpu_array_make(const xla_gpu_launch* launch, const void* data, size_t size, int32_t type,
+                                              const int64_t* dims, size_t num_dims, xla_gpu_array** array);
+
+// Copies the first device's buffer, of `size` bytes, once it is computed.
+XLA_GPU_EXPORT const char* xla_gpu_array_read(const xla_gpu_array* array, void* data, size_t size);
+XLA_GPU_EXPORT void xla_gpu_array_destroy(xla_gpu_array* array);
+
+// Waits until the thread has done all of that; to be called before the client goes.
+XLA_GPU_EXPORT void xla_gpu_launch_wait(void);
+
 // ---- Device memory shared with another framework, through the adapter ----
 
 // The next transfer from each of `data`, addresses in device memory, to the adapter's client makes a buffer over this

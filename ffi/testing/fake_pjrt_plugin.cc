@@ -1,12 +1,15 @@
 // A PJRT plug-in without a device, for the tests of the adapter and of registration: it behaves like plug-ins of
 // several versions do, and remembers what it was given. FAKE_PJRT chooses: "old" (PJRT API 0.50), "major" (1.112),
 // "short" (a table that ends early), "null" (no table), "bare" (no extensions), "circle" (extensions in a circle),
-// "unserialisable" (executables cannot be serialised), "refusing" (nor loaded), else a sound one. Its executables are
-// texts. FAKE_KIND is the kind of its only device.
+// "unserialisable" (executables cannot be serialised), "refusing" (nor loaded), "failing" (what is computed cannot be
+// read), "slow" (an execution takes 0.3 s), else a sound one. Its executables are texts, which return copies of their
+// first arguments, as many results as fake_pjrt_set_results says. FAKE_KIND is the kind of its only device.
 #include <atomic>
+#include <chrono>
 #include <cstdlib>
 #include <cstring>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "ffi/runtime/pjrt_abi.h"
@@ -65,16 +68,25 @@ void* CheckSize(const char* name, size_t expected, size_t got) {
 
 std::vector<const void*> executed;  // the memory of the last execution's arguments, null: of a buffer from the host
 const void* DataOf(void* buffer);
+size_t num_results = 0;
+void* CopyOf(void* buffer);
 
 void* Execute(void* untyped) {
   const auto* args = static_cast<pjrt::LoadedExecutableExecuteArgs*>(untyped);
+  if (IsMode("slow")) std::this_thread::sleep_for(std::chrono::milliseconds(300));
   executed.clear();
   for (size_t device = 0; device < args->num_devices; ++device) {
     for (size_t i = 0; i < args->num_args; ++i) executed.push_back(DataOf(args->argument_lists[device][i]));
   }
   const pjrt::Args* options = args->options;
   options_size = options->struct_size;
-  return CheckSize("PJRT_ExecuteOptions", kOptionsSize, options->struct_size);
+  if (void* error = CheckSize("PJRT_ExecuteOptions", kOptionsSize, options->struct_size)) return error;
+  for (size_t device = 0; device < (num_results > 0 ? args->num_devices : 0); ++device) {
+    for (size_t i = 0; i < num_results; ++i) {
+      args->output_lists[device][i] = CopyOf(args->argument_lists[device][i]);
+    }
+  }
+  return nullptr;
 }
 
 // Writes 7 into the first number of the statistics.
@@ -168,6 +180,8 @@ struct FakeBuffer {
   intptr_t stream = 0;
   int64_t references = 0;
   pjrt::CreateViewOfDeviceBufferArgs view = {};
+  std::string contents = {};  // of a vector of 32-bit numbers that was made from host memory
+  void* device = nullptr;
 };
 FakeBuffer* last_view = nullptr;
 const void* DataOf(void* buffer) { return static_cast<FakeBuffer*>(buffer)->data; }
@@ -177,7 +191,12 @@ void* BufferFromHostBuffer(void* untyped) {
   auto* args = static_cast<pjrt::BufferFromHostBufferArgs*>(untyped);
   if (void* error = CheckSize("PJRT_Client_BufferFromHostBuffer_Args", sizeof *args, args->struct_size)) return error;
   ++host_buffers;
-  args->buffer = new FakeBuffer;
+  auto* buffer = new FakeBuffer;
+  if (args->num_dims == 1 && args->data != nullptr && num_results > 0) {
+    buffer->contents.assign(static_cast<const char*>(args->data), static_cast<size_t>(args->dims[0]) * 4);
+  }
+  if (num_results > 0) buffer->device = args->device;
+  args->buffer = buffer;
   args->done_with_host_buffer = nullptr;
   return nullptr;
 }
@@ -204,6 +223,38 @@ void* BufferDestroy(void* args) {
     last_view = &destroyed_view;
   }
   delete buffer;
+  return nullptr;
+}
+
+void* CopyOf(void* buffer) {
+  auto* copy = new FakeBuffer;
+  copy->contents = static_cast<FakeBuffer*>(buffer)->contents;
+  copy->device = static_cast<FakeBuffer*>(buffer)->device;
+  return copy;
+}
+
+void* BufferToHostBuffer(void* untyped) {
+  auto* args = static_cast<pjrt::BufferToHostBufferArgs*>(untyped);
+  const std::string& contents = static_cast<FakeBuffer*>(args->buffer)->contents;
+  if (args->size != contents.size()) return MakeError("the fake plug-in's buffer has another size");
+  std::memcpy(args->data, contents.data(), contents.size());
+  args->event = &num_results;
+  return nullptr;
+}
+
+void* Unimplemented(void*) { return MakeError("the fake plug-in does nothing else"); }
+
+// The only events are those of BufferToHostBuffer.
+bool IsTransfer(void* args) { return static_cast<pjrt::EventArgs*>(args)->event == &num_results; }
+void* EventAwait(void* args) {
+  if (!IsTransfer(args)) return Unimplemented(args);
+  return IsMode("failing") ? MakeError("the fake plug-in computed nothing") : nullptr;
+}
+void* EventDestroy(void* args) { return IsTransfer(args) ? nullptr : Unimplemented(args); }
+
+void* BufferDevice(void* args) {
+  void* const device = BufferOf(args)->device;
+  static_cast<pjrt::BufferArgs*>(args)->out = device != nullptr ? device : reinterpret_cast<void*>(1);
   return nullptr;
 }
 
@@ -234,8 +285,6 @@ void* WaitForBuffer(pjrt::WaitForBufferArgs*) {
   return nullptr;
 }
 
-void* Unimplemented(void*) { return MakeError("the fake plug-in does nothing else"); }
-
 void* RegisterCustomCall(pjrt::GpuRegisterCustomCallArgs* args) {
   registered_target.assign(args->function_name, args->function_name_size);
   if (registered_target == "refuse_me") return MakeError("the fake plug-in refuses this name");
@@ -258,6 +307,8 @@ extern "C" __attribute__((visibility("default"))) const char* fake_pjrt_executab
 extern "C" __attribute__((visibility("default"))) const char* fake_pjrt_registered_target() {
   return registered_target.c_str();
 }
+
+extern "C" __attribute__((visibility("default"))) void fake_pjrt_set_results(size_t results) { num_results = results; }
 
 // The memory of the last execution's arguments; returns their number, at most `capacity`.
 extern "C" __attribute__((visibility("default"))) size_t fake_pjrt_executed(const void** data, size_t capacity) {
@@ -307,7 +358,10 @@ extern "C" __attribute__((visibility("default"))) const void* GetPjrtApi() {
   table.entries[pjrt::kClientBufferFromHostBuffer] = BufferFromHostBuffer;
   table.entries[pjrt::kClientCreateViewOfDeviceBuffer] = CreateViewOfDeviceBuffer;
   table.entries[pjrt::kBufferDestroy] = BufferDestroy;
-  table.entries[pjrt::kBufferDevice] = BufferNumber<1>;
+  table.entries[pjrt::kBufferDevice] = BufferDevice;
+  table.entries[pjrt::kBufferToHostBuffer] = BufferToHostBuffer;
+  table.entries[pjrt::kEventAwait] = EventAwait;
+  table.entries[pjrt::kEventDestroy] = EventDestroy;
   table.entries[pjrt::kBufferUnsafePointer] = BufferNumber<0x1234>;
   table.entries[pjrt::kBufferIncreaseExternalReferenceCount] = CountReference<1>;
   table.entries[pjrt::kBufferDecreaseExternalReferenceCount] = CountReference<-1>;

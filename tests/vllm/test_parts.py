@@ -17,7 +17,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCache
 
 from vllm import SamplingParams
 from xla_gpu._runtime import executable_cache
-from xla_gpu.vllm import buckets, request_checks
+from xla_gpu.vllm import buckets, direct_launch, request_checks
 from xla_gpu.vllm.attention import StepMetadata
 from xla_gpu.vllm.block_tables import BlockTables
 from xla_gpu.vllm.kv_cache import KVCaches
@@ -237,6 +237,52 @@ def test_program_runs_without_compiling_and_takes_its_state_over():
     assert states[0].cpu().tolist() == [6, 9] and compilations() == compiled
     with pytest.raises(RuntimeError):  # its memory is the program's
         state.cpu()
+
+
+@pytest.mark.parametrize("seen", [True, False])
+def test_programs_are_recorded_once_and_launched_directly(monkeypatch, seen):
+    """Against an adapter that is none: what programs of a warm-up do with what it recorded, or did not."""
+    device = torch_xla.device()
+    recorded, launched, said = [], [], []
+
+    class Launch:
+        def __init__(self, handle, places, num_state, forms, keep):
+            launched.append((handle, places, num_state, forms))
+
+        def note(self, tensor, **which):
+            launched.append(which)
+
+        def __call__(self, inputs, state):
+            return ["directly"], state
+
+    def record(run, arguments, results):
+        recorded.append((arguments, results))
+        return (len(recorded) if seen or len(recorded) == 1 else None), run()
+
+    monkeypatch.setattr(direct_launch, "available", lambda: True)
+    monkeypatch.setattr(direct_launch, "record", record)
+    monkeypatch.setattr("xla_gpu.vllm.program.DirectLaunch", Launch)
+    logger = SimpleNamespace(debug=lambda *_: None, warning=lambda text, *values: said.append(text % values))
+    monkeypatch.setattr("xla_gpu.vllm.program.logger", logger)
+    state, x = torch.zeros(2, device=device), torch.tensor([1.0, 1.0]).to(device)
+
+    def step(x, state):
+        state.add_(x)
+        return [state.sum()]
+
+    with compiled_together(1):
+        first, second = Program("first", step, [x], [state]), Program("second", lambda x: [x + x], [x])
+    assert state.cpu().tolist() == [1, 1]  # the first one ran once
+    assert recorded == [(2, 2), (1, 1)]
+    if not seen:
+        assert said == ["second: the adapter did not see its launch: steps go through torch_xla"]
+        (doubled,), _ = second([np.array([1.0, 2.0], np.float32)])
+        assert first.direct is second.direct is None and doubled.cpu().tolist() == [2, 4]
+        return
+    (handle, places, num_state, forms), *notes = launched[:3]
+    assert (handle, num_state, forms) == (1, 1, [(torch.Size([]), torch.float32)]) and sorted(places) == [0, 1]
+    assert notes == [{"argument": places[0]}, {"result": 1}]
+    assert first([x], [state]) == (["directly"], [state]) and second([x])[0] == ["directly"]
 
 
 def test_program_refuses_what_would_run_on_the_host():

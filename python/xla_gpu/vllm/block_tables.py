@@ -102,6 +102,4 @@ class BlockTables:
         packed[0] = self.unused_entry
         packed[0, : len(indices)] = indices
         packed[1, : len(pages)] = pages
-        _, (self.device_tables,) = self._spill(
-            [torch.from_numpy(packed.reshape(-1)).to(self._device)], [self.device_tables]
-        )
+        _, (self.device_tables,) = self._spill([packed.reshape(-1)], [self.device_tables])

@@ -202,9 +202,7 @@ class ModelRunner:
     def _launch(
         self, layout: StepLayout, packed: npt.NDArray[np.int32]
     ) -> tuple[Sampled, torch.Tensor, list[torch.Tensor]]:
-        tokens, last_tokens, logits, states = self._programs.launch(
-            layout, torch.from_numpy(packed).to(self.device), self._last_tokens
-        )
+        tokens, last_tokens, logits, states = self._programs.launch(layout, packed, self._last_tokens)
         self._last_tokens = last_tokens
         return Sampled(tokens, last_tokens, None), logits, states
 
@@ -226,7 +224,7 @@ class ModelRunner:
                 packed = np.zeros((2, self._prompts.rows), np.int32)
                 packed[0, :size] = np.arange(first + begin, first + begin + size)
                 packed[1, :size] = request.prompt_token_ids[start + begin + 1 : start + begin + 1 + size]
-                parts.append(self._prompts.launch(states, torch.from_numpy(packed.reshape(-1)).to(self.device)))
+                parts.append(self._prompts.launch(states, packed.reshape(-1)))
             complete = start + num_rows == request.num_prompt - 1
             found.append(PromptLogprobs(request, start, parts, num_rows, complete))
         return found

@@ -12,6 +12,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch_xla
 import torch_xla.core.xla_model as xm
@@ -20,15 +22,16 @@ from torch_xla._dynamo.dynamo_bridge import alias_with_buffer_donor_config
 from vllm.logger import init_logger
 
 from .._runtime import executable_cache
-from . import tensor_parallel
+from . import direct_launch, tensor_parallel
+from .direct_launch import Array, DirectLaunch
 
 _XLAC = torch_xla._XLAC
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM shows what is below its own name
 
 
-# What captures the programs that are to be compiled together; None: each is compiled where it is made.
-_waiting: list[Callable[[], None]] | None = None
+# The programs that are made together, and whether each is compiled; None: each is complete where it is made.
+_made: dict[Program, bool] | None = None
 
 # Compilations that ended with recording the program, or with an error.
 _failed = 0
@@ -45,22 +48,33 @@ def compiled_together(threads: int) -> Iterator[None]:
 
     XLA tries kernels in the GPU's memory. A program for which several threads left too little is compiled again at the
     end, alone.
+
+    On GPUs each program runs once at the end, on the inputs and the state that it was made with; from then on they are
+    launched directly.
     """
-    global _waiting
-    if tensor_parallel.active() is not None:
-        # A program over several devices is captured once: its parameters would be others the second time.
-        yield
-        return
-    captures: list[Callable[[], None]] = []
-    with executable_cache.compile_recorded(threads):
-        _waiting = captures
+    global _made
+    made: dict[Program, bool] = {}
+    # A program over several devices is captured once: its parameters would be others the second time.
+    together = executable_cache.compile_recorded(threads) if _is_recorded() else contextlib.nullcontext()
+    with together:
+        _made = made
         try:
             yield
         finally:
-            _waiting = None
-        failed = [capture for capture in captures if not _succeeds(capture)]
-    for capture in failed:
-        capture()
+            _made = None
+        waiting = [program for program, complete in made.items() if not complete]
+        failed = [program for program in waiting if not _succeeds(program.compile)]
+    for program in failed:
+        program.compile()
+    if direct_launch.available():
+        _launch_directly(list(made))
+    else:
+        for program in made:
+            program._made_with = None
+
+
+def _is_recorded() -> bool:
+    return tensor_parallel.active() is None
 
 
 def _succeeds(capture: Callable[[], None]) -> bool:
@@ -71,6 +85,18 @@ def _succeeds(capture: Callable[[], None]) -> bool:
         _failed += 1
         return False
     return True
+
+
+def _launch_directly(programs: Sequence[Program]) -> None:
+    """Rehearses programs. All are launched directly or none, since they hand arrays to each other."""
+    # Those with large inputs first, which are gone then: the model's take the most memory for themselves.
+    launches = [(program, program.rehearse()) for program in sorted(programs, key=Program.input_bytes, reverse=True)]
+    for program, launch in launches:
+        if launch is None:
+            logger.warning("%s: the adapter did not see its launch: steps go through torch_xla", program.name)
+            return
+    for program, launch in launches:
+        program.direct = launch
 
 
 class FallbackError(RuntimeError):
@@ -105,30 +131,74 @@ class Program:
         options: Mapping[str, bool | int] | None = None,
     ) -> None:
         self.name = name
+        self.direct: DirectLaunch | None = None
         self._num_state = len(state)
         self._hash: Any = None
         self._arguments: list[Any] = []
         self._places: list[tuple[int, int]] = []
         self.outputs: list[tuple[torch.Size, torch.dtype]] = []
+        self._made_with: Any = function, inputs, state, options or {}
+        torch_xla.sync()
+        xm.wait_device_ops()
+        if _made is None:
+            self.compile()
+            self._made_with = None
+        elif not _is_recorded():
+            self.compile()
+            _made[self] = True
+        else:
+            try:
+                with executable_cache.recording():
+                    self.compile()
+                _made[self] = True
+            except FallbackError:
+                raise
+            except (RuntimeError, ValueError):  # recorded, or an error that comes again
+                global _failed
+                _failed += 1
+                _made[self] = False
+
+    def compile(self) -> None:
+        """Captures and compiles it."""
+        function, inputs, state, options = self._made_with
+        with executable_cache.compile_options(options):
+            self._capture(function, inputs, state)
+
+    def input_bytes(self) -> int:
+        """Of what it was made with, before it is rehearsed."""
+        return sum(tensor.numel() * tensor.element_size() for tensor in self._made_with[1])
+
+    def rehearse(self) -> DirectLaunch | None:
+        """Runs it once on what it was made with, of which the state becomes what it returns; how to launch it directly.
+
+        None where the adapter did not see it.
+        """
+        _, inputs, state, _ = self._made_with
+        self._made_with = None
+        given = [*inputs, *state]
         torch_xla.sync()
         xm.wait_device_ops()
 
-        def capture() -> None:
-            with executable_cache.compile_options(options or {}):
-                self._capture(function, inputs, state)
+        def run() -> list[torch.Tensor]:
+            results = self._run(given)
+            xm.wait_device_ops()
+            return results
 
-        if _waiting is None:
-            capture()
-            return
-        try:
-            with executable_cache.recording():
-                capture()
-        except FallbackError:
-            raise
-        except (RuntimeError, ValueError):  # recorded, or an error that comes again
-            global _failed
-            _failed += 1
-            _waiting.append(capture)
+        num_results = len(self.outputs) + len(state)
+        handle, results = direct_launch.record(run, len(self._arguments), num_results)
+        for tensor, result in zip(state, results[len(self.outputs) :], strict=True):
+            _XLAC._replace_xla_tensor(tensor, result)
+        place = {index: at for at, index in self._places}
+        if handle is None or len(place) != len(self._places):
+            return None
+        places = [place.get(index, -1) for index in range(len(given))]
+        launch = DirectLaunch(handle, places, len(state), self.outputs, self._arguments)
+        for index, tensor in enumerate(inputs):
+            if places[index] >= 0:
+                launch.note(tensor, argument=places[index])
+        for index, tensor in enumerate(state, len(self.outputs)):
+            launch.note(tensor, result=index)
+        return launch
 
     def _capture(
         self, function: Callable[..., Sequence[torch.Tensor]], inputs: Sequence[torch.Tensor], state: Sequence[Any]
@@ -175,16 +245,23 @@ class Program:
             _XLAC._clear_pending_irs(str(torch_xla.device()))
 
     def __call__(
-        self, inputs: Sequence[torch.Tensor], state: Sequence[torch.Tensor] = ()
-    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        self, inputs: Sequence[Array | npt.NDArray[Any]], state: Sequence[Array] = ()
+    ) -> tuple[list[Any], list[Any]]:
         """Launches the program; returns at once. The results can be inputs of the next program without waiting."""
-        given = [*inputs, *state]
+        if self.direct is not None:
+            return self.direct(inputs, state)
+        device = torch_xla.device()
+        on_device = [torch.from_numpy(value).to(device) if isinstance(value, np.ndarray) else value for value in inputs]
+        results = self._run([*on_device, *state])
+        split = len(results) - self._num_state
+        return results[:split], results[split:]
+
+    def _run(self, given: Sequence[Any]) -> list[torch.Tensor]:
         arguments = self._arguments.copy()
         for at, index in self._places:
             arguments[at] = given[index]
-        results = _XLAC._run_cached_graph(self._hash, arguments)
-        split = len(results) - self._num_state
-        return results[:split], results[split:]
+        results: list[torch.Tensor] = _XLAC._run_cached_graph(self._hash, arguments)
+        return results
 
 
 def _fallbacks() -> set[str]:

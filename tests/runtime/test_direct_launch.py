@@ -1,0 +1,175 @@
+"""Programs that the PJRT adapter records and launches again, against a plug-in whose programs copy their arguments.
+
+Each case runs in a process of its own, which has one adapter.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+PROCESS = """
+import ctypes as ct, os, sys
+import numpy as np
+import torch
+from xla_gpu._runtime import library
+from xla_gpu.vllm import direct_launch
+from xla_gpu.vllm.direct_launch import DeviceArray, DirectLaunch
+
+cdll = library.load().cdll
+plugin = ct.CDLL(os.environ["FAKE"])
+cdll.GetPjrtApi.restype = ct.c_void_p
+assert cdll.xla_gpu_pjrt_use_plugin(os.environ["FAKE"].encode()) is None
+table = cdll.GetPjrtApi()
+
+def call(slot, words):
+    entry = ct.CFUNCTYPE(ct.c_void_p, ct.c_void_p)(ct.c_void_p.from_address(table + 40 + 8 * slot).value)
+    assert not entry(ct.addressof(words))
+
+def address(text):
+    return ct.cast(text, ct.c_void_p).value
+
+def compile():
+    program = (ct.c_size_t * 6)(48, 0, address(b"copy"), 4, address(b"hlo"), 3)
+    words = (ct.c_size_t * 7)(56, 0, 5, ct.addressof(program), 0, 0, 0)
+    call(20, words)
+    return words[6]
+
+def from_host(values, device):
+    dims = (ct.c_int64 * 1)(len(values))
+    words = (ct.c_size_t * 15)(120, 0, 5, values.ctypes.data, 4, ct.addressof(dims), 1, 0, 0, 0, device, 0, 0, 0, 0)
+    call(22, words)
+    return words[14]
+
+def execute(executable, lists):
+    # As torch_xla does: options of an older API, a list of arguments for each device, and one of results.
+    options = (ct.c_size_t * 10)(80)
+    arguments = [(ct.c_void_p * len(buffers))(*buffers) for buffers in lists]
+    results = [(ct.c_void_p * RESULTS)() for _ in lists]
+    given = (ct.c_void_p * len(lists))(*map(ct.addressof, arguments))
+    returned = (ct.c_void_p * len(lists))(*map(ct.addressof, results))
+    call(55, (ct.c_size_t * 10)(80, 0, executable, ct.addressof(options), ct.addressof(given), len(lists),
+                                len(lists[0]), ct.addressof(returned), 0, 0))
+    return [list(buffers) for buffers in results]
+
+def destroyed():
+    cdll.xla_gpu_launch_wait()
+    counts = (ct.c_int64 * 6)()
+    plugin.fake_pjrt_buffers(counts)
+    return counts[1]
+
+# A program of four arguments that returns the first three: an input, one that it always takes, and the state.
+RESULTS, DEVICES = 3, (11, 12)
+plugin.fake_pjrt_set_results(ct.c_size_t(RESULTS))
+executable = compile()
+lists = [[from_host(np.full(2, 10 * i + device, np.int32), device) for i in range(4)] for device in DEVICES]
+handle, results = direct_launch.record(lambda: execute(executable, lists), int(os.environ["ARGUMENTS"]), RESULTS)
+if handle is None:
+    sys.exit("not recorded")
+form = torch.Size([2]), torch.int32
+launch = DirectLaunch(handle, [0, 2], 1, [form, form], lists)
+
+class Tensor:  # what torch_xla has
+    shape, dtype = form
+
+state = Tensor()
+launch.note(state, result=2)
+before = destroyed()
+"""
+
+ENDS = {
+    "launches": """
+(first, constant), (kept,) = launch([np.array([5, 6], np.int32)], [state])
+assert first.cpu().tolist() == [5, 6] and first.shape == (2,) and first.dtype is torch.int32
+assert constant.cpu().tolist() == [21, 21]  # the first device's
+assert kept.cpu().tolist() == [31, 31]
+assert destroyed() == before + 2  # the input's; the state's buffers were torch_xla's
+(second, _), (again,) = launch([first], [kept])
+assert again is kept and kept.cpu().tolist() == [31, 31] and second.cpu().tolist() == [5, 6]
+del first, second, constant, _
+assert destroyed() == before + 2 + 2 * 5  # with the state's of the first launch
+""",
+    "borrowed": """
+import time
+began = time.perf_counter()
+_, kept = launch([np.array([5, 6], np.int32)], [state])
+first = time.perf_counter() - began
+for _ in range(2):  # at once: what they take is the arrays' own
+    began = time.perf_counter()
+    launch([np.array([5, 6], np.int32)], kept)
+print(first >= 0.3, time.perf_counter() - began < first)
+""",
+    "other devices": """
+array = cdll.xla_gpu_launch_buffers(handle, 0, 0)
+alone = DeviceArray(array, (2,), torch.int32)
+plugin.fake_pjrt_set_results(ct.c_size_t(RESULTS))
+one, _ = direct_launch.record(lambda: execute(executable, lists[:1]), 4, RESULTS)
+narrow = DirectLaunch(one, [0], 0, [form] * 3, lists)
+try:
+    narrow([alone], [])[0][0].cpu()
+except RuntimeError as error:
+    print(error)
+""",
+    "after a failure": """
+alone = DeviceArray(cdll.xla_gpu_launch_buffers(handle, 0, 0), (2,), torch.int32)
+alone_on_one = direct_launch.record(lambda: execute(executable, lists[:1]), 4, RESULTS)[0]
+narrow = DirectLaunch(alone_on_one, [2], 1, [form] * 2, lists)
+(first, second), (kept,) = narrow([], [state])
+outputs, _ = launch([first], [kept])
+for array in (second, kept, outputs[0]):
+    try:
+        array.cpu()
+    except RuntimeError as error:
+        print(error)
+""",
+    "reading": """
+(first, _), _ = launch([np.array([5, 6], np.int32)], [state])
+try:
+    first.cpu()
+except RuntimeError as error:
+    print(error)
+""",
+}
+
+
+def run(fake_plugin, end: str, arguments: int = 4, mode: str = "") -> subprocess.CompletedProcess:
+    environment = {**os.environ, "FAKE": str(fake_plugin), "ARGUMENTS": str(arguments), "FAKE_PJRT": mode}
+    return subprocess.run(
+        [sys.executable, "-c", PROCESS + ENDS[end]], env=environment, capture_output=True, text=True, timeout=120
+    )
+
+
+def test_launches_are_repeated_with_other_buffers(fake_plugin):
+    done = run(fake_plugin, "launches")
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_launch_with_the_clients_buffers_is_waited_for(fake_plugin):
+    """The client may let go of them when the call returns."""
+    done = run(fake_plugin, "borrowed", mode="slow")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "True True\n"
+
+
+def test_another_program_is_not_recorded(fake_plugin):
+    done = run(fake_plugin, "launches", arguments=5)
+    assert done.returncode == 1 and done.stderr.endswith("not recorded\n")
+
+
+def test_arrays_of_other_devices_are_refused(fake_plugin):
+    done = run(fake_plugin, "other devices")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "xla_gpu_launch_run: input 0 has 2 buffers, the program is for 1 device\n"
+
+
+def test_what_depends_on_a_failed_launch_fails_with_its_reason(fake_plugin):
+    done = run(fake_plugin, "after a failure")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == 3 * "xla_gpu_launch_run: input 0 has 2 buffers, the program is for 1 device\n"
+
+
+def test_what_a_computation_failed_with(fake_plugin):
+    done = run(fake_plugin, "reading", mode="failing")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "the fake plug-in computed nothing\n"
