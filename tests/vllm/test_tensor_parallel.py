@@ -18,6 +18,7 @@ import torch
 from tests.vllm import engines, test_quantization, tiny
 from tests.vllm.tensor_parallel import NEW_TOKENS, PROMPTS, generate
 from xla_gpu.vllm.divided_layers import Joined
+from xla_gpu.vllm.divided_sums import PendingSum
 
 LAYERS = 2
 ROOT = Path(__file__).parents[2]
@@ -96,15 +97,41 @@ def test_quantised_weights_and_experts(name, two_devices, others):
     assert two_devices["others"][list(others).index(name)] == expected
 
 
-def test_devices_exchange_sums_and_logits_alone(two_devices):
+def test_devices_exchange_sums_alone(two_devices):
     assert len(two_devices["programs"]) == 2 * (1 + len(OTHERS))  # each model's, of 8 and of 64 tokens
     for text in two_devices["programs"]:
         found = re.findall(r"= (\S+)\{\S* (all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)\(", text)
-        sums, logits = found[: 2 * LAYERS], found[2 * LAYERS :]
-        # On the CPU all_reduce is an all-gather and a call. The last one is of the logits, not of the head.
+        sums, chosen = found[: 2 * LAYERS], found[2 * LAYERS :]
+        # On the CPU all_reduce is an all-gather and a call. The last one is of each device's most likely tokens.
         assert len(set(sums)) == 1 and re.fullmatch(r"f32\[2,(8|64),\d+\]", sums[0][0]), found
         assert {kind for _, kind in found} == {"all-gather"}
-        assert [shape for shape, _ in logits] in (["f32[8,320]"], ["f32[320,8]"])
+        assert [shape for shape, _ in chosen] == ["f32[2,2,2,8]"]
+
+
+def test_norms_make_the_sums(two_devices):
+    """All of Llama's; where a layer has experts, their sum is made before the norm."""
+    for text in two_devices["programs"]:
+        with_norm = text.count('custom_call_target="xla_gpu_all_reduce_add_rms_norm')
+        sums = text.count('custom_call_target="xla_gpu_all_reduce') - with_norm
+        assert (with_norm, sums) in ((2 * LAYERS, 1), (LAYERS, LAYERS + 1)), (with_norm, sums)
+
+
+def test_a_pending_sum_is_a_tensor_to_all_else():
+    class Devices:
+        made = 0
+
+        def sum(self, parts):
+            self.made += 1
+            return parts.sum(0)
+
+    devices, parts = Devices(), torch.arange(12.0).reshape(2, 2, 3)
+    pending = PendingSum(devices, parts, torch.ones(3))
+    expected = parts.sum(0) + 1
+    assert pending.shape == (2, 3) and pending.dtype is torch.float32 and devices.made == 0
+    for got in (pending + 0, 0 + pending, torch.zeros(2, 3) + pending, torch.cat([pending])[:2], pending.view(2, 3)):
+        torch.testing.assert_close(got, expected)
+    torch.testing.assert_close(pending[1], expected[1])
+    assert devices.made == 1 and not pending.can_be_normed
 
 
 def test_one_number_of_devices_for_a_process(engine, llama):

@@ -1,7 +1,8 @@
 """The layers of a model that several devices share: how their weights are divided, and what each device computes.
 
 Attention and the matrices that are multiplied before it are divided by heads, the MLP and each expert by their width,
-the head by the vocabulary. The sums after attention, MLP and experts are xla_gpu's all_reduce.
+the head by the vocabulary. The sums after attention, MLP and experts are xla_gpu's all_reduce and
+all_reduce_add_rms_norm.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import xla_gpu.torch as xg
 
 from ..quantization.weights import GROUP
 from . import moe
+from .divided_sums import PendingSum, take_sums
 from .quantization import CheckpointLinearMethod
 from .tensor_parallel import TensorParallel
 
@@ -44,6 +46,7 @@ def divide(devices: TensorParallel, model: nn.Module, random: bool = False) -> N
     Raises:
       ValueError: a layer cannot be divided.
     """
+    devices.logits_dim = None
     embeddings = {id(module.weight) for module in model.modules() if _is_embedding(module)}
     for name, module in model.named_modules():
         if isinstance(module, ReplicatedLinear):
@@ -58,8 +61,13 @@ def divide(devices: TensorParallel, model: nn.Module, random: bool = False) -> N
             # One that is the embedding too stays whole on each device.
             _is_quantised(name, module)
             _check(devices, name, "rows of the vocabulary", [module.weight.shape[0]])
-            module.quant_method = _DividedHead(devices)
+            whole = module.num_embeddings_padded == module.org_vocab_size
+            # vLLM leaves the logits of padding out: they would have to be moved between the devices.
+            module.quant_method = _DividedHead(devices, gather=not whole)
+            devices.logits_dim = 1 if whole else None
             devices.divide(module.weight, 0)
+        else:
+            take_sums(module)
 
 
 def _divide_outputs(devices: TensorParallel, name: str, layer: Any, random: bool) -> None:
@@ -235,20 +243,18 @@ class _DividedQuantisedOutputs(_DividedOutputs):
 class _DividedInputs(_Divided):
     """Multiplies by a matrix of which each device has the columns of its inputs, [devices, n, k / devices]."""
 
-    def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> PendingSum:
         """T[rows, n] from x: T[rows, k]."""
         divided = x.view(x.shape[0], self._devices.size, -1).transpose(0, 1)
-        out = self._devices.sum(torch.bmm(divided, layer.weight.transpose(1, 2)))
-        return out if bias is None else out + bias
+        return PendingSum(self._devices, torch.bmm(divided, layer.weight.transpose(1, 2)), bias)
 
 
 class _DividedQuantisedInputs(_Divided):
     """Multiplies by a quantised matrix [n, k] of which each device has the columns of its inputs."""
 
-    def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> PendingSum:
         """T[rows, n] from x: T[rows, k]."""
-        out = self._devices.sum(_product_on_each(self._devices, layer, x, 1, 1, None))
-        return out if bias is None else out + bias
+        return PendingSum(self._devices, _product_on_each(self._devices, layer, x, 1, 1, None), bias)
 
 
 def _product_on_each(
@@ -283,10 +289,15 @@ def _product_on_each(
 
 
 class _DividedHead(_Divided):
-    """Logits, of which each device computes those of its part of the vocabulary; all devices get all."""
+    """Logits, of which each device computes those of its part of the vocabulary."""
+
+    def __init__(self, devices: TensorParallel, gather: bool) -> None:
+        """gather: all devices get all."""
+        super().__init__(devices)
+        self._gather = gather
 
     def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """T[rows, vocab_size] from x: T[rows, k]."""
         # Noted as divided first: otherwise XLA would gather the matrix, and multiply by all of it on each device.
         divided = self._devices.mark(F.linear(x, layer.weight, bias), 1)
-        return self._devices.mark(divided.clone())
+        return self._devices.mark(divided.clone()) if self._gather else divided

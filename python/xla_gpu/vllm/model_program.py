@@ -49,7 +49,8 @@ class ModelPrograms:
     def compile(self, layout: StepLayout, last_tokens: torch.Tensor) -> list[tuple[torch.Size, torch.dtype]]:
         """Compiles the program of ``layout``; returns shape and dtype of its results, see ``launch``."""
         self._caches.bind()
-        packed = torch.zeros(layout.size, dtype=torch.int32).to(self._device)
+        unused_slot = self._tables.shape[1] - 1
+        packed = torch.from_numpy(layout.empty(unused_slot, self._tables.unused_entry)[0]).to(self._device)
 
         def step(
             packed: torch.Tensor, last: torch.Tensor, tables: torch.Tensor, *_: torch.Tensor
@@ -115,18 +116,24 @@ class ModelPrograms:
             hidden = self._model(input_ids=ids, positions=parts["positions"])
         states = [hidden] if found is None else [found.attended, found.residual]
         logits = self._model.compute_logits(choose(hidden) if found is None else hidden)
-        tokens = logits.argmax(-1).to(torch.int32)
+        devices = tensor_parallel.active()
+        divided = devices is not None and devices.logits_dim is not None
+        tokens = devices.most_likely(logits) if devices and divided else logits.argmax(-1).to(torch.int32)
         last_tokens = store_last_tokens(last_tokens, slots, tokens)
         rows = logits_rows(layout.max_seqs, self._config.scheduler_config.max_num_seqs)
         if (padding := rows - layout.max_seqs) > 0:
             tokens = torch.cat([tokens, tokens.new_zeros(padding)])
             logits = torch.cat([logits, logits.new_zeros(padding, logits.shape[1])])
+        if devices and divided:  # most steps need no others: programs that do gather them
+            devices.mark(logits, devices.logits_dim)
         return [tokens, last_tokens, logits, *states]
 
     def logits(self, states: Sequence[torch.Tensor]) -> torch.Tensor:
         """Logits of rows from their states, as a step returns them. For tracing."""
         if len(states) == 1:
-            return self._model.compute_logits(states[0])
+            logits = self._model.compute_logits(states[0])
+            devices = tensor_parallel.active()
+            return logits if devices is None else devices.gather(logits)
         attended, residual = states
         unused = torch.zeros(attended.shape[0], dtype=torch.int32, device=attended.device)
         assert self._last_layer is not None

@@ -63,6 +63,7 @@ class TensorParallel:
     Attributes:
       size: the number of devices.
       bytes_per_device: of the parameters and buffers placed so far.
+      logits_dim: the dimension along which the model's logits are divided; None: all devices have all.
     """
 
     def __init__(self, size: int) -> None:
@@ -81,6 +82,7 @@ class TensorParallel:
             )
         self.size = size
         self.bytes_per_device = 0
+        self.logits_dim: int | None = None
         self._mesh = spmd.Mesh(np.arange(size), (size,), (_AXIS,))
         self._group = xg.DeviceGroup(self._mesh, _AXIS)
         self._divided: dict[int, tuple[torch.Tensor, int]] = {}
@@ -123,6 +125,32 @@ class TensorParallel:
         """The sum of T[size, ...], a part of which each device has."""
         total: torch.Tensor = xg.all_reduce(parts, group=self._group)
         return total
+
+    def sum_add_norm(
+        self, parts: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The RMS norm of residual T[rows, n] and the sum of T[size, rows, n], and what it is the norm of."""
+        normed, total = xg.all_reduce_add_rms_norm(parts, residual, weight, eps=eps, group=self._group)
+        return normed, total
+
+    def gather(self, logits: torch.Tensor) -> torch.Tensor:
+        """The model's logits, whole on each device."""
+        if self.logits_dim is None:
+            return logits
+        # A clone of an input would keep the input's annotation. XLA drops the multiplication.
+        return self.mark(logits * 1)
+
+    def most_likely(self, logits: torch.Tensor) -> torch.Tensor:
+        """int32[rows]: where the largest of each row of divided logits T[rows, vocab_size] is, the first of equals."""
+        ranks = torch.arange(self.size, device=logits.device)
+
+        def largest(part: torch.Tensor, own: torch.Tensor, ranks: torch.Tensor) -> torch.Tensor:
+            # Each device fills its own place, in which a sum gathers all. Below 2 ** 24 an index is exact in float32.
+            pair = torch.stack([part.amax(-1).float(), (part.argmax(-1) + own * part.shape[1]).float()])
+            return torch.where((ranks == own)[:, None, None], pair, torch.zeros_like(pair))[None]
+
+        every = self.sum(self.on_each(largest, [(logits, 1), (ranks, 0), (ranks, None)], 0))
+        return every[:, 1].gather(0, every[:, 0].argmax(0)[None])[0].to(torch.int32)
 
     def on_each(
         self,

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +21,7 @@ import torch
 
 import xla_gpu.torch as xg
 
+from .. import tensor_parallel
 from ..program import Program
 from ..requests import Batch, Request
 from . import edits, logprobs, masks, parameters, penalties, truncation
@@ -77,6 +77,9 @@ class Sampler:
         shape = (rows, options.vocab_size)
         # Copied: to be filled on the device they would need programs of their own.
         logits = torch.zeros(shape, dtype=options.logits_dtype).to(device)
+        devices = tensor_parallel.active()
+        if devices is not None:
+            devices.mark(logits, devices.logits_dim)
         wide = torch.zeros(shape, dtype=torch.float32).to(device)
         params = [torch.from_numpy(array).to(device) for array in parameters.empty(rows)]
         edit = [torch.from_numpy(array).to(device) for array in edits.pack([], 0)[0]]
@@ -85,9 +88,12 @@ class Sampler:
         mask = torch.zeros((rows, masks.words(options.vocab_size)), dtype=torch.int32).to(device)
         self._all_allowed[rows] = torch.from_numpy(masks.all_allowed(rows, options.vocab_size)).to(device)
 
+        def whole(logits: torch.Tensor) -> torch.Tensor:
+            return logits if devices is None else devices.gather(logits)
+
         def random(logits: torch.Tensor, *rest: torch.Tensor) -> list[torch.Tensor]:
             floats, integers, last = rest
-            return self._draw(logits, parameters.unpack(floats, integers, rows), last)
+            return self._draw(whole(logits), parameters.unpack(floats, integers, rows), last)
 
         def full(logits: torch.Tensor, mask: torch.Tensor, *rest: torch.Tensor) -> list[torch.Tensor]:
             floats, integers, last, counts = rest
@@ -100,12 +106,17 @@ class Sampler:
             return results
 
         def edited(logits: torch.Tensor, *rest: torch.Tensor) -> list[torch.Tensor]:
+            return edited_again(whole(logits), *rest)
+
+        def edited_again(logits: torch.Tensor, *rest: torch.Tensor) -> list[torch.Tensor]:
             places, values, floats, integers, last = rest
             last_tokens = last.index_select(0, parameters.unpack(floats, integers, rows)["slot"])
             return [edits.apply(logits, places, values, last_tokens)]
 
         def scores(logits: torch.Tensor, mask: torch.Tensor, tokens: torch.Tensor) -> list[torch.Tensor]:
-            return list(logprobs.gather(self._raw(masks.apply(logits.float(), mask)), tokens, options.max_logprobs))
+            return list(
+                logprobs.gather(self._raw(masks.apply(whole(logits).float(), mask)), tokens, options.max_logprobs)
+            )
 
         def processed(values: torch.Tensor, tokens: torch.Tensor) -> list[torch.Tensor]:
             return list(logprobs.gather(values, tokens, options.max_logprobs))
@@ -118,10 +129,10 @@ class Sampler:
 
         add("random", random, [logits, *params, last])
         add("edit", edited, [logits, *edit, *params, last])
-        if options.logits_dtype == torch.float32:
+        if options.logits_dtype == torch.float32 and devices is None:
             self._programs["edit again", rows] = self._programs["edit", rows]
         else:
-            add("edit again", edited, [wide, *edit, *params, last])
+            add("edit again", edited_again, [wide, *edit, *params, last])
         add("full", full, [wide, mask, *params, last], [self.counts])
         if self._returns_processed:
             add("logprobs", processed, [wide, tokens])
@@ -181,7 +192,7 @@ class Sampler:
             for at, entries in ((0, tokens[part]), (penalties.MAX_ENTRIES, values[part])):
                 packed[2 + at : 2 + at + penalties.MAX_ENTRIES] = entries[0]
                 packed[2 + at : 2 + at + len(entries)] = entries
-            _, (self.counts,) = self._load([self._to_device(packed)], [self.counts])
+            _, (self.counts,) = self._load([packed], [self.counts])
 
     def sample(
         self,
@@ -224,7 +235,7 @@ class Sampler:
         result, scores = greedy, None
         if full or random.any() or (want_logprobs and self._returns_processed):
             packed = self.parameters.pack(batch.slots, sampled, numbers, rows)
-            params = [self._to_device(array) for array in packed]
+            params = list(packed)
             if full:
                 outputs = self._full(logits, params, greedy.last_tokens, previous_tokens, edit_list, grammar, allowed)
             else:
@@ -250,8 +261,7 @@ class Sampler:
         rows = logits.shape[0]
         for index, packed in enumerate(edits.pack(edit_list, unused_row=rows - 1)):
             program = self._programs["edit" if index == 0 else "edit again", rows]
-            arrays = [self._to_device(array) for array in packed]
-            (logits,), _ = program([logits, *arrays, *params, previous_tokens])
+            (logits,), _ = program([logits, *packed, *params, previous_tokens])
         combined = dict(grammar)
         for row, token_ids in allowed.items():
             only = masks.only(token_ids, self._options.vocab_size)
@@ -260,16 +270,13 @@ class Sampler:
         outputs, (self.counts,) = self._programs["full", rows](inputs, [self.counts])
         return outputs
 
-    def _mask(self, rows: int, allowed: dict[int, masks.Bitmask]) -> torch.Tensor:
+    def _mask(self, rows: int, allowed: dict[int, masks.Bitmask]) -> torch.Tensor | npt.NDArray[np.int32]:
         if not allowed:
             return self._all_allowed[rows]
         bitmask = masks.all_allowed(rows, self._options.vocab_size)
         for row, words in allowed.items():
             bitmask[row] = words[: bitmask.shape[1]]
-        return self._to_device(bitmask)
-
-    def _to_device(self, array: npt.NDArray[Any]) -> torch.Tensor:
-        return torch.from_numpy(array).to(self._device)
+        return bitmask
 
 
 def store_last_tokens(last_tokens: torch.Tensor, slots: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
