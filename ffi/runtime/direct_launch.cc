@@ -77,6 +77,7 @@ Error Await(void* event) {
 }
 
 Error Record(const LoadedExecutableExecuteArgs& args, size_t num_results) {
+  if (args.execute_device != nullptr) return Error::Unimplemented("a program of one device of several");
   auto launch = std::make_unique<xla_gpu_launch>();
   launch->executable = args.executable;
   for (size_t device = 0; device < args.num_devices; ++device) {

@@ -19,11 +19,11 @@ _FLAG = "--xla_gpu_per_fusion_autotune_cache_dir"
 _DISTRIBUTIONS = ("torch_xla", "jax-cuda12-pjrt", "jax-cuda13-pjrt")
 
 
-def use(environ: MutableMapping[str, str], devices: int = 1) -> Path | None:
+def use(environ: MutableMapping[str, str]) -> Path | None:
     """Sets the variable and XLA's flag for both caches, before the client starts; returns the folder.
 
     The versions of torch_xla and of the plug-in name the folder; the rest is in the keys: the GPU, the program, the
-    flags. What the user set is kept. Over several ``devices`` the choices of kernels alone are kept.
+    flags. What the user set is kept.
     """
     folder = environ.get(ENVIRONMENT, "~/.cache/xla_gpu/vllm")
     if environ.get("PJRT_DEVICE", "").upper() != "GPU" or not folder:
@@ -43,6 +43,5 @@ def use(environ: MutableMapping[str, str], devices: int = 1) -> Path | None:
     flags = environ.get("XLA_FLAGS", "")
     if _FLAG not in flags:
         environ["XLA_FLAGS"] = f"{flags} {_FLAG}={path / 'autotune'}".strip()
-    if devices == 1:
-        environ.setdefault(_EXECUTABLES, str(path / "executables"))
+    environ.setdefault(_EXECUTABLES, str(path / "executables"))
     return path

@@ -49,8 +49,8 @@ def compiled_together(threads: int) -> Iterator[None]:
     XLA tries kernels in the GPU's memory. A program for which several threads left too little is compiled again at the
     end, alone.
 
-    On GPUs each program runs once at the end, on the inputs and the state that it was made with; from then on they are
-    launched directly.
+    Over several GPUs each program runs once at the end, on the inputs and the state that it was made with; from then on
+    they are launched directly.
     """
     global _made
     made: dict[Program, bool] = {}

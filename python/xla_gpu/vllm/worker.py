@@ -25,7 +25,7 @@ class Worker(WorkerBase):  # type: ignore[misc]
         memory.set_pool(os.environ, cache.gpu_memory_utilization, cache.kv_cache_memory_bytes)
         memory.keep_activations(os.environ)
         devices = self.parallel_config.tensor_parallel_size
-        if folder := compile_cache.use(os.environ, devices):
+        if folder := compile_cache.use(os.environ):
             logger.info("XLA's choices of kernels are kept in %s", folder)
         tensor_parallel.prepare(os.environ, devices)
         # Imported here: the import reads the environment, and starts the client soon after.
