@@ -12,9 +12,16 @@
 
 namespace xla_gpu::linear {
 
-// Four neighbouring columns of a row, added over the cluster's CTAs in the order of k.
+// Four neighbouring columns of a row, added over the cluster's CTAs in the order of k. Where one CTA has all of k,
+// which need not be a cluster of its own, those in its own shared memory.
 __device__ inline void AddPartials(const float* sums, int cluster, float (&total)[4]) {
-  float4 parts[8];
+  if (cluster == 1) {
+    const float4 four = *reinterpret_cast<const float4*>(sums);
+    total[0] = four.x, total[1] = four.y, total[2] = four.z, total[3] = four.w;
+    return;
+  }
+  // NOTE: what is not loaded is 0. The compiler would keep registers of undefined values for a whole loop around this.
+  float4 parts[8] = {};
 #pragma unroll
   for (int rank = 0; rank < 8; ++rank) {
     if (rank < cluster) parts[rank] = *reinterpret_cast<const float4*>(SharedOf(sums, rank));
@@ -34,7 +41,7 @@ __device__ inline void AddPartials(const float* sums, int cluster, float (&total
 // Not inlined: it is compiled once for many kernels.
 template <typename T, int kTileFeatures, int kThreads>
 __device__ __noinline__ void FinishTileOfCluster(const Sm90Args& sm90, int tile, const float* sums, int rank) {
-  constexpr int kSumPitch = SumPitch(kTileFeatures), kTogether = 2;
+  constexpr int kSumPitch = SumPitch(kTileFeatures);
   const LinearArgs& args = sm90.linear;
   const int cluster = sm90.cluster;
   using Four = AlignedVector<T, 4>;
@@ -50,16 +57,11 @@ __device__ __noinline__ void FinishTileOfCluster(const Sm90Args& sm90, int tile,
   WaitForPreviousKernel();  // which may have written what is read here
   const int read = has_columns ? feature : 0;
   const FourFeatures<T> values_of(args, read), factors_of(args, gated ? out_features + read : read);
-  Four residual[kTogether] = {};
-  const auto load_residual = [&](int first) {
-    if (args.residual == nullptr) return;
-#pragma unroll
-    for (int i = 0; i < kTogether; ++i) {
-      const int row = first + i * rows_at_once;
-      const auto* const from =
-          static_cast<const T*>(args.residual) + static_cast<int64_t>(row) * out_features + feature;
-      if (row < args.rows) residual[i] = *reinterpret_cast<const Four*>(from);
-    }
+  Four residual = {};
+  const auto load_residual = [&](int row) {
+    if (args.residual == nullptr || row >= args.rows) return;
+    const auto* const from = static_cast<const T*>(args.residual) + static_cast<int64_t>(row) * out_features + feature;
+    residual = *reinterpret_cast<const Four*>(from);
   };
   load_residual(first_row);
   __syncwarp();  // the barrier of a cluster is for whole warps
@@ -70,31 +72,23 @@ __device__ __noinline__ void FinishTileOfCluster(const Sm90Args& sm90, int tile,
   }
   const int second_box = !gated && column >= sm90.box_rows;
   const float* const sums_of_column = sums + column + second_box * (kTileFeatures / 2 - sm90.box_rows);
-  for (int first = first_row; first < args.rows; first += kTogether * rows_at_once) {
-    if (first != first_row) load_residual(first);
-    float values[kTogether][4], factors[kTogether][4];
+  for (int row = first_row; row < args.rows; row += rows_at_once) {
+    if (row != first_row) load_residual(row);
+    float values[4], factors[4];
+    const float* const from = sums_of_column + row * kSumPitch;
+    AddPartials(from, cluster, values);
+    if (gated) AddPartials(from + kTileFeatures / 2, cluster, factors);
+    values_of.Finish(values);
+    if (gated) factors_of.Finish(factors);
+    Four out;
 #pragma unroll
-    for (int i = 0; i < kTogether; ++i) {
-      const float* const from = sums_of_column + min(first + i * rows_at_once, args.rows - 1) * kSumPitch;
-      AddPartials(from, cluster, values[i]);
-      if (gated) AddPartials(from + kTileFeatures / 2, cluster, factors[i]);
+    for (int i = 0; i < 4; ++i) {
+      float value = values[i];
+      if (gated) value = Round<T>(ActivationOf<T>(args.activation, value) * factors[i]);
+      if (args.residual != nullptr) value += static_cast<float>(residual.values[i]);
+      out.values[i] = static_cast<T>(value);
     }
-#pragma unroll
-    for (int i = 0; i < kTogether; ++i) {
-      const int row = first + i * rows_at_once;
-      if (row >= args.rows) break;
-      values_of.Finish(values[i]);
-      if (gated) factors_of.Finish(factors[i]);
-      Four out;
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        float value = values[i][j];
-        if (gated) value = Round<T>(ActivationOf<T>(args.activation, value) * factors[i][j]);
-        if (args.residual != nullptr) value += static_cast<float>(residual[i].values[j]);
-        out.values[j] = static_cast<T>(value);
-      }
-      *reinterpret_cast<Four*>(static_cast<T*>(args.out) + static_cast<int64_t>(row) * out_features + feature) = out;
-    }
+    *reinterpret_cast<Four*>(static_cast<T*>(args.out) + static_cast<int64_t>(row) * out_features + feature) = out;
   }
 }
 
