@@ -39,7 +39,7 @@ namespace {
 const Api* api = nullptr;  // set once, before an entry can be called
 std::atomic<void*> the_client{nullptr};
 
-std::mutex mutex;  // of what follows
+std::mutex record_mutex;  // of what follows
 std::atomic<int> results_to_record{-1};
 std::unique_ptr<xla_gpu_launch> recorded;
 
@@ -90,7 +90,7 @@ Error Record(const LoadedExecutableExecuteArgs& args, size_t num_results) {
     if (Error error = Call(kBufferDevice, &of); !error.ok()) return error;
     launch->devices.push_back(of.out);
   }
-  std::lock_guard<std::mutex> lock(mutex);
+  std::lock_guard<std::mutex> lock(record_mutex);
   recorded = std::move(launch);
   return {};
 }
@@ -251,13 +251,13 @@ using xla_gpu::Guarded;
 using xla_gpu::Report;
 
 extern "C" void xla_gpu_launch_record(int32_t num_results) {
-  std::lock_guard<std::mutex> lock(mutex);
+  std::lock_guard<std::mutex> lock(record_mutex);
   recorded.reset();
   results_to_record = num_results;
 }
 
 extern "C" xla_gpu_launch* xla_gpu_launch_take_recorded(size_t* num_arguments) {
-  std::lock_guard<std::mutex> lock(mutex);
+  std::lock_guard<std::mutex> lock(record_mutex);
   results_to_record = -1;
   if (recorded != nullptr) *num_arguments = recorded->arguments[0].size();
   return recorded.release();
