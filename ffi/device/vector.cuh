@@ -39,7 +39,7 @@ __device__ __forceinline__ void StoreVector(T* data, int64_t i, int64_t size, bo
   }
 }
 
-// Keeps the compiler from taking 16 bytes apart before this point: elements of 16 bits take a register each.
+// Keeps the compiler from unpacking 16 bytes before this point: elements of 16 bits take a register each.
 __device__ __forceinline__ void KeepWhole(uint4* bytes) {
   asm volatile("" : "+r"(bytes->x), "+r"(bytes->y), "+r"(bytes->z), "+r"(bytes->w));
 }
