@@ -17,6 +17,7 @@ from .._core import compatibility
 from .._core.compatibility import TORCH_XLA, TORCH_XLA_REMEDY
 from .._runtime import cuda_driver, cuda_plugin, library
 from ..errors import CompatibilityError
+from . import exit_order
 
 ENVIRONMENT = "XLA_GPU_PJRT_PLUGIN"
 
@@ -84,6 +85,7 @@ class GpuPlugin(plugins.DevicePlugin):  # type: ignore[misc]
                 f"{', '.join(missing)}. xmp.spawn starts one process, which drives all GPUs"
             )
         self._processes = _Processes(local_rank, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
+        exit_order.rank_0_ends_last(self._processes.rank, self._processes.world_size)
 
 
 def device_ordinal() -> int:
