@@ -16,6 +16,7 @@
 #include "ffi/ops/paged_attention/prefill/sm90_tma_consumer.cuh"
 #include "ffi/ops/paged_attention/prefill/sm90_tma_float8.cuh"
 #include "ffi/ops/paged_attention/prefill/sm90_tma_producer.cuh"
+#include "ffi/ops/paged_attention/prefill/sm90_tma_scheduler.cuh"
 #include "ffi/ops/paged_attention/prefill/sm90_tma_traits.cuh"
 
 namespace xla_gpu::prefill {

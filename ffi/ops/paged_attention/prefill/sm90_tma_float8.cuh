@@ -12,6 +12,7 @@
 #include "ffi/device/tensor_map.cuh"
 #include "ffi/ops/paged_attention/prefill/pipeline.cuh"
 #include "ffi/ops/paged_attention/prefill/sm90_tma_producer.cuh"
+#include "ffi/ops/paged_attention/prefill/sm90_tma_scheduler.cuh"
 
 namespace xla_gpu::prefill {
 
