@@ -22,7 +22,7 @@ struct xla_gpu_array {
   std::vector<void*> buffers = {};
   bool owned = true;     // else they are another's, who keeps them
   Error error = {};      // why there are none
-  uint64_t made_by = 0;  // the number of the job; 0: there from the beginning
+  uint64_t made_by = 0;  // the number of the job that makes what it holds; 0: there from the beginning. The caller's
 };
 
 // An execution that was recorded.
@@ -264,7 +264,10 @@ extern "C" xla_gpu_launch* xla_gpu_launch_take_recorded(size_t* num_arguments) {
 }
 
 extern "C" void xla_gpu_launch_destroy(xla_gpu_launch* launch) {
-  TheQueue().Add([launch] { delete launch; });
+  Guarded("xla_gpu_launch_destroy", [&]() -> Error {
+    TheQueue().Add([launch] { delete launch; });
+    return {};
+  });
 }
 
 extern "C" xla_gpu_array* xla_gpu_launch_buffers(const xla_gpu_launch* launch, int32_t of_results, size_t index) {
@@ -290,6 +293,7 @@ extern "C" const char* xla_gpu_launch_run(const xla_gpu_launch* launch, const in
           for (size_t i = given.size() - num_state; i < given.size(); ++i) given[i]->error = error;
         });
     for (xla_gpu_array* output : made) output->made_by = job;
+    for (size_t i = num_inputs - num_state; i < num_inputs; ++i) inputs[i]->made_by = job;
     return {};
   }));
 }
@@ -322,9 +326,12 @@ extern "C" const char* xla_gpu_array_read(const xla_gpu_array* array, void* data
 }
 
 extern "C" void xla_gpu_array_destroy(xla_gpu_array* array) {
-  TheQueue().Add([array] {
-    Release(array);
-    delete array;
+  Guarded("xla_gpu_array_destroy", [&]() -> Error {
+    TheQueue().Add([array] {
+      Release(array);
+      delete array;
+    });
+    return {};
   });
 }
 

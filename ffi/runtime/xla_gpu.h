@@ -174,7 +174,8 @@ XLA_GPU_EXPORT const char* xla_gpu_launch_run(const xla_gpu_launch* launch, cons
 XLA_GPU_EXPORT const char* xla_gpu_array_make(const xla_gpu_launch* launch, const void* data, size_t size, int32_t type,
                                               const int64_t* dims, size_t num_dims, xla_gpu_array** array);
 
-// Copies the first device's buffer, of `size` bytes, once it is computed.
+// Copies the first device's buffer, of `size` bytes, once it is computed: of a launch's state, what the last launch
+// left.
 XLA_GPU_EXPORT const char* xla_gpu_array_read(const xla_gpu_array* array, void* data, size_t size);
 XLA_GPU_EXPORT void xla_gpu_array_destroy(xla_gpu_array* array);
 

@@ -100,6 +100,13 @@ for _ in range(2):  # at once: what they take is the arrays' own
     launch([np.array([5, 6], np.int32)], kept)
 print(first >= 0.3, time.perf_counter() - began < first)
 """,
+    "state": """
+_, (kept,) = launch([np.array([5, 6], np.int32)], [state])
+again = direct_launch.record(lambda: execute(executable, lists), 4, RESULTS)[0]
+swapped = DirectLaunch(again, [2, 0], 1, [form, form], lists)  # the input is what becomes the state
+swapped([np.array([7, 8], np.int32)], [kept])
+print(kept.cpu().tolist())
+""",
     "other devices": """
 array = cdll.xla_gpu_launch_buffers(handle, 0, 0)
 alone = DeviceArray(array, (2,), torch.int32)
@@ -150,6 +157,12 @@ def test_a_launch_with_the_clients_buffers_is_waited_for(fake_plugin):
     done = run(fake_plugin, "borrowed", mode="slow")
     assert done.returncode == 0, done.stderr
     assert done.stdout == "True True\n"
+
+
+def test_reading_the_state_waits_for_the_last_launch(fake_plugin):
+    done = run(fake_plugin, "state", mode="slow")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "[7, 8]\n"
 
 
 def test_another_program_is_not_recorded(fake_plugin):
