@@ -103,6 +103,11 @@ void* CallWithGrownArgs(void* args) {
   return error;
 }
 
+void* DeserializeAndLoad(void* args) {
+  DirectLaunchUseClient(static_cast<const DeserializeAndLoadArgs*>(args)->client);
+  return CallWithGrownArgs<kExecutableDeserializeAndLoad>(args);
+}
+
 // The adapter's table in front of `api`.
 const Api* MakeTable(const Api& api, const std::string& path) {
   const size_t words = api.struct_size / sizeof(void*);
@@ -117,7 +122,7 @@ const Api* MakeTable(const Api& api, const std::string& path) {
   replace(kClientPlatformName, PlatformName);
   replace(kClientCompile, Compile);
   replace(kLoadedExecutableExecute, Execute);
-  replace(kExecutableDeserializeAndLoad, CallWithGrownArgs<kExecutableDeserializeAndLoad>);
+  replace(kExecutableDeserializeAndLoad, DeserializeAndLoad);
   replace(kExecutableGetCompiledMemoryStats, CallWithGrownArgs<kExecutableGetCompiledMemoryStats>);
   if (BufferViewsUse(api)) {
     replace(kClientBufferFromHostBuffer, SharedBufferFromHostBuffer);

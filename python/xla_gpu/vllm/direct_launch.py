@@ -198,4 +198,7 @@ def record(
         returned = run()
     finally:
         handle = cdll.xla_gpu_launch_take_recorded(ct.byref(count))
-    return (handle if count.value == arguments else None), returned
+    if handle is not None and count.value != arguments:
+        cdll.xla_gpu_launch_destroy(handle)
+        handle = None
+    return handle, returned
