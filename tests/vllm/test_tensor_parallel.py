@@ -18,7 +18,7 @@ import torch
 from tests.vllm import engines, test_quantization, tiny
 from tests.vllm.tensor_parallel import NEW_TOKENS, PROMPTS, generate
 from xla_gpu.vllm.divided_layers import Joined
-from xla_gpu.vllm.divided_sums import PendingSum
+from xla_gpu.vllm.divided_sums import PendingSum, take_sums
 
 LAYERS = 2
 ROOT = Path(__file__).parents[2]
@@ -116,14 +116,23 @@ def test_norms_make_the_sums(two_devices):
         assert (with_norm, sums) in ((2 * LAYERS, 1), (LAYERS, LAYERS + 1)), (with_norm, sums)
 
 
+class Devices:
+    """The devices of an engine, which count the sums that they make, and the sums that norms make."""
+
+    made = normed = 0
+
+    def sum(self, parts):
+        self.made += 1
+        return parts.sum(0)
+
+    def sum_add_norm(self, parts, residual, weight, eps):
+        assert isinstance(residual, torch.Tensor) and residual.dtype == weight.dtype == parts.dtype
+        self.normed += 1
+        total = parts.sum(0) + residual
+        return torch.nn.functional.rms_norm(total, weight.shape, weight, eps), total
+
+
 def test_a_pending_sum_is_a_tensor_to_all_else():
-    class Devices:
-        made = 0
-
-        def sum(self, parts):
-            self.made += 1
-            return parts.sum(0)
-
     devices, parts = Devices(), torch.arange(12.0).reshape(2, 2, 3)
     pending = PendingSum(devices, parts, torch.ones(3))
     expected = parts.sum(0) + 1
@@ -132,6 +141,29 @@ def test_a_pending_sum_is_a_tensor_to_all_else():
         torch.testing.assert_close(got, expected)
     torch.testing.assert_close(pending[1], expected[1])
     assert devices.made == 1 and not pending.can_be_normed
+
+
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize(
+    ("residual", "sums"), [(torch.float32, 0), (torch.bfloat16, 1), ("pending", 1), (None, 1)], ids=str
+)
+def test_what_a_norm_makes_itself(residual, sums, with_bias):
+    """A sum with a residual of the same dtype; a residual may be a sum that was not made yet."""
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.model_executor.layers.layernorm import RMSNorm
+
+    with set_current_vllm_config(VllmConfig()):
+        norm, plain = RMSNorm(3), RMSNorm(3)
+    take_sums(norm)
+    parts = torch.arange(12.0).reshape(2, 2, 3)
+    bias = torch.ones(3) if with_bias else None
+    devices, total = Devices(), parts.sum(0) + (1 if with_bias else 0)
+    if residual == "pending":
+        given, value = PendingSum(devices, parts, bias), total
+    else:
+        given = value = None if residual is None else torch.arange(1.0, 7.0).reshape(2, 3).to(residual)
+    torch.testing.assert_close(norm(PendingSum(devices, parts, bias), given), plain(total, value))
+    assert (devices.made, devices.normed) == (sums, int(residual in (torch.float32, "pending")))
 
 
 def test_one_number_of_devices_for_a_process(engine, llama):

@@ -89,7 +89,9 @@ def take_sums(norm: nn.Module) -> None:
     def forward(x: Any, residual: torch.Tensor | None = None) -> Any:
         if not isinstance(x, PendingSum):
             return alone(x, residual)
-        if residual is None or not x.can_be_normed or norm.weight.dtype != x.dtype:
+        residual = _made(residual)
+        # The kernel takes one dtype. Some models keep the residual, or the norms' weights, in float32.
+        if residual is None or not x.can_be_normed or not norm.weight.dtype == residual.dtype == x.dtype:
             return alone(x.tensor(), residual)
         return x.add_and_norm(residual, norm.weight.data, norm.variance_epsilon)
 
