@@ -27,6 +27,7 @@ SHAPES = {  # hidden, intermediate, layers, heads, kv heads
     "512 x 8": (512, 1536, 8, 8, 2),
     "1024 x 12": (1024, 2816, 12, 16, 4),
 }
+WINDOW = 512  # tokens of text that a model sees at once
 FORMATS = ("bfloat16", *quantization.FORMATS)
 
 
@@ -63,22 +64,35 @@ def with_format(weight: torch.Tensor, weight_format: str) -> torch.Tensor:
 
 
 def matrices(model: torch.nn.Module) -> dict[str, torch.nn.Linear]:
+    """Those that are quantised, by name. An embedding that is the head too is none of them."""
     found = {name: module for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
     if model.config.tie_word_embeddings:
         found.pop("lm_head", None)
     return found
 
 
-def perplexities(path: pathlib.Path, count: int, window: int = 512) -> None:
-    """Prints exp of the mean negative log-likelihood of each token behind those of its window before it."""
+def perplexities(path: pathlib.Path, count: int, window: int = WINDOW) -> None:
+    """Prints exp of the mean negative log-likelihood of each token behind those of its window before it.
+
+    Args:
+      path: a checkpoint's folder, or a .gguf file.
+      count: tokens of the text, rounded down to whole windows; all of them where the text has fewer.
+      window: tokens that the model sees at once.
+
+    Raises:
+      ValueError: the model has no torch.nn.Linear that could be quantised.
+    """
     source = {"pretrained_model_name_or_path": path.parent, "gguf_file": path.name} if path.suffix == ".gguf" else {
         "pretrained_model_name_or_path": path
     }  # fmt: skip
     tokenizer = transformers.AutoTokenizer.from_pretrained(**source)
     model = transformers.AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32).eval()
-    text = "\n".join(pydoc_data.topics.topics[name] for name in sorted(pydoc_data.topics.topics))
-    tokens = tokenizer(text, return_tensors="pt", verbose=False).input_ids[0, : count // window * window]
     original = {name: module.weight.data for name, module in matrices(model).items()}
+    if not original:  # transformers' GPT-2 has modules of its own: each format would seem to cost nothing
+        raise ValueError(f"--model: expected a model with torch.nn.Linear, got {type(model).__name__} without one")
+    text = "\n".join(pydoc_data.topics.topics[name] for name in sorted(pydoc_data.topics.topics))
+    tokens = tokenizer(text, return_tensors="pt", verbose=False).input_ids[0, :count]
+    tokens = tokens[: len(tokens) // window * window]
     print("| weights | perplexity | KL divergence, nats | same most likely token |\n|---|---|---|---|")
     want: list[torch.Tensor] = []
     for weight_format in ("float32", *FORMATS):
@@ -107,7 +121,12 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, help="256 of random models, 8192 of text")
     parser.add_argument("--model", type=pathlib.Path, metavar="PATH", help="a checkpoint's folder, or a .gguf file")
     arguments = parser.parse_args()
+    least = WINDOW if arguments.model else 4
+    if arguments.tokens is not None and arguments.tokens < least:
+        parser.error(f"--tokens: expected at least {least}, got {arguments.tokens}")
     if arguments.model:
+        if not arguments.model.exists():  # transformers would look for a repository of that name
+            parser.error(f"--model: expected a checkpoint's folder or a .gguf file, got {arguments.model}")
         perplexities(arguments.model, arguments.tokens or 8192)
         return
     print("| model | matrices | weights | relative error of logits | KL divergence, nats | same most likely token |")
