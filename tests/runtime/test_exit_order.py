@@ -57,6 +57,18 @@ def test_rank_0_ends_after_the_others(rank):
     assert (other.returncode, first.wait(30)) == (0, 0)
 
 
+def test_a_rank_has_ended_when_its_process_is_gone(rank):
+    """XLA's threads run on behind the interpreter's end, until then."""
+    other = rank(1, "import ctypes; libc = ctypes.CDLL(None); libc.on_exit(libc.pause, None)")
+    first = rank(0, "print('done', flush=True)")
+    assert other.stdout.readline() == first.stdout.readline() == "arranged\n"
+    assert first.stdout.readline() == "done\n"
+    time.sleep(2)
+    assert first.poll() is None
+    other.kill()
+    assert first.wait(30) == 0
+
+
 def test_rank_0_does_not_wait_after_an_error(rank):
     """Others may wait for it, in a sum: torchrun ends them when this rank has ended."""
     other, first = rank(1, "input()"), rank(0, "input(); raise SystemError('of this test')")

@@ -22,7 +22,6 @@ from typing import Any
 CONNECTING_S = 10.0  # how long rank 0 waits at its exit for connections that are not there yet
 ENDING_S = 60.0  # and for the other ranks to end: longer than ranks that do the same work differ
 _KEY = "xla_gpu/exit_order"
-_open: list[socket.socket] = []  # closed by the kernel when this process is gone
 _log = logging.getLogger(__name__)
 
 
@@ -43,8 +42,9 @@ def _arrange(rank: int, world_size: int) -> None:
             port, token = store.get(_KEY).decode().split()
             connection = socket.create_connection((os.environ["MASTER_ADDR"], int(port)), CONNECTING_S)
             connection.sendall(token.encode())
-            os.register_at_fork(after_in_child=connection.close)
-            _open.append(connection)
+            # A socket object would be closed with the interpreter, behind which XLA's threads still run.
+            handle = connection.detach()
+            os.register_at_fork(after_in_child=lambda: os.close(handle))
     except (OSError, RuntimeError, ValueError) as error:  # torch.distributed's errors are RuntimeErrors
         _log.warning("rank %d: rank 0 may end first, which aborts this rank: %s", rank, error)
 
