@@ -1,8 +1,7 @@
-"""Buckets, block tables, the packed step, experts and programs."""
+"""Buckets, block tables, the packed step, experts and caches."""
 
 from __future__ import annotations
 
-import contextlib
 import re
 import sys
 from types import SimpleNamespace
@@ -16,13 +15,11 @@ from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
 
 from vllm import SamplingParams
-from xla_gpu._runtime import executable_cache
-from xla_gpu.vllm import buckets, direct_launch, request_checks
+from xla_gpu.vllm import buckets, request_checks
 from xla_gpu.vllm.attention import StepMetadata
 from xla_gpu.vllm.block_tables import BlockTables
 from xla_gpu.vllm.kv_cache import KVCaches
 from xla_gpu.vllm.platform import choose_start_method
-from xla_gpu.vllm.program import FallbackError, Program, compilations, compiled_together
 from xla_gpu.vllm.step_layout import StepLayout
 
 
@@ -216,140 +213,6 @@ def test_attention_sinks():
     with_sink = torch.cat([scores, sinks.double()[:, None, None].expand(heads, tokens, 1)], -1).softmax(-1)[..., :-1]
     expected = torch.einsum("hqk,khd->qhd", with_sink, v).reshape(tokens, heads * size)
     torch.testing.assert_close(got.double(), expected, rtol=1e-4, atol=1e-4)
-
-
-def test_program_runs_without_compiling_and_takes_its_state_over():
-    device = torch_xla.device()
-    weight = torch.tensor([2.0, 3.0]).to(device)
-    state, x = torch.zeros(2, device=device), torch.tensor([1.0, 1.0]).to(device)
-
-    def step(x, state):
-        state.add_(x * weight)
-        return [state.sum()]
-
-    program = Program("test", step, [x], [state])
-    assert state.cpu().tolist() == [0, 0]  # tracing changed nothing
-    compiled = compilations()
-    states = [state]
-    for number in (1, 2, 3):
-        (total,), states = program([x], states)
-        assert total.item() == 5.0 * number
-    assert states[0].cpu().tolist() == [6, 9] and compilations() == compiled
-    with pytest.raises(RuntimeError):  # its memory is the program's
-        state.cpu()
-
-
-@pytest.mark.parametrize("seen", [True, False])
-def test_programs_are_recorded_once_and_launched_directly(monkeypatch, seen):
-    """Against an adapter that is none: what programs of a warm-up do with what it recorded, or did not."""
-    device = torch_xla.device()
-    recorded, launched, said = [], [], []
-
-    class Launch:
-        def __init__(self, handle, places, num_state, forms, keep):
-            launched.append((handle, places, num_state, forms))
-
-        def note(self, tensor, **which):
-            launched.append(which)
-
-        def __call__(self, inputs, state):
-            return ["directly"], state
-
-    def record(run, arguments, results):
-        recorded.append((arguments, results))
-        return (len(recorded) if seen or len(recorded) == 1 else None), run()
-
-    monkeypatch.setattr(direct_launch, "available", lambda: True)
-    monkeypatch.setattr(direct_launch, "record", record)
-    monkeypatch.setattr("xla_gpu.vllm.program.DirectLaunch", Launch)
-    logger = SimpleNamespace(debug=lambda *_: None, warning=lambda text, *values: said.append(text % values))
-    monkeypatch.setattr("xla_gpu.vllm.program.logger", logger)
-    state, x = torch.zeros(2, device=device), torch.tensor([1.0, 1.0]).to(device)
-
-    def step(x, state):
-        state.add_(x)
-        return [state.sum()]
-
-    with compiled_together(1):
-        first, second = Program("first", step, [x], [state]), Program("second", lambda x: [x + x], [x])
-    assert state.cpu().tolist() == [1, 1]  # the first one ran once
-    assert recorded == [(2, 2), (1, 1)]
-    if not seen:
-        assert said == ["second: the adapter did not see its launch: steps go through torch_xla"]
-        (doubled,), _ = second([np.array([1.0, 2.0], np.float32)])
-        assert first.direct is second.direct is None and doubled.cpu().tolist() == [2, 4]
-        return
-    (handle, places, num_state, forms), *notes = launched[:3]
-    assert (handle, num_state, forms) == (1, 1, [(torch.Size([]), torch.float32)]) and sorted(places) == [0, 1]
-    assert notes == [{"argument": places[0]}, {"result": 1}]
-    assert first([x], [state]) == (["directly"], [state]) and second([x])[0] == ["directly"]
-
-
-def test_program_refuses_what_would_run_on_the_host():
-    x = torch.zeros(4, dtype=torch.int32, device=torch_xla.device())
-    with pytest.raises(FallbackError, match="aten::view_copy"):
-        Program("test", lambda x: [x.view(torch.float32)], [x])
-
-
-def unknown_call(x: torch.Tensor) -> torch.Tensor:
-    """A program with it cannot be compiled."""
-    return torch_xla._XLAC._xla_custom_call([x], "no_such_target", [[2]], [torch.float32], False, "", 2, {})[0]
-
-
-@pytest.mark.parametrize("failures", [1, 2])
-def test_programs_whose_compilation_fails_are_captured_again(failures):
-    """As on a GPU: the first capture leaves programs to be compiled together, which the memory may be too small for."""
-    device = torch_xla.device()
-    state, x = torch.zeros(2, device=device), torch.tensor([1.0, 2.0]).to(device)
-    captures = []
-
-    def step(x, state):
-        captures.append(None)
-        state.add_(x)
-        return [unknown_call(state) if len(captures) <= failures else state * 2]
-
-    with compiled_together(2):
-        first = Program("first", step, [x], [state])
-        second = Program("second", lambda x, state: [state.sub_(x) * 3], [x], [state])
-    assert len(captures) == failures + 1 and first.outputs == [(torch.Size([2]), torch.float32)]
-    one_more = (x + 1).cpu().to(device)
-    compiled = compilations()
-    (doubled,), states = first([x], [state])
-    (tripled,), states = second([one_more], states)
-    assert doubled.cpu().tolist() == [2, 4] and tripled.cpu().tolist() == [-3, -3]
-    assert states[0].cpu().tolist() == [-1, -1]
-    assert compilations() == compiled
-
-
-def test_a_program_that_cannot_be_compiled_says_so():
-    x = torch.zeros(2, device=torch_xla.device())
-    with pytest.raises((RuntimeError, ValueError), match="no_such_target"), compiled_together(2):
-        Program("wrong", lambda x: [unknown_call(x)], [x])
-    assert torch.equal(Program("right", lambda x: [x + 1], [x])([x])[0][0].cpu(), torch.ones(2))
-
-
-@pytest.mark.parametrize("threads", [1, 2])
-def test_an_error_leaves_no_program_to_be_compiled(monkeypatch, threads):
-    """On a GPU the recorded programs are dropped; the next ones are compiled for themselves."""
-    calls = []
-
-    @contextlib.contextmanager
-    def compile_recorded(threads):
-        calls.append(threads)
-        try:
-            yield 0
-        except KeyError:
-            calls.append("dropped")
-            raise
-
-    monkeypatch.setattr(executable_cache, "compile_recorded", compile_recorded)
-    x = torch.zeros(2, device=torch_xla.device())
-    with pytest.raises(KeyError, match="weights"), compiled_together(threads):
-        assert calls == [threads]  # they compile while programs are captured
-        Program("fails once", lambda x: [unknown_call(x)], [x])
-        raise KeyError("weights")
-    assert calls == [threads, "dropped"]
-    assert torch.equal(Program("right", lambda x: [x + 1], [x])([x])[0][0].cpu(), torch.ones(2))
 
 
 class CacheLayer(AttentionLayerBase):
