@@ -9,6 +9,10 @@ import os
 import subprocess
 import sys
 
+import pytest
+
+pytest.importorskip("torch")  # whose dtypes the results have
+
 PROCESS = """
 import ctypes as ct, os, sys
 import numpy as np
