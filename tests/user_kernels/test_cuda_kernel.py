@@ -10,15 +10,8 @@ from tests.user_kernels import sources
 from xla_gpu._user_kernels import cuda_kernel as cuda_kernels
 from xla_gpu._user_kernels import nvrtc
 from xla_gpu._user_kernels.cuda_kernel import cuda_kernel
-from xla_gpu.errors import CompatibilityError
 
-
-@pytest.fixture(scope="module", autouse=True)
-def compiler():
-    try:
-        nvrtc.load()
-    except CompatibilityError as error:
-        pytest.skip(str(error))
+pytestmark = pytest.mark.usefixtures("compiler")
 
 
 # ---- Kernels ---------------------------------------------------------------------------------------------------------

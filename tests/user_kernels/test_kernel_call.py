@@ -11,21 +11,14 @@ import pytest
 from tests.common.frontends import enable_x64
 from tests.user_kernels import sources
 from xla_gpu._core.operator import ArraySpec
-from xla_gpu._user_kernels import launch, nvrtc
+from xla_gpu._user_kernels import launch
 from xla_gpu._user_kernels.cuda_kernel import cuda_kernel
-from xla_gpu.errors import CompatibilityError
+
+pytestmark = pytest.mark.usefixtures("compiler")
 
 X = np.arange(1000, dtype=np.float32)
 NEEDS_GPU = "kernel_call: {}: a CUDA kernel runs on an NVIDIA GPU alone, and this program runs on the CPU"
 FLOATS = ArraySpec((1000,), "float32")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def compiler():
-    try:
-        nvrtc.load()
-    except CompatibilityError as error:
-        pytest.skip(str(error))
 
 
 class Like:

@@ -11,24 +11,15 @@ import pytest
 
 from tests.common.machine import ROOT
 from tests.user_kernels import sources
-from xla_gpu._user_kernels import nvrtc
 from xla_gpu._user_kernels.cuda_kernel import cuda_kernel
-from xla_gpu.errors import CompatibilityError
 
 pytestmark = [
     pytest.mark.gpu,
+    pytest.mark.usefixtures("compiler"),
     pytest.mark.frontends("eager-cuda", "jax-cuda", "torch_xla-cuda", "torch_xla-cuda-compiled"),
 ]
 
 X = np.arange(1000, dtype=np.float32)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def compiler():
-    try:
-        nvrtc.load()
-    except CompatibilityError as error:
-        pytest.skip(str(error))
 
 
 class Like:

@@ -13,8 +13,8 @@ import sys
 import pytest
 
 from tests.common.machine import ROOT
-from xla_gpu._user_kernels import nvrtc
-from xla_gpu.errors import CompatibilityError
+
+pytestmark = pytest.mark.usefixtures("compiler")
 
 MAKE = """
 import sys
@@ -100,14 +100,6 @@ print("loaded", counts[0], "compiled", counts[1])
 """
 )
 NEEDS_GPU = "kernel_call: (scale|add): a CUDA kernel runs on an NVIDIA GPU alone"
-
-
-@pytest.fixture(autouse=True)
-def compiler():
-    try:
-        nvrtc.load()
-    except CompatibilityError as error:
-        pytest.skip(str(error))
 
 
 def python(code, *arguments, **environment):
