@@ -1,7 +1,7 @@
 // The persistent tile schedulers of the sm_90a prefill kernel: a resident CTA takes one work tile after the other. Each
 // CTA plans from the metadata alone, so that the launch depends on shapes only and no counter in memory must be reset.
-// Work tiles are ranked by the last key that they see, latest first; CTA b of n takes the ranks b, 2n - 1 - b, 2n + b,
-// …: back and forth, which gives all CTAs about the same sum.
+// Work tiles are ranked by the last key that they see, latest first, but for the flat scheduler's; CTA b of n takes the
+// ranks b, 2n - 1 - b, 2n + b, …: back and forth, which gives all CTAs about the same sum.
 #ifndef XLA_GPU_OPS_PAGED_ATTENTION_PREFILL_PERSISTENT_TILE_SCHEDULER_CUH_
 #define XLA_GPU_OPS_PAGED_ATTENTION_PREFILL_PERSISTENT_TILE_SCHEDULER_CUH_
 
