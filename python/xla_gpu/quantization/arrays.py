@@ -8,6 +8,8 @@ from typing import Any
 
 Array = Any  # of NumPy, PyTorch or JAX
 
+_NAMES = ("float32", "float16", "bfloat16", "float8_e4m3fn", "int8", "uint8")  # of dtypes that weights are stored in
+
 
 def library(array: Array) -> ModuleType:
     """The module whose functions take ``array``: numpy, torch or jax.numpy.
@@ -25,6 +27,8 @@ def library(array: Array) -> ModuleType:
 def cast(array: Array, dtype: Any) -> Array:
     """``array`` in ``dtype``: a name as NumPy spells it, or the library's own."""
     xp = library(array)
+    if isinstance(dtype, str) and dtype not in _NAMES:
+        raise TypeError(f"quantization: dtype: expected {', '.join(_NAMES)}, got {dtype!r}")
     if xp.__name__ == "torch":
         return array.to(getattr(xp, dtype) if isinstance(dtype, str) else dtype)
     if isinstance(dtype, str) and dtype in ("bfloat16", "float8_e4m3fn"):

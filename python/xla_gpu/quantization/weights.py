@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from .._core import packed_int4
@@ -154,13 +154,14 @@ def dequantize(weight: LinearWeight) -> Array:
     return values * arrays.repeat(arrays.repeat(wide, GROUP, 0)[:n], GROUP, 1)[:, :columns]
 
 
-def concatenate(parts: Sequence[LinearWeight]) -> LinearWeight:
+def concatenate(parts: Iterable[LinearWeight]) -> LinearWeight:
     """Joins weights of one format along n, as q, k and v or gate and up that are multiplied together.
 
     Raises:
       TypeError: a part is no LinearWeight.
       ValueError: there is no part, the formats or k differ, or blocks of float8 scales do not end where a part does.
     """
+    parts = list(parts)
     for part in parts:
         if not isinstance(part, LinearWeight):
             raise TypeError(f"concatenate: parts: expected LinearWeights, got {type(part).__name__}")
