@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -236,3 +238,58 @@ def test_functions_that_are_refused():
         bound(only, [FLOATS, FLOATS, 8])
     with pytest.raises(ValueError, match="add: num_warps: expected a positive int, got 0"):
         bound(functions.add, [FLOATS, FLOATS, 8], options={**OPTIONS, "num_warps": 0}, BLOCK=64)
+
+
+# ---- The table of calls ----------------------------------------------------------------------------------------------
+def made(programs: int) -> triton_call.TritonCall:
+    return triton_call.make_call(triton_call.describe(functions.add), (programs,), OPTIONS, {"BLOCK": 128}, None)
+
+
+def known(key: str) -> bool:
+    gc.collect()
+    try:
+        return triton_call.by_key(key).key == key
+    except ValueError as error:
+        assert f"got the key {key!r}" in str(error)
+        return False
+
+
+def test_calls_that_nobody_holds_are_forgotten(monkeypatch):
+    """A process that lives long may make a call for each number of rows that it meets."""
+    monkeypatch.setattr(triton_call, "_KEPT", 8)
+    held, dropped, kept = made(10_001), made(10_002).key, made(10_003).key
+    triton_call.keep(kept)
+    assert made(10_001).key == held.key and known(dropped)
+    for programs in range(20_000, 20_100):
+        made(programs)
+    assert made(20_095).key == made(20_095).key
+    assert known(held.key) and known(kept) and not known(dropped)
+    assert triton_call.by_key(held.key).programs({}) == (10_001,)
+    assert len(triton_call._latest) <= 8
+    for i in range(100):
+        triton_call.remember_config(("many", i), None)
+    assert len(triton_call._tuned) <= 8
+
+
+def test_a_traced_program_keeps_its_call(monkeypatch):
+    """It has the call's key alone."""
+    torch = pytest.importorskip("torch")
+    import xla_gpu.torch as xg
+
+    monkeypatch.setattr(triton_call, "_KEPT", 2)
+
+    def traced():
+        call = xg.triton_call(functions.add, torch.empty(1000), grid=(9,), BLOCK=128)
+
+        class Module(torch.nn.Module):
+            def forward(self, x):
+                return call(x, x, 1000)
+
+        return torch.export.export(Module(), (torch.ones(1000),))
+
+    program = traced()
+    for programs in range(30_000, 30_100):
+        made(programs)
+    gc.collect()
+    with pytest.raises(Exception, match=NEEDS_GPU):
+        program.module()(torch.ones(1000))

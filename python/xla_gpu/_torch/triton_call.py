@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from .._core.operator import OpCall, check_inputs_requested
 from .._user_kernels import launch, triton_arguments, triton_call
@@ -110,6 +111,8 @@ def _bind(
     aliases: Sequence[int],
 ) -> tuple[OpCall, int]:
     results = described_results(dtypes, ranks, sizes)
+    if operands and isinstance(operands[0], FakeTensor):  # while a program is traced
+        triton_call.keep(key)
     bound = triton_call.bind(
         triton_call.by_key(key),
         specs("triton_call", operands),

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import itertools
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -33,13 +35,18 @@ class TritonFunction:
 class TritonCall:
     """What is known of a call before its arguments."""
 
-    key: str  # of the process's table of calls
+    entry: _Entry  # of the process's table of calls
     function: TritonFunction
     grid: Any
     options: Mapping[str, int]  # num_warps, num_stages, num_ctas
     constexprs: Mapping[str, Any]
     config: Any  # the chosen one of function.configs; None: not chosen
     identity: Any  # what tells this call from others, but for its grid
+
+    @property
+    def key(self) -> str:
+        """What the operators of PyTorch carry for it."""
+        return self.entry.key
 
     @property
     def where(self) -> str:
@@ -69,10 +76,22 @@ class TritonCall:
 
 _SMALL = 16  # elements of an array on the host that a grid function may take numbers from
 
+
+class _Entry:
+    """A key. It is known as long as one of its calls lives, is among those made last, or a traced program has it."""
+
+    def __init__(self, key: str) -> None:
+        self.key, self.newest = key, None  # type: str, TritonCall | None
+
+
+_KEPT = 4096  # calls that are known though nobody holds them, and tuned configurations
+
 _lock = threading.Lock()
-_calls: dict[Any, TritonCall] = {}
-_by_key: dict[str, TritonCall] = {}
-_tuned: dict[Any, Any] = {}  # tuning key: triton.Config
+_numbers = itertools.count()
+_latest: dict[Any, _Entry] = {}  # the call made last at the end
+_by_key: weakref.WeakValueDictionary[str, _Entry] = weakref.WeakValueDictionary()
+_traced: dict[str, _Entry] = {}
+_tuned: dict[Any, Any] = {}  # tuning key: triton.Config; the latest at the end
 
 
 def describe(fn: Any) -> TritonFunction:
@@ -125,17 +144,29 @@ def make_call(
     )
     of_grid = (identity, _grid_identity(grid))
     with _lock:
-        known = _calls.get(of_grid)
-        key = known.key if known is not None else f"{function.name}#{len(_calls)}"
+        entry = _latest.pop(of_grid, None) or _Entry(f"{function.name}#{next(_numbers)}")
         # The newest grid: a lambda is another object each time, and may see other globals.
-        call = TritonCall(key, function, grid, dict(options), dict(constexprs), config, identity)
-        _calls[of_grid] = _by_key[key] = call
+        call = TritonCall(entry, function, grid, dict(options), dict(constexprs), config, identity)
+        entry.newest = call
+        _latest[of_grid] = _by_key[entry.key] = entry
+        _forget_oldest(_latest)
     return call
+
+
+def _forget_oldest(table: dict[Any, Any]) -> None:
+    while len(table) > _KEPT:
+        del table[next(iter(table))]
+
+
+def keep(key: str) -> None:
+    """Makes the call of that key known as long as the process: a traced program has the key alone."""
+    _traced[key] = by_key(key).entry
 
 
 def by_key(key: str) -> TritonCall:
     """The call of that key, which this process must have made."""
-    call = _by_key.get(key)
+    entry = _by_key.get(key)
+    call = None if entry is None else entry.newest
     if call is None:
         raise ValueError(
             f"triton_call: call: expected one that this process made by triton_call, got the key {key!r}; a program "
@@ -294,7 +325,9 @@ def configs_to_time(
 
 def remember_config(key: Any, config: Any) -> None:
     """Makes ``config`` the one for calls of this tuning key."""
-    _tuned[key] = config
+    with _lock:
+        _tuned[key] = config
+        _forget_oldest(_tuned)
 
 
 def is_tuned(call: TritonCall, key: Any) -> bool:
