@@ -21,6 +21,7 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 import jax
 import jax.numpy as jnp
 import numpy as np
+from benchmarks import memory
 
 import xla_gpu.jax as xg
 
@@ -63,32 +64,35 @@ def main() -> None:
     rows = []
     for context in arguments.contexts:
         for name, where, given in (("one device", alone, None), ("all-gather", mesh, None), ("group", mesh, group)):
-            pages = -(-context // PAGE_SIZE // where.size)  # of a device
+            with memory.left_out_if_too_large(f"{context} {name}"):
+                pages = -(-context // PAGE_SIZE // where.size)  # of a device
 
-            def put(x: np.ndarray, *spec: str, where: jax.sharding.Mesh = where) -> jax.Array:
-                return jax.device_put(x, jax.sharding.NamedSharding(where, P(*spec)))
+                def put(x: np.ndarray, *spec: str, where: jax.sharding.Mesh = where) -> jax.Array:
+                    return jax.device_put(x, jax.sharding.NamedSharding(where, P(*spec)))
 
-            shape = (where.size * pages, PAGE_SIZE, 2 * KV_HEADS, HEAD_DIM)
-            draw = functools.partial(jax.random.normal, shape=shape, dtype=jnp.bfloat16)
-            cache = jax.jit(draw, out_shardings=jax.sharding.NamedSharding(where, P("cp")))(jax.random.key(0))
-            tables = np.stack([np.random.default_rng(r).permutation(pages) for r in range(where.size)]).astype(np.int32)
-            query = np.random.default_rng(0).standard_normal((1, HEADS, HEAD_DIM)).astype(jnp.bfloat16)
-            metadata = (put(np.array([context], np.int32)), put(tables, "cp"), put(np.array([0, 1], np.int32)))
-            args = (put(query), cache, *metadata, put(np.array([1], np.int32)))
-            if name == "one device":
-                step = chained(functools.partial(xg.paged_attention, scale=HEAD_DIM**-0.5))
-            else:
-                attend = functools.partial(
-                    xg.context_parallel_paged_attention, axis="cp", scale=HEAD_DIM**-0.5, group=given
+                shape = (where.size * pages, PAGE_SIZE, 2 * KV_HEADS, HEAD_DIM)
+                draw = functools.partial(jax.random.normal, shape=shape, dtype=jnp.bfloat16)
+                cache = jax.jit(draw, out_shardings=jax.sharding.NamedSharding(where, P("cp")))(jax.random.key(0))
+                tables = np.stack([np.random.default_rng(r).permutation(pages) for r in range(where.size)]).astype(
+                    np.int32
                 )
-                in_specs = (P(), P("cp"), P(), P("cp"), P(), P())
-                step = jax.shard_map(chained(attend), mesh=mesh, in_specs=in_specs, out_specs=P(), check_vma=False)
-            compiled = jax.jit(step)
-            row = {"context": context, "devices": where.size, "what": name}
-            row["microseconds"] = round(microseconds(lambda: compiled(*args), arguments.repeats), 1)  # noqa: B023
-            rows.append(row)
-            print(json.dumps(row), flush=True)
-            cache.delete()
+                query = np.random.default_rng(0).standard_normal((1, HEADS, HEAD_DIM)).astype(jnp.bfloat16)
+                metadata = (put(np.array([context], np.int32)), put(tables, "cp"), put(np.array([0, 1], np.int32)))
+                args = (put(query), cache, *metadata, put(np.array([1], np.int32)))
+                if name == "one device":
+                    step = chained(functools.partial(xg.paged_attention, scale=HEAD_DIM**-0.5))
+                else:
+                    attend = functools.partial(
+                        xg.context_parallel_paged_attention, axis="cp", scale=HEAD_DIM**-0.5, group=given
+                    )
+                    in_specs = (P(), P("cp"), P(), P("cp"), P(), P())
+                    step = jax.shard_map(chained(attend), mesh=mesh, in_specs=in_specs, out_specs=P(), check_vma=False)
+                compiled = jax.jit(step)
+                row = {"context": context, "devices": where.size, "what": name}
+                row["microseconds"] = round(microseconds(lambda: compiled(*args), arguments.repeats), 1)  # noqa: B023
+                rows.append(row)
+                print(json.dumps(row), flush=True)
+                cache.delete()
         group.check()
     if arguments.json:
         record = {"device": jax.devices()[0].device_kind, "jax": jax.__version__, "rows": rows}

@@ -27,6 +27,7 @@ import numpy as np
 import xla_gpu.jax as xg
 
 from . import kernel_times
+from .memory import left_out_if_too_large
 
 P = jax.sharding.PartitionSpec
 BYTES_PER_SECOND = 4.5e12  # that an H200's memory gives a reader
@@ -363,58 +364,61 @@ def main() -> None:
     weights, specs, weight_bytes = make_weights(shape, mesh, arguments.weights)
     rows = []
     for case in arguments.cases:
-        batch, context = map(int, case.split("x"))
-        new = context if arguments.prefill else 1
-        most = 2 * arguments.steps * arguments.steps_per_program  # steps of a chain, and of the profile after it
-        pages = -(-(context + most + 8) // PAGE_SIZE)
-        cache_shape = (pages * batch, PAGE_SIZE, 2 * kv_heads, head_dim)
-        sharding = jax.sharding.NamedSharding(mesh, CACHE_SPEC)
-        caches = [jax.jit(lambda: jnp.zeros(cache_shape, T), out_shardings=sharding)() for _ in range(layers)]  # noqa: B023
-        order = np.random.default_rng(0).permutation(pages * batch).astype(np.int32)
-        rest = (
-            on_all(mesh, order.reshape(batch, pages)),
-            on_all(mesh, np.arange(batch + 1, dtype=np.int32) * new),
-            on_all(mesh, np.array([batch], np.int32)),
-        )
-        limit = (weight_bytes + batch * context * layers * kv_heads * head_dim * 4) / BYTES_PER_SECOND / ranks * 1e3
-        for name, join in joins(group).items():
-            if arguments.joins and name not in arguments.joins:
-                continue
-            local = (heads // ranks, kv_heads // ranks, head_dim)
-            axis = "tp" if ranks > 1 else None
-            options = Options(arguments.fused, arguments.linear, arguments.blocks)
-            body = functools.partial(step, join, gathers(group, name), options, local, axis)
-            if ranks > 1:
-                cache_specs = [CACHE_SPEC] * layers
-                in_specs = (specs, cache_specs, P(), P(), P(), P(), P())
-                out_specs = (cache_specs, P(), P())
-                body = jax.shard_map(body, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
-            if arguments.steps_per_program > 1:
-                body = many(body, arguments.steps_per_program)
-            cublas = arguments.products == "cublas" or (arguments.products == "by-rows" and batch * new >= CUBLAS_ROWS)
-            # All that a step hands to the next is donated, tokens and lengths too: their addresses stay the same then,
-            # and XLA replays its captured graphs as they are.
-            compiled = functools.partial(
-                jax.jit(body, donate_argnums=(1, 2, 3), compiler_options=CUBLAS if cublas else None), weights
+        caches = state = None  # the case before may have ended early
+        with left_out_if_too_large(case):
+            batch, context = map(int, case.split("x"))
+            new = context if arguments.prefill else 1
+            most = 2 * arguments.steps * arguments.steps_per_program  # steps of a chain, and of the profile after it
+            pages = -(-(context + most + 8) // PAGE_SIZE)
+            cache_shape = (pages * batch, PAGE_SIZE, 2 * kv_heads, head_dim)
+            sharding = jax.sharding.NamedSharding(mesh, CACHE_SPEC)
+            caches = [jax.jit(lambda: jnp.zeros(cache_shape, T), out_shardings=sharding)() for _ in range(layers)]  # noqa: B023
+            order = np.random.default_rng(0).permutation(pages * batch).astype(np.int32)
+            rest = (
+                on_all(mesh, order.reshape(batch, pages)),
+                on_all(mesh, np.arange(batch + 1, dtype=np.int32) * new),
+                on_all(mesh, np.array([batch], np.int32)),
             )
-            lengths = on_all(mesh, np.full(batch, 0 if arguments.prefill else context, np.int32))
-            state = (caches, on_all(mesh, np.zeros(batch * new, np.int32)), lengths)
-            milliseconds, launch, state = measure(compiled, state, rest, arguments.steps)
-            if arguments.profile:
-                state = profile(compiled, state, rest, arguments.steps, arguments.steps_per_program)
-            caches, tokens, _ = state
-            milliseconds, launch = (x / arguments.steps_per_program for x in (milliseconds, launch))
-            row = {"case": case, "join": name, "milliseconds": round(milliseconds, 3), "limit": round(limit, 3)}
-            row["launch"] = round(launch, 3)
-            if arguments.prefill:
-                row["tokens_per_second"] = round(batch * new / milliseconds * 1e3)
-                del row["limit"]  # of a decode step
-            row["tokens"] = np.asarray(tokens)[:4].tolist()
-            rows.append(row)
-            print(json.dumps(row), flush=True)
-        if group is not None:
-            group.check()
-        del caches
+            limit = (weight_bytes + batch * context * layers * kv_heads * head_dim * 4) / BYTES_PER_SECOND / ranks * 1e3
+            for name, join in joins(group).items():
+                if arguments.joins and name not in arguments.joins:
+                    continue
+                local = (heads // ranks, kv_heads // ranks, head_dim)
+                axis = "tp" if ranks > 1 else None
+                options = Options(arguments.fused, arguments.linear, arguments.blocks)
+                body = functools.partial(step, join, gathers(group, name), options, local, axis)
+                if ranks > 1:
+                    cache_specs = [CACHE_SPEC] * layers
+                    in_specs = (specs, cache_specs, P(), P(), P(), P(), P())
+                    out_specs = (cache_specs, P(), P())
+                    body = jax.shard_map(body, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+                if arguments.steps_per_program > 1:
+                    body = many(body, arguments.steps_per_program)
+                cublas = arguments.products == "cublas" or (
+                    arguments.products == "by-rows" and batch * new >= CUBLAS_ROWS
+                )
+                # All that a step hands to the next is donated, tokens and lengths too: their addresses stay the same
+                # then, and XLA replays its captured graphs as they are.
+                compiled = functools.partial(
+                    jax.jit(body, donate_argnums=(1, 2, 3), compiler_options=CUBLAS if cublas else None), weights
+                )
+                lengths = on_all(mesh, np.full(batch, 0 if arguments.prefill else context, np.int32))
+                state = (caches, on_all(mesh, np.zeros(batch * new, np.int32)), lengths)
+                milliseconds, launch, state = measure(compiled, state, rest, arguments.steps)
+                if arguments.profile:
+                    state = profile(compiled, state, rest, arguments.steps, arguments.steps_per_program)
+                caches, tokens, _ = state
+                milliseconds, launch = (x / arguments.steps_per_program for x in (milliseconds, launch))
+                row = {"case": case, "join": name, "milliseconds": round(milliseconds, 3), "limit": round(limit, 3)}
+                row["launch"] = round(launch, 3)
+                if arguments.prefill:
+                    row["tokens_per_second"] = round(batch * new / milliseconds * 1e3)
+                    del row["limit"]  # of a decode step
+                row["tokens"] = np.asarray(tokens)[:4].tolist()
+                rows.append(row)
+                print(json.dumps(row), flush=True)
+            if group is not None:
+                group.check()
     if arguments.json:
         record = {"device": jax.devices()[0].device_kind, "tensor_parallel": ranks, "shape": arguments.shape}
         arguments.json.write_text(json.dumps(record | {"jax": jax.__version__, "rows": rows}, indent=2) + "\n")

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from benchmarks import timing
+from benchmarks import memory, timing
 from benchmarks.linear import TorchArrays, make
 
 import xla_gpu.torch as xg
@@ -107,14 +107,18 @@ def main() -> None:
     parser.add_argument("--rows", nargs="+", type=int, default=[1, 8, 32, 64])
     arguments = parser.parse_args()
     for operator, weight_format, rows in cases(arguments):
-        _, _, amount = first = OPERATORS[operator](weight_format, rows, 0)
-        sets = [first, *(OPERATORS[operator](weight_format, rows, s) for s in range(1, timing.sets_needed(amount) + 1))]
-        assert torch.equal(first[0](), first[1]()), f"{operator} {weight_format} {rows}: not the parts' bits"
-        composite, parts = (timing.microseconds([one[i] for one in sets], repeats=7) for i in (0, 1))
-        row = {"operator": operator, "weights": weight_format, "rows": rows, "microseconds": round(composite, 1)}
-        row |= {"parts": round(parts, 1), "TB/s": round(amount / composite * 1e-6, 2)}
-        print(json.dumps(row), flush=True)
-        del sets, first
+        with memory.left_out_if_too_large(f"{operator} {weight_format} {rows} rows"):
+            _, _, amount = first = OPERATORS[operator](weight_format, rows, 0)
+            sets = [
+                first,
+                *(OPERATORS[operator](weight_format, rows, s) for s in range(1, timing.sets_needed(amount) + 1)),
+            ]
+            assert torch.equal(first[0](), first[1]()), f"{operator} {weight_format} {rows}: not the parts' bits"
+            composite, parts = (timing.microseconds([one[i] for one in sets], repeats=7) for i in (0, 1))
+            row = {"operator": operator, "weights": weight_format, "rows": rows, "microseconds": round(composite, 1)}
+            row |= {"parts": round(parts, 1), "TB/s": round(amount / composite * 1e-6, 2)}
+            print(json.dumps(row), flush=True)
+            del sets, first
 
 
 if __name__ == "__main__":

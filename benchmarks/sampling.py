@@ -15,7 +15,7 @@ import pathlib
 from collections.abc import Callable
 
 import torch
-from benchmarks import timing
+from benchmarks import memory, timing
 
 import xla_gpu.torch as xla_gpu
 
@@ -97,19 +97,20 @@ def main() -> None:
     for dtype in arguments.dtypes:
         for rows in arguments.rows:
             for name in arguments.rules:
-                rule = RULES[name]
-                sets = []
-                for _ in range(2):
-                    logits = (torch.randn(rows, VOCAB, device="cuda") * 3).to(getattr(torch, dtype))
-                    sets.append((logits, columns(rows, rule)))
-                row = {"dtype": dtype, "rows": rows, "rule": name}
-                row["xla_gpu"] = timing.microseconds([lambda s=s: xla_gpu.sample(s[0], **s[1]) for s in sets])
-                row["torch"] = timing.microseconds([sorting(logits, rule) for logits, _ in sets])
-                if arguments.flashinfer and (call := flashinfer(sets[0][0], rule)):
-                    row["flashinfer"] = timing.microseconds([call])
-                rows_of_json.append(row)
-                others = "".join(f"   {n} {row[n]:8.1f} us" for n in ("torch", "flashinfer") if n in row)
-                print(f"{dtype:9}{rows:4} x {VOCAB} {name:12} {row['xla_gpu']:8.1f} us{others}", flush=True)
+                with memory.left_out_if_too_large(f"{dtype} {rows} rows {name}"):
+                    rule = RULES[name]
+                    sets = []
+                    for _ in range(2):
+                        logits = (torch.randn(rows, VOCAB, device="cuda") * 3).to(getattr(torch, dtype))
+                        sets.append((logits, columns(rows, rule)))
+                    row = {"dtype": dtype, "rows": rows, "rule": name}
+                    row["xla_gpu"] = timing.microseconds([lambda s=s: xla_gpu.sample(s[0], **s[1]) for s in sets])
+                    row["torch"] = timing.microseconds([sorting(logits, rule) for logits, _ in sets])
+                    if arguments.flashinfer and (call := flashinfer(sets[0][0], rule)):
+                        row["flashinfer"] = timing.microseconds([call])
+                    rows_of_json.append(row)
+                    others = "".join(f"   {n} {row[n]:8.1f} us" for n in ("torch", "flashinfer") if n in row)
+                    print(f"{dtype:9}{rows:4} x {VOCAB} {name:12} {row['xla_gpu']:8.1f} us{others}", flush=True)
     if arguments.json:
         arguments.json.write_text(json.dumps(rows_of_json, indent=1))
 

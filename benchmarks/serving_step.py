@@ -26,6 +26,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+from benchmarks import memory
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 
@@ -155,17 +156,18 @@ def main() -> None:
     engines = make(config, arguments.dtype, max(c for _, c in sizes) + 1, arguments.tensor_parallel, arguments.weights)
     per_token = config.num_layers * 2 * config.num_kv_heads * config.head_dim * itemsize
     for (batch, context), names in itertools.product(sizes, arguments.operators):
-        load, packed = make_load(batch, context, arguments.prefill)
-        engine, wait = engines(load, StepOptions(frozenset() if names == "none" else frozenset(names.split(","))))
-        row = {"framework": arguments.framework, "shape": arguments.shape, "devices": arguments.tensor_parallel}
-        row |= {"weights": arguments.weights, "operators": names, "case": f"{batch}x{context}"}
-        row |= measure(engine, wait, packed, arguments.steps, arguments.repeats)
-        row |= {
-            "weight_bytes": weight_bytes(config, itemsize, arguments.weights),
-            "kv_bytes": batch * (context + 1) * per_token,
-        }
-        print(json.dumps(row), flush=True)
-        del engine  # and its caches
+        with memory.left_out_if_too_large(f"{batch}x{context} {names}"):
+            load, packed = make_load(batch, context, arguments.prefill)
+            engine, wait = engines(load, StepOptions(frozenset() if names == "none" else frozenset(names.split(","))))
+            row = {"framework": arguments.framework, "shape": arguments.shape, "devices": arguments.tensor_parallel}
+            row |= {"weights": arguments.weights, "operators": names, "case": f"{batch}x{context}"}
+            row |= measure(engine, wait, packed, arguments.steps, arguments.repeats)
+            row |= {
+                "weight_bytes": weight_bytes(config, itemsize, arguments.weights),
+                "kv_bytes": batch * (context + 1) * per_token,
+            }
+            print(json.dumps(row), flush=True)
+            del engine  # and its caches
 
 
 if __name__ == "__main__":

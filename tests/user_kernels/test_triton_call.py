@@ -265,10 +265,15 @@ def test_calls_that_nobody_holds_are_forgotten(monkeypatch):
     assert made(20_095).key == made(20_095).key
     assert known(held.key) and known(kept) and not known(dropped)
     assert triton_call.by_key(held.key).programs({}) == (10_001,)
-    assert len(triton_call._latest) <= 8
+
+
+def test_tuned_configurations_are_forgotten(monkeypatch):
+    monkeypatch.setattr(triton_call, "_KEPT", 8)
+    call = triton_call.make_call(triton_call.describe(functions.tuned), 1, OPTIONS, {}, None)
+    assert call.config is None and call.function.configs
     for i in range(100):
-        triton_call.remember_config(("many", i), None)
-    assert len(triton_call._tuned) <= 8
+        triton_call.remember_config(("many", i), call.function.configs[0])
+    assert [triton_call.is_tuned(call, ("many", i)) for i in (0, 91, 92, 99)] == [False, False, True, True]
 
 
 def test_a_traced_program_keeps_its_call(monkeypatch):
