@@ -10,7 +10,7 @@ from tests.common import cases, compare, reference
 from tests.common.arrays import to_numpy
 
 torch = pytest.importorskip("torch")
-pytestmark = pytest.mark.frontends("eager", "eager-cuda")
+pytestmark = [pytest.mark.frontends("eager", "eager-cuda"), pytest.mark.usefixtures("much_memory")]
 
 CASE = cases.AttentionCase("large", ((1, 60), (4, 33)), num_heads=4, num_kv_heads=4, head_dim=128, dtype="bfloat16")
 PAGE = CASE.page_size * CASE.num_kv_heads * CASE.head_dim  # elements of K in a page

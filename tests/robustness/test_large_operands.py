@@ -12,6 +12,8 @@ torch = pytest.importorskip("torch")
 
 from tests.robustness.large_operands import ALL, EAGER_GPU, GIB, GPU, OVER, assert_rows, bits, call, eager, random, room  # noqa: E402 - after what may be missing
 
+pytestmark = pytest.mark.usefixtures("much_memory")
+
 
 @ALL
 def test_simple_add(frontend):

@@ -10,6 +10,8 @@ torch = pytest.importorskip("torch")
 
 from tests.robustness.large_operands import EAGER_GPU, GIB, GPU, OVER, PART, call, eager, random, room  # noqa: E402 - after what may be missing
 
+pytestmark = pytest.mark.usefixtures("much_memory")
+
 
 @GPU
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "f32"])

@@ -217,6 +217,7 @@ def test_layer_rows_of_more_than_16_bits_count(frontend):
     layer_cases.assert_sampled({n: x[-50:] for n, x in sampled.items()}, token[-50:], logprob[-50:], frontend.name)
 
 
+@pytest.mark.usefixtures("much_memory")
 @pytest.mark.frontends("eager-cuda")
 def test_weights_of_more_than_2_31_values(frontend):
     """linear: int8[131 088, 32 768], of which the last feature alone is not 0."""
