@@ -13,6 +13,8 @@ from tests.distributed import devices
 
 jax = pytest.importorskip("jax")
 xg = pytest.importorskip("xla_gpu.jax", exc_type=ImportError)
+from xla_gpu._runtime import device_groups  # noqa: E402 - after what may be missing
+
 P = jax.sharding.PartitionSpec
 
 # (platform, ranks): two GPUs are all that some machines have.
@@ -333,3 +335,14 @@ def test_misuse_is_named():
     )
     with pytest.raises(TypeError, match=r"all_reduce: x: expected dtype float32 or float16 or bfloat16, got int32"):
         jax.jit(step)(np.ones(4, np.int32))
+
+
+def test_one_gpu_for_two_ranks_of_a_process_is_refused():
+    """Their kernels would wait for each other, and need not fit on the GPU together."""
+    members = [device_groups.Member(0, 0), device_groups.Member(0, 1), device_groups.Member(0, 0)]
+    settings = device_groups.Settings(1000, 1 << 20)
+    number, reason = device_groups.connect([members], "twice", settings, 0, lambda mine: mine[None])
+    assert number == 0 and "got GPU 0 for ranks 0 and 2, whose kernels wait for each other" in reason
+    members[2] = device_groups.Member(1, 0)  # of another process: GPUs are counted anew
+    _, reason = device_groups.connect([members], "other", settings, 0, lambda mine: np.stack([mine, mine]))
+    assert "another GPU" not in reason

@@ -69,6 +69,8 @@ def connect(
     mine = np.zeros((len(members), abi.GROUP_HANDLE_BYTES), np.uint8)
     if not 2 <= ranks <= MAX_RANKS:
         failure = f"expected 2 to {MAX_RANKS} devices, got {ranks}"
+    for group in groups:
+        failure = failure or _one_gpu_twice(group)
     for index, member in enumerate(members):
         if member.process == process and failure is None:
             failure = _allocate(number, member, index % ranks, ranks, settings, mine[index])
@@ -98,6 +100,17 @@ def check(number: int) -> None:
     error = library.load().cdll.xla_gpu_group_error(number)
     if error is not None:
         raise HandlerError(f"device group: {error.decode(errors='replace')}")
+
+
+def _one_gpu_twice(group: Sequence[Member]) -> str | None:
+    """Why ranks of one process need a GPU each, if two of the group have the same."""
+    for rank, member in enumerate(group):
+        if (first := list(group).index(member)) != rank:
+            return (
+                f"expected another GPU for each rank of a process, got GPU {member.device_ordinal} for ranks {first} "
+                f"and {rank}, whose kernels wait for each other and need not fit on it together"
+            )
+    return None
 
 
 _HOST_BYTES = 32
