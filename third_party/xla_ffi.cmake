@@ -11,10 +11,12 @@ string(CONCAT _remedy ${_remedy})
 set(_dir "${XLA_GPU_FFI_INCLUDE_DIR}")
 if(NOT _dir)
   execute_process(
-    COMMAND "${Python3_EXECUTABLE}" -c "import jax; print(jax.ffi.include_dir())"
+    # Where jax.ffi.include_dir() says that they are, without the second that importing jax takes.
+    COMMAND "${Python3_EXECUTABLE}" -c
+            "import importlib.util as u; print(u.find_spec('jaxlib').submodule_search_locations[0] + '/include')"
     OUTPUT_VARIABLE _dir ERROR_VARIABLE _error RESULT_VARIABLE _result OUTPUT_STRIP_TRAILING_WHITESPACE)
   if(NOT _result EQUAL 0)
-    message(FATAL_ERROR "XLA FFI headers: ${Python3_EXECUTABLE} cannot import jax to ask for them.\n${_remedy}")
+    message(FATAL_ERROR "XLA FFI headers: ${Python3_EXECUTABLE} has no jaxlib.\n${_remedy}")
   endif()
 endif()
 set(_header "${_dir}/xla/ffi/api/c_api.h")

@@ -78,7 +78,7 @@ Status LaunchRows(const LinearParams& p, LinearArgs args, int shared_bytes, Stre
 // Of the kernels for this format and as many rows as `args` says.
 template <typename T, WeightFormat kFormat, int kRowTile>
 Status LaunchTile(const LinearParams& p, const LinearArgs& args, int shared_bytes, Stream stream, LaunchOrder order) {
-  bool sm90a;
+  bool sm90a = false;
   if constexpr (kFormat == WeightFormat::kPlain) {
     using Config = linear::Sm90Traits<T, kRowTile>;
     if (Status status = linear::RunsSm90a(linear::LinearSm90Kernel<Config>, Config::kThreads, &sm90a); !status.ok())
