@@ -6,6 +6,7 @@ import ctypes
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -66,6 +67,46 @@ def test_wrong_signature(frontend):
 def test_arguments_that_do_not_fit_together(frontend, arguments, text):
     with pytest.raises((ValueError, TypeError), match=text):
         run(frontend, lambda a: ffi.ffi_call("xla_gpu_test_negate", spec((6,)), **arguments)(a), A)
+
+
+@pytest.mark.parametrize(
+    ("target", "result", "arguments", "text"),
+    [
+        (3, spec((6,)), {}, "ffi_call: target_name: expected a str, got int"),
+        (
+            "mine",
+            SimpleNamespace(shape=(6.0,), dtype=A.dtype),
+            {},
+            r"mine: result 0: expected sizes that are ints, got \(6\.0,\)",
+        ),
+        (
+            "mine",
+            SimpleNamespace(shape=(2**63,), dtype=A.dtype),
+            {},
+            r"mine: result 0: expected sizes of 64 bits, got \(9223372036854775808,\)",
+        ),
+        ("mine", spec((6,)), {"input_output_aliases": [(0, 0)]}, "input_output_aliases: expected a dict .*, got list"),
+        (
+            "mine",
+            spec((6,)),
+            {"input_output_aliases": {"0": 0}},
+            "input_output_aliases: expected a dict .*, got {'0': 0}",
+        ),
+    ],
+    ids=range(5),
+)
+@pytest.mark.frontends("eager")
+def test_arguments_of_another_type(frontend, target, result, arguments, text):
+    with pytest.raises((ValueError, TypeError), match=text):
+        ffi.ffi_call(target, result, **arguments)
+
+
+@pytest.mark.frontends("eager")
+def test_operands_of_another_type(frontend):
+    with pytest.raises(TypeError, match="xla_gpu_test_negate: operand 0: expected a tensor, got ndarray"):
+        ffi.ffi_call("xla_gpu_test_negate", spec((6,)))(A)
+    with pytest.raises(TypeError, match="simple_add: b: expected a tensor, got ndarray"):
+        ffi.simple_add(spec((6,)), A)
 
 
 @pytest.mark.frontends("eager", "torch_xla")

@@ -33,7 +33,7 @@ class Checks:
 
     def array(self, argument: str, value: Any) -> ArraySpec:
         if not isinstance(value, ArraySpec):
-            raise self.type_error(argument, "an array", type(value).__name__)
+            raise self.type_error(argument, "a tensor", type(value).__name__)
         return value
 
     def dtype(self, argument: str, spec: ArraySpec, allowed: Sequence[str], reason: str = "") -> None:

@@ -14,8 +14,13 @@ from .partitioning import Partitioning
 
 
 def check_sizes(where: str, index: int, shape: Iterable[Any]) -> None:
-    """Raises ValueError for a result whose description has a negative size."""
+    """Raises ValueError for a described result with a negative size or one past 64 bits, TypeError for no int."""
     sizes = tuple(shape)
+    # NOTE: torch.compile traces isinstance with a tuple, but not with a union.
+    if any(isinstance(size, (bool, float, str)) or size is None for size in sizes):
+        raise TypeError(f"{where}: result {index}: expected sizes that are ints, got {sizes}")
+    if any(type(size) is int and size >= 2**63 for size in sizes):
+        raise ValueError(f"{where}: result {index}: expected sizes of 64 bits, got {sizes}")
     if any(type(size) is int and size < 0 for size in sizes):  # not of symbolic sizes, which are 0 or more
         raise ValueError(f"{where}: result {index}: expected sizes of 0 or more, got {sizes}")
 
