@@ -4,6 +4,7 @@ What examples/serve_llama_jax.py and examples/serve_llama.py need beyond this is
     python -m benchmarks.serving_step --shape llama3-8b 1x1024 32x1024 64x2048
     python -m benchmarks.serving_step --framework torch_xla --tensor-parallel 2
     python -m benchmarks.serving_step --framework torch_xla --tensor-parallel 4 --prefill --steps 3 8x1024
+    python -m benchmarks.serving_step --weights float8 --operators attention_block,gated_mlp,linear,sample --profile
     python -m benchmarks.serving_step --operators none rotary_and_cache rms_norm,rotary_and_cache,silu_and_mul,sample
 
 Prints one JSON object per case: milliseconds of a step (the fastest of `--repeats` chains of `--steps`), those that the
@@ -65,7 +66,7 @@ def make_load(batch: int, context: int, prefill: bool) -> tuple[SimpleNamespace,
 Engines = Callable[[Any, StepOptions], tuple[Any, Callable[[Any], object]]]
 
 
-def in_jax(config: LlamaConfig, dtype: str, max_tokens: int, devices: int, weights: str) -> Engines:
+def in_jax(config: LlamaConfig, dtype: str, max_tokens: int, devices: int, weights: str, head: str) -> Engines:
     from paged_llama import jax_weights
     from paged_llama.jax_engine import Engine
 
@@ -73,18 +74,22 @@ def in_jax(config: LlamaConfig, dtype: str, max_tokens: int, devices: int, weigh
     turned = dict(parameters)
 
     def engine(load: Any, options: StepOptions) -> tuple[Any, Callable[[Any], object]]:
-        options = dataclasses.replace(options, features_first=options.features_first or weights != "plain")
+        options = dataclasses.replace(
+            options, features_first=options.features_first or weights != "plain" or head != "plain"
+        )
         if options.features_first and turned["layers.0.qkv.weight"] is parameters["layers.0.qkv.weight"]:
             jax_weights.features_first(turned)
             if weights != "plain":
                 jax_weights.quantize(turned, weights)
+            if head != "plain":
+                jax_weights.quantize(turned, head, "head.")
         chosen = turned if options.features_first else parameters
         return Engine(config, chosen, load, options), lambda chosen: chosen.block_until_ready()
 
     return engine
 
 
-def in_torch_xla(config: LlamaConfig, dtype: str, max_tokens: int, devices: int, weights: str) -> Engines:
+def in_torch_xla(config: LlamaConfig, dtype: str, max_tokens: int, devices: int, weights: str, head: str) -> Engines:
     import serve_llama
 
     example = serve_llama.TorchXla()
@@ -95,7 +100,7 @@ def in_torch_xla(config: LlamaConfig, dtype: str, max_tokens: int, devices: int,
     def engine(load: Any, options: StepOptions) -> tuple[Any, Callable[[Any], object]]:
         given = argparse.Namespace(
             dtype=dtype, model=None, seed=0, tensor_parallel=devices, options=options, temperature=options.temperature,
-            weights=None if weights == "plain" else weights,
+            weights=None if weights == "plain" else weights, head_weights=None if head == "plain" else head,
         )  # fmt: skip
         model = example.model(given, config, None, max_tokens)
         return Engine(model, load, example.device), lambda chosen: chosen.cpu()
@@ -124,12 +129,24 @@ def measure(engine: Any, wait: Callable[[Any], object], packed: np.ndarray, step
     }
 
 
-def weight_bytes(config: LlamaConfig, itemsize: int, weights: str) -> int:
+def profile(engine: Any, wait: Callable[[Any], object], packed: np.ndarray, steps: int) -> None:
+    """Prints what each kernel adds to a step."""
+    from benchmarks import kernel_times
+
+    def chain() -> None:
+        for _ in range(steps):
+            chosen = engine.launch(engine.scheduler.mixed, packed)
+        wait(chosen)
+
+    kernel_times.report(chain, steps)
+
+
+def weight_bytes(config: LlamaConfig, itemsize: int, weights: str, head: str) -> int:
     """Of the embedding only a row per token is read, unless it is the head too. Scales are left out but for int4."""
     heads = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
     layer = config.hidden_size * (heads + config.num_heads * config.head_dim + 3 * config.intermediate_size)
-    stored = {"plain": itemsize, "float8": 1, "int8": 1, "int4": 0.5 + itemsize / 128}[weights]
-    return int(config.num_layers * layer * stored + config.hidden_size * config.vocab_size * itemsize)
+    stored = {"plain": itemsize, "float8": 1, "int8": 1, "int4": 0.5 + itemsize / 128}
+    return int(config.num_layers * layer * stored[weights] + config.hidden_size * config.vocab_size * stored[head])
 
 
 def main() -> None:
@@ -143,30 +160,37 @@ def main() -> None:
     parser.add_argument(
         "--operators", nargs="+", default=[",".join(USUAL)], metavar="NAMES", help="with commas, or none"
     )
-    parser.add_argument("--weights", choices=("plain", "float8", "int8", "int4"), default="plain", help="of the layers")
+    formats = ("plain", "float8", "int8", "int4")
+    parser.add_argument("--weights", choices=formats, default="plain", help="of the layers")
+    parser.add_argument("--head-weights", choices=formats, default="plain")
     parser.add_argument("--prefill", action="store_true", help="all tokens of the context at once, instead of one more")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--profile", action="store_true", help="what each kernel adds to a step; in JAX")
     arguments = parser.parse_args()
     config, itemsize = SHAPES[arguments.shape], 2 if arguments.dtype == "bfloat16" else 4
     if arguments.layers:
         config = dataclasses.replace(config, num_layers=arguments.layers)
     sizes = [tuple(map(int, case.split("x"))) for case in arguments.cases]
     make = in_jax if arguments.framework == "jax" else in_torch_xla
-    engines = make(config, arguments.dtype, max(c for _, c in sizes) + 1, arguments.tensor_parallel, arguments.weights)
+    chosen = (arguments.weights, arguments.head_weights)
+    engines = make(config, arguments.dtype, max(c for _, c in sizes) + 1, arguments.tensor_parallel, *chosen)
     per_token = config.num_layers * 2 * config.num_kv_heads * config.head_dim * itemsize
     for (batch, context), names in itertools.product(sizes, arguments.operators):
         with memory.left_out_if_too_large(f"{batch}x{context} {names}"):
             load, packed = make_load(batch, context, arguments.prefill)
             engine, wait = engines(load, StepOptions(frozenset() if names == "none" else frozenset(names.split(","))))
             row = {"framework": arguments.framework, "shape": arguments.shape, "devices": arguments.tensor_parallel}
-            row |= {"weights": arguments.weights, "operators": names, "case": f"{batch}x{context}"}
+            row |= {"weights": arguments.weights, "head": arguments.head_weights, "operators": names}
+            row["case"] = f"{batch}x{context}"
             row |= measure(engine, wait, packed, arguments.steps, arguments.repeats)
             row |= {
-                "weight_bytes": weight_bytes(config, itemsize, arguments.weights),
+                "weight_bytes": weight_bytes(config, itemsize, *chosen),
                 "kv_bytes": batch * (context + 1) * per_token,
             }
             print(json.dumps(row), flush=True)
+            if arguments.profile:
+                profile(engine, wait, packed, arguments.steps)
             del engine  # and its caches
 
 

@@ -47,7 +47,7 @@ class TorchXla:
         from paged_llama import options, quantized, weights
         from paged_llama.model import PagedLlama
 
-        if wrong := options.check_weights(arguments):
+        if wrong := options.check_weights(arguments, config):
             raise ValueError(wrong)
         if arguments.tensor_parallel > 1 and arguments.temperature > 0:
             raise ValueError("--temperature: expected 0 with --tensor-parallel (serve_llama_jax.py has both)")
@@ -62,10 +62,11 @@ class TorchXla:
         else:
             torch_xla.manual_seed(arguments.seed)
             weights.randomise(model, self.device, torch_xla.sync)
-        if arguments.weights not in (None, "bfloat16"):
-            quantized.quantize(model, arguments.weights, torch_xla.sync)
-            if theirs is not None:
-                quantized.round_reference(theirs, arguments.weights)
+        for head, weights_of in enumerate((arguments.weights, arguments.head_weights)):
+            if weights_of not in (None, "bfloat16"):
+                quantized.quantize(model, weights_of, torch_xla.sync, bool(head))
+                if theirs is not None:
+                    quantized.round_reference(theirs, weights_of, bool(head))
         return model
 
     def compilations(self) -> int:

@@ -37,7 +37,7 @@ class Jax:
         from paged_llama import jax_weights, options
         from paged_llama.jax_engine import Engine
 
-        if wrong := options.check_weights(arguments):
+        if wrong := options.check_weights(arguments, config):
             raise ValueError(wrong)
         given, mesh = (config, arguments.dtype, max_tokens), jax_weights.make_mesh(arguments.tensor_parallel)
         if arguments.model:
@@ -46,16 +46,19 @@ class Jax:
             parameters = jax_weights.load(*given, theirs.state_dict().__getitem__, mesh)
         else:
             parameters = jax_weights.randomise(*given, arguments.seed, mesh)
-        quantised = arguments.weights not in (None, "bfloat16")
-        step = dataclasses.replace(arguments.options, features_first=arguments.options.features_first or quantised)
+        formats = {"layers.": arguments.weights, "head.": arguments.head_weights}
+        quantised = {part: chosen for part, chosen in formats.items() if chosen not in (None, "bfloat16")}
+        step = arguments.options
+        if quantised:
+            step = dataclasses.replace(step, features_first=True)
         if step.features_first and arguments.tensor_parallel == 1:
             jax_weights.features_first(parameters)
-        if quantised:
-            jax_weights.quantize(parameters, arguments.weights)
+        for part, chosen in quantised.items():
+            jax_weights.quantize(parameters, chosen, part)
             if theirs is not None:
                 from paged_llama import quantized
 
-                quantized.round_reference(theirs, arguments.weights)
+                quantized.round_reference(theirs, chosen, part == "head.")
         return Engine(config, parameters, scheduler, step)
 
     def compilations(self) -> int:

@@ -119,13 +119,14 @@ def features_first(parameters: Parameters) -> None:
         parameters[name] = jax.block_until_ready(turn(parameters[name]))
 
 
-def quantize(parameters: Parameters, weight_format: str) -> None:
-    """Quantises the layers' matrices [out, in] where they are: "layers.0.qkv.weight" gets "layers.0.qkv.scale".
+def quantize(parameters: Parameters, weight_format: str, part: str = "layers.") -> None:
+    """Quantises the layers' matrices [out, in] where they are: "layers.0.qkv.weight" gets "layers.0.qkv.scale"; with
+    "head." as `part` the head.
 
     int4 leaves those whose k is no multiple of 128. One device's alone.
     """
     make = jax.jit(functools.partial(quantization.quantize, weight_format=weight_format))
-    for name in [name for name in parameters if name.startswith("layers.") and parameters[name].ndim == 2]:
+    for name in [name for name in parameters if name.startswith(part) and parameters[name].ndim == 2]:
         n, k = parameters[name].shape
         if n % 16 == 0 and k % (128 if weight_format == "int4" else 16) == 0:
             stored = make(parameters[name])

@@ -81,8 +81,8 @@ class PagedLlama(nn.Module):
         hidden = self.norm(total[last])[0] if hidden is None else hidden[last]
         if self.group is not None:
             return self._most_likely(self.head(hidden)), updated
-        head = self.embed.weight if self.config.tie_word_embeddings else self.head.weight
-        return self._choose(F.linear(hidden, head), step), updated
+        tied = self.config.tie_word_embeddings
+        return self._choose(F.linear(hidden, self.embed.weight) if tied else self.head(hidden), step), updated
 
     def _choose(self, logits: Tensor, step: dict[str, Tensor]) -> Tensor:
         """int32 [max_seqs] from [max_seqs, vocab_size]."""

@@ -59,8 +59,13 @@ def is_quantized(folder: pathlib.Path) -> bool:
     return "quantization_config" in json.loads((folder / "config.json").read_text())
 
 
-def check_weights(arguments: Any) -> str | None:
-    """What is wrong with --weights, if anything."""
+def check_weights(arguments: Any, config: LlamaConfig) -> str | None:
+    """What is wrong with --weights and --head-weights, if anything."""
+    if arguments.head_weights is not None:
+        if arguments.tensor_parallel > 1:
+            return "--head-weights: expected no --tensor-parallel: quantised matrices are not divided"
+        if config.tie_word_embeddings:
+            return "--head-weights: expected a head of its own: this model's is its embedding"
     if arguments.weights is None:
         return None
     if arguments.tensor_parallel > 1:

@@ -50,6 +50,9 @@ def parse_arguments(description: str, argv: list[str] | None) -> argparse.Namesp
         choices=("bfloat16", "float8", "int8", "int4"),
         help="quantise the layers' matrices at load (serve_llama.py; default: as the checkpoint has them)",
     )
+    model.add_argument(
+        "--head-weights", choices=("float8", "int8", "int4"), help="quantise the matrix of the logits at load, too"
+    )
     model.add_argument("--seed", type=int, default=0, help="of random weights and of sampling (default %(default)s)")
 
     work = parser.add_argument_group("work")

@@ -1,6 +1,7 @@
 """Quantised matrices of a PagedLlama: made from its weights at load, or read from a checkpoint that holds such.
 
-The layers' matrices are quantised; the embedding and the head stay as they are, as in most published checkpoints.
+The layers' matrices are quantised; the embedding stays as it is, and the head unless it is asked for: most published
+checkpoints leave both.
 """
 
 from __future__ import annotations
@@ -42,22 +43,23 @@ class QuantizedLinear(nn.Module):
         )
 
 
-def quantize(model: PagedLlama, weight_format: str, sync: Callable[[], object]) -> None:
-    """Quantises a model's matrices where they are; int4 leaves those whose k is no multiple of 128.
+def quantize(model: PagedLlama, weight_format: str, sync: Callable[[], object], head: bool = False) -> None:
+    """Quantises the layers' matrices where they are, or the head; int4 leaves those whose k is no multiple of 128.
 
     sync: called after each, so that only one matrix exists twice.
     """
-    for parent, name, linear in list(_matrices(model)):  # on one device a RowParallel's weight is a matrix, too
+    matrices = [(model, "head", model.head)] if head else list(_matrices(model))
+    for parent, name, linear in matrices:  # on one device a RowParallel's weight is a matrix, too
         if _fits(linear.weight, weight_format):
             setattr(parent, name, QuantizedLinear(quantization.quantize(linear.weight, weight_format), linear))
         sync()
 
 
 @torch.no_grad()
-def round_reference(theirs: nn.Module, weight_format: str) -> None:
+def round_reference(theirs: nn.Module, weight_format: str, head: bool = False) -> None:
     """Gives transformers' model the values that `quantize` leaves, to compare tokens with."""
     for name, linear in theirs.named_modules():
-        if isinstance(linear, nn.Linear) and name != "lm_head" and _fits(linear.weight, weight_format):
+        if isinstance(linear, nn.Linear) and (name == "lm_head") == head and _fits(linear.weight, weight_format):
             linear.weight.copy_(quantization.dequantize(quantization.quantize(linear.weight.detach(), weight_format)))
 
 

@@ -91,8 +91,8 @@ def test_blocks_give_the_tokens_of_transformers(variant, tmp_path, eager):
 PROMPTS = [[(7 * i + 3 * j * j) % 96 for j in range(length)] for i, length in enumerate((1, 70))]
 
 
-@pytest.mark.parametrize("weight_format", ["float8", "int8", "int4"])
-def test_matrices_quantised_at_load(weight_format, tmp_path, eager):
+@pytest.mark.parametrize(("weight_format", "head"), [("float8", None), ("int8", "float8"), ("int4", None)])
+def test_matrices_quantised_at_load(weight_format, head, tmp_path, eager):
     """The tokens are those of transformers' model with the values that the format can hold."""
     from paged_llama import quantized
 
@@ -103,9 +103,15 @@ def test_matrices_quantised_at_load(weight_format, tmp_path, eager):
         weights.load_checkpoint(model, tmp_path, torch.device("cpu"))
         quantized.quantize(model, weight_format, lambda: None)
         assert not any(isinstance(m, torch.nn.Linear) for m in model.layers.modules())
+        assert isinstance(model.head, torch.nn.Linear)
+        if head:
+            quantized.quantize(model, head, lambda: None, head=True)
+            assert model.head.weight.dtype == torch.float8_e4m3fn
 
     before = expected_tokens(theirs, PROMPTS[0], 12)
     quantized.round_reference(theirs, weight_format)
+    if head:
+        quantized.round_reference(theirs, head, head=True)
     expected = [expected_tokens(theirs, prompt, 12) for prompt in PROMPTS]
     assert serve_eagerly(LlamaConfig.from_folder(tmp_path), load, PROMPTS, 12) == expected
     assert weight_format != "int4" or expected[0] != before  # the comparison sees the difference
