@@ -92,6 +92,17 @@ def test_operands_may_be_one_tensor(frontend):
 
 
 @EAGER
+def test_memory_that_was_freed_is_named(frontend):
+    """As FSDP frees that of parameters between their uses."""
+    tensors = {name: torch.ones(4, 8, device=frontend.device()) for name in "ab"}
+    tensors["b"].untyped_storage().resize_(0)
+    with pytest.raises(
+        ValueError, match="simple_add: b: expected a tensor with memory, got one whose storage has 0 bytes"
+    ):
+        frontend.module().simple_add(**tensors)
+
+
+@EAGER
 @pytest.mark.parametrize("shared", ["key", "value", "slot_mapping"])
 def test_in_place_into_its_own_operand_is_refused(frontend, shared):
     """A key that lies inside the cache would change while it is read."""

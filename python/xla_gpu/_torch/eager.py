@@ -85,13 +85,27 @@ def run(call: OpCall, tensors: Sequence[torch.Tensor], in_place: bool = False) -
         memories.append(memory)
         results.append(memory if permutation is None else memory.permute(_inverse(permutation)))
 
-    plan.run(
-        [memory.data_ptr() for memory in operands],
-        [memory.data_ptr() for memory in memories],
-        torch.cuda.current_stream(device).cuda_stream if cuda else None,
-        device.index if cuda else -1,
-    )
+    try:
+        plan.run(
+            [memory.data_ptr() for memory in operands],
+            [memory.data_ptr() for memory in memories],
+            torch.cuda.current_stream(device).cuda_stream if cuda else None,
+            device.index if cuda else -1,
+        )
+    except ValueError:
+        _check_memory(call, tensors)
+        raise
     return tuple(results[: len(call.results)])
+
+
+def _check_memory(call: OpCall, tensors: Sequence[torch.Tensor]) -> None:
+    """Names a tensor whose memory was freed beneath it, as FSDP frees parameters; the library sees addresses alone."""
+    for name, tensor in zip(call.operand_names, tensors, strict=True):
+        if tensor.numel() and not tensor.data_ptr():
+            size = tensor.untyped_storage().nbytes()
+            raise ValueError(
+                f"{call.name}: {name}: expected a tensor with memory, got one whose storage has {size} bytes"
+            )
 
 
 def _check_in_place(call: OpCall, tensors: Sequence[torch.Tensor], operands: list[torch.Tensor], index: int) -> None:
