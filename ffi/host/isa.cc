@@ -1,6 +1,7 @@
 #include "ffi/host/isa.h"
 
 #include <algorithm>
+#include <cstdio>
 #include <cstdlib>
 #include <cstring>
 
@@ -33,6 +34,9 @@ Isa WantedIsa() {
   if (text == nullptr) return Isa::kAvx512;
   if (std::strcmp(text, "baseline") == 0) return Isa::kBaseline;
   if (std::strcmp(text, "avx2") == 0) return Isa::kAvx2;
+  if (std::strcmp(text, "avx512") != 0) {
+    std::fprintf(stderr, "xla_gpu: XLA_GPU_HOST_ISA: expected baseline, avx2 or avx512, got \"%s\": not used\n", text);
+  }
   return Isa::kAvx512;
 }
 
