@@ -32,7 +32,10 @@ class TorchXla:
             import torch_xla.runtime
 
             torch_xla.runtime.use_spmd()
-        self.device = torch_xla.device()
+        try:
+            self.device = torch_xla.device()
+        except RuntimeError as error:
+            raise ValueError(f"--device {arguments.device}: {error}") from error
 
     def engine(self, arguments, config, theirs, scheduler, max_tokens):
         from paged_llama.engine import Engine  # here, since it imports torch_xla

@@ -30,8 +30,8 @@ class Jax:
             jax.config.update("jax_default_matmul_precision", "highest")
         try:
             jax.devices()
-        except RuntimeError as error:
-            raise ValueError(f"--device {arguments.device}: {error}") from error
+        except (RuntimeError, AssertionError) as error:  # the latter where JAX has no plug-in for the device
+            raise ValueError(f"--device {arguments.device}: {str(error) or 'JAX finds no such device'}") from error
 
     def engine(self, arguments, config, theirs, scheduler, max_tokens):
         from paged_llama import jax_weights, options

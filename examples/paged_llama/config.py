@@ -62,12 +62,22 @@ class LlamaConfig:
     @classmethod
     def from_folder(cls, folder: pathlib.Path) -> LlamaConfig:
         """From a checkpoint's folder; its generation_config.json, if there is one, names the end-of-sequence tokens."""
-        config = cls.from_hugging_face(json.loads((folder / "config.json").read_text()))
+        config = cls.from_hugging_face(_read_json(folder / "config.json"))
         generation = folder / "generation_config.json"
         if generation.exists():
-            eos = _token_ids(json.loads(generation.read_text()).get("eos_token_id"))
+            eos = _token_ids(_read_json(generation).get("eos_token_id"))
             config = dataclasses.replace(config, eos_token_ids=eos or config.eos_token_ids)
         return config
+
+
+def _read_json(path: pathlib.Path) -> dict:
+    try:
+        content = json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path}: expected JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{path}: expected a JSON object, got {type(content).__name__}")
+    return content
 
 
 def _token_ids(value: int | list[int] | None) -> frozenset[int]:

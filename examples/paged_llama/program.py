@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import json
 import pathlib
+import re
 import sys
 import textwrap
 import time
@@ -90,6 +91,12 @@ def parse_arguments(description: str, argv: list[str] | None) -> argparse.Namesp
     arguments = parser.parse_args(argv)
     if arguments.tensor_parallel < 1:
         parser.error(f"--tensor-parallel: expected at least 1, got {arguments.tensor_parallel}")
+    if arguments.random_prompts and not re.fullmatch(r"0*[1-9]\d*x0*[1-9]\d*", arguments.random_prompts):
+        parser.error(f"--random-prompts: expected 64x2048, for example, got {arguments.random_prompts}")
+    if not -(2**63) <= arguments.seed < 2**63:
+        parser.error(f"--seed: expected an integer of 64 bits, got {arguments.seed}")
+    if arguments.json and not arguments.json.parent.is_dir():
+        parser.error(f"--json: expected a file in a folder that is there, got {arguments.json}")
     operators = frozenset() if arguments.operators == "none" else frozenset(arguments.operators.split(","))
     sampling = {name: getattr(arguments, name) for name in ("temperature", "top_k", "top_p", "min_p", "seed")}
     try:

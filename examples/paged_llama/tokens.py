@@ -35,7 +35,11 @@ class CheckpointTokenizer:
 def read_prompts(path: pathlib.Path) -> list[str]:
     """The prompts of a text file, separated by lines that hold `---` and nothing else. Raises ValueError for none."""
     prompts, lines = [], []
-    for line in [*path.read_text(encoding="utf-8").splitlines(), "---"]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: expected text in UTF-8, got another byte at {error.start}") from None
+    for line in [*text.splitlines(), "---"]:
         if line.strip() == "---":
             prompts.append("\n".join(lines).strip())
             lines = []

@@ -16,6 +16,7 @@ pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("safetensors")
 
+from paged_llama import program
 from paged_llama.tokens import read_prompts
 from tests.examples import EXAMPLES
 from tests.examples.tiny_llama import VARIANTS, tiny_model
@@ -62,6 +63,42 @@ def test_a_model_divided_over_devices_agrees_with_transformers(program, devices)
     result = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stdout + result.stderr
     assert "tokens identical to transformers" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["--random-prompts", "3"], "--random-prompts: expected 64x2048, for example, got 3"),
+        (["--random-prompts", "0x5"], "--random-prompts: expected 64x2048, for example, got 0x5"),
+        (["--seed", str(2**63)], "--seed: expected an integer of 64 bits"),
+        (["--json", "/nobody/figures.json"], "--json: expected a file in a folder that is there, got /nobody/"),
+        (["--prompts", "bytes"], "bytes: expected text in UTF-8, got another byte at 1"),
+        (["--model", "half"], r"half/config.json: expected JSON: "),
+        (["--model", "list"], r"list/config.json: expected a JSON object, got list"),
+    ],
+    ids=str,
+)
+def test_arguments_that_make_no_sense_are_named(arguments, text, tmp_path, monkeypatch, capsys):
+    """Before anything is loaded, and without a traceback."""
+    (tmp_path / "bytes").write_bytes(b"h\xff\xfe")
+    for name, content in (("half", "{"), ("list", "[]")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(content)
+    monkeypatch.chdir(tmp_path)
+
+    class Backend:
+        name = "program"
+
+        def start(self, arguments):
+            pass
+
+    try:
+        status = program.main(
+            Backend(), "", ["--shape", "llama3-8b", *arguments] if "--model" not in arguments else arguments
+        )
+    except SystemExit as error:
+        status = error.code
+    assert status == 2 and text in capsys.readouterr().err
 
 
 def test_a_number_of_devices_that_does_not_divide_the_model_is_refused():
