@@ -97,14 +97,20 @@ def assert_rotated(arrays: dict, options: dict, got: tuple[np.ndarray, np.ndarra
     with np.errstate(all="ignore"):
         query, cache = reference.rotary_and_cache(**arrays, **options)
     largest = np.abs(query.astype(np.float64)).max(initial=1)
-    compare.assert_norm(got[0], query, f"{what}: query", floor=2.0**-20 * largest)
+    # Of what is normalised, a rounding before the rotation may fall to the other side too, of either element of a pair.
+    before_rotation = 2 * float(ml_dtypes.finfo(query.dtype).eps)
+    floor = 2.0**-20 * largest
+    if arrays.get("q_norm_weight") is not None:
+        floor = floor + before_rotation * _largest_of_head(query)
+    compare.assert_norm(got[0], query, f"{what}: query", floor=floor)
     touched = compare.bits(cache) != compare.bits(arrays["kv_cache"])
     slots = arrays["slot_mapping"][arrays["slot_mapping"] >= 0]
     parts = [x.reshape(-1, *x.shape[2:]) for x in reference.split_cache(touched)]
     named = np.zeros(parts[0].shape[0], bool)
     named[slots] = True
-    for got_part, want_part, before in zip(
-        *(reference.split_cache(x) for x in (got[1], cache, arrays["kv_cache"])), strict=True
+    normed = [arrays.get("k_norm_weight") is not None, False]  # of keys and values
+    for is_normed, got_part, want_part, before in zip(
+        normed, *(reference.split_cache(x) for x in (got[1], cache, arrays["kv_cache"])), strict=True
     ):
         flat = [x.reshape(-1, *x.shape[2:]) for x in (got_part, want_part, before)]
         compare.assert_bitwise_equal(flat[0][~named], flat[2][~named], f"{what}: slots that are not named")
@@ -116,7 +122,15 @@ def assert_rotated(arrays: dict, options: dict, got: tuple[np.ndarray, np.ndarra
         finite = np.isfinite(w)
         error = np.abs(g - w)[finite]
         allowed = eps * np.abs(w[finite]) + 2.0**-19 * size + float(ml_dtypes.finfo(cache.dtype).smallest_subnormal)
+        if is_normed:
+            allowed += before_rotation * np.broadcast_to(_largest_of_head(w), w.shape)[finite]
         assert (error <= allowed).all(), f"{what}: {float(error.max())} in the cache"
+
+
+def _largest_of_head(x: np.ndarray) -> np.ndarray:
+    """Of the finite numbers of each head; x is [..., head_dim]."""
+    wide = np.abs(x.astype(np.float64))
+    return np.where(np.isfinite(wide), wide, 0).max(-1, keepdims=True, initial=0)
 
 
 def gated_mlp(

@@ -14,6 +14,7 @@ from tests.common.frontends import Frontend
 from tests.fuzz import hostile, layer
 from tests.fuzz.inputs import Add, Attention, Hostile, Merge, Update
 from tests.fuzz.programs import program
+from xla_gpu.ops.linear import MAX_KERNEL_ROWS
 
 # Calls that were compared, by front end: what a run reports.
 calls: Counter[str] = Counter()
@@ -65,12 +66,14 @@ def attention(x: Attention, frontends: Sequence[Frontend]) -> None:
         _through(frontends, steps, arrays, check)
 
 
-def _through(frontends, steps, arrays, check) -> None:
+def _through(frontends, steps, arrays, check, same_bits: bool = True) -> None:
     first: dict[str, tuple[Frontend, tuple]] = {}
     for frontend in frontends:
         got = steps[frontend.name](arrays)
         calls[frontend.name] += 1
         check(frontend, got)
+        if not same_bits:
+            continue
         other, theirs = first.setdefault(frontend.platform, (frontend, got))
         for i, (mine, their) in enumerate(zip(got, theirs, strict=True)):
             compare.assert_bitwise_equal(mine, their, f"result {i}: {frontend.name} and {other.name}")
@@ -142,7 +145,14 @@ def of_layer(x, frontends: Sequence[Frontend]) -> None:
     inputs_seen[x.operator] += 1
     arrays = x.arrays()
     steps = {frontend.name: program(frontend, x.operator, x.options()) for frontend in frontends}
-    _through(frontends, steps, arrays, lambda frontend, got: x.check(frontend.name, arrays, got))
+    of_products = isinstance(x, layer.Linear | layer.GatedMlp | layer.AttentionBlock)
+    # More rows are multiplied by each framework's own product. In float32 they are not.
+    own_products = of_products and arrays["x"].shape[0] > MAX_KERNEL_ROWS and arrays["x"].dtype != np.float32
+
+    def check(frontend, got):
+        x.check(frontend.name, arrays, got)
+
+    _through(frontends, steps, arrays, check, same_bits=not own_products)
 
 
 def of_parts(x: layer.AllReduce, frontends: Sequence[Frontend]) -> None:

@@ -3,12 +3,13 @@ prints the expression to put here."""
 
 from __future__ import annotations
 
-from tests.common.cache_cases import CacheCase  # noqa: F401 - for the expressions
+from tests.common.cache_cases import CacheCase
 from tests.common.cases import AttentionCase
 from tests.fuzz.inputs import Add, Attention, Hostile, Merge, Update
+from tests.fuzz.layer import Linear, RotaryAndCache
 
 # fmt: off
-CASES: dict[str, Add | Attention | Hostile | Merge | Update] = {
+CASES: dict[str, Add | Attention | Hostile | Linear | Merge | RotaryAndCache | Update] = {
     # The lse of a batch without rows is a null pointer, by which the check took the call for one without lse.
     "the-error-names-the-operator-without-rows": Hostile(
         Attention(
@@ -84,5 +85,16 @@ CASES: dict[str, Add | Attention | Hostile | Merge | Update] = {
         batches=(((6, 9), (1, 1), (1, 1), (1, 1), (1, 193)),),
         seed=634043,
         with_lse=False,
+    ),
+    # No fault: above 64 rows each framework has its own product, whose bits are its own.
+    "a-product-of-the-framework": Linear("plain", rows=65, n=64, k=96, dtype="float16"),
+    # No fault but the tolerance's: a norm rounded to the other side, of one element of a pair that is then rotated.
+    "a-norm-that-is-rounded-and-rotated": RotaryAndCache(
+        case=CacheCase("fuzz", num_tokens=52, num_kv_heads=1, head_dim=80, page_size=64, num_pages=1, dtype="float16",
+                       skipped=0),
+        num_heads=2,
+        rotary_dim=512,
+        norms=True,
+        seed=1,
     ),
 }
