@@ -41,3 +41,15 @@ def test_vmap_of_rms_norm(frontend):
         torch.vmap(torch.func.grad(lambda row: ops.rms_norm(row, weight, eps=1e-6).sum()))(x)
     with pytest.raises(ValueError, match=r"rms_norm: torch\.vmap: expected a batch of 1 or more, got 0"):
         nested(x[:0])
+
+
+@EAGER
+def test_updates_in_place_refuse_vmap(frontend):
+    ops, device = frontend.module(), frontend.device()
+    token, slots = torch.ones(3, 2, 2, 16, device=device), torch.arange(2, dtype=torch.int32, device=device)
+    caches = torch.zeros(3, 4, 8, 4, 16, device=device)
+    with pytest.raises(RuntimeError, match=r"reshape_and_cache_ cannot run under torch\.vmap.*: use reshape_and_cache"):
+        torch.vmap(lambda x, cache: ops.reshape_and_cache_(x, x, cache, slots))(token, caches)
+    assert not caches.any()
+    updated = torch.vmap(lambda x, cache: ops.reshape_and_cache(x, x, cache, slots))(token, caches)
+    assert updated.sum() == 3 * 2 * token[0].numel()

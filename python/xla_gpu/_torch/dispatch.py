@@ -191,6 +191,11 @@ def _define_in_place(operator: Operator, operand: str, results: Callable[..., Re
     LIBRARY.define(f"{name}_{arguments} -> {returned}", tags=(torch.Tag.pt2_compliant_tag,))
     LIBRARY.impl(f"{name}_", update, "CompositeImplicitAutograd")
 
+    def refuse_batch(*_: Any, **__: Any) -> Any:
+        raise RuntimeError(f"{name}_ cannot run under torch.vmap, which would update a batch in place: use {name}")
+
+    LIBRARY.impl(f"{name}_", refuse_batch, "FuncTorchBatched")
+
 
 def unpacked(results: Results) -> Any:
     """As PyTorch has them: one result is no tuple."""
