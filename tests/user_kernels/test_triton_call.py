@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib
 
 import ml_dtypes
 import numpy as np
@@ -224,6 +225,22 @@ def test_a_grid_that_sees_an_array_is_known_by_its_shape():
 def test_arguments_that_are_refused(arguments, options, text):
     with pytest.raises((ValueError, TypeError), match=f"triton_call: {text}"):
         bound(functions.add, arguments, **options)
+
+
+@pytest.mark.parametrize("module", ["torch", "jax"])
+@pytest.mark.parametrize("aliases", [[(0, 0)], {"0": 0}, {0: None}, {False: 0}], ids=str)
+def test_aliases_that_are_no_indices(module, aliases):
+    pytest.importorskip(module)
+    xg = importlib.import_module(f"xla_gpu.{module}")
+    with pytest.raises(
+        TypeError, match="triton_call: add: input_output_aliases: expected a dict of an operand's index"
+    ):
+        xg.triton_call(functions.add, FLOATS_LIKE, grid=1, BLOCK=128, input_output_aliases=aliases)
+
+
+def test_a_number_of_warps_that_triton_has_not():
+    with pytest.raises(ValueError, match="triton_call: add: num_warps: expected a power of 2, got 3"):
+        bound(functions.add, [FLOATS, FLOATS, 7], options={**OPTIONS, "num_warps": 3}, BLOCK=128)
 
 
 def test_functions_that_are_refused():

@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from .attributes import Attributes, attributes
 from .partitioning import Partitioning
 
@@ -23,6 +25,18 @@ def check_sizes(where: str, index: int, shape: Iterable[Any]) -> None:
         raise ValueError(f"{where}: result {index}: expected sizes of 64 bits, got {sizes}")
     if any(type(size) is int and size < 0 for size in sizes):  # not of symbolic sizes, which are 0 or more
         raise ValueError(f"{where}: result {index}: expected sizes of 0 or more, got {sizes}")
+
+
+def check_alias_types(where: str, aliases: Any) -> None:
+    """Raises TypeError for what is neither None nor a dict of ints: input_output_aliases of a user's call."""
+    where = f"{where}: input_output_aliases: expected a dict of an operand's index to a result's"
+    if aliases is None:
+        return
+    if not hasattr(aliases, "items"):
+        raise TypeError(f"{where}, got {type(aliases).__name__}")
+    for pair in aliases.items():
+        if not all(isinstance(index, (int, np.integer)) and not isinstance(index, bool) for index in pair):
+            raise TypeError(f"{where}, got {aliases}")
 
 
 class ArraySpec(NamedTuple):

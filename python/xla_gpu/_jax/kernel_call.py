@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from .._core.dtypes import DTYPES
-from .._core.operator import ArraySpec, OpCall, check_inputs_requested, check_sizes
+from .._core.operator import ArraySpec, OpCall, check_alias_types, check_inputs_requested, check_sizes
 from .._user_kernels import launch, triton_arguments, triton_call
 from .._user_kernels.cuda_kernel import CudaKernel
 from .call import _run, as_array
@@ -55,6 +55,7 @@ class UserCall:
     def __init__(self, where: str, result_shape_dtypes: Any, input_output_aliases: Mapping[int, int] | None) -> None:
         self._where = where
         self._results, self._container = specs(where, result_shape_dtypes)
+        check_alias_types(where, input_output_aliases)
         self._aliases = tuple((input_output_aliases or {}).items())
 
     def _encode(self, arguments: Sequence[Any], results: Sequence[int]) -> launch.Arguments:

@@ -11,7 +11,7 @@ import torch
 
 from .._core.attribute_text import attribute_text, parse_attribute
 from .._core.dtypes import DTYPES
-from .._core.operator import ArraySpec, Layout, OpCall, check_sizes
+from .._core.operator import ArraySpec, Layout, OpCall, check_alias_types, check_sizes
 from .dispatch import define, fake_results, run
 from .tensors import spec
 
@@ -40,7 +40,7 @@ class FfiCall:
         # NOTE: torch.compile traces through here, and through isinstance with a tuple, but not with a union.
         if not isinstance(target_name, str):
             raise TypeError(f"ffi_call: target_name: expected a str, got {type(target_name).__name__}")
-        _check_alias_types(target_name, input_output_aliases)
+        check_alias_types(target_name, input_output_aliases)
         several = isinstance(result_shape_dtypes, (list, tuple)) and not hasattr(result_shape_dtypes, "dtype")
         results = result_shape_dtypes if several else [result_shape_dtypes]
         self._arguments = (
@@ -114,17 +114,6 @@ def dtype_name(target: str, index: int, result: Any) -> str:
     if name not in DTYPES:
         raise TypeError(f"{target}: result {index}: expected a dtype that XLA knows, got {name}")
     return name
-
-
-def _check_alias_types(target: str, aliases: Any) -> None:
-    if aliases is None:
-        return
-    where = f"{target}: input_output_aliases: expected a dict of an operand's index to a result's"
-    if not hasattr(aliases, "items"):
-        raise TypeError(f"{where}, got {type(aliases).__name__}")
-    for pair in aliases.items():
-        if not all(isinstance(index, int) and not isinstance(index, bool) for index in pair):
-            raise TypeError(f"{where}, got {aliases}")
 
 
 def _flat_layouts(target: str, which: str, layouts: Sequence[Any] | None, ranks: Sequence[int]) -> list[int]:

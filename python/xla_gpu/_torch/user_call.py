@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch.autograd import forward_ad
 
-from .._core.operator import ArraySpec, OpCall, check_inputs_requested
+from .._core.operator import ArraySpec, OpCall, check_alias_types, check_inputs_requested
 from .._user_kernels.launch import Arguments, Result, Scratch
 from .dispatch import LIBRARY, define, fake_results, run
 from .ffi_call import dtype_name, split
@@ -58,6 +58,7 @@ class UserCall:
     ) -> None:
         self._where, self._in_place = where, in_place
         self._results = Results(where, result_shape_dtypes)
+        check_alias_types(where, input_output_aliases)
         self._aliases = dict(input_output_aliases or {})
         if in_place and not self._aliases:
             raise ValueError(f"{where}: input_output_aliases: expected the operands to update, got none")

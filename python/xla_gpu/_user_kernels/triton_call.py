@@ -130,6 +130,8 @@ def make_call(
     for name, value in options.items():
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ValueError(f"{where}: {name}: expected a positive int, got {value!r}")
+        if name == "num_warps" and value & (value - 1):
+            raise ValueError(f"{where}: num_warps: expected a power of 2, got {value}")
     if config is None and len(function.configs) == 1:
         (config,) = function.configs
     if config is not None and getattr(config, "pre_hook", None) is not None:
