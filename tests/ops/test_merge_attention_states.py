@@ -34,6 +34,21 @@ def test_values(frontend, dtype):
     compare.assert_close(lse, want_lse, np.where(np.isnan(base_lse), -np.inf, base_lse), f"{frontend.name}: lse")
 
 
+@pytest.mark.parametrize("dtype", cases.FLOATS)
+def test_beside_a_state_without_keys_the_other_stays_as_it_is(frontend, dtype):
+    """Whatever it is: its lse may be infinite or NaN, its values -0, infinite or NaN."""
+    values = np.array([1, -0.0, np.inf, np.nan, -3, 0, 2, 5], np.float32).astype(cases.DTYPES[dtype])
+    lses = np.array([[np.inf, np.nan, 0.5, 3e38]], np.float32)
+    some = {"out": np.broadcast_to(values, (1, 4, 8)).copy(), "lse": lses}
+    none = {"out": np.full((1, 4, 8), np.nan, values.dtype), "lse": np.full((1, 4), -np.inf, np.float32)}
+    for first, second in ((some, none), (none, some)):
+        arrays = {f"{n}_{side}": x for side, state in zip("ab", (first, second), strict=True) for n, x in state.items()}
+        out, lse = frontend.call("merge_attention_states", arrays)
+        np.testing.assert_array_equal(np.asarray(lse), lses)
+        np.testing.assert_array_equal(out.astype(np.float32), some["out"].astype(np.float32))
+        assert np.signbit(out[0, :, 1].astype(np.float32)).all()
+
+
 @pytest.mark.frontends("eager", "eager-cuda")
 def test_parts_of_a_context_give_the_whole(frontend):
     """A shared prefix attended once, the rest attended apart, merged: the attention over the whole context."""

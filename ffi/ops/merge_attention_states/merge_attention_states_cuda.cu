@@ -32,13 +32,16 @@ __global__ void __launch_bounds__(kMergeThreads)
   for (int64_t row = static_cast<int64_t>(blockIdx.x) * kMergeWarps + threadIdx.x / 32; row < num_rows; row += step) {
     const float a = lse_a[row];
     const float b = lse_b[row];
-    // A state that saw no key has no part in the result, whatever its values are: its weight is 0, and its values are
-    // not used.
+    // A state that saw no key has no part in the result, whatever its values are. The other one is the result then, as
+    // it is, also where its lse is infinite or NaN: x * 1 + -0 is x, also where x is -0.
     const bool has_a = a != -INFINITY;
     const bool has_b = b != -INFINITY;
     AttentionState state = {a, has_a ? 1.0f : 0.0f};
     const MergeWeights weights = state.Merge({b, has_b ? 1.0f : 0.0f}, NaturalScores());
-    if (lane == 0) lse[row] = has_a && has_b ? state.max + logf(state.sum) : has_a ? a : b;
+    const bool has_both = has_a && has_b;
+    const float weight_a = has_both ? weights.first : 1.0f, weight_b = has_both ? weights.second : 1.0f;
+    const float sum = has_both ? state.sum : 1.0f;
+    if (lane == 0) lse[row] = has_both ? state.max + logf(state.sum) : has_a ? a : b;
     for (int64_t d = lane * kVec; d < head_dim; d += 32 * kVec) {
       const int64_t at = row * head_dim + d;
       const auto x = *reinterpret_cast<const AlignedVector<T, kVec>*>(out_a + at);
@@ -46,9 +49,9 @@ __global__ void __launch_bounds__(kMergeThreads)
       AlignedVector<T, kVec> merged;
 #pragma unroll
       for (int i = 0; i < kVec; ++i) {
-        const float from_a = has_a ? weights.first * static_cast<float>(x.values[i]) : 0.0f;
-        const float from_b = has_b ? weights.second * static_cast<float>(y.values[i]) : 0.0f;
-        merged.values[i] = static_cast<T>(has_a || has_b ? (from_a + from_b) / state.sum : 0.0f);
+        const float from_a = has_a ? weight_a * static_cast<float>(x.values[i]) : -0.0f;
+        const float from_b = has_b ? weight_b * static_cast<float>(y.values[i]) : -0.0f;
+        merged.values[i] = static_cast<T>(has_a || has_b ? (from_a + from_b) / sum : 0.0f);
       }
       *reinterpret_cast<AlignedVector<T, kVec>*>(out + at) = merged;
     }
