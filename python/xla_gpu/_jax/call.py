@@ -33,6 +33,11 @@ def call(operator: Operator, *, reduced_axes: frozenset[str] = frozenset(), **ar
     return _run(*_bind(operator, arguments), reduced_axes)
 
 
+def check(operator: Operator, **arguments: Any) -> None:
+    """Raises what ``call`` would raise for these arguments."""
+    _bind(operator, arguments)
+
+
 def function(operator: Operator, run_call: _Run | None = None) -> Callable[[_Function], _Function]:
     """Makes a function that calls ``operator`` of a declaration: a signature and a docstring.
 

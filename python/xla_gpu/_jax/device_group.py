@@ -111,6 +111,7 @@ def run(operator: Operator, group: DeviceGroup, **arguments: Any) -> Any:
     """One of the operators over ``group``: x is exchanged by the handler, or gathered first."""
     _check_place(operator.name, group)
     if not group.uses_peer_memory:
+        call.check(operator, group=1, **arguments)  # as the caller has them: with a group x is a rank's own
         x = call.as_array(f"{operator.name}: x", arguments["x"])
         arguments["x"] = jax.lax.all_gather(x, group.axis)
     return call.call(operator, reduced_axes=frozenset((group.axis,)), group=group._number, **arguments)

@@ -58,7 +58,7 @@ def call(operator: Operator, *args: Any, **kwargs: Any) -> Any:
     try:
         return getattr(torch.ops.xla_gpu, operator.name)(*args, **kwargs)
     except RuntimeError:
-        _check_values(operator, dict(zip(operator.arguments, args, strict=False), **kwargs))
+        check_values(operator, dict(zip(operator.arguments, args, strict=False), **kwargs))
         raise
 
 
@@ -72,10 +72,11 @@ def _check(operator: Operator, signature: inspect.Signature, args: tuple[Any, ..
         values = signature.bind(*args, **kwargs).arguments
     except TypeError as error:
         raise TypeError(f"{operator.name}: {error}") from None
-    _check_values(operator, values)
+    check_values(operator, values)
 
 
-def _check_values(operator: Operator, values: dict[str, Any]) -> None:
+def check_values(operator: Operator, values: dict[str, Any]) -> None:
+    """Raises what the declaration says against the arguments of these names, if anything."""
     for name in operator.operands:
         if isinstance(values.get(name), torch.Tensor):
             check_dense(operator.name, name, values[name])

@@ -63,6 +63,8 @@ def _device(x: torch.Tensor) -> tuple[str, int]:
 def _of_gathered(
     operator: Operator, group: Any, x: torch.Tensor, rest: tuple[torch.Tensor, ...], options: dict[str, Any]
 ) -> Any:
+    # As the caller has them: with a group x is a rank's own.
+    functions.check_values(operator, dict(zip(operator.arguments, (x, *rest), strict=False), **options, group=1))
     return functions.call(operator, _gather(group, x), *rest, **options)
 
 
