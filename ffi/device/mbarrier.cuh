@@ -14,6 +14,11 @@ __device__ inline void ArriveBarrier(uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
+// As `count` arrivals.
+__device__ inline void ArriveBarrier(uint32_t barrier, int count) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
+}
+
 // Arrives, in the background, once this thread's cp.async copies so far have completed.
 __device__ inline void ArriveOnCpAsync(uint32_t barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
@@ -38,6 +43,21 @@ __device__ inline void WaitBarrier(uint32_t barrier, uint32_t parity) {
       "}" ::"r"(barrier),
       "r"(parity)
       : "memory");
+}
+
+// Whether the phase of this parity has ended.
+__device__ inline bool HasPassed(uint32_t barrier, uint32_t parity) {
+  int passed;
+  asm volatile(
+      "{\n"
+      ".reg .pred done;\n"
+      "mbarrier.test_wait.parity.shared::cta.b64 done, [%1], %2;\n"
+      "selp.b32 %0, 1, 0, done;\n"
+      "}"
+      : "=r"(passed)
+      : "r"(barrier), "r"(parity)
+      : "memory");
+  return passed != 0;
 }
 
 // Makes writes to shared memory by this thread, or observed through a barrier, visible to the async proxy: wgmma and

@@ -145,6 +145,10 @@ __global__ void __launch_bounds__(kCombineThreads, kCombineCtasPerSm)
     }
     const int64_t my_accum_begin = base / kPlanned * accumulators.part_rows + rows_before + rows_up_to - rows;
     rows_before += __shfl_sync(~0u, rows_up_to, 31);
+    if constexpr (kDim == 128) {
+      const int q_len = info.q_len > policy.max_decode_tokens ? info.q_len : 0;
+      if (base == 0 && policy.FillCtas(q_len, info.valid ? info.context_len : 0)) fits = false;
+    }
     if (!fits) my_splits = 1;
     const int my_begin = info.q_begin * static_cast<int>(params.num_heads);  // row of `out`
     const int my_rows = my_splits > 1 ? info.q_len * static_cast<int>(params.num_heads) : 0;

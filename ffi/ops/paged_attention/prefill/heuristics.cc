@@ -23,6 +23,20 @@ constexpr TmaTileCost kTmaTileCosts[] = {{TmaInstance::kRows192, 192, 4.8, 2.0},
                                          {TmaInstance::kRows128, 128, 3.5, 1.5},
                                          {TmaInstance::kRows64, 64, 2.5, 1.1}};
 
+// The sequences of a call, if they are of one length and their contexts take all the room.
+struct Sequences {
+  int64_t count, tokens, context;
+
+  explicit Sequences(const PagedAttentionParams& shapes)
+      : count(std::max<int64_t>(shapes.max_seqs, 1)),
+        tokens((shapes.num_tokens + count - 1) / count),
+        context(shapes.pages_per_seq * shapes.page_size) {}
+  // Work tiles of 64 rows, without KV splits.
+  int64_t SmallTiles(const PagedAttentionParams& shapes) const {
+    return (tokens * (shapes.num_heads / shapes.num_kv_heads) + 63) / 64 * count * shapes.num_kv_heads;
+  }
+};
+
 // KV splits, with CTAs of their own, of each of `sequences` of so many tokens, whose contexts take all the room.
 int CrossCtaSplits(const SplitKvPolicy& policy, int64_t sequences, int64_t tokens, int64_t context) {
   const auto clamped = [](int64_t x) { return static_cast<int>(std::min<int64_t>(x, 1 << 30)); };
@@ -30,6 +44,25 @@ int CrossCtaSplits(const SplitKvPolicy& policy, int64_t sequences, int64_t token
   const auto tiles = static_cast<unsigned>(clamped((context + tile_keys - 1) / tile_keys));
   const auto count = static_cast<int>(policy.CountOf(clamped(tokens), clamped(context), tiles));
   return count < 2 || sequences * policy.RowsOf(count, clamped(tokens)) > policy.pool_rows ? 1 : count;
+}
+
+// For several sequences of more tokens than SuggestFewTokens says, but few rows behind long contexts: an instance whose
+// warpgroups alternate, where large work tiles would be nearly empty, or where too few CTAs would take all KV splits of
+// their rows. A chunk of a prompt beside decode rows may have the same shapes: its work tiles have room at once.
+bool SuitsAlternating(const PagedAttentionParams& shapes, const SplitKvPolicy& policy, int64_t sms,
+                      TmaInstance* instance) {
+  const Sequences sequences(shapes);
+  if (IsFloat8(shapes.cache_dtype) || sequences.count == 1 || 2 * sequences.tokens >= sequences.context) return false;
+  const int64_t group = shapes.num_heads / shapes.num_kv_heads;
+  const bool fits = CrossCtaSplits(policy, sequences.count, sequences.tokens, sequences.context) > 1;
+  const bool splits = fits || CrossCtaSplits(policy, 1, sequences.tokens, sequences.context) > 1;
+  if (splits && !fits && sequences.SmallTiles(shapes) <= sms) {
+    *instance = TmaInstance::kRows64Alternating;
+    return true;
+  }
+  const int64_t large_tiles = (shapes.num_tokens * group + 127) / 128 * shapes.num_kv_heads;
+  *instance = TmaInstance::kRows128;
+  return splits && sequences.tokens * group <= 64 && large_tiles <= sms;
 }
 
 // The instance of PrefillTmaKernel of which an estimate takes the least time. Small work tiles, of which there are
@@ -85,12 +118,25 @@ bool SuitsOneWarpgroup(const PagedAttentionParams& shapes) {
 TmaInstance TmaInstanceDim128(const PagedAttentionParams& shapes, const SplitKvPolicy& policy, bool one_warpgroup,
                               int64_t sms) {
   if (one_warpgroup && SuitsOneWarpgroup(shapes)) return TmaInstance::kOneWarpgroup;
-  if (shapes.max_seqs == 0 || !SuggestFewTokens(shapes)) return TmaInstanceForFullTiles(shapes, policy, sms);
+  if (shapes.max_seqs == 0 || !SuggestFewTokens(shapes)) {
+    TmaInstance instance;
+    if (SuitsAlternating(shapes, policy, sms, &instance)) return instance;
+    return TmaInstanceForFullTiles(shapes, policy, sms);
+  }
   const int64_t chunk = std::max<int64_t>(shapes.num_tokens - shapes.max_seqs + 1, 1);
   const int64_t rows = chunk * (shapes.num_heads / shapes.num_kv_heads);
   const int64_t small_tiles = (rows + 63) / 64 * shapes.num_kv_heads;
   const int splits = CrossCtaSplits(policy, /*sequences=*/1, chunk, shapes.pages_per_seq * shapes.page_size);
-  return small_tiles * 2 <= sms || small_tiles * splits <= sms ? TmaInstance::kRows64 : TmaInstance::kRows128;
+  if (small_tiles * 2 > sms && small_tiles * splits > sms) return TmaInstance::kRows128;
+  // Several work tiles for each CTA, if sequences are of one length. With one or two, PrefillCombineKernel's CTAs that
+  // fit beside the smaller ones of kRows64 gain more.
+  constexpr int64_t kSeveral = 3;
+  const Sequences sequences(shapes);
+  const int64_t tiles =
+      sequences.SmallTiles(shapes) * CrossCtaSplits(policy, sequences.count, sequences.tokens, sequences.context);
+  return tiles >= kSeveral * sms && sequences.tokens > shapes.max_decode_tokens && !IsFloat8(shapes.cache_dtype)
+             ? TmaInstance::kRows64Alternating
+             : TmaInstance::kRows64;
 }
 
 }  // namespace xla_gpu::prefill

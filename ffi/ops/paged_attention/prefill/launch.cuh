@@ -162,17 +162,22 @@ inline bool MakeTmaParams(const PagedAttentionCall& params, const SplitAccumulat
 }
 
 template <typename Traits>
-Status LaunchTma(const TmaParams& tma, const SplitAccumulatorLayout& layout, int64_t sms, Stream stream) {
+Status LaunchTma(const TmaParams& call, const SplitAccumulatorLayout& layout, int64_t sms, Stream stream) {
   using Layout = SplitAccumulatorLayout;
   static_assert(Traits::kTileKeys == SplitKvPolicy::TileKeys(Traits::kHeadDim));
   static_assert(Traits::kRows <= Layout::MaxTileRows(Traits::kHeadDim) &&
                 Traits::kMaxSequences == Layout::SequencesPerGridRow(Traits::kHeadDim));
-  const PagedAttentionParams& params = tma.attention;
+  const PagedAttentionParams& params = call.attention;
   const auto kernel = PrefillTmaKernel<Traits>;
   XLA_GPU_RETURN_IF_CUDA(
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Traits::kSharedBytes));
   const dim3 grid(static_cast<unsigned>(PersistentCtas(params, layout, Traits::kRows, sms)),
                   static_cast<unsigned>(PersistentGridRows(params)));
+  TmaParams tma = call;
+  tma.split_kv.tile_rows = Traits::kRows;
+  const bool fill = Traits::kFillsCtas && params.max_seqs <= Traits::WarpScheduler::kSequences &&
+                    layout.pool_rows > 0 && layout.part_rows >= Layout::kMaxCtas * Traits::kRows;
+  tma.split_kv.ctas = fill ? grid.x : 0;
   const LaunchConfig config{grid, Traits::kThreads, Traits::kSharedBytes, /*programmatic=*/true};
   if (Status status = Launch(config, stream, kernel, tma); !status.ok() || layout.pool_rows == 0) return status;
 
@@ -212,6 +217,11 @@ Status LaunchTmaDim128(const TmaParams& tma, const SplitAccumulatorLayout& layou
       break;
     case TmaInstance::kRows64:
       return LaunchTma<Instance<TmaConfigDim128Rows64>>(tma, layout, sms, stream);
+    case TmaInstance::kRows64Alternating:
+      if constexpr (!kFloat8) {
+        return LaunchTma<Instance<TmaConfigDim128Rows64Alternating>>(tma, layout, sms, stream);
+      }
+      break;
     case TmaInstance::kRows128:
       return LaunchTma<Instance<TmaConfigDim128Rows128>>(tma, layout, sms, stream);
     case TmaInstance::kRows192:

@@ -142,13 +142,16 @@ class PersistentWarpTileScheduler {
   __device__ bool HasPaddingRows() const { return has_padding_rows_; }
 
   // Must come before Find where sequences may be split.
+  // kFillCtas: asks SplitKvPolicy::FillCtas.
+  template <bool kFillCtas>
   __device__ void Split(const SplitKvPolicy& policy) {
     SplitPromptKv{policy}(&prompt_);
     const unsigned rows = policy.RowsOf(prompt_.splits, prompt_.q_len);
     if (!__any_sync(~0u, rows > 0)) return;
     const unsigned rows_up_to = SumUpToLane(rows);
     prompt_.accum_begin = static_cast<int>(rows_up_to - rows);
-    if (!policy.Fits(__shfl_sync(~0u, rows_up_to, 31))) prompt_.splits = 1;
+    const bool fills = kFillCtas && policy.FillCtas(prompt_.q_len, prompt_.context_len);
+    if (fills || !policy.Fits(__shfl_sync(~0u, rows_up_to, 31))) prompt_.splits = 1;
   }
 
   // As PersistentTileScheduler::Find.

@@ -31,6 +31,13 @@ struct PipelineState {
       phase ^= 1;
     }
   }
+  // As `count` times Advance().
+  __device__ void Skip(int count) {
+    static_assert(kFirst == 0 && kStep == 1);
+    const auto end = static_cast<unsigned>(stage + count);
+    phase ^= end / kStages & 1;
+    stage = static_cast<int>(end % kStages);
+  }
 };
 
 // A pipeline's barriers. kParts: a stage consists of so many parts, with barriers of their own.
@@ -49,12 +56,19 @@ struct Pipeline {
   // Consumers wait until the stage is full; producers until it is empty, which it is at first.
   __device__ void WaitFull(State state, int part = 0) const { WaitBarrier(Full(state, part), state.phase); }
   __device__ void WaitEmpty(State state, int part = 0) const { WaitBarrier(Empty(state, part), state.phase ^ 1); }
+  // Whether the stage is full now.
+  __device__ bool IsFull(State state) const { return HasPassed(Full(state), state.phase); }
 };
 
 // One arrival for a warp, once all its lanes are here.
 __device__ inline void ArriveFromWarp(uint32_t barrier, int lane) {
   __syncwarp();
   if (lane == 0) ArriveBarrier(barrier);
+}
+// `count` of them.
+__device__ inline void ArriveFromWarp(uint32_t barrier, int lane, int count) {
+  __syncwarp();
+  if (lane == 0) ArriveBarrier(barrier, count);
 }
 
 // Byte offset of 16-byte vector `vec` of row `row` with the 128-byte swizzle, in columns of 64 elements that are

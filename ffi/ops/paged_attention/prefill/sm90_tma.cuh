@@ -26,8 +26,9 @@ namespace xla_gpu::prefill {
 template <typename Traits>
 __device__ void InitBarriers(const TmaCta<Traits>& cta) {
   using SharedStorage = typename Traits::SharedStorage;
-  constexpr int kConsumerWarps = Traits::kConsumerWarpgroups * 4;
-  constexpr int kQueryBarriers = Traits::kQueryStages * Traits::kConsumerWarpgroups;
+  // Of a key tile: each warp of a work tile's rows.
+  constexpr int kReaderWarps = Traits::kRowWarpgroups * 4;
+  constexpr int kQueryBarriers = Traits::kQueryStages * Traits::kRowWarpgroups;
   constexpr auto kEmpty = static_cast<uint32_t>(offsetof(StageBarriers, empty));
   if (ElectOne()) {
     PrefetchTensorMap(cta.params.k_map);
@@ -44,10 +45,11 @@ __device__ void InitBarriers(const TmaCta<Traits>& cta) {
     // Q arrives from each lane of its warp, for which cp.async copies count; a stage is read by one warpgroup.
     init(offsetof(SharedStorage, q_barriers), kQueryBarriers, 32, 4);
     // K and V of a float8 cache come from all producer warps.
-    init(offsetof(SharedStorage, kv_barriers), Traits::kKvStages, Traits::kFloat8Cache ? 4 : 1, kConsumerWarps);
+    init(offsetof(SharedStorage, kv_barriers), Traits::kKvStages, Traits::kFloat8Cache ? 4 : 1, kReaderWarps);
     init(offsetof(SharedStorage, tile_barriers), Traits::kTileStages, 1, Traits::kTileReaders);
     init(offsetof(SharedStorage, checked_barriers), Traits::kTileStages, 1, 0);
     init(offsetof(SharedStorage, unmasked_values), 1, 1, 0);
+    if constexpr (Traits::kAlternates) init(offsetof(SharedStorage, accumulated), 3, 4, 0);
     if constexpr (Traits::kFloat8Cache) {
       init(Traits::kRawTilesBegin + offsetof(typename Traits::RawTiles, barriers), 2 * Traits::kRawStages, 1, 4);
     }
@@ -132,7 +134,7 @@ __global__ void __launch_bounds__(XLA_GPU_HAS_WGMMA ? Traits::kRegisterThreads :
     while (true) {
       const bool in_order = warp_scheduler.Plan(attention, metadata, params.split_kv.max_tokens, settled);
       if (is_scheduler && !warp_scheduler.IsEmpty()) {
-        if (params.split_kv.enabled) warp_scheduler.Split(params.split_kv);
+        if (params.split_kv.enabled) warp_scheduler.template Split<Traits::kFillsCtas>(params.split_kv);
         if constexpr (kPlansEarly) {
           first =
               SchedulerWarp{cta}.PlanFirst([&](unsigned n, WorkTile* tile) { return warp_scheduler.Find(n, tile); });

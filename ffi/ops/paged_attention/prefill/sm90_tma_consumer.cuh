@@ -29,6 +29,7 @@ struct TmaConsumer {
   static constexpr int kKeyTiles = kTileKeys / 8;   // accumulator tiles of 8 columns, as the next
   static constexpr int kDimTiles = Traits::kHeadDim / 8;
   static constexpr int kWarpgroups = Traits::kConsumerWarpgroups;
+  static constexpr int kRowWarpgroups = Traits::kRowWarpgroups;
   static constexpr int kTurnBarrier = 1;  // named barriers 1 + i: warpgroup i's turn to start products
 
   const TmaCta<Traits>& cta;
@@ -69,7 +70,7 @@ struct TmaConsumer {
         float s[1][kKeyTiles][4];
         uint32_t p[kKeyTiles / 2][4];
         WgmmaFence();
-        StartScores(query.stage, key.stage, s[0]);
+        StartScores(query.stage, warpgroup, key.stage, s[0]);
         WgmmaCommit();
         // The wait at the loop's end was for the products with the values of the tile before.
         if (tile < mine->last) {
@@ -107,105 +108,143 @@ struct TmaConsumer {
       }
       SkipKeyTiles(first - cta.Tile(work).first_key_tile, &key, &value);
       if (mine->last < first) cta.Arrive(cta.query.Empty(query, warpgroup));
-      Store(work, softmax, transform, o);
+      uint32_t accumulated = 0;
+      Store(work, warpgroup, softmax, transform, &accumulated, o);
     }
   }
 
   // ---- Overlap::kIntraWarpgroup: the scores of each key tile beside the values of the one before
+  // With Traits::kAlternates a work tile of up to 64 rows is computed by one warpgroup, in turns: the other one begins
+  // the next work tile meanwhile.
   __device__ void ComputeIntraWarpgroup() const {
     TileState work;
     QueryState query;
     KeyState key;
     ValueState value;
-    cta.tiles.WaitFull(work);
-    int left = cta.Tile(work).key_tiles;  // whose scores have not been started
-    if (left == 0) return;
-    int position = cta.Tile(work).last_key_tile * kTileKeys;
-
-    TileTransform transform(cta.attention, /*kv_head=*/0);
-    if constexpr (Traits::kFloat8Cache) transform = TransformOf(work);
-    Softmax softmax(warpgroup * 64 + cta.thread / 32 * 16);
-    float o[1][kDimTiles][4];
-    float s[1][kKeyTiles][4];
-    uint32_t p[kKeyTiles / 2][4];
-    Clear(o[0]);
-
-    // ---- The first scores
-    WaitQuery(query);
-    cta.keys.WaitFull(key);
-    WgmmaFence();
-    StartScores(query.stage, key.stage, s[0]);
-    WgmmaCommit();
-    if (warpgroup == kWarpgroups - 1) PassTurn();
-    WgmmaWait<0>();
-    WgmmaFenceOperand(s[0]);
-    cta.Arrive(cta.keys.Empty(key));
-    key.Advance();
-    if (--left == 0) cta.Arrive(cta.query.Empty(query, warpgroup));
-    softmax.Update(cta.Tile(work).rows, transform, position, NeedsMask(work, position), s);
-    PackNumerators<TValue>(s[0], p);
-
-    // ---- Scores of a key tile, and values of the one before
-    TileState ended = work;
-    for (;;) {
-      const bool ends = left == 0;  // p is of a work tile's last keys; the scores are the next one's first
-      if (ends) {
-        ended = work;
-        work.Advance();
-        query.Advance();
-        cta.tiles.WaitFull(work);
-        left = cta.Tile(work).key_tiles;
-        if (left == 0) break;
-        position = cta.Tile(work).last_key_tile * kTileKeys;
-        if constexpr (Traits::kFloat8Cache) transform = TransformOf(work);
-        WaitQuery(query);
-      } else {
-        position -= kTileKeys;
+    uint32_t next_alone = 0;   // the warpgroup that takes the next work tile of up to 64 rows; parity of their number
+    uint32_t accumulated = 0;  // parity of the work tiles whose accumulators have been stored by this CTA: see Store
+    do {
+      cta.tiles.WaitFull(work);
+      int left = cta.Tile(work).key_tiles;  // whose scores have not been started
+      if (left == 0) return;
+      const bool alone = Traits::kAlternates && (kRowWarpgroups == 1 || cta.Tile(work).rows.count <= 64);
+      if constexpr (Traits::kAlternates) {
+        if (alone) {
+          next_alone ^= 1;
+          if (static_cast<int>(next_alone) == warpgroup) {  // the other one takes it
+            key.Skip(left);
+            value.Skip(left);
+            query.Advance();
+            if (StoresForThisCta(cta.Tile(work).mode)) accumulated ^= 1;
+            cta.Arrive(cta.tiles.Empty(work));
+            work.Advance();
+            continue;
+          }
+        } else {
+          // Both have ended the work tiles before, and their turns.
+          NamedBarrierSync(kTurnBarrier + kWarpgroups, kWarpgroups * Traits::kWarpgroupThreads);
+        }
       }
-      const bool mask = NeedsMask(work, position);
+      const int part = alone ? 0 : warpgroup;  // of the work tile's rows
+      int position = cta.Tile(work).last_key_tile * kTileKeys;
+
+      TileTransform transform(cta.attention, /*kv_head=*/0);
+      if constexpr (Traits::kFloat8Cache) transform = TransformOf(work);
+      Softmax softmax(part * 64 + cta.thread / 32 * 16);
+      float o[1][kDimTiles][4];
+      float s[1][kKeyTiles][4];
+      uint32_t p[kKeyTiles / 2][4];
+      Clear(o[0]);
+
+      // ---- The first scores
+      WaitQuery(query, alone);
+      // NOTE: a wait by parity must not begin before the rounds of the ring before have ended: those that the other
+      // warpgroup reads.
+      if (alone) WaitBarrier(KeysSeen(), next_alone);
       cta.keys.WaitFull(key);
-      cta.values.WaitFull(value);
-      WaitTurn();
+      if (alone && left == 1) cta.Arrive(KeysSeen());
       WgmmaFence();
-      StartScores(query.stage, key.stage, s[0]);
+      StartScores(query.stage, part, key.stage, s[0]);
       WgmmaCommit();
+      if (!alone && warpgroup == kWarpgroups - 1) PassTurn();
+      WgmmaWait<0>();
+      WgmmaFenceOperand(s[0]);
+      Release(cta.keys.Empty(key), alone);
+      key.Advance();
+      if (--left == 0) ReleaseQuery(query, alone);
+      softmax.Update(cta.Tile(work).rows, transform, position, NeedsMask(work, position), s);
+      PackNumerators<TValue>(s[0], p);
+      if (alone) WaitBarrier(ValuesSeen(), next_alone);
+
+      // ---- Scores of a key tile, and values of the one before
+      TileState ended = work;
+      for (;;) {
+        const bool ends = left == 0;  // p is of a work tile's last keys; the scores are the next one's first
+        if (ends) {
+          ended = work;
+          work.Advance();
+          query.Advance();
+          if (alone) break;
+          cta.tiles.WaitFull(work);
+          left = cta.Tile(work).key_tiles;
+          if (left == 0 || (Traits::kAlternates && cta.Tile(work).rows.count <= 64)) break;
+          position = cta.Tile(work).last_key_tile * kTileKeys;
+          if constexpr (Traits::kFloat8Cache) transform = TransformOf(work);
+          WaitQuery(query, alone);
+        } else {
+          position -= kTileKeys;
+        }
+        const bool mask = NeedsMask(work, position);
+        cta.keys.WaitFull(key);
+        if (alone && left == 1) cta.Arrive(KeysSeen());
+        cta.values.WaitFull(value);
+        if (!alone) WaitTurn();
+        WgmmaFence();
+        StartScores(query.stage, part, key.stage, s[0]);
+        WgmmaCommit();
+        StartValues(value.stage, p, o[0]);
+        WgmmaCommit();
+        if (!alone) PassTurn();
+        WgmmaWait<1>();
+        WgmmaFenceOperand(s[0]);
+        Release(cta.keys.Empty(key), alone);
+        key.Advance();
+        if (--left == 0) ReleaseQuery(query, alone);
+        const Softmax before = softmax;
+        if (ends) softmax.Reset();
+        softmax.Update(cta.Tile(work).rows, transform, position, mask, s);
+        // Never read. Without this use the assembler moves the exponentials behind the wait, which they are to overlap
+        // with.
+        softmax.StoreRowSums(cta.Storage().row_sums);
+        WgmmaWait<0>();
+        WgmmaFenceOperand(o[0]);
+        Release(cta.values.Empty(value), alone);
+        value.Advance();
+        if (ends) {
+          Store(ended, part, before, transform, &accumulated, o);
+          Clear(o[0]);
+        } else if (softmax.NeedsRescale()) {
+          softmax.Rescale(o);
+        }
+        PackNumerators<TValue>(s[0], p);
+      }
+
+      // ---- The last values
+      // One turn was passed before the first was waited for.
+      if (!alone && warpgroup == 0) WaitTurn();
+      cta.values.WaitFull(value);
+      if (alone) cta.Arrive(ValuesSeen());
+      WgmmaFence();
       StartValues(value.stage, p, o[0]);
       WgmmaCommit();
-      PassTurn();
-      WgmmaWait<1>();
-      WgmmaFenceOperand(s[0]);
-      cta.Arrive(cta.keys.Empty(key));
-      key.Advance();
-      if (--left == 0) cta.Arrive(cta.query.Empty(query, warpgroup));
-      const Softmax before = softmax;
-      if (ends) softmax.Reset();
-      softmax.Update(cta.Tile(work).rows, transform, position, mask, s);
-      // Never read. Without this use the assembler moves the exponentials behind the wait, which they are to overlap
-      // with.
-      softmax.StoreRowSums(cta.Storage().row_sums);
       WgmmaWait<0>();
       WgmmaFenceOperand(o[0]);
-      cta.Arrive(cta.values.Empty(value));
-      value.Advance();
-      if (ends) {
-        Store(ended, before, transform, o);
-        Clear(o[0]);
-      } else if (softmax.NeedsRescale()) {
-        softmax.Rescale(o);
+      if constexpr (Traits::kAlternates) {
+        Release(cta.values.Empty(value), alone);
+        value.Advance();
       }
-      PackNumerators<TValue>(s[0], p);
-    }
-
-    // ---- The last values
-    // One turn was passed before the first was waited for.
-    if (warpgroup == 0) WaitTurn();
-    cta.values.WaitFull(value);
-    WgmmaFence();
-    StartValues(value.stage, p, o[0]);
-    WgmmaCommit();
-    WgmmaWait<0>();
-    WgmmaFenceOperand(o[0]);
-    Store(ended, softmax, transform, o);
+      Store(ended, part, softmax, transform, &accumulated, o);
+    } while (Traits::kAlternates);
   }
 
   // Caches of 16-bit elements have no scales, so that their transform is the same for all kv heads.
@@ -213,10 +252,27 @@ struct TmaConsumer {
   __device__ LogitTransform TransformOf(TileState work) const { return {cta.attention, cta.Tile(work).rows.kv_head}; }
 
   // ---- Barriers
-  __device__ void WaitQuery(QueryState query) const {
-    cta.query.WaitFull(query, warpgroup);
+  __device__ uint32_t KeysSeen() const { return cta.Address(offsetof(typename Traits::SharedStorage, keys_seen)); }
+  __device__ uint32_t ValuesSeen() const { return cta.Address(offsetof(typename Traits::SharedStorage, values_seen)); }
+  // `alone`: this warpgroup reads all of the work tile's rows.
+  __device__ void WaitQuery(QueryState query, bool alone = false) const {
+    cta.query.WaitFull(query, alone ? 0 : warpgroup);
+    if (Traits::kAlternates && kRowWarpgroups > 1 && alone) cta.query.WaitFull(query, 1);
     // cp.async writes Q through the generic proxy.
     if (!cta.params.query_by_tma) FenceProxyAsync();
+  }
+
+  __device__ void ReleaseQuery(QueryState query, bool alone) const {
+    cta.Arrive(cta.query.Empty(query, alone ? 0 : warpgroup));
+    if (Traits::kAlternates && kRowWarpgroups > 1 && alone) cta.Arrive(cta.query.Empty(query, 1));
+  }
+  // A stage of K or V.
+  __device__ void Release(uint32_t empty, bool alone) const {
+    if (Traits::kAlternates && kRowWarpgroups > 1) {
+      ArriveFromWarp(empty, cta.lane, alone ? kRowWarpgroups : 1);
+    } else {
+      cta.Arrive(empty);
+    }
   }
 
   // Key tiles that only other warpgroups' rows see.
@@ -244,8 +300,8 @@ struct TmaConsumer {
 
   // ---- Products
   // s = Q · Kᵀ, in the background.
-  __device__ void StartScores(int query_stage, int key_stage, float (&s)[kKeyTiles][4]) const {
-    const uint64_t q = MakeSmemDescKMajor(cta.Query(query_stage) + warpgroup * Traits::kQueryWarpgroupBytes);
+  __device__ void StartScores(int query_stage, int part, int key_stage, float (&s)[kKeyTiles][4]) const {
+    const uint64_t q = MakeSmemDescKMajor(cta.Query(query_stage) + part * Traits::kQueryWarpgroupBytes);
     const uint64_t k = MakeSmemDescKMajor(cta.Keys(key_stage), Traits::kAtomRowBytes);
 #pragma unroll
     for (int step = 0; step < Traits::kHeadDim / 16; ++step) {
@@ -278,8 +334,14 @@ struct TmaConsumer {
     return position + kTileKeys - 1 > rows.first_row_last_key || position < rows.last_row_first_key;
   }
 
-  // `latest`: the transform of the latest work tile, which may be another one.
-  __device__ void Store(TileState work, Softmax softmax, const LogitTransform& latest,
+  // Whether a work tile's accumulator is one of this CTA's, which the next split of its rows reads or writes.
+  static __device__ bool StoresForThisCta(SplitMode mode) { return mode != 0 && (mode & kCrossCta) == 0; }
+
+  // `part`: of the work tile's rows. `latest`: the transform of the latest work tile, which may be another one.
+  // `accumulated`: parity of the work tiles before of which StoresForThisCta. With Traits::kAlternates the other
+  // warpgroup may have computed the split before: the CTA's accumulators are read and written in the order of the
+  // work tiles.
+  __device__ void Store(TileState work, int part, Softmax softmax, const LogitTransform& latest, uint32_t* accumulated,
                         float (&o)[1][kDimTiles][4]) const {
     cta.checked.WaitFull(work);
     const LogitTransform transform = Traits::kFloat8Cache ? TransformOf(work) : latest;
@@ -290,7 +352,11 @@ struct TmaConsumer {
       softmax.Spill(tile.rows, cta.params.accumulators, tile.accum_row, invalid_page, o);
     } else {
       if (mode != 0) {
+        const uint32_t barrier = cta.Address(offsetof(typename Traits::SharedStorage, accumulated));
+        if (Traits::kAlternates && part == 0) WaitBarrier(barrier, *accumulated ^ 1);
         softmax.AccumulateAndSpill(transform, cta.params.accumulators, tile.accum_row, mode, invalid_page, o);
+        if (Traits::kAlternates && part == 0) cta.Arrive(barrier);
+        *accumulated ^= 1;
       }
       if ((mode & kSpill) == 0) {
         softmax.template StoreFromRegisters<T>(cta.attention, tile.rows, transform, o, invalid_page);

@@ -301,7 +301,7 @@ struct TmaOneWarpgroupConsumer : TmaConsumer<Traits> {
         if (loads) loader.LookUpNext();
         cta.keys.WaitFull(key);
         WgmmaFence();
-        Base::StartScores(query.stage, key.stage, s[0]);
+        Base::StartScores(query.stage, /*part=*/0, key.stage, s[0]);
         WgmmaCommit();
         WgmmaWait<0>();
         WgmmaFenceOperand(s[0]);

@@ -36,17 +36,27 @@ struct TmaKvWarp {
     TileState work;
     State state;
     uint32_t unmasked_phase = 0;
+    Box next;                // of the next key tile
+    bool looked_up = false;  // `next` is of the next work tile
     for (;; work.Advance()) {
       cta.tiles.WaitFull(work);
       int left = cta.Tile(work).key_tiles;
       if (left == 0) break;
       int tile = cta.Tile(work).last_key_tile;
-      Box next = LookUp(work, tile);
+      if (!Traits::kAlternates || !looked_up) next = LookUp(work, tile);
+      looked_up = false;
       const uint64_t l2_policy = L2Policy(work);
       for (; left > 0; --left, --tile) {
         const Box box = next;
         // The next page numbers arrive while this tile's loads are started; nothing may read them before.
-        if (left > 1) next = LookUp(work, tile - 1);
+        if (left > 1) {
+          next = LookUp(work, tile - 1);
+        } else if constexpr (Traits::kAlternates) {
+          TileState following = work;
+          following.Advance();
+          looked_up = __all_sync(~0u, cta.tiles.IsFull(following)) && cta.Tile(following).key_tiles > 0;
+          if (looked_up) next = LookUp(following, cta.Tile(following).last_key_tile);
+        }
         uint32_t full, target;
         if constexpr (kIsValues) {
           cta.values.WaitEmpty(state);
@@ -185,10 +195,14 @@ struct TmaQueryWarp {
     const int token = static_cast<int>(rows.q_begin + params.group.Divide(rows.first));
     const int head = rows.kv_head * static_cast<int>(rows.group.divisor);
 #pragma unroll
-    for (int warpgroup = 0; warpgroup < Traits::kConsumerWarpgroups; ++warpgroup) {
+    for (int warpgroup = 0; warpgroup < Traits::kRowWarpgroups; ++warpgroup) {
       const uint32_t full = cta.query.Full(state, warpgroup);
       const int first = warpgroup * 64;
       cta.query.WaitEmpty(state, warpgroup);
+      if (Traits::kAlternates && first > 0 && rows.count <= first) {  // nothing reads this part
+        ArriveBarrier(full);
+        continue;
+      }
       if (params.query_by_tma) {
         if (ElectOne()) {
           ArriveExpectTx(full, Traits::kQueryWarpgroupBytes);

@@ -18,7 +18,7 @@ struct TmaSchedulerWarp {
   using Rows = typename Traits::Rows;
   using TileStage = typename Traits::TileStage;
   static constexpr int kTileKeys = Traits::kTileKeys;
-  static constexpr int kWarpgroups = Traits::kConsumerWarpgroups;
+  static constexpr int kWarpgroups = Traits::kRowWarpgroups;
 
   const TmaCta<Traits>& cta;
 
@@ -67,7 +67,8 @@ struct TmaSchedulerWarp {
       // ---- The other warps start, and the page table is checked meanwhile
       if (planned.computed) cta.Arrive(cta.tiles.Full(state));
       if (tile.valid && __shfl_sync(~0u, known_seq, tile.seq % 32) != tile.seq) {
-        const bool invalid = __any_sync(~0u, FindsInvalidPage<2>(cta.attention, tile, lane, 32));
+        const bool invalid =
+            __any_sync(~0u, FindsInvalidPage<(Traits::kAlternates ? 8 : 2)>(cta.attention, tile, lane, 32));
         if (lane == tile.seq % 32) {
           known_seq = tile.seq;
           known_invalid = invalid;

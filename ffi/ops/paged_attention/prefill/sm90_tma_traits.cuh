@@ -54,7 +54,9 @@ struct TmaConfigDim64 {
   static constexpr bool kFloat8Cache = false;    // the cache holds float8 values, and tiles the same in 16 bits
   static constexpr bool kTreeMask = false;       // takes calls with a tree_mask; would cost registers, which are short
   static constexpr int kTileKeys = 128;          // keys of a key tile
-  static constexpr int kConsumerWarpgroups = 3;  // with 64 rows of the work tile each
+  static constexpr int kConsumerWarpgroups = 3;
+  static constexpr int kRowWarpgroups = 3;    // warpgroups for which a work tile has rows, 64 each
+  static constexpr bool kAlternates = false;  // a work tile of up to 64 rows has one warpgroup, in turns
   static constexpr Overlap kOverlap = Overlap::kIntraWarpgroup;
   static constexpr int kQueryStages = 2;
   static constexpr int kKeyStages = 4;
@@ -72,6 +74,8 @@ struct TmaConfigDim128Rows192 {
   static constexpr bool kTreeMask = false;  // takes calls with a tree_mask
   static constexpr int kTileKeys = 112;     // 128 spill registers in the loop over key tiles
   static constexpr int kConsumerWarpgroups = 3;
+  static constexpr int kRowWarpgroups = 3;
+  static constexpr bool kAlternates = false;
   static constexpr Overlap kOverlap = Overlap::kInterWarpgroup;
   static constexpr int kQueryStages = 1;
   static constexpr int kKeyStages = 3;
@@ -83,6 +87,8 @@ struct TmaConfigDim128Rows192 {
 // With two stages of Q the next work tile's first scores need not wait for its Q to arrive.
 struct TmaConfigDim128Rows128 : TmaConfigDim128Rows192 {
   static constexpr int kConsumerWarpgroups = 2;
+  static constexpr int kRowWarpgroups = 2;
+  static constexpr bool kAlternates = true;
   static constexpr Overlap kOverlap = Overlap::kIntraWarpgroup;
   static constexpr int kQueryStages = 2;
   static constexpr int kValueStages = 2;
@@ -90,8 +96,15 @@ struct TmaConfigDim128Rows128 : TmaConfigDim128Rows192 {
 struct TmaConfigDim128Rows64 : TmaConfigDim128Rows192 {
   static constexpr bool kTreeMask = true;
   static constexpr int kConsumerWarpgroups = 1;
+  static constexpr int kRowWarpgroups = 1;
   static constexpr Overlap kOverlap = Overlap::kIntraWarpgroup;
   static constexpr int kQueryStages = 2;
+};
+// Where CTAs have several work tiles of 64 rows: while one warpgroup ends its work tile, the other one has begun the
+// next.
+struct TmaConfigDim128Rows64Alternating : TmaConfigDim128Rows128 {
+  static constexpr int kRowWarpgroups = 1;
+  static constexpr int kValueStages = 3;
 };
 
 // For PrefillTmaOneWarpgroupKernel, whose CTAs are three on an SM.
@@ -110,6 +123,7 @@ template <typename Config>
 struct TmaConfigFloat8 : Config {
   static constexpr bool kFloat8Cache = true;
   static constexpr bool kTreeMask = false;
+  static constexpr bool kAlternates = false;
   static constexpr int kQueryStages = Config::kHeadDim == 64 || Config::kConsumerWarpgroups == 1 ? 2 : 1;
   static constexpr int kKeyStages = Config::kHeadDim == 64 ? 3 : 2;
   static constexpr int kValueStages = kKeyStages;
@@ -123,6 +137,8 @@ struct TmaConfigDim256 {
   static constexpr bool kTreeMask = true;
   static constexpr int kTileKeys = 80;
   static constexpr int kConsumerWarpgroups = 2;
+  static constexpr int kRowWarpgroups = 2;
+  static constexpr bool kAlternates = false;
   static constexpr Overlap kOverlap = Overlap::kIntraWarpgroup;
   static constexpr int kQueryStages = 1;
   static constexpr int kKeyStages = 2;
@@ -136,11 +152,13 @@ struct TmaConfigDim256 {
 template <typename T, typename Config>
 struct TmaKernelTraits : Config {
   using Element = T;
+  using Config::kAlternates;
   using Config::kConsumerWarpgroups;
   using Config::kFloat8Cache;
   using Config::kHeadDim;
   using Config::kKeyStages;
   using Config::kQueryStages;
+  using Config::kRowWarpgroups;
   using Config::kTileKeys;
   using Config::kTileStages;
   using Config::kValueStages;
@@ -149,10 +167,13 @@ struct TmaKernelTraits : Config {
   // convert in a quarter of the instructions that bfloat16 takes. Keys have to be in the dtype of Q.
   using ValueElement = std::conditional_t<kFloat8Cache, __half, T>;
 
-  static constexpr bool kHasL2Policy = kConsumerWarpgroups == 1 && !kFloat8Cache;  // see TmaKvWarp::L2Policy
+  static constexpr bool kHasL2Policy =
+      (kConsumerWarpgroups == 1 || kAlternates) && !kFloat8Cache;  // see TmaKvWarp::L2Policy
+  // Whether one CTA takes all splits of its rows where SplitKvPolicy::FillCtas says so.
+  static constexpr bool kFillsCtas = kHeadDim == 128 && kConsumerWarpgroups < 3 && !kFloat8Cache;
   static constexpr int kWarpgroupThreads = 128;
   static constexpr int kThreads = (Config::kProducerWarpgroups + kConsumerWarpgroups) * kWarpgroupThreads;
-  static constexpr int kRows = kConsumerWarpgroups * 64;  // of a work tile
+  static constexpr int kRows = kRowWarpgroups * 64;  // of a work tile
   // Warps that read what the scheduler warp describes: with those that load.
   static constexpr int kTileReaders = kConsumerWarpgroups * 4 + Config::kProducerWarpgroups * 3;
   static constexpr int kKvStages = kKeyStages + kValueStages;
@@ -191,7 +212,7 @@ struct TmaKernelTraits : Config {
   // A work tile, as the scheduler warp describes it to the other warps.
   struct alignas(8) TileStage {
     Rows rows;
-    KeyTileRange warpgroups[kConsumerWarpgroups];
+    KeyTileRange warpgroups[kRowWarpgroups];
     int first_key_tile, last_key_tile;  // that some row of the work tile sees
     int key_tiles;                      // their number; 0: there are no more work tiles
     bool invalid_page;                  // a page number of the sequence is out of range; known at `checked`
@@ -205,11 +226,14 @@ struct TmaKernelTraits : Config {
     float row_sums[2];  // written and never read: see TmaConsumer::ComputeIntraWarpgroup
     TileStage tiles[kTileStages];
     typename Scheduler::Storage scheduler;
-    StageBarriers q_barriers[kQueryStages][kConsumerWarpgroups];
+    StageBarriers q_barriers[kQueryStages][kRowWarpgroups];
     StageBarriers kv_barriers[kKvStages];
     StageBarriers tile_barriers[kTileStages];
     StageBarriers checked_barriers[kTileStages];  // full: TileStage::invalid_page is known
-    StageBarriers unmasked_values;                // full: a tile of V has arrived whose unseen rows must be cleared
+    // Of Traits::kAlternates. Full: see TmaConsumer::Store; and a warpgroup has seen all of its work tile's keys, or
+    // values, arrive.
+    StageBarriers accumulated, keys_seen, values_seen;
+    StageBarriers unmasked_values;  // full: a tile of V has arrived whose unseen rows must be cleared
   };
 
   // Behind it, with a float8 cache: tiles as they are in the cache.
@@ -247,7 +271,7 @@ struct TmaCta {
   const int thread = static_cast<int>(threadIdx.x) % Traits::kWarpgroupThreads;  // in the warpgroup
   const int lane = static_cast<int>(threadIdx.x) % 32;
 
-  const Pipeline<typename Traits::QueryState, Traits::kConsumerWarpgroups> query;  // a part for each warpgroup's rows
+  const Pipeline<typename Traits::QueryState, Traits::kRowWarpgroups> query;  // a part for each warpgroup's rows
   const Pipeline<typename Traits::KeyState> keys;
   const Pipeline<typename Traits::ValueState> values;
   const Pipeline<typename Traits::TileState> tiles;

@@ -77,6 +77,10 @@ struct SplitKvPolicy {
   unsigned one_tile_splits;  // SplitsFor(1, kv_heads)
   int max_decode_tokens;
   int max_tokens;  // new tokens of a sequence; longer ones are invalid, as trees may be
+  // For FillCtas; `ctas` is 0 where it does not apply: with more than 32 sequences, or without room for a work tile's
+  // accumulator for each CTA.
+  unsigned ctas;       // of the persistent kernel
+  unsigned tile_rows;  // of its work tiles
 
 #ifdef __CUDACC__
   __device__ KvSplits Of(int q_len, int context_len) const {
@@ -86,6 +90,24 @@ struct SplitKvPolicy {
     if (count < 2) return {1, 0, 0};
     const unsigned length = tiles / count;
     return {static_cast<int>(count), static_cast<int>(length), static_cast<int>(tiles - length * count)};
+  }
+#endif
+#ifdef __CUDACC__
+  // Whether work tiles that are not split keep all CTAs busy nearly to the end, so that cross-CTA splits would only
+  // cost their accumulators' way through memory. By a warp, a sequence of the prefill path to a lane, with q_len 0
+  // where it has none.
+  __device__ bool FillCtas(int q_len, int context_len) const {
+    if (ctas == 0) return false;
+    const unsigned row_tiles = (static_cast<unsigned>(q_len * group) + tile_rows - 1) / tile_rows * kv_heads;
+    const bool has_keys = row_tiles > 0 && context_len > 0 && q_len <= max_tokens;
+    const unsigned tiles = has_keys ? tile_keys.Divide(static_cast<unsigned>(context_len) - 1) + 1 : 0;
+    constexpr unsigned kMost = 1u << 18;  // no overflow below
+    const unsigned all = __reduce_add_sync(~0u, row_tiles < kMost ? row_tiles : kMost);
+    const unsigned longest = __reduce_max_sync(~0u, tiles);
+    if (longest >= 1u << 13 || all >= 1u << 13) return false;
+    const unsigned work = __reduce_add_sync(~0u, row_tiles * tiles);
+    const unsigned rounds = (all + ctas - 1) / ctas;
+    return uint64_t{rounds * longest} * ctas * 7 <= uint64_t{work} * 8;
   }
 #endif
   // The number of splits, 0 or 1 where there are none, of a sequence whose keys are in so many key tiles.
