@@ -20,6 +20,8 @@ NAMES = sorted(tiny.CONFIGS) if os.environ.get("XLA_GPU_TEST_ALL_MODELS") else E
 PROGRAM = """
 import sys
 from tests.vllm import engines, tiny
+from xla_gpu.vllm import layer_operators
+layer_operators.MIN_ROWS = 64  # so that steps of prompts have the operators of large steps, and others not
 folder, options = sys.argv[1], eval(sys.argv[2])
 prompts = tiny.prompts((5, 37, 130))
 expected = [tiny.Reference(folder).greedy(prompt, 16) for prompt in prompts]
@@ -58,6 +60,8 @@ PRECISIONS = [
 ROUNDED_PROGRAM = """
 import sys, torch
 from tests.vllm import engines, tiny
+from xla_gpu.vllm import layer_operators
+layer_operators.MIN_ROWS = 64
 folder, options = sys.argv[1], eval(sys.argv[2])
 prompts = tiny.prompts((5, 37, 130))
 llm = engines.make(folder, **options)

@@ -119,26 +119,54 @@ class XlaGpuAttention(AttentionImpl):  # type: ignore[misc]
         num_tokens = query.shape[0]
         if attn_metadata is None:
             return query.reshape(num_tokens, self.num_heads * self.head_size)
-        scales: dict[str, torch.Tensor] = {}
-        if self.float8_cache:
-            scales = {
-                "k_scale": torch.full((1,), layer._k_scale_float, dtype=torch.float32, device=query.device),
-                "v_scale": torch.full((1,), layer._v_scale_float, dtype=torch.float32, device=query.device),
-            }
+        scales = self._scales(layer, query.device)
         if self.stores_keys:
             shape = (num_tokens, self.num_kv_heads, self.head_size)
             xg.reshape_and_cache_(key.view(shape), value.view(shape), kv_cache, attn_metadata.slot_mapping, **scales)
+        return self._attend(query.view(num_tokens, self.num_heads, self.head_size), kv_cache, attn_metadata, scales)
+
+    def forward_projected(
+        self,
+        layer: Any,
+        qkv: torch.Tensor,
+        positions: torch.Tensor,
+        table: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: StepMetadata,
+        **rotation: Any,
+    ) -> torch.Tensor:
+        """T[num_tokens, num_heads * head_size] from the projection itself, T[num_tokens, heads of all three].
+
+        ``rotation``: options of xla_gpu.torch.rotary_and_cache_, as ``table`` is its.
+        """
+        scales = self._scales(layer, qkv.device)
+        slots = attn_metadata.slot_mapping
+        query = xg.rotary_and_cache_(qkv, positions, table, kv_cache, slots, **scales, **rotation)
+        return self._attend(query, kv_cache, attn_metadata, scales)
+
+    def _scales(self, layer: Any, device: torch.device) -> dict[str, torch.Tensor]:
+        """Of a float8 cache."""
+        if not self.float8_cache:
+            return {}
+        return {
+            "k_scale": torch.full((1,), layer._k_scale_float, dtype=torch.float32, device=device),
+            "v_scale": torch.full((1,), layer._v_scale_float, dtype=torch.float32, device=device),
+        }
+
+    def _attend(
+        self, query: torch.Tensor, kv_cache: torch.Tensor, step: StepMetadata, scales: dict[str, torch.Tensor]
+    ) -> torch.Tensor:
         attended = xg.paged_attention(
-            query.view(num_tokens, self.num_heads, self.head_size),
+            query,
             kv_cache,
-            attn_metadata.context_lens,
-            attn_metadata.block_tables,
-            attn_metadata.query_start_loc,
-            attn_metadata.num_seqs,
+            step.context_lens,
+            step.block_tables,
+            step.query_start_loc,
+            step.num_seqs,
             scale=self.scale,
             sliding_window=self.sliding_window,
             soft_cap=self.soft_cap,
             sinks=None if self.sinks is None else self.sinks.float(),
             **scales,
         )
-        return attended.reshape(num_tokens, self.num_heads * self.head_size)
+        return attended.reshape(query.shape[0], self.num_heads * self.head_size)

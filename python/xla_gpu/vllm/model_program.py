@@ -11,7 +11,7 @@ from torch import nn
 from vllm.config import VllmConfig
 from vllm.forward_context import set_forward_context
 
-from . import tensor_parallel
+from . import layer_operators, tensor_parallel
 from .attention import StepMetadata
 from .block_tables import BlockTables
 from .buckets import logits_rows
@@ -41,7 +41,7 @@ class ModelPrograms:
         self._device = device
         # A program over several devices takes its parameters as they are.
         divided = tensor_parallel.active() is not None
-        self._norms = None if divided else NormWeights(model)
+        self._norms = None if divided else NormWeights(model, layer_operators.head_norms(model))
         # Over several devices the rows of attention, which the program returns, would have to be gathered.
         self._last_layer = None if divided else LastLayer.of(model)
         self._programs: dict[StepLayout, Program] = {}
@@ -55,7 +55,7 @@ class ModelPrograms:
         def step(
             packed: torch.Tensor, last: torch.Tensor, tables: torch.Tensor, *_: torch.Tensor
         ) -> list[torch.Tensor]:
-            with contextlib.nullcontext() if self._norms is None else self._norms.sliced():
+            with self._norm_weights(layout.num_tokens):
                 return self._step(layout, packed, last, tables)
 
         program = self._programs[layout] = Program(
@@ -141,9 +141,15 @@ class ModelPrograms:
         with (
             self._forward(attended.shape[0], None),
             self._last_layer.rows(lambda _: attended, lambda _: residual),
-            contextlib.nullcontext() if self._norms is None else self._norms.sliced(),
+            self._norm_weights(attended.shape[0]),
         ):
             return self._model.compute_logits(self._model(input_ids=unused, positions=unused))
+
+    def _norm_weights(self, num_tokens: int) -> contextlib.AbstractContextManager[None]:
+        """Slices of one array for XLA's norms, which read them as they are; this library's would have them copied."""
+        if self._norms is None or num_tokens >= layer_operators.MIN_ROWS:
+            return contextlib.nullcontext()
+        return self._norms.sliced()
 
     def _forward(self, num_tokens: int, metadata: dict[str, StepMetadata] | None) -> Any:
         """The context that vLLM's models are called in."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import nn
@@ -13,13 +13,14 @@ from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
 class NormWeights:
     """The weights of a model's norms, one behind the other in one array for each dtype."""
 
-    def __init__(self, model: nn.Module) -> None:
-        """Packs them. The model keeps parameters of its own, which take next to no memory."""
+    def __init__(self, model: nn.Module, left_out: Iterable[nn.Module] = ()) -> None:
+        """Packs them but for those left out. The model keeps parameters of its own, which take next to no memory."""
+        others = set(left_out)
         self._norms: list[tuple[nn.Module, nn.Parameter, int]] = []  # where the weight begins in its dtype's array
         sizes: dict[torch.dtype, int] = {}
         for module in model.modules():
             weight = module._parameters.get("weight") if isinstance(module, (RMSNorm, GemmaRMSNorm)) else None
-            if weight is not None:
+            if weight is not None and module not in others:
                 begin = sizes.setdefault(weight.dtype, 0)
                 sizes[weight.dtype] = begin + weight.numel()
                 self._norms.append((module, weight, begin))

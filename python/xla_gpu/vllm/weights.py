@@ -10,7 +10,7 @@ from vllm.model_executor.model_loader import get_model_loader
 from vllm.model_executor.model_loader.utils import initialize_model, process_weights_after_loading
 from vllm.utils.torch_utils import set_default_torch_dtype
 
-from . import divided_layers, tensor_parallel
+from . import divided_layers, layer_operators, tensor_parallel
 
 # vLLM's range of random weights (load format "dummy").
 _DUMMY_RANGE = 1e-3
@@ -23,8 +23,15 @@ def load_model(config: VllmConfig, device: torch.device) -> nn.Module:
     # vLLM's loaders copy into slices of parameters, layer by layer: on the host that is done in place.
     config.load_config.device = "cpu"
     model = get_model_loader(config.load_config).load_model(vllm_config=config, model_config=config.model_config)
+    take_operators(model, config)
     move(model, device)
     return model
+
+
+def take_operators(model: nn.Module, config: VllmConfig) -> None:
+    """Has the layers use this library's operators, unless they are divided over several devices."""
+    if tensor_parallel.active() is None:
+        layer_operators.take(model, config.model_config.max_model_len)
 
 
 def move(model: nn.Module, device: torch.device, random: bool = False) -> None:
@@ -80,6 +87,7 @@ def _random_model(config: VllmConfig, device: torch.device) -> nn.Module:
     with set_default_torch_dtype(config.model_config.dtype), torch.device("cpu"):
         model = initialize_model(vllm_config=config, model_config=config.model_config)
         process_weights_after_loading(model, config.model_config, torch.device("cpu"))
+    take_operators(model, config)
     torch_xla.manual_seed(config.model_config.seed)
     move(model, device, random=True)
     return model.eval()
