@@ -252,7 +252,18 @@ def test_memory_is_left_to_compile_in(monkeypatch):
     monkeypatch.setattr(
         "torch_xla.core.xla_model.get_memory_info", lambda _: {"bytes_limit": 100 << 30, "bytes_used": 20 << 30}
     )
-    assert memory.for_kv_caches(config, torch.device("cpu")) <= (80 << 30) - 2 * head
+    available = memory.for_kv_caches(config, torch.device("cpu"))
+    assert available <= (80 << 30) - 2 * head
+
+    # What is held in one piece meanwhile is part of what is used, and counts once.
+    assert memory.for_kv_caches(config, torch.device("cpu"), held=1 << 30) == available + (1 << 30)
+    model.get_vocab_size = lambda: 1000
+    room = memory.Room(config, torch_xla.device())
+    assert room.bytes == max(memory.step_bytes(config), memory.timing_bytes(config))
+    room.give_back()
+    assert room.bytes == 0
+    config.cache_config.kv_cache_memory_bytes = 1 << 26  # the pool grows as it is needed
+    assert memory.Room(config, torch_xla.device()).bytes == 0
 
 
 def test_caches_of_one_form_lie_in_one_tensor(monkeypatch):

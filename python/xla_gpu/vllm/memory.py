@@ -44,8 +44,49 @@ def keep_activations(environ: MutableMapping[str, str]) -> None:
         environ["XLA_FLAGS"] = f"{flags} {_DISABLED_PASSES}=rematerialization".strip()
 
 
-def for_kv_caches(config: Any, device: torch.device) -> int:
+class Room:
+    """Memory in one piece for what steps compute and for what XLA times its kernels on, held while the engine starts.
+
+    Weights and KV caches are allocated beside it. Without it they could leave its size free in pieces, of which none
+    holds the largest operand of a product; the start would fail.
+    """
+
+    def __init__(self, config: Any, device: torch.device) -> None:
+        """Takes it, where the KV caches are to fill the pool."""
+        import torch_xla
+        import torch_xla.core.xla_model as xm
+
+        self._held: torch.Tensor | None = None
+        fills = config.cache_config.kv_cache_memory_bytes is None and os.environ.get("PJRT_DEVICE", "").upper() == "GPU"
+        if fills and tensor_parallel.active() is None:
+            size = max(step_bytes(config), timing_bytes(config))
+            limit = int(xm.get_memory_info(device)["bytes_limit"])
+            if size < limit // 2:  # else the weights do not fit either, and the error is theirs
+                self._held = torch.zeros(size, dtype=torch.int8, device=device)
+                torch_xla.sync()
+                xm.wait_device_ops()
+
+    @property
+    def bytes(self) -> int:
+        """How much is held."""
+        return 0 if self._held is None else self._held.numel()
+
+    def give_back(self) -> None:
+        """Frees it, as soon as the device has allocated all that was made before."""
+        import torch_xla.core.xla_model as xm
+
+        if self._held is not None:
+            xm.wait_device_ops()
+        self._held = None
+
+
+def for_kv_caches(config: Any, device: torch.device, held: int = 0) -> int:
     """Bytes for KV caches, of all devices: what the pool has left beside the weights and what steps compute.
+
+    Args:
+      config: vLLM's.
+      device: an XLA device.
+      held: bytes of the pool that are free as soon as the caches exist, see Room.
 
     Raises:
       ValueError: nothing is left.
@@ -60,7 +101,7 @@ def for_kv_caches(config: Any, device: torch.device) -> int:
         return int(float(os.environ.get("VLLM_CPU_KVCACHE_SPACE") or _CPU_GIB) * _GIB)
     if devices is None:
         info = xm.get_memory_info(device)
-        limit, used = int(info["bytes_limit"]), int(info["bytes_used"])
+        limit, used = int(info["bytes_limit"]), int(info["bytes_used"]) - held
     else:
         limit, used = tensor_parallel.pool_bytes(os.environ), devices.bytes_per_device
     steps = max(step_bytes(config), timing_bytes(config))

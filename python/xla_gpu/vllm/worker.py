@@ -56,6 +56,7 @@ class Worker(WorkerBase):  # type: ignore[misc]
 
     def load_model(self) -> None:
         """Loads the weights."""
+        self._room = memory.Room(self.vllm_config, self.device)
         self.model_runner.load_model()
 
     def get_model(self) -> Any:
@@ -70,11 +71,12 @@ class Worker(WorkerBase):  # type: ignore[misc]
 
     def determine_available_memory(self) -> int:
         """Bytes for KV caches."""
-        return memory.for_kv_caches(self.vllm_config, self.device)
+        return memory.for_kv_caches(self.vllm_config, self.device, self._room.bytes)
 
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
         """Makes the caches."""
         self.model_runner.initialize(kv_cache_config)
+        self._room.give_back()
 
     def initialize_cache(self, num_gpu_blocks: int, num_cpu_blocks: int) -> None:
         """Notes the caches' size."""
