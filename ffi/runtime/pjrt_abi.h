@@ -67,6 +67,7 @@ inline constexpr size_t kClientBufferFromHostBuffer = 22;
 inline constexpr size_t kDeviceDescriptionKind = 26;
 inline constexpr size_t kDeviceGetDescription = 29;
 inline constexpr size_t kExecutableDestroy = 40;
+inline constexpr size_t kExecutableOptimizedProgram = 48;
 inline constexpr size_t kExecutableSerialize = 49;
 inline constexpr size_t kLoadedExecutableGetExecutable = 51;
 inline constexpr size_t kLoadedExecutableExecute = 55;
@@ -203,6 +204,13 @@ struct ExecutableDestroyArgs {
   Extension* extension_start;
   void* executable;
   uint64_t room[8];
+};
+
+struct ExecutableOptimizedProgramArgs {
+  size_t struct_size;
+  Extension* extension_start;
+  const void* executable;
+  Program* program;  // without code: the plug-in says how much room it takes
 };
 
 struct ExecutableSerializeArgs {

@@ -4,6 +4,7 @@
 //  - Compiled executables can be kept in files, see executable_cache.h.
 //  - Structures that later versions of the API appended to are passed on in a larger, zero-filled copy: newer plug-ins
 //    refuse the smaller ones ("expected 112, got 80").
+//  - Of an executable's optimised HLO it gets parameters and result alone, see program_interface.h.
 //  - The thread's current CUDA device stays what it was when a client starts, where the process uses it.
 //  - Device memory of another framework enters and leaves as buffers: shared_buffers.h.
 // All else is the plug-in's own.
@@ -11,6 +12,7 @@
 #include <cstring>
 #include <mutex>
 #include <string>
+#include <string_view>
 
 #include "ffi/runtime/device.h"
 #include "ffi/runtime/direct_launch.h"
@@ -18,6 +20,7 @@
 #include "ffi/runtime/executable_cache.h"
 #include "ffi/runtime/pjrt_abi.h"
 #include "ffi/runtime/pjrt_plugin.h"
+#include "ffi/runtime/program_interface.h"
 #include "ffi/runtime/shared_buffers.h"
 #include "ffi/runtime/xla_gpu.h"
 
@@ -108,6 +111,48 @@ void* DeserializeAndLoad(void* args) {
   return CallWithGrownArgs<kExecutableDeserializeAndLoad>(args);
 }
 
+// What the thread was told the size of, and gets with its next call.
+struct PreparedProgram {
+  const void* executable = nullptr;
+  std::string bytes;
+};
+thread_local PreparedProgram prepared_program;
+
+// Callers ask for the size first, and for the bytes then.
+void* OptimizedProgram(void* untyped) {
+  auto* args = static_cast<ExecutableOptimizedProgramArgs*>(untyped);
+  const Entry entry = real_api->entries()[kExecutableOptimizedProgram];
+  if (args->struct_size < sizeof *args || args->program == nullptr) return entry(args);
+  Program* const program = args->program;
+  PreparedProgram& prepared = prepared_program;
+  if (program->code != nullptr) {
+    if (prepared.executable != args->executable || program->code_size < prepared.bytes.size()) return entry(args);
+    std::memcpy(const_cast<char*>(program->code), prepared.bytes.data(), prepared.bytes.size());
+    program->code_size = prepared.bytes.size();
+    prepared = {};
+    return nullptr;
+  }
+  prepared = {};
+  if (void* error = entry(args)) return error;
+  try {
+    std::string whole(program->code_size, 0);
+    Program filled = *program;
+    filled.code = whole.data();
+    args->program = &filled;
+    const Error error = TakeError(*real_api, entry(args));
+    args->program = program;
+    const std::string_view format(filled.format, filled.format_size);
+    if (error.ok() && format == "hlo_with_config" && InterfaceOfProgram(whole, &prepared.bytes)) {
+      prepared.executable = args->executable;
+      program->code_size = prepared.bytes.size();
+    }
+  } catch (...) {  // no memory: the whole module, as the plug-in said
+    args->program = program;
+    prepared.executable = nullptr;
+  }
+  return nullptr;
+}
+
 // The adapter's table in front of `api`.
 const Api* MakeTable(const Api& api, const std::string& path) {
   const size_t words = api.struct_size / sizeof(void*);
@@ -123,6 +168,7 @@ const Api* MakeTable(const Api& api, const std::string& path) {
   replace(kClientCompile, Compile);
   replace(kLoadedExecutableExecute, Execute);
   replace(kExecutableDeserializeAndLoad, DeserializeAndLoad);
+  replace(kExecutableOptimizedProgram, OptimizedProgram);
   replace(kExecutableGetCompiledMemoryStats, CallWithGrownArgs<kExecutableGetCompiledMemoryStats>);
   if (BufferViewsUse(api)) {
     replace(kClientBufferFromHostBuffer, SharedBufferFromHostBuffer);

@@ -2,8 +2,9 @@
 // several versions do, and remembers what it was given. FAKE_PJRT chooses: "old" (PJRT API 0.50), "major" (1.112),
 // "short" (a table that ends early), "null" (no table), "bare" (no extensions), "circle" (extensions in a circle),
 // "unserialisable" (executables cannot be serialised), "refusing" (nor loaded), "failing" (what is computed cannot be
-// read), "slow" (an execution takes 0.3 s), else a sound one. Its executables are texts, which return copies of their
-// first arguments, as many results as fake_pjrt_set_results says. FAKE_KIND is the kind of its only device.
+// read), "slow" (an execution takes 0.3 s), "mlir" (optimised programs in that format), else a sound one. Its
+// executables are texts, which return copies of their first arguments, as many results as fake_pjrt_set_results says;
+// their optimised program is what fake_pjrt_set_program says. FAKE_KIND is the kind of its only device.
 #include <atomic>
 #include <chrono>
 #include <cstdlib>
@@ -147,6 +148,21 @@ void* GetExecutable(void* untyped) {
 void* DestroyExecutable(void* untyped) {
   delete static_cast<std::string*>(static_cast<pjrt::ExecutableDestroyArgs*>(untyped)->executable);
   --live_executables;
+  return nullptr;
+}
+
+std::string optimized_program;
+
+void* OptimizedProgram(void* untyped) {
+  pjrt::Program* const program = static_cast<pjrt::ExecutableOptimizedProgramArgs*>(untyped)->program;
+  program->format = IsMode("mlir") ? "mlir" : "hlo_with_config";
+  program->format_size = std::strlen(program->format);
+  if (program->code == nullptr) {
+    program->code_size = optimized_program.size();
+    return nullptr;
+  }
+  if (program->code_size < optimized_program.size()) return MakeError("too small a buffer for the program");
+  std::memcpy(const_cast<char*>(program->code), optimized_program.data(), optimized_program.size());
   return nullptr;
 }
 
@@ -310,6 +326,10 @@ extern "C" __attribute__((visibility("default"))) const char* fake_pjrt_register
 
 extern "C" __attribute__((visibility("default"))) void fake_pjrt_set_results(size_t results) { num_results = results; }
 
+extern "C" __attribute__((visibility("default"))) void fake_pjrt_set_program(const char* bytes, size_t size) {
+  optimized_program.assign(bytes, size);
+}
+
 // The memory of the last execution's arguments; returns their number, at most `capacity`.
 extern "C" __attribute__((visibility("default"))) size_t fake_pjrt_executed(const void** data, size_t capacity) {
   const size_t count = executed.size() < capacity ? executed.size() : capacity;
@@ -352,6 +372,7 @@ extern "C" __attribute__((visibility("default"))) const void* GetPjrtApi() {
   table.entries[pjrt::kClientCompile] = Compile;
   table.entries[pjrt::kLoadedExecutableGetExecutable] = GetExecutable;
   table.entries[pjrt::kExecutableDestroy] = DestroyExecutable;
+  table.entries[pjrt::kExecutableOptimizedProgram] = OptimizedProgram;
   table.entries[pjrt::kExecutableSerialize] = Serialize;
   table.entries[pjrt::kExecutableDeserializeAndLoad] = DeserializeAndLoad;
   table.entries[pjrt::kExecutableGetCompiledMemoryStats] = GetCompiledMemoryStats;
