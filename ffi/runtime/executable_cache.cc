@@ -141,28 +141,68 @@ std::string ExecutableCache::Key(const ClientCompileArgs& args) const {
   return key;
 }
 
-bool ExecutableCache::Load(const std::string& file, const std::string& key, ClientCompileArgs* args) const {
+void* ExecutableCache::LoadFile(const std::string& file, void* client, const std::string* expected,
+                                std::string* key) const {
   std::string contents;
-  if (!ReadFile(file, &contents)) return false;
+  if (!ReadFile(file, &contents)) return nullptr;
   Header header = {};
   if (contents.size() >= sizeof header) std::memcpy(&header, contents.data(), sizeof header);
   const std::string_view body = std::string_view(contents).substr(contents.size() < sizeof header ? 0 : sizeof header);
   if (std::memcmp(header.magic, kMagic, sizeof kMagic) != 0 || header.key_size > body.size() ||
       header.executable_size != body.size() - header.key_size || header.checksum != Hash(body)) {
     ++unusable;
-    return false;
+    return nullptr;
   }
-  if (body.substr(0, header.key_size) != key) return false;  // another program with the same hash
+  const std::string_view found = body.substr(0, header.key_size);
+  if (expected != nullptr && found != *expected) return nullptr;  // another program with the same hash
+  if (key != nullptr) *key = found;
   DeserializeAndLoadArgs load = {};
-  load.client = args->client;
+  load.client = client;
   load.bytes = body.data() + header.key_size;
   load.num_bytes = header.executable_size;
-  if (!Call(kExecutableDeserializeAndLoad, &load) || load.loaded_executable == nullptr) {
-    ++unusable;
-    return false;
+  if (Call(kExecutableDeserializeAndLoad, &load) && load.loaded_executable != nullptr) return load.loaded_executable;
+  ++unusable;
+  return nullptr;
+}
+
+bool ExecutableCache::Load(const std::string& file, const std::string& key, ClientCompileArgs* args) const {
+  void* const found = LoadFile(file, args->client, &key, nullptr);
+  if (found != nullptr) args->executable = found;
+  return found != nullptr;
+}
+
+void ExecutableCache::NoteUsed(const std::string& file) const {
+  std::lock_guard<std::mutex> lock(used_mutex_);
+  used_.push_back(std::filesystem::path(file).filename());
+}
+
+std::vector<std::string> ExecutableCache::UsedFiles() {
+  std::lock_guard<std::mutex> lock(used_mutex_);
+  return used_;
+}
+
+void ExecutableCache::StartPreloading(const std::vector<std::string>& names, int threads) {
+  FinishPreloading();
+  const std::string folder(Environment(kExecutableCacheVariable));
+  void* client = nullptr;
+  {
+    std::lock_guard<std::mutex> lock(used_mutex_);
+    client = client_;
   }
-  args->executable = load.loaded_executable;
-  return true;
+  if (folder.empty() || client == nullptr) return;
+  std::vector<std::string> files;
+  for (const std::string& name : names) files.push_back(folder + "/" + name);
+  preloaded_.Start(files, threads, [this, client](const std::string& file, std::string* key) {
+    return LoadFile(file, client, nullptr, key);
+  });
+}
+
+void ExecutableCache::FinishPreloading() {
+  for (void* const executable : preloaded_.Finish()) {
+    ExecutableDestroyArgs destroy = {};
+    destroy.executable = executable;
+    Call(kLoadedExecutableDestroy, &destroy);
+  }
 }
 
 bool ExecutableCache::Store(const std::string& folder, const std::string& file, const std::string& key,
@@ -197,7 +237,11 @@ void* ExecutableCache::CompileAndStore(const std::string& folder, const std::str
   if (void* error = api_.entries()[kClientCompile](args)) return error;
   if (folder.empty()) return nullptr;
   ++compiled;
-  if (Store(folder, FileName(folder, key), key, args->executable)) ++stored;
+  const std::string file = FileName(folder, key);
+  if (Store(folder, file, key, args->executable)) {
+    ++stored;
+    NoteUsed(file);
+  }
   return nullptr;
 }
 
@@ -233,13 +277,23 @@ void* ExecutableCache::CompileWithOptions(ClientCompileArgs* args) {
   }
   const std::string key = Key(*args);
   if (key.empty()) return compile(args);
+  {
+    std::lock_guard<std::mutex> lock(used_mutex_);
+    client_ = args->client;
+  }
   if (void* ready = recorded_.Take(key)) {
     args->executable = ready;
     return nullptr;
   }
-  if (!folder.empty() && Load(FileName(folder, key), key, args)) {
-    ++loaded;
-    return nullptr;
+  if (!folder.empty()) {
+    const std::string file = FileName(folder, key);
+    void* const preloaded = preloaded_.Take(file, key);
+    if (preloaded != nullptr) args->executable = preloaded;
+    if (preloaded != nullptr || Load(file, key, args)) {
+      ++loaded;
+      NoteUsed(file);
+      return nullptr;
+    }
   }
   if (recorded_.Record(key, *args)) {
     // An error must be one of the plug-in's own. Every plug-in refuses a format that it does not know.

@@ -7,8 +7,10 @@
 #include <cstdint>
 #include <mutex>
 #include <string>
+#include <vector>
 
 #include "ffi/runtime/pjrt_abi.h"
+#include "ffi/runtime/preloaded_executables.h"
 #include "ffi/runtime/recorded_programs.h"
 
 namespace xla_gpu::pjrt {
@@ -39,6 +41,12 @@ class ExecutableCache {
   // CompileOptionsProto, so that appended fields take the place of single ones and are added to lists and maps.
   void SetAppendedOptions(std::string bytes);
 
+  // Begins to load files of the folder in threads, see preloaded_executables.h: for the client that has compiled last.
+  void StartPreloading(const std::vector<std::string>& names, int threads);
+  void FinishPreloading();
+  // Names of the files that compilations of this process took executables from, or wrote.
+  std::vector<std::string> UsedFiles();
+
   // See recorded_programs.h.
   void SetRecording(bool recording) { recorded_.SetRecording(recording); }
   size_t StartRecorded(int threads);
@@ -50,6 +58,10 @@ class ExecutableCache {
   // What names the executable, or nothing where the plug-in does not tell.
   std::string Key(const ClientCompileArgs& args) const;
   bool Load(const std::string& file, const std::string& key, ClientCompileArgs* args) const;
+  // The executable in a file, and what it is kept under. Null, and counted as unusable, where the file is damaged or
+  // refused by the plug-in; where `expected` is given, null too where the file is of something else.
+  void* LoadFile(const std::string& file, void* client, const std::string* expected, std::string* key) const;
+  void NoteUsed(const std::string& file) const;
   bool Store(const std::string& folder, const std::string& file, const std::string& key, void* loaded) const;
   // Compiles, and stores in the folder unless that is empty.
   void* CompileAndStore(const std::string& folder, const std::string& key, ClientCompileArgs* args) const;
@@ -60,6 +72,10 @@ class ExecutableCache {
   const Api& api_;
   std::string plugin_;  // version, size and time
   RecordedPrograms recorded_;
+  PreloadedExecutables preloaded_;
+  mutable std::mutex used_mutex_;  // of what follows
+  mutable std::vector<std::string> used_;
+  void* client_ = nullptr;
   std::mutex options_mutex_;  // of what follows
   std::string appended_options_;
 };

@@ -69,6 +69,7 @@ inline constexpr size_t kDeviceGetDescription = 29;
 inline constexpr size_t kExecutableDestroy = 40;
 inline constexpr size_t kExecutableOptimizedProgram = 48;
 inline constexpr size_t kExecutableSerialize = 49;
+inline constexpr size_t kLoadedExecutableDestroy = 50;
 inline constexpr size_t kLoadedExecutableGetExecutable = 51;
 inline constexpr size_t kLoadedExecutableExecute = 55;
 inline constexpr size_t kExecutableDeserializeAndLoad = 56;
@@ -199,6 +200,7 @@ struct LoadedExecutableGetExecutableArgs {
   uint64_t room[8];
 };
 
+// Of a loaded executable, too.
 struct ExecutableDestroyArgs {
   size_t struct_size;
   Extension* extension_start;

@@ -11,8 +11,10 @@
 #include <cstdlib>
 #include <cstring>
 #include <mutex>
+#include <sstream>
 #include <string>
 #include <string_view>
+#include <vector>
 
 #include "ffi/runtime/device.h"
 #include "ffi/runtime/direct_launch.h"
@@ -306,6 +308,39 @@ extern "C" const char* xla_gpu_finish_recorded(int32_t drop, int64_t* waiting) {
     *waiting = executable_cache == nullptr ? 0 : static_cast<int64_t>(executable_cache->FinishRecorded(drop != 0));
     return {};
   }));
+}
+
+extern "C" const char* xla_gpu_preload_executables(const char* names, int32_t threads) {
+  using xla_gpu::Error;
+  return xla_gpu::Report(xla_gpu::Guarded("xla_gpu_preload_executables", [&]() -> Error {
+    using namespace xla_gpu::pjrt;
+    if (executable_cache == nullptr) return {};
+    std::vector<std::string> listed;
+    std::istringstream lines(names == nullptr ? "" : names);
+    for (std::string name; std::getline(lines, name);) {
+      // Files of the folder alone.
+      if (!name.empty() && name.find('/') == std::string::npos) listed.push_back(name);
+    }
+    if (listed.empty()) {
+      executable_cache->FinishPreloading();
+    } else {
+      executable_cache->StartPreloading(listed, threads);
+    }
+    return {};
+  }));
+}
+
+extern "C" const char* xla_gpu_used_executables(void) {
+  thread_local std::string text;
+  try {
+    text.clear();
+    if (xla_gpu::pjrt::executable_cache != nullptr) {
+      for (const std::string& name : xla_gpu::pjrt::executable_cache->UsedFiles()) text.append(name).append("\n");
+    }
+    return text.c_str();
+  } catch (...) {  // no memory
+    return "";
+  }
 }
 
 // The entry point of a PJRT plug-in. Never null.

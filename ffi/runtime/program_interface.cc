@@ -69,7 +69,7 @@ class Fields {
 
   bool ok() const { return ok_; }
   uint32_t number() const { return number_; }
-  uint64_t value() const { return value_; }             // of a varint
+  uint64_t value() const { return value_; }              // of a varint
   std::string_view content() const { return content_; }  // of bytes, a text or a message
   std::string_view whole() const { return whole_; }      // as it stands in the message
 

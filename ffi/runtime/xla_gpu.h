@@ -141,6 +141,15 @@ XLA_GPU_EXPORT void xla_gpu_record_programs(int32_t on);
 XLA_GPU_EXPORT const char* xla_gpu_compile_recorded(int32_t threads, int64_t* programs);
 XLA_GPU_EXPORT const char* xla_gpu_finish_recorded(int32_t drop, int64_t* waiting);
 
+// Begins to load these files of the cache's folder, names with line feeds between them, in threads, for the client that
+// has compiled last: compilations of their programs take the executables from there. Without names the threads are
+// ended, and what nobody took is freed; this must be done before main() ends. Without an adapter nothing happens.
+XLA_GPU_EXPORT const char* xla_gpu_preload_executables(const char* names, int32_t threads);
+
+// Names of the files that compilations of this process took executables from, or wrote, with line feeds between them;
+// for the thread until its next call.
+XLA_GPU_EXPORT const char* xla_gpu_used_executables(void);
+
 // Appends bytes to the options of each program that is compiled through the adapter from now on, a serialised
 // CompileOptionsProto; none: takes that back. Without an adapter nothing happens.
 XLA_GPU_EXPORT const char* xla_gpu_append_compile_options(const char* bytes, size_t size);

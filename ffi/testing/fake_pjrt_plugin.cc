@@ -166,6 +166,11 @@ void* OptimizedProgram(void* untyped) {
   return nullptr;
 }
 
+void* DestroyLoaded(void* untyped) {
+  delete static_cast<std::string*>(static_cast<pjrt::ExecutableDestroyArgs*>(untyped)->executable);
+  return nullptr;
+}
+
 void* Serialize(void* untyped) {
   if (IsMode("unserialisable")) return MakeError("the fake plug-in serialises nothing");
   auto* args = static_cast<pjrt::ExecutableSerializeArgs*>(untyped);
@@ -372,6 +377,7 @@ extern "C" __attribute__((visibility("default"))) const void* GetPjrtApi() {
   table.entries[pjrt::kClientCompile] = Compile;
   table.entries[pjrt::kLoadedExecutableGetExecutable] = GetExecutable;
   table.entries[pjrt::kExecutableDestroy] = DestroyExecutable;
+  table.entries[pjrt::kLoadedExecutableDestroy] = DestroyLoaded;
   table.entries[pjrt::kExecutableOptimizedProgram] = OptimizedProgram;
   table.entries[pjrt::kExecutableSerialize] = Serialize;
   table.entries[pjrt::kExecutableDeserializeAndLoad] = DeserializeAndLoad;

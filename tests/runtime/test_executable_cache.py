@@ -69,12 +69,24 @@ if os.environ.get("RECORD"):
         print(json.dumps({"at_once": texts}))
     assert cdll.xla_gpu_finish_recorded(bool(os.environ.get("DROP")), ct.byref(waiting)) is None
     print(json.dumps({"recorded": recorded, "waiting": waiting.value, "together": plugin.fake_pjrt_compilations()}))
+if os.environ.get("PRELOAD"):
+    compile(b"first")  # the client is known then
+    names = "\\n".join([*os.listdir(os.environ["XLA_GPU_EXECUTABLE_CACHE"]), "missing", "../elsewhere"]).encode()
+    before = counts()
+    assert cdll.xla_gpu_preload_executables(names, int(os.environ["PRELOAD"])) is None
+    if os.environ.get("NONE_IS_TAKEN"):
+        assert cdll.xla_gpu_preload_executables(None, 0) is None
+        assert counts()["loaded"] == before["loaded"]
 if os.environ.get("PROGRAMS_WITHOUT"):
     assert cdll.xla_gpu_append_compile_options(None, 0) is None
 programs = [tuple(part.encode() for part in program) for program in json.loads(os.environ["PROGRAMS"])]
 texts = [compile(*program) for program in programs]
 compilations = plugin.fake_pjrt_compilations()
+assert cdll.xla_gpu_preload_executables(None, 0) is None
 assert plugin.fake_pjrt_live_executables() == 0
+used = cdll.xla_gpu_used_executables().decode().splitlines()
+folder = os.environ["XLA_GPU_EXECUTABLE_CACHE"]
+print(json.dumps({"used": len(set(used)), "exist": all(os.path.isfile(os.path.join(folder, name)) for name in used)}))
 print(json.dumps({"texts": texts, "compilations": compilations, **counts()}))
 """
 
@@ -99,6 +111,20 @@ def start(fake_plugin, tmp_path):
         return found
 
     return run
+
+
+@pytest.mark.parametrize("threads", ["1", "3"])
+def test_kept_executables_are_loaded_before_they_are_needed(start, tmp_path, threads):
+    first = start("first", "a", "b", "c")
+    assert first["used"] == 4 and first["exist"]
+    (tmp_path / "cache" / "damaged").write_bytes(b"damaged")
+    second = start("a", "b", "new", PRELOAD=threads)
+    assert second["texts"] == ["stored compiled a loaded", "stored compiled b loaded", "compiled new"]
+    assert second["used"] == 4 and second["loaded"] == 3 and second["compiled"] == 1  # "first" is loaded before
+    assert start("a", PRELOAD=threads, NONE_IS_TAKEN="yes")["texts"] == ["stored compiled a loaded"]
+    refused = start("a", PRELOAD=threads, FAKE_PJRT="refusing")
+    assert refused["texts"] == ["compiled a"] and refused["compilations"] == 2
+    assert start("a", PRELOAD=threads, FAKE_KIND="another GPU")["texts"] == ["compiled a"]
 
 
 def files(tmp_path: Path) -> list[Path]:

@@ -135,6 +135,8 @@ SIGNATURES = {
     "xla_gpu_append_compile_options": (ct.c_char_p, [ct.c_char_p, ct.c_size_t]),
     "xla_gpu_compile_recorded": (ct.c_char_p, [ct.c_int32, ct.POINTER(ct.c_int64)]),
     "xla_gpu_finish_recorded": (ct.c_char_p, [ct.c_int32, ct.POINTER(ct.c_int64)]),
+    "xla_gpu_preload_executables": (ct.c_char_p, [ct.c_char_p, ct.c_int32]),
+    "xla_gpu_used_executables": (ct.c_char_p, []),
     "xla_gpu_executable_cache_counts": (None, [ct.POINTER(ct.c_int64)]),
     "xla_gpu_launch_record": (None, [ct.c_int32]),
     "xla_gpu_launch_take_recorded": (ct.c_void_p, [ct.POINTER(ct.c_size_t)]),

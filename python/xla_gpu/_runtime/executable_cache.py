@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes as ct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from . import library
@@ -107,6 +107,26 @@ def compile_recorded(threads: int) -> Iterator[int]:
         drop = False
     finally:
         _raise(cdll.xla_gpu_finish_recorded(drop, ct.byref(count)))
+
+
+def preload(names: Sequence[str], threads: int) -> None:
+    """Begins to load these files of the cache's folder in threads; compilations of their programs get what is there.
+
+    To be ended by ``finish_preloading``. It needs the client to have compiled something.
+    """
+    if names:
+        _raise(library.load().cdll.xla_gpu_preload_executables("\n".join(names).encode(), threads))
+
+
+def finish_preloading() -> None:
+    """Ends those threads, and frees the executables that no compilation took."""
+    _raise(library.load().cdll.xla_gpu_preload_executables(None, 0))
+
+
+def used() -> list[str]:
+    """The files that compilations of this process took executables from, or wrote."""
+    names: bytes = library.load().cdll.xla_gpu_used_executables()
+    return names.decode().splitlines()
 
 
 def _raise(error: bytes | None) -> None:

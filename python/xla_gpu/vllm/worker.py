@@ -12,6 +12,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.worker.worker_base import WorkerBase
 
 from . import compile_cache, memory, tensor_parallel
+from .options import Options
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM shows what is below its own name
 
@@ -25,8 +26,10 @@ class Worker(WorkerBase):  # type: ignore[misc]
         memory.set_pool(os.environ, cache.gpu_memory_utilization, cache.kv_cache_memory_bytes)
         memory.keep_activations(os.environ)
         devices = self.parallel_config.tensor_parallel_size
-        if folder := compile_cache.use(os.environ):
+        folder = compile_cache.use(os.environ)
+        if folder is not None:
             logger.info("XLA's choices of kernels are kept in %s", folder)
+        self._last_start = compile_cache.Start(folder, self.vllm_config)
         tensor_parallel.prepare(os.environ, devices)
         # Imported here: the import reads the environment, and starts the client soon after.
         import torch_xla
@@ -57,6 +60,7 @@ class Worker(WorkerBase):  # type: ignore[misc]
     def load_model(self) -> None:
         """Loads the weights."""
         self._room = memory.Room(self.vllm_config, self.device)
+        self._last_start.preload(self.device, Options.of(self.vllm_config).compile_threads)
         self.model_runner.load_model()
 
     def get_model(self) -> Any:
@@ -71,7 +75,8 @@ class Worker(WorkerBase):  # type: ignore[misc]
 
     def determine_available_memory(self) -> int:
         """Bytes for KV caches."""
-        return memory.for_kv_caches(self.vllm_config, self.device, self._room.bytes)
+        available = memory.for_kv_caches(self.vllm_config, self.device, self._room.bytes)
+        return self._last_start.choose_cache_bytes(available)
 
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
         """Makes the caches."""
@@ -86,6 +91,7 @@ class Worker(WorkerBase):  # type: ignore[misc]
     def compile_or_warm_up_model(self) -> None:
         """Compiles all programs."""
         self.model_runner.warm_up()
+        self._last_start.finish()
 
     def execute_model(self, scheduler_output: Any) -> Any:
         """Launches a step's model."""
