@@ -43,14 +43,16 @@ def test_the_next_start_loads_what_this_one_used(preloaded, tmp_path):
     folder = compile_cache.use(environ)
     first = compile_cache.Start(folder, config())
     first.preload(torch_xla.device(), 4)
-    assert first.choose_cache_bytes(1_000_000) == 1_000_000 and preloaded == []
+    size, mib = 100 << 30, 1 << 20
+    assert first.choose_cache_bytes(size) == size and preloaded == []
     first.finish()
     second = compile_cache.Start(folder, config(path="/elsewhere"))
     second.preload(torch_xla.device(), 4)
     assert preloaded == ["finished", (["a", "b"], 4)]
-    # A little more memory is left alone: with other caches no program is the same.
-    assert second.choose_cache_bytes(1_002_000) == 1_000_000
-    for available in (999_999, 1_005_000):
+    # A little more memory, or less, is left alone: with other caches no program is the same.
+    for available in (size - 64 * mib, size + 300 * mib):
+        assert compile_cache.Start(folder, config()).choose_cache_bytes(available) == size
+    for available in (size - 65 * mib, size + 500 * mib):
         assert compile_cache.Start(folder, config()).choose_cache_bytes(available) == available
     for others in ({"max_num_seqs": 9}, {"hidden_size": 65}, {"max_model_len": 128}):
         assert compile_cache.Start(folder, config(**others)).executables == []

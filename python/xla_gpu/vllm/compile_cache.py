@@ -62,8 +62,10 @@ class Start:
       kv_cache_bytes: of its KV caches, whose shape is part of the model's programs; 0: unknown.
     """
 
-    # Memory that differs by less between two starts is not worth other programs.
-    _SAME_SHARE = 1 / 256
+    # Memory that differs by less between two starts is not worth other programs: loading executables takes some, for
+    # example, which compiling does not.
+    _MORE_SHARE = 1 / 256
+    _LESS_BYTES = 64 << 20
 
     def __init__(self, folder: Path | None, config: Any) -> None:
         self._path = None if folder is None else folder / "starts" / f"{configuration_hash(config)}.json"
@@ -83,15 +85,18 @@ class Start:
         import torch
         import torch_xla
 
+        import xla_gpu.torch as xg
+
+        xg.register_targets()  # an executable that calls handlers is loaded where they are known
         torch.zeros(1, device=device)
         torch_xla.sync()  # the adapter knows the client then
         atexit.register(executable_cache.finish_preloading)  # where the start fails
         executable_cache.preload(self.executables, threads)
 
     def choose_cache_bytes(self, available: int) -> int:
-        """Bytes for KV caches: as many as last time, if the available ones are hardly more."""
-        if 0 <= available - self.kv_cache_bytes <= available * self._SAME_SHARE:
-            available = self.kv_cache_bytes
+        """Bytes for KV caches: as many as last time, if the available ones are hardly more or fewer."""
+        if -self._LESS_BYTES <= available - self.kv_cache_bytes <= available * self._MORE_SHARE:
+            available = self.kv_cache_bytes or available
         self.kv_cache_bytes = available
         return available
 

@@ -11,11 +11,12 @@ MAX_COMPILE_THREADS = 64
 
 # XLA uses several cores for a program, for the kernels that it tries; the rest of a compilation takes one.
 _CORES_PER_THREAD = 3
-_MOST_CHOSEN_THREADS = 8
+# More wait for each other's trials of kernels, and for the memory that these take.
+_MOST_CHOSEN_THREADS = 4
 
 
 def default_compile_threads() -> int:
-    """A compile thread for each three processors that this process, or its container, may keep busy; up to 8."""
+    """A compile thread for each three processors that this process, or its container, may keep busy; up to 4."""
     cores: int = library.load().build_info()["host_processors"]
     return max(1, min(cores // _CORES_PER_THREAD, _MOST_CHOSEN_THREADS))
 
