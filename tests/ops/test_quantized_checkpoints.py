@@ -210,6 +210,7 @@ def _broken_int4(method: str) -> tuple[dict, dict]:
         ("gptq", "g_idx", lambda x: x[::-1].copy(), "expected groups in order, got act-order"),
         ("pack", "weight_g_idx", lambda x: np.minimum(x, 1), "expected groups of 128 values as group_size says"),
         ("pack", "weight_zero_point", lambda x: np.repeat(x, 8, 0), r"expected 3 groups .*, got shape \[384, 3\]"),
+        ("pack", "weight_zero_point", lambda x: x[0], r"expected packed int4, .*, got int32\[3\]"),
         ("pack", "weight_zero_point", lambda x: None, "weight_zero_point.*asks for"),
         (
             "pack",

@@ -197,6 +197,11 @@ def _nibbles(name: str, words: Array, order: tuple[int, ...] = tuple(range(8))) 
     return xp.stack(columns, -1).reshape(words.shape[0], -1)
 
 
+def _turned(array: Array) -> Array:
+    """The transpose of a matrix; what is none stays, for _nibbles to refuse."""
+    return array.swapaxes(0, 1) if len(array.shape) == 2 else array
+
+
 def _text(array: Array) -> str:
     return f"{arrays.dtype_name(array)}{list(array.shape)}"
 
@@ -242,7 +247,7 @@ def _pack_quantized(layer: str, get: Get, names: set[str], size: int, has_zero_p
     scale = _tensor(get, names, f"{layer}.weight_scale")
     zero_point, name = None, f"{layer}.weight_zero_point"
     if has_zero_points or name in names:
-        zero_point = _nibbles(name, _tensor(get, names, name).swapaxes(0, 1)).swapaxes(0, 1)
+        zero_point = _nibbles(name, _turned(_tensor(get, names, name))).swapaxes(0, 1)
     made = _Int4(layer, "weight_scale", "weight_zero_point", values, size)
     return made.weight(scale, zero_point, transposed=False)
 
@@ -279,8 +284,7 @@ def _gptq(settings: Mapping[str, Any]) -> Callable[[str, Get, set[str]], LinearW
 
     def load(layer: str, get: Get, names: set[str]) -> LinearWeight:
         weight, zeros, order = (f"{layer}.{name}" for name in ("qweight", "qzeros", "g_idx"))
-        words = _tensor(get, names, weight)
-        values = _nibbles(weight, words.swapaxes(0, 1) if len(words.shape) == 2 else words)
+        values = _nibbles(weight, _turned(_tensor(get, names, weight)))
         if act_order or order in names:
             _check_order(order, _tensor(get, names, order), values.shape[1], size)
         made = _Int4(layer, "scales", "qzeros", values, size)
