@@ -61,7 +61,7 @@ bool SuitsAlternating(const PagedAttentionParams& shapes, const SplitKvPolicy& p
     return true;
   }
   const int64_t large_tiles = (shapes.num_tokens * group + 127) / 128 * shapes.num_kv_heads;
-  *instance = TmaInstance::kRows128;
+  *instance = TmaInstance::kRows128Alternating;
   return splits && sequences.tokens * group <= 64 && large_tiles <= sms;
 }
 
@@ -127,14 +127,17 @@ TmaInstance TmaInstanceDim128(const PagedAttentionParams& shapes, const SplitKvP
   const int64_t rows = chunk * (shapes.num_heads / shapes.num_kv_heads);
   const int64_t small_tiles = (rows + 63) / 64 * shapes.num_kv_heads;
   const int splits = CrossCtaSplits(policy, /*sequences=*/1, chunk, shapes.pages_per_seq * shapes.page_size);
-  if (small_tiles * 2 > sms && small_tiles * splits > sms) return TmaInstance::kRows128;
+  const bool float8 = IsFloat8(shapes.cache_dtype);
+  if (small_tiles * 2 > sms && small_tiles * splits > sms) {
+    return float8 ? TmaInstance::kRows128 : TmaInstance::kRows128Alternating;
+  }
   // Several work tiles for each CTA, if sequences are of one length. With one or two, PrefillCombineKernel's CTAs that
   // fit beside the smaller ones of kRows64 gain more.
   constexpr int64_t kSeveral = 3;
   const Sequences sequences(shapes);
   const int64_t tiles =
       sequences.SmallTiles(shapes) * CrossCtaSplits(policy, sequences.count, sequences.tokens, sequences.context);
-  return tiles >= kSeveral * sms && sequences.tokens > shapes.max_decode_tokens && !IsFloat8(shapes.cache_dtype)
+  return tiles >= kSeveral * sms && sequences.tokens > shapes.max_decode_tokens && !float8
              ? TmaInstance::kRows64Alternating
              : TmaInstance::kRows64;
 }

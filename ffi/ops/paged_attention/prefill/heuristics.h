@@ -45,8 +45,8 @@ inline int64_t CombineCtas(const PagedAttentionParams& shapes, int cta_warps, in
                   ctas_per_sm * std::min(sms, SplitAccumulatorLayout::kMaxCtas));
 }
 
-// The sm_90a kernels for head_dim 128 with TMA: three instances of PrefillTmaKernel, and PrefillTmaOneWarpgroupKernel.
-enum class TmaInstance { kRows192, kRows128, kRows64, kRows64Alternating, kOneWarpgroup };
+// The sm_90a kernels for head_dim 128 with TMA: the instances of PrefillTmaKernel, and PrefillTmaOneWarpgroupKernel.
+enum class TmaInstance { kRows192, kRows128, kRows128Alternating, kRows64, kRows64Alternating, kOneWarpgroup };
 
 // CTAs of PrefillTmaOneWarpgroupKernel on an SM.
 inline constexpr int kOneWarpgroupCtasPerSm = 3;

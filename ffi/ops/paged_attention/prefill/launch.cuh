@@ -222,6 +222,11 @@ Status LaunchTmaDim128(const TmaParams& tma, const SplitAccumulatorLayout& layou
         return LaunchTma<Instance<TmaConfigDim128Rows64Alternating>>(tma, layout, sms, stream);
       }
       break;
+    case TmaInstance::kRows128Alternating:
+      if constexpr (!kFloat8) {
+        return LaunchTma<Instance<TmaConfigDim128Rows128Alternating>>(tma, layout, sms, stream);
+      }
+      break;
     case TmaInstance::kRows128:
       return LaunchTma<Instance<TmaConfigDim128Rows128>>(tma, layout, sms, stream);
     case TmaInstance::kRows192:

@@ -88,10 +88,14 @@ struct TmaConfigDim128Rows192 {
 struct TmaConfigDim128Rows128 : TmaConfigDim128Rows192 {
   static constexpr int kConsumerWarpgroups = 2;
   static constexpr int kRowWarpgroups = 2;
-  static constexpr bool kAlternates = true;
   static constexpr Overlap kOverlap = Overlap::kIntraWarpgroup;
   static constexpr int kQueryStages = 2;
   static constexpr int kValueStages = 2;
+};
+// For sequences of few rows, or a chunk of a prompt beside decode rows. While one warpgroup ends a small work tile, the
+// other one has begun the next.
+struct TmaConfigDim128Rows128Alternating : TmaConfigDim128Rows128 {
+  static constexpr bool kAlternates = true;
 };
 struct TmaConfigDim128Rows64 : TmaConfigDim128Rows192 {
   static constexpr bool kTreeMask = true;
@@ -100,9 +104,8 @@ struct TmaConfigDim128Rows64 : TmaConfigDim128Rows192 {
   static constexpr Overlap kOverlap = Overlap::kIntraWarpgroup;
   static constexpr int kQueryStages = 2;
 };
-// Where CTAs have several work tiles of 64 rows: while one warpgroup ends its work tile, the other one has begun the
-// next.
-struct TmaConfigDim128Rows64Alternating : TmaConfigDim128Rows128 {
+// Where CTAs have several work tiles of 64 rows.
+struct TmaConfigDim128Rows64Alternating : TmaConfigDim128Rows128Alternating {
   static constexpr int kRowWarpgroups = 1;
   static constexpr int kValueStages = 3;
 };
@@ -170,7 +173,7 @@ struct TmaKernelTraits : Config {
   static constexpr bool kHasL2Policy =
       (kConsumerWarpgroups == 1 || kAlternates) && !kFloat8Cache;  // see TmaKvWarp::L2Policy
   // Whether one CTA takes all splits of its rows where SplitKvPolicy::FillCtas says so.
-  static constexpr bool kFillsCtas = kHeadDim == 128 && kConsumerWarpgroups < 3 && !kFloat8Cache;
+  static constexpr bool kFillsCtas = kHeadDim == 128 && (kAlternates || kConsumerWarpgroups == 1) && !kFloat8Cache;
   static constexpr int kWarpgroupThreads = 128;
   static constexpr int kThreads = (Config::kProducerWarpgroups + kConsumerWarpgroups) * kWarpgroupThreads;
   static constexpr int kRows = kRowWarpgroups * 64;  // of a work tile
