@@ -1,6 +1,6 @@
 """Quantised matrices of a PagedLlama: made from its weights at load, or read from a checkpoint that holds such.
 
-The layers' matrices are quantised; the embedding stays as it is, and the head unless it is asked for: most published
+The layers' matrices are quantised; the embedding stays as it is, and so does the head unless requested: most published
 checkpoints leave both.
 """
 

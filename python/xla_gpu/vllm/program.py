@@ -88,9 +88,10 @@ def _succeeds(capture: Callable[[], None]) -> bool:
 
 
 def _launch_directly(programs: Sequence[Program]) -> None:
-    """Rehearses programs. All are launched directly or none, since they hand arrays to each other."""
+    """Records a launch of each program. All are launched directly or none, since they hand arrays to each other."""
     # Those with large inputs first, which are gone then: the model's take the most memory for themselves.
-    launches = [(program, program.rehearse()) for program in sorted(programs, key=Program.input_bytes, reverse=True)]
+    by_size = sorted(programs, key=Program.input_bytes, reverse=True)
+    launches = [(program, program.record_launch()) for program in by_size]
     for program, launch in launches:
         if launch is None:
             logger.warning("%s: the adapter did not see its launch: steps go through torch_xla", program.name)
@@ -165,10 +166,10 @@ class Program:
             self._capture(function, inputs, state)
 
     def input_bytes(self) -> int:
-        """Of what it was made with, before it is rehearsed."""
+        """Of what it was made with, before its launch is recorded."""
         return sum(tensor.numel() * tensor.element_size() for tensor in self._made_with[1])
 
-    def rehearse(self) -> DirectLaunch | None:
+    def record_launch(self) -> DirectLaunch | None:
         """Runs it once on what it was made with, of which the state becomes what it returns; how to launch it directly.
 
         None where the adapter did not see it.
