@@ -209,6 +209,12 @@ class _Layer:
         num_heads, num_kv_heads = self.config.num_heads // ranks, self.config.num_kv_heads // ranks
         head_dim = self.config.head_dim
         qkv, rotations = self.linear("qkv", x), self._parameters["rotations"]
+        metadata = {name: step[name] for name in ("context_lens", "block_tables", "query_start_loc", "num_seqs")}
+        if "rotary_and_attention" in self._operators:
+            attended, cache = xg.attention_block(
+                qkv, None, None, step["positions"], rotations, cache, step["slots"], **metadata, scale=head_dim**-0.5
+            )
+            return self.linear("out", attended), cache
         if "rotary_and_cache" in self._operators:
             query, cache = xg.rotary_and_cache(qkv, step["positions"], rotations, cache, step["slots"])
         else:
@@ -217,15 +223,7 @@ class _Layer:
             cos, sin = jnp.moveaxis(rotations[step["positions"]][:, None], -1, 0)
             query, key = rotate(query, cos, sin), rotate(key, cos, sin)
             cache = xg.reshape_and_cache(key, value, cache, step["slots"])
-        attended = xg.paged_attention(
-            query,
-            cache,
-            step["context_lens"],
-            step["block_tables"],
-            step["query_start_loc"],
-            step["num_seqs"],
-            scale=head_dim**-0.5,
-        )
+        attended = xg.paged_attention(query, cache, **metadata, scale=head_dim**-0.5)
         return self.linear("out", attended.reshape(x.shape[0], num_heads * head_dim)), cache
 
 

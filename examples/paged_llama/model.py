@@ -45,7 +45,8 @@ class PagedLlama(nn.Module):
         self.options = options or StepOptions()
         operators = usable(self.options.operators, config)
         if group is not None:
-            operators &= {"rotary_and_cache"}
+            divided = {"rotary_and_cache", "rotary_and_attention"}  # the first in the place of both
+            operators = frozenset({"rotary_and_cache"} if operators & divided else ())
         self.devices = 1 if group is None else group.size
         with torch.device("meta"):
             self.embed = nn.Embedding(config.vocab_size, config.hidden_size, dtype=dtype)
@@ -213,6 +214,11 @@ class Layer(nn.Module):
         rows = x.shape[0]
         qkv = self.qkv(x)
         donate(cache)
+        metadata = {name: step[name] for name in ("context_lens", "block_tables", "query_start_loc", "num_seqs")}
+        if "rotary_and_attention" in self.operators:
+            return xla_gpu.torch.attention_block(
+                qkv, None, None, step["positions"], rotations, cache, step["slots"], **metadata, scale=self.scale
+            )
         if "rotary_and_cache" in self.operators and self.group is not None:
             query, cache = torch.ops.paged_llama.rotary_and_cache(
                 qkv, step["positions"], rotations, cache, step["slots"], self.group_number
@@ -226,15 +232,7 @@ class Layer(nn.Module):
             cos, sin = rotations[step["positions"]].unsqueeze(1).unbind(-1)  # [num_tokens, 1, head_dim / 2] each
             query, key = rotate(query, cos, sin), rotate(key, cos, sin)
             cache = xla_gpu.torch.reshape_and_cache(key, value, cache, step["slots"])
-        attended = xla_gpu.torch.paged_attention(
-            query,
-            cache,
-            step["context_lens"],
-            step["block_tables"],
-            step["query_start_loc"],
-            step["num_seqs"],
-            scale=self.scale,
-        )
+        attended = xla_gpu.torch.paged_attention(query, cache, **metadata, scale=self.scale)
         return attended.reshape(rows, num_heads * head_dim), cache
 
 

@@ -13,6 +13,7 @@ from .config import LlamaConfig
 OPERATORS = (
     *("rms_norm", "rotary_and_cache", "silu_and_mul", "sample"),
     *("linear", "attention_block", "gated_mlp"),  # on one device
+    "rotary_and_attention",  # attention_block without its products
 )
 # XLA times its Triton kernels and cuBLAS's one product at a time, and mostly takes its own. In a step over several
 # devices, whose products are smaller, cuBLAS's are faster but for a few rows (docs/scaling.md).

@@ -171,10 +171,12 @@ def attention_block(
     residual=True,
     bias=False,
     head_norms=False,
+    products: tuple[str, ...] = ("qkv", "out"),
     seed: int = 0,
 ) -> tuple[dict[str, np.ndarray], dict]:
     """A case of paged_attention whose query, and the new tokens' keys and values, are now made of x. Its rows past the
-    last sequence have no slot. Returns (arrays, options)."""
+    last sequence have no slot. Without the product "qkv" x is its result, without a norm; without "out" there is no
+    residual. Returns (arrays, options)."""
     rng = cases.rng_for(f"attention_block {case.name} {hidden}", seed)
     inputs = cases.build(case, seed).arrays()
     rows, width = inputs.pop("query").shape[0], (case.num_heads + 2 * case.num_kv_heads) * case.head_dim
@@ -192,16 +194,19 @@ def attention_block(
     }
     arrays = {"x": made["qkv"]["x"], "positions": positions, "table": table, **inputs}
     arrays["slot_mapping"] = np.array(slots, np.int32)
-    for prefix, of_linear in made.items():
+    if "qkv" not in products:
+        arrays["x"] = rng.standard_normal((rows, width)).astype(cases.DTYPES[case.dtype])
+    for prefix in products:
         for name in ("weight", "weight_scale", "weight_zero_point", "bias"):
-            if name in of_linear:
-                arrays[f"{prefix}_{name if name == 'weight' else name.removeprefix('weight_')}"] = of_linear[name]
-    vectors = {"norm_weight": hidden} if norm else {}
+            if name in made[prefix]:
+                arrays[f"{prefix}_{name if name == 'weight' else name.removeprefix('weight_')}"] = made[prefix][name]
+    vectors = {"norm_weight": hidden} if norm and "qkv" in products else {}
     vectors |= {f"{n}_norm_weight": case.head_dim for n in "qk"} if head_norms else {}
     arrays |= {n: rng.uniform(0.5, 1.5, size).astype(cases.DTYPES[case.dtype]) for n, size in vectors.items()}
-    if residual:
+    if residual and "out" in products:
         arrays["residual"] = made["out"]["residual"]
-    return arrays, {**case.options(), "eps": 1e-5}
+    none = {f"{prefix}_weight": None for prefix in made if prefix not in products}
+    return arrays, {**case.options(), "eps": 1e-5, **none}
 
 
 # The operators of samples(); each folder's name stands in the tests that list them.

@@ -206,6 +206,8 @@ def attention_block(x, qkv_weight, out_weight, positions, table, kv_cache, slot_
         return {name: some[name] for name in names if name in some}
 
     def product(h, prefix, weight, **more):
+        if weight is None:
+            return h
         names = {"weight_scale": "scale", "weight_zero_point": "zero_point", "bias": "bias"}
         return linear(h, weight, **{name: some.get(f"{prefix}_{its}") for name, its in names.items()}, **more)[0]
 

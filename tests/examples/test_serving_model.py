@@ -203,7 +203,11 @@ PROMPTS = [[(7 * i + 3 * j * j) % 96 for j in range(length)] for i, length in en
 
 
 @pytest.mark.parametrize(
-    "operators", ["none", "rms_norm", "silu_and_mul,sample", "attention_block", "gated_mlp,linear,rotary_and_cache"]
+    "operators",
+    [
+        *("none", "rms_norm", "silu_and_mul,sample", "attention_block"),
+        *("gated_mlp,linear,rotary_and_cache", "rotary_and_attention"),
+    ],
 )
 def test_frameworks_operations_give_the_same_tokens(operators, tmp_path):
     names = frozenset() if operators == "none" else frozenset(operators.split(","))

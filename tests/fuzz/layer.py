@@ -95,6 +95,7 @@ class AttentionBlock:
     bias: bool = False
     head_norms: bool = False
     interleaved: bool = False
+    products: tuple[str, ...] = ("qkv", "out")
 
     operator = "attention_block"
 
@@ -102,10 +103,11 @@ class AttentionBlock:
         return text(self)
 
     def options(self) -> dict:
-        return {**self.case.options(), "eps": 1e-5, "interleaved": self.interleaved}
+        none = {f"{name}_weight": None for name in ("qkv", "out") if name not in self.products}
+        return {**self.case.options(), "eps": 1e-5, "interleaved": self.interleaved, **none}
 
     def arrays(self) -> dict[str, np.ndarray]:
-        given = {n: getattr(self, n) for n in ("norm", "residual", "bias", "head_norms")}
+        given = {n: getattr(self, n) for n in ("norm", "residual", "bias", "head_norms", "products")}
         return layer_cases.attention_block(self.case, self.weight_format, self.hidden, **given)[0]
 
     def check(self, name: str, arrays: dict[str, np.ndarray], got: tuple[np.ndarray, ...]) -> None:

@@ -277,6 +277,7 @@ def attention_blocks(draw) -> layer.AttentionBlock:
         bias=draw(st.booleans()),
         head_norms=draw(st.booleans()),
         interleaved=draw(st.booleans()),
+        products=draw(st.sampled_from([("qkv", "out"), ("qkv", "out"), (), ("qkv",), ("out",)])),
     )
 
 

@@ -12,10 +12,14 @@ CACHE = ("k_scale", "v_scale")
 
 
 def by_parts(frontend, arrays, *, scale, sliding_window=None, soft_cap=None, eps, interleaved=False, **norm):
+    norm = {name: value for name, value in norm.items() if value is not None}  # not the products that are left out
+
     def some(*names):
         return {name: arrays[name] for name in names if name in arrays}
 
     def product(h, prefix):
+        if f"{prefix}_weight" not in arrays:
+            return h
         names = {"weight": "weight", "scale": "weight_scale", "zero_point": "weight_zero_point", "bias": "bias"}
         given = {of: arrays[f"{prefix}_{its}"] for its, of in names.items() if f"{prefix}_{its}" in arrays}
         return frontend.call("linear", {"x": h, **given, **(some("residual") if prefix == "out" else {})})[0]
@@ -81,6 +85,23 @@ def test_parts_that_are_left_out(frontend, case):
     check(frontend, *layer_cases.attention_block(case, norm=False, residual=False))
 
 
+@pytest.mark.parametrize("case", [DECODE, MIXED, LONG], ids=["decode", "mixed", "more-than-64-rows"])
+@pytest.mark.parametrize("products", [(), ("qkv",), ("out",)], ids=["none", "qkv", "out"])
+def test_products_that_are_left_out(frontend, case, products):
+    check(frontend, *layer_cases.attention_block(case, products=products))
+
+
+@pytest.mark.parametrize("products", [(), ("qkv",), ("out",)], ids=["none", "qkv", "out"])
+@pytest.mark.frontends("eager", "jax")
+def test_what_belongs_to_a_product_that_is_left_out(frontend, products):
+    whole, _ = layer_cases.attention_block(DECODE, "int4-zero-point", bias=True)
+    arrays, options = layer_cases.attention_block(DECODE, "int4-zero-point", bias=True, products=products)
+    for prefix in {"qkv", "out"}.difference(products):
+        for name in ("norm_weight" if prefix == "qkv" else "residual", f"{prefix}_scale", f"{prefix}_bias"):
+            with pytest.raises(ValueError, match=f"attention_block: {name}: expected None without {prefix}_weight"):
+                frontend.call("attention_block", {**arrays, name: whole[name]}, **options)
+
+
 @pytest.mark.parametrize("case", [DECODE, LONG], ids=["few", "many"])
 @pytest.mark.frontends("eager", "torch_xla", "eager-cuda", "torch_xla-cuda")
 def test_in_place(frontend, case):
@@ -118,6 +139,21 @@ def test_wrong_values_are_errors(frontend, name, index, value, text):
     arrays[name][index] = value
     with pytest.raises(Exception, match=f"attention_block: .*{text}|attention_block: {text}"):
         frontend.call("attention_block", arrays, **options)
+
+
+@pytest.mark.parametrize("rows", [2, 33])
+@pytest.mark.parametrize("products", [(), ("qkv", "out")], ids=["none", "both"])
+@pytest.mark.frontends("eager", "eager-cuda", "jax-cuda")
+def test_pages_that_another_sequence_writes(frontend, products, rows):
+    """The new token of each sequence but the last is among the first keys of the next one: attention's kernel looks at
+    its pages before the kernel that stores the token has ended."""
+    case = DECODE.but(sequences=((1, 512),) * rows, num_heads=32, num_kv_heads=8, head_dim=128, padding_tokens=0)
+    arrays, options = layer_cases.attention_block(case, products=products)
+    tables = arrays["block_tables"]
+    tables[1:, 0] = tables[:-1, 31]
+    for _ in range(3):
+        got = check(frontend, arrays, options)
+    assert np.isfinite(got[0].astype(np.float32)).all()
 
 
 @pytest.mark.gpu

@@ -24,6 +24,9 @@ struct AttentionBlockParams {
   RotaryAndCacheParams rotary;
   PagedAttentionCall attention;
   LinearParams out;  // with the residual; out.out is the call's
+  // Without the first product x is its result, without the second one attention's rows are the call's.
+  bool has_qkv_product;
+  bool has_out_product;
 };
 
 // Points the parts at one another's results, which lie in `scratch`. Returns the bytes of scratch memory.
@@ -33,12 +36,15 @@ inline int64_t PlaceAttentionBlock(AttentionBlockParams* params, void* scratch) 
   const auto item = static_cast<int64_t>(SizeOf(p.qkv.dtype));
   const int64_t rows = p.qkv.rows;
   if (p.norm.weight != nullptr) p.qkv.x = p.norm.out = layout.Take(rows * p.qkv.k * item);
-  p.rotary.qkv = p.qkv.out = layout.Take(rows * p.qkv.n * item);
+  p.rotary.qkv = p.qkv.x;
+  if (p.has_qkv_product) p.rotary.qkv = p.qkv.out = layout.Take(rows * p.qkv.n * item);
   p.attention.query = p.rotary.query_out = layout.Take(rows * p.out.k * item);
-  p.out.x = p.attention.out = layout.Take(rows * p.out.k * item);
+  p.attention.out = p.out.out;
+  if (p.has_out_product) p.out.x = p.attention.out = layout.Take(rows * p.out.k * item);
   p.attention.scratch_bytes = PagedAttentionScratchBytes(p.attention);
   p.attention.scratch = layout.Take(p.attention.scratch_bytes);
-  p.qkv.scratch = p.out.scratch = layout.Take(std::max(LinearScratchBytes(p.qkv), LinearScratchBytes(p.out)));
+  p.qkv.scratch = p.out.scratch = layout.Take(
+      std::max(p.has_qkv_product ? LinearScratchBytes(p.qkv) : 0, p.has_out_product ? LinearScratchBytes(p.out) : 0));
   return layout.bytes();
 }
 

@@ -6,11 +6,13 @@
 namespace xla_gpu {
 
 Status LaunchAttentionBlock(const AttentionBlockParams& params, Stream stream) {
-  LaunchOrder order;
-  if (Status status = LaunchNormedLinear(params.norm, params.qkv, stream, &order); !status.ok()) return status;
+  LaunchOrder order = LaunchOrder::kFirst;
+  if (params.has_qkv_product) {
+    if (Status status = LaunchNormedLinear(params.norm, params.qkv, stream, &order); !status.ok()) return status;
+  }
   if (Status status = LaunchRotaryAndCache(params.rotary, stream, order); !status.ok()) return status;
   if (Status status = LaunchPagedAttention(params.attention, stream); !status.ok()) return status;
-  return LaunchLinear(params.out, stream, LaunchOrder::kDependent);
+  return params.has_out_product ? LaunchLinear(params.out, stream, LaunchOrder::kDependent) : Status::Ok();
 }
 
 }  // namespace xla_gpu

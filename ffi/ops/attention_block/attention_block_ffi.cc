@@ -1,5 +1,6 @@
 // attention_block: checks and bindings of the host and CUDA handlers.
 #include <cstring>
+#include <initializer_list>
 #include <utility>
 
 #include "ffi/device/host_copy.h"
@@ -46,7 +47,7 @@ constexpr LinearNames kOutNames = {kAttentionBlockOp, "qkv_weight",     "out_wei
 namespace attention_block_operand {
 enum {
   kX,
-  kQkvWeight,
+  kQkvWeight,  // optional, as the next one
   kOutWeight,
   kPositions,
   kTable,
@@ -56,7 +57,7 @@ enum {
   kBlockTables,
   kQueryStartLoc,
   kNumSeqs,
-  kNormWeight,  // the first optional one
+  kNormWeight,  // optional, as all that follow
   kResidual,
   kQkvScale,
   kQkvZeroPoint,
@@ -73,7 +74,16 @@ enum {
 };
 }  // namespace attention_block_operand
 using AttentionBlockOperands =
-    OptionalOperands<attention_block_operand::kNumOperands, attention_block_operand::kNormWeight>;
+    OptionalOperands<attention_block_operand::kNumOperands, attention_block_operand::kQkvWeight>;
+
+// Operands that belong to a product, where the call has none.
+ffi::Error CheckAbsent(const AttentionBlockOperands& operands, const char* weight,
+                       std::initializer_list<std::pair<int, const char*>> names) {
+  for (const auto& [index, name] : names) {
+    if (operands[index]) return Mismatch(kAttentionBlockOp, name, StrCat("none without ", weight), "an array");
+  }
+  return ffi::Error::Success();
+}
 
 // From rows of x to rows of query, and the cache.
 ffi::Error GetProjection(const AttentionBlockOperands& operands, const ffi::AnyBuffer& cache_out,
@@ -89,13 +99,23 @@ ffi::Error GetProjection(const AttentionBlockOperands& operands, const ffi::AnyB
   p.qkv.k = x.dimensions()[1];
   p.qkv.x = x.untyped_data();
   const NormAttributes norm = {attributes.eps, attributes.weight_offset, attributes.round_once};
-  XLA_GPU_RETURN_IF_ERROR(GetNorm(kAttentionBlockOp, x, operands[operand::kNormWeight], norm, &p.norm));
-  XLA_GPU_RETURN_IF_ERROR(GetLinearWeight(kQkvNames,
-                                          {*operands[operand::kQkvWeight], operands[operand::kQkvScale],
-                                           operands[operand::kQkvZeroPoint], operands[operand::kQkvBias]},
-                                          &p.qkv));
+  p.has_qkv_product = operands[operand::kQkvWeight].has_value();
+  if (p.has_qkv_product) {
+    XLA_GPU_RETURN_IF_ERROR(GetNorm(kAttentionBlockOp, x, operands[operand::kNormWeight], norm, &p.norm));
+    XLA_GPU_RETURN_IF_ERROR(GetLinearWeight(kQkvNames,
+                                            {*operands[operand::kQkvWeight], operands[operand::kQkvScale],
+                                             operands[operand::kQkvZeroPoint], operands[operand::kQkvBias]},
+                                            &p.qkv));
+  } else {
+    XLA_GPU_RETURN_IF_ERROR(GetNormAttributes(kAttentionBlockOp, norm, &p.norm));
+    XLA_GPU_RETURN_IF_ERROR(CheckAbsent(operands, "qkv_weight",
+                                        {{operand::kNormWeight, "norm_weight"},
+                                         {operand::kQkvScale, "qkv_scale"},
+                                         {operand::kQkvZeroPoint, "qkv_zero_point"},
+                                         {operand::kQkvBias, "qkv_bias"}}));
+  }
   XLA_GPU_RETURN_IF_ERROR(GetRotaryAndCacheParams(
-      kAttentionBlockOp, "qkv_weight", p.qkv.n,
+      kAttentionBlockOp, p.has_qkv_product ? "qkv_weight" : "x", p.has_qkv_product ? p.qkv.n : p.qkv.k,
       {*operands[operand::kPositions], *operands[operand::kTable], *operands[operand::kCache],
        *operands[operand::kSlotMapping], cache_out, operands[operand::kKScale], operands[operand::kVScale],
        operands[operand::kQNormWeight], operands[operand::kKNormWeight]},
@@ -106,12 +126,23 @@ ffi::Error GetProjection(const AttentionBlockOperands& operands, const ffi::AnyB
   return ffi::Error::Success();
 }
 
-ffi::Error GetParams(const ffi::RemainingArgs& args, const ffi::AnyBuffer* cache_out,
+ffi::Error GetOperands(const ffi::RemainingArgs& args, const AttentionBlockAttributes& attributes,
+                       AttentionBlockOperands* given) {
+  namespace operand = attention_block_operand;
+  AttentionBlockOperands& operands = *given;
+  XLA_GPU_RETURN_IF_ERROR(operands.Get(kAttentionBlockOp, args, attributes.given));
+  for (int i = operand::kPositions; i <= operand::kNumSeqs; ++i) {
+    if (!operands[i]) {
+      return Mismatch(kAttentionBlockOp, "given", StrCat("the bit of operand ", i), StrCat(attributes.given));
+    }
+  }
+  return ffi::Error::Success();
+}
+
+ffi::Error GetParams(const AttentionBlockOperands& operands, const ffi::AnyBuffer* cache_out,
                      const AttentionBlockAttributes& attributes, AttentionBlockParams* params) {
   namespace operand = attention_block_operand;
   AttentionBlockParams& p = *params;
-  AttentionBlockOperands operands;
-  XLA_GPU_RETURN_IF_ERROR(operands.Get(kAttentionBlockOp, args, attributes.given));
   const ffi::AnyBuffer& cache = cache_out != nullptr ? *cache_out : *operands[operand::kCache];
   XLA_GPU_RETURN_IF_ERROR(GetProjection(operands, cache, attributes, params));
   // ---- attention: of a query in scratch memory
@@ -144,6 +175,15 @@ ffi::Error GetParams(const ffi::RemainingArgs& args, const ffi::AnyBuffer* cache
       kAttentionBlockOp, attention, {attributes.scale, attributes.sliding_window, attributes.soft_cap}, &p.attention));
   // ---- output projection
   p.out.k = num_heads * head_dim;
+  p.has_out_product = operands[operand::kOutWeight].has_value();
+  if (!p.has_out_product) {
+    p.out.n = p.out.k;
+    return CheckAbsent(operands, "out_weight",
+                       {{operand::kResidual, "residual"},
+                        {operand::kOutScale, "out_scale"},
+                        {operand::kOutZeroPoint, "out_zero_point"},
+                        {operand::kOutBias, "out_bias"}});
+  }
   XLA_GPU_RETURN_IF_ERROR(GetLinearWeight(kOutNames,
                                           {*operands[operand::kOutWeight], operands[operand::kOutScale],
                                            operands[operand::kOutZeroPoint], operands[operand::kOutBias]},
@@ -164,15 +204,17 @@ ffi::Error AttentionBlock(const ffi::RemainingArgs& args, const ffi::AnyBuffer& 
                           Copy&& copy, Run&& run) {
   return NoThrow(kAttentionBlockOp, [&]() -> ffi::Error {
     AttentionBlockParams p{};
-    XLA_GPU_RETURN_IF_ERROR(GetParams(args, &cache_out, attributes, &p));
-    XLA_GPU_RETURN_IF_ERROR(CheckDType(kAttentionBlockOp, "result", out,
-                                       args.get<ffi::AnyBuffer>(attention_block_operand::kX)->element_type()));
+    AttentionBlockOperands operands;
+    XLA_GPU_RETURN_IF_ERROR(GetOperands(args, attributes, &operands));
+    XLA_GPU_RETURN_IF_ERROR(GetParams(operands, &cache_out, attributes, &p));
+    XLA_GPU_RETURN_IF_ERROR(
+        CheckDType(kAttentionBlockOp, "result", out, operands[attention_block_operand::kX]->element_type()));
     XLA_GPU_RETURN_IF_ERROR(CheckShape(kAttentionBlockOp, "result", out, {p.out.rows, p.out.n}));
     p.out.out = out.untyped_data();
     const int64_t bytes = PlaceAttentionBlock(&p, scratch.untyped_data());
     XLA_GPU_RETURN_IF_ERROR(CheckScratch(kAttentionBlockOp, scratch, bytes));
     XLA_GPU_RETURN_IF_ERROR(ToError(check(p)));
-    const ffi::AnyBuffer cache = *args.get<ffi::AnyBuffer>(attention_block_operand::kCache);
+    const ffi::AnyBuffer cache = *operands[attention_block_operand::kCache];
     // NOTE: a runtime that honours the alias gives one buffer. One that does not still gets the right result.
     if (cache_out.untyped_data() != cache.untyped_data() && cache.size_bytes() > 0) {
       XLA_GPU_RETURN_IF_ERROR(ToError(copy(cache_out.untyped_data(), cache.untyped_data(), cache.size_bytes())));
@@ -216,7 +258,9 @@ ffi::Error AttentionBlockScratch(ffi::RemainingArgs args, ffi::Result<ffi::Buffe
                                  AttentionBlockAttributes attributes) {
   return NoThrow(kAttentionBlockOp, [&]() -> ffi::Error {
     AttentionBlockParams p{};
-    XLA_GPU_RETURN_IF_ERROR(GetParams(args, nullptr, attributes, &p));
+    AttentionBlockOperands operands;
+    XLA_GPU_RETURN_IF_ERROR(GetOperands(args, attributes, &operands));
+    XLA_GPU_RETURN_IF_ERROR(GetParams(operands, nullptr, attributes, &p));
     *bytes->typed_data() = PlaceAttentionBlock(&p, nullptr);
     return ffi::Error::Success();
   });

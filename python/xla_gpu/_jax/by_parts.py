@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from .._core.operator import OpCall, Operator
+from ..ops import attention_block as attention
 from ..ops import linear, paged_attention, rms_norm, rotary_embedding
 from . import dense_linear
 from .call import _bind, _run, _without_gradient
@@ -26,7 +27,7 @@ def gated_mlp(call: OpCall, arrays: list[Any], arguments: dict[str, Any]) -> Any
 
 def attention_block(call: OpCall, arrays: list[Any], arguments: dict[str, Any]) -> Any:
     """See ops/attention_block.py; the arguments have been checked."""
-    if linear.uses_kernel(call):
+    if attention.uses_kernels(call):
         return _run(call, arrays)
 
     def parts(*arrays: Any) -> Any:
@@ -67,6 +68,8 @@ def _norm(given: Mapping[str, Any]) -> Any:
 
 def _product(given: Mapping[str, Any], prefix: str, x: Any, **options: Any) -> Any:
     weight, scale, zero_point, bias = (given[f"{prefix}_{name}"] for name in ("weight", "scale", "zero_point", "bias"))
+    if weight is None:
+        return x
     arguments = {"x": x, "weight": weight, "weight_scale": scale, "weight_zero_point": zero_point, "bias": bias}
     arguments |= {"residual": None, "activation": None, **options}
     return dense_linear.run(*_bind(linear.OPERATOR, arguments), arguments)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from .._core.operator import OpCall
+from ..ops import attention_block as attention
 from ..ops import linear
 from .dispatch import Results, run
 
@@ -24,7 +25,7 @@ def attention_block(
     call: OpCall, tensors: list[torch.Tensor], arguments: dict[str, Any], in_place: bool = False
 ) -> Results:
     """See ops/attention_block.py; the arguments have been checked."""
-    if linear.uses_kernel(call):
+    if attention.uses_kernels(call):
         return run(call, tensors, in_place)
 
     def some(*names: str) -> dict[str, Any]:
@@ -58,6 +59,8 @@ def _norm(given: Mapping[str, Any]) -> torch.Tensor:
 
 
 def _product(given: Mapping[str, Any], prefix: str, x: torch.Tensor, **options: Any) -> torch.Tensor:
+    if given[f"{prefix}_weight"] is None:
+        return x
     scale, zero_point, bias = (given.get(f"{prefix}_{name}") for name in ("scale", "zero_point", "bias"))
     return torch.ops.xla_gpu.linear(
         x, given[f"{prefix}_weight"], weight_scale=scale, weight_zero_point=zero_point, bias=bias, **options

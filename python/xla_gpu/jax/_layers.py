@@ -64,8 +64,8 @@ def gated_mlp(
 @function(_attention_block.OPERATOR, by_parts.attention_block)
 def attention_block(
     x: jax.typing.ArrayLike,
-    qkv_weight: jax.typing.ArrayLike,
-    out_weight: jax.typing.ArrayLike,
+    qkv_weight: jax.typing.ArrayLike | None,
+    out_weight: jax.typing.ArrayLike | None,
     positions: jax.typing.ArrayLike,
     table: jax.typing.ArrayLike,
     kv_cache: jax.typing.ArrayLike,

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 
 from .._core.checks import FLOATS, Checks
-from .._core.operator import ArraySpec, IntOperand, Operator, Signature
+from .._core.operator import ArraySpec, IntOperand, OpCall, Operator, Signature
 from .._core.partitioning import Partitioning
-from . import paged_attention, rotary_embedding
+from . import linear, paged_attention, rotary_embedding
 from .gated_mlp import check_norm_weight, check_weight_of, given_bits, weight_checks
 from .linear import check_residual
 from .rms_norm import norm_attributes
@@ -22,13 +24,19 @@ not possible.
 Both weights are in any of linear's formats, each with its scale and zero point as there. num_kv_heads and head_dim are
 the cache's; num_heads follows from qkv_weight.
 
+Without qkv_weight x is the result of that product, and without out_weight attended is out: rotary embedding, cache
+update and attention as one call, for steps whose products are the framework's own.
+
 Up to 64 rows it is such a chain of kernels, for decode steps. Above 64 rows of float16 or bfloat16 the front ends call
-the operators one after the other, as linear does with the framework's own product.
+the operators one after the other, as linear does with the framework's own product. A call without weights is a chain
+of kernels at any number of rows.
 
 Args:
-  x: T[num_tokens, hidden]. T is float32, float16 or bfloat16.
-  qkv_weight: [(num_heads + 2 * num_kv_heads) * head_dim, hidden], the heads of query, key and value in this order.
-  out_weight: [out_features, num_heads * head_dim]; out_features is usually hidden.
+  x: T[num_tokens, hidden]. T is float32, float16 or bfloat16. Without qkv_weight
+    T[num_tokens, (num_heads + 2 * num_kv_heads) * head_dim].
+  qkv_weight: [(num_heads + 2 * num_kv_heads) * head_dim, hidden], the heads of query, key and value in this order;
+    None: no norm and no product.
+  out_weight: [out_features, num_heads * head_dim]; out_features is usually hidden. None: no product, and no residual.
   positions: as of rotary_and_cache, as the next three.
   table: as of rotary_and_cache.
   kv_cache: as of rotary_and_cache and paged_attention.
@@ -60,8 +68,8 @@ Args:
   round_once: as of rms_norm, for all norms.
 
 Returns:
-  ``(out, kv_cache)``: T[num_tokens, out_features], and the cache with the new tokens. The form that updates in place
-  returns out alone.
+  ``(out, kv_cache)``: T[num_tokens, out_features], without out_weight T[num_tokens, num_heads * head_dim], and the
+  cache with the new tokens. The form that updates in place returns out alone.
 
 Raises:
   TypeError: an argument is no array or number of the kind expected, or has another dtype.
@@ -77,15 +85,22 @@ _OPTIONAL = (
     *("q_norm_weight", "k_norm_weight", "k_scale", "v_scale", "sinks", "out_scale", "out_zero_point", "out_bias"),
 )
 
+_GIVEN = (
+    *("qkv_weight", "out_weight", "positions", "table", "kv_cache", "slot_mapping"),
+    *("context_lens", "block_tables", "query_start_loc", "num_seqs"),
+    *_OPTIONAL,
+)
+
 _check = Checks("attention_block", {"qkv": "qkv_weight", "query": "kv_cache", "norm_eps": "eps"})
+_check_x = Checks("attention_block", {"qkv": "x", "norm_eps": "eps"})
 _check_qkv = weight_checks("attention_block", "qkv", "x")
 _check_out = weight_checks("attention_block", "out", "qkv_weight")
 
 
 def _signature(
     x: ArraySpec,
-    qkv_weight: ArraySpec,
-    out_weight: ArraySpec,
+    qkv_weight: ArraySpec | None,
+    out_weight: ArraySpec | None,
     positions: ArraySpec,
     table: ArraySpec,
     kv_cache: ArraySpec,
@@ -107,10 +122,14 @@ def _signature(
 ) -> Signature:
     _check.dtype("x", x, FLOATS)
     num_tokens, hidden = _check.rank("x", x, "num_tokens, hidden")
-    check_norm_weight(_check, optional.get("norm_weight"), x)
-    width = check_weight_of(_check_qkv, "qkv", x, hidden, qkv_weight, optional)
+    if qkv_weight is None:
+        _check_absent("qkv_weight", ("norm_weight", "qkv_scale", "qkv_zero_point", "qkv_bias"), optional)
+        width = hidden
+    else:
+        check_norm_weight(_check, optional.get("norm_weight"), x)
+        width = check_weight_of(_check_qkv, "qkv", x, hidden, qkv_weight, optional)
     stored = rotary_embedding.signature_and_cache(
-        _check,
+        _check_x if qkv_weight is None else _check,
         ArraySpec((num_tokens, width), x.dtype),
         positions,
         table,
@@ -140,13 +159,23 @@ def _signature(
         sinks=optional.get("sinks"),
     )
     _, num_heads, head_dim = query.shape
-    out_width = check_weight_of(_check_out, "out", x, num_heads * head_dim, out_weight, optional)
+    out_width = num_heads * head_dim
+    if out_weight is None:
+        _check_absent("out_weight", ("residual", "out_scale", "out_zero_point", "out_bias"), optional)
+    else:
+        out_width = check_weight_of(_check_out, "out", x, out_width, out_weight, optional)
     out = ArraySpec((num_tokens, out_width), x.dtype)
     check_residual(_check, optional.get("residual"), out)
+    arrays = {
+        **{"qkv_weight": qkv_weight, "out_weight": out_weight, "positions": positions, "table": table},
+        **{"kv_cache": kv_cache, "slot_mapping": slot_mapping, "context_lens": context_lens},
+        **{"block_tables": block_tables, "query_start_loc": query_start_loc, "num_seqs": num_seqs},
+        **optional,
+    }
     attributes = {
         "check_inputs": np.bool_(check_inputs),
         **norm_attributes(_check, "eps", eps, weight_offset, round_once),
-        "given": given_bits(_OPTIONAL, optional),
+        "given": given_bits(_GIVEN, arrays),
         "interleaved": stored.attributes["interleaved"],
         **{name: attended.attributes[name] for name in ("scale", "sliding_window", "soft_cap")},
     }
@@ -157,9 +186,21 @@ def _signature(
     return Signature((out, cache), attributes, partitioning=partitioning)
 
 
+def _check_absent(weight: str, names: tuple[str, ...], arrays: Mapping[str, ArraySpec | None]) -> None:
+    for name in names:
+        if arrays.get(name) is not None:
+            raise _check.value_error(name, f"None without {weight}", arrays[name])
+
+
+def uses_kernels(call: OpCall) -> bool:
+    """Whether a front end calls the chain of kernels, or the operators one after the other."""
+    weights = {"qkv_weight", "out_weight"}.intersection(call.operand_names)
+    return not weights or linear.uses_kernel(call)
+
+
 OPERATOR = Operator(
     "attention_block",
-    "(Tensor x, Tensor qkv_weight, Tensor out_weight, Tensor positions, Tensor table, Tensor kv_cache, "
+    "(Tensor x, Tensor? qkv_weight, Tensor? out_weight, Tensor positions, Tensor table, Tensor kv_cache, "
     "Tensor slot_mapping, Tensor context_lens, Tensor block_tables, Tensor query_start_loc, Tensor num_seqs, *, "
     "float scale, "
     + "".join(f"Tensor? {name}=None, " for name in _OPTIONAL)

@@ -62,8 +62,8 @@ def gated_mlp(
 @function(_attention_block.OPERATOR)
 def attention_block(
     x: torch.Tensor,
-    qkv_weight: torch.Tensor,
-    out_weight: torch.Tensor,
+    qkv_weight: torch.Tensor | None,
+    out_weight: torch.Tensor | None,
     positions: torch.Tensor,
     table: torch.Tensor,
     kv_cache: torch.Tensor,
@@ -100,8 +100,8 @@ def attention_block(
 @function(_attention_block.OPERATOR, in_place=True)
 def attention_block_(
     x: torch.Tensor,
-    qkv_weight: torch.Tensor,
-    out_weight: torch.Tensor,
+    qkv_weight: torch.Tensor | None,
+    out_weight: torch.Tensor | None,
     positions: torch.Tensor,
     table: torch.Tensor,
     kv_cache: torch.Tensor,
