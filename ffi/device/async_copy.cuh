@@ -53,6 +53,13 @@ __device__ inline void WaitAsync() {
 // Starts to bring the 128 bytes at `global` into L2.
 __device__ inline void PrefetchToL2(const void* global) { asm volatile("prefetch.global.L2 [%0];" ::"l"(global)); }
 
+// The same for `bytes` bytes. Address and number are multiples of 16. Before sm_90 it does nothing.
+__device__ inline void PrefetchRowToL2(const void* global, uint32_t bytes, uint64_t policy) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("cp.async.bulk.prefetch.L2.global.L2::cache_hint [%0], %1, %2;" ::"l"(global), "r"(bytes), "l"(policy));
+#endif
+}
+
 }  // namespace xla_gpu
 
 #endif  // XLA_GPU_DEVICE_ASYNC_COPY_CUH_

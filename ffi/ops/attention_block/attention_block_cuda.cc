@@ -11,7 +11,9 @@ Status LaunchAttentionBlock(const AttentionBlockParams& params, Stream stream) {
     if (Status status = LaunchNormedLinear(params.norm, params.qkv, stream, &order); !status.ok()) return status;
   }
   if (Status status = LaunchRotaryAndCache(params.rotary, stream, order); !status.ok()) return status;
-  if (Status status = LaunchPagedAttention(params.attention, stream); !status.ok()) return status;
+  PagedAttentionCall attention = params.attention;
+  attention.order = LaunchOrder::kDependent;
+  if (Status status = LaunchPagedAttention(attention, stream); !status.ok()) return status;
   return params.has_out_product ? LaunchLinear(params.out, stream, LaunchOrder::kDependent) : Status::Ok();
 }
 

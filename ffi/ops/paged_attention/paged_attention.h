@@ -6,6 +6,7 @@
 
 #include "ffi/base/dtype.h"
 #include "ffi/base/status.h"
+#include "ffi/device/launch_order.h"
 #include "ffi/device/stream.h"
 #include "ffi/host/executor.h"
 
@@ -51,12 +52,19 @@ struct PagedAttentionParams {
   int max_decode_tokens;   // CUDA: sequences of up to so many new tokens belong to the decode path (decode.h)
 };
 
+// The kernels that a launch of the prefill path launches: its combine kernel may come later than the others.
+enum class PrefillKernels { kAll, kAllButCombine, kCombine };
+
 // A call: beside what all kernels take, what those take that speculative trees are computed with.
 struct PagedAttentionCall : PagedAttentionParams {
   // [num_tokens, tree_words], 1 or 2 words: bit j of row i of a sequence: the row sees the sequence's new token j. The
   // context before the new tokens it sees always. Null: causal.
   const uint32_t* tree_mask;
   int64_t tree_words;
+  // CUDA: kDependent behind the kernel of the same call that writes `query` and the new tokens' keys and values. All
+  // other operands, and the cache's other slots, are complete then when that kernel starts.
+  LaunchOrder order;
+  PrefillKernels prefill_kernels;  // CUDA
 
   // New tokens of a sequence, at most, where there is a tree_mask.
   int64_t MaxTreeTokens() const { return 32 * tree_words; }

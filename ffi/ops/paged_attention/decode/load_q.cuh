@@ -4,6 +4,7 @@
 
 #include <cstdint>
 
+#include "ffi/device/dependent_launch.cuh"
 #include "ffi/device/mma.cuh"
 #include "ffi/ops/paged_attention/decode/output_rows.cuh"
 #include "ffi/ops/paged_attention/decode/tile_scheduler.cuh"
@@ -31,6 +32,7 @@ struct QueryFragment {
     const int lane = thread.lane;
     const int head_dim = static_cast<int>(params.head_dim);
     const int last_row = plan.q_len * args.group_size - 1;
+    static_assert(!Traits::kFloat8 || !Traits::kDependent);
     float score_scale = params.scale;
     if constexpr (Traits::kFloat8) {
       score_scale *= __ldg(params.k_scale + (params.scale_per_head ? work_tile.kv_head : 0));
@@ -56,7 +58,7 @@ struct QueryFragment {
 #pragma unroll
           for (int i = 0; i < 2; ++i) {
             const int column = 16 * step + 8 * i;
-            row_words[step][i] = column < head_dim ? __ldg(reinterpret_cast<const uint32_t*>(from + column)) : 0;
+            row_words[step][i] = column < head_dim ? LoadTwo(from + column) : 0;
           }
         }
       }
@@ -74,6 +76,11 @@ struct QueryFragment {
   }
 
  private:
+  __device__ static uint32_t LoadTwo(const uint16_t* from) {
+    if constexpr (Traits::kDependent) return LoadBehindWait(reinterpret_cast<const int32_t*>(from));
+    return __ldg(reinterpret_cast<const uint32_t*>(from));
+  }
+
   // Converts a row from bfloat16, whose range is wider, to float16: the row is divided by a power of two, which is
   // returned, so that its magnitudes are at most 2.
   __device__ static float ConvertToHalf(uint32_t (&row)[Traits::kQkSteps][2]) {

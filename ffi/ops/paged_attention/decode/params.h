@@ -94,6 +94,7 @@ struct DecodeArgs {
 struct KernelConfig {
   int head_dim;        // that the kernels are compiled for: head_dim rounded up
   bool wide;           // work tiles of 64 query rows (WideKernelTraits), where the GPU has large shared memory
+  bool dependent;      // behind a kernel of the same call (DependentKernelTraits), where there is such a kernel
   int row_tiles;       // of 8 query rows
   bool narrow_copies;  // cache rows are aligned to 8 bytes only, so that cp.async moves 8 instead of 16
   int row_tiles_per_token;
@@ -163,6 +164,7 @@ inline KernelConfig MakeKernelConfig(const PagedAttentionCall& params) {
   // More tokens than sequences: some sequences have several query rows, which share one pass over K and V.
   // Where prompts may be what makes them more, and the scratch is shared with the prefill path, single rows count.
   const bool several_queries = params.num_tokens > params.max_seqs && DecodeComesFirst(params);
+  config.dependent = params.order == LaunchOrder::kDependent && DecodeComesFirst(params);
   config.narrow_copies = float8 && dim % 16 != 0;
   config.row_tiles = config.narrow_copies ? 2 : rows > 8 && (group_size > 8 || several_queries) ? 2 : 1;
   const int64_t tile_rows = 8 * config.row_tiles;

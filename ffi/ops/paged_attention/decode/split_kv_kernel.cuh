@@ -116,7 +116,10 @@ class SplitKvCta {
 
   __device__ void ComputeRange(const WorkRange& range) {
     const SequencePlan& plan = range.plan;
-    if (plan.end_key == plan.first_key) return StoreEmptyRows<Traits>(args_, plan, range.work_tile);
+    if (plan.end_key == plan.first_key) {
+      if constexpr (Traits::kDependent) WaitForPreviousKernel();
+      return StoreEmptyRows<Traits>(args_, plan, range.work_tile);
+    }
     if constexpr (Traits::kWide) {
       return WideMainloop<Traits>(args_, shared_).Run(range);
     } else {
@@ -137,6 +140,12 @@ class SplitKvCta {
 #pragma unroll
     for (int i = 0; i < kAhead; ++i) {
       first[i].Start(args_, kv.page_table, kv.end_key, keys_left - i * Traits::kBlockKeys, Traits::kTileKeys);
+    }
+
+    // The kernel before writes the query and new tokens' keys and values.
+    if constexpr (Traits::kDependent) {
+      if (args_.store_every_split) PrefetchTiles(range, first, keys_left);  // in longer calls it costs 1 to 2 us
+      WaitForPreviousKernel();
     }
 
     // Q to registers, and the addresses of K and V.
@@ -218,6 +227,24 @@ class SplitKvCta {
     }
   }
 
+  // Brings the warp's first KV tiles into L2. What the kernel before writes of them it writes there too.
+  __device__ void PrefetchTiles(const WorkRange& range, const PageLookup (&lookups)[kAhead], int keys_left) const {
+    static_assert(!Traits::kDependent || Traits::kTileKeys == 16);
+    const PagedAttentionParams& params = args_.params;
+    const int64_t head_offset = range.work_tile.kv_head * params.head_stride * Traits::kElementBytes;
+    const bool is_value = threadIdx.x % 32 >= Traits::kTileKeys;
+    const char* const rows = static_cast<const char*>(is_value ? params.v_cache : params.k_cache) + head_offset;
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) {
+      bool bad = false;
+      const uint64_t slot = lookups[i].Slot(args_, &bad);
+      if (keys_left > i * Traits::kBlockKeys && !bad) {
+        PrefetchRowToL2(rows + slot * args_.slot_stride_bytes,
+                        static_cast<uint32_t>(params.head_dim) * Traits::kElementBytes, args_.kv_l2_policy);
+      }
+    }
+  }
+
   const DecodeArgs& args_;
   SplitKvSharedStorage<Traits>& shared_;
   Scheduler scheduler_;
@@ -233,7 +260,7 @@ __global__ void __maxnreg__(Traits::kHeadDim <= 128 && Traits::kRowTiles == 1 ? 
     // Behind the prefill path, which has waited for the metadata, the rows are looked for first.
     if (args.wait_at_start && !args.behind_prefill) {
       FetchParameters(args);
-      WaitForPreviousKernel();
+      if constexpr (!Traits::kDependent) WaitForPreviousKernel();
     }
     // The combine kernel may start now if the call is short, or if there may be nothing to do because the prefill path
     // ran first. Else it may start when the first copies are under way, so that its CTAs do not delay this kernel's.

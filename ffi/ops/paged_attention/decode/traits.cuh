@@ -52,6 +52,7 @@ struct KernelTraits {
   using Operand = std::conditional_t<kFormat == CacheFormat::kBF16, __nv_bfloat16, __half>;
 
   static constexpr bool kWide = false;               // see WideKernelTraits
+  static constexpr bool kDependent = false;          // see DependentKernelTraits
   static constexpr bool kTreeMask = kRowTiles == 4;  // of a half of a wide work tile
   static constexpr int kWarps = 4;
   static constexpr int kThreads = 32 * kWarps;
@@ -88,6 +89,12 @@ struct KernelTraits {
   // Each warp computes the scores of its own KV tile, and its own columns of the output over the whole KV block.
   static constexpr int kColumnTiles = kHeadDim / 16 / kWarps;  // m16 tiles of columns
   static constexpr int kQkSteps = kHeadDim / 16;               // k16 steps of Q * K^T
+};
+
+// The split-KV kernel behind one of the same call (LaunchOrder::kDependent): it waits for that one when it has planned.
+template <CacheFormat kFormat_, int kHeadDim_, int kRowTiles_>
+struct DependentKernelTraits : KernelTraits<kFormat_, kHeadDim_, kRowTiles_, false, true> {
+  static constexpr bool kDependent = true;
 };
 
 // The split-KV kernel for work tiles of 64 query rows (wide_mainloop.cuh): two halves of the rows share the KV blocks

@@ -29,12 +29,19 @@ constexpr SplitKvVariants kWideVariants = {MakeSplitKvKernel<WideKernelTraits<kF
                                            kVariants<kFormat, kHeadDim, 2, false>.small};
 
 template <CacheFormat kFormat, int kHeadDim>
+constexpr SplitKvVariants kDependentVariants = {MakeSplitKvKernel<DependentKernelTraits<kFormat, kHeadDim, 1>>(),
+                                                kVariants<kFormat, kHeadDim, 1, false>.small};
+
+template <CacheFormat kFormat, int kHeadDim>
 const SplitKvVariants& SelectVariants(const KernelConfig& config) {
   if constexpr (kFormat != CacheFormat::kE5M2 && kHeadDim <= 128) {
     if (config.wide) return kWideVariants<kFormat, kHeadDim>;
   }
   if constexpr (kFormat == CacheFormat::kE4M3 || kFormat == CacheFormat::kE5M2) {
     if (config.narrow_copies) return kVariants<kFormat, kHeadDim, 2, true>;
+  }
+  if constexpr ((kFormat == CacheFormat::kF16 || kFormat == CacheFormat::kBF16) && kHeadDim == 128) {
+    if (config.dependent && config.row_tiles == 1) return kDependentVariants<kFormat, kHeadDim>;
   }
   return config.row_tiles == 1 ? kVariants<kFormat, kHeadDim, 1, false> : kVariants<kFormat, kHeadDim, 2, false>;
 }
