@@ -68,10 +68,16 @@ Status LaunchPagedAttention(const PagedAttentionCall& call, Stream stream) {
   // for a longer sequence. CTAs of the second path start where CTAs of the first one have ended.
   const bool both = params.num_tokens > params.max_decode_tokens;
   const bool decode_first = DecodeComesFirst(params);
+  const bool combine_last = splits_keys && PrefillCombineComesLast(params);
   if (both && !decode_first) {
+    if (combine_last) params.prefill_kernels = PrefillKernels::kAllButCombine;
     if (Status status = LaunchPrefill(params, stream); !status.ok()) return status;
   }
   if (Status status = LaunchDecode(params, stream); !status.ok()) return status;
+  if (both && combine_last) {
+    params.prefill_kernels = PrefillKernels::kCombine;
+    return LaunchPrefill(params, stream);
+  }
   return both && decode_first ? LaunchPrefill(params, stream) : Status::Ok();
 }
 

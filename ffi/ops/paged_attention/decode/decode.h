@@ -60,6 +60,13 @@ constexpr bool PathsShareScratch(const PagedAttentionParams& shapes) {
   return SuggestFewTokens(shapes) && MaySplitKeys(shapes) && rows < kMaxSplitRows &&
          kLikelySplits * rows * (shapes.head_dim + 2) * int64_t{sizeof(float)} > kFewTokensScratchLimit;
 }
+// Whether the prefill path's combine kernel comes behind the decode path, which comes behind the other kernel. In front
+// of it the combine kernel keeps the CTAs of the split-KV kernel from starting. Without decode rows it costs some 2 us,
+// so only where the sequences are many.
+constexpr bool PrefillCombineComesLast(const PagedAttentionParams& shapes) {
+  constexpr int64_t kManyDecodeRows = 32;
+  return !DecodeComesFirst(shapes) && !PathsShareScratch(shapes) && shapes.max_seqs > kManyDecodeRows;
+}
 constexpr int64_t PrefillScratchLimit(const PagedAttentionCall& shapes) {
   if (PathsShareScratch(shapes) || shapes.tree_words > 0) return kScratchLimit;
   // Of few sequences the prefill path keeps the accumulators of all splits, and the decode path has few rows.

@@ -179,7 +179,10 @@ Status LaunchTma(const TmaParams& call, const SplitAccumulatorLayout& layout, in
                     layout.pool_rows > 0 && layout.part_rows >= Layout::kMaxCtas * Traits::kRows;
   tma.split_kv.ctas = fill ? grid.x : 0;
   const LaunchConfig config{grid, Traits::kThreads, Traits::kSharedBytes, /*programmatic=*/true};
-  if (Status status = Launch(config, stream, kernel, tma); !status.ok() || layout.pool_rows == 0) return status;
+  if (layout.kernels != PrefillKernels::kCombine) {
+    if (Status status = Launch(config, stream, kernel, tma); !status.ok()) return status;
+  }
+  if (layout.pool_rows == 0 || layout.kernels == PrefillKernels::kAllButCombine) return Status::Ok();
 
   const auto combine = PrefillCombineKernel<typename Traits::Element, Traits::kHeadDim>;
   // The same carveout as the kernels before and behind: an SM must be idle to change it.
@@ -212,7 +215,8 @@ Status LaunchTmaDim128(const TmaParams& tma, const SplitAccumulatorLayout& layou
   if (tma.tree_mask != nullptr) return LaunchTma<Instance<TmaConfigDim128Rows64>>(tma, layout, sms, stream);
   const bool one_warpgroup = !kFloat8 && !tma.split_kv.enabled;
   switch (TmaInstanceDim128(tma.attention, tma.split_kv, one_warpgroup, sms)) {
-    case TmaInstance::kOneWarpgroup:
+    case TmaInstance::kOneWarpgroup:  // has no combine kernel
+      if (layout.kernels == PrefillKernels::kCombine) return Status::Ok();
       if constexpr (!kFloat8) return LaunchTmaOneWarpgroup<Instance<TmaConfigDim128OneWarpgroup>>(tma, sms, stream);
       break;
     case TmaInstance::kRows64:
@@ -277,7 +281,8 @@ Status LaunchDim(const PagedAttentionCall& params, Stream stream) {
   if (!float8 || kTakesFloat8) {
     if (Status status = SupportsSm90a<T, kDim>(&sm90a); !status.ok()) return status;
   }
-  if (!sm90a) return LaunchMma<T, kDim>(params, stream);
+  const bool combine_alone = params.prefill_kernels == PrefillKernels::kCombine;  // the other kernels have none
+  if (!sm90a) return combine_alone ? Status::Ok() : LaunchMma<T, kDim>(params, stream);
   if (SupportsTma(params)) {
     const SplitAccumulatorLayout layout = SplitAccumulatorLayout::Of(params);
     TmaParams tma{};
@@ -285,6 +290,7 @@ Status LaunchDim(const PagedAttentionCall& params, Stream stream) {
       return float8 ? LaunchFloat8(tma, layout, stream) : LaunchTma<T, kDim>(tma, layout, stream);
     }
   }
+  if (combine_alone) return Status::Ok();
   if (float8) return LaunchMma<T, kDim>(params, stream);
   if (params.tree_mask != nullptr) {
     return Status::Internal("paged_attention: tree_mask: the driver makes no tensor maps for this kv_cache");
