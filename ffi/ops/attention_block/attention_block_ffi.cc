@@ -126,8 +126,8 @@ ffi::Error GetProjection(const AttentionBlockOperands& operands, const ffi::AnyB
   return ffi::Error::Success();
 }
 
-ffi::Error GetOperands(const ffi::RemainingArgs& args, const AttentionBlockAttributes& attributes,
-                       AttentionBlockOperands* given) {
+ffi::Error GetBlockOperands(const ffi::RemainingArgs& args, const AttentionBlockAttributes& attributes,
+                            AttentionBlockOperands* given) {
   namespace operand = attention_block_operand;
   AttentionBlockOperands& operands = *given;
   XLA_GPU_RETURN_IF_ERROR(operands.Get(kAttentionBlockOp, args, attributes.given));
@@ -205,7 +205,7 @@ ffi::Error AttentionBlock(const ffi::RemainingArgs& args, const ffi::AnyBuffer& 
   return NoThrow(kAttentionBlockOp, [&]() -> ffi::Error {
     AttentionBlockParams p{};
     AttentionBlockOperands operands;
-    XLA_GPU_RETURN_IF_ERROR(GetOperands(args, attributes, &operands));
+    XLA_GPU_RETURN_IF_ERROR(GetBlockOperands(args, attributes, &operands));
     XLA_GPU_RETURN_IF_ERROR(GetParams(operands, &cache_out, attributes, &p));
     XLA_GPU_RETURN_IF_ERROR(
         CheckDType(kAttentionBlockOp, "result", out, operands[attention_block_operand::kX]->element_type()));
@@ -259,7 +259,7 @@ ffi::Error AttentionBlockScratch(ffi::RemainingArgs args, ffi::Result<ffi::Buffe
   return NoThrow(kAttentionBlockOp, [&]() -> ffi::Error {
     AttentionBlockParams p{};
     AttentionBlockOperands operands;
-    XLA_GPU_RETURN_IF_ERROR(GetOperands(args, attributes, &operands));
+    XLA_GPU_RETURN_IF_ERROR(GetBlockOperands(args, attributes, &operands));
     XLA_GPU_RETURN_IF_ERROR(GetParams(operands, nullptr, attributes, &p));
     *bytes->typed_data() = PlaceAttentionBlock(&p, nullptr);
     return ffi::Error::Success();
