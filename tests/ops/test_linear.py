@@ -65,6 +65,25 @@ def test_bits_of_a_row_do_not_depend_on_the_others(frontend, weight_format):
     assert np.isnan(got[1].astype(np.float32)).all() and not np.isfinite(got[33].astype(np.float32)).any()
 
 
+@pytest.mark.parametrize("weight_format", ["plain", "float8-channel", "float8-block", "int8", "int4-zero-point"])
+@pytest.mark.parametrize("rows", [8, 16, 64])
+@pytest.mark.frontends("eager", "eager-cuda")
+def test_magnitudes_that_float16_does_not_have(frontend, rows, weight_format):
+    """Of whole rows, of 128 values beside others, and of single values beside others."""
+    arrays = cases.linear_inputs(weight_format, rows, 176, 1280)
+    powers = np.array([-100, -40, -20, -9, 0, 13, 30, 100])[np.arange(rows) % 8, None]
+    x = arrays["x"].astype(np.float32)
+    x[:, 128:256] *= 2.0**-12
+    x[:, 256:384] = 0
+    x[:, 384:512:3] *= 2.0**-20
+    x[:, 512:640:5] *= 2.0**12
+    arrays["x"] = np.ldexp(x, powers).astype(arrays["x"].dtype)
+    (got,) = frontend.call("linear", arrays)
+    (want,) = reference.linear(**arrays)
+    results = [result.astype(np.float64) for result in (got, want, baseline.linear(**arrays))]
+    compare.assert_close(*(np.ldexp(result, -powers) for result in results), f"{frontend.name}: linear")
+
+
 @pytest.mark.parametrize("weight_format", ["float8-channel", "float8-tensor", "int8"])
 @pytest.mark.parametrize("rows", [3, 70])
 @pytest.mark.frontends("eager", "jax", "torch_xla", "eager-cuda", "jax-cuda", "torch_xla-cuda")

@@ -23,63 +23,12 @@
 #include "ffi/device/tma_matrix.cuh"
 #include "ffi/device/wgmma_narrow.cuh"
 #include "ffi/ops/linear/sm90_converted_epilogue.cuh"
+#include "ffi/ops/linear/sm90_converted_float8.cuh"
+#include "ffi/ops/linear/sm90_converted_traits.cuh"
 #include "ffi/ops/linear/sm90_converted_weights.cuh"
-#include "ffi/ops/linear/sm90_traits.cuh"
+#include "ffi/ops/linear/sm90_converted_x.cuh"
 
 namespace xla_gpu::linear {
-
-template <typename T_, WeightFormat kFormat_, int kRowTile_>
-struct ConvertedTraits {
-  using T = T_;
-  static constexpr WeightFormat kFormat = kFormat_;
-  static constexpr bool kInt4 = kFormat == WeightFormat::kInt4;
-  // The sums of 128 products may have scales of their own. Float8 with other scales has 1 there.
-  static constexpr bool kGrouped = kFormat == WeightFormat::kFloat8 || kInt4;
-  static constexpr int kRowTile = kRowTile_;
-  static constexpr int kTileFeatures = 256;
-  static constexpr int kConsumers = 512;
-  static constexpr int kThreads = kConsumers + 128;  // a warp loads weights, one x, and two permute x
-  // Of the CTA's barriers 2, before which all mbarriers are made, and 3, before which those of x are.
-  static constexpr int kThreadsOfAll = kConsumers + 2 * 32, kThreadsOfX = 3 * 32;
-  static constexpr int kPanels = kInt4 ? 4 : 2;  // of 64 values of k, in a weight stage
-  static constexpr int kStageK = 64 * kPanels;
-  static constexpr int kBoxRows = 128;  // of a TMA box of weights: with an activation gates or what they multiply
-  static constexpr int kWeightStageBytes = kTileFeatures * 128;
-  static constexpr int kXStageBytes = kRowTile * 256;  // 128 values of each row, in two panels
-  static constexpr int kXStagesOfChunk = kPanels / 2;  // a chunk of k is a weight stage's
-  // More weights in flight are no faster: x, which is loaded last, would have to wait for them at the start.
-  static constexpr int kWeightStages = kRowTile == 64 ? 4 : 3;
-  static constexpr int kXStages = kRowTile == 64 ? 4 : kRowTile == 32 ? 6 : 8;
-  static constexpr int kMaxStages = 8;  // of either ring
-  static constexpr int kBarrierBytes = 5 * kMaxStages * 8;
-  static constexpr int kSharedBytes = kWeightStages * kWeightStageBytes + kXStages * kXStageBytes + kBarrierBytes;
-  // With many rows the sums need registers: those of the threads that do not multiply, and of weights that are loaded
-  // and converted fewer at a time.
-  static constexpr bool kMovesRegisters = kRowTile == 64;
-  static constexpr bool kLoadsStage = kRowTile < 64;  // all of a stage's weights at once
-  static constexpr int kStepsAtOnce = kRowTile == 64 ? 2 : 4;
-  static_assert(kRowTile * SumPitch(kTileFeatures) * 4 <= kSharedBytes);
-};
-
-// The barriers of the rings of weights and x, as shared-memory addresses. x is full when TMA has loaded it, and ready
-// when it has the order of the weights.
-template <typename Config>
-struct ConvertedBarriers : RingBarriers<Config> {
-  __device__ uint32_t XReady(int stage) const { return this->start + (4 * Config::kMaxStages + stage) * 8; }
-};
-
-// The first of the 64 weight rows that number `quarter` of a work tile has: with an activation the first half of a work
-// tile's rows are gates, and the others what they multiply.
-template <typename Config>
-__device__ inline int FirstRowOfQuarter(const LinearArgs& args, int tile, int quarter) {
-  if (args.activation == Activation::kNone) return tile * Config::kTileFeatures + quarter * 64;
-  constexpr int kGates = Config::kTileFeatures / 2;
-  return tile * kGates + quarter * 64 + (quarter < kGates / 64 ? 0 : args.n / 2 - kGates);
-}
-
-// The weight row, of 8 that follow one another in shared memory, of the lanes whose number divided by 4 is `g`: such
-// that neither 8 lanes that load 16 bytes, nor 16 that load 8 bytes, meet in a bank.
-__device__ inline int RowOfLanes(int g) { return (g & 1) << 2 | (g & 2) | g >> 2; }
 
 // Loads a CTA's weights, by one thread.
 template <typename Config>
@@ -117,56 +66,7 @@ __device__ inline void LoadConvertedX(const Sm90Args& args, int stage_begin, int
   }
 }
 
-// Brings the values of each row of x into the order of the weights, in place: warp 0 of two those of the first panel of
-// each stage, warp 1 of the second. Rows that x does not have are zeros.
-template <typename Config>
-__device__ inline void PermuteX(const Sm90Args& args, int stages, char* xs, ConvertedBarriers<Config> barriers,
-                                int warp) {
-  constexpr int kBlocks = Config::kRowTile / 8, kAtOnce = kBlocks > 1 ? 2 : 1;  // of 8 rows
-  const int lane = static_cast<int>(threadIdx.x) % 32, step = lane % 4;
-  // Of 8, for each four lanes: no bank conflicts, neither of the loads of 8 bytes nor of the stores of 16.
-  const int row = 0x65217430 >> (lane / 4 * 4) & 7;
-  const int blocks = (args.linear.rows + 7) / 8;
-  char* const rows = xs + warp * (Config::kXStageBytes / 2) + row * 128;
-  const int from = ((step / 2 ^ row) << 4) + step % 2 * 8, to = (2 * step ^ row) << 4;
-  PipelineState ring;
-  for (int i = 0; i < stages; ++i) {
-    char* const stage = rows + ring.stage * Config::kXStageBytes;
-    WaitBarrier(barriers.XFull(ring.stage), ring.phase);
-#pragma unroll
-    for (int block = 0; block < kBlocks; block += kAtOnce) {
-      if (block >= blocks) break;
-      uint2 fours[kAtOnce][4];
-#pragma unroll
-      for (int j = 0; j < kAtOnce; ++j) {
-#pragma unroll
-        for (int t = 0; t < 4; ++t) {
-          fours[j][t] = *reinterpret_cast<const uint2*>(stage + (from ^ t << 5) + (block + j) * 1024);
-        }
-      }
-      __syncwarp();  // the lanes of a row have read it
-#pragma unroll
-      for (int j = 0; j < kAtOnce; ++j) {
-        uint32_t low[4], high[4];
-#pragma unroll
-        for (int t = 0; t < 4; ++t) {
-          const uint2 four = fours[j][t];
-          low[t] = kSplitsPairs<Config::kFormat> ? __byte_perm(four.x, four.y, 0x5410) : four.x;
-          high[t] = kSplitsPairs<Config::kFormat> ? __byte_perm(four.x, four.y, 0x7632) : four.y;
-        }
-        char* const at = stage + (block + j) * 1024;
-        *reinterpret_cast<uint4*>(at + to) = make_uint4(low[0], low[1], low[2], low[3]);
-        *reinterpret_cast<uint4*>(at + (to ^ 16)) = make_uint4(high[0], high[1], high[2], high[3]);
-      }
-    }
-    FenceProxyAsync();
-    __syncwarp();
-    if (lane == 0) ArriveBarrier(barriers.XReady(ring.stage));
-    ring.Advance(Config::kXStages);
-  }
-}
-
-// The products of a CTA's work tile and part of k. `shared`: the weight stages.
+// The products of a CTA's work tile and part of k, of int8 and int4. `shared`: the weight stages.
 template <typename Config>
 __device__ __forceinline__ void MultiplyConverted(const Sm90Args& args, int tile, int chunk_begin, int chunk_end,
                                                   const char* shared, uint32_t xs, ConvertedBarriers<Config> barriers,
@@ -366,7 +266,11 @@ __global__ void __launch_bounds__(XLA_GPU_HAS_WGMMA ? Config::kThreads : 32, 1)
     NamedBarrierSync(2, Config::kThreadsOfAll);
     if (!args.weights_first) WaitForPreviousKernel();
     float sum[Config::kRowTile / 8][4];
-    MultiplyConverted<Config>(args, tile, chunk_begin, chunk_end, shared, xs, barriers, sum);
+    if constexpr (Config::kFormat == WeightFormat::kFloat8) {
+      MultiplyFloat8<Config>(args, tile, chunk_begin, chunk_end, shared, xs, barriers, sum);
+    } else {
+      MultiplyConverted<Config>(args, tile, chunk_begin, chunk_end, shared, xs, barriers, sum);
+    }
     WaitForPreviousKernel();
     // All loads have completed, and all warps have read them: the sums take the ring's place.
     NamedBarrierSync(1, Config::kConsumers);
