@@ -44,8 +44,10 @@ class Engine:
             for cache in self._caches:  # by kv heads
                 xs.mark_sharding(cache, model.group.mesh, (None, None, model.group.axis, None))
         torch_xla.sync()
-        # dynamic=False: a second layout means a second program, not one with symbolic sizes.
-        self._step = torch.compile(model, backend="openxla", fullgraph=True, dynamic=False)
+        if model.group is None:
+            self._step = xla_gpu.torch.jit(model, donate_argnums=2)
+        else:  # dynamic=False: a second layout means a second program, not one with symbolic sizes.
+            self._step = torch.compile(model, backend="openxla", fullgraph=True, dynamic=False)
         self._compiled: set[StepLayout] = set()
 
     @torch.no_grad()

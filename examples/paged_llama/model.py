@@ -74,12 +74,18 @@ class PagedLlama(nn.Module):
         tokens = torch.where(sources < 0, step["tokens"], previous[sources.clamp(min=0)])
         total, hidden = self.embed(tokens), None
         updated = []
-        for i, (layer, cache) in enumerate(zip(self.layers, caches, strict=True)):
-            after = self.layers[i + 1].attention_norm if i + 1 < len(self.layers) else self.norm
-            hidden, total, cache = layer(hidden, total, self.rotations, cache, step, after)
-            updated.append(cache)
         last = step["last_rows"]  # the only rows whose logits anybody wants
-        hidden = self.norm(total[last])[0] if hidden is None else hidden[last]
+        early = self.group is None and layout.num_tokens > layout.max_seqs
+        for i, (layer, cache) in enumerate(zip(self.layers, caches, strict=True)):
+            is_last = i + 1 == len(self.layers)
+            after = self.norm if is_last else self.layers[i + 1].attention_norm
+            rows = last if is_last and early else None
+            hidden, total, cache = layer(hidden, total, self.rotations, cache, step, after, rows)
+            updated.append(cache)
+        if hidden is None:
+            hidden = self.norm(total if early else total[last])[0]
+        elif not early:
+            hidden = hidden[last]
         if self.group is not None:
             return self._most_likely(self.head(hidden)), updated
         tied = self.config.tie_word_embeddings
@@ -149,14 +155,19 @@ class Layer(nn.Module):
         cache: Tensor,
         step: dict[str, Tensor],
         after: RMSNorm,
+        rows: Tensor | None,
     ) -> tuple[Tensor | None, Tensor, Tensor]:
-        """hidden: the norm of total by this layer's first norm, or None, where the layer before has not made it."""
+        """hidden: the norm of total by this layer's first norm, or None, where the layer before has not made it.
+        rows: of the last layer those that are sampled after, for which alone it computes what follows its attention."""
         if "attention_block" in self.operators:
             hidden = None
             total, cache = self.attention_block(total, rotations, cache, step)
+            total = total if rows is None else total[rows]
         else:
             hidden = self.attention_norm(total)[0] if hidden is None else hidden
             attended, cache = self.attention(hidden, rotations, cache, step)
+            if rows is not None:
+                attended, total = attended[rows], total[rows]
             hidden, total = self.add_and_norm(self.out(attended), total, self.out.bias, self.mlp_norm)
         if "gated_mlp" in self.operators:
             return None, self.gated_mlp(total), cache

@@ -28,6 +28,7 @@ struct xla_gpu_array {
 // An execution that was recorded.
 struct xla_gpu_launch {
   void* executable;
+  void* execute_device;                       // of a program that has several devices, which one runs it; or null: all
   std::vector<void*> devices;                 // PJRT_Device
   std::vector<std::vector<void*>> arguments;  // [devices][arguments]
   std::vector<std::vector<void*>> results;    // [devices][results]
@@ -77,9 +78,9 @@ Error Await(void* event) {
 }
 
 Error Record(const LoadedExecutableExecuteArgs& args, size_t num_results) {
-  if (args.execute_device != nullptr) return Error::Unimplemented("a program of one device of several");
   auto launch = std::make_unique<xla_gpu_launch>();
   launch->executable = args.executable;
+  launch->execute_device = args.execute_device;
   for (size_t device = 0; device < args.num_devices; ++device) {
     void* const* arguments = args.argument_lists[device];
     launch->arguments.emplace_back(arguments, arguments + args.num_args);
@@ -185,6 +186,7 @@ Error Run(const xla_gpu_launch& launch, const std::vector<int32_t>& places, cons
   args.num_devices = num_devices;
   args.num_args = launch.arguments[0].size();
   args.output_lists = output_lists.data();
+  args.execute_device = launch.execute_device;
   if (Error error = TakeError(*api, api->entries()[kLoadedExecutableExecute](&args)); !error.ok()) return error;
   const auto take = [&](size_t result) {
     std::vector<void*> buffers(num_devices);

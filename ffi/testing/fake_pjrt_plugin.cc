@@ -69,6 +69,7 @@ void* CheckSize(const char* name, size_t expected, size_t got) {
 
 std::vector<const void*> executed;  // the memory of the last execution's arguments, null: of a buffer from the host
 const void* DataOf(void* buffer);
+void* executed_on = nullptr;  // the device that the last execution named
 size_t num_results = 0;
 void* CopyOf(void* buffer);
 
@@ -76,6 +77,7 @@ void* Execute(void* untyped) {
   const auto* args = static_cast<pjrt::LoadedExecutableExecuteArgs*>(untyped);
   if (IsMode("slow")) std::this_thread::sleep_for(std::chrono::milliseconds(300));
   executed.clear();
+  executed_on = args->execute_device;
   for (size_t device = 0; device < args->num_devices; ++device) {
     for (size_t i = 0; i < args->num_args; ++i) executed.push_back(DataOf(args->argument_lists[device][i]));
   }
@@ -334,6 +336,8 @@ extern "C" __attribute__((visibility("default"))) void fake_pjrt_set_results(siz
 extern "C" __attribute__((visibility("default"))) void fake_pjrt_set_program(const char* bytes, size_t size) {
   optimized_program.assign(bytes, size);
 }
+
+extern "C" __attribute__((visibility("default"))) const void* fake_pjrt_executed_on() { return executed_on; }
 
 // The memory of the last execution's arguments; returns their number, at most `capacity`.
 extern "C" __attribute__((visibility("default"))) size_t fake_pjrt_executed(const void** data, size_t capacity) {

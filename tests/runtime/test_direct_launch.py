@@ -18,8 +18,8 @@ import ctypes as ct, os, sys
 import numpy as np
 import torch
 from xla_gpu._runtime import library
-from xla_gpu.vllm import direct_launch
-from xla_gpu.vllm.direct_launch import DeviceArray, DirectLaunch
+from xla_gpu._torch_xla import direct_launch
+from xla_gpu._torch_xla.direct_launch import DeviceArray, DirectLaunch
 
 cdll = library.load().cdll
 plugin = ct.CDLL(os.environ["FAKE"])
@@ -46,7 +46,7 @@ def from_host(values, device):
     call(22, words)
     return words[14]
 
-def execute(executable, lists):
+def execute(executable, lists, device=0):
     # As torch_xla does: options of an older API, a list of arguments for each device, and one of results.
     options = (ct.c_size_t * 10)(80)
     arguments = [(ct.c_void_p * len(buffers))(*buffers) for buffers in lists]
@@ -54,7 +54,7 @@ def execute(executable, lists):
     given = (ct.c_void_p * len(lists))(*map(ct.addressof, arguments))
     returned = (ct.c_void_p * len(lists))(*map(ct.addressof, results))
     call(55, (ct.c_size_t * 10)(80, 0, executable, ct.addressof(options), ct.addressof(given), len(lists),
-                                len(lists[0]), ct.addressof(returned), 0, 0))
+                                len(lists[0]), ct.addressof(returned), 0, device))
     return [list(buffers) for buffers in results]
 
 def destroyed():
@@ -72,7 +72,7 @@ handle, results = direct_launch.record(lambda: execute(executable, lists), int(o
 if handle is None:
     sys.exit("not recorded")
 form = torch.Size([2]), torch.int32
-launch = DirectLaunch(handle, [0, 2], 1, [form, form], lists)
+launch = DirectLaunch(handle, [0, 2], [0], [form, form], lists)
 
 class Tensor:  # what torch_xla has
     shape, dtype = form
@@ -107,7 +107,7 @@ print(first >= 0.3, time.perf_counter() - began < first)
     "state": """
 _, (kept,) = launch([np.array([5, 6], np.int32)], [state])
 again = direct_launch.record(lambda: execute(executable, lists), 4, RESULTS)[0]
-swapped = DirectLaunch(again, [2, 0], 1, [form, form], lists)  # the input is what becomes the state
+swapped = DirectLaunch(again, [2, 0], [0], [form, form], lists)  # the input is what becomes the state
 swapped([np.array([7, 8], np.int32)], [kept])
 print(kept.cpu().tolist())
 """,
@@ -116,16 +116,30 @@ array = cdll.xla_gpu_launch_buffers(handle, 0, 0)
 alone = DeviceArray(array, (2,), torch.int32)
 plugin.fake_pjrt_set_results(ct.c_size_t(RESULTS))
 one, _ = direct_launch.record(lambda: execute(executable, lists[:1]), 4, RESULTS)
-narrow = DirectLaunch(one, [0], 0, [form] * 3, lists)
+narrow = DirectLaunch(one, [0], [], [form] * 3, lists)
 try:
     narrow([alone], [])[0][0].cpu()
 except RuntimeError as error:
     print(error)
 """,
+    "one of several devices": """
+plugin.fake_pjrt_executed_on.restype = ct.c_void_p
+assert plugin.fake_pjrt_executed_on() is None
+run = lambda: execute(executable, lists[1:], DEVICES[1])
+handle, _ = direct_launch.record(run, 4, RESULTS)
+assert plugin.fake_pjrt_executed_on() == DEVICES[1]
+execute(executable, lists)
+one = DirectLaunch(handle, [0, 2], [0], [form, form], lists)
+state = Tensor()
+one.note(state, result=2)
+(first, _), (kept,) = one([np.array([5, 6], np.int32)], [state])
+assert first.cpu().tolist() == [5, 6] and kept.cpu().tolist() == [32, 32]
+assert plugin.fake_pjrt_executed_on() == DEVICES[1]
+""",
     "after a failure": """
 alone = DeviceArray(cdll.xla_gpu_launch_buffers(handle, 0, 0), (2,), torch.int32)
 alone_on_one = direct_launch.record(lambda: execute(executable, lists[:1]), 4, RESULTS)[0]
-narrow = DirectLaunch(alone_on_one, [2], 1, [form] * 2, lists)
+narrow = DirectLaunch(alone_on_one, [2], [0], [form] * 2, lists)
 (first, second), (kept,) = narrow([], [state])
 outputs, _ = launch([first], [kept])
 for array in (second, kept, outputs[0]):
@@ -178,6 +192,12 @@ def test_arrays_of_other_devices_are_refused(fake_plugin):
     done = run(fake_plugin, "other devices")
     assert done.returncode == 0, done.stderr
     assert done.stdout == "xla_gpu_launch_run: input 0 has 2 buffers, the program is for 1 device\n"
+
+
+def test_a_program_that_one_of_several_devices_runs(fake_plugin):
+    """A client with several GPUs names the one in each execution of a program that is not sharded."""
+    done = run(fake_plugin, "one of several devices")
+    assert done.returncode == 0, done.stderr
 
 
 def test_what_depends_on_a_failed_launch_fails_with_its_reason(fake_plugin):

@@ -11,7 +11,7 @@ import torch
 import torch_xla
 
 from xla_gpu._runtime import executable_cache
-from xla_gpu.vllm import direct_launch
+from xla_gpu._torch_xla import direct_launch
 from xla_gpu.vllm.program import FallbackError, Program, compilations, compiled_together
 
 
@@ -43,8 +43,8 @@ def test_programs_are_recorded_once_and_launched_directly(monkeypatch, seen):
     recorded, launched, said = [], [], []
 
     class Launch:
-        def __init__(self, handle, places, num_state, forms, keep):
-            launched.append((handle, places, num_state, forms))
+        def __init__(self, handle, places, state_order, forms, keep):
+            launched.append((handle, places, state_order, forms))
 
         def note(self, tensor, **which):
             launched.append(which)
@@ -56,11 +56,11 @@ def test_programs_are_recorded_once_and_launched_directly(monkeypatch, seen):
         recorded.append((arguments, results))
         return (len(recorded) if seen or len(recorded) == 1 else None), run()
 
-    monkeypatch.setattr(direct_launch, "available", lambda: True)
+    monkeypatch.setattr(direct_launch, "available", lambda num_devices: True)
     monkeypatch.setattr(direct_launch, "record", record)
-    monkeypatch.setattr("xla_gpu.vllm.program.DirectLaunch", Launch)
+    monkeypatch.setattr("xla_gpu._torch_xla.program.DirectLaunch", Launch)
     logger = SimpleNamespace(debug=lambda *_: None, warning=lambda text, *values: said.append(text % values))
-    monkeypatch.setattr("xla_gpu.vllm.program.logger", logger)
+    monkeypatch.setattr("xla_gpu._torch_xla.program.logger", logger)
     state, x = torch.zeros(2, device=device), torch.tensor([1.0, 1.0]).to(device)
 
     def step(x, state):
@@ -76,8 +76,8 @@ def test_programs_are_recorded_once_and_launched_directly(monkeypatch, seen):
         (doubled,), _ = second([np.array([1.0, 2.0], np.float32)])
         assert first.direct is second.direct is None and doubled.cpu().tolist() == [2, 4]
         return
-    (handle, places, num_state, forms), *notes = launched[:3]
-    assert (handle, num_state, forms) == (1, 1, [(torch.Size([]), torch.float32)]) and sorted(places) == [0, 1]
+    (handle, places, state_order, forms), *notes = launched[:3]
+    assert (handle, state_order, forms) == (1, [0], [(torch.Size([]), torch.float32)]) and sorted(places) == [0, 1]
     assert notes == [{"argument": places[0]}, {"result": 1}]
     assert first([x], [state]) == (["directly"], [state]) and second([x])[0] == ["directly"]
 

@@ -42,6 +42,7 @@ from ._collectives import all_reduce, all_reduce_add_rms_norm
 from ._compile_options import compile_options
 from ._ffi import ffi_call, register_ffi_target
 from ._inspection import executable_cache_info, hlo
+from ._jit import jit
 from ._layers import (
     attention_block,
     attention_block_,
@@ -73,6 +74,7 @@ __all__ = [
     "gated_mlp",
     "gelu_and_mul",
     "hlo",
+    "jit",
     "kernel_call",
     "kernel_call_",
     "linear",

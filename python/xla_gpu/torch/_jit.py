@@ -1,0 +1,51 @@
+"""Programs that are called without tracing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .._torch_xla.jit import JitFunction
+
+
+def jit(
+    function: Callable[..., Any],
+    *,
+    donate_argnums: int | Sequence[int] = (),
+    compiler_options: Mapping[str, bool | int] | None = None,
+) -> JitFunction:
+    """Makes one XLA program of a function of XLA tensors, as jax.jit does. For inference.
+
+    The first call traces the function with torch_xla's lazy tensors and compiles it. Later calls run that program,
+    without tracing, Dynamo or guards. Other shapes, dtypes, numbers of tensors, nesting or values of what is no tensor
+    are another program: the call traces and compiles it, and both are kept.
+
+    * Arguments are tensors of the XLA device; CPU tensors and NumPy arrays, which each call copies there; lists, tuples
+      and dicts of such; and hashable values, which are constants of the program. Keyword arguments are not taken.
+    * Tensors that the function updates in place have their new values after the call.
+    * All other tensors that it reads, a module's parameters for example, are those that it read when it was traced.
+      ``clear_cache()`` of the result has the next call read them anew. The same holds for anything else outside of its
+      arguments: Python code runs at the trace alone, and random numbers of PyTorch are the same in each call.
+    * Results are XLA tensors in the structure that the function returned. Nothing is waited for.
+
+    Args:
+      function: takes and returns what is said above.
+      donate_argnums: numbers of the arguments whose memory the program may use for results of the same shape and
+        dtype. A donated tensor can be used no more after the call, unless the function updated it in place.
+      compiler_options: XLA's, by the names that XLA_FLAGS has for them; see compile_options. On GPUs.
+
+    Returns:
+      A callable with the function's arguments and the method ``clear_cache()``.
+
+    Raises (when called):
+      TypeError: an argument, or a part of one, is neither a tensor nor hashable.
+      ValueError: a tensor is on another device, requires a gradient, or stands in the places of two arguments; the
+        function returns a tensor that is not on the XLA device; a number in donate_argnums is no argument's.
+      RuntimeError: an operation of the function would run on the host; torch_xla's SPMD is on, for which
+        ``torch.compile(backend="openxla")`` is; XLA cannot compile the program.
+    """
+    from .._torch_xla.jit import JitFunction
+
+    numbers = (donate_argnums,) if isinstance(donate_argnums, int) else tuple(donate_argnums)
+    return JitFunction(function, numbers, compiler_options or {})

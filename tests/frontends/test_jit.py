@@ -1,0 +1,235 @@
+"""xla_gpu.torch.jit: one program for each set of shapes, called without tracing."""
+
+from __future__ import annotations
+
+import collections
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+torch_xla = pytest.importorskip("torch_xla")
+import torch_xla.debug.metrics as metrics  # noqa: E402
+
+import xla_gpu.torch as xg  # noqa: E402
+
+
+def compilations() -> int:
+    timed = metrics.metric_data("CompileTime")
+    return timed[0] if timed else 0
+
+
+def on_device(*values):
+    made = [torch.tensor(value).to(torch_xla.device()) for value in values]
+    torch_xla.sync()
+    return made if len(made) > 1 else made[0]
+
+
+def test_a_program_is_traced_and_compiled_once():
+    traces = []
+    weight = on_device([2.0, 3.0])
+
+    @xg.jit
+    def scaled(x):
+        """Doubles and triples."""
+        traces.append(None)
+        return x * weight
+
+    assert scaled.__name__ == "scaled" and scaled.__doc__ == "Doubles and triples."
+    x = on_device([1.0, 2.0])
+    assert scaled(x).cpu().tolist() == [2, 6]
+    compiled = compilations()
+    for number in (2.0, 3.0):
+        y = scaled(on_device([number, number]))
+        assert y.device.type == "xla" and scaled(y).cpu().tolist() == [4 * number, 9 * number]
+    assert len(traces) == 1 and compilations() == compiled
+
+
+def test_other_shapes_dtypes_values_and_structures_are_other_programs():
+    traces = []
+
+    @xg.jit
+    def total(parts, times):
+        traces.append(None)
+        return sum(part.sum() for part in parts) * times
+
+    two, three = torch.ones(2), torch.ones(3)
+    for _ in range(2):
+        assert total([two], 1).item() == 2
+        assert total([three], 1).item() == 3
+        assert total([two.int()], 1).item() == 2
+        assert total([two, two.clone()], 1).item() == 4
+        assert total((two,), 1).item() == 2
+        assert total([two], 2).item() == 4
+    assert len(traces) == 6
+    total.clear_cache()
+    assert total([two], 1).item() == 2 and len(traces) == 7
+
+
+def test_arrays_and_cpu_tensors_are_copied_to_the_device():
+    add = xg.jit(lambda x, y: x + y)
+    for number in (1, 2):
+        got = add(np.full(2, number, np.int32), torch.full((2,), 10, dtype=torch.int32))
+        assert got.device.type == "xla" and got.cpu().tolist() == [10 + number] * 2
+
+
+Pair = collections.namedtuple("Pair", "first second")
+
+
+def test_results_have_the_functions_structure():
+    @xg.jit
+    def results(x, number):
+        y = x + 1
+        return {"pair": Pair(y, [x, None, number]), "again": (y, y * 2), "text": "kept"}
+
+    for number in (3, 3, 4):
+        x = on_device([1.0])
+        got = results(x, number)
+        assert got["pair"].second[0] is x and got["pair"].second[1:] == [None, number] and got["text"] == "kept"
+        assert [tensor.item() for tensor in (got["pair"].first, *got["again"])] == [2, 2, 4]
+
+
+def test_tensors_updated_in_place_have_their_new_values():
+    @xg.jit
+    def accumulate(x, totals):
+        totals[0].add_(x)
+        totals[1][0] = x[1]
+        return totals[0].sum()
+
+    first, second, untouched = on_device([0.0, 0.0], [5.0, 5.0], [1.0, 1.0])
+    alias = first
+    for number in (1, 2, 3):
+        assert accumulate(on_device([1.0, 2.0]), [first, second, untouched]).item() == 3 * number
+    assert alias.cpu().tolist() == [3, 6] and second.cpu().tolist() == [2, 5] and untouched.cpu().tolist() == [1, 1]
+
+
+def test_donated_memory_is_the_results():
+    step = xg.jit(lambda x, caches: (x.sum(), [cache + x for cache in caches]), donate_argnums=1)
+    caches = on_device([1.0, 1.0], [2.0, 2.0])
+    for number in (1, 2):
+        given = caches
+        total, caches = step(on_device([1.0, 3.0]), given)
+        assert total.item() == 4 and caches[1].cpu().tolist() == [2 + number, 2 + 3 * number]
+        for cache in given:
+            with pytest.raises(RuntimeError):
+                cache.cpu()
+
+
+def test_donated_and_updated_in_place():
+    def step(x, cache):
+        cache.add_(x)
+        return cache
+
+    cache = on_device([1.0, 1.0])
+    jitted = xg.jit(step, donate_argnums=[1])
+    for number in (1, 2):
+        assert jitted(on_device([1.0, 2.0]), cache) is cache
+        assert cache.cpu().tolist() == [1 + number, 1 + 2 * number]
+    # What was donated there is not in another program.
+    assert xg.jit(lambda x: x + 1)(cache).cpu().tolist() == [4, 6] and cache.cpu().tolist() == [3, 5]
+
+
+LAYERS = """
+import sys, torch, torch_xla
+import xla_gpu.torch as xg
+
+device, way = torch_xla.device(), sys.argv[1]
+weights = [torch.eye(8).to(device) for _ in range(4)]
+caches = [torch.zeros(3, 4, 2, 8, device=device) for _ in weights]
+x, slots = torch.ones(1, 8), torch.tensor([5], dtype=torch.int32).to(device)
+torch_xla.sync()
+
+def step(x, caches):
+    new = []
+    for weight, cache in zip(weights, reversed(caches) if way == "reversed" else caches):
+        row = (x @ weight).view(1, 1, 8)
+        if way == "in place":
+            xg.reshape_and_cache_(row, row, cache, slots)
+        else:
+            cache = xg.reshape_and_cache(row, row, cache, slots)
+        new.append(cache)
+        x = cache[1].sum((0, 1))[None] + x
+    return x.sum(-1), (new[::-1] if way == "reversed" else new)
+
+step = xg.jit(step, donate_argnums=1)
+for _ in range(2):
+    total, caches = step(x, caches)
+    assert total.item() == 8 * 3**4, total
+assert caches[1][1].sum().item() == 2 * 8 * (9 if way == "reversed" else 3)
+"""
+
+
+@pytest.mark.parametrize("way", ["functional", "in place", "reversed"])
+def test_caches_of_one_shape_are_not_copied(way, tmp_path):
+    """XLA matches donated memory and results by their size alone."""
+    flags = f"--xla_dump_to={tmp_path} --xla_dump_hlo_as_text"
+    environment = {**os.environ, "PJRT_DEVICE": "CPU", "XLA_FLAGS": flags}
+    done = subprocess.run([sys.executable, "-c", LAYERS, way], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    texts = [path.read_text() for path in tmp_path.glob("*cpu_after_optimizations.txt")]
+    (text,) = [text for text in texts if 'target="xla_gpu_reshape_and_cache"' in text]
+    assert text.splitlines()[0].count("may-alias") == 4
+    assert "f32[3,4,2,8]{3,2,1,0} copy(" not in text
+
+
+def test_operators_and_modules():
+    device = torch_xla.device()
+    layer = torch.nn.Linear(4, 4)
+    expected = torch.nn.functional.silu(layer(torch.ones(2, 4)))
+    layer = layer.to(device)
+    gate = xg.jit(lambda x: xg.silu_and_mul(torch.cat([layer(x), torch.ones_like(x)], -1)))
+    torch.testing.assert_close(gate(torch.ones(2, 4)).cpu(), expected.detach(), rtol=1e-5, atol=1e-5)
+    cache = torch.zeros(2, 4, 2, 8, device=device)
+    slots = torch.tensor([5], dtype=torch.int32)
+    store = xg.jit(lambda key, slots, cache: xg.reshape_and_cache_(key, key * 2, cache, slots))
+    for number in (1.0, 2.0):
+        store(torch.full((1, 1, 8), number), slots, cache)
+        assert cache.cpu()[1, 1].tolist() == [[number] * 8, [2 * number] * 8]
+
+
+def test_pending_arguments_are_computed_first():
+    double = xg.jit(lambda x: x * 2)
+    x = on_device([1.0])
+    for _ in range(3):
+        assert double(x + 1).item() == 4
+
+
+def test_wrong_arguments_say_so():
+    x = on_device([1.0, 2.0])
+
+    def named(x, y):
+        return x
+
+    with pytest.raises(ValueError, match=r"jit\(named\): expected each tensor once"):
+        xg.jit(named)(x, x)
+    with pytest.raises(ValueError, match=r"jit\(named\): donate_argnums: expected numbers from 0 to 1, got 2"):
+        xg.jit(named, donate_argnums=(0, 2))(x, 1)
+    with pytest.raises(ValueError, match=r"expected tensors on an XLA device or the CPU, got one on meta"):
+        xg.jit(named)(torch.ones(2, device="meta"), 1)
+    with pytest.raises(ValueError, match=r"expected tensors without gradients"):
+        xg.jit(named)(torch.ones(2, requires_grad=True), 1)
+    with pytest.raises(
+        TypeError, match=r"jit\(named\): argument 1: expected tensors, arrays and hashable values, got set"
+    ):
+        xg.jit(named)(x, {1})
+    with pytest.raises(ValueError, match=r"jit\(<lambda>\): result: expected XLA tensors, got one on cpu"):
+        xg.jit(lambda x: torch.ones(2))(x)
+    with pytest.raises(RuntimeError, match=r"would run on the host"):
+        xg.jit(lambda x: x.view(torch.int32))(x)
+    with pytest.raises(TypeError):
+        xg.jit(named)(x, y=1)
+
+
+def test_an_error_in_a_trace_leaves_the_arguments_alone():
+    x, cache = on_device([1.0], [2.0])
+
+    def fails(x, cache):
+        cache.add_(x)
+        raise KeyError("in the function")
+
+    with pytest.raises(KeyError):
+        xg.jit(fails, donate_argnums=1)(x, cache)
+    assert cache.item() == 2 and (cache + x).item() == 3
