@@ -111,15 +111,28 @@ __global__ void __launch_bounds__(kCombineThreads, kCombineCtasPerSm)
                          const __grid_constant__ SplitAccumulators accumulators) {
   // Splits of a row whose accumulators a warp loads at once, as registers allow.
   constexpr int kAtOnce = kDim <= 128 ? 8 : 4;
+  AllowDependentLaunch();  // of the decode path, if that comes second
   FetchParameters(params);
   FetchParameters(policy);
   FetchParameters(accumulators);
-  AllowDependentLaunch();  // of the decode path, if that comes second
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const int warp = static_cast<int>(blockIdx.x * (kCombineThreads / 32) + threadIdx.x / 32);
   const int warps = static_cast<int>(gridDim.x * (kCombineThreads / 32));
   const int num_live = LiveSequences(params);
-  const bool in_order = QueryStartsInOrder(params, num_live);
+  // Entries past num_seqs are loaded with the others, in one latency, and ignored.
+  bool ok = true, has_prompt = false;
+  for (int s = static_cast<int>(threadIdx.x); s < params.max_seqs; s += kCombineThreads) {
+    const int begin = __ldg(params.query_start_loc + s);
+    const int end = __ldg(params.query_start_loc + s + 1);
+    const bool in_bounds = 0 <= begin && begin <= end && end <= params.num_tokens;
+    ok = ok && (s >= num_live || in_bounds);
+    has_prompt = has_prompt || (s < num_live && in_bounds && end - begin > policy.max_decode_tokens);
+  }
+  const bool in_order = __syncthreads_and(ok);
+  if (!__syncthreads_or(has_prompt)) {
+    if (blockIdx.x == 0) WaitForPreviousKernel();
+    return;
+  }
   LogitTransform transform(params, /*kv_head=*/0);
   // Whether the sequences of a row of the grid have cross-CTA splits, and the rows of those before.
   constexpr int kPlanned = static_cast<int>(SplitAccumulatorLayout::SequencesPerGridRow(kDim));

@@ -168,7 +168,12 @@ Status LaunchTma(const TmaParams& call, const SplitAccumulatorLayout& layout, in
   static_assert(Traits::kRows <= Layout::MaxTileRows(Traits::kHeadDim) &&
                 Traits::kMaxSequences == Layout::SequencesPerGridRow(Traits::kHeadDim));
   const PagedAttentionParams& params = call.attention;
-  const auto kernel = PrefillTmaKernel<Traits>;
+  void (*kernel)(TmaParams);
+  if constexpr (Traits::kConsumerWarpgroups == 1) {
+    kernel = PrefillSmallTmaKernel<Traits>;
+  } else {
+    kernel = PrefillTmaKernel<Traits>;
+  }
   XLA_GPU_RETURN_IF_CUDA(
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Traits::kSharedBytes));
   const dim3 grid(static_cast<unsigned>(PersistentCtas(params, layout, Traits::kRows, sms)),

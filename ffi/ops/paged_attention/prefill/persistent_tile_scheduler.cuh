@@ -44,19 +44,23 @@ class PersistentTileScheduler {
     // Entries past num_seqs are loaded with the others, in one latency, and ignored. The context's length is loaded
     // here too, so that it is in L1 when the list reads it.
     const int context_len = first + thread < params.max_seqs ? __ldg(params.context_lens + first + thread) : 0;
-    bool ok = true;
+    bool ok = true, has_prompt = false;
     for (int s = thread; s < params.max_seqs; s += kThreads) {
       const int begin = __ldg(params.query_start_loc + s);
       const int end = __ldg(params.query_start_loc + s + 1);
-      ok = ok && (s >= num_live || (0 <= begin && begin <= end && end <= params.num_tokens));
+      const bool in_bounds = 0 <= begin && begin <= end && end <= params.num_tokens;
+      ok = ok && (s >= num_live || in_bounds);
+      has_prompt = has_prompt || (s < num_live && in_bounds && end - begin > params.max_decode_tokens);
       if (s == 0) storage.first_start = begin;
       if (s == num_live - 1) storage.last_end = end;
     }
     asm volatile("" ::"r"(context_len));
     const bool in_order = __syncthreads_and(ok);
-    const int last = min(num_live, first + kSequences);
-    for (int base = first; base < last; base += kThreads) list_.Collect(base, last, in_order);
-    total_ = list_.CountTiles() * kv_heads.divisor;
+    if (__syncthreads_or(has_prompt)) {
+      const int last = min(num_live, first + kSequences);
+      for (int base = first; base < last; base += kThreads) list_.Collect(base, last, in_order);
+      total_ = list_.CountTiles() * kv_heads.divisor;
+    }
     has_padding_rows_ = !in_order || num_live <= 0 || storage.first_start > 0 || storage.last_end < params.num_tokens;
   }
 

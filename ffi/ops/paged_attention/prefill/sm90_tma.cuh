@@ -91,22 +91,28 @@ __device__ void RunProducerWarp(const TmaCta<Traits>& cta, int warp, Find find, 
   }
 }
 
+// A CTA of the kernel.
 template <typename Traits>
-__global__ void __launch_bounds__(XLA_GPU_HAS_WGMMA ? Traits::kRegisterThreads : 32, 1)
-    PrefillTmaKernel(const __grid_constant__ TmaParams params) {
-#if XLA_GPU_HAS_WGMMA
+__device__ __forceinline__ void RunPrefillTma(const TmaParams& params) {
   extern __shared__ __align__(1024) char shared[];
   const TmaCta<Traits> cta(params, shared);
   const PagedAttentionParams& attention = params.attention;
 
   // ---- Barriers
-  if (threadIdx.x / 32 == 3) InitBarriers(cta);
-  FetchParameters(params);
-
-  // Long prompts do not notice, and their instances have no registers left.
-  if constexpr (Traits::kConsumerWarpgroups < 3) PrefetchMetadata(params);
-
-  __syncthreads();  // the barriers are there
+  // Long prompts do not notice what precedes their work tiles, and their instances have no registers left for it.
+  constexpr bool kStartsFast = Traits::kConsumerWarpgroups < 3;
+  // Behind the decode path there is probably no work. What only CTAs with a work tile need comes later then.
+  const bool behind_decode = params.behind_decode;
+  const bool probably_empty = kStartsFast && behind_decode;
+  if (behind_decode) AllowDependentLaunch();  // of the combine kernel
+  if (probably_empty) {
+    FetchParameters(attention);
+  } else {
+    if (threadIdx.x / 32 == 3) InitBarriers(cta);
+    FetchParameters(params);
+    if constexpr (kStartsFast) PrefetchMetadata(params);
+    __syncthreads();  // the barriers are there
+  }
 
   // ---- Dependent launch, and work tiles
   // All CTAs wait, also those without a work tile: then this kernel ends after the one before. Behind the decode path,
@@ -117,12 +123,10 @@ __global__ void __launch_bounds__(XLA_GPU_HAS_WGMMA ? Traits::kRegisterThreads :
   using Scheduler = typename Traits::Scheduler;
   using WarpScheduler = typename Traits::WarpScheduler;
   using SchedulerWarp = TmaSchedulerWarp<Traits>;
-  constexpr bool kPlansEarly = Traits::kConsumerWarpgroups < 3;  // for the others there are no registers
-  const bool behind_decode = params.behind_decode;
   const bool few = attention.max_seqs <= WarpScheduler::kSequences;
-  bool settled = !kPlansEarly || !few || behind_decode;  // nobody writes the metadata any more
-  if (settled) {
-    if (!behind_decode) WaitForPreviousKernel();
+  bool settled = !kStartsFast || !few || behind_decode;  // nobody writes the metadata any more
+  if (settled && !behind_decode) {
+    WaitForPreviousKernel();
     AllowDependentLaunch();  // of the combine kernel, or of the decode path
   }
   WarpScheduler warp_scheduler(params.group.divisor, params.kv_heads);
@@ -135,7 +139,7 @@ __global__ void __launch_bounds__(XLA_GPU_HAS_WGMMA ? Traits::kRegisterThreads :
       const bool in_order = warp_scheduler.Plan(attention, metadata, params.split_kv.max_tokens, settled);
       if (is_scheduler && !warp_scheduler.IsEmpty()) {
         if (params.split_kv.enabled) warp_scheduler.template Split<Traits::kFillsCtas>(params.split_kv);
-        if constexpr (kPlansEarly) {
+        if constexpr (kStartsFast) {
           first =
               SchedulerWarp{cta}.PlanFirst([&](unsigned n, WorkTile* tile) { return warp_scheduler.Find(n, tile); });
         }
@@ -158,9 +162,16 @@ __global__ void __launch_bounds__(XLA_GPU_HAS_WGMMA ? Traits::kRegisterThreads :
 
   // ---- CTAs without a work tile end here
   const bool empty = few ? warp_scheduler.IsEmpty() : scheduler.IsEmpty();
-  if (behind_decode && (!empty || (blockIdx.x == 0 && blockIdx.y == 0))) WaitForPreviousKernel();
-  if (empty) return;
-  if (!few) __syncthreads();
+  if (empty) {
+    if (behind_decode && blockIdx.x == 0 && blockIdx.y == 0) WaitForPreviousKernel();
+    return;
+  }
+  if (probably_empty) {
+    if (threadIdx.x / 32 == 3) InitBarriers(cta);
+    FetchParameters(params);
+  }
+  if (behind_decode) WaitForPreviousKernel();
+  if (!few || probably_empty) __syncthreads();
 
   // By a shuffle, so that the compiler knows it to be uniform in a warp.
   const int warpgroup = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / Traits::kWarpgroupThreads, 0);
@@ -171,7 +182,7 @@ __global__ void __launch_bounds__(XLA_GPU_HAS_WGMMA ? Traits::kRegisterThreads :
     const auto find = [&](unsigned n, WorkTile* tile) {
       return few ? warp_scheduler.Find(n, tile) : scheduler.Find(n, tile);
     };
-    const bool has_first = kPlansEarly && few;
+    const bool has_first = kStartsFast && few;
     if constexpr (Traits::kFloat8Cache) {
       TmaFloat8Warp<Traits>{{cta}, warp, {}, {}, {}}.Run(find, has_first, first);
     } else {
@@ -182,6 +193,25 @@ __global__ void __launch_bounds__(XLA_GPU_HAS_WGMMA ? Traits::kRegisterThreads :
     IncreaseRegisters<Traits::kConsumerRegisters>();
     TmaConsumer<Traits>(cta, warpgroup - 1).Run();
   }
+}
+
+template <typename Traits>
+__global__ void __launch_bounds__(XLA_GPU_HAS_WGMMA ? Traits::kThreads : 32, 1)
+    PrefillTmaKernel(const __grid_constant__ TmaParams params) {
+#if XLA_GPU_HAS_WGMMA
+  RunPrefillTma<Traits>(params);
+#endif
+}
+
+// The same for a small CTA, with registers that leave room beside it for the combine kernels: its own, which has then
+// planned when it ends, and two CTAs of the decode path's, behind which it may wait.
+inline constexpr int kSmallTmaRegisters = 152;
+template <typename Traits>
+__global__ void __maxnreg__(kSmallTmaRegisters) PrefillSmallTmaKernel(const __grid_constant__ TmaParams params) {
+#if XLA_GPU_HAS_WGMMA
+  static_assert(kSmallTmaRegisters * Traits::kThreads >=
+                128 * (Traits::kProducerRegisters + Traits::kConsumerWarpgroups * Traits::kConsumerRegisters));
+  RunPrefillTma<Traits>(params);
 #endif
 }
 

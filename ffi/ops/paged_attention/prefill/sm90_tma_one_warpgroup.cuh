@@ -348,7 +348,7 @@ __global__ void __launch_bounds__(XLA_GPU_HAS_WGMMA ? Traits::kThreads : 32, kOn
   if (warp == 3) InitBarriers(cta);
   PrefetchMetadata(params);
 
-  // ---- Dependent launch: see PrefillTmaKernel
+  // ---- Dependent launch: see RunPrefillTma
   const bool behind_decode = params.behind_decode;
   if (!behind_decode) WaitForPreviousKernel();
   AllowDependentLaunch();

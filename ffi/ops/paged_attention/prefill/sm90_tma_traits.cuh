@@ -255,10 +255,6 @@ struct TmaKernelTraits : Config {
   // Registers of a thread after setmaxnreg; together no more than the launch has allocated.
   static constexpr int kProducerRegisters = kConsumerWarpgroups == 3 ? 32 : kHeadDim == 256 ? 40 : 56;
   static constexpr int kConsumerRegisters = kConsumerWarpgroups == 3 ? 160 : kHeadDim == 256 ? 232 : 224;
-  // For __launch_bounds__: the registers of a thread are an SM's divided by this. At least 384, so that small CTAs
-  // leave room beside them for the combine kernels: their own, which has then planned when they end, and the decode
-  // path's, behind which they may wait.
-  static constexpr int kRegisterThreads = kThreads < 384 ? 384 : kThreads;
 };
 
 // ---- What all warps of a CTA know
