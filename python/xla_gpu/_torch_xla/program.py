@@ -8,6 +8,7 @@ tenths of a second instead of many, and state that is updated in place is handed
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import operator
 import time
@@ -46,6 +47,22 @@ class Devices(Protocol):
         """Makes tensors whole on each device where nothing says how they are divided."""
 
 
+# Whether programs that are made together run on their inputs at the end, which are kept until then.
+_rehearsed = False
+
+
+@dataclasses.dataclass(frozen=True)
+class _Form:
+    """What is kept of an input between two captures: the tensor would take memory that XLA tries kernels in."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+
+    def tensor(self) -> torch.Tensor:
+        """A tensor of this form."""
+        return torch.zeros(self.shape, dtype=self.dtype).to(torch_xla.device())
+
+
 @contextlib.contextmanager
 def compiled_together(threads: int, *, recorded: bool = True, direct: bool = False) -> Iterator[None]:
     """Programs made in here are compiled in ``threads`` threads beside this one, on GPUs. None may run before the end.
@@ -65,11 +82,11 @@ def compiled_together(threads: int, *, recorded: bool = True, direct: bool = Fal
       direct: each program runs once at the end, on the inputs and the state that it was made with; from then on they
         are launched directly.
     """
-    global _made, _recorded
+    global _made, _recorded, _rehearsed
     made: dict[Program, bool] = {}
     together = executable_cache.compile_recorded(threads) if recorded else contextlib.nullcontext()
     with together:
-        _made, _recorded = made, recorded
+        _made, _recorded, _rehearsed = made, recorded, direct
         try:
             yield
         finally:
@@ -177,10 +194,16 @@ class Program:
                 global _failed
                 _failed += 1
                 _made[self] = False
+            if not _rehearsed:
+                self._made_with = function, [_Form(x.shape, x.dtype) for x in inputs], state, options or {}
 
     def compile(self) -> None:
         """Captures and compiles it."""
         function, inputs, state, options = self._made_with
+        if any(isinstance(made, _Form) for made in inputs):
+            inputs = [made.tensor() for made in inputs]
+            torch_xla.sync()
+            xm.wait_device_ops()
         with executable_cache.compile_options(options):
             self._capture(function, inputs, state)
 
