@@ -54,10 +54,13 @@ void* PreloadedExecutables::Take(const std::string& file, const std::string& key
     waiting_.erase(at);
     return nullptr;
   }
-  const auto found = entries_.find(file);
-  if (found == entries_.end()) return nullptr;
-  loaded_.wait(lock, [&] { return !found->second.loading; });
-  if (found->second.key != key) return nullptr;
+  // Sought again after each wait: Finish clears the entries.
+  auto found = entries_.find(file);
+  while (found != entries_.end() && found->second.loading) {
+    loaded_.wait(lock);
+    found = entries_.find(file);
+  }
+  if (found == entries_.end() || found->second.key != key) return nullptr;
   return std::exchange(found->second.executable, nullptr);
 }
 
