@@ -157,10 +157,10 @@ struct TmaConsumer {
       Clear(o[0]);
 
       // ---- The first scores
-      WaitQuery(query, alone);
       // NOTE: a wait by parity must not begin before the rounds of the ring before have ended: those that the other
-      // warpgroup reads.
+      // warpgroup reads, of K and of Q.
       if (alone) WaitBarrier(KeysSeen(), next_alone);
+      WaitQuery(query, alone);
       cta.keys.WaitFull(key);
       if (alone && left == 1) cta.Arrive(KeysSeen());
       WgmmaFence();
@@ -353,7 +353,9 @@ struct TmaConsumer {
     } else {
       if (mode != 0) {
         const uint32_t barrier = cta.Address(offsetof(typename Traits::SharedStorage, accumulated));
-        if (Traits::kAlternates && part == 0) WaitBarrier(barrier, *accumulated ^ 1);
+        // NOTE: by the rows of part 1 too, which nobody else reads or writes: a wait by parity must not begin two
+        // phases ahead, and the warpgroup may have the next work tile alone.
+        if (Traits::kAlternates) WaitBarrier(barrier, *accumulated ^ 1);
         softmax.AccumulateAndSpill(transform, cta.params.accumulators, tile.accum_row, mode, invalid_page, o);
         if (Traits::kAlternates && part == 0) cta.Arrive(barrier);
         *accumulated ^= 1;
