@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -100,6 +102,17 @@ def test_what_belongs_to_a_product_that_is_left_out(frontend, products):
         for name in ("norm_weight" if prefix == "qkv" else "residual", f"{prefix}_scale", f"{prefix}_bias"):
             with pytest.raises(ValueError, match=f"attention_block: {name}: expected None without {prefix}_weight"):
                 frontend.call("attention_block", {**arrays, name: whole[name]}, **options)
+
+
+@pytest.mark.parametrize("products", [("qkv", "out"), ("out",)], ids=["both", "out"])
+@pytest.mark.frontends("eager", "jax")
+def test_what_the_second_product_takes_its_size_from(frontend, products):
+    case = dataclasses.replace(DECODE, num_heads=1, num_kv_heads=1, head_dim=64)
+    arrays, options = layer_cases.attention_block(case, products=products)
+    arrays["out_weight"] = np.zeros((128, 32), np.uint8)
+    argument = "qkv_weight" if "qkv" in products else "x"
+    with pytest.raises(ValueError, match=f"attention_block: {argument}: expected k a multiple of 128"):
+        frontend.call("attention_block", arrays, **options)
 
 
 @pytest.mark.parametrize("case", [DECODE, LONG], ids=["few", "many"])

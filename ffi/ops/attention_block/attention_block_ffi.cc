@@ -41,8 +41,10 @@ namespace {
 
 constexpr char kAttentionBlockOp[] = "attention_block";
 constexpr LinearNames kQkvNames = {kAttentionBlockOp, "x", "qkv_weight", "qkv_scale", "qkv_zero_point", "qkv_bias"};
-constexpr LinearNames kOutNames = {kAttentionBlockOp, "qkv_weight",     "out_weight",
-                                   "out_scale",       "out_zero_point", "out_bias"};
+// `k`: the operand that says how many values of k there are.
+constexpr LinearNames OutNames(const char* k) {
+  return {kAttentionBlockOp, k, "out_weight", "out_scale", "out_zero_point", "out_bias"};
+}
 
 namespace attention_block_operand {
 enum {
@@ -147,12 +149,13 @@ ffi::Error GetParams(const AttentionBlockOperands& operands, const ffi::AnyBuffe
   XLA_GPU_RETURN_IF_ERROR(GetProjection(operands, cache, attributes, params));
   // ---- attention: of a query in scratch memory
   const int64_t head_dim = p.rotary.head_dim, num_heads = p.rotary.num_heads;
+  const char* const heads_of = p.has_qkv_product ? "qkv_weight" : "x";
   if (head_dim < 8 || head_dim > kMaxHeadDim || head_dim % 8 != 0) {
     return Mismatch(kAttentionBlockOp, "kv_cache", StrCat("head_dim a multiple of 8 from 8 to ", kMaxHeadDim),
                     StrCat(head_dim));
   }
   if (num_heads % p.rotary.num_kv_heads != 0) {
-    return Mismatch(kAttentionBlockOp, "qkv_weight",
+    return Mismatch(kAttentionBlockOp, heads_of,
                     StrCat("num_heads a multiple of num_kv_heads = ", p.rotary.num_kv_heads), StrCat(num_heads));
   }
   int64_t dims[] = {p.qkv.rows, num_heads, head_dim};
@@ -184,7 +187,7 @@ ffi::Error GetParams(const AttentionBlockOperands& operands, const ffi::AnyBuffe
                         {operand::kOutZeroPoint, "out_zero_point"},
                         {operand::kOutBias, "out_bias"}});
   }
-  XLA_GPU_RETURN_IF_ERROR(GetLinearWeight(kOutNames,
+  XLA_GPU_RETURN_IF_ERROR(GetLinearWeight(OutNames(heads_of),
                                           {*operands[operand::kOutWeight], operands[operand::kOutScale],
                                            operands[operand::kOutZeroPoint], operands[operand::kOutBias]},
                                           &p.out));
@@ -230,7 +233,7 @@ Status CheckParts(const AttentionBlockParams& p, const ZeroPoints& zero_points, 
   Status status = rotary(p.rotary);
   if (status.ok()) status = metadata(p.attention);
   if (status.ok() && p.qkv.zero_point != nullptr) status = zero_points(kQkvNames, p.qkv);
-  if (status.ok() && p.out.zero_point != nullptr) status = zero_points(kOutNames, p.out);
+  if (status.ok() && p.out.zero_point != nullptr) status = zero_points(OutNames("qkv_weight"), p.out);
   return status;
 }
 

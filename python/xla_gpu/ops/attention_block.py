@@ -95,6 +95,7 @@ _check = Checks("attention_block", {"qkv": "qkv_weight", "query": "kv_cache", "n
 _check_x = Checks("attention_block", {"qkv": "x", "norm_eps": "eps"})
 _check_qkv = weight_checks("attention_block", "qkv", "x")
 _check_out = weight_checks("attention_block", "out", "qkv_weight")
+_check_out_of_x = weight_checks("attention_block", "out", "x")
 
 
 def _signature(
@@ -163,7 +164,8 @@ def _signature(
     if out_weight is None:
         _check_absent("out_weight", ("residual", "out_scale", "out_zero_point", "out_bias"), optional)
     else:
-        out_width = check_weight_of(_check_out, "out", x, out_width, out_weight, optional)
+        check_out = _check_out_of_x if qkv_weight is None else _check_out
+        out_width = check_weight_of(check_out, "out", x, out_width, out_weight, optional)
     out = ArraySpec((num_tokens, out_width), x.dtype)
     check_residual(_check, optional.get("residual"), out)
     arrays = {
