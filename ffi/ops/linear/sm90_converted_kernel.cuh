@@ -9,8 +9,9 @@
 //  - The weight rows of a warp's lanes are permuted so that those loads have no bank conflicts in TMA's 128-byte
 //    swizzle.
 //
-// Sums of 128 products are multiplied by their scale and added to float32 totals. The order of all sums depends on n, k
-// and the format alone: a row has the same bits for any number of rows.
+// Sums of 128 products are multiplied by their scale and added to float32 totals; of int8, and of float8 whose scales
+// are not of blocks, a CTA has one sum. The order of all sums depends on n, k and the format alone: a row has the same
+// bits for any number of rows.
 #ifndef XLA_GPU_OPS_LINEAR_SM90_CONVERTED_KERNEL_CUH_
 #define XLA_GPU_OPS_LINEAR_SM90_CONVERTED_KERNEL_CUH_
 

@@ -193,7 +193,7 @@ struct OnlineSoftmax {
 
   // For one of several KV splits that this CTA takes one after the other: merges what it has stored of the earlier ones
   // into the result (kAccumulate), and stores the result (kSpill), to the CTA's accumulator, whose rows begin at
-  // `first`. Each thread reads what it has written itself, in vectors that a warp writes without gaps.
+  // `first`. Each thread reads what it, or its like in another warpgroup, has written, in vectors without gaps.
   // NOTE: in straight lines, so that all loads are in flight at once. Row by row they took 14 µs for a work tile.
   template <int kDimTiles>
   __device__ void AccumulateAndSpill(const LogitTransform& transform, const SplitAccumulators& accumulators,
