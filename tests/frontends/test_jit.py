@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 import os
 import subprocess
 import sys
@@ -74,6 +75,9 @@ def test_arrays_and_cpu_tensors_are_copied_to_the_device():
     for number in (1, 2):
         got = add(np.full(2, number, np.int32), torch.full((2,), 10, dtype=torch.int32))
         assert got.device.type == "xla" and got.cpu().tolist() == [10 + number] * 2
+    backwards = np.arange(2, dtype=np.int32)[::-1]
+    backwards.flags.writeable = False
+    assert add(backwards, backwards).tolist() == [2, 0]
 
 
 Pair = collections.namedtuple("Pair", "first second")
@@ -233,3 +237,100 @@ def test_an_error_in_a_trace_leaves_the_arguments_alone():
     with pytest.raises(KeyError):
         xg.jit(fails, donate_argnums=1)(x, cache)
     assert cache.item() == 2 and (cache + x).item() == 3
+
+
+def test_arguments_that_share_memory_when_traced_are_told_apart():
+    """Numbers of one value do in torch_xla, and so do a tensor and its detach()."""
+    difference = xg.jit(lambda x, y: x - y)
+    assert difference(np.full((), 5, np.int32), np.full((), 5, np.int32)).item() == 0
+    assert difference(np.full((), 9, np.int32), np.full((), 4, np.int32)).item() == 5
+    x = on_device([1.0, 1.0])
+    assert difference(x, x.detach()).tolist() == [0, 0]
+    assert difference(on_device([1.0, 1.0]), on_device([3.0, 3.0])).tolist() == [-2, -2]
+    number = torch.tensor(2.0).to(torch_xla.device())
+    captured = xg.jit(lambda y: y - number)
+    assert captured(torch.tensor(2.0)).item() == 0 and captured(torch.tensor(5.0)).item() == 3
+    of_weight = xg.jit(lambda y: y - x)
+    assert of_weight(x).tolist() == [0, 0] and of_weight(on_device([3.0, 4.0])).tolist() == [2, 3]
+
+
+def test_what_is_refused_at_the_trace_is_refused_later():
+    difference = xg.jit(lambda x, y: x - y)
+    x, y = on_device([1.0], [2.0])
+    assert difference(x, y).item() == -1
+    with pytest.raises(ValueError, match="expected each tensor once"):
+        difference(x, x)
+    with pytest.raises(ValueError, match="expected tensors without gradients"):
+        difference(x, on_device([1.0]).requires_grad_())
+
+
+def test_results_that_compute_nothing():
+    weight = on_device([7.0])
+    same = xg.jit(lambda x: (x, x.detach(), x.clone(), x.view(-1), x.contiguous(), weight))
+    for number in (1.0, 2.0):
+        assert [result.item() for result in same(on_device([number]))] == [number] * 5 + [7]
+    returned = xg.jit(lambda x: x)
+    assert returned(weight) is weight and returned(weight) is weight
+    assert xg.jit(lambda x: None)(weight) is None and xg.jit(lambda x: x.detach())(weight).item() == 7
+    both = xg.jit(lambda x, cache: (x + cache, cache), donate_argnums=1)
+    for number in (1.0, 2.0):
+        got = both(on_device([number]), on_device([5.0]))
+        assert [result.item() for result in got] == [5 + number, 5]
+
+
+def test_a_function_of_jit_in_another_one_is_part_of_its_program():
+    double = xg.jit(lambda x: x * 2)
+    assert double(on_device([1.0])).item() == 2
+    outer = xg.jit(lambda x: double(x + 1) + double(np.ones(1, np.float32)))
+    for number in (1.0, 2.0):
+        assert outer(on_device([number])).item() == 2 * number + 4
+
+
+def test_values_that_a_trace_needs_are_refused():
+    for function in (lambda x: x * x.sum().item(), lambda x: x + 1 if x.sum() > 0 else x - 1):
+        with pytest.raises(RuntimeError, match=r"jit\(<lambda>\): expected a function of tensors alone"):
+            xg.jit(function)(on_device([1.0]))
+
+
+def test_captured_tensors_are_not_updated():
+    count = on_device([0.0])
+    norm = torch.nn.BatchNorm1d(2).to(torch_xla.device())
+
+    def counts(x):
+        count.add_(x)
+        return count * 2
+
+    for function, x in ((counts, on_device([1.0])), (norm, torch.ones(3, 2))):
+        with pytest.raises(ValueError, match="expected updates in place of arguments alone"):
+            xg.jit(function)(x)
+    assert count.item() == 0 and norm.running_mean.tolist() == [0, 0]
+
+    def local(x):
+        made = torch.tensor([1.0]).to(x.device)
+        made[0] = 5
+        return x * made
+
+    assert xg.jit(local)(on_device([2.0])).item() == 10
+
+
+def test_arrays_cannot_be_updated():
+    add = xg.jit(lambda x: x.add_(1))
+    assert add(on_device([1.0])).item() == 2
+    with pytest.raises(ValueError, match=r"expected XLA tensors where the function updates them .* on cpu"):
+        add(torch.ones(1))
+
+
+def test_floats_are_told_apart_by_their_bits():
+    times = xg.jit(lambda x, number: x * number)
+    x = on_device([1.0])
+    assert not np.signbit(times(x, 0.0).item()) and np.signbit(times(x, -0.0).item())
+
+
+@dataclasses.dataclass
+class Output:
+    value: object
+
+
+def test_dataclasses_are_refused():
+    with pytest.raises(TypeError, match=r"result: expected tensors, lists, .* got the dataclass Output"):
+        xg.jit(lambda x: [Output(x + 1)])(on_device([1.0]))

@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import functools
 import operator
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 import torch_xla
+import torch_xla.debug.metrics as metrics
+from torch.overrides import TorchFunctionMode
 from torch_xla import runtime
 
 from .program import _XLAC, Program
+
+# Arguments up to this size are copied for the trace.
+_COPIED_BYTES = 1 << 20
+
+# One trace at a time: torch_xla's pending computations are the process's.
+_trace_lock = threading.Lock()
+_trace = threading.local()
 
 
 class _Result:
@@ -26,19 +38,31 @@ class _Result:
     def __init__(self, result: Any, given: Sequence[torch.Tensor], donated: Sequence[int], where: str) -> None:
         self.outputs: list[torch.Tensor] = []
         self.consumed: set[int] = set()
-        # Places in what build() is called with.
-        places = {id(tensor): number for number, tensor in enumerate(given)}
-        computed = {id(leaf): leaf for leaf in _tensors_of(result) if id(leaf) not in places}
-        for leaf in computed.values():
+        places: dict[int, int] = {}  # in what build() is called with
+        computed: dict[int, torch.Tensor] = {}
+        copied: set[int] = set()
+        # By torch_xla's numbers, which a tensor and its detach() share.
+        numbers = {_XLAC._xla_get_tensor_id(tensor): number for number, tensor in enumerate(given)}
+        for leaf in _tensors_of(result, where):
             if leaf.device.type != "xla":
                 raise ValueError(f"{where}: result: expected XLA tensors, got one on {leaf.device}")
+            number = numbers.get(_XLAC._xla_get_tensor_id(leaf))
+            if number is not None and (number not in donated or _is_updated(leaf)):
+                places[id(leaf)] = number
+            elif _is_buffer(leaf):  # a donated tensor, or one that was captured: no result by itself
+                computed[id(leaf)] = leaf.clone()
+                copied.add(id(leaf))
+            else:
+                computed[id(leaf)] = leaf
         # XLA itself would take any donated tensor of a result's size, and copy where it is read afterwards.
         for number in donated:
             tensor = given[number]
             if _is_updated(tensor):
                 continue
             for key, leaf in computed.items():
-                if key not in places and leaf.shape == tensor.shape and leaf.dtype == tensor.dtype:
+                if key in places or key in copied:
+                    continue
+                if leaf.shape == tensor.shape and leaf.dtype == tensor.dtype:
                     tensor.copy_(leaf)
                     places[key] = len(given) + number
                     self.consumed.add(number)
@@ -60,13 +84,25 @@ def _is_updated(tensor: torch.Tensor) -> bool:
     return updated[0]
 
 
-def _tensors_of(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors in a result."""
+def _is_buffer(tensor: torch.Tensor) -> bool:
+    """Whether it is nothing but memory of the device: torch_xla leaves it out of a program's results."""
+    return not _is_updated(tensor) and _XLAC._get_tensors_xla_device_data_node([tensor])[0] == [
+        _XLAC._xla_get_tensor_id(tensor)
+    ]
+
+
+def _tensors_of(value: Any, where: str | None = None) -> Iterator[torch.Tensor]:
+    """The tensors in a result; with ``where`` its dataclasses, whose tensors would not be found, are refused."""
     if isinstance(value, torch.Tensor):
         yield value
+    elif where is not None and dataclasses.is_dataclass(value):
+        raise TypeError(
+            f"{where}: result: expected tensors, lists, tuples, dicts and other values, got the dataclass "
+            f"{type(value).__name__}"
+        )
     elif isinstance(value, (list, tuple, dict)):
         for part in value.values() if isinstance(value, dict) else value:
-            yield from _tensors_of(part)
+            yield from _tensors_of(part, where)
 
 
 def _builder(value: Any, places: Mapping[int, int]) -> Callable[[Sequence[Any]], Any]:
@@ -106,17 +142,29 @@ class JitFunction:
         key: list[Any] = []
         for argument in arguments:
             self._flatten(argument, tensors, key)
+        if getattr(_trace, "active", False):  # part of another one's program
+            remaining = iter([self._on_device(tensor) for tensor in tensors])
+            return self._function(*(_with_tensors(argument, remaining) for argument in arguments))
+        self._check_tensors(tensors)
         signature = tuple(key)
         try:
             found = self._programs.get(signature)
         except TypeError:
             self._refuse_unhashable(arguments)
             raise
+        given = tensors
         if not all(tensor.is_xla for tensor in tensors):
             tensors = [self._on_device(tensor) for tensor in tensors]
         if found is None:
-            found = self._programs[signature] = self._trace(arguments, tensors)
+            with _trace_lock:
+                found = self._programs.get(signature)
+                if found is None:
+                    found = self._programs[signature] = self._trace(arguments, tensors)
         program, result = found
+        if tensors is not given:
+            self._check_updated(given, program, result)
+        if not (program.outputs or program.updated):  # nothing is computed
+            return result.build(tensors, [], {})
         try:
             results = program.run(tensors)
         except RuntimeError as error:
@@ -134,13 +182,29 @@ class JitFunction:
     def _where(self) -> str:
         return f"jit({self._name})"
 
+    def _check_tensors(self, tensors: Sequence[torch.Tensor]) -> None:
+        if len(set(map(id, tensors))) != len(tensors):
+            raise ValueError(f"{self._where()}: expected each tensor once, got one in the places of two arguments")
+        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+            raise ValueError(f"{self._where()}: expected tensors without gradients, got one that requires them")
+
+    def _check_updated(self, given: Sequence[torch.Tensor], program: Program, result: _Result) -> None:
+        for index in program.updated:
+            if index not in result.consumed and not given[index].is_xla:
+                raise ValueError(
+                    f"{self._where()}: expected XLA tensors where the function updates them in place, got "
+                    f"{given[index].dtype}{list(given[index].shape)} on {given[index].device}"
+                )
+
     def _flatten(self, value: Any, tensors: list[Any], key: list[Any]) -> None:
         """Appends the tensors of an argument, and all else that a program depends on."""
         if isinstance(value, torch.Tensor):
             tensors.append(value)
             key.append((value.shape, value.dtype))
         elif isinstance(value, np.ndarray):
-            tensor = torch.from_numpy(value)
+            # PyTorch has neither negative strides nor memory that cannot be written.
+            plain = value.flags.c_contiguous and value.flags.writeable
+            tensor = torch.from_numpy(value if plain else value.copy())
             tensors.append(tensor)
             key.append((tensor.shape, tensor.dtype))
         elif isinstance(value, (list, tuple)):
@@ -151,6 +215,8 @@ class JitFunction:
             key.append((dict, tuple(value)))
             for part in value.values():
                 self._flatten(part, tensors, key)
+        elif isinstance(value, float):
+            key.append((type(value), value.hex()))  # -0.0 is another one than 0.0, and NaN the same as NaN
         else:
             key.append((type(value), value))
 
@@ -181,11 +247,6 @@ class JitFunction:
             raise RuntimeError(
                 f"{self._where()}: expected one device, got torch_xla's SPMD: use torch.compile(backend='openxla')"
             )
-        if len({id(tensor) for tensor in tensors}) != len(tensors):
-            raise ValueError(f"{self._where()}: expected each tensor once, got one in the places of two arguments")
-        for tensor in tensors:
-            if tensor.requires_grad and torch.is_grad_enabled():
-                raise ValueError(f"{self._where()}: expected tensors without gradients, got one that requires them")
         for number in self._donate:
             if not 0 <= number < len(arguments):
                 raise ValueError(
@@ -197,19 +258,94 @@ class JitFunction:
             own: list[Any] = []
             self._flatten(argument, own, [])
             if number in self._donate:
-                donated += range(at, at + len(own))
+                # Memory of a number may be that of all tensors with this value.
+                donated += [index for index, part in enumerate(own, at) if part.dim()]
             at += len(own)
         results: list[_Result] = []
 
         def traced(*given: torch.Tensor) -> list[torch.Tensor]:
             remaining = iter(given)
-            with torch.no_grad():
+            with torch.no_grad(), self._only_traced(given):
                 result = self._function(*(_with_tensors(argument, remaining) for argument in arguments))
             results.append(_Result(result, given, donated, self._where()))
             return results[-1].outputs
 
-        program = Program(self._where(), traced, tensors, options=self._options, donated=donated)
+        program = Program(self._where(), traced, _distinct(tensors, donated), options=self._options, donated=donated)
+        results[-1].outputs.clear()
         return program, results[-1]
+
+    @contextlib.contextmanager
+    def _only_traced(self, given: Sequence[torch.Tensor]) -> Iterator[None]:
+        """Refuses what a program cannot repeat: values that are needed in here, and updates of other tensors."""
+        executed = _executions()
+        _trace.active = True
+        try:
+            with _Captured(given) as captured:
+                yield
+        finally:
+            _trace.active = False
+            updated = captured.restore()
+        for tensor in updated:
+            raise ValueError(
+                f"{self._where()}: expected updates in place of arguments alone, got one of another tensor, "
+                f"{tensor.dtype}{list(tensor.shape)}"
+            )
+        if _executions() != executed:
+            raise RuntimeError(
+                f"{self._where()}: expected a function of tensors alone, got one that needs a value that it computes, "
+                "as item(), bool() or sync() do: later calls would have the first one's"
+            )
+
+
+class _Captured(TorchFunctionMode):  # type: ignore[misc]
+    """Sees the tensors that a function uses: those that are neither arguments nor its own results are captured."""
+
+    def __init__(self, given: Sequence[torch.Tensor]) -> None:
+        super().__init__()
+        self._known = {id(tensor): tensor for tensor in given}
+        self._saved: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for tensor in _tensors_of([args, kwargs]):
+            if id(tensor) not in self._known and tensor.is_xla:
+                self._known[id(tensor)] = tensor
+                with torch.no_grad():
+                    self._saved.append((tensor, tensor.clone()))
+        result = func(*args, **(kwargs or {}))
+        self._known.update((id(tensor), tensor) for tensor in _tensors_of(result))
+        return result
+
+    def restore(self) -> list[torch.Tensor]:
+        """The captured tensors that were updated, which have their values again."""
+        if not self._saved:
+            return []
+        pending = _XLAC._check_tensor_need_materialization([tensor for tensor, _ in self._saved])
+        updated = [pair for pair, new in zip(self._saved, pending, strict=True) if new]
+        for tensor, original in updated:
+            _XLAC._replace_xla_tensor(tensor, original)
+        return [tensor for tensor, _ in updated]
+
+
+def _executions() -> int:
+    """How many programs this process has run."""
+    timed = metrics.metric_data("ExecuteTime")
+    return timed[0] if timed else 0
+
+
+def _distinct(tensors: Sequence[torch.Tensor], donated: Sequence[int]) -> list[torch.Tensor]:
+    """What to trace with: tensors whose memory nothing else has, as far as that is cheap.
+
+    torch_xla tells a program's parameters by their memory. Numbers of one value share it, and so does what the function
+    reads and is also given.
+    """
+    torch_xla.sync()
+    distinct: list[torch.Tensor] = []
+    for number, tensor in enumerate(tensors):
+        small = number not in donated and tensor.numel() * tensor.element_size() <= _COPIED_BYTES
+        if small or len(_XLAC._get_tensors_xla_device_data_node([*distinct, tensor])[0]) != len(distinct) + 1:
+            (tensor,) = _XLAC._xla_tensors_from_aten([tensor.detach().cpu()], [str(torch_xla.device())], None)
+        distinct.append(tensor)
+    return distinct
 
 
 def _with_tensors(value: Any, tensors: Any) -> Any:

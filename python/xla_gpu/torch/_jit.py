@@ -23,10 +23,12 @@ def jit(
 
     * Arguments are tensors of the XLA device; CPU tensors and NumPy arrays, which each call copies there; lists, tuples
       and dicts of such; and hashable values, which are constants of the program. Keyword arguments are not taken.
-    * Tensors that the function updates in place have their new values after the call.
+    * Tensors that the function updates in place have their new values after the call; what they are views of has not.
     * All other tensors that it reads, a module's parameters for example, are those that it read when it was traced.
       ``clear_cache()`` of the result has the next call read them anew. The same holds for anything else outside of its
       arguments: Python code runs at the trace alone, and random numbers of PyTorch are the same in each call.
+    * It may call other functions of jit, which become part of its program. Tensors that it computes have values in its
+      results alone: one that is kept elsewhere cannot be read.
     * Results are XLA tensors in the structure that the function returned. Nothing is waited for.
 
     Args:
@@ -39,11 +41,13 @@ def jit(
       A callable with the function's arguments and the method ``clear_cache()``.
 
     Raises (when called):
-      TypeError: an argument, or a part of one, is neither a tensor nor hashable.
+      TypeError: an argument, or a part of one, is neither a tensor nor hashable; the function returns a dataclass.
       ValueError: a tensor is on another device, requires a gradient, or stands in the places of two arguments; the
-        function returns a tensor that is not on the XLA device; a number in donate_argnums is no argument's.
-      RuntimeError: an operation of the function would run on the host; torch_xla's SPMD is on, for which
-        ``torch.compile(backend="openxla")`` is; XLA cannot compile the program.
+        function returns a tensor that is not on the XLA device, or updates one in place that is no argument or not on
+        that device; a number in donate_argnums is no argument's.
+      RuntimeError: the function needs a value that it computes, for item() or bool() for example; an operation of it
+        would run on the host; torch_xla's SPMD is on, for which ``torch.compile(backend="openxla")`` is; XLA cannot
+        compile the program.
     """
     from .._torch_xla.jit import JitFunction
 
