@@ -107,6 +107,31 @@ def test_stored_as_they_are(strategy, shape, kind):
         np.testing.assert_array_equal(loaded(fp8, {"weight": stored, "weight_scale_inv": scale}), want)
 
 
+def test_sound_checkpoints_of_other_tools():
+    """Symmetric GPTQ has zero points of 8 alone; whole rows as a group; a strategy and a scale of another name."""
+    values, _, scales, _ = int4_layer()
+    qweight, wide = words(values).T.copy(), scales.astype(np.float64)
+    stored = {"qweight": qweight, "scales": scales.T.copy(), "g_idx": np.arange(K, dtype=np.int32) // 128}
+    for layout, word in (("gptq", 0x77777777), ("gptq_v2", 0x88888888 - (1 << 32))):
+        config = {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True, "checkpoint_format": layout}
+        tensors = stored | {"qzeros": np.full((K // 128, N // 8), word, np.int32)}
+        np.testing.assert_array_equal(loaded(config, tensors), (values - 8) * np.repeat(wide, 128, 1))
+    whole = {"qweight": qweight, "scales": scales.T[:1].copy(), "g_idx": np.zeros(K, np.int32)}
+    whole["qzeros"] = np.full((1, N // 8), 0x77777777, np.int32)
+    config = {"quant_method": "gptq", "bits": 4, "group_size": -1, "desc_act": True}
+    np.testing.assert_array_equal(loaded(config, whole), (values - 8) * wide[:, :1])
+    packed = {"weight_packed": words(values), "weight_scale": scales}
+    for strategy, size, used in (("channel", None, scales[:, :1]), (None, 128, scales)):
+        config = compressed("pack-quantized", num_bits=4, type="int", strategy=strategy, group_size=size)
+        expected = (values - 8) * np.repeat(used.astype(np.float64), K // used.shape[1], 1)
+        np.testing.assert_array_equal(loaded(config, packed | {"weight_scale": used}), expected)
+    eights = np.ones((N, K), cases.DTYPES["float8_e4m3fn"])
+    for scale in (np.float32(0.5), np.full(1, 0.5, np.float32)):
+        config = {"quant_method": "fp8", "weight_block_size": None}
+        got = loaded(config, {"weight": eights, "weight_scale_inv": np.asarray(scale)})
+        np.testing.assert_array_equal(got, np.full((N, K), 0.5))
+
+
 @pytest.mark.parametrize("n", [16, 256])
 def test_as_many_blocks_as_rows(n):
     """With k = 16384, as in the attention of DeepSeek-V3, a weight has one block scale for each of its rows' number."""

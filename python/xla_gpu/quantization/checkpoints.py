@@ -128,7 +128,7 @@ def _compressed_tensors(settings: Mapping[str, Any]) -> Callable[[str, Get, set[
             raise _unsupported("weights", "4-bit int for pack-quantized", f"{bits}-bit {kind}")
         if weights.get("actorder") not in (None, False, "weight", "static"):
             raise _unsupported("actorder", "none, weight or static", weights["actorder"])
-        size = _group_size(weights.get("group_size") if strategy == "group" else -1)
+        size = _group_size(weights.get("group_size") if strategy in ("group", None) else -1)
         has_zero_points = not weights.get("symmetric", True)
         return lambda layer, get, names: _pack_quantized(layer, get, names, size, has_zero_points)
     if layout not in ("float-quantized", "int-quantized", "naive-quantized"):
@@ -151,9 +151,14 @@ def _fp8(settings: Mapping[str, Any]) -> Callable[[str, Get, set[str]], LinearWe
         raise _unsupported("weight_block_size", [GROUP, GROUP], block)
     if settings.get("fmt", "e4m3") not in ("e4m3", "float8_e4m3fn"):
         raise _unsupported("fmt", "e4m3", settings["fmt"])
-    # Called the inverse: what the weight was divided by.
-    name = "weight_scale" if block is None else "weight_scale_inv"
-    return lambda layer, get, names: _stored(layer, name, get, names, "float8_e4m3fn", block is not None)
+
+    def load(layer: str, get: Get, names: set[str]) -> LinearWeight:
+        # Called the inverse: what the weight was divided by. Mistral's have it without blocks, too.
+        inverse = block is not None or f"{layer}.weight_scale_inv" in names
+        name = "weight_scale_inv" if inverse else "weight_scale"
+        return _stored(layer, name, get, names, "float8_e4m3fn", block is not None)
+
+    return load
 
 
 def _stored(layer: str, scale_name: str, get: Get, names: set[str], dtype: str, has_blocks: bool) -> LinearWeight:
