@@ -72,3 +72,12 @@ def test_attention_of_a_model(engine):
     assert len(tables) == 1 and all("forward" in vars(layer.self_attn) for layer in layers)
     table = layers[0].self_attn.rotary_emb.xla_gpu_table
     assert table.device.type == "xla" and list(table.shape) == [runner.config.model_config.max_model_len, 8, 2]
+
+
+def test_attention_of_the_same_name_elsewhere_is_left_alone(engine):
+    """A model that is registered from outside of vLLM may compute something else in it."""
+    from tests.vllm.engines import runner_of
+
+    attention = runner_of(engine).model.model.layers[0].self_attn
+    assert layer_operators._is_known_attention(type(attention))
+    assert not layer_operators._is_known_attention(type(type(attention).__name__, (type(attention),), {}))
