@@ -25,8 +25,9 @@ def jit(
       and dicts of such; and hashable values, which are constants of the program. Keyword arguments are not taken.
     * Tensors that the function updates in place have their new values after the call; what they are views of has not.
     * All other tensors that it reads, a module's parameters for example, are those that it read when it was traced.
-      ``clear_cache()`` of the result has the next call read them anew. The same holds for anything else outside of its
-      arguments: Python code runs at the trace alone, and random numbers of PyTorch are the same in each call.
+      None of them should be an argument of that call, too. ``clear_cache()`` of the result has the next call read them
+      anew. The same holds for anything else outside of its arguments: Python code runs at the trace alone, and random
+      numbers of PyTorch are the same in each call.
     * It may call other functions of jit, which become part of its program. Tensors that it computes have values in its
       results alone: one that is kept elsewhere cannot be read.
     * Results are XLA tensors in the structure that the function returned. Nothing is waited for.
