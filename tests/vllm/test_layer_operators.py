@@ -79,5 +79,5 @@ def test_attention_of_the_same_name_elsewhere_is_left_alone(engine):
     from tests.vllm.engines import runner_of
 
     attention = runner_of(engine).model.model.layers[0].self_attn
-    assert layer_operators._is_known_attention(type(attention))
-    assert not layer_operators._is_known_attention(type(type(attention).__name__, (type(attention),), {}))
+    assert layer_operators.is_known_attention(type(attention))
+    assert not layer_operators.is_known_attention(type(type(attention).__name__, (type(attention),), {}))

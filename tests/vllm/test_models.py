@@ -50,8 +50,8 @@ def test_tokens_equal_transformers(name, tmp_path):
     assert (int(groups) > 1) == (name in ("gemma2", "gemma3"))
 
 
-# Options, and by how much the logit of a token may fall short of the largest one. Keys are rotated in float32 here, and in
-# the model's dtype there: where they end in two float16, a float8 with two bits of mantissa may differ by a quarter.
+# Options, and by how much the logit of a token may fall short of the largest one. Keys are rotated in float32 here and
+# in the model's dtype there: where they end in two float16, a float8 with two bits of mantissa may differ by a quarter.
 PRECISIONS = [
     ({"kv_cache_dtype": "fp8"}, 0.01),
     ({"dtype": "float16", "kv_cache_dtype": "fp8_e5m2"}, 0.1),

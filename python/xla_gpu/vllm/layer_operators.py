@@ -40,7 +40,7 @@ def take(model: nn.Module, max_model_len: int) -> None:
             _take_norm(module, {"weight_offset": 1.0, "round_once": True})
         elif type(module) is SiluAndMul:
             _take_silu(module)
-        elif _is_known_attention(type(module)) and _can_be_taken(module, max_model_len):
+        elif is_known_attention(type(module)) and _can_be_taken(module, max_model_len):
             _take_attention(module, max_model_len)
 
 
@@ -73,7 +73,7 @@ def _take_silu(silu: Any) -> None:
     silu._forward_method = forward
 
 
-def _is_known_attention(kind: type[nn.Module]) -> bool:
+def is_known_attention(kind: type[nn.Module]) -> bool:
     """Whether it is one of vLLM's own: a model from elsewhere may call another thing so."""
     return kind.__name__ in _ATTENTION and kind.__module__.startswith("vllm.model_executor.models.")
 
