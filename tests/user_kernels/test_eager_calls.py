@@ -12,18 +12,12 @@ xg = pytest.importorskip("xla_gpu.torch", exc_type=ImportError)
 
 from tests.user_kernels import sources  # noqa: E402 - after what may be missing
 from xla_gpu._torch import user_call  # noqa: E402
-from xla_gpu._user_kernels import nvrtc  # noqa: E402
-from xla_gpu.errors import CompatibilityError  # noqa: E402
 
 X = torch.zeros(1000)
 
 
 @pytest.fixture(scope="module")
-def scale():
-    try:
-        nvrtc.load()
-    except CompatibilityError as error:
-        pytest.skip(str(error))
+def scale(compiler):
     return xg.cuda_kernel(sources.SCALE, "scale", arch="sm_90a")
 
 
