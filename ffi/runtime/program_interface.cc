@@ -40,7 +40,7 @@ class Fields {
  public:
   explicit Fields(std::string_view message) : rest_(message) {}
 
-  // Goes to the next field. False at the end, or where the bytes are no message, which `ok` tells apart.
+  // Goes to the next field. False at the end, where `ok` stays true, or where the bytes are no message.
   bool Next() {
     if (rest_.empty()) return false;
     const std::string_view before = rest_;

@@ -28,7 +28,7 @@ _trace = threading.local()
 
 
 class _Result:
-    """How a call's result is put together.
+    """How the result of a call is built from what its program returns.
 
     Attributes:
       outputs: what the function computed, but for what takes the memory of a donated tensor.

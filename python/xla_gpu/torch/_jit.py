@@ -46,9 +46,9 @@ def jit(
       ValueError: a tensor is on another device, requires a gradient, or stands in the places of two arguments; the
         function returns a tensor that is not on the XLA device, or updates one in place that is no argument or not on
         that device; a number in donate_argnums is no argument's.
-      RuntimeError: the function needs a value that it computes, for item() or bool() for example; an operation of it
-        would run on the host; torch_xla's SPMD is on, for which ``torch.compile(backend="openxla")`` is; XLA cannot
-        compile the program.
+      RuntimeError: the function needs a value that it computes, for item() or bool() for example, or another thread ran
+        a program of torch_xla while it was traced, which looks the same; an operation of it would run on the host;
+        torch_xla's SPMD is on, for which ``torch.compile(backend="openxla")`` is; XLA cannot compile the program.
     """
     from .._torch_xla.jit import JitFunction
 
