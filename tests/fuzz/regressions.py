@@ -28,6 +28,14 @@ CASES: dict[str, Add | Attention | Hostile | Linear | Merge | RotaryAndCache | U
         seed=3532135,
         with_lse=False,
     ),
+    # No fault but the tolerance's: the rounding of logits before a soft cap, seen in the lse of a row of one key.
+    "logits-before-a-soft-cap": Attention(
+        AttentionCase(
+            "fuzz", (), num_heads=1, num_kv_heads=1, head_dim=216, page_size=32, cache_dtype="float8_e5m2",
+            soft_cap=9.0, scale=1.0, scales="one", spread=4.0, spare_seqs=0, spare_columns=0, padding_tokens=0,
+        ),
+        batches=(((1, 1), (1, 1), (1, 1), (1, 1), (2, 2), (1, 33)),),
+    ),
     # Two query rows over a context of one key, whose page is wrong: on CUDA the row that sees no key was 0, not NaN.
     "a-wrong-page-and-a-row-that-sees-no-key": Hostile(
         Attention(
