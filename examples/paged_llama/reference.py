@@ -6,6 +6,7 @@ import dataclasses
 import pathlib
 
 import torch
+import transformers
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 from .tokens import ByteTokenizer
@@ -15,8 +16,13 @@ def small_model(seed: int) -> LlamaForCausalLM:
     """A Llama of 4 layers over bytes, with float32 weights drawn from `seed`.
 
     Everything that a large one has is in it: grouped heads, Llama 3's stretched rotations, chunks behind contexts. The
-    weights are drawn wider than usual: with the usual ones an untrained model repeats one token forever.
+    weights are drawn wider than usual: with the usual ones an untrained model repeats one token forever. Raises
+    ValueError for transformers 4, which does not know `rope_parameters` and would rotate otherwise than the example.
     """
+    if int(transformers.__version__.partition(".")[0]) < 5:
+        raise ValueError(
+            f"the small model: expected transformers 5, found {transformers.__version__}: pip install 'transformers>=5'"
+        )
     config = LlamaConfig(
         vocab_size=ByteTokenizer.vocab_size,
         hidden_size=256,

@@ -142,3 +142,12 @@ def test_the_compiled_steps_update_the_cache_in_place(served):
         assert len(re.findall(r"(?:may|must)-alias", text.splitlines()[0])) >= 2, "the program's results are its inputs"
         makers = set(re.findall(rf"= {cache} ([\w-]+)\(", text))
         assert makers <= {"custom-call", "parameter", "get-tuple-element"}, makers
+
+
+def test_the_small_model_of_transformers_4_is_refused(monkeypatch):
+    # It would be built without an error, of other rotations than the example's: texts that differ, without a reason.
+    from paged_llama import reference
+
+    monkeypatch.setattr(reference.transformers, "__version__", "4.57.6")
+    with pytest.raises(ValueError, match=r"expected transformers 5, found 4\.57\.6"):
+        reference.small_model(0)
