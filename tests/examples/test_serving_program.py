@@ -21,19 +21,31 @@ from paged_llama.tokens import read_prompts
 from tests.examples import EXAMPLES
 from tests.examples.tiny_llama import VARIANTS, tiny_model
 
+# Of a serving run that mixes prompts and decoding, hands pages out again, and takes seconds.
+SIZES = ("--max-seqs", "4", "--chunk", "64", "--num-pages", "160", "--page-size", "8")
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory) -> pathlib.Path:
+
+def save_checkpoint(folder: pathlib.Path, **changes) -> pathlib.Path:
     """A model of two layers in two shards, with a byte-level BPE tokenizer trained on the example's prompts."""
     tokenizers = pytest.importorskip("tokenizers")
-    folder = tmp_path_factory.mktemp("checkpoint")
     bpe = tokenizers.ByteLevelBPETokenizer()
     bpe.train_from_iterator(read_prompts(EXAMPLES / "prompts.txt"), vocab_size=400, special_tokens=["<s>", "</s>"])
     fast = transformers.PreTrainedTokenizerFast(tokenizer_object=bpe._tokenizer, bos_token="<s>", eos_token="</s>")
     fast.save_pretrained(folder)
-    model = tiny_model(vocab_size=len(fast), **VARIANTS["rope-llama3"], bos_token_id=0, eos_token_id=1)
+    model = tiny_model(vocab_size=len(fast), **VARIANTS["rope-llama3"], **changes, bos_token_id=0, eos_token_id=1)
     model.save_pretrained(folder, max_shard_size="200KB")
     return folder
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory) -> pathlib.Path:
+    return save_checkpoint(tmp_path_factory.mktemp("checkpoint"))
+
+
+@pytest.fixture(scope="module")
+def divisible_checkpoint(tmp_path_factory) -> pathlib.Path:
+    """Of four KV heads, which two and four devices divide, and two query heads for each."""
+    return save_checkpoint(tmp_path_factory.mktemp("divisible"), num_attention_heads=8, num_key_value_heads=4)
 
 
 @pytest.fixture(scope="module", params=["serve_llama.py", "serve_llama_jax.py"])
@@ -42,9 +54,8 @@ def served(request, checkpoint, tmp_path_factory):
     pytest.importorskip("jax" if request.param == "serve_llama_jax.py" else "torch_xla")
     folder = tmp_path_factory.mktemp("served")
     arguments = ["--check", "--device", "cpu", "--model", checkpoint, "--json", folder / "figures.json"]
-    sizes = ["--max-new-tokens", "24", "--max-seqs", "4", "--chunk", "64", "--num-pages", "160", "--page-size", "8"]
     result = subprocess.run(
-        [sys.executable, EXAMPLES / request.param, *arguments, *sizes],
+        [sys.executable, EXAMPLES / request.param, *arguments, "--max-new-tokens", "24", *SIZES],
         env=os.environ | {"XLA_FLAGS": f"--xla_dump_to={folder} --xla_dump_hlo_as_text"},
         capture_output=True,
         text=True,
@@ -56,10 +67,10 @@ def served(request, checkpoint, tmp_path_factory):
 
 @pytest.mark.parametrize("devices", [2, 4])
 @pytest.mark.parametrize("program", ["serve_llama.py", "serve_llama_jax.py"])
-def test_a_model_divided_over_devices_agrees_with_transformers(program, devices):
+def test_a_model_divided_over_devices_agrees_with_transformers(program, devices, divisible_checkpoint):
     pytest.importorskip("jax" if program == "serve_llama_jax.py" else "torch_xla")
-    sizes = ["--max-new-tokens", "12", "--tensor-parallel", str(devices)]
-    command = [sys.executable, EXAMPLES / program, "--check", "--quiet", *sizes]
+    arguments = ["--check", "--quiet", "--model", divisible_checkpoint, "--tensor-parallel", str(devices)]
+    command = [sys.executable, EXAMPLES / program, *arguments, "--max-new-tokens", "12", *SIZES]
     result = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stdout + result.stderr
     assert "tokens identical to transformers" in result.stdout
