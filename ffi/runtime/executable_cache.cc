@@ -188,6 +188,7 @@ void ExecutableCache::StartPreloading(const std::vector<std::string>& names, int
   {
     std::lock_guard<std::mutex> lock(used_mutex_);
     client = client_;
+    preloading_client_ = client;
   }
   if (folder.empty() || client == nullptr) return;
   std::vector<std::string> files;
@@ -277,17 +278,19 @@ void* ExecutableCache::CompileWithOptions(ClientCompileArgs* args) {
   }
   const std::string key = Key(*args);
   if (key.empty()) return compile(args);
+  bool may_be_preloaded = false;
   {
     std::lock_guard<std::mutex> lock(used_mutex_);
     client_ = args->client;
+    may_be_preloaded = client_ == preloading_client_;
   }
-  if (void* ready = recorded_.Take(key)) {
+  if (void* ready = recorded_.Take(args->client, key)) {
     args->executable = ready;
     return nullptr;
   }
   if (!folder.empty()) {
     const std::string file = FileName(folder, key);
-    void* const preloaded = preloaded_.Take(file, key);
+    void* const preloaded = may_be_preloaded ? preloaded_.Take(file, key) : nullptr;
     if (preloaded != nullptr) args->executable = preloaded;
     if (preloaded != nullptr || Load(file, key, args)) {
       ++loaded;

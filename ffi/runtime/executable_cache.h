@@ -41,7 +41,8 @@ class ExecutableCache {
   // CompileOptionsProto, so that appended fields take the place of single ones and are added to lists and maps.
   void SetAppendedOptions(std::string bytes);
 
-  // Begins to load files of the folder in threads, see preloaded_executables.h: for the client that has compiled last.
+  // Begins to load files of the folder in threads, see preloaded_executables.h: for the client that has compiled last,
+  // whose compilations alone get them.
   void StartPreloading(const std::vector<std::string>& names, int threads);
   void FinishPreloading();
   // Names of the files that compilations of this process took executables from, or wrote.
@@ -75,8 +76,9 @@ class ExecutableCache {
   PreloadedExecutables preloaded_;
   mutable std::mutex used_mutex_;  // of what follows
   mutable std::vector<std::string> used_;
-  void* client_ = nullptr;
-  std::mutex options_mutex_;  // of what follows
+  void* client_ = nullptr;             // that has compiled last
+  void* preloading_client_ = nullptr;  // that executables are loaded ahead for
+  std::mutex options_mutex_;           // of what follows
   std::string appended_options_;
 };
 

@@ -18,12 +18,13 @@ void RecordedPrograms::SetRecording(bool recording) {
   recording_ = recording;
 }
 
-void* RecordedPrograms::Take(const std::string& key) {
+void* RecordedPrograms::Take(void* client, const std::string& key) {
+  const ClientAndKey id(client, key);
   std::unique_lock<std::mutex> lock(mutex_);
   if (!recording_) {
-    compiled_.wait(lock, [&] { return pending_.count(key) == 0 || working_ == 0; });
+    compiled_.wait(lock, [&] { return pending_.count(id) == 0 || working_ == 0; });
   }
-  const auto found = executables_.find(key);
+  const auto found = executables_.find(id);
   if (found == executables_.end()) return nullptr;
   void* const executable = found->second;
   executables_.erase(found);
@@ -33,13 +34,13 @@ void* RecordedPrograms::Take(const std::string& key) {
 bool RecordedPrograms::Record(const std::string& key, const ClientCompileArgs& args) {
   std::lock_guard<std::mutex> lock(mutex_);
   if (!recording_) return false;
-  if (pending_.count(key) == 0 && executables_.count(key) == 0) {
-    waiting_.push_back({key,
+  const ClientAndKey id(args.client, key);
+  if (pending_.count(id) == 0 && executables_.count(id) == 0) {
+    waiting_.push_back({id,
                         {args.program->code, args.program->code_size},
                         {args.program->format, args.program->format_size},
-                        {args.compile_options, args.compile_options_size},
-                        args.client});
-    pending_.insert(key);
+                        {args.compile_options, args.compile_options_size}});
+    pending_.insert(id);
     recorded_.notify_one();
   }
   return true;
@@ -62,18 +63,18 @@ bool RecordedPrograms::CompileNext(const Api& api, const Compile& compile) {
                            recorded.code.data(),   recorded.code.size(),
                            recorded.format.data(), recorded.format.size()};
   ClientCompileArgs args = {
-      sizeof args, nullptr, recorded.client, &program, recorded.options.data(), recorded.options.size(), nullptr};
+      sizeof args, nullptr, recorded.id.first, &program, recorded.options.data(), recorded.options.size(), nullptr};
   bool ok = false;
   try {
-    ok = TakeError(api, compile(recorded.key, &args)).ok();
+    ok = TakeError(api, compile(recorded.id.second, &args)).ok();
   } catch (...) {  // no memory: the program is compiled when it is needed
   }
   std::lock_guard<std::mutex> lock(mutex_);
   try {
-    if (ok) executables_.emplace(recorded.key, args.executable);
+    if (ok) executables_.emplace(recorded.id, args.executable);
   } catch (...) {  // the same
   }
-  pending_.erase(recorded.key);
+  pending_.erase(recorded.id);
   compiled_.notify_all();
   return true;
 }
@@ -112,7 +113,7 @@ size_t RecordedPrograms::Finish(bool drop) {
 }
 
 void RecordedPrograms::Drop() {
-  for (const Recorded& recorded : waiting_) pending_.erase(recorded.key);
+  for (const Recorded& recorded : waiting_) pending_.erase(recorded.id);
   waiting_.clear();
 }
 

@@ -15,6 +15,7 @@
 #include <set>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "ffi/runtime/pjrt_abi.h"
@@ -30,9 +31,9 @@ class RecordedPrograms {
   bool InUse() const;
   void SetRecording(bool recording);
 
-  // The executable of the program with that key, once; or null. Where programs are not being recorded any more, waits
-  // for a thread that has it to compile.
-  void* Take(const std::string& key);
+  // The client's executable of the program with that key, once; or null. Where programs are not being recorded any
+  // more, waits for a thread that has it to compile.
+  void* Take(void* client, const std::string& key);
   // Notes the program where programs are being recorded. The caller's compilation must fail then.
   bool Record(const std::string& key, const ClientCompileArgs& args);
 
@@ -44,9 +45,11 @@ class RecordedPrograms {
   size_t Finish(bool drop);
 
  private:
+  // An executable is of the client that it was compiled for, and keys do not name that: they are kept in files.
+  using ClientAndKey = std::pair<void*, std::string>;
   struct Recorded {
-    std::string key, code, format, options;
-    void* client;
+    ClientAndKey id;
+    std::string code, format, options;
   };
 
   // Compiles the next program, for which it waits; false: there is none, and none will come.
@@ -58,8 +61,8 @@ class RecordedPrograms {
   std::condition_variable recorded_, compiled_;
   bool recording_ = false, closing_ = false;
   std::deque<Recorded> waiting_;
-  std::set<std::string> pending_;             // keys of programs that wait or are being compiled
-  std::map<std::string, void*> executables_;  // by key
+  std::set<ClientAndKey> pending_;  // programs that wait or are being compiled
+  std::map<ClientAndKey, void*> executables_;
   std::vector<std::thread> workers_;
   int working_ = 0;  // threads that have not ended
 };

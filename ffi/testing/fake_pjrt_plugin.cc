@@ -5,7 +5,6 @@
 // read), "slow" (an execution takes 0.3 s), "mlir" (optimised programs in that format), else a sound one. Its
 // executables are texts, which return copies of their first arguments, as many results as fake_pjrt_set_results says;
 // their optimised program is what fake_pjrt_set_program says. FAKE_KIND is the kind of its only device.
-#include <atomic>
 #include <chrono>
 #include <cstdlib>
 #include <cstring>
@@ -14,10 +13,25 @@
 #include <vector>
 
 #include "ffi/runtime/pjrt_abi.h"
+#include "ffi/testing/fake_pjrt.h"
+
+namespace pjrt = xla_gpu::pjrt;
+
+namespace fake_pjrt {
+
+bool IsMode(const char* mode) {
+  const char* variable = std::getenv("FAKE_PJRT");
+  return variable != nullptr && std::strcmp(variable, mode) == 0;
+}
+
+void* MakeError(std::string text) { return new std::string(std::move(text)); }
+
+}  // namespace fake_pjrt
 
 namespace {
 
-namespace pjrt = xla_gpu::pjrt;
+using fake_pjrt::IsMode;
+using fake_pjrt::MakeError;
 
 constexpr size_t kEntries = 130;
 constexpr size_t kOptionsSize = 112;      // PJRT_ExecuteOptions of PJRT API 0.78
@@ -25,16 +39,6 @@ constexpr size_t kMemoryStatsSize = 144;  // PJRT_Executable_GetCompiledMemorySt
 
 size_t options_size = 0;
 std::string registered_target;
-std::atomic<int> compilations{0};
-std::atomic<int> live_executables{0};
-
-bool IsMode(const char* mode) {
-  const char* variable = std::getenv("FAKE_PJRT");
-  return variable != nullptr && std::strcmp(variable, mode) == 0;
-}
-
-// An error is its text.
-void* MakeError(std::string text) { return new std::string(std::move(text)); }
 
 void* ErrorDestroy(void* args) {
   delete static_cast<std::string*>(static_cast<pjrt::ErrorDestroyArgs*>(args)->error);
@@ -100,98 +104,6 @@ void* GetCompiledMemoryStats(void* untyped) {
   }
   const int64_t size = 7;
   std::memcpy(reinterpret_cast<char*>(args) + 24, &size, sizeof size);
-  return nullptr;
-}
-
-// ---- Executables ----
-
-void* PlatformVersion(void* untyped) {
-  auto* args = static_cast<pjrt::ClientPlatformVersionArgs*>(untyped);
-  args->platform_version = "fake 1";
-  args->platform_version_size = 6;
-  return nullptr;
-}
-
-void* AddressableDevices(void* untyped) {
-  static void* device = nullptr;
-  auto* args = static_cast<pjrt::ClientAddressableDevicesArgs*>(untyped);
-  args->devices = &device;
-  args->num_devices = 1;
-  return nullptr;
-}
-
-void* GetDescription(void*) { return nullptr; }
-
-void* DeviceKind(void* untyped) {
-  auto* args = static_cast<pjrt::DeviceDescriptionKindArgs*>(untyped);
-  const char* kind = std::getenv("FAKE_KIND");
-  args->kind = kind != nullptr ? kind : "fake GPU";
-  args->kind_size = std::strlen(args->kind);
-  return nullptr;
-}
-
-void* Compile(void* untyped) {
-  auto* args = static_cast<pjrt::ClientCompileArgs*>(untyped);
-  const std::string code(args->program->code, args->program->code_size);
-  if (std::string(args->program->format, args->program->format_size) != "hlo") return MakeError("unknown format");
-  if (code == "wrong") return MakeError("the fake plug-in cannot compile this");
-  ++compilations;
-  args->executable = new std::string("compiled " + code);
-  return nullptr;
-}
-
-void* GetExecutable(void* untyped) {
-  auto* args = static_cast<pjrt::LoadedExecutableGetExecutableArgs*>(untyped);
-  args->executable = new std::string(*static_cast<std::string*>(args->loaded_executable));
-  ++live_executables;
-  return nullptr;
-}
-
-void* DestroyExecutable(void* untyped) {
-  delete static_cast<std::string*>(static_cast<pjrt::ExecutableDestroyArgs*>(untyped)->executable);
-  --live_executables;
-  return nullptr;
-}
-
-std::string optimized_program;
-
-void* OptimizedProgram(void* untyped) {
-  pjrt::Program* const program = static_cast<pjrt::ExecutableOptimizedProgramArgs*>(untyped)->program;
-  program->format = IsMode("mlir") ? "mlir" : "hlo_with_config";
-  program->format_size = std::strlen(program->format);
-  if (program->code == nullptr) {
-    program->code_size = optimized_program.size();
-    return nullptr;
-  }
-  if (program->code_size < optimized_program.size()) return MakeError("too small a buffer for the program");
-  std::memcpy(const_cast<char*>(program->code), optimized_program.data(), optimized_program.size());
-  return nullptr;
-}
-
-void* DestroyLoaded(void* untyped) {
-  delete static_cast<std::string*>(static_cast<pjrt::ExecutableDestroyArgs*>(untyped)->executable);
-  return nullptr;
-}
-
-void* Serialize(void* untyped) {
-  if (IsMode("unserialisable")) return MakeError("the fake plug-in serialises nothing");
-  auto* args = static_cast<pjrt::ExecutableSerializeArgs*>(untyped);
-  auto* text = new std::string("stored " + *static_cast<const std::string*>(args->executable));
-  ++live_executables;
-  args->bytes = text->data();
-  args->num_bytes = text->size();
-  args->owner = text;
-  args->deleter = [](void* owner) {
-    delete static_cast<std::string*>(owner);
-    --live_executables;
-  };
-  return nullptr;
-}
-
-void* DeserializeAndLoad(void* untyped) {
-  auto* args = static_cast<pjrt::DeserializeAndLoadArgs*>(untyped);
-  if (IsMode("refusing")) return MakeError("the fake plug-in loads nothing");
-  args->loaded_executable = new std::string(std::string(args->bytes, args->num_bytes) + " loaded");
   return nullptr;
 }
 
@@ -322,20 +234,11 @@ struct Table {
 }  // namespace
 
 extern "C" __attribute__((visibility("default"))) size_t fake_pjrt_options_size() { return options_size; }
-extern "C" __attribute__((visibility("default"))) int fake_pjrt_compilations() { return compilations; }
-extern "C" __attribute__((visibility("default"))) int fake_pjrt_live_executables() { return live_executables; }
-extern "C" __attribute__((visibility("default"))) const char* fake_pjrt_executable_text(const void* executable) {
-  return static_cast<const std::string*>(executable)->c_str();
-}
 extern "C" __attribute__((visibility("default"))) const char* fake_pjrt_registered_target() {
   return registered_target.c_str();
 }
 
 extern "C" __attribute__((visibility("default"))) void fake_pjrt_set_results(size_t results) { num_results = results; }
-
-extern "C" __attribute__((visibility("default"))) void fake_pjrt_set_program(const char* bytes, size_t size) {
-  optimized_program.assign(bytes, size);
-}
 
 extern "C" __attribute__((visibility("default"))) const void* fake_pjrt_executed_on() { return executed_on; }
 
@@ -369,22 +272,12 @@ extern "C" __attribute__((visibility("default"))) const void* GetPjrtApi() {
   table.api.extension_start = IsMode("bare") ? nullptr : &other;
   other.next = IsMode("circle") ? &other : &custom_call.base;
   for (pjrt::Entry& entry : table.entries) entry = Unimplemented;
+  fake_pjrt::SetExecutableEntries(table.entries);
   table.entries[pjrt::kErrorDestroy] = ErrorDestroy;
   table.entries[pjrt::kErrorMessage] = ErrorMessage;
   table.entries[pjrt::kErrorGetCode] = ErrorGetCode;
   table.entries[pjrt::kClientPlatformName] = PlatformName;
   table.entries[pjrt::kLoadedExecutableExecute] = Execute;
-  table.entries[pjrt::kClientPlatformVersion] = PlatformVersion;
-  table.entries[pjrt::kClientAddressableDevices] = AddressableDevices;
-  table.entries[pjrt::kDeviceGetDescription] = GetDescription;
-  table.entries[pjrt::kDeviceDescriptionKind] = DeviceKind;
-  table.entries[pjrt::kClientCompile] = Compile;
-  table.entries[pjrt::kLoadedExecutableGetExecutable] = GetExecutable;
-  table.entries[pjrt::kExecutableDestroy] = DestroyExecutable;
-  table.entries[pjrt::kLoadedExecutableDestroy] = DestroyLoaded;
-  table.entries[pjrt::kExecutableOptimizedProgram] = OptimizedProgram;
-  table.entries[pjrt::kExecutableSerialize] = Serialize;
-  table.entries[pjrt::kExecutableDeserializeAndLoad] = DeserializeAndLoad;
   table.entries[pjrt::kExecutableGetCompiledMemoryStats] = GetCompiledMemoryStats;
   table.entries[pjrt::kClientBufferFromHostBuffer] = BufferFromHostBuffer;
   table.entries[pjrt::kClientCreateViewOfDeviceBuffer] = CreateViewOfDeviceBuffer;

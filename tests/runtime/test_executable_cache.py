@@ -20,7 +20,7 @@ from xla_gpu._runtime import executable_cache
 VARIABLE = "XLA_GPU_EXECUTABLE_CACHE"
 
 PROCESS = """
-import ctypes as ct, json, os, sys
+import ctypes as ct, json, os, sys, time
 from xla_gpu._runtime import library
 
 cdll = library.load().cdll
@@ -34,11 +34,11 @@ table = cdll.GetPjrtApi()
 def entry(slot):
     return ct.CFUNCTYPE(ct.c_void_p, ct.c_void_p)(ct.c_void_p.from_address(table + 40 + 8 * slot).value)
 
-def compile(code, options=b"options"):
+def compile(code, options=b"options", client=1):
     form = b"hlo"
     address = lambda text: ct.cast(text, ct.c_void_p).value
     program = (ct.c_size_t * 6)(48, 0, address(code), len(code), address(form), len(form))
-    args = (ct.c_size_t * 7)(56, 0, 0, ct.addressof(program), address(options), len(options), 0)
+    args = (ct.c_size_t * 7)(56, 0, client, ct.addressof(program), address(options), len(options), 0)
     error = entry(20)(ct.addressof(args))
     if not error:
         return plugin.fake_pjrt_executable_text(args[6]).decode()
@@ -72,22 +72,26 @@ if os.environ.get("RECORD"):
 if os.environ.get("PRELOAD"):
     compile(b"first")  # the client is known then
     names = "\\n".join([*os.listdir(os.environ["XLA_GPU_EXECUTABLE_CACHE"]), "missing", "../elsewhere"]).encode()
-    before = counts()
     assert cdll.xla_gpu_preload_executables(names, int(os.environ["PRELOAD"])) is None
+    ahead = int(os.environ.get("LOADED_AHEAD", "0"))
+    deadline = time.monotonic() + 60
+    while plugin.fake_pjrt_loads() < ahead and time.monotonic() < deadline:
+        time.sleep(0.001)
     if os.environ.get("NONE_IS_TAKEN"):
         assert cdll.xla_gpu_preload_executables(None, 0) is None
-        assert counts()["loaded"] == before["loaded"]
+        assert plugin.fake_pjrt_destroyed() == ahead - 1  # all but the first, which was compiled
 if os.environ.get("PROGRAMS_WITHOUT"):
     assert cdll.xla_gpu_append_compile_options(None, 0) is None
 programs = [tuple(part.encode() for part in program) for program in json.loads(os.environ["PROGRAMS"])]
-texts = [compile(*program) for program in programs]
+texts = [compile(*program, client=int(os.environ.get("CLIENT", "1"))) for program in programs]
+loads = plugin.fake_pjrt_loads()
 compilations = plugin.fake_pjrt_compilations()
 assert cdll.xla_gpu_preload_executables(None, 0) is None
 assert plugin.fake_pjrt_live_executables() == 0
 used = cdll.xla_gpu_used_executables().decode().splitlines()
 folder = os.environ["XLA_GPU_EXECUTABLE_CACHE"]
 print(json.dumps({"used": len(set(used)), "exist": all(os.path.isfile(os.path.join(folder, name)) for name in used)}))
-print(json.dumps({"texts": texts, "compilations": compilations, **counts()}))
+print(json.dumps({"texts": texts, "compilations": compilations, "loads": loads, **counts()}))
 """
 
 
@@ -118,13 +122,24 @@ def test_kept_executables_are_loaded_before_they_are_needed(start, tmp_path, thr
     first = start("first", "a", "b", "c")
     assert first["used"] == 4 and first["exist"]
     (tmp_path / "cache" / "damaged").write_bytes(b"damaged")
-    second = start("a", "b", "new", PRELOAD=threads)
+    # "first" is loaded where it is compiled, and all four ahead: no compilation loads another one.
+    second = start("a", "b", "new", PRELOAD=threads, LOADED_AHEAD="5")
     assert second["texts"] == ["stored compiled a loaded", "stored compiled b loaded", "compiled new"]
-    assert second["used"] == 4 and second["loaded"] == 3 and second["compiled"] == 1  # "first" is loaded before
-    assert start("a", PRELOAD=threads, NONE_IS_TAKEN="yes")["texts"] == ["stored compiled a loaded"]
+    assert second["loads"] == 5
+    assert second["used"] == 4 and second["loaded"] == 3 and second["compiled"] == 1
+    at_once = start("a", "b", "c", PRELOAD=threads)  # compilations beside the threads
+    assert at_once["texts"] == [f"stored compiled {name} loaded" for name in "abc"]
+    freed = start("a", PRELOAD=threads, LOADED_AHEAD="6", NONE_IS_TAKEN="yes")  # "new" is kept now
+    assert freed["texts"] == ["stored compiled a loaded"] and freed["loads"] == 7
     refused = start("a", PRELOAD=threads, FAKE_PJRT="refusing")
     assert refused["texts"] == ["compiled a"] and refused["compilations"] == 2
     assert start("a", PRELOAD=threads, FAKE_KIND="another GPU")["texts"] == ["compiled a"]
+
+
+def test_executables_that_are_loaded_ahead_are_of_one_client(start):
+    start("first", "a")
+    found = start("a", PRELOAD="1", LOADED_AHEAD="3", CLIENT="2")
+    assert found["texts"] == ["stored compiled a loaded for another client"] and found["loads"] == 4
 
 
 def files(tmp_path: Path) -> list[Path]:
