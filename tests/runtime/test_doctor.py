@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
 
@@ -191,3 +193,12 @@ def test_the_version(capsys):
     with pytest.raises(SystemExit, match="0"):
         main(["--version"])
     assert capsys.readouterr().out == f"xla_gpu {xla_gpu.__version__}\n"
+
+
+def test_a_pipe_that_nobody_reads_any_more():
+    """`python -m xla_gpu doctor | head` ends quietly."""
+    read, write = os.pipe()
+    os.close(read)
+    with os.fdopen(write, "wb") as closed:
+        result = subprocess.run([sys.executable, "-m", "xla_gpu", "--version"], stdout=closed, stderr=subprocess.PIPE)
+    assert result.returncode == -signal.SIGPIPE and result.stderr == b""
