@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 
 from tests.common import cases, compare, layer_cases
+from xla_gpu._core.operator import ArraySpec
+from xla_gpu.ops.gated_mlp import OPERATOR
 
 
 def by_parts(frontend, arrays, *, activation="silu_and_mul", **norm):
@@ -89,3 +91,9 @@ def test_chained_kernels(frontend, rows, weight_format):
     assert np.isfinite(got.astype(np.float32)).all()
     for _ in range(5):
         compare.assert_bitwise_equal(frontend.call("gated_mlp", arrays, eps=1e-5)[0], got, "the same call again")
+
+
+def test_an_error_about_the_second_product_names_what_its_k_comes_from():
+    x, gate_up_weight, down_weight = (ArraySpec(shape, "float32") for shape in ((3, 64), (96, 64), (64, 64)))
+    with pytest.raises(ValueError, match=r"down_weight: expected shape \[n, 48\] \(k = 48, from gate_up_weight\)"):
+        OPERATOR.bind(x=x, gate_up_weight=gate_up_weight, down_weight=down_weight)

@@ -109,7 +109,8 @@ def check_weight(
     if n < _MULTIPLE or n % _MULTIPLE:
         raise check.value_error("weight", f"n a multiple of {_MULTIPLE}", weight)
     if stored != (k // 2 if int4 else k):
-        raise check.value_error("weight", f"shape [n, {k // 2 if int4 else k}] (k = {k} as in x)", weight)
+        of = check.argument("x")  # in a block the second product's k is another argument's
+        raise check.value_error("weight", f"shape [n, {k // 2 if int4 else k}] (k = {k}, from {of})", weight)
     scale_axes = _check_scale(check, x, weight, n, k, scale, zero_point)
     if bias is not None:
         check.dtype("bias", bias, (x.dtype,), " (as x)")
