@@ -108,3 +108,17 @@ def test_commands_exist():
     for document in ("CONTRIBUTING.md", "README.md"):
         for target in set(re.findall(r"^(?:\$ )?make (\w[\w-]*)", (ROOT / document).read_text(), re.MULTILINE)):
             assert re.search(rf"^{target}:", makefile, re.MULTILINE), f"{document}: make {target}"
+
+
+def test_the_readme_names_every_environment_variable():
+    sources = [*(ROOT / "python").rglob("*.py"), *(ROOT / "ffi").rglob("*.cc"), *(ROOT / "ffi").rglob("*.h")]
+    read = {
+        name
+        for path in sources
+        if "testing" not in path.parts
+        for name in re.findall(r'"(XLA_GPU_[A-Z_]+)"', path.read_text())
+    }
+    assert len(read) >= 10, sorted(read)
+    readme = (ROOT / "README.md").read_text()
+    for name in sorted(read):
+        assert f"| `{name}" in readme, f"README.md: no row for {name}"
