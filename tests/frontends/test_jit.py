@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -75,6 +76,8 @@ def test_arrays_and_cpu_tensors_are_copied_to_the_device():
     for number in (1, 2):
         got = add(np.full(2, number, np.int32), torch.full((2,), 10, dtype=torch.int32))
         assert got.device.type == "xla" and got.cpu().tolist() == [10 + number] * 2
+    halves = np.full(2, 0.5, ml_dtypes.bfloat16)
+    assert add(halves, halves).tolist() == [1, 1] and add(halves, halves).dtype is torch.bfloat16
     backwards = np.arange(2, dtype=np.int32)[::-1]
     backwards.flags.writeable = False
     assert add(backwards, backwards).tolist() == [2, 0]
@@ -108,6 +111,25 @@ def test_tensors_updated_in_place_have_their_new_values():
     for number in (1, 2, 3):
         assert accumulate(on_device([1.0, 2.0]), [first, second, untouched]).item() == 3 * number
     assert alias.cpu().tolist() == [3, 6] and second.cpu().tolist() == [2, 5] and untouched.cpu().tolist() == [1, 1]
+
+
+def test_tensors_that_take_the_value_of_another_one():
+    """Their new value is memory, which nothing computes."""
+    first, second = on_device([1.0], [2.0])
+
+    @xg.jit
+    def swap(x, y):
+        before = x.clone()
+        x.copy_(y)
+        y.copy_(before)
+        return x
+
+    for number in (2, 1, 2):
+        assert swap(first, second) is first
+        assert first.item() == number and second.item() == 3 - number
+    reset = xg.jit(lambda x: x.copy_(torch.tensor([7.0])))
+    for tensor in (first, second):
+        assert reset(tensor).item() == 7 and tensor.item() == 7
 
 
 def test_donated_memory_is_the_results():
@@ -221,10 +243,20 @@ def test_wrong_arguments_say_so():
         xg.jit(named)(x, {1})
     with pytest.raises(ValueError, match=r"jit\(<lambda>\): result: expected XLA tensors, got one on cpu"):
         xg.jit(lambda x: torch.ones(2))(x)
-    with pytest.raises(RuntimeError, match=r"would run on the host"):
-        xg.jit(lambda x: x.view(torch.int32))(x)
-    with pytest.raises(TypeError):
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"no lowering for aten::view.* would run on the host"):
+            xg.jit(lambda x: x.view(torch.int32))(x)
+    with pytest.raises(TypeError, match=r"jit\(named\): expected arguments by position, got y by name"):
         xg.jit(named)(x, y=1)
+    with pytest.raises(TypeError, match=r"jit\(named\): expected arrays of a dtype that .* have, got object"):
+        xg.jit(named)(x, np.array([None]))
+    with pytest.raises(TypeError, match="jit: function: expected a function, got int"):
+        xg.jit(3)
+    for wrong in ("0", [1.5], True):
+        with pytest.raises(TypeError, match="jit: donate_argnums: expected an int or a sequence of ints"):
+            xg.jit(named, donate_argnums=wrong)
+    with pytest.raises(TypeError, match="jit: compiler_options: expected a mapping, got list"):
+        xg.jit(named, compiler_options=[])
 
 
 def test_an_error_in_a_trace_leaves_the_arguments_alone():
@@ -287,9 +319,27 @@ def test_a_function_of_jit_in_another_one_is_part_of_its_program():
 
 
 def test_values_that_a_trace_needs_are_refused():
-    for function in (lambda x: x * x.sum().item(), lambda x: x + 1 if x.sum() > 0 else x - 1):
+    of_results = (lambda x: x * x.sum().item(), lambda x: x + 1 if x.sum() > 0 else x - 1)
+    of_arguments = (
+        *(lambda x: x * float(x), lambda x: x + 1 if x else x - 1, lambda x: x[: int(x)], lambda x: x * x.cpu().item()),
+        lambda x: x * torch.tensor(x.tolist()).to(x.device),
+    )
+    for function in (*of_results, *of_arguments):
         with pytest.raises(RuntimeError, match=r"jit\(<lambda>\): expected a function of tensors alone"):
             xg.jit(function)(on_device([1.0]))
+
+
+def test_methods_and_transformations():
+    class Scale:
+        def __init__(self, number):
+            self.number = number
+
+        @xg.jit
+        def times(self, x):
+            return torch.vmap(lambda row: torch.func.grad(lambda y: (y * y).sum())(row) * self.number)(x)
+
+    for number in (1, 2):
+        assert Scale(number).times(on_device([[1.0], [2.0]])).tolist() == [[2 * number], [4 * number]]
 
 
 def test_captured_tensors_are_not_updated():
@@ -300,7 +350,11 @@ def test_captured_tensors_are_not_updated():
         count.add_(x)
         return count * 2
 
-    for function, x in ((counts, on_device([1.0])), (norm, torch.ones(3, 2))):
+    def takes(x):
+        count.copy_(x)
+        return count * 2
+
+    for function, x in ((counts, on_device([1.0])), (takes, on_device([1.0])), (norm, torch.ones(3, 2))):
         with pytest.raises(ValueError, match="expected updates in place of arguments alone"):
             xg.jit(function)(x)
     assert count.item() == 0 and norm.running_mean.tolist() == [0, 0]

@@ -117,6 +117,11 @@ def test_quantize(put, take, weight_format, steps):
     assert stored[0].dtype.name == {"float8": "float8_e4m3fn", "int8": "int8", "int4": "uint8"}[weight_format]
 
 
+def test_groups_whose_scale_rounds_to_zero():
+    made = q.quantize(np.full((16, 128), 6e-8, np.float16), "int4")  # with no warning, which is an error in tests
+    assert not q.dequantize(made).any() and made.weight_scale.all()
+
+
 def test_concatenate():
     parts = [q.quantize(cases.rng_for(str(n)).standard_normal((n, 128)).astype(np.float32), "int8") for n in (16, 48)]
     whole = q.concatenate(parts)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes as ct
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from . import library
 
@@ -42,6 +42,18 @@ def recording() -> Iterator[None]:
         yield
     finally:
         cdll.xla_gpu_record_programs(0)
+
+
+def check_options(where: str, options: Any) -> None:
+    """Raises TypeError or ValueError for what are no options of XLA by name; ``where`` begins the text."""
+    if not isinstance(options, Mapping):
+        raise TypeError(f"{where}: expected a mapping, got {type(options).__name__}")
+    for name, value in options.items():
+        if not isinstance(name, str) or not isinstance(value, bool | int):
+            got = f"{name!r}: {value!r}"
+            raise TypeError(f"{where}: expected names of options and bools or ints, got {got}")
+        if not -(2**63) <= value < 2**63:
+            raise ValueError(f"{where}: expected {name} to be of 64 bits, got {value}")
 
 
 # The options of the innermost compile_options.

@@ -3,24 +3,33 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import operator
 import threading
+import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 import torch_xla
-import torch_xla.debug.metrics as metrics
-from torch.overrides import TorchFunctionMode
 from torch_xla import runtime
 
-from .program import _XLAC, Program
+from .._core.dtypes import DTYPES
+from .program import _XLAC, Program, fallback_error, fallbacks
+from .traced_tensors import (
+    Captured,
+    compute,
+    distinct,
+    is_buffer,
+    is_changed,
+    is_updated,
+    tensors_of,
+    values_taken,
+)
 
-# Arguments up to this size are copied for the trace.
-_COPIED_BYTES = 1 << 20
+# What torch_xla counts with the operations that it has no lowering for.
+_READING = {"aten::_local_scalar_dense"}
 
 # One trace at a time: torch_xla's pending computations are the process's.
 _trace_lock = threading.Lock()
@@ -43,13 +52,13 @@ class _Result:
         copied: set[int] = set()
         # By torch_xla's numbers, which a tensor and its detach() share.
         numbers = {_XLAC._xla_get_tensor_id(tensor): number for number, tensor in enumerate(given)}
-        for leaf in _tensors_of(result, where):
+        for leaf in tensors_of(result, where):
             if leaf.device.type != "xla":
                 raise ValueError(f"{where}: result: expected XLA tensors, got one on {leaf.device}")
             number = numbers.get(_XLAC._xla_get_tensor_id(leaf))
-            if number is not None and (number not in donated or _is_updated(leaf)):
+            if number is not None and (number not in donated or is_updated(leaf)):
                 places[id(leaf)] = number
-            elif _is_buffer(leaf):  # a donated tensor, or one that was captured: no result by itself
+            elif is_buffer(leaf):  # a donated tensor, or one that was captured: no result by itself
                 computed[id(leaf)] = leaf.clone()
                 copied.add(id(leaf))
             else:
@@ -57,7 +66,7 @@ class _Result:
         # XLA itself would take any donated tensor of a result's size, and copy where it is read afterwards.
         for number in donated:
             tensor = given[number]
-            if _is_updated(tensor):
+            if is_updated(tensor):
                 continue
             for key, leaf in computed.items():
                 if key in places or key in copied:
@@ -77,32 +86,6 @@ class _Result:
     def build(self, tensors: Sequence[torch.Tensor], outputs: Sequence[Any], updated: Mapping[int, Any]) -> Any:
         """The result of a call with ``tensors``, from the outputs and the new values of some of the tensors."""
         return self._build([*tensors, *map(updated.get, range(self._num_given)), *outputs])
-
-
-def _is_updated(tensor: torch.Tensor) -> bool:
-    updated: list[bool] = _XLAC._check_tensor_need_materialization([tensor])
-    return updated[0]
-
-
-def _is_buffer(tensor: torch.Tensor) -> bool:
-    """Whether it is nothing but memory of the device: torch_xla leaves it out of a program's results."""
-    return not _is_updated(tensor) and _XLAC._get_tensors_xla_device_data_node([tensor])[0] == [
-        _XLAC._xla_get_tensor_id(tensor)
-    ]
-
-
-def _tensors_of(value: Any, where: str | None = None) -> Iterator[torch.Tensor]:
-    """The tensors in a result; with ``where`` its dataclasses, whose tensors would not be found, are refused."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif where is not None and dataclasses.is_dataclass(value):
-        raise TypeError(
-            f"{where}: result: expected tensors, lists, tuples, dicts and other values, got the dataclass "
-            f"{type(value).__name__}"
-        )
-    elif isinstance(value, (list, tuple, dict)):
-        for part in value.values() if isinstance(value, dict) else value:
-            yield from _tensors_of(part, where)
 
 
 def _builder(value: Any, places: Mapping[int, int]) -> Callable[[Sequence[Any]], Any]:
@@ -136,8 +119,13 @@ class JitFunction:
         """Forgets all programs: the next call traces anew, with the tensors that the function refers to by then."""
         self._programs.clear()
 
-    def __call__(self, *arguments: Any) -> Any:
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        return self if instance is None else types.MethodType(self, instance)
+
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
         """Runs the function's program on these arguments; returns at once."""
+        if named:
+            raise TypeError(f"{self._where()}: expected arguments by position, got {', '.join(named)} by name")
         tensors: list[Any] = []
         key: list[Any] = []
         for argument in arguments:
@@ -202,9 +190,7 @@ class JitFunction:
             tensors.append(value)
             key.append((value.shape, value.dtype))
         elif isinstance(value, np.ndarray):
-            # PyTorch has neither negative strides nor memory that cannot be written.
-            plain = value.flags.c_contiguous and value.flags.writeable
-            tensor = torch.from_numpy(value if plain else value.copy())
+            tensor = self._from_numpy(value)
             tensors.append(tensor)
             key.append((tensor.shape, tensor.dtype))
         elif isinstance(value, (list, tuple)):
@@ -219,6 +205,16 @@ class JitFunction:
             key.append((type(value), value.hex()))  # -0.0 is another one than 0.0, and NaN the same as NaN
         else:
             key.append((type(value), value))
+
+    def _from_numpy(self, array: np.ndarray[Any, Any]) -> torch.Tensor:
+        dtype = getattr(torch, array.dtype.name, None) if array.dtype.name in DTYPES else None
+        if dtype is None or not array.dtype.isnative:
+            raise TypeError(f"{self._where()}: expected arrays of a dtype that PyTorch and XLA have, got {array.dtype}")
+        # PyTorch has neither negative strides nor memory that cannot be written.
+        plain = array if array.flags.c_contiguous and array.flags.writeable else array.copy()
+        if array.dtype.kind == "V":  # of ml_dtypes
+            return torch.from_numpy(plain.view(f"i{array.dtype.itemsize}")).view(dtype)
+        return torch.from_numpy(plain)
 
     def _refuse_unhashable(self, arguments: Sequence[Any]) -> None:
         for number, argument in enumerate(arguments):
@@ -265,22 +261,26 @@ class JitFunction:
 
         def traced(*given: torch.Tensor) -> list[torch.Tensor]:
             remaining = iter(given)
+            before = [tensor.detach().clone() for tensor in given]
             with torch.no_grad(), self._only_traced(given):
                 result = self._function(*(_with_tensors(argument, remaining) for argument in arguments))
+            for tensor, original in zip(given, before, strict=True):
+                if is_changed(tensor, original) and not is_updated(tensor):
+                    compute(tensor)
             results.append(_Result(result, given, donated, self._where()))
             return results[-1].outputs
 
-        program = Program(self._where(), traced, _distinct(tensors, donated), options=self._options, donated=donated)
+        program = Program(self._where(), traced, distinct(tensors, donated), options=self._options, donated=donated)
         results[-1].outputs.clear()
         return program, results[-1]
 
     @contextlib.contextmanager
     def _only_traced(self, given: Sequence[torch.Tensor]) -> Iterator[None]:
         """Refuses what a program cannot repeat: values that are needed in here, and updates of other tensors."""
-        executed = _executions()
+        taken, before = values_taken(), fallbacks()
         _trace.active = True
         try:
-            with _Captured(given) as captured:
+            with Captured(given) as captured:
                 yield
         finally:
             _trace.active = False
@@ -290,62 +290,13 @@ class JitFunction:
                 f"{self._where()}: expected updates in place of arguments alone, got one of another tensor, "
                 f"{tensor.dtype}{list(tensor.shape)}"
             )
-        if _executions() != executed:
+        if on_host := {name for name, count in fallbacks().items() if count != before.get(name)} - _READING:
+            raise fallback_error(self._where(), on_host)
+        if values_taken() != taken:
             raise RuntimeError(
-                f"{self._where()}: expected a function of tensors alone, got one that needs a value that it computes, "
-                "as item(), bool() or sync() do: later calls would have the first one's"
+                f"{self._where()}: expected a function of tensors alone, got one that needs the value of one, as "
+                "item(), bool(), cpu() or sync() do: later calls would have the first one's"
             )
-
-
-class _Captured(TorchFunctionMode):  # type: ignore[misc]
-    """Sees the tensors that a function uses: those that are neither arguments nor its own results are captured."""
-
-    def __init__(self, given: Sequence[torch.Tensor]) -> None:
-        super().__init__()
-        self._known = {id(tensor): tensor for tensor in given}
-        self._saved: list[tuple[torch.Tensor, torch.Tensor]] = []
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for tensor in _tensors_of([args, kwargs]):
-            if id(tensor) not in self._known and tensor.is_xla:
-                self._known[id(tensor)] = tensor
-                with torch.no_grad():
-                    self._saved.append((tensor, tensor.clone()))
-        result = func(*args, **(kwargs or {}))
-        self._known.update((id(tensor), tensor) for tensor in _tensors_of(result))
-        return result
-
-    def restore(self) -> list[torch.Tensor]:
-        """The captured tensors that were updated, which have their values again."""
-        if not self._saved:
-            return []
-        pending = _XLAC._check_tensor_need_materialization([tensor for tensor, _ in self._saved])
-        updated = [pair for pair, new in zip(self._saved, pending, strict=True) if new]
-        for tensor, original in updated:
-            _XLAC._replace_xla_tensor(tensor, original)
-        return [tensor for tensor, _ in updated]
-
-
-def _executions() -> int:
-    """How many programs this process has run."""
-    timed = metrics.metric_data("ExecuteTime")
-    return timed[0] if timed else 0
-
-
-def _distinct(tensors: Sequence[torch.Tensor], donated: Sequence[int]) -> list[torch.Tensor]:
-    """What to trace with: tensors whose memory nothing else has, as far as that is cheap.
-
-    torch_xla tells a program's parameters by their memory. Numbers of one value share it, and so does what the function
-    reads and is also given.
-    """
-    torch_xla.sync()
-    distinct: list[torch.Tensor] = []
-    for number, tensor in enumerate(tensors):
-        small = number not in donated and tensor.numel() * tensor.element_size() <= _COPIED_BYTES
-        if small or len(_XLAC._get_tensors_xla_device_data_node([*distinct, tensor])[0]) != len(distinct) + 1:
-            (tensor,) = _XLAC._xla_tensors_from_aten([tensor.detach().cpu()], [str(torch_xla.device())], None)
-        distinct.append(tensor)
-    return distinct
 
 
 def _with_tensors(value: Any, tensors: Any) -> Any:

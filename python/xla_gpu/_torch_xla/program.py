@@ -12,7 +12,7 @@ import dataclasses
 import logging
 import operator
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -249,7 +249,7 @@ class Program:
     def _capture(
         self, function: Callable[..., Sequence[torch.Tensor]], inputs: Sequence[torch.Tensor], state: Sequence[Any]
     ) -> None:
-        fallbacks, began = _fallbacks(), time.perf_counter()
+        known, began = fallbacks().keys(), time.perf_counter()
         given = [*inputs, *state]
         devices = self._devices
         if devices is not None:
@@ -282,11 +282,8 @@ class Program:
             self._places = [(at, position[tensor_id]) for at, tensor_id in enumerate(ids) if tensor_id in position]
             for at, _ in self._places:
                 self._arguments[at] = None
-            if new := _fallbacks() - fallbacks:
-                raise FallbackError(
-                    f"{self.name}: torch_xla has no lowering for {', '.join(sorted(new))}, which would run on the host "
-                    "in every call"
-                )
+            if new := fallbacks().keys() - known:
+                raise fallback_error(self.name, new)
             with alias_with_buffer_donor_config():
                 self._hash = _XLAC._get_graph_hash(roots)
                 _XLAC._xla_warm_up_cache(roots, [])
@@ -343,8 +340,16 @@ class Program:
         return results
 
 
-def _fallbacks() -> set[str]:
-    return {name for name in metrics.counter_names() if name.startswith("aten::")}
+def fallbacks() -> dict[str, int]:
+    """How often each operation without a lowering has run on the host in this process."""
+    return {name: metrics.counter_value(name) for name in metrics.counter_names() if name.startswith("aten::")}
+
+
+def fallback_error(where: str, names: Iterable[str]) -> FallbackError:
+    """The error for these operations."""
+    return FallbackError(
+        f"{where}: torch_xla has no lowering for {', '.join(sorted(names))}, which would run on the host in every call"
+    )
 
 
 def compilations() -> int:

@@ -115,7 +115,7 @@ def quantize(weight: Array, weight_format: str) -> LinearWeight:
     if weight_format == "int4":
         groups = wide.reshape(weight.shape[0], -1, GROUP)
         high, low = xp.amax(groups, -1), xp.amin(groups, -1)
-        scale = arrays.cast(_nonzero(xp, xp.where(high > -low, high, low) / -8), weight.dtype)
+        scale = _nonzero(xp, arrays.cast(xp.where(high > -low, high, low) / -8, weight.dtype))  # may round to 0
         values = xp.round(groups / arrays.cast(scale, "float32")[:, :, None]) + 8
         return LinearWeight(packed_int4.pack(arrays.cast(values.clip(0, 15), "uint8").reshape(weight.shape)), scale)
     largest = 127.0 if weight_format == "int8" else _FLOAT8_MAX

@@ -27,13 +27,6 @@ def compile_options(options: Mapping[str, bool | int]) -> Iterator[None]:
       ValueError: an int does not fit into 64 bits.
       RuntimeError, ValueError: from torch_xla, where a program is compiled: XLA has no such option.
     """
-    if not isinstance(options, Mapping):
-        raise TypeError(f"compile_options: options: expected a mapping, got {type(options).__name__}")
-    for name, value in options.items():
-        if not isinstance(name, str) or not isinstance(value, bool | int):
-            got = f"{name!r}: {value!r}"
-            raise TypeError(f"compile_options: options: expected names of options and bools or ints, got {got}")
-        if not -(2**63) <= value < 2**63:
-            raise ValueError(f"compile_options: options: expected {name} to be of 64 bits, got {value}")
+    executable_cache.check_options("compile_options: options", options)
     with executable_cache.compile_options(options):
         yield

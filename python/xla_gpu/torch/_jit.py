@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
+
+from .._runtime.executable_cache import check_options
 
 if TYPE_CHECKING:
     from .._torch_xla.jit import JitFunction
@@ -21,6 +24,7 @@ def jit(
     without tracing, Dynamo or guards. Other shapes, dtypes, numbers of tensors, nesting or values of what is no tensor
     are another program: the call traces and compiles it, and both are kept.
 
+    * It may decorate a method. The object is then such a constant, by its hash: another object is another program.
     * Arguments are tensors of the XLA device; CPU tensors and NumPy arrays, which each call copies there; lists, tuples
       and dicts of such; and hashable values, which are constants of the program. Keyword arguments are not taken.
     * Tensors that the function updates in place have their new values after the call; what they are views of has not.
@@ -41,16 +45,27 @@ def jit(
     Returns:
       A callable with the function's arguments and the method ``clear_cache()``.
 
+    Raises:
+      TypeError: function cannot be called, donate_argnums is neither an int nor a sequence of such, or compiler_options
+        are none, as for compile_options.
+
     Raises (when called):
       TypeError: an argument, or a part of one, is neither a tensor nor hashable; the function returns a dataclass.
       ValueError: a tensor is on another device, requires a gradient, or stands in the places of two arguments; the
         function returns a tensor that is not on the XLA device, or updates one in place that is no argument or not on
         that device; a number in donate_argnums is no argument's.
-      RuntimeError: the function needs a value that it computes, for item() or bool() for example, or another thread ran
-        a program of torch_xla while it was traced, which looks the same; an operation of it would run on the host;
-        torch_xla's SPMD is on, for which ``torch.compile(backend="openxla")`` is; XLA cannot compile the program.
+      RuntimeError: the function needs the value of a tensor, for item(), bool() or cpu() for example, or another thread
+        ran a program of torch_xla or read a tensor while it was traced, which looks the same; an operation of it would
+        run on the host; torch_xla's SPMD is on, for which ``torch.compile(backend="openxla")`` is; XLA cannot compile
+        the program.
     """
     from .._torch_xla.jit import JitFunction
 
-    numbers = (donate_argnums,) if isinstance(donate_argnums, int) else tuple(donate_argnums)
-    return JitFunction(function, numbers, compiler_options or {})
+    if not callable(function):
+        raise TypeError(f"jit: function: expected a function, got {type(function).__name__}")
+    numbers = donate_argnums if isinstance(donate_argnums, Sequence) else [donate_argnums]
+    if any(isinstance(number, bool) or not hasattr(number, "__index__") for number in numbers):
+        raise TypeError(f"jit: donate_argnums: expected an int or a sequence of ints, got {donate_argnums!r}")
+    options = {} if compiler_options is None else compiler_options
+    check_options("jit: compiler_options", options)
+    return JitFunction(function, [operator.index(number) for number in numbers], options)

@@ -1,0 +1,114 @@
+"""The tensors of a trace: which ones it updated, which ones it captured, and what it is traced with; see jit.py."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch_xla
+import torch_xla.debug.metrics as metrics
+from torch.overrides import TorchFunctionMode
+
+from .program import _XLAC
+
+# Arguments up to this size are copied for the trace.
+_COPIED_BYTES = 1 << 20
+
+
+def is_updated(tensor: torch.Tensor) -> bool:
+    updated: list[bool] = _XLAC._check_tensor_need_materialization([tensor])
+    return updated[0]
+
+
+def is_changed(tensor: torch.Tensor, before: torch.Tensor) -> bool:
+    """Whether it was updated since ``before`` was cloned, be it by nothing but the memory of another tensor."""
+    return is_updated(tensor) or len(_XLAC._get_tensors_xla_device_data_node([tensor, before])[0]) != 1
+
+
+def is_buffer(tensor: torch.Tensor) -> bool:
+    """Whether it is nothing but memory of the device: torch_xla leaves it out of a program's results."""
+    return not is_updated(tensor) and _XLAC._get_tensors_xla_device_data_node([tensor])[0] == [
+        _XLAC._xla_get_tensor_id(tensor)
+    ]
+
+
+def tensors_of(value: Any, where: str | None = None) -> Iterator[torch.Tensor]:
+    """The tensors in a result; with ``where`` its dataclasses, whose tensors would not be found, are refused."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif where is not None and dataclasses.is_dataclass(value):
+        raise TypeError(
+            f"{where}: result: expected tensors, lists, tuples, dicts and other values, got the dataclass "
+            f"{type(value).__name__}"
+        )
+    elif isinstance(value, (list, tuple, dict)):
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from tensors_of(part, where)
+
+
+class Captured(TorchFunctionMode):  # type: ignore[misc]
+    """Sees the tensors that a function uses: those that are neither arguments nor its own results are captured."""
+
+    def __init__(self, given: Sequence[torch.Tensor]) -> None:
+        super().__init__()
+        self._known = {id(tensor): tensor for tensor in given}
+        self._saved: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for tensor in tensors_of([args, kwargs]):
+            if id(tensor) in self._known or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+                continue
+            if tensor.is_xla:
+                self._known[id(tensor)] = tensor
+                with torch.no_grad():
+                    self._saved.append((tensor, tensor.clone()))
+        result = func(*args, **(kwargs or {}))
+        self._known.update((id(tensor), tensor) for tensor in tensors_of(result))
+        return result
+
+    def restore(self) -> list[torch.Tensor]:
+        """The captured tensors that were updated, which have their values again."""
+        updated = [pair for pair in self._saved if is_changed(*pair)]
+        for tensor, original in updated:
+            _XLAC._replace_xla_tensor(tensor, original)
+        return [tensor for tensor, _ in updated]
+
+
+def compute(tensor: torch.Tensor) -> None:
+    """Makes memory, of an argument that took another one's value, something that a program computes and returns."""
+    if _XLAC._get_tensors_xla_device_data_node([tensor])[0] == [_XLAC._xla_get_tensor_id(tensor)]:
+        new = uploaded(tensor)  # of the host; under this number it would be the argument
+    else:
+        new = tensor.clone()
+    _XLAC._xla_optimization_barrier_([new])
+    tensor.copy_(new)
+
+
+def values_taken() -> int:
+    """How often this process has run a program or read a tensor."""
+    timed = map(metrics.metric_data, ("ExecuteTime", "TransferFromDeviceTime"))
+    return sum(data[0] for data in timed if data)
+
+
+def distinct(tensors: Sequence[torch.Tensor], donated: Sequence[int]) -> list[torch.Tensor]:
+    """What to trace with: tensors whose memory nothing else has, as far as that is cheap.
+
+    torch_xla tells a program's parameters by their memory. Numbers of one value share it, and so does what the function
+    reads and is also given.
+    """
+    torch_xla.sync()
+    made: list[torch.Tensor] = []
+    for number, tensor in enumerate(tensors):
+        small = number not in donated and tensor.numel() * tensor.element_size() <= _COPIED_BYTES
+        if small or len(_XLAC._get_tensors_xla_device_data_node([*made, tensor])[0]) != len(made) + 1:
+            tensor = uploaded(tensor)
+        made.append(tensor)
+    return made
+
+
+def uploaded(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy with memory of its own."""
+    (copy,) = _XLAC._xla_tensors_from_aten([tensor.detach().cpu()], [str(torch_xla.device())], None)
+    return copy
