@@ -2,10 +2,10 @@
 
 test_in_place.py runs it in a process of its own, since XLA reads XLA_FLAGS once:
 
-    python -m tests.frontends.in_place_program FRONTEND LAYOUT [rotary_and_cache | attention_block]
+    python -m tests.frontends.in_place_program FRONTEND LAYOUT:OPERATOR ...
 
-With rotary_and_cache the keys and values are stored by that operator instead, turned by angles of 0; with
-attention_block by that one, whose weights take query, key and value from x as they are.
+The operators: reshape_and_cache; rotary_and_cache, by which keys and values are turned by angles of 0; attention_block,
+whose weights take query, key and value from x as they are. (layout, operator) pairs run one after the other.
 """
 
 from __future__ import annotations
@@ -93,6 +93,7 @@ def run_torch(frontend, layout: str, operator: str = "reshape_and_cache"):
         return x
 
     if frontend.name.endswith("-compiled"):
+        torch._dynamo.reset()
         model = torch.compile(model, backend="openxla", fullgraph=True)
     with torch.no_grad():
         for step in new:
@@ -157,11 +158,12 @@ def run_torchax(frontend, layout: str):
     return np.asarray(x.jax()), [np.asarray(c.jax()) for c in caches]
 
 
-def main(name: str, layout: str, operator: str = "reshape_and_cache") -> None:
+def run(name: str, layout: str, operator: str) -> None:
     frontend = frontends.ALL[name.removesuffix("-without-donation")]
     if frontend.framework == "jax":
         x, caches = run_jax(frontend, layout, donate=not name.endswith("-without-donation"), operator=operator)
     elif frontend.framework == "torchax":
+        assert operator == "reshape_and_cache", operator
         x, caches = run_torchax(frontend, layout)
     else:
         x, caches = run_torch(frontend, layout, operator)
@@ -169,6 +171,11 @@ def main(name: str, layout: str, operator: str = "reshape_and_cache") -> None:
     np.testing.assert_allclose(x, want_x, atol=1e-4)
     for cache, want in zip(caches, want_caches, strict=True):
         np.testing.assert_array_equal(cache, want)
+
+
+def main(name: str, *runs: str) -> None:
+    for layout, operator in (pair.split(":") for pair in runs):
+        run(name, layout, operator)
 
 
 if __name__ == "__main__":

@@ -3,10 +3,12 @@ from the cache's parameter to its result, and no other instruction that makes an
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -19,19 +21,40 @@ ROOT = Path(__file__).resolve().parents[2]
 NO_MEMORY = {"parameter", "get-tuple-element", "tuple", "bitcast", "custom-call", "opt-barrier"}
 
 
-def modules(program: str, layout: str, folder: Path, operator: str = "reshape_and_cache") -> list[str]:
-    """Texts of the optimised modules that store into a cache. Runs the program, which checks its own numbers."""
+# What a front end's program runs, one after the other: (layout, operator that stores).
+LAYOUTS = (("combined", "reshape_and_cache"), ("split", "reshape_and_cache"))
+OTHERS = (("combined", "rotary_and_cache"), ("combined", "attention_block"))
+
+
+def run(folder: Path, program: str, runs: Sequence[tuple[str, str]]) -> list[str]:
+    """The texts of all optimised modules. Runs the program, which checks its own numbers."""
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_dump_to={folder} --xla_dump_hlo_as_text"
     result = subprocess.run(
-        [sys.executable, "-m", "tests.frontends.in_place_program", program, layout, operator],
+        [sys.executable, "-m", "tests.frontends.in_place_program", program, *(":".join(pair) for pair in runs)],
         cwd=ROOT,
         env=os.environ | {"XLA_FLAGS": flags},
         capture_output=True,
         text=True,
     )
     assert result.returncode == 0, result.stderr[-4000:]
-    texts = [p.read_text() for p in sorted(folder.glob("*after_optimizations.txt"))]
-    return [t for t in texts if f'custom_call_target="xla_gpu_{operator}"' in t]
+    return [path.read_text() for path in sorted(folder.glob("*after_optimizations.txt"))]
+
+
+@pytest.fixture(scope="module")
+def modules(tmp_path_factory) -> Callable[[str, str, str], list[str]]:
+    """The modules of a front end that store into a cache of that layout by that operator: a process each front end."""
+
+    @functools.cache
+    def all_of(name: str) -> list[str]:
+        # torchax-jit: with reshape_and_cache alone.
+        return run(tmp_path_factory.mktemp("modules"), name, LAYOUTS if "torchax" in name else LAYOUTS + OTHERS)
+
+    return lambda name, layout, operator: storing(all_of(name), layout, operator)
+
+
+def storing(texts: list[str], layout: str, operator: str) -> list[str]:
+    target = f'custom_call_target="xla_gpu_{operator}"'
+    return [text for text in texts if target in text and f"f32[{cache_shape(layout)}]" in text]
 
 
 def cache_shape(layout: str) -> str:
@@ -53,19 +76,18 @@ def makers(text: str, shape: str) -> list[str]:
     *("torch_xla", "torch_xla-compiled", "jax", "torchax-jit"),
     *("torch_xla-cuda", "torch_xla-cuda-compiled", "jax-cuda", "torchax-cuda-jit"),
 )
-def test_no_copy_of_the_cache(frontend, layout, tmp_path):
-    check(frontend, layout, tmp_path, "reshape_and_cache")
+def test_no_copy_of_the_cache(frontend, layout, modules):
+    check(modules(frontend.name, layout, "reshape_and_cache"), layout, "reshape_and_cache")
 
 
 @pytest.mark.frontends("torch_xla", "torch_xla-compiled", "jax", "torch_xla-cuda-compiled", "jax-cuda")
 @pytest.mark.parametrize("operator", ["rotary_and_cache", "attention_block"])
-def test_no_copy_of_the_cache_by_others(frontend, operator, tmp_path):
-    check(frontend, "combined", tmp_path, operator)
+def test_no_copy_of_the_cache_by_others(frontend, operator, modules):
+    check(modules(frontend.name, "combined", operator), "combined", operator)
 
 
-def check(frontend, layout, folder, operator) -> None:
-    texts = modules(frontend.name, layout, folder, operator)
-    assert texts, f"no module with xla_gpu_{operator} among {sorted(p.name for p in folder.iterdir())}"
+def check(texts: list[str], layout: str, operator: str) -> None:
+    assert texts, f"no module with xla_gpu_{operator}"
     for text in texts:
         stores = [line for line in text.splitlines() if f'custom_call_target="xla_gpu_{operator}"' in line]
         reads = [line for line in text.splitlines() if 'custom_call_target="xla_gpu_paged_attention"' in line]
@@ -85,7 +107,7 @@ def check(frontend, layout, folder, operator) -> None:
 def test_the_check_above_can_fail(tmp_path):
     """Without donation jax.jit must copy, and the reader must see it."""
     pytest.importorskip("jax")
-    (text,) = modules("jax-without-donation", "combined", tmp_path)
+    (text,) = storing(run(tmp_path, "jax-without-donation", LAYOUTS[:1]), *LAYOUTS[0])
     assert [line for line in makers(text, cache_shape("combined")) if "copy" in line]
 
 
