@@ -21,14 +21,23 @@ DEFAULT_ARCH = "sm_90a"
 
 @dataclass(frozen=True, eq=False)
 class CudaKernel:
-    """A kernel that ``kernel_call`` launches; made by ``cuda_kernel``."""
+    """A kernel that ``kernel_call`` launches; made by ``cuda_kernel``.
 
-    name: str  # as the user calls it
-    symbol: str  # as the cubin does
+    Attributes:
+      name: as it was given to ``cuda_kernel``.
+      symbol: its name in the cubin.
+      arch: what it was compiled for, ``"sm_90a"``, for example.
+      key: of the process's table of kernels.
+      cubin: the machine code.
+      parameters: bytes of each parameter; None where the cubin does not tell.
+    """
+
+    name: str
+    symbol: str
     arch: str
-    key: str  # of the process's table of kernels
+    key: str
     cubin: bytes
-    parameters: tuple[int, ...] | None  # bytes of each; None where the cubin does not tell
+    parameters: tuple[int, ...] | None
 
     def __repr__(self) -> str:
         return f"CudaKernel({self.name!r}, {self.arch}, {len(self.cubin)} bytes)"

@@ -31,7 +31,11 @@ _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # the nibble that holds column 0, 1, … 
 
 
 class CheckpointFormat:
-    """How a checkpoint stores its linear layers."""
+    """How a checkpoint stores its linear layers: as they are, or quantised by one of the methods that ``linear`` takes.
+
+    Attributes:
+      method: ``"none"``, ``"compressed-tensors"``, ``"fp8"``, ``"awq"`` or ``"gptq"``.
+    """
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         """Reads the settings.
@@ -68,6 +72,9 @@ class CheckpointFormat:
           get: returns a tensor of the checkpoint by name.
           names: of the checkpoint's tensors.
           dtype: T, of plain weights and of scales of int4, as the arrays' library or NumPy spells it.
+
+        Returns:
+          The weight [out_features, in_features], on the device of the checkpoint's tensors.
 
         Raises:
           ValueError: the checkpoint lacks a tensor, or one has another shape or dtype than its format has.

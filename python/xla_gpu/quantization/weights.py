@@ -17,7 +17,14 @@ _FLOAT8_MAX = 448.0
 
 
 class LinearWeight(NamedTuple):
-    """A weight as ``linear`` takes it: ``linear(x, **weight.arguments())``."""
+    """A weight as ``linear`` takes it: ``linear(x, **weight.arguments())``.
+
+    Attributes:
+      weight: T, float8_e4m3fn or int8 [n, k], or uint8[n, k / 2] that ``pack_weight`` made. T is float32, float16 or
+        bfloat16.
+      weight_scale: of the shapes that ``linear`` names for each of them; None with T.
+      weight_zero_point: uint8[n, k / 128] with uint8, or None, which means 8.
+    """
 
     weight: Array
     weight_scale: Array | None = None
@@ -132,7 +139,13 @@ def _nonzero(xp: Any, scale: Array) -> Array:
 
 
 def dequantize(weight: LinearWeight) -> Array:
-    """float32[n, k]: what the weight means.
+    """The numbers that a weight stands for, ``(stored - zero_point) * scale``.
+
+    Args:
+      weight: in any format of ``linear``.
+
+    Returns:
+      float32[n, k].
 
     Raises:
       TypeError: weight is no LinearWeight.
@@ -156,6 +169,12 @@ def dequantize(weight: LinearWeight) -> Array:
 
 def concatenate(parts: Iterable[LinearWeight]) -> LinearWeight:
     """Joins weights of one format along n, as q, k and v or gate and up that are multiplied together.
+
+    Args:
+      parts: one or more weights [n_i, k] of one format and k.
+
+    Returns:
+      The weight [sum of n_i, k].
 
     Raises:
       TypeError: a part is no LinearWeight.
