@@ -1,9 +1,9 @@
 """One step's ragged batch, packed into a single int32 array.
 
-One array is one transfer to the device; a compiled step cuts it apart again at fixed offsets. Everything has a static
+One array is one transfer to the device; a compiled step splits it again at fixed offsets. Everything has a static
 shape, so that a layout is compiled once: rows and sequences that a step does not use are padding.
 
-xla_gpu/vllm/step_layout.py does so for vLLM's requests. The two stay apart: an example is read whole, and uses public
+xla_gpu/vllm/step_layout.py does so for vLLM's requests. The two are separate: an example is read whole, and uses public
 functions alone.
 """
 

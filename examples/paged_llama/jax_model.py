@@ -63,7 +63,7 @@ def forward(
         activated = layer.activation(layer.linear("gate_up", hidden))
         after = f"layers.{i + 1}.attention_norm" if i + 1 < len(caches) else "norm"
         hidden, total = layer.add_and_norm(layer.linear("down", activated), total, after)
-    # Of the last rows alone: the others' logits nobody wants.
+    # Of the last rows alone: the others' logits are not used.
     model, last = _Layer(config, group, options, parameters, ""), step["last_rows"]
     hidden = model.norm("norm", total[last]) if hidden is None else hidden[last]
     logits = model.linear("embed" if group is None and config.tie_word_embeddings else "head", hidden)

@@ -59,7 +59,7 @@ struct ContextStack {
   CUresult PushPrimary(int device) const {
     if (retain == nullptr || release == nullptr || push == nullptr || pop == nullptr) return CUDA_ERROR_NOT_FOUND;
     int devices = 0;
-    cudaGetDeviceCount(&devices);  // initialises the driver where nobody has
+    cudaGetDeviceCount(&devices);  // initialises the driver where it is not yet
     CUcontext context = nullptr;
     if (CUresult result = retain(&context, device); result != CUDA_SUCCESS) return result;
     const CUresult result = push(context);

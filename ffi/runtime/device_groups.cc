@@ -26,7 +26,7 @@ struct Member {
   bool connected = false;
 };
 
-// Members live as long as the process: captured graphs hold their addresses, and nobody can tell when the last is gone.
+// Members live as long as the process: captured graphs hold their addresses, and when the last one is freed is unknown.
 struct Groups {
   std::mutex mutex;
   std::map<std::pair<int64_t, int>, std::unique_ptr<Member>> members;  // by group and device

@@ -26,7 +26,7 @@ class PreloadedExecutables {
   // it. Null where there is none, or where no thread has begun.
   void* Take(const std::string& file, const std::string& key);
 
-  // Ends the threads, and returns the executables that nobody took.
+  // Ends the threads, and returns the executables that were not taken.
   std::vector<void*> Finish();
 
  private:

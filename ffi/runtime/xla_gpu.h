@@ -143,7 +143,7 @@ XLA_GPU_EXPORT const char* xla_gpu_finish_recorded(int32_t drop, int64_t* waitin
 
 // Begins to load these files of the cache's folder, names with line feeds between them, in threads, for the client that
 // has compiled last: compilations of their programs take the executables from there. Without names the threads are
-// ended, and what nobody took is freed; this must be done before main() ends. Without an adapter nothing happens.
+// ended, and what was not taken is freed; this must be done before main() ends. Without an adapter nothing happens.
 XLA_GPU_EXPORT const char* xla_gpu_preload_executables(const char* names, int32_t threads);
 
 // Names of the files that compilations of this process took executables from, or wrote, with line feeds between them;

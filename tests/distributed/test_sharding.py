@@ -124,7 +124,7 @@ def test_outside_of_jit():
 
 
 def test_query_follows_the_cache():
-    """A query that arrives in one piece is cut, one that is cut by tokens is put together; the cache stays."""
+    """A query that arrives in one piece is cut, one that is cut by tokens is gathered; the cache stays."""
     mesh = devices.mesh("cpu", tp=2)
     args = arguments(CASE.but(padding_tokens=2))
     want, *_ = (np.asarray(x) for x in jax.jit(step)(*args))

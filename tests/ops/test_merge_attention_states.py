@@ -51,7 +51,7 @@ def test_beside_a_state_without_keys_the_other_stays_as_it_is(frontend, dtype):
 
 @pytest.mark.frontends("eager", "eager-cuda")
 def test_parts_of_a_context_give_the_whole(frontend):
-    """A shared prefix attended once, the rest attended apart, merged: the attention over the whole context."""
+    """A shared prefix attended once, the rest attended separately, merged: the attention over the whole context."""
     whole = cases.AttentionCase("merge-whole", ((1, 96), (5, 80)), page_size=16, head_dim=64)
     inputs = cases.build(whole)
     arrays = inputs.arrays()

@@ -196,7 +196,7 @@ def test_transforms_that_are_in_the_weights_are_no_matter():
 
 @pytest.mark.parametrize("dtype", ["float8_e4m3fn", "int8"])
 def test_quantised_weights_without_a_scale_are_refused(dtype):
-    """Their scale has a name that nobody looks for; without it they would be other numbers."""
+    """Their scale has a name that is not looked for; without it they would be other numbers."""
     tensors = {"weight": np.ones((16, 128), cases.DTYPES[dtype]), "scale": np.ones(1, np.float32)}
     with pytest.raises(ValueError, match=rf"{LAYER}.weight: expected float32 .* no scale for it, .*, got {dtype}"):
         loaded({"quant_method": "fp8"}, tensors)

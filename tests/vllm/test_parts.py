@@ -111,7 +111,7 @@ def test_experts(rows, block, skew, renormalize, monkeypatch):
     router = torch.randn(rows, num_experts)
     router[:, 5] = -1e9
     router[:, 2] += skew
-    w2[5] = float("inf")  # an expert that nobody is sent to
+    w2[5] = float("inf")  # an expert that no row is sent to
     weights, chosen = moe.route(router, top_k, renormalize)
     expected = torch.zeros_like(x, dtype=torch.float64)
     probabilities = router.double().softmax(-1)

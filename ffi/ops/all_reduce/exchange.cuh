@@ -139,7 +139,7 @@ __device__ __forceinline__ Call BeginCall(const GroupView& group) {
   GroupControl* control = Control(group, group.rank);
   Call call = {LoadRelaxed(&control->epoch) + 1, LoadRelaxed(&control->broken) != 0, 0};
   __syncthreads();  // every thread of this CTA has read the epoch, before the last CTA may write it
-  if (threadIdx.x == 0) call.ticket = atomicAdd(&control->ticket, 1);  // needed at the end only: nobody waits here
+  if (threadIdx.x == 0) call.ticket = atomicAdd(&control->ticket, 1);  // needed at the end only: no wait here
   return call;
 }
 

@@ -125,7 +125,7 @@ def _check_in_place(call: OpCall, tensors: Sequence[torch.Tensor], operands: lis
         other_start, other_end = _extent(other)
         if i != index and other_start < end and start < other_end:
             raise ValueError(
-                f"{where}: expected memory apart from {call.operand_names[i]}, since it is updated in place"
+                f"{where}: expected memory that does not overlap {call.operand_names[i]}, since it is updated in place"
             )
 
 

@@ -84,7 +84,7 @@ class _Entry:
         self.key, self.newest = key, None  # type: str, TritonCall | None
 
 
-_KEPT = 4096  # calls that are known though nobody holds them, and tuned configurations
+_KEPT = 4096  # calls that are known though no object holds them, and tuned configurations
 
 _lock = threading.Lock()
 _numbers = itertools.count()

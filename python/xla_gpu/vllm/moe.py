@@ -203,7 +203,7 @@ def _by_blocks(
     first_blocks = block_ends - blocks_of
     # The expert of each block; of those that are left over any.
     expert = (count(blocks)[:, None] >= block_ends).to(torch.int32).sum(1, dtype=torch.int32).clamp(max=num_experts - 1)
-    # Which pair each row of the blocks is; rows that are none compute what nobody reads.
+    # Which pair each row of the blocks is; padding rows compute what is not read.
     first_pair = (count(blocks) - first_blocks.index_select(0, expert)) * size + starts.index_select(0, expert)
     pair_index = (first_pair[:, None] + count(size)).clamp(0, pairs - 1).reshape(-1)
     gathered = x.index_select(0, pair_at.index_select(0, pair_index) // top_k).view(blocks, size, -1)

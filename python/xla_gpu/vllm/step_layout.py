@@ -1,6 +1,6 @@
 """One step's ragged batch, packed into a single int32 array: one transfer to the device.
 
-The program of a layout cuts it apart at fixed offsets. Rows, sequences and block-table updates that a step does not use
+The program of a layout splits it at fixed offsets. Rows, sequences and block-table updates that a step does not use
 are padding.
 """
 
