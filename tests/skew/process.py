@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 
@@ -24,3 +26,24 @@ def error_of(code: str, path: Path | None = None, **environment: str) -> str:
     lines = "\n".join(f"    {line}" for line in code.strip().splitlines())
     report = "    print(f'{type(error).__module__}.{type(error).__qualname__}: {error}')"
     return run(f"try:\n{lines}\n    print('no error')\nexcept Exception as error:\n{report}", path, **environment)
+
+
+def errors_of(setup: str, codes: Sequence[str], **environment: str) -> list[str]:
+    """As `error_of` of each code, which see the names of `setup`: in one process, since frameworks take long to import.
+
+    For codes that leave nothing behind where they fail.
+    """
+    program = f"""
+import json
+{setup}
+for code in {list(codes)!r}:
+    try:
+        exec(code, dict(globals()))
+        text = "no error"
+    except Exception as error:
+        text = f"{{type(error).__module__}}.{{type(error).__qualname__}}: {{error}}"
+    print("outcome " + json.dumps(text))
+"""
+    lines = [line for line in run(program, **environment).splitlines() if line.startswith("outcome ")]
+    assert len(lines) == len(codes), lines
+    return [json.loads(line.removeprefix("outcome ")) for line in lines]

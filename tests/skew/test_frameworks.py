@@ -4,10 +4,11 @@ do. Stand-ins take their places, since no environment holds them all."""
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Sequence
 
 import pytest
 
-from tests.skew.process import error_of
+from tests.skew.process import error_of, errors_of
 
 needs_torch_xla = pytest.mark.skipif(importlib.util.find_spec("torch_xla") is None, reason="torch_xla is not installed")
 
@@ -53,20 +54,30 @@ class TestFrontEnds:
         assert "a_module_of_its_own" in text and "not installed" not in text
 
 
-CALL = """
+SETUP = """
 import torch, torch_xla, xla_gpu.torch
 a = torch.ones(3, device="xla")
+"""
+CALL = (
+    SETUP
+    + """
 {change}
 print(xla_gpu.torch.simple_add(a, a))
 """
+)
+
+
+def errors_of_calls(changes: Sequence[str]) -> list[str]:
+    return errors_of(SETUP, [f"{change}\nxla_gpu.torch.simple_add(a, a)" for change in changes], PJRT_DEVICE="CPU")
 
 
 @needs_torch_xla
-@pytest.mark.parametrize("version", ["2.5.1", "2.8.0", "2.10.0", "3.0.0+abc"])
-def test_another_torch_xla(version):
-    text = error_of(CALL.format(change=f"import torch_xla; torch_xla.__version__ = {version!r}"), PJRT_DEVICE="CPU")
-    assert text.startswith("xla_gpu.errors.CompatibilityError: the torch_xla front end needs torch_xla 2.9, and")
-    assert f"torch_xla {version} is installed: pip install torch==2.9.0 torch_xla==2.9.0" in text
+def test_another_torch_xla():
+    versions = ("2.5.1", "2.8.0", "2.10.0", "3.0.0+abc")
+    texts = errors_of_calls([f"torch_xla.__version__ = {version!r}" for version in versions])
+    for version, text in zip(versions, texts, strict=True):
+        assert text.startswith("xla_gpu.errors.CompatibilityError: the torch_xla front end needs torch_xla 2.9, and")
+        assert f"torch_xla {version} is installed: pip install torch==2.9.0 torch_xla==2.9.0" in text
 
 
 @needs_torch_xla
@@ -86,21 +97,18 @@ def test_torch_xla_without_jaxlib():
 
 
 @needs_torch_xla
-@pytest.mark.parametrize(
-    "change",
-    [
-        "del _jax.mlir.mlir_module_to_xla_computation",
-        "_jax.mlir.mlir_module_to_xla_computation = lambda module: None",
-        "_jax.mlir.mlir_module_to_xla_computation = lambda *a, **k: object()",
-    ],
-    ids=["gone", "other-arguments", "other-result"],
-)
-def test_jaxlib_whose_converter_changed(change):
-    text = error_of(CALL.format(change=f"from jaxlib import _jax; {change}"), PJRT_DEVICE="CPU")
-    assert text.startswith("xla_gpu.errors.CompatibilityError: lowering for torch_xla needs")
+def test_jaxlib_whose_converter_changed():
+    """It is gone, takes other arguments, or returns something else."""
     import jaxlib
 
-    assert f"jaxlib {jaxlib.__version__}" in text and "pip install 'jaxlib>=0.7" in text
+    changes = (
+        "_jax.mlir.mlir_module_to_xla_computation = lambda module: None",
+        "_jax.mlir.mlir_module_to_xla_computation = lambda *a, **k: object()",
+        "del _jax.mlir.mlir_module_to_xla_computation",
+    )
+    for text in errors_of_calls([f"from jaxlib import _jax; {change}" for change in changes]):
+        assert text.startswith("xla_gpu.errors.CompatibilityError: lowering for torch_xla needs")
+        assert f"jaxlib {jaxlib.__version__}" in text and "pip install 'jaxlib>=0.7" in text
 
 
 @needs_torch_xla
