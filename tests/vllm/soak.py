@@ -41,7 +41,7 @@ MODEL = {
 MAX_MODEL_LEN = 256
 ABORTED = 0.05
 CHECKED = 40  # greedy requests that run once more, alone
-MAX_GROWTH_MIB = 64  # of resident memory, from a third of the way on
+MAX_GROWTH_MIB = 64  # of resident memory and of the device's, from a third of the way on
 
 PARAMETERS = [
     {"temperature": 0},
@@ -96,15 +96,17 @@ class Soak:
             self.answered[name] = list(output.outputs[0].token_ids)
             self.live.remove(name)
 
-    def run(self) -> list[int]:
-        """Sends and answers everything; returns resident memory in MiB at each thirtieth."""
-        memory, to_abort = [], 0.0
+    def run(self) -> dict[str, list[int]]:
+        """Sends and answers everything; returns resident memory and the device's in MiB at each thirtieth."""
+        memory: dict[str, list[int]] = {"resident memory": [], "memory of the device": []}
+        to_abort = 0.0
         while len(self.sent) < self.total or self.live:
             while len(self.sent) < self.total and len(self.live) < self.concurrency:
                 self.send()
                 to_abort += ABORTED
                 if len(self.sent) % max(self.total // 30, 1) == 0:
-                    memory.append(resident())
+                    memory["resident memory"].append(resident())
+                    memory["memory of the device"].append(self.device_memory())
             while to_abort >= 1 and self.live:
                 name = self.live.pop(self.random.randrange(len(self.live)))
                 self.aborted.add(name)
@@ -112,6 +114,15 @@ class Soak:
                 to_abort -= 1
             self.step()
         return memory
+
+    def device_memory(self) -> int:
+        """What is allocated on the device, in MiB; 0 where its client does not say."""
+        import torch_xla.core.xla_model as xm
+
+        try:
+            return int(xm.get_memory_info(self.runner.device)["bytes_used"]) >> 20
+        except RuntimeError:
+            return 0
 
     def check(self) -> None:
         """What must hold when nothing is left to do."""
@@ -197,9 +208,10 @@ def main() -> int:
     soak.check_tokens()
     if compilations() != compiled:
         soak.problems.append(f"{compilations() - compiled} programs were compiled after the start")
-    growth = max(memory[len(memory) // 3 :], default=0) - memory[len(memory) // 3] if memory else 0
-    if growth > MAX_GROWTH_MIB:
-        soak.problems.append(f"resident memory grew by {growth} MiB: {memory}")
+    for name, sizes in memory.items():
+        later = sizes[len(sizes) // 3 :]
+        if later and (growth := max(later) - later[0]) > MAX_GROWTH_MIB:
+            soak.problems.append(f"{name} grew by {growth} MiB: {sizes}")
     preemptions = sum(metric.value for metric in llm.get_metrics() if metric.name == "vllm:num_preemptions")
     if not preemptions:
         soak.problems.append("no request was preempted: the cache was not full")
@@ -214,7 +226,7 @@ def main() -> int:
                 "preemptions": preemptions,
                 "tokens": sum(map(len, soak.answered.values())),
                 "seconds": round(seconds, 1),
-                "resident_mib": memory[:: max(len(memory) // 6, 1)],
+                **{f"{name}, MiB": sizes[:: max(len(sizes) // 6, 1)] for name, sizes in memory.items()},
                 "problems": len(soak.problems),
             }
         )

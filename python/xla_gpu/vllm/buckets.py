@@ -58,6 +58,18 @@ def token_buckets(max_tokens: int, max_seqs: int, chosen: Sequence[int] | None =
     return sorted(sizes | {min(max_seqs, max_tokens), max_tokens})
 
 
+def compile_order(sizes: Sequence[int], max_seqs: int) -> list[int]:
+    """``sizes`` in the order in which programs are compiled, so that several threads have work throughout.
+
+    XLA chooses kernels of steps that decode for one program after the other, which is what a start takes longest for:
+    the first of them comes first. Between them come steps of prompts, for which it tries few kernels.
+    """
+    decode = sorted((size for size in sizes if size <= max_seqs), reverse=True)
+    prompts = sorted((size for size in sizes if size > max_seqs), reverse=True)
+    both = [size for pair in zip(decode, prompts, strict=False) for size in pair]
+    return [*both, *decode[len(prompts) :], *prompts[len(decode) :]]
+
+
 def logits_rows(num_seqs: int, max_seqs: int) -> int:
     """Rows of logits of a step with room for ``num_seqs`` sequences, where no step has more than ``max_seqs``."""
     rows = MIN_LOGITS_ROWS

@@ -25,6 +25,8 @@ from .step_layout import StepLayout
 # From this many tokens on, matrix products are bound by arithmetic, and XLA takes cuBLASLt's kernels for all of them.
 # Its Triton kernels are dozens for each product; compiling and timing them takes most of a compilation.
 PROMPT_TOKENS = 256
+# Steps of up to so many tokens try Triton's kernels, too.
+TRITON_TOKENS = 256
 PROMPT_OPTIONS = {"xla_gpu_enable_triton_gemm": False}
 
 
@@ -63,7 +65,9 @@ class ModelPrograms:
             step,
             [packed, last_tokens],
             [self._tables.device_tables, *self._caches.tensors],
-            PROMPT_OPTIONS if layout.num_tokens >= max(PROMPT_TOKENS, layout.max_seqs + 1) else {},
+            PROMPT_OPTIONS
+            if layout.num_tokens > TRITON_TOKENS or layout.num_tokens >= max(PROMPT_TOKENS, layout.max_seqs + 1)
+            else {},
         )
         return program.outputs
 

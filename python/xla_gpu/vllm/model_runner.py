@@ -103,7 +103,7 @@ class ModelRunner:
         start, compiled = time.perf_counter(), compilations()
         with compiled_together(Options.of(self.config).compile_threads):
             self.tables.compile()
-            for num_tokens in reversed(self.token_buckets):
+            for num_tokens in buckets.compile_order(self.token_buckets, self._max_seqs):
                 began = time.perf_counter()
                 self._compile(self.layout(num_tokens))
                 logger.info("Steps of %d tokens: captured in %.1f s", num_tokens, time.perf_counter() - began)
