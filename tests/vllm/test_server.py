@@ -19,6 +19,7 @@ from pathlib import Path
 import pytest
 
 from tests.vllm import tiny
+from xla_gpu._runtime import cuda_driver
 
 START_SECONDS = 300
 
@@ -162,6 +163,8 @@ def test_a_client_that_goes_away_is_aborted(server):
 
 def test_data_parallel_engines(llama, tmp_path):
     """Two engines behind one server, each with requests of its own."""
+    if os.environ.get("PJRT_DEVICE", "").upper() == "GPU" and len(cuda_driver.driver().gpus) < 2:
+        pytest.skip("needs two GPUs, one for each engine")
     prompts = tiny.prompts((5, 17, 33, 1, 70, 12, 100, 60))
     with running(llama, tmp_path / "log", "--data-parallel-size", "2") as server, ThreadPoolExecutor(8) as pool:
         got = list(pool.map(lambda prompt: server.stream(prompt=prompt, max_tokens=16, **GREEDY), prompts))

@@ -61,8 +61,8 @@ def token_buckets(max_tokens: int, max_seqs: int, chosen: Sequence[int] | None =
 def compile_order(sizes: Sequence[int], max_seqs: int) -> list[int]:
     """``sizes`` in the order in which programs are compiled, so that several threads have work throughout.
 
-    XLA chooses kernels of steps that decode for one program after the other, which is what a start takes longest for:
-    the first of them comes first. Between them come steps of prompts, for which it tries few kernels.
+    XLA chooses kernels for one program after the other, and takes longest for steps that decode: the first of them
+    comes first, and between them come steps of prompts, for which it tries fewer.
     """
     decode = sorted((size for size in sizes if size <= max_seqs), reverse=True)
     prompts = sorted((size for size in sizes if size > max_seqs), reverse=True)

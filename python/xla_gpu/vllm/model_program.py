@@ -22,12 +22,10 @@ from .program import Program
 from .sampler.sampler import store_last_tokens
 from .step_layout import StepLayout
 
-# From this many tokens on, matrix products are bound by arithmetic, and XLA takes cuBLASLt's kernels for all of them.
-# Its Triton kernels are dozens for each product; compiling and timing them takes most of a compilation.
-PROMPT_TOKENS = 256
-# Steps of up to so many tokens try Triton's kernels, too.
-TRITON_TOKENS = 256
-PROMPT_OPTIONS = {"xla_gpu_enable_triton_gemm": False}
+# Of longer steps XLA takes cuBLASLt's kernels alone for matrix products. Triton's are dozens for each product, of which it
+# compiles and times every one, and which make steps of more tokens no faster.
+TRITON_TOKENS = 64
+WITHOUT_TRITON = {"xla_gpu_enable_triton_gemm": False}
 
 
 class ModelPrograms:
@@ -65,9 +63,7 @@ class ModelPrograms:
             step,
             [packed, last_tokens],
             [self._tables.device_tables, *self._caches.tensors],
-            PROMPT_OPTIONS
-            if layout.num_tokens > TRITON_TOKENS or layout.num_tokens >= max(PROMPT_TOKENS, layout.max_seqs + 1)
-            else {},
+            WITHOUT_TRITON if layout.num_tokens > TRITON_TOKENS else {},
         )
         return program.outputs
 
