@@ -22,8 +22,8 @@ from .program import Program
 from .sampler.sampler import store_last_tokens
 from .step_layout import StepLayout
 
-# Of longer steps XLA takes cuBLASLt's kernels alone for matrix products. Triton's are dozens for each product, of which it
-# compiles and times every one, and which make steps of more tokens no faster.
+# Of longer steps XLA takes cuBLASLt's kernels alone for matrix products. Triton's are dozens for each product, which it
+# compiles and times, and which make steps of more tokens no faster.
 TRITON_TOKENS = 64
 WITHOUT_TRITON = {"xla_gpu_enable_triton_gemm": False}
 
