@@ -1,7 +1,6 @@
 #include "ffi/runtime/device.h"
 
 #include <algorithm>
-#include <cstdlib>
 #include <string>
 
 #ifdef XLA_GPU_WITH_CUDA

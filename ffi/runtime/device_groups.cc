@@ -1,7 +1,6 @@
 // The device groups of this process: allocated, connected to their peers, looked up by handlers.
 #include "ffi/runtime/device_groups.h"
 
-#include <algorithm>
 #include <cstring>
 #include <map>
 #include <memory>

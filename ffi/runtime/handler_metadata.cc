@@ -1,6 +1,5 @@
 #include "ffi/runtime/handler_metadata.h"
 
-#include <memory>
 #include <string>
 
 #include "ffi/runtime/ffi_api.h"

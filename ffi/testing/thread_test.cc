@@ -3,8 +3,6 @@
 #include <atomic>
 #include <cstdint>
 #include <cstdio>
-#include <cstdlib>
-#include <functional>
 #include <numeric>
 #include <thread>
 #include <vector>

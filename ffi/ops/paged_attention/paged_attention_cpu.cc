@@ -5,7 +5,6 @@
 #include <limits>
 #include <memory>
 #include <mutex>
-#include <new>
 #include <vector>
 
 #include "ffi/host/convert.h"

@@ -3,7 +3,6 @@
 
 #include <array>
 #include <cmath>
-#include <optional>
 #include <vector>
 
 #include "ffi/device/host_copy.h"

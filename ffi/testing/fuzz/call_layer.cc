@@ -1,5 +1,4 @@
 // Calls of the operators around attention and matrix products.
-#include <algorithm>
 
 #include "ffi/testing/fuzz/call.h"
 
