@@ -221,6 +221,13 @@ def test_pending_arguments_are_computed_first():
     x = on_device([1.0])
     for _ in range(3):
         assert double(x + 1).item() == 4
+    views = []
+    for number in range(3):  # of updated tensors: their values are pending where they are looked at again
+        base = torch.zeros(3, device=torch_xla.device())
+        base[1:] = number
+        views.append(base[1:].view(2))
+    torch_xla.sync()
+    assert xg.jit(lambda *parts: sum(parts))(*views).tolist() == [3, 3]
 
 
 def test_wrong_arguments_say_so():

@@ -158,7 +158,9 @@ class JitFunction:
         except RuntimeError as error:
             if "pending ir" not in str(error):
                 raise
-            torch_xla.sync()  # an argument that is not computed yet
+            # Arguments that are not computed yet; of a view torch_xla learns so where it is looked at.
+            _XLAC._check_tensor_need_materialization(tensors)
+            torch_xla.sync()
             results = program.run(tensors)
         split = len(program.updated)
         updated = dict(zip(program.updated, results[:split], strict=True))
