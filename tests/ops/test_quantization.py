@@ -50,13 +50,13 @@ def test_packing_refuses():
         q.pack_weight(np.zeros((4, 100), np.uint8))
     with pytest.raises(ValueError, match=r"unpack_weight: packed: .* got shape \[64\]"):
         q.unpack_weight(np.zeros(64, np.uint8))
-    with pytest.raises(TypeError, match="expected an array of NumPy, PyTorch or JAX, got list"):
+    with pytest.raises(TypeError, match="pack_weight: values: expected an array of NumPy, PyTorch or JAX, got list"):
         q.pack_weight([[1]])
     with pytest.raises(ValueError, match="quantize: weight_format: expected float8 or int8 or int4, got 'int5'"):
         q.quantize(np.zeros((16, 128), np.float32), "int5")
     with pytest.raises(TypeError, match=r"quantize: weight: expected dtype float32 or .*, got int32\[16, 128\]"):
         q.quantize(np.ones((16, 128), np.int32), "int8")
-    with pytest.raises(TypeError, match="expected an array of NumPy, PyTorch or JAX, got list"):
+    with pytest.raises(TypeError, match="quantize: weight: expected an array of NumPy, PyTorch or JAX, got list"):
         q.quantize([[1.0]], "int8")
     with pytest.raises(ValueError, match=r"quantize: weight: .* got shape \[0, 128\]"):
         q.quantize(np.zeros((0, 128), np.float32), "int4")
@@ -135,22 +135,22 @@ def test_concatenate():
     np.testing.assert_array_equal(
         q.dequantize(q.concatenate([int4[0], zeros])), np.repeat([[1.0], [2.0]], 16, 0) * np.ones(128)
     )
-    with pytest.raises(ValueError, match="expected parts of one dtype, got int8, uint8"):
+    with pytest.raises(ValueError, match="concatenate: parts: expected one dtype, got int8, uint8"):
         q.concatenate([parts[0], int4[0]])
     for unscaled in (LinearWeight(stored), tensors[0]), (tensors[0], LinearWeight(stored)):
-        with pytest.raises(ValueError, match="expected parts of one kind of scale, got None, rank 1"):
+        with pytest.raises(ValueError, match="concatenate: parts: expected one kind of scale, got None, rank 1"):
             q.concatenate(unscaled)
-    with pytest.raises(ValueError, match="expected parts of one k, got 128, 256"):
+    with pytest.raises(ValueError, match="concatenate: parts: expected one k, got 128, 256"):
         q.concatenate([parts[0], q.quantize(np.ones((16, 256), np.float32), "int8")])
-    with pytest.raises(ValueError, match="expected parts of one k, got 128, 256"):
+    with pytest.raises(ValueError, match="concatenate: parts: expected one k, got 128, 256"):
         q.concatenate([int4[0], q.quantize(np.ones((16, 256), np.float32), "int4")])
     halves = q.quantize(np.ones((16, 128), np.float16), "int4")
-    with pytest.raises(ValueError, match="expected parts of one dtype of scales, got float16, float32"):
+    with pytest.raises(ValueError, match="concatenate: parts: expected one dtype of scales, got float16, float32"):
         q.concatenate([int4[0], halves])
     with pytest.raises(ValueError, match="expected one or more, got none"):
         q.concatenate([])
     with pytest.raises(TypeError, match="expected LinearWeights, got ndarray"):
         q.concatenate([stored])
     blocks = LinearWeight(stored, np.ones((1, 1), np.float32))
-    with pytest.raises(ValueError, match="expected parts of a multiple of 128 rows"):
+    with pytest.raises(ValueError, match="concatenate: parts: expected a multiple of 128 rows"):
         q.concatenate([blocks, blocks])

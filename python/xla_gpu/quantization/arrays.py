@@ -11,16 +11,16 @@ Array = Any  # of NumPy, PyTorch or JAX
 _NAMES = ("float32", "float16", "bfloat16", "float8_e4m3fn", "int8", "uint8")  # of dtypes that weights are stored in
 
 
-def library(array: Array) -> ModuleType:
+def library(array: Array, where: str = "quantization") -> ModuleType:
     """The module whose functions take ``array``: numpy, torch or jax.numpy.
 
     Raises:
-      TypeError: it is of none of them.
+      TypeError: it is of none of them; ``where`` begins the text.
     """
     root = type(array).__module__.partition(".")[0]
     name = {"jaxlib": "jax.numpy", "jax": "jax.numpy"}.get(root, root)
     if name not in ("numpy", "torch", "jax.numpy"):
-        raise TypeError(f"quantization: expected an array of NumPy, PyTorch or JAX, got {type(array).__name__}")
+        raise TypeError(f"{where}: expected an array of NumPy, PyTorch or JAX, got {type(array).__name__}")
     return sys.modules[name]
 
 

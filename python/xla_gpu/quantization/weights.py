@@ -78,7 +78,7 @@ def unpack_weight(packed: Array) -> Array:
 
 
 def _check_uint8(function: str, name: str, array: Array, multiple: int) -> None:
-    arrays.library(array)
+    arrays.library(array, f"{function}: {name}")
     shape, dtype = list(array.shape), arrays.dtype_name(array)
     if dtype != "uint8":
         raise TypeError(f"{function}: {name}: expected dtype uint8, got {dtype}{shape}")
@@ -109,7 +109,8 @@ def quantize(weight: Array, weight_format: str) -> LinearWeight:
     """
     if weight_format not in FORMATS:
         raise ValueError(f"quantize: weight_format: expected {' or '.join(FORMATS)}, got {weight_format!r}")
-    xp, dtype = arrays.library(weight), arrays.dtype_name(weight)
+    xp = arrays.library(weight, "quantize: weight")
+    dtype = arrays.dtype_name(weight)
     if dtype not in FLOATS:
         raise TypeError(f"quantize: weight: expected dtype {' or '.join(FLOATS)}, got {dtype}{list(weight.shape)}")
     if len(weight.shape) != 2 or 0 in weight.shape or (weight_format == "int4" and weight.shape[1] % GROUP):
@@ -203,7 +204,7 @@ def concatenate(parts: Iterable[LinearWeight]) -> LinearWeight:
             for part, scale in zip(parts, scales, strict=True)
         ]
     elif not is_int4 and any(part.weight.shape[0] % GROUP for part in parts[:-1]):
-        raise ValueError(f"concatenate: expected parts of a multiple of {GROUP} rows, since their scales are of blocks")
+        raise ValueError(f"concatenate: parts: expected a multiple of {GROUP} rows in each, since scales are of blocks")
     zero_points = [part.weight_zero_point for part in parts]
     zero_point = None
     if any(z is not None for z in zero_points):
@@ -216,4 +217,4 @@ def concatenate(parts: Iterable[LinearWeight]) -> LinearWeight:
 
 def _check_same(what: str, found: Sequence[object]) -> None:
     if len(set(found)) != 1:
-        raise ValueError(f"concatenate: expected parts of one {what}, got {', '.join(sorted(map(str, set(found))))}")
+        raise ValueError(f"concatenate: parts: expected one {what}, got {', '.join(sorted(map(str, set(found))))}")

@@ -26,6 +26,8 @@ def hlo(tensors: torch.Tensor | Sequence[torch.Tensor]) -> str:
     Raises:
       TypeError: an element is not a tensor on an XLA device.
     """
+    if not isinstance(tensors, torch.Tensor | Sequence):
+        raise TypeError(f"hlo: tensors: expected XLA tensors, got {type(tensors).__name__}")
     sequence = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
     for tensor in sequence:
         if not isinstance(tensor, torch.Tensor) or tensor.device.type != "xla":
