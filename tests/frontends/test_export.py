@@ -105,6 +105,40 @@ def test_jax_export_is_the_same_for_every_platform():
     assert calls[0] == calls[1] != []
 
 
+def test_jax_export_with_symbolic_sizes():
+    pytest.importorskip("jax.export")
+    import jax
+    import jax.numpy as jnp
+
+    import xla_gpu.jax as xj
+
+    (n,) = jax.export.symbolic_shape("n")
+
+    def export(function, name, *operands):
+        described = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in operands]
+        checks = [jax.export.DisabledSafetyCheck.custom_call(f"xla_gpu_{name}")]
+        return jax.export.export(jax.jit(function), disabled_checks=checks)(*described).call
+
+    heads, vector, integers = ((n, 2, 8), "float32"), ((n,), "float32"), ((n,), "int32")
+    silu = export(xj.silu_and_mul, "silu_and_mul", ((n, 8), "float32"))
+    rotate = export(xj.rotary_embedding, "rotary_embedding", heads, heads, integers, ((9, 4, 2), "float32"))
+
+    def sample(logits, temperature, top_k):
+        others = {"top_p": temperature, "min_p": temperature, "seed": top_k, "step": top_k}
+        return xj.sample(logits, temperature=temperature, top_k=top_k, **others)
+
+    sampled = export(sample, "sample", ((n, 5), "float32"), vector, integers)
+    for size in (3, 70):
+        assert silu(jnp.ones((size, 8))).shape == (size, 4)
+        positions = jnp.zeros(size, jnp.int32)
+        q, _ = rotate(jnp.ones((size, 2, 8)), jnp.ones((size, 2, 8)), positions, jnp.ones((9, 4, 2)))
+        assert q.shape == (size, 2, 8)
+        assert not sampled(jnp.ones((size, 5)), jnp.ones(size), positions)[0].any()
+    for dtype in ("float32", "bfloat16"):
+        with pytest.raises(ValueError, match=r"linear: x: expected known sizes, .* got .*\[n, 16\]"):
+            export(xj.linear, "linear", ((n, 16), dtype), ((16, 16), dtype))
+
+
 @pytest.mark.frontends("torch_xla", "torch_xla-cuda")
 def test_hlo_shows_the_typed_custom_call(frontend):
     inputs = frontend.tensors(cases.build(CASE).arrays())

@@ -99,6 +99,11 @@ def _bind(operator: Operator, arguments: dict[str, Any]) -> tuple[OpCall, list[A
         if value is not None:
             array = as_array(f"{operator.name}: {name}", value)
             arrays.append(array)
+            if operator.has_scratch and not all(isinstance(size, int) for size in array.shape):
+                raise ValueError(
+                    f"{operator.name}: {name}: expected known sizes, on which its scratch memory depends, got "
+                    f"{array.dtype.name}{list(array.shape)}"
+                )
             values[name] = ArraySpec(tuple(array.shape), array.dtype.name)
     return operator.bind(**values, check_inputs=check_inputs_requested()), arrays
 

@@ -16,9 +16,10 @@ probability. Tokens of equal logits are kept or dropped together. One of the tok
 probability.
 
 Randomness comes from a counter-based generator: token i of a row gets word i % 4 of Philox4x32-10 (Salmon et al.,
-2011) with the key seed and the counter (i // 4, step, 0, 0), and the largest logit / temperature + Gumbel number wins.
-So a row's token depends on its own logits and numbers alone: not on the other rows, not on the GPU, and it is the same
-on the host and on CUDA. Give a sequence one seed, and each of its tokens another step.
+2011) with the key seed and the counter (i // 4, step, 0, 0), and the largest logit / temperature + Gumbel number wins,
+which is ``-log(-log(1 - (word + 0.5) / 2**32))``. So a row's token depends on its own logits and numbers alone: not on
+the other rows, not on the GPU, and it is the same on the host and on CUDA. Give a sequence one seed, and each of its
+tokens another step.
 
 Args:
   logits: T[rows, vocab]. T is float32, float16 or bfloat16. Logits of -inf are never chosen. vocab is less than 2**24:
