@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
+
+from tests.common import process
 
 FRAMEWORKS = ("torch", "torch_xla", "torchax", "jax", "jaxlib", "numpy.f2py", "transformers")
 
 
 def imported_by(statement: str) -> set[str]:
     code = f"import sys\n{statement}\nprint(*(m for m in {FRAMEWORKS!r} if m in sys.modules))"
-    result = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
-    return set(result.stdout.split())
+    return set(process.run(code).split())
 
 
 def test_package_imports_no_framework():
@@ -42,6 +40,4 @@ def test_torch_frontend_works_without_torch_xla_and_jax():
     pytest.importorskip("torch")
     block = "import sys\nfor m in ('torch_xla', '_XLAC', 'jax', 'jaxlib', 'jax_plugins'): sys.modules[m] = None\n"
     use = "import torch, xla_gpu.torch\nprint(xla_gpu.torch.simple_add(torch.ones(3), torch.ones(3)).tolist())"
-    result = subprocess.run([sys.executable, "-c", block + use], capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
-    assert result.stdout.strip() == "[2.0, 2.0, 2.0]"
+    assert process.run(block + use) == "[2.0, 2.0, 2.0]"

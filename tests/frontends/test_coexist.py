@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
 
-from tests.common import frontends
+from tests.common import frontends, process
 
 SETUP = """
 import os
@@ -40,11 +36,7 @@ def same(*results):
 
 def run(code: str, platform: str = "host") -> None:
     names = {"host": ("CPU", "cpu"), "cuda": ("GPU", "cuda,cpu")}[platform]
-    environment = os.environ | dict(zip(("PJRT_DEVICE", "JAX_PLATFORMS"), names, strict=True))
-    result = subprocess.run(
-        [sys.executable, "-c", SETUP + code], capture_output=True, text=True, timeout=300, env=environment
-    )
-    assert result.returncode == 0, f"exit {result.returncode}: {result.stderr[-3000:]}"
+    process.run(SETUP + code, **dict(zip(("PJRT_DEVICE", "JAX_PLATFORMS"), names, strict=True)))
 
 
 @pytest.mark.parametrize(

@@ -5,17 +5,13 @@ On the CPU, where tensors are copied in and out. tests/runtime/test_shared_buffe
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("torch_xla")
 xg = pytest.importorskip("xla_gpu.torch", exc_type=ImportError)
 
-from tests.common import frontends  # noqa: E402 - after what may be missing
+from tests.common import frontends, process  # noqa: E402 - after what may be missing
 
 pytestmark = pytest.mark.skipif(
     frontends.ALL["torch_xla"].unavailable() is not None, reason="needs torch_xla on the CPU"
@@ -189,10 +185,9 @@ try:
 except Exception as error:
     print(type(error).__name__, error)
 """
-    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert process.stdout.strip() == (
+    assert process.run(code) == (
         "CompatibilityError device memory can be shared with torch_xla on GPUs alone (PJRT_DEVICE=GPU)"
-    ), process.stderr
+    )
 
 
 @pytest.mark.skipif(torch.version.cuda is None, reason="PyTorch was built without CUDA")
@@ -205,6 +200,4 @@ from torch._dynamo.backends import registry
 assert not torch.cuda.is_initialized()
 print(registry.lookup_backend("openxla").__module__)
 """
-    environment = {**os.environ, "PJRT_DEVICE": "GPU", "XLA_GPU_OPENXLA_CUDA": value}
-    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
-    assert process.stdout.startswith(module), process.stderr
+    assert process.run(code, PJRT_DEVICE="GPU", XLA_GPU_OPENXLA_CUDA=value).startswith(module)

@@ -7,7 +7,7 @@ import concurrent.futures
 import numpy as np
 import pytest
 
-from tests.common import cache_cases, cases, compare, layer_cases, reference
+from tests.common import cache_cases, cases, compare, layer_cases, process, reference
 from tests.common.cases import AttentionCase
 
 torch = pytest.importorskip("torch")
@@ -267,9 +267,6 @@ def test_many_threads(frontend):
 @pytest.mark.frontends("eager")
 def test_after_fork(frontend):
     """The child has none of the parent's threads; the library must not wait for them."""
-    import subprocess
-    import sys
-
     code = (
         "import os, torch, xla_gpu.torch as ops\n"
         "a = torch.ones(1 << 22)\n"
@@ -281,8 +278,7 @@ def test_after_fork(frontend):
         "print(good, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))\n"
     )
     # The time limit turns a child that waits for ever into a failure.
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
-    assert result.stdout.split() == ["True", "0"], result.stdout + result.stderr
+    assert process.run(code, timeout=120).split() == ["True", "0"]
 
 
 # ---- torch.library ---------------------------------------------------------------------------------------------------

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from tests.common import process
 from tests.frontends.third_party_handlers import A, capsule, ffi, run, spec
 from xla_gpu import errors
 
@@ -173,9 +173,8 @@ try:
 except (ValueError, RuntimeError) as e:
     print(type(e).__name__, e)
 """
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
-    assert "not_a_handler" in result.stdout and "typed XLA FFI handler" in result.stdout
+    text = process.run(code)
+    assert "not_a_handler" in text and "typed XLA FFI handler" in text
 
 
 # ---- A handler of a newer API ----------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ import functools
 import numpy as np
 import pytest
 
-from tests.common import cases, compare, reference
+from tests.common import cases, compare, process, reference
 from tests.common.cases import AttentionCase, AttentionInputs
 
 pytestmark = pytest.mark.frontends("eager", "eager-cuda", "jax-cuda")
@@ -268,16 +268,12 @@ def test_repeated_calls_give_the_same_bits(frontend, name, shape):
 @pytest.mark.frontends("eager")
 def test_number_of_threads_does_not_change_bits(frontend, tmp_path):
     """The host kernels split work over threads; one thread alone gives the same bits."""
-    import os
-    import subprocess
-    import sys
-
     arrays, case, _ = batch("long", "gqa-f32", *NEIGHBOURS["among-many"])
     out, _ = results(frontend, arrays, case)
     np.savez(tmp_path / "in.npz", **{k: compare.bits(v) for k, v in arrays.items()})
     code = f"""
 import os; os.sched_setaffinity(0, {{min(os.sched_getaffinity(0))}})
-import numpy as np, sys; sys.path.insert(0, {os.getcwd()!r})
+import numpy as np
 from tests.common import cases, compare, frontends
 from tests.common.cases import AttentionCase
 data = np.load({str(tmp_path / "in.npz")!r})
@@ -286,5 +282,5 @@ arrays = {{k: data[k].view(cases.DTYPES[types[k]]) for k in data.files}}
 out, _ = frontends.ALL["eager"].call("paged_attention_with_lse", arrays, **{case.options()!r})
 np.save({str(tmp_path / "out.npy")!r}, compare.bits(out))
 """
-    subprocess.run([sys.executable, "-c", code], check=True)
+    process.run(code)
     compare.assert_bitwise_equal(np.load(tmp_path / "out.npy"), compare.bits(out), "one thread")

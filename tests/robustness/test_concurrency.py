@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import concurrent.futures
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 
-from tests.common import cache_cases, cases, compare, frontends, layer_cases, machine, reference
+from tests.common import cache_cases, cases, compare, frontends, layer_cases, machine, process, reference
 from tests.common.cases import AttentionCase
 from tests.fuzz.programs import program
 
@@ -108,12 +106,6 @@ def test_both_frameworks_in_threads_at_once(platform):
             compare.assert_bitwise_equal(out, want, f"{pair[i % 2].name}: call {i}")
 
 
-def run_python(code: str, *args: str) -> str:
-    result = subprocess.run([sys.executable, "-c", code, *args], capture_output=True, text=True, timeout=300)
-    assert result.returncode == 0, f"exit {result.returncode}: {result.stdout[-1000:]}\n{result.stderr[-3000:]}"
-    return result.stdout
-
-
 FIRST = """
 import sys, threading
 from tests.common import cases, compare, frontends
@@ -144,7 +136,7 @@ print(len(results))
 @THREAD_SAFE
 def test_the_first_calls_of_a_process_from_eight_threads(frontend):
     """The library is loaded, targets are registered and plans are made once, whichever thread is first."""
-    assert run_python(FIRST, frontend.name).split() == ["8"]
+    assert process.run(FIRST, frontend.name).split() == ["8"]
 
 
 FORK = """
@@ -180,7 +172,7 @@ print(codes)
 @pytest.mark.frontends("eager")
 def test_children_and_grandchildren_after_use(frontend):
     del frontend
-    assert run_python(FORK).split() == ["[0,", "0,", "0,", "0]"]
+    assert process.run(FORK).split() == ["[0,", "0,", "0,", "0]"]
 
 
 # ---- GPUs ------------------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from tests.common import machine
+from tests.common import machine, process
 from xla_gpu.__main__ import main
 from xla_gpu._doctor import report as doctor
 from xla_gpu._doctor.architectures import code_for
@@ -175,9 +175,7 @@ def test_this_machine():
         "import json, sys; from xla_gpu._doctor import report; report = report.examine(); "
         "assert not {'torch', 'jax', 'torch_xla'} & set(sys.modules); print(json.dumps(report))"
     )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
-    report = json.loads(result.stdout)
+    report = json.loads(process.run(code))
     failed = [each for each in report["frontends"] if each["status"] == "does not work"]
     assert not failed, json.dumps(failed, indent=2)
     assert len(report["device"]["gpus"]) == machine.gpu_count()

@@ -6,11 +6,11 @@ Each case runs in a process of its own: a process has one adapter.
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.common import process
 
 PRELUDE = """
 import ctypes as ct, os
@@ -43,10 +43,7 @@ def register(name, table):
 
 
 def run(fake: Path, code: str, mode: str = "", **environment: str) -> str:
-    environment = {**os.environ, "FAKE": str(fake), "FAKE_PJRT": mode, **environment}
-    result = subprocess.run([sys.executable, "-c", PRELUDE + code], capture_output=True, text=True, env=environment)
-    assert result.returncode == 0, result.stderr
-    return result.stdout.strip()
+    return process.run(PRELUDE + code, FAKE=str(fake), FAKE_PJRT=mode, **environment)
 
 
 def test_only_what_must_is_replaced(fake_plugin):

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
 
 pytest.importorskip("torch_xla")
 
-from tests.common import machine
+from tests.common import machine, process
 
 CODE = """
 import torch_xla
@@ -28,10 +24,7 @@ except Exception as error:
 
 
 def run(code: str = CODE, **environment: str) -> str:
-    environment = {**os.environ, "PJRT_DEVICE": "GPU", **environment}
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
-    assert result.returncode == 0, f"ended with {result.returncode}: {result.stderr[-2000:]}"
-    return result.stdout.strip()
+    return process.run(code, **{"PJRT_DEVICE": "GPU", **environment})
 
 
 @pytest.mark.skipif(machine.gpu_count() > 0, reason="this machine has a GPU")

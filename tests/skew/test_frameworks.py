@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from tests.skew.process import error_of, errors_of
+from tests.common.process import error_of, errors_of
 
 needs_torch_xla = pytest.mark.skipif(importlib.util.find_spec("torch_xla") is None, reason="torch_xla is not installed")
 

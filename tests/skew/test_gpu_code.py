@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.skew.process import error_of
+from tests.common.process import error_of
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.skew.process import error_of
+from tests.common.process import error_of
 from xla_gpu._runtime import library
 
 CODE = "from xla_gpu._runtime import library; library.load()"

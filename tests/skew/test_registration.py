@@ -8,7 +8,7 @@ import os
 
 import pytest
 
-from tests.skew.process import error_of, run
+from tests.common.process import error_of, run
 
 PRELUDE = """
 import ctypes as ct, os
