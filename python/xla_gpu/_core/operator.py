@@ -14,6 +14,10 @@ import numpy as np
 from .attributes import Attributes, attributes
 from .partitioning import Partitioning
 
+# Bound calls that an operator keeps, and what a front end keeps of each. Calls are compared as objects, so that a front
+# end finds nothing again of a call that is not kept here.
+CACHED_CALLS = 4096
+
 
 def check_sizes(where: str, index: int, shape: Iterable[Any]) -> None:
     """Raises ValueError for a described result with a negative size or one past 64 bits, TypeError for no int."""
@@ -172,7 +176,7 @@ class Operator:
     @functools.cached_property
     def _cached_bind(self) -> Callable[..., OpCall]:
         # typed: True, 1 and 1.0 are equal, and only one of them is a window.
-        return functools.lru_cache(maxsize=4096, typed=True)(self._bind)
+        return functools.lru_cache(maxsize=CACHED_CALLS, typed=True)(self._bind)
 
     def _bind(self, **arguments: Any) -> OpCall:
         signature = self.signature(**arguments)

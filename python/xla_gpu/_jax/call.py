@@ -16,7 +16,7 @@ from jax.custom_batching import sequential_vmap
 from .._core.attributes import numpy_value
 from .._core.checks import Checks
 from .._core.docstrings import docstring
-from .._core.operator import ArraySpec, IntOperand, OpCall, Operator, check_inputs_requested
+from .._core.operator import CACHED_CALLS, ArraySpec, IntOperand, OpCall, Operator, check_inputs_requested
 from .._runtime import library, targets
 from .._runtime.scratch import all_results
 from ..errors import LibraryError, TargetError
@@ -130,7 +130,7 @@ def _is_sharded(array: Any) -> bool:
     return len(array.sharding.device_set) > 1
 
 
-@functools.lru_cache(maxsize=4096)
+@functools.lru_cache(maxsize=CACHED_CALLS)
 def _partitioned(call: OpCall) -> Callable[..., Any]:
     """``call`` as a function of its operands that divides over devices; a device's call is bound to its shards."""
     partitioning, with_operands = call.partitioning, call.with_operands
@@ -164,7 +164,7 @@ def _check_kept(where: str, value: Any, limits: np.iinfo) -> None:
             )
 
 
-@functools.lru_cache(maxsize=4096)
+@functools.lru_cache(maxsize=CACHED_CALLS)
 def _function(call: OpCall, varying_axes: frozenset[str]) -> Callable[..., Any]:
     return _without_gradient(call.name, _target(call, varying_axes))
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from .._core.operator import OpCall
+from .._core.operator import CACHED_CALLS, OpCall
 from .._runtime import library, targets
 from .._runtime.call_frame import Frame
 from .._runtime.scratch import all_results
@@ -49,7 +49,7 @@ class _Plan:
             self._frames.append(frame)
 
 
-_plan = functools.lru_cache(maxsize=4096)(_Plan)
+_plan = functools.lru_cache(maxsize=CACHED_CALLS)(_Plan)
 
 
 def run(call: OpCall, tensors: Sequence[torch.Tensor], in_place: bool = False) -> tuple[torch.Tensor, ...]:

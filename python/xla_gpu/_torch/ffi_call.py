@@ -11,7 +11,7 @@ import torch
 
 from .._core.attribute_text import attribute_text, parse_attribute
 from .._core.dtypes import DTYPES
-from .._core.operator import ArraySpec, Layout, OpCall, check_alias_types, check_sizes
+from .._core.operator import CACHED_CALLS, ArraySpec, Layout, OpCall, check_alias_types, check_sizes
 from .dispatch import define, fake_results, run
 from .tensors import spec
 
@@ -171,7 +171,7 @@ def _bind(
     return call
 
 
-_cached_bind = functools.lru_cache(maxsize=4096)(_bind)
+_cached_bind = functools.lru_cache(maxsize=CACHED_CALLS)(_bind)
 
 
 def split(values: Sequence[int], lengths: Sequence[int]) -> list[tuple[int, ...]]:

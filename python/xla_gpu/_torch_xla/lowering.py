@@ -16,7 +16,7 @@ import torch
 
 from .._core import compatibility
 from .._core.compatibility import TORCH_XLA, TORCH_XLA_REMEDY
-from .._core.operator import OpCall
+from .._core.operator import CACHED_CALLS, OpCall
 from .._runtime import library, targets
 from .._runtime.targets import Target
 from ..errors import TargetError
@@ -45,7 +45,7 @@ def hlo(tensors: Sequence[torch.Tensor]) -> str:
     return text
 
 
-@functools.lru_cache(maxsize=4096)
+@functools.lru_cache(maxsize=CACHED_CALLS)
 def _computation(call: OpCall) -> Any:
     from torch_xla.core import xla_builder
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from .._core.attributes import attributes
-from .._core.operator import ArraySpec, OpCall
+from .._core.operator import CACHED_CALLS, ArraySpec, OpCall
 from .cuda_kernel import CudaKernel, by_key
 
 TARGET = "xla_gpu_kernel_call"
@@ -197,7 +197,7 @@ def double_bytes(values: Sequence[float]) -> tuple[bytes, ...]:
     return tuple(struct.pack("<d", value) for value in values)
 
 
-@functools.lru_cache(maxsize=4096)
+@functools.lru_cache(maxsize=CACHED_CALLS)
 def _bind(
     key: str,
     operands: tuple[ArraySpec, ...],

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from .._core.operator import ArraySpec, OpCall
+from .._core.operator import CACHED_CALLS, ArraySpec, OpCall
 from ..errors import CompatibilityError
 from . import launch, triton_arguments, triton_compile
 
@@ -84,7 +84,7 @@ class _Entry:
         self.key, self.newest = key, None  # type: str, TritonCall | None
 
 
-_KEPT = 4096  # calls that are known though no object holds them, and tuned configurations
+_KEPT = CACHED_CALLS  # calls that are known though no object holds them, and tuned configurations
 
 _lock = threading.Lock()
 _numbers = itertools.count()
@@ -352,7 +352,7 @@ def _with_tuned_config(
     return call.with_config(config)
 
 
-@functools.lru_cache(maxsize=4096)
+@functools.lru_cache(maxsize=CACHED_CALLS)
 def _bind(
     key: _Key,
     operands: tuple[ArraySpec, ...],
