@@ -24,6 +24,7 @@ NO_MEMORY = {"parameter", "get-tuple-element", "tuple", "bitcast", "custom-call"
 # What a front end's program runs, one after the other: (layout, operator that stores).
 LAYOUTS = (("combined", "reshape_and_cache"), ("split", "reshape_and_cache"))
 OTHERS = (("combined", "rotary_and_cache"), ("combined", "attention_block"))
+RUN_OTHERS = ("torch_xla", "torch_xla-compiled", "jax", "torch_xla-cuda-compiled", "jax-cuda")
 
 
 def run(folder: Path, program: str, runs: Sequence[tuple[str, str]]) -> list[str]:
@@ -46,8 +47,7 @@ def modules(tmp_path_factory) -> Callable[[str, str, str], list[str]]:
 
     @functools.cache
     def all_of(name: str) -> list[str]:
-        # torchax-jit: with reshape_and_cache alone.
-        return run(tmp_path_factory.mktemp("modules"), name, LAYOUTS if "torchax" in name else LAYOUTS + OTHERS)
+        return run(tmp_path_factory.mktemp("modules"), name, LAYOUTS + OTHERS if name in RUN_OTHERS else LAYOUTS)
 
     return lambda name, layout, operator: storing(all_of(name), layout, operator)
 
@@ -80,7 +80,7 @@ def test_no_copy_of_the_cache(frontend, layout, modules):
     check(modules(frontend.name, layout, "reshape_and_cache"), layout, "reshape_and_cache")
 
 
-@pytest.mark.frontends("torch_xla", "torch_xla-compiled", "jax", "torch_xla-cuda-compiled", "jax-cuda")
+@pytest.mark.frontends(*RUN_OTHERS)
 @pytest.mark.parametrize("operator", ["rotary_and_cache", "attention_block"])
 def test_no_copy_of_the_cache_by_others(frontend, operator, modules):
     check(modules(frontend.name, "combined", operator), "combined", operator)
