@@ -39,5 +39,13 @@ def test_torch_frontend_works_without_torch_xla_and_jax():
     """As on a machine that has PyTorch alone."""
     pytest.importorskip("torch")
     block = "import sys\nfor m in ('torch_xla', '_XLAC', 'jax', 'jaxlib', 'jax_plugins'): sys.modules[m] = None\n"
-    use = "import torch, xla_gpu.torch\nprint(xla_gpu.torch.simple_add(torch.ones(3), torch.ones(3)).tolist())"
-    assert process.run(block + use) == "[2.0, 2.0, 2.0]"
+    use = """
+import torch, xla_gpu.torch as xg
+print(xg.simple_add(torch.ones(3), torch.ones(3)).tolist())
+for needs_torch_xla in (xg.jit, xg.to_xla, torch.compile(xg.silu_and_mul, backend="xla_gpu")):
+    try:
+        needs_torch_xla(torch.ones(2))
+    except Exception as error:
+        print("needs torch_xla 2.9, which is not installed: pip install" in str(error))
+"""
+    assert process.run(block + use).splitlines() == ["[2.0, 2.0, 2.0]", "True", "True", "True"]

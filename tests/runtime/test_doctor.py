@@ -72,6 +72,12 @@ def test_a_missing_framework_is_no_failure(everything, capsys):
     assert all("jax" in each["reason"] and "pip install '.[" in each["remedy"] for each in frontends)
 
 
+def test_a_machine_without_frameworks(everything, capsys):
+    everything.setattr(doctor, "installed", lambda module: False)
+    assert main(["doctor"]) == 0
+    assert capsys.readouterr().out.endswith("no front end works yet: install the framework of one\n")
+
+
 def test_the_torchax_files_of_torch_xla_are_no_torchax(monkeypatch):
     monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda module: object())
     monkeypatch.setattr(doctor.metadata, "distributions", lambda name: iter(()))

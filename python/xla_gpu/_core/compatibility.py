@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import re
 from types import ModuleType
@@ -46,6 +47,12 @@ def framework(
     if version is None or version < oldest or (newest is not None and version > newest):
         raise CompatibilityError(f"{frontend} needs {needed}, and {name} {found} is installed: {remedy}")
     return module
+
+
+@functools.cache
+def torch_xla(frontend: str) -> ModuleType:
+    """torch_xla; raises as ``framework``."""
+    return framework("torch_xla", frontend, TORCH_XLA, TORCH_XLA_REMEDY, newest=TORCH_XLA)
 
 
 def _dotted(version: tuple[int, ...]) -> str:

@@ -295,7 +295,10 @@ def as_text(report: dict[str, Any]) -> str:
         lines.append(f"  {frontend['frontend']:<13} {frontend['device']}  {frontend['status']}")
         if frontend["status"] != WORKS:
             lines += [f"      why: {frontend['reason']}", f"      do:  {frontend['remedy']}"]
-    lines += ["", "all front ends that can work here do" if report["ok"] else "something that should work does not"]
+    verdict = "all front ends that can work here do" if report["ok"] else "something that should work does not"
+    if report["ok"] and all(frontend["status"] != WORKS for frontend in report["frontends"]):
+        verdict = "no front end works yet: install the framework of one"
+    lines += ["", verdict]
     return "\n".join(lines)
 
 

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils import dlpack
 
+from .._core import compatibility
 from . import shared_memory
 
 _log = logging.getLogger("xla_gpu")
@@ -107,8 +108,7 @@ def refuse_capture(where: str) -> None:
 
 def xla_device(device: torch.device) -> torch.device:
     """The XLA device on the GPU of a CUDA device; for the CPU torch_xla's default one."""
-    import torch_xla
-
+    torch_xla = compatibility.torch_xla("the torch_xla front end")
     if device.type == "xla":
         return device
     if device.type != "cuda":

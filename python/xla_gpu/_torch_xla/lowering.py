@@ -15,7 +15,6 @@ from typing import Any
 import torch
 
 from .._core import compatibility
-from .._core.compatibility import TORCH_XLA, TORCH_XLA_REMEDY
 from .._core.operator import CACHED_CALLS, OpCall
 from .._runtime import library, targets
 from .._runtime.targets import Target
@@ -63,7 +62,7 @@ def platform() -> str:
       CompatibilityError: torch_xla is of another version than the one whose runtime is known here.
       TargetError: it runs on another platform than CPU and GPU.
     """
-    compatibility.framework("torch_xla", "the torch_xla front end", TORCH_XLA, TORCH_XLA_REMEDY, newest=TORCH_XLA)
+    compatibility.torch_xla("the torch_xla front end")
     from torch_xla import runtime
 
     device_type = str(runtime.device_type())

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 from torch_xla.experimental import plugins
 
 from .._core import compatibility
-from .._core.compatibility import TORCH_XLA, TORCH_XLA_REMEDY
 from .._runtime import cuda_driver, cuda_plugin, library
 from ..errors import CompatibilityError
 from . import exit_order
@@ -37,7 +36,7 @@ class GpuPlugin(plugins.DevicePlugin):  # type: ignore[misc]
           CompatibilityError: the driver, a GPU or JAX's CUDA plug-in is missing or too old.
           LibraryError: libxla_gpu_ffi.so cannot be loaded.
         """
-        compatibility.framework("torch_xla", "PJRT_DEVICE=GPU", TORCH_XLA, TORCH_XLA_REMEDY, newest=TORCH_XLA)
+        compatibility.torch_xla("PJRT_DEVICE=GPU")
         path = plugin_path()
         if not os.environ.get(ENVIRONMENT):
             _check_driver(path)

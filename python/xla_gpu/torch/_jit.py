@@ -6,6 +6,7 @@ import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from .._core import compatibility
 from .._runtime.executable_cache import check_options
 
 if TYPE_CHECKING:
@@ -59,6 +60,7 @@ def jit(
         run on the host; torch_xla's SPMD is on, for which ``torch.compile(backend="openxla")`` is; XLA cannot compile
         the program.
     """
+    compatibility.torch_xla("xla_gpu.torch.jit")
     from .._torch_xla.jit import JitFunction
 
     if not callable(function):
