@@ -80,7 +80,7 @@ def test_attribute_types_are_those_of_jax(frontend, name, third_party):
     assert bytes(ours).rstrip(b"\0") == bytes(theirs).rstrip(b"\0")
 
 
-@pytest.mark.parametrize("value", [None, 1j, object(), np.complex64(1), 2**63, [1, 2], np.array(["a"])], ids=repr)
+@pytest.mark.parametrize("value", [None, 1j, print, np.complex64(1), 2**63, [1, 2], np.array(["a"])], ids=repr)
 @pytest.mark.frontends("eager", "torch_xla")
 def test_attributes_of_other_types_are_refused(frontend, value):
     with pytest.raises((TypeError, ValueError), match="xla_gpu_test_describe: attribute x: expected"):
