@@ -97,3 +97,11 @@ def test_an_error_about_the_second_product_names_what_its_k_comes_from():
     x, gate_up_weight, down_weight = (ArraySpec(shape, "float32") for shape in ((3, 64), (96, 64), (64, 64)))
     with pytest.raises(ValueError, match=r"down_weight: expected shape \[n, 48\] \(k = 48, from gate_up_weight\)"):
         OPERATOR.bind(x=x, gate_up_weight=gate_up_weight, down_weight=down_weight)
+
+
+@pytest.mark.frontends("eager", "jax")
+def test_without_an_activation(frontend):
+    """It is linear's that may be None."""
+    arrays, options = layer_cases.gated_mlp("plain", 2, 32, 32), {"eps": 1e-5, "activation": None}
+    with pytest.raises(TypeError, match="gated_mlp: activation: expected silu_and_mul or gelu_and_mul, got NoneType"):
+        frontend.call("gated_mlp", arrays, **options)

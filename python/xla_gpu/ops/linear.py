@@ -121,7 +121,7 @@ def check_weight(
 def check_activation(check: Checks, activation: str) -> str:
     """Returns the name of an activation, checked."""
     if not isinstance(activation, str):
-        raise check.type_error("activation", "a str or None", type(activation).__name__)
+        raise check.type_error("activation", " or ".join(ACTIVATIONS), type(activation).__name__)
     if activation not in ACTIVATIONS:
         raise check.value_error("activation", " or ".join(ACTIVATIONS), repr(activation))
     return activation
