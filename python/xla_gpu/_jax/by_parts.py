@@ -7,7 +7,7 @@ from typing import Any
 
 from .._core.operator import OpCall, Operator
 from ..ops import attention_block as attention
-from ..ops import linear, paged_attention, rms_norm, rotary_embedding
+from ..ops import linear, rms_norm
 from . import dense_linear
 from .call import _bind, _run, _without_gradient
 
@@ -33,29 +33,13 @@ def attention_block(call: OpCall, arrays: list[Any], arguments: dict[str, Any]) 
     def parts(*arrays: Any) -> Any:
         given = {**arguments, **dict(zip(call.operand_names, arrays, strict=True))}
 
-        def some(*names: str) -> dict[str, Any]:
-            return {name: given[name] for name in names}
-
-        query, cache = _part(
-            rotary_embedding.OPERATOR_AND_CACHE,
-            qkv=_product(given, "qkv", _norm(given)),
-            norm_eps=given["eps"],
-            **some(*_CACHE, "positions", "table", "slot_mapping", "q_norm_weight", "k_norm_weight", "interleaved"),
-            **some("weight_offset", "round_once"),
-        )
-        attended = _part(
-            paged_attention.OPERATOR,
-            query=query,
-            **(some(*_CACHE, *_METADATA, "scale", "sliding_window", "soft_cap", "sinks") | {"kv_cache": cache}),
-        )
-        attended = attended.reshape(attended.shape[0], -1)
+        # The middle is one call, which looks at all values before it writes any.
+        products = dict.fromkeys(("qkv_weight", "out_weight", *attention.OF_PRODUCTS))
+        middle = {**given, "x": _product(given, "qkv", _norm(given)), **products}
+        attended, cache = _part(attention.OPERATOR, **middle)
         return _product(given, "out", attended, residual=given["residual"]), cache
 
     return _without_gradient(call.name, parts)(*arrays)
-
-
-_CACHE = ("kv_cache", "k_scale", "v_scale")
-_METADATA = ("context_lens", "block_tables", "query_start_loc", "num_seqs")
 
 
 def _norm(given: Mapping[str, Any]) -> Any:

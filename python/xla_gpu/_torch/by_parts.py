@@ -28,25 +28,14 @@ def attention_block(
     if attention.uses_kernels(call):
         return run(call, tensors, in_place)
 
-    def some(*names: str) -> dict[str, Any]:
-        return {name: arguments[name] for name in names if arguments.get(name) is not None}
-
-    qkv = _product(arguments, "qkv", _norm(arguments))
-    positions, table, cache, slots = (arguments[n] for n in ("positions", "table", "kv_cache", "slot_mapping"))
-    options = some("k_scale", "v_scale", "q_norm_weight", "k_norm_weight", "interleaved", "weight_offset", "round_once")
-    options["norm_eps"] = arguments.get("eps", 1e-6)
+    # The middle is one call, which looks at all values before it writes any.
+    middle = {name: value for name, value in arguments.items() if name not in attention.OF_PRODUCTS}
+    middle |= {"x": _product(arguments, "qkv", _norm(arguments)), "qkv_weight": None, "out_weight": None}
     if in_place:
-        query = torch.ops.xla_gpu.rotary_and_cache_(qkv, positions, table, cache, slots, **options)
+        attended, cache = torch.ops.xla_gpu.attention_block_(**middle), arguments["kv_cache"]
     else:
-        query, cache = torch.ops.xla_gpu.rotary_and_cache(qkv, positions, table, cache, slots, **options)
-    attended = torch.ops.xla_gpu.paged_attention(
-        query,
-        cache,
-        *(arguments[name] for name in ("context_lens", "block_tables", "query_start_loc", "num_seqs")),
-        **some("scale", "sliding_window", "soft_cap", "k_scale", "v_scale", "sinks"),
-    )
-    out = _product(arguments, "out", attended.flatten(1), residual=arguments.get("residual"))
-    return out, cache
+        attended, cache = torch.ops.xla_gpu.attention_block(**middle)
+    return _product(arguments, "out", attended, residual=arguments.get("residual")), cache
 
 
 def _norm(given: Mapping[str, Any]) -> torch.Tensor:

@@ -28,8 +28,8 @@ Without qkv_weight x is the result of that product, and without out_weight atten
 update and attention as one call, for steps whose products are the framework's own.
 
 Up to 64 rows it is such a chain of kernels, for decode steps. Above 64 rows of float16 or bfloat16 the front ends call
-the operators one after the other, as linear does with the framework's own product. A call without weights is a chain
-of kernels at any number of rows.
+rms_norm and linear, which then is the framework's own product, before and behind a call without weights. That is a
+chain of kernels at any number of rows.
 
 Args:
   x: T[num_tokens, hidden]. T is float32, float16 or bfloat16. Without qkv_weight
@@ -77,12 +77,19 @@ Raises:
 
 Note: Wrong values in positions, slot_mapping, the sequences' metadata or zero points
   As of the operators above: an error on a CPU, which leaves the cache as it is, and on CUDA NaN in the rows that they
-  belong to, where ``XLA_GPU_CHECK_INPUTS=1`` makes it an error too.
+  belong to, where ``XLA_GPU_CHECK_INPUTS=1`` makes it an error too. Wrong zero points of a product that is the front
+  end's own are no error, but NaN.
 """
 
 _OPTIONAL = (
     *("norm_weight", "residual", "qkv_scale", "qkv_zero_point", "qkv_bias"),
     *("q_norm_weight", "k_norm_weight", "k_scale", "v_scale", "sinks", "out_scale", "out_zero_point", "out_bias"),
+)
+
+# What belongs to its products alone: none of it without them.
+OF_PRODUCTS = (
+    *("norm_weight", "qkv_scale", "qkv_zero_point", "qkv_bias"),
+    *("residual", "out_scale", "out_zero_point", "out_bias"),
 )
 
 _GIVEN = (
@@ -124,7 +131,7 @@ def _signature(
     _check.dtype("x", x, FLOATS)
     num_tokens, hidden = _check.rank("x", x, "num_tokens, hidden")
     if qkv_weight is None:
-        _check_absent("qkv_weight", ("norm_weight", "qkv_scale", "qkv_zero_point", "qkv_bias"), optional)
+        _check_absent("qkv_weight", OF_PRODUCTS[:4], optional)
         width = hidden
     else:
         check_norm_weight(_check, optional.get("norm_weight"), x)
@@ -162,7 +169,7 @@ def _signature(
     _, num_heads, head_dim = query.shape
     out_width = num_heads * head_dim
     if out_weight is None:
-        _check_absent("out_weight", ("residual", "out_scale", "out_zero_point", "out_bias"), optional)
+        _check_absent("out_weight", OF_PRODUCTS[4:], optional)
     else:
         check_out = _check_out_of_x if qkv_weight is None else _check_out
         out_width = check_weight_of(check_out, "out", x, out_width, out_weight, optional)

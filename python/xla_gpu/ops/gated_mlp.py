@@ -49,7 +49,8 @@ Raises:
   ValueError: an argument has another shape, or a number or a string is out of its range.
 
 Note: Zero points past 127
-  As of linear: an error on a CPU, NaN on CUDA, where ``XLA_GPU_CHECK_INPUTS=1`` makes it an error too.
+  As of linear: up to 64 rows, and in float32, an error on a CPU and NaN on CUDA, where ``XLA_GPU_CHECK_INPUTS=1`` makes
+  it an error too; above, NaN.
 """
 
 _OPTIONAL = (

@@ -44,8 +44,9 @@ Raises:
   ValueError: an argument has another shape, or activation is another string.
 
 Note: Zero points past 127
-  On a CPU the call fails. On CUDA the features that use them are NaN; with ``XLA_GPU_CHECK_INPUTS=1`` in the
-  environment when the call is traced, the call fails as on a CPU.
+  Above 64 rows of float16 or bfloat16 the features that use them are NaN. Otherwise the call fails on a CPU; on CUDA
+  these features are NaN, and with ``XLA_GPU_CHECK_INPUTS=1`` in the environment when the call is traced, the call fails
+  as on a CPU.
 """
 
 MAX_KERNEL_ROWS = 64  # above, the front ends use their framework's matrix product
