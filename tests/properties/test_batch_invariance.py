@@ -17,6 +17,7 @@ pytestmark = pytest.mark.frontends("eager", "eager-cuda", "jax-cuda")
 SUBJECTS = {"decode": (1, 211), "speculative": (4, 130), "chunk": (40, 170), "long": (1, 3000)}
 BEHIND_A_LONG_CONTEXT = {"few-rows": (16, 9000), "two-splits": (150, 5600), "three-splits": (140, 8200)}
 SEVERAL_TOKENS = {"speculative-long": (8, 9000), "speculative-short": (5, 400)}
+LATE_CHUNKS = {"chunk-of-1300": (1300, 2700), "chunk-of-2000": (2000, 4100)}
 FILLING = {"speculative-1400": (6, 1400), "speculative-2900": (7, 2900)}
 SHORT_PROMPTS = {
     "prompt-90": (90, 90),
@@ -65,6 +66,11 @@ PROMPT_SHAPES = {
     ),
 }  # fmt: skip
 
+LATE_CHUNKS_SHAPES = {
+    "gqa-bf16": SHAPES["gqa-bf16"],
+    "gqa-fp8": PROMPT_SHAPES["gqa-fp8"],
+    "group-7-bf16": dict(num_heads=56, num_kv_heads=8, head_dim=128, dtype="bfloat16", page_size=16),
+}
 MANY_PROMPTS_SHAPES = {
     "gqa-bf16": SHAPES["gqa-bf16"],
     "group-3-f16": dict(
@@ -75,11 +81,11 @@ MANY_PROMPTS_SHAPES = {
 
 
 def fields(shape: str) -> dict:
-    return {**SHAPES, **SEVERAL_TOKENS_SHAPES, **PROMPT_SHAPES, **MANY_PROMPTS_SHAPES}[shape]
+    return {**SHAPES, **SEVERAL_TOKENS_SHAPES, **PROMPT_SHAPES, **MANY_PROMPTS_SHAPES, **LATE_CHUNKS_SHAPES}[shape]
 
 
 def sequence(name: str) -> tuple[int, int]:
-    return {**SUBJECTS, **BEHIND_A_LONG_CONTEXT, **SEVERAL_TOKENS, **FILLING, **SHORT_PROMPTS}[name]
+    return {**SUBJECTS, **BEHIND_A_LONG_CONTEXT, **SEVERAL_TOKENS, **FILLING, **SHORT_PROMPTS, **LATE_CHUNKS}[name]
 
 
 @functools.cache
@@ -206,6 +212,26 @@ def test_sequences_for_all_ctas_do_not_change_bits(frontend, name, shape, sequen
     got = results(frontend, *batch(name, shape, *neighbours, spare_seqs=0))
     for what, g, w in zip(("out", "lse"), got, want, strict=True):
         compare.assert_bitwise_equal(g, w, f"{frontend.name} {name} {shape} {sequences}: {what}")
+
+
+@pytest.mark.frontends("eager-cuda", "jax-cuda")
+@pytest.mark.parametrize("shape", LATE_CHUNKS_SHAPES)
+@pytest.mark.parametrize("name", LATE_CHUNKS)
+def test_chunks_that_are_alike_do_not_change_bits(frontend, name, shape):
+    """On CUDA the last round of work tiles of chunks that are alike has smaller ones, as many as the CTAs: not the same
+    of two and of three chunks, and none beside other sequences."""
+    case, inputs = subject(name, shape)
+    want = results(frontend, inputs.arrays(), case)
+    rows, context = sequence(name)
+    for what, before, after in (
+        ("two", (), ((rows, context),)),
+        ("three", ((rows, context - 200),), ((rows, context + 100),)),
+        ("beside decode rows", ((1, 300),), ()),
+        ("beside a prompt", ((300, 300),), ()),
+    ):
+        got = results(frontend, *batch(name, shape, before, after, spare_seqs=0))
+        for result, g, w in zip(("out", "lse"), got, want, strict=True):
+            compare.assert_bitwise_equal(g, w, f"{frontend.name} {name} {shape} {what}: {result}")
 
 
 @pytest.mark.frontends("eager-cuda", "jax-cuda")

@@ -85,7 +85,6 @@ struct OnlineSoftmax {
       FollowMax(transform, tile_max, m);
     }
   }
-
   // The second half, for the key columns [8 * kFirst, 8 * kEnd).
   template <int kFirst, int kEnd, int kKeyTiles>
   __device__ void Exponentials(const LogitTransform& transform, float (&s)[kRowTiles][kKeyTiles][4]) {
@@ -341,18 +340,19 @@ struct OnlineSoftmax {
     if constexpr (kTreeMask) {
       if (rows.tree_mask != nullptr) return MaskTree(rows, first_position, s);
     }
+    static_assert(kKeyTiles <= 16);  // two bits of a word each
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m) {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         int first_key, last_key;
         rows.VisibleKeys(Row(m, h), &first_key, &last_key);
-        first_key -= first_position + Lane() % 4 * 2;
-        last_key -= first_position + Lane() % 4 * 2;
+        const int first = first_position + Lane() % 4 * 2;
+        const uint32_t seen = LaneColumnsBelow(last_key + 1 - first) & ~LaneColumnsBelow(first_key - first);
 #pragma unroll
         for (int n = 0; n < kKeyTiles; ++n) {
-          if (n * 8 > last_key || n * 8 < first_key) s[m][n][2 * h] = -INFINITY;
-          if (n * 8 + 1 > last_key || n * 8 + 1 < first_key) s[m][n][2 * h + 1] = -INFINITY;
+          if ((seen & 1u << 2 * n) == 0) s[m][n][2 * h] = -INFINITY;
+          if ((seen & 2u << 2 * n) == 0) s[m][n][2 * h + 1] = -INFINITY;
         }
       }
     }

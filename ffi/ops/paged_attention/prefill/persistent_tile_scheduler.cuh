@@ -87,7 +87,8 @@ class PersistentTileScheduler {
 
 // For up to 32 sequences: each warp plans on its own, a sequence to a lane. Without the barriers and shared memory of
 // PersistentTileScheduler, a prompt of 1024 tokens takes 24 µs instead of 26.
-template <int kRows>
+// kShrinksTail: as PromptTiles'.
+template <int kRows, bool kShrinksTail>
 class PersistentWarpTileScheduler {
  public:
   static constexpr int kSequences = 32;
@@ -138,6 +139,7 @@ class PersistentWarpTileScheduler {
     const bool fits = prompt_.q_len <= max_tokens && context_len <= params.pages_per_seq * params.page_size;
     if (context_len >= 0 && fits) prompt_.context_len = context_len;
     prompts_ = __ballot_sync(~0u, prompt_.q_len > 0);
+    if constexpr (kShrinksTail) has_decode_rows_ = __any_sync(~0u, owns && end > begin && prompt_.q_len == 0);
     return in_order;
   }
 
@@ -158,6 +160,23 @@ class PersistentWarpTileScheduler {
     if (fills || !policy.Fits(__shfl_sync(~0u, rows_up_to, 31))) prompt_.splits = 1;
   }
 
+  // Behind Split, by the warp that calls Find: see PromptTiles::ShrinkTail. Decode rows, whose kernels come next, run
+  // on the SMs that the last round leaves.
+  __device__ void ShrinkTail() {
+    if constexpr (kShrinksTail) {
+      const int first = __ffs(static_cast<int>(prompts_)) - 1;
+      Prompt other = prompt_;
+      other.q_len = __shfl_sync(~0u, prompt_.q_len, first);
+      other.context_len = __shfl_sync(~0u, prompt_.context_len, first);
+      other.splits = 1;
+      const bool alike = prompt_.q_len == 0 || (IsLateChunk(other) && AreAlike(other, prompt_));
+      tiles_.tail_tiles = 0;
+      if (__all_sync(~0u, alike) && !has_decode_rows_) {
+        tiles_.ShrinkTail(__popc(prompts_), static_cast<unsigned>(other.q_len) * tiles_.group, kv_heads_.divisor);
+      }
+    }
+  }
+
   // As PersistentTileScheduler::Find.
   __device__ bool Find(unsigned n, WorkTile* tile) const {
     const unsigned rank = PersistentRank(n);
@@ -171,6 +190,15 @@ class PersistentWarpTileScheduler {
       index = total - 1 - row_tile;
     } else {
       if (row_tile >= __reduce_add_sync(~0u, count)) return false;
+      if (kShrinksTail && tiles_.tail_tiles > 0) {
+        unsigned number;
+        tiles_.FindAlike(row_tile, __popc(prompts_), __shfl_sync(~0u, count, owner), &number, &index);
+        const int lane = static_cast<int>(threadIdx.x) % 32;
+        const bool is_owner = prompt_.q_len > 0 && __popc(prompts_ & ((1u << lane) - 1)) == number;
+        owner = __ffs(static_cast<int>(__ballot_sync(~0u, is_owner))) - 1;
+        *tile = PromptOf(owner).Tile(tiles_, index, rank - row_tile * kv_heads_.divisor);
+        return true;
+      }
       // More than row_tile tiles end at `begin` or later, but no more than that at `end` or later.
       int begin = 1;
       int end = __reduce_max_sync(~0u, prompt_.q_len > 0 ? prompt_.End() : 0) + 1;
@@ -198,23 +226,27 @@ class PersistentWarpTileScheduler {
       unsigned left = row_tile - later;
       FindAmongLanes(tiles_.FirstEndingAt(prompt_, begin), tiles_.FirstEndingAt(prompt_, end), &left, &owner, &index);
     }
-    const Prompt prompt = {owner,
-                           __shfl_sync(~0u, prompt_.q_begin, owner),
-                           __shfl_sync(~0u, prompt_.q_len, owner),
-                           __shfl_sync(~0u, prompt_.context_len, owner),
-                           __shfl_sync(~0u, prompt_.splits, owner),
-                           0,
-                           __shfl_sync(~0u, prompt_.accum_begin, owner)};
-    *tile = prompt.Tile(index, rank - row_tile * kv_heads_.divisor);
+    *tile = PromptOf(owner).Tile(tiles_, index, rank - row_tile * kv_heads_.divisor);
     return true;
   }
 
  private:
-  const PromptTiles<kRows> tiles_;
+  __device__ Prompt PromptOf(int lane) const {
+    return {lane,
+            __shfl_sync(~0u, prompt_.q_begin, lane),
+            __shfl_sync(~0u, prompt_.q_len, lane),
+            __shfl_sync(~0u, prompt_.context_len, lane),
+            __shfl_sync(~0u, prompt_.splits, lane),
+            0,
+            __shfl_sync(~0u, prompt_.accum_begin, lane)};
+  }
+
+  PromptTiles<kRows, kShrinksTail> tiles_;
   const FastDivisor kv_heads_;
   Prompt prompt_ = {0, 0, 0, -1, 1, 0, 0};  // this lane's; no rows where it has none
   unsigned prompts_ = 0;                    // bit per lane: it has a prompt
   bool has_padding_rows_ = false;
+  bool has_decode_rows_ = false;  // with kShrinksTail
 };
 
 // A persistent scheduler for work tiles that all take about the same time: in the order of the sequences. By the
@@ -294,7 +326,8 @@ class PersistentFlatTileScheduler {
              info.q_len,
              info.context_len,
              info.valid,
-             static_cast<int>(row_tile - begin),
+             (row_tile - begin) * kRows,
+             kRows,
              static_cast<int>(rank - row_tile * kv_heads_.divisor),
              0,
              -1};

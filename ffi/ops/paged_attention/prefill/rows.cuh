@@ -61,7 +61,7 @@ struct TileRows {
   int first_position;  // of the sequence's first row; negative where there are more rows than keys
 
   // Leaves the keys undefined: see FindKeys.
-  __device__ TileRows(const PagedAttentionParams& params, const WorkTile& tile, int rows_per_tile, Divisor group)
+  __device__ TileRows(const PagedAttentionParams& params, const WorkTile& tile, Divisor group)
       : seq(tile.seq),
         kv_head(tile.kv_head),
         q_begin(tile.q_begin),
@@ -72,9 +72,9 @@ struct TileRows {
         tree_mask(nullptr),
         tree_words(0),
         q_len(tile.q_len),
-        first(static_cast<unsigned>(tile.index) * rows_per_tile),
+        first(tile.first_row),
         first_position(tile.context_len - tile.q_len) {
-    count = static_cast<int>(min(static_cast<unsigned>(rows_per_tile), tile.q_len * group.divisor - first));
+    count = static_cast<int>(min(tile.rows, tile.q_len * group.divisor - first));
   }
 
   // Of rows [begin, end) of the tile: the keys that some row sees, [*seen_begin, *seen_last], and those that all rows
@@ -131,6 +131,12 @@ __device__ inline int64_t KeyOffset(const PagedAttentionParams& params, int seq,
 __device__ inline const char* HeadStart(const PagedAttentionParams& params, const void* cache, int kv_head) {
   const auto size = static_cast<int64_t>(SizeOf(params.cache_dtype));
   return static_cast<const char*>(cache) + kv_head * params.head_stride * size;
+}
+
+// Of a lane's columns 8n and 8n + 1 of scores, those below `end`: bits 2n and 2n + 1.
+__device__ inline uint32_t LaneColumnsBelow(int end) {
+  const int bits = max(end, 0) / 8 * 2 + min(max(end, 0) % 8, 2);
+  return bits >= 32 ? ~0u : (1u << bits) - 1;
 }
 
 // What turns the unnormalised output of a row into the result.
@@ -289,8 +295,7 @@ __device__ void RunWorkTile(const PagedAttentionParams& params, char* shared) {
     } else {
       valid = !__syncthreads_or(FindsInvalidPage(params, tile, threadIdx.x, blockDim.x)) && valid;
     }
-    TileRows<> rows(params, tile, Computation::kRows,
-                    PlainDivisor{static_cast<unsigned>(params.num_heads / params.num_kv_heads)});
+    TileRows<> rows(params, tile, PlainDivisor{static_cast<unsigned>(params.num_heads / params.num_kv_heads)});
     rows.FindKeys();
     if (valid) {
       Computation(params, shared).Run(tile, rows);

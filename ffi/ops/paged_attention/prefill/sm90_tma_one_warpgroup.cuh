@@ -139,7 +139,7 @@ struct TmaOneWarpgroup {
       if (!find(next, &tile)) {
         if (cta.lane == 0) stage.key_tiles = kNone;
       } else {
-        const Rows rows(cta.attention, tile, Traits::kRows, cta.params.group);
+        const Rows rows(cta.attention, tile, cta.params.group);
         if (TmaSchedulerWarp<Traits>::Describe(rows, 0, 0, &stage) <= 0 || !tile.valid) {
           const bool nan = !tile.valid || FindsInvalid(cta, tile);
           FillTileRows<T>(rows, cta.attention, 0, 1, nan ? CUDART_NAN_F : 0.0f, nan ? CUDART_NAN_F : -CUDART_INF_F);

@@ -104,7 +104,7 @@ struct TmaSchedulerWarp {
     const int lane = cta.lane;
     WorkTile& tile = planned->tile;
     TileStage& stage = cta.Tile(state);
-    Rows rows(cta.attention, tile, Traits::kRows, params.group);
+    Rows rows(cta.attention, tile, params.group);
     if constexpr (Traits::kTreeMask) {
       if (params.tree_words > 0) {
         rows.tree_mask = params.tree_mask + static_cast<int64_t>(tile.q_begin) * params.tree_words;

@@ -199,11 +199,13 @@ struct TmaKernelTraits : Config {
   using QueryState = PipelineState<kQueryStages>;
   using TileState = PipelineState<kTileStages>;
 
+  // A work tile that is not full takes less time where warpgroups compute independently of each other.
+  static constexpr bool kShrinksTail = Config::kOverlap == Overlap::kInterWarpgroup;
   using Scheduler =
       std::conditional_t<Config::kProducerWarpgroups == 0,
                          PersistentFlatTileScheduler<kThreads, kRows, Config::kMaxSequences>,
                          PersistentTileScheduler<kThreads, kRows, Config::kMaxSequences, Config::kClasses>>;
-  using WarpScheduler = PersistentWarpTileScheduler<kRows>;
+  using WarpScheduler = PersistentWarpTileScheduler<kRows, kShrinksTail>;
   using Rows = TileRows<FastDivisor>;
 
   // Key tiles of a warpgroup's rows: those that some row sees, and those that all rows see whole.

@@ -14,14 +14,16 @@
 namespace xla_gpu::prefill {
 
 // The query heads of one kv head share a pass over K and V (GQA packing): packed row r of a sequence is token r / group
-// and query head r % group of the kv head. A work tile is kRows consecutive packed rows, or one KV split of them.
+// and query head r % group of the kv head. A work tile is kRows consecutive packed rows or fewer, or one KV split of
+// them.
 struct WorkTile {
   int seq;
   int q_begin;  // row of `query` where the sequence begins
   int q_len;
   int context_len;
-  bool valid;  // false: the rows become NaN
-  int index;   // the tile covers packed rows [index * kRows, (index + 1) * kRows) of the sequence
+  bool valid;          // false: the rows become NaN
+  unsigned first_row;  // the tile covers packed rows [first_row, first_row + rows) of the sequence, where these exist
+  unsigned rows;
   int kv_head;
   int split;        // KV split, where these are work tiles of their own (cross-CTA split); else 0
   int accum_begin;  // first row of the sequence's split accumulators; -1 where splits are no work tiles of their own
@@ -41,7 +43,9 @@ struct Prompt {
   // positions.
   __device__ int End() const { return splits > 1 ? split_keys : max(context_len, q_len); }
 
-  __device__ WorkTile Tile(unsigned index, unsigned kv_head) const {
+  // `tiles`: a PromptTiles.
+  template <typename Tiles>
+  __device__ WorkTile Tile(const Tiles& tiles, unsigned index, unsigned kv_head) const {
     const bool valid = context_len >= 0;
     unsigned split = 0;
     if (splits > 1) {
@@ -54,7 +58,8 @@ struct Prompt {
             q_len,
             valid ? context_len : 0,
             valid,
-            static_cast<int>(index),
+            tiles.FirstRow(index),
+            tiles.Rows(index),
             static_cast<int>(kv_head),
             static_cast<int>(split),
             splits > 1 ? accum_begin : -1};
@@ -79,12 +84,25 @@ struct WholePromptKv {
 };
 
 // How many work tiles a prompt has, and where they end: one past the position of a tile's last row.
-template <int kRows>
+// kShrinksTail: the first row tiles of a prompt, which come last, may have fewer rows.
+template <int kRows, bool kShrinksTail = false>
 struct PromptTiles {
   unsigned group;
+  unsigned tail_tiles = 0;  // with kShrinksTail: number of smaller row tiles at the beginning of a prompt
+  unsigned tail_rows = kRows;
+
+  __device__ unsigned Rows(unsigned index) const { return kShrinksTail && index < tail_tiles ? tail_rows : kRows; }
+  __device__ unsigned FirstRow(unsigned index) const {
+    if constexpr (!kShrinksTail) return index * kRows;
+    return index < tail_tiles ? index * tail_rows : tail_tiles * tail_rows + (index - tail_tiles) * kRows;
+  }
 
   __device__ unsigned Count(const Prompt& prompt) const {
-    return (static_cast<unsigned>(prompt.q_len) * group + kRows - 1) / kRows * prompt.splits;
+    const unsigned rows = static_cast<unsigned>(prompt.q_len) * group;
+    if (kShrinksTail && tail_tiles > 0) {
+      return rows == 0 ? 0 : tail_tiles + (rows - min(rows, tail_tiles * tail_rows) + kRows - 1) / kRows;
+    }
+    return (rows + kRows - 1) / kRows * prompt.splits;
   }
 
   // The first tile that ends at `end` or later.
@@ -94,7 +112,42 @@ struct PromptTiles {
     if (tokens > prompt.q_len) return Count(prompt);
     return tokens <= 1 ? 0 : static_cast<unsigned>(tokens - 1) * group / kRows;
   }
+
+  // For `prompts` chunks that are alike, of `rows` packed rows each: work tiles of equal length run in whole rounds
+  // over the CTAs, and the last round often leaves most CTAs idle. Then the rows of that round are divided into work
+  // tiles of 64 or 128 rows, if these are no more than the CTAs. FirstEndingAt does not know of them: see FindAlike.
+  __device__ void ShrinkTail(unsigned prompts, unsigned rows, unsigned kv_heads) {
+    constexpr unsigned kMostRounds = 12;  // of more, the last one is a small part
+    const unsigned columns = prompts * kv_heads;
+    const unsigned tiles = (rows + kRows - 1) / kRows * columns;
+    const unsigned rounds = tiles / gridDim.x;
+    tail_tiles = 0;
+    if (rounds == 0 || rounds > kMostRounds || rounds * gridDim.x == tiles) return;
+    const unsigned left = rows - rounds * gridDim.x / columns * kRows;  // of a prompt, for the last round
+    for (tail_rows = 64; tail_rows < kRows; tail_rows += 64) {
+      tail_tiles = (left + tail_rows - 1) / tail_rows;
+      if (tail_tiles * columns <= gridDim.x) return;
+    }
+    tail_tiles = 0;
+  }
+  // Of such prompts, with `count` row tiles each: the owner and index of row tile number `row_tile`, large ones first.
+  __device__ void FindAlike(unsigned row_tile, unsigned prompts, unsigned count, unsigned* owner,
+                            unsigned* index) const {
+    const unsigned large = (count - tail_tiles) * prompts;
+    const bool is_large = row_tile < large;
+    const unsigned number = is_large ? row_tile : row_tile - large;
+    const unsigned from_end = number / prompts;
+    *owner = number - from_end * prompts;
+    *index = (is_large ? count : tail_tiles) - 1 - from_end;
+  }
 };
+
+// Whether most of what a prompt's tokens see lies before them, so that all its work tiles take about the same time.
+__device__ inline bool IsLateChunk(const Prompt& prompt) { return prompt.q_len <= prompt.context_len / 2; }
+// Whether two prompts' work tiles take about the same time.
+__device__ inline bool AreAlike(const Prompt& a, const Prompt& b) {
+  return a.q_len == b.q_len && a.splits == b.splits && abs(a.context_len - b.context_len) <= a.context_len / 8;
+}
 
 // The sum of the values in this lane and those before it.
 __device__ inline unsigned SumUpToLane(unsigned value) {
@@ -227,7 +280,7 @@ class PromptList {
       }
       if (FindAmongLanes(first, last, &left, &owner, &index)) break;
     }
-    return At(base + owner).Tile(index, kv_head);
+    return At(base + owner).Tile(tiles_, index, kv_head);
   }
 
  private:
