@@ -56,7 +56,7 @@ def test_programs_are_recorded_once_and_launched_directly(monkeypatch, seen):
         recorded.append((arguments, results))
         return (len(recorded) if seen or len(recorded) == 1 else None), run()
 
-    monkeypatch.setattr(direct_launch, "available", lambda num_devices: True)
+    monkeypatch.setattr(direct_launch, "available", lambda: True)
     monkeypatch.setattr(direct_launch, "record", record)
     monkeypatch.setattr("xla_gpu._torch_xla.program.DirectLaunch", Launch)
     logger = SimpleNamespace(debug=lambda *_: None, warning=lambda text, *values: said.append(text % values))

@@ -31,5 +31,5 @@ class Program(program.Program):
 def compiled_together(threads: int) -> contextlib.AbstractContextManager[None]:
     """Programs made in here are compiled together, and launched directly where that is possible."""
     devices = tensor_parallel.active()
-    direct = direct_launch.available(1 if devices is None else devices.size)
+    direct = direct_launch.available()
     return program.compiled_together(threads, recorded=devices is None, direct=direct)
