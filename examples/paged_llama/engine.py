@@ -74,10 +74,12 @@ class Engine:
 
     def launch(self, layout: StepLayout, packed: np.ndarray) -> torch.Tensor:
         """Starts a step behind the one before; returns the tokens that it will have chosen."""
-        packed = self._whole(torch.from_numpy(packed).to(self._device))
-        compiles = layout not in self._compiled and self._model.group is not None
-        options = CUBLAS if compiles and layout.num_tokens >= CUBLAS_ROWS else {}
-        with xla_gpu.torch.compile_options(options):
+        if self._model.group is None:
             self._previous, self._caches = self._step(packed, self._previous, self._caches, layout)
+            return self._previous
+        on_device = self._whole(torch.from_numpy(packed).to(self._device))
+        options = CUBLAS if layout not in self._compiled and layout.num_tokens >= CUBLAS_ROWS else {}
+        with xla_gpu.torch.compile_options(options):
+            self._previous, self._caches = self._step(on_device, self._previous, self._caches, layout)
         self._compiled.add(layout)
         return self._previous

@@ -80,6 +80,7 @@ inline constexpr size_t kBufferUnsafePointer = 73;
 inline constexpr size_t kBufferIncreaseExternalReferenceCount = 74;
 inline constexpr size_t kBufferDecreaseExternalReferenceCount = 75;
 inline constexpr size_t kBufferOpaqueDeviceMemoryDataPointer = 76;
+inline constexpr size_t kBufferCopyToMemory = 92;
 inline constexpr size_t kClientCreateViewOfDeviceBuffer = 93;
 inline constexpr size_t kExecutableGetCompiledMemoryStats = 96;
 

@@ -7,6 +7,7 @@
 //  - Of an executable's optimised HLO it gets parameters and result alone, see program_interface.h.
 //  - The thread's current CUDA device stays what it was when a client starts, where the process uses it.
 //  - Device memory of another framework enters and leaves as buffers: shared_buffers.h.
+//  - A program can be executed in the place of another one that takes and returns less: proxy_programs.h.
 // All else is the plug-in's own.
 #include <cstdlib>
 #include <cstring>
@@ -23,6 +24,7 @@
 #include "ffi/runtime/pjrt_abi.h"
 #include "ffi/runtime/pjrt_plugin.h"
 #include "ffi/runtime/program_interface.h"
+#include "ffi/runtime/proxy_programs.h"
 #include "ffi/runtime/shared_buffers.h"
 #include "ffi/runtime/xla_gpu.h"
 
@@ -89,11 +91,11 @@ void* Execute(void* untyped) {
   if (args->struct_size < sizeof *args) return real_api->entries()[kLoadedExecutableExecute](args);
   const BoundArguments bound(args);
   if (!bound.error().ok()) return RefusedBy(bound.error());
-  if (!GrownArgs::Fits(args->options)) return ExecuteRecorded(args);
+  if (!GrownArgs::Fits(args->options)) return ExecuteForClient(args);
   Args* const given = args->options;
   GrownArgs options(given);
   args->options = options.args();
-  void* const error = ExecuteRecorded(args);
+  void* const error = ExecuteForClient(args);
   args->options = given;
   return error;
 }
@@ -181,6 +183,7 @@ const Api* MakeTable(const Api& api, const std::string& path) {
     replace(kEventError, SharedEventError);
     replace(kEventAwait, SharedEventAwait);
     replace(kEventOnReady, SharedEventOnReady);
+    ProxiesUse(entries, api.num_entries());
   }
   real_api = &api;
   DirectLaunchUse(api);

@@ -37,6 +37,8 @@ struct Import {
   int64_t id;
 };
 
+std::atomic<uint64_t> num_transfers{0};  // from the host, by the client
+
 std::mutex imports_mutex;  // of the tables below
 std::atomic<size_t> num_announced{0};
 std::unordered_map<const void*, Import>& Announced() {
@@ -131,6 +133,7 @@ Error Announce(const void* const* data, const int64_t* ids, size_t count, const 
 }  // namespace
 
 void* SharedBufferFromHostBuffer(void* untyped) {
+  num_transfers.fetch_add(1, std::memory_order_relaxed);
   auto* args = static_cast<BufferFromHostBufferArgs*>(untyped);
   Import import;
   if (args->struct_size < sizeof *args || !TakeAnnounced(args->data, &import)) {
@@ -190,6 +193,10 @@ extern "C" size_t xla_gpu_import_cancel(const void* const* data, size_t count, i
     if (xla_gpu::pjrt::TakeAnnounced(data[i], &import)) ids[taken++] = import.id;
   }
   return taken;
+}
+
+extern "C" uint64_t xla_gpu_host_transfers(void) {
+  return xla_gpu::pjrt::num_transfers.load(std::memory_order_relaxed);
 }
 
 extern "C" size_t xla_gpu_import_released(int64_t* ids, size_t capacity) {

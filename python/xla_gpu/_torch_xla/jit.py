@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import operator
 import threading
@@ -17,6 +18,7 @@ from torch_xla import runtime
 
 from .._core.dtypes import DTYPES
 from .program import _XLAC, Program, fallback_error, fallbacks
+from .proxy_programs import ProxyProgram, note_made, references
 from .traced_tensors import (
     Captured,
     compute,
@@ -31,9 +33,14 @@ from .traced_tensors import (
 # What torch_xla counts with the operations that it has no lowering for.
 _READING = {"aten::_local_scalar_dense"}
 
-# One trace at a time: torch_xla's pending computations are the process's.
-_trace_lock = threading.Lock()
+# A trace beside which another thread takes a value begins anew.
+_ATTEMPTS = 3
+
 _trace = threading.local()
+
+
+class _ValueTakenError(RuntimeError):
+    """A value was taken from the device while a function was traced."""
 
 
 class _Result:
@@ -102,6 +109,28 @@ def _builder(value: Any, places: Mapping[int, int]) -> Callable[[Sequence[Any]],
     return lambda tensors: value
 
 
+@dataclasses.dataclass
+class _Compiled:
+    """A program for arguments of one structure; what torch_xla executes in its place, where that may be."""
+
+    program: Program
+    result: _Result
+    proxy: ProxyProgram | None
+    has_run: bool = False
+
+
+def _launch(run: Callable[[Sequence[torch.Tensor]], list[torch.Tensor]], tensors: Sequence[torch.Tensor]) -> Any:
+    try:
+        return run(tensors)
+    except RuntimeError as error:
+        if "pending ir" not in str(error):
+            raise
+        # Arguments that are not computed yet; of a view torch_xla learns so where it is looked at.
+        _XLAC._check_tensor_need_materialization(tensors)
+        torch_xla.sync()
+        return run(tensors)
+
+
 class JitFunction:
     """What xla_gpu.torch.jit returns."""
 
@@ -113,7 +142,7 @@ class JitFunction:
         self._name = getattr(function, "__name__", type(function).__name__)
         self._donate = frozenset(donate_argnums)
         self._options = dict(compiler_options)
-        self._programs: dict[Any, tuple[Program, _Result]] = {}
+        self._programs: dict[Any, _Compiled] = {}
 
     def clear_cache(self) -> None:
         """Forgets all programs: the next call traces anew, with the tensors that the function refers to by then."""
@@ -140,33 +169,47 @@ class JitFunction:
         except TypeError:
             self._refuse_unhashable(arguments)
             raise
-        given = tensors
-        if not all(tensor.is_xla for tensor in tensors):
-            tensors = [self._on_device(tensor) for tensor in tensors]
-        if found is None:
-            with _trace_lock:
+        # One trace at a time, and no call beside it: torch_xla's pending computations are the process's.
+        with references.lock:
+            generation = references.begin()
+            given = tensors
+            if not all(tensor.is_xla for tensor in tensors):
+                tensors = [tensor if tensor.is_xla else self._on_device(tensor) for tensor in tensors]
+            if found is None:
                 found = self._programs.get(signature)
-                if found is None:
-                    found = self._programs[signature] = self._trace(arguments, tensors)
-        program, result = found
-        if tensors is not given:
-            self._check_updated(given, program, result)
+            if found is None:
+                found = self._programs[signature] = self._trace(arguments, tensors)
+            if tensors is not given:
+                self._check_updated(given, found)
+                number = sum(not tensor.is_xla for tensor in given)
+                references.made(number, transferred=number)
+            return self._run(found, tensors, generation)
+
+    def _run(self, compiled: _Compiled, tensors: Sequence[torch.Tensor], generation: int) -> Any:
+        program, result, proxy = compiled.program, compiled.result, compiled.proxy
         if not (program.outputs or program.updated):  # nothing is computed
             return result.build(tensors, [], {})
-        try:
-            results = program.run(tensors)
-        except RuntimeError as error:
-            if "pending ir" not in str(error):
-                raise
-            # Arguments that are not computed yet; of a view torch_xla learns so where it is looked at.
-            _XLAC._check_tensor_need_materialization(tensors)
-            torch_xla.sync()
-            results = program.run(tensors)
-        split = len(program.updated)
-        updated = dict(zip(program.updated, results[:split], strict=True))
-        for index, new in updated.items():
+        if proxy and proxy.may_run(tensors, generation):
+            results = _launch(proxy.run, tensors)
+            references.made(len(results))
+            new = [index for index in program.updated if index in result.consumed]
+        else:
+            new = program.updated
+            if proxy is None or compiled.has_run:
+                results = _launch(program.run, tensors)
+                references.made(len(results))
+            else:
+                compiled.has_run = True
+                results = proxy.record(tensors)
+                generation = references.begin()
+        for tensor in results:
+            note_made(tensor, generation)
+        split = len(new)
+        updated = dict(zip(new, results[:split], strict=True))
+        for index, tensor in updated.items():
             if index not in result.consumed:
-                _XLAC._replace_xla_tensor(tensors[index], new)
+                _XLAC._replace_xla_tensor(tensors[index], tensor)
+                note_made(tensors[index], generation)
         return result.build(tensors, results[split:], updated)
 
     def _where(self) -> str:
@@ -178,9 +221,9 @@ class JitFunction:
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
             raise ValueError(f"{self._where()}: expected tensors without gradients, got one that requires them")
 
-    def _check_updated(self, given: Sequence[torch.Tensor], program: Program, result: _Result) -> None:
-        for index in program.updated:
-            if index not in result.consumed and not given[index].is_xla:
+    def _check_updated(self, given: Sequence[torch.Tensor], compiled: _Compiled) -> None:
+        for index in compiled.program.updated:
+            if index not in compiled.result.consumed and not given[index].is_xla:
                 raise ValueError(
                     f"{self._where()}: expected XLA tensors where the function updates them in place, got "
                     f"{given[index].dtype}{list(given[index].shape)} on {given[index].device}"
@@ -191,6 +234,9 @@ class JitFunction:
         if isinstance(value, torch.Tensor):
             tensors.append(value)
             key.append((value.shape, value.dtype))
+        elif type(value) is list and value and all(isinstance(part, torch.Tensor) for part in value):
+            tensors += value
+            key.append((list, *[part.shape for part in value], *[part.dtype for part in value]))
         elif isinstance(value, np.ndarray):
             tensor = self._from_numpy(value)
             tensors.append(tensor)
@@ -238,9 +284,10 @@ class JitFunction:
             raise ValueError(
                 f"{self._where()}: expected tensors on an XLA device or the CPU, got one on {tensor.device}"
             )
-        return tensor.to(torch_xla.device())
+        (on_device,) = _XLAC._xla_tensors_from_aten([tensor.detach()], [_XLAC._xla_get_default_device()], None)
+        return on_device
 
-    def _trace(self, arguments: Sequence[Any], tensors: Sequence[torch.Tensor]) -> tuple[Program, _Result]:
+    def _trace(self, arguments: Sequence[Any], tensors: Sequence[torch.Tensor]) -> _Compiled:
         if runtime.is_spmd():
             raise RuntimeError(
                 f"{self._where()}: expected one device, got torch_xla's SPMD: use torch.compile(backend='openxla')"
@@ -272,9 +319,20 @@ class JitFunction:
             results.append(_Result(result, given, donated, self._where()))
             return results[-1].outputs
 
-        program = Program(self._where(), traced, distinct(tensors, donated), options=self._options, donated=donated)
+        given = distinct(tensors, donated)
+        for attempt in range(_ATTEMPTS):
+            try:
+                program = Program(self._where(), traced, given, options=self._options, donated=donated)
+                break
+            except _ValueTakenError:  # by another thread, perhaps
+                if attempt == _ATTEMPTS - 1:
+                    raise
         results[-1].outputs.clear()
-        return program, results[-1]
+        updated = [index for index in program.updated if index not in results[-1].consumed]
+        proxy = None
+        if set(updated) <= set(donated):
+            proxy = ProxyProgram.make(program, given, updated)
+        return _Compiled(program, results[-1], proxy)
 
     @contextlib.contextmanager
     def _only_traced(self, given: Sequence[torch.Tensor]) -> Iterator[None]:
@@ -295,7 +353,7 @@ class JitFunction:
         if on_host := {name for name, count in fallbacks().items() if count != before.get(name)} - _READING:
             raise fallback_error(self._where(), on_host)
         if values_taken() != taken:
-            raise RuntimeError(
+            raise _ValueTakenError(
                 f"{self._where()}: expected a function of tensors alone, got one that needs the value of one, as "
                 "item(), bool(), cpu() or sync() do: later calls would have the first one's"
             )

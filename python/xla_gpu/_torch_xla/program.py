@@ -325,12 +325,24 @@ class Program:
         split = len(results) - self._num_state
         return results[:split], results[split:]
 
-    def run(self, given: Sequence[Any]) -> list[torch.Tensor]:
-        """Launches it through torch_xla: new values of updated inputs, outputs, state, from inputs and state."""
+    def arguments(self, given: Sequence[Any]) -> list[Any]:
+        """What XLA's program takes: tensors that were captured, and inputs and state."""
         arguments = self._arguments.copy()
         for at, index in self._places:
             arguments[at] = given[index]
-        results: list[torch.Tensor] = _XLAC._run_cached_graph(self._hash, arguments)
+        return arguments
+
+    def num_arguments(self) -> int:
+        """Of XLA's program."""
+        return len(self._arguments)
+
+    def places(self) -> list[tuple[int, int]]:
+        """Which of these is an input or a part of the state, and its number."""
+        return self._places
+
+    def run(self, given: Sequence[Any]) -> list[torch.Tensor]:
+        """Launches it through torch_xla: new values of updated inputs, outputs, state, from inputs and state."""
+        results: list[torch.Tensor] = _XLAC._run_cached_graph(self._hash, self.arguments(given))
         if self._num_state:
             split = len(results) - self._num_state
             results[split:] = [

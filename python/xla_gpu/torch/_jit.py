@@ -56,9 +56,9 @@ def jit(
         function returns a tensor that is not on the XLA device, or updates one in place that is no argument or not on
         that device; a number in donate_argnums is no argument's.
       RuntimeError: the function needs the value of a tensor, for item(), bool() or cpu() for example, or another thread
-        ran a program of torch_xla or read a tensor while it was traced, which looks the same; an operation of it would
-        run on the host; torch_xla's SPMD is on, for which ``torch.compile(backend="openxla")`` is; XLA cannot compile
-        the program.
+        ran programs of torch_xla or read tensors beside three traces of it, which looks the same; an operation of it
+        would run on the host; torch_xla's SPMD is on, for which ``torch.compile(backend="openxla")`` is; XLA cannot
+        compile the program.
     """
     compatibility.torch_xla("xla_gpu.torch.jit")
     from .._torch_xla.jit import JitFunction
