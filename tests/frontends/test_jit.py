@@ -244,6 +244,10 @@ def test_wrong_arguments_say_so():
         xg.jit(named)(torch.ones(2, device="meta"), 1)
     with pytest.raises(ValueError, match=r"expected tensors without gradients"):
         xg.jit(named)(torch.ones(2, requires_grad=True), 1)
+    large = [torch.full((1 << 19,), number).to(torch_xla.device()) for number in (1.0, 2.0)]
+    with pytest.raises(ValueError, match=r"expected updates in place by copy_\(\), got an argument"):
+        xg.jit(lambda x, y: x.set_(y))(*large)
+    assert large[0][0].item() == 1
     with pytest.raises(
         TypeError, match=r"jit\(named\): argument 1: expected tensors, arrays and hashable values, got set"
     ):

@@ -313,6 +313,13 @@ class JitFunction:
             before = [tensor.detach().clone() for tensor in given]
             with torch.no_grad(), self._only_traced(given):
                 result = self._function(*(_with_tensors(argument, remaining) for argument in arguments))
+            if len({_XLAC._xla_get_tensor_id(tensor) for tensor in given}) != len(given):
+                for tensor, original in zip(given, before, strict=True):
+                    tensor.data = original
+                raise ValueError(
+                    f"{self._where()}: expected updates in place by copy_(), got an argument that became another one "
+                    "by set_() or .data"
+                )
             for tensor, original in zip(given, before, strict=True):
                 if is_changed(tensor, original) and not is_updated(tensor):
                     compute(tensor)
