@@ -114,7 +114,6 @@ def test_tensors_updated_in_place_have_their_new_values():
 
 
 def test_tensors_that_take_the_value_of_another_one():
-    """Their new value is memory, which nothing computes."""
     first, second = on_device([1.0], [2.0])
 
     @xg.jit
