@@ -4,6 +4,7 @@
 
 #include <cstdint>
 
+#include "ffi/device/activation.cuh"
 #include "ffi/device/aligned_vector.h"
 #include "ffi/ops/linear/args.h"
 #include "ffi/ops/linear/work_range.cuh"
@@ -26,9 +27,7 @@ __device__ inline float Feature(const LinearArgs& args, float sum, int row) {
 
 template <typename T>
 __device__ inline float ActivationOf(Activation activation, float gate) {
-  if (activation == Activation::kSiluAndMul) return Round<T>(gate / (1.0f + expf(-gate)));
-  const float inner = 0.7978845608028654f * (gate + 0.044715f * gate * gate * gate);
-  return Round<T>(0.5f * gate * (1.0f + tanhf(inner)));
+  return Round<T>(SiluOrGeluTanh<T>(gate, activation == Activation::kSiluAndMul));
 }
 
 template <typename T>
