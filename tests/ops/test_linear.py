@@ -98,6 +98,33 @@ def test_float16_does_not_overflow(frontend, rows, weight_format):
     np.testing.assert_allclose(got.astype(np.float32), 4096 * 96 * 1e-4, rtol=0.02)
 
 
+@pytest.mark.parametrize("weight_format", cases.WEIGHT_FORMATS)
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.frontends("eager", "eager-cuda")
+def test_an_infinite_value_of_x(frontend, weight_format, dtype):
+    """Infinite results with the sign of its weight, NaN where that is 0; other rows are as they were."""
+    arrays = cases.linear_inputs(weight_format, 12, 144, 384, dtype)
+    arrays["x"][3, 130] = np.inf
+    arrays["x"][9, 7] = -np.inf
+    with np.errstate(invalid="ignore"):
+        (want,) = reference.linear(**arrays)
+    (got,) = frontend.call("linear", arrays)
+    compare.assert_same_special(got.astype(np.float64), want, f"{frontend.name}: linear")
+    finite = {**arrays, "x": np.delete(arrays["x"], [3, 9], axis=0)}
+    check(frontend, finite)
+    compare.assert_bitwise_equal(np.delete(got, [3, 9], axis=0), frontend.call("linear", finite)[0], "the other rows")
+
+
+@pytest.mark.parametrize("weight_format", ["float8-channel", "float8-block"])
+@pytest.mark.frontends("eager", "eager-cuda")
+def test_long_rows(frontend, weight_format):
+    """Rows that take more scratch memory than partial sums; a row alone has the same bits."""
+    arrays = cases.linear_inputs(weight_format, 48, 32, 81936)
+    got = check(frontend, arrays)
+    (alone,) = frontend.call("linear", {**arrays, "x": arrays["x"][-1:]})
+    compare.assert_bitwise_equal(alone, got[-1:], f"{frontend.name}: the last row alone")
+
+
 def test_no_rows(frontend):
     (got,) = frontend.call("linear", cases.linear_inputs("plain", 0, 32, 32))
     assert got.shape == (0, 32)
@@ -143,10 +170,11 @@ def test_work_tiles_shared_by_ctas(frontend, weight_format, n, k):
 @pytest.mark.parametrize("n", [16912, 19024])
 @pytest.mark.parametrize("rows", [1, 33, 64])
 @pytest.mark.parametrize("activation", [None, "silu_and_mul"])
+@pytest.mark.parametrize("weight_format", ["plain", "float8-channel", "float8-block"])
 @pytest.mark.frontends("eager-cuda")
-def test_work_tiles_by_the_number_of_sms(frontend, n, rows, activation):
+def test_work_tiles_by_the_number_of_sms(frontend, weight_format, n, rows, activation):
     """118 and 119 work tiles of 144 and 160 features, of which the last is not whole."""
-    arrays = cases.linear_inputs("plain", rows, n, 80, bias=True, residual=n if activation is None else n // 2)
+    arrays = cases.linear_inputs(weight_format, rows, n, 80, bias=True, residual=n if activation is None else n // 2)
     got = check(frontend, arrays, activation=activation)
     last = {name: arrays[name][-1:] for name in ("x", "residual")}
     (alone,) = frontend.call("linear", {**arrays, **last}, activation=activation)
