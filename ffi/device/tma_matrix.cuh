@@ -20,6 +20,17 @@ inline bool EncodeMatrix(const void* start, uint64_t rows, uint64_t row_bytes, u
                       map);
 }
 
+// The same matrix, of elements of 2 bytes, in boxes of `box_rows` rows by `box_columns` times 128 bytes, which lie in
+// shared memory one behind the other, [box_columns][box_rows][128 bytes]. Rows are multiples of 128 bytes.
+inline bool EncodeMatrixColumns(const void* start, uint64_t rows, uint64_t row_bytes, uint32_t box_rows,
+                                uint32_t box_columns, CUtensorMap* map) {
+  const cuuint64_t sizes[3] = {64, rows, row_bytes / 128};
+  const cuuint64_t stride_bytes[2] = {row_bytes, 128};
+  const cuuint32_t box[3] = {64, box_rows, box_columns};
+  return EncodeTensor(start, 3, sizes, stride_bytes, box, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, CU_TENSOR_MAP_SWIZZLE_128B,
+                      map);
+}
+
 #ifdef __CUDACC__
 
 // Starts the load of the box of 128 bytes whose first is number `128 * column`, from row `row` on. By one thread.
@@ -29,6 +40,16 @@ __device__ inline void TmaLoadMatrixBox(uint32_t shared, const CUtensorMap& map,
       "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%3, "
       "%4}], [%2], %5;" ::"r"(shared),
       "l"(reinterpret_cast<uint64_t>(&map)), "r"(barrier), "r"(column * 64), "r"(row), "l"(l2_policy)
+      : "memory");
+}
+
+// The same of a matrix as EncodeMatrixColumns describes it.
+__device__ inline void TmaLoadMatrixColumns(uint32_t shared, const CUtensorMap& map, uint32_t barrier, int column,
+                                            int row, uint64_t l2_policy) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%3, "
+      "%4, %5}], [%2], %6;" ::"r"(shared),
+      "l"(reinterpret_cast<uint64_t>(&map)), "r"(barrier), "r"(0), "r"(row), "r"(column), "l"(l2_policy)
       : "memory");
 }
 

@@ -14,6 +14,7 @@
 #include "ffi/ops/linear/linear.h"
 #include "ffi/ops/linear/simt_f32.cuh"
 #include "ffi/ops/linear/sm90_converted_launch.cuh"
+#include "ffi/ops/linear/sm90_int4_launch.cuh"
 #include "ffi/ops/linear/sm90_launch.cuh"
 
 namespace xla_gpu {
@@ -84,6 +85,9 @@ Status LaunchTile(const LinearParams& p, const LinearArgs& args, int shared_byte
     if (Status status = linear::RunsSm90a(linear::LinearSm90Kernel<Config>, Config::kThreads, &sm90a); !status.ok())
       return status;
     if (sm90a) return linear::LaunchSm90<Config>(args, stream, order);
+  } else if constexpr (kFormat == WeightFormat::kInt4 && kRowTile == 8) {
+    const Status status = linear::LaunchInt4Sm90<linear::Int4Traits<T, 8>>(args, stream, order, &sm90a);
+    if (!status.ok() || sm90a) return status;
   } else {
     using Config = linear::ConvertedTraits<T, kFormat, kRowTile>;
     if (Status status = linear::LaunchConvertedSm90<Config>(args, stream, order, &sm90a); !status.ok() || sm90a) {

@@ -24,7 +24,8 @@ constexpr int ClusterSize(int tiles, int chunks) {
 }
 
 // Whether the current device runs code for sm_90a: a kernel is empty, of one warp, in code for other targets.
-inline Status RunsSm90a(void (*kernel)(Sm90Args), int threads, bool* runs) {
+template <typename Args>
+Status RunsSm90a(void (*kernel)(Args), int threads, bool* runs) {
   cudaFuncAttributes code;
   XLA_GPU_RETURN_IF_CUDA(cudaFuncGetAttributes(&code, kernel));
   *runs = code.maxThreadsPerBlock >= threads;
@@ -45,8 +46,8 @@ inline Status EncodeMaps(int box_rows, int row_tile, Sm90Args* args) {
 }
 
 // A cluster for each work tile, launched programmatically.
-inline Status LaunchClusters(void (*kernel)(Sm90Args), const Sm90Args& args, int tiles, int threads, int shared_bytes,
-                             Stream stream) {
+template <typename Args>
+Status LaunchClusters(void (*kernel)(Args), const Args& args, int tiles, int threads, int shared_bytes, Stream stream) {
   cudaLaunchAttribute attributes[2] = {};
   attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attributes[0].val.programmaticStreamSerializationAllowed = 1;

@@ -1,4 +1,5 @@
-// The kernel of sm_90a for up to 64 rows and weights that are converted: float8, int8 and int4.
+// The kernel of sm_90a for up to 64 rows and weights that are converted: float8, int8 and int4. int4 at up to 8 rows
+// has sm90_int4_kernel.cuh, with the same bits.
 //
 // As in sm90_kernel.cuh, weights are the M operand of wgmma and the rows of x its N operand, TMA brings both to shared
 // memory, and the CTAs of a cluster divide k. What differs is what conversions need:
@@ -28,6 +29,7 @@
 #include "ffi/ops/linear/sm90_converted_traits.cuh"
 #include "ffi/ops/linear/sm90_converted_weights.cuh"
 #include "ffi/ops/linear/sm90_converted_x.cuh"
+#include "ffi/ops/linear/sm90_int4_weights.cuh"
 
 namespace xla_gpu::linear {
 
@@ -147,7 +149,7 @@ __device__ __forceinline__ void MultiplyConverted(const Sm90Args& args, int tile
     for (int group = 0; group < kGroups; ++group) {
       uint32_t offset[2];
 #pragma unroll
-      for (int r = 0; r < 2; ++r) offset[r] = kInt4 ? OffsetOfZeroPoint(zero_points, 2 * r + group, magic) : 0;
+      for (int r = 0; r < 2; ++r) offset[r] = kInt4 ? OffsetsOf<T>(zero_points, 2 * r + group).low : 0;
       WaitBarrier(barriers.XReady(x_ring.stage), x_ring.phase);
       __syncwarp();
       // The same in all lanes: the compiler then keeps descriptors in uniform registers.
@@ -193,7 +195,7 @@ __device__ __forceinline__ void MultiplyConverted(const Sm90Args& args, int tile
         for (int r = 0; r < 2; ++r) {
           if constexpr (kInt4) {
             const float2 pair = Unpack<T>(scale[r]);
-            factor[r] = group == 0 ? pair.x : pair.y;
+            factor[r] = (group == 0 ? pair.x : pair.y) * kInt4Unit<T>;
           } else {
             factor[r] = __uint_as_float(groups.scale[r]);
           }

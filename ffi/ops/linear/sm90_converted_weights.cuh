@@ -73,14 +73,6 @@ __device__ inline void ConvertWord(uint32_t word, uint32_t magic, uint32_t* low,
   }
 }
 
-// Values 4 * half to 4 * half + 3 of a word of int4, less the zero point in `offset`.
-template <typename T>
-__device__ inline void ConvertInt4(uint32_t word, int half, uint32_t offset, uint32_t magic, uint32_t* low,
-                                   uint32_t* high) {
-  *low = SubtractPair<T>(MaskOr<0x000f000fu>(word >> (8 * half), magic), offset);
-  *high = SubtractPair<T>(MaskOr<0x000f000fu>(word >> (8 * half + 4), magic), offset);
-}
-
 // Scales and zero points of a lane's two weight rows, r and r + 8: of int4 those of groups g and g + 1 along k, g being
 // even, else the scale of group g.
 template <typename T, WeightFormat kFormat>
@@ -130,13 +122,6 @@ class GroupLoader {
  private:
   int64_t first_[2];  // group of the rows; negative where there is no row
 };
-
-// The zero point in byte `byte` of `zero_points` as ConvertInt4 subtracts it. NaN for one that no int4 format has:
-// results are then not plausible wrong numbers.
-__device__ inline uint32_t OffsetOfZeroPoint(uint32_t zero_points, int byte, uint32_t magic) {
-  const uint32_t offset = __byte_perm(zero_points, magic, 0x5050 | byte << 8 | byte);
-  return zero_points >> (8 * byte) & 0x80 ? 0x7fff7fffu : offset;
-}
 
 }  // namespace xla_gpu::linear
 

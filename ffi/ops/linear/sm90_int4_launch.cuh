@@ -1,0 +1,69 @@
+// How the kernel of sm_90a for int4 weights divides a product, and its launch.
+#ifndef XLA_GPU_OPS_LINEAR_SM90_INT4_LAUNCH_CUH_
+#define XLA_GPU_OPS_LINEAR_SM90_INT4_LAUNCH_CUH_
+
+#include <cuda_runtime.h>
+
+#include <algorithm>
+
+#include "ffi/base/cuda_status.h"
+#include "ffi/device/launch_order.h"
+#include "ffi/device/stream.h"
+#include "ffi/ops/linear/sm90_clusters.cuh"
+#include "ffi/ops/linear/sm90_int4_kernel.cuh"
+
+namespace xla_gpu::linear {
+
+// The parts of k, and so the bits, depend on n and k alone.
+template <typename Config>
+Status LaunchInt4Sm90(const LinearArgs& linear, Stream stream, LaunchOrder order, bool* launched) {
+  const auto kernel = Int4Sm90Kernel<Config>;
+  if (Status status = RunsSm90a(kernel, Config::kThreads, launched); !status.ok() || !*launched) return status;
+  const auto divide = [](int value, int by) { return value / by + (value % by != 0); };
+  const bool gated = linear.activation != Activation::kNone;
+  const int out_features = gated ? linear.n / 2 : linear.n;
+  Sm90Int4Args args = {};
+  args.linear = linear;
+  args.chunks = divide(linear.k, Config::kChunkK);
+  const int parts = ClusterSize(divide(out_features, gated ? 128 : 256), args.chunks);
+  args.cluster = Config::kPartsInCta ? 1 : parts;
+  args.parts = Config::kPartsInCta ? parts : 1;
+  for (int part = 0; part <= parts; ++part) args.part_begin[part] = args.chunks * part / parts;
+  // ---- A work tile: up to 256 features, few enough for each SM to have one where clusters do not divide k
+  args.boxes = gated ? 2 : 1;
+  const int most_warps = Config::kMostWarps / args.parts;
+  args.warps_of_part = most_warps;
+  if (args.cluster == 1) {
+    const int box_tiles = divide(divide(out_features, 16), kMostClusters[1]);
+    args.warps_of_part = std::min(most_warps, divide(box_tiles * args.boxes, Config::kTilesOfWarp));
+  }
+  args.box_rows = args.warps_of_part * Config::kTilesOfWarp * 16 / args.boxes;
+  const int features = args.boxes * args.box_rows, tiles = divide(out_features, args.box_rows);
+  args.weights_first = order == LaunchOrder::kDependent;
+  args.x_rows = std::min(linear.rows, Config::kRowTile);
+  if (!Config::kPartsInCta) args.x_rows = Config::kRowTile;
+  const int stage_bytes = Int4StageBytes<Config>(features, args.x_rows);
+  const int sum_bytes = args.parts * Config::kRowTile * Int4SumPitch(features) * 4;
+  args.stages =
+      std::min({Config::kMaxStages, Config::kRingBytes / (args.parts * stage_bytes), divide(args.chunks, parts)});
+  const int ring_bytes = args.parts * args.stages * stage_bytes;
+  int bytes = ring_bytes + Config::kBarrierBytes;
+  bytes = Config::kPartsInCta ? bytes + sum_bytes : std::max(bytes, sum_bytes);
+  bytes = std::max(bytes, Config::kLeastBytes);
+  if (!EncodeMatrix(linear.weight, static_cast<uint64_t>(linear.n), static_cast<uint64_t>(linear.weight_row_bytes),
+                    static_cast<uint32_t>(args.box_rows), &args.weight_map) ||
+      !EncodeMatrixColumns(linear.x, static_cast<uint64_t>(linear.rows), static_cast<uint64_t>(linear.k) * 2,
+                           static_cast<uint32_t>(args.x_rows), Config::kChunkK / 64, &args.x_map)) {
+    return Status::Internal(
+        "linear: no tensor map of weight or x: expected memory aligned to 16 bytes, and a driver that has tensor maps");
+  }
+  // The same for all sizes: another thread may launch this kernel in between.
+  XLA_GPU_RETURN_IF_CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, 226 * 1024));
+  XLA_GPU_RETURN_IF_CUDA(
+      cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared));
+  return LaunchClusters(kernel, args, tiles, Config::kThreads, bytes, stream);
+}
+
+}  // namespace xla_gpu::linear
+
+#endif  // XLA_GPU_OPS_LINEAR_SM90_INT4_LAUNCH_CUH_

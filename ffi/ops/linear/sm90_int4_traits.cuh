@@ -1,0 +1,65 @@
+// Sizes of the kernel of sm_90a for int4 weights, its arguments and its barriers.
+#ifndef XLA_GPU_OPS_LINEAR_SM90_INT4_TRAITS_CUH_
+#define XLA_GPU_OPS_LINEAR_SM90_INT4_TRAITS_CUH_
+
+#include <cstdint>
+
+#include "ffi/ops/linear/sm90_traits.cuh"
+
+namespace xla_gpu::linear {
+
+// `cluster` CTAs and `parts` groups of warps of each divide k: one of the two is 1.
+struct Sm90Int4Args : Sm90Args {
+  int parts;
+  int warps_of_part;
+  int stages;         // of each part's ring
+  int x_rows;         // of a TMA box of x: up to 8 rows no more than there are
+  int part_begin[9];  // the first chunk of each part of k, and the end of the last one
+};
+
+template <typename T_, int kRowTile_>
+struct Int4Traits {
+  using T = T_;
+  static constexpr int kRowTile = kRowTile_;
+  static constexpr int kRowBlocks = kRowTile / 8;
+  // Up to 8 rows the warps of a CTA divide k, otherwise the CTAs of a cluster.
+  static constexpr bool kPartsInCta = kRowTile == 8;
+  static constexpr int kTilesOfWarp = 2;   // of 16 weight rows
+  static constexpr int kMostWarps = 8;     // that multiply
+  static constexpr int kLoadingWarps = 2;  // at most, one for a part
+  // Up to 8 rows the next kernel's CTA fits an SM beside this one's, and loads while this one ends.
+  static constexpr int kCtasOfSm = kRowTile == 8 ? 2 : 1;
+  static constexpr bool kMovesRegisters = kCtasOfSm == 1;  // from the threads that load to those that multiply
+  static constexpr int kThreads = (kMostWarps + (kMovesRegisters ? 4 : kLoadingWarps)) * 32;
+  static constexpr int kChunkK = 256;          // 128 bytes of a weight row: a stage's
+  static constexpr int kTileBytes = 16 * 128;  // of a stage
+  static constexpr int kMaxStages = 8;
+  static constexpr int kBarrierBytes = 2 * 8 * kMaxStages * 8;            // of up to 8 parts
+  static constexpr int kRingBytes = (kCtasOfSm == 2 ? 102 : 200) * 1024;  // at most
+  static constexpr int kLeastBytes = kCtasOfSm == 2 ? 0 : 116 * 1024;     // no two CTAs of a kernel on an SM
+};
+
+// Of a stage, which begins at a swizzle atom.
+template <typename Config>
+constexpr int Int4StageBytes(int features, int x_rows) {
+  return features * 128 + (x_rows * Config::kChunkK * 2 + 1023) / 1024 * 1024;
+}
+
+// Where the barriers of a part's ring are, as shared-memory addresses.
+struct Int4Barriers {
+  uint32_t start;
+
+  __device__ uint32_t Full(int stage) const { return start + stage * 16; }
+  __device__ uint32_t Empty(int stage) const { return start + stage * 16 + 8; }
+};
+
+// From a row of partial sums to the next.
+constexpr int Int4SumPitch(int features) { return features + 4; }
+
+// The weight row, of 8 that follow one another in shared memory, of the lanes whose number divided by 4 is `g`: such
+// that 16 lanes that load 8 bytes meet in no bank.
+__device__ inline int Int4RowOfLanes(int g) { return (g & 1) << 2 | (g & 2) | g >> 2; }
+
+}  // namespace xla_gpu::linear
+
+#endif  // XLA_GPU_OPS_LINEAR_SM90_INT4_TRAITS_CUH_
