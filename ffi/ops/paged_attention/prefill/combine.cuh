@@ -26,7 +26,7 @@ struct SplitAccumulators {
 using SplitMode = unsigned;
 inline constexpr SplitMode kAccumulate = 1;  // merges what this CTA has spilled of the splits before
 inline constexpr SplitMode kSpill = 2;       // stores the result to a split accumulator instead of `out`
-inline constexpr SplitMode kCrossCta = 4;    // other CTAs have the other splits
+inline constexpr SplitMode kCrossCta = 4;    // with kSpill: for the combine kernel, since other CTAs have other splits
 
 // Merges the states and accumulators of a row over two KV splits. The CTA and the combine kernel merge alike, in the
 // same order.
@@ -145,7 +145,12 @@ __global__ void __launch_bounds__(kCombineThreads, kCombineCtasPerSm)
   for (int base = 0; base < num_live; base += 32) {
     SequenceInfo info{};
     if (base + lane < num_live) info = LoadSequence(params, base + lane, in_order);
-    int my_splits = info.valid ? policy.Of(info.q_len, info.context_len).count : 1;
+    const KvSplits mine = info.valid ? policy.Of(info.q_len, info.context_len) : KvSplits{1, 0, 0};
+    int my_splits = mine.count;
+    if constexpr (kDim == 128) {  // the first ones count as one
+      const int q_len = info.q_len > policy.max_decode_tokens ? info.q_len : 0;
+      if (base == 0) my_splits -= policy.FirstSplits(q_len, info.valid ? info.context_len : 0, mine) - 1;
+    }
     const unsigned rows = policy.RowsOf(my_splits, info.q_len);
     const unsigned rows_up_to = SumUpToLane(rows);
     if (base % kPlanned == 0) {
@@ -158,10 +163,6 @@ __global__ void __launch_bounds__(kCombineThreads, kCombineCtasPerSm)
     }
     const int64_t my_accum_begin = base / kPlanned * accumulators.part_rows + rows_before + rows_up_to - rows;
     rows_before += __shfl_sync(~0u, rows_up_to, 31);
-    if constexpr (kDim == 128) {
-      const int q_len = info.q_len > policy.max_decode_tokens ? info.q_len : 0;
-      if (base == 0 && policy.FillCtas(q_len, info.valid ? info.context_len : 0)) fits = false;
-    }
     if (!fits) my_splits = 1;
     const int my_begin = info.q_begin * static_cast<int>(params.num_heads);  // row of `out`
     const int my_rows = my_splits > 1 ? info.q_len * static_cast<int>(params.num_heads) : 0;

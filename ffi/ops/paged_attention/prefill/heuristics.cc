@@ -23,6 +23,9 @@ constexpr TmaTileCost kTmaTileCosts[] = {{TmaInstance::kRows192, 192, 4.8, 2.0},
                                          {TmaInstance::kRows128, 128, 3.5, 1.5},
                                          {TmaInstance::kRows64, 64, 2.5, 1.1}};
 
+// Sequences for which SplitKvPolicy::FirstSplits applies.
+constexpr int64_t kMostWithFirstSplits = 32;
+
 // The sequences of a call, if they are of one length and their contexts take all the room.
 struct Sequences {
   int64_t count, tokens, context;
@@ -61,7 +64,8 @@ bool SuitsAlternating(const PagedAttentionParams& shapes, const SplitKvPolicy& p
     return true;
   }
   const int64_t large_tiles = (shapes.num_tokens * group + 127) / 128 * shapes.num_kv_heads;
-  *instance = TmaInstance::kRows128Alternating;
+  *instance =
+      sequences.count <= kMostWithFirstSplits ? TmaInstance::kRows64Alternating : TmaInstance::kRows128Alternating;
   return splits && sequences.tokens * group <= 64 && large_tiles <= sms;
 }
 
@@ -112,9 +116,8 @@ bool SuitsOneWarpgroup(const PagedAttentionParams& shapes) {
 
 // As the functions above, or where sequences have few tokens, 64 or 128 rows: a work tile that is not full takes as
 // long as a full one. Of several tokens for each sequence, and a chunk of a prompt beside decode rows, the shapes do
-// not tell. The first is bound by memory with either size; the second wants 64 rows as long as all work tiles are
-// resident at once. NOTE: with more tokens the average says little. Chunks of prompts beside many decode sequences want
-// large work tiles.
+// not tell. The first wants 64 rows in turns; the second 64 rows as long as all work tiles are resident at once. NOTE:
+// with more tokens the average says little. Chunks of prompts beside many decode sequences want large work tiles.
 TmaInstance TmaInstanceDim128(const PagedAttentionParams& shapes, const SplitKvPolicy& policy, bool one_warpgroup,
                               int64_t sms) {
   if (one_warpgroup && SuitsOneWarpgroup(shapes)) return TmaInstance::kOneWarpgroup;
@@ -128,18 +131,18 @@ TmaInstance TmaInstanceDim128(const PagedAttentionParams& shapes, const SplitKvP
   const int64_t small_tiles = (rows + 63) / 64 * shapes.num_kv_heads;
   const int splits = CrossCtaSplits(policy, /*sequences=*/1, chunk, shapes.pages_per_seq * shapes.page_size);
   const bool float8 = IsFloat8(shapes.cache_dtype);
+  const Sequences sequences(shapes);
+  const bool several = sequences.tokens > shapes.max_decode_tokens && !float8;
   if (small_tiles * 2 > sms && small_tiles * splits > sms) {
+    if (several && sequences.count <= kMostWithFirstSplits) return TmaInstance::kRows64Alternating;
     return float8 ? TmaInstance::kRows128 : TmaInstance::kRows128Alternating;
   }
-  // Several work tiles for each CTA, if sequences are of one length. With one or two, PrefillCombineKernel's CTAs that
+  // Several KV splits for each CTA, if sequences are of one length. With one or two, PrefillCombineKernel's CTAs that
   // fit beside the smaller ones of kRows64 gain more.
   constexpr int64_t kSeveral = 3;
-  const Sequences sequences(shapes);
   const int64_t tiles =
-      sequences.SmallTiles(shapes) * CrossCtaSplits(policy, sequences.count, sequences.tokens, sequences.context);
-  return tiles >= kSeveral * sms && sequences.tokens > shapes.max_decode_tokens && !float8
-             ? TmaInstance::kRows64Alternating
-             : TmaInstance::kRows64;
+      sequences.SmallTiles(shapes) * CrossCtaSplits(policy, /*sequences=*/1, sequences.tokens, sequences.context);
+  return several && tiles >= kSeveral * sms ? TmaInstance::kRows64Alternating : TmaInstance::kRows64;
 }
 
 }  // namespace xla_gpu::prefill

@@ -192,15 +192,15 @@ struct OnlineSoftmax {
 
   // For one of several KV splits that this CTA takes one after the other: merges what it has stored of the earlier ones
   // into the result (kAccumulate), and stores the result (kSpill), to the CTA's accumulator, whose rows begin at
-  // `first`. Each thread reads what it, or its like in another warpgroup, has written, in vectors without gaps.
+  // `first`. Each thread reads what it, or its like in another warpgroup, has written. kShared: to shared memory.
   // NOTE: in straight lines, so that all loads are in flight at once. Row by row they took 14 µs for a work tile.
-  template <int kDimTiles>
+  template <bool kShared, int kDimTiles>
   __device__ void AccumulateAndSpill(const LogitTransform& transform, const SplitAccumulators& accumulators,
                                      int64_t first, SplitMode mode, bool invalid, float (&o)[kRowTiles][kDimTiles][4]) {
+    const auto load = [](const auto* from) { return kShared ? *from : __ldcg(from); };
     constexpr int kAtOnce = 8;
     static_assert(kDimTiles % kAtOnce == 0);
-    const int lane = OpaqueLane();
-    const int quad_lane = lane % 4;
+    const int lane = OpaqueLane(), quad_lane = lane % 4;
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m) {
       const int64_t begin = first + first_row + m * 16;
@@ -212,8 +212,8 @@ struct OnlineSoftmax {
       if ((mode & kAccumulate) != 0) {
         float4 earlier[kAtOnce];
 #pragma unroll
-        for (int i = 0; i < kAtOnce; ++i) earlier[i] = __ldcg(o_accum + i * 32);
-        const float2 spilled[2] = {__ldcg(max_sum), __ldcg(max_sum + 8)};
+        for (int i = 0; i < kAtOnce; ++i) earlier[i] = load(o_accum + i * 32);
+        const float2 spilled[2] = {load(max_sum), load(max_sum + 8)};
         const SplitMerge merge[2] = {{{spilled[0].x, spilled[0].y}, {state[m][0].max, row_sum[0]}, transform.to_log2},
                                      {{spilled[1].x, spilled[1].y}, {state[m][1].max, row_sum[1]}, transform.to_log2}};
 #pragma unroll
@@ -230,7 +230,7 @@ struct OnlineSoftmax {
             mine[1] = merge[0].Merge(earlier[i].y, mine[1]);
             mine[2] = merge[1].Merge(earlier[i].z, mine[2]);
             mine[3] = merge[1].Merge(earlier[i].w, mine[3]);
-            if (d + kAtOnce < kDimTiles) earlier[i] = __ldcg(o_accum + (d + kAtOnce + i) * 32);
+            if (d + kAtOnce < kDimTiles) earlier[i] = load(o_accum + (d + kAtOnce + i) * 32);
           }
         }
       }

@@ -127,6 +127,7 @@ class PersistentWarpTileScheduler {
     const int begin = metadata.q_begin, end = metadata.q_end, context_len = metadata.context_len;
     const int num_live = metadata.num_seqs >= 0 && metadata.num_seqs <= params.max_seqs ? metadata.num_seqs : -1;
     prompt_ = {lane, begin, 0, -1, 1, 0, 0};
+    has_first_splits_ = false;
     const bool live = lane < num_live;
     bool owns = live && 0 <= begin && begin <= end && end <= params.num_tokens;
     const bool in_order = __all_sync(~0u, owns || !live);
@@ -147,17 +148,22 @@ class PersistentWarpTileScheduler {
 
   __device__ bool HasPaddingRows() const { return has_padding_rows_; }
 
-  // Must come before Find where sequences may be split.
-  // kFillCtas: asks SplitKvPolicy::FillCtas.
-  template <bool kFillCtas>
+  // Must come before Find where sequences may be split. kFirstSplits: asks SplitKvPolicy::FirstSplits, of which
+  // one CTA takes all, or with kSome also some.
+  template <bool kFirstSplits, bool kSome>
   __device__ void Split(const SplitKvPolicy& policy) {
     SplitPromptKv{policy}(&prompt_);
+    if (!__any_sync(~0u, prompt_.splits > 1)) return;
+    if constexpr (kFirstSplits) {
+      prompt_.first_splits =
+          policy.FirstSplits(prompt_.q_len, prompt_.context_len, policy.Of(prompt_.q_len, prompt_.context_len));
+      prompt_.splits -= prompt_.first_splits - 1;
+    }
     const unsigned rows = policy.RowsOf(prompt_.splits, prompt_.q_len);
-    if (!__any_sync(~0u, rows > 0)) return;
     const unsigned rows_up_to = SumUpToLane(rows);
     prompt_.accum_begin = static_cast<int>(rows_up_to - rows);
-    const bool fills = kFillCtas && policy.FillCtas(prompt_.q_len, prompt_.context_len);
-    if (fills || !policy.Fits(__shfl_sync(~0u, rows_up_to, 31))) prompt_.splits = 1;
+    if (!policy.Fits(__shfl_sync(~0u, rows_up_to, 31))) prompt_.splits = 1;
+    has_first_splits_ = kSome && __any_sync(~0u, prompt_.splits > 1 && prompt_.first_splits > 1);
   }
 
   // Behind Split, by the warp that calls Find: see PromptTiles::ShrinkTail. Decode rows, whose kernels come next, run
@@ -179,6 +185,7 @@ class PersistentWarpTileScheduler {
 
   // As PersistentTileScheduler::Find.
   __device__ bool Find(unsigned n, WorkTile* tile) const {
+    if (has_first_splits_) return FindBesideFirstSplits(n, tile);
     const unsigned rank = PersistentRank(n);
     const unsigned row_tile = kv_heads_.Divide(rank);
     const unsigned count = tiles_.Count(prompt_);
@@ -231,6 +238,32 @@ class PersistentWarpTileScheduler {
   }
 
  private:
+  // Where row tiles' first splits, which are fewer than CTAs, are about a CTA's share: they have a CTA each, and the
+  // other CTAs take the other splits.
+  __device__ bool FindBesideFirstSplits(unsigned n, WorkTile* tile) const {
+    const unsigned all = tiles_.Count(prompt_);
+    const unsigned row_tiles = all / static_cast<unsigned>(prompt_.splits);
+    const unsigned first_ctas = __reduce_add_sync(~0u, row_tiles) * kv_heads_.divisor;
+    const bool first = blockIdx.x < first_ctas;
+    if (first && n > 0) return false;
+    const unsigned rank = first ? blockIdx.x : blockIdx.x - first_ctas + n * (gridDim.x - first_ctas);
+    unsigned left = kv_heads_.Divide(rank);
+    const unsigned kv_head = rank - left * kv_heads_.divisor;
+    const unsigned mine = first ? row_tiles : all - row_tiles;
+    const unsigned up_to = SumUpToLane(mine);
+    if (left >= __shfl_sync(~0u, up_to, 31)) return false;
+    const int owner = __popc(__ballot_sync(~0u, up_to <= left));
+    left -= __shfl_sync(~0u, up_to - mine, owner);
+    const Prompt prompt = PromptOf(owner);
+    unsigned index = left * prompt.splits;
+    if (!first) {
+      const unsigned row_tile = left / static_cast<unsigned>(prompt.splits - 1);
+      index = left + row_tile + 1;
+    }
+    *tile = prompt.Tile(tiles_, index, kv_head);
+    return true;
+  }
+
   __device__ Prompt PromptOf(int lane) const {
     return {lane,
             __shfl_sync(~0u, prompt_.q_begin, lane),
@@ -238,7 +271,8 @@ class PersistentWarpTileScheduler {
             __shfl_sync(~0u, prompt_.context_len, lane),
             __shfl_sync(~0u, prompt_.splits, lane),
             0,
-            __shfl_sync(~0u, prompt_.accum_begin, lane)};
+            __shfl_sync(~0u, prompt_.accum_begin, lane),
+            __shfl_sync(~0u, prompt_.first_splits, lane)};
   }
 
   PromptTiles<kRows, kShrinksTail> tiles_;
@@ -246,7 +280,8 @@ class PersistentWarpTileScheduler {
   Prompt prompt_ = {0, 0, 0, -1, 1, 0, 0};  // this lane's; no rows where it has none
   unsigned prompts_ = 0;                    // bit per lane: it has a prompt
   bool has_padding_rows_ = false;
-  bool has_decode_rows_ = false;  // with kShrinksTail
+  bool has_decode_rows_ = false;   // with kShrinksTail
+  bool has_first_splits_ = false;  // some, but not all, splits of a row tile have one CTA
 };
 
 // A persistent scheduler for work tiles that all take about the same time: in the order of the sequences. By the

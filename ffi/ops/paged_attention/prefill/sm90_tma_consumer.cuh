@@ -335,7 +335,10 @@ struct TmaConsumer {
   }
 
   // Whether a work tile's accumulator is one of this CTA's, which the next split of its rows reads or writes.
-  static __device__ bool StoresForThisCta(SplitMode mode) { return mode != 0 && (mode & kCrossCta) == 0; }
+  static __device__ bool StoresForThisCta(SplitMode mode) {
+    const bool one_of_several = Traits::kSharedAccumulators && (mode & kAccumulate) != 0;
+    return mode != 0 && ((mode & kCrossCta) == 0 || one_of_several);
+  }
 
   // `part`: of the work tile's rows. `latest`: the transform of the latest work tile, which may be another one.
   // `accumulated`: parity of the work tiles before of which StoresForThisCta. With Traits::kAlternates the other
@@ -348,7 +351,8 @@ struct TmaConsumer {
     const typename Traits::TileStage& tile = cta.Tile(work);
     const bool invalid_page = tile.invalid_page;
     const SplitMode mode = tile.mode;
-    if ((mode & kCrossCta) != 0) {
+    const bool crosses = (mode & kCrossCta) != 0;
+    if (crosses && !StoresForThisCta(mode)) {
       softmax.Spill(tile.rows, cta.params.accumulators, tile.accum_row, invalid_page, o);
     } else {
       if (mode != 0) {
@@ -356,11 +360,20 @@ struct TmaConsumer {
         // NOTE: by the rows of part 1 too, which nobody else reads or writes: a wait by parity must not begin two
         // phases ahead, and the warpgroup may have the next work tile alone.
         if (Traits::kAlternates) WaitBarrier(barrier, *accumulated ^ 1);
-        softmax.AccumulateAndSpill(transform, cta.params.accumulators, tile.accum_row, mode, invalid_page, o);
+        if constexpr (Traits::kSharedAccumulators) {
+          auto& shared = cta.Storage().accumulators;
+          softmax.template AccumulateAndSpill<true>(transform, {shared.o_accum, shared.max_sum_accum, 0}, 0,
+                                                    crosses ? kAccumulate : mode, invalid_page, o);
+        } else {
+          softmax.template AccumulateAndSpill<false>(transform, cta.params.accumulators, tile.accum_row, mode,
+                                                     invalid_page, o);
+        }
         if (Traits::kAlternates && part == 0) cta.Arrive(barrier);
         *accumulated ^= 1;
       }
-      if ((mode & kSpill) == 0) {
+      if (Traits::kSharedAccumulators && crosses) {
+        softmax.Spill(tile.rows, cta.params.accumulators, tile.accum_row, invalid_page, o);
+      } else if ((mode & kSpill) == 0) {
         softmax.template StoreFromRegisters<T>(cta.attention, tile.rows, transform, o, invalid_page);
       }
     }

@@ -28,7 +28,7 @@ struct TmaSchedulerWarp {
     bool found;     // false: the CTA has no work tile, or it was not looked for
     bool computed;  // by the other warps; false: some row is written without them
     SplitMode mode;
-    int next_split;  // of the same work tile, where this CTA takes all splits; else 0
+    int next_split;  // of the same work tile, where this CTA takes several; else 0
   };
 
   // Finds the CTA's first work tile and describes it in the first stage, but does not tell the other warps.
@@ -102,7 +102,7 @@ struct TmaSchedulerWarp {
   __device__ void Plan(typename Traits::TileState state, Planned* planned) const {
     const TmaParams& params = cta.params;
     const int lane = cta.lane;
-    WorkTile& tile = planned->tile;
+    const WorkTile& tile = planned->tile;
     TileStage& stage = cta.Tile(state);
     Rows rows(cta.attention, tile, params.group);
     if constexpr (Traits::kTreeMask) {
@@ -120,23 +120,32 @@ struct TmaSchedulerWarp {
       if (splits.count > 1) {
         int64_t accum_row;
         const int64_t part = blockIdx.y * params.accumulators.part_rows;
-        if (tile.accum_begin >= 0) {
+        const auto cross_row = [&] {
+          return part + tile.accum_begin + (tile.split * tile.q_len - tile.q_begin) * rows.num_heads;
+        };
+        const bool crosses = tile.accum_begin >= 0;
+        const int first_splits = Traits::kSharedAccumulators ? tile.first_splits : 1;
+        int split = tile.split;
+        if (crosses && (first_splits == 1 || split > 0)) {
           mode = kCrossCta | kSpill;
-          accum_row = part + tile.accum_begin + (tile.split * tile.q_len - tile.q_begin) * rows.num_heads;
-        } else {  // this CTA takes all splits: the work tile comes back for each
+          accum_row = cross_row();
+          if (split > 0) split += first_splits - 1;
+        } else {  // this CTA takes all splits, or the first ones: the work tile comes back for each
           int first_key, last_key;
           rows.VisibleKeys(rows.count - 1, &first_key, &last_key);
           if (Traits::kTreeMask && params.tree_words > 0) last_key = tile.context_len - 1;
           int& next_split = planned->next_split;
-          tile.split = next_split;
+          split = next_split;
           if (next_split > 0) mode = kAccumulate;
-          if (last_key / kTileKeys >= splits.Begin(next_split + 1)) mode |= kSpill;
+          const bool all_taken = crosses && next_split + 1 == first_splits;
+          if (!all_taken && last_key / kTileKeys >= splits.Begin(next_split + 1)) mode |= kSpill;
           next_split = (mode & kSpill) != 0 ? next_split + 1 : 0;
-          accum_row = part + blockIdx.x * Traits::kRows;
+          if (crosses && next_split == 0) mode |= kCrossCta | kSpill;
+          accum_row = crosses ? cross_row() : part + blockIdx.x * Traits::kRows;
         }
         if (lane == 0) stage.accum_row = accum_row;
-        first_tile = splits.Begin(tile.split);
-        split_tiles = splits.Begin(tile.split + 1) - first_tile;
+        first_tile = splits.Begin(split);
+        split_tiles = splits.Begin(split + 1) - first_tile;
       }
     }
     if (lane == 0) stage.mode = mode;

@@ -77,10 +77,11 @@ struct SplitKvPolicy {
   unsigned one_tile_splits;  // SplitsFor(1, kv_heads)
   int max_decode_tokens;
   int max_tokens;  // new tokens of a sequence; longer ones are invalid, as trees may be
-  // For FillCtas; `ctas` is 0 where it does not apply: with more than 32 sequences, or without room for a work tile's
-  // accumulator for each CTA.
-  unsigned ctas;       // of the persistent kernel
-  unsigned tile_rows;  // of its work tiles
+  // For FirstSplits; `ctas` is 0 where it does not apply: with more than 32 sequences, or without room for a work
+  // tile's accumulator for each CTA.
+  unsigned ctas;            // of the persistent kernel
+  unsigned tile_rows;       // of its work tiles
+  bool takes_first_splits;  // whether its CTAs can take some splits of their rows, beside cross-CTA splits
 
 #ifdef __CUDACC__
   __device__ KvSplits Of(int q_len, int context_len) const {
@@ -93,21 +94,41 @@ struct SplitKvPolicy {
   }
 #endif
 #ifdef __CUDACC__
-  // Whether work tiles that are not split keep all CTAs busy nearly to the end, so that cross-CTA splits would only
-  // cost their accumulators' way through memory. By a warp, a sequence of the prefill path to a lane, with q_len 0
-  // where it has none.
-  __device__ bool FillCtas(int q_len, int context_len) const {
-    if (ctas == 0) return false;
+  // How many of a row tile's splits one CTA takes, the first ones of `splits`. All, where work tiles that are not split
+  // keep all CTAs busy nearly to the end: cross-CTA splits would only cost their accumulators' way through memory.
+  // Some, where the row tiles' are a third of the CTAs or more: about a CTA's share of all keys; the other CTAs take
+  // the other splits. By a warp, a sequence of the prefill path to a lane, with q_len 0 where it has none.
+  __device__ int FirstSplits(int q_len, int context_len, const KvSplits& splits) const {
+    if (ctas == 0) return 1;
     const unsigned row_tiles = (static_cast<unsigned>(q_len * group) + tile_rows - 1) / tile_rows * kv_heads;
     const bool has_keys = row_tiles > 0 && context_len > 0 && q_len <= max_tokens;
     const unsigned tiles = has_keys ? tile_keys.Divide(static_cast<unsigned>(context_len) - 1) + 1 : 0;
     constexpr unsigned kMost = 1u << 18;  // no overflow below
     const unsigned all = __reduce_add_sync(~0u, row_tiles < kMost ? row_tiles : kMost);
     const unsigned longest = __reduce_max_sync(~0u, tiles);
-    if (longest >= 1u << 13 || all >= 1u << 13) return false;
+    if (longest >= 1u << 13 || all >= 1u << 13) return 1;
     const unsigned work = __reduce_add_sync(~0u, row_tiles * tiles);
     const unsigned rounds = (all + ctas - 1) / ctas;
-    return uint64_t{rounds * longest} * ctas * 7 <= uint64_t{work} * 8;
+    if (uint64_t{rounds * longest} * ctas * 7 <= uint64_t{work} * 8) return splits.count;
+    if (!takes_first_splits || all >= ctas || all * 3 < ctas) return 1;
+    const bool split = splits.count > 1;
+    const unsigned share = work / ctas;
+    const int nearest = static_cast<int>(share) + splits.tiles / 2;
+    int first = split ? min(nearest / splits.tiles, splits.count) : 1;
+    if (split && splits.Begin(first) > nearest) --first;
+    first = max(first, 1);
+    // The other CTAs have about as much to do, or else all splits are cross-CTA splits, if they fit.
+    const unsigned others = __reduce_add_sync(~0u, split ? row_tiles * (tiles - splits.Begin(first)) : 0);
+    const unsigned rows = split ? RowsOf(splits.count, q_len) : 0;
+    const bool fits = Fits(__reduce_add_sync(~0u, rows < kMost ? rows : kMost));
+    if (fits && others * 4 > (ctas - all) * (share + 1) * 5) return 1;
+    // The accumulators of the others have to fit, and of all first ones together.
+    const unsigned of_split = split ? rows / splits.count : 0;
+    const unsigned all_rows = __reduce_add_sync(~0u, of_split < kMost ? of_split : kMost);
+    if (all_rows == 0) return 1;
+    const int room = static_cast<int>(pool_rows / all_rows);
+    if (room < 2) return splits.count;
+    return max(first, splits.count + 1 - room);
   }
 #endif
   // The number of splits, 0 or 1 where there are none, of a sequence whose keys are in so many key tiles.

@@ -27,6 +27,7 @@ struct WorkTile {
   int kv_head;
   int split;        // KV split, where these are work tiles of their own (cross-CTA split); else 0
   int accum_begin;  // first row of the sequence's split accumulators; -1 where splits are no work tiles of their own
+  int first_splits = 1;  // of the row tile, which one CTA takes: `split` is 0, or one behind them
 };
 
 // A sequence with more rows than the decode path takes.
@@ -34,10 +35,11 @@ struct Prompt {
   int seq;
   int q_begin;
   int q_len;
-  int context_len;  // -1 where it is out of range
-  int splits;       // KV splits that are work tiles of their own; its row tiles are counted once for each
-  int split_keys;   // keys of a split, where there are several
-  int accum_begin;  // first row of its split accumulators, where there are several
+  int context_len;       // -1 where it is out of range
+  int splits;            // KV splits that are work tiles of their own; its row tiles are counted once for each
+  int split_keys;        // keys of a split, where there are several
+  int accum_begin;       // first row of its split accumulators, where there are several
+  int first_splits = 1;  // KV splits that are the first of `splits`
 
   // One past the position of the last row, or what stands for it; at least q_len, so that all tiles end at positive
   // positions.
@@ -62,7 +64,8 @@ struct Prompt {
             tiles.Rows(index),
             static_cast<int>(kv_head),
             static_cast<int>(split),
-            splits > 1 ? accum_begin : -1};
+            splits > 1 ? accum_begin : -1,
+            first_splits};
   }
 };
 
