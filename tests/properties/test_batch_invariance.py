@@ -211,8 +211,8 @@ def test_several_tokens_do_not_change_bits(frontend, name, shape):
 )
 def test_sequences_for_all_ctas_do_not_change_bits(frontend, name, shape, sequences):
     """On CUDA 128 work tiles before their keys are split have a CTA each on an H100 or H200, which takes all splits of
-    its rows, its warpgroups in turns. 33 sequences are more than are planned so. Of 64 or 88 work tiles a CTA each takes
-    the first splits, and the other CTAs the others."""
+    its rows, its warpgroups in turns. 33 sequences are more than are planned so. Of 64 or 88 work tiles a CTA each
+    takes the first splits, and the other CTAs the others."""
     case, inputs = subject(name, shape)
     want = results(frontend, inputs.arrays(), case)
     neighbours = ((sequence(name),) * (sequences - 4), (sequence(name),) * 3)
@@ -239,6 +239,19 @@ def test_chunks_that_are_alike_do_not_change_bits(frontend, name, shape):
         got = results(frontend, *batch(name, shape, before, after, spare_seqs=0))
         for result, g, w in zip(("out", "lse"), got, want, strict=True):
             compare.assert_bitwise_equal(g, w, f"{frontend.name} {name} {shape} {what}: {result}")
+
+
+@pytest.mark.frontends("eager-cuda", "jax-cuda")
+def test_chunks_beside_many_decode_rows_do_not_change_bits(frontend):
+    """The split accumulators of three chunks do not fit: on CUDA both warpgroups of a CTA take all splits of its
+    rows."""
+    name, shape = "three-splits", "gqa-bf16"
+    case, inputs = subject(name, shape)
+    want = results(frontend, inputs.arrays(), case)
+    chunks = (sequence(name),) * 2
+    got = results(frontend, *batch(name, shape, ((1, 300),) * 64, chunks, spare_seqs=0))
+    for what, g, w in zip(("out", "lse"), got, want, strict=True):
+        compare.assert_bitwise_equal(g, w, f"{frontend.name}: {what}")
 
 
 @pytest.mark.frontends("eager-cuda", "jax-cuda")

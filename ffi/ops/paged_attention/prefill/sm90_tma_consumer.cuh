@@ -122,6 +122,7 @@ struct TmaConsumer {
     KeyState key;
     ValueState value;
     uint32_t next_alone = 0;   // the warpgroup that takes the next work tile of up to 64 rows; parity of their number
+    bool was_alone = true;     // the work tile before had up to 64 rows
     uint32_t accumulated = 0;  // parity of the work tiles whose accumulators have been stored by this CTA: see Store
     do {
       cta.tiles.WaitFull(work);
@@ -129,6 +130,11 @@ struct TmaConsumer {
       if (left == 0) return;
       const bool alone = Traits::kAlternates && (kRowWarpgroups == 1 || cta.Tile(work).rows.count <= 64);
       if constexpr (Traits::kAlternates) {
+        // Both have ended the work tiles before, and their turns, where this one or the one before is of both.
+        if (kRowWarpgroups > 1 && !(alone && was_alone)) {
+          NamedBarrierSync(kTurnBarrier + kWarpgroups, kWarpgroups * Traits::kWarpgroupThreads);
+        }
+        was_alone = alone;
         if (alone) {
           next_alone ^= 1;
           if (static_cast<int>(next_alone) == warpgroup) {  // the other one takes it
@@ -140,9 +146,6 @@ struct TmaConsumer {
             work.Advance();
             continue;
           }
-        } else {
-          // Both have ended the work tiles before, and their turns.
-          NamedBarrierSync(kTurnBarrier + kWarpgroups, kWarpgroups * Traits::kWarpgroupThreads);
         }
       }
       const int part = alone ? 0 : warpgroup;  // of the work tile's rows
@@ -357,9 +360,9 @@ struct TmaConsumer {
     } else {
       if (mode != 0) {
         const uint32_t barrier = cta.Address(offsetof(typename Traits::SharedStorage, accumulated));
-        // NOTE: by the rows of part 1 too, which nobody else reads or writes: a wait by parity must not begin two
-        // phases ahead, and the warpgroup may have the next work tile alone.
-        if (Traits::kAlternates) WaitBarrier(barrier, *accumulated ^ 1);
+        // NOTE: not by the rows of part 1, which nobody else reads or writes: part 0 may have stored this work tile's
+        // too, so that a wait by parity would be for the next ones.
+        if (Traits::kAlternates && part == 0) WaitBarrier(barrier, *accumulated ^ 1);
         if constexpr (Traits::kSharedAccumulators) {
           auto& shared = cta.Storage().accumulators;
           softmax.template AccumulateAndSpill<true>(transform, {shared.o_accum, shared.max_sum_accum, 0}, 0,
