@@ -398,15 +398,3 @@ class Output:
 def test_dataclasses_are_refused():
     with pytest.raises(TypeError, match=r"result: expected tensors, lists, .* got the dataclass Output"):
         xg.jit(lambda x: [Output(x + 1)])(on_device([1.0]))
-
-
-def test_a_trace_beside_which_another_thread_takes_a_value_begins_anew():
-    x, traces = on_device([1.0, 2.0]), []
-
-    def function(y):
-        traces.append(None)
-        if len(traces) == 1:  # as another thread would
-            (x * 3).cpu()
-        return y + x
-
-    assert xg.jit(function)(on_device([1.0, 1.0])).tolist() == [2, 3] and len(traces) == 2
