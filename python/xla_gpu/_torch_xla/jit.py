@@ -285,6 +285,8 @@ class JitFunction:
                 f"{self._where()}: expected tensors on an XLA device or the CPU, got one on {tensor.device}"
             )
         (on_device,) = _XLAC._xla_tensors_from_aten([tensor.detach()], [_XLAC._xla_get_default_device()], None)
+        if on_device.dtype != tensor.dtype:  # uint32 comes as int32 of the same bits
+            return tensor.detach().to(torch_xla.device())
         return on_device
 
     def _trace(self, arguments: Sequence[Any], tensors: Sequence[torch.Tensor]) -> _Compiled:

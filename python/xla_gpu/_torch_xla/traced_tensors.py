@@ -105,10 +105,11 @@ def distinct(tensors: Sequence[torch.Tensor], donated: Sequence[int]) -> list[to
         if small or len(_XLAC._get_tensors_xla_device_data_node([*made, tensor])[0]) != len(made) + 1:
             tensor = uploaded(tensor)
         made.append(tensor)
+    torch_xla.sync()
     return made
 
 
 def uploaded(tensor: torch.Tensor) -> torch.Tensor:
     """A copy with memory of its own."""
     (copy,) = _XLAC._xla_tensors_from_aten([tensor.detach().cpu()], [str(torch_xla.device())], None)
-    return copy
+    return copy if copy.dtype == tensor.dtype else copy.to(tensor.dtype)  # uint32 came as int32 of the same bits
