@@ -1,8 +1,6 @@
 #include "ffi/runtime/proxy_programs.h"
 
 #include <algorithm>
-#include <array>
-#include <atomic>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -11,6 +9,7 @@
 #include <vector>
 
 #include "ffi/runtime/buffer_views.h"
+#include "ffi/runtime/current_buffers.h"
 #include "ffi/runtime/direct_launch.h"
 #include "ffi/runtime/error.h"
 #include "ffi/runtime/xla_gpu.h"
@@ -37,26 +36,7 @@ struct Proxy {
 
 namespace {
 
-constexpr size_t kNumEntries = kBufferCopyToMemory + 1;
-std::array<Entry, kNumEntries> wrapped = {};  // set once, before an entry can be called
-
-void* CallWrapped(size_t entry, void* args) { return wrapped[entry](args); }
-
-// A buffer of the plug-in behind one of the client's, destroyed when nothing uses it any more.
-class Current {
- public:
-  explicit Current(void* buffer) : buffer_(buffer) {}
-  ~Current() {
-    BufferArgs args = {kBufferArgsWithoutOut, nullptr, buffer_, nullptr};
-    CallWrapped(kBufferDestroy, &args);
-  }
-  Current(const Current&) = delete;
-  Current& operator=(const Current&) = delete;
-  void* buffer() const { return buffer_; }
-
- private:
-  void* const buffer_;
-};
+Entry destroy_executable = nullptr;  // of the plug-in; set once, before an entry can be called
 
 // A program that proxies stand for.
 struct BehindProxies {
@@ -67,8 +47,6 @@ struct BehindProxies {
 
 struct Tables {
   std::mutex mutex;
-  // Buffers of the client that a recorded program, or one behind a proxy, returned; null: nothing else behind it.
-  std::unordered_map<void*, std::shared_ptr<Current>> owned;
   std::unordered_map<void*, std::shared_ptr<const Proxy>> proxies;  // by their executables
   std::unordered_map<void*, BehindProxies> programs;                // by their executables
   bool recording = false;
@@ -80,63 +58,16 @@ Tables& TheTables() {
   static auto* const tables = new Tables;  // threads of the plug-in may outlive main()
   return *tables;
 }
-std::atomic<bool> in_use{false};  // something was recorded
-
-thread_local bool noting_arguments = false;
-thread_local std::vector<void*> noted_arguments;
-
-// The buffer behind one of the client's; keeps it.
-void* CurrentOf(Tables& tables, void* buffer, std::vector<std::shared_ptr<Current>>* keep) {
-  const auto found = tables.owned.find(buffer);
-  if (found == tables.owned.end() || found->second == nullptr) return buffer;
-  keep->push_back(found->second);
-  return found->second->buffer();
-}
-
-template <size_t kEntry>
-void* CallWithCurrent(void* untyped) {
-  auto* args = static_cast<BufferArgs*>(untyped);  // how all of these begin
-  if constexpr (kEntry == kBufferUnsafePointer) {
-    if (noting_arguments) {
-      noted_arguments.push_back(args->buffer);
-      args->out = nullptr;
-      return nullptr;
-    }
-  }
-  if (!in_use.load(std::memory_order_acquire)) return CallWrapped(kEntry, untyped);
-  std::vector<std::shared_ptr<Current>> keep;
-  void* const given = args->buffer;
-  {
-    std::lock_guard<std::mutex> lock(TheTables().mutex);
-    args->buffer = CurrentOf(TheTables(), given, &keep);
-  }
-  void* const error = CallWrapped(kEntry, untyped);
-  args->buffer = given;
-  return error;
-}
-
-void* DestroyWithCurrent(void* args) {
-  if (in_use.load(std::memory_order_acquire)) {
-    std::shared_ptr<Current> current;  // destroyed without the lock
-    std::lock_guard<std::mutex> lock(TheTables().mutex);
-    const auto found = TheTables().owned.find(static_cast<BufferArgs*>(args)->buffer);
-    if (found != TheTables().owned.end()) {
-      current = std::move(found->second);
-      TheTables().owned.erase(found);
-    }
-  }
-  return CallWrapped(kBufferDestroy, args);
-}
 
 void DestroyExecutable(void* executable) {
   ExecutableDestroyArgs args = {};
   args.struct_size = sizeof args;
   args.executable = executable;
-  CallWrapped(kLoadedExecutableDestroy, &args);
+  destroy_executable(&args);
 }
 
 void* DestroyLoadedExecutable(void* untyped) {
-  if (in_use.load(std::memory_order_acquire)) {
+  if (CurrentBuffersInUse()) {
     void* const executable = static_cast<ExecutableDestroyArgs*>(untyped)->executable;
     std::lock_guard<std::mutex> lock(TheTables().mutex);
     TheTables().proxies.erase(executable);
@@ -146,19 +77,19 @@ void* DestroyLoadedExecutable(void* untyped) {
       return nullptr;
     }
   }
-  return CallWrapped(kLoadedExecutableDestroy, untyped);
+  return destroy_executable(untyped);
 }
 
 // Arguments with the buffers behind them, which stay as long as this.
 class CurrentArguments {
  public:
-  // The tables are locked.
-  CurrentArguments(Tables& tables, const LoadedExecutableExecuteArgs& args)
+  explicit CurrentArguments(const LoadedExecutableExecuteArgs& args)
       : lists_(args.num_devices), pointers_(args.num_devices) {
+    const auto lock = TheCurrentBuffers().Lock();
     for (size_t device = 0; device < args.num_devices; ++device) {
       void* const* const given = args.argument_lists[device];
       lists_[device].assign(given, given + args.num_args);
-      for (void*& buffer : lists_[device]) buffer = CurrentOf(tables, buffer, &keep_);
+      for (void*& buffer : lists_[device]) buffer = TheCurrentBuffers().Of(buffer, &kept_);
       pointers_[device] = lists_[device].data();
     }
   }
@@ -167,53 +98,60 @@ class CurrentArguments {
  private:
   std::vector<std::vector<void*>> lists_;
   std::vector<void* const*> pointers_;
-  std::vector<std::shared_ptr<Current>> keep_;
+  KeptBuffers kept_;
 };
 
-bool IsToBeRecorded(const Tables& tables, const LoadedExecutableExecuteArgs& args) {
-  if (!tables.recording || args.num_devices != 1 || args.num_args != tables.to_record.size()) return false;
-  return std::equal(tables.to_record.begin(), tables.to_record.end(), args.argument_lists[0]);
+// The record of an execution, if it is the one to be recorded; null: it is not.
+std::unique_ptr<xla_gpu_execution> TakeToRecord(Tables& tables, const LoadedExecutableExecuteArgs& args) {
+  std::lock_guard<std::mutex> lock(tables.mutex);
+  if (!tables.recording || args.num_devices != 1 || args.num_args != tables.to_record.size()) return nullptr;
+  if (!std::equal(tables.to_record.begin(), tables.to_record.end(), args.argument_lists[0])) return nullptr;
+  auto record = std::make_unique<xla_gpu_execution>(xla_gpu_execution{args.executable, {}, tables.results_to_record});
+  record->arguments = std::move(tables.to_record);
+  tables.recording = false;
+  return record;
 }
 
 // An execution that is no proxy's. What a program behind one returns may be updated in place later.
 void* ExecuteProgram(LoadedExecutableExecuteArgs* args) {
   Tables& tables = TheTables();
-  std::unique_lock<std::mutex> lock(tables.mutex);
-  const bool record = IsToBeRecorded(tables, *args);
-  if (record) tables.recording = false;
-  const CurrentArguments current(tables, *args);
-  lock.unlock();
+  std::unique_ptr<xla_gpu_execution> record = TakeToRecord(tables, *args);
+  const CurrentArguments current(*args);
   void* const* const* const given = args->argument_lists;
   args->argument_lists = current.lists();
   void* const error = ExecuteRecorded(args);
   args->argument_lists = given;
   if (error != nullptr || args->num_devices != 1) return error;
-  lock.lock();
   size_t num_results = 0;
-  if (record) {
-    num_results = tables.results_to_record;
-    tables.recorded.reset(new xla_gpu_execution{args->executable, tables.to_record, num_results});
-  } else if (const auto program = tables.programs.find(args->executable); program != tables.programs.end()) {
-    num_results = program->second.num_results;
+  {
+    std::lock_guard<std::mutex> lock(tables.mutex);
+    if (record != nullptr) {
+      num_results = record->num_results;
+      tables.recorded = std::move(record);
+    } else if (const auto program = tables.programs.find(args->executable); program != tables.programs.end()) {
+      num_results = program->second.num_results;
+    }
   }
-  for (size_t i = 0; i < num_results; ++i) tables.owned.emplace(args->output_lists[0][i], nullptr);
+  const auto lock = TheCurrentBuffers().Lock();
+  for (size_t i = 0; i < num_results; ++i) TheCurrentBuffers().Add(args->output_lists[0][i]);
   return nullptr;
 }
 
 // What the program behind the proxy is executed with.
-Error ArgumentsBehind(Tables& tables, const Proxy& proxy, const LoadedExecutableExecuteArgs& args,
-                      std::vector<void*>* arguments, std::vector<std::shared_ptr<Current>>* keep) {
+Error ArgumentsBehind(const Proxy& proxy, const LoadedExecutableExecuteArgs& args, std::vector<void*>* arguments,
+                      KeptBuffers* kept) {
   if (args.num_devices != 1 || args.num_args != proxy.num_arguments) {
     return Error::FailedPrecondition("a proxy was recorded on one device with " + std::to_string(proxy.num_arguments) +
                                      " arguments, and is executed on " + std::to_string(args.num_devices) + " with " +
                                      std::to_string(args.num_args));
   }
   void* const* const given = args.argument_lists[0];
+  const auto lock = TheCurrentBuffers().Lock();
   std::vector<void*> updated;
   for (const int32_t result : proxy.results) {
     if (result >= 0) continue;
     void* const buffer = given[~result];
-    if (tables.owned.find(buffer) == tables.owned.end()) {
+    if (!TheCurrentBuffers().Has(buffer)) {
       return Error::FailedPrecondition("argument " + std::to_string(~result) +
                                        " of a proxy would be updated in place, and is no result of a program of jit");
     }
@@ -225,19 +163,15 @@ Error ArgumentsBehind(Tables& tables, const Proxy& proxy, const LoadedExecutable
   }
   for (size_t i = 0; i < proxy.places.size(); ++i) {
     void* const buffer = proxy.places[i] < 0 ? proxy.arguments[i] : given[proxy.places[i]];
-    arguments->push_back(CurrentOf(tables, buffer, keep));
+    arguments->push_back(TheCurrentBuffers().Of(buffer, kept));
   }
   return {};
 }
 
 void* ExecuteProxy(const Proxy& proxy, LoadedExecutableExecuteArgs* args) {
-  Tables& tables = TheTables();
   std::vector<void*> arguments;
-  std::vector<std::shared_ptr<Current>> keep;
-  {
-    std::lock_guard<std::mutex> lock(tables.mutex);
-    if (Error error = ArgumentsBehind(tables, proxy, *args, &arguments, &keep); !error.ok()) return RefusedBy(error);
-  }
+  KeptBuffers kept;  // destroyed without the lock
+  if (Error error = ArgumentsBehind(proxy, *args, &arguments, &kept); !error.ok()) return RefusedBy(error);
   std::vector<void*> results(proxy.results.size());
   void* const* argument_list = arguments.data();
   void** result_list = results.data();
@@ -247,31 +181,17 @@ void* ExecuteProxy(const Proxy& proxy, LoadedExecutableExecuteArgs* args) {
   behind.num_args = arguments.size();
   behind.output_lists = &result_list;
   if (void* error = ExecuteRecorded(&behind)) return error;
-  std::lock_guard<std::mutex> lock(tables.mutex);
+  const auto lock = TheCurrentBuffers().Lock();
   for (size_t i = 0; i < results.size(); ++i) {
     const int32_t result = proxy.results[i];
     if (result >= 0) {
       args->output_lists[0][result] = results[i];
-      tables.owned.emplace(results[i], nullptr);
+      TheCurrentBuffers().Add(results[i]);
     } else {
-      std::shared_ptr<Current>& current = tables.owned[args->argument_lists[0][~result]];
-      if (current != nullptr) keep.push_back(std::move(current));  // destroyed without the lock
-      current = std::make_shared<Current>(results[i]);
+      TheCurrentBuffers().Update(args->argument_lists[0][~result], results[i], &kept);
     }
   }
   return nullptr;
-}
-
-template <size_t... kBufferEntries>
-void Wrap(Entry* entries, std::index_sequence<kBufferEntries...>) {
-  const auto wrap = [&](size_t entry, Entry front) {
-    wrapped[entry] = entries[entry];
-    if (entries[entry] != nullptr) entries[entry] = front;
-  };
-  (wrap(kBufferDestroy + 1 + kBufferEntries, CallWithCurrent<kBufferDestroy + 1 + kBufferEntries>), ...);
-  wrap(kBufferCopyToMemory, CallWithCurrent<kBufferCopyToMemory>);
-  wrap(kBufferDestroy, DestroyWithCurrent);
-  wrap(kLoadedExecutableDestroy, DestroyLoadedExecutable);
 }
 
 Error CheckProxy(const Proxy& proxy, size_t num_results) {
@@ -322,12 +242,13 @@ void RemoveProxy(const std::shared_ptr<const Proxy>& proxy) {
 }  // namespace
 
 void ProxiesUse(Entry* entries, size_t num_entries) {
-  if (num_entries < kNumEntries) return;
-  Wrap(entries, std::make_index_sequence<kBufferOpaqueDeviceMemoryDataPointer - kBufferDestroy>());
+  if (num_entries <= kBufferCopyToMemory) return;
+  WrapBufferEntries(entries);
+  destroy_executable = std::exchange(entries[kLoadedExecutableDestroy], DestroyLoadedExecutable);
 }
 
 void* ExecuteForClient(LoadedExecutableExecuteArgs* args) {
-  if (!in_use.load(std::memory_order_acquire)) return ExecuteRecorded(args);
+  if (!CurrentBuffersInUse()) return ExecuteRecorded(args);
   void* failed = nullptr;
   const Error error = Guarded("an execution", [&]() -> Error {
     std::shared_ptr<const Proxy> proxy;
@@ -352,19 +273,16 @@ using namespace xla_gpu::pjrt;
 using xla_gpu::Guarded;
 using xla_gpu::Report;
 
-extern "C" void xla_gpu_execution_note(void) {
-  noting_arguments = true;
-  noted_arguments.clear();
-}
+extern "C" void xla_gpu_execution_note(void) { NoteBuffers(); }
 
 extern "C" const char* xla_gpu_execution_record(size_t num_results) {
   return Report(Guarded("xla_gpu_execution_record", [&]() -> Error {
-    noting_arguments = false;
-    if (wrapped[kBufferDestroy] == nullptr) return Error::FailedPrecondition("no PJRT plug-in for proxies is in use");
+    std::vector<void*> arguments = TakeNotedBuffers();
+    if (!HaveCurrentBuffers()) return Error::FailedPrecondition("no PJRT plug-in for proxies is in use");
     Tables& tables = TheTables();
     std::lock_guard<std::mutex> lock(tables.mutex);
-    in_use.store(true, std::memory_order_release);
-    tables.to_record = std::exchange(noted_arguments, {});
+    UseCurrentBuffers();
+    tables.to_record = std::move(arguments);
     tables.results_to_record = num_results;
     tables.recorded.reset();
     tables.recording = true;
@@ -373,7 +291,7 @@ extern "C" const char* xla_gpu_execution_record(size_t num_results) {
 }
 
 extern "C" xla_gpu_execution* xla_gpu_execution_take(void) {
-  noting_arguments = false;
+  TakeNotedBuffers();
   std::lock_guard<std::mutex> lock(TheTables().mutex);
   TheTables().recording = false;
   return TheTables().recorded.release();

@@ -210,7 +210,7 @@ XLA_GPU_EXPORT void xla_gpu_execution_destroy(xla_gpu_execution* execution);
 // places[i], or the one that was recorded where that is -1; it must stay as long as the proxy then. Result i is the
 // proxy's result results[i]; where that is negative, it is what the proxy's argument ~results[i] is from then on: that
 // must be a result of such an execution, or of a recorded one, of which nothing but the client's tensor knows. The
-// program's executable stays as long as the proxy.
+// program's executable stays as long as the proxy, which is to be destroyed when no execution of it is under way.
 XLA_GPU_EXPORT const char* xla_gpu_proxy_make(const xla_gpu_execution* proxy, const xla_gpu_execution* program,
                                               const int32_t* places, const int32_t* results, xla_gpu_proxy** made);
 XLA_GPU_EXPORT void xla_gpu_proxy_destroy(xla_gpu_proxy* proxy);
