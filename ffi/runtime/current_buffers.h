@@ -48,7 +48,8 @@ class CurrentBuffers {
 };
 CurrentBuffers& TheCurrentBuffers();
 
-// Puts entries in front of those of the adapter's table that take a buffer. Until UseCurrentBuffers they only call them.
+// Puts entries in front of those of the adapter's table that take a buffer. Until UseCurrentBuffers they only call
+// them.
 void WrapBufferEntries(Entry* entries);
 bool HaveCurrentBuffers();  // whether that has happened
 void UseCurrentBuffers();

@@ -172,6 +172,23 @@ returning(2)
 assert execute(small, [cache], 1) is None
 assert execute(small, [cache, x, x], 1) is None
 """,
+    "destroyed meanwhile": """
+import threading, time
+handle, _ = make(PLACES, RESULTS)
+returning(2)
+execute(small, [cache, from_host(3, 3)], 1)
+before = destroyed()
+results, y = [], from_host(4, 4)
+os.environ["FAKE_PJRT"] = "slow"
+thread = threading.Thread(target=lambda: results.append(execute(small, [cache, y], 1)))
+thread.start()
+time.sleep(0.1)
+destroy(cache)
+thread.join()
+# The client's, the one behind it that the execution read, and what would be there next. On a busy machine the buffer
+# may have gone before the execution began, which was refused then.
+assert destroyed() == before + (3 if results[0] else 2)
+""",
     "another execution": """
 assert record(behind, [x, captured, first], 2, seen=[x, captured, cache])[0] is None
 assert record(behind, [x, captured, first], 2, seen=[x, captured])[0] is None

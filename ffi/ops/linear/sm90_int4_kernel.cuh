@@ -6,8 +6,8 @@
 //    four has number 16 t + 4 s to 16 t + 4 s + 3 in step s. So both operands are loaded in the order in which they lie
 //    in memory.
 //  - k is divided into parts, whose sums are added in their order. The warps of a CTA have one part each, and a CTA few
-//    features: no CTA waits for another. With more than 8 rows, for which it was no faster than wgmma, the CTAs of a
-//    cluster have one part each of 256 features, since each would need all of x otherwise.
+//    features: no CTA waits for another. It can take more rows, with a cluster's CTAs having one part each of 256
+//    features, since each would need all of x otherwise; that was no faster than wgmma, and no product uses it.
 //
 // Sums of 128 products are multiplied by their scale and added to float32 totals. The parts, and the order of all sums,
 // depend on n and k alone and are those of sm90_converted_kernel.cuh: a row has the same bits for any number of rows.

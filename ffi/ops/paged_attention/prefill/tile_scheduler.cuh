@@ -39,7 +39,7 @@ struct Prompt {
   int splits;            // KV splits that are work tiles of their own; its row tiles are counted once for each
   int split_keys;        // keys of a split, where there are several
   int accum_begin;       // first row of its split accumulators, where there are several
-  int first_splits = 1;  // KV splits that are the first of `splits`
+  int first_splits = 1;  // KV splits that the first one of `splits` is made of
 
   // One past the position of the last row, or what stands for it; at least q_len, so that all tiles end at positive
   // positions.
