@@ -24,12 +24,13 @@ void* CallWithCurrent(void* untyped) {
     }
   }
   if (!CurrentBuffersInUse()) return wrapped[kEntry](untyped);
-  KeptBuffers kept;
+  std::shared_ptr<CurrentBuffer> behind;
   void* const given = args->buffer;
   {
     const auto lock = TheCurrentBuffers().Lock();
-    args->buffer = TheCurrentBuffers().Of(given, &kept);
+    behind = TheCurrentBuffers().Behind(given);
   }
+  if (behind != nullptr) args->buffer = behind->buffer();
   void* const error = wrapped[kEntry](untyped);
   args->buffer = given;
   return error;
@@ -62,11 +63,16 @@ CurrentBuffer::~CurrentBuffer() {
   wrapped[kBufferDestroy](&args);
 }
 
-void* CurrentBuffers::Of(void* buffer, KeptBuffers* kept) const {
+std::shared_ptr<CurrentBuffer> CurrentBuffers::Behind(void* buffer) const {
   const auto found = buffers_.find(buffer);
-  if (found == buffers_.end() || found->second == nullptr) return buffer;
-  kept->push_back(found->second);
-  return found->second->buffer();
+  return found == buffers_.end() ? nullptr : found->second;
+}
+
+void* CurrentBuffers::Of(void* buffer, KeptBuffers* kept) const {
+  std::shared_ptr<CurrentBuffer> behind = Behind(buffer);
+  if (behind == nullptr) return buffer;
+  kept->push_back(std::move(behind));
+  return kept->back()->buffer();
 }
 
 void CurrentBuffers::Update(void* buffer, void* current, KeptBuffers* kept) {

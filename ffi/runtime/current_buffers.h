@@ -35,6 +35,8 @@ class CurrentBuffers {
   // From now on this buffer may have one behind it.
   void Add(void* buffer) { buffers_.emplace(buffer, nullptr); }
   bool Has(void* buffer) const { return buffers_.find(buffer) != buffers_.end(); }
+  // What is behind a buffer; null: nothing else.
+  std::shared_ptr<CurrentBuffer> Behind(void* buffer) const;
   // The plug-in's buffer, which `kept` keeps.
   void* Of(void* buffer, KeptBuffers* kept) const;
   // Puts another one behind a buffer; `kept` gets what was there.
