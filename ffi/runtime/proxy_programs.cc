@@ -242,7 +242,7 @@ void RemoveProxy(const std::shared_ptr<const Proxy>& proxy) {
 }  // namespace
 
 void ProxiesUse(Entry* entries, size_t num_entries) {
-  if (num_entries <= kBufferCopyToMemory) return;
+  if (num_entries <= kBufferCopyToMemory || entries[kLoadedExecutableDestroy] == nullptr) return;
   WrapBufferEntries(entries);
   destroy_executable = std::exchange(entries[kLoadedExecutableDestroy], DestroyLoadedExecutable);
 }
