@@ -17,6 +17,7 @@ import torch_xla.debug.metrics as metrics  # noqa: E402
 
 import xla_gpu.torch as xg  # noqa: E402
 from tests.frontends.xla_tensors import on_device  # noqa: E402
+from xla_gpu._torch_xla import proxy_programs  # noqa: E402
 
 
 def compilations() -> int:
@@ -211,7 +212,10 @@ def test_operators_and_modules():
         assert cache.cpu()[1, 1].tolist() == [[number] * 8, [2 * number] * 8]
 
 
-def test_pending_arguments_are_computed_first():
+@pytest.mark.parametrize("recorded", [False, True], ids=["executed", "recorded for a proxy"])
+def test_pending_arguments_are_computed_first(recorded, monkeypatch):
+    if recorded:  # as on a GPU; elsewhere nothing is recorded, and torch_xla executes the program from then on
+        monkeypatch.setattr(proxy_programs, "available", lambda: True)
     double = xg.jit(lambda x: x * 2)
     x = on_device([1.0])
     for _ in range(3):

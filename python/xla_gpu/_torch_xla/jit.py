@@ -17,7 +17,7 @@ import torch_xla
 from torch_xla import runtime
 
 from .._core.dtypes import DTYPES
-from .program import _XLAC, Program, fallback_error, fallbacks
+from .program import _XLAC, Program, compute_pending, fallback_error, fallbacks
 from .proxy_programs import ProxyProgram, note_made, references
 from .traced_tensors import (
     Captured,
@@ -125,9 +125,7 @@ def _launch(run: Callable[[Sequence[torch.Tensor]], list[torch.Tensor]], tensors
     except RuntimeError as error:
         if "pending ir" not in str(error):
             raise
-        # Arguments that are not computed yet; of a view torch_xla learns so where it is looked at.
-        _XLAC._check_tensor_need_materialization(tensors)
-        torch_xla.sync()
+        compute_pending(tensors)
         return run(tensors)
 
 

@@ -352,6 +352,12 @@ class Program:
         return results
 
 
+def compute_pending(tensors: Sequence[torch.Tensor]) -> None:
+    """Computes what is pending, these tensors among it: of a view torch_xla learns so where it is looked at."""
+    _XLAC._check_tensor_need_materialization(list(tensors))
+    torch_xla.sync()
+
+
 def fallbacks() -> dict[str, int]:
     """How often each operation without a lowering has run on the host in this process."""
     return {name: metrics.counter_value(name) for name in metrics.counter_names() if name.startswith("aten::")}

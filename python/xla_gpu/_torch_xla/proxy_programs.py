@@ -26,7 +26,7 @@ import torch_xla.core.xla_model as xm
 
 from .._runtime import library
 from . import lowering, shared_memory
-from .program import _XLAC, Program
+from .program import _XLAC, Program, compute_pending
 
 logger = logging.getLogger("xla_gpu")
 
@@ -84,8 +84,8 @@ def note_made(tensor: torch.Tensor, generation: int) -> None:
     setattr(tensor, _ATTRIBUTE, generation)
 
 
-def _available() -> bool:
-    # On a GPU, whose client is behind the adapter.
+def available() -> bool:
+    """Whether there are proxies: on a GPU, whose client is behind the adapter."""
     if os.environ.get("XLA_GPU_DIRECT_LAUNCH", "1") == "0" or os.environ.get("XLA_DISABLE_FUNCTIONALIZATION"):
         return False
     return lowering.platform() == "CUDA" and os.environ.get("PJRT_DEVICE", "").upper() == "GPU"
@@ -126,7 +126,7 @@ class ProxyProgram:
     @classmethod
     def make(cls, program: Program, given: Sequence[torch.Tensor], updated: Sequence[int]) -> ProxyProgram | None:
         """None where the program is executed itself."""
-        if not _available() or len(program.updated) + len(program.outputs) == len(updated):
+        if not available() or len(program.updated) + len(program.outputs) == len(updated):
             return None
         try:
             return cls(program, given, updated)
@@ -186,7 +186,7 @@ class ProxyProgram:
 def _record(program: Program, given: Sequence[torch.Tensor], num_results: int) -> tuple[int | None, list[torch.Tensor]]:
     """The adapter's handle of an execution, None where it cannot have one, and what that returned."""
     cdll = library.load().cdll
-    torch_xla.sync()
+    compute_pending(given)
     xm.wait_device_ops()
     cdll.xla_gpu_execution_note()
     try:
