@@ -161,6 +161,22 @@ def test_two_programs_share_caches(proxied):
     assert len(proxied) >= 4
 
 
+def test_programs_without_a_proxy_share_caches(proxied):
+    """One that returns nothing, and one that updates what is not donated."""
+    step, count = stepping(), on_device([0.0])
+    store = xg.jit(lambda x, caches: add_in_place(x, caches) is None, donate_argnums=1)
+    make = xg.jit(lambda x, count: (count.add_(1), [x * 0, x * 0 + 5])[1])
+    x, caches = on_device([1.0, 2.0]), on_device([0.0, 0.0], [5.0, 5.0])
+    for number in range(1, 5):
+        assert step(x, caches)[0].item() == 6 * number - 3
+        store(x, caches)
+        assert values(caches[0]) == [2 * number, 4 * number]
+    for _ in range(3):
+        made = make(x, count)
+        assert [step(x, made)[0].item() for _ in range(3)] == [3, 6, 9]
+    assert proxied
+
+
 def test_equal_programs_have_their_own_captured_tensors(proxied):
     weights = on_device([1.0, 1.0], [3.0, 3.0])
     steps = [xg.jit(lambda x, weight=weight: (x * weight).sum()) for weight in weights]

@@ -200,14 +200,16 @@ class JitFunction:
                 compiled.has_run = True
                 results = proxy.record(tensors)
                 generation = references.begin()
+        # Of a program without a proxy the adapter does not know the results, and refuses to update them in place.
+        noted = generation if proxy else None
         for tensor in results:
-            note_made(tensor, generation)
+            note_made(tensor, noted)
         split = len(new)
         updated = dict(zip(new, results[:split], strict=True))
         for index, tensor in updated.items():
             if index not in result.consumed:
                 _XLAC._replace_xla_tensor(tensors[index], tensor)
-                note_made(tensors[index], generation)
+                note_made(tensors[index], noted)
         return result.build(tensors, results[split:], updated)
 
     def _where(self) -> str:

@@ -6,8 +6,8 @@ and reports its execution.
 
 A tensor that a program updates in place keeps its buffer of torch_xla, which has other memory behind it from then on.
 That is right where nothing else has this buffer, no computation that is pending, no tensor that was copied lazily. So a
-tensor is updated by a proxy where a program of jit has made its buffer, and torch_xla no tensor since. Else the
-program itself is executed, which takes the memory away from whatever else has it, and makes another buffer.
+tensor is updated by a proxy where a program of jit that has one made its buffer, and torch_xla no tensor since. Else
+the program itself is executed, which takes the memory away from whatever else has it, and makes another buffer.
 """
 
 from __future__ import annotations
@@ -75,12 +75,12 @@ class _References:
 
 references = _References()
 
-# The generation in which a program of jit made the buffer of a tensor, kept on it.
+# The generation in which a program of jit that has a proxy made the buffer of a tensor, kept on it.
 _ATTRIBUTE = "_xla_gpu_generation"
 
 
-def note_made(tensor: torch.Tensor, generation: int) -> None:
-    """A program of jit has made the tensor's buffer in a call that began so."""
+def note_made(tensor: torch.Tensor, generation: int | None) -> None:
+    """A program of jit has made the tensor's buffer in a call that began so; None: one that has no proxy."""
     setattr(tensor, _ATTRIBUTE, generation)
 
 
