@@ -320,7 +320,17 @@ def test_methods_and_transformations():
         assert Scale(number).times(on_device([[1.0], [2.0]])).tolist() == [[2 * number], [4 * number]]
 
 
-def test_floats_are_told_apart_by_their_bits():
-    times = xg.jit(lambda x, number: x * number)
+@pytest.mark.parametrize("kind", [float, np.float32, np.float64, complex])
+def test_numbers_are_told_apart_by_their_bits(kind):
+    traces = []
+
+    @xg.jit
+    def times(x, number):
+        traces.append(None)
+        return x * float(np.real(number))
+
     x = on_device([1.0])
-    assert not np.signbit(times(x, 0.0).item()) and np.signbit(times(x, -0.0).item())
+    assert not np.signbit(times(x, kind(0.0)).item()) and np.signbit(times(x, kind(-0.0)).item())
+    for _ in range(2):
+        assert np.isnan(times(x, kind(np.nan)).item())
+    assert len(traces) == 3

@@ -249,8 +249,9 @@ class JitFunction:
             key.append((dict, tuple(value)))
             for part in value.values():
                 self._flatten(part, tensors, key)
-        elif isinstance(value, float):
-            key.append((type(value), value.hex()))  # -0.0 is another one than 0.0, and NaN the same as NaN
+        elif isinstance(value, (float, complex, np.generic)):
+            number = np.asarray(value)
+            key.append((type(value), number.dtype, number.tobytes()))  # -0.0 is not 0.0, and NaN is the same as NaN
         else:
             key.append((type(value), value))
 
