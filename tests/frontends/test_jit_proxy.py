@@ -15,6 +15,7 @@ torch_xla = pytest.importorskip("torch_xla")
 import torch_xla.core.xla_model as xm  # noqa: E402
 
 import xla_gpu.torch as xg  # noqa: E402
+from tests.frontends.xla_tensors import on_device  # noqa: E402
 from xla_gpu._torch_xla import lowering, proxy_programs  # noqa: E402
 from xla_gpu._torch_xla.proxy_programs import ProxyProgram  # noqa: E402
 
@@ -39,12 +40,6 @@ def proxied(monkeypatch):
 
     monkeypatch.setattr(ProxyProgram, "run", counted)
     return calls
-
-
-def on_device(*values):
-    made = [torch.tensor(value).to(torch_xla.device()) for value in values]
-    torch_xla.sync()
-    return made if len(made) > 1 else made[0]
 
 
 def add_in_place(x, caches):
