@@ -320,6 +320,15 @@ def test_methods_and_transformations():
         assert Scale(number).times(on_device([[1.0], [2.0]])).tolist() == [[2 * number], [4 * number]]
 
 
+def test_a_module_whose_attributes_have_names_of_jits():
+    module = torch.nn.ReLU()
+    module._trace = module._run = module.clear_cache = None
+    relu = xg.jit(module)
+    for _ in range(2):
+        assert relu(torch.tensor([-1.0, 2.0])).tolist() == [0, 2]
+        relu.clear_cache()
+
+
 @pytest.mark.parametrize("kind", [float, np.float32, np.float64, complex])
 def test_numbers_are_told_apart_by_their_bits(kind):
     traces = []

@@ -135,7 +135,7 @@ class JitFunction:
     def __init__(
         self, function: Callable[..., Any], donate_argnums: Sequence[int], compiler_options: Mapping[str, bool | int]
     ) -> None:
-        functools.update_wrapper(self, function)
+        functools.update_wrapper(self, function, updated=())  # its attributes would hide the methods here
         self._function = function
         self._name = getattr(function, "__name__", type(function).__name__)
         self._donate = frozenset(donate_argnums)
