@@ -23,7 +23,8 @@ pytestmark = pytest.mark.gpu
 
 
 @pytest.fixture(autouse=True)
-def on_a_gpu():
+def on_a_gpu(monkeypatch):
+    monkeypatch.setenv("XLA_GPU_JIT_PROXIES", "1")
     if lowering.platform() != "CUDA":
         pytest.skip("proxies are on GPUs alone (PJRT_DEVICE=GPU)")
 
@@ -302,8 +303,8 @@ def test_shared_with_pytorch(proxied):
     assert step(torch.tensor([1.0, 2.0]), caches)[0].item() == 15
 
 
-def test_switched_off(proxied, monkeypatch):
-    monkeypatch.setenv("XLA_GPU_DIRECT_LAUNCH", "0")
+def test_they_are_no_default(proxied, monkeypatch):
+    monkeypatch.delenv("XLA_GPU_JIT_PROXIES")
     step = stepping()
     caches = on_device([0.0, 0.0], [5.0, 5.0])
     assert [step(torch.ones(2), caches)[0].item() for _ in range(3)] == [2, 4, 6]

@@ -85,8 +85,12 @@ def note_made(tensor: torch.Tensor, generation: int | None) -> None:
 
 
 def available() -> bool:
-    """Whether there are proxies: on a GPU, whose client is behind the adapter."""
-    if os.environ.get("XLA_GPU_DIRECT_LAUNCH", "1") == "0" or os.environ.get("XLA_DISABLE_FUNCTIONALIZATION"):
+    """Whether there are proxies: with XLA_GPU_JIT_PROXIES=1 on a GPU, whose client is behind the adapter.
+
+    They are no default: the host's time that they save lies behind the device's, and that nothing else has a tensor's
+    buffer is concluded from counters of torch_xla.
+    """
+    if os.environ.get("XLA_GPU_JIT_PROXIES") != "1" or os.environ.get("XLA_DISABLE_FUNCTIONALIZATION"):
         return False
     return lowering.platform() == "CUDA" and os.environ.get("PJRT_DEVICE", "").upper() == "GPU"
 
