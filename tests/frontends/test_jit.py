@@ -67,6 +67,51 @@ def test_other_shapes_dtypes_values_and_structures_are_other_programs():
     assert total([two], 1).item() == 2 and len(traces) == 7
 
 
+def test_autocast_and_the_default_dtype_are_part_of_a_program():
+    linear = torch.nn.Linear(4, 4).to(torch_xla.device())
+    x, wide = torch.ones(2, 4), torch.ones(3, 4)
+    apply = xg.jit(lambda x: linear(x))
+    for _ in range(2):
+        with torch.autocast("xla", dtype=torch.bfloat16):
+            for given in (x, wide):  # the second trace has casts of its own
+                assert apply(given).dtype is torch.bfloat16
+                assert apply(given).float().cpu().sub(linear(given.to(linear.weight.device)).cpu()).abs().max() < 0.1
+        with torch.autocast("xla", dtype=torch.float16):
+            assert apply(x).dtype is torch.float16
+        assert apply(x).dtype is torch.float32
+    ones = xg.jit(lambda x: torch.ones(2, device=x.device))
+    try:
+        for dtype in (torch.float32, torch.float64, torch.float32):
+            torch.set_default_dtype(dtype)
+            assert ones(x).dtype is dtype
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint16, torch.uint32, torch.uint64], ids=str)
+def test_results_of_unsigned_dtypes(dtype):
+    """A tree_mask, for example."""
+    x = torch.tensor([1, 60000]).to(dtype)
+    count = torch.tensor([3, 4]).to(dtype).to(torch_xla.device())
+
+    def step(x, count):
+        count.copy_((count.long() + 1).to(dtype))
+        return (x.long() + 5).to(dtype), x
+
+    step = xg.jit(step, donate_argnums=1)
+    for number in range(1, 4):
+        new, given = step(x, count)
+        assert new.dtype is given.dtype is count.dtype is dtype
+        assert new.cpu().dtype is dtype and new.cpu().tolist() == [6, 60005]
+        assert count.cpu().tolist() == [3 + number, 4 + number]
+        assert (new.long() + 1).tolist() == [7, 60006]
+        assert step(new, x.to(count.device))[0].cpu().tolist() == [11, 60010]
+    functional = xg.jit(lambda x: (x.long() + 1).to(dtype), donate_argnums=0)
+    for number in range(1, 4):
+        count = functional(count)
+        assert count.dtype is dtype and count.cpu().tolist() == [6 + number, 7 + number]
+
+
 def test_arrays_and_cpu_tensors_are_copied_to_the_device():
     add = xg.jit(lambda x, y: x + y)
     for number in (1, 2):

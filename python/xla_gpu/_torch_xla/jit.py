@@ -20,12 +20,14 @@ from .._core.dtypes import DTYPES
 from .program import _XLAC, Program, compute_pending, fallback_error, fallbacks
 from .proxy_programs import ProxyProgram, note_made, references
 from .traced_tensors import (
+    UNSIGNED,
     Captured,
     compute,
     distinct,
     is_buffer,
     is_changed,
     is_updated,
+    of_dtype,
     tensors_of,
     values_taken,
 )
@@ -116,6 +118,7 @@ class _Compiled:
     program: Program
     result: _Result
     proxy: ProxyProgram | None
+    unsigned: bool  # results have dtypes of these
     has_run: bool = False
 
 
@@ -154,7 +157,9 @@ class JitFunction:
         if named:
             raise TypeError(f"{self._where()}: expected arguments by position, got {', '.join(named)} by name")
         tensors: list[Any] = []
-        key: list[Any] = []
+        # What the trace depends on beside the arguments. It is without gradients, whatever the caller's mode.
+        autocast = torch.get_autocast_dtype("xla") if torch.is_autocast_enabled("xla") else None
+        key: list[Any] = [torch.get_default_dtype(), autocast]
         for argument in arguments:
             self._flatten(argument, tensors, key)
         if getattr(_trace, "active", False):  # part of another one's program
@@ -200,6 +205,9 @@ class JitFunction:
                 compiled.has_run = True
                 results = proxy.record(tensors)
                 generation = references.begin()
+        if compiled.unsigned:
+            dtypes = [*(tensors[index].dtype for index in new), *(dtype for _, dtype in program.outputs)]
+            results = [of_dtype(tensor, dtype) for tensor, dtype in zip(results, dtypes, strict=True)]
         # Of a program without a proxy the adapter does not know the results, and refuses to update them in place.
         noted = generation if proxy else None
         for tensor in results:
@@ -342,18 +350,22 @@ class JitFunction:
         proxy = None
         if set(updated) <= set(donated):
             proxy = ProxyProgram.make(program, given, updated)
-        return _Compiled(program, results[-1], proxy)
+        dtypes = {*(tensors[index].dtype for index in program.updated), *(dtype for _, dtype in program.outputs)}
+        return _Compiled(program, results[-1], proxy, not UNSIGNED.isdisjoint(dtypes))
 
     @contextlib.contextmanager
     def _only_traced(self, given: Sequence[torch.Tensor]) -> Iterator[None]:
         """Refuses what a program cannot repeat: values that are needed in here, and updates of other tensors."""
         taken, before = values_taken(), fallbacks()
         _trace.active = True
+        cached = torch.is_autocast_cache_enabled()
+        torch.set_autocast_cache_enabled(False)  # casts of weights are this program's
         try:
             with Captured(given) as captured:
                 yield
         finally:
             _trace.active = False
+            torch.set_autocast_cache_enabled(cached)
             updated = captured.restore()
         for tensor in updated:
             raise ValueError(

@@ -16,6 +16,9 @@ from .program import _XLAC
 # Arguments up to this size are copied for the trace.
 _COPIED_BYTES = 1 << 20
 
+# torch_xla gives a program's results of these dtypes signed ones.
+UNSIGNED = {torch.uint16, torch.uint32, torch.uint64}
+
 
 def is_updated(tensor: torch.Tensor) -> bool:
     updated: list[bool] = _XLAC._check_tensor_need_materialization([tensor])
@@ -113,3 +116,12 @@ def uploaded(tensor: torch.Tensor) -> torch.Tensor:
     """A copy with memory of its own."""
     (copy,) = _XLAC._xla_tensors_from_aten([tensor.detach().cpu()], [str(torch_xla.device())], None)
     return copy if copy.dtype == tensor.dtype else copy.to(tensor.dtype)  # uint32 came as int32 of the same bits
+
+
+def of_dtype(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The tensor with the dtype that its bits have."""
+    if tensor.dtype == dtype:
+        return tensor
+    named = torch.empty(tensor.shape, dtype=dtype, device=tensor.device)
+    _XLAC._replace_xla_tensor(named, tensor)
+    return named
