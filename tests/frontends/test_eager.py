@@ -219,6 +219,23 @@ def test_in_place_on_one_layer_of_a_stack(frontend):
         compare.assert_bitwise_equal(to_numpy(stack[layer]), arrays["kv_cache"], f"layer {layer}")
 
 
+def test_tensors_that_pytorch_negates_when_they_are_read():
+    import xla_gpu.torch as ops
+
+    def negated(x):
+        return torch.view_as_complex(torch.stack([torch.zeros_like(x), -x], -1)).conj().imag
+
+    key, cache, slots = torch.ones(1, 2, 32), torch.zeros(6, 8, 4, 32), torch.tensor([5])
+    expected = ops.reshape_and_cache(key, key, cache, slots)
+    assert negated(key).is_neg()
+    assert torch.equal(ops.reshape_and_cache(negated(key), negated(key), negated(cache), slots), expected)
+    assert torch.equal(ops.reshape_and_cache_(negated(key), negated(key), cache.clone(), slots), expected)
+    with pytest.raises(
+        ValueError, match=r"reshape_and_cache: kv_cache: expected .* in place, got one that PyTorch neg"
+    ):
+        ops.reshape_and_cache_(key, key, negated(cache), slots)
+
+
 @EAGER
 def test_in_place_counts_as_a_mutation(frontend):
     tensors = frontend.tensors(cache_cases.build_cache(cache_cases.CACHE_CASES[1]))

@@ -184,6 +184,11 @@ def _define_in_place(operator: Operator, operand: str, results: Callable[..., Re
             other, updated = functional(*args, **kwargs)
             target.copy_(updated)
             return other
+        if isinstance(target, torch.Tensor) and target.is_neg():  # PyTorch would update a copy, and fail behind it
+            raise ValueError(
+                f"{name}: {operand}: expected a tensor whose memory holds its values, since it is updated in place, "
+                "got one that PyTorch negates when it is read, as .imag of a conjugate is; resolve_neg() copies it"
+            )
         other = mutating(*args, **kwargs)
         return other if has_other else target
 
