@@ -58,7 +58,7 @@ def build_tvm_ffi_functions(text: str) -> None:
     subprocess.run([*command, libinfo.find_libtvm_ffi()], check=True)
 
 
-PRELUDES = {"docs/guides/ffi_call.md": build_handler, "docs/guides/user_kernels.md": build_tvm_ffi_functions}
+PRELUDES = {"docs/guides/ffi_call.md": build_handler, "docs/guides/user_functions.md": build_tvm_ffi_functions}
 
 
 class Example(NamedTuple):

@@ -1,4 +1,4 @@
-"""A kernel behind a plain C function: the handler that docs/guides/user_kernels.md shows, built and called."""
+"""A kernel behind a plain C function: the handler that docs/guides/user_functions.md shows, built and called."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def handlers(tmp_path_factory):
     if shutil.which("g++") is None or shutil.which("gcc") is None:
         pytest.skip("gcc is not installed")
     folder = tmp_path_factory.mktemp("c_function")
-    page = (ROOT / "docs" / "guides" / "user_kernels.md").read_text()
+    page = (ROOT / "docs" / "guides" / "user_functions.md").read_text()
     (handler,) = re.findall(r'^```cpp\n(#include "xla/ffi.*?)^```$', page, re.MULTILINE | re.DOTALL)
     (folder / "handler.cc").write_text(handler)
     (folder / "launch.c").write_text(LAUNCH)
