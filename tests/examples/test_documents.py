@@ -172,6 +172,12 @@ def test_a_block_that_would_be_overlooked_is_an_error(text):
         check(text)
 
 
+def test_the_index_of_the_log_has_each_page_once():
+    index = (ROOT / "docs" / "log" / "README.md").read_text()
+    pages = sorted(path.name for path in (ROOT / "docs" / "log").glob("*.md") if path.name != "README.md")
+    assert sorted(re.findall(r"\]\(([\w.-]+\.md)\)", index)) == pages
+
+
 # ---- Names of files --------------------------------------------------------------------------------------------------
 NAMED = re.compile(r"`((?:tests|ffi|python|docs|examples|benchmarks|third_party)/[\w./-]*\w/?)(?::[^`]*)?`")
 
