@@ -4,12 +4,14 @@
 # PYTHON       the interpreter that .venv is made with
 # VLLM         the version of vLLM that demo-vllm and test-vllm run: 0.12.0 or 0.13.0
 # XLA_GPU_CUDA ON or OFF: whether the library holds CUDA handlers; ON where a GPU is found, and in wheels
+# TEST_JOBS    processes of `make test`, 2 by default; each takes 3 GB and more
 # GROUP_SOURCES ON or OFF: short sources compiled together, as pip install does; for `make library` and `library-cuda`
 # CUDAARCHS    what GPUs the installed library or the wheel has code for: this machine's, or all in wheels
 PYTHON       ?= python3
 WHEEL_CUDA   := $(or $(XLA_GPU_CUDA),ON)
 XLA_GPU_CUDA ?= $(shell command -v nvidia-smi >/dev/null 2>&1 && echo ON || echo OFF)
 JOBS         ?= $(shell nproc)
+TEST_JOBS    ?= 2
 CUDA_ARCH    ?= 90a-real
 GROUP_SOURCES ?= OFF
 
@@ -40,7 +42,7 @@ demo-vllm: $(VENV)/.installed $(VLLM_ENV)/.done
 	PJRT_DEVICE=CPU $(VLLM_ENV)/bin/python examples/serve_vllm.py --check
 
 test: $(VENV)/.installed test-handlers
-	XLA_GPU_TEST_HANDLERS=$(HANDLERS) $(BIN)/python -m pytest
+	XLA_GPU_TEST_HANDLERS=$(HANDLERS) $(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile
 
 test-vllm: $(VENV)/.installed $(VLLM_ENV)/.done
 	PJRT_DEVICE=CPU $(VLLM_ENV)/bin/python -m pytest -q -r fE tests/vllm
