@@ -54,7 +54,7 @@ struct LinearParams {
 };
 
 // ---- How the CUDA kernel of kernel.cuh divides its work; scratch memory is sized in every build, also in one without
-// CUDA, and for every GPU: those of sm_90a use none ----
+// CUDA, and for every GPU ----
 
 inline constexpr int64_t kLinearTileN = 128;   // features of a work tile
 inline constexpr int64_t kLinearMaxRows = 64;  // of one launch
@@ -70,10 +70,22 @@ constexpr int64_t LinearCounterBytes(int64_t n) {
   return (tiles * 8 + 255) / 256 * 256;
 }
 
-// A counter for each work tile, and two partial work tiles of float32 for each CTA.
+// ---- More than 32 rows of bfloat16 beside float8 weights, on sm_90a: the rows as two terms of float8, and a power of
+// two for each kSplitK values of a row ----
+
+inline constexpr int64_t kSplitK = 256;
+constexpr int64_t SplitTermBytes(int64_t k) { return (2 * kLinearMaxRows * k + 255) / 256 * 256; }
+constexpr int64_t SplitRowsBytes(int64_t k) {
+  return SplitTermBytes(k) + (k + kSplitK - 1) / kSplitK * kLinearMaxRows * 4;
+}
+
+// A counter for each work tile, and two partial work tiles of float32 for each CTA; in the same place split rows.
 inline int64_t LinearScratchBytes(const LinearParams& shapes) {
   if (shapes.dtype == DType::kF32 || shapes.rows == 0 || shapes.n == 0) return 0;
-  return LinearCounterBytes(shapes.n) + 2 * kLinearCtas * kLinearTileN * LinearRowTile(shapes.rows) * 4;
+  const int64_t row_tile = LinearRowTile(shapes.rows);
+  const bool splits = shapes.format == WeightFormat::kFloat8 && row_tile == kLinearMaxRows;
+  return std::max(LinearCounterBytes(shapes.n) + 2 * kLinearCtas * kLinearTileN * row_tile * 4,
+                  splits ? SplitRowsBytes(shapes.k) : 0);
 }
 
 Status RunLinear(const LinearParams& params, const Executor& executor);

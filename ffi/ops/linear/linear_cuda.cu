@@ -7,6 +7,7 @@
 #include <limits>
 #include <random>
 #include <string>
+#include <type_traits>
 
 #include "ffi/base/cuda_status.h"
 #include "ffi/device/launch.cuh"
@@ -14,6 +15,7 @@
 #include "ffi/ops/linear/linear.h"
 #include "ffi/ops/linear/simt_f32.cuh"
 #include "ffi/ops/linear/sm90_converted_launch.cuh"
+#include "ffi/ops/linear/sm90_float8_launch.cuh"
 #include "ffi/ops/linear/sm90_int4_launch.cuh"
 #include "ffi/ops/linear/sm90_launch.cuh"
 
@@ -89,6 +91,14 @@ Status LaunchTile(const LinearParams& p, const LinearArgs& args, int shared_byte
     const Status status = linear::LaunchInt4Sm90<linear::Int4Traits<T, 8>>(args, stream, order, &sm90a);
     if (!status.ok() || sm90a) return status;
   } else {
+    if constexpr (kFormat == WeightFormat::kFloat8 && std::is_same_v<T, __nv_bfloat16>) {
+      if (args.scale != WeightScale::kBlock) {
+        if (Status status = linear::LaunchFloat8Sm90<linear::Float8Traits<kRowTile>>(args, stream, order, &sm90a);
+            !status.ok() || sm90a) {
+          return status;
+        }
+      }
+    }
     using Config = linear::ConvertedTraits<T, kFormat, kRowTile>;
     if (Status status = linear::LaunchConvertedSm90<Config>(args, stream, order, &sm90a); !status.ok() || sm90a) {
       return status;

@@ -1,0 +1,71 @@
+// From the partial sums of a cluster's CTAs to results, for the kernel of sm_90a that multiplies float8: as
+// FinishWorkTile, with work tiles of any size.
+#ifndef XLA_GPU_OPS_LINEAR_SM90_FLOAT8_EPILOGUE_CUH_
+#define XLA_GPU_OPS_LINEAR_SM90_FLOAT8_EPILOGUE_CUH_
+
+#include <cstdint>
+
+#include "ffi/device/aligned_vector.h"
+#include "ffi/device/cluster.cuh"
+#include "ffi/device/mbarrier.cuh"
+#include "ffi/ops/linear/epilogue.cuh"
+#include "ffi/ops/linear/sm90_epilogue.cuh"
+#include "ffi/ops/linear/sm90_traits.cuh"
+
+namespace xla_gpu::linear {
+
+// Finishes this CTA's share of its cluster's work tile, by the kThreads threads that have written `sums`,
+// [rows][SumPitch] in each CTA's shared memory, with `box_rows` columns from each of the columns 0 and kTileFeatures /
+// 2 on. A thread keeps its four columns.
+template <typename T, int kTileFeatures, int kThreads>
+__device__ __forceinline__ void FinishBoxes(const Sm90Args& sm90, int tile, const float* sums, int rank) {
+  const LinearArgs& args = sm90.linear;
+  const int cluster = sm90.cluster;
+  using Four = AlignedVector<T, 4>;
+  const bool gated = args.activation != Activation::kNone;
+  const int out_features = gated ? args.n / 2 : args.n;
+  const int tile_features = gated ? sm90.box_rows : 2 * sm90.box_rows;
+  const int first_four = tile_features / 4 * rank / cluster;
+  const int fours = tile_features / 4 * (rank + 1) / cluster - first_four;  // of a row
+  const int rows_at_once = kThreads / fours;
+  const int column = (first_four + static_cast<int>(threadIdx.x) % fours) * 4, feature = tile * tile_features + column;
+  int row = static_cast<int>(threadIdx.x) / fours;
+  if (row >= rows_at_once || feature >= out_features) row = args.rows;
+  // What does not depend on other threads is loaded before the barrier.
+  const int read = feature < out_features ? feature : 0;
+  const FourFeatures<T> first(args, read), second(args, gated ? out_features + read : read);
+  if (cluster > 1) {
+    ClusterSync();
+  } else {
+    NamedBarrierSync(1, kThreads);
+  }
+  const int second_box = !gated && column >= sm90.box_rows;
+  const float* const sums_of_column = sums + column + second_box * (kTileFeatures / 2 - sm90.box_rows);
+#pragma unroll 2
+  for (; row < args.rows; row += rows_at_once) {
+    const int64_t at = static_cast<int64_t>(row) * out_features + feature;
+    Four residual = {};
+    if (args.residual != nullptr) residual = *reinterpret_cast<const Four*>(static_cast<const T*>(args.residual) + at);
+    const float* const from = sums_of_column + row * SumPitch(kTileFeatures);
+    float values[4], factors[4];
+    AddPartials(from, cluster, values);
+    first.Finish(values);
+    if (gated) {
+      AddPartials(from + kTileFeatures / 2, cluster, factors);
+      second.Finish(factors);
+    }
+    Four out;
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      float value = values[j];
+      if (gated) value = Round<T>(ActivationOf<T>(args.activation, value) * factors[j]);
+      if (args.residual != nullptr) value += static_cast<float>(residual.values[j]);
+      out.values[j] = static_cast<T>(value);
+    }
+    *reinterpret_cast<Four*>(static_cast<T*>(args.out) + at) = out;
+  }
+}
+
+}  // namespace xla_gpu::linear
+
+#endif  // XLA_GPU_OPS_LINEAR_SM90_FLOAT8_EPILOGUE_CUH_
