@@ -52,7 +52,13 @@ def test_all_is_well(everything, capsys):
     assert main(["doctor"]) == 0
     text = capsys.readouterr().out
     assert text.count(" works\n") == len(doctor.FRONTENDS) and "a GPU, compute capability 9.0, 128 GiB" in text
-    assert "PJRT API 0.112; FFI API 0.3; targets xla_gpu_simple_add" in text
+    assert "PJRT API 0.112; FFI API 0.3; all Host targets" in text
+
+
+def test_some_targets_are_listed(everything, capsys):
+    everything.setattr(doctor, "run_process", lambda *_: answers({"runtime": RUNTIME | {"targets": ["xla_gpu_other"]}}))
+    main(["doctor"])
+    assert "PJRT API 0.112; FFI API 0.3; targets xla_gpu_other" in capsys.readouterr().out
 
 
 def test_json(everything, capsys):

@@ -287,7 +287,9 @@ def as_text(report: dict[str, Any]) -> str:
             facts = [f"PJRT API {runtime['pjrt_api'] or 'built in'}", f"FFI API {runtime['ffi_api'] or 'not told'}"]
             if runtime.get("plugin"):
                 facts.append(runtime["plugin"])
-            facts.append(f"targets {', '.join(runtime['targets']) or 'none'}")
+            platforms = [where for where, names in library.get("targets", {}).items() if names == runtime["targets"]]
+            names = f"all {platforms[0]} targets" if platforms else f"targets {', '.join(runtime['targets']) or 'none'}"
+            facts.append(names)
             lines.append(f"  {frontend['frontend']} {frontend['device']}: {'; '.join(facts)}")
 
     lines += ["", "front ends"]
