@@ -4,7 +4,7 @@
 # PYTHON       the interpreter that .venv is made with
 # VLLM         the version of vLLM that demo-vllm and test-vllm run: 0.12.0 or 0.13.0
 # XLA_GPU_CUDA ON or OFF: whether the library holds CUDA handlers; ON where a GPU is found, and in wheels
-# TEST_JOBS    processes of `make test`, 2 by default; each takes 3 GB and more
+# TEST_JOBS    processes of `make test` and `test-newest`, 2 by default; each takes 3 GB and more
 # GROUP_SOURCES ON or OFF: short sources compiled together, as pip install does; for `make library` and `library-cuda`
 # CUDAARCHS    what GPUs the installed library or the wheel has code for: this machine's, or all in wheels
 PYTHON       ?= python3
@@ -150,9 +150,9 @@ test-oldest: $(VENV)/.installed test-handlers build/versions/jax-$(OLDEST_JAX)/.
 NEWER_PYTHON ?= $(shell for python in python3.13 python3.12 $$HOME/.pyenv/versions/3.13.*/bin/python \
                 $$HOME/.pyenv/versions/3.12.*/bin/python; do $$python -c "import venv" 2>/dev/null && echo $$python && break; done)
 
-build/versions/newest/.done:
+build/versions/newest/.done: pyproject.toml
 	$(NEWER_PYTHON) -m venv $(@D)
-	$(@D)/bin/python -m pip --disable-pip-version-check --quiet install jax jaxlib numpy ml_dtypes pytest hypothesis
+	$(@D)/bin/python -m pip --disable-pip-version-check --quiet install --upgrade jax jaxlib numpy ml_dtypes pytest pytest-xdist hypothesis
 	touch $@
 
 ifeq ($(NEWER_PYTHON),)
@@ -162,7 +162,7 @@ else
 test-newest: $(VENV)/.installed test-handlers build/versions/newest/.done
 	library=$$($(BIN)/python -c "from xla_gpu._runtime import library; print(library.find())") && \
 	PYTHONPATH=$(CURDIR)/python XLA_GPU_LIBRARY=$$library XLA_GPU_TEST_HANDLERS=$(HANDLERS) \
-	  build/versions/newest/bin/python -m pytest -q -r fE
+	  build/versions/newest/bin/python -m pytest -q -r fE -n $(TEST_JOBS) --dist loadfile
 endif
 
 # Kernels compiled by the newest Triton; PyTorch 2.9.0 has 3.5. Its versions change what a launch is given (3.6: clusters
