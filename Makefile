@@ -4,7 +4,7 @@
 # PYTHON       the interpreter that .venv is made with
 # VLLM         the version of vLLM that demo-vllm and test-vllm run: 0.12.0 or 0.13.0
 # XLA_GPU_CUDA ON or OFF: whether the library holds CUDA handlers; ON where a GPU is found, and in wheels
-# TEST_JOBS    processes of `make test` and `test-newest`, 2 by default; each takes 3 GB and more
+# TEST_JOBS    processes of `make test`, `test-newest` and `sanitize`, 2 by default; each takes 3 GB and more
 # GROUP_SOURCES ON or OFF: short sources compiled together, as pip install does; for `make library` and `library-cuda`
 # CUDAARCHS    what GPUs the installed library or the wheel has code for: this machine's, or all in wheels
 PYTHON       ?= python3
@@ -216,7 +216,7 @@ sanitize: $(VENV)/.installed $(VENV)/.dev $(HEADERS)/.done
 	$(SANITIZE)/ffi/testing/xla_gpu_thread_test
 	ASAN_OPTIONS=detect_leaks=1 UBSAN_OPTIONS=print_stacktrace=1 XLA_GPU_NUM_THREADS=2 \
 	  $(SANITIZE)/ffi/testing/xla_gpu_fuzz_call_frame -runs=$(FUZZ_RUNS)
-	$(SANITIZED) $(BIN)/python -m pytest -q -r fE $(SANITIZE_TESTS) \
+	$(SANITIZED) $(BIN)/python -m pytest -q -r fE -n $(TEST_JOBS) --dist loadfile $(SANITIZE_TESTS) \
 	  -k "not torch_xla and not cuda and not agrees_with"
 	for isa in baseline avx2; do \
 	  $(SANITIZED) XLA_GPU_HOST_ISA=$$isa $(BIN)/python -m pytest -q -r fE tests/ops/test_paged_attention.py \
