@@ -4,7 +4,7 @@
 # PYTHON       the interpreter that .venv is made with
 # VLLM         the version of vLLM that demo-vllm and test-vllm run: 0.12.0 or 0.13.0
 # XLA_GPU_CUDA ON or OFF: whether the library holds CUDA handlers; ON where a GPU is found, and in wheels
-# TEST_JOBS    processes of `make test`, `test-newest` and `sanitize`, 2 by default; each takes 3 GB and more
+# TEST_JOBS    processes of `make test`, `test-vllm`, `test-newest` and `sanitize`, 2 by default; each takes 3 GB and more
 # GROUP_SOURCES ON or OFF: short sources compiled together, as pip install does; for `make library` and `library-cuda`
 # CUDAARCHS    what GPUs the installed library or the wheel has code for: this machine's, or all in wheels
 PYTHON       ?= python3
@@ -45,7 +45,7 @@ test: $(VENV)/.installed test-handlers
 	XLA_GPU_TEST_HANDLERS=$(HANDLERS) $(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile
 
 test-vllm: $(VENV)/.installed $(VLLM_ENV)/.done
-	PJRT_DEVICE=CPU $(VLLM_ENV)/bin/python -m pytest -q -r fE tests/vllm
+	PJRT_DEVICE=CPU $(VLLM_ENV)/bin/python -m pytest -q -r fE -n $(TEST_JOBS) --dist loadfile tests/vllm
 
 # ---- Set-up: frameworks once, the package again whenever one of its sources changed ----------------------------------
 $(VENV)/.frameworks: pyproject.toml
