@@ -30,7 +30,7 @@ def test_vmap_calls_once_per_element(frontend, name):
 
 @EAGER
 def test_vmap_of_rms_norm(frontend):
-    """Whose results are a list, for which PyTorch has no rule of its own."""
+    """Whose results are a list."""
     ops = frontend.module()
     tensors = frontend.tensors({"x": cases.rng_for("vmap").standard_normal((3, 4, 2, 8)).astype(np.float32)})
     x, weight = tensors["x"], tensors["x"][0, 0, 0].clone()
@@ -41,6 +41,17 @@ def test_vmap_of_rms_norm(frontend):
         torch.vmap(torch.func.grad(lambda row: ops.rms_norm(row, weight, eps=1e-6).sum()))(x)
     with pytest.raises(ValueError, match=r"rms_norm: torch\.vmap: expected a batch of 1 or more, got 0"):
         nested(x[:0])
+
+
+@EAGER
+def test_vmap_does_not_warn(frontend, capfd):
+    """PyTorch's rule for operators that have none asks users to report them."""
+    ops = frontend.module()
+    states = torch.ones(3, 5, 2, 8, device=frontend.device()), torch.zeros(3, 5, 2, device=frontend.device())
+    out, lse = torch.vmap(ops.merge_attention_states)(*states, *states)
+    assert out.shape == (3, 5, 2, 8) and lse.shape == (3, 5, 2)
+    assert torch.vmap(ops.simple_add)(out, out).shape == out.shape
+    assert "batching rule" not in capfd.readouterr().err
 
 
 @EAGER

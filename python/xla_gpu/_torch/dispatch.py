@@ -60,7 +60,7 @@ def define(
     for backend in backends:
         LIBRARY.impl(name, kernel, backend)
     LIBRARY.impl(name, _refusing_gradients(name, schema), "Autograd")
-    if schema.endswith("-> Tensor[]") and "Tensor[] " not in schema:
+    if "(a!)" not in schema and "Tensor[] " not in schema:
         LIBRARY.impl(name, _each_of_a_batch(name), "FuncTorchBatched")
     torch.library.register_fake(f"xla_gpu::{name}", fake, lib=LIBRARY)
 
@@ -86,12 +86,12 @@ def _refusing_gradients(name: str, schema: str) -> Callable[..., Any]:
     return before
 
 
-def _each_of_a_batch(name: str) -> Callable[..., list[torch.Tensor]]:
-    """torch.vmap's rule where results are a list, for which PyTorch has none: one call after the other, as JAX's."""
+def _each_of_a_batch(name: str) -> Callable[..., Any]:
+    """torch.vmap's rule: one call after the other, as JAX's. PyTorch's own takes no lists, and warns."""
     operator = getattr(torch.ops.xla_gpu, name).default
     functorch: Any = torch._C._functorch
 
-    def batched(*args: Any, **kwargs: Any) -> list[torch.Tensor]:
+    def batched(*args: Any, **kwargs: Any) -> Any:
         interpreter: Any = retrieve_current_functorch_interpreter()
         level, size = interpreter.level(), interpreter.batch_size()
         if size == 0:
@@ -110,8 +110,10 @@ def _each_of_a_batch(name: str) -> Callable[..., list[torch.Tensor]]:
                 operator(*(element(value, i) for value in given), **{n: element(v, i) for n, v in named.items()})
                 for i in range(size)
             ]
+            if isinstance(outs[0], torch.Tensor):
+                return functorch._add_batch_dim(torch.stack(outs), 0, level)
             stacked = [torch.stack(results) for results in zip(*outs, strict=True)]
-        return [functorch._add_batch_dim(result, 0, level) for result in stacked]
+        return type(outs[0])(functorch._add_batch_dim(result, 0, level) for result in stacked)
 
     return batched
 
