@@ -88,7 +88,6 @@ __device__ __forceinline__ void MultiplyFloat8(const Sm90Args& args, int tile, i
         // From shared memory not before the products of the part before have been started: the compiler would convert
         // first and multiply then, and the tensor cores wait meanwhile.
         if (first_step % 4 == 0) load_panel(panel);
-        if (group == kGroups - 1 && first_step == 4) give_weights_back();
         uint32_t(&to)[kSteps][4] = a[part % 2];
 #pragma unroll
         for (int i = 0; i < kSteps; ++i) {
@@ -106,6 +105,7 @@ __device__ __forceinline__ void MultiplyFloat8(const Sm90Args& args, int tile, i
           WgmmaNarrow<T>(accumulators, to[i], AdvanceSmemDesc(b, (first_step + i) % 4 * 32), !first);
         }
         WgmmaCommit();
+        if (group == kGroups - 1 && first_step == 4) give_weights_back();
         WgmmaWait<1>();  // the products before these have ended: their operand's registers are free
         if (part == 0) give_x_back();
       }

@@ -141,7 +141,6 @@ __device__ __forceinline__ void MultiplyConverted(const Sm90Args& args, int tile
     if constexpr (Config::kLoadsStage) {
 #pragma unroll
       for (int panel = 0; panel < Config::kPanels; ++panel) load_panel(panel);
-      give_weights_back();
     }
 
     // ---- 128 values of k at a time: conversions while wgmma multiplies the values before
@@ -161,7 +160,6 @@ __device__ __forceinline__ void MultiplyConverted(const Sm90Args& args, int tile
         if (part >= 2) WgmmaWait<1>();  // the products before the last ones have read their operand
         if constexpr (!Config::kLoadsStage) {
           if (first_step % 4 == 0) load_panel(panel);
-          if (group == kGroups - 1 && first_step == 4) give_weights_back();
         }
         uint32_t(&to)[kSteps][4] = a[part % 2];
 #pragma unroll
@@ -184,6 +182,7 @@ __device__ __forceinline__ void MultiplyConverted(const Sm90Args& args, int tile
           WgmmaNarrow<T>(accumulators, to[i], AdvanceSmemDesc(b, (first_step + i) % 4 * 32), !first);
         }
         WgmmaCommit();
+        if (group == kGroups - 1 && first_step == 4) give_weights_back();
       }
       WgmmaWait<0>();
       WgmmaFenceOperand(accumulators);
