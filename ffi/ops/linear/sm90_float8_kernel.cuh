@@ -99,6 +99,7 @@ __device__ __forceinline__ void MultiplyTerms(const Sm90Args& args, int chunk_be
 #pragma unroll
   for (auto& block : result) block[0] = block[1] = block[2] = block[3] = 0.0f;
   float sum[kRowBlocks][4];
+  const auto none = static_cast<uint32_t>(args.chunks >> 31);  // 0, which the compiler does not know
   PipelineState weight_ring, x_ring;
   for (int chunk = chunk_begin; chunk < chunk_end; chunk += Config::kXChunks) {
     WaitBarrier(Config::kSplitBefore ? barriers.XFull(x_ring.stage) : barriers.XReady(x_ring.stage), x_ring.phase);
@@ -140,11 +141,11 @@ __device__ __forceinline__ void MultiplyTerms(const Sm90Args& args, int chunk_be
     const float* const factors_of_stage = factors + x_ring.stage * Config::kRowTile + lane % 4 * 2;
     WgmmaWait<0>();
     WgmmaFenceOperand(sum);
-    uint32_t zero = 0;  // the signs of all factors: the arrival below waits for their loads
+    uint32_t zero = 0;  // of all factors: the arrival below waits for their loads
 #pragma unroll
     for (int r = 0; r < kRowBlocks; ++r) {
       const float2 factor = *reinterpret_cast<const float2*>(factors_of_stage + r * 8);
-      zero |= __float_as_uint(factor.x) >> 31;
+      zero |= __float_as_uint(factor.x) & none;
 #pragma unroll
       for (int i = 0; i < 4; ++i) result[r][i] = fmaf(i % 2 == 0 ? factor.x : factor.y, sum[r][i], result[r][i]);
     }
