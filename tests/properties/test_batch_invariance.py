@@ -18,6 +18,7 @@ SUBJECTS = {"decode": (1, 211), "speculative": (4, 130), "chunk": (40, 170), "lo
 BEHIND_A_LONG_CONTEXT = {"few-rows": (16, 9000), "two-splits": (150, 5600), "three-splits": (140, 8200)}
 SEVERAL_TOKENS = {"speculative-long": (8, 9000), "speculative-short": (5, 400)}
 LATE_CHUNKS = {"chunk-of-1300": (1300, 2700), "chunk-of-2000": (2000, 4100)}
+SPLIT_CHUNKS = {"chunk-of-256": (256, 8100)}
 FILLING = {"speculative-1400": (6, 1400), "speculative-2900": (7, 2900)}
 SHORT_PROMPTS = {
     "prompt-90": (90, 90),
@@ -71,6 +72,9 @@ LATE_CHUNKS_SHAPES = {
     "gqa-fp8": PROMPT_SHAPES["gqa-fp8"],
     "group-7-bf16": dict(num_heads=56, num_kv_heads=8, head_dim=128, dtype="bfloat16", page_size=16),
 }
+SPLIT_CHUNKS_SHAPES = {
+    "two-kv-heads-bf16": dict(num_heads=8, num_kv_heads=2, head_dim=128, dtype="bfloat16", page_size=16),
+}
 MANY_PROMPTS_SHAPES = {
     "gqa-bf16": SHAPES["gqa-bf16"],
     "group-3-f16": dict(
@@ -81,11 +85,13 @@ MANY_PROMPTS_SHAPES = {
 
 
 def fields(shape: str) -> dict:
-    return {**SHAPES, **SEVERAL_TOKENS_SHAPES, **PROMPT_SHAPES, **MANY_PROMPTS_SHAPES, **LATE_CHUNKS_SHAPES}[shape]
+    more = {**MANY_PROMPTS_SHAPES, **LATE_CHUNKS_SHAPES, **SPLIT_CHUNKS_SHAPES}
+    return {**SHAPES, **SEVERAL_TOKENS_SHAPES, **PROMPT_SHAPES, **more}[shape]
 
 
 def sequence(name: str) -> tuple[int, int]:
-    return {**SUBJECTS, **BEHIND_A_LONG_CONTEXT, **SEVERAL_TOKENS, **FILLING, **SHORT_PROMPTS, **LATE_CHUNKS}[name]
+    more = {**FILLING, **SHORT_PROMPTS, **LATE_CHUNKS, **SPLIT_CHUNKS}
+    return {**SUBJECTS, **BEHIND_A_LONG_CONTEXT, **SEVERAL_TOKENS, **more}[name]
 
 
 @functools.cache
@@ -239,6 +245,23 @@ def test_chunks_that_are_alike_do_not_change_bits(frontend, name, shape):
         got = results(frontend, *batch(name, shape, before, after, spare_seqs=0))
         for result, g, w in zip(("out", "lse"), got, want, strict=True):
             compare.assert_bitwise_equal(g, w, f"{frontend.name} {name} {shape} {what}: {result}")
+
+
+@pytest.mark.frontends("eager-cuda", "jax-cuda")
+def test_split_chunks_that_are_alike_do_not_change_bits(frontend):
+    """On CUDA four such chunks, in three KV splits, are more work tiles than CTAs, and the last ones smaller."""
+    name, shape = "chunk-of-256", "two-kv-heads-bf16"
+    case, inputs = subject(name, shape)
+    want = results(frontend, inputs.arrays(), case)
+    rows, context = sequence(name)
+    for what, before, after in (
+        ("four", ((rows, context - 100),), ((rows, context), (rows, context + 50))),
+        ("five", ((rows, context),) * 4, ()),
+        ("three of another length", ((rows - 9, context),), ((rows, context), (rows, context))),
+    ):
+        got = results(frontend, *batch(name, shape, before, after, spare_seqs=0))
+        for result, g, w in zip(("out", "lse"), got, want, strict=True):
+            compare.assert_bitwise_equal(g, w, f"{frontend.name} {what}: {result}")
 
 
 @pytest.mark.frontends("eager-cuda", "jax-cuda")

@@ -174,11 +174,12 @@ class PersistentWarpTileScheduler {
       Prompt other = prompt_;
       other.q_len = __shfl_sync(~0u, prompt_.q_len, first);
       other.context_len = __shfl_sync(~0u, prompt_.context_len, first);
-      other.splits = 1;
+      other.splits = __shfl_sync(~0u, prompt_.splits, first);
       const bool alike = prompt_.q_len == 0 || (IsLateChunk(other) && AreAlike(other, prompt_));
       tiles_.tail_tiles = 0;
       if (__all_sync(~0u, alike) && !has_decode_rows_) {
-        tiles_.ShrinkTail(__popc(prompts_), static_cast<unsigned>(other.q_len) * tiles_.group, kv_heads_.divisor);
+        tiles_.ShrinkTail(__popc(prompts_), static_cast<unsigned>(other.q_len) * tiles_.group,
+                          kv_heads_.divisor * other.splits);
       }
     }
   }
@@ -199,7 +200,8 @@ class PersistentWarpTileScheduler {
       if (row_tile >= __reduce_add_sync(~0u, count)) return false;
       if (kShrinksTail && tiles_.tail_tiles > 0) {
         unsigned number;
-        tiles_.FindAlike(row_tile, __popc(prompts_), __shfl_sync(~0u, count, owner), &number, &index);
+        tiles_.FindAlike(row_tile, __popc(prompts_), __shfl_sync(~0u, prompt_.splits, owner),
+                         __shfl_sync(~0u, count, owner), &number, &index);
         const int lane = static_cast<int>(threadIdx.x) % 32;
         const bool is_owner = prompt_.q_len > 0 && __popc(prompts_ & ((1u << lane) - 1)) == number;
         owner = __ffs(static_cast<int>(__ballot_sync(~0u, is_owner))) - 1;

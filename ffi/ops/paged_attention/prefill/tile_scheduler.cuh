@@ -103,7 +103,8 @@ struct PromptTiles {
   __device__ unsigned Count(const Prompt& prompt) const {
     const unsigned rows = static_cast<unsigned>(prompt.q_len) * group;
     if (kShrinksTail && tail_tiles > 0) {
-      return rows == 0 ? 0 : tail_tiles + (rows - min(rows, tail_tiles * tail_rows) + kRows - 1) / kRows;
+      const unsigned large = (rows - min(rows, tail_tiles * tail_rows) + kRows - 1) / kRows;
+      return rows == 0 ? 0 : (tail_tiles + large) * prompt.splits;
     }
     return (rows + kRows - 1) / kRows * prompt.splits;
   }
@@ -119,9 +120,9 @@ struct PromptTiles {
   // For `prompts` chunks that are alike, of `rows` packed rows each: work tiles of equal length run in whole rounds
   // over the CTAs, and the last round often leaves most CTAs idle. Then the rows of that round are divided into work
   // tiles of 64 or 128 rows, if these are no more than the CTAs. FirstEndingAt does not know of them: see FindAlike.
-  __device__ void ShrinkTail(unsigned prompts, unsigned rows, unsigned kv_heads) {
+  __device__ void ShrinkTail(unsigned prompts, unsigned rows, unsigned tiles_of_rows) {
     constexpr unsigned kMostRounds = 12;  // of more, the last one is a small part
-    const unsigned columns = prompts * kv_heads;
+    const unsigned columns = prompts * tiles_of_rows;
     const unsigned tiles = (rows + kRows - 1) / kRows * columns;
     const unsigned rounds = tiles / gridDim.x;
     tail_tiles = 0;
@@ -133,15 +134,17 @@ struct PromptTiles {
     }
     tail_tiles = 0;
   }
-  // Of such prompts, with `count` row tiles each: the owner and index of row tile number `row_tile`, large ones first.
-  __device__ void FindAlike(unsigned row_tile, unsigned prompts, unsigned count, unsigned* owner,
+  // Of such prompts, with `count` tiles of a kv head each, in `splits` KV splits: the owner and index of tile number
+  // `tile`, large ones first.
+  __device__ void FindAlike(unsigned tile, unsigned prompts, unsigned splits, unsigned count, unsigned* owner,
                             unsigned* index) const {
-    const unsigned large = (count - tail_tiles) * prompts;
-    const bool is_large = row_tile < large;
-    const unsigned number = is_large ? row_tile : row_tile - large;
+    const unsigned small = tail_tiles * splits;  // of a prompt
+    const unsigned large = (count - small) * prompts;
+    const bool is_large = tile < large;
+    const unsigned number = is_large ? tile : tile - large;
     const unsigned from_end = number / prompts;
     *owner = number - from_end * prompts;
-    *index = (is_large ? count : tail_tiles) - 1 - from_end;
+    *index = (is_large ? count : small) - 1 - from_end;
   }
 };
 
