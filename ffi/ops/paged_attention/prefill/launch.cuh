@@ -183,7 +183,7 @@ Status LaunchTma(const TmaParams& call, const SplitAccumulatorLayout& layout, in
   const bool fill = Traits::kTakesFirstSplits && params.max_seqs <= Traits::WarpScheduler::kSequences &&
                     layout.pool_rows > 0 && layout.part_rows >= Layout::kMaxCtas * Traits::kRows;
   tma.split_kv.ctas = fill ? grid.x : 0;
-  tma.split_kv.takes_first_splits = Traits::kSharedAccumulators;
+  tma.split_kv.takes_first_splits = Traits::kTakesSomeSplits;
   const LaunchConfig config{grid, Traits::kThreads, Traits::kSharedBytes, /*programmatic=*/true};
   if (layout.kernels != PrefillKernels::kCombine) {
     if (Status status = Launch(config, stream, kernel, tma); !status.ok()) return status;

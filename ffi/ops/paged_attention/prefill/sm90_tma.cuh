@@ -139,7 +139,7 @@ __device__ __forceinline__ void RunPrefillTma(const TmaParams& params) {
       const bool in_order = warp_scheduler.Plan(attention, metadata, params.split_kv.max_tokens, settled);
       if (is_scheduler && !warp_scheduler.IsEmpty()) {
         if (params.split_kv.enabled) {
-          warp_scheduler.template Split<Traits::kTakesFirstSplits, Traits::kSharedAccumulators>(params.split_kv);
+          warp_scheduler.template Split<Traits::kTakesFirstSplits, Traits::kTakesSomeSplits>(params.split_kv);
         }
         warp_scheduler.ShrinkTail();
         if constexpr (kStartsFast) {

@@ -339,7 +339,7 @@ struct TmaConsumer {
 
   // Whether a work tile's accumulator is one of this CTA's, which the next split of its rows reads or writes.
   static __device__ bool StoresForThisCta(SplitMode mode) {
-    const bool one_of_several = Traits::kSharedAccumulators && (mode & kAccumulate) != 0;
+    const bool one_of_several = Traits::kTakesSomeSplits && (mode & kAccumulate) != 0;
     return mode != 0 && ((mode & kCrossCta) == 0 || one_of_several);
   }
 
@@ -363,18 +363,22 @@ struct TmaConsumer {
         // NOTE: not by the rows of part 1, which nobody else reads or writes: part 0 may have stored this work tile's
         // too, so that a wait by parity would be for the next ones.
         if (Traits::kAlternates && part == 0) WaitBarrier(barrier, *accumulated ^ 1);
+        const bool small = kRowWarpgroups == 1 || tile.rows.count <= 64;
         if constexpr (Traits::kSharedAccumulators) {
           auto& shared = cta.Storage().accumulators;
-          softmax.template AccumulateAndSpill<true>(transform, {shared.o_accum, shared.max_sum_accum, 0}, 0,
-                                                    crosses ? kAccumulate : mode, invalid_page, o);
-        } else {
+          if (small) {
+            softmax.template AccumulateAndSpill<true>(transform, {shared.o_accum, shared.max_sum_accum, 0}, 0,
+                                                      crosses ? kAccumulate : mode, invalid_page, o);
+          }
+        }
+        if (!Traits::kSharedAccumulators || !small) {
           softmax.template AccumulateAndSpill<false>(transform, cta.params.accumulators, tile.accum_row, mode,
                                                      invalid_page, o);
         }
         if (Traits::kAlternates && part == 0) cta.Arrive(barrier);
         *accumulated ^= 1;
       }
-      if (Traits::kSharedAccumulators && crosses) {
+      if (Traits::kTakesSomeSplits && crosses) {
         softmax.Spill(tile.rows, cta.params.accumulators, tile.accum_row, invalid_page, o);
       } else if ((mode & kSpill) == 0) {
         softmax.template StoreFromRegisters<T>(cta.attention, tile.rows, transform, o, invalid_page);

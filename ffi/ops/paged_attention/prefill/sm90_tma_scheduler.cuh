@@ -124,7 +124,7 @@ struct TmaSchedulerWarp {
           return part + tile.accum_begin + (tile.split * tile.q_len - tile.q_begin) * rows.num_heads;
         };
         const bool crosses = tile.accum_begin >= 0;
-        const int first_splits = Traits::kSharedAccumulators ? tile.first_splits : 1;
+        const int first_splits = Traits::kTakesSomeSplits ? tile.first_splits : 1;
         int split = tile.split;
         if (crosses && (first_splits == 1 || split > 0)) {
           mode = kCrossCta | kSpill;

@@ -57,7 +57,7 @@ struct TmaConfigDim64 {
   static constexpr int kConsumerWarpgroups = 3;
   static constexpr int kRowWarpgroups = 3;            // warpgroups for which a work tile has rows, 64 each
   static constexpr bool kAlternates = false;          // a work tile of up to 64 rows has one warpgroup, in turns
-  static constexpr bool kSharedAccumulators = false;  // of the splits that a CTA takes: in shared memory
+  static constexpr bool kSharedAccumulators = false;  // of splits of up to 64 rows that a CTA takes
   static constexpr Overlap kOverlap = Overlap::kIntraWarpgroup;
   static constexpr int kQueryStages = 2;
   static constexpr int kKeyStages = 4;
@@ -98,6 +98,8 @@ struct TmaConfigDim128Rows128 : TmaConfigDim128Rows192 {
 // other one has begun the next.
 struct TmaConfigDim128Rows128Alternating : TmaConfigDim128Rows128 {
   static constexpr bool kAlternates = true;
+  static constexpr bool kSharedAccumulators = true;
+  static constexpr int kKeyStages = 2;  // three leave no room for the accumulators
 };
 // Three stages of V take 4 to 5 % longer.
 struct TmaConfigDim128Rows64 : TmaConfigDim128Rows192 {
@@ -111,7 +113,7 @@ struct TmaConfigDim128Rows64 : TmaConfigDim128Rows192 {
 // Where CTAs have several work tiles of 64 rows, most of them splits of the same rows.
 struct TmaConfigDim128Rows64Alternating : TmaConfigDim128Rows128Alternating {
   static constexpr int kRowWarpgroups = 1;
-  static constexpr bool kSharedAccumulators = true;
+  static constexpr int kKeyStages = 3;
 };
 
 // For PrefillTmaOneWarpgroupKernel, whose CTAs are three on an SM.
@@ -182,6 +184,8 @@ struct TmaKernelTraits : Config {
   // Whether one CTA takes several splits of its rows where SplitKvPolicy::FirstSplits says so.
   static constexpr bool kTakesFirstSplits =
       kHeadDim == 128 && (kAlternates || kConsumerWarpgroups == 1) && !kFloat8Cache;
+  // Whether a CTA takes some splits of its rows beside cross-CTA splits.
+  static constexpr bool kTakesSomeSplits = kSharedAccumulators && kRowWarpgroups == 1;
   static constexpr int kWarpgroupThreads = 128;
   static constexpr int kThreads = (Config::kProducerWarpgroups + kConsumerWarpgroups) * kWarpgroupThreads;
   static constexpr int kRows = kRowWarpgroups * 64;  // of a work tile
@@ -233,10 +237,10 @@ struct TmaKernelTraits : Config {
     int64_t accum_row;                  // first row of its split accumulator
   };
 
-  // What the CTA has of the splits before, with kSharedAccumulators: see OnlineSoftmax::AccumulateAndSpill.
+  // What the CTA has of the splits before, of up to 64 rows: see OnlineSoftmax::AccumulateAndSpill.
   struct alignas(16) CtaAccumulators {
-    float o_accum[kRows * kHeadDim];
-    float2 max_sum_accum[kRows];
+    float o_accum[64 * kHeadDim];
+    float2 max_sum_accum[64];
   };
   struct Nothing {};
 
