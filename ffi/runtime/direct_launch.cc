@@ -77,6 +77,20 @@ Error Await(void* event) {
   return error.ok() ? destroyed : error;
 }
 
+// Whether a loaded executable has so many results; yes where the plug-in does not say.
+bool HasResults(void* loaded, size_t num_results) {
+  LoadedExecutableGetExecutableArgs get = {};
+  get.loaded_executable = loaded;
+  if (!Call(kLoadedExecutableGetExecutable, &get).ok()) return true;
+  ExecutableNumOutputsArgs outputs = {};
+  outputs.executable = get.executable;
+  const bool known = Call(kExecutableNumOutputs, &outputs).ok();
+  ExecutableDestroyArgs destroy = {};
+  destroy.executable = get.executable;
+  Call(kExecutableDestroy, &destroy);
+  return !known || outputs.num_outputs == num_results;
+}
+
 Error Record(const LoadedExecutableExecuteArgs& args, size_t num_results) {
   auto launch = std::make_unique<xla_gpu_launch>();
   launch->executable = args.executable;
@@ -238,11 +252,15 @@ void DirectLaunchUseClient(void* client) { the_client = client; }
 
 void* ExecuteRecorded(LoadedExecutableExecuteArgs* args) {
   void* const error = api->entries()[kLoadedExecutableExecute](args);
-  if (results_to_record.load(std::memory_order_relaxed) < 0 || error != nullptr) return error;
-  const int results = results_to_record.exchange(-1);
-  if (results >= 0) {
-    Guarded("recording an execution", [&]() -> Error { return Record(*args, static_cast<size_t>(results)); });
-  }
+  int results = results_to_record.load(std::memory_order_relaxed);
+  if (results < 0 || error != nullptr) return error;
+  Guarded("recording an execution", [&]() -> Error {
+    const auto num_results = static_cast<size_t>(results);
+    // Another thread's program may come first.
+    if (!HasResults(args->executable, num_results)) return {};
+    if (!results_to_record.compare_exchange_strong(results, -1)) return {};
+    return Record(*args, num_results);
+  });
   return error;
 }
 

@@ -67,6 +67,7 @@ inline constexpr size_t kClientBufferFromHostBuffer = 22;
 inline constexpr size_t kDeviceDescriptionKind = 26;
 inline constexpr size_t kDeviceGetDescription = 29;
 inline constexpr size_t kExecutableDestroy = 40;
+inline constexpr size_t kExecutableNumOutputs = 44;
 inline constexpr size_t kExecutableOptimizedProgram = 48;
 inline constexpr size_t kExecutableSerialize = 49;
 inline constexpr size_t kLoadedExecutableDestroy = 50;
@@ -206,6 +207,14 @@ struct ExecutableDestroyArgs {
   size_t struct_size;
   Extension* extension_start;
   void* executable;
+  uint64_t room[8];
+};
+
+struct ExecutableNumOutputsArgs {
+  size_t struct_size;
+  Extension* extension_start;
+  void* executable;
+  size_t num_outputs;  // out
   uint64_t room[8];
 };
 

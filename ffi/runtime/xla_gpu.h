@@ -159,7 +159,7 @@ XLA_GPU_EXPORT const char* xla_gpu_append_compile_options(const char* bytes, siz
 typedef struct xla_gpu_launch xla_gpu_launch;  // an execution that was recorded
 typedef struct xla_gpu_array xla_gpu_array;    // a buffer on each device of one
 
-// Records the next execution through the adapter, which has `num_results` results; -1: none after all.
+// Records the next execution through the adapter of a program with `num_results` results; -1: none after all.
 XLA_GPU_EXPORT void xla_gpu_launch_record(int32_t num_results);
 
 // What was recorded, with its number of arguments, or NULL; the caller's. Its executable is the client's, and so are

@@ -2,6 +2,7 @@
 #ifndef XLA_GPU_TESTING_FAKE_PJRT_H_
 #define XLA_GPU_TESTING_FAKE_PJRT_H_
 
+#include <cstddef>
 #include <string>
 
 #include "ffi/runtime/pjrt_abi.h"
@@ -10,6 +11,8 @@ namespace fake_pjrt {
 
 // Whether FAKE_PJRT chooses this mode, see fake_pjrt_plugin.cc.
 bool IsMode(const char* mode);
+// How many results each executable has.
+size_t NumResults();
 // An error is its text.
 void* MakeError(std::string text);
 // Puts the functions that compile, serialise and load executables into a plug-in's table.

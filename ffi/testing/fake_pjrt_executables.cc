@@ -65,6 +65,11 @@ void* DestroyExecutable(void* untyped) {
   return nullptr;
 }
 
+void* NumOutputs(void* untyped) {
+  static_cast<pjrt::ExecutableNumOutputsArgs*>(untyped)->num_outputs = NumResults();
+  return nullptr;
+}
+
 std::string optimized_program;
 
 void* OptimizedProgram(void* untyped) {
@@ -122,6 +127,7 @@ void SetExecutableEntries(pjrt::Entry* entries) {
   entries[pjrt::kLoadedExecutableGetExecutable] = GetExecutable;
   entries[pjrt::kExecutableDestroy] = DestroyExecutable;
   entries[pjrt::kLoadedExecutableDestroy] = DestroyLoaded;
+  entries[pjrt::kExecutableNumOutputs] = NumOutputs;
   entries[pjrt::kExecutableOptimizedProgram] = OptimizedProgram;
   entries[pjrt::kExecutableSerialize] = Serialize;
   entries[pjrt::kExecutableDeserializeAndLoad] = DeserializeAndLoad;

@@ -26,12 +26,16 @@ bool IsMode(const char* mode) {
 
 void* MakeError(std::string text) { return new std::string(std::move(text)); }
 
+size_t num_results = 0;
+size_t NumResults() { return num_results; }
+
 }  // namespace fake_pjrt
 
 namespace {
 
 using fake_pjrt::IsMode;
 using fake_pjrt::MakeError;
+using fake_pjrt::num_results;
 
 constexpr size_t kEntries = 130;
 constexpr size_t kOptionsSize = 112;      // PJRT_ExecuteOptions of PJRT API 0.78
@@ -74,7 +78,6 @@ void* CheckSize(const char* name, size_t expected, size_t got) {
 std::vector<const void*> executed;  // the memory of the last execution's arguments, null: of a buffer from the host
 const void* DataOf(void* buffer);
 void* executed_on = nullptr;  // the device that the last execution named
-size_t num_results = 0;
 void* CopyOf(void* buffer);
 
 void* Execute(void* untyped) {
@@ -238,7 +241,9 @@ extern "C" __attribute__((visibility("default"))) const char* fake_pjrt_register
   return registered_target.c_str();
 }
 
-extern "C" __attribute__((visibility("default"))) void fake_pjrt_set_results(size_t results) { num_results = results; }
+extern "C" __attribute__((visibility("default"))) void fake_pjrt_set_results(size_t results) {
+  fake_pjrt::num_results = results;
+}
 
 extern "C" __attribute__((visibility("default"))) const void* fake_pjrt_executed_on() { return executed_on; }
 

@@ -76,6 +76,13 @@ launch = DirectLaunch(handle, [0, 2], [0], [form, form], lists)
 
 class Tensor:  # what torch_xla has
     shape, dtype = form
+    _version, values = 0, torch.tensor([7, 8], dtype=torch.int32)
+
+    def is_inference(self):
+        return False
+
+    def cpu(self):
+        return self.values
 
 state = Tensor()
 launch.note(state, result=2)
@@ -148,6 +155,25 @@ for array in (second, kept, outputs[0]):
     except RuntimeError as error:
         print(error)
 """,
+    "updated": """
+table = Tensor()
+(first, _), (kept,) = launch([table], [state])
+(second, _), _ = launch([table], [kept])
+table._version, table.values = 1, torch.tensor([9, 10], dtype=torch.int32)
+(third, _), _ = launch([table], [kept])
+print([array.cpu().tolist() for array in (first, second, third)])
+""",
+    "beside others": """
+def others_first():
+    plugin.fake_pjrt_set_results(ct.c_size_t(1))
+    execute(compile(), [[from_host(np.zeros(2, np.int32), device)] for device in DEVICES])
+    plugin.fake_pjrt_set_results(ct.c_size_t(RESULTS))
+    return execute(executable, lists)
+
+handle, _ = direct_launch.record(others_first, 4, RESULTS)
+(first, _), _ = DirectLaunch(handle, [0, 2], [0], [form, form], lists)([np.array([5, 6], np.int32)], [state])
+assert first.cpu().tolist() == [5, 6]
+""",
     "reading": """
 (first, _), _ = launch([np.array([5, 6], np.int32)], [state])
 try:
@@ -177,6 +203,12 @@ def test_a_launch_with_the_clients_buffers_is_waited_for(fake_plugin):
     assert done.stdout == "True True\n"
 
 
+def test_a_tensor_that_was_updated_is_copied_anew(fake_plugin):
+    done = run(fake_plugin, "updated")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "[[7, 8], [7, 8], [9, 10]]\n"
+
+
 def test_reading_the_state_waits_for_the_last_launch(fake_plugin):
     done = run(fake_plugin, "state", mode="slow")
     assert done.returncode == 0, done.stderr
@@ -186,6 +218,12 @@ def test_reading_the_state_waits_for_the_last_launch(fake_plugin):
 def test_another_program_is_not_recorded(fake_plugin):
     done = run(fake_plugin, "launches", arguments=5)
     assert done.returncode == 1 and done.stderr.endswith("not recorded\n")
+
+
+def test_a_program_with_other_results_is_not_the_one_to_record(fake_plugin):
+    """Another thread's, for example."""
+    done = run(fake_plugin, "beside others")
+    assert done.returncode == 0, done.stderr
 
 
 def test_arrays_of_other_devices_are_refused(fake_plugin):

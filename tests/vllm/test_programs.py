@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import gc
+import weakref
 from types import SimpleNamespace
 
 import numpy as np
@@ -80,6 +82,25 @@ def test_programs_are_recorded_once_and_launched_directly(monkeypatch, seen):
     assert (handle, state_order, forms) == (1, [0], [(torch.Size([]), torch.float32)]) and sorted(places) == [0, 1]
     assert notes == [{"argument": places[0]}, {"result": 1}]
     assert first([x], [state]) == (["directly"], [state]) and second([x])[0] == ["directly"]
+
+
+@pytest.mark.parametrize("direct", [False, True])
+def test_large_inputs_are_not_kept_while_programs_are_made(monkeypatch, direct):
+    """They would take memory that XLA tries kernels in."""
+    monkeypatch.setattr(direct_launch, "available", lambda: direct)
+    monkeypatch.setattr(direct_launch, "record", lambda run, arguments, results: (None, run()))
+    device = torch_xla.device()
+    inputs = [torch.ones(size, device=device) for size in (4, 1 << 20)]
+    alive = [weakref.ref(tensor) for tensor in inputs]
+    with compiled_together(1):
+        program = Program("large", lambda small, large: [small.sum() + large.sum()], inputs)
+        del inputs
+        gc.collect()
+        assert [reference() is not None for reference in alive] == [direct, False]
+    given = [torch.ones(size, device=device) for size in (4, 1 << 20)]
+    torch_xla.sync()
+    (total,), _ = program(given)
+    assert total.item() == 4 + (1 << 20)
 
 
 def test_program_refuses_what_would_run_on_the_host():

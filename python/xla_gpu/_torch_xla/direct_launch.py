@@ -44,7 +44,7 @@ def _exit() -> None:
         library.load().cdll.xla_gpu_launch_wait()
 
 
-# The array of a tensor of torch_xla, kept on it.
+# The array of a tensor of torch_xla, kept on it with the tensor's version: the array is not updated with the tensor.
 _ATTRIBUTE = "_xla_gpu_array"
 
 
@@ -86,6 +86,10 @@ class DeviceArray:
     def __del__(self) -> None:
         if self.handle is not None and not _exiting:
             library.load().cdll.xla_gpu_array_destroy(self.handle)
+
+
+def _version(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version  # which those of the inference mode do not have
 
 
 # What programs take and return: a tensor of torch_xla, from the first direct launch on a DeviceArray.
@@ -130,7 +134,8 @@ class DirectLaunch:
         """``tensor`` is an argument, or a result, of the recorded execution; it must stay as long as its array."""
         index = argument if result is None else result
         handle = self._cdll.xla_gpu_launch_buffers(self._handle, result is not None, index)
-        setattr(tensor, _ATTRIBUTE, DeviceArray(handle, tensor.shape, tensor.dtype, borrowed=True))
+        array = DeviceArray(handle, tensor.shape, tensor.dtype, borrowed=True)
+        setattr(tensor, _ATTRIBUTE, (_version(tensor), array))
 
     def __call__(self, inputs: Sequence[Any], state: Sequence[Array]) -> tuple[list[DeviceArray], list[DeviceArray]]:
         """Launches the program; returns at once."""
@@ -155,10 +160,10 @@ class DirectLaunch:
             return value
         if isinstance(value, np.ndarray):
             return self._upload(value)
-        array: DeviceArray | None = getattr(value, _ATTRIBUTE, None)
-        if array is None:  # a table that torch_xla has
+        version, array = getattr(value, _ATTRIBUTE, (None, None))
+        if array is None or version != _version(value):  # a table that torch_xla has
             array = self._upload(value.cpu().numpy())
-            setattr(value, _ATTRIBUTE, array)
+            setattr(value, _ATTRIBUTE, (_version(value), array))
         return array
 
     def _upload(self, values: npt.NDArray[Any]) -> DeviceArray:

@@ -47,13 +47,15 @@ class Devices(Protocol):
         """Makes tensors whole on each device where nothing says how they are divided."""
 
 
-# Whether programs that are made together run on their inputs at the end, which are kept until then.
+# Whether programs that are made together run on their inputs at the end. Those of up to this size are kept until then:
+# later calls may have them too.
 _rehearsed = False
+_KEPT_BYTES = 1 << 20
 
 
 @dataclasses.dataclass(frozen=True)
 class _Form:
-    """What is kept of an input between two captures: the tensor would take memory that XLA tries kernels in."""
+    """What is kept of an input until it is needed again: the tensor would take memory that XLA tries kernels in."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -61,6 +63,17 @@ class _Form:
     def tensor(self) -> torch.Tensor:
         """A tensor of this form."""
         return torch.zeros(self.shape, dtype=self.dtype).to(torch_xla.device())
+
+    @property
+    def nbytes(self) -> int:
+        """Of the tensor."""
+        return int(self.shape.numel() * self.dtype.itemsize)
+
+
+def _kept(tensor: torch.Tensor) -> torch.Tensor | _Form:
+    """What is kept of an input of a program that is made beside others."""
+    form = _Form(tensor.shape, tensor.dtype)
+    return tensor if _rehearsed and form.nbytes <= _KEPT_BYTES else form
 
 
 @contextlib.contextmanager
@@ -194,14 +207,13 @@ class Program:
                 global _failed
                 _failed += 1
                 _made[self] = False
-            if not _rehearsed:
-                self._made_with = function, [_Form(x.shape, x.dtype) for x in inputs], state, options or {}
+            self._made_with = function, [_kept(tensor) for tensor in inputs], state, options or {}
 
     def compile(self) -> None:
         """Captures and compiles it."""
         function, inputs, state, options = self._made_with
         if any(isinstance(made, _Form) for made in inputs):
-            inputs = [made.tensor() for made in inputs]
+            inputs = [made.tensor() if isinstance(made, _Form) else made for made in inputs]
             torch_xla.sync()
             xm.wait_device_ops()
         with executable_cache.compile_options(options):
@@ -209,17 +221,18 @@ class Program:
 
     def input_bytes(self) -> int:
         """Of what it was made with, before its launch is recorded."""
-        return sum(tensor.numel() * tensor.element_size() for tensor in self._made_with[1])
+        return sum(tensor.nbytes for tensor in self._made_with[1])
 
     def record_launch(self) -> DirectLaunch | None:
         """Runs it once on what it was made with, of which the state becomes what it returns; how to launch it directly.
 
         None where the adapter did not see it.
         """
-        _, inputs, state, _ = self._made_with
+        _, kept, state, _ = self._made_with
         self._made_with = None
         if self.updated:
             return None
+        inputs = [made.tensor() if isinstance(made, _Form) else made for made in kept]
         given = [*inputs, *state]
         torch_xla.sync()
         xm.wait_device_ops()
@@ -239,8 +252,8 @@ class Program:
         order = [*range(len(inputs)), *(len(inputs) + index for index in self._state_order)]
         places = [place.get(index, -1) for index in order]
         launch = DirectLaunch(handle, places, self._state_order, self.outputs, self._arguments)
-        for index, tensor in enumerate(inputs):
-            if places[index] >= 0:
+        for index, tensor in enumerate(kept):
+            if places[index] >= 0 and not isinstance(tensor, _Form):
                 launch.note(tensor, argument=places[index])
         for result, index in enumerate(self._state_order, len(self.outputs)):
             launch.note(state[index], result=result)
