@@ -40,13 +40,19 @@ struct Sequences {
   }
 };
 
-// KV splits, with CTAs of their own, of each of `sequences` of so many tokens, whose contexts take all the room.
-int CrossCtaSplits(const SplitKvPolicy& policy, int64_t sequences, int64_t tokens, int64_t context) {
+// KV splits of a sequence of so many tokens, whose context takes all the room.
+int64_t SplitsOf(const SplitKvPolicy& policy, int64_t tokens, int64_t context) {
   const auto clamped = [](int64_t x) { return static_cast<int>(std::min<int64_t>(x, 1 << 30)); };
   const int64_t tile_keys = policy.tile_keys.divisor;
   const auto tiles = static_cast<unsigned>(clamped((context + tile_keys - 1) / tile_keys));
-  const auto count = static_cast<int>(policy.CountOf(clamped(tokens), clamped(context), tiles));
-  return count < 2 || sequences * policy.RowsOf(count, clamped(tokens)) > policy.pool_rows ? 1 : count;
+  return policy.CountOf(clamped(tokens), clamped(context), tiles);
+}
+
+// Those with CTAs of their own, of each of `sequences`.
+int CrossCtaSplits(const SplitKvPolicy& policy, int64_t sequences, int64_t tokens, int64_t context) {
+  const auto count = static_cast<int>(SplitsOf(policy, tokens, context));
+  const auto few = static_cast<int>(std::min<int64_t>(tokens, 1 << 30));
+  return count < 2 || sequences * policy.RowsOf(count, few) > policy.pool_rows ? 1 : count;
 }
 
 // For several sequences of more tokens than SuggestFewTokens says, but few rows behind long contexts: an instance whose
@@ -58,14 +64,16 @@ bool SuitsAlternating(const PagedAttentionParams& shapes, const SplitKvPolicy& p
   if (IsFloat8(shapes.cache_dtype) || sequences.count == 1 || 2 * sequences.tokens >= sequences.context) return false;
   const int64_t group = shapes.num_heads / shapes.num_kv_heads;
   const bool fits = CrossCtaSplits(policy, sequences.count, sequences.tokens, sequences.context) > 1;
-  const bool splits = fits || CrossCtaSplits(policy, 1, sequences.tokens, sequences.context) > 1;
-  if (splits && !fits && sequences.SmallTiles(shapes) <= sms) {
+  const bool crosses = fits || CrossCtaSplits(policy, 1, sequences.tokens, sequences.context) > 1;
+  if (crosses && !fits && sequences.SmallTiles(shapes) <= sms) {
     *instance = TmaInstance::kRows64Alternating;
     return true;
   }
   const int64_t large_tiles = (shapes.num_tokens * group + 127) / 128 * shapes.num_kv_heads;
-  *instance =
-      sequences.count <= kMostWithFirstSplits ? TmaInstance::kRows64Alternating : TmaInstance::kRows128Alternating;
+  *instance = crosses && sequences.count <= kMostWithFirstSplits ? TmaInstance::kRows64Alternating
+                                                                 : TmaInstance::kRows128Alternating;
+  // Without cross-CTA splits, one CTA takes all splits of its rows.
+  const bool splits = crosses || (policy.pool_rows == 0 && SplitsOf(policy, sequences.tokens, sequences.context) > 1);
   return splits && sequences.tokens * group <= 64 && large_tiles <= sms;
 }
 
