@@ -31,7 +31,7 @@ def test_parts_of_k(frontend, n, k, activation, weight_format, dtype):
     features = n if activation is None else n // 2
     arrays = cases.linear_inputs(weight_format, 64, n, k, dtype, bias=True, residual=features)
     (whole,) = frontend.call("linear", arrays, activation=activation)
-    for rows in (1, 8, 9, 17, 33):
+    for rows in (1, 8, 9, 16, 17, 32, 33):
         part = {**arrays, "x": arrays["x"][-rows:], "residual": arrays["residual"][-rows:]}
         (got,) = frontend.call("linear", part, activation=activation)
         compare.assert_bitwise_equal(got, whole[-rows:], f"{frontend.name}: the last {rows} rows")

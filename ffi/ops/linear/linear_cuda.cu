@@ -91,6 +91,15 @@ Status LaunchTile(const LinearParams& p, const LinearArgs& args, int shared_byte
     const Status status = linear::LaunchInt4Sm90<linear::Int4Traits<T, 8>>(args, stream, order, &sm90a);
     if (!status.ok() || sm90a) return status;
   } else {
+    if constexpr (kFormat == WeightFormat::kInt4 && kRowTile == 32) {
+      Status status;
+      if (args.rows <= 16) {
+        status = linear::LaunchInt4Sm90<linear::Int4Traits<T, 16>>(args, stream, order, &sm90a);
+      } else if (linear::Int4Parts(args) > 1) {  // wgmma is faster where one CTA has all of k
+        status = linear::LaunchInt4Sm90<linear::Int4Traits<T, 32>>(args, stream, order, &sm90a);
+      }
+      if (!status.ok() || sm90a) return status;
+    }
     if constexpr (kFormat == WeightFormat::kFloat8 && std::is_same_v<T, __nv_bfloat16>) {
       if (args.scale != WeightScale::kBlock) {
         if (Status status = linear::LaunchFloat8Sm90<linear::Float8Traits<kRowTile>>(args, stream, order, &sm90a);

@@ -1,13 +1,13 @@
-// The kernel of sm_90a for int4 weights at up to 8 rows.
+// The kernel of sm_90a for int4 weights at up to 16 rows and, where k is divided, 32.
 //
 // TMA brings weights and x to shared memory, and warps convert weights in registers for mma.m16n8k16, whose M operand
 // they are. With 8 columns it takes half of wgmma's time, and a warp waits for nobody else's products.
 //  - A matrix product may take the values of k in any order, as long as both operands agree: of 64 values lane t of
 //    four has number 16 t + 4 s to 16 t + 4 s + 3 in step s. So both operands are loaded in the order in which they lie
 //    in memory.
-//  - k is divided into parts, whose sums are added in their order. The warps of a CTA have one part each, and a CTA few
-//    features: no CTA waits for another. It can take more rows, with a cluster's CTAs having one part each of 256
-//    features, since each would need all of x otherwise; that was no faster than wgmma, and no product uses it.
+//  - k is divided into parts, whose sums are added in their order. Up to 8 rows the warps of a CTA have one part each,
+//    and a CTA few features: no CTA waits for another. With more rows two or more CTAs of a cluster divide the parts,
+//    since each would need all of x otherwise.
 //
 // Sums of 128 products are multiplied by their scale and added to float32 totals. The parts, and the order of all sums,
 // depend on n and k alone and are those of sm90_converted_kernel.cuh: a row has the same bits for any number of rows.
@@ -24,29 +24,12 @@
 #include "ffi/device/tma_matrix.cuh"
 #include "ffi/device/wgmma.cuh"
 #include "ffi/ops/linear/sm90_epilogue.cuh"
+#include "ffi/ops/linear/sm90_int4_ahead.cuh"
+#include "ffi/ops/linear/sm90_int4_range.cuh"
 #include "ffi/ops/linear/sm90_int4_traits.cuh"
 #include "ffi/ops/linear/sm90_int4_weights.cuh"
 
 namespace xla_gpu::linear {
-
-// The chunks of k of one part.
-struct ChunkRange {
-  int begin;
-  int end;
-
-  __device__ ChunkRange(const Sm90Int4Args& args, int rank, int part)
-      : begin(args.part_begin[rank * args.parts + part]), end(args.part_begin[rank * args.parts + part + 1]) {}
-};
-
-struct Int4Stages {
-  int weight_bytes;  // of a stage
-  int bytes;         // of a stage, with x
-  int stages;        // of a part
-
-  // From the start of shared memory.
-  __device__ int Weights(int part, int stage) const { return (part * stages + stage) * bytes; }
-  __device__ int X(int part, int stage) const { return Weights(part, stage) + weight_bytes; }
-};
 
 // Loads weights and x, by one thread of each of kLoadingWarps warps, which take the CTA's parts in turn. x goes ahead
 // of weights, behind which it would wait; but if weights may be loaded before the previous kernel has ended, as many as
@@ -129,7 +112,7 @@ __device__ __forceinline__ void MultiplyInt4(const Sm90Int4Args& args, int work_
   int x_of_lane[4];
 #pragma unroll
   for (int panel = 0; panel < 4; ++panel) {
-    const int x_row = panel * (Config::kPartsInCta ? args.x_rows : Config::kRowTile) + g;
+    const int x_row = panel * (args.x_rows) + g;
     x_of_lane[panel] = x_row * 128 + ((2 * t ^ x_row % 8) << 4);
   }
   PipelineState ring;
@@ -232,32 +215,36 @@ __device__ __forceinline__ void MultiplyInt4(const Sm90Int4Args& args, int work_
   }
 }
 
-// Four neighbouring columns of a row, added over all parts in the order of k. `part_floats`: from one part of the CTA
-// to the next.
+// Four neighbouring columns of a row, added over all parts in the order of k: those of a CTA, `part_floats` after one
+// another, and the CTAs of the cluster.
 __device__ inline void AddInt4Parts(const Sm90Int4Args& args, const float* sums, int part_floats, float (&total)[4]) {
   if (args.parts == 1) {
     AddPartials(sums, args.cluster, total);
     return;
   }
-  float4 parts[8] = {};
+  float4 values[8] = {};
+  int part = 0, rank = 0;
 #pragma unroll
-  for (int part = 0; part < 8; ++part) {
-    if (part < args.parts) parts[part] = *reinterpret_cast<const float4*>(sums + part * part_floats);
+  for (int i = 0; i < 8; ++i) {
+    if (rank >= args.cluster) continue;
+    const float* const from = sums + part * part_floats;
+    values[i] = *reinterpret_cast<const float4*>(args.cluster == 1 ? from : SharedOf(from, rank));
+    if (++part == args.parts) part = 0, ++rank;
   }
-  total[0] = parts[0].x, total[1] = parts[0].y, total[2] = parts[0].z, total[3] = parts[0].w;
+  total[0] = values[0].x, total[1] = values[0].y, total[2] = values[0].z, total[3] = values[0].w;
 #pragma unroll
-  for (int part = 1; part < 8; ++part) {
-    if (part >= args.parts) continue;
-    total[0] += parts[part].x;
-    total[1] += parts[part].y;
-    total[2] += parts[part].z;
-    total[3] += parts[part].w;
+  for (int i = 1; i < 8; ++i) {
+    if (i >= args.parts * args.cluster) continue;
+    total[0] += values[i].x;
+    total[1] += values[i].y;
+    total[2] += values[i].z;
+    total[3] += values[i].w;
   }
 }
 
 // Finishes this CTA's share of a work tile, by the `threads` threads that have written `sums`, [parts][rows][pitch]. A
 // thread keeps its four columns, and reads before the barrier what depends on no other thread.
-template <typename T>
+template <typename T, int kUnroll>
 __device__ __forceinline__ void FinishInt4Tile(const Sm90Int4Args& sm90, int tile, const float* sums, int part_floats,
                                                int pitch, int rank, int threads) {
   using Four = AlignedVector<T, 4>;
@@ -278,7 +265,7 @@ __device__ __forceinline__ void FinishInt4Tile(const Sm90Int4Args& sm90, int til
   } else {
     NamedBarrierSync(1, threads);
   }
-#pragma unroll 1  // little code: most of it runs once, and is not in the instruction cache
+#pragma unroll kUnroll  // with few rows little code: most of it runs once, and is not in the instruction cache
   for (; row < args.rows; row += rows_at_once) {
     const int64_t at = static_cast<int64_t>(row) * out_features + feature;
     Four residual = {};
@@ -310,7 +297,7 @@ __global__ void __launch_bounds__(XLA_GPU_HAS_WGMMA ? Config::kThreads : 32, Con
   using T = typename Config::T;
   extern __shared__ __align__(1024) char shared[];
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
-  // ---- Shared memory: the rings of all parts, barriers, sums (with clusters in the ring's place)
+  // ---- Shared memory: the rings of all parts, barriers, sums (above 8 rows in the ring's place)
   const int features = args.boxes * args.box_rows, pitch = Int4SumPitch(features);
   const Int4Stages stages = {features * 128, Int4StageBytes<Config>(features, args.x_rows), args.stages};
   const int ring_bytes = stages.Weights(args.parts, 0);
@@ -349,13 +336,18 @@ __global__ void __launch_bounds__(XLA_GPU_HAS_WGMMA ? Config::kThreads : 32, Con
   const int part = warp / args.warps_of_part;
   const int first_tile = warp % args.warps_of_part * Config::kTilesOfWarp;
   float total[Config::kTilesOfWarp][Config::kRowBlocks][4];
-  MultiplyInt4<Config>(args, tile, part, first_tile, ChunkRange(args, rank, part), shared, stages,
-                       {barriers + part * args.stages * 16}, total);
+  const Int4Barriers of_part = {barriers + part * args.stages * 16};
+  if constexpr (Config::kRowTile == 8) {
+    MultiplyInt4<Config>(args, tile, part, first_tile, ChunkRange(args, rank, part), shared, stages, of_part, total);
+  } else {
+    MultiplyInt4Ahead<Config>(args, tile, part, first_tile, ChunkRange(args, rank, part), shared, stages, of_part,
+                              total);
+  }
   WaitForPreviousKernel();
   auto* const sums =
-      reinterpret_cast<float*>(Config::kPartsInCta ? shared + ring_bytes + Config::kBarrierBytes : shared);
+      reinterpret_cast<float*>(Config::kSumsBesideRing ? shared + ring_bytes + Config::kBarrierBytes : shared);
   // All loads have completed; when all warps have read them, the sums take the ring's place.
-  if (!Config::kPartsInCta) NamedBarrierSync(1, consumers * 32);
+  if (!Config::kSumsBesideRing) NamedBarrierSync(1, consumers * 32);
   const int part_floats = Config::kRowTile * pitch;
   float* const to = sums + part * part_floats + first_tile * 16 + Int4RowOfLanes(lane / 4);
 #pragma unroll
@@ -372,7 +364,7 @@ __global__ void __launch_bounds__(XLA_GPU_HAS_WGMMA ? Config::kThreads : 32, Con
     }
   }
   __syncwarp();
-  FinishInt4Tile<T>(args, tile, sums, part_floats, pitch, rank, consumers * 32);
+  FinishInt4Tile<T, Config::kRowTile == 8 ? 1 : 2>(args, tile, sums, part_floats, pitch, rank, consumers * 32);
   __syncwarp();
   if (args.cluster > 1) ClusterSync();  // others read this CTA's sums
 #endif

@@ -15,6 +15,12 @@
 namespace xla_gpu::linear {
 
 // The parts of k, and so the bits, depend on n and k alone.
+inline int Int4Parts(const LinearArgs& linear) {
+  const bool gated = linear.activation != Activation::kNone;
+  const int out_features = gated ? linear.n / 2 : linear.n, features = gated ? 128 : 256;
+  return ClusterSize(out_features / features + (out_features % features != 0), linear.k / 256 + (linear.k % 256 != 0));
+}
+
 template <typename Config>
 Status LaunchInt4Sm90(const LinearArgs& linear, Stream stream, LaunchOrder order, bool* launched) {
   const auto kernel = Int4Sm90Kernel<Config>;
@@ -25,30 +31,35 @@ Status LaunchInt4Sm90(const LinearArgs& linear, Stream stream, LaunchOrder order
   Sm90Int4Args args = {};
   args.linear = linear;
   args.chunks = divide(linear.k, Config::kChunkK);
-  const int parts = ClusterSize(divide(out_features, gated ? 128 : 256), args.chunks);
-  args.cluster = Config::kPartsInCta ? 1 : parts;
-  args.parts = Config::kPartsInCta ? parts : 1;
+  const int parts = Int4Parts(linear);
   for (int part = 0; part <= parts; ++part) args.part_begin[part] = args.chunks * part / parts;
-  // ---- A work tile: up to 256 features, few enough for each SM to have one where clusters do not divide k
+  // ---- A work tile: few enough features for each SM to have one
   args.boxes = gated ? 2 : 1;
-  const int most_warps = Config::kMostWarps / args.parts;
-  args.warps_of_part = most_warps;
-  if (args.cluster == 1) {
-    const int box_tiles = divide(divide(out_features, 16), kMostClusters[1]);
-    args.warps_of_part = std::min(most_warps, divide(box_tiles * args.boxes, Config::kTilesOfWarp));
-  }
-  args.box_rows = args.warps_of_part * Config::kTilesOfWarp * 16 / args.boxes;
+  const auto divide_k = [&](int cluster) {
+    args.cluster = cluster;
+    args.parts = parts / cluster;
+    const int box_tiles = divide(divide(out_features, 16), kMostClusters[cluster]);
+    args.warps_of_part =
+        std::min(Config::kMostWarps / args.parts, divide(box_tiles * args.boxes, Config::kTilesOfWarp));
+    args.box_rows = args.warps_of_part * Config::kTilesOfWarp * 16 / args.boxes;
+    const int stage_bytes = Int4StageBytes<Config>(args.boxes * args.box_rows, Config::kRowTile);
+    return divide(out_features, args.box_rows) <= kMostClusters[cluster] &&
+           2 * args.parts * stage_bytes <= Config::kRingBytes;
+  };
+  // Above 8 rows as few CTAs as have room at once for the whole product, and for two stages of each part, but at least
+  // two if there are parts.
+  int cluster = Config::kRowTile == 8 ? 1 : std::min(parts, 2);
+  while (!(parts % cluster == 0 && divide_k(cluster)) && Config::kRowTile > 8 && cluster < parts) ++cluster;
   const int features = args.boxes * args.box_rows, tiles = divide(out_features, args.box_rows);
   args.weights_first = order == LaunchOrder::kDependent;
-  args.x_rows = std::min(linear.rows, Config::kRowTile);
-  if (!Config::kPartsInCta) args.x_rows = Config::kRowTile;
+  args.x_rows = Config::kRowTile == 8 ? std::min(linear.rows, Config::kRowTile) : Config::kRowTile;
   const int stage_bytes = Int4StageBytes<Config>(features, args.x_rows);
   const int sum_bytes = args.parts * Config::kRowTile * Int4SumPitch(features) * 4;
   args.stages =
       std::min({Config::kMaxStages, Config::kRingBytes / (args.parts * stage_bytes), divide(args.chunks, parts)});
   const int ring_bytes = args.parts * args.stages * stage_bytes;
   int bytes = ring_bytes + Config::kBarrierBytes;
-  bytes = Config::kPartsInCta ? bytes + sum_bytes : std::max(bytes, sum_bytes);
+  bytes = Config::kSumsBesideRing ? bytes + sum_bytes : std::max(bytes, sum_bytes);
   bytes = std::max(bytes, Config::kLeastBytes);
   if (!EncodeMatrix(linear.weight, static_cast<uint64_t>(linear.n), static_cast<uint64_t>(linear.weight_row_bytes),
                     static_cast<uint32_t>(args.box_rows), &args.weight_map) ||

@@ -8,7 +8,7 @@
 
 namespace xla_gpu::linear {
 
-// `cluster` CTAs and `parts` groups of warps of each divide k: one of the two is 1.
+// `cluster` CTAs and `parts` groups of warps of each divide k.
 struct Sm90Int4Args : Sm90Args {
   int parts;
   int warps_of_part;
@@ -22,11 +22,10 @@ struct Int4Traits {
   using T = T_;
   static constexpr int kRowTile = kRowTile_;
   static constexpr int kRowBlocks = kRowTile / 8;
-  // Up to 8 rows the warps of a CTA divide k, otherwise the CTAs of a cluster.
-  static constexpr bool kPartsInCta = kRowTile == 8;
-  static constexpr int kTilesOfWarp = 2;   // of 16 weight rows
-  static constexpr int kMostWarps = 8;     // that multiply
-  static constexpr int kLoadingWarps = 2;  // at most, one for a part
+  static constexpr bool kSumsBesideRing = kRowTile == 8;  // otherwise they take its place
+  static constexpr int kTilesOfWarp = 2;                  // of 16 weight rows
+  static constexpr int kMostWarps = 8;                    // that multiply
+  static constexpr int kLoadingWarps = 2;                 // at most, one for a part
   // Up to 8 rows the next kernel's CTA fits an SM beside this one's, and loads while this one ends.
   static constexpr int kCtasOfSm = kRowTile == 8 ? 2 : 1;
   static constexpr bool kMovesRegisters = kCtasOfSm == 1;  // from the threads that load to those that multiply
@@ -35,7 +34,7 @@ struct Int4Traits {
   static constexpr int kTileBytes = 16 * 128;  // of a stage
   static constexpr int kMaxStages = 8;
   static constexpr int kBarrierBytes = 2 * 8 * kMaxStages * 8;            // of up to 8 parts
-  static constexpr int kRingBytes = (kCtasOfSm == 2 ? 102 : 200) * 1024;  // at most
+  static constexpr int kRingBytes = (kCtasOfSm == 2 ? 102 : 216) * 1024;  // at most
   static constexpr int kLeastBytes = kCtasOfSm == 2 ? 0 : 116 * 1024;     // no two CTAs of a kernel on an SM
 };
 
