@@ -6,7 +6,7 @@ import pytest
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("rows", [1, 8, 20, 32, 33, 48, 64])
+@pytest.mark.parametrize("rows", [1, 8, 16, 20, 32, 33, 48, 64])
 @pytest.mark.parametrize("weight_format", ["plain", "float8-channel", "float8-block", "int8", "int4"])
 def test_the_same_bits(weight_format, rows):
     """A decoder layer's products, three layers of them, 100 times."""
