@@ -1,8 +1,8 @@
 // The products of a warp of sm90_int4_kernel.cuh with 16 or 32 rows: loads and conversions are issued ahead of the
 // products that need them.
 //
-// A step is 32 values of k: two of mma.m16n8k16 for 16 weight rows. While the products of one step of 16 weight rows run,
-// the next 16 weight rows are converted, and x and weights of the next step are loaded.
+// A step is 32 values of k: two of mma.m16n8k16 for 16 weight rows. While the products of one step of 16 weight rows
+// run, the next 16 weight rows are converted, and x and weights of the next step are loaded.
 #ifndef XLA_GPU_OPS_LINEAR_SM90_INT4_AHEAD_CUH_
 #define XLA_GPU_OPS_LINEAR_SM90_INT4_AHEAD_CUH_
 
@@ -55,9 +55,9 @@ __device__ __forceinline__ void MultiplyInt4Ahead(const Sm90Int4Args& args, int 
   // ---- Loads from shared memory
   const int x_of_lane = g * 128 + ((2 * t ^ g) << 4);
   const int weights_of_lane = first_tile * Config::kTileBytes + row * 128 + ((t / 2 ^ row) << 4) + t % 2 * 8;
-  uint2 raw[2][kTiles][2];      // [panel % 2]: 64 values of k
-  uint4 b[2][kUnitBlocks];      // [unit % 2]
-  uint32_t a[2][2][4];          // [(step * kTiles + m) % 2]
+  uint2 raw[2][kTiles][2];  // [panel % 2]: 64 values of k
+  uint4 b[2][kUnitBlocks];  // [unit % 2]
+  uint32_t a[2][2][4];      // [(step * kTiles + m) % 2]
   Int4Offsets offsets[kTiles][2];
   uint32_t scale[kTiles][2], zero_points[kTiles];
   const auto load_panel = [&](int stage, int panel) {

@@ -217,24 +217,32 @@ __device__ __forceinline__ void MultiplyInt4(const Sm90Int4Args& args, int work_
 
 // Four neighbouring columns of a row, added over all parts in the order of k: those of a CTA, `part_floats` after one
 // another, and the CTAs of the cluster.
+template <bool kClusters>
 __device__ inline void AddInt4Parts(const Sm90Int4Args& args, const float* sums, int part_floats, float (&total)[4]) {
   if (args.parts == 1) {
     AddPartials(sums, args.cluster, total);
     return;
   }
   float4 values[8] = {};
-  int part = 0, rank = 0;
+  if constexpr (kClusters) {
+    int part = 0, rank = 0;
 #pragma unroll
-  for (int i = 0; i < 8; ++i) {
-    if (rank >= args.cluster) continue;
-    const float* const from = sums + part * part_floats;
-    values[i] = *reinterpret_cast<const float4*>(args.cluster == 1 ? from : SharedOf(from, rank));
-    if (++part == args.parts) part = 0, ++rank;
+    for (int i = 0; i < 8; ++i) {
+      if (rank >= args.cluster) continue;
+      const float* const from = sums + part * part_floats;
+      values[i] = *reinterpret_cast<const float4*>(args.cluster == 1 ? from : SharedOf(from, rank));
+      if (++part == args.parts) part = 0, ++rank;
+    }
+  } else {
+#pragma unroll
+    for (int part = 0; part < 8; ++part) {
+      if (part < args.parts) values[part] = *reinterpret_cast<const float4*>(sums + part * part_floats);
+    }
   }
   total[0] = values[0].x, total[1] = values[0].y, total[2] = values[0].z, total[3] = values[0].w;
 #pragma unroll
   for (int i = 1; i < 8; ++i) {
-    if (i >= args.parts * args.cluster) continue;
+    if (i >= (kClusters ? args.parts * args.cluster : args.parts)) continue;
     total[0] += values[i].x;
     total[1] += values[i].y;
     total[2] += values[i].z;
@@ -244,7 +252,7 @@ __device__ inline void AddInt4Parts(const Sm90Int4Args& args, const float* sums,
 
 // Finishes this CTA's share of a work tile, by the `threads` threads that have written `sums`, [parts][rows][pitch]. A
 // thread keeps its four columns, and reads before the barrier what depends on no other thread.
-template <typename T, int kUnroll>
+template <typename T, bool kClusters>
 __device__ __forceinline__ void FinishInt4Tile(const Sm90Int4Args& sm90, int tile, const float* sums, int part_floats,
                                                int pitch, int rank, int threads) {
   using Four = AlignedVector<T, 4>;
@@ -265,17 +273,18 @@ __device__ __forceinline__ void FinishInt4Tile(const Sm90Int4Args& sm90, int til
   } else {
     NamedBarrierSync(1, threads);
   }
-#pragma unroll kUnroll  // with few rows little code: most of it runs once, and is not in the instruction cache
+#pragma unroll(kClusters ? 2 \
+                         : 1)  // with few rows little code: most of it runs once, and is not in the instruction cache
   for (; row < args.rows; row += rows_at_once) {
     const int64_t at = static_cast<int64_t>(row) * out_features + feature;
     Four residual = {};
     if (args.residual != nullptr) residual = *reinterpret_cast<const Four*>(static_cast<const T*>(args.residual) + at);
     const float* const from = sums + row * pitch + column;
     float values[4], factors[4];
-    AddInt4Parts(sm90, from, part_floats, values);
+    AddInt4Parts<kClusters>(sm90, from, part_floats, values);
     first.Finish(values);
     if (gated) {
-      AddInt4Parts(sm90, from + tile_features, part_floats, factors);
+      AddInt4Parts<kClusters>(sm90, from + tile_features, part_floats, factors);
       second.Finish(factors);
     }
     Four out;
@@ -364,7 +373,7 @@ __global__ void __launch_bounds__(XLA_GPU_HAS_WGMMA ? Config::kThreads : 32, Con
     }
   }
   __syncwarp();
-  FinishInt4Tile<T, Config::kRowTile == 8 ? 1 : 2>(args, tile, sums, part_floats, pitch, rank, consumers * 32);
+  FinishInt4Tile<T, Config::kRowTile != 8>(args, tile, sums, part_floats, pitch, rank, consumers * 32);
   __syncwarp();
   if (args.cluster > 1) ClusterSync();  // others read this CTA's sums
 #endif
