@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from tests.common import cache_cases, cases, compare
+from tests.fuzz import hostile
 
 # The sequence in the middle is the one to go wrong: a few rows, which the kernels for decoding take, or many.
 CASE = cases.AttentionCase(
@@ -209,6 +210,20 @@ def test_cuda_rows_after_a_bad_batch(frontend, name):
     assert np.isnan(out[rows["nan"]]).all()
     assert (out[rows["zero"]] == 0).all()
     compare.assert_bitwise_equal(good(frontend), want, f"{frontend.name}: the next call")
+
+
+@pytest.mark.parametrize("sequences", [3, 40])  # the decode path plans up to 32 in another way than more
+@pytest.mark.parametrize("name", BATCH_VALUES)
+@pytest.mark.frontends(platform="cuda")
+def test_cuda_rows_of_16_bits_after_a_bad_batch(frontend, name, sequences):
+    more = ((1, 9),) * (sequences - len(CASE.sequences))
+    case = dataclasses.replace(CASE, sequences=CASE.sequences + more, dtype="bfloat16")
+    inputs = cases.build(case)
+    BATCH_VALUES[name][0](inputs)
+    (out,) = frontend.call("paged_attention", inputs.arrays(), **case.options())
+    tolerance = hostile.TOLERANCES[case.dtype]
+    want = hostile.expected_rows(case, inputs).out
+    np.testing.assert_allclose(out.astype(np.float64), want, tolerance, 4 * tolerance)
 
 
 CACHE_CASE = cache_cases.CacheCase("bad-slots", skipped=0)

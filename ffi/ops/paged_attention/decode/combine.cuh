@@ -28,6 +28,7 @@ struct CombineSharedStorage {
   uint32_t partials[kCombineWarps][kMaxSplits];
   OutputRow output[kCombineWarps];  // of a warp; here because registers are short
   CombineTileScheduler::SharedStorage scheduler[kCombineWarps];
+  CombineTileScheduler::BatchStorage batch;
 };
 
 // The programmatic-launch wait of CTAs without work. One CTA waits, so that the kernel before has ended when this one
@@ -47,7 +48,7 @@ class CombineCta {
 
   __device__ void Run() {
     const Scheduler::FirstLoads loads(args_);
-    Scheduler scheduler(args_, shared_.scheduler[Warp()], loads);
+    Scheduler scheduler(args_, shared_.scheduler[Warp()], shared_.batch, loads);
     int split_tiles, rows;
     ListSplitTiles(scheduler, &split_tiles, &rows);
     const unsigned tile_heads = static_cast<unsigned>(split_tiles * args_.cta_group_size);

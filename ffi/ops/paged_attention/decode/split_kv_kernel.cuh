@@ -21,6 +21,7 @@ struct SplitKvSharedStorage {
   alignas(1024) char v[Traits::kStages][Traits::kWarps][Traits::kTileBytes];
   SharedScores<Traits> scores[2];  // of this iteration and the one before, in turns
   typename SplitKvTileScheduler<Traits>::SharedStorage scheduler[Traits::kWarps];
+  typename SplitKvTileScheduler<Traits>::BatchStorage batch;
   // All warps know the same. These stand here because registers are short.
   WorkRange range[Traits::kWarps];
   uint32_t interval_end[Traits::kWarps];  // of the CTA group's interval of the KV-block space
@@ -38,7 +39,9 @@ template <typename Traits>
 class SplitKvCta {
  public:
   __device__ SplitKvCta(const DecodeArgs& args, SplitKvSharedStorage<Traits>& shared)
-      : args_(args), shared_(shared), scheduler_(args, shared.scheduler[threadIdx.x / 32], StartLoads(args)) {}
+      : args_(args),
+        shared_(shared),
+        scheduler_(args, shared.scheduler[threadIdx.x / 32], shared.batch, StartLoads(args)) {}
 
   __device__ void Run() {
     const uint32_t begin = scheduler_.IntervalBegin(static_cast<int>(blockIdx.y));

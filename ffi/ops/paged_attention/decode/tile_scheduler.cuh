@@ -13,142 +13,10 @@
 #include <cstdint>
 
 #include "ffi/ops/paged_attention/decode/params.h"
+#include "ffi/ops/paged_attention/decode/sequence_plan.cuh"
 #include "ffi/ops/paged_attention/sequence_metadata.cuh"
 
 namespace xla_gpu::decode {
-
-// About 1 / x, for x > 0.
-__device__ inline float Reciprocal(unsigned x) {
-  float reciprocal;
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(reciprocal) : "f"(static_cast<float>(x)));
-  return reciprocal;
-}
-// ceil(x / divisor), where that is below 128.
-__device__ inline int CeilDivSmall(unsigned x, unsigned divisor) {
-  // Too small by less than 2.
-  int quotient = static_cast<int>(static_cast<float>(x) * Reciprocal(divisor));
-  if (static_cast<unsigned>(quotient) * divisor < x) ++quotient;
-  if (static_cast<unsigned>(quotient) * divisor < x) ++quotient;
-  return quotient;
-}
-
-// How a sequence is cut into work tiles and splits. One without splits does not belong to the decode path.
-struct SequencePlan {
-  uint32_t begin;   // of its first work tile, in the KV-block space
-  uint32_t length;  // of a work tile in the KV-block space, with the fixed overhead behind it
-  int32_t q_begin;
-  int32_t first_key;  // earlier keys are hidden from all of the sequence's queries
-  int32_t end_key;
-  int32_t split_blocks;  // KV blocks of a split
-  int32_t row_tiles;     // of a KV head
-  uint8_t q_len;
-  uint8_t splits;          // of a work tile
-  uint8_t segment_splits;  // of a segment; the last segment may have fewer
-  bool valid;              // context_len is; if not, there are no keys
-
-  __device__ int WorkTiles(const DecodeArgs& args) const { return row_tiles * args.num_kv_head_groups; }
-  __device__ uint32_t End(const DecodeArgs& args) const {
-    return begin + length * static_cast<unsigned>(WorkTiles(args));
-  }
-  // Where a split begins in its work tile, in the KV-block space.
-  __device__ uint32_t SplitOffset(const DecodeArgs& args, int split) const {
-    return static_cast<unsigned>(split * split_blocks) >> args.block_shift;
-  }
-  __device__ int SegmentOf(int split) const {  // exact for numbers as small as these
-    return static_cast<int>((static_cast<float>(split) + 0.5f) * Reciprocal(segment_splits));
-  }
-  __device__ int Segments() const { return SegmentOf(splits - 1) + 1; }
-  // The first split that begins at `offset` in its work tile or later; `splits` if none does. Where CTA groups take
-  // whole segments or work tiles, the first one that begins such.
-  template <typename TileShape>
-  __device__ int FirstSplitFrom(const DecodeArgs& args, uint32_t offset) const {
-    if (offset >= length || (args.whole_tiles && offset > 0)) return splits;
-    const int split = CeilDivSmall(offset << args.block_shift, static_cast<unsigned>(split_blocks));
-    if (!TileShape::WholeSegments(args)) return min(split, int{splits});
-    return min(SegmentOf(split + segment_splits - 1) * segment_splits, int{splits});
-  }
-};
-static_assert(sizeof(SequencePlan) == 32 && kMaxSplits < 127 && kMaxDecodeRows < 256);
-
-// What the metadata says of a sequence.
-struct SequenceMetadata {
-  int q_begin;
-  int q_end;
-  int context_len;
-
-  __device__ static SequenceMetadata Load(const DecodeArgs& args, int sequence) {
-    if (sequence >= args.max_seqs) return {0, 0, 0};
-    const int32_t* const starts = args.params.query_start_loc + sequence;
-    return {__ldg(starts), __ldg(starts + 1), __ldg(args.params.context_lens + sequence)};
-  }
-  __device__ bool InOrder(const DecodeArgs& args) const {
-    return 0 <= q_begin && q_begin <= q_end && q_end <= args.num_tokens;
-  }
-};
-
-// Keys of a KV block and query rows of a work tile, which the kernel is compiled for.
-template <int kBlockKeysLog2, int kRowsLog2>
-struct FixedTileShape {
-  __device__ static constexpr int BlockKeysLog2(const DecodeArgs&) { return kBlockKeysLog2; }
-  __device__ static constexpr int RowsLog2(const DecodeArgs&) { return kRowsLog2; }
-  __device__ static constexpr bool WholeSegments(const DecodeArgs&) { return false; }
-};
-template <int kBlockKeysLog2, int kRowsLog2>
-struct WideTileShape : FixedTileShape<kBlockKeysLog2, kRowsLog2> {
-  __device__ static bool WholeSegments(const DecodeArgs& args) { return args.whole_segments; }
-};
-// The same from the arguments, for kernels that serve every shape.
-struct AnyTileShape {
-  __device__ static int BlockKeysLog2(const DecodeArgs& args) { return args.block_keys_log2; }
-  __device__ static int RowsLog2(const DecodeArgs& args) { return args.tile_rows_log2; }
-  __device__ static bool WholeSegments(const DecodeArgs& args) { return args.whole_segments; }
-};
-
-// The plan of a sequence, with `begin` 0 and no fixed overhead. Without splits unless the sequence owns its rows and
-// has at most max_tokens of them.
-template <typename TileShape>
-__device__ inline SequencePlan MakeSequencePlan(const DecodeArgs& args, bool owned, const SequenceMetadata& metadata) {
-  SequencePlan plan = {};
-  const unsigned q_len = static_cast<unsigned>(metadata.q_end) - static_cast<unsigned>(metadata.q_begin);
-  if (!owned || q_len - 1 >= static_cast<unsigned>(args.max_tokens)) return plan;
-  plan.valid = static_cast<unsigned>(metadata.context_len) <= args.max_context_len;
-  plan.q_begin = metadata.q_begin;
-  plan.q_len = static_cast<uint8_t>(q_len);
-  plan.end_key = plan.valid ? metadata.context_len : 0;
-  if (args.window > 0) {
-    const int64_t hidden = int64_t{plan.end_key} - q_len - args.window + 1;
-    plan.first_key = hidden > 0 ? static_cast<int>(hidden) : 0;
-  }
-  // A sequence without keys has one empty split: some CTA has to write its rows.
-  const unsigned keys = static_cast<unsigned>(plan.end_key - plan.first_key);
-  const unsigned block_keys = 1u << TileShape::BlockKeysLog2(args);
-  const unsigned blocks = max((keys + block_keys - 1) >> TileShape::BlockKeysLog2(args), 1u);
-  const unsigned split_blocks =
-      max((blocks + kMaxSplits - 1) / kMaxSplits, blocks > 4095u >> TileShape::BlockKeysLog2(args) ? 2u : 1u);
-  const int splits = CeilDivSmall(blocks, split_blocks);
-  plan.split_blocks = static_cast<int>(split_blocks);
-  plan.splits = static_cast<uint8_t>(splits);
-  plan.segment_splits = static_cast<uint8_t>((splits + kMaxSegments - 1) / kMaxSegments);
-  const unsigned tile_rows = 1u << TileShape::RowsLog2(args);
-  plan.row_tiles = static_cast<int>((q_len * args.group_size + tile_rows - 1) >> TileShape::RowsLog2(args));
-  plan.length = ((static_cast<unsigned>(splits) * split_blocks - 1) >> args.block_shift) + 1;
-  return plan;
-}
-
-// A CTA's part of a work tile: one KV head.
-struct WorkTile {
-  int kv_head;
-  int row_tile;
-  uint32_t begin;  // in the KV-block space
-
-  // Number `tile` of a sequence's work tiles, for CTA `cta` of the CTA group.
-  __device__ static WorkTile Of(const DecodeArgs& args, const SequencePlan& plan, int tile, int cta) {
-    // Row tiles vary fastest.
-    const int kv_head_group = plan.row_tiles == 1 ? tile : tile / plan.row_tiles;
-    return {kv_head_group * args.cta_group_size + cta, tile - kv_head_group * plan.row_tiles,
-            plan.begin + static_cast<unsigned>(tile) * plan.length};
-  }
-};
 
 // False if no sequence can belong to the decode path. Looks only where that is likely. Called by all threads of a CTA.
 __device__ inline bool MayHaveDecodeRows(const DecodeArgs& args) {
@@ -162,26 +30,57 @@ __device__ inline bool MayHaveDecodeRows(const DecodeArgs& args) {
   return __syncthreads_or(any);
 }
 
-// A warp builds it, and calls its functions that are not const, together. It holds the plans of 32 sequences at a time,
-// a slice of the batch, and goes through all slices once for the length of the KV-block space.
+// The warps of a CTA build one each, at the same time. A warp calls its functions that are not const together. It holds
+// the plans of 32 sequences at a time, a slice of the batch. In batches of several slices, the warps share the work of
+// measuring them for the length of the KV-block space.
 template <typename TileShape>
 class TileScheduler {
+  static constexpr int kMeasuredSlices = 32;  // whose lengths are kept
+  static constexpr int kMaxWarps = 8;         // of a CTA
+
+  // The work tiles of a slice.
+  struct SliceExtent {
+    uint32_t work_tiles;
+    uint32_t length;  // in the KV-block space, without the fixed overhead
+  };
+  // Of the slices that a warp has measured.
+  struct WarpExtent {
+    uint32_t longest;
+    uint32_t shortest;
+    SliceExtent others;  // of those past kMeasuredSlices
+    bool in_order;
+  };
+
  public:
   using Shape = TileShape;
   struct SharedStorage {  // of a warp
     SequencePlan plans[32];
   };
+  // Of the CTA. What its warps find out about a batch of several slices.
+  struct BatchStorage {
+    SliceExtent slices[kMeasuredSlices];
+    WarpExtent warps[kMaxWarps];
+  };
 
-  // The loads that depend on no other: the first slice, some of whose sequences may not be live.
+  // The loads that depend on no other: the first slice, some of whose sequences may not be live, and where there may be
+  // several the first ones that the warp measures.
   struct FirstLoads {
     SequenceMetadata metadata;
+    SequenceMetadata measured[2];
     int num_seqs;
 
     __device__ explicit FirstLoads(const DecodeArgs& args)
-        : metadata(SequenceMetadata::Load(args, Lane())), num_seqs(__ldg(args.params.num_seqs)) {}
+        : metadata(SequenceMetadata::Load(args, Lane())),
+          measured{metadata, {}},
+          num_seqs(__ldg(args.params.num_seqs)) {
+      if (args.max_seqs <= 32) return;
+      if (Warp() > 0) measured[0] = SequenceMetadata::Load(args, 32 * Warp() + Lane());
+      measured[1] = SequenceMetadata::Load(args, 32 * (Warp() + Warps()) + Lane());
+    }
   };
 
-  __device__ TileScheduler(const DecodeArgs& args, SharedStorage& shared, const FirstLoads& loads)
+  __device__ TileScheduler(const DecodeArgs& args, SharedStorage& shared, BatchStorage& batch_storage,
+                           const FirstLoads& loads)
       : args_(args), shared_(shared) {
     live_ = loads.num_seqs <= args.max_seqs ? max(loads.num_seqs, 0) : 0;
     in_order_ = __all_sync(0xffffffffu, Lane() >= live_ || loads.metadata.InOrder(args));
@@ -194,11 +93,18 @@ class TileScheduler {
       end_ = StoreSlice(args, shared, plan, live_, overhead_, 0);
       SetInterval(end_, lengths);
     } else {
-      const BatchExtent batch = MeasureBatch(args, live_);
+      const BatchExtent batch = MeasureBatch(args, batch_storage, live_, loads.measured[0], loads.measured[1]);
       in_order_ = batch.in_order;
       overhead_ = batch.lengths.FixedOverhead();
       SetInterval(batch.length + overhead_ * batch.work_tiles, batch.lengths);
-      LoadSlice(0, 0);
+      my_slice_end_ = batch.slice.length + overhead_ * batch.slice.work_tiles;
+#pragma unroll
+      for (int i = 1; i < 32; i *= 2) {
+        const uint32_t before = __shfl_up_sync(0xffffffffu, my_slice_end_, i);
+        if (Lane() >= i) my_slice_end_ += before;
+      }
+      slice_ = kNoSlice;
+      begin_ = end_ = 0;
     }
   }
 
@@ -210,8 +116,7 @@ class TileScheduler {
   __device__ const SequencePlan& At(int index) const { return shared_.plans[index]; }
   // The index in the slice of the sequence that holds coordinate `position` < Total(). Changes the slice if need be.
   __device__ int Find(uint32_t position) {
-    if (position < begin_) FirstSlice();
-    while (position >= end_) NextSlice();
+    if (!Holds(position)) LoadSliceOf(position);
     const SequencePlan& mine = shared_.plans[Lane()];
     const unsigned before = __ballot_sync(0xffffffffu, mine.splits > 0 && mine.begin <= position);
     return 31 - __clz(static_cast<int>(before));
@@ -240,7 +145,7 @@ class TileScheduler {
   __device__ bool Holds(uint32_t position) const { return begin_ <= position && position < end_; }
   __device__ bool IsLastSlice() const { return slice_ + 32 >= live_; }
   __device__ void FirstSlice() {
-    if (slice_ > 0) LoadSlice(0, 0);
+    if (slice_ != 0) LoadSlice(0, 0);
   }
   __device__ void NextSlice() { LoadSlice(slice_ + 32, end_); }
 
@@ -248,11 +153,15 @@ class TileScheduler {
 
  private:
   __device__ static int Lane() { return static_cast<int>(threadIdx.x % 32); }
+  __device__ static int Warp() { return static_cast<int>(threadIdx.x / 32); }
+  __device__ static int Warps() { return static_cast<int>(blockDim.x / 32); }
 
   // Lengths of work tiles in the KV-block space, without the fixed overhead. The same in all lanes.
   struct TileLengths {
-    uint32_t longest;
-    uint32_t shortest;
+    uint32_t longest = 0;
+    uint32_t shortest = ~0u;
+
+    __device__ TileLengths() {}
 
     // plan: a lane's.
     __device__ explicit TileLengths(const SequencePlan& plan)
@@ -264,31 +173,71 @@ class TileScheduler {
     __device__ uint32_t FixedOverhead() const { return Uniform() ? 0 : kFixedOverheadBlocks; }
   };
 
+  static constexpr int kNoSlice = -32;
+
   // The work tiles of all live sequences.
   struct BatchExtent {
     uint32_t work_tiles;
     uint32_t length;  // in the KV-block space, without the fixed overhead
     TileLengths lengths;
     bool in_order;
+    SliceExtent slice;  // whose number is the lane's
   };
 
   // NOTE: these two are not inlined, since only batches of more than 32 sequences and wrong metadata need them. They
   // are static: a member function that is not inlined would force the whole object into local memory.
-  __device__ __noinline__ static BatchExtent MeasureBatch(const DecodeArgs& args, int live) {
-    bool ok = true;
-    for (int s = Lane(); s < live; s += 32) ok = ok && SequenceMetadata::Load(args, s).InOrder(args);
-    const bool in_order = __all_sync(0xffffffffu, ok);
-    BatchExtent batch = {0, 0, TileLengths({}), in_order};
-    for (int first = 0; first < live; first += 32) {
-      const SequencePlan plan = PlanOf(args, first + Lane(), live, in_order);
-      const unsigned work_tiles = static_cast<unsigned>(plan.WorkTiles(args));
-      batch.work_tiles += __reduce_add_sync(0xffffffffu, work_tiles);
-      batch.length += __reduce_add_sync(0xffffffffu, work_tiles * plan.length);
-      const TileLengths lengths(plan);
-      batch.lengths.longest = max(batch.lengths.longest, lengths.longest);
-      batch.lengths.shortest = min(batch.lengths.shortest, lengths.shortest);
+  // By the CTA. first, second: of the first slices that the warp measures.
+  __device__ __noinline__ static BatchExtent MeasureBatch(const DecodeArgs& args, BatchStorage& storage, int live,
+                                                          SequenceMetadata first, SequenceMetadata second) {
+    BatchExtent batch = {0, 0, {}, true, {0, 0}};
+    while (true) {
+      storage.warps[Warp()] = MeasureSlices(args, storage, live, first, second, batch.in_order);
+      __syncthreads();
+      const WarpExtent warp = storage.warps[min(Lane(), Warps() - 1)];
+      batch.lengths.longest = __reduce_max_sync(0xffffffffu, warp.longest);
+      batch.lengths.shortest = __reduce_min_sync(0xffffffffu, warp.shortest);
+      const bool is_slice = Lane() < kMeasuredSlices && 32 * Lane() < live;
+      batch.slice = is_slice ? storage.slices[Lane()] : SliceExtent{0, 0};
+      const SliceExtent others = Lane() < Warps() ? warp.others : SliceExtent{0, 0};
+      batch.work_tiles = __reduce_add_sync(0xffffffffu, batch.slice.work_tiles + others.work_tiles);
+      batch.length = __reduce_add_sync(0xffffffffu, batch.slice.length + others.length);
+      if (__all_sync(0xffffffffu, warp.in_order) || !batch.in_order) return batch;
+      // Once more, now with a look at the entries before each sequence's.
+      batch.in_order = false;
+      __syncthreads();  // `storage` is no longer read
     }
-    return batch;
+  }
+  // The slices whose numbers are the warp's, counted in steps of the number of warps. in_order: all sequences are, as
+  // far as is known.
+  __device__ static WarpExtent MeasureSlices(const DecodeArgs& args, BatchStorage& storage, int live,
+                                             const SequenceMetadata& first, const SequenceMetadata& second,
+                                             bool in_order) {
+    bool ok = true;
+    uint32_t longest = 0;
+    uint32_t shortest = ~0u;
+    SliceExtent others = {0, 0};
+    for (int slice = Warp(); 32 * slice < live; slice += Warps()) {
+      const int sequence = 32 * slice + Lane();
+      const SequenceMetadata metadata = slice == Warp()             ? first
+                                        : slice == Warp() + Warps() ? second
+                                                                    : SequenceMetadata::Load(args, sequence);
+      bool owned = sequence < live;
+      ok = ok && (!owned || metadata.InOrder(args));
+      if (!in_order) owned = owned && LoadSequence(args.params, sequence, false).owned;
+      const SequencePlan plan = MakeSequencePlan<TileShape>(args, owned, metadata);
+      const unsigned mine = static_cast<unsigned>(plan.WorkTiles(args));
+      const SliceExtent extent = {__reduce_add_sync(0xffffffffu, mine),
+                                  __reduce_add_sync(0xffffffffu, mine * plan.length)};
+      if (slice < kMeasuredSlices) {
+        storage.slices[slice] = extent;
+      } else {
+        others = {others.work_tiles + extent.work_tiles, others.length + extent.length};
+      }
+      longest = max(longest, plan.length);
+      if (plan.splits > 0) shortest = min(shortest, plan.length);
+    }
+    return {__reduce_max_sync(0xffffffffu, longest), __reduce_min_sync(0xffffffffu, shortest), others,
+            __all_sync(0xffffffffu, ok) != 0};
   }
   __device__ __noinline__ static uint32_t BuildSlice(const DecodeArgs& args, SharedStorage& shared, int live,
                                                      bool in_order, int slice, uint32_t overhead, uint32_t begin) {
@@ -321,6 +270,14 @@ class TileScheduler {
     return begin + __shfl_sync(0xffffffffu, sum, max(live - 1, 0));
   }
 
+  // The slice that holds a coordinate < Total().
+  __device__ void LoadSliceOf(uint32_t position) {
+    const int slice = __popc(__ballot_sync(0xffffffffu, my_slice_end_ <= position));
+    const uint32_t begin = __shfl_sync(0xffffffffu, my_slice_end_, max(slice - 1, 0));
+    if (slice < kMeasuredSlices) return LoadSlice(32 * slice, slice == 0 ? 0 : begin);
+    if (position < begin_ || slice_ < 0) LoadSlice(0, 0);
+    while (position >= end_) NextSlice();
+  }
   __device__ void LoadSlice(int slice, uint32_t begin) {
     slice_ = slice;
     begin_ = begin;
@@ -364,6 +321,7 @@ class TileScheduler {
   int slice_;          // its first sequence
   uint32_t begin_;     // of the slice, in the KV-block space
   uint32_t end_;
+  uint32_t my_slice_end_;  // in batches of several slices: of the slice whose number is the lane's
   bool in_order_;
   uint32_t total_;
   uint32_t interval_;

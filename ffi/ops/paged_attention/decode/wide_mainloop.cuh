@@ -32,6 +32,7 @@ struct SplitKvSharedStorage<WideKernelTraits<kFormat, kHeadDim>> {
   AttentionState state[Traits::kRows];  // of a split, at its end
   bool bad_page;                        // a page number of the work range is outside the cache
   typename SplitKvTileScheduler<Traits>::SharedStorage scheduler[Traits::kWarps];
+  typename SplitKvTileScheduler<Traits>::BatchStorage batch;
   WorkRange range[Traits::kWarps];
   uint32_t interval_end[Traits::kWarps];
 };
