@@ -125,8 +125,9 @@ bool SuitsOneWarpgroup(const PagedAttentionParams& shapes) {
 // As the functions above, or where sequences have few tokens, 64 or 128 rows: a work tile that is not full takes as
 // long as a full one. Of several tokens for each sequence, and a chunk of a prompt beside decode rows, the shapes do
 // not tell. The first wants 64 rows in turns where SplitKvPolicy::FirstSplits applies, or numbers of tokens are equal;
-// the second 64 rows as long as all work tiles are resident at once, else 128. NOTE: with more tokens the average says
-// little. Chunks of prompts beside many decode sequences want large work tiles.
+// the second 64 rows as long as all work tiles are resident at once, else 128, or 192 beside many decode sequences:
+// fewer work tiles leave SMs to the decode path. NOTE: with more tokens the average says little. Chunks of prompts
+// beside many decode sequences want large work tiles.
 TmaInstance TmaInstanceDim128(const PagedAttentionParams& shapes, const SplitKvPolicy& policy, bool one_warpgroup,
                               int64_t sms) {
   if (one_warpgroup && SuitsOneWarpgroup(shapes)) return TmaInstance::kOneWarpgroup;
@@ -143,12 +144,13 @@ TmaInstance TmaInstanceDim128(const PagedAttentionParams& shapes, const SplitKvP
   const Sequences sequences(shapes);
   const bool several = sequences.tokens > shapes.max_decode_tokens && !float8;
   if (small_tiles * 2 > sms && small_tiles * splits > sms) {
-    const bool first_splits = sequences.count <= kMostWithFirstSplits && policy.pool_rows > 0;
-    // More sequences of as many tokens each: there is probably no chunk of a prompt among them.
-    const bool alike = sequences.count > kMostWithFirstSplits &&
-                       sequences.count * sequences.tokens == shapes.num_tokens &&
-                       sequences.tokens * (shapes.num_heads / shapes.num_kv_heads) <= 64;
-    if (several && (first_splits || alike)) return TmaInstance::kRows64Alternating;
+    const bool many = sequences.count > kMostWithFirstSplits;
+    const bool first_splits = !many && policy.pool_rows > 0;
+    // Among many sequences of as many tokens each there is probably no chunk of a prompt, among others there is.
+    const bool alike = sequences.count * sequences.tokens == shapes.num_tokens;
+    const bool fits_one_tile = sequences.tokens * (shapes.num_heads / shapes.num_kv_heads) <= 64;
+    if (several && (first_splits || (many && alike && fits_one_tile))) return TmaInstance::kRows64Alternating;
+    if (several && many && !alike) return TmaInstance::kRows192;
     return float8 ? TmaInstance::kRows128 : TmaInstance::kRows128Alternating;
   }
   // Several KV splits for each CTA, if sequences are of one length. With one or two, PrefillCombineKernel's CTAs that
