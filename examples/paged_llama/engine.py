@@ -18,6 +18,9 @@ from .model import PagedLlama
 from .options import CUBLAS, CUBLAS_ROWS
 from .scheduler import Scheduler, Step
 
+# At most so many layers' caches are one tensor: a launch costs the host some 5 us for each tensor that is updated.
+LAYERS_TOGETHER = 8
+
 
 def compilations() -> int:
     """How many programs XLA has compiled in this process.
@@ -33,12 +36,16 @@ class Engine:
 
     def __init__(self, model: PagedLlama, scheduler: Scheduler, device: torch.device):
         config, allocator = model.config, scheduler.allocator
-        shape = (allocator.num_pages, scheduler.page_size, 2 * config.num_kv_heads, config.head_dim)
+        page = (scheduler.page_size, 2 * config.num_kv_heads, config.head_dim)
         dtype = model.embed.weight.dtype
         self.scheduler = scheduler
         self._device = device
         self._model = model
-        self._caches = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.num_layers)]
+        together = 1
+        if model.group is None:
+            together = -(-config.num_layers // -(-config.num_layers // LAYERS_TOGETHER))
+        layers = [min(together, config.num_layers - i) for i in range(0, config.num_layers, together)]
+        self._caches = [torch.zeros(n * allocator.num_pages, *page, dtype=dtype, device=device) for n in layers]
         self._previous = self._whole(torch.zeros(scheduler.mixed.max_seqs, dtype=torch.int32, device=device))
         if model.group is not None:
             for cache in self._caches:  # by kv heads

@@ -63,7 +63,8 @@ class PagedLlama(nn.Module):
         """Stores the K and V of a step's tokens in `caches` and chooses the next tokens.
 
         packed: int32 [layout.size], see StepLayout; previous: int32 [max_seqs], what the step before returned;
-        caches: a layer's T[num_pages, page_size, 2 * num_kv_heads, head_dim] each, K of head h at 2h, V at 2h + 1.
+        caches: a layer's T[num_pages, page_size, 2 * num_kv_heads, head_dim] each, K of head h at 2h, V at 2h + 1; or
+        those of several layers each, as many but for the last, a layer's pages behind those of the one before.
         Returns int32 [max_seqs], of each sequence the token chosen after its last row; past the live sequences it has
         no meaning; and the updated caches, in the memory of those given. After in-place calls torch.compile and
         torch_xla would each copy every cache's handle back; over several devices a program compiled by torch_xla 2.9
@@ -73,23 +74,24 @@ class PagedLlama(nn.Module):
         sources = step["sources"]
         tokens = torch.where(sources < 0, step["tokens"], previous[sources.clamp(min=0)])
         total, hidden = self.embed(tokens), None
-        updated = []
+        caches, together = list(caches), -(-len(self.layers) // len(caches))
+        steps = of_layers(step, caches[0], together)
         last = step["last_rows"]  # the only rows whose logits anybody wants
         early = self.group is None and layout.num_tokens > layout.max_seqs
-        for i, (layer, cache) in enumerate(zip(self.layers, caches, strict=True)):
+        for i, layer in enumerate(self.layers):
             is_last = i + 1 == len(self.layers)
             after = self.norm if is_last else self.layers[i + 1].attention_norm
             rows = last if is_last and early else None
-            hidden, total, cache = layer(hidden, total, self.rotations, cache, step, after, rows)
-            updated.append(cache)
+            cache, own = i // together, steps[i % together]
+            hidden, total, caches[cache] = layer(hidden, total, self.rotations, caches[cache], own, after, rows)
         if hidden is None:
             hidden = self.norm(total if early else total[last])[0]
         elif not early:
             hidden = hidden[last]
         if self.group is not None:
-            return self._most_likely(self.head(hidden)), updated
+            return self._most_likely(self.head(hidden)), caches
         tied = self.config.tie_word_embeddings
-        return self._choose(F.linear(hidden, self.embed.weight) if tied else self.head(hidden), step), updated
+        return self._choose(F.linear(hidden, self.embed.weight) if tied else self.head(hidden), step), caches
 
     def _choose(self, logits: Tensor, step: dict[str, Tensor]) -> Tensor:
         """int32 [max_seqs] from [max_seqs, vocab_size]."""
@@ -245,6 +247,17 @@ class Layer(nn.Module):
             cache = xla_gpu.torch.reshape_and_cache(key, value, cache, step["slots"])
         attended = xla_gpu.torch.paged_attention(query, cache, **metadata, scale=self.scale)
         return attended.reshape(rows, num_heads * head_dim), cache
+
+
+def of_layers(step: dict[str, Tensor], cache: Tensor, together: int) -> list[dict[str, Tensor]]:
+    """What so many layers, whose pages lie one behind the other in one cache, are given of a step."""
+    if together == 1:
+        return [step]
+    first = torch.arange(together, dtype=torch.int32, device=cache.device) * (cache.shape[0] // together)
+    # All at once, so that XLA makes one kernel of them.
+    tables = step["block_tables"] + first[:, None, None]
+    slots = torch.where(step["slots"] < 0, -1, step["slots"] + (first * cache.shape[1])[:, None])
+    return [{**step, "block_tables": tables[i], "slots": slots[i]} for i in range(together)]
 
 
 def donate(cache: Tensor) -> None:

@@ -26,7 +26,17 @@ import xla_gpu.torch as xg  # noqa: E402
 N = 6
 
 # How torch_xla refuses a computation whose memory was donated, and what it says of others that were pending then.
-REFUSED = ("deleted", "donated", "Donation", "null", "each tensor once", "Invalid buffer", "tensor_data", "in flight")
+REFUSED = (
+    "deleted",
+    "donated",
+    "Donation",
+    "donate the same buffer twice",
+    "null",
+    "each tensor once",
+    "Invalid buffer",
+    "tensor_data",
+    "in flight",
+)
 
 
 def on_device(values):
