@@ -1,5 +1,6 @@
-// The kernel of sm_90a for up to 64 rows and weights that are converted: float8, int8 and int4. int4 at up to 16 rows
-// has sm90_int4_kernel.cuh, up to 32 where k is divided, with the same bits.
+// The kernel of sm_90a for up to 64 rows and weights that are converted: float8, int8 and int4. Two have kernels of
+// their own besides: sm90_float8_kernel.cuh serves float8 beside bfloat16 but with scales of blocks,
+// sm90_int4_kernel.cuh int4 at up to 16 rows, up to 32 where k is divided, with the same bits.
 //
 // As in sm90_kernel.cuh, weights are the M operand of wgmma and the rows of x its N operand, TMA brings both to shared
 // memory, and the CTAs of a cluster divide k. What differs is what conversions need:

@@ -177,8 +177,7 @@ __global__ void __launch_bounds__(XLA_GPU_HAS_WGMMA ? Config::kThreads : 32, 1)
   const int chunk_end = min(pairs * (rank + 1) / args.cluster * 2, args.chunks);
 
   if (warp >= kConsumerWarps) {
-    if constexpr (Config::kMovesRegisters)
-      DecreaseRegisters<Config::kThreads == 640 ? 32 : Config::kThreads == 768 ? 48 : 40>();
+    if constexpr (Config::kMovesRegisters) DecreaseRegisters<Config::kOtherRegisters>();
     if (warp <= kXWarp) {
       // A loading warp makes its own barriers, and does not wait for the other.
       if (lane < Config::kMaxStages) {
@@ -217,7 +216,7 @@ __global__ void __launch_bounds__(XLA_GPU_HAS_WGMMA ? Config::kThreads : 32, 1)
       ClusterSync();
     }
   } else {
-    if constexpr (Config::kMovesRegisters) IncreaseRegisters<Config::kThreads == 640 ? 112 : 96>();
+    if constexpr (Config::kMovesRegisters) IncreaseRegisters<Config::kConsumerRegisters>();
     NamedBarrierSync(2, Config::kThreadsOfAll);
     if (!args.weights_first) WaitForPreviousKernel();
     PrefetchScales(args, tile);

@@ -37,6 +37,8 @@ struct Float8Traits {
   static constexpr int kSumBytes = kRowTile * SumPitch(kTileFeatures) * 4;
   // With many rows the sums need registers: those of the threads that do not multiply.
   static constexpr bool kMovesRegisters = kRowTile > 8;
+  static constexpr int kConsumerRegisters = kSplitBefore ? 112 : 96;
+  static constexpr int kOtherRegisters = kSplitBefore ? 32 : 48;
 };
 
 }  // namespace xla_gpu::linear

@@ -1,4 +1,4 @@
-// x for the kernel of sm_90a for float8 weights: split into two terms of float8, in shared memory.
+// x for the kernel of sm_90a for float8 weights: split into two terms of float8, in shared memory or in front.
 #ifndef XLA_GPU_OPS_LINEAR_SM90_FLOAT8_X_CUH_
 #define XLA_GPU_OPS_LINEAR_SM90_FLOAT8_X_CUH_
 
@@ -38,7 +38,8 @@ __device__ inline uint32_t ScalePair(uint32_t pair, float scale) {
   return reinterpret_cast<const uint32_t&>(scaled);
 }
 
-// A pair of bfloat16 of which one may be infinite or NaN: infinite values as 1 or -1, finite ones as 0.
+// A pair of bfloat16 of which one may be infinite or NaN: infinite values as 1 or -1, NaN as NaN, finite ones
+// as 0.
 __device__ inline uint32_t SpecialPair(uint32_t pair) {
   uint32_t result = 0;
 #pragma unroll
@@ -79,7 +80,7 @@ __device__ inline float FindScale(uint32_t (&words)[4][4], float* scale) {
 
 // Splits each stage's 256 values of each row, in place: the first terms in the stage's first two panels, the second
 // terms in the others. A row's values are multiplied by a power of two first, so that the largest is 128 to 256;
-// `factors` gets its inverse. What 8 significant bits hold, two float8 numbers of 4 hold: values down to 2^-10 of the
+// `factors` gets its inverse. What 8 significant bits hold, two float8 numbers of 4 hold: values down to 2^-9 of the
 // largest are exact. By one of the kSplitters warps.
 template <typename Config>
 __device__ inline void SplitX(const Sm90Args& args, int stages, char* xs, float* factors,

@@ -112,7 +112,7 @@ __device__ __forceinline__ void MultiplyInt4(const Sm90Int4Args& args, int work_
   int x_of_lane[4];
 #pragma unroll
   for (int panel = 0; panel < 4; ++panel) {
-    const int x_row = panel * (args.x_rows) + g;
+    const int x_row = panel * args.x_rows + g;
     x_of_lane[panel] = x_row * 128 + ((2 * t ^ x_row % 8) << 4);
   }
   PipelineState ring;
@@ -273,8 +273,9 @@ __device__ __forceinline__ void FinishInt4Tile(const Sm90Int4Args& sm90, int til
   } else {
     NamedBarrierSync(1, threads);
   }
-#pragma unroll(kClusters ? 2 \
-                         : 1)  // with few rows little code: most of it runs once, and is not in the instruction cache
+  // With few rows little code: most of it runs once, and is not in the instruction cache.
+  constexpr int kRowsOfPass = kClusters ? 2 : 1;
+#pragma unroll kRowsOfPass
   for (; row < args.rows; row += rows_at_once) {
     const int64_t at = static_cast<int64_t>(row) * out_features + feature;
     Four residual = {};

@@ -184,8 +184,8 @@ class TileScheduler {
     SliceExtent slice;  // whose number is the lane's
   };
 
-  // NOTE: these two are not inlined, since only batches of more than 32 sequences and wrong metadata need them. They
-  // are static: a member function that is not inlined would force the whole object into local memory.
+  // NOTE: this and BuildSlice are not inlined: only batches of more than 32 sequences and wrong metadata need them.
+  // They are static: a member function that is not inlined would force the whole object into local memory.
   // By the CTA. first, second: of the first slices that the warp measures.
   __device__ __noinline__ static BatchExtent MeasureBatch(const DecodeArgs& args, BatchStorage& storage, int live,
                                                           SequenceMetadata first, SequenceMetadata second) {
