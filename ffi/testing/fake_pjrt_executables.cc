@@ -66,6 +66,7 @@ void* DestroyExecutable(void* untyped) {
 }
 
 void* NumOutputs(void* untyped) {
+  if (IsMode("uncounted")) return MakeError("the fake plug-in counts no results");
   static_cast<pjrt::ExecutableNumOutputsArgs*>(untyped)->num_outputs = NumResults();
   return nullptr;
 }

@@ -2,9 +2,10 @@
 // several versions do, and remembers what it was given. FAKE_PJRT chooses: "old" (PJRT API 0.50), "major" (1.112),
 // "short" (a table that ends early), "null" (no table), "bare" (no extensions), "circle" (extensions in a circle),
 // "unserialisable" (executables cannot be serialised), "refusing" (nor loaded), "failing" (what is computed cannot be
-// read), "slow" (an execution takes 0.3 s), "mlir" (optimised programs in that format), else a sound one. Its
-// executables are texts, which return copies of their first arguments, as many results as fake_pjrt_set_results says;
-// their optimised program is what fake_pjrt_set_program says. FAKE_KIND is the kind of its only device.
+// read), "slow" (an execution takes 0.3 s), "mlir" (optimised programs in that format), "uncounted" (executables do not
+// say how many results they have), else a sound one. Its executables are texts, which return copies of their first
+// arguments, as many results as fake_pjrt_set_results says; their optimised program is what fake_pjrt_set_program says.
+// FAKE_KIND is the kind of its only device.
 #include <chrono>
 #include <cstdlib>
 #include <cstring>

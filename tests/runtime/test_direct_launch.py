@@ -226,6 +226,12 @@ def test_a_program_with_other_results_is_not_the_one_to_record(fake_plugin):
     assert done.returncode == 0, done.stderr
 
 
+def test_a_plugin_that_does_not_say_how_many_results_a_program_has(fake_plugin):
+    """The next execution is recorded."""
+    done = run(fake_plugin, "launches", mode="uncounted")
+    assert done.returncode == 0, done.stderr
+
+
 def test_arrays_of_other_devices_are_refused(fake_plugin):
     done = run(fake_plugin, "other devices")
     assert done.returncode == 0, done.stderr
