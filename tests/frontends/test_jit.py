@@ -88,6 +88,16 @@ def test_autocast_and_the_default_dtype_are_part_of_a_program():
         torch.set_default_dtype(torch.float32)
 
 
+def test_casts_of_a_trace_are_not_found_after_it():
+    linear = torch.nn.Linear(4, 4).to(torch_xla.device())
+    apply = xg.jit(torch.autocast("xla", dtype=torch.bfloat16)(lambda x: linear(x)))
+    with torch.autocast("xla", dtype=torch.bfloat16):
+        for number in (2, 3, 2):
+            x = torch.ones(number, 4)
+            got, want = apply(x), linear(x.to(linear.weight.device))
+            assert got.dtype is want.dtype is torch.bfloat16 and torch.equal(got.cpu(), want.cpu())
+
+
 @pytest.mark.parametrize("dtype", [torch.uint16, torch.uint32, torch.uint64], ids=str)
 def test_results_of_unsigned_dtypes(dtype):
     """A tree_mask, for example."""

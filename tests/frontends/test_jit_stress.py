@@ -124,14 +124,7 @@ class World:
     def run(self) -> None:
         """One operation; what torch_xla refuses begins anew."""
         self.counts["operations"] += 1
-        try:
-            chosen = self.rng.choices(
-                [self.call, self.refer, self.update, self.synchronise, self.read], [53, 17, 8, 8, 14]
-            )[0]
-            chosen()
-        except (RuntimeError, ValueError) as error:
-            if not any(text in str(error) for text in REFUSED):
-                raise
+        if not self.succeeds():
             self.counts["refused"] += 1
             self.made.clear()
             self.caches = self.other = None
@@ -141,6 +134,23 @@ class World:
             self.begin()
         if max(np.abs(values).max() for values in [*self.expected, self.expected_other]) > 1e5:
             self.begin()
+
+    def succeeds(self) -> bool:
+        """Whether torch_xla did not refuse an operation. Of one that it refused nothing is left.
+
+        torch_xla ends the process where a computation needs what another one that failed was to return: not even the
+        frames of the error may have such a tensor, which sync() would compute.
+        """
+        chosen = self.rng.choices(
+            [self.call, self.refer, self.update, self.synchronise, self.read], [53, 17, 8, 8, 14]
+        )[0]
+        try:
+            chosen()
+        except (RuntimeError, ValueError) as error:
+            if not any(text in str(error) for text in REFUSED):
+                raise
+            return False
+        return True
 
     def call(self) -> None:
         rng = self.rng

@@ -366,6 +366,7 @@ class JitFunction:
         finally:
             _trace.active = False
             torch.set_autocast_cache_enabled(cached)
+            torch.clear_autocast_cache()  # torch.autocast as a decorator brings a setting of its own
             updated = captured.restore()
         for tensor in updated:
             raise ValueError(
