@@ -140,9 +140,10 @@ class ProxyProgram:
 
     def record(self, given: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Executes proxy and program; the program's results."""
+        program = None
         proxy, _ = _record(self._proxy, given, len(self._forms))
-        program, results = _record(self._program, given, len(self._program.updated) + len(self._program.outputs))
         try:
+            program, results = _record(self._program, given, len(self._program.updated) + len(self._program.outputs))
             if proxy is not None and program is not None:
                 self._put_in_place(proxy, program)
         finally:
@@ -183,8 +184,10 @@ class ProxyProgram:
 
     def __del__(self) -> None:
         if self._handle.value is not None and not _exiting:
-            xm.wait_device_ops()  # what was launched needs what was captured
-            library.load().cdll.xla_gpu_proxy_destroy(self._handle)
+            try:
+                xm.wait_device_ops()  # what was launched needs what was captured
+            finally:  # also where that tells of a computation that failed
+                library.load().cdll.xla_gpu_proxy_destroy(self._handle)
 
 
 def _record(program: Program, given: Sequence[torch.Tensor], num_results: int) -> tuple[int | None, list[torch.Tensor]]:
@@ -201,9 +204,10 @@ def _record(program: Program, given: Sequence[torch.Tensor], num_results: int) -
             logger.debug("%s: %s", program.name, error.decode(errors="replace"))
         results = program.run(given)
         xm.wait_device_ops()
-    finally:
-        handle = cdll.xla_gpu_execution_take()
-    return handle, results
+    except BaseException:
+        cdll.xla_gpu_execution_destroy(cdll.xla_gpu_execution_take())
+        raise
+    return cdll.xla_gpu_execution_take(), results
 
 
 def _raise(error: bytes | None) -> None:

@@ -1,0 +1,57 @@
+"""Errors of torch_xla while a program of xla_gpu.torch.jit and its proxy are recorded or forgotten: nothing is kept."""
+
+from __future__ import annotations
+
+import ctypes as ct
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("torch_xla")
+
+from xla_gpu._torch_xla import proxy_programs
+from xla_gpu._torch_xla.proxy_programs import ProxyProgram
+
+
+def fail(*_):
+    raise RuntimeError("of this test")
+
+
+@pytest.fixture
+def destroyed(monkeypatch):
+    """What the library was told to destroy."""
+    handles = []
+    cdll = SimpleNamespace(
+        xla_gpu_execution_note=lambda: None,
+        xla_gpu_execution_record=lambda results: None,
+        xla_gpu_execution_take=lambda: 5,
+        xla_gpu_execution_destroy=handles.append,
+        xla_gpu_proxy_destroy=lambda handle: handles.append(handle.value),
+    )
+    monkeypatch.setattr(proxy_programs.library, "load", lambda: SimpleNamespace(cdll=cdll))
+    return handles
+
+
+def test_a_proxy_whose_last_wait_tells_of_an_error(destroyed, monkeypatch):
+    monkeypatch.setattr(proxy_programs.xm, "wait_device_ops", fail)
+    proxy = object.__new__(ProxyProgram)
+    proxy._handle = ct.c_void_p(7)
+    with pytest.raises(RuntimeError, match="of this test"):
+        proxy.__del__()
+    proxy._handle = ct.c_void_p()
+    assert destroyed == [7]
+
+
+@pytest.mark.parametrize("fails", ["proxy", "program"])
+def test_an_execution_that_fails_while_it_is_recorded(destroyed, fails):
+    def program(name):
+        run = fail if name == fails else lambda given: []
+        return SimpleNamespace(name=name, arguments=lambda given: [], run=run, updated=[], outputs=[])
+
+    proxy = object.__new__(ProxyProgram)
+    proxy._handle, proxy._forms = ct.c_void_p(), []
+    proxy._proxy, proxy._program = program("proxy"), program("program")
+    with pytest.raises(RuntimeError, match="of this test"):
+        proxy.record([])
+    assert destroyed == ([5] if fails == "proxy" else [5, 5])
