@@ -4,8 +4,9 @@
     python -m tests.fuzz --minutes 5 --frontend eager-cuda --frontend jax-cuda --jobs 8
     python -m tests.fuzz --kind attention --seed 7 --examples 1000      # a round of that seed again
 
-Prints every failure with the smallest input that shows it, as an expression for tests/fuzz/regressions.py, and at the
-end one line of JSON with what was checked. Ends with 1 if something failed.
+Prints every failure with the smallest input that shows it, as an expression for tests/fuzz/regressions.py, and a line
+of JSON with what was checked so far, by operator: every --every seconds, after SIGTERM or SIGINT, and at the end, which
+is after --minutes at the latest, whatever it is doing then. Ends with 1 if something failed.
 """
 
 from __future__ import annotations
@@ -15,50 +16,93 @@ import collections
 import json
 import os
 import random
+import signal
 import subprocess
 import sys
+import threading
 import time
 import warnings
 
 from tests.common import machine
+from tests.fuzz import progress
 
 # Before any framework is imported, as conftest.py does it.
 os.environ.setdefault("PJRT_DEVICE", machine.default_pjrt_device())
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 EXAMPLES = 50  # inputs of a round: a seed repeats a round
+AHEAD = 4  # seconds by which the processes of --jobs end before this one
+COUNTS = ("rounds", "inputs", "calls")
 
 
-def main() -> int:
-    args = _arguments()
+def main() -> None:
+    progress.block_signals()
+    limits = _limits()
+    args, _ = limits.parse_known_args()  # the time limit holds for the imports, too
     seed = random.SystemRandom().randrange(2**32) if args.seed is None else args.seed
-    print(f"seed {seed}", flush=True)
-    summary = _in_processes(args, seed) if args.jobs > 1 else _fuzz(args, seed)
-    print(json.dumps(summary), flush=True)
-    return 1 if summary["failures"] else 0
+    progress.say(f"seed {seed}")
+    if args.jobs > 1:
+        _in_processes(args, seed)
+    found = Found()
+    reporter = progress.Reporter(found.summary, args.every, None if args.examples else args.minutes * 60)
+    _fuzz(_arguments(limits), seed, found)
+    reporter.end()
 
 
-def _arguments() -> argparse.Namespace:
-    from tests.common import frontends
-    from tests.fuzz import run
-
-    parser = argparse.ArgumentParser(
-        prog="python -m tests.fuzz", formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
-    parser.add_argument("--minutes", type=float, default=60)
-    parser.add_argument(
-        "--frontend", action="append", choices=[*frontends.ALL], help="all that can be opened, if not given"
-    )
-    parser.add_argument("--kind", action="append", choices=[*run.KINDS], help="all, if not given")
+def _limits() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(add_help=False)
+    parser.add_argument("--minutes", type=float, default=60, help="until it ends, to the second")
     parser.add_argument("--seed", type=int, help="of the first round; a random one, if not given")
     parser.add_argument(
         "--examples", type=int, help="of one round, which then is all; else rounds until the time is up"
     )
     parser.add_argument("--jobs", type=int, default=1, help="processes that fuzz with seeds of their own")
+    parser.add_argument("--every", type=float, default=20, help="seconds between two summaries")
+    return parser
+
+
+def _arguments(limits: argparse.ArgumentParser) -> argparse.Namespace:
+    from tests.common import frontends
+    from tests.fuzz import run
+
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.fuzz", formatter_class=argparse.ArgumentDefaultsHelpFormatter, parents=[limits]
+    )
+    parser.add_argument(
+        "--frontend", action="append", choices=[*frontends.ALL], help="all that can be opened, if not given"
+    )
+    parser.add_argument("--kind", action="append", choices=[*run.KINDS], help="all, if not given")
     return parser.parse_args()
 
 
-def _fuzz(args: argparse.Namespace, seed: int) -> dict:
+class Found:
+    """What a process has done so far."""
+
+    def __init__(self) -> None:
+        self.failures: list[str] = []
+        self.rounds: collections.Counter[str] = collections.Counter()
+
+    def attempt(self, what, *arguments) -> None:
+        try:
+            what(*arguments)
+        except Exception as e:
+            self.failures.append(str(e))
+            progress.say(f"FAILED {e}")
+        if run := sys.modules.get("tests.fuzz.run"):
+            run.found = None
+
+    def summary(self) -> dict:
+        # The modules are imported under the time limit.
+        checks, run = (sys.modules.get(f"tests.fuzz.{name}") for name in ("checks", "run"))
+        failures = len(self.failures)
+        if unfinished := getattr(run, "found", None):
+            failures += 1
+            progress.say(f"FAILED, not made small yet: {unfinished}")
+        counts = {name: dict(getattr(checks, name, {})) for name in ("inputs", "calls")}
+        return {"rounds": dict(self.rounds), **counts, "failures": failures}
+
+
+def _fuzz(args: argparse.Namespace, seed: int, found: Found) -> None:
     from tests.common import frontends
     from tests.fuzz import checks, regressions, run
     from tests.fuzz.programs import forget
@@ -69,65 +113,96 @@ def _fuzz(args: argparse.Namespace, seed: int) -> dict:
         if args.frontend and frontend.name not in args.frontend:
             continue
         if reason := frontend.unavailable():
-            print(f"without {frontend.name}: {reason}", flush=True)
+            progress.say(f"without {frontend.name}: {reason}")
         else:
             chosen.append(frontend)
     if not chosen:
         sys.exit("no front end to fuzz")
-    started, failures, rounds = time.monotonic(), [], collections.Counter()
-
-    def attempt(what, *arguments):
-        try:
-            what(*arguments)
-        except Exception as e:
-            failures.append(str(e))
-            print(f"FAILED {e}", flush=True)
-
     for x in regressions.CASES.values():
-        attempt(checks.check, x, chosen)
+        found.attempt(checks.check, x, chosen)
     kinds = args.kind or list(run.KINDS)
     if args.examples:
         for kind in kinds:
-            rounds[kind] += 1
-            attempt(run.run, kind, seed, args.examples, chosen)
-    else:
-        turns, weights = random.Random(seed), [run.WEIGHTS[kind] for kind in kinds]
-        while time.monotonic() - started < args.minutes * 60:
-            (kind,) = turns.choices(kinds, weights)
-            rounds[kind] += 1
-            attempt(run.run, kind, seed, EXAMPLES, chosen)
-            seed = (seed + 1) % 2**32
-            forget()
-    return {
-        "seconds": round(time.monotonic() - started),
-        "rounds": dict(rounds),
-        "inputs": dict(checks.inputs_seen),
-        "calls": dict(checks.calls),
-        "failures": len(failures),
-    }
+            found.rounds[kind] += 1
+            found.attempt(run.run, kind, seed, args.examples, chosen)
+        return
+    turns, weights = random.Random(seed), [run.WEIGHTS[kind] for kind in kinds]
+    while True:  # the reporter ends it
+        (kind,) = turns.choices(kinds, weights)
+        found.rounds[kind] += 1
+        found.attempt(run.run, kind, seed, EXAMPLES, chosen)
+        seed = (seed + 1) % 2**32
+        forget()
 
 
-def _in_processes(args: argparse.Namespace, seed: int) -> dict:
-    command = [sys.executable, "-m", "tests.fuzz", *_without(sys.argv[1:], "--jobs", "--seed")]
+class Worker:
+    """A process that fuzzes, and the last summary that it printed."""
+
+    def __init__(self, command: list[str]) -> None:
+        self.summary: dict = {"seconds": 0, "failures": 0}
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        for line in self.process.stdout:
+            if line.startswith("{"):
+                self.summary = json.loads(line)
+            elif not line.startswith(("without", "seed")):
+                progress.say(f"[{self.process.pid}] {line.rstrip()}")
+
+    def running(self) -> bool:
+        return self.process.poll() is None
+
+    def end(self) -> bool:
+        """Whether it ended by itself, as its summary says. What it printed has been read then."""
+        status = self.process.poll()
+        if status is None:
+            self.process.kill()
+        self._reader.join(0.5)
+        ok = status == (1 if self.summary["failures"] else 0)
+        if not ok:
+            ended = "did not end" if status is None else f"ended with {status}"
+            progress.say(f"FAILED: process {self.process.pid} {ended}; its last summary: {json.dumps(self.summary)}")
+        return ok
+
+
+def _in_processes(args: argparse.Namespace, seed: int) -> None:
+    started = time.monotonic()
+    limit = float("inf") if args.examples else args.minutes * 60
+    given = _without(sys.argv[1:], "--jobs", "--seed", "--minutes", "--every")
+    command = [sys.executable, "-m", "tests.fuzz", *given]
+    command += [f"--minutes={max(limit - AHEAD, 0) / 60}"] if not args.examples else []
+    command += [f"--every={min(args.every, 5)}"]
     # Seeds far apart: a process goes on from its own, one by one.
     seeds = [(seed + i * 2**24) % 2**32 for i in range(args.jobs)]
-    processes = [subprocess.Popen([*command, f"--seed={s}"], stdout=subprocess.PIPE, text=True) for s in seeds]
-    total = collections.defaultdict(collections.Counter)
-    summary = {"seconds": 0, "failures": 0}
-    for process in processes:
-        output, _ = process.communicate()
-        *lines, last = output.splitlines() or [""]
-        if process.returncode not in (0, 1) or not last.startswith("{"):
-            print(f"{output}\na process ended with {process.returncode}", flush=True)
-            summary["failures"] += 1
-            continue
-        print("\n".join(line for line in lines if not line.startswith("without")), flush=True)
-        part = json.loads(last)
-        summary["seconds"] = max(summary["seconds"], part["seconds"])
-        summary["failures"] += part["failures"]
-        for name in ("rounds", "inputs", "calls"):
-            total[name].update(part[name])
-    return summary | {name: dict(count) for name, count in total.items()}
+    workers = [Worker([*command, f"--seed={s}"]) for s in seeds]
+
+    def total(crashed: int = 0) -> dict:
+        done = [worker.summary for worker in workers]
+        counts = {name: collections.Counter() for name in COUNTS}
+        for name, count in counts.items():
+            for x in done:
+                count.update(x.get(name, {}))
+        return {
+            "seconds": round(time.monotonic() - started, 1),
+            "process_minutes": round(sum(x["seconds"] for x in done) / 60, 1),
+            **counts,
+            "failures": sum(x["failures"] for x in done) + crashed,
+        }
+
+    due = args.every
+    while any(worker.running() for worker in workers) and (left := limit - (time.monotonic() - started)) > 1:
+        if signal.sigtimedwait(progress.ENDS, min(0.2, left)):
+            limit = min(limit, time.monotonic() - started + AHEAD)
+            for worker in workers:
+                worker.process.terminate()
+        elif time.monotonic() - started >= due:
+            progress.say(json.dumps(total()))
+            due += args.every
+    summary = total(crashed=sum(not worker.end() for worker in workers))
+    progress.say(json.dumps(summary))
+    sys.exit(1 if summary["failures"] else 0)
 
 
 def _without(arguments: list[str], *options: str) -> list[str]:
@@ -144,4 +219,4 @@ def _without(arguments: list[str], *options: str) -> list[str]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

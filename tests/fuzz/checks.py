@@ -18,8 +18,8 @@ from xla_gpu.ops.linear import MAX_KERNEL_ROWS
 
 # Calls that were compared, by front end: what a run reports.
 calls: Counter[str] = Counter()
-# Inputs that were compared with the reference, by kind.
-inputs_seen: Counter[str] = Counter()
+# Inputs that were checked, by operator.
+inputs: Counter[str] = Counter()
 
 
 def ulp(dtype: np.dtype, size: float) -> float:
@@ -49,11 +49,11 @@ def attention(x: Attention, frontends: Sequence[Frontend]) -> None:
     operator = "paged_attention_with_lse" if x.with_lse else "paged_attention"
     made = x.built()
     steps = {frontend.name: program(frontend, operator, x.program.options()) for frontend in frontends}
-    for case, inputs in made:
-        inputs_seen["attention"] += 1
-        arrays = inputs.arrays()
+    for case, operands in made:
+        inputs[operator] += 1
+        arrays = operands.arrays()
         want = reference.paged_attention(**arrays, **case.options())
-        base = baseline.paged_attention(inputs, **case.options())
+        base = baseline.paged_attention(operands, **case.options())
         owned = sum(q for q, _ in case.sequences)
         logits = want[1]
         capped = 0.0
@@ -86,7 +86,7 @@ def _through(frontends, steps, arrays, check, same_bits: bool = True) -> None:
 
 
 def update(x: Update, frontends: Sequence[Frontend]) -> None:
-    inputs_seen["update"] += 1
+    inputs["reshape_and_cache"] += 1
     arrays = x.arrays()
     want = reference.reshape_and_cache(**arrays)
     untouched = compare.bits(want) == compare.bits(arrays["kv_cache"])
@@ -108,7 +108,7 @@ def update(x: Update, frontends: Sequence[Frontend]) -> None:
 
 
 def merge(x: Merge, frontends: Sequence[Frontend]) -> None:
-    inputs_seen["merge"] += 1
+    inputs["merge_attention_states"] += 1
     arrays = x.arrays()
     want = reference.merge_attention_states(**arrays)
     # The baseline's product of weight 0 and a NaN that has no part would be NaN.
@@ -125,7 +125,7 @@ def merge(x: Merge, frontends: Sequence[Frontend]) -> None:
 
 
 def add(x: Add, frontends: Sequence[Frontend]) -> None:
-    inputs_seen["add"] += 1
+    inputs["simple_add"] += 1
     arrays = x.arrays()
     dtype = cases.DTYPES[x.dtype]
     with np.errstate(over="ignore", invalid="ignore"):
@@ -148,7 +148,7 @@ def add(x: Add, frontends: Sequence[Frontend]) -> None:
 
 def of_layer(x, frontends: Sequence[Frontend]) -> None:
     """rms_norm, silu_and_mul, rotary_embedding, sample, the blocks: each input says what must hold."""
-    inputs_seen[x.operator] += 1
+    inputs[x.operator] += 1
     arrays = x.arrays()
     steps = {frontend.name: program(frontend, x.operator, x.options()) for frontend in frontends}
     of_products = isinstance(x, layer.Linear | layer.GatedMlp | layer.AttentionBlock)
@@ -163,7 +163,7 @@ def of_layer(x, frontends: Sequence[Frontend]) -> None:
 
 def of_parts(x: layer.AllReduce, frontends: Sequence[Frontend]) -> None:
     """all_reduce and all_reduce_add_rms_norm of gathered parts. torchax has JAX's functions, over meshes."""
-    inputs_seen[x.operator] += 1
+    inputs[x.operator] += 1
     arrays = x.arrays()
     frontends = [frontend for frontend in frontends if frontend.framework != "torchax"]
     steps = {f.name: functools.partial(_of_parts, f, x.operator, x.options()) for f in frontends}
@@ -175,7 +175,7 @@ def _of_parts(frontend: Frontend, operator: str, options: dict, arrays: dict) ->
 
 
 def wrong_metadata(x: Hostile, frontends: Sequence[Frontend]) -> None:
-    inputs_seen["hostile"] += 1
+    inputs["wrong metadata"] += 1
     for frontend in frontends:
         hostile.check(x, frontend)
         calls[frontend.name] += 1

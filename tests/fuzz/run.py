@@ -44,6 +44,10 @@ WEIGHTS = {
 }
 
 
+# What fails in the run that goes on, as long as hypothesis looks for a smaller input: for a run that is ended then.
+found: Failure | None = None
+
+
 class Failure(AssertionError):
     """What was wrong, with the smallest input that hypothesis found for it."""
 
@@ -74,8 +78,13 @@ def run(kind: str, seed: int, examples: int, frontends: Sequence[Frontend]) -> N
     @hypothesis.given(KINDS[kind])
     def test(x):
         nonlocal last
+        global found
         last = x
-        checks.check(x, frontends)
+        try:
+            checks.check(x, frontends)
+        except Exception as e:
+            found = Failure(kind, seed, x, e)
+            raise
 
     try:
         test()
