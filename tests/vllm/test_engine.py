@@ -81,6 +81,11 @@ def test_preemption(llama, reference, asynchronous):
     before = engines.metric(llm, "vllm:num_preemptions")
     assert tokens(llm, prompts, penalised) == alone
     assert engines.metric(llm, "vllm:num_preemptions") > before
+    before = engines.metric(llm, "vllm:num_preemptions")
+    scored = run(llm, prompts, greedy(40, prompt_logprobs=0))
+    assert [list(output.outputs[0].token_ids) for output in scored] == expected
+    assert [len(output.prompt_logprobs) for output in scored] == [40, 50, 60, 70]
+    assert engines.metric(llm, "vllm:num_preemptions") > before
     assert engines.compiled_since_start(llm) == 0
     state_is_released(llm)
 
@@ -245,7 +250,7 @@ def check_position(found: dict, expected: torch.Tensor, token: int, top: int) ->
 )
 def test_logprobs(engine, reference, params):
     """Of sampled tokens and of a prompt that is read in chunks, some of them before the rest of the batch."""
-    prompts = tiny.prompts((130, 20))
+    prompts = tiny.prompts((130, 20, 1))
     for prompt, output in zip(prompts, run(engine, prompts, params), strict=True):
         sampled = list(output.outputs[0].token_ids)
         expected = reference.logits(prompt + sampled).log_softmax(-1)
@@ -254,6 +259,17 @@ def test_logprobs(engine, reference, params):
             check_position(output.prompt_logprobs[position], expected[position - 1], prompt[position], 3)
         for index, token in enumerate(sampled):
             check_position(output.outputs[0].logprobs[index], expected[len(prompt) + index - 1], token, 5)
+
+
+def test_logprobs_of_a_prompt_whose_last_chunk_is_one_token(engine, reference):
+    """That token predicts none of the prompt's."""
+    for length in (65, 129):
+        (prompt,) = tiny.prompts((length,))
+        (output,) = run(engine, [prompt], greedy(2, prompt_logprobs=3))
+        expected = reference.logits(prompt).log_softmax(-1)
+        assert len(output.prompt_logprobs) == length
+        for position in range(1, length):
+            check_position(output.prompt_logprobs[position], expected[position - 1], prompt[position], 3)
 
 
 # ---- What is refused -------------------------------------------------------------------------------------------------
@@ -273,7 +289,15 @@ def test_logprobs(engine, reference, params):
         ({"enable_lora": True}, "--enable-lora: not supported"),
         ({"additional_config": {"buckets": [1]}}, "additional_config: expected keys token_buckets, async_scheduling"),
         ({"additional_config": {"compile_threads": 0}}, "compile_threads: expected an integer from 1 to 64, got 0"),
-        ({"additional_config": {"token_buckets": [1000]}}, "token_buckets: expected integers from 1 to"),
+        ({"additional_config": {"token_buckets": [1000]}}, "token_buckets: expected a list of integers from 1"),
+        (
+            {"additional_config": {"token_buckets": 8}},
+            "token_buckets: expected a list of integers from 1 to max_num_batched_tokens = 64, got 8",
+        ),
+        (
+            {"additional_config": {"async_scheduling": "false"}},
+            "additional_config: async_scheduling: expected true or false, got 'false'",
+        ),
         ({"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}, "--speculative-config: not supp"),
         ({"cpu_offload_gb": 1}, "--cpu-offload-gb: expected 0, got 1"),
         ({"model_impl": "transformers"}, "--model-impl: expected a model of vLLM's own, got transformers' Llama"),

@@ -42,8 +42,8 @@ def test_buckets():
     assert [buckets.logits_rows(rows, 5) for rows in (1, 5)] == [8, 8]
     assert buckets.compile_order([1, 8, 16, 64, 256], 16) == [16, 256, 8, 64, 1]
     assert buckets.compile_order([8, 16, 64, 256], 8) == [8, 256, 64, 16]
-    for wrong in ([0], [101], ["8"], [True]):
-        with pytest.raises(ValueError, match="token_buckets: expected integers from 1 to max_num_batched_tokens = 100"):
+    for wrong in ([0], [101], ["8"], [True], [[8]], 8, "8", {"8": 8}):
+        with pytest.raises(ValueError, match=r"token_buckets: expected a list of integers from 1 to max_.* = 100"):
             buckets.token_buckets(100, 12, wrong)
 
 

@@ -39,7 +39,7 @@ def token_buckets(max_tokens: int, max_seqs: int, chosen: Sequence[int] | None =
       chosen: the user's buckets, which take the place of all but the last two.
 
     Raises:
-      ValueError: ``chosen`` is not a list of positive numbers up to ``max_tokens``.
+      ValueError: ``chosen`` is not a list of integers from 1 to ``max_tokens``.
     """
     if chosen is None:
         powers = powers_of_two(max_tokens)
@@ -49,12 +49,14 @@ def token_buckets(max_tokens: int, max_seqs: int, chosen: Sequence[int] | None =
         sizes |= {size for size in decode if size < max_seqs}
         sizes = {size for size in sizes if size < max_tokens} | set(powers)
     else:
-        sizes = set(chosen)
-        if not all(isinstance(size, int) and not isinstance(size, bool) and 1 <= size <= max_tokens for size in chosen):
+        if not isinstance(chosen, (list, tuple)) or not all(
+            isinstance(size, int) and not isinstance(size, bool) and 1 <= size <= max_tokens for size in chosen
+        ):
             raise ValueError(
-                f"additional_config: token_buckets: expected integers from 1 to max_num_batched_tokens = {max_tokens}, "
-                f"got {list(chosen)}"
+                "additional_config: token_buckets: expected a list of integers from 1 to max_num_batched_tokens = "
+                f"{max_tokens}, got {chosen!r}"
             )
+        sizes = set(chosen)
     return sorted(sizes | {min(max_seqs, max_tokens), max_tokens})
 
 

@@ -214,10 +214,13 @@ class ModelRunner:
         for index in rows.tolist():
             request, count = batch.requests[index], int(counts[index])
             first, start = int(ends[index]) - count, int(self.requests.num_computed[request.slot])
-            # The last token of the prompt predicts a token that is not the prompt's.
-            num_rows = min(start + count, request.num_prompt - 1) - start
-            if num_rows <= 0:
+            # The last token of the prompt predicts a token that is not the prompt's: a step may end just before it.
+            num_rows = max(0, min(start + count, request.num_prompt - 1) - start)
+            # VLLM takes them with a sampled token alone, and once; a request that was preempted reads its prompt again.
+            complete = start + count >= request.num_prompt
+            if request.prompt_is_scored or request.num_prompt == 1:
                 continue
+            request.prompt_is_scored = complete
             parts = []
             for begin in range(0, num_rows, self._prompts.rows):
                 size = min(self._prompts.rows, num_rows - begin)
@@ -225,6 +228,5 @@ class ModelRunner:
                 packed[0, :size] = np.arange(first + begin, first + begin + size)
                 packed[1, :size] = request.prompt_token_ids[start + begin + 1 : start + begin + 1 + size]
                 parts.append(self._prompts.launch(states, packed.reshape(-1)))
-            complete = start + num_rows == request.num_prompt - 1
             found.append(PromptLogprobs(request, start, parts, num_rows, complete))
         return found

@@ -40,7 +40,7 @@ class Options:
         """The options of a VllmConfig.
 
         Raises:
-          ValueError: a key is none of the above.
+          ValueError: a key is none of the above, or its value is not of the key's kind.
         """
         given = config.additional_config
         if not isinstance(given, dict):
@@ -50,6 +50,11 @@ class Options:
             if key not in names:
                 raise ValueError(f"xla_gpu.vllm: additional_config: expected keys {', '.join(names)}, got {key!r}")
         options = cls(**given)
+        if not isinstance(options.async_scheduling, bool):
+            raise ValueError(
+                "xla_gpu.vllm: additional_config: async_scheduling: expected true or false, got "
+                f"{options.async_scheduling!r}"
+            )
         threads = options.compile_threads
         if not isinstance(threads, int) or isinstance(threads, bool) or not 1 <= threads <= MAX_COMPILE_THREADS:
             raise ValueError(

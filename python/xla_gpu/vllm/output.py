@@ -19,7 +19,7 @@ class PromptLogprobs:
       start: position of the first of them; position i scores token i + 1.
       parts: from the device, in order; the last one may end in padding.
       num_rows: how many there are.
-      complete: the prompt's last ones are among them.
+      complete: the step read the prompt's last token.
     """
 
     request: Request
@@ -73,14 +73,19 @@ class StepOutput(AsyncModelRunnerOutput):  # type: ignore[misc]
         found: dict[str, LogprobsTensors | None] = {}
         for prompt in self._prompts:
             request = prompt.request
-            parts = [tuple(tensor.cpu() for tensor in part) for part in prompt.parts]
             wanted = request.params.prompt_logprobs
-            ids, values, ranks = (torch.cat(tensors)[: prompt.num_rows] for tensors in zip(*parts, strict=True))
-            if wanted is not None and wanted >= 0:
-                ids, values = ids[:, : wanted + 1], values[:, : wanted + 1]
-            if prompt.start > 0 and request.prompt_logprobs is not None:
-                before = (tensor[: prompt.start] for tensor in request.prompt_logprobs)
-                ids, values, ranks = (torch.cat(pair) for pair in zip(before, (ids, values, ranks), strict=True))
+            # What is known of chunks before; a request that was preempted between two of them begins anew.
+            rows = (
+                [] if request.prompt_logprobs is None else [tuple(x[: prompt.start] for x in request.prompt_logprobs)]
+            )
+            left = prompt.num_rows
+            for part in prompt.parts:
+                ids, values, ranks = (tensor.cpu()[:left] for tensor in part)
+                if wanted is not None and wanted >= 0:
+                    ids, values = ids[:, : wanted + 1], values[:, : wanted + 1]
+                rows.append((ids, values, ranks))
+                left -= len(ranks)
+            ids, values, ranks = (torch.cat(tensors) for tensors in zip(*rows, strict=True))
             request.prompt_logprobs = (ids, values, ranks)
             if prompt.complete:
                 found[request.req_id] = LogprobsTensors(ids, values, ranks)

@@ -1,7 +1,8 @@
 """What a request must not ask for, beyond what vLLM checks: the step that it joined would end the engine.
 
 A server's JSON may hold NaN and Infinity, numbers that float32 or int64 does not, and ids of tokens that the model does
-not have. vLLM compares ids with the vocabulary of the tokenizer, if there is one.
+not have. vLLM compares ids with the vocabulary of the tokenizer, if there is one. A request for structured output may
+need another back end than the one that the engine has.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ def check(params: Any, prompt_token_ids: list[int], vocab_size: int | None) -> N
             _expect(name, int(_INT64.min), number, _LARGEST_SEED if name == "seed" else int(_INT64.max))
     for token in params.stop_token_ids or ():
         _expect("stop_token_ids", int(_INT64.min), token, int(_INT64.max))
+    _expect_xgrammar(params.structured_outputs)
     known = _MOST_TOKENS if vocab_size is None else vocab_size
     _expect_tokens("allowed_token_ids", params.allowed_token_ids or [], known)
     _expect_tokens("prompt", prompt_token_ids, known)
@@ -49,6 +51,19 @@ def _expect_tokens(name: str, token_ids: list[int], vocab_size: int) -> None:
     for token in (min(token_ids), max(token_ids)) if token_ids else ():
         if not 0 <= token < vocab_size:
             raise ValueError(f"{name}: expected token ids from 0 to {vocab_size - 1}, got {token}")
+
+
+def _expect_xgrammar(structured: Any) -> None:
+    """Where the server leaves the back end of structured output to vLLM, it must be the same one in every request.
+
+    For what xgrammar does not take vLLM chooses another. But an engine has one, that of its first such request:
+    xgrammar would ignore a part of the request, or raise in the engine's step, which ends it.
+    """
+    if structured is not None and structured._backend_was_auto and structured._backend != "xgrammar":
+        raise ValueError(
+            "structured_outputs: expected what xgrammar supports, got a request that needs another back end; a server "
+            f'takes it with --structured-outputs-config \'{{"backend": "{structured._backend}"}}\''
+        )
 
 
 def _expect(name: str, least: float, got: float, most: float) -> None:

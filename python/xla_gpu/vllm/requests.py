@@ -31,6 +31,8 @@ class Request:
       num_prompt: tokens of the prompt.
       slot: its row in the arrays of RequestTable and in what the device keeps, or NO_SLOT.
       outputs: sampled tokens, appended when they arrive on the host: in asynchronous scheduling a step late.
+      prompt_logprobs: of the prompt's chunks that were read, until the last one.
+      prompt_is_scored: the last of them were launched.
     """
 
     req_id: str
@@ -41,6 +43,7 @@ class Request:
     outputs: list[int] = dataclasses.field(default_factory=list)
     prompt_token_ids: npt.NDArray[np.int32] = dataclasses.field(default_factory=lambda: np.empty(0, np.int32))
     prompt_logprobs: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
+    prompt_is_scored: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
