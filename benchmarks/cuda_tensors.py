@@ -7,8 +7,10 @@ Needs a PyTorch with CUDA beside torch_xla.
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -70,6 +72,9 @@ def calls(count: int) -> dict[str, Callable[[], Any]]:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    if not torch.cuda.is_available():
+        sys.exit("PyTorch sees no CUDA device")
     torch._dynamo.config.recompile_limit = 64
     by_count = {count: calls(count) for count in COUNTS}
     with torch.no_grad():
