@@ -13,6 +13,7 @@ from tests.fuzz import checks, strategies
 
 KINDS = {
     "attention": strategies.attentions(),
+    "large_attention": strategies.large_attentions(),
     "update": strategies.updates(),
     "merge": strategies.merges,
     "add": strategies.adds,
@@ -29,6 +30,7 @@ KINDS = {
 # Of the time; attention has the most to get wrong.
 WEIGHTS = {
     "attention": 10,
+    "large_attention": 4,
     "hostile": 5,
     "update": 4,
     "merge": 2,

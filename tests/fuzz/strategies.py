@@ -96,6 +96,49 @@ def attentions(draw, max_batches: int = 4) -> Attention:
 
 
 @st.composite
+def large_batches(draw):
+    """Sizes at which the CUDA kernels choose other work tiles and plans: more than 32 sequences, hundreds of rows."""
+    kind = draw(st.sampled_from(["decode", "several", "prompts", "chunks", "chunk-and-decode"]))
+    count = draw(st.one_of(st.integers(1, 32), st.integers(33, 90)))
+    context = draw(st.sampled_from([60, 400, 3000]))
+    decode = [(1, draw(st.integers(1, context))) for _ in range(count)]
+    match kind:
+        case "decode":
+            batch = decode
+        case "several":
+            alike = draw(st.booleans())
+            rows = draw(st.integers(2, 32))
+            batch = [(rows if alike else draw(st.integers(1, rows)), rows + length) for _, length in decode]
+        case "prompts":
+            batch = [(length, length) for _, length in decode]
+        case _:
+            chunks = [
+                (draw(st.integers(33, 500)), draw(st.integers(500, 3000))) for _ in range(draw(st.integers(1, 3)))
+            ]
+            batch = [*chunks, *decode] if kind == "chunk-and-decode" else chunks
+    # The reference takes all scores.
+    kept, scores = [], 0
+    for rows, length in batch:
+        if scores + rows * length <= 400_000:
+            kept.append((rows, length))
+            scores += rows * length
+    return tuple(draw(st.permutations(kept)) if draw(st.booleans()) else kept)
+
+
+@st.composite
+def large_attentions(draw) -> Attention:
+    num_kv_heads = draw(st.integers(1, 2))
+    program = draw(programs()).but(
+        num_kv_heads=num_kv_heads,
+        num_heads=num_kv_heads * draw(st.sampled_from([1, 4, 8, 5])),
+        head_dim=draw(st.sampled_from([128, 64, 256, 80])),
+        tree=0,
+        shared_prefix=0,
+    )
+    return Attention(program, (draw(large_batches()),), seed=draw(SEEDS), with_lse=draw(st.booleans()))
+
+
+@st.composite
 def updates(draw) -> Update:
     cache_dtype = draw(st.sampled_from([None, *cases.FLOAT8S]))
     num_pages, page_size = draw(st.integers(1, 20)), draw(PAGE_SIZES)
