@@ -73,17 +73,18 @@ def paged_attention(
             position = context_len - (last - first) + (row - first)
             oldest = 0 if sliding_window is None else max(0, position - sliding_window + 1)
             if tree_mask is None:
-                seen = np.arange(oldest, position + 1)  # none where there are more new tokens than context
+                seen = slice(oldest, max(oldest, position + 1))  # none where there are more new tokens than context
             else:
                 seen = np.arange(oldest, context_len)
                 token = seen - (context_len - (last - first))
                 bits = tree_mask[row][np.maximum(token, 0) // 32] >> (np.maximum(token, 0) % 32).astype(np.uint32) & 1
                 seen = seen[(token < 0) | (bits == 1)]
-            if len(seen) == 0:
+            keys, values = k[seen], v[seen]
+            if len(keys) == 0:
                 continue
             for h in range(num_heads):
                 q = query[row, h].astype(np.float64)
-                scores = k[seen, h // group] @ q * scale
+                scores = keys[:, h // group] @ q * scale
                 if soft_cap is not None:
                     scores = soft_cap * np.tanh(scores / soft_cap)
                 logits = scores if sinks is None else np.append(scores, np.float64(sinks[h]))
@@ -91,7 +92,7 @@ def paged_attention(
                 if top == -np.inf:
                     continue  # every logit is -inf: nothing to see
                 total = np.exp(logits - top).sum()
-                out[row, h] = np.exp(scores - top) / total @ v[seen, h // group]
+                out[row, h] = np.exp(scores - top) / total @ values[:, h // group]
                 lse[row, h] = top + np.log(total)
     return out, lse
 
