@@ -272,6 +272,15 @@ def test_logprobs_of_a_prompt_whose_last_chunk_is_one_token(engine, reference):
             check_position(output.prompt_logprobs[position], expected[position - 1], prompt[position], 3)
 
 
+def test_another_engine_with_longer_sequences(llama, reference):
+    """VLLM's models share rotary embeddings, and with them the table, which is as long as an engine's sequences."""
+    (prompt,) = tiny.prompts((80,))
+    for max_model_len in (32, 96):
+        llm = engines.make(llama, max_model_len=max_model_len, additional_config={"token_buckets": [64]})
+        part = prompt[: max_model_len - 4]
+        assert tokens(llm, [part], greedy(4)) == [reference.greedy(part, 4)]
+
+
 # ---- What is refused -------------------------------------------------------------------------------------------------
 
 

@@ -102,7 +102,8 @@ def _is_head_norm(norm: Any, dtype: torch.dtype) -> bool:
 
 def _take_attention(module: Any, max_model_len: int) -> None:
     rotary = module.rotary_emb
-    if not hasattr(rotary, _TABLE):  # layers share it
+    # Layers share it, and so do models: vLLM keeps rotary embeddings for the process.
+    if not hasattr(rotary, _TABLE) or getattr(rotary, _TABLE).shape[0] < max_model_len:
         # Rounded to the model's dtype, as vLLM and transformers do.
         cos, sin = rotary.cos_sin_cache[:max_model_len].chunk(2, dim=-1)
         rotary.register_buffer(_TABLE, torch.stack([cos, sin], -1).float(), persistent=False)
