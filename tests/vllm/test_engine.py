@@ -310,6 +310,7 @@ def test_another_engine_with_longer_sequences(llama, reference):
         ({"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}, "--speculative-config: not supp"),
         ({"cpu_offload_gb": 1}, "--cpu-offload-gb: expected 0, got 1"),
         ({"model_impl": "transformers"}, "--model-impl: expected a model of vLLM's own, got transformers' Llama"),
+        ({"seed": -1}, "--seed: expected a number from 0, got -1"),
         ({"convert": "embed"}, "--convert: expected none, got embed"),
         # From 0.13.0 on vLLM refuses it itself.
         ({"max_model_len": -1}, "--max-model-len: expected a positive number, got -1|max_model_len\n.*greater than 0"),

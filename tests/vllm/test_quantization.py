@@ -135,9 +135,17 @@ print("RESULT", got == expected, engines.compiled_since_start(llm), got, expecte
 
 
 def save(
-    folder: Path, layout: str, sizes: Mapping[str, int] | None = None, model_name: str = "llama_wide"
+    folder: Path, layout: str, sizes: Mapping[str, int] | None = None, model_name: str = "llama_wide", part: str = ""
 ) -> tuple[Path, Path]:
-    """A checkpoint in that layout, and one with the weights that it means; sizes: in the place of the model's."""
+    """A checkpoint in that layout, and one with the weights that it means.
+
+    Args:
+      folder: of both.
+      layout: of LAYOUTS.
+      sizes: in the place of the model's.
+      model_name: of tiny.CONFIGS.
+      part: of the names of the layers that are quantised.
+    """
     quantize, settings = LAYOUTS[layout]
     meant, stored = folder / "meant", folder / "stored"
     tiny.save(model_name, meant, sizes)
@@ -147,7 +155,7 @@ def save(
         layer = name.removesuffix(".weight")
         if layer.endswith(".gate"):
             routers.append(layer)
-        if tensor.dim() == 2 and ".layers." in name and layer not in routers:
+        if tensor.dim() == 2 and ".layers." in name and layer not in routers and part in name:
             made, meaning = quantize(tensor)
             tensors |= {f"{layer}.{part}": value for part, value in made.items()}
             model.get_parameter(name).data = meaning
@@ -189,12 +197,29 @@ def test_layers_are_named_as_the_model_names_them():
     mapper = WeightsMapper(orig_to_new_prefix={"decoder.": "model.decoder."})
     layer = "decoder.layers.0.fc1"
     gptq = CheckpointQuantization({**LAYOUTS["gptq"][1]})
-    gptq.packed_layers = {layer}
+    gptq.is_quantised = {layer: True, "decoder.layers.1.fc1": False}
     gptq.apply_vllm_mapper(mapper)
     assert not gptq._is_plain(f"model.{layer}") and gptq._is_plain("model.decoder.layers.1.fc1")
     ignoring = CheckpointQuantization({**LAYOUTS["compressed-tensors-float8"][1], "ignore": [layer]})
     ignoring.apply_vllm_mapper(mapper)
     assert ignoring._is_plain(f"model.{layer}") and not ignoring._is_plain("model.decoder.layers.1.fc1")
+
+
+@pytest.mark.parametrize("layout", ["compressed-tensors-float8", "fp8"])
+def test_layers_that_are_plain_in_the_files(layout, tmp_path):
+    """Whatever the settings say: they may name those that are quantised, by regular expressions."""
+    check(*save(tmp_path, layout, part="mlp"))
+
+
+@pytest.mark.parametrize("layout", ["compressed-tensors-int4", "fp8"])
+def test_a_scale_that_is_missing(layout, tmp_path):
+    stored, _ = save(tmp_path, layout)
+    tensors = load_file(stored / "model.safetensors")
+    del tensors["model.layers.1.self_attn.k_proj.weight_scale"]
+    save_file(tensors, stored / "model.safetensors")
+    text = r"model.layers.1.self_attn.qkv_proj: expected weight_scale in the checkpoint, got none"
+    with pytest.raises(ValueError, match=text):
+        engines.make(str(stored))
 
 
 CACHE_SCALES_PROGRAM = """

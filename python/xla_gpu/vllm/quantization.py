@@ -6,11 +6,13 @@ along n. So what ``xla_gpu.quantization`` reads from a checkpoint it reads from 
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 from torch import nn
 from vllm.attention.layer import Attention
+from vllm.config import get_current_vllm_config
 from vllm.model_executor.layers.fused_moe.layer import FusedMoE
 from vllm.model_executor.layers.linear import (
     WEIGHT_LOADER_V2_SUPPORTED,
@@ -47,6 +49,13 @@ NAME = "xla_gpu"
 
 _PER_WORD = 8  # int4 values in an int32
 
+# Without them the stored values have no meaning.
+_SCALES = ("weight_scale", "weight_scale_inv", "scales")
+
+# What the tensors of a quantised layer, and of no other, are called; dtypes of plain weights, as safetensors says them.
+_QUANTISED = (".qweight", ".weight_packed", ".weight_scale", ".weight_scale_inv")
+_PLAIN = ("F64", "F32", "F16", "BF16")
+
 
 @register_quantization_config(NAME)
 class CheckpointQuantization(QuantizationConfig):  # type: ignore[misc]
@@ -58,20 +67,24 @@ class CheckpointQuantization(QuantizationConfig):  # type: ignore[misc]
         self.settings = settings
         self.format = CheckpointFormat({"quantization_config": settings})
         self.has_cache_scales = False
-        self.packed_layers: set[str] = set()  # of int4 that the checkpoint's files hold; empty: not known
+        self.is_quantised: dict[str, bool] = {}  # of the layers in the checkpoint's files; empty: not known
 
     def __reduce__(self) -> Any:  # for vLLM's other processes; the format holds functions
-        return _restored, (self.settings, self.packed_modules_mapping, self.packed_layers)
+        return _restored, (self.settings, self.packed_modules_mapping, self.is_quantised)
 
     def maybe_update_config(self, model_name: str) -> None:
-        """Notes which layers of a checkpoint of GPTQ or AWQ are quantised, which its settings need not say."""
-        if self.format.method in ("awq", "gptq"):
-            names = get_safetensors_params_metadata(model_name)
-            self.packed_layers = {name.removesuffix(".qweight") for name in names if name.endswith(".qweight")}
+        """Notes which layers of a checkpoint are quantised: its settings need not say it, or not by their names."""
+        tensors = get_safetensors_params_metadata(model_name)
+        plain = {name for name, tensor in tensors.items() if name.endswith(".weight") and tensor["dtype"] in _PLAIN}
+        quantised = {name for name in tensors if name.endswith(_QUANTISED)}
+        self.is_quantised = {name.rpartition(".")[0]: False for name in sorted(plain)}
+        self.is_quantised |= {name.rpartition(".")[0]: True for name in sorted(quantised)}
 
     def apply_vllm_mapper(self, hf_to_vllm_mapper: Any) -> None:
         """Renames the layers that the checkpoint names as vLLM's model names them."""
-        self.packed_layers = set(hf_to_vllm_mapper.apply_list(sorted(self.packed_layers)))
+        for quantised in (False, True):
+            layers = [layer for layer, has in self.is_quantised.items() if has is quantised]
+            self.is_quantised |= dict.fromkeys(hf_to_vllm_mapper.apply_list(layers), quantised)
         for key in ("ignore", "modules_to_not_convert", "ignored_layers"):
             if names := self.settings.get(key):
                 self.settings = {**self.settings, key: hf_to_vllm_mapper.apply_list(names)}
@@ -133,27 +146,35 @@ class CheckpointQuantization(QuantizationConfig):  # type: ignore[misc]
 
     def _is_plain(self, prefix: str) -> bool:
         settings, joined = self.settings, self.packed_modules_mapping
-        if self.packed_layers:
-            return self._is_unpacked(prefix)
+        if (known := self._is_plain_in_files(prefix)) is not None:
+            return known
         if self.format.method == "compressed-tensors":
             return bool(should_ignore_layer(prefix, ignore=settings.get("ignore") or [], fused_mapping=joined))
         names = settings.get("modules_to_not_convert") or settings.get("ignored_layers") or []
         return bool(is_layer_skipped(prefix, names, joined, skip_with_substr=self.format.method == "awq"))
 
-    def _is_unpacked(self, prefix: str) -> bool:
+    def _is_plain_in_files(self, prefix: str) -> bool | None:
+        """None where the files have no such layer, or are not known."""
         parent, _, last = prefix.rpartition(".")
         parts = [f"{parent}.{part}" for part in self.packed_modules_mapping.get(last, [last])]
-        packed = {any(f"{layer}.".startswith(f"{part}.") for layer in self.packed_layers) for part in parts}
-        if len(packed) > 1:
+        # Of experts the files have what is below them.
+        found = [
+            {self.is_quantised[part]}
+            if part in self.is_quantised
+            else {has for layer, has in self.is_quantised.items() if layer.startswith(f"{part}.")}
+            for part in parts
+        ]
+        quantised = {True in has for has in found if has}
+        if len(quantised) > 1:
             raise ValueError(
                 f"xla_gpu.vllm: {prefix}: expected {', '.join(parts)} all quantised or none: they are multiplied as one"
             )
-        return not packed.pop()
+        return not quantised.pop() if quantised else None
 
 
-def _restored(settings: dict[str, Any], joined: dict[str, list[str]], packed: set[str]) -> CheckpointQuantization:
+def _restored(settings: dict[str, Any], joined: dict[str, list[str]], known: dict[str, bool]) -> CheckpointQuantization:
     config = CheckpointQuantization(settings)
-    config.packed_modules_mapping, config.packed_layers = joined, packed
+    config.packed_modules_mapping, config.is_quantised = joined, known
     return config
 
 
@@ -178,6 +199,7 @@ class CheckpointLinearMethod(LinearMethodBase):  # type: ignore[misc]
         tensors = _Tensors(layer, attributes.get("weight_loader"))
         layer.output_sizes_of_parts = list(output_partition_sizes)
         layer.params_dtype = params_dtype
+        layer.is_random = get_current_vllm_config().load_config.load_format == "dummy"
         if method in ("awq", "gptq"):
             self._create_int4(tensors, n, k, params_dtype)
         elif method == "fp8":
@@ -242,6 +264,9 @@ class CheckpointLinearMethod(LinearMethodBase):  # type: ignore[misc]
         """Replaces the checkpoint's tensors by those of ``linear``."""
         tensors = {f"layer.{name}": parameter.data for name, parameter in layer.named_parameters(recurse=False)}
         tensors.pop("layer.bias", None)
+        for name in _SCALES:
+            if not layer.is_random and f"layer.{name}" in tensors and tensors[f"layer.{name}"].isnan().any():
+                raise ValueError(f"xla_gpu.vllm: {layer.prefix}: expected {name} in the checkpoint, got none, or NaN")
         scale = tensors.get("layer.weight_scale")
         parts = layer.output_sizes_of_parts
         if scale is not None and scale.shape == (len(parts),) and len(parts) > 1:
@@ -276,7 +301,9 @@ class _Tensors:
         self.layer, self._loader = layer, loader
 
     def add(self, name: str, kind: Any, shape: tuple[int, ...], dtype: torch.dtype, **dims: int) -> None:
-        data = torch.zeros(shape, dtype=dtype)
+        # vLLM does not see to it that all parameters are loaded where a checkpoint is quantised.
+        is_expected = name in _SCALES and not self.layer.is_random
+        data = torch.full(shape, math.nan if is_expected else 0, dtype=dtype)
         self.layer.register_parameter(name, kind(data=data, weight_loader=self._loader, **dims))
 
     def packed(self, name: str, shape: tuple[int, ...], **dims: int) -> None:

@@ -97,6 +97,8 @@ def _model_refusals(model: Any) -> list[str]:
     found = []
     if model.max_model_len < 1:
         found.append(f"--max-model-len: expected a positive number, got {model.max_model_len}")
+    if model.seed is not None and model.seed < 0:
+        found.append(f"--seed: expected a number from 0, got {model.seed}")
     if model.runner_type != "generate":
         found.append(f"--runner: expected generate, got {model.runner_type}")
     elif model.convert_type != "none":
