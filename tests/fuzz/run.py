@@ -64,6 +64,7 @@ def run(kind: str, seed: int, examples: int, frontends: Sequence[Frontend]) -> N
         import torch
 
         torch.set_num_threads(1)  # the baseline's tensors are small, and its threads would fight with the front ends'
+    global found
     last = None
 
     @hypothesis.seed(seed)
@@ -92,3 +93,5 @@ def run(kind: str, seed: int, examples: int, frontends: Sequence[Frontend]) -> N
         test()
     except Exception as e:  # hypothesis runs the smallest input last
         raise Failure(kind, seed, last, e) from e
+    finally:
+        found = None

@@ -56,12 +56,14 @@ def test_all_frontends(platform, kind):
 
 @pytest.mark.parametrize("isa", ["baseline", "avx2"])
 def test_other_instruction_sets(isa):
-    """The host kernels that this processor would not choose, in a process of its own, and with one thread."""
+    """The host kernels that this processor would not choose, which attention alone has, in a process of its own, and
+    with one thread."""
     pytest.importorskip("tests.fuzz.run")
     if reason := frontends.ALL["eager"].unavailable():
         pytest.skip(reason)
+    kinds = ["--kind=attention", "--kind=attention_block"]
     result = subprocess.run(
-        [sys.executable, "-m", "tests.fuzz", "--frontend=eager", f"--seed={SEED + 2}", "--examples=60"],
+        [sys.executable, "-m", "tests.fuzz", "--frontend=eager", f"--seed={SEED + 2}", "--examples=60", *kinds],
         env=os.environ | {"XLA_GPU_HOST_ISA": isa, "XLA_GPU_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
