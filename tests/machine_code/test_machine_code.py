@@ -9,6 +9,7 @@ import pytest
 
 pytest.importorskip("elftools", reason="pyelftools reads the object files; it is in the test extra")
 
+from tests.machine_code.arrivals import early_arrivals, kernels
 from tests.machine_code.compare import compare, report
 from tests.machine_code.kernels import (
     Kernel,
@@ -131,3 +132,43 @@ def test_gone_and_new_and_other_architectures():
 def test_a_folder_without_objects_is_named(tmp_path):
     with pytest.raises(ToolError, match=r"has no \*\.cu\.o file"):
         read_build(tmp_path)
+
+
+def sass(*lines):
+    """As cuobjdump prints it: instructions as (text, scoreboard set, scoreboards waited for)."""
+    text = "\n\t\tFunction : kernel\n"
+    for i, (instruction, scoreboard, waits) in enumerate(lines):
+        control = (scoreboard << 5 | sum(1 << wait for wait in waits) << 11) << 41
+        text += f"        /*{16 * i:04x}*/                   {instruction} ;  /* 0x0000000000000000 */\n"
+        text += f"                                                      /* 0x{control:016x} */\n"
+    return text
+
+
+def early(*lines):
+    [(name, code)] = kernels(sass(*lines))
+    assert name == "kernel"
+    found = early_arrivals(code)
+    return {arrival.address: [load.address for load in loads] for arrival, loads in found.items()}
+
+
+LOAD, ARRIVE = "LDS R5, [UR8+0x10]", "@!P0 SYNCS.ARRIVE.TRANS64.A1T0 RZ, [UR4+0x38], RZ"
+NONE = (7, ())
+
+
+def test_an_arrival_behind_loads_is_found():
+    assert early((LOAD, 0, ()), (ARRIVE, *NONE), ("EXIT", *NONE)) == {0x10: [0x00]}
+    # An instruction in between, or the arrival itself, waits for the load.
+    assert early((LOAD, 0, ()), ("IADD3 R6, R5, R5, RZ", 7, (0,)), (ARRIVE, *NONE)) == {}
+    assert early((LOAD, 0, ()), (ARRIVE, 7, (0,))) == {}
+    assert early((LOAD, 0, ()), ("IADD3 R6, R7, R7, RZ", 7, (1,)), (ARRIVE, *NONE)) == {0x20: [0x00]}
+
+
+def test_an_arrival_behind_a_branch_is_found():
+    loop = ((ARRIVE, *NONE), (LOAD, 0, ()), ("@P0 BRA 0x0", *NONE), ("EXIT", *NONE))
+    assert early(*loop) == {0x00: [0x10]}
+    # Neither behind a branch that is always taken, nor behind the end.
+    assert early((LOAD, 0, ()), ("BRA 0x30", *NONE), (ARRIVE, *NONE), ("EXIT", *NONE)) == {}
+    assert early((LOAD, 0, ()), ("EXIT", *NONE), (ARRIVE, *NONE)) == {}
+    # BSYNC goes to where its BSSY says.
+    join = (("BSSY B0, 0x40", *NONE), (LOAD, 0, ()), ("BSYNC B0", *NONE), (LOAD, 1, ()), (ARRIVE, *NONE))
+    assert early(*join) == {0x40: [0x10]}

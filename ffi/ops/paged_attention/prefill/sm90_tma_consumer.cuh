@@ -141,8 +141,10 @@ struct TmaConsumer {
             key.Skip(left);
             value.Skip(left);
             query.Advance();
-            if (StoresForThisCta(cta.Tile(work).mode)) accumulated ^= 1;
-            cta.Arrive(cta.tiles.Empty(work));
+            const SplitMode mode = cta.Tile(work).mode;
+            if (StoresForThisCta(mode)) accumulated ^= 1;
+            // NOTE: an arrival does not wait for loads in front of it, but for its address, which depends on this one.
+            cta.Arrive(cta.tiles.Empty(work) + mode / (2 * kCrossCta));
             work.Advance();
             continue;
           }
