@@ -175,3 +175,24 @@ def test_soft_caps_at_the_ends_of_their_range(frontend, soft_cap, dtype):
         inputs.query[...] = 0  # which must not be multiplied by an infinite 1 / soft_cap
         out, _ = frontend.call("paged_attention_with_lse", inputs.arrays(), **case.but(soft_cap=soft_cap).options())
         assert np.isfinite(out.astype(np.float32)).all()
+
+
+@pytest.mark.frontends("eager", "eager-cuda")
+@pytest.mark.parametrize("dtype", cases.FLOATS)
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("scores", [(40, 120), (60, 62), (0, 1)], ids=lambda x: f"{x[0]}-{x[1]}")
+def test_soft_caps_of_two_scores(frontend, scores, head_dim, dtype):
+    """Rows see two keys of opposite values: the result is tanh of half the difference of their capped scores, where an
+    error of the cap shows as nowhere else."""
+    case = AttentionCase("two-scores", ((1, 300), (300, 300), (5, 40)), num_heads=4, num_kv_heads=2, head_dim=head_dim,
+                         dtype=dtype, scale=1.0, soft_cap=50.0, sliding_window=2)  # fmt: skip
+    inputs = cases.build(case, poison=False)
+    inputs.query[...] = np.arange(head_dim) == 0
+    k, v = reference.split_cache(inputs.kv_cache)
+    k[...] = cases.rng_for("two-scores").uniform(*scores, k.shape)
+    v[...] = np.where(np.arange(case.page_size) % 2 == 0, 1, -1)[:, None, None]
+    out, lse = frontend.call("paged_attention_with_lse", inputs.arrays(), **case.options())
+    want = reference.paged_attention(**inputs.arrays(), **case.options())
+    base = baseline.paged_attention(inputs, **case.options())
+    compare.assert_close(out, want[0], base[0], f"{frontend.name} {dtype}: out")
+    compare.assert_close(lse, want[1], base[1], f"{frontend.name} {dtype}: lse")

@@ -183,7 +183,7 @@ __device__ inline void StoreScores(const DecodeArgs& args, const KvView& kv, con
   if (args.cap != 0.0f) {
 #pragma unroll
     for (int i = 0; i < Traits::kKeyTiles * Traits::kRowTiles * 4; ++i) {  // cap * tanh(score / cap), in units of log2
-      all[i] = args.cap * (1.0f - __fdividef(2.0f, Exp2(all[i] * args.cap_inverse) + 1.0f));
+      all[i] = args.cap * TanhApprox(all[i] * args.cap_inverse);
     }
   }
   if (keys_left + kv.causal_tail < Traits::kTileKeys || args.window > 0) {

@@ -60,7 +60,7 @@ struct DecodeArgs {
   bool whole_segments : 1;
   int window;         // sliding_window in keys; 0 where it hides no key
   float cap;          // soft_cap * log2(e), in units of log2; 0: no soft cap
-  float cap_inverse;  // 2 * log2(e) / soft_cap
+  float cap_inverse;  // 1 / soft_cap
   int num_tokens;
   int max_seqs;
   uint32_t pages_per_seq;
@@ -206,7 +206,7 @@ inline DecodeArgs MakeArgs(const PagedAttentionCall& params, const KernelConfig&
   const int64_t max_context_len = std::min<int64_t>(params.pages_per_seq * params.page_size, INT32_MAX);
   args.max_context_len = params.num_pages > 0 ? static_cast<uint32_t>(max_context_len) : 0;
   args.cap = params.soft_cap * kLog2E;
-  args.cap_inverse = params.soft_cap == 0.0f ? 0.0f : 2.0f * kLog2E / params.soft_cap;
+  args.cap_inverse = params.soft_cap == 0.0f ? 0.0f : 1.0f / params.soft_cap;
   args.num_tokens = static_cast<int>(std::min<int64_t>(params.num_tokens, INT32_MAX));
   args.max_seqs = static_cast<int>(std::min<int64_t>(params.max_seqs, INT32_MAX));
   args.pages_per_seq = static_cast<uint32_t>(params.pages_per_seq);

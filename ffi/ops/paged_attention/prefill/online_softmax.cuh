@@ -17,7 +17,7 @@ namespace xla_gpu::prefill {
 // kTreeMask: rows may have a tree_mask.
 // kRescaleThreshold: the maximum follows a larger score only where that exceeds it by a factor of 2^kRescaleThreshold,
 // which saves most of the rescaling. Numerators up to 2^kRescaleThreshold must fit the dtype in which they multiply V.
-template <int kRowTiles, int kRescaleThreshold = 0, bool kTreeMask = false, SoftCap kSoftCap = SoftCap::kFast>
+template <int kRowTiles, int kRescaleThreshold = 0, bool kTreeMask = false>
 struct OnlineSoftmax {
   const int first_row;
   AttentionState state[kRowTiles][2];  // of transformed scores (LogitTransform); the sum is of this lane's columns
@@ -70,7 +70,7 @@ struct OnlineSoftmax {
   template <int kKeyTiles, typename Rows>
   __device__ void UpdateMax(const Rows& rows, const LogitTransform& transform, int first_position, bool mask,
                             float (&s)[kRowTiles][kKeyTiles][4]) {
-    transform.Transform<kSoftCap>(s);
+    transform.Transform<SoftCap::kApprox>(s);
     if (mask) Mask(rows, first_position, s);
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m) {

@@ -17,21 +17,8 @@
 
 namespace xla_gpu::prefill {
 
-// cap · tanh(x) as cap - 2 cap / (e^2x + 1), for `score` · `factor` = 2 x log2(e). The absolute error is 1e-7 · cap or
-// so; exact at ±infinity. The divisor is 1 at least, so that the fast reciprocal needs no care.
-__device__ inline float FastSoftCap(float score, float factor, float cap) {
-  float inverse;
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(Exp2(score * factor) + 1.0f));
-  return __fmaf_rn(-2.0f * cap, inverse, cap);
-}
-
-// 1 - 2 / (e^2x + 1), with the same errors.
-__device__ inline float FastTanh(float x) { return 1.0f - __fdividef(2.0f, Exp2(2.0f * kLog2E * x) + 1.0f); }
-
-// How soft caps are computed: with tanhf for float32, where the others' error would be visible; by FastTanh; or by
-// FastSoftCap, which takes half of the instructions.
-// NOTE: the instance for head_dim 64 is 8 % slower with the last, since the compiler spills elsewhere in its loop.
-enum class SoftCap { kExact, kTanh, kFast };
+// How soft caps are computed: with tanhf for float32 queries, where TanhApprox's error would be visible, else by that.
+enum class SoftCap { kExact, kApprox };
 
 // Plain integer division, for kernels that divide seldom.
 struct PlainDivisor {
@@ -146,14 +133,15 @@ struct RowNormalization {
   float lse;     // natural logarithm of the softmax's sum
 };
 
-// From q·k to logits: scale, k_scale and soft cap. Where possible the scale is applied inside the exponent alone.
+// From q·k to logits: scale, k_scale and soft cap. Where possible the scale is applied inside the exponent alone, and
+// so is the factor of a soft cap.
 struct LogitTransform {
   float scale;    // of q·k; includes k_scale
   float to_log2;  // factor from transformed scores to base-2 logits; positive
   float soft_cap;
   float v_scale = 1.0f;
   const float* sinks;
-  bool premultiply;  // Transform applies the scale; else to_log2 holds it
+  bool premultiply;  // Transform applies the scale, or tanh of score / soft_cap; else to_log2 holds it
 
   __device__ LogitTransform(const PagedAttentionParams& params, int kv_head)
       : scale(params.scale), soft_cap(params.soft_cap), sinks(params.sinks) {
@@ -164,7 +152,7 @@ struct LogitTransform {
     }
     // A scale that is not positive would reverse the order of scores, or make NaN of -infinity.
     premultiply = soft_cap > 0.0f || !(scale > 0.0f);
-    to_log2 = premultiply ? kLog2E : scale * kLog2E;
+    to_log2 = soft_cap > 0.0f ? soft_cap * kLog2E : premultiply ? kLog2E : scale * kLog2E;
   }
 
   template <SoftCap kSoftCap, int kM, int kN, int kI>
@@ -172,19 +160,14 @@ struct LogitTransform {
     if (!premultiply) return;
     if (soft_cap > 0.0f) {
       const float inner = scale / soft_cap;
-      const float factor = 2.0f * kLog2E * inner;
 #pragma unroll
       for (int m = 0; m < kM; ++m) {
 #pragma unroll
         for (int n = 0; n < kN; ++n) {
 #pragma unroll
           for (int i = 0; i < kI; ++i) {
-            if constexpr (kSoftCap == SoftCap::kFast) {
-              s[m][n][i] = FastSoftCap(s[m][n][i], factor, soft_cap);
-            } else {
-              const float x = s[m][n][i] * inner;
-              s[m][n][i] = soft_cap * (kSoftCap == SoftCap::kExact ? tanhf(x) : FastTanh(x));
-            }
+            const float x = s[m][n][i] * inner;
+            s[m][n][i] = kSoftCap == SoftCap::kExact ? tanhf(x) : TanhApprox(x);
           }
         }
       }

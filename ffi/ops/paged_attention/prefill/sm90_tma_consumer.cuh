@@ -22,8 +22,7 @@ struct TmaConsumer {
   using TileState = typename Traits::TileState;
   using ValueState = typename Traits::ValueState;
   // Numerators up to 2^8 fit float16 and bfloat16.
-  using Softmax = OnlineSoftmax</*kRowTiles=*/1, /*kRescaleThreshold=*/8, Traits::kTreeMask,
-                                Traits::kHeadDim == 64 ? SoftCap::kTanh : SoftCap::kFast>;
+  using Softmax = OnlineSoftmax</*kRowTiles=*/1, /*kRescaleThreshold=*/8, Traits::kTreeMask>;
   static constexpr int kTileKeys = Traits::kTileKeys;
   static constexpr int kKeySteps = kTileKeys / 16;  // of the product with V
   static constexpr int kKeyTiles = kTileKeys / 8;   // accumulator tiles of 8 columns, as the next

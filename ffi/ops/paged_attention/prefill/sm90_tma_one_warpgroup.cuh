@@ -25,7 +25,7 @@ struct SeenKeysSoftmax : OnlineSoftmax</*kRowTiles=*/1, /*kRescaleThreshold=*/8>
   template <typename T, int kKeyTiles, typename Rows>
   __device__ void Update(const Rows& rows, const LogitTransform& transform, int first_position, int steps,
                          float (&s)[1][kKeyTiles][4], uint32_t (&p)[kKeyTiles / 2][4]) {
-    transform.Transform<SoftCap::kFast>(s);
+    transform.Transform<SoftCap::kApprox>(s);
     int first_key[2], last_key[2];
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
