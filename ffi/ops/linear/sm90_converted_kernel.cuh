@@ -85,29 +85,25 @@ __device__ __forceinline__ void MultiplyConverted(const Sm90Args& args, int tile
   const int first_row = FirstRowOfQuarter<Config>(args.linear, tile, warp / 4) + warp % 4 * 16 + row;
   const uint32_t magic = ConversionMagic<T, kFormat>();
 
-  // ---- Scales of groups, loaded ahead. int4: of 8 groups, two of them by each lane of four.
-  constexpr int kChunksOfLoad = kInt4 ? 4 : 1;
-  const bool loads = kInt4 || (Config::kGrouped && args.linear.scale == WeightScale::kBlock);
+  // ---- Scales and zero points of int4, loaded ahead: of 8 groups, two of them by each lane of four
+  constexpr int kChunksOfLoad = 4;
   RowGroups<T, kFormat> groups, next_groups;
   const GroupLoader<T, kFormat> loader(args.linear, first_row);
-  const auto load_groups = [&](int chunk) {
-    loader.Load(args.linear, chunk * kGroups + (kInt4 ? 2 * t : 0), &next_groups);
-  };
+  const auto load_groups = [&](int chunk) { loader.Load(args.linear, chunk * kGroups + 2 * t, &next_groups); };
   float sum[kRowBlocks][4];
-  float(&accumulators)[kRowBlocks][4] = Config::kGrouped ? sum : result;
-  if constexpr (Config::kGrouped) {
-    next_groups.scale[0] = next_groups.scale[1] = 0x3f800000;  // 1
-    if (loads) load_groups(chunk_begin);
+  float(&accumulators)[kRowBlocks][4] = kInt4 ? sum : result;
+  if constexpr (kInt4) {
+    load_groups(chunk_begin);
 #pragma unroll
     for (auto& block : result) block[0] = block[1] = block[2] = block[3] = 0.0f;
   }
   PipelineState weight_ring, x_ring;
   for (int chunk = chunk_begin; chunk < chunk_end; ++chunk) {
     const int chunk_of_load = (chunk - chunk_begin) % kChunksOfLoad;
-    if (Config::kGrouped && chunk_of_load == 0) {
+    if (kInt4 && chunk_of_load == 0) {
       groups = next_groups;
-      if (kInt4) groups.zero_points[0] |= groups.zero_points[1] << 16;
-      if (loads && chunk + kChunksOfLoad < chunk_end) load_groups(chunk + kChunksOfLoad);
+      groups.zero_points[0] |= groups.zero_points[1] << 16;
+      if (chunk + kChunksOfLoad < chunk_end) load_groups(chunk + kChunksOfLoad);
     }
     uint32_t scale[2] = {0, 0}, zero_points = 0;
     if constexpr (kInt4) {
@@ -179,7 +175,7 @@ __device__ __forceinline__ void MultiplyConverted(const Sm90Args& args, int tile
         const uint64_t b = MakeSmemDescKMajor(x + first_step / 4 * (Config::kXStageBytes / 2));
 #pragma unroll
         for (int i = 0; i < kSteps; ++i) {
-          const bool first = first_step + i == 0 && (Config::kGrouped || (group == 0 && chunk == chunk_begin));
+          const bool first = first_step + i == 0 && (kInt4 || (group == 0 && chunk == chunk_begin));
           WgmmaNarrow<T>(accumulators, to[i], AdvanceSmemDesc(b, (first_step + i) % 4 * 32), !first);
         }
         WgmmaCommit();
@@ -189,16 +185,12 @@ __device__ __forceinline__ void MultiplyConverted(const Sm90Args& args, int tile
       WgmmaFenceOperand(accumulators);
       if (lane == 0) ArriveBarrier(barriers.XEmpty(x_ring.stage));
       x_ring.Advance(Config::kXStages);
-      if constexpr (Config::kGrouped) {
+      if constexpr (kInt4) {
         float factor[2];
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-          if constexpr (kInt4) {
-            const float2 pair = Unpack<T>(scale[r]);
-            factor[r] = (group == 0 ? pair.x : pair.y) * kInt4Unit<T>;
-          } else {
-            factor[r] = __uint_as_float(groups.scale[r]);
-          }
+          const float2 pair = Unpack<T>(scale[r]);
+          factor[r] = (group == 0 ? pair.x : pair.y) * kInt4Unit<T>;
         }
 #pragma unroll
         for (int r = 0; r < kRowBlocks; ++r) {

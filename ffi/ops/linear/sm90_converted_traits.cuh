@@ -14,8 +14,6 @@ struct ConvertedTraits {
   using T = T_;
   static constexpr WeightFormat kFormat = kFormat_;
   static constexpr bool kInt4 = kFormat == WeightFormat::kInt4;
-  // The sums of 128 products may have scales of their own. Float8 with other scales has 1 there.
-  static constexpr bool kGrouped = kFormat == WeightFormat::kFloat8 || kInt4;
   static constexpr int kRowTile = kRowTile_;
   static constexpr int kTileFeatures = 256;
   static constexpr int kConsumers = 512;
