@@ -1,7 +1,5 @@
 #include "ffi/runtime/buffer_views.h"
 
-#include <cstdio>
-
 #include "ffi/runtime/device.h"
 #include "ffi/runtime/pjrt_plugin.h"
 
@@ -36,13 +34,6 @@ Error CallBufferEntry(size_t entry, void* buffer, void** out) {
   Error error = TakeError(*buffers_api, CallEntry(entry, &args));
   if (error.ok() && out != nullptr) *out = args.out;
   return error;
-}
-
-void* RefusedBy(const Error& error) {
-  std::fprintf(stderr, "xla_gpu: %s\n", error.message.c_str());
-  BufferFromHostBufferArgs refused = {};
-  refused.struct_size = 1;
-  return CallEntry(kClientBufferFromHostBuffer, &refused);
 }
 
 intptr_t ReadyStream(void* device) {

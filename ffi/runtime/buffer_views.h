@@ -20,10 +20,6 @@ void* CallEntry(size_t entry, void* args);
 // Calls an entry that takes a buffer. `out` may be null for one that returns nothing.
 Error CallBufferEntry(size_t entry, void* buffer, void** out);
 
-// An error of ours as one of the plug-in: there is no entry that makes one, so the plug-in gets a request that it must
-// refuse. The caller sees the plug-in's text ("Unexpected ... size"); ours goes to stderr.
-void* RefusedBy(const Error& error);
-
 // The plug-in's stream on which views become ready, 0 where it names none.
 intptr_t ReadyStream(void* device);
 

@@ -249,6 +249,7 @@ Error FromHost(const xla_gpu_launch& launch, const HostArray& host, xla_gpu_arra
 
 void DirectLaunchUse(const Api& table) { api = &table; }
 void DirectLaunchUseClient(void* client) { the_client = client; }
+void* TheClient() { return the_client; }
 
 void* ExecuteRecorded(LoadedExecutableExecuteArgs* args) {
   void* const error = api->entries()[kLoadedExecutableExecute](args);

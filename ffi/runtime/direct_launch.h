@@ -15,6 +15,7 @@ void DirectLaunchUse(const Api& api);
 
 // Keeps the client, to which arrays go from the host.
 void DirectLaunchUseClient(void* client);
+void* TheClient();
 
 // Executes; records what it was where the next execution is to be recorded.
 void* ExecuteRecorded(LoadedExecutableExecuteArgs* args);

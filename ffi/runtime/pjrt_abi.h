@@ -66,24 +66,37 @@ inline constexpr size_t kClientCompile = 20;
 inline constexpr size_t kClientBufferFromHostBuffer = 22;
 inline constexpr size_t kDeviceDescriptionKind = 26;
 inline constexpr size_t kDeviceGetDescription = 29;
+inline constexpr size_t kDeviceDefaultMemory = 33;
 inline constexpr size_t kExecutableDestroy = 40;
 inline constexpr size_t kExecutableNumOutputs = 44;
 inline constexpr size_t kExecutableOptimizedProgram = 48;
 inline constexpr size_t kExecutableSerialize = 49;
 inline constexpr size_t kLoadedExecutableDestroy = 50;
 inline constexpr size_t kLoadedExecutableGetExecutable = 51;
+inline constexpr size_t kLoadedExecutableAddressableDevices = 52;
 inline constexpr size_t kLoadedExecutableExecute = 55;
 inline constexpr size_t kExecutableDeserializeAndLoad = 56;
 inline constexpr size_t kBufferDestroy = 58;
+inline constexpr size_t kBufferOnDeviceSizeInBytes = 64;
 inline constexpr size_t kBufferDevice = 65;
+inline constexpr size_t kBufferCopyToDevice = 69;
 inline constexpr size_t kBufferToHostBuffer = 70;
 inline constexpr size_t kBufferUnsafePointer = 73;
 inline constexpr size_t kBufferIncreaseExternalReferenceCount = 74;
 inline constexpr size_t kBufferDecreaseExternalReferenceCount = 75;
 inline constexpr size_t kBufferOpaqueDeviceMemoryDataPointer = 76;
+inline constexpr size_t kExecutableOutputElementTypes = 90;
+inline constexpr size_t kExecutableOutputDimensions = 91;
 inline constexpr size_t kBufferCopyToMemory = 92;
 inline constexpr size_t kClientCreateViewOfDeviceBuffer = 93;
 inline constexpr size_t kExecutableGetCompiledMemoryStats = 96;
+// Of later versions: those that lack them have shorter tables.
+inline constexpr size_t kBufferCopyRawToHost = 100;
+inline constexpr size_t kClientCreateErrorBuffer = 118;
+inline constexpr size_t kBufferCopyRawToHostFuture = 120;
+inline constexpr size_t kBufferDonateWithControlDependency = 125;
+inline constexpr size_t kBufferBitcast = 131;
+inline constexpr size_t kErrorForEachPayload = 132;
 
 // How every structure of arguments begins.
 struct Args {
@@ -218,6 +231,34 @@ struct ExecutableNumOutputsArgs {
   uint64_t room[8];
 };
 
+struct ExecutableOutputElementTypesArgs {
+  size_t struct_size;
+  Extension* extension_start;
+  void* executable;
+  const int32_t* types;  // out: PJRT_Buffer_Type
+  size_t num_types;      // out
+  uint64_t room[8];
+};
+
+struct ExecutableOutputDimensionsArgs {
+  size_t struct_size;
+  Extension* extension_start;
+  void* executable;
+  size_t num_outputs;      // out
+  const int64_t* dims;     // out: of all results
+  const size_t* num_dims;  // out: of each
+  uint64_t room[8];
+};
+
+struct LoadedExecutableAddressableDevicesArgs {
+  size_t struct_size;
+  Extension* extension_start;
+  void* executable;
+  void* const* devices;  // out
+  size_t num_devices;    // out
+  uint64_t room[8];
+};
+
 struct ExecutableOptimizedProgramArgs {
   size_t struct_size;
   Extension* extension_start;
@@ -319,6 +360,23 @@ struct CreateViewOfDeviceBufferArgs {
   void* memory;
 };
 static_assert(sizeof(CreateViewOfDeviceBufferArgs) == 112);
+
+struct CreateErrorBufferArgs {
+  size_t struct_size;
+  Extension* extension_start;
+  void* client;
+  int32_t error_code;
+  const char* error_message;
+  size_t error_message_size;
+  const int64_t* dims;
+  size_t num_dims;
+  int32_t type;
+  void* layout;  // null: row-major
+  void* memory;
+  void* buffer;      // out
+  uint64_t room[8];  // this library alone fills it in
+};
+static_assert(offsetof(CreateErrorBufferArgs, room) == 96);
 
 // Of entries that take a buffer and return one thing: its device, its ready event, an address.
 struct BufferArgs {

@@ -7,7 +7,8 @@
 //  - Of an executable's optimised HLO it gets parameters and result alone, see program_interface.h.
 //  - The thread's current CUDA device stays what it was when a client starts, where the process uses it.
 //  - Device memory of another framework enters and leaves as buffers: shared_buffers.h.
-//  - A program can be executed in the place of another one that takes and returns less: proxy_programs.h.
+//  - A program can be executed in the place of another one that takes less: proxy_programs.h.
+//  - An execution that fails returns buffers with its error: failed_executions.h.
 // All else is the plug-in's own.
 #include <cstdlib>
 #include <cstring>
@@ -17,10 +18,12 @@
 #include <string_view>
 #include <vector>
 
+#include "ffi/runtime/adapter_errors.h"
 #include "ffi/runtime/device.h"
 #include "ffi/runtime/direct_launch.h"
 #include "ffi/runtime/error.h"
 #include "ffi/runtime/executable_cache.h"
+#include "ffi/runtime/failed_executions.h"
 #include "ffi/runtime/pjrt_abi.h"
 #include "ffi/runtime/pjrt_plugin.h"
 #include "ffi/runtime/program_interface.h"
@@ -86,9 +89,9 @@ void* Compile(void* untyped) {
   }
 }
 
-void* Execute(void* untyped) {
-  auto* args = static_cast<LoadedExecutableExecuteArgs*>(untyped);
-  if (args->struct_size < sizeof *args) return real_api->entries()[kLoadedExecutableExecute](args);
+// Returns an error where it fails.
+void* ExecuteOrRefuse(LoadedExecutableExecuteArgs* args) {
+  if (void* error = ErrorOfArguments(*args)) return error;
   const BoundArguments bound(args);
   if (!bound.error().ok()) return RefusedBy(bound.error());
   if (!GrownArgs::Fits(args->options)) return ExecuteForClient(args);
@@ -98,6 +101,13 @@ void* Execute(void* untyped) {
   void* const error = ExecuteForClient(args);
   args->options = given;
   return error;
+}
+
+void* Execute(void* untyped) {
+  auto* args = static_cast<LoadedExecutableExecuteArgs*>(untyped);
+  if (args->struct_size < sizeof *args) return real_api->entries()[kLoadedExecutableExecute](args);
+  void* const error = ExecuteOrRefuse(args);
+  return error == nullptr ? nullptr : ReturnFailed(args, error);
 }
 
 template <size_t kEntry>
@@ -174,6 +184,7 @@ const Api* MakeTable(const Api& api, const std::string& path) {
   replace(kExecutableDeserializeAndLoad, DeserializeAndLoad);
   replace(kExecutableOptimizedProgram, OptimizedProgram);
   replace(kExecutableGetCompiledMemoryStats, CallWithGrownArgs<kExecutableGetCompiledMemoryStats>);
+  AdapterErrorsUse(entries, api.num_entries());
   if (BufferViewsUse(api)) {
     replace(kClientBufferFromHostBuffer, SharedBufferFromHostBuffer);
     replace(kBufferUnsafePointer, SharedBufferUnsafePointer);
@@ -183,7 +194,8 @@ const Api* MakeTable(const Api& api, const std::string& path) {
     replace(kEventError, SharedEventError);
     replace(kEventAwait, SharedEventAwait);
     replace(kEventOnReady, SharedEventOnReady);
-    ProxiesUse(entries, api.num_entries());
+    ProxiesUse(api, entries);
+    FailedExecutionsUse(api, entries, api.num_entries());
   }
   real_api = &api;
   DirectLaunchUse(api);

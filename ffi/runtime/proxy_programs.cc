@@ -1,6 +1,7 @@
 #include "ffi/runtime/proxy_programs.h"
 
 #include <algorithm>
+#include <atomic>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -8,10 +9,10 @@
 #include <utility>
 #include <vector>
 
-#include "ffi/runtime/buffer_views.h"
-#include "ffi/runtime/current_buffers.h"
+#include "ffi/runtime/adapter_errors.h"
 #include "ffi/runtime/direct_launch.h"
 #include "ffi/runtime/error.h"
+#include "ffi/runtime/executable_results.h"
 #include "ffi/runtime/xla_gpu.h"
 
 using xla_gpu::Error;
@@ -20,27 +21,34 @@ using xla_gpu::Error;
 struct xla_gpu_execution {
   void* executable;
   std::vector<void*> arguments;
-  size_t num_results;
 };
 
 namespace xla_gpu::pjrt {
 
 struct Proxy {
-  void* executable;              // of the proxy
+  void* executable = nullptr;    // of the proxy, once it was executed
   void* program;                 // the executable behind it
   std::vector<void*> arguments;  // of the program
   std::vector<int32_t> places;   // for each, which argument of the proxy it is; -1: as it was recorded
-  std::vector<int32_t> results;  // for each result of the program, which of the proxy it is; ~i: updates argument i
   size_t num_arguments;          // of the proxy
 };
 
 namespace {
 
-Entry destroy_executable = nullptr;  // of the plug-in; set once, before an entry can be called
+const Api* proxied_plugin = nullptr;  // set once, before an entry can be called
+Entry unsafe_pointer = nullptr, destroy_executable = nullptr;
+std::atomic<bool> in_use{false};
+
+thread_local bool noting_buffers = false;
+thread_local std::vector<void*> noted_buffers;
+
+std::vector<void*> TakeNotedBuffers() {
+  noting_buffers = false;
+  return std::exchange(noted_buffers, {});
+}
 
 // A program that proxies stand for.
 struct BehindProxies {
-  size_t num_results = 0;
   int num_proxies = 0;
   bool destroyed = false;  // by the client; the plug-in's executable stays as long as a proxy of it
 };
@@ -49,14 +57,23 @@ struct Tables {
   std::mutex mutex;
   std::unordered_map<void*, std::shared_ptr<const Proxy>> proxies;  // by their executables
   std::unordered_map<void*, BehindProxies> programs;                // by their executables
-  bool recording = false;
-  std::vector<void*> to_record;  // the arguments of the execution
-  size_t results_to_record = 0;
+  // The next execution with these arguments is recorded, or is one of `expected`.
+  bool waiting = false;
+  std::vector<void*> arguments;
   std::unique_ptr<xla_gpu_execution> recorded;
+  std::shared_ptr<Proxy> expected, met;
 };
 Tables& TheTables() {
   static auto* const tables = new Tables;  // threads of the plug-in may outlive main()
   return *tables;
+}
+
+void* NoteUnsafePointer(void* untyped) {
+  if (!noting_buffers) return unsafe_pointer(untyped);
+  auto* args = static_cast<BufferArgs*>(untyped);
+  noted_buffers.push_back(args->buffer);
+  args->out = nullptr;
+  return nullptr;
 }
 
 void DestroyExecutable(void* executable) {
@@ -67,7 +84,7 @@ void DestroyExecutable(void* executable) {
 }
 
 void* DestroyLoadedExecutable(void* untyped) {
-  if (CurrentBuffersInUse()) {
+  if (in_use.load(std::memory_order_acquire)) {
     void* const executable = static_cast<ExecutableDestroyArgs*>(untyped)->executable;
     std::lock_guard<std::mutex> lock(TheTables().mutex);
     TheTables().proxies.erase(executable);
@@ -80,184 +97,126 @@ void* DestroyLoadedExecutable(void* untyped) {
   return destroy_executable(untyped);
 }
 
-// Arguments with the buffers behind them, which stay as long as this.
-class CurrentArguments {
- public:
-  explicit CurrentArguments(const LoadedExecutableExecuteArgs& args)
-      : lists_(args.num_devices), pointers_(args.num_devices) {
-    const auto lock = TheCurrentBuffers().Lock();
-    for (size_t device = 0; device < args.num_devices; ++device) {
-      void* const* const given = args.argument_lists[device];
-      lists_[device].assign(given, given + args.num_args);
-      for (void*& buffer : lists_[device]) buffer = TheCurrentBuffers().Of(buffer, &kept_);
-      pointers_[device] = lists_[device].data();
-    }
-  }
-  void* const* const* lists() const { return pointers_.data(); }
-
- private:
-  std::vector<std::vector<void*>> lists_;
-  std::vector<void* const*> pointers_;
-  KeptBuffers kept_;
-};
-
-// The record of an execution, if it is the one to be recorded; null: it is not.
-std::unique_ptr<xla_gpu_execution> TakeToRecord(Tables& tables, const LoadedExecutableExecuteArgs& args) {
-  std::lock_guard<std::mutex> lock(tables.mutex);
-  if (!tables.recording || args.num_devices != 1 || args.num_args != tables.to_record.size()) return nullptr;
-  if (!std::equal(tables.to_record.begin(), tables.to_record.end(), args.argument_lists[0])) return nullptr;
-  auto record = std::make_unique<xla_gpu_execution>(xla_gpu_execution{args.executable, {}, tables.results_to_record});
-  record->arguments = std::move(tables.to_record);
-  tables.recording = false;
-  return record;
+// Whether the execution is the one that is waited for. With the lock.
+bool IsAwaited(const Tables& tables, const LoadedExecutableExecuteArgs& args) {
+  return tables.waiting && args.num_devices == 1 && args.num_args == tables.arguments.size() &&
+         std::equal(tables.arguments.begin(), tables.arguments.end(), args.argument_lists[0]);
 }
 
-// An execution that is no proxy's. What a program behind one returns may be updated in place later.
-void* ExecuteProgram(LoadedExecutableExecuteArgs* args) {
+Error CheckResults(void* proxy, void* program) {
+  std::vector<ResultForm> of_proxy, of_program;
+  if (Error error = FormsOfResults(*proxied_plugin, proxy, &of_proxy); !error.ok()) return error;
+  if (Error error = FormsOfResults(*proxied_plugin, program, &of_program); !error.ok()) return error;
+  if (of_proxy == of_program) return {};
+  return Error::FailedPrecondition("a proxy has results of other dtypes or shapes than its program");
+}
+
+// The proxy that is executed; null: none. May begin a record of what is.
+Error FindProxy(const LoadedExecutableExecuteArgs& args, std::shared_ptr<const Proxy>* proxy,
+                std::unique_ptr<xla_gpu_execution>* record) {
   Tables& tables = TheTables();
-  std::unique_ptr<xla_gpu_execution> record = TakeToRecord(tables, *args);
-  const CurrentArguments current(*args);
-  void* const* const* const given = args->argument_lists;
-  args->argument_lists = current.lists();
-  void* const error = ExecuteRecorded(args);
-  args->argument_lists = given;
-  if (error != nullptr || args->num_devices != 1) return error;
-  size_t num_results = 0;
-  {
-    std::lock_guard<std::mutex> lock(tables.mutex);
-    if (record != nullptr) {
-      num_results = record->num_results;
-      tables.recorded = std::move(record);
-    } else if (const auto program = tables.programs.find(args->executable); program != tables.programs.end()) {
-      num_results = program->second.num_results;
-    }
+  std::lock_guard<std::mutex> lock(tables.mutex);
+  const auto found = tables.proxies.find(args.executable);
+  if (found != tables.proxies.end()) {
+    *proxy = found->second;
+    return {};
   }
-  const auto lock = TheCurrentBuffers().Lock();
-  for (size_t i = 0; i < num_results; ++i) TheCurrentBuffers().Add(args->output_lists[0][i]);
-  return nullptr;
-}
-
-// What the program behind the proxy is executed with.
-Error ArgumentsBehind(const Proxy& proxy, const LoadedExecutableExecuteArgs& args, std::vector<void*>* arguments,
-                      KeptBuffers* kept) {
-  if (args.num_devices != 1 || args.num_args != proxy.num_arguments) {
-    return Error::FailedPrecondition("a proxy was recorded on one device with " + std::to_string(proxy.num_arguments) +
-                                     " arguments, and is executed on " + std::to_string(args.num_devices) + " with " +
-                                     std::to_string(args.num_args));
+  if (!IsAwaited(tables, args)) return {};
+  tables.waiting = false;
+  if (tables.expected == nullptr) {
+    *record = std::make_unique<xla_gpu_execution>(xla_gpu_execution{args.executable, std::move(tables.arguments)});
+    return {};
   }
-  void* const* const given = args.argument_lists[0];
-  const auto lock = TheCurrentBuffers().Lock();
-  std::vector<void*> updated;
-  for (const int32_t result : proxy.results) {
-    if (result >= 0) continue;
-    void* const buffer = given[~result];
-    if (!TheCurrentBuffers().Has(buffer)) {
-      return Error::FailedPrecondition("argument " + std::to_string(~result) +
-                                       " of a proxy would be updated in place, and is no result of a program of jit");
-    }
-    updated.push_back(buffer);
+  std::shared_ptr<Proxy> met = std::move(tables.expected);
+  if (tables.programs.find(args.executable) != tables.programs.end() || args.executable == met->program) {
+    return Error::FailedPrecondition("a proxy's executable is another program's");
   }
-  std::sort(updated.begin(), updated.end());
-  if (std::adjacent_find(updated.begin(), updated.end()) != updated.end()) {
-    return Error::InvalidArgument("two arguments of a proxy that would be updated in place are one buffer");
-  }
-  for (size_t i = 0; i < proxy.places.size(); ++i) {
-    void* const buffer = proxy.places[i] < 0 ? proxy.arguments[i] : given[proxy.places[i]];
-    arguments->push_back(TheCurrentBuffers().Of(buffer, kept));
-  }
+  if (Error error = CheckResults(args.executable, met->program); !error.ok()) return error;
+  met->executable = args.executable;
+  tables.proxies.emplace(args.executable, met);
+  ++tables.programs[met->program].num_proxies;
+  tables.met = met;
+  *proxy = std::move(met);
   return {};
 }
 
-void* ExecuteProxy(const Proxy& proxy, LoadedExecutableExecuteArgs* args) {
-  std::vector<void*> arguments;
-  KeptBuffers kept;  // destroyed without the lock
-  if (Error error = ArgumentsBehind(proxy, *args, &arguments, &kept); !error.ok()) return RefusedBy(error);
-  std::vector<void*> results(proxy.results.size());
+void* ExecuteBehind(const Proxy& proxy, LoadedExecutableExecuteArgs* args) {
+  if (args->num_devices != 1 || args->num_args != proxy.num_arguments) {
+    return RefusedBy(Error::FailedPrecondition("a proxy was made for one device and " +
+                                               std::to_string(proxy.num_arguments) + " arguments, and is executed on " +
+                                               std::to_string(args->num_devices) + " with " +
+                                               std::to_string(args->num_args)));
+  }
+  std::vector<void*> arguments = proxy.arguments;
+  for (size_t i = 0; i < arguments.size(); ++i) {
+    if (proxy.places[i] >= 0) arguments[i] = args->argument_lists[0][proxy.places[i]];
+  }
   void* const* argument_list = arguments.data();
-  void** result_list = results.data();
-  LoadedExecutableExecuteArgs behind = *args;
+  LoadedExecutableExecuteArgs behind = *args;  // with the lists of results
   behind.executable = proxy.program;
   behind.argument_lists = &argument_list;
   behind.num_args = arguments.size();
-  behind.output_lists = &result_list;
-  if (void* error = ExecuteRecorded(&behind)) return error;
-  const auto lock = TheCurrentBuffers().Lock();
-  for (size_t i = 0; i < results.size(); ++i) {
-    const int32_t result = proxy.results[i];
-    if (result >= 0) {
-      args->output_lists[0][result] = results[i];
-      TheCurrentBuffers().Add(results[i]);
-    } else {
-      TheCurrentBuffers().Update(args->argument_lists[0][~result], results[i], &kept);
-    }
-  }
-  return nullptr;
+  return ExecuteRecorded(&behind);
 }
 
-Error CheckProxy(const Proxy& proxy, size_t num_results) {
-  const auto num_arguments = static_cast<int32_t>(proxy.num_arguments);
-  for (const int32_t place : proxy.places) {
-    if (place >= num_arguments) {
-      return Error::InvalidArgument("xla_gpu_proxy_make: no argument " + std::to_string(place));
-    }
-  }
-  std::vector<int> returned(num_results);
-  for (const int32_t result : proxy.results) {
-    if (result < 0 ? ~result >= num_arguments : static_cast<size_t>(result) >= num_results) {
-      return Error::InvalidArgument("xla_gpu_proxy_make: no result " + std::to_string(result));
-    }
-    if (result >= 0) ++returned[static_cast<size_t>(result)];
-  }
-  if (std::any_of(returned.begin(), returned.end(), [](int count) { return count != 1; })) {
-    return Error::InvalidArgument("xla_gpu_proxy_make: expected each result of the proxy once");
-  }
-  return {};
-}
-
-Error AddProxy(const std::shared_ptr<const Proxy>& proxy) {
-  Tables& tables = TheTables();
-  std::lock_guard<std::mutex> lock(tables.mutex);
-  if (proxy->executable == proxy->program || !tables.proxies.emplace(proxy->executable, proxy).second) {
-    return Error::FailedPrecondition("xla_gpu_proxy_make: the proxy's executable is another one's");
-  }
-  BehindProxies& behind = tables.programs[proxy->program];
-  behind.num_results = proxy->results.size();
-  ++behind.num_proxies;
-  return {};
-}
-
-void RemoveProxy(const std::shared_ptr<const Proxy>& proxy) {
+void RemoveProxy(const Proxy& proxy) {
   Tables& tables = TheTables();
   std::unique_lock<std::mutex> lock(tables.mutex);
-  const auto found = tables.proxies.find(proxy->executable);
-  if (found != tables.proxies.end() && found->second == proxy) tables.proxies.erase(found);
-  const auto behind = tables.programs.find(proxy->program);
+  const auto found = tables.proxies.find(proxy.executable);
+  if (found != tables.proxies.end() && found->second.get() == &proxy) tables.proxies.erase(found);
+  const auto behind = tables.programs.find(proxy.program);
   if (--behind->second.num_proxies > 0) return;
   const bool destroy = behind->second.destroyed;
   tables.programs.erase(behind);
   lock.unlock();
-  if (destroy) DestroyExecutable(proxy->program);
+  if (destroy) DestroyExecutable(proxy.program);
+}
+
+// Waits for the execution whose arguments are the noted buffers.
+Error AwaitExecution(std::shared_ptr<Proxy> expected) {
+  std::vector<void*> arguments = TakeNotedBuffers();
+  if (proxied_plugin == nullptr) return Error::FailedPrecondition("no PJRT plug-in for proxies is in use");
+  Tables& tables = TheTables();
+  std::lock_guard<std::mutex> lock(tables.mutex);
+  if (expected != nullptr) expected->num_arguments = arguments.size();
+  for (const int32_t place : expected != nullptr ? expected->places : std::vector<int32_t>()) {
+    if (place >= static_cast<int32_t>(arguments.size())) {
+      return Error::InvalidArgument("xla_gpu_proxy_expect: no argument " + std::to_string(place));
+    }
+  }
+  in_use.store(true, std::memory_order_release);
+  tables.arguments = std::move(arguments);
+  tables.recorded.reset();
+  tables.met.reset();
+  tables.expected = std::move(expected);
+  tables.waiting = true;
+  return {};
 }
 
 }  // namespace
 
-void ProxiesUse(Entry* entries, size_t num_entries) {
-  if (num_entries <= kBufferCopyToMemory || entries[kLoadedExecutableDestroy] == nullptr) return;
-  WrapBufferEntries(entries);
+void ProxiesUse(const Api& api, Entry* entries) {
+  for (size_t entry : {kLoadedExecutableDestroy, kBufferUnsafePointer, kExecutableOutputElementTypes,
+                       kExecutableOutputDimensions, kLoadedExecutableGetExecutable}) {
+    if (entries[entry] == nullptr) return;
+  }
+  unsafe_pointer = std::exchange(entries[kBufferUnsafePointer], NoteUnsafePointer);
   destroy_executable = std::exchange(entries[kLoadedExecutableDestroy], DestroyLoadedExecutable);
+  proxied_plugin = &api;
 }
 
 void* ExecuteForClient(LoadedExecutableExecuteArgs* args) {
-  if (!CurrentBuffersInUse()) return ExecuteRecorded(args);
+  if (!in_use.load(std::memory_order_acquire)) return ExecuteRecorded(args);
   void* failed = nullptr;
   const Error error = Guarded("an execution", [&]() -> Error {
     std::shared_ptr<const Proxy> proxy;
-    {
+    std::unique_ptr<xla_gpu_execution> record;
+    if (Error refused = FindProxy(*args, &proxy, &record); !refused.ok()) return refused;
+    failed = proxy != nullptr ? ExecuteBehind(*proxy, args) : ExecuteRecorded(args);
+    if (failed == nullptr && record != nullptr) {
       std::lock_guard<std::mutex> lock(TheTables().mutex);
-      const auto found = TheTables().proxies.find(args->executable);
-      if (found != TheTables().proxies.end()) proxy = found->second;
+      TheTables().recorded = std::move(record);
     }
-    failed = proxy == nullptr ? ExecuteProgram(args) : ExecuteProxy(*proxy, args);
     return {};
   });
   return error.ok() ? failed : RefusedBy(error);
@@ -273,51 +232,52 @@ using namespace xla_gpu::pjrt;
 using xla_gpu::Guarded;
 using xla_gpu::Report;
 
-extern "C" void xla_gpu_execution_note(void) { NoteBuffers(); }
+extern "C" void xla_gpu_execution_note(void) {
+  noting_buffers = true;
+  noted_buffers.clear();
+}
 
-extern "C" const char* xla_gpu_execution_record(size_t num_results) {
-  return Report(Guarded("xla_gpu_execution_record", [&]() -> Error {
-    std::vector<void*> arguments = TakeNotedBuffers();
-    if (!HaveCurrentBuffers()) return Error::FailedPrecondition("no PJRT plug-in for proxies is in use");
-    Tables& tables = TheTables();
-    std::lock_guard<std::mutex> lock(tables.mutex);
-    UseCurrentBuffers();
-    tables.to_record = std::move(arguments);
-    tables.results_to_record = num_results;
-    tables.recorded.reset();
-    tables.recording = true;
-    return {};
-  }));
+extern "C" const char* xla_gpu_execution_record(void) {
+  return Report(Guarded("xla_gpu_execution_record", [] { return AwaitExecution(nullptr); }));
 }
 
 extern "C" xla_gpu_execution* xla_gpu_execution_take(void) {
   TakeNotedBuffers();
   std::lock_guard<std::mutex> lock(TheTables().mutex);
-  TheTables().recording = false;
+  TheTables().waiting = false;
   return TheTables().recorded.release();
 }
 
 extern "C" void xla_gpu_execution_destroy(xla_gpu_execution* execution) { delete execution; }
 
-extern "C" const char* xla_gpu_proxy_make(const xla_gpu_execution* proxy, const xla_gpu_execution* program,
-                                          const int32_t* places, const int32_t* results, xla_gpu_proxy** made) {
-  return Report(Guarded("xla_gpu_proxy_make", [&]() -> Error {
-    const auto shared = std::make_shared<Proxy>(Proxy{proxy->executable, program->executable, program->arguments,
-                                                      std::vector<int32_t>(places, places + program->arguments.size()),
-                                                      std::vector<int32_t>(results, results + program->num_results),
-                                                      proxy->arguments.size()});
-    if (Error error = CheckProxy(*shared, proxy->num_results); !error.ok()) return error;
-    auto handle = std::make_unique<xla_gpu_proxy>(xla_gpu_proxy{shared});
-    if (Error error = AddProxy(shared); !error.ok()) return error;
-    *made = handle.release();
-    return {};
+extern "C" const char* xla_gpu_proxy_expect(const xla_gpu_execution* program, const int32_t* places,
+                                            size_t num_places) {
+  return Report(Guarded("xla_gpu_proxy_expect", [&]() -> Error {
+    if (num_places != program->arguments.size()) {
+      return Error::InvalidArgument("xla_gpu_proxy_expect: expected " + std::to_string(program->arguments.size()) +
+                                    " places, got " + std::to_string(num_places));
+    }
+    auto proxy = std::make_shared<Proxy>();
+    proxy->program = program->executable;
+    proxy->arguments = program->arguments;
+    proxy->places.assign(places, places + num_places);
+    return AwaitExecution(std::move(proxy));
   }));
+}
+
+extern "C" xla_gpu_proxy* xla_gpu_proxy_take(void) {
+  TakeNotedBuffers();
+  Tables& tables = TheTables();
+  std::lock_guard<std::mutex> lock(tables.mutex);
+  tables.waiting = false;
+  tables.expected.reset();
+  return tables.met == nullptr ? nullptr : new xla_gpu_proxy{std::move(tables.met)};
 }
 
 extern "C" void xla_gpu_proxy_destroy(xla_gpu_proxy* proxy) {
   Guarded("xla_gpu_proxy_destroy", [&]() -> Error {
     const std::unique_ptr<xla_gpu_proxy> handle(proxy);
-    RemoveProxy(handle->proxy);
+    RemoveProxy(*handle->proxy);
     return {};
   });
 }

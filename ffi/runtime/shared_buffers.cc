@@ -7,6 +7,7 @@
 #include <utility>
 #include <vector>
 
+#include "ffi/runtime/adapter_errors.h"
 #include "ffi/runtime/buffer_views.h"
 #include "ffi/runtime/xla_gpu.h"
 
@@ -36,8 +37,6 @@ struct Import {
   std::shared_ptr<Batch> batch;  // null: a placeholder
   int64_t id;
 };
-
-std::atomic<uint64_t> num_transfers{0};  // from the host, by the client
 
 std::mutex imports_mutex;  // of the tables below
 std::atomic<size_t> num_announced{0};
@@ -133,7 +132,6 @@ Error Announce(const void* const* data, const int64_t* ids, size_t count, const 
 }  // namespace
 
 void* SharedBufferFromHostBuffer(void* untyped) {
-  num_transfers.fetch_add(1, std::memory_order_relaxed);
   auto* args = static_cast<BufferFromHostBufferArgs*>(untyped);
   Import import;
   if (args->struct_size < sizeof *args || !TakeAnnounced(args->data, &import)) {
@@ -149,6 +147,8 @@ void* SharedBufferDestroy(void* untyped) {
   if (KeepExported(buffer)) return nullptr;
   return CallEntry(kBufferDestroy, untyped);
 }
+
+void* EventThatHasHappened() { return &has_happened; }
 
 void* SharedEventDestroy(void* args) { return HasHappened(args) ? nullptr : CallEntry(kEventDestroy, args); }
 
@@ -193,10 +193,6 @@ extern "C" size_t xla_gpu_import_cancel(const void* const* data, size_t count, i
     if (xla_gpu::pjrt::TakeAnnounced(data[i], &import)) ids[taken++] = import.id;
   }
   return taken;
-}
-
-extern "C" uint64_t xla_gpu_host_transfers(void) {
-  return xla_gpu::pjrt::num_transfers.load(std::memory_order_relaxed);
 }
 
 extern "C" size_t xla_gpu_import_released(int64_t* ids, size_t capacity) {

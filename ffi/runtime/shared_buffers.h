@@ -25,6 +25,7 @@ void* SharedEventIsReady(void* args);
 void* SharedEventError(void* args);
 void* SharedEventAwait(void* args);
 void* SharedEventOnReady(void* args);
+void* EventThatHasHappened();
 
 // ---- Exported buffers (exported_buffers.cc) ----
 

@@ -199,24 +199,24 @@ typedef struct xla_gpu_proxy xla_gpu_proxy;
 // From now on the buffers whose unsafe pointers the thread asks for are noted, and have none.
 XLA_GPU_EXPORT void xla_gpu_execution_note(void);
 
-// Records the next execution whose arguments are the noted buffers, which has `num_results` results.
-XLA_GPU_EXPORT const char* xla_gpu_execution_record(size_t num_results);
+// Records the next execution whose arguments are the noted buffers.
+XLA_GPU_EXPORT const char* xla_gpu_execution_record(void);
 
 // What was recorded, or NULL; the caller's. Its executable and buffers are the client's.
 XLA_GPU_EXPORT xla_gpu_execution* xla_gpu_execution_take(void);
 XLA_GPU_EXPORT void xla_gpu_execution_destroy(xla_gpu_execution* execution);
 
-// From now on executions of the proxy's executable execute the program's, whose argument i is the proxy's argument
-// places[i], or the one that was recorded where that is -1; it must stay as long as the proxy then. Result i is the
-// proxy's result results[i]; where that is negative, it is what the proxy's argument ~results[i] is from then on: that
-// must be a result of such an execution, or of a recorded one, of which nothing but the client's tensor knows. The
-// program's executable stays as long as the proxy, which is to be destroyed when no execution of it is under way.
-XLA_GPU_EXPORT const char* xla_gpu_proxy_make(const xla_gpu_execution* proxy, const xla_gpu_execution* program,
-                                              const int32_t* places, const int32_t* results, xla_gpu_proxy** made);
-XLA_GPU_EXPORT void xla_gpu_proxy_destroy(xla_gpu_proxy* proxy);
+// The next execution whose arguments are the noted buffers is one of a proxy: it executes the program, and so does each
+// later one of its executable. Argument i of the program is the proxy's argument places[i], or the one that was
+// recorded where that is -1; it must stay as long as the proxy then. The results of both have the same dtypes and
+// shapes.
+XLA_GPU_EXPORT const char* xla_gpu_proxy_expect(const xla_gpu_execution* program, const int32_t* places,
+                                                size_t num_places);
 
-// How many transfers of host memory the adapter's client has begun.
-XLA_GPU_EXPORT uint64_t xla_gpu_host_transfers(void);
+// The proxy, or NULL where there was no such execution; the caller's. The program's executable stays as long as it. It
+// is to be destroyed when no execution of it is under way.
+XLA_GPU_EXPORT xla_gpu_proxy* xla_gpu_proxy_take(void);
+XLA_GPU_EXPORT void xla_gpu_proxy_destroy(xla_gpu_proxy* proxy);
 
 // ---- Device memory shared with another framework, through the adapter ----
 

@@ -5,6 +5,7 @@
 #include <cstring>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "ffi/testing/fake_pjrt.h"
 
@@ -54,6 +55,7 @@ void* Compile(void* untyped) {
 
 void* GetExecutable(void* untyped) {
   auto* args = static_cast<pjrt::LoadedExecutableGetExecutableArgs*>(untyped);
+  if (args->loaded_executable == nullptr) return MakeError("no executable");
   args->executable = new std::string(*static_cast<std::string*>(args->loaded_executable));
   ++live_executables;
   return nullptr;
@@ -68,6 +70,37 @@ void* DestroyExecutable(void* untyped) {
 void* NumOutputs(void* untyped) {
   if (IsMode("uncounted")) return MakeError("the fake plug-in counts no results");
   static_cast<pjrt::ExecutableNumOutputsArgs*>(untyped)->num_outputs = NumResults();
+  return nullptr;
+}
+
+// Results are vectors of two 32-bit integers; of an executable with "float" in its text, of floats.
+void* OutputElementTypes(void* untyped) {
+  thread_local std::vector<int32_t> types;
+  auto* args = static_cast<pjrt::ExecutableOutputElementTypesArgs*>(untyped);
+  const bool floats = static_cast<std::string*>(args->executable)->find("float") != std::string::npos;
+  types.assign(NumResults(), floats ? 11 : 4);  // PJRT_Buffer_Type
+  args->types = types.data();
+  args->num_types = types.size();
+  return nullptr;
+}
+
+void* OutputDimensions(void* untyped) {
+  thread_local std::vector<int64_t> dims;
+  thread_local std::vector<size_t> num_dims;
+  auto* args = static_cast<pjrt::ExecutableOutputDimensionsArgs*>(untyped);
+  dims.assign(NumResults(), 2);
+  num_dims.assign(NumResults(), 1);
+  args->dims = dims.data();
+  args->num_dims = num_dims.data();
+  args->num_outputs = num_dims.size();
+  return nullptr;
+}
+
+void* LoadedAddressableDevices(void* untyped) {
+  static void* devices[] = {reinterpret_cast<void*>(1), reinterpret_cast<void*>(2)};
+  auto* args = static_cast<pjrt::LoadedExecutableAddressableDevicesArgs*>(untyped);
+  args->devices = devices;
+  args->num_devices = 2;
   return nullptr;
 }
 
@@ -130,6 +163,9 @@ void SetExecutableEntries(pjrt::Entry* entries) {
   entries[pjrt::kLoadedExecutableDestroy] = DestroyLoaded;
   entries[pjrt::kExecutableNumOutputs] = NumOutputs;
   entries[pjrt::kExecutableOptimizedProgram] = OptimizedProgram;
+  entries[pjrt::kExecutableOutputElementTypes] = OutputElementTypes;
+  entries[pjrt::kExecutableOutputDimensions] = OutputDimensions;
+  entries[pjrt::kLoadedExecutableAddressableDevices] = LoadedAddressableDevices;
   entries[pjrt::kExecutableSerialize] = Serialize;
   entries[pjrt::kExecutableDeserializeAndLoad] = DeserializeAndLoad;
 }

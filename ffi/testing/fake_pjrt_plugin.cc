@@ -3,7 +3,8 @@
 // "short" (a table that ends early), "null" (no table), "bare" (no extensions), "circle" (extensions in a circle),
 // "unserialisable" (executables cannot be serialised), "refusing" (nor loaded), "failing" (what is computed cannot be
 // read), "slow" (an execution takes 0.3 s), "mlir" (optimised programs in that format), "uncounted" (executables do not
-// say how many results they have), else a sound one. Its executables are texts, which return copies of their first
+// say how many results they have), "exhausted" (executions fail), "errorless" (a table without buffers that have an
+// error), else a sound one. Its executables are texts, which return copies of their first
 // arguments, as many results as fake_pjrt_set_results says; their optimised program is what fake_pjrt_set_program says.
 // FAKE_KIND is the kind of its only device.
 #include <chrono>
@@ -92,6 +93,7 @@ void* Execute(void* untyped) {
   const pjrt::Args* options = args->options;
   options_size = options->struct_size;
   if (void* error = CheckSize("PJRT_ExecuteOptions", kOptionsSize, options->struct_size)) return error;
+  if (IsMode("exhausted")) return MakeError("the fake plug-in is out of memory");
   for (size_t device = 0; device < (num_results > 0 ? args->num_devices : 0); ++device) {
     for (size_t i = 0; i < num_results; ++i) {
       args->output_lists[device][i] = CopyOf(args->argument_lists[device][i]);
@@ -178,6 +180,17 @@ void* BufferToHostBuffer(void* untyped) {
   if (args->size != contents.size()) return MakeError("the fake plug-in's buffer has another size");
   std::memcpy(args->data, contents.data(), contents.size());
   args->event = &num_results;
+  return nullptr;
+}
+
+// The error is what the buffer's contents say.
+void* CreateErrorBuffer(void* untyped) {
+  auto* args = static_cast<pjrt::CreateErrorBufferArgs*>(untyped);
+  if (args->memory != reinterpret_cast<void*>(2) || args->client == nullptr) return MakeError("an unknown memory");
+  auto* buffer = new FakeBuffer;
+  buffer->type = args->type;
+  buffer->contents.assign(args->error_message, args->error_message_size);
+  args->buffer = buffer;
   return nullptr;
 }
 
@@ -290,6 +303,8 @@ extern "C" __attribute__((visibility("default"))) const void* GetPjrtApi() {
   table.entries[pjrt::kBufferDestroy] = BufferDestroy;
   table.entries[pjrt::kBufferDevice] = BufferDevice;
   table.entries[pjrt::kBufferToHostBuffer] = BufferToHostBuffer;
+  table.entries[pjrt::kClientCreateErrorBuffer] = IsMode("errorless") ? nullptr : CreateErrorBuffer;
+  table.entries[pjrt::kDeviceDefaultMemory] = BufferNumber<2>;
   table.entries[pjrt::kEventAwait] = EventAwait;
   table.entries[pjrt::kEventDestroy] = EventDestroy;
   table.entries[pjrt::kBufferUnsafePointer] = BufferNumber<0x1234>;

@@ -18,7 +18,6 @@ import torch_xla.debug.metrics as metrics  # noqa: E402
 import xla_gpu.torch as xg  # noqa: E402
 from tests.frontends.xla_tensors import on_device  # noqa: E402
 from xla_gpu._torch_xla import proxy_programs  # noqa: E402
-from xla_gpu._torch_xla.proxy_programs import ProxyProgram  # noqa: E402
 
 
 def compilations() -> int:
@@ -272,6 +271,7 @@ def test_operators_and_modules():
 def test_pending_arguments_are_computed_first(recorded, monkeypatch):
     if recorded:  # as on a GPU; elsewhere nothing is recorded, and torch_xla executes the program from then on
         monkeypatch.setattr(proxy_programs, "available", lambda: True)
+        monkeypatch.setattr(proxy_programs, "CAPTURED", 0)
     double = xg.jit(lambda x: x * 2)
     x = on_device([1.0])
     for _ in range(3):
@@ -283,34 +283,6 @@ def test_pending_arguments_are_computed_first(recorded, monkeypatch):
         views.append(base[1:].view(2))
     torch_xla.sync()
     assert xg.jit(lambda *parts: sum(parts))(*views).tolist() == [3, 3]
-
-
-class Refused(RuntimeError):
-    pass
-
-
-def test_what_a_program_without_a_proxy_made_is_not_updated_by_one(monkeypatch):
-    """With proxies as the adapter's are on a GPU, but that none is executed."""
-
-    def refused(self, given):
-        raise Refused
-
-    monkeypatch.setattr(proxy_programs, "available", lambda: True)
-    monkeypatch.setattr(ProxyProgram, "__bool__", lambda self: True)
-    monkeypatch.setattr(ProxyProgram, "run", refused)
-    step = xg.jit(lambda x, cache: cache.add_(x).sum(), donate_argnums=1)
-    store = xg.jit(lambda x, cache: cache.add_(x) is None, donate_argnums=1)  # no new results: without a proxy
-    make = xg.jit(lambda x, count: (count.add_(1), x * 0)[1])  # as well, since count is not donated
-    x, cache, count = on_device([1.0], [0.0], [0.0])
-    for number in range(1, 4):
-        assert step(x, cache).item() == 2 * number - 1
-        store(x, cache)
-        assert cache.item() == 2 * number
-    for _ in range(3):
-        cache = make(x, count)
-        assert step(x, cache).item() == 1
-    with pytest.raises(Refused):  # the program that has one made this
-        step(x, cache)
 
 
 def test_an_error_in_a_trace_leaves_the_arguments_alone():

@@ -24,7 +24,8 @@ pytestmark = pytest.mark.gpu
 
 @pytest.fixture(autouse=True)
 def on_a_gpu(monkeypatch):
-    monkeypatch.setenv("XLA_GPU_JIT_PROXIES", "1")
+    monkeypatch.delenv("XLA_GPU_JIT_PROXIES", raising=False)
+    monkeypatch.setattr(proxy_programs, "CAPTURED", 0)
     if lowering.platform() != "CUDA":
         pytest.skip("proxies are on GPUs alone (PJRT_DEVICE=GPU)")
 
@@ -36,8 +37,10 @@ def proxied(monkeypatch):
     run = ProxyProgram.run
 
     def counted(self, given):
-        calls.append(self)
-        return run(self, given)
+        results = run(self, given)
+        if self._handle.value is not None:
+            calls.append(self)
+        return results
 
     monkeypatch.setattr(ProxyProgram, "run", counted)
     return calls
@@ -303,9 +306,45 @@ def test_shared_with_pytorch(proxied):
     assert step(torch.tensor([1.0, 2.0]), caches)[0].item() == 15
 
 
-def test_they_are_no_default(proxied, monkeypatch):
-    monkeypatch.delenv("XLA_GPU_JIT_PROXIES")
+def test_without_proxies(proxied, monkeypatch):
+    monkeypatch.setenv("XLA_GPU_JIT_PROXIES", "0")
     step = stepping()
     caches = on_device([0.0, 0.0], [5.0, 5.0])
     assert [step(torch.ones(2), caches)[0].item() for _ in range(3)] == [2, 4, 6]
-    assert not proxied and proxy_programs.references.generation >= 0
+    assert not proxied
+
+
+def test_captured_tensors(proxied, monkeypatch):
+    monkeypatch.undo()
+    weights = on_device(*([float(number)] * 4 for number in range(20)))
+    step = xg.jit(lambda x, cache: (cache.add_(x + sum(weights)).sum(), x * weights[3]), donate_argnums=1)
+    cache = on_device([0.0] * 4)
+    for number in range(1, 6):
+        total, scaled = step(torch.ones(4), cache)
+        assert total.item() == number * 4 * 191 and values(scaled) == [3.0] * 4
+    assert values(cache) == [5 * 191.0] * 4
+    del weights[:]
+    gc.collect()
+    assert step(torch.ones(4), cache)[0].item() == 6 * 4 * 191
+
+
+def test_results_of_failed_executions_have_its_error():
+    """They would end the process in torch_xla, which leaves them without a buffer."""
+    step = stepping()
+    x, caches = on_device([1.0, 2.0]), on_device([0.0, 0.0], [5.0, 5.0])
+    for _ in range(3):
+        step(x, caches)
+    twin = caches[0].detach()
+    total, _ = step(x, [caches[0], twin])  # one buffer in two places
+    torch_xla.sync()
+    computed, other = total + 1, on_device([3.0])
+    torch_xla.sync()
+    xm.wait_device_ops()
+    for tensor in (total, computed, caches[0], total * 2):
+        with pytest.raises(RuntimeError, match=r"the execution that was to compute this has failed: .*[Dd]onat"):
+            tensor.cpu()
+    with pytest.raises(RuntimeError, match="has failed"):
+        step(x, caches)[0].item()
+    assert other.item() == 3
+    caches = on_device([0.0, 0.0], [5.0, 5.0])
+    assert [step(torch.ones(2), caches)[0].item() for _ in range(3)] == [2, 4, 6]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -115,3 +116,30 @@ class Output:
 def test_dataclasses_are_refused():
     with pytest.raises(TypeError, match=r"result: expected tensors, lists, .* got the dataclass Output"):
         xg.jit(lambda x: [Output(x + 1)])(on_device([1.0]))
+
+
+def test_what_a_function_keeps_of_its_trace_has_no_value():
+    """It would end the process in torch_xla, which looks for its memory without asking whether there is one."""
+    kept = SimpleNamespace()
+    weight = on_device([1.0] * 4)
+
+    def keeps(x):
+        kept.doubled, kept.parts = x * 2, x.split(2)
+        kept.normed = torch.ops.xla_gpu.rms_norm(x, weight, eps=1e-5)[0]
+        kept.result = x + 1
+        return kept.result
+
+    step, x = xg.jit(keeps), on_device([1.0] * 4)
+    for _ in range(2):
+        assert step(x).tolist() == [2.0] * 4
+    for tensor in (kept.doubled, kept.parts[1], kept.normed, kept.result):
+        assert tensor.shape == (2 if tensor is kept.parts[1] else 4,)
+        with pytest.raises(RuntimeError):
+            tensor.cpu()
+        with pytest.raises(RuntimeError):
+            tensor.sum().cpu()
+        if tensor is not kept.parts[1]:
+            with pytest.raises(RuntimeError):
+                step(tensor).cpu()
+        torch_xla.sync()
+    assert step(x).tolist() == [2.0] * 4

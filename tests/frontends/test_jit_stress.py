@@ -2,7 +2,10 @@
 
 On a GPU the programs go through proxies where they may. More of it:
 
-    PJRT_DEVICE=GPU XLA_GPU_JIT_PROXIES=1 python -m tests.frontends.test_jit_stress SEED SECONDS
+    PJRT_DEVICE=GPU python -m tests.frontends.test_jit_stress SEED SECONDS
+
+With a third argument what a refused operation left is read and computed with, which ends the process on a CPU: there
+torch_xla's own client executes.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ torch = pytest.importorskip("torch")
 torch_xla = pytest.importorskip("torch_xla")
 
 import xla_gpu.torch as xg  # noqa: E402
+from xla_gpu._torch_xla import proxy_programs  # noqa: E402
 
 N = 6
 
@@ -94,8 +98,9 @@ def subtract(x, caches):
 class World:
     """Caches with what they are to be, and tensors that were made of them before."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, keeps: bool = False) -> None:
         self.rng = random.Random(seed)
+        self.keeps, self.failed = keeps, []
         self.counts: collections.Counter[str] = collections.Counter()
         self.log: collections.deque[str] = collections.deque(maxlen=40)
         self.add, self.scale, self.one, self.subtract = (
@@ -126,6 +131,9 @@ class World:
         self.counts["operations"] += 1
         if not self.succeeds():
             self.counts["refused"] += 1
+            if self.keeps:
+                self.failed += [tensor for tensor, _, _ in self.made] + [*self.caches, self.other]
+                del self.failed[:-24]
             self.made.clear()
             self.caches = self.other = None
             gc.collect()
@@ -142,7 +150,8 @@ class World:
         frames of the error may have such a tensor, which sync() would compute.
         """
         chosen = self.rng.choices(
-            [self.call, self.refer, self.update, self.synchronise, self.read], [53, 17, 8, 8, 14]
+            [self.call, self.refer, self.update, self.synchronise, self.read, self.use_failed],
+            [53, 17, 8, 8, 14, 4 if self.failed else 0],
         )[0]
         try:
             chosen()
@@ -230,6 +239,23 @@ class World:
         else:
             self.caches[i], self.expected[i] = on_device(values), values
 
+    def use_failed(self) -> None:
+        """What an operation left that was refused, or other tensors that were pending then."""
+        tensor = self.rng.choice(self.failed)
+        way = self.rng.choice(["read", "computed", "argument", "cache"])
+        self.log.append(f"failed: {way}")
+        self.counts["failed tensors used"] += 1
+        if way == "read":
+            tensor.cpu()
+        elif way == "computed":
+            self.failed.append(tensor.sum() + 1)
+        elif tensor.shape == (N,) and tensor.dtype == torch.float32:
+            if way == "argument":
+                self.failed.append(self.add_undonated(tensor, self.caches)[0])
+            else:
+                self.failed.append(self.add(torch.ones(N), [tensor])[0])
+            raise RuntimeError("what is computed now is not known: deleted")
+
     def synchronise(self) -> None:
         self.log.append("sync")
         torch_xla.sync()
@@ -252,7 +278,7 @@ class World:
 
 @pytest.mark.parametrize("seed", [1, 2])
 def test_values_beside_random_operations(seed, monkeypatch):
-    monkeypatch.setenv("XLA_GPU_JIT_PROXIES", "1")  # on GPUs
+    monkeypatch.setattr(proxy_programs, "CAPTURED", 0)  # on GPUs
     world = World(seed)
     for _ in range(100):
         world.run()
@@ -260,7 +286,8 @@ def test_values_beside_random_operations(seed, monkeypatch):
 
 
 def main() -> None:
-    world, end = World(int(sys.argv[1])), time.monotonic() + float(sys.argv[2])
+    proxy_programs.CAPTURED = 0
+    world, end = World(int(sys.argv[1]), len(sys.argv) > 3), time.monotonic() + float(sys.argv[2])
     while time.monotonic() < end:
         world.run()
     print(dict(world.counts))

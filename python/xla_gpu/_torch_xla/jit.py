@@ -8,6 +8,7 @@ import functools
 import operator
 import threading
 import types
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -18,12 +19,13 @@ from torch_xla import runtime
 
 from .._core.dtypes import DTYPES
 from .program import _XLAC, Program, compute_pending, fallback_error, fallbacks
-from .proxy_programs import ProxyProgram, note_made, references
+from .proxy_programs import ProxyProgram
 from .traced_tensors import (
     UNSIGNED,
     Captured,
     compute,
     distinct,
+    invalidate,
     is_buffer,
     is_changed,
     is_updated,
@@ -39,6 +41,9 @@ _READING = {"aten::_local_scalar_dense"}
 _ATTEMPTS = 3
 
 _trace = threading.local()
+
+# One trace at a time, and no call beside it: torch_xla's pending computations are the process's.
+_lock = threading.RLock()
 
 
 class _ValueTakenError(RuntimeError):
@@ -97,6 +102,13 @@ class _Result:
         return self._build([*tensors, *map(updated.get, range(self._num_given)), *outputs])
 
 
+@functools.cache  # NumPy puts the name together anew each time
+def _dtype_of(dtype: np.dtype[Any]) -> torch.dtype | None:
+    """PyTorch's dtype; None where PyTorch or XLA has none."""
+    found = getattr(torch, dtype.name, None) if dtype.name in DTYPES and dtype.isnative else None
+    return found if isinstance(found, torch.dtype) else None
+
+
 def _builder(value: Any, places: Mapping[int, int]) -> Callable[[Sequence[Any]], Any]:
     """What makes a value like ``value`` of the tensors at these places."""
     if isinstance(value, torch.Tensor):
@@ -119,7 +131,6 @@ class _Compiled:
     result: _Result
     proxy: ProxyProgram | None
     unsigned: bool  # results have dtypes of these
-    has_run: bool = False
 
 
 def _launch(run: Callable[[Sequence[torch.Tensor]], list[torch.Tensor]], tensors: Sequence[torch.Tensor]) -> Any:
@@ -172,9 +183,7 @@ class JitFunction:
         except TypeError:
             self._refuse_unhashable(arguments)
             raise
-        # One trace at a time, and no call beside it: torch_xla's pending computations are the process's.
-        with references.lock:
-            generation = references.begin()
+        with _lock:
             given = tensors
             if not all(tensor.is_xla for tensor in tensors):
                 tensors = [tensor if tensor.is_xla else self._on_device(tensor) for tensor in tensors]
@@ -184,40 +193,21 @@ class JitFunction:
                 found = self._programs[signature] = self._trace(arguments, tensors)
             if tensors is not given:
                 self._check_updated(given, found)
-                number = sum(not tensor.is_xla for tensor in given)
-                references.made(number, transferred=number)
-            return self._run(found, tensors, generation)
+            return self._run(found, tensors)
 
-    def _run(self, compiled: _Compiled, tensors: Sequence[torch.Tensor], generation: int) -> Any:
-        program, result, proxy = compiled.program, compiled.result, compiled.proxy
+    def _run(self, compiled: _Compiled, tensors: Sequence[torch.Tensor]) -> Any:
+        program, result = compiled.program, compiled.result
         if not (program.outputs or program.updated):  # nothing is computed
             return result.build(tensors, [], {})
-        if proxy and proxy.may_run(tensors, generation):
-            results = _launch(proxy.run, tensors)
-            references.made(len(results))
-            new = [index for index in program.updated if index in result.consumed]
-        else:
-            new = program.updated
-            if proxy is None or compiled.has_run:
-                results = _launch(program.run, tensors)
-                references.made(len(results))
-            else:
-                compiled.has_run = True
-                results = proxy.record(tensors)
-                generation = references.begin()
+        results = _launch((compiled.proxy or program).run, tensors)
         if compiled.unsigned:
-            dtypes = [*(tensors[index].dtype for index in new), *(dtype for _, dtype in program.outputs)]
+            dtypes = [*(tensors[index].dtype for index in program.updated), *(dtype for _, dtype in program.outputs)]
             results = [of_dtype(tensor, dtype) for tensor, dtype in zip(results, dtypes, strict=True)]
-        # Of a program without a proxy the adapter does not know the results, and refuses to update them in place.
-        noted = generation if proxy else None
-        for tensor in results:
-            note_made(tensor, noted)
-        split = len(new)
-        updated = dict(zip(new, results[:split], strict=True))
+        split = len(program.updated)
+        updated = dict(zip(program.updated, results[:split], strict=True))
         for index, tensor in updated.items():
             if index not in result.consumed:
                 _XLAC._replace_xla_tensor(tensors[index], tensor)
-                note_made(tensors[index], noted)
         return result.build(tensors, results[split:], updated)
 
     def _where(self) -> str:
@@ -264,11 +254,12 @@ class JitFunction:
             key.append((type(value), value))
 
     def _from_numpy(self, array: np.ndarray[Any, Any]) -> torch.Tensor:
-        dtype = getattr(torch, array.dtype.name, None) if array.dtype.name in DTYPES else None
-        if dtype is None or not array.dtype.isnative:
+        dtype = _dtype_of(array.dtype)
+        if dtype is None:
             raise TypeError(f"{self._where()}: expected arrays of a dtype that PyTorch and XLA have, got {array.dtype}")
         # PyTorch has neither negative strides nor memory that cannot be written.
-        plain = array if array.flags.c_contiguous and array.flags.writeable else array.copy()
+        flags = array.flags
+        plain = array if flags.c_contiguous and flags.writeable else array.copy()
         if array.dtype.kind == "V":  # of ml_dtypes
             return torch.from_numpy(plain.view(f"i{array.dtype.itemsize}")).view(dtype)
         return torch.from_numpy(plain)
@@ -318,11 +309,12 @@ class JitFunction:
                 donated += [index for index, part in enumerate(own, at) if part.dim()]
             at += len(own)
         results: list[_Result] = []
+        kept: list[weakref.ref[torch.Tensor]] = []
 
         def traced(*given: torch.Tensor) -> list[torch.Tensor]:
             remaining = iter(given)
             before = [tensor.detach().clone() for tensor in given]
-            with torch.no_grad(), self._only_traced(given):
+            with torch.no_grad(), self._only_traced(given, kept):
                 result = self._function(*(_with_tensors(argument, remaining) for argument in arguments))
             if len({_XLAC._xla_get_tensor_id(tensor) for tensor in given}) != len(given):
                 for tensor, original in zip(given, before, strict=True):
@@ -338,24 +330,28 @@ class JitFunction:
             return results[-1].outputs
 
         given = distinct(tensors, donated)
-        for attempt in range(_ATTEMPTS):
-            try:
-                program = Program(self._where(), traced, given, options=self._options, donated=donated)
-                break
-            except _ValueTakenError:  # by another thread, perhaps
-                if attempt == _ATTEMPTS - 1:
-                    raise
-        results[-1].outputs.clear()
-        updated = [index for index in program.updated if index not in results[-1].consumed]
-        proxy = None
-        if set(updated) <= set(donated):
-            proxy = ProxyProgram.make(program, given, updated)
+        try:
+            for attempt in range(_ATTEMPTS):
+                try:
+                    program = Program(self._where(), traced, given, options=self._options, donated=donated)
+                    break
+                except _ValueTakenError:  # by another thread, perhaps
+                    if attempt == _ATTEMPTS - 1:
+                        raise
+        finally:
+            for result in results:
+                result.outputs.clear()
+            invalidate(kept)
+        proxy = ProxyProgram.make(program, given)
         dtypes = {*(tensors[index].dtype for index in program.updated), *(dtype for _, dtype in program.outputs)}
         return _Compiled(program, results[-1], proxy, not UNSIGNED.isdisjoint(dtypes))
 
     @contextlib.contextmanager
-    def _only_traced(self, given: Sequence[torch.Tensor]) -> Iterator[None]:
-        """Refuses what a program cannot repeat: values that are needed in here, and updates of other tensors."""
+    def _only_traced(self, given: Sequence[torch.Tensor], kept: list[weakref.ref[torch.Tensor]]) -> Iterator[None]:
+        """Refuses what a program cannot repeat: values that are needed in here, and updates of other tensors.
+
+        Adds to ``kept`` what is computed in here, which has no value outside.
+        """
         taken, before = values_taken(), fallbacks()
         _trace.active = True
         cached = torch.is_autocast_cache_enabled()
@@ -367,6 +363,7 @@ class JitFunction:
             _trace.active = False
             torch.set_autocast_cache_enabled(cached)
             torch.clear_autocast_cache()  # torch.autocast as a decorator brings a setting of its own
+            kept += captured.pending()
             updated = captured.restore()
         for tensor in updated:
             raise ValueError(

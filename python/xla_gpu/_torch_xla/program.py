@@ -244,6 +244,8 @@ class Program:
 
         num_results = len(self.outputs) + len(state)
         handle, results = direct_launch.record(run, len(self._arguments), num_results)
+        if handle is None and results:
+            results[0].cpu()  # raises where the execution failed
         for tensor, result in zip(state, results[len(self.outputs) :], strict=True):
             _XLAC._replace_xla_tensor(tensor, result)
         place = {index: at for at, index in self._places}

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
+import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -11,7 +13,7 @@ import torch_xla
 import torch_xla.debug.metrics as metrics
 from torch.overrides import TorchFunctionMode
 
-from .program import _XLAC
+from .program import _XLAC, Program
 
 # Arguments up to this size are copied for the trace.
 _COPIED_BYTES = 1 << 20
@@ -57,6 +59,7 @@ class Captured(TorchFunctionMode):  # type: ignore[misc]
     def __init__(self, given: Sequence[torch.Tensor]) -> None:
         super().__init__()
         self._known = {id(tensor): tensor for tensor in given}
+        self._made: list[weakref.ref[torch.Tensor]] = []
         self._saved: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -68,8 +71,17 @@ class Captured(TorchFunctionMode):  # type: ignore[misc]
                 with torch.no_grad():
                     self._saved.append((tensor, tensor.clone()))
         result = func(*args, **(kwargs or {}))
-        self._known.update((id(tensor), tensor) for tensor in tensors_of(result))
+        for tensor in tensors_of(result):
+            if id(tensor) not in self._known:
+                self._known[id(tensor)] = tensor
+                self._made.append(weakref.ref(tensor))
         return result
+
+    def pending(self) -> list[weakref.ref[torch.Tensor]]:
+        """What the function computed, and will not be computed outside of its program."""
+        made = [tensor for tensor in (reference() for reference in self._made) if tensor is not None and tensor.is_xla]
+        updated = _XLAC._check_tensor_need_materialization(made)
+        return [weakref.ref(tensor) for tensor, new in zip(made, updated, strict=True) if new]
 
     def restore(self) -> list[torch.Tensor]:
         """The captured tensors that were updated, which have their values again."""
@@ -77,6 +89,26 @@ class Captured(TorchFunctionMode):  # type: ignore[misc]
         for tensor, original in updated:
             _XLAC._replace_xla_tensor(tensor, original)
         return [tensor for tensor, _ in updated]
+
+
+def invalidate(kept: Sequence[weakref.ref[torch.Tensor]]) -> None:
+    """Gives what a function kept of its trace memory that is gone: to read it or to compute with it is an error.
+
+    It would end the process else, since torch_xla looks for its value without asking whether there is one.
+    """
+    if not any(reference() is not None for reference in kept):
+        return
+    gc.collect()
+    tensors = [tensor for tensor in (reference() for reference in kept) if tensor is not None]
+    if not tensors:
+        return
+    gone = [torch.zeros(tensor.shape, dtype=tensor.dtype).to(torch_xla.device()) for tensor in tensors]
+    given_up = Program(
+        "jit: kept tensors", lambda *given: [tensor + 1 for tensor in given], gone, donated=range(len(gone))
+    )
+    given_up.run(gone)
+    for tensor, memory in zip(tensors, gone, strict=True):
+        _XLAC._replace_xla_tensor(tensor, memory)
 
 
 def compute(tensor: torch.Tensor) -> None:
