@@ -275,6 +275,46 @@ def linears(draw) -> layer.Linear:
     )
 
 
+def _large_sizes(draw, weight_format: str, most: int) -> tuple[int, int]:
+    """Sizes (k, features) for which kernels' rings go round, and CTAs have several work tiles or parts of k."""
+    unit = 128 if weight_format.startswith("int4") else 16
+    k = draw(st.one_of(st.sampled_from([4096, 14336]), st.integers(1, 14336 // unit).map(lambda n: unit * n)))
+    features = draw(st.one_of(st.sampled_from([4096, 6144, 28672]), st.integers(1, 1800).map(lambda n: 16 * n)))
+    return k, max(unit, min(features, most // k) // unit * unit)
+
+
+@st.composite
+def large_linears(draw) -> layer.Linear:
+    weight_format = draw(st.sampled_from(cases.WEIGHT_FORMATS))
+    k, n = _large_sizes(draw, weight_format, most=6_000_000)
+    return layer.Linear(
+        weight_format,
+        rows=draw(st.integers(1, 64)),
+        n=n,
+        k=k,
+        dtype=draw(st.sampled_from(["bfloat16", "float16"])),
+        bias=draw(st.booleans()),
+        residual=draw(st.booleans()),
+        activation=draw(st.sampled_from([None, None, "silu_and_mul"])),
+    )
+
+
+@st.composite
+def large_gated_mlps(draw) -> layer.GatedMlp:
+    weight_format = draw(st.sampled_from(cases.WEIGHT_FORMATS))
+    hidden, intermediate = _large_sizes(draw, weight_format, most=2_500_000)
+    return layer.GatedMlp(
+        weight_format,
+        rows=draw(st.integers(1, 64)),
+        hidden=hidden,
+        intermediate=intermediate,
+        dtype=draw(st.sampled_from(["bfloat16", "float16"])),
+        norm=draw(st.booleans()),
+        residual=draw(st.booleans()),
+        bias=draw(st.booleans()),
+    )
+
+
 @st.composite
 def gated_mlps(draw) -> layer.GatedMlp:
     weight_format = draw(st.sampled_from(cases.WEIGHT_FORMATS))
