@@ -336,3 +336,18 @@ def test_vmap_over_sharded_arrays():
     a = np.arange(3 * 4 * 5, dtype=np.float32).reshape(3, 4, 5)
     out = jax.jit(jax.vmap(xg.simple_add))(devices.shard(mesh, a, None, "tp"), a)
     np.testing.assert_array_equal(np.asarray(out), a + a)
+
+
+@pytest.mark.parametrize("platform", devices.PLATFORMS)
+def test_axes_of_size_one(platform):
+    """One kv head, one group of features: nothing to divide there, whatever the size of the dimensions."""
+    mesh = devices.mesh(platform, tp=2)
+    args = arguments(CASE.but(num_heads=8, num_kv_heads=1))
+    want = [np.asarray(x) for x in jax.jit(step)(*args)]
+    everywhere = jax.tree.map(lambda array: devices.shard(mesh, array), args)
+    for got, expected in zip(jax.jit(step)(*everywhere), want, strict=True):
+        compare.assert_bitwise_equal(np.asarray(got), expected, "one kv head")
+    x, weight = np.ones((8, 128), np.float32), np.eye(16, 128, dtype=np.float32)
+    sums = jax.jit(xg.linear)(devices.shard(mesh, x, "tp"), devices.shard(mesh, weight))
+    np.testing.assert_array_equal(np.asarray(sums), x @ weight.T)
+    assert sums.sharding.shard_shape(sums.shape) == (4, 16)

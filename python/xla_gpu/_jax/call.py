@@ -22,7 +22,7 @@ from .._runtime.scratch import all_results
 from ..errors import LibraryError, TargetError
 from ..ops import ragged_paged_attention
 from . import reference
-from .partition import partitioned
+from .partition import explicit_shardings, partitioned
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _Run = Callable[[OpCall, list[Any], dict[str, Any]], Any]
@@ -118,6 +118,8 @@ def _run(call: OpCall, arrays: list[Any], reduced_axes: frozenset[str] = frozens
         function = _function(call, axes)
     else:
         function = _partitioned(call)
+        if (shardings := explicit_shardings(call, arrays)) is not None:
+            function = jax.sharding.auto_axes(function, out_sharding=shardings)
         if any(_is_sharded(array) for array in arrays):
             function = jax.jit(function)  # outside of jit JAX would run it without looking at shardings
     results = function(*arrays)[: len(call.results)]

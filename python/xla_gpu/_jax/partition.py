@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import jax
@@ -46,6 +46,21 @@ def partitioned(call: OpCall, partitioning: Partitioning, local: Callable[..., A
     return cast(Callable[..., Any], function)
 
 
+def explicit_shardings(call: OpCall, arrays: Sequence[Any]) -> tuple[Any, ...] | None:
+    """The results' shardings where the operands' are part of their types (AxisType.Explicit); None elsewhere.
+
+    JAX has no rule for custom_partitioning there, and would have whole results on every device.
+    """
+    assert call.partitioning is not None
+    mesh = jax.sharding.get_abstract_mesh()
+    if jax.sharding.AxisType.Explicit not in (getattr(mesh, "axis_types", None) or ()):
+        return None
+    arguments = [jax.typeof(array) for array in arrays]
+    if not any(axis is not None for argument in arguments for axis in argument.sharding.spec):
+        return None
+    return _Plan(call, call.partitioning).shardings(mesh, arguments)[1]
+
+
 def sharding_rule(call: OpCall, partitioning: Partitioning) -> SdyShardingRule:
     """Shardy's rule for the call: each dimension is a factor, or two of which the axis is the major one."""
     sizes: dict[str, int] = {}
@@ -53,7 +68,7 @@ def sharding_rule(call: OpCall, partitioning: Partitioning) -> SdyShardingRule:
     names = itertools.count()
 
     def dimension(axis: str | None, size: int) -> str | CompoundFactor:
-        if axis is None:
+        if axis is None or partitioning.sizes[axis] == 1:  # of one factor of two, Shardy refuses the size 1
             return f"x{next(names)}"  # nothing else has this dimension: nothing propagates along it
         if size == partitioning.sizes[axis]:
             whole_axes.add(axis)
@@ -157,6 +172,9 @@ def _entries(argument: Any, mesh: Any) -> tuple[Entry, ...] | None:
     shape, sharding = argument.shape, argument.sharding
     if sharding is None or sharding.is_fully_replicated:
         return (None,) * len(shape)
+    if isinstance(sharding, jax.sharding.NamedSharding) and isinstance(mesh, jax.sharding.AbstractMesh):
+        given: list[Entry] = [None if e is None else (e,) if isinstance(e, str) else tuple(e) for e in sharding.spec]
+        return (*given, *(None,) * (len(shape) - len(given)))
     try:
         local = sharding.shard_shape(shape)
     except ValueError:  # shards of unequal sizes

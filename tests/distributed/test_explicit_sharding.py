@@ -1,0 +1,91 @@
+"""Meshes of AxisType.Explicit, as jax.make_mesh makes them: results' types have the operands' shardings."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+import pytest
+
+from tests.common import compare
+from tests.distributed import devices
+from tests.distributed.test_sharding import CASE, COLLECTIVES, P, arguments, placed, step
+
+jax = pytest.importorskip("jax")
+xg = pytest.importorskip("xla_gpu.jax", exc_type=ImportError)
+
+# jax 0.7 has it under another name.
+set_mesh = getattr(jax, "set_mesh", None) or jax.sharding.use_mesh
+
+
+def explicit(mesh):
+    """That mesh with explicit axes."""
+    types = (jax.sharding.AxisType.Explicit,) * len(mesh.axis_names)
+    return jax.sharding.Mesh(mesh.devices, mesh.axis_names, axis_types=types)
+
+
+@pytest.mark.parametrize("platform", devices.PLATFORMS)
+def test_attention_and_cache_by_heads(platform):
+    args = arguments(CASE)
+    want = [np.asarray(x) for x in jax.jit(step)(*args)]
+    mesh = explicit(devices.mesh(platform, tp=2))
+    with set_mesh(mesh):
+        compiled = jax.jit(step, donate_argnums=3).lower(*placed(mesh, "combined", args)).compile()
+        assert not re.findall(COLLECTIVES, compiled.as_text())
+        specs = [x.sharding.spec for x in jax.eval_shape(step, *placed(mesh, "combined", args))]
+        assert specs == [P(None, "tp", None), P(None, "tp"), P(None, None, "tp", None)]
+        out = compiled(*placed(mesh, "combined", args))
+        eager = step(*placed(mesh, "combined", args))
+    for got, other, expected in zip(out, eager, want, strict=True):
+        compare.assert_bitwise_equal(np.asarray(got), expected)
+        compare.assert_bitwise_equal(np.asarray(other), expected)
+
+
+def test_a_cache_that_scan_carries():
+    """Its type stays the same."""
+    args = arguments(CASE)
+    mesh = explicit(devices.mesh("cpu", tp=2))
+
+    def several(query, key, value, cache, *others):
+        def body(cache, _):
+            out, _, cache = step(query, key, value, cache, *others)
+            return cache, out
+
+        return jax.lax.scan(body, cache, length=2)
+
+    want = [np.asarray(x) for x in jax.jit(several)(*args)]
+    with set_mesh(mesh):
+        got = jax.jit(several)(*placed(mesh, "combined", args))
+    for one, expected in zip(got, want, strict=True):
+        compare.assert_bitwise_equal(np.asarray(one), expected)
+    assert got[1].sharding.spec == P(None, None, "tp", None)
+
+
+@pytest.mark.parametrize("types", ["explicit", "auto and explicit"])
+def test_by_rows(types):
+    """Norms, products and blocks; of two axes the automatic one is XLA's."""
+    mesh = devices.mesh("cpu", dp=2, tp=2)
+    kinds = jax.sharding.AxisType
+    first = kinds.Explicit if types == "explicit" else kinds.Auto
+    mesh = jax.sharding.Mesh(mesh.devices, mesh.axis_names, axis_types=(first, kinds.Explicit))
+    rng = np.random.default_rng(0)
+    x, weight, wide = (rng.standard_normal(shape).astype(np.float32) for shape in ((8, 64), (64, 64), (128, 64)))
+
+    def layer(x):
+        x = xg.rms_norm(x, np.ones(64, np.float32), eps=1e-5)
+        return xg.gated_mlp(xg.linear(x, weight), wide, weight, residual=x)
+
+    want = np.asarray(jax.jit(layer)(x))
+    with set_mesh(mesh):
+        got = jax.jit(layer)(devices.shard(mesh, x, "tp"))
+        several = jax.jit(jax.vmap(layer))(devices.shard(mesh, np.stack([x, x]), None, "tp"))
+    compare.assert_bitwise_equal(np.asarray(got), want)
+    compare.assert_bitwise_equal(np.asarray(several)[1], want)
+    assert got.sharding.shard_shape(got.shape) == (4, 64)
+    assert several.sharding.shard_shape(several.shape) == (2, 4, 64)
+
+
+def test_gradients_are_named():
+    mesh = explicit(devices.mesh("cpu", tp=2))
+    with set_mesh(mesh), pytest.raises(ValueError, match="silu_and_mul has no gradient"):
+        jax.grad(lambda x: xg.silu_and_mul(x).sum())(devices.shard(mesh, np.ones((8, 64), np.float32), "tp"))
