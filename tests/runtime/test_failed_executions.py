@@ -30,6 +30,24 @@ for buffer in *failed, *computed:
 assert [read(result) for result in execute(program, [x, y], 2)] == [[1, 2], [3, 4]]
 destroy(from_host(5, 6))
 """,
+    "lent to another framework": """
+os.environ["FAKE_PJRT"] = "exhausted"
+failed = execute(program, [x, y], 2)
+cdll.xla_gpu_export_begin()
+assert "out of memory" in text_of(call(POINTER, (ct.c_size_t * 4)(32, 0, failed[0])))
+assert cdll.xla_gpu_export_count() == 0
+""",
+    "on two devices": """
+os.environ["FAKE_PJRT"] = "exhausted"
+options = (ct.c_size_t * 10)(80)
+arguments, results = (ct.c_void_p * 2)(x, y), [(ct.c_void_p * 2)(), (ct.c_void_p * 2)()]
+given = (ct.c_void_p * 2)(*[ct.addressof(arguments)] * 2)
+returned = (ct.c_void_p * 2)(*map(ct.addressof, results))
+assert not call(EXECUTE, (ct.c_size_t * 10)(80, 0, program, ct.addressof(options), ct.addressof(given), 2, 2,
+                                            ct.addressof(returned), 0, 0))
+buffers = [*results[0], *results[1]]
+assert len(set(buffers)) == 4 and all("out of memory" in read(buffer) for buffer in buffers)
+""",
     "without any": """
 returning(0)
 os.environ["FAKE_PJRT"] = "exhausted"
