@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import numpy as np
 import pytest
 
@@ -115,6 +117,13 @@ def test_quantize(put, take, weight_format, steps):
     assert (np.abs(meaning - wide) <= 0.75 / steps * largest).all()
     assert not meaning[5].any()
     assert stored[0].dtype.name == {"float8": "float8_e4m3fn", "int8": "int8", "int4": "uint8"}[weight_format]
+
+
+def test_numpy_without_ml_dtypes(monkeypatch):
+    """It comes with JAX; PyTorch needs none."""
+    monkeypatch.setitem(sys.modules, "ml_dtypes", None)
+    with pytest.raises(ModuleNotFoundError, match="NumPy has float8_e4m3fn with the package ml_dtypes"):
+        q.quantize(np.ones((16, 16), np.float32), "float8")
 
 
 def test_groups_whose_scale_rounds_to_zero():

@@ -32,7 +32,14 @@ def cast(array: Array, dtype: Any) -> Array:
     if xp.__name__ == "torch":
         return array.to(getattr(xp, dtype) if isinstance(dtype, str) else dtype)
     if isinstance(dtype, str) and dtype in ("bfloat16", "float8_e4m3fn"):
-        import ml_dtypes
+        try:
+            import ml_dtypes
+        except ModuleNotFoundError:
+            raise ModuleNotFoundError(
+                f"quantization: NumPy has {dtype} with the package ml_dtypes, which is not installed: "
+                "pip install ml_dtypes, or pass PyTorch's tensors",
+                name="ml_dtypes",
+            ) from None
 
         dtype = getattr(ml_dtypes, dtype)
     return array.astype(dtype)
