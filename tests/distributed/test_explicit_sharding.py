@@ -89,3 +89,11 @@ def test_gradients_are_named():
     mesh = explicit(devices.mesh("cpu", tp=2))
     with set_mesh(mesh), pytest.raises(ValueError, match="silu_and_mul has no gradient"):
         jax.grad(lambda x: xg.silu_and_mul(x).sum())(devices.shard(mesh, np.ones((8, 64), np.float32), "tp"))
+
+
+def test_another_mesh_is_named():
+    mesh, other = explicit(devices.mesh("cpu", tp=2)), explicit(devices.mesh("cpu", rows=2))
+    x = devices.shard(other, np.ones((8, 64), np.float32), "rows")
+    text = r"silu_and_mul: x: expected an array over the mesh of jax.set_mesh, .*'tp': 2.*, got one over .*'rows': 2"
+    with set_mesh(mesh), pytest.raises(ValueError, match=text):
+        xg.silu_and_mul(x)

@@ -50,12 +50,21 @@ def explicit_shardings(call: OpCall, arrays: Sequence[Any]) -> tuple[Any, ...] |
     """The results' shardings where the operands' are part of their types (AxisType.Explicit); None elsewhere.
 
     JAX has no rule for custom_partitioning there, and would have whole results on every device.
+
+    Raises:
+      ValueError: an operand is divided over another mesh than that of the context.
     """
     assert call.partitioning is not None
     mesh = jax.sharding.get_abstract_mesh()
     if jax.sharding.AxisType.Explicit not in (getattr(mesh, "axis_types", None) or ()):
         return None
     arguments = [jax.typeof(array) for array in arrays]
+    for name, argument in zip(call.operand_names, arguments, strict=True):
+        if not {axis for entry in argument.sharding.spec for axis in _names(entry)} <= set(mesh.axis_names):
+            raise ValueError(
+                f"{call.name}: {name}: expected an array over the mesh of jax.set_mesh, {dict(mesh.shape)}, got one "
+                f"over {dict(argument.sharding.mesh.shape)}"
+            )
     if not any(axis is not None for argument in arguments for axis in argument.sharding.spec):
         return None
     return _Plan(call, call.partitioning).shardings(mesh, arguments)[1]
@@ -173,7 +182,7 @@ def _entries(argument: Any, mesh: Any) -> tuple[Entry, ...] | None:
     if sharding is None or sharding.is_fully_replicated:
         return (None,) * len(shape)
     if isinstance(sharding, jax.sharding.NamedSharding) and isinstance(mesh, jax.sharding.AbstractMesh):
-        given: list[Entry] = [None if e is None else (e,) if isinstance(e, str) else tuple(e) for e in sharding.spec]
+        given: list[Entry] = [_names(entry) or None for entry in sharding.spec]
         return (*given, *(None,) * (len(shape) - len(given)))
     try:
         local = sharding.shard_shape(shape)
@@ -187,6 +196,11 @@ def _entries(argument: Any, mesh: Any) -> tuple[Entry, ...] | None:
         if jax.sharding.NamedSharding(mesh, P(*entries)).is_equivalent_to(sharding, len(shape)):
             return entries
     return None
+
+
+def _names(entry: Any) -> tuple[str, ...]:
+    """The mesh axes in an entry of a PartitionSpec."""
+    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
 
 
 def _axes_of(shards: int, mesh: Any) -> list[Entry]:
