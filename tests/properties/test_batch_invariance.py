@@ -61,6 +61,7 @@ SEVERAL_TOKENS_SHAPES = {
 PROMPT_SHAPES = {
     "head-64-bf16": dict(num_heads=32, num_kv_heads=8, head_dim=64, dtype="bfloat16", page_size=16),
     "head-256-bf16": dict(num_heads=8, num_kv_heads=4, head_dim=256, dtype="bfloat16", page_size=16),
+    "head-256-cap-bf16": dict(num_heads=8, num_kv_heads=4, head_dim=256, dtype="bfloat16", page_size=16, soft_cap=50.0),
     "gqa-fp8": dict(
         num_heads=32, num_kv_heads=8, head_dim=128, dtype="bfloat16", page_size=16, cache_dtype="float8_e4m3fn",
         scales="per_head",

@@ -7,6 +7,7 @@
 
 #include "ffi/device/mbarrier.cuh"
 #include "ffi/device/wgmma.cuh"
+#include "ffi/ops/paged_attention/prefill/late_soft_cap.cuh"
 #include "ffi/ops/paged_attention/prefill/online_softmax.cuh"
 #include "ffi/ops/paged_attention/prefill/pipeline.cuh"
 #include "ffi/ops/paged_attention/prefill/sm90_tma_traits.cuh"
@@ -22,7 +23,8 @@ struct TmaConsumer {
   using TileState = typename Traits::TileState;
   using ValueState = typename Traits::ValueState;
   // Numerators up to 2^8 fit float16 and bfloat16.
-  using Softmax = OnlineSoftmax</*kRowTiles=*/1, /*kRescaleThreshold=*/8, Traits::kTreeMask>;
+  using Softmax = std::conditional_t<Traits::kHeadDim == 256, LateSoftCap<Traits::kTreeMask>,
+                                     OnlineSoftmax</*kRowTiles=*/1, /*kRescaleThreshold=*/8, Traits::kTreeMask>>;
   static constexpr int kTileKeys = Traits::kTileKeys;
   static constexpr int kKeySteps = kTileKeys / 16;  // of the product with V
   static constexpr int kKeyTiles = kTileKeys / 8;   // accumulator tiles of 8 columns, as the next
