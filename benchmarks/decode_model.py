@@ -54,6 +54,28 @@ Join = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
 Gather = Callable[[jax.Array], jax.Array]
 
 
+def exchanged_sum(x: jax.Array, group: xg.DeviceGroup) -> jax.Array:
+    """The sum over the ranks: each sums its share of the rows, in the order of ranks, and sends it to all."""
+    size, axis = group.size, group.axis
+    if size == 2:
+        return x + jax.lax.ppermute(x, axis, [(0, 1), (1, 0)])
+    rank = jax.lax.axis_index(axis)
+    shares = x.reshape(size, -1, x.shape[1])
+    at = [(rank + i) % size for i in range(size)]
+    sent = [
+        jax.lax.ppermute(shares[at[i]], axis, [(r, (r + i) % size) for r in range(size)]) if i else shares[rank]
+        for i in range(size)
+    ]  # element i: of rank - i
+    of_ranks = jnp.zeros(shares.shape, x.dtype)
+    for i, share in enumerate(sent):
+        of_ranks = of_ranks.at[(rank - i) % size].set(share)
+    own = jnp.sum(of_ranks.astype(jnp.float32), 0).astype(x.dtype)
+    total = jnp.zeros(shares.shape, x.dtype).at[rank].set(own)
+    for i in range(1, size):
+        total = total.at[(rank - i) % size].set(jax.lax.ppermute(own, axis, [(r, (r + i) % size) for r in range(size)]))
+    return total.reshape(x.shape)
+
+
 def joins(group: xg.DeviceGroup | None) -> dict[str, Join]:
     if group is None:
 
@@ -67,6 +89,10 @@ def joins(group: xg.DeviceGroup | None) -> dict[str, Join]:
         total = jax.lax.psum(x, group.axis) + residual
         return norm(total, weight), total
 
+    def with_exchange(x: jax.Array, residual: jax.Array, weight: jax.Array) -> tuple[jax.Array, jax.Array]:
+        total = exchanged_sum(x, group) + residual
+        return norm(total, weight), total
+
     def with_all_reduce(x: jax.Array, residual: jax.Array, weight: jax.Array) -> tuple[jax.Array, jax.Array]:
         total = xg.all_reduce(x, group=group) + residual
         return norm(total, weight), total
@@ -74,7 +100,12 @@ def joins(group: xg.DeviceGroup | None) -> dict[str, Join]:
     def fused(x: jax.Array, residual: jax.Array, weight: jax.Array) -> tuple[jax.Array, jax.Array]:
         return xg.all_reduce_add_rms_norm(x, residual, weight, eps=EPS, group=group)
 
-    return {"psum": with_psum, "all_reduce": with_all_reduce, "all_reduce_add_rms_norm": fused}
+    return {
+        "psum": with_psum,
+        "exchange": with_exchange,
+        "all_reduce": with_all_reduce,
+        "all_reduce_add_rms_norm": fused,
+    }
 
 
 def gathers(group: xg.DeviceGroup | None, name: str) -> Gather | None:
@@ -119,6 +150,48 @@ class Options(NamedTuple):
     fused: bool  # rotary_and_cache and silu_and_mul
     linear: bool  # products of plain weights too
     blocks: bool = False  # attention_block and gated_mlp, on each device's shard
+    parts: int = 1  # of the rows: the sum over the ranks of one beside the products of the next
+
+
+def layers_in_parts(
+    parts: int,
+    join: Join,
+    product: Callable[[jax.Array, Weight], jax.Array],
+    attend: Callable[[jax.Array, jax.Array], jax.Array],
+    mlp: Callable[[dict[str, Weight], jax.Array], jax.Array],
+    weights: Weights,
+    caches: list[jax.Array],
+    residual: jax.Array,
+) -> jax.Array:
+    """All layers; the rows of a prefill are in parts: while a part's sum over the ranks is on its way, another part is
+    multiplied."""
+    residuals, partials = jnp.split(residual, parts), []
+    last = residual  # product
+
+    def after_last(x: jax.Array) -> jax.Array:
+        """x, behind the product before: so XLA has the products in this order."""
+        return jax.lax.optimization_barrier((x, last))[0]
+
+    for i, (layer, cache) in enumerate(zip(weights["layers"], caches, strict=True)):
+        projected = []
+        for j in range(parts):
+            if i:
+                hidden, residuals[j] = join(partials[j], after_last(residuals[j]), weights["norms"][2 * i])
+            else:
+                hidden = norm(residuals[j], weights["norms"][0])
+            last = product(hidden, layer["qkv"])
+            projected.append(last)
+        attended = attend(jnp.concatenate(projected), cache)
+        partials = []
+        for rows in jnp.split(attended, parts):
+            last = product(after_last(rows), layer["out"])
+            partials.append(last)
+        for j in range(parts):
+            hidden, residuals[j] = join(partials[j], after_last(residuals[j]), weights["norms"][2 * i + 1])
+            last = mlp(layer, hidden)
+            partials[j] = last
+    pairs = zip(partials, residuals, strict=True)
+    return jnp.concatenate([join(partial, rows, weights["norms"][-1])[0] for partial, rows in pairs])
 
 
 def step(
@@ -147,7 +220,29 @@ def step(
     residual = weights["embed"][tokens]
     hidden = norm(residual, weights["norms"][0])
     stored = []
-    for i, (layer, cache) in enumerate(zip(weights["layers"], caches, strict=True)):
+
+    def attend(qkv: jax.Array, cache: jax.Array) -> jax.Array:
+        if options.fused:
+            query, cache = xg.rotary_and_cache(qkv, positions, weights["rotations"], cache, slots)
+        else:
+            cuts = [num_heads * head_dim, (num_heads + num_kv_heads) * head_dim]
+            query, key, value = (t.reshape(rows, -1, head_dim) for t in jnp.split(qkv, cuts, 1))
+            query, key = rotate(query, positions), rotate(key, positions)
+            cache = xg.reshape_and_cache(key, value, cache, slots)
+        stored.append(cache)
+        attended = xg.paged_attention(query, cache, lengths, tables, query_start_loc, num_seqs, scale=head_dim**-0.5)
+        return attended.reshape(rows, -1)
+
+    def mlp(layer: dict[str, Weight], x: jax.Array) -> jax.Array:
+        gate_up = product(x, layer["gate_up"])
+        if options.fused:
+            return product(xg.silu_and_mul(gate_up), layer["down"])
+        gate, up = jnp.split(gate_up, 2, 1)
+        return product(jax.nn.silu(gate) * up, layer["down"])
+
+    if options.parts > 1:
+        hidden = layers_in_parts(options.parts, join, product, attend, mlp, weights, caches, residual)
+    for i, (layer, cache) in enumerate(zip(weights["layers"], caches, strict=True) if options.parts == 1 else ()):
         if options.blocks:
             partial, cache = xg.attention_block(
                 hidden,
@@ -167,26 +262,9 @@ def step(
             partial = xg.gated_mlp(hidden, **projections(layer, "gate_up", "down"))
             hidden, residual = join(partial, residual, weights["norms"][2 * i + 2])
             continue
-        qkv = product(hidden, layer["qkv"])
-        if options.fused:
-            query, cache = xg.rotary_and_cache(qkv, positions, weights["rotations"], cache, slots)
-        else:
-            cuts = [num_heads * head_dim, (num_heads + num_kv_heads) * head_dim]
-            query, key, value = (t.reshape(rows, -1, head_dim) for t in jnp.split(qkv, cuts, 1))
-            query, key = rotate(query, positions), rotate(key, positions)
-            cache = xg.reshape_and_cache(key, value, cache, slots)
-        attended = xg.paged_attention(query, cache, lengths, tables, query_start_loc, num_seqs, scale=head_dim**-0.5)
-        stored.append(cache)
-        partial = product(attended.reshape(rows, -1), layer["out"])
+        partial = product(attend(product(hidden, layer["qkv"]), cache), layer["out"])
         hidden, residual = join(partial, residual, weights["norms"][2 * i + 1])
-        gate_up = product(hidden, layer["gate_up"])
-        if options.fused:
-            gated = xg.silu_and_mul(gate_up)
-        else:
-            gate, up = jnp.split(gate_up, 2, 1)
-            gated = jax.nn.silu(gate) * up
-        partial = product(gated, layer["down"])
-        hidden, residual = join(partial, residual, weights["norms"][2 * i + 2])
+        hidden, residual = join(mlp(layer, hidden), residual, weights["norms"][2 * i + 2])
     hidden = hidden.reshape(batch, new, -1)[:, -1]
     chosen = most_likely(product(hidden, weights["head"]), axis, gather)
     return stored, *((chosen, lengths) if new == 1 else (tokens.at[:batch].set(chosen), context_lens))

@@ -49,6 +49,9 @@ BYTES_PER_SECOND = 4.5e12  # that an H200's memory gives a reader
 # faster but for a few rows (docs/scaling.md).
 CUBLAS: Any = {"xla_gpu_enable_triton_gemm": False, "xla_gpu_enable_cublaslt": True}
 CUBLAS_ROWS = 16
+# Of rows in parts: XLA's collective permute copies to the other GPU's memory (3: peer), which takes no SM from the
+# products, and the products of the parts are not joined again.
+OVERLAP: Any = {"xla_gpu_collective_permute_mode": 3, "xla_gpu_dot_merger_threshold_mb": 0}
 
 
 def many(body: Callable[..., Any], steps: int) -> Callable[..., Any]:
@@ -100,7 +103,7 @@ def main() -> None:
     parser.add_argument("--tensor-parallel", type=int, default=1)
     parser.add_argument("--shape", choices=SHAPES, default="llama3-8b")
     parser.add_argument("--cases", nargs="+", default=["1x1024", "32x1024", "64x2048"], metavar="SEQUENCESxCONTEXT")
-    names = "psum, all_reduce, all_reduce_add_rms_norm"
+    names = "psum, exchange, all_reduce, all_reduce_add_rms_norm"
     parser.add_argument("--joins", nargs="+", help=f"{names} (default: all)")
     parser.add_argument(
         "--fused",
@@ -127,6 +130,12 @@ def main() -> None:
     )
     parser.add_argument("--steps-per-program", type=int, default=1)
     parser.add_argument("--profile", action="store_true", help="what each kernel adds to a step")
+    parser.add_argument(
+        "--row-parts",
+        type=int,
+        default=1,
+        help="parts of the rows, of which one is summed while another is multiplied: with --prefill --joins exchange",
+    )
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     ranks, shape = arguments.tensor_parallel, SHAPES[arguments.shape]
@@ -157,7 +166,7 @@ def main() -> None:
                     continue
                 local = (heads // ranks, kv_heads // ranks, head_dim)
                 axis = "tp" if ranks > 1 else None
-                options = Options(arguments.fused, arguments.linear, arguments.blocks)
+                options = Options(arguments.fused, arguments.linear, arguments.blocks, arguments.row_parts)
                 body = functools.partial(step, join, gathers(group, name), options, local, axis)
                 if ranks > 1:
                     cache_specs = [CACHE_SPEC] * layers
@@ -171,9 +180,9 @@ def main() -> None:
                 )
                 # All that a step hands to the next is donated, tokens and lengths too: their addresses stay the same
                 # then, and XLA replays its captured graphs as they are.
-                compiled = functools.partial(
-                    jax.jit(body, donate_argnums=(1, 2, 3), compiler_options=CUBLAS if cublas else None), weights
-                )
+                chosen = {**(CUBLAS if cublas else {}), **(OVERLAP if arguments.row_parts > 1 else {})}
+                jitted = jax.jit(body, donate_argnums=(1, 2, 3), compiler_options=chosen or None)
+                compiled = functools.partial(jitted, weights)
                 lengths = on_all(mesh, np.full(batch, 0 if arguments.prefill else context, np.int32))
                 state = (caches, on_all(mesh, np.zeros(batch * new, np.int32)), lengths)
                 milliseconds, launch, state = measure(compiled, state, rest, arguments.steps)

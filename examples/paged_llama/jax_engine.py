@@ -15,9 +15,9 @@ import xla_gpu.jax as xg
 from .batch import StepLayout
 from .config import LlamaConfig
 from .figures import Figures, serve
-from .jax_model import Parameters, forward
+from .jax_model import Parameters, forward, in_halves
 from .jax_weights import AXIS, CACHE_SPEC, P, specs
-from .options import CUBLAS, CUBLAS_ROWS, StepOptions
+from .options import CUBLAS, CUBLAS_ROWS, OVERLAP, StepOptions
 from .scheduler import Scheduler, Step
 
 _compiled = 0
@@ -47,6 +47,7 @@ class Engine:
         options: StepOptions | None = None,
     ):
         """Runs on the devices that hold the parameters, divided over them where they are several."""
+        options = options or StepOptions()
         shape = (scheduler.allocator.num_pages, scheduler.page_size, 2 * config.num_kv_heads, config.head_dim)
         dtype = parameters["embed.weight"].dtype
         mesh = parameters["embed.weight"].sharding.mesh
@@ -66,7 +67,9 @@ class Engine:
                 in_specs = (specs(config, mesh.size), cache_specs, P(), P())
                 # check_vma=False: the sums are the same on all devices, which jax before 0.8 cannot infer.
                 step = jax.shard_map(step, mesh=mesh, in_specs=in_specs, out_specs=(P(), cache_specs), check_vma=False)
-            options_of_xla = CUBLAS if group is not None and layout.num_tokens >= CUBLAS_ROWS else None
+            options_of_xla = None
+            if group is not None and layout.num_tokens >= CUBLAS_ROWS:
+                options_of_xla = OVERLAP if in_halves(layout.num_tokens, group, options) else CUBLAS
             # Donated: a step's caches are the memory of the step before, updated in place.
             self._steps[layout] = jax.jit(step, donate_argnums=1, compiler_options=options_of_xla)
 

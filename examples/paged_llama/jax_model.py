@@ -45,6 +45,29 @@ def forward(
     sources = step["sources"]
     tokens = jnp.where(sources < 0, step["tokens"], previous[jnp.maximum(sources, 0)])
     total = parameters["embed.weight"][tokens]
+    if in_halves(layout.num_tokens, group, options):
+        hidden, updated = _layers_in_halves(config, group, options, parameters, caches, total, step)
+    else:
+        hidden, total, updated = _layers(config, group, options, parameters, caches, total, step)
+    # Of the last rows alone: the others' logits are not used.
+    model, last = _Layer(config, group, options, parameters, ""), step["last_rows"]
+    hidden = model.norm("norm", total[last]) if hidden is None else hidden[last]
+    logits = model.linear("embed" if group is None and config.tie_word_embeddings else "head", hidden)
+    if options.temperature > 0 or (group is None and "sample" in options.operators):
+        return _sample(logits, config.vocab_size, group, options, step), updated
+    return _most_likely(logits, config.vocab_size, group), updated
+
+
+def _layers(
+    config: LlamaConfig,
+    group: xg.DeviceGroup | None,
+    options: StepOptions,
+    parameters: Parameters,
+    caches: list[jax.Array],
+    total: jax.Array,
+    step: dict[str, jax.Array],
+) -> tuple[jax.Array | None, jax.Array, list[jax.Array]]:
+    """From the embedding of all rows: the norm of the residual stream, if it was made, the stream, and the caches."""
     updated = []
     hidden = None  # the norm of total, where the part before has made it
     for i, cache in enumerate(caches):
@@ -63,13 +86,64 @@ def forward(
         activated = layer.activation(layer.linear("gate_up", hidden))
         after = f"layers.{i + 1}.attention_norm" if i + 1 < len(caches) else "norm"
         hidden, total = layer.add_and_norm(layer.linear("down", activated), total, after)
-    # Of the last rows alone: the others' logits are not used.
-    model, last = _Layer(config, group, options, parameters, ""), step["last_rows"]
-    hidden = model.norm("norm", total[last]) if hidden is None else hidden[last]
-    logits = model.linear("embed" if group is None and config.tie_word_embeddings else "head", hidden)
-    if options.temperature > 0 or (group is None and "sample" in options.operators):
-        return _sample(logits, config.vocab_size, group, options, step), updated
-    return _most_likely(logits, config.vocab_size, group), updated
+    return hidden, total, updated
+
+
+def in_halves(rows: int, group: xg.DeviceGroup | None, options: StepOptions) -> bool:
+    """Whether a step of so many rows over two devices is computed in halves, whose sums run beside products."""
+    if group is None or group.size != 2 or rows < options.overlap_rows or jax.__version_info__ < (0, 10, 2):
+        return False
+    # XLA copies to another GPU's memory where one process has both.
+    on_cpu = group.mesh.devices.flat[0].platform == "cpu"
+    return on_cpu or (group.uses_peer_memory and jax.process_count() == 1)
+
+
+def _layers_in_halves(
+    config: LlamaConfig,
+    group: xg.DeviceGroup | None,
+    options: StepOptions,
+    parameters: Parameters,
+    caches: list[jax.Array],
+    total: jax.Array,
+    step: dict[str, jax.Array],
+) -> tuple[jax.Array, list[jax.Array]]:
+    """The same of many rows over two devices, computed in two halves: while one half's sum is on its way, the other
+    half is multiplied."""
+    half = total.shape[0] // 2 // 128 * 128 or total.shape[0] // 2  # products take the time of multiples of 128 rows
+    totals = jnp.split(total, [half])
+    products: list[jax.Array] = []  # that are to be summed
+    last = total  # product
+
+    def after_last(x: jax.Array) -> jax.Array:
+        """x, behind the product before: so XLA has the products in this order."""
+        return jax.lax.optimization_barrier((x, last))[0]
+
+    updated = []
+    for i, cache in enumerate(caches):
+        layer = _Layer(config, group, options, parameters, f"layers.{i}.")
+        projected = []
+        for j in range(2):
+            if i == 0:
+                hidden = layer.norm("attention_norm", totals[j])
+            else:
+                rows = after_last(totals[j])
+                hidden, totals[j] = layer.exchange_and_norm(products[j], rows, f"layers.{i}.attention_norm")
+            last = layer.linear("qkv", hidden)
+            projected.append(last)
+        attended, cache = layer.attend(jnp.concatenate(projected), cache, step)
+        updated.append(cache)
+        products = []
+        for rows in jnp.split(attended, [half]):
+            last = layer.linear("out", after_last(rows))
+            products.append(last)
+        for j in range(2):
+            rows = after_last(totals[j])
+            hidden, totals[j] = layer.exchange_and_norm(products[j], rows, f"layers.{i}.mlp_norm")
+            last = layer.linear("down", layer.activation(layer.linear("gate_up", hidden)))
+            products[j] = last
+    model = _Layer(config, group, options, parameters, "")
+    pairs = [model.exchange_and_norm(*pair, "norm") for pair in zip(products, totals, strict=True)]
+    return jnp.concatenate([hidden for hidden, _ in pairs]), updated
 
 
 def _sample(
@@ -168,6 +242,12 @@ class _Layer:
         total = total + x
         return self._norm(weight, total), total
 
+    def exchange_and_norm(self, x: jax.Array, total: jax.Array, norm: str) -> tuple[jax.Array, jax.Array]:
+        """The same of two devices, each of which sends the other its part: XLA does that beside other work."""
+        assert self._group is not None
+        total = x + jax.lax.ppermute(x, self._group.axis, [(0, 1), (1, 0)]) + total
+        return self._norm(self._parameters[f"{norm}.weight"], total), total
+
     def attention_block(
         self, total: jax.Array, cache: jax.Array, step: dict[str, jax.Array]
     ) -> tuple[jax.Array, jax.Array]:
@@ -205,26 +285,29 @@ class _Layer:
         return jax.nn.silu(gate) * up
 
     def attention(self, x: jax.Array, cache: jax.Array, step: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        attended, cache = self.attend(self.linear("qkv", x), cache, step)
+        return self.linear("out", attended), cache
+
+    def attend(self, qkv: jax.Array, cache: jax.Array, step: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
         ranks = 1 if self._group is None else self._group.size
         num_heads, num_kv_heads = self.config.num_heads // ranks, self.config.num_kv_heads // ranks
         head_dim = self.config.head_dim
-        qkv, rotations = self.linear("qkv", x), self._parameters["rotations"]
+        rotations = self._parameters["rotations"]
         metadata = {name: step[name] for name in ("context_lens", "block_tables", "query_start_loc", "num_seqs")}
         if "rotary_and_attention" in self._operators:
-            attended, cache = xg.attention_block(
+            return xg.attention_block(
                 qkv, None, None, step["positions"], rotations, cache, step["slots"], **metadata, scale=head_dim**-0.5
             )
-            return self.linear("out", attended), cache
         if "rotary_and_cache" in self._operators:
             query, cache = xg.rotary_and_cache(qkv, step["positions"], rotations, cache, step["slots"])
         else:
-            heads = qkv.reshape(x.shape[0], num_heads + 2 * num_kv_heads, head_dim)
+            heads = qkv.reshape(qkv.shape[0], num_heads + 2 * num_kv_heads, head_dim)
             query, key, value = jnp.split(heads, [num_heads, num_heads + num_kv_heads], axis=1)
             cos, sin = jnp.moveaxis(rotations[step["positions"]][:, None], -1, 0)
             query, key = rotate(query, cos, sin), rotate(key, cos, sin)
             cache = xg.reshape_and_cache(key, value, cache, step["slots"])
         attended = xg.paged_attention(query, cache, **metadata, scale=head_dim**-0.5)
-        return self.linear("out", attended.reshape(x.shape[0], num_heads * head_dim)), cache
+        return attended.reshape(qkv.shape[0], num_heads * head_dim), cache
 
 
 def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:

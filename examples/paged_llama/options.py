@@ -19,6 +19,15 @@ OPERATORS = (
 # devices, whose products are smaller, cuBLAS's are faster but for a few rows (docs/scaling.md).
 CUBLAS: Any = {"xla_gpu_enable_triton_gemm": False, "xla_gpu_enable_cublaslt": True}
 CUBLAS_ROWS = 16
+# Long steps over two devices are computed in halves: while one half's sum is on its way, the other half is multiplied.
+# XLA's collective permute copies to the other GPU's memory then (3: peer), which takes no SM from the products; their
+# order stays as the program has it, and neither sums nor products of the halves are joined again.
+OVERLAP_ROWS = 4096
+OVERLAP: Any = {
+    **CUBLAS,
+    "xla_gpu_collective_permute_mode": 3,
+    "xla_gpu_dot_merger_threshold_mb": 0,
+}
 # XLA fuses norms and activations into what stands beside them: as calls they made a step 0.3 ms slower on an H200.
 USUAL = ("rotary_and_cache", "sample")
 
@@ -28,6 +37,7 @@ class StepOptions:
     """operators: those of OPERATORS that a model uses; the others are those of `sample`, for all requests alike."""
 
     operators: frozenset[str] = frozenset(USUAL)
+    overlap_rows: int = OVERLAP_ROWS  # jax_model over two devices: from so many on, rows are computed in halves
     features_first: bool = False  # jax_model's matrices are [out, in], for products that are not XLA's
     temperature: float = 0.0  # 0: the most likely token
     top_k: int = 0

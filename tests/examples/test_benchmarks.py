@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 from benchmarks import memory
+
+ROOT = Path(__file__).parents[2]
 
 
 class OutOfMemoryError(RuntimeError):
@@ -29,3 +37,25 @@ def test_a_load_that_does_not_fit_is_left_out(capsys, error):
 def test_other_errors_end_a_benchmark():
     with pytest.raises(AssertionError, match="wrong result"), memory.left_out_if_too_large("64x128k"):
         raise AssertionError("wrong result")
+
+
+def prefill(tmp_path: Path, *options: str) -> list[int]:
+    """The tokens that a prefill of four prompts over four CPU devices chooses."""
+    path = tmp_path / "rows.json"
+    arguments = ["--shape", "tiny", "--tensor-parallel", "4", "--prefill", "--cases", "4x64", "--steps", "1"]
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "4"}
+    command = [sys.executable, "-m", "benchmarks.decode_step", *arguments, *options, "--json", str(path)]
+    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    (row,) = json.loads(path.read_text())["rows"]
+    return row["tokens"]
+
+
+def test_rows_in_parts_give_the_same_tokens(tmp_path):
+    """Where each part's sum is an exchange of shares, in the order of ranks, beside the products of the next part."""
+    jax = pytest.importorskip("jax")
+    if jax.__version_info__ < (0, 10, 2):
+        pytest.skip("XLA's options for it came with jax 0.10.2")
+    whole = prefill(tmp_path, "--joins", "all_reduce")
+    assert prefill(tmp_path, "--joins", "exchange", "--row-parts", "2") == whole
+    assert prefill(tmp_path, "--joins", "exchange", "--row-parts", "4") == whole

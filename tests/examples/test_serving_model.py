@@ -160,9 +160,15 @@ def test_a_quantised_checkpoint_is_read_as_it_is(tmp_path, eager):
 
 
 @pytest.mark.parametrize(
-    ("variant", "devices"), [*((v, 1) for v in VARIANTS), *((v, 2) for v in ("tied", "biases")), ("odd-vocabulary", 4)]
+    ("variant", "devices", "overlap_rows"),
+    [
+        *((v, 1, 4096) for v in VARIANTS),
+        *((v, 2, rows) for v in ("tied", "biases") for rows in (4096, 8)),
+        ("odd-vocabulary", 4, 8),
+    ],
 )
-def test_the_jax_model_gives_the_tokens_of_transformers(variant, devices, tmp_path):
+def test_the_jax_model_gives_the_tokens_of_transformers(variant, devices, overlap_rows, tmp_path):
+    """Also where steps of 8 rows and more are computed in halves."""
     jax_weights = pytest.importorskip("paged_llama.jax_weights", exc_type=ImportError)
     from paged_llama.jax_engine import Engine
 
@@ -174,7 +180,8 @@ def test_the_jax_model_gives_the_tokens_of_transformers(variant, devices, tmp_pa
     scheduler = Scheduler(num_pages=40, page_size=4, max_seqs=3, chunk=16, max_tokens=82)
     scheduler.add(requests)
     mesh = jax_weights.make_mesh(devices)
-    engine = Engine(config, jax_weights.load_checkpoint(config, "float32", 82, tmp_path, mesh), scheduler)
+    parameters = jax_weights.load_checkpoint(config, "float32", 82, tmp_path, mesh)
+    engine = Engine(config, parameters, scheduler, StepOptions(overlap_rows=overlap_rows))
     engine.warm_up()
     engine.run()
     assert [request.generated for request in requests] == [expected_tokens(theirs, p, 12) for p in prompts]
