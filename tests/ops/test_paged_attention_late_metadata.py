@@ -29,6 +29,7 @@ extern "C" __global__ void late(int* to, const int* from, int count) {
 BATCHES = {
     "several-rows": ([(5, 3000)] * 8, [(5, 4100 - 300 * i) for i in range(8)]),
     "several-rows-of-other-lengths": ([(4, 3000), (8, 2000)] * 4, [(8, 1000), (4, 5000)] * 4),
+    "several-rows-of-40": ([(5, 2000)] * 40, [(5, 400 + 60 * i) for i in range(40)]),
     "fewer-sequences": ([(4, 900)] * 8, [(8, 3000)] * 4),
     "decode": ([(1, 3000)] * 20, [(1, 100 + 150 * i) for i in range(20)]),
     "decode-of-64": ([(1, 1500)] * 64, [(1, 100 + 25 * i) for i in range(64)]),

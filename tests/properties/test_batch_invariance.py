@@ -229,6 +229,29 @@ def test_sequences_for_all_ctas_do_not_change_bits(frontend, name, shape, sequen
 
 
 @pytest.mark.frontends("eager-cuda", "jax-cuda")
+@pytest.mark.parametrize(
+    ("name", "shape", "sequences"),
+    [
+        ("speculative-1400", "group-8-bf16", 50),
+        ("speculative-2900", "group-8-bf16", 40),
+        ("speculative-2900", "group-4-bf16", 36),
+    ],
+)
+def test_sequences_of_the_last_round_do_not_change_bits(frontend, name, shape, sequences):
+    """On CUDA 200, 160 or 288 work tiles before their keys are split are a round of 132 CTAs, or two, and 68, 28 or 24
+    more, those of the first sequences, which all CTAs share."""
+    case, inputs = subject(name, shape)
+    want = results(frontend, inputs.arrays(), case)
+    rows, context = sequence(name)
+    for before in (1, sequences - 2):
+        others = [(rows, context - i % 5) for i in range(sequences - 1)]
+        neighbours = tuple(others[:before]), tuple(others[before:])
+        got = results(frontend, *batch(name, shape, *neighbours, spare_seqs=0, padding_tokens=0))
+        for what, g, w in zip(("out", "lse"), got, want, strict=True):
+            compare.assert_bitwise_equal(g, w, f"{frontend.name} {name} {shape} behind {before}: {what}")
+
+
+@pytest.mark.frontends("eager-cuda", "jax-cuda")
 @pytest.mark.parametrize("shape", LATE_CHUNKS_SHAPES)
 @pytest.mark.parametrize("name", LATE_CHUNKS)
 def test_chunks_that_are_alike_do_not_change_bits(frontend, name, shape):

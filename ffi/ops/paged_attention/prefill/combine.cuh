@@ -83,28 +83,40 @@ inline constexpr int kCombineCtasPerSm = 9;  // for which there are registers
 // CTAs on an SM where there is probably nothing to combine, behind the decode path.
 inline constexpr int kIdleCombineCtasPerSm = 3;
 
-// Rows of split accumulators that the sequences of a row of the grid need, of which `base` is the first. By all
+// Of all sequences of a row of the grid, of which `base` is the first; without kSharesLastRound only the rows. By all
 // threads.
-template <int kPlanned>
-__device__ unsigned AllRows(const PagedAttentionParams& params, const SplitKvPolicy& policy, int base, int num_live,
-                            bool in_order) {
-  __shared__ unsigned all;
-  __syncthreads();
-  if (threadIdx.x == 0) all = 0;
-  __syncthreads();
-  unsigned mine = 0;
+template <int kPlanned, bool kSharesLastRound>
+__device__ CrossCtaSums SumOfSequences(const PagedAttentionParams& params, const SplitKvPolicy& policy, int base,
+                                       int num_live, bool in_order) {
+  __shared__ CrossCtaSums warps[kCombineThreads / 32];
+  CrossCtaSums mine{};
   for (int s = base + static_cast<int>(threadIdx.x); s < min(base + kPlanned, num_live); s += kCombineThreads) {
     const SequenceInfo info = LoadSequence(params, s, in_order);
-    if (info.valid) mine += policy.RowsOf(policy.Of(info.q_len, info.context_len).count, info.q_len);
+    const int splits = info.valid ? policy.Of(info.q_len, info.context_len).count : 1;
+    if constexpr (kSharesLastRound) {
+      const int q_len = info.q_len > policy.max_decode_tokens ? info.q_len : 0;
+      mine.Add(policy.SumsOf(q_len, info.valid ? info.context_len : -1, splits));
+    } else {
+      mine.rows += policy.RowsOf(splits, info.q_len);
+    }
   }
-  mine = __reduce_add_sync(~0u, mine);
-  if (threadIdx.x % 32 == 0) atomicAdd(&all, mine);
+  if constexpr (kSharesLastRound) {
+    mine = mine.OfWarp();
+  } else {
+    mine.rows = __reduce_add_sync(~0u, mine.rows);
+  }
   __syncthreads();
+  if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = mine;
+  __syncthreads();
+  CrossCtaSums all = warps[0];
+#pragma unroll
+  for (int i = 1; i < kCombineThreads / 32; ++i) all.Add(warps[i]);
   return all;
 }
 
 // Merges cross-CTA splits: each warp takes one row of `out` after the other.
-template <typename T, int kDim>
+// kSharesLastRound: policy.last_round_ctas is set.
+template <typename T, int kDim, bool kSharesLastRound>
 __global__ void __launch_bounds__(kCombineThreads, kCombineCtasPerSm)
     PrefillCombineKernel(const __grid_constant__ PagedAttentionParams params,
                          const __grid_constant__ SplitKvPolicy policy,
@@ -138,6 +150,7 @@ __global__ void __launch_bounds__(kCombineThreads, kCombineCtasPerSm)
   constexpr int kPlanned = static_cast<int>(SplitAccumulatorLayout::SequencesPerGridRow(kDim));
   bool fits = policy.always_fits;
   unsigned rows_before = 0;
+  unsigned crossing_tiles = 0, tiles_before = 0;  // see SplitKvPolicy::CrossCtaRowTiles
   bool waited = false;
   // A warp takes every `warps`-th of the rows that are split. It knows the first one before it waits.
   auto next = static_cast<unsigned>(warp);
@@ -147,7 +160,7 @@ __global__ void __launch_bounds__(kCombineThreads, kCombineCtasPerSm)
     if (base + lane < num_live) info = LoadSequence(params, base + lane, in_order);
     const KvSplits mine = info.valid ? policy.Of(info.q_len, info.context_len) : KvSplits{1, 0, 0};
     int my_splits = mine.count;
-    if constexpr (kDim == 128) {  // the first ones count as one
+    if constexpr (kDim == 128 && !kSharesLastRound) {  // the first ones count as one
       const int q_len = info.q_len > policy.max_decode_tokens ? info.q_len : 0;
       if (base == 0) my_splits -= policy.FirstSplits(q_len, info.valid ? info.context_len : 0, mine) - 1;
     }
@@ -155,15 +168,29 @@ __global__ void __launch_bounds__(kCombineThreads, kCombineCtasPerSm)
     const unsigned rows_up_to = SumUpToLane(rows);
     if (base % kPlanned == 0) {
       rows_before = 0;
-      if (!policy.always_fits) {
-        unsigned all = __shfl_sync(~0u, rows_up_to, 31);
-        if (num_live > 32) all = AllRows<kPlanned>(params, policy, base, num_live, in_order);
-        fits = policy.Fits(all);
+      if (kSharesLastRound || !policy.always_fits) {
+        CrossCtaSums all{__shfl_sync(~0u, rows_up_to, 31), 0, 0, 0, 0};
+        if (kSharesLastRound || num_live > 32) {
+          all = SumOfSequences<kPlanned, kSharesLastRound>(params, policy, base, num_live, in_order);
+        }
+        fits = policy.Fits(all.rows);
+        if constexpr (kSharesLastRound) {
+          crossing_tiles = policy.CrossCtaRowTiles(all);
+          fits = crossing_tiles == ~0u;
+        }
       }
     }
     const int64_t my_accum_begin = base / kPlanned * accumulators.part_rows + rows_before + rows_up_to - rows;
+    bool crosses = fits;
+    if (kSharesLastRound && !fits && crossing_tiles > 0) {
+      const int q_len = info.q_len > policy.max_decode_tokens ? info.q_len : 0;
+      const unsigned tiles = policy.SumsOf(q_len, 0, 1).row_tiles;
+      const unsigned tiles_up_to = tiles_before + SumUpToLane(tiles);
+      crosses = tiles_up_to - tiles < crossing_tiles && policy.Fits(rows_before + rows_up_to);
+      tiles_before = __shfl_sync(~0u, tiles_up_to, 31);
+    }
     rows_before += __shfl_sync(~0u, rows_up_to, 31);
-    if (!fits) my_splits = 1;
+    if (!crosses) my_splits = 1;
     const int my_begin = info.q_begin * static_cast<int>(params.num_heads);  // row of `out`
     const int my_rows = my_splits > 1 ? info.q_len * static_cast<int>(params.num_heads) : 0;
     const unsigned my_end = rows_up_to_here + SumUpToLane(static_cast<unsigned>(my_rows));

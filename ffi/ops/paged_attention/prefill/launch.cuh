@@ -184,13 +184,19 @@ Status LaunchTma(const TmaParams& call, const SplitAccumulatorLayout& layout, in
                     layout.pool_rows > 0 && layout.part_rows >= Layout::kMaxCtas * Traits::kRows;
   tma.split_kv.ctas = fill ? grid.x : 0;
   tma.split_kv.takes_first_splits = Traits::kTakesSomeSplits;
+  const bool shares_last_round = Traits::kTakesSomeSplits && params.max_seqs > Traits::WarpScheduler::kSequences &&
+                                 layout.pool_rows > 0 && grid.y == 1;
+  tma.split_kv.last_round_ctas = shares_last_round ? grid.x : 0;
   const LaunchConfig config{grid, Traits::kThreads, Traits::kSharedBytes, /*programmatic=*/true};
   if (layout.kernels != PrefillKernels::kCombine) {
     if (Status status = Launch(config, stream, kernel, tma); !status.ok()) return status;
   }
   if (layout.pool_rows == 0 || layout.kernels == PrefillKernels::kAllButCombine) return Status::Ok();
 
-  const auto combine = PrefillCombineKernel<typename Traits::Element, Traits::kHeadDim>;
+  auto combine = PrefillCombineKernel<typename Traits::Element, Traits::kHeadDim, false>;
+  if constexpr (Traits::kTakesSomeSplits) {
+    if (shares_last_round) combine = PrefillCombineKernel<typename Traits::Element, Traits::kHeadDim, true>;
+  }
   // The same carveout as the kernels before and behind: an SM must be idle to change it.
   XLA_GPU_RETURN_IF_CUDA(
       cudaFuncSetAttribute(combine, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared));

@@ -8,8 +8,8 @@
 #include <cstdint>
 
 #include "ffi/device/dependent_launch.cuh"
+#include "ffi/ops/paged_attention/prefill/prompt_list.cuh"
 #include "ffi/ops/paged_attention/prefill/rows.cuh"
-#include "ffi/ops/paged_attention/prefill/tile_scheduler.cuh"
 #include "ffi/ops/paged_attention/sequence_metadata.cuh"
 
 namespace xla_gpu::prefill {
@@ -19,49 +19,90 @@ __device__ inline unsigned PersistentRank(unsigned n) {
   return n * gridDim.x + (n % 2 == 0 ? blockIdx.x : gridDim.x - 1 - blockIdx.x);
 }
 
+// What the metadata say of a sequence, for schedulers that read one in each thread.
+struct ThreadMetadata {
+  int num_seqs;
+  int q_begin, q_end;
+  int context_len;
+
+  // `early`: before the launch wait.
+  __device__ static ThreadMetadata Load(const PagedAttentionParams& params, int seq, bool early) {
+    const auto load = [early](const int32_t* from) { return early ? LoadEarly(from) : LoadBehindWait(from); };
+    // In one latency: entries past num_seqs are ignored.
+    ThreadMetadata metadata = {load(params.num_seqs), 0, 0, 0};
+    if (seq < static_cast<int>(params.max_seqs)) {
+      metadata.q_begin = load(params.query_start_loc + seq);
+      metadata.q_end = load(params.query_start_loc + seq + 1);
+      metadata.context_len = load(params.context_lens + seq);
+    }
+    return metadata;
+  }
+  __device__ bool operator==(const ThreadMetadata& other) const {
+    return num_seqs == other.num_seqs && q_begin == other.q_begin && q_end == other.q_end &&
+           context_len == other.context_len;
+  }
+};
+
 // For any number of sequences, by the threads of a CTA together, through shared memory.
-template <int kThreads, int kRows, int kMaxSequences, int kClasses>
+template <int kThreads, int kRows, int kMaxSequences, int kClasses, bool kSharesLastRound>
 class PersistentTileScheduler {
  public:
   // Sequences of one row of the grid: row y has those from y * kSequences on.
   static constexpr int kSequences = kMaxSequences;
-  using List = PromptList<kThreads, kRows, kSequences, kClasses, SplitPromptKv>;
+  // Sequences of a call whose metadata Plan is given.
+  static constexpr int kEarlySequences = kThreads;
+  using Split = SplitPromptKv<kSharesLastRound>;
+  using List = PromptList<kThreads, kRows, kSequences, kClasses, Split>;
   struct Storage {
     typename List::Storage list;
     int first_start;  // of the first sequence's rows
     int last_end;     // of the last one's
   };
 
-  // Does nothing where `!used`. A barrier of the CTA must follow before Find.
   __device__ PersistentTileScheduler(const PagedAttentionParams& params, unsigned group, FastDivisor kv_heads,
-                                     const SplitKvPolicy& policy, bool used, Storage& storage)
-      : list_(params, group, SplitPromptKv{policy}, storage.list), kv_heads_(kv_heads) {
-    if (!used) return;
+                                     const SplitKvPolicy& policy, Storage& storage)
+      : params_(params), storage_(storage), list_(params, group, Split{policy}, storage.list), kv_heads_(kv_heads) {}
+
+  // Must come first, by all threads. `metadata`: of sequence threadIdx.x. Returns whether all sequences are in order.
+  // If not, there is a plan only if the metadata are `settled`: behind the launch wait. So they have to be with more
+  // than kEarlySequences.
+  __device__ bool Plan(const ThreadMetadata& metadata, bool settled) {
     const int thread = static_cast<int>(threadIdx.x);
     const int first = static_cast<int>(blockIdx.y) * kSequences;
-    const int num_live = LiveSequences(params);
+    const int num_live = metadata.num_seqs >= 0 && metadata.num_seqs <= params_.max_seqs ? metadata.num_seqs : -1;
+    total_ = 0;
     list_.Clear();
-    // Entries past num_seqs are loaded with the others, in one latency, and ignored. The context's length is loaded
-    // here too, so that it is in L1 when the list reads it.
-    const int context_len = first + thread < params.max_seqs ? __ldg(params.context_lens + first + thread) : 0;
     bool ok = true, has_prompt = false;
-    for (int s = thread; s < params.max_seqs; s += kThreads) {
-      const int begin = __ldg(params.query_start_loc + s);
-      const int end = __ldg(params.query_start_loc + s + 1);
-      const bool in_bounds = 0 <= begin && begin <= end && end <= params.num_tokens;
+    for (int s = thread; s < params_.max_seqs; s += kThreads) {
+      const int begin = s == thread ? metadata.q_begin : __ldg(params_.query_start_loc + s);
+      const int end = s == thread ? metadata.q_end : __ldg(params_.query_start_loc + s + 1);
+      const bool in_bounds = 0 <= begin && begin <= end && end <= params_.num_tokens;
       ok = ok && (s >= num_live || in_bounds);
-      has_prompt = has_prompt || (s < num_live && in_bounds && end - begin > params.max_decode_tokens);
-      if (s == 0) storage.first_start = begin;
-      if (s == num_live - 1) storage.last_end = end;
+      has_prompt = has_prompt || (s < num_live && in_bounds && end - begin > params_.max_decode_tokens);
+      if (s == 0) storage_.first_start = begin;
+      if (s == num_live - 1) storage_.last_end = end;
     }
-    asm volatile("" ::"r"(context_len));
     const bool in_order = __syncthreads_and(ok);
+    if (!in_order && !settled) return false;
     if (__syncthreads_or(has_prompt)) {
       const int last = min(num_live, first + kSequences);
-      for (int base = first; base < last; base += kThreads) list_.Collect(base, last, in_order);
-      total_ = list_.CountTiles() * kv_heads.divisor;
+#pragma unroll 1
+      for (int base = first; base < last; base += kThreads) {
+        SequenceInfo info{};
+        if (base == 0 && in_order) {
+          const int context_len = metadata.context_len;
+          const bool valid = context_len >= 0 && context_len <= params_.pages_per_seq * params_.page_size;
+          info = {metadata.q_begin, metadata.q_end - metadata.q_begin, context_len, valid, true};
+        } else if (base + thread < last) {
+          info = LoadSequence(params_, base + thread, in_order);
+        }
+        list_.Collect(base + thread, base + thread < last, info);
+      }
+      total_ = list_.CountTiles() * kv_heads_.divisor;
     }
-    has_padding_rows_ = !in_order || num_live <= 0 || storage.first_start > 0 || storage.last_end < params.num_tokens;
+    has_padding_rows_ =
+        !in_order || num_live <= 0 || storage_.first_start > 0 || storage_.last_end < params_.num_tokens;
+    return in_order;
   }
 
   __device__ bool IsEmpty() const { return blockIdx.x >= total_; }
@@ -79,6 +120,8 @@ class PersistentTileScheduler {
   }
 
  private:
+  const PagedAttentionParams& params_;
+  Storage& storage_;
   List list_;
   const FastDivisor kv_heads_;
   unsigned total_ = 0;  // tiles of all kv heads
@@ -93,36 +136,13 @@ class PersistentWarpTileScheduler {
  public:
   static constexpr int kSequences = 32;
 
-  // What the metadata say of this lane's sequence.
-  struct Metadata {
-    int num_seqs;
-    int q_begin, q_end;
-    int context_len;
-
-    // `early`: before the launch wait.
-    __device__ static Metadata Load(const PagedAttentionParams& params, bool early) {
-      const auto load = [early](const int32_t* from) { return early ? LoadEarly(from) : LoadBehindWait(from); };
-      const int lane = static_cast<int>(threadIdx.x) % 32;
-      // In one latency: entries past num_seqs are ignored.
-      Metadata metadata = {load(params.num_seqs), 0, 0, 0};
-      if (lane < static_cast<int>(params.max_seqs)) {
-        metadata.q_begin = load(params.query_start_loc + lane);
-        metadata.q_end = load(params.query_start_loc + lane + 1);
-        metadata.context_len = load(params.context_lens + lane);
-      }
-      return metadata;
-    }
-    __device__ bool operator==(const Metadata& other) const {
-      return num_seqs == other.num_seqs && q_begin == other.q_begin && q_end == other.q_end &&
-             context_len == other.context_len;
-    }
-  };
-
   __device__ PersistentWarpTileScheduler(unsigned group, FastDivisor kv_heads) : tiles_{group}, kv_heads_(kv_heads) {}
 
   // Must come first. max_tokens: of a sequence; longer ones are invalid. Returns whether all sequences are in order. If
   // not, the plan is good only if the metadata are `settled`: behind the launch wait.
-  __device__ bool Plan(const PagedAttentionParams& params, const Metadata& metadata, int max_tokens, bool settled) {
+  // `metadata`: of this lane's sequence.
+  __device__ bool Plan(const PagedAttentionParams& params, const ThreadMetadata& metadata, int max_tokens,
+                       bool settled) {
     const int lane = static_cast<int>(threadIdx.x) % 32;
     const int begin = metadata.q_begin, end = metadata.q_end, context_len = metadata.context_len;
     const int num_live = metadata.num_seqs >= 0 && metadata.num_seqs <= params.max_seqs ? metadata.num_seqs : -1;
@@ -152,7 +172,7 @@ class PersistentWarpTileScheduler {
   // one CTA takes all, or with kSome also some.
   template <bool kFirstSplits, bool kSome>
   __device__ void Split(const SplitKvPolicy& policy) {
-    SplitPromptKv{policy}(&prompt_);
+    SplitPromptKv</*kSharesLastRound=*/false>{policy}(&prompt_);
     if (!__any_sync(~0u, prompt_.splits > 1)) return;
     if constexpr (kFirstSplits) {
       prompt_.first_splits =

@@ -118,54 +118,66 @@ __device__ __forceinline__ void RunPrefillTma(const TmaParams& params) {
   // All CTAs wait, also those without a work tile: then this kernel ends after the one before. Behind the decode path,
   // which has waited for all that came before, they plan first; of those without a work tile one waits, and the others
   // make room for the next kernel.
-  // Where there are few sequences, each warp plans by itself. It does so while the kernel before may still run, from
+  // Where there are few sequences, each warp plans by itself. CTAs plan while the kernel before may still run, from
   // metadata that this one may still write, and again behind the wait where they have changed.
   using Scheduler = typename Traits::Scheduler;
   using WarpScheduler = typename Traits::WarpScheduler;
   using SchedulerWarp = TmaSchedulerWarp<Traits>;
   const bool few = attention.max_seqs <= WarpScheduler::kSequences;
-  bool settled = !kStartsFast || !few || behind_decode;  // nobody writes the metadata any more
+  constexpr bool kPlansManyEarly = kStartsFast && Traits::kTakesSomeSplits;  // instances for many sequences of few rows
+  const int64_t early_sequences = kPlansManyEarly ? Scheduler::kEarlySequences : WarpScheduler::kSequences;
+  const bool early = kStartsFast && !behind_decode && attention.max_seqs <= early_sequences;
+  bool settled = !early;  // nobody writes the metadata any more
   if (settled && !behind_decode) {
     WaitForPreviousKernel();
     AllowDependentLaunch();  // of the combine kernel, or of the decode path
   }
   WarpScheduler warp_scheduler(params.group.divisor, params.kv_heads);
+  Scheduler scheduler(attention, params.group.divisor, params.kv_heads, params.split_kv, cta.Storage().scheduler);
   typename SchedulerWarp::Planned first{};
   const bool is_scheduler = threadIdx.x < 32;
-  if (few) {
-    auto metadata = WarpScheduler::Metadata::Load(attention, !settled);
+  const auto find = [&](unsigned n, WorkTile* tile) {
+    return few ? warp_scheduler.Find(n, tile) : scheduler.Find(n, tile);
+  };
+  const auto is_empty = [&] { return few ? warp_scheduler.IsEmpty() : scheduler.IsEmpty(); };
+  const int seq = static_cast<int>(few ? threadIdx.x % 32 : threadIdx.x);  // whose metadata this thread reads
+  auto metadata = ThreadMetadata::Load(attention, seq, !settled);
 #pragma unroll 1
-    while (true) {
-      const bool in_order = warp_scheduler.Plan(attention, metadata, params.split_kv.max_tokens, settled);
+  while (true) {
+    bool in_order;
+    if (__builtin_expect(few, 1)) {
+      in_order = warp_scheduler.Plan(attention, metadata, params.split_kv.max_tokens, settled);
       if (is_scheduler && !warp_scheduler.IsEmpty()) {
         if (params.split_kv.enabled) {
           warp_scheduler.template Split<Traits::kTakesFirstSplits, Traits::kTakesSomeSplits>(params.split_kv);
         }
         warp_scheduler.ShrinkTail();
-        if constexpr (kStartsFast) {
-          first =
-              SchedulerWarp{cta}.PlanFirst([&](unsigned n, WorkTile* tile) { return warp_scheduler.Find(n, tile); });
-        }
       }
-      if (settled) break;
-      settled = true;
-      WaitForPreviousKernel();
-      AllowDependentLaunch();
-      const auto now = WarpScheduler::Metadata::Load(attention, /*early=*/false);
-      if (in_order && __all_sync(~0u, now == metadata)) break;
-      metadata = now;
+    } else {
+      in_order = scheduler.Plan(metadata, settled);
     }
+    if constexpr (kStartsFast) {
+      if (is_scheduler && !is_empty() && (few || kPlansManyEarly)) {
+        first = SchedulerWarp{cta}.PlanFirst(
+            [&](unsigned n, WorkTile* tile) { return kPlansManyEarly ? find(n, tile) : warp_scheduler.Find(n, tile); });
+      }
+    }
+    if (settled) break;
+    settled = true;
+    WaitForPreviousKernel();
+    AllowDependentLaunch();
+    const auto now = ThreadMetadata::Load(attention, seq, /*early=*/false);
+    const bool unchanged = in_order && now == metadata;
+    if (few ? __all_sync(~0u, unchanged) : __syncthreads_and(unchanged)) break;
+    metadata = now;
   }
-  const Scheduler scheduler(attention, params.group.divisor, params.kv_heads, params.split_kv, !few,
-                            cta.Storage().scheduler);
 
   // ---- Padding rows
   const bool fill = few ? warp_scheduler.HasPaddingRows() : scheduler.HasPaddingRows();
   if (fill && blockIdx.y == 0) FillPaddingRows<typename Traits::Element>(attention, blockIdx.x, gridDim.x);
 
   // ---- CTAs without a work tile end here
-  const bool empty = few ? warp_scheduler.IsEmpty() : scheduler.IsEmpty();
-  if (empty) {
+  if (is_empty()) {
     if (behind_decode && blockIdx.x == 0 && blockIdx.y == 0) WaitForPreviousKernel();
     return;
   }
@@ -182,10 +194,7 @@ __device__ __forceinline__ void RunPrefillTma(const TmaParams& params) {
     // ---- Producer warps
     DecreaseRegisters<Traits::kProducerRegisters>();
     const int warp = __shfl_sync(~0u, cta.thread / 32, 0);
-    const auto find = [&](unsigned n, WorkTile* tile) {
-      return few ? warp_scheduler.Find(n, tile) : scheduler.Find(n, tile);
-    };
-    const bool has_first = kStartsFast && few;
+    const bool has_first = kStartsFast && (few || kPlansManyEarly);
     if constexpr (Traits::kFloat8Cache) {
       TmaFloat8Warp<Traits>{{cta}, warp, {}, {}, {}}.Run(find, has_first, first);
     } else {

@@ -213,10 +213,9 @@ struct TmaKernelTraits : Config {
 
   // A work tile that is not full takes less time where warpgroups compute independently of each other.
   static constexpr bool kShrinksTail = Config::kOverlap == Overlap::kInterWarpgroup;
-  using Scheduler =
-      std::conditional_t<Config::kProducerWarpgroups == 0,
-                         PersistentFlatTileScheduler<kThreads, kRows, Config::kMaxSequences>,
-                         PersistentTileScheduler<kThreads, kRows, Config::kMaxSequences, Config::kClasses>>;
+  using Scheduler = std::conditional_t<
+      Config::kProducerWarpgroups == 0, PersistentFlatTileScheduler<kThreads, kRows, Config::kMaxSequences>,
+      PersistentTileScheduler<kThreads, kRows, Config::kMaxSequences, Config::kClasses, kTakesSomeSplits>>;
   using WarpScheduler = PersistentWarpTileScheduler<kRows, kShrinksTail>;
   using Rows = TileRows<FastDivisor>;
 

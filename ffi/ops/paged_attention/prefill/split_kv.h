@@ -31,6 +31,28 @@ struct KvSplits {
   XLA_GPU_HOST_DEVICE int Begin(int split) const { return split * tiles + (split < longer ? split : longer); }
 };
 
+// What sequences would have with cross-CTA splits, or without: sums over the sequences.
+struct CrossCtaSums {
+  unsigned rows;                     // of split accumulators
+  unsigned row_tiles, splits, work;  // of a kv head: row tiles, their splits, and their key tiles
+  unsigned longest;                  // not a sum: the key tiles of the longest sequence
+
+#ifdef __CUDACC__
+  __device__ void Add(const CrossCtaSums& other) {
+    rows += other.rows;
+    row_tiles += other.row_tiles;
+    splits += other.splits;
+    work += other.work;
+    longest = max(longest, other.longest);
+  }
+  // Over the lanes of a warp.
+  __device__ CrossCtaSums OfWarp() const {
+    return {__reduce_add_sync(~0u, rows), __reduce_add_sync(~0u, row_tiles), __reduce_add_sync(~0u, splits),
+            __reduce_add_sync(~0u, work), __reduce_max_sync(~0u, longest)};
+  }
+#endif
+};
+
 // How sequences are split.
 struct SplitKvPolicy {
   // Work tiles of a sequence over all kv heads and KV splits: one for each SM of an H100 or H200.
@@ -82,6 +104,9 @@ struct SplitKvPolicy {
   unsigned ctas;            // of the persistent kernel
   unsigned tile_rows;       // of its work tiles
   bool takes_first_splits;  // whether its CTAs can take some splits of their rows, beside cross-CTA splits
+  // For CrossCtaRowTiles, of more than 32 sequences: CTAs of the persistent kernel; 0 where these keep no accumulators
+  // of their own beside cross-CTA splits.
+  unsigned last_round_ctas;
 
 #ifdef __CUDACC__
   __device__ KvSplits Of(int q_len, int context_len) const {
@@ -92,8 +117,6 @@ struct SplitKvPolicy {
     const unsigned length = tiles / count;
     return {static_cast<int>(count), static_cast<int>(length), static_cast<int>(tiles - length * count)};
   }
-#endif
-#ifdef __CUDACC__
   // How many of a row tile's splits one CTA takes, the first ones of `splits`. All, where work tiles that are not split
   // keep all CTAs busy nearly to the end: cross-CTA splits would only cost their accumulators' way through memory.
   // Some, where the row tiles' are a third of the CTAs or more: about a CTA's share of all keys; the other CTAs take
@@ -129,6 +152,38 @@ struct SplitKvPolicy {
     const int room = static_cast<int>(pool_rows / all_rows);
     if (room < 2) return splits.count;
     return max(first, splits.count + 1 - room);
+  }
+  // What a sequence adds to CrossCtaSums; q_len: 0 where it has no rows of the prefill path.
+  __device__ CrossCtaSums SumsOf(int q_len, int context_len, int splits) const {
+    CrossCtaSums sums{RowsOf(splits, q_len), 0, 0, 0, 0};
+    if (last_round_ctas == 0) return sums;
+    constexpr unsigned kMostRowTiles = 1u << 10, kMostKeyTiles = 1u << 12;  // no overflow of `work`
+    sums.row_tiles = (static_cast<unsigned>(q_len * group) + tile_rows - 1) / tile_rows;
+    sums.splits = sums.row_tiles * static_cast<unsigned>(splits);
+    const unsigned tiles = context_len > 0 ? tile_keys.Divide(static_cast<unsigned>(context_len) - 1) + 1 : 0;
+    sums.longest = q_len > 0 ? min(tiles, kMostKeyTiles) : 0;
+    sums.work = min(sums.row_tiles, kMostRowTiles) * sums.longest;
+    return sums;
+  }
+  // How many row tiles of a kv head, those of the first sequences, have cross-CTA splits. All of them where these fit,
+  // and without them a CTA would have too much to do. Else a CTA takes all splits of its rows, and the row tiles are
+  // whole rounds over the CTAs, and a part of one: if few, the row tiles of the last round have cross-CTA splits, in
+  // which all CTAs share. `sums`: of the sequences of a row of the grid.
+  __device__ unsigned CrossCtaRowTiles(const CrossCtaSums& sums) const {
+    constexpr unsigned kAll = ~0u;
+    const bool fits = Fits(sums.rows);
+    if (last_round_ctas == 0) return fits ? kAll : 0;
+    const unsigned heads = static_cast<unsigned>(kv_heads), row_tiles = sums.row_tiles * heads;
+    const bool even =
+        row_tiles >= last_round_ctas && uint64_t{sums.longest} * last_round_ctas <= uint64_t{sums.work} * heads;
+    if (fits && !even) return kAll;
+    if (row_tiles < last_round_ctas) return 0;
+    const unsigned left = row_tiles % last_round_ctas;
+    const unsigned average = sums.splits / sums.row_tiles;  // splits of a row tile
+    const unsigned rounds = (left * average + last_round_ctas - 1) / last_round_ctas;
+    const bool gains = average > 1 && rounds * 5 <= average * 4;
+    const bool has_room = uint64_t{sums.rows} * left <= uint64_t{pool_rows} * row_tiles;  // about
+    return gains && has_room ? (left + heads - 1) / heads : 0;
   }
 #endif
   // The number of splits, 0 or 1 where there are none, of a sequence whose keys are in so many key tiles.
