@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 
@@ -45,6 +47,19 @@ def test_formats(frontend, weight_format, dtype):
 @pytest.mark.frontends("eager", "eager-cuda", "jax-cuda", "torch_xla-cuda")
 def test_rows(frontend, rows, weight_format):
     check(frontend, layer_cases.gated_mlp(weight_format, rows, 256, 144))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("weight_format", ["int4-zero-point", "float8-channel"])
+@pytest.mark.parametrize(
+    "hidden, dtype", [(256, "bfloat16"), (1280, "float16"), (4096, "bfloat16"), (16384, "bfloat16")]
+)
+@pytest.mark.frontends("eager-cuda")
+def test_few_rows(frontend, weight_format, hidden, dtype):
+    """Numbers of rows that differ in how a work tile's x and sums lie in shared memory."""
+    for rows, gemma in itertools.product((1, 2, 3, 4, 5, 8, 9, 16), (False, True)):
+        options = {"weight_offset": 1.0, "round_once": True} if gemma else {}
+        check(frontend, layer_cases.gated_mlp(weight_format, rows, hidden, 256, dtype, bias=gemma), **options)
 
 
 @pytest.mark.parametrize("rows", [3, 70])

@@ -6,8 +6,8 @@
 //    four has number 16 t + 4 s to 16 t + 4 s + 3 in step s. So both operands are loaded in the order in which they lie
 //    in memory.
 //  - k is divided into parts, whose sums are added in their order. Up to 8 rows the warps of a CTA have one part each,
-//    and a CTA few features: no CTA waits for another. With more rows two or more CTAs of a cluster divide the parts,
-//    since each would need all of x otherwise.
+//    and a CTA few features: no CTA waits for another. With more rows the CTAs of a cluster divide the parts, since each
+//    would need all of x otherwise.
 //
 // Sums of 128 products are multiplied by their scale and added to float32 totals. The parts, and the order of all sums,
 // depend on n and k alone and are those of sm90_converted_kernel.cuh: a row has the same bits for any number of rows.
@@ -23,8 +23,8 @@
 #include "ffi/device/mma.cuh"
 #include "ffi/device/tma_matrix.cuh"
 #include "ffi/device/wgmma.cuh"
-#include "ffi/ops/linear/sm90_epilogue.cuh"
 #include "ffi/ops/linear/sm90_int4_ahead.cuh"
+#include "ffi/ops/linear/sm90_int4_epilogue.cuh"
 #include "ffi/ops/linear/sm90_int4_range.cuh"
 #include "ffi/ops/linear/sm90_int4_traits.cuh"
 #include "ffi/ops/linear/sm90_int4_weights.cuh"
@@ -37,7 +37,7 @@ namespace xla_gpu::linear {
 template <typename Config>
 __device__ inline void LoadInt4(const Sm90Int4Args& args, int tile, int rank, int first_part, uint32_t start,
                                 Int4Stages stages, uint32_t barriers) {
-  const int loaded_bytes = stages.weight_bytes + args.x_rows * Config::kChunkK * 2;
+  const int loaded_bytes = stages.weight_bytes + stages.x_bytes;
   const auto load_weights = [&](int part, int chunk, int stage, uint32_t full) {
     ArriveExpectTx(full, loaded_bytes);
     for (int box = 0; box < args.boxes; ++box) {
@@ -68,10 +68,10 @@ __device__ inline void LoadInt4(const Sm90Int4Args& args, int tile, int rank, in
       TmaLoadMatrixColumns(start + stages.X(part, ring.stage), args.x_map, full, chunk * 4, 0, kEvictNormal);
       if (i >= ahead) load_weights(part, chunk, ring.stage, full);
     }
+    if (i == args.launch_at) AllowDependentLaunch();
     if (!any) break;
     ring.Advance(args.stages);
   }
-  AllowDependentLaunch();  // now memory has time for the next kernel's first loads
 }
 
 // The products of a warp: kTilesOfWarp times 16 weight rows, the first of which is number `first_tile` of the CTA's.
@@ -108,11 +108,11 @@ __device__ __forceinline__ void MultiplyInt4(const Sm90Int4Args& args, int work_
 #pragma unroll
     for (auto& block : total[m]) block[0] = block[1] = block[2] = block[3] = 0.0f;
   }
-  // What is read as a row past those of the box is anything, and so is what becomes of it.
+  // Rows past those of the box are read as the last one, which costs least, and nothing reads what becomes of them.
   int x_of_lane[4];
 #pragma unroll
   for (int panel = 0; panel < 4; ++panel) {
-    const int x_row = panel * args.x_rows + g;
+    const int x_row = panel * args.x_rows + min(g, args.x_rows - 1);
     x_of_lane[panel] = x_row * 128 + ((2 * t ^ x_row % 8) << 4);
   }
   PipelineState ring;
@@ -136,7 +136,9 @@ __device__ __forceinline__ void MultiplyInt4(const Sm90Int4Args& args, int work_
     }
     WaitBarrier(barriers.Full(ring.stage), ring.phase);
     const char* const weights = shared + stages.Weights(part, ring.stage) + weights_of_lane;
-    const char* const x = shared + stages.X(part, ring.stage);
+    const int x_stage = part * stages.stages + ring.stage;
+    const char* const x = shared + stages.X(x_stage);
+    const int phase = (x_stage & args.x_rows & 1) << 6;  // of the swizzle: 4 rows of 128 bytes further
 #pragma unroll
     for (int group = 0; group < 2; ++group) {
       Int4Offsets offsets[kTiles][2];
@@ -167,7 +169,7 @@ __device__ __forceinline__ void MultiplyInt4(const Sm90Int4Args& args, int work_
           uint4 b[kRowBlocks];
 #pragma unroll
           for (int block = 0; block < kRowBlocks; ++block) {
-            b[block] = *reinterpret_cast<const uint4*>(x + (x_of_lane[panel] ^ half << 4) + block * 1024);
+            b[block] = *reinterpret_cast<const uint4*>(x + (x_of_lane[panel] ^ (half << 4 | phase)) + block * 1024);
           }
           uint32_t a[kTiles][2][4];
 #pragma unroll
@@ -215,91 +217,6 @@ __device__ __forceinline__ void MultiplyInt4(const Sm90Int4Args& args, int work_
   }
 }
 
-// Four neighbouring columns of a row, added over all parts in the order of k: those of a CTA, `part_floats` after one
-// another, and the CTAs of the cluster.
-template <bool kClusters>
-__device__ inline void AddInt4Parts(const Sm90Int4Args& args, const float* sums, int part_floats, float (&total)[4]) {
-  if (args.parts == 1) {
-    AddPartials(sums, args.cluster, total);
-    return;
-  }
-  float4 values[8] = {};
-  if constexpr (kClusters) {
-    int part = 0, rank = 0;
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      if (rank >= args.cluster) continue;
-      const float* const from = sums + part * part_floats;
-      values[i] = *reinterpret_cast<const float4*>(args.cluster == 1 ? from : SharedOf(from, rank));
-      if (++part == args.parts) part = 0, ++rank;
-    }
-  } else {
-#pragma unroll
-    for (int part = 0; part < 8; ++part) {
-      if (part < args.parts) values[part] = *reinterpret_cast<const float4*>(sums + part * part_floats);
-    }
-  }
-  total[0] = values[0].x, total[1] = values[0].y, total[2] = values[0].z, total[3] = values[0].w;
-#pragma unroll
-  for (int i = 1; i < 8; ++i) {
-    if (i >= (kClusters ? args.parts * args.cluster : args.parts)) continue;
-    total[0] += values[i].x;
-    total[1] += values[i].y;
-    total[2] += values[i].z;
-    total[3] += values[i].w;
-  }
-}
-
-// Finishes this CTA's share of a work tile, by the `threads` threads that have written `sums`, [parts][rows][pitch]. A
-// thread keeps its four columns, and reads before the barrier what depends on no other thread.
-template <typename T, bool kClusters>
-__device__ __forceinline__ void FinishInt4Tile(const Sm90Int4Args& sm90, int tile, const float* sums, int part_floats,
-                                               int pitch, int rank, int threads) {
-  using Four = AlignedVector<T, 4>;
-  const LinearArgs& args = sm90.linear;
-  const bool gated = args.activation != Activation::kNone;
-  const int out_features = gated ? args.n / 2 : args.n;
-  const int tile_features = gated ? sm90.box_rows : sm90.boxes * sm90.box_rows;
-  const int first_four = tile_features / 4 * rank / sm90.cluster;
-  const int fours = tile_features / 4 * (rank + 1) / sm90.cluster - first_four;  // of a row
-  const int rows_at_once = threads / fours;
-  const int column = (first_four + static_cast<int>(threadIdx.x) % fours) * 4, feature = tile * tile_features + column;
-  int row = static_cast<int>(threadIdx.x) / fours;
-  if (row >= rows_at_once || feature >= out_features) row = args.rows;
-  const int read = feature < out_features ? feature : 0;
-  const FourFeatures<T> first(args, read), second(args, gated ? out_features + read : read);
-  if (sm90.cluster > 1) {
-    ClusterSync();
-  } else {
-    NamedBarrierSync(1, threads);
-  }
-  // With few rows little code: most of it runs once, and is not in the instruction cache.
-  constexpr int kRowsOfPass = kClusters ? 2 : 1;
-#pragma unroll kRowsOfPass
-  for (; row < args.rows; row += rows_at_once) {
-    const int64_t at = static_cast<int64_t>(row) * out_features + feature;
-    Four residual = {};
-    if (args.residual != nullptr) residual = *reinterpret_cast<const Four*>(static_cast<const T*>(args.residual) + at);
-    const float* const from = sums + row * pitch + column;
-    float values[4], factors[4];
-    AddInt4Parts<kClusters>(sm90, from, part_floats, values);
-    first.Finish(values);
-    if (gated) {
-      AddInt4Parts<kClusters>(sm90, from + tile_features, part_floats, factors);
-      second.Finish(factors);
-    }
-    Four out;
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      float value = values[j];
-      if (gated) value = Round<T>(ActivationOf<T>(args.activation, value) * factors[j]);
-      if (args.residual != nullptr) value += static_cast<float>(residual.values[j]);
-      out.values[j] = static_cast<T>(value);
-    }
-    *reinterpret_cast<Four*>(static_cast<T*>(args.out) + at) = out;
-  }
-}
-
 template <typename Config>
 __global__ void __launch_bounds__(XLA_GPU_HAS_WGMMA ? Config::kThreads : 32, Config::kCtasOfSm)
     Int4Sm90Kernel(const __grid_constant__ Sm90Int4Args args) {
@@ -309,8 +226,8 @@ __global__ void __launch_bounds__(XLA_GPU_HAS_WGMMA ? Config::kThreads : 32, Con
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
   // ---- Shared memory: the rings of all parts, barriers, sums (above 8 rows in the ring's place)
   const int features = args.boxes * args.box_rows, pitch = Int4SumPitch(features);
-  const Int4Stages stages = {features * 128, Int4StageBytes<Config>(features, args.x_rows), args.stages};
-  const int ring_bytes = stages.Weights(args.parts, 0);
+  const Int4Stages stages(args, features);
+  const int ring_bytes = stages.bytes;
   const uint32_t start = SharedAddress(shared), barriers = start + ring_bytes;
   // ---- This CTA's work tile and part of k
   const int tile = static_cast<int>(blockIdx.x) / args.cluster;
@@ -334,7 +251,7 @@ __global__ void __launch_bounds__(XLA_GPU_HAS_WGMMA ? Config::kThreads : 32, Con
     if (first_part >= min(Config::kLoadingWarps, args.parts)) return;
     if (ElectOne()) LoadInt4<Config>(args, tile, rank, first_part, start, stages, barriers);
     __syncwarp();  // the barrier of a cluster is for whole warps
-    if (args.cluster > 1) {
+    if (Config::kRowTile != 8 && args.cluster > 1) {
       ClusterSync();
       ClusterSync();
     }
@@ -358,7 +275,7 @@ __global__ void __launch_bounds__(XLA_GPU_HAS_WGMMA ? Config::kThreads : 32, Con
       reinterpret_cast<float*>(Config::kSumsBesideRing ? shared + ring_bytes + Config::kBarrierBytes : shared);
   // All loads have completed; when all warps have read them, the sums take the ring's place.
   if (!Config::kSumsBesideRing) NamedBarrierSync(1, consumers * 32);
-  const int part_floats = Config::kRowTile * pitch;
+  const int part_floats = (Config::kRowTile == 8 ? args.linear.rows : Config::kRowTile) * pitch;
   float* const to = sums + part * part_floats + first_tile * 16 + Int4RowOfLanes(lane / 4);
 #pragma unroll
   for (int block = 0; block < Config::kRowBlocks; ++block) {
@@ -374,9 +291,13 @@ __global__ void __launch_bounds__(XLA_GPU_HAS_WGMMA ? Config::kThreads : 32, Con
     }
   }
   __syncwarp();
-  FinishInt4Tile<T, Config::kRowTile != 8>(args, tile, sums, part_floats, pitch, rank, consumers * 32);
-  __syncwarp();
-  if (args.cluster > 1) ClusterSync();  // others read this CTA's sums
+  if constexpr (Config::kRowTile == 8) {
+    FinishFewRows<T>(args, tile, sums, part_floats, pitch, consumers * 32);
+  } else {
+    FinishInt4Tile<T>(args, tile, sums, part_floats, pitch, rank, consumers * 32);
+    __syncwarp();
+    if (args.cluster > 1) ClusterSync();  // others read this CTA's sums
+  }
 #endif
 }
 

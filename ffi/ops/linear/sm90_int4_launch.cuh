@@ -42,25 +42,37 @@ Status LaunchInt4Sm90(const LinearArgs& linear, Stream stream, LaunchOrder order
     args.warps_of_part =
         std::min(Config::kMostWarps / args.parts, divide(box_tiles * args.boxes, Config::kTilesOfWarp));
     args.box_rows = args.warps_of_part * Config::kTilesOfWarp * 16 / args.boxes;
-    const int stage_bytes = Int4StageBytes<Config>(args.boxes * args.box_rows, Config::kRowTile);
+    const int stage_bytes = args.boxes * args.box_rows * 128 + Int4XBytes(Config::kRowTile);
     return divide(out_features, args.box_rows) <= kMostClusters[cluster] &&
            2 * args.parts * stage_bytes <= Config::kRingBytes;
   };
-  // Above 8 rows as few CTAs as have room at once for the whole product, and for two stages of each part, but at least
-  // two if there are parts.
-  int cluster = Config::kRowTile == 8 ? 1 : std::min(parts, 2);
+  // From 9 to 16 rows each part of k has a CTA of its own: two of four warps fit an SM. Above as few CTAs as have room
+  // at once for the whole product, and for two stages of each part, but at least two if there are parts.
+  int cluster = Config::kRowTile == 8 ? 1 : Config::kCtasOfSm == 2 ? parts : std::min(parts, 2);
   while (!(parts % cluster == 0 && divide_k(cluster)) && Config::kRowTile > 8 && cluster < parts) ++cluster;
   const int features = args.boxes * args.box_rows, tiles = divide(out_features, args.box_rows);
+  args.inverse_of_features = (1 << kInverseShift) / (gated ? args.box_rows : features) + 1;
   args.weights_first = order == LaunchOrder::kDependent;
   args.x_rows = Config::kRowTile == 8 ? std::min(linear.rows, Config::kRowTile) : Config::kRowTile;
-  const int stage_bytes = Int4StageBytes<Config>(features, args.x_rows);
-  const int sum_bytes = args.parts * Config::kRowTile * Int4SumPitch(features) * 4;
-  args.stages =
-      std::min({Config::kMaxStages, Config::kRingBytes / (args.parts * stage_bytes), divide(args.chunks, parts)});
+  const int stage_bytes = features * 128 + Int4XBytes(args.x_rows);
+  const int sum_rows = Config::kRowTile == 8 ? linear.rows : Config::kRowTile;
+  const int sum_bytes = args.parts * sum_rows * Int4SumPitch(features) * 4;
+  const int longest = divide(args.chunks, parts);
+  int most = Config::kRingBytes, least = Config::kLeastBytes;
+  if (Config::kRowTile == 8) {
+    // A CTA of a gated product and one of the next product fit an SM, but not two of the latter: a grid that starts
+    // while the one in front ends would otherwise have some SMs with two of its CTAs, and wait for those.
+    most = (gated ? Config::kHalfBytes : Config::kMoreThanHalfBytes) - Config::kBarrierBytes - sum_bytes;
+    if (!gated) least = Config::kMoreThanHalfBytes;
+  }
+  args.stages = std::min({Config::kMaxStages, most / (args.parts * stage_bytes), longest});
+  // Behind a gated product another one starts, and loads its first weights: when no CTA of this one has ended. Other
+  // kernels start when the last loads have.
+  args.launch_at = gated ? std::max(longest - 2 * args.stages, 0) : longest - 1;
   const int ring_bytes = args.parts * args.stages * stage_bytes;
   int bytes = ring_bytes + Config::kBarrierBytes;
   bytes = Config::kSumsBesideRing ? bytes + sum_bytes : std::max(bytes, sum_bytes);
-  bytes = std::max(bytes, Config::kLeastBytes);
+  bytes = std::max(bytes, least);
   if (!EncodeMatrix(linear.weight, static_cast<uint64_t>(linear.n), static_cast<uint64_t>(linear.weight_row_bytes),
                     static_cast<uint32_t>(args.box_rows), &args.weight_map) ||
       !EncodeMatrixColumns(linear.x, static_cast<uint64_t>(linear.rows), static_cast<uint64_t>(linear.k) * 2,

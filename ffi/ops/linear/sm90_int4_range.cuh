@@ -15,14 +15,25 @@ struct ChunkRange {
       : begin(args.part_begin[rank * args.parts + part]), end(args.part_begin[rank * args.parts + part + 1]) {}
 };
 
+// Shared memory: the weights of all parts' stages, and their x behind them.
 struct Int4Stages {
   int weight_bytes;  // of a stage
-  int bytes;         // of a stage, with x
+  int x_bytes;       // of a stage
   int stages;        // of a part
+  int x_start;
+  int bytes;  // of all this
+
+  __device__ Int4Stages(const Sm90Int4Args& args, int features)
+      : weight_bytes(features * 128),
+        x_bytes(Int4XBytes(args.x_rows)),
+        stages(args.stages),
+        x_start(args.parts * args.stages * weight_bytes),
+        bytes(x_start + args.parts * args.stages * x_bytes) {}
 
   // From the start of shared memory.
-  __device__ int Weights(int part, int stage) const { return (part * stages + stage) * bytes; }
-  __device__ int X(int part, int stage) const { return Weights(part, stage) + weight_bytes; }
+  __device__ int Weights(int part, int stage) const { return (part * stages + stage) * weight_bytes; }
+  __device__ int X(int index) const { return x_start + index * x_bytes; }
+  __device__ int X(int part, int stage) const { return X(part * stages + stage); }
 };
 
 }  // namespace xla_gpu::linear

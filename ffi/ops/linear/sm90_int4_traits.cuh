@@ -12,22 +12,27 @@ namespace xla_gpu::linear {
 struct Sm90Int4Args : Sm90Args {
   int parts;
   int warps_of_part;
-  int stages;         // of each part's ring
-  int x_rows;         // of a TMA box of x: up to 8 rows no more than there are
-  int part_begin[9];  // the first chunk of each part of k, and the end of the last one
+  int stages;               // of each part's ring
+  int launch_at;            // the load of each part behind which the next kernel may start
+  int x_rows;               // of a TMA box of x: up to 8 rows no more than there are
+  int part_begin[9];        // the first chunk of each part of k, and the end of the last one
+  int inverse_of_features;  // up to 8 rows: 2^kInverseShift / the features of a work tile's results, rounded up
 };
+
+// With it a number below 8 * 256 is divided by at most 256.
+inline constexpr int kInverseShift = 20;
 
 template <typename T_, int kRowTile_>
 struct Int4Traits {
   using T = T_;
   static constexpr int kRowTile = kRowTile_;
   static constexpr int kRowBlocks = kRowTile / 8;
-  static constexpr bool kSumsBesideRing = kRowTile == 8;  // otherwise they take its place
-  static constexpr int kTilesOfWarp = 2;                  // of 16 weight rows
-  static constexpr int kMostWarps = 8;                    // that multiply
-  static constexpr int kLoadingWarps = 2;                 // at most, one for a part
-  // Up to 8 rows the next kernel's CTA fits an SM beside this one's, and loads while this one ends.
-  static constexpr int kCtasOfSm = kRowTile == 8 ? 2 : 1;
+  static constexpr bool kSumsBesideRing = kRowTile == 8;     // otherwise they take its place
+  static constexpr int kTilesOfWarp = 2;                     // of 16 weight rows
+  static constexpr int kMostWarps = kRowTile == 16 ? 4 : 8;  // that multiply
+  static constexpr int kLoadingWarps = 2;                    // at most, one for a part
+  // With two the next kernel's CTA fits an SM beside this one's, and loads while this one ends.
+  static constexpr int kCtasOfSm = kRowTile <= 16 ? 2 : 1;
   static constexpr bool kMovesRegisters = kCtasOfSm == 1;  // from the threads that load to those that multiply
   static constexpr int kThreads = (kMostWarps + (kMovesRegisters ? 4 : kLoadingWarps)) * 32;
   static constexpr int kChunkK = 256;          // 128 bytes of a weight row: a stage's
@@ -35,14 +40,13 @@ struct Int4Traits {
   static constexpr int kMaxStages = 8;
   static constexpr int kBarrierBytes = 2 * 8 * kMaxStages * 8;            // of up to 8 parts
   static constexpr int kRingBytes = (kCtasOfSm == 2 ? 102 : 216) * 1024;  // at most
-  static constexpr int kLeastBytes = kCtasOfSm == 2 ? 0 : 116 * 1024;     // no two CTAs of a kernel on an SM
+  // Two CTAs, each with 1 KB besides, fill an SM: one of either size, or two of the first.
+  static constexpr int kHalfBytes = 112 * 1024 + 512, kMoreThanHalfBytes = 113 * 1024 + 512;
+  static constexpr int kLeastBytes = kCtasOfSm == 2 ? 0 : 116 * 1024;  // no two CTAs of a kernel on an SM
 };
 
-// Of a stage, which begins at a swizzle atom.
-template <typename Config>
-constexpr int Int4StageBytes(int features, int x_rows) {
-  return features * 128 + (x_rows * Config::kChunkK * 2 + 1023) / 1024 * 1024;
-}
+// Of a chunk's x.
+constexpr int Int4XBytes(int x_rows) { return x_rows * 512; }
 
 // Where the barriers of a part's ring are, as shared-memory addresses.
 struct Int4Barriers {

@@ -1,0 +1,146 @@
+// From the sums of the parts of k to results, in the kernel of sm_90a for int4 weights.
+#ifndef XLA_GPU_OPS_LINEAR_SM90_INT4_EPILOGUE_CUH_
+#define XLA_GPU_OPS_LINEAR_SM90_INT4_EPILOGUE_CUH_
+
+#include <cstdint>
+
+#include "ffi/device/aligned_vector.h"
+#include "ffi/device/cluster.cuh"
+#include "ffi/device/mbarrier.cuh"
+#include "ffi/ops/linear/epilogue.cuh"
+#include "ffi/ops/linear/sm90_epilogue.cuh"
+#include "ffi/ops/linear/sm90_int4_traits.cuh"
+
+namespace xla_gpu::linear {
+
+// Four neighbouring columns of a row, added over all parts in the order of k: those of a CTA, `part_floats` after one
+// another, and the CTAs of the cluster.
+__device__ inline void AddInt4Parts(const Sm90Int4Args& args, const float* sums, int part_floats, float (&total)[4]) {
+  if (args.parts == 1) {
+    AddPartials(sums, args.cluster, total);
+    return;
+  }
+  float4 values[8] = {};
+  int part = 0, rank = 0;
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    if (rank >= args.cluster) continue;
+    const float* const from = sums + part * part_floats;
+    values[i] = *reinterpret_cast<const float4*>(args.cluster == 1 ? from : SharedOf(from, rank));
+    if (++part == args.parts) part = 0, ++rank;
+  }
+  total[0] = values[0].x, total[1] = values[0].y, total[2] = values[0].z, total[3] = values[0].w;
+#pragma unroll
+  for (int i = 1; i < 8; ++i) {
+    if (i >= args.parts * args.cluster) continue;
+    total[0] += values[i].x;
+    total[1] += values[i].y;
+    total[2] += values[i].z;
+    total[3] += values[i].w;
+  }
+}
+
+// Finishes this CTA's share of a work tile, by the `threads` threads that have written `sums`, [parts][rows][pitch]. A
+// thread keeps its four columns, and reads before the barrier what depends on no other thread.
+template <typename T>
+__device__ __forceinline__ void FinishInt4Tile(const Sm90Int4Args& sm90, int tile, const float* sums, int part_floats,
+                                               int pitch, int rank, int threads) {
+  using Four = AlignedVector<T, 4>;
+  const LinearArgs& args = sm90.linear;
+  const bool gated = args.activation != Activation::kNone;
+  const int out_features = gated ? args.n / 2 : args.n;
+  const int tile_features = gated ? sm90.box_rows : sm90.boxes * sm90.box_rows;
+  const int first_four = tile_features / 4 * rank / sm90.cluster;
+  const int fours = tile_features / 4 * (rank + 1) / sm90.cluster - first_four;  // of a row
+  const int rows_at_once = threads / fours;
+  const int column = (first_four + static_cast<int>(threadIdx.x) % fours) * 4, feature = tile * tile_features + column;
+  int row = static_cast<int>(threadIdx.x) / fours;
+  if (row >= rows_at_once || feature >= out_features) row = args.rows;
+  const int read = feature < out_features ? feature : 0;
+  const FourFeatures<T> first(args, read), second(args, gated ? out_features + read : read);
+  Four residual = {};
+  const auto load_residual = [&] {
+    if (args.residual == nullptr || row >= args.rows) return;
+    const auto* const from = static_cast<const T*>(args.residual) + static_cast<int64_t>(row) * out_features + feature;
+    residual = *reinterpret_cast<const Four*>(from);
+  };
+  load_residual();
+  if (sm90.cluster > 1) {
+    ClusterSync();
+  } else {
+    NamedBarrierSync(1, threads);
+  }
+#pragma unroll 2
+  while (row < args.rows) {
+    const int64_t at = static_cast<int64_t>(row) * out_features + feature;
+    const float* const from = sums + row * pitch + column;
+    float values[4], factors[4];
+    AddInt4Parts(sm90, from, part_floats, values);
+    first.Finish(values);
+    if (gated) {
+      AddInt4Parts(sm90, from + tile_features, part_floats, factors);
+      second.Finish(factors);
+    }
+    Four out;
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      float value = values[j];
+      if (gated) value = Round<T>(ActivationOf<T>(args.activation, value) * factors[j]);
+      if (args.residual != nullptr) value += static_cast<float>(residual.values[j]);
+      out.values[j] = static_cast<T>(value);
+    }
+    *reinterpret_cast<Four*>(static_cast<T*>(args.out) + at) = out;
+    row += rows_at_once;
+    load_residual();
+  }
+}
+
+// The same up to 8 rows, where no other CTA has sums: a feature of a row by each thread, and little code, since most of
+// it runs once and is not in the instruction cache.
+template <typename T>
+__device__ __forceinline__ void FinishFewRows(const Sm90Int4Args& sm90, int tile, const float* sums, int part_floats,
+                                              int pitch, int threads) {
+  const LinearArgs& args = sm90.linear;
+  const bool gated = args.activation != Activation::kNone;
+  const int out_features = gated ? args.n / 2 : args.n;
+  const int tile_features = gated ? sm90.box_rows : sm90.boxes * sm90.box_rows, first = tile * tile_features;
+  const int elements = args.rows * tile_features;
+  const auto load = [](const void* array, int64_t i) {
+    return array == nullptr ? 0.0f : static_cast<float>(static_cast<const T*>(array)[i]);
+  };
+  int i = static_cast<int>(threadIdx.x), row, column;
+  int64_t at;
+  float bias = 0.0f, factor_bias = 0.0f, residual = 0.0f;
+  const auto find = [&] {
+    if (i >= elements) return;
+    row = i * sm90.inverse_of_features >> kInverseShift, column = i - row * tile_features;
+    if (first + column >= out_features) return;
+    at = static_cast<int64_t>(row) * out_features + first + column;
+    bias = load(args.bias, first + column);
+    if (gated) factor_bias = load(args.bias, out_features + first + column);
+    residual = load(args.residual, at);
+  };
+  find();
+  NamedBarrierSync(1, threads);
+  while (i < elements) {
+    if (first + column < out_features) {
+      const float* const from = sums + row * pitch + column;
+      const int second = gated ? tile_features : 0;  // where what the gate multiplies lies
+      float value = from[0], factor = from[second];
+      for (int part = 1; part < sm90.parts; ++part) {
+        value += from[part * part_floats];
+        factor += from[part * part_floats + second];
+      }
+      value = Round<T>(value + bias);
+      if (gated) value = Round<T>(ActivationOf<T>(args.activation, value) * Round<T>(factor + factor_bias));
+      if (args.residual != nullptr) value += residual;
+      static_cast<T*>(args.out)[at] = static_cast<T>(value);
+    }
+    i += threads;
+    find();
+  }
+}
+
+}  // namespace xla_gpu::linear
+
+#endif  // XLA_GPU_OPS_LINEAR_SM90_INT4_EPILOGUE_CUH_
