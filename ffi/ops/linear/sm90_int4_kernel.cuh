@@ -6,8 +6,8 @@
 //    four has number 16 t + 4 s to 16 t + 4 s + 3 in step s. So both operands are loaded in the order in which they lie
 //    in memory.
 //  - k is divided into parts, whose sums are added in their order. Up to 8 rows the warps of a CTA have one part each,
-//    and a CTA few features: no CTA waits for another. With more rows the CTAs of a cluster divide the parts, since each
-//    would need all of x otherwise.
+//    and a CTA few features: no CTA waits for another. With more rows the CTAs of a cluster divide the parts, since
+//    each would need all of x otherwise.
 //
 // Sums of 128 products are multiplied by their scale and added to float32 totals. The parts, and the order of all sums,
 // depend on n and k alone and are those of sm90_converted_kernel.cuh: a row has the same bits for any number of rows.
