@@ -351,3 +351,10 @@ def test_axes_of_size_one(platform):
     sums = jax.jit(xg.linear)(devices.shard(mesh, x, "tp"), devices.shard(mesh, weight))
     np.testing.assert_array_equal(np.asarray(sums), x @ weight.T)
     assert sums.sharding.shard_shape(sums.shape) == (4, 16)
+
+
+def test_arrays_of_several_devices_are_named():
+    mesh = devices.mesh("cpu", tp=2)
+    x, other = (jax.device_put(np.ones((3, 4), np.float32), device) for device in mesh.devices)
+    with pytest.raises(ValueError, match=r"Got argument a of simple_add with shape float32\[3,4\]"):
+        xg.simple_add(x, other)

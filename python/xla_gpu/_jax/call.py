@@ -114,22 +114,40 @@ def _run(call: OpCall, arrays: list[Any], reduced_axes: frozenset[str] = frozens
     if axes or reduced_axes:  # inside jax.shard_map: the arrays are a device's own
         # What says over which mesh the results vary must not outlive that mesh's context.
         function = _function.__wrapped__(call, axes)
-    elif call.partitioning is None:
-        function = _function(call, axes)
+    elif not any(isinstance(array, jax.core.Tracer) for array in arrays):
+        # A program of its own: JAX would trace the function anew for each call, and not look at shardings.
+        function = _program(call, _explicit_shardings(call, arrays))
     else:
-        function = _partitioned(call)
-        if (shardings := explicit_shardings(call, arrays)) is not None:
-            function = jax.sharding.auto_axes(function, out_sharding=shardings)
-        if any(_is_sharded(array) for array in arrays):
-            function = jax.jit(function)  # outside of jit JAX would run it without looking at shardings
+        function = _divided(call, _explicit_shardings(call, arrays))
     results = function(*arrays)[: len(call.results)]
     return results[0] if len(results) == 1 else tuple(results)
 
 
-def _is_sharded(array: Any) -> bool:
-    if isinstance(array, jax.core.Tracer) or not isinstance(array, jax.Array):
-        return False
-    return len(array.sharding.device_set) > 1
+def _explicit_shardings(call: OpCall, arrays: list[Any]) -> tuple[Any, ...] | None:
+    return None if call.partitioning is None else explicit_shardings(call, arrays)
+
+
+def _divided(call: OpCall, shardings: tuple[Any, ...] | None) -> Callable[..., Any]:
+    """``call`` as a function of its operands; shardings: of its results, where types have them."""
+    if call.partitioning is None:
+        return _function(call, frozenset())
+    function = _partitioned(call)
+    return function if shardings is None else jax.sharding.auto_axes(function, out_sharding=shardings)
+
+
+@functools.lru_cache(maxsize=CACHED_CALLS)
+def _program(call: OpCall, shardings: tuple[Any, ...] | None) -> Callable[..., Any]:
+    divided = _divided(call, shardings)
+
+    def program(*arrays: Any) -> Any:
+        return divided(*arrays)
+
+    # As JAX's errors name them: arrays on several devices, for example.
+    program.__name__ = program.__qualname__ = call.name
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    parameters = [inspect.Parameter(name, kind) for name in call.operand_names]
+    program.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    return cast(Callable[..., Any], jax.jit(program))
 
 
 @functools.lru_cache(maxsize=CACHED_CALLS)
