@@ -6,7 +6,8 @@
 
 Prints every failure with the smallest input that shows it, as an expression for tests/fuzz/regressions.py, and a line
 of JSON with what was checked so far, by operator: every --every seconds, after SIGTERM or SIGINT, and at the end, which
-is after --minutes at the latest, whatever it is doing then. Ends with 1 if something failed.
+is after --minutes at the latest, whatever it is doing then. With --jobs it waits a minute more for processes that have
+not ended, until the next SIGTERM or SIGINT. Ends with 1 if something failed.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import sys
 import threading
 import time
 import warnings
+from collections.abc import Sequence
 
 from tests.common import machine
 from tests.fuzz import progress
@@ -32,6 +34,9 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 EXAMPLES = 50  # inputs of a round: a seed repeats a round
 AHEAD = 4  # seconds by which the processes of --jobs end before this one
+# Seconds after which one of them that has not ended hangs: the thread that ends it waits for the call that holds the
+# GIL, and the driver frees the GPU's memory before the process is gone.
+GRACE = 60
 COUNTS = ("rounds", "inputs", "calls")
 
 
@@ -81,6 +86,14 @@ class Found:
     def __init__(self) -> None:
         self.failures: list[str] = []
         self.rounds: collections.Counter[str] = collections.Counter()
+        self.under_way: dict = {}
+
+    def attempt_round(self, kind: str, seed: int, *arguments) -> None:
+        from tests.fuzz import run
+
+        self.rounds[kind] += 1
+        self.under_way = {"kind": kind, "seed": seed}
+        self.attempt(run.run, kind, seed, *arguments)
 
     def attempt(self, what, *arguments) -> None:
         try:
@@ -97,7 +110,7 @@ class Found:
             failures += 1
             progress.say(f"FAILED, not made small yet: {unfinished}")
         counts = {name: dict(getattr(checks, name, {})) for name in ("inputs", "calls")}
-        return {"rounds": dict(self.rounds), **counts, "failures": failures}
+        return {"rounds": dict(self.rounds), **counts, "failures": failures, "under_way": self.under_way}
 
 
 def _fuzz(args: argparse.Namespace, seed: int, found: Found) -> None:
@@ -121,14 +134,12 @@ def _fuzz(args: argparse.Namespace, seed: int, found: Found) -> None:
     kinds = args.kind or list(run.KINDS)
     if args.examples:
         for kind in kinds:
-            found.rounds[kind] += 1
-            found.attempt(run.run, kind, seed, args.examples, chosen)
+            found.attempt_round(kind, seed, args.examples, chosen)
         return
     turns, weights = random.Random(seed), [run.WEIGHTS[kind] for kind in kinds]
     while True:  # the reporter ends it
         (kind,) = turns.choices(kinds, weights)
-        found.rounds[kind] += 1
-        found.attempt(run.run, kind, seed, EXAMPLES, chosen)
+        found.attempt_round(kind, seed, EXAMPLES, chosen)
         seed = (seed + 1) % 2**32
         forget()
 
@@ -143,17 +154,18 @@ class Worker:
         self._reader.start()
 
     def _read(self) -> None:
-        for line in self.process.stdout:
-            if line.startswith("{"):
-                self.summary = json.loads(line)
-            elif not line.startswith(("without", "seed")):
-                progress.say(f"[{self.process.pid}] {line.rstrip()}")
+        with self.process.stdout as lines:
+            for line in lines:
+                if line.startswith("{"):
+                    self.summary = json.loads(line)
+                elif not line.startswith(("without", "seed")):
+                    progress.say(f"[{self.process.pid}] {line.rstrip()}")
 
     def running(self) -> bool:
         return self.process.poll() is None
 
     def end(self) -> bool:
-        """Whether it ended by itself, as its summary says. What it printed has been read then."""
+        """Whether it has ended by itself, as its summary says. One that runs is killed. All it printed is read then."""
         status = self.process.poll()
         if status is None:
             self.process.kill()
@@ -161,8 +173,18 @@ class Worker:
         ok = status == (1 if self.summary["failures"] else 0)
         if not ok:
             ended = "did not end" if status is None else f"ended with {status}"
+            if at := self.summary.get("under_way"):
+                ended += f" in a round of {at['kind']} with seed {at['seed']}"
             progress.say(f"FAILED: process {self.process.pid} {ended}; its last summary: {json.dumps(self.summary)}")
         return ok
+
+
+def wait_for_end(workers: Sequence[Worker], seconds: float) -> None:
+    """Returns when all have ended, after SIGTERM or SIGINT, and after ``seconds`` at the latest."""
+    started = time.monotonic()
+    while any(worker.running() for worker in workers) and (left := seconds - (time.monotonic() - started)) > 0:
+        if signal.sigtimedwait(progress.ENDS, min(0.2, left)):
+            return
 
 
 def _in_processes(args: argparse.Namespace, seed: int) -> None:
@@ -198,6 +220,10 @@ def _in_processes(args: argparse.Namespace, seed: int) -> None:
         elif time.monotonic() - started >= due:
             progress.say(json.dumps(total()))
             due += args.every
+    if late := [worker for worker in workers if worker.running()]:
+        progress.say(json.dumps(total()))
+        progress.say(f"{len(late)} processes have not ended: they have {GRACE} s more")
+        wait_for_end(late, GRACE)
     summary = total(crashed=sum(not worker.end() for worker in workers))
     progress.say(json.dumps(summary))
     sys.exit(1 if summary["failures"] else 0)

@@ -6,11 +6,12 @@ import json
 import signal
 import subprocess
 import sys
+import time
 
 import pytest
 
 from tests.common import frontends
-from tests.fuzz.__main__ import Found
+from tests.fuzz.__main__ import Found, Worker, wait_for_end
 
 COMMAND = [sys.executable, "-m", "tests.fuzz", "--frontend=eager", "--kind=add", "--every=0.5"]
 
@@ -55,3 +56,27 @@ def test_a_failure_that_is_not_small_yet_is_told(monkeypatch, capsys):
     monkeypatch.setattr(run, "found", run.Failure("add", 7, "an input", AssertionError("wrong")))
     assert found.summary()["failures"] == 1
     assert "add, seed 7: wrong" in capsys.readouterr().out
+
+
+def a_process_that(does):
+    """Prints a summary, then does this."""
+    summary = json.dumps({"seconds": 89.0, "failures": 0, "under_way": {"kind": "linear", "seed": 7}})
+    return Worker([sys.executable, "-c", f"import time; print({summary!r}, flush=True); {does}"])
+
+
+def test_a_process_that_ends_late_is_waited_for(capsys):
+    worker = a_process_that("time.sleep(1)")
+    wait_for_end([worker], 60)
+    assert worker.end()
+    assert worker.summary["seconds"] == 89.0
+    assert not capsys.readouterr().out
+
+
+def test_a_process_that_hangs_is_a_failure(capsys):
+    worker = a_process_that("time.sleep(600)")
+    while worker.running() and not worker.summary["seconds"]:
+        time.sleep(0.01)
+    wait_for_end([worker], 0.5)
+    assert not worker.end()
+    assert worker.process.wait() < 0
+    assert "did not end in a round of linear with seed 7; its last summary: {" in capsys.readouterr().out
