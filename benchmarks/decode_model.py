@@ -55,7 +55,10 @@ Gather = Callable[[jax.Array], jax.Array]
 
 
 def exchanged_sum(x: jax.Array, group: xg.DeviceGroup) -> jax.Array:
-    """The sum over the ranks: each sums its share of the rows, in the order of ranks, and sends it to all."""
+    """The sum over the ranks: each sums its share of the rows, in the order of ranks, and sends it to all.
+
+    Of more than two ranks, x must have a multiple of their number of rows.
+    """
     size, axis = group.size, group.axis
     if size == 2:
         return x + jax.lax.ppermute(x, axis, [(0, 1), (1, 0)])
@@ -76,7 +79,12 @@ def exchanged_sum(x: jax.Array, group: xg.DeviceGroup) -> jax.Array:
     return total.reshape(x.shape)
 
 
+# Over several devices.
+JOINS = ("psum", "exchange", "all_reduce", "all_reduce_add_rms_norm")
+
+
 def joins(group: xg.DeviceGroup | None) -> dict[str, Join]:
+    """By name: the sum over the ranks, its sum with the residual, and the norm of that."""
     if group is None:
 
         def alone(x: jax.Array, residual: jax.Array, weight: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -100,12 +108,7 @@ def joins(group: xg.DeviceGroup | None) -> dict[str, Join]:
     def fused(x: jax.Array, residual: jax.Array, weight: jax.Array) -> tuple[jax.Array, jax.Array]:
         return xg.all_reduce_add_rms_norm(x, residual, weight, eps=EPS, group=group)
 
-    return {
-        "psum": with_psum,
-        "exchange": with_exchange,
-        "all_reduce": with_all_reduce,
-        "all_reduce_add_rms_norm": fused,
-    }
+    return dict(zip(JOINS, (with_psum, with_exchange, with_all_reduce, fused), strict=True))
 
 
 def gathers(group: xg.DeviceGroup | None, name: str) -> Gather | None:

@@ -29,6 +29,7 @@ import xla_gpu.jax as xg
 from . import kernel_times
 from .decode_model import (
     CACHE_SPEC,
+    JOINS,
     PAGE_SIZE,
     SHAPES,
     Options,
@@ -98,13 +99,37 @@ def profile(
     return state
 
 
+def can_exchange(rows: int, ranks: int, parts: int) -> bool:
+    """Whether the rows of a part are divided over the ranks in equal shares."""
+    return ranks == 2 or rows // parts % ranks == 0
+
+
+def wrong_option(arguments: argparse.Namespace) -> str | None:
+    """What is wrong with --joins and --row-parts, if anything."""
+    parts, ranks = arguments.row_parts, arguments.tensor_parallel
+    known = JOINS if ranks > 1 else ("one",)
+    if unknown := set(arguments.joins or ()) - set(known):
+        return f"--joins: expected some of {', '.join(known)} over {ranks} GPUs, got {min(unknown)}"
+    if parts < 1:
+        return f"--row-parts: expected a positive number, got {parts}"
+    if parts > 1 and (arguments.blocks or not arguments.prefill):
+        return "--row-parts: expected --prefill, and no --blocks"
+    for case in arguments.cases:
+        batch, context = map(int, case.split("x"))
+        rows = batch * (context if arguments.prefill else 1)
+        if rows % parts:
+            return f"--row-parts: expected a divisor of the {rows} rows of {case}, got {parts}"
+        if "exchange" in (arguments.joins or ()) and not can_exchange(rows, ranks, parts):
+            return f"--joins: exchange: expected a multiple of {ranks} rows in each part, got {rows // parts} of {case}"
+    return None
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tensor-parallel", type=int, default=1)
     parser.add_argument("--shape", choices=SHAPES, default="llama3-8b")
     parser.add_argument("--cases", nargs="+", default=["1x1024", "32x1024", "64x2048"], metavar="SEQUENCESxCONTEXT")
-    names = "psum, exchange, all_reduce, all_reduce_add_rms_norm"
-    parser.add_argument("--joins", nargs="+", help=f"{names} (default: all)")
+    parser.add_argument("--joins", nargs="+", help=f"{', '.join(JOINS)} (default: all that take the rows)")
     parser.add_argument(
         "--fused",
         action=argparse.BooleanOptionalAction,
@@ -138,6 +163,8 @@ def main() -> None:
     )
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
+    if wrong := wrong_option(arguments):
+        parser.error(wrong)
     ranks, shape = arguments.tensor_parallel, SHAPES[arguments.shape]
     *_, layers, _, heads, kv_heads, head_dim = shape
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:ranks]), ("tp",))
@@ -163,6 +190,8 @@ def main() -> None:
             limit = (weight_bytes + batch * context * layers * kv_heads * head_dim * 4) / BYTES_PER_SECOND / ranks * 1e3
             for name, join in joins(group).items():
                 if arguments.joins and name not in arguments.joins:
+                    continue
+                if name == "exchange" and not can_exchange(batch * new, ranks, arguments.row_parts):
                     continue
                 local = (heads // ranks, kv_heads // ranks, head_dim)
                 axis = "tp" if ranks > 1 else None

@@ -50,6 +50,8 @@ class StepOptions:
             object.__setattr__(self, "features_first", True)
         if unknown := self.operators - set(OPERATORS):
             raise ValueError(f"--operators: expected none or some of {', '.join(OPERATORS)}, got {min(unknown)}")
+        if self.overlap_rows < 2:
+            raise ValueError(f"overlap_rows: expected a number from 2, got {self.overlap_rows}")
         for name, value, most in (("top_p", self.top_p, 1), ("min_p", self.min_p, 1)):
             if not 0 <= value <= most:
                 raise ValueError(f"--{name.replace('_', '-')}: expected a number from 0 to 1, got {value}")

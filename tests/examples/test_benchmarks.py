@@ -59,3 +59,26 @@ def test_rows_in_parts_give_the_same_tokens(tmp_path):
     whole = prefill(tmp_path, "--joins", "all_reduce")
     assert prefill(tmp_path, "--joins", "exchange", "--row-parts", "2") == whole
     assert prefill(tmp_path, "--joins", "exchange", "--row-parts", "4") == whole
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (["--joins", "sum"], "--joins: expected some of one over 1 GPUs, got sum"),
+        (["--prefill", "--row-parts", "0"], "--row-parts: expected a positive number, got 0"),
+        (["--row-parts", "2"], "--row-parts: expected --prefill, and no --blocks"),
+        (["--prefill", "--row-parts", "3"], "--row-parts: expected a divisor of the 64 rows of 1x64, got 3"),
+        (
+            ["--tensor-parallel", "4", "--joins", "exchange"],
+            "--joins: exchange: expected a multiple of 4 rows in each part, got 1 of 1x64",
+        ),
+    ],
+)
+def test_options_that_do_not_fit_together(options, expected, monkeypatch, capsys):
+    pytest.importorskip("jax")
+    from benchmarks import decode_step
+
+    monkeypatch.setattr(sys, "argv", ["decode_step", "--shape", "tiny", "--cases", "1x64", *options])
+    with pytest.raises(SystemExit):
+        decode_step.main()
+    assert expected in capsys.readouterr().err
