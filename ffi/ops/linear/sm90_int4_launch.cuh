@@ -66,8 +66,8 @@ Status LaunchInt4Sm90(const LinearArgs& linear, Stream stream, LaunchOrder order
     if (!gated) least = Config::kMoreThanHalfBytes;
   }
   args.stages = std::min({Config::kMaxStages, most / (args.parts * stage_bytes), longest});
-  // Behind a gated product another one starts, and loads its first weights: when no CTA of this one has ended. Other
-  // kernels start when the last loads have.
+  // Behind a gated product the next one starts, and loads its first weights, while all CTAs of this one still run.
+  // Behind others the next kernel starts when the last loads have.
   args.launch_at = gated ? std::max(longest - 2 * args.stages, 0) : longest - 1;
   const int ring_bytes = args.parts * args.stages * stage_bytes;
   int bytes = ring_bytes + Config::kBarrierBytes;

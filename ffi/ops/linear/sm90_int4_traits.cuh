@@ -40,7 +40,7 @@ struct Int4Traits {
   static constexpr int kMaxStages = 8;
   static constexpr int kBarrierBytes = 2 * 8 * kMaxStages * 8;            // of up to 8 parts
   static constexpr int kRingBytes = (kCtasOfSm == 2 ? 102 : 216) * 1024;  // at most
-  // Two CTAs, each with 1 KB besides, fill an SM: one of either size, or two of the first.
+  // Two CTAs, each with 1 KB besides, fill an SM: one of each size, or two of the first.
   static constexpr int kHalfBytes = 112 * 1024 + 512, kMoreThanHalfBytes = 113 * 1024 + 512;
   static constexpr int kLeastBytes = kCtasOfSm == 2 ? 0 : 116 * 1024;  // no two CTAs of a kernel on an SM
 };

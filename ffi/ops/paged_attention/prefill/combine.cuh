@@ -176,7 +176,7 @@ __global__ void __launch_bounds__(kCombineThreads, kCombineCtasPerSm)
         fits = policy.Fits(all.rows);
         if constexpr (kSharesLastRound) {
           crossing_tiles = policy.CrossCtaRowTiles(all);
-          fits = crossing_tiles == ~0u;
+          fits = crossing_tiles == SplitKvPolicy::kAllRowTiles;
         }
       }
     }

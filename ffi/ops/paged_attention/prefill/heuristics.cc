@@ -23,9 +23,6 @@ constexpr TmaTileCost kTmaTileCosts[] = {{TmaInstance::kRows192, 192, 4.8, 2.0},
                                          {TmaInstance::kRows128, 128, 3.5, 1.5},
                                          {TmaInstance::kRows64, 64, 2.5, 1.1}};
 
-// Sequences for which SplitKvPolicy::FirstSplits applies.
-constexpr int64_t kMostWithFirstSplits = 32;
-
 // The sequences of a call, if they are of one length and their contexts take all the room.
 struct Sequences {
   int64_t count, tokens, context;
@@ -70,8 +67,8 @@ bool SuitsAlternating(const PagedAttentionParams& shapes, const SplitKvPolicy& p
     return true;
   }
   const int64_t large_tiles = (shapes.num_tokens * group + 127) / 128 * shapes.num_kv_heads;
-  *instance = crosses && sequences.count <= kMostWithFirstSplits ? TmaInstance::kRows64Alternating
-                                                                 : TmaInstance::kRows128Alternating;
+  *instance = crosses && sequences.count <= kWarpPlannedSequences ? TmaInstance::kRows64Alternating
+                                                                  : TmaInstance::kRows128Alternating;
   // Without cross-CTA splits, one CTA takes all splits of its rows.
   const bool splits = crosses || (policy.pool_rows == 0 && SplitsOf(policy, sequences.tokens, sequences.context) > 1);
   return splits && sequences.tokens * group <= 64 && large_tiles <= sms;
@@ -144,7 +141,7 @@ TmaInstance TmaInstanceDim128(const PagedAttentionParams& shapes, const SplitKvP
   const Sequences sequences(shapes);
   const bool several = sequences.tokens > shapes.max_decode_tokens && !float8;
   if (small_tiles * 2 > sms && small_tiles * splits > sms) {
-    const bool many = sequences.count > kMostWithFirstSplits;
+    const bool many = sequences.count > kWarpPlannedSequences;
     const bool first_splits = !many && policy.pool_rows > 0;
     // Among many sequences of as many tokens each there is probably no chunk of a prompt, among others there is.
     const bool alike = sequences.count * sequences.tokens == shapes.num_tokens;

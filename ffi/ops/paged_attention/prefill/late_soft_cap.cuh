@@ -10,7 +10,7 @@ namespace xla_gpu::prefill {
 // Of key tiles that all rows see, the largest score is found before tanh, which is needed for the exponentials alone:
 // the special functions then have work while the largest score passes from lane to lane. NOTE: TanhApprox is not
 // monotone in its last bits, so that a maximum, and with it bits, may differ from those of the other order. Whether a
-// key tile is masked must follow from the sequence alone: for work tiles of one size.
+// key tile is masked must follow from the sequence alone, as it does where all work tiles have one size.
 template <bool kTreeMask>
 struct LateSoftCap : OnlineSoftmax</*kRowTiles=*/1, /*kRescaleThreshold=*/8, kTreeMask> {
   using Base = OnlineSoftmax</*kRowTiles=*/1, /*kRescaleThreshold=*/8, kTreeMask>;

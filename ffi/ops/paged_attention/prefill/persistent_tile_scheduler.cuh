@@ -128,13 +128,12 @@ class PersistentTileScheduler {
   bool has_padding_rows_ = false;
 };
 
-// For up to 32 sequences: each warp plans on its own, a sequence to a lane. Without the barriers and shared memory of
-// PersistentTileScheduler, a prompt of 1024 tokens takes 24 µs instead of 26.
-// kShrinksTail: as PromptTiles'.
+// For up to kWarpPlannedSequences: each warp plans on its own, a sequence to a lane. Without the barriers and shared
+// memory of PersistentTileScheduler, a prompt of 1024 tokens takes 24 µs instead of 26. kShrinksTail: as PromptTiles'.
 template <int kRows, bool kShrinksTail>
 class PersistentWarpTileScheduler {
  public:
-  static constexpr int kSequences = 32;
+  static constexpr int kSequences = kWarpPlannedSequences;
 
   __device__ PersistentWarpTileScheduler(unsigned group, FastDivisor kv_heads) : tiles_{group}, kv_heads_(kv_heads) {}
 

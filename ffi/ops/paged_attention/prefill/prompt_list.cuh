@@ -106,7 +106,8 @@ class PromptList {
     static_assert(kClasses <= kThreads && kClasses % 32 == 0);
     if (count_ == 0) return 0;
     if constexpr (Split::kSplits) crossing_ = CountCrossing();
-    // Each warp counts some of the prompts, a class to a lane: a prompt to a lane is read, and split, at a time.
+    // Each warp counts some of the prompts, up to 32 at a time: each lane reads and splits one, then each counts the
+    // work tiles of all of them in its classes.
     constexpr int kWarps = kThreads / 32, kLaneClasses = kClasses / 32;
     const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
     unsigned tiles[kLaneClasses] = {};
@@ -166,7 +167,7 @@ class PromptList {
     if constexpr (!Split::kSharesRound) return policy.Fits(all_.rows) ? count_ : 0;
     const unsigned row_tiles = policy.CrossCtaRowTiles(all_);
     if (row_tiles == 0) return 0;
-    if (row_tiles == ~0u) return count_;
+    if (row_tiles == SplitKvPolicy::kAllRowTiles) return count_;
     const int lane = static_cast<int>(threadIdx.x) % 32;
     unsigned tiles_before = 0, rows_before = 0;
     for (int base = 0; base < count_; base += 32) {

@@ -21,6 +21,9 @@
 
 namespace xla_gpu::prefill {
 
+// Of calls of up to so many sequences each warp plans alone, a sequence to a lane.
+inline constexpr int kWarpPlannedSequences = 32;
+
 // The KV splits of one sequence: as long as each other, but for a key tile.
 struct KvSplits {
   int count;
@@ -99,12 +102,12 @@ struct SplitKvPolicy {
   unsigned one_tile_splits;  // SplitsFor(1, kv_heads)
   int max_decode_tokens;
   int max_tokens;  // new tokens of a sequence; longer ones are invalid, as trees may be
-  // For FirstSplits; `ctas` is 0 where it does not apply: with more than 32 sequences, or without room for a work
-  // tile's accumulator for each CTA.
+  // For FirstSplits; `ctas` is 0 where it does not apply: with more than kWarpPlannedSequences, or without room for
+  // a work tile's accumulator for each CTA.
   unsigned ctas;            // of the persistent kernel
   unsigned tile_rows;       // of its work tiles
   bool takes_first_splits;  // whether its CTAs can take some splits of their rows, beside cross-CTA splits
-  // For CrossCtaRowTiles, of more than 32 sequences: CTAs of the persistent kernel; 0 where these keep no accumulators
+  // For CrossCtaRowTiles, of more sequences: CTAs of the persistent kernel; 0 where these keep no accumulators
   // of their own beside cross-CTA splits.
   unsigned last_round_ctas;
 
@@ -165,18 +168,18 @@ struct SplitKvPolicy {
     sums.work = min(sums.row_tiles, kMostRowTiles) * sums.longest;
     return sums;
   }
+  static constexpr unsigned kAllRowTiles = ~0u;
   // How many row tiles of a kv head, those of the first sequences, have cross-CTA splits. All of them where these fit,
   // and without them a CTA would have too much to do. Else a CTA takes all splits of its rows, and the row tiles are
   // whole rounds over the CTAs, and a part of one: if few, the row tiles of the last round have cross-CTA splits, in
   // which all CTAs share. `sums`: of the sequences of a row of the grid.
   __device__ unsigned CrossCtaRowTiles(const CrossCtaSums& sums) const {
-    constexpr unsigned kAll = ~0u;
     const bool fits = Fits(sums.rows);
-    if (last_round_ctas == 0) return fits ? kAll : 0;
+    if (last_round_ctas == 0) return fits ? kAllRowTiles : 0;
     const unsigned heads = static_cast<unsigned>(kv_heads), row_tiles = sums.row_tiles * heads;
     const bool even =
         row_tiles >= last_round_ctas && uint64_t{sums.longest} * last_round_ctas <= uint64_t{sums.work} * heads;
-    if (fits && !even) return kAll;
+    if (fits && !even) return kAllRowTiles;
     if (row_tiles < last_round_ctas) return 0;
     const unsigned left = row_tiles % last_round_ctas;
     const unsigned average = sums.splits / sums.row_tiles;  // splits of a row tile
