@@ -5,7 +5,8 @@ An arrival that gives a stage of shared memory back does not wait for loads in f
 uses their registers does. Where TMA then writes the stage, the loads may read what it wrote. Lists per kernel of a
 library, object file or cubin each arrival (SYNCS.ARRIVE) that some path reaches with loads (LDS, LDSM) whose scoreboard
 nothing has waited for. Not every line is an error: the stage may be another one than what was loaded, and a value that
-a path does not use is not waited for on that path. Needs cuobjdump, nvdisasm and c++filt; sm_90.
+a path does not use is not waited for on that path; nor does it count fence.proxy.async. Needs cuobjdump, nvdisasm and
+c++filt; sm_90.
 """
 
 from __future__ import annotations

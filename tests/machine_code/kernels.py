@@ -43,6 +43,13 @@ class Kernel:
         return sum(self.opcodes.get(opcode, 0) for opcode in _LOCAL_MEMORY)
 
 
+_TOOL_PACKAGES = {
+    "cuobjdump": "the CUDA toolkit and the package nvidia-cuda-cuobjdump, which `make compare-machine-code` installs",
+    "nvdisasm": "the CUDA toolkit and the package nvidia-cuda-nvdisasm",
+    "c++filt": "binutils",
+}
+
+
 class ToolError(Exception):
     """A program that the comparison needs is missing or failed."""
 
@@ -50,10 +57,7 @@ class ToolError(Exception):
 def tool(name: str) -> str:
     path = shutil.which(name)
     if path is None:
-        raise ToolError(
-            f"{name} is not in PATH: cuobjdump is part of the CUDA toolkit and of the package nvidia-cuda-cuobjdump, "
-            "which `make compare-machine-code` installs; c++filt is part of binutils"
-        )
+        raise ToolError(f"{name} is not in PATH: it is part of {_TOOL_PACKAGES[name]}")
     return path
 
 

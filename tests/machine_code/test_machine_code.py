@@ -19,6 +19,7 @@ from tests.machine_code.kernels import (
     demangle,
     parse_usage,
     read_build,
+    tool,
 )
 
 USAGE = """
@@ -132,6 +133,12 @@ def test_gone_and_new_and_other_architectures():
 def test_a_folder_without_objects_is_named(tmp_path):
     with pytest.raises(ToolError, match=r"has no \*\.cu\.o file"):
         read_build(tmp_path)
+
+
+def test_a_missing_tool_is_named_with_its_package(monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(ToolError, match=r"nvdisasm is not in PATH: .* nvidia-cuda-nvdisasm"):
+        tool("nvdisasm")
 
 
 def sass(*lines):
