@@ -218,8 +218,8 @@ def test_several_tokens_do_not_change_bits(frontend, name, shape):
 )
 def test_sequences_for_all_ctas_do_not_change_bits(frontend, name, shape, sequences):
     """On CUDA 128 work tiles before their keys are split have a CTA each on an H100 or H200, which takes all splits of
-    its rows, its warpgroups in turns. 33 sequences are more than are planned so. Of 64 or 88 work tiles a CTA each
-    takes the first splits, and the other CTAs the others."""
+    its rows, its warpgroups in turns. So have 132 of 33 sequences, which no warp plans alone. Of 64 or 88 work tiles
+    a CTA each takes the first splits, and the other CTAs the others."""
     case, inputs = subject(name, shape)
     want = results(frontend, inputs.arrays(), case)
     neighbours = ((sequence(name),) * (sequences - 4), (sequence(name),) * 3)
