@@ -8,11 +8,13 @@ those of an execution of torch_xla like all others.
 from __future__ import annotations
 
 import atexit
+import collections
 import ctypes as ct
 import itertools
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 import torch_xla
@@ -43,8 +45,10 @@ def available() -> bool:
     return lowering.platform() == "CUDA" and os.environ.get("PJRT_DEVICE", "").upper() == "GPU"
 
 
-# Programs of equal computations would be one executable, so that each proxy computes with another size.
-_sizes = itertools.count(2)
+# Programs of equal computations would be one executable, so that each proxy computes with another size than those with
+# arguments and results of the same shapes: in whichever order functions are called, a process finds what the executable
+# cache has of another one.
+_sizes: collections.defaultdict[Any, Iterator[int]] = collections.defaultdict(lambda: itertools.count(2))
 
 
 class ProxyProgram:
@@ -61,7 +65,7 @@ class ProxyProgram:
         self._program = program
         forms = [*((given[i].shape, given[i].dtype) for i in program.updated), *program.outputs]
         read = [index for _, index in program.places()]
-        size = next(_sizes)
+        size = next(_sizes[tuple(given[index].shape for index in read), tuple(shape for shape, _ in forms)])
 
         def proxy(*tensors: torch.Tensor) -> list[torch.Tensor]:
             device = torch_xla.device()
