@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "ffi/runtime/error.h"
+#include "ffi/runtime/pjrt_abi_executables.h"
 #include "ffi/runtime/pjrt_plugin.h"
 #include "ffi/runtime/xla_gpu.h"
 

@@ -15,6 +15,7 @@
 #include <utility>
 
 #include "ffi/runtime/error.h"
+#include "ffi/runtime/pjrt_abi_executables.h"
 #include "ffi/runtime/pjrt_plugin.h"
 #include "ffi/runtime/xla_gpu.h"
 

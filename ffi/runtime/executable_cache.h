@@ -9,7 +9,7 @@
 #include <string>
 #include <vector>
 
-#include "ffi/runtime/pjrt_abi.h"
+#include "ffi/runtime/pjrt_abi_executables.h"
 #include "ffi/runtime/preloaded_executables.h"
 #include "ffi/runtime/recorded_programs.h"
 

@@ -1,5 +1,6 @@
 #include "ffi/runtime/executable_results.h"
 
+#include "ffi/runtime/pjrt_abi_executables.h"
 #include "ffi/runtime/pjrt_plugin.h"
 
 namespace xla_gpu::pjrt {

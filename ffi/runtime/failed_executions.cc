@@ -15,6 +15,7 @@
 #include "ffi/runtime/direct_launch.h"
 #include "ffi/runtime/error.h"
 #include "ffi/runtime/executable_results.h"
+#include "ffi/runtime/pjrt_abi_executables.h"
 #include "ffi/runtime/pjrt_plugin.h"
 #include "ffi/runtime/shared_buffers.h"
 

@@ -25,6 +25,7 @@
 #include "ffi/runtime/executable_cache.h"
 #include "ffi/runtime/failed_executions.h"
 #include "ffi/runtime/pjrt_abi.h"
+#include "ffi/runtime/pjrt_abi_executables.h"
 #include "ffi/runtime/pjrt_plugin.h"
 #include "ffi/runtime/program_interface.h"
 #include "ffi/runtime/proxy_programs.h"

@@ -13,6 +13,7 @@
 #include "ffi/runtime/direct_launch.h"
 #include "ffi/runtime/error.h"
 #include "ffi/runtime/executable_results.h"
+#include "ffi/runtime/pjrt_abi_executables.h"
 #include "ffi/runtime/xla_gpu.h"
 
 using xla_gpu::Error;

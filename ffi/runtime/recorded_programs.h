@@ -18,7 +18,7 @@
 #include <utility>
 #include <vector>
 
-#include "ffi/runtime/pjrt_abi.h"
+#include "ffi/runtime/pjrt_abi_executables.h"
 
 namespace xla_gpu::pjrt {
 

@@ -7,6 +7,7 @@
 #include <utility>
 #include <vector>
 
+#include "ffi/runtime/pjrt_abi_executables.h"
 #include "ffi/testing/fake_pjrt.h"
 
 namespace fake_pjrt {
