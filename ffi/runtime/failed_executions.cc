@@ -140,6 +140,8 @@ class MadeBuffers {
 
   void HandOut(const std::shared_ptr<const Error>& error, const LoadedExecutableExecuteArgs& args) {
     std::lock_guard<std::mutex> lock(failed_mutex);
+    // First, since it is what the destructor looks at: where there is no memory for all, none stays in the table.
+    num_failed.store(Failed().size() + buffers_.size(), std::memory_order_release);
     for (void* buffer : buffers_) Failed()[buffer] = error;
     num_failed.store(Failed().size(), std::memory_order_release);
     const size_t num_results = buffers_.size() / args.num_devices;
