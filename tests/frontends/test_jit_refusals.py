@@ -125,6 +125,7 @@ def test_what_a_function_keeps_of_its_trace_has_no_value():
 
     def keeps(x):
         kept.doubled, kept.parts = x * 2, x.split(2)
+        kept.total, kept.positive = x.sum(), (x > 0).any()
         kept.normed = torch.ops.xla_gpu.rms_norm(x, weight, eps=1e-5)[0]
         kept.result = x + 1
         return kept.result
@@ -132,8 +133,8 @@ def test_what_a_function_keeps_of_its_trace_has_no_value():
     step, x = xg.jit(keeps), on_device([1.0] * 4)
     for _ in range(2):
         assert step(x).tolist() == [2.0] * 4
-    for tensor in (kept.doubled, kept.parts[1], kept.normed, kept.result):
-        assert tensor.shape == (2 if tensor is kept.parts[1] else 4,)
+    assert [part.shape for part in (kept.parts[1], kept.total, kept.result)] == [(2,), (), (4,)]
+    for tensor in (kept.doubled, kept.parts[1], kept.normed, kept.total, kept.positive, kept.result):
         with pytest.raises(RuntimeError):
             tensor.cpu()
         with pytest.raises(RuntimeError):

@@ -102,10 +102,17 @@ def invalidate(kept: Sequence[weakref.ref[torch.Tensor]]) -> None:
     tensors = [tensor for tensor in (reference() for reference in kept) if tensor is not None]
     if not tensors:
         return
-    gone = [torch.zeros(tensor.shape, dtype=tensor.dtype).to(torch_xla.device()) for tensor in tensors]
-    given_up = Program(
-        "jit: kept tensors", lambda *given: [tensor + 1 for tensor in given], gone, donated=range(len(gone))
-    )
+    # Memory of a number from the host may be that of all tensors with this value, and is not donated: it is computed.
+    gone = [
+        torch.zeros(tensor.shape or 1, dtype=tensor.dtype).to(torch_xla.device()).reshape(tensor.shape).clone()
+        for tensor in tensors
+    ]
+
+    def others(*given: torch.Tensor) -> list[torch.Tensor]:
+        # Each of its own dtype: memory that no result takes stays.
+        return [tensor.logical_not() if tensor.dtype == torch.bool else tensor + 1 for tensor in given]
+
+    given_up = Program("jit: kept tensors", others, gone, donated=range(len(gone)))
     given_up.run(gone)
     for tensor, memory in zip(tensors, gone, strict=True):
         _XLAC._replace_xla_tensor(tensor, memory)
