@@ -32,10 +32,10 @@ def compile(name):
     assert not call(20, words)
     return words[6]
 
-def from_host(*values):
+def from_host(*values, device=1):
     values = np.array(values, np.int32)
     dims = (ct.c_int64 * 1)(len(values))
-    words = (ct.c_size_t * 15)(120, 0, 5, values.ctypes.data, 4, ct.addressof(dims), 1, 0, 0, 0, 1, 0, 0, 0, 0)
+    words = (ct.c_size_t * 15)(120, 0, 5, values.ctypes.data, 4, ct.addressof(dims), 1, 0, 0, 0, device, 0, 0, 0, 0)
     assert not call(22, words)
     return words[14]
 
@@ -80,10 +80,15 @@ def destroyed():
 """
 
 
-def run(code, plugin, mode=""):
+def start(code, plugin, mode="", **environment) -> subprocess.CompletedProcess:
     """Runs the client and then ``code``, in front of a plug-in of this mode."""
-    environment = {**os.environ, "FAKE": str(plugin), "FAKE_PJRT": mode}
-    done = subprocess.run(
+    environment = {**os.environ, "FAKE": str(plugin), "FAKE_PJRT": mode, **environment}
+    return subprocess.run(
         [sys.executable, "-c", CLIENT + code], env=environment, capture_output=True, text=True, timeout=120
     )
+
+
+def run(code, plugin, mode=""):
+    """The same, which has to succeed."""
+    done = start(code, plugin, mode)
     assert done.returncode == 0, done.stderr

@@ -5,46 +5,19 @@ Each case runs in a process of its own, which has one adapter.
 
 from __future__ import annotations
 
-import os
 import subprocess
-import sys
 
 import pytest
+
+from tests.runtime.adapter_client import start
 
 pytest.importorskip("torch")  # whose dtypes the results have
 
 PROCESS = """
-import ctypes as ct, os, sys
-import numpy as np
+import sys
 import torch
-from xla_gpu._runtime import library
 from xla_gpu._torch_xla import direct_launch
 from xla_gpu._torch_xla.direct_launch import DeviceArray, DirectLaunch
-
-cdll = library.load().cdll
-plugin = ct.CDLL(os.environ["FAKE"])
-cdll.GetPjrtApi.restype = ct.c_void_p
-assert cdll.xla_gpu_pjrt_use_plugin(os.environ["FAKE"].encode()) is None
-table = cdll.GetPjrtApi()
-
-def call(slot, words):
-    entry = ct.CFUNCTYPE(ct.c_void_p, ct.c_void_p)(ct.c_void_p.from_address(table + 40 + 8 * slot).value)
-    assert not entry(ct.addressof(words))
-
-def address(text):
-    return ct.cast(text, ct.c_void_p).value
-
-def compile():
-    program = (ct.c_size_t * 6)(48, 0, address(b"copy"), 4, address(b"hlo"), 3)
-    words = (ct.c_size_t * 7)(56, 0, 5, ct.addressof(program), 0, 0, 0)
-    call(20, words)
-    return words[6]
-
-def from_host(values, device):
-    dims = (ct.c_int64 * 1)(len(values))
-    words = (ct.c_size_t * 15)(120, 0, 5, values.ctypes.data, 4, ct.addressof(dims), 1, 0, 0, 0, device, 0, 0, 0, 0)
-    call(22, words)
-    return words[14]
 
 def execute(executable, lists, device=0):
     # As torch_xla does: options of an older API, a list of arguments for each device, and one of results.
@@ -53,21 +26,19 @@ def execute(executable, lists, device=0):
     results = [(ct.c_void_p * RESULTS)() for _ in lists]
     given = (ct.c_void_p * len(lists))(*map(ct.addressof, arguments))
     returned = (ct.c_void_p * len(lists))(*map(ct.addressof, results))
-    call(55, (ct.c_size_t * 10)(80, 0, executable, ct.addressof(options), ct.addressof(given), len(lists),
-                                len(lists[0]), ct.addressof(returned), 0, device))
+    assert not call(EXECUTE, (ct.c_size_t * 10)(80, 0, executable, ct.addressof(options), ct.addressof(given),
+                                                len(lists), len(lists[0]), ct.addressof(returned), 0, device))
     return [list(buffers) for buffers in results]
 
-def destroyed():
+def destroyed_so_far():
     cdll.xla_gpu_launch_wait()
-    counts = (ct.c_int64 * 6)()
-    plugin.fake_pjrt_buffers(counts)
-    return counts[1]
+    return destroyed()
 
 # A program of four arguments that returns the first three: an input, one that it always takes, and the state.
 RESULTS, DEVICES = 3, (11, 12)
-plugin.fake_pjrt_set_results(ct.c_size_t(RESULTS))
-executable = compile()
-lists = [[from_host(np.full(2, 10 * i + device, np.int32), device) for i in range(4)] for device in DEVICES]
+returning(RESULTS)
+executable = compile(b"copy")
+lists = [[from_host(*[10 * i + device] * 2, device=device) for i in range(4)] for device in DEVICES]
 handle, results = direct_launch.record(lambda: execute(executable, lists), int(os.environ["ARGUMENTS"]), RESULTS)
 if handle is None:
     sys.exit("not recorded")
@@ -86,7 +57,7 @@ class Tensor:  # what torch_xla has
 
 state = Tensor()
 launch.note(state, result=2)
-before = destroyed()
+before = destroyed_so_far()
 """
 
 ENDS = {
@@ -95,11 +66,11 @@ ENDS = {
 assert first.cpu().tolist() == [5, 6] and first.shape == (2,) and first.dtype is torch.int32
 assert constant.cpu().tolist() == [21, 21]  # the first device's
 assert kept.cpu().tolist() == [31, 31]
-assert destroyed() == before + 2  # the input's; the state's buffers were torch_xla's
+assert destroyed_so_far() == before + 2  # the input's; the state's buffers were torch_xla's
 (second, _), (again,) = launch([first], [kept])
 assert again is kept and kept.cpu().tolist() == [31, 31] and second.cpu().tolist() == [5, 6]
 del first, second, constant, _
-assert destroyed() == before + 2 + 2 * 5  # with the state's of the first launch
+assert destroyed_so_far() == before + 2 + 2 * 5  # with the state's of the first launch
 """,
     "borrowed": """
 import time
@@ -121,7 +92,7 @@ print(kept.cpu().tolist())
     "other devices": """
 array = cdll.xla_gpu_launch_buffers(handle, 0, 0)
 alone = DeviceArray(array, (2,), torch.int32)
-plugin.fake_pjrt_set_results(ct.c_size_t(RESULTS))
+returning(RESULTS)
 one, _ = direct_launch.record(lambda: execute(executable, lists[:1]), 4, RESULTS)
 narrow = DirectLaunch(one, [0], [], [form] * 3, lists)
 try:
@@ -165,9 +136,9 @@ print([array.cpu().tolist() for array in (first, second, third)])
 """,
     "beside others": """
 def others_first():
-    plugin.fake_pjrt_set_results(ct.c_size_t(1))
-    execute(compile(), [[from_host(np.zeros(2, np.int32), device)] for device in DEVICES])
-    plugin.fake_pjrt_set_results(ct.c_size_t(RESULTS))
+    returning(1)
+    execute(compile(b"copy"), [[from_host(0, 0, device=device)] for device in DEVICES])
+    returning(RESULTS)
     return execute(executable, lists)
 
 handle, _ = direct_launch.record(others_first, 4, RESULTS)
@@ -185,10 +156,7 @@ except RuntimeError as error:
 
 
 def run(fake_plugin, end: str, arguments: int = 4, mode: str = "") -> subprocess.CompletedProcess:
-    environment = {**os.environ, "FAKE": str(fake_plugin), "ARGUMENTS": str(arguments), "FAKE_PJRT": mode}
-    return subprocess.run(
-        [sys.executable, "-c", PROCESS + ENDS[end]], env=environment, capture_output=True, text=True, timeout=120
-    )
+    return start(PROCESS + ENDS[end], fake_plugin, mode, ARGUMENTS=str(arguments))
 
 
 def test_launches_are_repeated_with_other_buffers(fake_plugin):
