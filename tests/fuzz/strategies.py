@@ -283,35 +283,30 @@ def _large_sizes(draw, weight_format: str, most: int) -> tuple[int, int]:
     return k, max(unit, min(features, most // k) // unit * unit)
 
 
+def _of_large_products(draw) -> dict:
+    return {
+        "rows": draw(st.integers(1, 64)),
+        "dtype": draw(st.sampled_from(["bfloat16", "float16"])),
+        "bias": draw(st.booleans()),
+        "residual": draw(st.booleans()),
+    }
+
+
 @st.composite
 def large_linears(draw) -> layer.Linear:
     weight_format = draw(st.sampled_from(cases.WEIGHT_FORMATS))
     k, n = _large_sizes(draw, weight_format, most=6_000_000)
-    return layer.Linear(
-        weight_format,
-        rows=draw(st.integers(1, 64)),
-        n=n,
-        k=k,
-        dtype=draw(st.sampled_from(["bfloat16", "float16"])),
-        bias=draw(st.booleans()),
-        residual=draw(st.booleans()),
-        activation=draw(st.sampled_from([None, None, "silu_and_mul"])),
-    )
+    activation = draw(st.sampled_from([None, None, "silu_and_mul"]))
+    return layer.Linear(weight_format, n=n, k=k, activation=activation, **_of_large_products(draw))
 
 
 @st.composite
 def large_gated_mlps(draw) -> layer.GatedMlp:
     weight_format = draw(st.sampled_from(cases.WEIGHT_FORMATS))
     hidden, intermediate = _large_sizes(draw, weight_format, most=2_500_000)
+    norm = draw(st.booleans())
     return layer.GatedMlp(
-        weight_format,
-        rows=draw(st.integers(1, 64)),
-        hidden=hidden,
-        intermediate=intermediate,
-        dtype=draw(st.sampled_from(["bfloat16", "float16"])),
-        norm=draw(st.booleans()),
-        residual=draw(st.booleans()),
-        bias=draw(st.booleans()),
+        weight_format, hidden=hidden, intermediate=intermediate, norm=norm, **_of_large_products(draw)
     )
 
 
