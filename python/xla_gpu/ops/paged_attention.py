@@ -39,7 +39,7 @@ Args:
     itself included. None: all of them.
   soft_cap: a Python number from 2**-100 to 2**13. Scores become ``soft_cap * tanh(score / soft_cap)``, after scale and
     before the mask (Gemma 2). For float16 and bfloat16 queries on CUDA tanh is the GPU's instruction, whose relative
-    error is 2**-11; elsewhere float32's. None: off.
+    error is at most 2**-11; elsewhere float32's. None: off.
   k_scale: float32[1] or float32[num_kv_heads], required with a float8 cache and refused with others. The kernels use
     ``K * k_scale``.
   v_scale: as k_scale, for V.
