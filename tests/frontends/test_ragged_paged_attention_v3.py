@@ -279,7 +279,7 @@ BAD = [
     ("sm_scale", TypeError, "a number known when the call is traced", option("sm_scale", np.zeros(1))),
     ("sm_scale", ValueError, "finite", option("sm_scale", float("nan"))),
     ("sliding_window", ValueError, "an int >= 1, got 0", option("sliding_window", 0)),
-    ("soft_cap", ValueError, "> 0, got 0", option("soft_cap", 0.0)),
+    ("soft_cap", ValueError, "or None for no soft cap, got 0", option("soft_cap", 0.0)),
     ("q_scale", ValueError, "> 0, got 0", option("q_scale", 0.0)),
     ("k_scale", ValueError, "> 0, got -1", option("k_scale", -1.0)),
     ("v_scale", TypeError, "a number", option("v_scale", "1")),

@@ -13,6 +13,7 @@ from .operator import ArraySpec, IntOperand
 
 FLOATS = ("float32", "float16", "bfloat16")
 FLOAT8S = ("float8_e4m3fn", "float8_e5m2")
+SMALLEST_FLOAT32 = 2.0**-149  # above 0
 
 
 class Checks:
@@ -80,17 +81,23 @@ class Checks:
             return self.integer(operand.name, value, 0)
         return self.integer(operand.name, value, 0, bounding_shape[0])
 
-    def float32(self, argument: str, value: Any, positive: bool = False) -> np.float32:
-        """``value`` rounded to float32, the type in which handlers take numbers; finite, and > 0 if ``positive``."""
+    def float32(
+        self,
+        argument: str,
+        value: Any,
+        minimum: float = -math.inf,
+        maximum: float = math.inf,
+        expected: str = "a finite float32 number",
+    ) -> np.float32:
+        """``value`` rounded to float32, the type in which handlers take numbers; finite, and in its limits."""
         if isinstance(value, bool | np.bool_) or not isinstance(value, int | float | np.floating | np.integer):
             raise self.type_error(argument, "a number known when the call is traced", type(value).__name__)
         try:
-            with np.errstate(over="ignore"):
-                number = np.float32(value)
+            given = float(value)
         except OverflowError:
-            number = np.float32(math.inf)
-        if not math.isfinite(number):
-            raise self.value_error(argument, "a finite float32 number", value)
-        if positive and not number > 0:
-            raise self.value_error(argument, "a float32 number > 0", value)
+            given = math.inf
+        with np.errstate(over="ignore"):
+            number = np.float32(given)
+        if not (math.isfinite(number) and minimum <= number <= maximum):
+            raise self.value_error(argument, expected, given)
         return number

@@ -157,9 +157,9 @@ class Operator:
         return tuple(match["name"] for match in _ARGUMENT.finditer(self.schema) if match["type"] == "Tensor")
 
     @functools.cached_property
-    def numbers(self) -> tuple[tuple[str, str], ...]:
-        """The arguments that are numbers, and what error texts call such a one."""
-        kinds = {"int": "an int", "float": "a number"}
+    def plain_values(self) -> tuple[tuple[str, str], ...]:
+        """The arguments that are numbers or bools, and what error texts call such a one."""
+        kinds = {"int": "an int", "float": "a number", "bool": "a bool"}
         return tuple((m["name"], kinds[m["type"]]) for m in _ARGUMENT.finditer(self.schema) if m["type"] in kinds)
 
     def bind(self, **arguments: Any) -> OpCall:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.layout import Layout, with_layout_constraint
 
-from .._core.checks import FLOAT8S, FLOATS, Checks
+from .._core.checks import FLOAT8S, FLOATS, SMALLEST_FLOAT32, Checks
 from .._core.operator import ArraySpec, check_inputs_requested
 from ..ops import paged_attention, reshape_and_cache
 from . import call
@@ -184,7 +184,8 @@ def _checked_options(
         raise _check.type_error("out_dtype", " or ".join(FLOATS), jnp.dtype(out_dtype).name)
 
     def factor(argument: str, value: float | None) -> float:
-        return 1.0 if value is None else float(_check.float32(argument, value, positive=True))
+        expected = "a float32 number > 0"
+        return 1.0 if value is None else float(_check.float32(argument, value, SMALLEST_FLOAT32, expected=expected))
 
     return _Options(
         scale=float(_check.float32("sm_scale", sm_scale)),

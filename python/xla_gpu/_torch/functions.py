@@ -26,17 +26,16 @@ def function(operator: Operator, in_place: bool = False) -> Callable[[_Function]
         overloads = getattr(torch.ops.xla_gpu, f"{operator.name}_" if in_place else operator.name)
         signature = inspect.signature(declaration)
         int_operands = [_IntOperand(operator, operand) for operand in operator.int_operands]
-        numbers = operator.numbers
+        plain_values = operator.plain_values
 
         @functools.wraps(declaration)
         def function(*args: Any, **kwargs: Any) -> Any:
             for operand in int_operands:
                 args, kwargs = operand.as_tensor(args, kwargs)
-            for name, number in numbers:
-                # The dispatcher would take it for 0 or 1. NOTE: torch.compile traces isinstance with a tuple.
-                if isinstance(given := kwargs.get(name), (bool, np.bool_)):
+            for name, kind in plain_values:
+                if name in kwargs and _is_converted(kind, given := kwargs[name]):
                     raise TypeError(
-                        f"{operator.name}: {name}: expected {number} known when the call is traced, "
+                        f"{operator.name}: {name}: expected {kind} known when the call is traced, "
                         f"got {type(given).__name__}"
                     )
             try:
@@ -51,6 +50,22 @@ def function(operator: Operator, in_place: bool = False) -> Callable[[_Function]
         return docstring(operator.docstring)(function)  # type: ignore[return-value]
 
     return decorate
+
+
+# NOTE: torch.compile traces isinstance with a tuple, but not with a union.
+_CONVERTED = {
+    "an int": (bool, np.bool_, np.floating),  # of a float the dispatcher takes the whole part
+    "a number": (bool, np.bool_, np.ndarray, torch.Tensor),  # of an array of one element that
+}
+
+
+def _is_converted(kind: str, value: Any) -> bool:
+    """Whether the dispatcher would take ``value`` for one of ``kind`` that it is not."""
+    if kind == "a bool":  # it asks whatever it gets for its truth
+        return not isinstance(value, (bool, np.bool_))
+    if kind == "an int" and isinstance(value, (np.ndarray, torch.Tensor)):
+        return "int" not in str(value.dtype)
+    return isinstance(value, _CONVERTED[kind])
 
 
 def call(operator: Operator, *args: Any, **kwargs: Any) -> Any:
@@ -96,7 +111,8 @@ class _IntOperand:
         """The arguments, with an int as int32[1] on the device of the array that bounds it."""
         index = self._index
         value = args[index] if index < len(args) else kwargs.get(self._name)
-        if isinstance(value, torch.Tensor):
+        is_missing = index >= len(args) and self._name not in kwargs  # which the signature says
+        if is_missing or isinstance(value, torch.Tensor):
             return args, kwargs
         bounding = args[self._bounding_index] if self._bounding_index < len(args) else kwargs.get(self._bounding_name)
         if not isinstance(bounding, torch.Tensor):  # the operator says what is wrong with it

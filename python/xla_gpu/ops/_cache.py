@@ -57,6 +57,7 @@ def check_scales(
                     argument, f"float32[1] or float32[{num_kv_heads}] with a {kv_cache.dtype} cache", None
                 )
             continue
+        check.array(argument, scale)
         if not required:
             raise check.value_error(argument, f"None with a {kv_cache.dtype} cache, which has no scales", scale)
         check.dtype(argument, scale, ("float32",))

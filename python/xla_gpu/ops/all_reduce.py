@@ -6,6 +6,7 @@ import numpy as np
 
 from .._core.checks import FLOATS, Checks
 from .._core.operator import ArraySpec, Operator, Signature
+from .rms_norm import check_epsilon
 
 _DOCSTRING = """
 The sum is computed in float32, in the order of ranks, and rounded once. Every rank gets the same bits, and the same in
@@ -88,9 +89,7 @@ def _signature_norm(
     elif len(x.shape) < 1 or x.shape[0] < 1 or x.shape[1:] != residual.shape:
         raise check.value_error("x", f"the parts of at least one rank, [ranks, *{list(residual.shape)}]", x)
     check.shape("weight", weight, (residual.shape[-1],), "hidden")
-    epsilon = check.float32("eps", eps)
-    if epsilon < 0:
-        raise check.value_error("eps", "a number >= 0", eps)
+    epsilon = check_epsilon(check, "eps", eps)
     values = {"group": np.int64(number), "eps": epsilon, "check_inputs": np.bool_(check_inputs)}
     return Signature((residual, residual), values)
 

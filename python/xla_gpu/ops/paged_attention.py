@@ -173,10 +173,8 @@ def signature(
 
 def check_soft_cap(check: Checks, soft_cap: float) -> np.float32:
     """A soft cap as handlers take it."""
-    number = check.float32("soft_cap", soft_cap, positive=True)
-    if not 2.0**-100 <= number <= 2.0**13:
-        raise check.value_error("soft_cap", "a number from 2**-100 to 2**13, or None for no soft cap", soft_cap)
-    return number
+    expected = "a number from 2**-100 to 2**13, or None for no soft cap"
+    return check.float32("soft_cap", soft_cap, 2.0**-100, 2.0**13, expected)
 
 
 def _operator(name: str, returns: str, docstring: str, *, with_lse: bool) -> Operator:

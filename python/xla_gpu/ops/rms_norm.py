@@ -69,11 +69,16 @@ def norm_attributes(
     check: Checks, name: str, eps: float, weight_offset: float, round_once: bool
 ) -> dict[str, np.float32 | np.bool_]:
     """The attributes of an RMS norm, checked; ``name`` is that of the epsilon."""
-    epsilon = check.float32(name, eps)
-    if epsilon < 0:
-        raise check.value_error(name, "a number >= 0", eps)
-    offset = check.float32("weight_offset", weight_offset)
-    return {name: epsilon, "weight_offset": offset, "round_once": np.bool_(check.boolean("round_once", round_once))}
+    return {
+        name: check_epsilon(check, name, eps),
+        "weight_offset": check.float32("weight_offset", weight_offset),
+        "round_once": np.bool_(check.boolean("round_once", round_once)),
+    }
+
+
+def check_epsilon(check: Checks, name: str, eps: float) -> np.float32:
+    """The epsilon of an RMS norm as handlers take it."""
+    return check.float32(name, eps, 0, expected="a number >= 0")
 
 
 def by_rows(operands: tuple[str, ...], shape: tuple[int, ...], results: int) -> Partitioning:

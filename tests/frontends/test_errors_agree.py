@@ -1,0 +1,71 @@
+"""A wrong argument is refused with the same words by every front end, whatever the framework's own rules accept."""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import numpy as np
+import pytest
+
+from tests.common import frontends
+from tests.properties.bad import Bad, drop
+from tests.properties.test_bad_inputs import valid
+from xla_gpu.ops import OPERATORS
+
+MISSING = object()
+VALUES = {
+    "text": "text",
+    "None": None,
+    "a list": [1.0],
+    "a bool": True,
+    "a fraction": 1.5,
+    "NaN": math.nan,
+    "negative": -1,
+    "past 64 bits": 2**70,
+    "complex": 1j,
+    "an object": object(),
+    "missing": MISSING,
+}
+# NumPy's, where no array is wanted: PyTorch takes none for an array, JAX takes them.
+NUMPY_VALUES = {
+    "NumPy's float": np.float32(0.5),
+    "NumPy's NaN": np.float64("nan"),
+    "NumPy's int": np.int64(3),
+    "NumPy's bool": np.bool_(True),
+    "an array without axes": np.array(0.5, np.float32),
+    "an array": np.zeros((3, 3), np.float32),
+}
+# Of all_reduce the group is another thing in each framework, and is tested in tests/distributed.
+TESTED = [operator for operator in OPERATORS if not operator.name.startswith("all_reduce")]
+
+
+@functools.cache
+def usable() -> list[frontends.Frontend]:
+    found = [frontends.ALL[name] for name in ("eager", "torch_xla", "jax")]
+    return [frontend for frontend in found if not frontend.unavailable()]
+
+
+def outcome(frontend, operator: str, arrays: dict, options: dict) -> str:
+    """The error of a call, or "" where it has none."""
+    try:
+        frontend.call(operator, arrays, **options)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}".replace("a JAX or NumPy array", "a tensor")
+    return ""
+
+
+@pytest.mark.parametrize("operator", TESTED, ids=lambda operator: operator.name)
+def test_the_same_words(operator):
+    if len(usable()) < 2:
+        pytest.skip("one front end alone in this process")
+    arrays, options = valid(Bad(operator.name, "", "", "", drop("")))
+    refused = 0
+    for argument in operator.arguments:
+        others = {name: array for name, array in arrays.items() if name != argument}
+        for what, value in (VALUES if argument in operator.operands else VALUES | NUMPY_VALUES).items():
+            wrong = {name: option for name, option in {**options, argument: value}.items() if option is not MISSING}
+            outcomes = {frontend.name: outcome(frontend, operator.name, others, wrong) for frontend in usable()}
+            assert len(set(outcomes.values())) == 1, f"{argument} is {what}: {outcomes}"
+            refused += any(outcomes.values())
+    assert refused > 8 * len(operator.operands)
