@@ -13,6 +13,7 @@
 #include "ffi/device/fast_divisor.h"
 #include "ffi/device/tensor_map.cuh"
 #include "ffi/ops/paged_attention/prefill/combine.cuh"
+#include "ffi/ops/paged_attention/prefill/persistent_flat_tile_scheduler.cuh"
 #include "ffi/ops/paged_attention/prefill/persistent_tile_scheduler.cuh"
 #include "ffi/ops/paged_attention/prefill/pipeline.cuh"
 #include "ffi/ops/paged_attention/prefill/rows.cuh"
