@@ -20,6 +20,7 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 import jax
 import jax.numpy as jnp
 import numpy as np
+from benchmarks.argument_types import positive
 
 import xla_gpu.jax as xg
 from xla_gpu._jax import device_group
@@ -97,12 +98,14 @@ def microseconds(step: Callable[[jax.Array], jax.Array], x: jax.Array, repeats: 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--devices", type=int, default=len(jax.devices()))
-    parser.add_argument("--kilobytes", type=int, nargs="+", default=[8, 64, 256, 512, 1024, 2048, 8192])
-    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--devices", type=positive, default=len(jax.devices()))
+    parser.add_argument("--kilobytes", type=positive, nargs="+", default=[8, 64, 256, 512, 1024, 2048, 8192])
+    parser.add_argument("--repeats", type=positive, default=15)
     parser.add_argument("--thresholds", action="store_true", help="each kernel at all sizes, to find where they cross")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
+    if arguments.devices > (there := len(jax.devices())):
+        parser.error(f"--devices: expected at most {there}, the number of JAX's devices, got {arguments.devices}")
     mesh = jax.sharding.Mesh(np.array(jax.devices()[: arguments.devices]), ("tp",))
     groups = {"": xg.DeviceGroup(mesh, "tp", timeout_s=20)}
     if arguments.thresholds:

@@ -24,6 +24,7 @@ import sys
 
 import torch
 from benchmarks import gpu_inputs, implementations, loads, memory, timing
+from benchmarks.argument_types import containing, positive
 
 TOLERANCE = 2e-2  # of a row's largest number: five roundings of a bfloat16 result
 
@@ -31,7 +32,7 @@ TOLERANCE = 2e-2  # of a row's largest number: five roundings of a bfloat16 resu
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("decode", "prefill", "classes"))
-    parser.add_argument("--members", type=int, default=3, help="loads drawn from each class")
+    parser.add_argument("--members", type=positive, default=3, help="loads drawn from each class")
     parser.add_argument("--seed", type=int, default=0, help="by which they are drawn")
     parser.add_argument("--cases", "--only", metavar="TEXT", nargs="+", help="loads whose name contains one of these")
     parser.add_argument("--ours", action="store_true", help="leave the peers out")
@@ -40,7 +41,7 @@ def parse_arguments() -> argparse.Namespace:
         "--all-kernels", action="store_true", help="FlashInfer also with windows and head sizes other than 128"
     )
     parser.add_argument("--warm-up-peers", action="store_true", help="compile what peers compile at first use, and end")
-    parser.add_argument("--repeats", type=int, help="replays timed; default: 30 for decode, 10 for prefill")
+    parser.add_argument("--repeats", type=positive, help="replays timed; default: 30 for decode, 10 for prefill")
     parser.add_argument("--json", type=pathlib.Path, metavar="FILE")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: to try this script")
     return parser.parse_args()
@@ -135,9 +136,13 @@ def main() -> int:
     else:
         cases = [*loads.DECODE, *loads.DECODE_VARIANTS] if arguments.what == "decode" else loads.PREFILL
     if arguments.cases:
-        cases = [case for case in cases if any(text in case.name for text in arguments.cases)]
+        chosen = containing("--cases", arguments.cases, [case.name for case in cases])
+        cases = [case for case in cases if case.name in chosen]
     ours, *peers = implementations.installed(arguments.all_kernels)
     if arguments.peer:
+        if unknown := set(arguments.peer) - {peer.name for peer in peers}:
+            installed = ", ".join(peer.name for peer in peers)
+            sys.exit(f"--peer: expected what is installed here, {installed}, got {min(unknown)}")
         peers = [peer for peer in peers if peer.name in arguments.peer]
     peers = [ours] if arguments.ours else [ours, *peers]
     if arguments.warm_up_peers:

@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from benchmarks import memory
+from benchmarks.argument_types import positive
 
 import xla_gpu.jax as xg
 
@@ -53,11 +54,13 @@ def chained(attend: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--devices", type=int, default=len(jax.devices()))
-    parser.add_argument("--contexts", type=int, nargs="+", default=[131072, 524288])
-    parser.add_argument("--repeats", type=int, default=6)
+    parser.add_argument("--devices", type=positive, default=len(jax.devices()))
+    parser.add_argument("--contexts", type=positive, nargs="+", default=[131072, 524288])
+    parser.add_argument("--repeats", type=positive, default=6)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
+    if arguments.devices > (there := len(jax.devices())):
+        parser.error(f"--devices: expected at most {there}, the number of JAX's devices, got {arguments.devices}")
     mesh = jax.sharding.Mesh(np.array(jax.devices()[: arguments.devices]), ("cp",))
     group = xg.DeviceGroup(mesh, "cp", timeout_s=20)
     alone = jax.sharding.Mesh(mesh.devices[:1], ("cp",))

@@ -27,6 +27,7 @@ import numpy as np
 import xla_gpu.jax as xg
 
 from . import kernel_times
+from .argument_types import load_size, positive
 from .decode_model import (
     CACHE_SPEC,
     JOINS,
@@ -105,30 +106,31 @@ def can_exchange(rows: int, ranks: int, parts: int) -> bool:
 
 
 def wrong_option(arguments: argparse.Namespace) -> str | None:
-    """What is wrong with --joins and --row-parts, if anything."""
+    """What is wrong with options that do not fit together, or this machine, if anything."""
     parts, ranks = arguments.row_parts, arguments.tensor_parallel
+    if ranks > (devices := len(jax.devices())):
+        return f"--tensor-parallel: expected at most {devices}, the number of JAX's devices, got {ranks}"
     known = JOINS if ranks > 1 else ("one",)
     if unknown := set(arguments.joins or ()) - set(known):
         return f"--joins: expected some of {', '.join(known)} over {ranks} GPUs, got {min(unknown)}"
-    if parts < 1:
-        return f"--row-parts: expected a positive number, got {parts}"
     if parts > 1 and (arguments.blocks or not arguments.prefill):
         return "--row-parts: expected --prefill, and no --blocks"
-    for case in arguments.cases:
-        batch, context = map(int, case.split("x"))
+    for batch, context in arguments.cases:
         rows = batch * (context if arguments.prefill else 1)
+        of_case = f"of {batch}x{context}"
         if rows % parts:
-            return f"--row-parts: expected a divisor of the {rows} rows of {case}, got {parts}"
+            return f"--row-parts: expected a divisor of the {rows} rows {of_case}, got {parts}"
         if "exchange" in (arguments.joins or ()) and not can_exchange(rows, ranks, parts):
-            return f"--joins: exchange: expected a multiple of {ranks} rows in each part, got {rows // parts} of {case}"
+            return f"--joins: exchange: expected a multiple of {ranks} rows in each part, got {rows // parts} {of_case}"
     return None
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tensor-parallel", type=int, default=1)
+    parser.add_argument("--tensor-parallel", type=positive, default=1)
     parser.add_argument("--shape", choices=SHAPES, default="llama3-8b")
-    parser.add_argument("--cases", nargs="+", default=["1x1024", "32x1024", "64x2048"], metavar="SEQUENCESxCONTEXT")
+    cases = [(1, 1024), (32, 1024), (64, 2048)]
+    parser.add_argument("--cases", type=load_size, nargs="+", default=cases, metavar="SEQUENCESxCONTEXT")
     parser.add_argument("--joins", nargs="+", help=f"{', '.join(JOINS)} (default: all that take the rows)")
     parser.add_argument(
         "--fused",
@@ -149,15 +151,15 @@ def main() -> None:
     )
     parser.add_argument(
         "--steps",
-        type=int,
+        type=positive,
         default=30,
         help="programs in flight at once (default %(default)s): the host's time for the first counts once",
     )
-    parser.add_argument("--steps-per-program", type=int, default=1)
+    parser.add_argument("--steps-per-program", type=positive, default=1)
     parser.add_argument("--profile", action="store_true", help="what each kernel adds to a step")
     parser.add_argument(
         "--row-parts",
-        type=int,
+        type=positive,
         default=1,
         help="parts of the rows, of which one is summed while another is multiplied: with --prefill --joins exchange",
     )
@@ -171,10 +173,10 @@ def main() -> None:
     group = xg.DeviceGroup(mesh, "tp", timeout_s=60) if ranks > 1 else None
     weights, specs, weight_bytes = make_weights(shape, mesh, arguments.weights)
     rows = []
-    for case in arguments.cases:
+    for batch, context in arguments.cases:
+        case = f"{batch}x{context}"
         caches = state = None  # the case before may have ended early
         with left_out_if_too_large(case):
-            batch, context = map(int, case.split("x"))
             new = context if arguments.prefill else 1
             most = 2 * arguments.steps * arguments.steps_per_program  # steps of a chain, and of the profile after it
             pages = -(-(context + most + 8) // PAGE_SIZE)

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from benchmarks import memory, timing
+from benchmarks.argument_types import positive
 from benchmarks.linear import TorchArrays, make
 
 import xla_gpu.torch as xg
@@ -104,7 +105,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--operators", nargs="+", choices=OPERATORS, default=list(OPERATORS))
     parser.add_argument("--formats", nargs="+", choices=FORMATS, default=list(FORMATS))
-    parser.add_argument("--rows", nargs="+", type=int, default=[1, 8, 32, 64])
+    parser.add_argument("--rows", nargs="+", type=positive, default=[1, 8, 32, 64])
     arguments = parser.parse_args()
     for operator, weight_format, rows in cases(arguments):
         with memory.left_out_if_too_large(f"{operator} {weight_format} {rows} rows"):

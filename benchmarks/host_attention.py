@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable
 
 import torch
+from argument_types import positive
 
 
 @dataclasses.dataclass(frozen=True)
@@ -163,9 +164,9 @@ def measure(load: Load, rounds: int, bandwidth: float) -> dict:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--threads", type=int, default=2, help="threads of either side (default 2)")
+    parser.add_argument("--threads", type=positive, default=2, help="threads of either side (default 2)")
     parser.add_argument(
-        "--rounds", type=int, default=20, help="measurements per load; medians are reported (default 20)"
+        "--rounds", type=positive, default=20, help="measurements per load; medians are reported (default 20)"
     )
     parser.add_argument("--json", metavar="FILE", help="also write the figures there")
     arguments = parser.parse_args()

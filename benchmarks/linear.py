@@ -19,6 +19,7 @@ from collections.abc import Callable
 from typing import Any
 
 from benchmarks import memory
+from benchmarks.argument_types import positive
 
 SHAPES = {  # name: n, k
     "qkv": (6144, 4096),
@@ -153,7 +154,7 @@ def main() -> None:
     parser.add_argument("--jax", action="store_true")
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
     parser.add_argument("--formats", nargs="+", choices=FORMATS, default=list(FORMATS))
-    parser.add_argument("--rows", nargs="+", type=int, default=list(ROWS))
+    parser.add_argument("--rows", nargs="+", type=positive, default=list(ROWS))
     parser.add_argument("--json", type=pathlib.Path, metavar="FILE")
     arguments = parser.parse_args()
     measure, other = (with_jax, "XLA") if arguments.jax else (with_torch, "cuBLAS")

@@ -20,6 +20,7 @@ from collections.abc import Callable
 
 import torch
 from benchmarks import memory, timing
+from benchmarks.argument_types import containing
 
 import xla_gpu.torch as xla_gpu
 
@@ -175,9 +176,8 @@ def main() -> None:
     arguments = parser.parse_args()
     rate, unit = (1e6, "TB/s") if arguments.device == "cuda" else (1e3, "GB/s")
     rows = []
-    for name, make in LOADS.items():
-        if arguments.loads not in name:
-            continue
+    for name in containing("--loads", [arguments.loads], LOADS):
+        make = LOADS[name]
         with memory.left_out_if_too_large(name):
             ours, theirs, amount = make(arguments.device)
             rest = [make(arguments.device) for _ in range(timing.sets_needed(amount) - 1)]

@@ -16,6 +16,7 @@ import time
 import jax
 import jax.numpy as jnp
 import numpy as np
+from benchmarks.argument_types import positive
 
 CASES = {
     "decode 1x1024": ([(1, 1024)], 16),
@@ -84,9 +85,9 @@ def implementations(head_dim: int) -> dict:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=50, help="calls in a loop")
-    parser.add_argument("--loops", type=int, default=5)
-    parser.add_argument("--heads", type=int, nargs=3, default=(32, 8, 128), metavar=("QUERY", "KV", "DIM"))
+    parser.add_argument("--repeats", type=positive, default=50, help="calls in a loop")
+    parser.add_argument("--loops", type=positive, default=5)
+    parser.add_argument("--heads", type=positive, nargs=3, default=(32, 8, 128), metavar=("QUERY", "KV", "DIM"))
     parser.add_argument("--case", choices=CASES, action="append", help="some cases alone")
     arguments = parser.parse_args()
     num_heads, num_kv_heads, head_dim = arguments.heads

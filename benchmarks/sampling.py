@@ -16,6 +16,7 @@ from collections.abc import Callable
 
 import torch
 from benchmarks import memory, timing
+from benchmarks.argument_types import positive
 
 import xla_gpu.torch as xla_gpu
 
@@ -87,7 +88,7 @@ def flashinfer(logits: torch.Tensor, rule: dict[str, float]) -> Callable[[], obj
 @torch.no_grad()
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=int, nargs="+", default=[1, 64])
+    parser.add_argument("--rows", type=positive, nargs="+", default=[1, 64])
     parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float32"])
     parser.add_argument("--rules", nargs="+", default=list(RULES), choices=list(RULES))
     parser.add_argument("--flashinfer", action="store_true")

@@ -28,6 +28,7 @@ from typing import Any
 
 import numpy as np
 from benchmarks import memory
+from benchmarks.argument_types import load_size, positive
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 
@@ -158,12 +159,13 @@ def weight_bytes(config: LlamaConfig, itemsize: int, weights: str, head: str) ->
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("cases", nargs="*", default=["1x1024", "32x1024", "64x2048"], metavar="BATCHxCONTEXT")
+    cases = [(1, 1024), (32, 1024), (64, 2048)]
+    parser.add_argument("cases", type=load_size, nargs="*", default=cases, metavar="BATCHxCONTEXT")
     parser.add_argument("--framework", choices=("jax", "torch_xla"), default="jax")
-    parser.add_argument("--tensor-parallel", type=int, default=1)
+    parser.add_argument("--tensor-parallel", type=positive, default=1)
     parser.add_argument("--shape", choices=SHAPES, default="llama3-8b")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
-    parser.add_argument("--layers", type=int, help="instead of the shape's own number")
+    parser.add_argument("--layers", type=positive, help="instead of the shape's own number")
     parser.add_argument(
         "--operators", nargs="+", default=[",".join(USUAL)], metavar="NAMES", help="with commas, or none"
     )
@@ -171,22 +173,30 @@ def main() -> None:
     parser.add_argument("--weights", choices=formats, default="plain", help="of the layers")
     parser.add_argument("--head-weights", choices=formats, default="plain")
     parser.add_argument("--prefill", action="store_true", help="all tokens of the context at once, instead of one more")
-    parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--steps", type=positive, default=20)
+    parser.add_argument("--repeats", type=positive, default=3)
     parser.add_argument("--profile", action="store_true", help="what each kernel adds to a step; in JAX")
     arguments = parser.parse_args()
     config, itemsize = SHAPES[arguments.shape], 2 if arguments.dtype == "bfloat16" else 4
     if arguments.layers:
         config = dataclasses.replace(config, num_layers=arguments.layers)
-    sizes = [tuple(map(int, case.split("x"))) for case in arguments.cases]
+    try:
+        options = [
+            (names, StepOptions(frozenset() if names == "none" else frozenset(names.split(","))))
+            for names in arguments.operators
+        ]
+    except ValueError as error:
+        parser.error(str(error))
     make = in_jax if arguments.framework == "jax" else in_torch_xla
     chosen = (arguments.weights, arguments.head_weights)
-    engines = make(config, arguments.dtype, max(c for _, c in sizes) + 1, arguments.tensor_parallel, *chosen)
+    engines = make(
+        config, arguments.dtype, max(context for _, context in arguments.cases) + 1, arguments.tensor_parallel, *chosen
+    )
     per_token = config.num_layers * 2 * config.num_kv_heads * config.head_dim * itemsize
-    for (batch, context), names in itertools.product(sizes, arguments.operators):
+    for (batch, context), (names, chosen_operators) in itertools.product(arguments.cases, options):
         with memory.left_out_if_too_large(f"{batch}x{context} {names}"):
             load, packed = make_load(batch, context, arguments.prefill)
-            engine, wait = engines(load, StepOptions(frozenset() if names == "none" else frozenset(names.split(","))))
+            engine, wait = engines(load, chosen_operators)
             row = {"framework": arguments.framework, "shape": arguments.shape, "devices": arguments.tensor_parallel}
             row |= {"weights": arguments.weights, "head": arguments.head_weights, "operators": names}
             row["case"] = f"{batch}x{context}"

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
+from benchmarks.argument_types import positive
 
 import xla_gpu.torch as xg
 
@@ -125,8 +126,8 @@ def measure(rank: int, arguments: argparse.Namespace) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--vllm", help="its _C.abi3.so; default: without")
-    parser.add_argument("--devices", type=int, default=2)
-    parser.add_argument("--kilobytes", type=int, nargs="+", default=[8, 64, 256, 2048])
+    parser.add_argument("--devices", type=positive, default=2)
+    parser.add_argument("--kilobytes", type=positive, nargs="+", default=[8, 64, 256, 2048])
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")

@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from argument_types import positive
+
 LLAMA_3_8B = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -49,9 +51,11 @@ def emit(**values) -> None:
 
 def add_options(parser: argparse.ArgumentParser, *, max_seqs: int) -> None:
     parser.add_argument("--tiny", action="store_true", help="a tiny model, to check the script")
-    parser.add_argument("--max-tokens", type=int, default=8192, help="of a step (default %(default)s)")
-    parser.add_argument("--max-seqs", type=int, default=max_seqs, help="in a step (default %(default)s)")
-    parser.add_argument("--buckets", type=int, nargs="*", help="token buckets of the XLA back end (default: its own)")
+    parser.add_argument("--max-tokens", type=positive, default=8192, help="of a step (default %(default)s)")
+    parser.add_argument("--max-seqs", type=positive, default=max_seqs, help="in a step (default %(default)s)")
+    parser.add_argument(
+        "--buckets", type=positive, nargs="*", help="token buckets of the XLA back end (default: its own)"
+    )
 
 
 @contextlib.contextmanager

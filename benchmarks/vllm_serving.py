@@ -16,6 +16,7 @@ import argparse
 import time
 
 import numpy as np
+from argument_types import positive
 from vllm_engine import add_options, emit, model_of, started
 
 
@@ -61,11 +62,15 @@ def run(engine, requests: list[tuple[list[int], int]], prefix: str) -> dict[str,
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_options(parser, max_seqs=256)
-    parser.add_argument("--requests", type=int, default=200)
-    parser.add_argument("--prompt", type=int, nargs=2, default=[100, 2000], metavar=("LEAST", "MOST"))
-    parser.add_argument("--output", type=int, nargs=2, default=[50, 400], metavar=("LEAST", "MOST"))
+    parser.add_argument("--requests", type=positive, default=200)
+    parser.add_argument("--prompt", type=positive, nargs=2, default=[100, 2000], metavar=("LEAST", "MOST"))
+    parser.add_argument("--output", type=positive, nargs=2, default=[50, 400], metavar=("LEAST", "MOST"))
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
+    for option in ("prompt", "output"):
+        least, most = getattr(arguments, option)
+        if least > most:
+            parser.error(f"--{option}: expected the least number of tokens, then the most, got {least} and {most}")
 
     rng = np.random.default_rng(arguments.seed)
     requests = [

@@ -21,6 +21,7 @@ import statistics
 import sys
 import time
 
+from argument_types import load_size, positive
 from vllm_engine import add_options, emit, started
 
 
@@ -77,12 +78,12 @@ def milliseconds(seconds: list[float]) -> float:
     return round(statistics.median(seconds) * 1e3, 3) if seconds else 0.0
 
 
-def measure(llm, times: HostTimes, load: str, new_tokens: int, sampling: dict) -> dict:
+def measure(llm, times: HostTimes, load: tuple[int, int], new_tokens: int, sampling: dict) -> dict:
     import numpy as np
 
     from vllm import SamplingParams, TokensPrompt
 
-    count, length = (int(part) for part in load.split("x"))
+    count, length = load
     vocab_size = llm.llm_engine.vllm_config.model_config.get_vocab_size()
     rng = np.random.default_rng(0)
     prompts = [TokensPrompt(prompt_token_ids=rng.integers(10, vocab_size, length).tolist()) for _ in range(count)]
@@ -98,7 +99,7 @@ def measure(llm, times: HostTimes, load: str, new_tokens: int, sampling: dict) -
     times.take()
     whole = min(run(1 + new_tokens) for _ in range(2))
     return {
-        "load": load,
+        "load": f"{count}x{length}",
         "prefill_s": round(prefill, 4),
         "prefill_tokens_per_s": round(count * length / prefill),
         "decode_ms": round((whole - prefill) / new_tokens * 1e3, 3),
@@ -108,10 +109,10 @@ def measure(llm, times: HostTimes, load: str, new_tokens: int, sampling: dict) -
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("loads", nargs="+", metavar="BxC", help="sequences x tokens of each prompt")
+    parser.add_argument("loads", type=load_size, nargs="+", metavar="BxC", help="sequences x tokens of each prompt")
     add_options(parser, max_seqs=64)
-    parser.add_argument("--new-tokens", type=int, default=64)
-    parser.add_argument("--tensor-parallel", type=int, default=1, metavar="N", help="GPUs that share the model")
+    parser.add_argument("--new-tokens", type=positive, default=64)
+    parser.add_argument("--tensor-parallel", type=positive, default=1, metavar="N", help="GPUs that share the model")
     parser.add_argument(
         "--sampling",
         type=json.loads,

@@ -101,8 +101,12 @@ def main() -> None:
     parser.add_argument("--load", nargs="+", default=names, help="decode loads of loads.py (default %(default)s)")
     arguments = parser.parse_args()
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # the front ends share the GPU
+    known = {case.name: case for case in loads.DECODE}
     for name in arguments.load:
-        case = next(case for case in loads.DECODE if case.name == name)
+        if name not in known:
+            parser.error(f"--load: expected some of {', '.join(known)}, got {name}")
+    for name in arguments.load:
+        case = known[name]
         inputs = cases.build(case, poison=False)
         arrays = [
             *(inputs.query, inputs.kv_cache, inputs.context_lens, inputs.block_tables),

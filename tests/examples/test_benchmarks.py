@@ -65,7 +65,12 @@ def test_rows_in_parts_give_the_same_tokens(tmp_path):
     ("options", "expected"),
     [
         (["--joins", "sum"], "--joins: expected some of one over 1 GPUs, got sum"),
-        (["--prefill", "--row-parts", "0"], "--row-parts: expected a positive number, got 0"),
+        (["--prefill", "--row-parts", "0"], "--row-parts: expected a whole number from 1, got 0"),
+        (["--cases", "1x"], "--cases: expected sequences x tokens, 64x2048 for example, got 1x"),
+        (["--cases", "8x16x2"], "--cases: expected sequences x tokens, 64x2048 for example, got 8x16x2"),
+        (["--cases", "0x16"], "--cases: expected sequences x tokens, 64x2048 for example, got 0x16"),
+        (["--steps", "-1"], "--steps: expected a whole number from 1, got -1"),
+        (["--tensor-parallel", "99"], "--tensor-parallel: expected at most"),
         (["--row-parts", "2"], "--row-parts: expected --prefill, and no --blocks"),
         (["--prefill", "--row-parts", "3"], "--row-parts: expected a divisor of the 64 rows of 1x64, got 3"),
         (
@@ -74,7 +79,7 @@ def test_rows_in_parts_give_the_same_tokens(tmp_path):
         ),
     ],
 )
-def test_options_that_do_not_fit_together(options, expected, monkeypatch, capsys):
+def test_wrong_options_of_a_step(options, expected, monkeypatch, capsys):
     pytest.importorskip("jax")
     from benchmarks import decode_step
 
@@ -82,3 +87,22 @@ def test_options_that_do_not_fit_together(options, expected, monkeypatch, capsys
     with pytest.raises(SystemExit):
         decode_step.main()
     assert expected in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (["decode", "--cases", "1x1k", "9x9k"], "--cases: expected a part of one of 1x1k llama3-8b, "),
+        (["decode", "--peer", "FA9"], "--peer: expected what is installed here, "),
+        (["prefill", "--repeats", "0"], "--repeats: expected a whole number from 1, got 0"),
+    ],
+)
+def test_wrong_options_of_attention(options, expected, monkeypatch, capsys):
+    """A load or peer that is not there would be an empty table."""
+    pytest.importorskip("torch")
+    from benchmarks import attention
+
+    monkeypatch.setattr(sys, "argv", ["attention", *options])
+    with pytest.raises(SystemExit) as ended:
+        attention.main()
+    assert expected in f"{capsys.readouterr().err}{ended.value}"

@@ -1,0 +1,31 @@
+"""Types of command-line arguments: argparse then says which option is wrong, and what was expected."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable
+
+
+def positive(text: str) -> int:
+    number = int(text) if text.isdecimal() else 0
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"expected a whole number from 1, got {text}")
+    return number
+
+
+def load_size(text: str) -> tuple[int, int]:
+    """Sequences and tokens of each: "64x2048"."""
+    try:
+        count, length = map(positive, text.split("x"))
+    except (argparse.ArgumentTypeError, ValueError):
+        raise argparse.ArgumentTypeError(f"expected sequences x tokens, 64x2048 for example, got {text}") from None
+    return count, length
+
+
+def containing(option: str, texts: Iterable[str], names: Iterable[str]) -> list[str]:
+    """The names that contain one of the texts, each of which some name must contain."""
+    names = list(names)
+    for text in texts:
+        if not any(text in name for name in names):
+            raise SystemExit(f"{option}: expected a part of one of {', '.join(names)}, got {text}")
+    return [name for name in names if any(text in name for text in texts)]
