@@ -9,6 +9,11 @@ For each load BxC, B prompts of C random tokens: prefill is their time to the fi
 tokens after it, divided by their number, decode_step_ms the median time of a step in which every sequence decodes.
 decode_ms is more where prompts end beside sequences that decode already. Greedy; the best of two runs. Each line of
 output starts with "R " and is JSON.
+
+With --speculative-config tokens_per_step is what a step gives each sequence, and decode_step_ms means nothing:
+
+    PJRT_DEVICE=GPU python benchmarks/vllm_steps.py 1x1024 --speculative-config \\
+        '{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3, "prompt_lookup_min": 2}'
 """
 
 from __future__ import annotations
@@ -39,6 +44,7 @@ class HostTimes:
     def clear(self) -> None:
         self.seconds: dict[str, list[float]] = {name: [] for name in self.NAMES}
         self.intervals: list[float] = []
+        self.steps = 0
         self._last: tuple[float, int] | None = None
 
     def _timed(self, name, method):
@@ -58,6 +64,7 @@ class HostTimes:
 
     def _note(self, now: float, scheduled) -> None:
         """Steps follow each other as the device ends them: the time between two decode steps is that of one."""
+        self.steps += scheduled.total_num_scheduled_tokens > 0
         decodes = len(scheduled.num_scheduled_tokens)
         if decodes != scheduled.total_num_scheduled_tokens:
             self._last = None
@@ -98,13 +105,17 @@ def measure(llm, times: HostTimes, load: tuple[int, int], new_tokens: int, sampl
     prefill = min(run(1) for _ in range(2))
     times.take()
     whole = min(run(1 + new_tokens) for _ in range(2))
-    return {
+    config = llm.llm_engine.vllm_config
+    result = {
         "load": f"{count}x{length}",
         "prefill_s": round(prefill, 4),
         "prefill_tokens_per_s": round(count * length / prefill),
         "decode_ms": round((whole - prefill) / new_tokens * 1e3, 3),
-        **times.take(),
     }
+    if config.speculative_config is not None:
+        prompt_steps = -(-count * length // config.scheduler_config.max_num_batched_tokens)
+        result["tokens_per_step"] = round(new_tokens / (times.steps / 2 - prompt_steps), 2)
+    return {**result, **times.take()}
 
 
 def main() -> None:
@@ -121,10 +132,14 @@ def main() -> None:
         metavar="JSON",
         help="sampling parameters, each measured with all loads (default: greedy)",
     )
+    parser.add_argument("--speculative-config", type=json.loads, metavar="JSON", help="as vLLM takes it")
     parser.add_argument("--profile", action="store_true", help="show what takes the host's time, on stderr")
     arguments = parser.parse_args()
 
-    with started(arguments, tensor_parallel_size=arguments.tensor_parallel) as (llm, start):
+    options = {"tensor_parallel_size": arguments.tensor_parallel}
+    if arguments.speculative_config is not None:
+        options["speculative_config"] = arguments.speculative_config
+    with started(arguments, **options) as (llm, start):
         from xla_gpu.torch import executable_cache_info
         from xla_gpu.vllm.program import compilations
 

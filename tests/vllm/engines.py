@@ -21,7 +21,23 @@ def make(folder: str, **options: Any) -> LLM:
         "additional_config": {"token_buckets": [8, 64]},
         **options,
     }
-    return LLM(model=folder, **settings)
+    llm = LLM(model=folder, **settings)
+    if "speculative_config" in options:
+        take_drafts(llm)
+    return llm
+
+
+def take_drafts(llm: LLM) -> None:
+    """Has an engine of this process take drafts after each step, as vLLM's processes of engines do."""
+    core = llm.llm_engine.engine_core.engine_core
+    step = core.step_fn
+
+    def step_and_take_drafts() -> Any:
+        outputs, executed = step()
+        core.post_step(executed)
+        return outputs, executed
+
+    core.step_fn = step_and_take_drafts
 
 
 def runner_of(llm: LLM) -> Any:
@@ -52,3 +68,11 @@ def random(new: int, **others: Any) -> SamplingParams:
 
 def metric(llm: LLM, name: str) -> float:
     return sum(entry.value for entry in llm.get_metrics() if entry.name == name)
+
+
+def state_is_released(llm: LLM) -> None:
+    """Requests leave one step after they end; an empty step tells the runner of the last ones."""
+    runner = runner_of(llm)
+    tokens(llm, [[3]], greedy(1))
+    tokens(llm, [[3]], greedy(1))
+    assert len(runner.requests) <= 1 and runner.requests.free_slots >= runner._max_seqs - 1

@@ -34,14 +34,6 @@ def nothing_compiled_after_warm_up(request):
     assert compilations() == before
 
 
-def state_is_released(llm) -> None:
-    """Requests leave one step after they end; an empty step tells the runner of the last ones."""
-    runner = engines.runner_of(llm)
-    tokens(llm, [[3]], greedy(1))
-    tokens(llm, [[3]], greedy(1))
-    assert len(runner.requests) <= 1 and runner.requests.free_slots >= runner._max_seqs - 1
-
-
 # ---- Tokens ----------------------------------------------------------------------------------------------------------
 
 
@@ -53,7 +45,7 @@ def test_tokens_equal_transformers(engine, reference):
     hits = engines.metric(engine, "vllm:prefix_cache_hits")
     assert tokens(engine, prompts, greedy(NEW)) == expected
     assert engines.metric(engine, "vllm:prefix_cache_hits") > hits
-    state_is_released(engine)
+    engines.state_is_released(engine)
 
 
 def test_a_program_takes_few_arguments(engine):
@@ -87,7 +79,7 @@ def test_preemption(llama, reference, asynchronous):
     assert [len(output.prompt_logprobs) for output in scored] == [40, 50, 60, 70]
     assert engines.metric(llm, "vllm:num_preemptions") > before
     assert engines.compiled_since_start(llm) == 0
-    state_is_released(llm)
+    engines.state_is_released(llm)
 
 
 def test_abort(engine, reference):
@@ -106,7 +98,7 @@ def test_abort(engine, reference):
     assert {name: len(ids) for name, ids in finished.items() if name != "abort-1"} == {"abort-0": NEW, "abort-2": NEW}
     for index in (0, 2):
         assert finished[f"abort-{index}"] == reference.greedy(prompts[index], NEW)
-    state_is_released(engine)
+    engines.state_is_released(engine)
 
 
 # ---- Randomness ------------------------------------------------------------------------------------------------------
@@ -307,7 +299,10 @@ def test_another_engine_with_longer_sequences(llama, reference):
             {"additional_config": {"async_scheduling": "false"}},
             "additional_config: async_scheduling: expected true or false, got 'false'",
         ),
-        ({"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}, "--speculative-config: not supp"),
+        (
+            {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "disable_by_batch_size": 4}},
+            "--speculative-config: disable_by_batch_size: not supported",
+        ),
         ({"cpu_offload_gb": 1}, "--cpu-offload-gb: expected 0, got 1"),
         ({"model_impl": "transformers"}, "--model-impl: expected a model of vLLM's own, got transformers' Llama"),
         ({"seed": -1}, "--seed: expected a number from 0, got -1"),

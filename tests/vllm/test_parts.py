@@ -68,6 +68,19 @@ def test_requests_that_a_step_cannot_take(prompt, fields, text):
         request_checks.check(SamplingParams(**fields), prompt, vocab_size=320)
 
 
+def test_rows_of_logits_with_drafts():
+    scheduler = SimpleNamespace(max_num_seqs=32, max_num_batched_tokens=100)
+    config = SimpleNamespace(scheduler_config=scheduler, speculative_config=None)
+    assert buckets.most_rows(config) == 32
+    config.speculative_config = SimpleNamespace(num_speculative_tokens=2)
+    assert buckets.most_rows(config) == 96
+    config.speculative_config.num_speculative_tokens = 4
+    assert buckets.most_rows(config) == 100
+    assert StepLayout(8, 4, 1, 2).logits_rows == 4
+    layout = StepLayout(8, 4, 1, 2, max_draft_rows=6)
+    assert layout.logits_rows == layout.unpack(np.zeros(layout.size, np.int32))["draft_rows"].size == 6
+
+
 def test_layout_unpacks_what_it_packs():
     layout = StepLayout(num_tokens=5, max_seqs=3, num_groups=2, max_updates=4)
     packed, parts = layout.empty(unused_slot=9, unused_entry=99)
@@ -244,6 +257,7 @@ def test_memory_is_left_to_compile_in(monkeypatch):
     config = SimpleNamespace(
         model_config=model,
         parallel_config=None,
+        speculative_config=None,
         quant_config=None,
         cache_config=SimpleNamespace(kv_cache_memory_bytes=None),
         scheduler_config=SimpleNamespace(max_num_batched_tokens=64, max_num_seqs=8),

@@ -165,6 +165,16 @@ def test_a_client_that_goes_away_is_aborted(server):
     assert server.metric("vllm:kv_cache_usage_perc") == 0
 
 
+def test_drafts(server, llama, tmp_path):
+    """Speculative decoding where the engine is a process of its own; vLLM counts what was accepted."""
+    drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
+    body = {"prompt": [70, 71] * 4, "max_tokens": 24, "allowed_token_ids": [70, 71, 72], **GREEDY}
+    with running(llama, tmp_path / "log", "--speculative-config", json.dumps(drafts)) as drafting:
+        assert drafting.stream(**body) == server.stream(**body)
+        counts = [drafting.metric(f"vllm:spec_decode_num_{name}_tokens_total") for name in ("draft", "accepted")]
+    assert counts[0] >= counts[1] > 0
+
+
 def test_data_parallel_engines(llama, tmp_path):
     """Two engines behind one server, each with requests of its own."""
     if os.environ.get("PJRT_DEVICE", "").upper() == "GPU" and len(cuda_driver.driver().gpus) < 2:

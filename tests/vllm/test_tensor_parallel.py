@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from tests.vllm import engines, test_quantization, tiny
-from tests.vllm.tensor_parallel import NEW_TOKENS, PROMPTS, generate
+from tests.vllm.tensor_parallel import NEW_TOKENS, PROMPTS, draft, generate
 from xla_gpu.vllm.divided_layers import Joined
 from xla_gpu.vllm.divided_sums import PendingSum, take_sums
 
@@ -80,6 +80,7 @@ def test_same_tokens_as_one_device(two_devices, engine):
     assert two_devices["sampled"] == expected["sampled"]
     torch.testing.assert_close(torch.tensor(two_devices["logprobs"]), torch.tensor(expected["logprobs"]))
     assert two_devices["compiled"] == 0
+    assert two_devices["drafted"] == [draft(engine), True]
 
 
 def test_the_model_is_divided(two_devices):
@@ -98,18 +99,20 @@ def test_quantised_weights_and_experts(name, two_devices, others):
 
 
 def test_devices_exchange_sums_alone(two_devices):
-    assert len(two_devices["programs"]) == 2 * (1 + len(OTHERS))  # each model's, of 8 and of 64 tokens
+    # Each model's, of 8 and 64 tokens; the first one's with drafts too, of 8, 32 and 64, with up to 32 rows of logits.
+    assert len(two_devices["programs"]) == 2 * (1 + len(OTHERS)) + 3
     gathered = []
     for text in two_devices["programs"]:
         found = re.findall(r"= (\S+)\{\S* (all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)\(", text)
         sums, chosen = found[: 2 * LAYERS], found[2 * LAYERS :]
         # On the CPU all_reduce is an all-gather and a call. The last one is of each device's most likely tokens, where
         # the head is not the embedding, as Gemma's is.
-        assert len(set(sums)) == 1 and re.fullmatch(r"f32\[2,(8|64),\d+\]", sums[0][0]), found
+        assert len(set(sums)) == 1 and re.fullmatch(r"f32\[2,(8|32|64),\d+\]", sums[0][0]), found
         assert {kind for _, kind in found} == {"all-gather"}
         gathered += [[shape for shape, _ in chosen]]
     whole = 2 * OTHERS.count("gemma2")
-    assert sorted(gathered) == [[]] * whole + [["f32[2,2,2,8]"]] * (len(gathered) - whole)
+    sizes = [*[["f32[2,2,2,32]"]] * 2, *[["f32[2,2,2,8]"]] * (len(gathered) - whole - 2)]
+    assert sorted(gathered) == [*[[]] * whole, *sizes]
 
 
 def test_norms_make_the_sums(two_devices):

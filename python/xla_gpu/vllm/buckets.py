@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
+from typing import Any
 
 # Sampling works on whole rows of logits and is compiled once per number of rows, half a dozen programs each time: for
 # this many, eight times as many, and so on to the most sequences that a step has.
@@ -72,12 +73,20 @@ def compile_order(sizes: Sequence[int], max_seqs: int) -> list[int]:
     return [*both, *decode[len(prompts) :], *prompts[len(decode) :]]
 
 
-def logits_rows(num_seqs: int, max_seqs: int) -> int:
-    """Rows of logits of a step with room for ``num_seqs`` sequences, where no step has more than ``max_seqs``."""
+def most_rows(config: Any) -> int:
+    """Rows, at most, of which a step computes logits: of a VllmConfig, one for each sequence, and for each draft."""
+    scheduler, speculative = config.scheduler_config, config.speculative_config
+    if speculative is None:
+        return int(scheduler.max_num_seqs)
+    return int(min(scheduler.max_num_seqs * (1 + speculative.num_speculative_tokens), scheduler.max_num_batched_tokens))
+
+
+def logits_rows(num_rows: int, most: int) -> int:
+    """Rows of logits of a step with room for ``num_rows``, where no step has more than ``most``."""
     rows = MIN_LOGITS_ROWS
-    while rows < num_seqs:
+    while rows < num_rows:
         rows *= _ROWS_FACTOR
-    return min(rows, max(max_seqs, MIN_LOGITS_ROWS))
+    return min(rows, max(most, MIN_LOGITS_ROWS))
 
 
 def next_bucket(buckets: Sequence[int], size: int) -> int:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from . import tensor_parallel
+from . import buckets, tensor_parallel
 
 _GIB = 1 << 30
 
@@ -151,6 +151,6 @@ def step_bytes(config: Any) -> int:
     rows = tokens * (8 * model.get_hidden_size() + attention + wide) * item + experts
     # Logits as they are and as float32, and four arrays of their size for sampling; the penalties' counts.
     vocabulary = model.get_vocab_size()
-    logits = max(scheduler.max_num_seqs, 128) * vocabulary * (item + 5 * 4)
+    logits = max(buckets.most_rows(config), 128) * vocabulary * (item + 5 * 4)
     counts = (scheduler.max_num_seqs + 1) * vocabulary * 4
     return int(rows + logits + counts)

@@ -14,7 +14,7 @@ from vllm.forward_context import set_forward_context
 from . import layer_operators, tensor_parallel
 from .attention import StepMetadata
 from .block_tables import BlockTables
-from .buckets import logits_rows
+from .buckets import logits_rows, most_rows
 from .kv_cache import KVCaches
 from .last_layer import LastLayer
 from .norms import NormWeights
@@ -74,8 +74,8 @@ class ModelPrograms:
 
         Returns:
           tokens int32[logits_rows], the most likely ones; last_tokens int32[max_seqs + 1] with them; logits
-          T[logits_rows, vocab_size] of each sequence's last row; the states of all rows, from which PromptPrograms
-          computes other logits.
+          T[logits_rows, vocab_size] of each sequence's last row, or of draft_rows where the layout has them, and then
+          last_tokens has no meaning; the states of all rows, from which PromptPrograms computes other logits.
         """
         state = [self._tables.device_tables, *self._caches.tensors]
         outputs, (tables, *caches) = self._programs[layout]([packed, last_tokens], state)
@@ -102,13 +102,13 @@ class ModelPrograms:
             )
             for group in range(layout.num_groups)
         ]
-        last_rows = (starts[1:] - 1).clamp(min=0)
+        chosen_rows = parts["draft_rows"] if layout.max_draft_rows else (starts[1:] - 1).clamp(min=0)
 
         def choose(rows: torch.Tensor) -> torch.Tensor:
-            return rows.index_select(0, last_rows)
+            return rows.index_select(0, chosen_rows)
 
-        # Where sequences have a row each, there is nothing to leave out.
-        last_layer = self._last_layer if layout.num_tokens > layout.max_seqs else None
+        # Where logits are computed of every row, there is nothing to leave out.
+        last_layer = self._last_layer if layout.num_tokens > layout.logits_rows else None
         with (
             self._forward(layout.num_tokens, self._caches.metadata(groups)),
             contextlib.nullcontext() if last_layer is None else last_layer.rows(choose, choose) as found,
@@ -119,9 +119,12 @@ class ModelPrograms:
         devices = tensor_parallel.active()
         divided = devices is not None and devices.logits_dim is not None
         tokens = devices.most_likely(logits) if devices and divided else logits.argmax(-1).to(torch.int32)
-        last_tokens = store_last_tokens(last_tokens, slots, tokens)
-        rows = logits_rows(layout.max_seqs, self._config.scheduler_config.max_num_seqs)
-        if (padding := rows - layout.max_seqs) > 0:
+        if layout.max_draft_rows:  # the host knows every token
+            last_tokens = torch.zeros_like(last_tokens)
+        else:
+            last_tokens = store_last_tokens(last_tokens, slots, tokens)
+        rows = logits_rows(layout.logits_rows, most_rows(self._config))
+        if (padding := rows - layout.logits_rows) > 0:
             tokens = torch.cat([tokens, tokens.new_zeros(padding)])
             logits = torch.cat([logits, logits.new_zeros(padding, logits.shape[1])])
         if devices and divided:  # most steps need no others: programs that do gather them

@@ -26,6 +26,7 @@ from .output import PromptLogprobs, StepOutput
 from .program import compilations, compiled_together
 from .requests import Batch, RequestTable
 from .sampler.sampler import Sampled, Sampler, SamplerOptions
+from .speculation import Drafter, DraftOutput, DraftRows, proposer
 from .step_layout import StepLayout
 from .step_packer import StepPacker
 
@@ -40,6 +41,7 @@ class Launched:
       counts: tokens of each request in the step.
       previous_tokens: int32[max_seqs + 1], each request's last token before the step, by slot.
       states: of the step's rows.
+      drafts: the rows that verify drafts; None: steps have none.
     """
 
     batch: Batch
@@ -48,6 +50,7 @@ class Launched:
     greedy: Sampled
     logits: torch.Tensor
     states: list[torch.Tensor]
+    drafts: DraftRows | None = None
 
 
 class ModelRunner:
@@ -60,7 +63,8 @@ class ModelRunner:
         self._max_tokens = config.scheduler_config.max_num_batched_tokens
         self._asynchronous = config.scheduler_config.async_scheduling
         chosen = Options.of(config).token_buckets
-        self.token_buckets = buckets.token_buckets(self._max_tokens, self._max_seqs, chosen)
+        self._most_rows = buckets.most_rows(config)
+        self.token_buckets = buckets.token_buckets(self._max_tokens, self._most_rows, chosen)
         self._launched: Launched | None = None
         self._layouts: dict[int, StepLayout] = {}
         # What the requests of the last batch need besides the most likely token; most steps have the same batch.
@@ -85,6 +89,8 @@ class ModelRunner:
         self.tables = BlockTables(self._max_seqs, model.max_model_len, self.caches.block_sizes, self.device)
         self.requests = RequestTable(self._max_seqs, model.max_model_len, self.tables, model.seed)
         self._packer = StepPacker(self.requests, self.tables, self._max_seqs)
+        propose = proposer(self.config)
+        self._drafter = None if propose is None else Drafter(propose, self.requests)
         self._last_tokens = torch.zeros(self._max_seqs + 1, dtype=torch.int32).to(self.device)
         self._programs = ModelPrograms(self.config, self.model, self.caches, self.tables, self.device)
 
@@ -94,7 +100,8 @@ class ModelRunner:
             max_seqs = min(num_tokens, self._max_seqs)
             groups = len(self.caches.block_sizes)
             pages = sum(max_seqs + num_tokens // size for size in self.caches.block_sizes)
-            self._layouts[num_tokens] = StepLayout(num_tokens, max_seqs, groups, pages)
+            draft_rows = 0 if self._drafter is None else min(num_tokens, self._most_rows)
+            self._layouts[num_tokens] = StepLayout(num_tokens, max_seqs, groups, pages, draft_rows)
         return self._layouts[num_tokens]
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
@@ -103,7 +110,7 @@ class ModelRunner:
         start, compiled = time.perf_counter(), compilations()
         with compiled_together(Options.of(self.config).compile_threads):
             self.tables.compile()
-            for num_tokens in buckets.compile_order(self.token_buckets, self._max_seqs):
+            for num_tokens in buckets.compile_order(self.token_buckets, self._most_rows):
                 began = time.perf_counter()
                 self._compile(self.layout(num_tokens))
                 logger.info("Steps of %d tokens: captured in %.1f s", num_tokens, time.perf_counter() - began)
@@ -158,14 +165,17 @@ class ModelRunner:
         total = scheduled.total_num_scheduled_tokens
         layout = self.layout(buckets.next_bucket(self.token_buckets, total))
         previous = self._last_tokens
-        if total == len(batch.slots):  # one token of each request
+        drafts = None
+        if self._drafter is None and total == len(batch.slots):  # one token of each request
             counts = batch.ones
             packed = self._packer.decode(layout, batch)
         else:
             counts = np.fromiter(scheduled.num_scheduled_tokens.values(), np.int32, len(batch.slots))
-            packed = self._packer.pack(layout, batch, counts)
+            if self._drafter is not None:
+                drafts = self._drafter.begin(batch, scheduled.scheduled_spec_decode_tokens)
+            packed = self._packer.pack(layout, batch, counts, None if drafts is None else drafts.step_rows(counts))
         greedy, logits, states = self._launch(layout, packed)
-        self._launched = Launched(batch, counts, previous, greedy, logits, states)
+        self._launched = Launched(batch, counts, previous, greedy, logits, states, drafts)
         return None
 
     def sample_tokens(self, grammar_output: Any) -> Any:
@@ -173,31 +183,47 @@ class ModelRunner:
         if self._launched is None or self._sampler is None:
             return None
         step, self._launched = self._launched, None
-        batch, counts, table = step.batch, step.counts, self.requests
+        batch, counts, table, drafts = step.batch, step.counts, self.requests, step.drafts
         slots = batch.slots
         lengths = table.num_tokens[slots]
-        sampled = table.num_computed[slots] + counts == lengths
+        drafted = 0 if drafts is None else drafts.num_drafts
+        sampled = table.num_computed[slots] + counts == lengths + drafted
         grammar = {}
         if grammar_output is not None:
-            row_of = {request.req_id: row for row, request in enumerate(batch.requests)}
-            for index, req_id in enumerate(grammar_output.structured_output_request_ids):
-                if (row := row_of.get(req_id)) is not None and sampled[row]:
-                    grammar[row] = grammar_output.grammar_bitmask[index]
+            req_ids, bitmask = grammar_output.structured_output_request_ids, grammar_output.grammar_bitmask
+            if drafts is not None:
+                grammar = drafts.grammar(req_ids, bitmask, sampled)
+            else:
+                row_of = {request.req_id: row for row, request in enumerate(batch.requests)}
+                rows = ((row_of.get(req_id), words) for req_id, words in zip(req_ids, bitmask, strict=False))
+                grammar = {row: words for row, words in rows if row is not None and sampled[row]}
         if batch is not self._flagged[0]:
             self._flagged = batch, self._sampler.parameters.flagged(slots)
         flags, chosen = self._flagged[1], step.greedy
         if flags or grammar:
-            numbers = lengths - table.num_prompt[slots]
+            by_row = batch, flags, sampled, lengths - table.num_prompt[slots]
+            before = None
+            if drafts is not None:
+                by_row, before = drafts.by_row(*by_row[1:]), drafts.before()
             chosen = self._sampler.sample(
-                batch, flags, sampled, numbers, step.greedy, step.previous_tokens, step.logits, grammar
+                *by_row, step.greedy, step.previous_tokens, step.logits, grammar=grammar, drafts=before
             )
             self._last_tokens = chosen.last_tokens
         prompts = []
         if "prompt_logprobs" in flags:
             prompts = self._prompt_logprobs(batch, np.flatnonzero(flags["prompt_logprobs"]), counts, step.states)
+        if drafts is not None and self._drafter is not None:
+            verified = DraftOutput(drafts, sampled, chosen.tokens, chosen.logprobs, prompts)
+            result = verified.get_output()
+            self._drafter.finish(verified)
+            return result
         table.num_tokens[slots[sampled]] += 1
         output = StepOutput(batch.requests, np.flatnonzero(sampled).tolist(), chosen.tokens, chosen.logprobs, prompts)
         return output if self._asynchronous else output.get_output()
+
+    def take_draft_token_ids(self) -> Any:
+        """The drafts of the next step's tokens, vLLM's DraftTokenIds, or None."""
+        return None if self._drafter is None else self._drafter.take()
 
     def _launch(
         self, layout: StepLayout, packed: npt.NDArray[np.int32]

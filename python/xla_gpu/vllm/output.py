@@ -40,7 +40,8 @@ class StepOutput(AsyncModelRunnerOutput):  # type: ignore[misc]
         logprobs: Logprobs | None,
         prompts: list[PromptLogprobs],
     ) -> None:
-        self._requests = requests
+        """sampled_rows: of the requests that get a token."""
+        self.requests = requests
         self._sampled_rows = sampled_rows
         self._tokens = tokens
         self._logprobs = logprobs
@@ -49,11 +50,10 @@ class StepOutput(AsyncModelRunnerOutput):  # type: ignore[misc]
     def get_output(self) -> ModelRunnerOutput:
         """Fetches the results. To be called once."""
         tokens = self._tokens.cpu().tolist()
-        sampled: list[list[int]] = [[] for _ in self._requests]
-        for row in self._sampled_rows:
-            sampled[row] = [tokens[row]]
-            self._requests[row].outputs.append(tokens[row])
-        req_ids = [request.req_id for request in self._requests]
+        sampled = self._choose(tokens)
+        for request, new in zip(self.requests, sampled, strict=True):
+            request.outputs += new
+        req_ids = [request.req_id for request in self.requests]
         return ModelRunnerOutput(
             req_ids=req_ids,
             req_id_to_index={req_id: index for index, req_id in enumerate(req_ids)},
@@ -63,11 +63,18 @@ class StepOutput(AsyncModelRunnerOutput):  # type: ignore[misc]
             pooler_output=[],
         )
 
+    def _choose(self, tokens: list[int]) -> list[list[int]]:
+        """New tokens of each request, of those of each row."""
+        sampled: list[list[int]] = [[] for _ in self.requests]
+        for row in self._sampled_rows:
+            sampled[row] = [tokens[row]]
+        return sampled
+
     def _fetch_logprobs(self) -> LogprobsLists | None:
         if self._logprobs is None:
             return None
         # Arrays, not lists: vLLM serialises these between its processes.
-        return LogprobsLists(*(part.cpu().numpy()[: len(self._requests)] for part in self._logprobs))
+        return LogprobsLists(*(part.cpu().numpy()[: len(self.requests)] for part in self._logprobs))
 
     def _fetch_prompts(self) -> dict[str, LogprobsTensors | None]:
         found: dict[str, LogprobsTensors | None] = {}

@@ -74,7 +74,9 @@ class XlaGpuPlatform(Platform):  # type: ignore[misc]
             parallel.worker_cls = "xla_gpu.vllm.worker.Worker"
         if vllm_config.model_config is not None:
             cls._vocab_size = max(cls._vocab_size or 0, vllm_config.model_config.get_vocab_size())
-        vllm_config.scheduler_config.async_scheduling = Options.of(vllm_config).async_scheduling
+        # The tokens of a step are what drafts of the next one are made from. vLLM decides the same.
+        drafts = vllm_config.speculative_config is not None
+        vllm_config.scheduler_config.async_scheduling = Options.of(vllm_config).async_scheduling and not drafts
         choose_start_method(os.environ)
         logger.info_once("xla_gpu.vllm: serving through torch_xla, PJRT_DEVICE=%s", os.environ.get("PJRT_DEVICE"))
 

@@ -68,8 +68,9 @@ class RequestTable:
       num_prompt: int32[max_seqs + 1], by slot like the following: tokens of the prompt.
       num_tokens: prompt and sampled tokens, those included that the host does not know yet.
       num_computed: tokens whose keys and values are stored before the next step.
-      known: how many of the tokens stand in ``token_ids``. The others were sampled since the request got its slot; only
-        the last of them is ever an input, and that one is on the device.
+      known: how many of the tokens stand in ``token_ids``, and drafts behind them while a step verifies them. The other
+        tokens were sampled since the request got its slot; only the last of them is ever an input, and that one is on
+        the device.
     """
 
     def __init__(self, max_seqs: int, max_model_len: int, tables: BlockTables, seed: int) -> None:
@@ -130,6 +131,18 @@ class RequestTable:
             slots = np.fromiter((request.slot for request in requests), np.int32, len(requests))
             self._last_ids, self._last_batch = ids, Batch(requests, slots, np.ones_like(slots))
         return self._last_batch
+
+    def tokens(self, slot: int) -> Int32Array:
+        """The tokens of the request that has ``slot``, where all are known."""
+        tokens: Int32Array = self.token_ids[slot, : self.num_tokens[slot]]
+        return tokens
+
+    def put(self, slot: int, token_ids: Sequence[int]) -> None:
+        """Makes known what stands behind the tokens: new ones, or drafts."""
+        begin = int(self.num_tokens[slot])
+        end = begin + len(token_ids)
+        self.token_ids[slot, begin:end] = token_ids
+        self.known[slot] = end
 
     def _add(self, new: Any) -> Request:
         request = Request(

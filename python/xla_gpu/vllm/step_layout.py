@@ -25,12 +25,19 @@ class StepLayout:
       max_seqs: sequences in it.
       num_groups: KV-cache groups, each with block tables of its own.
       max_updates: new entries of block tables.
+      max_draft_rows: rows of which logits are computed; 0: of each sequence the last one.
     """
 
     num_tokens: int
     max_seqs: int
     num_groups: int
     max_updates: int
+    max_draft_rows: int = 0
+
+    @property
+    def logits_rows(self) -> int:
+        """Rows of which logits are computed."""
+        return self.max_draft_rows or self.max_seqs
 
     @functools.cached_property
     def fields(self) -> dict[str, int]:
@@ -49,6 +56,8 @@ class StepLayout:
             # New entries of the block tables, which stay on the device:
             "update_indices": self.max_updates,
             "update_pages": self.max_updates,
+            # Where steps verify drafts, the rows of which logits are computed:
+            **({"draft_rows": self.max_draft_rows} if self.max_draft_rows else {}),
         }
 
     @functools.cached_property

@@ -20,8 +20,13 @@ class StepPacker:
         # The packed decode step of this layout and batch. Steps that decode differ in positions and new pages alone.
         self._template: tuple[StepLayout | None, Batch | None, Int32Array] = None, None, np.empty(0, np.int32)
 
-    def pack(self, layout: StepLayout, batch: Batch, counts: Int32Array) -> Int32Array:
-        """The array of a step with ``counts[i]`` tokens of the i-th request."""
+    def pack(
+        self, layout: StepLayout, batch: Batch, counts: Int32Array, draft_rows: Int32Array | None = None
+    ) -> Int32Array:
+        """The array of a step with ``counts[i]`` tokens of the i-th request.
+
+        draft_rows: of a layout that has them, the rows of which logits are computed.
+        """
         packed, parts = layout.empty(self._unused_slot, self._tables.unused_entry)
         requests, slots = self._requests, batch.slots
         n, total = len(slots), int(counts.sum())
@@ -40,6 +45,8 @@ class StepPacker:
         parts["query_start_loc"][n + 1 :] = total
         parts["request_slots"][:n] = slots
         parts["num_seqs"][0] = n
+        if draft_rows is not None:
+            parts["draft_rows"][: len(draft_rows)] = draft_rows
         self._store_updates(layout, parts)
         return packed
 

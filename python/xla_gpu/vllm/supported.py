@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from . import buckets
+from . import buckets, ngram
 from .options import Options
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -46,7 +46,9 @@ def refusals(config: Any) -> list[str]:
     if parallel.distributed_executor_backend not in executors:
         expect("--distributed-executor-backend", "uni", parallel.distributed_executor_backend)
     expect_none("--enable-lora", config.lora_config)
-    expect_none("--speculative-config", config.speculative_config)
+    if (speculative := config.speculative_config) is not None:
+        expect("--speculative-config: method", ngram.METHOD, speculative.method)
+        expect_none("--speculative-config: disable_by_batch_size", speculative.disable_by_batch_size)
     expect_none("--kv-transfer-config", config.kv_transfer_config)
     expect_none("--ec-transfer-config", config.ec_transfer_config)
     expect("--cpu-offload-gb", 0, cache.cpu_offload_gb)

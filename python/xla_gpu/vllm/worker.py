@@ -101,6 +101,10 @@ class Worker(WorkerBase):  # type: ignore[misc]
         """Chooses a step's tokens."""
         return self.model_runner.sample_tokens(grammar_output)
 
+    def take_draft_token_ids(self) -> Any:
+        """Drafts of the next step's tokens."""
+        return self.model_runner.take_draft_token_ids()
+
     def execute_dummy_batch(self) -> None:
         """Called where another data-parallel engine has requests and this one none. Their models share nothing."""
 

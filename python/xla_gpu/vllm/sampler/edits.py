@@ -6,6 +6,8 @@ not be on the host yet; it is compared on the device, which is what the conditio
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -22,8 +24,11 @@ _LARGEST = np.iinfo(np.int32).max
 Edit = tuple[int, int, int, float]
 
 
-def of_request(row: int, request: Request, num_outputs: int) -> list[Edit]:
-    """The edits of a request's row in the step that samples its next token, after ``num_outputs`` others."""
+def of_request(row: int, request: Request, num_outputs: int, drafts: Sequence[int] | None = None) -> list[Edit]:
+    """The edits of a request's row in the step that samples its next token, after ``num_outputs`` others.
+
+    drafts: the last of these, where the step verifies drafts; then the host knows the others.
+    """
     params, edits = request.params, []
     if num_outputs < params.min_tokens:
         # vLLM takes any integer. Negative ones would count from the end, and larger ones do not fit into int32.
@@ -37,6 +42,11 @@ def of_request(row: int, request: Request, num_outputs: int) -> list[Edit]:
             continue
         if not before:
             edits.append((row, last, NO_CONDITION, float("-inf")))
+            continue
+        if drafts is not None:
+            sampled = [*request.outputs[-len(before) :], *drafts]
+            if sampled[-len(before) :] == before:
+                edits.append((row, last, NO_CONDITION, float("-inf")))
             continue
         # Sampled tokens up to the last one, which only the device is sure to have.
         end = num_outputs - 1

@@ -204,11 +204,12 @@ class Sampler:
         previous_tokens: torch.Tensor,
         logits: torch.Tensor,
         grammar: dict[int, masks.Bitmask],
+        drafts: Sequence[Sequence[int]] | None = None,
     ) -> Sampled:
         """The tokens of a step.
 
         Args:
-          batch: of the step.
+          batch: of the step; where it verifies drafts, row by row, as all that is of each request.
           flags: of its requests, as SlotParameters.flagged found them.
           sampled: of each request, whether the step ends at its last token.
           numbers: of each request, how many tokens it has sampled before.
@@ -216,6 +217,8 @@ class Sampler:
           previous_tokens: int32[max_seqs + 1], each request's last token before this step, by slot.
           logits: T[rows, vocab_size]; rows past the requests have no meaning.
           grammar: by row, the tokens that structured output allows.
+          drafts: of each row the tokens before it that the step verifies; None: the step has none, and each request
+            one row.
         """
         if not flags and not grammar:
             return greedy
@@ -227,7 +230,7 @@ class Sampler:
         edit_list, allowed = [], {}
         for row in np.flatnonzero(edited).tolist():
             request = batch.requests[row]
-            edit_list += edits.of_request(row, request, int(numbers[row]))
+            edit_list += edits.of_request(row, request, int(numbers[row]), None if drafts is None else drafts[row])
             if request.params.allowed_token_ids:
                 allowed[row] = request.params.allowed_token_ids
         full = bool(edit_list or allowed or grammar or penalised.any())
