@@ -5,8 +5,8 @@
 
 Prompts and outputs have random lengths, some requests share prefixes, one in twenty is aborted at a random time, and
 the sampling parameters are mixed. It ends with 1 unless every request was answered in full or aborted, all pages and
-slots are free at the end, nothing was compiled after the start, memory stayed flat, and greedy requests that ran in the
-crowd have the tokens that they have alone.
+slots are free at the end, nothing was compiled after the start, memory stayed flat, and requests that ran in the crowd,
+greedy or with a seed, have the tokens that they have alone. With --drafts K steps verify up to K drafts of a request.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ MODEL = {
 }
 MAX_MODEL_LEN = 256
 ABORTED = 0.05
-CHECKED = 40  # greedy requests that run once more, alone
+CHECKED = 60  # requests that run once more, alone
 MAX_GROWTH_MIB = 64  # of resident memory and of the device's, from a third of the way on
 
 PARAMETERS = [
@@ -50,6 +50,8 @@ PARAMETERS = [
     {"temperature": 0.8, "top_p": 0.9, "top_k": 50},
     {"temperature": 1.0, "min_p": 0.05, "seed": 7},
     {"temperature": 0, "logprobs": 3},
+    {"temperature": 0, "allowed_token_ids": [70, 71, 72]},
+    {"temperature": 0.9, "allowed_token_ids": [70, 71, 72], "seed": 8},
     {"temperature": 0, "min_tokens": 2, "logit_bias": {5: 1.0}},
 ]
 
@@ -135,7 +137,7 @@ class Soak:
                 self.problems.append(f"{name}: expected {new} tokens, got {len(self.answered[name])}")
         # The runner learns of the last requests' ends with the next step.
         for name in ("last-0", "last-1"):
-            self.alone(name, [3], 1)
+            self.alone(name, [3], 1, {"temperature": 0})
         scheduler = self.core.scheduler
         pool = scheduler.kv_cache_manager.block_pool
         state = {
@@ -147,10 +149,10 @@ class Soak:
         }
         self.problems += [f"{name}: expected 0, got {count}" for name, count in state.items() if count > 0]
 
-    def alone(self, name: str, prompt: list[int], new: int) -> list[int]:
+    def alone(self, name: str, prompt: list[int], new: int, options: dict) -> list[int]:
         from vllm import SamplingParams
 
-        params = SamplingParams(temperature=0, max_tokens=new, ignore_eos=True, detokenize=False)
+        params = SamplingParams(max_tokens=new, ignore_eos=True, detokenize=False, **options)
         self.engine.add_request(name, {"prompt_token_ids": prompt}, params)
         found: list[int] = []
         while self.engine.has_unfinished_requests():
@@ -159,11 +161,11 @@ class Soak:
         return found
 
     def check_tokens(self) -> None:
-        greedy = [name for name, (_, options, _) in self.sent.items() if options == {"temperature": 0}]
-        greedy = [name for name in greedy if name in self.answered]
-        for name in self.random.sample(greedy, min(CHECKED, len(greedy))):
-            prompt, _, new = self.sent[name]
-            if (found := self.alone(f"{name}-alone", prompt, new)) != self.answered[name]:
+        sure = [name for name, (_, options, _) in self.sent.items() if options["temperature"] == 0 or "seed" in options]
+        sure = [name for name in sure if name in self.answered]
+        for name in self.random.sample(sure, min(CHECKED, len(sure))):
+            prompt, options, new = self.sent[name]
+            if (found := self.alone(f"{name}-alone", prompt, new, options)) != self.answered[name]:
                 self.problems.append(f"{name}: {self.answered[name]} in the crowd, {found} alone")
 
 
@@ -178,12 +180,18 @@ def main() -> int:
     parser.add_argument("--requests", type=int, default=10_000)
     parser.add_argument("--concurrency", type=int, default=48, help="requests in the engine at a time")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--drafts", type=int, default=0, metavar="K", help="tokens that a draft has (default: no drafts)"
+    )
     arguments = parser.parse_args()
 
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    from tests.vllm import engines
     from vllm import LLM
     from xla_gpu.vllm.program import compilations
 
+    drafts = {"method": "ngram", "num_speculative_tokens": arguments.drafts, "prompt_lookup_min": 1}
+    drafts["prompt_lookup_max"] = 3
     max_seqs = max(arguments.concurrency * 2 // 3, 1)
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps(MODEL))
@@ -199,7 +207,10 @@ def main() -> int:
             num_gpu_blocks_override=max(max_seqs * 4, 64),
             disable_log_stats=False,
             additional_config={"token_buckets": [8, max_seqs, 256]},
+            **({"speculative_config": drafts} if arguments.drafts else {}),
         )
+    if arguments.drafts:
+        engines.take_drafts(llm)
     soak = Soak(llm, arguments.requests, arguments.concurrency, arguments.seed)
     compiled, start = compilations(), time.perf_counter()
     memory = soak.run()
@@ -212,7 +223,7 @@ def main() -> int:
         later = sizes[len(sizes) // 3 :]
         if later and (growth := max(later) - later[0]) > MAX_GROWTH_MIB:
             soak.problems.append(f"{name} grew by {growth} MiB: {sizes}")
-    preemptions = sum(metric.value for metric in llm.get_metrics() if metric.name == "vllm:num_preemptions")
+    preemptions = engines.metric(llm, "vllm:num_preemptions")
     if not preemptions:
         soak.problems.append("no request was preempted: the cache was not full")
     for problem in soak.problems[:20]:
@@ -224,6 +235,8 @@ def main() -> int:
                 "answered": len(soak.answered),
                 "aborted": len(soak.aborted),
                 "preemptions": preemptions,
+                "drafted": engines.metric(llm, "vllm:spec_decode_num_draft_tokens"),
+                "accepted": engines.metric(llm, "vllm:spec_decode_num_accepted_tokens"),
                 "tokens": sum(map(len, soak.answered.values())),
                 "seconds": round(seconds, 1),
                 **{f"{name}, MiB": sizes[:: max(len(sizes) // 6, 1)] for name, sizes in memory.items()},

@@ -35,20 +35,16 @@ class NgramProposer:
         most = min(self.most_drafts, self.max_model_len - n)
         if most <= 0:
             return []
-        # The search of bytes is the fastest one that Python has.
-        searched = tokens.tobytes()
-        for length in range(min(self.longest, n - 1), self.shortest - 1, -1):
-            start = _first(searched, tokens[n - length :].tobytes(), tokens.itemsize)
-            if start < n - length:
-                after = start + length
-                drafted: list[int] = tokens[after : after + most].tolist()
-                return drafted
-        return []
-
-
-def _first(searched: bytes, ngram: bytes, itemsize: int) -> int:
-    """Where ``ngram`` stands first, in items; it is the end of ``searched``."""
-    at = searched.find(ngram)
-    while at % itemsize:  # of the bytes of two tokens
-        at = searched.find(ngram, at + 1)
-    return at // itemsize
+        drafted: list[int] = []
+        # Where the last token stands too; then those of these places where more tokens before are the same.
+        ends = np.flatnonzero(tokens[:-1] == tokens[-1])
+        for length in range(1, self.longest + 1):
+            if length > 1:
+                ends = ends[ends >= length - 1]
+                ends = ends[tokens[ends - (length - 1)] == tokens[n - length]]
+            if not len(ends):
+                break
+            if length >= self.shortest:
+                after = int(ends[0]) + 1
+                drafted = tokens[after : after + most].tolist()
+        return drafted
