@@ -4,7 +4,7 @@
 # PYTHON       the interpreter that .venv is made with
 # VLLM         the version of vLLM that demo-vllm and test-vllm run: 0.12.0 or 0.13.0
 # XLA_GPU_CUDA ON or OFF: whether the library holds CUDA handlers; ON where a GPU is found, and in wheels
-# TEST_JOBS    processes of `make test`, `test-vllm`, `test-newest` and `sanitize`, 2 by default; each takes 3 GB and more
+# TEST_JOBS    processes of `make test`, `test-vllm`, `test-oldest`, `test-newest` and `sanitize`, 2 by default; each takes 3 GB and more
 # GROUP_SOURCES ON or OFF: short sources compiled together, as pip install does; for `make library` and `library-cuda`
 # CUDAARCHS    what GPUs the installed library or the wheel has code for: this machine's, or all in wheels
 PYTHON       ?= python3
@@ -134,7 +134,7 @@ test-versions: test-oldest test-newest test-triton
 # The oldest precedes .venv's own on the path, so that torch_xla's calls, which jaxlib lowers, are tested with it too.
 OLDEST_JAX   := 0.7.0
 OLDEST_TESTS := tests/ops/test_simple_add.py tests/ops/test_reshape_and_cache.py tests/ops/test_merge_attention_states.py \
-                $(addprefix tests/frontends/test_,jax.py export.py frontends_agree.py ffi_call.py ffi_attributes.py \
+                $(addprefix tests/frontends/test_,jax.py export.py frontends_agree.py errors_agree.py ffi_call.py ffi_attributes.py \
                   ffi_errors.py coexist.py) \
                 tests/properties/test_handler_checks.py tests/runtime/test_doctor.py tests/skew/test_registration.py
 
@@ -144,7 +144,7 @@ build/versions/jax-$(OLDEST_JAX)/.done: $(VENV)/.frameworks
 
 test-oldest: $(VENV)/.installed test-handlers build/versions/jax-$(OLDEST_JAX)/.done
 	PYTHONPATH=$(CURDIR)/build/versions/jax-$(OLDEST_JAX) XLA_GPU_TEST_HANDLERS=$(HANDLERS) \
-	  $(BIN)/python -m pytest -q -r fE $(OLDEST_TESTS)
+	  $(BIN)/python -m pytest -q -r fE -n $(TEST_JOBS) --dist loadfile $(OLDEST_TESTS)
 
 # The newest of all wants a newer Python than the oldest that is supported, and gets an environment without PyTorch.
 NEWER_PYTHON ?= $(shell for python in python3.13 python3.12 $$HOME/.pyenv/versions/3.13.*/bin/python \
@@ -219,7 +219,7 @@ sanitize: $(VENV)/.installed $(VENV)/.dev $(HEADERS)/.done
 	$(SANITIZED) $(BIN)/python -m pytest -q -r fE -n $(TEST_JOBS) --dist loadfile $(SANITIZE_TESTS) \
 	  -k "not torch_xla and not cuda and not agrees_with"
 	for isa in baseline avx2; do \
-	  $(SANITIZED) XLA_GPU_HOST_ISA=$$isa $(BIN)/python -m pytest -q -r fE tests/ops/test_paged_attention.py \
+	  $(SANITIZED) XLA_GPU_HOST_ISA=$$isa $(BIN)/python -m pytest -q -r fE -n $(TEST_JOBS) tests/ops/test_paged_attention.py \
 	    -k "eager and not cuda" || exit 1; \
 	done
 

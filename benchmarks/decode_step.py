@@ -14,9 +14,9 @@ import json
 import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
@@ -125,6 +125,93 @@ def wrong_option(arguments: argparse.Namespace) -> str | None:
     return None
 
 
+class Model(NamedTuple):
+    """Weights over the devices of ``mesh``, which ``group`` sums over where there are several."""
+
+    mesh: jax.sharding.Mesh
+    group: xg.DeviceGroup | None
+    layers: int
+    heads: tuple[int, int, int]  # of queries, of keys and values, and their size
+    weights: Weights
+    specs: Any
+    weight_bytes: int
+
+    @property
+    def ranks(self) -> int:
+        return self.mesh.size
+
+
+def make_model(arguments: argparse.Namespace) -> Model:
+    ranks, shape = arguments.tensor_parallel, SHAPES[arguments.shape]
+    *_, layers, _, heads, kv_heads, head_dim = shape
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:ranks]), ("tp",))
+    group = xg.DeviceGroup(mesh, "tp", timeout_s=60) if ranks > 1 else None
+    return Model(mesh, group, layers, (heads, kv_heads, head_dim), *make_weights(shape, mesh, arguments.weights))
+
+
+def compiled_step(
+    arguments: argparse.Namespace, model: Model, name: str, join: Callable[..., Any], rows: int
+) -> Callable[..., Any]:
+    """A program of ``arguments.steps_per_program`` steps of so many rows, whose sums over the GPUs are ``join``."""
+    heads, kv_heads, head_dim = model.heads
+    local = (heads // model.ranks, kv_heads // model.ranks, head_dim)
+    axis = "tp" if model.ranks > 1 else None
+    options = Options(arguments.fused, arguments.linear, arguments.blocks, arguments.row_parts)
+    body = functools.partial(step, join, gathers(model.group, name), options, local, axis)
+    if model.ranks > 1:
+        cache_specs = [CACHE_SPEC] * model.layers
+        in_specs = (model.specs, cache_specs, P(), P(), P(), P(), P())
+        out_specs = (cache_specs, P(), P())
+        body = jax.shard_map(body, mesh=model.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+    if arguments.steps_per_program > 1:
+        body = many(body, arguments.steps_per_program)
+    cublas = arguments.products == "cublas" or (arguments.products == "by-rows" and rows >= CUBLAS_ROWS)
+    chosen = {**(CUBLAS if cublas else {}), **(OVERLAP if arguments.row_parts > 1 else {})}
+    # All that a step hands to the next is donated, tokens and lengths too: their addresses stay the same then, and XLA
+    # replays its captured graphs as they are.
+    jitted = jax.jit(body, donate_argnums=(1, 2, 3), compiler_options=chosen or None)
+    return functools.partial(jitted, model.weights)
+
+
+def measured(arguments: argparse.Namespace, model: Model, batch: int, context: int) -> Iterator[dict[str, Any]]:
+    """A row of the result for each way to sum over the GPUs."""
+    _, kv_heads, head_dim = model.heads
+    new = context if arguments.prefill else 1
+    rows = batch * new
+    most = 2 * arguments.steps * arguments.steps_per_program  # steps of a chain, and of the profile after it
+    pages = -(-(context + most + 8) // PAGE_SIZE)
+    cache_shape = (pages * batch, PAGE_SIZE, 2 * kv_heads, head_dim)
+    sharding = jax.sharding.NamedSharding(model.mesh, CACHE_SPEC)
+    caches = [jax.jit(lambda: jnp.zeros(cache_shape, T), out_shardings=sharding)() for _ in range(model.layers)]
+    order = np.random.default_rng(0).permutation(pages * batch).astype(np.int32)
+    rest = (
+        on_all(model.mesh, order.reshape(batch, pages)),
+        on_all(model.mesh, np.arange(batch + 1, dtype=np.int32) * new),
+        on_all(model.mesh, np.array([batch], np.int32)),
+    )
+    kv_bytes = batch * context * model.layers * kv_heads * head_dim * 4
+    limit = (model.weight_bytes + kv_bytes) / BYTES_PER_SECOND / model.ranks * 1e3
+    for name, join in joins(model.group).items():
+        if arguments.joins and name not in arguments.joins:
+            continue
+        if name == "exchange" and not can_exchange(rows, model.ranks, arguments.row_parts):
+            continue
+        run = compiled_step(arguments, model, name, join, rows)
+        lengths = on_all(model.mesh, np.full(batch, 0 if arguments.prefill else context, np.int32))
+        state = (caches, on_all(model.mesh, np.zeros(rows, np.int32)), lengths)
+        milliseconds, launch, state = measure(run, state, rest, arguments.steps)
+        if arguments.profile:
+            state = profile(run, state, rest, arguments.steps, arguments.steps_per_program)
+        caches, tokens, _ = state
+        milliseconds, launch = (x / arguments.steps_per_program for x in (milliseconds, launch))
+        row = {"case": f"{batch}x{context}", "join": name, "milliseconds": round(milliseconds, 3)}
+        if arguments.prefill:
+            row["tokens_per_second"] = round(rows / milliseconds * 1e3)
+        else:
+            row["limit"] = round(limit, 3)
+        yield row | {"launch": round(launch, 3), "tokens": np.asarray(tokens)[:4].tolist()}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tensor-parallel", type=positive, default=1)
@@ -167,72 +254,17 @@ def main() -> None:
     arguments = parser.parse_args()
     if wrong := wrong_option(arguments):
         parser.error(wrong)
-    ranks, shape = arguments.tensor_parallel, SHAPES[arguments.shape]
-    *_, layers, _, heads, kv_heads, head_dim = shape
-    mesh = jax.sharding.Mesh(np.array(jax.devices()[:ranks]), ("tp",))
-    group = xg.DeviceGroup(mesh, "tp", timeout_s=60) if ranks > 1 else None
-    weights, specs, weight_bytes = make_weights(shape, mesh, arguments.weights)
+    model = make_model(arguments)
     rows = []
     for batch, context in arguments.cases:
-        case = f"{batch}x{context}"
-        caches = state = None  # the case before may have ended early
-        with left_out_if_too_large(case):
-            new = context if arguments.prefill else 1
-            most = 2 * arguments.steps * arguments.steps_per_program  # steps of a chain, and of the profile after it
-            pages = -(-(context + most + 8) // PAGE_SIZE)
-            cache_shape = (pages * batch, PAGE_SIZE, 2 * kv_heads, head_dim)
-            sharding = jax.sharding.NamedSharding(mesh, CACHE_SPEC)
-            caches = [jax.jit(lambda: jnp.zeros(cache_shape, T), out_shardings=sharding)() for _ in range(layers)]  # noqa: B023
-            order = np.random.default_rng(0).permutation(pages * batch).astype(np.int32)
-            rest = (
-                on_all(mesh, order.reshape(batch, pages)),
-                on_all(mesh, np.arange(batch + 1, dtype=np.int32) * new),
-                on_all(mesh, np.array([batch], np.int32)),
-            )
-            limit = (weight_bytes + batch * context * layers * kv_heads * head_dim * 4) / BYTES_PER_SECOND / ranks * 1e3
-            for name, join in joins(group).items():
-                if arguments.joins and name not in arguments.joins:
-                    continue
-                if name == "exchange" and not can_exchange(batch * new, ranks, arguments.row_parts):
-                    continue
-                local = (heads // ranks, kv_heads // ranks, head_dim)
-                axis = "tp" if ranks > 1 else None
-                options = Options(arguments.fused, arguments.linear, arguments.blocks, arguments.row_parts)
-                body = functools.partial(step, join, gathers(group, name), options, local, axis)
-                if ranks > 1:
-                    cache_specs = [CACHE_SPEC] * layers
-                    in_specs = (specs, cache_specs, P(), P(), P(), P(), P())
-                    out_specs = (cache_specs, P(), P())
-                    body = jax.shard_map(body, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
-                if arguments.steps_per_program > 1:
-                    body = many(body, arguments.steps_per_program)
-                cublas = arguments.products == "cublas" or (
-                    arguments.products == "by-rows" and batch * new >= CUBLAS_ROWS
-                )
-                # All that a step hands to the next is donated, tokens and lengths too: their addresses stay the same
-                # then, and XLA replays its captured graphs as they are.
-                chosen = {**(CUBLAS if cublas else {}), **(OVERLAP if arguments.row_parts > 1 else {})}
-                jitted = jax.jit(body, donate_argnums=(1, 2, 3), compiler_options=chosen or None)
-                compiled = functools.partial(jitted, weights)
-                lengths = on_all(mesh, np.full(batch, 0 if arguments.prefill else context, np.int32))
-                state = (caches, on_all(mesh, np.zeros(batch * new, np.int32)), lengths)
-                milliseconds, launch, state = measure(compiled, state, rest, arguments.steps)
-                if arguments.profile:
-                    state = profile(compiled, state, rest, arguments.steps, arguments.steps_per_program)
-                caches, tokens, _ = state
-                milliseconds, launch = (x / arguments.steps_per_program for x in (milliseconds, launch))
-                row = {"case": case, "join": name, "milliseconds": round(milliseconds, 3), "limit": round(limit, 3)}
-                row["launch"] = round(launch, 3)
-                if arguments.prefill:
-                    row["tokens_per_second"] = round(batch * new / milliseconds * 1e3)
-                    del row["limit"]  # of a decode step
-                row["tokens"] = np.asarray(tokens)[:4].tolist()
+        with left_out_if_too_large(f"{batch}x{context}"):
+            for row in measured(arguments, model, batch, context):
                 rows.append(row)
                 print(json.dumps(row), flush=True)
-            if group is not None:
-                group.check()
+            if model.group is not None:
+                model.group.check()
     if arguments.json:
-        record = {"device": jax.devices()[0].device_kind, "tensor_parallel": ranks, "shape": arguments.shape}
+        record = {"device": jax.devices()[0].device_kind, "tensor_parallel": model.ranks, "shape": arguments.shape}
         arguments.json.write_text(json.dumps(record | {"jax": jax.__version__, "rows": rows}, indent=2) + "\n")
 
 
