@@ -15,7 +15,8 @@ Importing this module registers the operators with torchax, which runs PyTorch p
 
 * Eagerly ``reshape_and_cache_`` copies the cache first: torchax tensors share arrays (a clone is the same array), so
   its buffer cannot be taken over.
-* Operands are torchax tensors, all of them, or ValueError; they do not require gradients, as in xla_gpu.torch.
+* Operands are torchax tensors, all of them, or ValueError; they do not require gradients, which are
+  those of JAX (torchax.interop.jax_value_and_grad).
 * ffi_call takes no torchax tensors: use jax.ffi.ffi_call through torchax.interop.call_jax.
 """
 

@@ -52,7 +52,12 @@ ELSEWHERE = {
     "all_reduce": "its front ends take groups of devices: tests/distributed and its own file test these properties"
 }
 # Named for some operators alone.
-OPTIONAL = {"tests/common/cases.py", "tests/common/reference.py", "tests/frontends/in_place_program.py"}
+OPTIONAL = {
+    "tests/common/cases.py",
+    "tests/common/gradients.py",
+    "tests/common/reference.py",
+    "tests/frontends/in_place_program.py",
+}
 
 
 @pytest.mark.parametrize("operator", sorted(set(operator_folders()) - set(ELSEWHERE)))

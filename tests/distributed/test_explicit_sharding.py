@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 
 import numpy as np
@@ -87,8 +88,40 @@ def test_by_rows(types):
 
 def test_gradients_are_named():
     mesh = explicit(devices.mesh("cpu", tp=2))
-    with set_mesh(mesh), pytest.raises(ValueError, match="silu_and_mul has no gradient"):
-        jax.grad(lambda x: xg.silu_and_mul(x).sum())(devices.shard(mesh, np.ones((8, 64), np.float32), "tp"))
+    logits, zeros = np.ones((8, 64), np.float32), np.zeros(8, np.int32)
+    options = dict.fromkeys(("temperature", "top_p", "min_p"), np.ones(8, np.float32))
+    options |= dict.fromkeys(("top_k", "seed", "step"), zeros)
+    with set_mesh(mesh), pytest.raises(ValueError, match="sample has no gradient"):
+        jax.grad(lambda logits: xg.sample(logits, **options)[1].sum())(devices.shard(mesh, logits, "tp"))
+
+
+def layer_loss(x, weight, wide, narrow):
+    x = xg.rms_norm(x, weight, eps=1e-5, residual=x)[0]
+    x = xg.simple_add(xg.silu_and_mul(xg.linear(x, wide)), x)
+    return jax.numpy.square(xg.gated_mlp(x, wide, narrow, norm_weight=weight, residual=x)).sum()
+
+
+@pytest.mark.parametrize("types", ["explicit", "auto"])
+def test_gradients_of_sharded_arrays(types):
+    """Under jax.jit, and of arrays that are a device's own in jax.shard_map: those of one device."""
+    mesh = devices.mesh("cpu", tp=2)
+    mesh = explicit(mesh) if types == "explicit" else mesh
+    rng = np.random.default_rng(0)
+    x, wide, narrow = (rng.standard_normal(shape).astype(np.float32) for shape in ((8, 64), (128, 64), (64, 64)))
+    weights = np.linspace(0.5, 1.5, 64, dtype=np.float32), wide / 8, narrow / 8
+    of_all = jax.grad(layer_loss, (0, 1, 2, 3))
+    want = jax.jit(of_all)(x, *weights)
+
+    def close(got):
+        for g, w in zip(got, want, strict=True):
+            np.testing.assert_allclose(np.asarray(g), np.asarray(w), rtol=1e-4, atol=1e-4 * np.abs(w).max())
+
+    with set_mesh(mesh) if types == "explicit" else contextlib.nullcontext():
+        close(jax.jit(of_all)(devices.shard(mesh, x, "tp"), *weights))
+    if types == "auto":
+        specs = (P("tp"), P(), P(), P())
+        shards = jax.shard_map(of_all, mesh=mesh, in_specs=specs, out_specs=specs)
+        close(jax.jit(shards)(x, *weights))
 
 
 def test_another_mesh_is_named():

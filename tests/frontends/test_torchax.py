@@ -177,14 +177,19 @@ def test_outside_of_an_environment_torchax_says_so(frontend):
         xla_gpu.torch.simple_add(a, a)
 
 
-def test_derivatives_of_jax_are_refused(frontend, environment):
+def test_derivatives_are_those_of_jax(frontend, environment):
     import torchax.interop
 
     import xla_gpu.torch
 
     a = on_torchax(frontend, np.ones(4, np.float32))
-    with pytest.raises(ValueError, match="simple_add has no gradient"):
-        torchax.interop.jax_value_and_grad(lambda a: xla_gpu.torch.simple_add(a, a).sum())(a)
+    value, grad = torchax.interop.jax_value_and_grad(lambda a: (xla_gpu.torch.simple_add(a, a) * a).sum())(a)
+    assert value.item() == 8 and (np.asarray(grad.jax()) == 4).all()
+    states = on_torchax(frontend, np.ones((1, 2, 8), np.float32)), on_torchax(frontend, np.ones((1, 2), np.float32))
+    with pytest.raises(ValueError, match="merge_attention_states has no gradient"):
+        torchax.interop.jax_value_and_grad(
+            lambda out: xla_gpu.torch.merge_attention_states(out, states[1], *states)[0].sum()
+        )(states[0])
 
 
 # ---- Environments ----------------------------------------------------------------------------------------------------

@@ -9,9 +9,10 @@ from typing import Any
 
 import numpy as np
 
+from . import dtypes
 from .operator import ArraySpec, IntOperand
 
-FLOATS = ("float32", "float16", "bfloat16")
+FLOATS = dtypes.FLOATS
 FLOAT8S = ("float8_e4m3fn", "float8_e5m2")
 SMALLEST_FLOAT32 = 2.0**-149  # above 0
 

@@ -34,3 +34,4 @@ _TABLE = (
 )
 
 DTYPES = {dtype.name: dtype for dtype in _TABLE}
+FLOATS = ("float32", "float16", "bfloat16")  # in which operators compute

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .attributes import Attributes, attributes
+from .dtypes import FLOATS
 from .partitioning import Partitioning
 
 # Bound calls that an operator keeps, and what a front end keeps of each. Calls are compared as objects, so that a front
@@ -73,6 +74,7 @@ class OpCall:
     result_layouts: tuple[Layout, ...] = ()
     has_side_effect: bool = False
     partitioning: Partitioning | None = None
+    differentiable: frozenset[str] = frozenset()  # the operands that have a gradient
     # The same call on operands of other shapes: a device's shards. By name; extra operands are left out.
     with_operands: Callable[[Mapping[str, ArraySpec]], OpCall] | None = None
 
@@ -124,6 +126,8 @@ class Operator:
         ``<name>_``, which updates that operand, and returns it or, if there are two results, the first.
       has_scratch: the target takes scratch memory as a last result, of the size that its handler table row computes.
       int_operands: the operands that may be ints.
+      differentiable: the operands that have a gradient where they are float32, float16 or bfloat16. Front ends have it
+        in their framework's own operations (_torch/gradients.py, _jax/gradients.py).
       target: of the handler; by default ``xla_gpu_<name>``.
     """
 
@@ -134,6 +138,7 @@ class Operator:
     in_place: str | None = None
     has_scratch: bool = False
     int_operands: tuple[IntOperand, ...] = ()
+    differentiable: tuple[str, ...] = ()
     target: str = ""
 
     def __post_init__(self) -> None:
@@ -194,6 +199,7 @@ class Operator:
             aliases=() if self.in_place is None else ((names.index(self.in_place), len(signature.results) - 1),),
             has_scratch=self.has_scratch,
             partitioning=signature.partitioning,
+            differentiable=frozenset(n for n in self.differentiable if n in given and given[n].dtype in FLOATS),
             with_operands=lambda specs: self.bind(**{**arguments, **{n: s for n, s in specs.items() if n in taken}}),
         )
 

@@ -9,20 +9,35 @@ from .._core.operator import OpCall, Operator
 from ..ops import attention_block as attention
 from ..ops import linear, rms_norm
 from . import dense_linear
-from .call import _bind, _run, _without_gradient
+from .call import _bind, _run
+from .gradients import with_derivative
+
+
+def product(call: OpCall, arrays: list[Any], arguments: dict[str, Any]) -> Any:
+    """See ops/linear.py; the arguments have been checked."""
+    if linear.uses_kernel(call):
+        return _run(call, arrays)
+
+    def dense(*arrays: Any) -> tuple[Any, ...]:
+        return (dense_linear.linear(dict(zip(call.operand_names, arrays, strict=True)), arguments["activation"]),)
+
+    return with_derivative(call, dense)(*arrays)[0]
 
 
 def gated_mlp(call: OpCall, arrays: list[Any], arguments: dict[str, Any]) -> Any:
     """See ops/gated_mlp.py; the arguments have been checked."""
-    if linear.uses_kernel(call):
-        return _run(call, arrays)
 
-    def parts(*arrays: Any) -> Any:
-        given = {**arguments, **dict(zip(call.operand_names, arrays, strict=True))}
+    def parts(operands: dict[str, Any]) -> tuple[Any, ...]:
+        given = {**arguments, **operands}
         hidden = _product(given, "gate_up", _norm(given), activation=given["activation"])
-        return _product(given, "down", hidden, residual=given["residual"])
+        return (_product(given, "down", hidden, residual=given["residual"]),)
 
-    return _without_gradient(call.name, parts)(*arrays)
+    def function(*arrays: Any) -> tuple[Any, ...]:
+        if linear.uses_kernel(call):
+            return (_run(call, list(arrays)),)
+        return parts(dict(zip(call.operand_names, arrays, strict=True)))
+
+    return with_derivative(call, function, parts)(*arrays)[0]
 
 
 def attention_block(call: OpCall, arrays: list[Any], arguments: dict[str, Any]) -> Any:
@@ -39,7 +54,7 @@ def attention_block(call: OpCall, arrays: list[Any], arguments: dict[str, Any]) 
         attended, cache = _part(attention.OPERATOR, **middle)
         return _product(given, "out", attended, residual=given["residual"]), cache
 
-    return _without_gradient(call.name, parts)(*arrays)
+    return with_derivative(call, parts)(*arrays)
 
 
 def _norm(given: Mapping[str, Any]) -> Any:
@@ -56,7 +71,7 @@ def _product(given: Mapping[str, Any], prefix: str, x: Any, **options: Any) -> A
         return x
     arguments = {"x": x, "weight": weight, "weight_scale": scale, "weight_zero_point": zero_point, "bias": bias}
     arguments |= {"residual": None, "activation": None, **options}
-    return dense_linear.run(*_bind(linear.OPERATOR, arguments), arguments)
+    return product(*_bind(linear.OPERATOR, arguments), arguments)
 
 
 def _part(operator: Operator, **arguments: Any) -> Any:

@@ -22,6 +22,7 @@ from .._runtime.scratch import all_results
 from ..errors import LibraryError, TargetError
 from ..ops import ragged_paged_attention
 from . import reference
+from .gradients import with_derivative
 from .partition import explicit_shardings, partitioned
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -162,7 +163,7 @@ def _partitioned(call: OpCall) -> Callable[..., Any]:
         return tuple(_target(shard, frozenset())(*arrays)[: len(shard.results)])
 
     # custom_partitioning has no rule for vmap.
-    return _without_gradient(call.name, sequential_vmap(partitioned(call, partitioning, local)))
+    return with_derivative(call, sequential_vmap(partitioned(call, partitioning, local)))
 
 
 def as_array(where: str, value: Any) -> Any:
@@ -186,7 +187,7 @@ def _check_kept(where: str, value: Any, limits: np.iinfo) -> None:
 
 @functools.lru_cache(maxsize=CACHED_CALLS)
 def _function(call: OpCall, varying_axes: frozenset[str]) -> Callable[..., Any]:
-    return _without_gradient(call.name, _target(call, varying_axes))
+    return with_derivative(call, _target(call, varying_axes))
 
 
 def _target(call: OpCall, varying_axes: frozenset[str]) -> Callable[..., Any]:
@@ -203,15 +204,6 @@ def _target(call: OpCall, varying_axes: frozenset[str]) -> Callable[..., Any]:
         input_output_aliases=dict(call.aliases) or None,
     )
     return lambda *arrays: target(*arrays, **attributes)
-
-
-def _without_gradient(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    def derivative(primals: Any, tangents: Any) -> Any:
-        raise ValueError(f"{name} has no gradient; jax.lax.stop_gradient its arguments where none is wanted")
-
-    differentiable: Any = jax.custom_jvp(function)
-    differentiable.defjvp(derivative)
-    return cast(Callable[..., Any], differentiable)
 
 
 def _varying_axes(arrays: list[Any]) -> frozenset[str]:

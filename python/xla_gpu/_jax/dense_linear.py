@@ -1,33 +1,24 @@
-"""linear: the kernel for few rows, XLA's own matrix product for many."""
+"""linear for many rows: XLA's own matrix product."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from .._core import packed_int4
-from .._core.operator import OpCall
-from ..ops.linear import GROUP, uses_kernel
-from .call import _run, _without_gradient
+from ..ops.linear import GROUP
 
 
-def run(call: OpCall, arrays: list[Any], arguments: dict[str, Any]) -> Any:
-    """See ops/linear.py; the arguments have been checked."""
-    if uses_kernel(call):
-        return _run(call, arrays)
-
-    def product(*arrays: Any) -> Any:
-        return _linear(dict(zip(call.operand_names, arrays, strict=True)), arguments["activation"])
-
-    return _without_gradient(call.name, product)(*arrays)
-
-
-def _linear(operands: dict[str, jax.Array], activation: str | None) -> jax.Array:
+def linear(operands: Mapping[str, jax.Array], activation: str | None) -> jax.Array:
+    """See ops/linear.py; the operands, by name, have been checked."""
     x, bias, residual = operands["x"], operands.get("bias"), operands.get("residual")
     weight, row_scale = _weight(x.dtype, operands)
-    sums = jax.lax.dot_general(x, weight, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+    # float32 comes here for its gradient, and is not multiplied in TF32.
+    precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+    sums = jax.lax.dot_general(x, weight, (((1,), (1,)), ((), ())), precision, preferred_element_type=jnp.float32)
     if row_scale is not None:
         sums = sums * row_scale
     if bias is not None:
@@ -40,7 +31,7 @@ def _linear(operands: dict[str, jax.Array], activation: str | None) -> jax.Array
     return out if residual is None else out + residual
 
 
-def _weight(dtype: Any, operands: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array | None]:
+def _weight(dtype: Any, operands: Mapping[str, jax.Array]) -> tuple[jax.Array, jax.Array | None]:
     """The weight in ``dtype``, and what scales its rows, if that is not in it yet."""
     weight, scale, zero_point = (operands.get(name) for name in ("weight", "weight_scale", "weight_zero_point"))
     assert weight is not None

@@ -17,8 +17,13 @@ def gated_mlp(call: OpCall, tensors: list[torch.Tensor], arguments: dict[str, An
     """See ops/gated_mlp.py; the arguments have been checked."""
     if linear.uses_kernel(call):
         return run(call, tensors)
+    return (differentiable_gated_mlp(arguments),)
+
+
+def differentiable_gated_mlp(arguments: Mapping[str, Any]) -> torch.Tensor:
+    """The operators that gated_mlp is made of, each with its gradient, for any number of rows."""
     hidden = _product(arguments, "gate_up", _norm(arguments), activation=arguments.get("activation", "silu_and_mul"))
-    return (_product(arguments, "down", hidden, residual=arguments.get("residual")),)
+    return _product(arguments, "down", hidden, residual=arguments.get("residual"))
 
 
 def attention_block(

@@ -9,15 +9,27 @@ import torch
 from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
 from torch.autograd import forward_ad
 
+from .._core.checks import FLOATS
 from .._core.operator import OpCall, Operator, check_inputs_requested
 from .._torch_xla import lowering
 from . import eager
-from .tensors import check_no_gradient, check_operands, spec, torch_dtype
+from .tensors import (
+    TORCH_DTYPES,
+    check_no_gradient,
+    check_no_tangent,
+    check_operands,
+    requires_gradient,
+    spec,
+    torch_dtype,
+)
 
 LIBRARY = torch.library.Library("xla_gpu", "FRAGMENT")
 BACKENDS = ("CPU", "CUDA", "XLA")
 
 Results = tuple[torch.Tensor, ...]
+# (overload, arguments by name) -> the overload's results with a gradient.
+Differentiate = Callable[[Any, dict[str, Any]], Any]
+_FLOATS = frozenset(TORCH_DTYPES[name] for name in FLOATS)
 
 
 def run(call: OpCall, tensors: Sequence[torch.Tensor], in_place: bool = False) -> Results:
@@ -54,34 +66,49 @@ def define(
     kernel: Callable[..., Any],
     fake: Callable[..., Any],
     backends: Sequence[str] = BACKENDS,
+    differentiable: Sequence[str] = (),
+    differentiate: Differentiate | None = None,
 ) -> None:
-    """Defines torch.ops.xla_gpu.<name> with one kernel for all ``backends``."""
+    """Defines torch.ops.xla_gpu.<name> with one kernel for all ``backends``.
+
+    ``differentiate`` is called instead where a gradient of one of the arguments ``differentiable`` is wanted.
+    """
     LIBRARY.define(f"{name}{schema}", tags=(torch.Tag.pt2_compliant_tag,))
     for backend in backends:
         LIBRARY.impl(name, kernel, backend)
-    LIBRARY.impl(name, _refusing_gradients(name, schema), "Autograd")
+    LIBRARY.impl(name, _before_backends(name, schema, frozenset(differentiable), differentiate), "Autograd")
     if "(a!)" not in schema and "Tensor[] " not in schema:
         LIBRARY.impl(name, _each_of_a_batch(name), "FuncTorchBatched")
     torch.library.register_fake(f"xla_gpu::{name}", fake, lib=LIBRARY)
 
 
-def _refusing_gradients(name: str, schema: str) -> Callable[..., Any]:
+def _before_backends(
+    name: str, schema: str, differentiable: frozenset[str], differentiate: Differentiate | None
+) -> Callable[..., Any]:
     """The kernel that runs before those of backends, which do not always see what autograd marked.
 
     torch_xla and torch.func unwrap the tensors first, and a gradient of zero would be the silent result.
     """
     names = [argument.name for argument in torch._C.parse_schema(f"_{schema}").arguments]
-    operator = getattr(torch.ops.xla_gpu, name).default
+    overload = getattr(torch.ops.xla_gpu, name).default
     public_name = name.strip("_")
 
     def before(*args: Any, **kwargs: Any) -> Any:
+        wanted = False
         if torch.is_grad_enabled() or forward_ad._current_level >= 0:
             for argument, value in (*zip(names, args, strict=False), *kwargs.items()):
                 for tensor in value if isinstance(value, list) else (value,):
-                    if isinstance(tensor, torch.Tensor):
+                    if not isinstance(tensor, torch.Tensor):
+                        continue
+                    if argument in differentiable and tensor.dtype in _FLOATS:
+                        check_no_tangent(public_name, argument, tensor)
+                        wanted = wanted or requires_gradient(tensor)
+                    else:
                         check_no_gradient(public_name, argument, tensor)
+        if wanted and differentiate is not None:
+            return differentiate(overload, dict(zip(names, args, strict=False), **kwargs))
         with torch._C._AutoDispatchBelowAutograd():
-            return operator(*args, **kwargs)
+            return overload(*args, **kwargs)
 
     return before
 
@@ -118,7 +145,9 @@ def _each_of_a_batch(name: str) -> Callable[..., Any]:
     return batched
 
 
-def define_operator(operator: Operator, run_call: Callable[..., Results] | None = None) -> None:
+def define_operator(
+    operator: Operator, run_call: Callable[..., Results] | None = None, differentiate: Differentiate | None = None
+) -> None:
     """Defines an operator, and its in-place form if it declares one.
 
     ``run_call(call, tensors, arguments)``, if given, takes the place of ``run(call, tensors)``; where there is an
@@ -139,7 +168,8 @@ def define_operator(operator: Operator, run_call: Callable[..., Results] | None 
     # A schema with a varying number of results has them as a list.
     returned: Callable[[Results], Any] = list if operator.schema.endswith("-> Tensor[]") else unpacked
 
-    define(operator.name, operator.schema, kernel, fake)
+    differentiable = () if differentiate is None else operator.differentiable
+    define(operator.name, operator.schema, kernel, fake, differentiable=differentiable, differentiate=differentiate)
     if operator.in_place is not None:
         _define_in_place(operator, operator.in_place, results)
 

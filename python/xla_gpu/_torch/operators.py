@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ import torch
 from .._core.operator import OpCall, Operator
 from .._torch_xla import device_group
 from ..ops import OPERATORS, all_reduce, attention_block, gated_mlp, linear, ragged_paged_attention
-from . import by_parts, dense_linear, reference
+from . import by_parts, dense_linear, gradients, reference
 from .dispatch import Results, bind, define, define_operator, fake_results, run, unpacked
 from .tensors import check_operands
 
@@ -55,7 +56,8 @@ _RUN = {
     attention_block.OPERATOR: by_parts.attention_block,
 }
 for _operator in OPERATORS:
-    define_operator(_operator, _RUN.get(_operator))
+    _differentiate = functools.partial(gradients.call, _operator) if _operator.differentiable else None
+    define_operator(_operator, _RUN.get(_operator), _differentiate)
 define_operator(ragged_paged_attention.OPERATOR, _ragged)
 
 # ---- all_reduce over a group of torch_xla's SPMD mesh: the parts of all ranks, one on each device --------------------

@@ -57,9 +57,22 @@ def check_dense(name: str, argument: str, tensor: torch.Tensor) -> None:
 
 def check_no_gradient(name: str, argument: str, tensor: torch.Tensor) -> None:
     """Raises ValueError where a gradient through ``tensor`` is requested, in reverse or in forward mode."""
-    wanted = tensor.requires_grad and torch.is_grad_enabled()
-    if wanted or (forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None):
+    if requires_gradient(tensor):
         raise ValueError(
-            f"{name}: {argument}: expected a tensor that does not require a gradient, since {name} has none; "
+            f"{name}: {argument}: expected a tensor that does not require a gradient, since {name} has none for it; "
             "call it under torch.no_grad() or torch.inference_mode(), or pass a detach()ed tensor"
         )
+    check_no_tangent(name, argument, tensor)
+
+
+def check_no_tangent(name: str, argument: str, tensor: torch.Tensor) -> None:
+    """Raises ValueError where a gradient through ``tensor`` is requested in forward mode."""
+    if forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None:
+        raise ValueError(
+            f"{name}: {argument}: expected a tensor without a tangent, since {name} has no forward-mode gradient in "
+            "PyTorch; pass a detach()ed tensor"
+        )
+
+
+def requires_gradient(tensor: torch.Tensor) -> bool:
+    return bool(tensor.requires_grad and torch.is_grad_enabled())

@@ -1,8 +1,9 @@
 """The operators for JAX.
 
 They take JAX and NumPy arrays. They work under jax.jit on CPUs and NVIDIA GPUs, inside jax.shard_map, and under
-jax.vmap, which calls the kernel once per example. They have no gradients: differentiating through one raises
-ValueError. An error of a kernel is raised where JAX first waits for a result.
+jax.vmap, which calls the kernel once per example. rms_norm, rotary_embedding, silu_and_mul, gelu_and_mul,
+simple_add, linear and gated_mlp have gradients, in both modes; differentiating through another one raises ValueError.
+An error of a kernel is raised where JAX first waits for a result.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from __future__ import annotations
 import jax
 import jax.typing
 
-from .._jax import by_parts, dense_linear
+from .._jax import by_parts
 from .._jax.call import function
 from ..ops import attention_block as _attention_block
 from ..ops import gated_mlp as _gated_mlp
@@ -25,7 +25,7 @@ def simple_add(a: jax.typing.ArrayLike, b: jax.typing.ArrayLike) -> jax.Array:
     """Returns the element-wise sum a + b."""
 
 
-@function(_linear.OPERATOR, dense_linear.run)
+@function(_linear.OPERATOR, by_parts.product)
 def linear(
     x: jax.typing.ArrayLike,
     weight: jax.typing.ArrayLike,

@@ -133,4 +133,5 @@ OPERATOR = Operator(
     _signature,
     _DOCSTRING,
     has_scratch=True,
+    differentiable=("x", "gate_up_weight", "down_weight", "norm_weight", "residual", "gate_up_bias", "down_bias"),
 )

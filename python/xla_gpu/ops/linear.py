@@ -201,6 +201,7 @@ OPERATOR = Operator(
     _signature,
     _DOCSTRING,
     has_scratch=True,
+    differentiable=("x", "weight", "bias", "residual"),
 )
 
 

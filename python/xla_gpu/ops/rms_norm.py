@@ -94,4 +94,5 @@ OPERATOR = Operator(
     "-> Tensor[]",
     _signature,
     _DOCSTRING,
+    differentiable=("x", "weight", "residual"),
 )

@@ -192,6 +192,7 @@ OPERATOR = Operator(
     "(Tensor query, Tensor key, Tensor positions, Tensor table, *, bool interleaved=False) -> (Tensor, Tensor)",
     _signature,
     _DOCSTRING,
+    differentiable=("query", "key", "table"),
 )
 OPERATOR_AND_CACHE = Operator(
     "rotary_and_cache",

@@ -34,7 +34,7 @@ def _operator(name: str, docstring: str) -> Operator:
         out = ArraySpec((*x.shape[:-1], x.shape[-1] // 2), x.dtype)
         return Signature((out,), partitioning=by_rows(("x",), x.shape, 1))
 
-    return Operator(name, "(Tensor x) -> Tensor", signature, docstring)
+    return Operator(name, "(Tensor x) -> Tensor", signature, docstring, differentiable=("x",))
 
 
 OPERATOR = _operator("silu_and_mul", _DOCSTRING % ("silu", ""))

@@ -31,4 +31,4 @@ def _signature(a: ArraySpec, b: ArraySpec, *, check_inputs: bool = False) -> Sig
     return Signature(results=(a,), partitioning=elementwise({"a": len(a.shape), "b": len(a.shape)}, a.shape))
 
 
-OPERATOR = Operator("simple_add", "(Tensor a, Tensor b) -> Tensor", _signature, _DOCSTRING)
+OPERATOR = Operator("simple_add", "(Tensor a, Tensor b) -> Tensor", _signature, _DOCSTRING, differentiable=("a", "b"))

@@ -3,8 +3,9 @@
 Importing this module defines the operators ``torch.ops.xla_gpu.*``. The functions here call them, carry their
 documentation, and take num_seqs as a Python int too. All of them share these rules:
 
-* All operands are on one device. No operand requires a gradient while gradients are recorded, since the operators have
-  no gradients. Otherwise ValueError.
+* All operands are on one device. While gradients are recorded, operands that require one are those of rms_norm,
+  rotary_embedding, silu_and_mul, gelu_and_mul, simple_add, linear and gated_mlp, which have gradients of all operands
+  but the scales of weights. Otherwise ValueError.
 * Eager tensors are used without a copy, on PyTorch's current stream. Operands that are not row-major, or not aligned to
   16 bytes, are copied first. An operand that is updated in place must be both; otherwise ValueError.
 * Errors of the kernels: for eager tensors the call raises them, as ValueError for values that the operator excludes and
