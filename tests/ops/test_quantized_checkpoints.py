@@ -174,6 +174,15 @@ def rotated(*locations):
         ({"quant_method": "gptq", "bits": 3, "group_size": 128}, "bits: expected 4, got 3"),
         ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "checkpoint_format: expected gptq"),
         ({"quant_method": "fp8", "weight_block_size": [64, 64]}, "weight_block_size"),
+        (
+            compressed("pack-quantized", **INT4 | {"num_bits": 8}),
+            "weights: expected 4-bit int for pack-quantized, got '8-bit int'",
+        ),
+        (
+            compressed("int-quantized", num_bits=4, type="int", strategy="channel"),
+            "weights: expected 8-bit float or int",
+        ),
+        (compressed("float-quantized", strategy="block", block_structure=[64, 64]), r"block_structure: expected \[128"),
         (compressed("marlin-24"), "format: expected float-quantized"),
         (compressed("pack-quantized", **INT4, group_size=32), "group_size: expected a multiple of 128, or -1, got 32"),
         (compressed("pack-quantized", **INT4, group_size=128, actorder="group"), "actorder"),

@@ -93,6 +93,7 @@ def attention_cases(operator: str) -> list[Bad]:
         bad("rank-0", "k_scale", "float32[]", put("k_scale", ()), base="fp8"),
         bad("three", "k_scale", "[3]", put("k_scale", (3,)), base="fp8"),
         bad("one-per-query-head", "v_scale", "[4]", put("v_scale", (4,)), base="fp8"),
+        bad("other-than-k", "v_scale", "[2]", put("v_scale", (2,)), base="fp8"),
         bad("one-per-kv-head", "sinks", "[2]", put("sinks", (2,))),
         bad("rank-2", "sinks", "[4, 1]", put("sinks", (4, 1))),
         bad("bfloat16", "sinks", "bfloat16", put("sinks", (4,), bf16), T),
@@ -129,6 +130,7 @@ def cache_cases() -> list[Bad]:
         bad("without-float8", "k_scale", "float32[1]", put("k_scale", (1,))),
         bad("missing", "v_scale", "None", drop("v_scale"), base="fp8"),
         bad("three", "k_scale", "[3]", put("k_scale", (3,)), base="fp8"),
+        bad("other-than-k", "v_scale", "[2]", put("v_scale", (2,)), base="fp8"),
     ]
 
 
