@@ -54,6 +54,7 @@ def test_buckets():
         ([-1, 5], {}, "prompt: expected token ids from 0 to 319, got -1"),
         ([5], {"allowed_token_ids": [5, 320]}, "allowed_token_ids: expected token ids from 0 to 319, got 320"),
         ([5], {"stop_token_ids": [1 << 63]}, "stop_token_ids: expected a number from"),
+        ([5], {"n": 1000000}, "n: expected at most 16384, got 1000000"),
         ([5], {"top_k": 1 << 63}, "top_k: expected a number from"),
         ([5], {"seed": 1 << 64}, "seed: expected a number from"),
         ([5], {"temperature": float("nan")}, "temperature: expected a number from"),

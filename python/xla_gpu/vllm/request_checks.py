@@ -18,6 +18,8 @@ _SMALLEST, _LARGEST = float(_FLOAT32.tiny), float(_FLOAT32.max)
 # The engine may be another process, to which vLLM sends integers of 64 bits, with a sign or without.
 _INT64 = np.iinfo(np.int64)
 _MOST_TOKENS = int(np.iinfo(np.int32).max)
+# A request of its own is made for each output, and a server answers nobody meanwhile.
+_MOST_OUTPUTS = 16384
 _LARGEST_SEED = int(np.iinfo(np.uint64).max)
 
 
@@ -29,6 +31,8 @@ def check(params: Any, prompt_token_ids: list[int], vocab_size: int | None) -> N
       prompt_token_ids: of the prompt; empty where there are none.
       vocab_size: the model's; None where this process does not know it.
     """
+    if params.n > _MOST_OUTPUTS:
+        raise ValueError(f"n: expected at most {_MOST_OUTPUTS}, got {params.n}")
     _expect("temperature", 0.0, params.temperature, _LARGEST)
     _expect("top_p", _SMALLEST, params.top_p, 1.0)
     _expect("min_p", 0.0, params.min_p, 1.0)
