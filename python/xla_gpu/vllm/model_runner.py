@@ -204,7 +204,8 @@ class ModelRunner:
             by_row = batch, flags, sampled, lengths - table.num_prompt[slots]
             before = None
             if drafts is not None:
-                by_row, before = drafts.by_row(*by_row[1:]), drafts.before()
+                by_row = drafts.by_row(*by_row[1:])
+                before = drafts.before() if "edited" in flags else None
             chosen = self._sampler.sample(
                 *by_row, step.greedy, step.previous_tokens, step.logits, grammar=grammar, drafts=before
             )
