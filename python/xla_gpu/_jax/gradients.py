@@ -33,9 +33,9 @@ def with_derivative(
         wanted = [i for i, tangent in enumerate(tangents) if not isinstance(tangent, SymbolicZero)]
         for i in wanted:
             if names[i] not in call.differentiable:
-                of = f" for {names[i]}, {call.operands[i].dtype}" if call.differentiable else ""
                 raise ValueError(
-                    f"{call.name} has no gradient{of}; jax.lax.stop_gradient its arguments where none is wanted"
+                    f"{call.name} has no gradient for {names[i]}, {call.operands[i]}; jax.lax.stop_gradient its "
+                    "arguments where none is wanted"
                 )
         differentiated = _reference(call) if parts is None else parts
 

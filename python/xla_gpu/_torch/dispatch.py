@@ -9,12 +9,10 @@ import torch
 from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
 from torch.autograd import forward_ad
 
-from .._core.checks import FLOATS
 from .._core.operator import OpCall, Operator, check_inputs_requested
 from .._torch_xla import lowering
 from . import eager
 from .tensors import (
-    TORCH_DTYPES,
     check_no_gradient,
     check_no_tangent,
     check_operands,
@@ -29,7 +27,6 @@ BACKENDS = ("CPU", "CUDA", "XLA")
 Results = tuple[torch.Tensor, ...]
 # (overload, arguments by name) -> the overload's results with a gradient.
 Differentiate = Callable[[Any, dict[str, Any]], Any]
-_FLOATS = frozenset(TORCH_DTYPES[name] for name in FLOATS)
 
 
 def run(call: OpCall, tensors: Sequence[torch.Tensor], in_place: bool = False) -> Results:
@@ -100,7 +97,7 @@ def _before_backends(
                 for tensor in value if isinstance(value, list) else (value,):
                     if not isinstance(tensor, torch.Tensor):
                         continue
-                    if argument in differentiable and tensor.dtype in _FLOATS:
+                    if argument in differentiable and tensor.itemsize > 1:  # of one byte: quantised
                         check_no_tangent(public_name, argument, tensor)
                         wanted = wanted or requires_gradient(tensor)
                     else:
