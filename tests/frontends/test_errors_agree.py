@@ -8,10 +8,11 @@ import math
 import numpy as np
 import pytest
 
-from tests.common import frontends
+from tests.common import cases, frontends
+from tests.ops import test_ragged_paged_attention as ragged
 from tests.properties.bad import Bad, drop
-from tests.properties.test_bad_inputs import valid
-from xla_gpu.ops import OPERATORS
+from tests.properties.test_bad_inputs import ATTENTION, valid
+from xla_gpu.ops import OPERATORS, ragged_paged_attention
 
 MISSING = object()
 VALUES = {
@@ -38,6 +39,14 @@ NUMPY_VALUES = {
 }
 # Of all_reduce the group is another thing in each framework, and is tested in tests/distributed.
 TESTED = [operator for operator in OPERATORS if not operator.name.startswith("all_reduce")]
+TESTED.append(ragged_paged_attention.OPERATOR)
+
+
+def sound(operator: str) -> tuple[dict, dict]:
+    """Arrays and options."""
+    if operator == "ragged_paged_attention":
+        return ragged.renamed(cases.build(ATTENTION)), ragged.options(ATTENTION)
+    return valid(Bad(operator, "", "", "", drop("")))
 
 
 @functools.cache
@@ -46,10 +55,16 @@ def usable() -> list[frontends.Frontend]:
     return [frontend for frontend in found if not frontend.unavailable()]
 
 
-def outcome(frontend, operator: str, arrays: dict, options: dict) -> str:
-    """The error of a call, or "" where it has none."""
+def outcome(frontend, operator: str, arrays: dict, options: dict, positional: tuple[str, ...] = ()) -> str:
+    """The error of a call, or "" where it has none; positional: the names of the arguments that are given without."""
+
+    def body(ops, **tensors):
+        named = tensors | options
+        without_names = [named.pop(name) for name in positional]
+        return getattr(ops, operator)(*without_names, **named)
+
     try:
-        frontend.call(operator, arrays, **options)
+        frontend.run(body, arrays)
     except Exception as error:
         return f"{type(error).__name__}: {error}".replace("a JAX or NumPy array", "a tensor")
     return ""
@@ -59,7 +74,7 @@ def outcome(frontend, operator: str, arrays: dict, options: dict) -> str:
 def test_the_same_words(operator):
     if len(usable()) < 2:
         pytest.skip("one front end alone in this process")
-    arrays, options = valid(Bad(operator.name, "", "", "", drop("")))
+    arrays, options = sound(operator.name)
     refused = 0
     for argument in operator.arguments:
         others = {name: array for name, array in arrays.items() if name != argument}
@@ -69,3 +84,17 @@ def test_the_same_words(operator):
             assert len(set(outcomes.values())) == 1, f"{argument} is {what}: {outcomes}"
             refused += any(outcomes.values())
     assert refused > 8 * len(operator.operands)
+
+
+@pytest.mark.parametrize(
+    "value", [True, np.float32(4.5), np.ones((), np.float32)], ids=lambda value: type(value).__name__
+)
+def test_the_same_words_without_names(value):
+    """The one operator whose numbers may be given so."""
+    operator = ragged_paged_attention.OPERATOR
+    arrays, options = sound(operator.name)
+    wrong = options | {"sliding_window": value}
+    positional = operator.arguments[: operator.arguments.index("sliding_window") + 1]
+    for frontend in usable():
+        text = outcome(frontend, operator.name, arrays, wrong, positional)
+        assert text.startswith("TypeError: ragged_paged_attention: sliding_window: expected an int known"), text

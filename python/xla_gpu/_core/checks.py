@@ -91,14 +91,17 @@ class Checks:
         expected: str = "a finite float32 number",
     ) -> np.float32:
         """``value`` rounded to float32, the type in which handlers take numbers; finite, and in its limits."""
-        if isinstance(value, bool | np.bool_) or not isinstance(value, int | float | np.floating | np.integer):
-            raise self.type_error(argument, "a number known when the call is traced", type(value).__name__)
-        try:
-            given = float(value)
-        except OverflowError:
-            given = math.inf
+        given = self.number(argument, value)
         with np.errstate(over="ignore"):
             number = np.float32(given)
         if not (math.isfinite(number) and minimum <= number <= maximum):
             raise self.value_error(argument, expected, given)
         return number
+
+    def number(self, argument: str, value: Any) -> float:
+        if isinstance(value, bool | np.bool_) or not isinstance(value, int | float | np.floating | np.integer):
+            raise self.type_error(argument, "a number known when the call is traced", type(value).__name__)
+        try:
+            return float(value)
+        except OverflowError:
+            return math.inf

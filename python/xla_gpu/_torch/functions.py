@@ -26,14 +26,16 @@ def function(operator: Operator, in_place: bool = False) -> Callable[[_Function]
         overloads = getattr(torch.ops.xla_gpu, f"{operator.name}_" if in_place else operator.name)
         signature = inspect.signature(declaration)
         int_operands = [_IntOperand(operator, operand) for operand in operator.int_operands]
-        plain_values = operator.plain_values
+        plain_values = [(operator.arguments.index(name), name, kind) for name, kind in operator.plain_values]
 
         @functools.wraps(declaration)
         def function(*args: Any, **kwargs: Any) -> Any:
             for operand in int_operands:
                 args, kwargs = operand.as_tensor(args, kwargs)
-            for name, kind in plain_values:
-                if name in kwargs and _is_converted(kind, given := kwargs[name]):
+            for index, name, kind in plain_values:
+                if index >= len(args) and name not in kwargs:
+                    continue
+                if _is_converted(kind, given := args[index] if index < len(args) else kwargs[name]):
                     raise TypeError(
                         f"{operator.name}: {name}: expected {kind} known when the call is traced, "
                         f"got {type(given).__name__}"

@@ -78,7 +78,13 @@ def _signature(
     *,
     check_inputs: bool = False,
 ) -> Signature:
-    del mask_value, use_kernel, num_kv_pages_per_block, num_queries_per_block, vmem_limit_bytes
+    _check.boolean("use_kernel", use_kernel)
+    if mask_value is not None:
+        _check.number("mask_value", mask_value)
+    tuning = {"num_kv_pages_per_block": num_kv_pages_per_block, "num_queries_per_block": num_queries_per_block}
+    for name, value in {**tuning, "vmem_limit_bytes": vmem_limit_bytes}.items():
+        if value is not None:
+            _check.integer(name, value, 0)
     if len(_check.array("kv_pages", kv_pages).shape) != 4:
         raise _check.value_error("kv_pages", "rank 4 [num_pages, page_size, 2 * num_kv_heads, head_dim]", kv_pages)
     scales: dict[str, ArraySpec] = {}
