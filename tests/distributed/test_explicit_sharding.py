@@ -101,6 +101,7 @@ def layer_loss(x, weight, wide, narrow):
     return jax.numpy.square(xg.gated_mlp(x, wide, narrow, norm_weight=weight, residual=x)).sum()
 
 
+@pytest.mark.skipif(jax.__version_info__ < (0, 7, 2), reason="refuses the rule of jax.custom_jvp on sharded arrays")
 @pytest.mark.parametrize("types", ["explicit", "auto"])
 def test_gradients_of_sharded_arrays(types):
     """Under jax.jit, and of arrays that are a device's own in jax.shard_map: those of one device."""

@@ -33,6 +33,14 @@ def test_the_real_one_loads(real):
     assert load(real) == "loaded"
 
 
+def test_a_name_without_a_folder(real, tmp_path, monkeypatch):
+    """Of which the dynamic linker would search its own folders."""
+    (tmp_path / "mine.so").symlink_to(real)
+    monkeypatch.chdir(tmp_path)
+    assert load(Path("mine.so")) == "loaded"
+    assert "mine.so, which is not a file" in load(Path("other/mine.so"))
+
+
 def test_missing(tmp_path):
     text = load(tmp_path / "nowhere.so")
     assert text.startswith("xla_gpu.errors.LibraryError") and "nowhere.so" in text and "XLA_GPU_LIBRARY" in text

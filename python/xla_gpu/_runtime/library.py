@@ -110,7 +110,7 @@ def find() -> Path:
     """Where the library is, without loading it. Raises LibraryError if there is none."""
     named = os.environ.get(ENVIRONMENT)
     if named:
-        path = Path(named)
+        path = Path(named).absolute()  # of a name without a slash the dynamic linker would search its own folders
         if not path.is_file():
             raise LibraryError(f"{ENVIRONMENT} names {named}, which is not a file")
         return path
