@@ -226,13 +226,14 @@ def test_the_example_serves_unchanged(frontend, environment, jit):
     import torch
     import torchax.interop
 
-    from paged_llama import reference as hugging_face
-    from paged_llama import weights
-    from paged_llama.config import LlamaConfig
-    from paged_llama.model import PagedLlama
-    from paged_llama.scheduler import Request, Scheduler, run
-
     with torchax.disable_temporarily():
+        # transformers imports torchvision, where that is installed, which calls an operator that torchax has not.
+        from paged_llama import reference as hugging_face
+        from paged_llama import weights
+        from paged_llama.config import LlamaConfig
+        from paged_llama.model import PagedLlama
+        from paged_llama.scheduler import Request, Scheduler, run
+
         torch.manual_seed(3)
         sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
         theirs = transformers.LlamaForCausalLM(
