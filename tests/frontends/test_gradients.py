@@ -185,6 +185,20 @@ def test_jax_transformations(frontend, call):
     close(alone, "alone")
 
 
+@pytest.mark.frontends("jax")
+@pytest.mark.parametrize("activation", [None, "silu_and_mul"])
+def test_products_of_gradients_are_of_the_operands_dtype(frontend, activation):
+    import jax
+    import jax.numpy as jnp
+
+    import xla_gpu.jax as ops
+
+    x, weight = jnp.ones((70, 32), jnp.bfloat16), jnp.ones((64, 32), jnp.bfloat16)
+    grad = jax.grad(lambda *given: jnp.float32(ops.linear(*given, activation=activation)).sum(), (0, 1))
+    products = [line for line in jax.jit(grad).lower(x, weight).as_text().splitlines() if "dot_general" in line]
+    assert len(products) >= 2 and not any("xf32" in line for line in products), products
+
+
 @pytest.mark.frontends(framework="jax")
 def test_second_derivatives_in_jax(frontend):
     import jax

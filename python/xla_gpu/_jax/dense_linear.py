@@ -12,18 +12,25 @@ from .._core import packed_int4
 from ..ops.linear import GROUP
 
 
-def linear(operands: Mapping[str, jax.Array], activation: str | None) -> jax.Array:
-    """See ops/linear.py; the operands, by name, have been checked."""
+def linear(
+    operands: Mapping[str, jax.Array], activation: str | None, sums: jnp.dtype | None = jnp.float32
+) -> jax.Array:
+    """See ops/linear.py; the operands, by name, have been checked.
+
+    ``sums`` is the dtype of the product's result, None for that of x: so the product is differentiated, since the
+    derivative of one with another dtype multiplies by cotangents of that dtype.
+    """
     x, bias, residual = operands["x"], operands.get("bias"), operands.get("residual")
     weight, row_scale = _weight(x.dtype, operands)
     # float32 comes here for its gradient, and is not multiplied in TF32.
     precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-    sums = jax.lax.dot_general(x, weight, (((1,), (1,)), ((), ())), precision, preferred_element_type=jnp.float32)
+    product = jax.lax.dot_general(x, weight, (((1,), (1,)), ((), ())), precision, preferred_element_type=sums)
+    product = product.astype(jnp.float32)
     if row_scale is not None:
-        sums = sums * row_scale
+        product = product * row_scale
     if bias is not None:
-        sums = sums + bias.astype(jnp.float32)
-    out = sums.astype(x.dtype)
+        product = product + bias.astype(jnp.float32)
+    out = product.astype(x.dtype)
     if activation is not None:
         gate, up = jnp.split(out, 2, axis=-1)
         function = jax.nn.silu if activation == "silu_and_mul" else jax.nn.gelu

@@ -98,7 +98,7 @@ def _rotary_embedding(operands: Arrays, attributes: dict[str, Any]) -> tuple[jax
 
 def _linear(operands: Arrays, attributes: dict[str, Any]) -> tuple[jax.Array, ...]:
     activation = attributes["activation"].decode()
-    return (dense_linear.linear(operands, None if activation == "none" else activation),)
+    return (dense_linear.linear(operands, None if activation == "none" else activation, sums=None),)
 
 
 # Of operands and attributes by name.
