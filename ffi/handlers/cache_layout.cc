@@ -1,5 +1,7 @@
 #include "ffi/handlers/cache_layout.h"
 
+#include <cstring>
+
 namespace xla_gpu {
 
 ffi::Error GetCacheLayout(const char* op, const ffi::AnyBuffer& kv_cache, CacheLayout* layout) {
@@ -89,6 +91,11 @@ ffi::Error CheckSlotMapping(const char* op, const ffi::AnyBuffer& slot_mapping, 
     return Mismatch(op, "slot_mapping", StrCat("at most num_tokens = ", num_tokens, " slots"), StrCat(num_slots));
   }
   return ffi::Error::Success();
+}
+
+Status CopyOnHost(void* destination, const void* source, size_t size) {
+  std::memcpy(destination, source, size);
+  return Status::Ok();
 }
 
 }  // namespace xla_gpu

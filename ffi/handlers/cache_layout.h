@@ -2,6 +2,7 @@
 #ifndef XLA_GPU_HANDLERS_CACHE_LAYOUT_H_
 #define XLA_GPU_HANDLERS_CACHE_LAYOUT_H_
 
+#include <cstddef>
 #include <cstdint>
 #include <optional>
 
@@ -38,6 +39,17 @@ struct CacheScales {
 
 ffi::Error GetCacheScales(const char* op, const CacheLayout& cache, const std::optional<ffi::AnyBuffer>& k_scale,
                           const std::optional<ffi::AnyBuffer>& v_scale, CacheScales* scales);
+
+// Gives the result's buffer the operand's contents by copy(destination, source, size), where they are two: a runtime
+// that honours the alias passes one, and one that does not still gets the right result.
+template <typename Copy>
+ffi::Error CopyUnlessAliased(const ffi::AnyBuffer& result, const ffi::AnyBuffer& operand, Copy&& copy) {
+  if (result.untyped_data() == operand.untyped_data() || operand.size_bytes() == 0) return ffi::Error::Success();
+  return ToError(copy(result.untyped_data(), operand.untyped_data(), operand.size_bytes()));
+}
+
+// Such a copy in host memory.
+Status CopyOnHost(void* destination, const void* source, size_t size);
 
 }  // namespace xla_gpu
 

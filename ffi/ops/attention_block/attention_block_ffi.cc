@@ -1,9 +1,9 @@
 // attention_block: checks and bindings of the host and CUDA handlers.
-#include <cstring>
 #include <initializer_list>
 #include <utility>
 
 #include "ffi/device/host_copy.h"
+#include "ffi/handlers/cache_layout.h"
 #include "ffi/handlers/check.h"
 #include "ffi/handlers/context.h"
 #include "ffi/handlers/optional_operands.h"
@@ -217,11 +217,7 @@ ffi::Error AttentionBlock(const ffi::RemainingArgs& args, const ffi::AnyBuffer& 
     const int64_t bytes = PlaceAttentionBlock(&p, scratch.untyped_data());
     XLA_GPU_RETURN_IF_ERROR(CheckScratch(kAttentionBlockOp, scratch, bytes));
     XLA_GPU_RETURN_IF_ERROR(ToError(check(p)));
-    const ffi::AnyBuffer cache = *operands[attention_block_operand::kCache];
-    // NOTE: a runtime that honours the alias gives one buffer. One that does not still gets the right result.
-    if (cache_out.untyped_data() != cache.untyped_data() && cache.size_bytes() > 0) {
-      XLA_GPU_RETURN_IF_ERROR(ToError(copy(cache_out.untyped_data(), cache.untyped_data(), cache.size_bytes())));
-    }
+    XLA_GPU_RETURN_IF_ERROR(CopyUnlessAliased(cache_out, *operands[attention_block_operand::kCache], copy));
     return p.out.rows == 0 ? ffi::Error::Success() : ToError(run(p));
   });
 }
@@ -249,11 +245,7 @@ ffi::Error AttentionBlockHost(CallContext context, ffi::RemainingArgs args, ffi:
         [](const RotaryAndCacheParams& part) { return CheckRotaryAndCacheValues(kAttentionBlockOp, part); },
         [](const PagedAttentionCall& part) { return CheckPagedAttentionMetadata(part, kAttentionBlockOp); });
   };
-  const auto copy = [](void* destination, const void* source, size_t size) {
-    std::memcpy(destination, source, size);
-    return Status::Ok();
-  };
-  return AttentionBlock(args, *out, *cache, *scratch, attributes, check, copy,
+  return AttentionBlock(args, *out, *cache, *scratch, attributes, check, CopyOnHost,
                         [&](const AttentionBlockParams& p) { return RunAttentionBlock(p, XlaExecutor(context)); });
 }
 

@@ -1,5 +1,4 @@
 // reshape_and_cache: checks and bindings of the host and CUDA handlers.
-#include <cstring>
 #include <optional>
 #include <vector>
 
@@ -77,10 +76,7 @@ ffi::Error ReshapeAndCache(const ffi::AnyBuffer& key, const ffi::AnyBuffer& valu
     ReshapeAndCacheParams params;
     XLA_GPU_RETURN_IF_ERROR(GetParams(key, value, kv_cache, slot_mapping, rest, out, kv_scales, &params));
     XLA_GPU_RETURN_IF_ERROR(ToError(check(params)));
-    // NOTE: a runtime that honours the alias gives one buffer. One that does not still gets the right result.
-    if (out.untyped_data() != kv_cache.untyped_data() && kv_cache.size_bytes() > 0) {
-      XLA_GPU_RETURN_IF_ERROR(ToError(copy(out.untyped_data(), kv_cache.untyped_data(), kv_cache.size_bytes())));
-    }
+    XLA_GPU_RETURN_IF_ERROR(CopyUnlessAliased(out, kv_cache, copy));
     return ToError(run(params));
   });
 }
@@ -88,13 +84,9 @@ ffi::Error ReshapeAndCache(const ffi::AnyBuffer& key, const ffi::AnyBuffer& valu
 ffi::Error ReshapeAndCacheHost(CallContext context, ffi::AnyBuffer key, ffi::AnyBuffer value, ffi::AnyBuffer kv_cache,
                                ffi::AnyBuffer slot_mapping, ffi::RemainingArgs rest, ffi::Result<ffi::AnyBuffer> out,
                                bool /*check_inputs*/, bool kv_scales) {
-  return ReshapeAndCache(
-      key, value, kv_cache, slot_mapping, rest, *out, kv_scales, CheckReshapeAndCacheSlots,
-      [](void* destination, const void* source, size_t size) {
-        std::memcpy(destination, source, size);
-        return Status::Ok();
-      },
-      [&](const auto& params) { return RunReshapeAndCache(params, XlaExecutor(context)); });
+  return ReshapeAndCache(key, value, kv_cache, slot_mapping, rest, *out, kv_scales, CheckReshapeAndCacheSlots,
+                         CopyOnHost,
+                         [&](const auto& params) { return RunReshapeAndCache(params, XlaExecutor(context)); });
 }
 
 #ifdef XLA_GPU_WITH_CUDA
@@ -112,9 +104,7 @@ ffi::Error ReshapeAndCacheCuda(CallContext context, ffi::AnyBuffer key, ffi::Any
   };
   return ReshapeAndCache(
       key, value, kv_cache, slot_mapping, rest, *out, kv_scales, check,
-      [&](void* destination, const void* source, size_t size) {
-        return CopyOnDevice(destination, source, size, context.stream());
-      },
+      [&](auto... copy) { return CopyOnDevice(copy..., context.stream()); },
       [&](const auto& params) { return LaunchReshapeAndCache(params, context.stream()); });
 }
 #endif

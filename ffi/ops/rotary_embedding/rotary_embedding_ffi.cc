@@ -1,7 +1,6 @@
 // rotary_embedding and rotary_and_cache: checks and bindings of the host and CUDA handlers.
 #include "ffi/ops/rotary_embedding/rotary_embedding_ffi.h"
 
-#include <cstring>
 #include <optional>
 #include <vector>
 
@@ -45,8 +44,7 @@ Status CheckCopiedPositions(const char* op, const Rotation& rotation, int64_t nu
   return CheckPositions(op, on_host, num_tokens);
 }
 
-// ---- rotary_embedding
-// ------------------------------------------------------------------------------------------------
+// ---- rotary_embedding ----
 
 struct EmbeddingBuffers {
   ffi::AnyBuffer query, key, positions, table, query_out, key_out;
@@ -107,8 +105,7 @@ ffi::Error EmbedCuda(CallContext context, ffi::AnyBuffer query, ffi::AnyBuffer k
 }
 #endif
 
-// ---- rotary_and_cache
-// ------------------------------------------------------------------------------------------------
+// ---- rotary_and_cache ----
 
 // An optional T[size]; null where it is not given.
 ffi::Error GetVector(const char* op, const char* name, const std::optional<ffi::AnyBuffer>& buffer, DType dtype,
@@ -262,11 +259,7 @@ ffi::Error AndCache(const CacheBuffers& b, const ffi::RemainingArgs& rest, const
     RotaryAndCacheParams params;
     XLA_GPU_RETURN_IF_ERROR(GetParams(b, rest, attributes, &params));
     XLA_GPU_RETURN_IF_ERROR(ToError(check(params)));
-    // NOTE: a runtime that honours the alias gives one buffer. One that does not still gets the right result.
-    if (b.cache_out.untyped_data() != b.kv_cache.untyped_data() && b.kv_cache.size_bytes() > 0) {
-      XLA_GPU_RETURN_IF_ERROR(
-          ToError(copy(b.cache_out.untyped_data(), b.kv_cache.untyped_data(), b.kv_cache.size_bytes())));
-    }
+    XLA_GPU_RETURN_IF_ERROR(CopyUnlessAliased(b.cache_out, b.kv_cache, copy));
     return ToError(run(params));
   });
 }
@@ -279,11 +272,7 @@ ffi::Error AndCacheHost(CallContext context, ffi::AnyBuffer qkv, ffi::AnyBuffer 
   return AndCache(
       {qkv, positions, table, kv_cache, slot_mapping, *query, *cache_out}, rest,
       {check_inputs, kv_scales, has_q_norm, has_k_norm, has_bias, interleaved, round_once, norm_eps, weight_offset},
-      [](const RotaryAndCacheParams& params) { return CheckRotaryAndCacheValues(kAndCache, params); },
-      [](void* destination, const void* source, size_t size) {
-        std::memcpy(destination, source, size);
-        return Status::Ok();
-      },
+      [](const RotaryAndCacheParams& params) { return CheckRotaryAndCacheValues(kAndCache, params); }, CopyOnHost,
       [&](const auto& params) { return RunRotaryAndCache(params, XlaExecutor(context)); });
 }
 
