@@ -1,4 +1,4 @@
-"""paged_attention against the attention of Hugging Face transformers' models."""
+"""paged_attention against the attention of Hugging Face transformers' models, and gradients against theirs."""
 
 from __future__ import annotations
 
@@ -105,3 +105,68 @@ def test_a_whole_llama_layer(frontend):
         ours = layer.o_proj(torch.cat(rows).reshape(1, 23, -1))
     compare.assert_same_special(ours.numpy(), theirs.numpy())
     torch.testing.assert_close(ours, theirs, atol=2e-5, rtol=1e-4)
+
+
+# ---- Training --------------------------------------------------------------------------------------------------------
+def with_our_operators(module, model):
+    """The model with the operators that have gradients in the place of its norms, rotations and MLPs."""
+    import xla_gpu.torch as xg
+
+    def norm(layer):
+        gemma = type(layer).__name__.startswith("Gemma")
+        eps = layer.eps if gemma else layer.variance_epsilon
+        return lambda x: xg.rms_norm(x, layer.weight, eps=eps, weight_offset=float(gemma), round_once=gemma)
+
+    def mlp(layer):
+        activation = "gelu_and_mul" if type(layer).__name__.startswith("Gemma") else "silu_and_mul"
+
+        def forward(x):
+            gate_up = torch.cat([layer.gate_proj.weight, layer.up_proj.weight])
+            out = xg.gated_mlp(x.flatten(0, -2), gate_up, layer.down_proj.weight, activation=activation)
+            return out.view(x.shape)
+
+        return forward
+
+    def turn(query, key, cos, sin, *_, **__):
+        batch, _, tokens, head_dim = query.shape
+        table = torch.stack([x[0, :, : head_dim // 2].float() for x in (cos, sin)], -1)
+        heads = [x.transpose(1, 2).reshape(batch * tokens, -1, head_dim) for x in (query, key)]
+        positions = torch.arange(tokens, dtype=torch.int32, device=query.device).repeat(batch)
+        turned = xg.rotary_embedding(*heads, positions, table)
+        return tuple(x.view(batch, tokens, -1, head_dim).transpose(1, 2) for x in turned)
+
+    module.apply_rotary_pos_emb = turn
+    for layer in model.modules():
+        if type(layer).__name__.endswith("RMSNorm"):
+            layer.forward = norm(layer)
+        elif type(layer).__name__.endswith("MLP"):
+            layer.forward = mlp(layer)
+    return model
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("name", ["Llama", "Qwen3", "Gemma3"])
+@pytest.mark.frontends("eager", "eager-cuda")
+def test_gradients_of_models(frontend, name, checkpointing, monkeypatch):
+    module = pytest.importorskip(f"transformers.models.{name.lower()}.modeling_{name.lower()}", exc_type=ImportError)
+    config = getattr(transformers, f"{name}TextConfig" if name == "Gemma3" else f"{name}Config")(
+        hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=16, vocab_size=96, max_position_embeddings=64,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = getattr(module, f"{name}ForCausalLM")(config).to(frontend.device()).train()
+    tokens = torch.randint(0, 96, (2, 17), device=frontend.device())
+
+    def gradients() -> list[torch.Tensor]:
+        model.zero_grad()
+        model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
+        return [parameter.grad.clone() for parameter in model.parameters()]
+
+    want = gradients()
+    monkeypatch.setattr(module, "apply_rotary_pos_emb", module.apply_rotary_pos_emb)
+    with_our_operators(module, model)
+    if checkpointing:
+        model.gradient_checkpointing_enable()
+    for (argument, _), grad, expected in zip(model.named_parameters(), gradients(), want, strict=True):
+        largest = float(expected.abs().max())
+        torch.testing.assert_close(grad, expected, rtol=1e-4, atol=2e-5 * largest, msg=argument)
