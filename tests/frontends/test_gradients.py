@@ -37,6 +37,18 @@ def test_gradients_of_torch_xla(frontend):
     assert process.run(program, frontend.name, *calls).endswith("gradients checked")
 
 
+@pytest.mark.frontends("eager", "eager-cuda", "jax", "jax-cuda")
+@pytest.mark.parametrize("name", ["silu_and_mul", "gelu_and_mul"])
+def test_large_and_small_gates(frontend, name):
+    """Where sums of the gate and of its activation would cancel, or overflow."""
+    gate = np.array([0, 1e-30, 1e-3, 1, 20, 100, 1e4, 3e8, 1e18], np.float32)
+    gate = np.concatenate([gate, -gate])
+    arrays = {"x": np.concatenate([gate, np.ones_like(gate)])[None]}
+    (cotangent,), (want,) = gradients.expected(name, arrays, {}, "float32")
+    _, got = frontend.run(gradients_program.body(name, {}, ["x"]), {**arrays, "grad0": cotangent})
+    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-6)
+
+
 # ---- PyTorch ---------------------------------------------------------------------------------------------------------
 
 

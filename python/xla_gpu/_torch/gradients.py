@@ -81,7 +81,7 @@ def _activated(function: str, gate_up: torch.Tensor, grad: torch.Tensor) -> torc
     if function == "silu_and_mul":
         part = torch.sigmoid(gate)  # aten.silu_backward has no derivative
         active = gate * part
-        of_gate = grad * up * part * (1 + gate - active)
+        of_gate = grad * up * part * (1 + gate * (1 - part))  # 1 - part is 0 where gate is large
     else:
         active = torch.nn.functional.gelu(gate, approximate="tanh")
         of_gate = torch.ops.aten.gelu_backward(grad * up, gate, approximate="tanh")
