@@ -15,7 +15,7 @@ from torchax.view import View
 from .. import jax as jax_front_end
 from .. import torch as torch_front_end  # noqa: F401 - defines torch.ops.xla_gpu
 from .._core.operator import Operator
-from .._torch.tensors import check_no_gradient
+from .._torch.tensors import check_no_tangent, requires_gradient
 from ..ops import OPERATORS, ragged_paged_attention
 
 Implementation = Callable[..., Any]
@@ -95,7 +95,12 @@ def _check(name: str, operator: Operator, arguments: dict[str, Any]) -> torchax.
     for operand, tensor in tensors.items():
         if operand not in ours:
             raise ValueError(f"{name}: {operand}: expected a torchax tensor (as {first}), got one on {tensor.device}")
-        check_no_gradient(name, operand, tensor)
+        if requires_gradient(tensor):
+            raise ValueError(
+                f"{name}: {operand}: expected a torchax tensor that does not require a gradient of PyTorch's; take "
+                "it by torchax.interop.jax_value_and_grad, or call the operator under torch.no_grad()"
+            )
+        check_no_tangent(name, operand, tensor)
     environment: torchax.tensor.Environment = ours[first]._env
     return environment
 
