@@ -242,8 +242,15 @@ inline void PartitionWork(const KernelConfig& config, int ctas, DecodeArgs* args
   const int64_t keys = std::min<int64_t>(params.pages_per_seq * params.page_size, INT32_MAX);
   const int64_t block_keys = int64_t{1} << args->block_keys_log2;
   const int64_t blocks = std::max<int64_t>((keys + block_keys - 1) / block_keys, 1);
-  args->num_cta_groups = static_cast<int>(
-      std::clamp<int64_t>(work_tiles * std::min<int64_t>(blocks, kMaxSplits), 1, ctas / args->cta_group_size));
+  int64_t cta_groups = work_tiles * std::min<int64_t>(blocks, kMaxSplits);
+  if (config.whole_tiles) {
+    // No more than the sequences of the decode path have row tiles. Probably there are none: the other CTAs would only
+    // keep the next kernel from starting.
+    const int64_t rows = params.max_decode_tokens * args->group_size;
+    const int64_t row_tiles = (rows + (int64_t{1} << args->tile_rows_log2) - 1) >> args->tile_rows_log2;
+    cta_groups = std::min(work_tiles, params.max_seqs * row_tiles * args->num_kv_head_groups);
+  }
+  args->num_cta_groups = static_cast<int>(std::clamp<int64_t>(cta_groups, 1, ctas / args->cta_group_size));
   args->cta_group_divisor = SmallDivisor::Make(args->num_cta_groups);
   // Coordinates of the KV-block space stay below 2^30. A work tile takes its splits, which are equal and rounded up to
   // whole blocks, and the fixed overhead.

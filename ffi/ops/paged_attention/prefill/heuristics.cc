@@ -151,11 +151,13 @@ TmaInstance TmaInstanceDim128(const PagedAttentionParams& shapes, const SplitKvP
     return float8 ? TmaInstance::kRows128 : TmaInstance::kRows128Alternating;
   }
   // Several KV splits for each CTA, if sequences are of one length. With one or two, PrefillCombineKernel's CTAs that
-  // fit beside the smaller ones of kRows64 gain more.
+  // fit beside the smaller ones of kRows64 gain more, but not with many sequences.
   constexpr int64_t kSeveral = 3;
   const int64_t tiles =
       sequences.SmallTiles(shapes) * CrossCtaSplits(policy, /*sequences=*/1, sequences.tokens, sequences.context);
-  return several && tiles >= kSeveral * sms ? TmaInstance::kRows64Alternating : TmaInstance::kRows64;
+  const bool many = sequences.count > kWarpPlannedSequences && sequences.tokens > 1;
+  const bool alternates = many || (several && tiles >= kSeveral * sms);
+  return alternates && !float8 ? TmaInstance::kRows64Alternating : TmaInstance::kRows64;
 }
 
 }  // namespace xla_gpu::prefill

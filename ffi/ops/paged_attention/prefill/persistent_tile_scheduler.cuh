@@ -134,6 +134,8 @@ template <int kRows, bool kShrinksTail>
 class PersistentWarpTileScheduler {
  public:
   static constexpr int kSequences = kWarpPlannedSequences;
+  // Large work tiles, whose scheduler warp has few registers: many short prompts would wait for it.
+  static constexpr bool kFindsFast = kRows == 192;
 
   __device__ PersistentWarpTileScheduler(unsigned group, FastDivisor kv_heads) : tiles_{group}, kv_heads_(kv_heads) {}
 
@@ -185,20 +187,24 @@ class PersistentWarpTileScheduler {
     has_first_splits_ = kSome && __any_sync(~0u, prompt_.splits > 1 && prompt_.first_splits > 1);
   }
 
-  // Behind Split, by the warp that calls Find: see PromptTiles::ShrinkTail. Decode rows, whose kernels come next, run
-  // on the SMs that the last round leaves.
-  __device__ void ShrinkTail() {
-    if constexpr (kShrinksTail) {
+  // Behind Split, by the warp that calls Find. Finds out whether all prompts have the same lengths. See also
+  // PromptTiles::ShrinkTail. Decode rows, whose kernels come next, run on the SMs that the last round leaves.
+  __device__ void Compare() {
+    if constexpr (kFindsFast) {
       const int first = __ffs(static_cast<int>(prompts_)) - 1;
       Prompt other = prompt_;
       other.q_len = __shfl_sync(~0u, prompt_.q_len, first);
       other.context_len = __shfl_sync(~0u, prompt_.context_len, first);
       other.splits = __shfl_sync(~0u, prompt_.splits, first);
-      const bool alike = prompt_.q_len == 0 || (IsLateChunk(other) && AreAlike(other, prompt_));
-      tiles_.tail_tiles = 0;
-      if (__all_sync(~0u, alike) && !has_decode_rows_) {
-        tiles_.ShrinkTail(__popc(prompts_), static_cast<unsigned>(other.q_len) * tiles_.group,
-                          kv_heads_.divisor * other.splits);
+      const bool same = prompt_.q_len == other.q_len && prompt_.context_len == other.context_len;
+      are_same_ = other.splits == 1 && __all_sync(~0u, prompt_.q_len == 0 || same);
+      if constexpr (kShrinksTail) {
+        const bool alike = prompt_.q_len == 0 || (IsLateChunk(other) && AreAlike(other, prompt_));
+        tiles_.tail_tiles = 0;
+        if (__all_sync(~0u, alike) && !has_decode_rows_) {
+          tiles_.ShrinkTail(__popc(prompts_), static_cast<unsigned>(other.q_len) * tiles_.group,
+                            kv_heads_.divisor * other.splits);
+        }
       }
     }
   }
@@ -217,7 +223,7 @@ class PersistentWarpTileScheduler {
       index = total - 1 - row_tile;
     } else {
       if (row_tile >= __reduce_add_sync(~0u, count)) return false;
-      if (kShrinksTail && tiles_.tail_tiles > 0) {
+      if (kFindsFast && (tiles_.tail_tiles > 0 || are_same_)) {
         unsigned number;
         tiles_.FindAlike(row_tile, __popc(prompts_), __shfl_sync(~0u, prompt_.splits, owner),
                          __shfl_sync(~0u, count, owner), &number, &index);
@@ -230,7 +236,7 @@ class PersistentWarpTileScheduler {
       // More than row_tile tiles end at `begin` or later, but no more than that at `end` or later.
       int begin = 1;
       int end = __reduce_max_sync(~0u, prompt_.q_len > 0 ? prompt_.End() : 0) + 1;
-      const int close_enough = end / 256 + 1;  // the order need not be exact
+      const int close_enough = end / (kFindsFast ? 32 : 256) + 1;  // the order need not be exact
       unsigned later = 0;
       // The latest end first: all tiles end there where sequences are of one length and KV is split.
       const unsigned latest = __reduce_add_sync(~0u, count - tiles_.FirstEndingAt(prompt_, end - 1));
@@ -301,6 +307,7 @@ class PersistentWarpTileScheduler {
   Prompt prompt_ = {0, 0, 0, -1, 1, 0, 0};  // this lane's; no rows where it has none
   unsigned prompts_ = 0;                    // bit per lane: it has a prompt
   bool has_padding_rows_ = false;
+  bool are_same_ = false;          // with kFindsFast: all prompts have the same lengths, and none is split
   bool has_decode_rows_ = false;   // with kShrinksTail
   bool has_first_splits_ = false;  // some, but not all, splits of a row tile have one CTA
 };

@@ -99,18 +99,18 @@ __device__ __forceinline__ void RunPrefillTma(const TmaParams& params) {
   const PagedAttentionParams& attention = params.attention;
 
   // ---- Barriers
-  // Long prompts do not notice what precedes their work tiles, and their instances have no registers left for it.
-  constexpr bool kStartsFast = Traits::kConsumerWarpgroups < 3;
+  // Whether the first work tile is planned before the launch wait too. It costs registers.
+  constexpr bool kPlansFirst = Traits::kHeadDim != 64;
   // Behind the decode path there is probably no work. What only CTAs with a work tile need comes later then.
   const bool behind_decode = params.behind_decode;
-  const bool probably_empty = kStartsFast && behind_decode;
+  const bool probably_empty = kPlansFirst && behind_decode;
   if (behind_decode) AllowDependentLaunch();  // of the combine kernel
   if (probably_empty) {
     FetchParameters(attention);
   } else {
     if (threadIdx.x / 32 == 3) InitBarriers(cta);
     FetchParameters(params);
-    if constexpr (kStartsFast) PrefetchMetadata(params);
+    PrefetchMetadata(params);
     __syncthreads();  // the barriers are there
   }
 
@@ -124,9 +124,9 @@ __device__ __forceinline__ void RunPrefillTma(const TmaParams& params) {
   using WarpScheduler = typename Traits::WarpScheduler;
   using SchedulerWarp = TmaSchedulerWarp<Traits>;
   const bool few = attention.max_seqs <= WarpScheduler::kSequences;
-  constexpr bool kPlansManyEarly = kStartsFast && Traits::kTakesSomeSplits;  // instances for many sequences of few rows
+  constexpr bool kPlansManyEarly = Traits::kTakesSomeSplits;  // instances for many sequences of few rows
   const int64_t early_sequences = kPlansManyEarly ? Scheduler::kEarlySequences : WarpScheduler::kSequences;
-  const bool early = kStartsFast && !behind_decode && attention.max_seqs <= early_sequences;
+  const bool early = !behind_decode && attention.max_seqs <= early_sequences;
   bool settled = !early;  // nobody writes the metadata any more
   if (settled && !behind_decode) {
     WaitForPreviousKernel();
@@ -151,12 +151,12 @@ __device__ __forceinline__ void RunPrefillTma(const TmaParams& params) {
         if (params.split_kv.enabled) {
           warp_scheduler.template Split<Traits::kTakesFirstSplits, Traits::kTakesSomeSplits>(params.split_kv);
         }
-        warp_scheduler.ShrinkTail();
+        warp_scheduler.Compare();
       }
     } else {
       in_order = scheduler.Plan(metadata, settled);
     }
-    if constexpr (kStartsFast) {
+    if constexpr (kPlansFirst) {
       if (is_scheduler && !is_empty() && (few || kPlansManyEarly)) {
         first = SchedulerWarp{cta}.PlanFirst(
             [&](unsigned n, WorkTile* tile) { return kPlansManyEarly ? find(n, tile) : warp_scheduler.Find(n, tile); });
@@ -194,7 +194,7 @@ __device__ __forceinline__ void RunPrefillTma(const TmaParams& params) {
     // ---- Producer warps
     DecreaseRegisters<Traits::kProducerRegisters>();
     const int warp = __shfl_sync(~0u, cta.thread / 32, 0);
-    const bool has_first = kStartsFast && (few || kPlansManyEarly);
+    const bool has_first = kPlansFirst && (few || kPlansManyEarly);
     if constexpr (Traits::kFloat8Cache) {
       TmaFloat8Warp<Traits>{{cta}, warp, {}, {}, {}}.Run(find, has_first, first);
     } else {

@@ -11,6 +11,7 @@
 #include "ffi/ops/paged_attention/prefill/online_softmax.cuh"
 #include "ffi/ops/paged_attention/prefill/pipeline.cuh"
 #include "ffi/ops/paged_attention/prefill/sm90_tma_traits.cuh"
+#include "ffi/ops/paged_attention/prefill/store_sectors.cuh"
 
 namespace xla_gpu::prefill {
 
@@ -384,7 +385,11 @@ struct TmaConsumer {
       if (Traits::kTakesSomeSplits && crosses) {
         softmax.Spill(tile.rows, cta.params.accumulators, tile.accum_row, invalid_page, o);
       } else if ((mode & kSpill) == 0) {
-        softmax.template StoreFromRegisters<T>(cta.attention, tile.rows, transform, o, invalid_page);
+        if constexpr (Traits::kOverlap == Overlap::kIntraWarpgroup) {
+          StoreSectors<T>(softmax, cta.attention, tile.rows, transform, o, invalid_page);
+        } else {  // where sectors would cost local loads in the loop over key tiles
+          softmax.template StoreFromRegisters<T>(cta.attention, tile.rows, transform, o, invalid_page);
+        }
       }
     }
     cta.Arrive(cta.tiles.Empty(work));

@@ -12,6 +12,7 @@
 #include "ffi/ops/paged_attention/prefill/heuristics.h"
 #include "ffi/ops/paged_attention/prefill/online_softmax.cuh"
 #include "ffi/ops/paged_attention/prefill/sm90_tma.cuh"
+#include "ffi/ops/paged_attention/prefill/store_sectors.cuh"
 
 namespace xla_gpu::prefill {
 
@@ -66,40 +67,6 @@ struct SeenKeysSoftmax : OnlineSoftmax</*kRowTiles=*/1, /*kRescaleThreshold=*/8>
           state[0][h].sum += pair[2 * h] + pair[2 * h + 1];
           p[step][n % 2 * 2 + h] = Pack<T>(pair[2 * h], pair[2 * h + 1]);
         }
-      }
-    }
-  }
-
-  // As StoreFromRegisters, in vectors of 8 bytes, of which a quad's lanes write a whole sector of a row: with half of
-  // the exchanges, it is half as many instructions.
-  template <typename T, int kDimTiles, typename Rows>
-  __device__ void StoreSectors(const PagedAttentionParams& params, const Rows& rows, const LogitTransform& transform,
-                               const float (&o)[1][kDimTiles][4], bool invalid) const {
-    static_assert(kDimTiles % 2 == 0);
-    const int lane = OpaqueLane();
-    const int quad_lane = lane % 4;
-    const bool odd = quad_lane % 2 != 0;
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const int row = first_row + h * 8 + lane / 4;
-      const bool in_tile = row < rows.count;
-      const float row_sum = RowSum(0, h);
-      const unsigned packed = rows.first + row;
-      const unsigned token = rows.group.Divide(packed);
-      const unsigned head = rows.kv_head * rows.group.divisor + (packed - token * rows.group.divisor);
-      RowNormalization norm = transform.NormalizeFast({state[0][h].max, row_sum}, in_tile ? static_cast<int>(head) : 0);
-      if (invalid) norm = {false, CUDART_NAN_F, CUDART_NAN_F};
-      const int64_t head_row = in_tile ? (rows.q_begin + token) * static_cast<unsigned>(rows.num_heads) + head : 0;
-      if (params.lse != nullptr && in_tile && quad_lane == 0) params.lse[head_row] = norm.lse;
-      T* const out = static_cast<T*>(params.out) + head_row * (kDimTiles * 8) + (odd ? 8 : 0) + quad_lane / 2 * 4;
-#pragma unroll
-      for (int d = 0; d < kDimTiles; d += 2) {
-        // NOTE: o of a row that sees no key is 0.
-        const uint32_t low = Pack<T>(o[0][d][2 * h] * norm.factor, o[0][d][2 * h + 1] * norm.factor);
-        const uint32_t high = Pack<T>(o[0][d + 1][2 * h] * norm.factor, o[0][d + 1][2 * h + 1] * norm.factor);
-        const uint32_t got = __shfl_xor_sync(~0u, odd ? low : high, 1);
-        const uint2 vec = odd ? make_uint2(got, high) : make_uint2(low, got);
-        if (in_tile) *reinterpret_cast<uint2*>(out + d * 8) = vec;
       }
     }
   }
@@ -329,7 +296,7 @@ struct TmaOneWarpgroupConsumer : TmaConsumer<Traits> {
       }
       query.Advance();
       cta.checked.WaitFull(work);
-      softmax.StoreSectors<T>(cta.attention, cta.Tile(work).rows, transform, o, cta.Tile(work).invalid_page);
+      StoreSectors<T>(softmax, cta.attention, cta.Tile(work).rows, transform, o, cta.Tile(work).invalid_page);
       cta.Arrive(cta.tiles.Empty(work));
     }
     if (warp == All::kQueryLoader) query_loader.Finish();
