@@ -16,7 +16,7 @@ import xla_gpu.jax as xg
 
 from .batch import StepLayout
 from .config import LlamaConfig
-from .options import StepOptions, usable
+from .options import StepOptions, calls_rotary_and_attention, usable
 
 Parameters = dict[str, jax.Array]
 ROW_PARALLEL = ("out", "down")  # over several devices these are divided along their inputs, the others along outputs
@@ -294,7 +294,8 @@ class _Layer:
         head_dim = self.config.head_dim
         rotations = self._parameters["rotations"]
         metadata = {name: step[name] for name in ("context_lens", "block_tables", "query_start_loc", "num_seqs")}
-        if "rotary_and_attention" in self._operators:
+        chained = calls_rotary_and_attention(self._operators, qkv.shape[0])
+        if chained and (self._group is None or "rotary_and_cache" not in self._operators):
             return xg.attention_block(
                 qkv, None, None, step["positions"], rotations, cache, step["slots"], **metadata, scale=head_dim**-0.5
             )

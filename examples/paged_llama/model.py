@@ -22,7 +22,7 @@ import xla_gpu.torch
 
 from .batch import StepLayout
 from .config import LlamaConfig
-from .options import StepOptions, usable
+from .options import StepOptions, calls_rotary_and_attention, usable
 
 
 class PagedLlama(nn.Module):
@@ -228,7 +228,7 @@ class Layer(nn.Module):
         qkv = self.qkv(x)
         donate(cache)
         metadata = {name: step[name] for name in ("context_lens", "block_tables", "query_start_loc", "num_seqs")}
-        if "rotary_and_attention" in self.operators:
+        if calls_rotary_and_attention(self.operators, rows):
             return xla_gpu.torch.attention_block(
                 qkv, None, None, step["positions"], rotations, cache, step["slots"], **metadata, scale=self.scale
             )
