@@ -52,6 +52,10 @@ struct PagedAttentionParams {
   int max_decode_tokens;   // CUDA: sequences of up to so many new tokens belong to the decode path (decode.h)
 };
 
+namespace decode {
+struct DeferredCombine;
+}
+
 // The kernels that a launch of the prefill path launches: its combine kernel may come later than the others.
 enum class PrefillKernels { kAll, kAllButCombine, kCombine };
 
@@ -65,6 +69,8 @@ struct PagedAttentionCall : PagedAttentionParams {
   // other operands, and the cache's other slots, are complete then when that kernel starts.
   LaunchOrder order;
   PrefillKernels prefill_kernels;  // CUDA
+  // CUDA: where not null, the decode path leaves its combine kernel to the prefill path's.
+  decode::DeferredCombine* decode_combine = nullptr;
 
   // New tokens of a sequence, at most, where there is a tree_mask.
   int64_t MaxTreeTokens() const { return 32 * tree_words; }

@@ -4,6 +4,8 @@
 #include <string>
 
 #include "ffi/ops/paged_attention/decode/decode.h"
+#include "ffi/ops/paged_attention/decode/launch.h"
+#include "ffi/ops/paged_attention/decode/params.h"
 #include "ffi/ops/paged_attention/paged_attention.h"
 #include "ffi/ops/paged_attention/prefill/prefill.h"
 
@@ -35,6 +37,19 @@ Status CheckLayout(const PagedAttentionParams& params) {
                                    std::to_string(params.num_tokens * params.num_heads));
   }
   return Status::Ok();
+}
+
+// Where PathsShareCombine: the prefill path's kernel, the decode path's split-KV kernel, and one that merges the splits
+// of both.
+Status LaunchBothPaths(PagedAttentionCall params, Stream stream) {
+  decode::DeferredCombine deferred;
+  params.prefill_kernels = PrefillKernels::kAllButCombine;
+  if (Status status = LaunchPrefill(params, stream); !status.ok()) return status;
+  params.decode_combine = &deferred;
+  if (Status status = LaunchDecode(params, stream); !status.ok()) return status;
+  params.prefill_kernels = PrefillKernels::kCombine;
+  if (Status status = LaunchPrefill(params, stream); !status.ok()) return status;
+  return deferred.pending ? decode::LaunchCombine(deferred, stream) : Status::Ok();
 }
 
 }  // namespace
@@ -69,6 +84,7 @@ Status LaunchPagedAttention(const PagedAttentionCall& call, Stream stream) {
   const bool both = params.num_tokens > params.max_decode_tokens;
   const bool decode_first = DecodeComesFirst(params);
   const bool combine_last = splits_keys && PrefillCombineComesLast(params);
+  if (both && splits_keys && PathsShareCombine(params)) return LaunchBothPaths(params, stream);
   if (both && !decode_first) {
     if (combine_last) params.prefill_kernels = PrefillKernels::kAllButCombine;
     if (Status status = LaunchPrefill(params, stream); !status.ok()) return status;

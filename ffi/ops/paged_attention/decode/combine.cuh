@@ -44,7 +44,9 @@ class CombineCta {
  public:
   using Scheduler = CombineTileScheduler;
 
-  __device__ CombineCta(const DecodeArgs& args, CombineSharedStorage& shared) : args_(args), shared_(shared) {}
+  // ctas: of the kernel, the first ones.
+  __device__ CombineCta(const DecodeArgs& args, CombineSharedStorage& shared, unsigned ctas)
+      : args_(args), shared_(shared), ctas_(ctas) {}
 
   __device__ void Run() {
     const Scheduler::FirstLoads loads(args_);
@@ -56,7 +58,7 @@ class CombineCta {
     // Instruction-cache warm-up: memory is busy with K and V, and instructions come through it too. So what is to run
     // once the kernel before has ended is executed once while it still runs, with nothing read or written.
     bool warm_up = true;
-    for (unsigned i = Warp() * gridDim.x + blockIdx.x; i < tasks; i += gridDim.x * kCombineWarps) {
+    for (unsigned i = Warp() * ctas_ + blockIdx.x; i < tasks; i += ctas_ * kCombineWarps) {
       const unsigned row = i / tile_heads;
       const unsigned rest = i - row * tile_heads;
       const unsigned tile = rest / static_cast<unsigned>(args_.cta_group_size);
@@ -237,6 +239,7 @@ class CombineCta {
 
   const DecodeArgs& args_;
   CombineSharedStorage& shared_;
+  const unsigned ctas_;
 };
 
 // Writes the rows that no sequence owns, where the decode path has to.
@@ -254,7 +257,7 @@ __global__ void __maxnreg__(kCombineRegisters) DecodeCombineKernel(const __grid_
   AllowDependentLaunch();  // of the prefill path
   FillPaddingRowsIfAlone(args);
   if (args.tree_mask == nullptr && !MayHaveDecodeRows(args)) return ProgrammaticLaunchWait();
-  CombineCta<kHeadDim>(args, *reinterpret_cast<CombineSharedStorage*>(dynamic_shared)).Run();
+  CombineCta<kHeadDim>(args, *reinterpret_cast<CombineSharedStorage*>(dynamic_shared), gridDim.x).Run();
 }
 
 }  // namespace xla_gpu::decode

@@ -67,6 +67,15 @@ constexpr bool PrefillCombineComesLast(const PagedAttentionParams& shapes) {
   constexpr int64_t kManyDecodeRows = 32;
   return !DecodeComesFirst(shapes) && !PathsShareScratch(shapes) && shapes.max_seqs > kManyDecodeRows;
 }
+// Whether one kernel merges the splits of both paths, behind both (prefill/combine_both.cuh). Where a few sequences
+// probably have several tokens each, the decode path probably has nothing to do, and each kernel that finds this out
+// costs some 1 to 2 us: the kernels of a stream end one after the other.
+constexpr bool PathsShareCombine(const PagedAttentionCall& shapes) {
+  constexpr int64_t kMaxSequences = 32, kMaxRows = 8192;
+  return shapes.max_seqs > 0 && shapes.max_seqs <= kMaxSequences && SuggestFewTokens(shapes) &&
+         shapes.num_tokens * shapes.num_heads <= kMaxRows && shapes.head_dim == 128 && MaySplitKeys(shapes) &&
+         shapes.tree_words == 0 && !DecodeComesFirst(shapes) && !PathsShareScratch(shapes);
+}
 constexpr int64_t PrefillScratchLimit(const PagedAttentionCall& shapes) {
   if (PathsShareScratch(shapes) || shapes.tree_words > 0) return kScratchLimit;
   // Of few sequences the prefill path keeps the accumulators of all splits, and the decode path has few rows.

@@ -119,9 +119,25 @@ Status LaunchKernels(const PagedAttentionCall& params, const KernelConfig& confi
   const bool leave_room = one_turn && !args.fill_padding_rows && DecodeComesFirst(params);
   const int64_t most = int64_t{occupancy.sms} * (leave_room ? 1 : 2);
   combine.gridDim = dim3(static_cast<unsigned>(std::clamp<int64_t>(rows, 1, most)));
+  if (params.decode_combine != nullptr) {
+    params.decode_combine->pending = true;
+    params.decode_combine->args = args;
+    params.decode_combine->ctas = combine.gridDim.x;
+    return Status::Ok();
+  }
   combine.blockDim = dim3(kCombineThreads);
   combine.dynamicSmemBytes = sizeof(CombineSharedStorage);
   XLA_GPU_RETURN_IF_CUDA(cudaLaunchKernelEx(&combine, combine_kernels.combine, args));
+  return Status::Ok();
+}
+
+Status LaunchCombine(const DeferredCombine& combine, Stream stream) {
+  cudaLaunchConfig_t launch = {};
+  launch.gridDim = dim3(combine.ctas);
+  launch.blockDim = dim3(kCombineThreads);
+  launch.dynamicSmemBytes = sizeof(CombineSharedStorage);
+  launch.stream = stream;
+  XLA_GPU_RETURN_IF_CUDA(cudaLaunchKernelEx(&launch, CombineKernelsFor(128).combine, combine.args));
   return Status::Ok();
 }
 

@@ -32,6 +32,9 @@ struct SplitKvVariants {
 Status LaunchKernels(const PagedAttentionCall& params, const KernelConfig& config, const SplitKvVariants& variants,
                      Stream stream);
 
+// Launches a combine kernel that LaunchKernels has left out.
+Status LaunchCombine(const DeferredCombine& combine, Stream stream);
+
 }  // namespace xla_gpu::decode
 
 #endif  // XLA_GPU_OPS_PAGED_ATTENTION_DECODE_LAUNCH_H_

@@ -174,14 +174,21 @@ inline KernelConfig MakeKernelConfig(const PagedAttentionCall& params) {
   const int64_t accumulator_bytes = config.accum_rows * (dim + kStateFloats) * int64_t{sizeof(float)};
   const int64_t most = DecodeScratchLimit(params) / std::max<int64_t>(accumulator_bytes, 1);
   config.whole_tiles = TakesWholeTiles(params);
-  config.store_every_split =
-      !config.whole_tiles && config.work_tiles <= kSmallCombineTiles && config.work_tiles * kMaxSplits <= most;
+  config.store_every_split = !config.whole_tiles && !PathsShareCombine(params) &&
+                             config.work_tiles <= kSmallCombineTiles && config.work_tiles * kMaxSplits <= most;
   config.max_ctas = static_cast<int>(std::min<int64_t>(most / kCtaAccumulators, kMaxSms * kCtasPerSm));
   config.accumulators = config.whole_tiles         ? 0
                         : config.store_every_split ? config.work_tiles * kMaxSplits
                                                    : int64_t{config.max_ctas} * kCtaAccumulators;
   return config;
 }
+
+// The combine kernel of a call where PathsShareCombine.
+struct DeferredCombine {
+  bool pending = false;  // it has not been launched
+  DecodeArgs args;
+  unsigned ctas;
+};
 
 // The arguments that follow from shapes and attributes alone.
 inline DecodeArgs MakeArgs(const PagedAttentionCall& params, const KernelConfig& config) {

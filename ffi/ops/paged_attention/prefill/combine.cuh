@@ -114,13 +114,12 @@ __device__ CrossCtaSums SumOfSequences(const PagedAttentionParams& params, const
   return all;
 }
 
-// Merges cross-CTA splits: each warp takes one row of `out` after the other.
+// Merges cross-CTA splits: each warp takes one row of `out` after the other. By CTA `cta` of `ctas`.
 // kSharesLastRound: policy.last_round_ctas is set.
 template <typename T, int kDim, bool kSharesLastRound>
-__global__ void __launch_bounds__(kCombineThreads, kCombineCtasPerSm)
-    PrefillCombineKernel(const __grid_constant__ PagedAttentionParams params,
-                         const __grid_constant__ SplitKvPolicy policy,
-                         const __grid_constant__ SplitAccumulators accumulators) {
+__device__ __forceinline__ void CombinePrefillSplits(const PagedAttentionParams& params, const SplitKvPolicy& policy,
+                                                     const SplitAccumulators& accumulators, unsigned cta,
+                                                     unsigned ctas) {
   // Splits of a row whose accumulators a warp loads at once, as registers allow.
   constexpr int kAtOnce = kDim <= 128 ? 8 : 4;
   AllowDependentLaunch();  // of the decode path, if that comes second
@@ -128,8 +127,8 @@ __global__ void __launch_bounds__(kCombineThreads, kCombineCtasPerSm)
   FetchParameters(policy);
   FetchParameters(accumulators);
   const int lane = static_cast<int>(threadIdx.x) % 32;
-  const int warp = static_cast<int>(blockIdx.x * (kCombineThreads / 32) + threadIdx.x / 32);
-  const int warps = static_cast<int>(gridDim.x * (kCombineThreads / 32));
+  const int warp = static_cast<int>(cta * (kCombineThreads / 32) + threadIdx.x / 32);
+  const int warps = static_cast<int>(ctas * (kCombineThreads / 32));
   const int num_live = LiveSequences(params);
   // Entries past num_seqs are loaded with the others, in one latency, and ignored.
   bool ok = true, has_prompt = false;
@@ -142,7 +141,7 @@ __global__ void __launch_bounds__(kCombineThreads, kCombineCtasPerSm)
   }
   const bool in_order = __syncthreads_and(ok);
   if (!__syncthreads_or(has_prompt)) {
-    if (blockIdx.x == 0) WaitForPreviousKernel();
+    if (cta == 0) WaitForPreviousKernel();
     return;
   }
   LogitTransform transform(params, /*kv_head=*/0);
@@ -259,7 +258,15 @@ __global__ void __launch_bounds__(kCombineThreads, kCombineCtasPerSm)
     }
   }
   // One CTA is enough: this kernel ends after the one before has ended.
-  if (!waited && blockIdx.x == 0) WaitForPreviousKernel();
+  if (!waited && cta == 0) WaitForPreviousKernel();
+}
+
+template <typename T, int kDim, bool kSharesLastRound>
+__global__ void __launch_bounds__(kCombineThreads, kCombineCtasPerSm)
+    PrefillCombineKernel(const __grid_constant__ PagedAttentionParams params,
+                         const __grid_constant__ SplitKvPolicy policy,
+                         const __grid_constant__ SplitAccumulators accumulators) {
+  CombinePrefillSplits<T, kDim, kSharesLastRound>(params, policy, accumulators, blockIdx.x, gridDim.x);
 }
 
 }  // namespace xla_gpu::prefill

@@ -11,6 +11,7 @@
 #include "ffi/base/cuda_status.h"
 #include "ffi/ops/paged_attention/decode/decode.h"
 #include "ffi/ops/paged_attention/prefill/combine.cuh"
+#include "ffi/ops/paged_attention/prefill/combine_both.cuh"
 #include "ffi/ops/paged_attention/prefill/heuristics.h"
 #include "ffi/ops/paged_attention/prefill/prefill.h"
 #include "ffi/ops/paged_attention/prefill/sm80_mma.cuh"
@@ -202,6 +203,18 @@ Status LaunchTma(const TmaParams& call, const SplitAccumulatorLayout& layout, in
       cudaFuncSetAttribute(combine, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared));
   const int ctas_per_sm = Traits::kRows == 64 && tma.behind_decode ? kIdleCombineCtasPerSm : 8;
   const dim3 combine_grid(static_cast<unsigned>(CombineCtas(params, kCombineThreads / 32, ctas_per_sm, sms)));
+  if constexpr (Traits::kHeadDim == 128 && !Traits::kFloat8Cache) {
+    decode::DeferredCombine* const deferred = layout.decode_combine;
+    if (deferred != nullptr && deferred->pending) {
+      deferred->pending = false;
+      const auto both = CombineBothKernel<typename Traits::Element, Traits::kHeadDim>;
+      constexpr int kSharedBytes = static_cast<int>(sizeof(decode::CombineSharedStorage));
+      XLA_GPU_RETURN_IF_CUDA(
+          cudaFuncSetAttribute(both, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared));
+      return Launch({dim3(deferred->ctas + combine_grid.x), kCombineThreads, kSharedBytes, /*programmatic=*/true},
+                    stream, both, deferred->args, tma.split_kv, tma.accumulators, deferred->ctas);
+    }
+  }
   return Launch({combine_grid, kCombineThreads, /*shared_bytes=*/0, /*programmatic=*/true}, stream, combine, params,
                 tma.split_kv, tma.accumulators);
 }

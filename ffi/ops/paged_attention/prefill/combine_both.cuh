@@ -1,0 +1,30 @@
+// The combine kernel of both paths, where PathsShareCombine.
+#ifndef XLA_GPU_OPS_PAGED_ATTENTION_PREFILL_COMBINE_BOTH_CUH_
+#define XLA_GPU_OPS_PAGED_ATTENTION_PREFILL_COMBINE_BOTH_CUH_
+
+#include "ffi/ops/paged_attention/decode/combine.cuh"
+#include "ffi/ops/paged_attention/decode/params.h"
+#include "ffi/ops/paged_attention/prefill/combine.cuh"
+
+namespace xla_gpu::prefill {
+
+// The first `decode_ctas` CTAs merge the splits of the decode path, the others those of the prefill path. Behind the
+// decode path's split-KV kernel, which ends behind the prefill path's.
+template <typename T, int kDim>
+__global__ void __maxnreg__(decode::kCombineRegisters)
+    CombineBothKernel(const __grid_constant__ decode::DecodeArgs args, const __grid_constant__ SplitKvPolicy policy,
+                      const __grid_constant__ SplitAccumulators accumulators, unsigned decode_ctas) {
+  static_assert(kCombineThreads == decode::kCombineThreads);
+  extern __shared__ __align__(16) char dynamic_shared[];
+  if (blockIdx.x >= decode_ctas) {
+    return CombinePrefillSplits<T, kDim, false>(args.params, policy, accumulators, blockIdx.x - decode_ctas,
+                                                gridDim.x - decode_ctas);
+  }
+  AllowDependentLaunch();
+  if (!decode::MayHaveDecodeRows(args)) return decode::ProgrammaticLaunchWait();
+  decode::CombineCta<kDim>(args, *reinterpret_cast<decode::CombineSharedStorage*>(dynamic_shared), decode_ctas).Run();
+}
+
+}  // namespace xla_gpu::prefill
+
+#endif  // XLA_GPU_OPS_PAGED_ATTENTION_PREFILL_COMBINE_BOTH_CUH_
