@@ -17,6 +17,7 @@ pytestmark = pytest.mark.frontends("eager", "eager-cuda", "jax-cuda")
 SUBJECTS = {"decode": (1, 211), "speculative": (4, 130), "chunk": (40, 170), "long": (1, 3000)}
 BEHIND_A_LONG_CONTEXT = {"few-rows": (16, 9000), "two-splits": (150, 5600), "three-splits": (140, 8200)}
 SEVERAL_TOKENS = {"speculative-long": (8, 9000), "speculative-short": (5, 400)}
+ONE_OR_TWO_TOKENS = {"one-token": (1, 5000), "two-tokens": (2, 3000)}
 LATE_CHUNKS = {"chunk-of-1300": (1300, 2700), "chunk-of-2000": (2000, 4100)}
 SPLIT_CHUNKS = {"chunk-of-256": (256, 8100)}
 FILLING = {"speculative-1400": (6, 1400), "speculative-2900": (7, 2900)}
@@ -91,7 +92,7 @@ def fields(shape: str) -> dict:
 
 
 def sequence(name: str) -> tuple[int, int]:
-    more = {**FILLING, **SHORT_PROMPTS, **LATE_CHUNKS, **SPLIT_CHUNKS}
+    more = {**FILLING, **SHORT_PROMPTS, **LATE_CHUNKS, **SPLIT_CHUNKS, **ONE_OR_TWO_TOKENS}
     return {**SUBJECTS, **BEHIND_A_LONG_CONTEXT, **SEVERAL_TOKENS, **more}[name]
 
 
@@ -200,6 +201,26 @@ def test_several_tokens_do_not_change_bits(frontend, name, shape):
         ("several", several, {"spare_seqs": 0}),
         ("forty", (((8, 700),) * 20, ((8, 1200), (5, 64)) * 10), {"spare_seqs": 1}),
         ("narrow", several, {"spare_seqs": 100}),
+        ("prompt", (((8, 700), (700, 700)), ((1, 900),)), {"spare_seqs": 0}),
+    ):
+        got = results(frontend, *batch(name, shape, *neighbours, **changes))
+        for result, g, w in zip(("out", "lse"), got, alone, strict=True):
+            compare.assert_bitwise_equal(g, w, f"{frontend.name} {name} {shape} {what}: {result}")
+
+
+@pytest.mark.frontends("eager-cuda", "jax-cuda")
+@pytest.mark.parametrize("shape", ["group-4-bf16", "group-8-bf16"])
+@pytest.mark.parametrize("name", ONE_OR_TWO_TOKENS)
+def test_few_tokens_among_several_do_not_change_bits(frontend, name, shape):
+    """On CUDA one kernel merges the splits of such a sequence and those of its neighbours, which another path
+    computes. Not where they have more rows together, nor beside a prompt."""
+    case, inputs = subject(name, shape)
+    alone = results(frontend, inputs.arrays(), case)
+    for what, neighbours, changes in (
+        ("two", (((8, 3000),), ()), {"spare_seqs": 0}),
+        ("several", (((8, 2000), (5, 90)), ((1, 4000), (8, 5000), (7, 700))), {"spare_seqs": 0}),
+        ("narrow", (((8, 2000), (5, 90)), ((8, 5000),)), {"spare_seqs": 20}),
+        ("many", (((8, 2000),) * 30, ((8, 900),)), {"spare_seqs": 0}),
         ("prompt", (((8, 700), (700, 700)), ((1, 900),)), {"spare_seqs": 0}),
     ):
         got = results(frontend, *batch(name, shape, *neighbours, **changes))
