@@ -26,6 +26,7 @@
 #include "ffi/ops/linear/sm90_int4_ahead.cuh"
 #include "ffi/ops/linear/sm90_int4_epilogue.cuh"
 #include "ffi/ops/linear/sm90_int4_range.cuh"
+#include "ffi/ops/linear/sm90_int4_scales.cuh"
 #include "ffi/ops/linear/sm90_int4_traits.cuh"
 #include "ffi/ops/linear/sm90_int4_weights.cuh"
 
@@ -85,24 +86,7 @@ __device__ __forceinline__ void MultiplyInt4(const Sm90Int4Args& args, int work_
   const int lane = static_cast<int>(threadIdx.x) % 32, g = lane / 4, t = lane % 4, row = Int4RowOfLanes(g);
   uint32_t magic = kInt4Magic<T>;
   asm volatile("" : "+r"(magic));
-  // ---- Scales and zero points: of 8 groups at a time, two of them by each lane of four, loaded ahead
-  constexpr int kChunksOfLoad = 4;
-  RowGroups<T, WeightFormat::kInt4> groups[kTiles], next_groups[kTiles];
-  int first_row[kTiles];
-  const int tiles_of_box = args.box_rows / 16;
-#pragma unroll
-  for (int m = 0; m < kTiles; ++m) {
-    const int tile = first_tile + m, box = tile / tiles_of_box;
-    first_row[m] = FirstWeightRow(args, work_tile, box) + tile % tiles_of_box * 16 + row;
-  }
-  const auto load_groups = [&](int chunk) {
-#pragma unroll
-    for (int m = 0; m < kTiles; ++m) {
-      const GroupLoader<T, WeightFormat::kInt4> loader(args.linear, first_row[m]);
-      loader.Load(args.linear, chunk * 2 + 2 * t, &next_groups[m]);
-    }
-  };
-  load_groups(range.begin);
+  Int4Scales<Config> scales(args, work_tile, first_tile, row, t, range);
 #pragma unroll
   for (int m = 0; m < kTiles; ++m) {
 #pragma unroll
@@ -118,22 +102,8 @@ __device__ __forceinline__ void MultiplyInt4(const Sm90Int4Args& args, int work_
   PipelineState ring;
   const int weights_of_lane = first_tile * Config::kTileBytes + row * 128 + t % 2 * 8;
   for (int chunk = range.begin; chunk < range.end; ++chunk) {
-    const int chunk_of_load = (chunk - range.begin) % kChunksOfLoad;
-    if (chunk_of_load == 0) {
-#pragma unroll
-      for (int m = 0; m < kTiles; ++m) {
-        groups[m] = next_groups[m];
-        groups[m].zero_points[0] |= groups[m].zero_points[1] << 16;
-      }
-      if (chunk + kChunksOfLoad < range.end) load_groups(chunk + kChunksOfLoad);
-    }
     uint32_t scale[kTiles][2], zero_points[kTiles];
-#pragma unroll
-    for (int m = 0; m < kTiles; ++m) {
-      scale[m][0] = __shfl_sync(~0u, groups[m].scale[0], chunk_of_load, 4);
-      scale[m][1] = __shfl_sync(~0u, groups[m].scale[1], chunk_of_load, 4);
-      zero_points[m] = __shfl_sync(~0u, groups[m].zero_points[0], chunk_of_load, 4);
-    }
+    scales.Of(chunk, scale, zero_points);
     WaitBarrier(barriers.Full(ring.stage), ring.phase);
     const char* const weights = shared + stages.Weights(part, ring.stage) + weights_of_lane;
     const int x_stage = part * stages.stages + ring.stage;
