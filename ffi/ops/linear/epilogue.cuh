@@ -71,6 +71,22 @@ struct FourFeatures {
   }
 };
 
+// Writes the results of four neighbouring features: `values`, or with an activation, of which they are the argument,
+// its product with `factors`; and the residual, if there is one.
+template <typename T>
+__device__ __forceinline__ void StoreFour(const LinearArgs& args, int64_t at, const float (&values)[4],
+                                          const float (&factors)[4], bool gated, const AlignedVector<T, 4>& residual) {
+  AlignedVector<T, 4> out;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    float value = values[i];
+    if (gated) value = Round<T>(ActivationOf<T>(args.activation, value) * factors[i]);
+    if (args.residual != nullptr) value += static_cast<float>(residual.values[i]);
+    out.values[i] = static_cast<T>(value);
+  }
+  *reinterpret_cast<AlignedVector<T, 4>*>(static_cast<T*>(args.out) + at) = out;
+}
+
 // Writes the results of a work tile whose sums are complete: [rows][kSumPitch] in shared memory.
 template <typename T, int kThreads>
 __device__ __noinline__ void FinishTile(const LinearArgs& args, const float* sums, int tile) {

@@ -80,15 +80,7 @@ __device__ __noinline__ void FinishTileOfCluster(const Sm90Args& sm90, int tile,
     if (gated) AddPartials(from + kTileFeatures / 2, cluster, factors);
     values_of.Finish(values);
     if (gated) factors_of.Finish(factors);
-    Four out;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      float value = values[i];
-      if (gated) value = Round<T>(ActivationOf<T>(args.activation, value) * factors[i]);
-      if (args.residual != nullptr) value += static_cast<float>(residual.values[i]);
-      out.values[i] = static_cast<T>(value);
-    }
-    *reinterpret_cast<Four*>(static_cast<T*>(args.out) + static_cast<int64_t>(row) * out_features + feature) = out;
+    StoreFour<T>(args, static_cast<int64_t>(row) * out_features + feature, values, factors, gated, residual);
   }
 }
 

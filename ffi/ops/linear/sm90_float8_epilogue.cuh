@@ -54,15 +54,7 @@ __device__ __forceinline__ void FinishBoxes(const Sm90Args& sm90, int tile, cons
       AddPartials(from + kTileFeatures / 2, cluster, factors);
       second.Finish(factors);
     }
-    Four out;
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      float value = values[j];
-      if (gated) value = Round<T>(ActivationOf<T>(args.activation, value) * factors[j]);
-      if (args.residual != nullptr) value += static_cast<float>(residual.values[j]);
-      out.values[j] = static_cast<T>(value);
-    }
-    *reinterpret_cast<Four*>(static_cast<T*>(args.out) + at) = out;
+    StoreFour<T>(args, at, values, factors, gated, residual);
   }
 }
 

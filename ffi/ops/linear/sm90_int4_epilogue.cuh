@@ -81,15 +81,7 @@ __device__ __forceinline__ void FinishInt4Tile(const Sm90Int4Args& sm90, int til
       AddInt4Parts(sm90, from + tile_features, part_floats, factors);
       second.Finish(factors);
     }
-    Four out;
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      float value = values[j];
-      if (gated) value = Round<T>(ActivationOf<T>(args.activation, value) * factors[j]);
-      if (args.residual != nullptr) value += static_cast<float>(residual.values[j]);
-      out.values[j] = static_cast<T>(value);
-    }
-    *reinterpret_cast<Four*>(static_cast<T*>(args.out) + at) = out;
+    StoreFour<T>(args, at, values, factors, gated, residual);
     row += rows_at_once;
     load_residual();
   }
