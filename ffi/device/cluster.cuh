@@ -17,6 +17,17 @@ __device__ __forceinline__ uint32_t ClusterRank() {
 #endif
 }
 
+// The cluster's number in the grid, of one dimension.
+__device__ __forceinline__ uint32_t ClusterId() {
+#if __CUDA_ARCH__ >= 900
+  uint32_t id;
+  asm("mov.u32 %0, %%clusterid.x;" : "=r"(id));
+  return id;
+#else
+  return blockIdx.x;
+#endif
+}
+
 __device__ __forceinline__ uint32_t ClusterSize() {
 #if __CUDA_ARCH__ >= 900
   uint32_t size;

@@ -6,7 +6,8 @@ import pytest
 
 from tests.common import baseline, cases, compare, reference
 
-# n, k, activation: k in 1 to 8 parts, chunks of 256 that k does not fill, work tiles that n does not.
+# n, k, activation: k in 1 to 8 parts, chunks of 256 that k does not fill, work tiles that n does not; and sizes at
+# which warps of 16 features would be too few.
 SIZES = [
     (144, 128, None),
     (176, 3968, None),
@@ -18,6 +19,9 @@ SIZES = [
     (11008, 1152, "silu_and_mul"),
     (28672, 512, "gelu_and_mul"),
     (34832, 256, None),
+    (2048, 4096, "silu_and_mul"),
+    (3584, 4096, None),
+    (7680, 2048, None),
 ]
 
 

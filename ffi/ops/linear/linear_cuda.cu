@@ -88,7 +88,9 @@ Status LaunchTile(const LinearParams& p, const LinearArgs& args, int shared_byte
       return status;
     if (sm90a) return linear::LaunchSm90<Config>(args, stream, order);
   } else if constexpr (kFormat == WeightFormat::kInt4 && kRowTile == 8) {
-    const Status status = linear::LaunchInt4Sm90<linear::Int4Traits<T, 8>>(args, stream, order, &sm90a);
+    const Status status = linear::HasWideWarps(args)
+                              ? linear::LaunchInt4Sm90<linear::Int4Traits<T, 8, 2>>(args, stream, order, &sm90a)
+                              : linear::LaunchInt4Sm90<linear::Int4Traits<T, 8, 1>>(args, stream, order, &sm90a);
     if (!status.ok() || sm90a) return status;
   } else {
     if constexpr (kFormat == WeightFormat::kInt4 && kRowTile == 32) {

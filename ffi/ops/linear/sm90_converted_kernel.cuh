@@ -27,10 +27,10 @@
 #include "ffi/device/wgmma_narrow.cuh"
 #include "ffi/ops/linear/sm90_converted_epilogue.cuh"
 #include "ffi/ops/linear/sm90_converted_float8.cuh"
+#include "ffi/ops/linear/sm90_converted_int4.cuh"
 #include "ffi/ops/linear/sm90_converted_traits.cuh"
 #include "ffi/ops/linear/sm90_converted_weights.cuh"
 #include "ffi/ops/linear/sm90_converted_x.cuh"
-#include "ffi/ops/linear/sm90_int4_weights.cuh"
 
 namespace xla_gpu::linear {
 
@@ -70,64 +70,30 @@ __device__ inline void LoadConvertedX(const Sm90Args& args, int stage_begin, int
   }
 }
 
-// The products of a CTA's work tile and part of k, of int8 and int4. `shared`: the weight stages.
+// The products of a CTA's work tile and part of k, of int8. `shared`: the weight stages.
 template <typename Config>
-__device__ __forceinline__ void MultiplyConverted(const Sm90Args& args, int tile, int chunk_begin, int chunk_end,
-                                                  const char* shared, uint32_t xs, ConvertedBarriers<Config> barriers,
+__device__ __forceinline__ void MultiplyConverted(int chunk_begin, int chunk_end, const char* shared, uint32_t xs,
+                                                  ConvertedBarriers<Config> barriers,
                                                   float (&result)[Config::kRowTile / 8][4]) {
   using T = typename Config::T;
   constexpr WeightFormat kFormat = Config::kFormat;
-  constexpr bool kInt4 = Config::kInt4;
-  constexpr int kRowBlocks = Config::kRowTile / 8, kSteps = Config::kStepsAtOnce, kGroups = Config::kXStagesOfChunk;
+  constexpr int kSteps = Config::kStepsAtOnce;
   const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32;
   const int t = lane % 4, row = RowOfLanes(lane / 4);
   const char* const rows = shared + (warp * 16 + row) * 128;
-  const int first_row = FirstRowOfQuarter<Config>(args.linear, tile, warp / 4) + warp % 4 * 16 + row;
   const uint32_t magic = ConversionMagic<T, kFormat>();
-
-  // ---- Scales and zero points of int4, loaded ahead: of 8 groups, two of them by each lane of four
-  constexpr int kChunksOfLoad = 4;
-  RowGroups<T, kFormat> groups, next_groups;
-  const GroupLoader<T, kFormat> loader(args.linear, first_row);
-  const auto load_groups = [&](int chunk) { loader.Load(args.linear, chunk * kGroups + 2 * t, &next_groups); };
-  float sum[kRowBlocks][4];
-  float(&accumulators)[kRowBlocks][4] = kInt4 ? sum : result;
-  if constexpr (kInt4) {
-    load_groups(chunk_begin);
-#pragma unroll
-    for (auto& block : result) block[0] = block[1] = block[2] = block[3] = 0.0f;
-  }
   PipelineState weight_ring, x_ring;
   for (int chunk = chunk_begin; chunk < chunk_end; ++chunk) {
-    const int chunk_of_load = (chunk - chunk_begin) % kChunksOfLoad;
-    if (kInt4 && chunk_of_load == 0) {
-      groups = next_groups;
-      groups.zero_points[0] |= groups.zero_points[1] << 16;
-      if (chunk + kChunksOfLoad < chunk_end) load_groups(chunk + kChunksOfLoad);
-    }
-    uint32_t scale[2] = {0, 0}, zero_points = 0;
-    if constexpr (kInt4) {
-      scale[0] = __shfl_sync(~0u, groups.scale[0], chunk_of_load, 4);
-      scale[1] = __shfl_sync(~0u, groups.scale[1], chunk_of_load, 4);
-      zero_points = __shfl_sync(~0u, groups.zero_points[0], chunk_of_load, 4);
-    }
-
     // ---- The chunk's weights, into registers
     WaitBarrier(barriers.WeightFull(weight_ring.stage), weight_ring.phase);
     const char* const from = rows + weight_ring.stage * Config::kWeightStageBytes;
-    uint32_t raw[2][Config::kPanels][kInt4 ? 2 : 4];
+    uint32_t raw[2][Config::kPanels][4];
     const auto load_panel = [&](int panel) {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        uint32_t(&to)[kInt4 ? 2 : 4] = raw[r][panel];
-        if constexpr (kInt4) {
-          const char* const at = from + r * 1024 + (((2 * panel + t / 2) ^ row) << 4) + t % 2 * 8;
-          const uint2 two = *reinterpret_cast<const uint2*>(at);
-          to[0] = two.x, to[1] = two.y;
-        } else {
-          const uint4 four = *reinterpret_cast<const uint4*>(from + r * 1024 + (((4 * panel + t) ^ row) << 4));
-          to[0] = four.x, to[1] = four.y, to[2] = four.z, to[3] = four.w;
-        }
+        uint32_t(&to)[4] = raw[r][panel];
+        const uint4 four = *reinterpret_cast<const uint4*>(from + r * 1024 + (((4 * panel + t) ^ row) << 4));
+        to[0] = four.x, to[1] = four.y, to[2] = four.z, to[3] = four.w;
       }
     };
     const auto give_weights_back = [&] {
@@ -140,65 +106,41 @@ __device__ __forceinline__ void MultiplyConverted(const Sm90Args& args, int tile
       for (int panel = 0; panel < Config::kPanels; ++panel) load_panel(panel);
     }
 
-    // ---- 128 values of k at a time: conversions while wgmma multiplies the values before
+    // ---- Conversions while wgmma multiplies the values before
+    WaitBarrier(barriers.XReady(x_ring.stage), x_ring.phase);
+    __syncwarp();
+    // The same in all lanes: the compiler then keeps descriptors in uniform registers.
+    const uint32_t x = __shfl_sync(~0u, xs + x_ring.stage * Config::kXStageBytes, 0);
+    uint32_t a[2][kSteps][4];
 #pragma unroll
-    for (int group = 0; group < kGroups; ++group) {
-      uint32_t offset[2];
-#pragma unroll
-      for (int r = 0; r < 2; ++r) offset[r] = kInt4 ? OffsetsOf<T>(zero_points, 2 * r + group).low : 0;
-      WaitBarrier(barriers.XReady(x_ring.stage), x_ring.phase);
-      __syncwarp();
-      // The same in all lanes: the compiler then keeps descriptors in uniform registers.
-      const uint32_t x = __shfl_sync(~0u, xs + x_ring.stage * Config::kXStageBytes, 0);
-      uint32_t a[2][kSteps][4];
-#pragma unroll
-      for (int part = 0; part < 8 / kSteps; ++part) {
-        const int first_step = part * kSteps, panel = group * 2 + first_step / 4;
-        if (part >= 2) WgmmaWait<1>();  // the products before the last ones have read their operand
-        if constexpr (!Config::kLoadsStage) {
-          if (first_step % 4 == 0) load_panel(panel);
-        }
-        uint32_t(&to)[kSteps][4] = a[part % 2];
-#pragma unroll
-        for (int i = 0; i < kSteps; ++i) {
-          const int step = (first_step + i) % 4;
-#pragma unroll
-          for (int r = 0; r < 2; ++r) {
-            if constexpr (kInt4) {
-              ConvertInt4<T>(raw[r][panel][step / 2], step % 2, offset[r], magic, &to[i][r], &to[i][r + 2]);
-            } else {
-              ConvertWord<T, kFormat>(raw[r][panel][step], magic, &to[i][r], &to[i][r + 2]);
-            }
-          }
-        }
-        WgmmaFence();
-        const uint64_t b = MakeSmemDescKMajor(x + first_step / 4 * (Config::kXStageBytes / 2));
-#pragma unroll
-        for (int i = 0; i < kSteps; ++i) {
-          const bool first = first_step + i == 0 && (kInt4 || (group == 0 && chunk == chunk_begin));
-          WgmmaNarrow<T>(accumulators, to[i], AdvanceSmemDesc(b, (first_step + i) % 4 * 32), !first);
-        }
-        WgmmaCommit();
-        if (group == kGroups - 1 && first_step == 4) give_weights_back();
+    for (int part = 0; part < 8 / kSteps; ++part) {
+      const int first_step = part * kSteps, panel = first_step / 4;
+      if (part >= 2) WgmmaWait<1>();  // the products before the last ones have read their operand
+      if constexpr (!Config::kLoadsStage) {
+        if (first_step % 4 == 0) load_panel(panel);
       }
-      WgmmaWait<0>();
-      WgmmaFenceOperand(accumulators);
-      if (lane == 0) ArriveBarrier(barriers.XEmpty(x_ring.stage));
-      x_ring.Advance(Config::kXStages);
-      if constexpr (kInt4) {
-        float factor[2];
+      uint32_t(&to)[kSteps][4] = a[part % 2];
+#pragma unroll
+      for (int i = 0; i < kSteps; ++i) {
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-          const float2 pair = Unpack<T>(scale[r]);
-          factor[r] = (group == 0 ? pair.x : pair.y) * kInt4Unit<T>;
-        }
-#pragma unroll
-        for (int r = 0; r < kRowBlocks; ++r) {
-#pragma unroll
-          for (int i = 0; i < 4; ++i) result[r][i] = fmaf(factor[i / 2], sum[r][i], result[r][i]);
+          ConvertWord<T, kFormat>(raw[r][panel][(first_step + i) % 4], magic, &to[i][r], &to[i][r + 2]);
         }
       }
+      WgmmaFence();
+      const uint64_t b = MakeSmemDescKMajor(x + first_step / 4 * (Config::kXStageBytes / 2));
+#pragma unroll
+      for (int i = 0; i < kSteps; ++i) {
+        const bool first = first_step + i == 0 && chunk == chunk_begin;
+        WgmmaNarrow<T>(result, to[i], AdvanceSmemDesc(b, (first_step + i) % 4 * 32), !first);
+      }
+      WgmmaCommit();
+      if (first_step == 4) give_weights_back();
     }
+    WgmmaWait<0>();
+    WgmmaFenceOperand(result);
+    if (lane == 0) ArriveBarrier(barriers.XEmpty(x_ring.stage));
+    x_ring.Advance(Config::kXStages);
   }
 }
 
@@ -263,8 +205,10 @@ __global__ void __launch_bounds__(XLA_GPU_HAS_WGMMA ? Config::kThreads : 32, 1)
     float sum[Config::kRowTile / 8][4];
     if constexpr (Config::kFormat == WeightFormat::kFloat8) {
       MultiplyFloat8<Config>(args, tile, chunk_begin, chunk_end, shared, xs, barriers, sum);
+    } else if constexpr (Config::kInt4) {
+      MultiplyConvertedInt4<Config>(args, tile, chunk_begin, chunk_end, shared, xs, barriers, sum);
     } else {
-      MultiplyConverted<Config>(args, tile, chunk_begin, chunk_end, shared, xs, barriers, sum);
+      MultiplyConverted<Config>(chunk_begin, chunk_end, shared, xs, barriers, sum);
     }
     WaitForPreviousKernel();
     // All loads have completed, and all warps have read them: the sums take the ring's place.

@@ -34,7 +34,7 @@ struct ConvertedTraits {
   static constexpr int kSharedBytes = kWeightStages * kWeightStageBytes + kXStages * kXStageBytes + kBarrierBytes;
   // With many rows the sums need registers: those of the threads that do not multiply, and of weights that are loaded
   // and converted fewer at a time.
-  static constexpr bool kMovesRegisters = kRowTile == 64;
+  static constexpr bool kMovesRegisters = kRowTile == 64 || (kRowTile == 32 && kInt4);
   static constexpr bool kLoadsStage = kRowTile < 64;  // all of a stage's weights at once; not float8
   static constexpr int kStepsAtOnce = kRowTile == 64 || (kRowTile == 32 && kFormat == WeightFormat::kFloat8) ? 2 : 4;
   static_assert(kRowTile * SumPitch(kTileFeatures) * 4 <= kSharedBytes);

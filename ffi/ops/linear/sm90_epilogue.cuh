@@ -36,6 +36,22 @@ __device__ inline void AddPartials(const float* sums, int cluster, float (&total
   }
 }
 
+// One column of a row, in the same order.
+__device__ inline float AddPartial(const float* sums, int cluster) {
+  if (cluster == 1) return *sums;
+  float parts[8] = {};
+#pragma unroll
+  for (int rank = 0; rank < 8; ++rank) {
+    if (rank < cluster) parts[rank] = *SharedOf(sums, rank);
+  }
+  float total = parts[0];
+#pragma unroll
+  for (int rank = 1; rank < 8; ++rank) {
+    if (rank < cluster) total += parts[rank];
+  }
+  return total;
+}
+
 // Finishes this CTA's share of its cluster's work tile, by all threads. `sums`: [rows][SumPitch] in each CTA's shared
 // memory, written before. A thread keeps four columns, and reads before the barrier what depends on no other thread.
 // Not inlined: it is compiled once for many kernels.

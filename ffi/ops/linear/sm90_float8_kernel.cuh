@@ -6,7 +6,8 @@
 //  - Each value of x becomes the sum of two float8 numbers, times a power of two for 256 values of a row
 //    (sm90_float8_x.cuh): exact but for values that are small beside the largest of them. Both are multiplied with the
 //    same weights. Some warps do that in shared memory; for more than 32 rows a kernel in front does.
-//  - Four warpgroups multiply, each 64 of a work tile's up to 256 features. One CTA has an SM.
+//  - Four warpgroups multiply, each 64 of a work tile's up to 256 features. One CTA has an SM. Up to 8 rows two
+//    warpgroups do, so that a CTA of the next kernel has room beside this one.
 //  - The tensor cores add float8 products with 14 bits. So the sums of 256 products, multiplied by their power of two,
 //    are added in float32.
 //
@@ -90,15 +91,18 @@ __device__ inline void LoadXChunks(const Sm90Args& args, int chunk_begin, int ch
 template <typename Config>
 __device__ __forceinline__ void MultiplyTerms(const Sm90Args& args, int chunk_begin, int chunk_end, uint32_t weights,
                                               uint32_t xs, const float* factors, ConvertedBarriers<Config> barriers,
-                                              float (&result)[Config::kRowTile / 8][4]) {
+                                              float (&results)[Config::kBlocks][Config::kRowTile / 8][4]) {
   constexpr int kRowBlocks = Config::kRowTile / 8;
   const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32;
   const int stage_bytes = 2 * args.box_rows * 128, row = lane % 16;
   // Where the lane's 16 bytes for the first of four steps along k lie.
   const uint32_t rows = weights + (warp / 8 * args.box_rows + warp % 8 * 16 + row) * 128 + ((lane / 16 ^ row % 8) << 4);
 #pragma unroll
-  for (auto& block : result) block[0] = block[1] = block[2] = block[3] = 0.0f;
-  float sum[kRowBlocks][4];
+  for (auto& result : results) {
+#pragma unroll
+    for (auto& block : result) block[0] = block[1] = block[2] = block[3] = 0.0f;
+  }
+  float sums[Config::kBlocks][kRowBlocks][4];
   const auto none = static_cast<uint32_t>(args.chunks >> 31);  // 0, which the compiler does not know
   PipelineState weight_ring, x_ring;
   for (int chunk = chunk_begin; chunk < chunk_end; chunk += Config::kXChunks) {
@@ -111,12 +115,15 @@ __device__ __forceinline__ void MultiplyTerms(const Sm90Args& args, int chunk_be
       if (chunk + half >= chunk_end) break;
       WaitBarrier(barriers.WeightFull(weight_ring.stage), weight_ring.phase);
       const uint32_t from = rows + weight_ring.stage * stage_bytes;
+      constexpr int kItems = 2 * Config::kBlocks;  // 64 values of k of one box each
       uint32_t a[2][2][4];
 #pragma unroll
-      for (int part = 0; part < 2; ++part) {
+      for (int item = 0; item < kItems; ++item) {
+        const int part = item / Config::kBlocks, block = item % Config::kBlocks;
+        auto& sum = sums[block];
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-          LoadMatrix4(a[part][i], from ^ (2 * part + i) << 5);
+          LoadMatrix4(a[item % 2][i], (from + block * args.box_rows * 128) ^ (2 * part + i) << 5);
         }
         WgmmaFence();
 #pragma unroll
@@ -124,11 +131,11 @@ __device__ __forceinline__ void MultiplyTerms(const Sm90Args& args, int chunk_be
           const uint64_t b = MakeSmemDescKMajor(x + (2 * term + half) * Config::kXPanelBytes);
 #pragma unroll
           for (int i = 0; i < 2; ++i) {
-            WgmmaFloat8(sum, a[part][i], AdvanceSmemDesc(b, (2 * part + i) * 32), half + part + term + i > 0);
+            WgmmaFloat8(sum, a[item % 2][i], AdvanceSmemDesc(b, (2 * part + i) * 32), half + part + term + i > 0);
           }
         }
         WgmmaCommit();
-        if (part == 1) {
+        if (item == kItems - 1) {
           // Not right behind ldmatrix, whose reads may still be under way when TMA has written the stage again: an
           // arrival does not wait for them (ptxas keeps the order of instructions alone). These products have.
           __syncwarp();
@@ -140,14 +147,20 @@ __device__ __forceinline__ void MultiplyTerms(const Sm90Args& args, int chunk_be
     }
     const float* const factors_of_stage = factors + x_ring.stage * Config::kRowTile + lane % 4 * 2;
     WgmmaWait<0>();
-    WgmmaFenceOperand(sum);
+#pragma unroll
+    for (auto& sum : sums) WgmmaFenceOperand(sum);
     uint32_t zero = 0;  // of all factors: the arrival below waits for their loads
 #pragma unroll
     for (int r = 0; r < kRowBlocks; ++r) {
       const float2 factor = *reinterpret_cast<const float2*>(factors_of_stage + r * 8);
       zero |= __float_as_uint(factor.x) & none;
 #pragma unroll
-      for (int i = 0; i < 4; ++i) result[r][i] = fmaf(i % 2 == 0 ? factor.x : factor.y, sum[r][i], result[r][i]);
+      for (int block = 0; block < Config::kBlocks; ++block) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          results[block][r][i] = fmaf(i % 2 == 0 ? factor.x : factor.y, sums[block][r][i], results[block][r][i]);
+        }
+      }
     }
     __syncwarp();
     if (lane == 0) ArriveBarrier(barriers.XEmpty(x_ring.stage) + zero);
@@ -156,7 +169,7 @@ __device__ __forceinline__ void MultiplyTerms(const Sm90Args& args, int chunk_be
 }
 
 template <typename Config>
-__global__ void __launch_bounds__(XLA_GPU_HAS_WGMMA ? Config::kThreads : 32, 1)
+__global__ void __launch_bounds__(XLA_GPU_HAS_WGMMA ? Config::kThreads : 32, XLA_GPU_HAS_WGMMA ? Config::kCtasOfSm : 1)
     Float8Sm90Kernel(const __grid_constant__ Sm90Args args) {
 #if XLA_GPU_HAS_WGMMA
   using T = typename Config::T;
@@ -170,11 +183,8 @@ __global__ void __launch_bounds__(XLA_GPU_HAS_WGMMA ? Config::kThreads : 32, 1)
   auto* const factors = reinterpret_cast<float*>(shared + weight_bytes + kXBytes + Config::kBarrierBytes);
   constexpr int kConsumerWarps = Config::kConsumers / 32, kWeightWarp = kConsumerWarps, kXWarp = kWeightWarp + 1;
   // ---- This CTA's work tile and part of k
-  const int tile = static_cast<int>(blockIdx.x) / args.cluster;
-  const int rank = static_cast<int>(blockIdx.x) % args.cluster;
-  const int pairs = (args.chunks + 1) / 2;
-  const int chunk_begin = pairs * rank / args.cluster * 2;
-  const int chunk_end = min(pairs * (rank + 1) / args.cluster * 2, args.chunks);
+  const int tile = static_cast<int>(ClusterId()), rank = static_cast<int>(ClusterRank());
+  const int chunk_begin = args.chunk_begin[rank], chunk_end = args.chunk_begin[rank + 1];
 
   if (warp >= kConsumerWarps) {
     if constexpr (Config::kMovesRegisters) DecreaseRegisters<Config::kOtherRegisters>();
@@ -220,7 +230,7 @@ __global__ void __launch_bounds__(XLA_GPU_HAS_WGMMA ? Config::kThreads : 32, 1)
     NamedBarrierSync(2, Config::kThreadsOfAll);
     if (!args.weights_first) WaitForPreviousKernel();
     PrefetchScales(args, tile);
-    float sum[Config::kRowTile / 8][4];
+    float sum[Config::kBlocks][Config::kRowTile / 8][4];
     MultiplyTerms<Config>(args, chunk_begin, chunk_end, weights, xs, factors, barriers, sum);
     WaitForPreviousKernel();
     // All loads have completed, and all warps have read them: the sums take the ring's place.
@@ -229,12 +239,20 @@ __global__ void __launch_bounds__(XLA_GPU_HAS_WGMMA ? Config::kThreads : 32, 1)
     const int column = warp * 16 + lane / 4;
 #pragma unroll
     for (int r = 0; r < Config::kRowTile / 8; ++r) {
+      float* const to = sums + (r * 8 + lane % 4 * 2) * SumPitch(Config::kTileFeatures) + column;
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        sums[(r * 8 + lane % 4 * 2 + i % 2) * SumPitch(Config::kTileFeatures) + column + i / 2 * 8] = sum[r][i];
+      for (int block = 0; block < Config::kBlocks; ++block) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          to[i % 2 * SumPitch(Config::kTileFeatures) + i / 2 * 8 + block * Config::kBoxRows] = sum[block][r][i];
+        }
       }
     }
-    FinishBoxes<T, Config::kTileFeatures, Config::kConsumers>(args, tile, sums, rank);
+    if (Config::kRowTile == 8 && args.short_epilogue) {
+      FinishFewBoxes<T, Config::kTileFeatures, Config::kConsumers>(args, tile, sums, rank);
+    } else {
+      FinishBoxes<T, Config::kTileFeatures, Config::kConsumers>(args, tile, sums, rank);
+    }
     __syncwarp();
     if (args.cluster > 1) ClusterSync();  // others read this CTA's sums
   }

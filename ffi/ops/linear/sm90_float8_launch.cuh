@@ -43,11 +43,20 @@ Status LaunchFloat8Sm90(const LinearArgs& linear, Stream stream, LaunchOrder ord
   args.linear = linear;
   args.chunks = linear.k / Config::kStageK + (linear.k % Config::kStageK != 0);
   Sm90Plan plan = {};
-  Divide<Config>(linear.n, args.chunks, linear.activation != Activation::kNone, &plan);
+  const bool gated = linear.activation != Activation::kNone;
+  Divide<Config>(linear.n, args.chunks, gated, &plan);
   args.cluster = plan.cluster;
   plan.box_rows = plan.boxes * plan.box_rows / 2;
   args.boxes = 2;
   args.box_rows = plan.box_rows;
+  const int groups = (args.chunks + 1) / 2, columns = gated ? plan.box_rows : 2 * plan.box_rows;
+  int widest = 0;
+  for (int i = 0; i <= args.cluster; ++i) {
+    args.chunk_begin[i] = std::min(groups * i / args.cluster * 2, args.chunks);
+    args.column_begin[i] = columns / 4 * i / args.cluster * 4;
+    if (i > 0) widest = std::max(widest, args.column_begin[i] - args.column_begin[i - 1]);
+  }
+  args.short_epilogue = linear.rows * widest <= Config::kConsumers;
   args.weight_stages = Config::kWeightBytes / (2 * plan.box_rows * 128);
   args.x_stages = Config::kXStages;
   args.weights_first = order == LaunchOrder::kDependent;
@@ -56,7 +65,14 @@ Status LaunchFloat8Sm90(const LinearArgs& linear, Stream stream, LaunchOrder ord
     if (Status status = LaunchSplitRows<Config::kRowTile>(linear, stream, order, &args); !status.ok()) return status;
   }
   const int ring = args.weight_stages * 2 * plan.box_rows * 128 + Config::kXStages * Config::kXStageBytes;
-  const int bytes = std::max<int>(ring + Config::kBarrierBytes + Config::kFactorBytes, Config::kSumBytes);
+  int bytes = std::max<int>(ring + Config::kBarrierBytes + Config::kFactorBytes, Config::kSumBytes);
+  if (Config::kCtasOfSm == 2) {
+    // A CTA of a gated product and one of the next product fit an SM, but not two of the latter: a grid that starts
+    // while the one in front ends would otherwise have some SMs with two of its CTAs, and wait for those.
+    if (!gated) bytes = std::max(bytes, kMoreThanHalfOfSmBytes);
+    XLA_GPU_RETURN_IF_CUDA(
+        cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared));
+  }
   XLA_GPU_RETURN_IF_CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, 227 * 1024));
   return LaunchClusters(kernel, args, plan.tiles, Config::kThreads, bytes, stream);
 }

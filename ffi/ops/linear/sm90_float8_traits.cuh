@@ -17,7 +17,11 @@ struct Float8Traits {
   static constexpr int kRowTile = kRowTile_;
   static constexpr int kBoxRows = 128;                // of a TMA box of weights, at most
   static constexpr int kTileFeatures = 2 * kBoxRows;  // of a work tile, at most
-  static constexpr int kConsumers = 512;              // four warpgroups that multiply, each 64 features
+  // Warpgroups that multiply: four, each 64 features, or two, each 64 features of either box, whose CTA of up to 8 rows
+  // leaves an SM room for one of the next kernel.
+  static constexpr int kCtasOfSm = kRowTile == 8 ? 2 : 1;
+  static constexpr int kConsumers = kCtasOfSm == 2 ? 256 : 512;
+  static constexpr int kBlocks = 512 / kConsumers;
   // x is split by a kernel of its own in front.
   static constexpr bool kSplitBefore = kRowTile >= 64;
   static constexpr int kSplitters = kRowTile == 8 || kSplitBefore ? 2 : 6;  // warps that split x

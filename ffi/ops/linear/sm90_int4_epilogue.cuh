@@ -118,11 +118,18 @@ __device__ __forceinline__ void FinishFewRows(const Sm90Int4Args& sm90, int tile
     if (first + column < out_features) {
       const float* const from = sums + row * pitch + column;
       const int second = gated ? tile_features : 0;  // where what the gate multiplies lies
-      float value = from[0], factor = from[second];
-      for (int part = 1; part < sm90.parts; ++part) {
-        value += from[part * part_floats];
-        factor += from[part * part_floats + second];
+      float values[8], factor = from[second];
+#pragma unroll
+      for (int part = 0; part < 8; ++part) {
+        if (part < sm90.parts) values[part] = from[part * part_floats];
       }
+      float value = values[0];
+#pragma unroll
+      for (int part = 1; part < 8; ++part) {
+        if (part < sm90.parts) value += values[part];
+      }
+#pragma unroll 1
+      for (int part = 1; part < (gated ? sm90.parts : 1); ++part) factor += from[part * part_floats + second];
       value = Round<T>(value + bias);
       if (gated) value = Round<T>(ActivationOf<T>(args.activation, value) * Round<T>(factor + factor_bias));
       if (args.residual != nullptr) value += residual;

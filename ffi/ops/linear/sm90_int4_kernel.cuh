@@ -200,13 +200,14 @@ __global__ void __launch_bounds__(XLA_GPU_HAS_WGMMA ? Config::kThreads : 32, Con
   const int ring_bytes = stages.bytes;
   const uint32_t start = SharedAddress(shared), barriers = start + ring_bytes;
   // ---- This CTA's work tile and part of k
-  const int tile = static_cast<int>(blockIdx.x) / args.cluster;
-  const int rank = static_cast<int>(blockIdx.x) % args.cluster;
+  // NOTE: the compiler knows that a block's index is the same for all threads. Up to 8 rows there are no clusters.
+  const int tile = static_cast<int>(Config::kRowTile == 8 ? blockIdx.x : ClusterId());
+  const int rank = static_cast<int>(Config::kRowTile == 8 ? 0 : ClusterRank());
   const int consumers = args.parts * args.warps_of_part;
 
-  constexpr int kFirstLoading = Config::kMostWarps;
+  const int first_loading = Config::kFixedWarps ? Config::kMostWarps : consumers;
 
-  if (warp == kFirstLoading) {
+  if (warp == first_loading) {
     for (int i = lane; i < args.parts * args.stages; i += 32) {
       InitBarrier(barriers + i * 16, 1);
       InitBarrier(barriers + i * 16 + 8, args.warps_of_part);
@@ -215,9 +216,9 @@ __global__ void __launch_bounds__(XLA_GPU_HAS_WGMMA ? Config::kThreads : 32, Con
     FenceProxyAsync();
   }
   __syncthreads();
-  if (warp >= kFirstLoading) {
+  if (warp >= first_loading) {
     if constexpr (Config::kMovesRegisters) DecreaseRegisters<40>();
-    const int first_part = warp - kFirstLoading;
+    const int first_part = warp - first_loading;
     if (first_part >= min(Config::kLoadingWarps, args.parts)) return;
     if (ElectOne()) LoadInt4<Config>(args, tile, rank, first_part, start, stages, barriers);
     __syncwarp();  // the barrier of a cluster is for whole warps
@@ -230,8 +231,8 @@ __global__ void __launch_bounds__(XLA_GPU_HAS_WGMMA ? Config::kThreads : 32, Con
   if constexpr (Config::kMovesRegisters) IncreaseRegisters<232>();
   if (warp >= consumers) return;
   if (!args.weights_first) WaitForPreviousKernel();
-  const int part = warp / args.warps_of_part;
-  const int first_tile = warp % args.warps_of_part * Config::kTilesOfWarp;
+  const int part = warp * args.inverse_of_warps >> 8;
+  const int first_tile = (warp - part * args.warps_of_part) * Config::kTilesOfWarp;
   float total[Config::kTilesOfWarp][Config::kRowBlocks][4];
   const Int4Barriers of_part = {barriers + part * args.stages * 16};
   if constexpr (Config::kRowTile == 8) {

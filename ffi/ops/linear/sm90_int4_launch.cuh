@@ -21,6 +21,17 @@ inline int Int4Parts(const LinearArgs& linear) {
   return ClusterSize(out_features / features + (out_features % features != 0), linear.k / 256 + (linear.k % 256 != 0));
 }
 
+// Up to 8 rows: whether warps have 32 features, not 16. Twice as many warps, with 64 registers each, hide more of each
+// other's latencies; but a gated product, of which a CTA has up to 224 features, is faster with few. And a CTA has few
+// where so many of 16 features would not let one on each SM have all of the product.
+inline bool HasWideWarps(const LinearArgs& linear) {
+  if (linear.activation != Activation::kNone) return true;
+  const int tiles = linear.n / 16 + (linear.n % 16 != 0), parts = Int4Parts(linear);
+  const int needed = tiles / kMostClusters[1] + (tiles % kMostClusters[1] != 0);
+  return needed > Int4Traits<__half, 8, 1>::kMostWarps / parts &&
+         needed <= 2 * (Int4Traits<__half, 8, 2>::kMostWarps / parts);
+}
+
 template <typename Config>
 Status LaunchInt4Sm90(const LinearArgs& linear, Stream stream, LaunchOrder order, bool* launched) {
   const auto kernel = Int4Sm90Kernel<Config>;
@@ -50,6 +61,7 @@ Status LaunchInt4Sm90(const LinearArgs& linear, Stream stream, LaunchOrder order
   // at once for the whole product, and for two stages of each part, but at least two if there are parts.
   int cluster = Config::kRowTile == 8 ? 1 : Config::kCtasOfSm == 2 ? parts : std::min(parts, 2);
   while (!(parts % cluster == 0 && divide_k(cluster)) && Config::kRowTile > 8 && cluster < parts) ++cluster;
+  args.inverse_of_warps = 256 / args.warps_of_part + 1;
   const int features = args.boxes * args.box_rows, tiles = divide(out_features, args.box_rows);
   args.inverse_of_features = (1 << kInverseShift) / (gated ? args.box_rows : features) + 1;
   args.weights_first = order == LaunchOrder::kDependent;
@@ -62,8 +74,8 @@ Status LaunchInt4Sm90(const LinearArgs& linear, Stream stream, LaunchOrder order
   if (Config::kRowTile == 8) {
     // A CTA of a gated product and one of the next product fit an SM, but not two of the latter: a grid that starts
     // while the one in front ends would otherwise have some SMs with two of its CTAs, and wait for those.
-    most = (gated ? Config::kHalfBytes : Config::kMoreThanHalfBytes) - Config::kBarrierBytes - sum_bytes;
-    if (!gated) least = Config::kMoreThanHalfBytes;
+    most = (gated ? kHalfOfSmBytes : kMoreThanHalfOfSmBytes) - Config::kBarrierBytes - sum_bytes;
+    if (!gated) least = kMoreThanHalfOfSmBytes;
   }
   args.stages = std::min({Config::kMaxStages, most / (args.parts * stage_bytes), longest});
   // Behind a gated product the next one starts, and loads its first weights, while all CTAs of this one still run.
@@ -84,7 +96,9 @@ Status LaunchInt4Sm90(const LinearArgs& linear, Stream stream, LaunchOrder order
   XLA_GPU_RETURN_IF_CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, 226 * 1024));
   XLA_GPU_RETURN_IF_CUDA(
       cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared));
-  return LaunchClusters(kernel, args, tiles, Config::kThreads, bytes, stream);
+  const int needed_warps = args.parts * args.warps_of_part + std::min(args.parts, Config::kLoadingWarps);
+  const int threads = Config::kFixedWarps ? Config::kThreads : needed_warps * 32;
+  return LaunchClusters(kernel, args, tiles, threads, bytes, stream);
 }
 
 }  // namespace xla_gpu::linear

@@ -23,8 +23,8 @@ class Int4Scales {
     const int tiles_of_box = args.box_rows / 16;
 #pragma unroll
     for (int m = 0; m < kTiles; ++m) {
-      const int tile = first_tile + m, box = tile / tiles_of_box;
-      first_row_[m] = FirstWeightRow(args, work_tile, box) + tile % tiles_of_box * 16 + row;
+      const int tile = first_tile + m, box = tile >= tiles_of_box;  // of two at most
+      first_row_[m] = FirstWeightRow(args, work_tile, box) + (tile - box * tiles_of_box) * 16 + row;
     }
     Load(range.begin);
   }

@@ -12,6 +12,7 @@ namespace xla_gpu::linear {
 struct Sm90Int4Args : Sm90Args {
   int parts;
   int warps_of_part;
+  int inverse_of_warps;     // with it a warp's number is divided by warps_of_part: 256 / warps_of_part, rounded up
   int stages;               // of each part's ring
   int launch_at;            // the load of each part behind which the next kernel may start
   int x_rows;               // of a TMA box of x: up to 8 rows no more than there are
@@ -22,27 +23,27 @@ struct Sm90Int4Args : Sm90Args {
 // With it a number below 8 * 256 is divided by at most 256.
 inline constexpr int kInverseShift = 20;
 
-template <typename T_, int kRowTile_>
+template <typename T_, int kRowTile_, int kTilesOfWarp_ = 2>
 struct Int4Traits {
   using T = T_;
   static constexpr int kRowTile = kRowTile_;
   static constexpr int kRowBlocks = kRowTile / 8;
-  static constexpr bool kSumsBesideRing = kRowTile == 8;     // otherwise they take its place
-  static constexpr int kTilesOfWarp = 2;                     // of 16 weight rows
-  static constexpr int kMostWarps = kRowTile == 16 ? 4 : 8;  // that multiply
-  static constexpr int kLoadingWarps = 2;                    // at most, one for a part
+  static constexpr bool kSumsBesideRing = kRowTile == 8;                              // otherwise they take its place
+  static constexpr int kTilesOfWarp = kTilesOfWarp_;                                  // of 16 weight rows
+  static constexpr int kMostWarps = kTilesOfWarp == 1 ? 14 : kRowTile == 16 ? 4 : 8;  // that multiply
+  static constexpr int kLoadingWarps = 2;                                             // at most, one for a part
   // With two the next kernel's CTA fits an SM beside this one's, and loads while this one ends.
   static constexpr int kCtasOfSm = kRowTile <= 16 ? 2 : 1;
   static constexpr bool kMovesRegisters = kCtasOfSm == 1;  // from the threads that load to those that multiply
+  // Otherwise a CTA has no more warps than it needs: one of gate_up then fits an SM beside one of warps of 16 features.
+  static constexpr bool kFixedWarps = kMovesRegisters || kTilesOfWarp == 1;
   static constexpr int kThreads = (kMostWarps + (kMovesRegisters ? 4 : kLoadingWarps)) * 32;
   static constexpr int kChunkK = 256;          // 128 bytes of a weight row: a stage's
   static constexpr int kTileBytes = 16 * 128;  // of a stage
   static constexpr int kMaxStages = 8;
   static constexpr int kBarrierBytes = 2 * 8 * kMaxStages * 8;            // of up to 8 parts
   static constexpr int kRingBytes = (kCtasOfSm == 2 ? 102 : 216) * 1024;  // at most
-  // Two CTAs, each with 1 KB besides, fill an SM: one of each size, or two of the first.
-  static constexpr int kHalfBytes = 112 * 1024 + 512, kMoreThanHalfBytes = 113 * 1024 + 512;
-  static constexpr int kLeastBytes = kCtasOfSm == 2 ? 0 : 116 * 1024;  // no two CTAs of a kernel on an SM
+  static constexpr int kLeastBytes = kCtasOfSm == 2 ? 0 : 116 * 1024;     // no two CTAs of a kernel on an SM
 };
 
 // Of a chunk's x.

@@ -23,7 +23,16 @@ struct Sm90Args {
   int weight_stages;   // of the ring
   int x_stages;        // of the ring
   bool weights_first;  // nothing that may still run writes the weights: they are loaded before the wait for it
+  // Of the CTAs of a cluster, and the end of the last one's: chunks of k, and columns of a work tile's results.
+  // Divisions in the kernel would run before its first load.
+  int chunk_begin[9];
+  int column_begin[9];
+  bool short_epilogue;  // a thread has one result at most
 };
+
+// Dynamic shared memory of two CTAs that, each with 1 KB besides, fill an SM: one of each size, or two of the first.
+inline constexpr int kHalfOfSmBytes = 112 * 1024 + 512;
+inline constexpr int kMoreThanHalfOfSmBytes = 113 * 1024 + 512;
 
 // From a row of partial sums to the next: with 4 modulo 32 a warp writes its accumulators without bank conflicts.
 constexpr int SumPitch(int tile_features) { return tile_features + 4; }
