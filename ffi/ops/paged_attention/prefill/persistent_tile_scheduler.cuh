@@ -236,7 +236,8 @@ class PersistentWarpTileScheduler {
       // More than row_tile tiles end at `begin` or later, but no more than that at `end` or later.
       int begin = 1;
       int end = __reduce_max_sync(~0u, prompt_.q_len > 0 ? prompt_.End() : 0) + 1;
-      const int close_enough = end / (kFindsFast ? 32 : 256) + 1;  // the order need not be exact
+      // The order need not be exact. Ends of less than a key tile's difference make none.
+      const int close_enough = kFindsFast ? max(end / 32, 64) : end / 256 + 1;
       unsigned later = 0;
       // The latest end first: all tiles end there where sequences are of one length and KV is split.
       const unsigned latest = __reduce_add_sync(~0u, count - tiles_.FirstEndingAt(prompt_, end - 1));
