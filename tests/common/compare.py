@@ -29,6 +29,14 @@ def assert_bitwise_equal(got: np.ndarray, want: np.ndarray, what: str = "") -> N
         )
 
 
+def assert_equal_numbers(got: np.ndarray, want: np.ndarray, what: str = "") -> None:
+    """As assert_bitwise_equal, but any NaN equals any other: no operator promises the bits of one."""
+    wide = [x.astype(np.float64) for x in (got, want)]
+    assert_same_special(*wide, what)
+    numbers = [np.where(np.isnan(w), x.dtype.type(0), x) for x, w in zip((got, want), wide, strict=True)]
+    assert_bitwise_equal(*numbers, what)
+
+
 def assert_within_ulps(got: np.ndarray, want: np.ndarray, ulps: int, what: str = "") -> None:
     """Fails where more than `ulps` numbers of the dtype lie between the two. NaN equals NaN alone, and 0 equals -0."""
     assert got.shape == want.shape, f"{what}: shape {got.shape}, expected {want.shape}"

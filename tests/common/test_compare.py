@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -28,6 +29,23 @@ def test_bitwise_names_the_first_difference():
         compare.assert_bitwise_equal(X, X.astype(np.float64))
     with pytest.raises(AssertionError, match="shape"):
         compare.assert_bitwise_equal(X, X[:2])
+
+
+@pytest.mark.parametrize("dtype", [*cases.FLOATS, "float8_e5m2", "int32"])
+def test_numbers_are_equal_where_bits_of_nan_differ(dtype):
+    dtype = cases.DTYPES.get(dtype, np.dtype(getattr(ml_dtypes, dtype, np.int32)))
+    want = np.arange(6).astype(dtype)
+    got = want.copy()
+    compare.assert_equal_numbers(got, want)
+    if dtype.kind != "i":
+        want[1] = got[1] = np.nan
+        compare.bits(got)[1] |= 1  # another NaN
+        compare.assert_equal_numbers(got, want)
+        with pytest.raises(AssertionError, match="NaN at 1 places instead of 0"):
+            compare.assert_equal_numbers(got, np.arange(6).astype(dtype))
+    got[2] = 3
+    with pytest.raises(AssertionError, match=r"first at \(2,\)"):
+        compare.assert_equal_numbers(got, want)
 
 
 @pytest.mark.parametrize("dtype", cases.FLOATS)

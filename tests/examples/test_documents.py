@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import ast
 import importlib.metadata
+import linecache
 import re
 import shlex
 import shutil
@@ -88,9 +89,14 @@ def check(text: str) -> None:
 def run(page: str, chosen: list[Example]) -> None:
     """Runs the blocks in one namespace; an error is reported with the page's name and line."""
     namespace: dict = {"__name__": "__main__"}
+    source = ""
     for example in chosen:
         # Empty lines before it give a traceback the page's line numbers.
-        code = compile("\n" * (example.line - 1) + example.code, page, "exec")
+        empty = "\n" * (example.line - 1)
+        source += empty[source.count("\n") :] + example.code
+        # Triton reads functions' source by the name of their file, which is not in the folder that examples run in.
+        linecache.cache[page] = (len(source), None, source.splitlines(keepends=True), page)
+        code = compile(empty + example.code, page, "exec")
         try:
             exec(code, namespace)
         except Exception as error:
@@ -155,6 +161,12 @@ def test_an_example_that_breaks_is_reported_with_its_line():
     text = "# A page\n\n```python\nx = 1\n```\n\nText.\n\n```python\ny = x + 1\nassert y == 3\n```\n"
     with pytest.raises(AssertionError, match=r"^page\.md:11: AssertionError"):
         run("page.md", examples(text))
+
+
+def test_the_source_of_a_pages_functions_is_found():
+    defined = "import inspect\n\ndef f():\n    return x\n\nfound = inspect.getsource(f)\n"
+    blocks = ["x = 1\n", defined, "assert found == 'def f():\\n    return x\\n', found\n"]
+    run("page.md", examples("\n".join(f"```python\n{block}```\n" for block in blocks)))
 
 
 @pytest.mark.parametrize(

@@ -82,7 +82,8 @@ def _through(frontends, steps, arrays, check, same_bits: bool = True) -> None:
             continue
         other, theirs = first.setdefault(frontend.platform, (frontend, got))
         for i, (mine, their) in enumerate(zip(got, theirs, strict=True)):
-            compare.assert_bitwise_equal(mine, their, f"result {i}: {frontend.name} and {other.name}")
+            # torch_xla copies a float16 NaN to the host as another one.
+            compare.assert_equal_numbers(mine, their, f"result {i}: {frontend.name} and {other.name}")
 
 
 def update(x: Update, frontends: Sequence[Frontend]) -> None:
@@ -133,11 +134,7 @@ def add(x: Add, frontends: Sequence[Frontend]) -> None:
 
     def check(frontend, got):
         (out,) = got
-        number = ~np.isnan(want)
-        compare.assert_same_special(out, want, frontend.name)
-        compare.assert_bitwise_equal(
-            np.where(number, compare.bits(out), 0), np.where(number, compare.bits(want), 0), frontend.name
-        )
+        compare.assert_equal_numbers(out, want, frontend.name)
 
     # Bit patterns of NaN are not promised here, so front ends are not compared with each other.
     for frontend in frontends:
