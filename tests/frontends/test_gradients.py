@@ -212,6 +212,23 @@ def test_products_of_gradients_are_of_the_operands_dtype(frontend, activation):
     assert len(products) >= 2 and not any("xf32" in line for line in products), products
 
 
+@pytest.mark.frontends("eager", "eager-cuda", "jax", "jax-cuda")
+@pytest.mark.parametrize("activation", [None, "silu_and_mul"])
+def test_float16_holds_no_sums_of_int8_weights(frontend, activation):
+    """Sums of stored values would be infinite here."""
+    rng = np.random.default_rng(0)
+    arrays = {
+        "x": (3 + rng.standard_normal((4, 512))).astype(np.float16),
+        "weight": rng.integers(50, 127, (32, 512)).astype(np.int8),
+        "weight_scale": np.full(32, 1e-5, np.float32),
+    }
+    options = {} if activation is None else {"activation": activation}
+    cotangents, (want,) = gradients.expected("linear", arrays, options, "float16")
+    body = gradients_program.body("linear", options, ["x"])
+    *_, got = frontend.run(body, {**arrays, **{f"grad{i}": cotangent for i, cotangent in enumerate(cotangents)}})
+    np.testing.assert_allclose(got.astype(np.float32), want, atol=5e-3 * np.abs(want).max())
+
+
 @pytest.mark.frontends(framework="jax")
 def test_second_derivatives_in_jax(frontend):
     import jax
@@ -263,6 +280,17 @@ def test_errors_name_the_operand(frontend, name, argument):
     tensors[argument].requires_grad_()
     with pytest.raises(ValueError, match=f"{name}: {argument}: expected a tensor that does not require a gradient"):
         getattr(frontend.module(), name)(**tensors, **options)
+
+
+@EAGER
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_errors_of_gated_mlp_name_it(frontend, requires_grad):
+    """With a gradient it is made of other operators, whose names no caller has written."""
+    arrays, options = layer_cases.samples()["gated_mlp"]
+    tensors = frontend.tensors(arrays)
+    tensors["x"].requires_grad_(requires_grad)
+    with pytest.raises(ValueError, match="gated_mlp: residual: expected shape"):
+        frontend.module().gated_mlp(**tensors | {"residual": tensors["x"].detach()[:0]}, **options)
 
 
 @pytest.mark.frontends(framework="jax")

@@ -22,6 +22,9 @@ def linear(
     """
     x, bias, residual = operands["x"], operands.get("bias"), operands.get("residual")
     weight, row_scale = _weight(x.dtype, operands)
+    if row_scale is not None and sums is None and x.dtype == jnp.float16:
+        # Sums of stored values, which are larger by 1 / scale, may be too large for float16.
+        weight, row_scale = (weight.astype(jnp.float32) * row_scale[:, None]).astype(x.dtype), None
     # float32 comes here for its gradient, and is not multiplied in TF32.
     precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
     product = jax.lax.dot_general(x, weight, (((1,), (1,)), ((), ())), precision, preferred_element_type=sums)

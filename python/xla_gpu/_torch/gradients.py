@@ -10,6 +10,7 @@ from torch._functorch.utils import enable_single_level_autograd_function
 
 from .._core.operator import Operator
 from . import by_parts, dense_linear
+from .dispatch import bind
 
 Tensors = dict[str, torch.Tensor]
 Grads = Sequence[torch.Tensor | None]  # of the results; None where nothing depends on one
@@ -25,6 +26,7 @@ class _Gradient(NamedTuple):
 def call(operator: Operator, overload: Any, arguments: Mapping[str, Any]) -> Any:
     """The results of ``overload`` with a gradient; arguments by name, those left out are defaults."""
     if operator.name in COMPOSITES:
+        bind(operator, (), dict(arguments))  # so that errors name this operator, not those that it is made of
         return COMPOSITES[operator.name](arguments)
     # Not Function.apply, which would hand the call to torch.func's transformations: this is the kernel of one of them.
     apply = super(torch.autograd.Function, _Differentiable).apply
