@@ -40,8 +40,8 @@ class ConvertedInt4 {
 
   // Waits for a chunk's weights.
   __device__ __forceinline__ void Begin(int chunk) {
-    constexpr int kChunksOfLoad =
-        4;  // scales and zero points of 8 groups, two of them by each lane of four, loaded ahead
+    // Of scales and zero points, loaded ahead: of 8 groups, two of them by each lane of four.
+    constexpr int kChunksOfLoad = 4;
     const int chunk_of_load = (chunk - chunk_begin_) % kChunksOfLoad;
     if (chunk_of_load == 0) {
       groups_ = next_groups_;

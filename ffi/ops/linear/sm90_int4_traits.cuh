@@ -12,7 +12,7 @@ namespace xla_gpu::linear {
 struct Sm90Int4Args : Sm90Args {
   int parts;
   int warps_of_part;
-  int inverse_of_warps;     // with it a warp's number is divided by warps_of_part: 256 / warps_of_part, rounded up
+  int inverse_of_warps;     // with it a warp's number is divided by warps_of_part: 256 / warps_of_part + 1
   int stages;               // of each part's ring
   int launch_at;            // the load of each part behind which the next kernel may start
   int x_rows;               // of a TMA box of x: up to 8 rows no more than there are
