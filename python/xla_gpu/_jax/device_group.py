@@ -17,7 +17,7 @@ from . import call
 _DEFAULT_TIMEOUT_S = 120.0
 
 
-class DeviceGroup:
+class DeviceGroup(device_groups.Group):
     """The devices along one axis of a mesh, ready to sum with each other.
 
     Make it once, outside of jit, in every process of the program at the same point; use it inside jax.shard_map over
@@ -68,16 +68,6 @@ class DeviceGroup:
         """Ranks: devices along the axis."""
         size: int = self._mesh.shape[self._axis]
         return size
-
-    @property
-    def uses_peer_memory(self) -> bool:
-        """Whether the kernels exchange data themselves; else XLA's all-gather does."""
-        return self._number != 0
-
-    def check(self) -> None:
-        """Raises xla_gpu.errors.HandlerError if a call of the group timed out on a GPU of this process."""
-        if self._number:
-            device_groups.check(self._number)
 
     def __repr__(self) -> str:
         return f"DeviceGroup({self._mesh.shape_tuple}, {self._axis!r}, uses_peer_memory={self.uses_peer_memory})"

@@ -95,6 +95,22 @@ def connect(
     return (0, failure) if failure is not None else (number, None)
 
 
+class Group:
+    """What DeviceGroup has in every front end."""
+
+    _number: int  # for handlers; 0 without peer memory
+
+    @property
+    def uses_peer_memory(self) -> bool:
+        """Whether the kernels exchange data themselves; else XLA's all-gather does."""
+        return self._number != 0
+
+    def check(self) -> None:
+        """Raises xla_gpu.errors.HandlerError if a call of the group timed out on a GPU of this process."""
+        if self._number:
+            check(self._number)
+
+
 def check(number: int) -> None:
     """Raises HandlerError if a call of the group timed out on a GPU of this process."""
     error = library.load().cdll.xla_gpu_group_error(number)

@@ -20,7 +20,7 @@ _DEFAULT_TIMEOUT_S = 120.0
 _groups: list[DeviceGroup] = []  # by index: what a traced program names
 
 
-class DeviceGroup:
+class DeviceGroup(device_groups.Group):
     """The devices along one axis of a torch_xla SPMD mesh, ready to sum with each other.
 
     Make it once, after torch_xla.runtime.use_spmd(). On GPUs it allocates twice max_bytes (more than two GPUs: four
@@ -61,16 +61,6 @@ class DeviceGroup:
             self._number = self._connect(index, Settings(round(timeout_s * 1000), int(max_bytes)))
         self.index = len(_groups)
         _groups.append(self)
-
-    @property
-    def uses_peer_memory(self) -> bool:
-        """Whether the kernels exchange data themselves; else XLA's all-gather does."""
-        return self._number != 0
-
-    def check(self) -> None:
-        """Raises xla_gpu.errors.HandlerError if a call of the group timed out on a GPU of this process."""
-        if self._number:
-            device_groups.check(self._number)
 
     def __repr__(self) -> str:
         shape = ", ".join(map(str, self.mesh.mesh_shape))
