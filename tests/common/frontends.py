@@ -218,7 +218,12 @@ class Jax(Frontend):
 
         # Only with this switch does JAX know 64-bit types.
         wide = any(x.dtype in (np.int64, np.float64) for x in arrays.values())
-        with enable_x64() if wide else contextlib.nullcontext():
+        with contextlib.ExitStack() as stack:
+            # JAX's strictest settings, which some projects have: nothing is broadcast or converted by itself.
+            stack.enter_context(jax.numpy_rank_promotion("raise"))
+            stack.enter_context(jax.numpy_dtype_promotion("strict"))
+            if wide:
+                stack.enter_context(enable_x64())
             placed = jax.device_put(arrays, self.device())
             results = jax.jit(lambda arrays: body(xla_gpu.jax, **arrays))(placed)
             return tuple(np.asarray(r) for r in _as_tuple(results))

@@ -30,9 +30,9 @@ def linear(
     product = jax.lax.dot_general(x, weight, (((1,), (1,)), ((), ())), precision, preferred_element_type=sums)
     product = product.astype(jnp.float32)
     if row_scale is not None:
-        product = product * row_scale
+        product = product * row_scale[None]
     if bias is not None:
-        product = product + bias.astype(jnp.float32)
+        product = product + bias.astype(jnp.float32)[None]
     out = product.astype(x.dtype)
     if activation is not None:
         gate, up = jnp.split(out, 2, axis=-1)

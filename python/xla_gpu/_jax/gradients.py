@@ -74,7 +74,8 @@ def _rms_norm(operands: Arrays, attributes: dict[str, Any]) -> tuple[jax.Array, 
     total = x if residual is None else x + residual
     wide = total.astype(jnp.float32)
     normed = wide * jax.lax.rsqrt(jnp.mean(wide * wide, -1, keepdims=True) + attributes["eps"])
-    out = (normed * (weight.astype(jnp.float32) + attributes["weight_offset"])).astype(x.dtype)
+    factor = jnp.expand_dims(weight.astype(jnp.float32) + attributes["weight_offset"], range(x.ndim - 1))
+    out = (normed * factor).astype(x.dtype)
     return (out,) if residual is None else (out, total)
 
 

@@ -296,7 +296,7 @@ def _slots(arrays: dict[str, jax.Array], num_tokens: int, shape: _Shape) -> jax.
     tokens = jnp.arange(num_tokens, dtype=jnp.int32)[:, None]
     starts, ends = arrays["cu_q_lens"][:-1], arrays["cu_q_lens"][1:]
     # Comparisons with all sequences at once are one fused kernel; a binary search is a loop of launches.
-    owned = (starts <= tokens) & (tokens < ends) & (jnp.arange(max_seqs) < num_seqs)
+    owned = (starts[None] <= tokens) & (tokens < ends[None]) & (jnp.arange(max_seqs) < num_seqs)[None]
     sequences = jnp.argmax(owned, axis=1)
     positions = (kv_lens - ends)[sequences] + tokens[:, 0]
     page = jnp.clip(positions // shape.page_size, 0, shape.pages_per_seq - 1)
