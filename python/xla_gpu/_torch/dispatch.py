@@ -11,7 +11,7 @@ from torch.autograd import forward_ad
 
 from .._core.operator import OpCall, Operator, check_inputs_requested
 from .._torch_xla import lowering
-from . import eager
+from . import autocast, eager
 from .tensors import (
     check_no_gradient,
     check_no_tangent,
@@ -167,6 +167,7 @@ def define_operator(
 
     differentiable = () if differentiate is None else operator.differentiable
     define(operator.name, operator.schema, kernel, fake, differentiable=differentiable, differentiate=differentiate)
+    autocast.define(LIBRARY, operator)
     if operator.in_place is not None:
         _define_in_place(operator, operator.in_place, results)
 
