@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from tests.common import cases, compare, layer_cases
+from tests.common import cases, compare, layer_cases, reference
 from tests.common.cases import AttentionCase
 
 CACHE = ("k_scale", "v_scale")
@@ -195,6 +195,49 @@ def test_pages_that_another_sequence_writes(frontend, products, rows):
     for _ in range(3):
         got = check(frontend, arrays, options)
     assert np.isfinite(got[0].astype(np.float32)).all()
+
+
+# A call of one token, whose key is turned and stored by the kernel in front of attention.
+ONE_TOKEN = {
+    "llama": dict(sequences=((1, 1100),), num_heads=32, num_kv_heads=8),
+    "first": dict(sequences=((1, 1),), num_heads=32, num_kv_heads=8),
+    "last-of-a-block": dict(sequences=((1, 128),), num_heads=12, num_kv_heads=2, spare_seqs=0, spare_columns=200),
+    "pages-of-1": dict(sequences=((1, 130),), num_heads=7, num_kv_heads=1, dtype="float16", page_size=1),
+    "no-groups": dict(sequences=((1, 65),), num_heads=32, num_kv_heads=32, sliding_window=40, sinks=True),
+    "long": dict(
+        sequences=((1, 5000),), num_heads=8, num_kv_heads=2, dtype="float16", sliding_window=4500, soft_cap=30.0
+    ),
+    "no-sequence": dict(sequences=((0, 20),), num_heads=8, num_kv_heads=2, padding_tokens=1),
+}
+
+
+@pytest.mark.parametrize("slot", ["own", "earlier", "none"])
+@pytest.mark.parametrize("products", [(), ("qkv", "out")], ids=["none", "both"])
+@pytest.mark.parametrize("name", ONE_TOKEN)
+@pytest.mark.frontends("eager", "eager-cuda", "jax-cuda")
+def test_one_token(frontend, name, products, slot):
+    """What the token's slot held before is not seen, whichever of the sequence's slots it is."""
+    case = DECODE.but(**{"head_dim": 128, "padding_tokens": 0, **ONE_TOKEN[name]})
+    arrays, options = layer_cases.attention_block(case, products=products)
+    context_len = case.sequences[0][1]
+    position = context_len - 1 if slot == "own" else context_len // 2
+    place = arrays["block_tables"][0, position // case.page_size], position % case.page_size
+    for half in reference.split_cache(arrays["kv_cache"]):
+        half[place] = np.nan
+    index = place[0] * case.page_size + place[1] if slot != "none" else -1
+    arrays["slot_mapping"] = np.array([index], np.int64 if name == "llama" else np.int32)
+    out, _ = check(frontend, arrays, options)
+    seen = slot != "none" or name == "no-sequence" or (case.sliding_window or context_len) < context_len // 2
+    assert np.isfinite(out.astype(np.float32)).all() == seen
+
+
+@pytest.mark.gpu
+@pytest.mark.frontends("eager-cuda")
+def test_one_token_past_the_table(frontend):
+    arrays, options = layer_cases.attention_block(DECODE.but(head_dim=128, padding_tokens=0, **ONE_TOKEN["llama"]))
+    arrays["positions"] = np.array([arrays["table"].shape[0]], np.int32)
+    out, _ = check(frontend, arrays, options)
+    assert np.isnan(out.astype(np.float32)).all()
 
 
 @pytest.mark.gpu
