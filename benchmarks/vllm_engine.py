@@ -81,21 +81,10 @@ def started(arguments: argparse.Namespace, **options: Any) -> Iterator[tuple[Any
             **options,
         )
         if options.get("speculative_config"):
+            from xla_gpu.vllm.speculation import take_drafts
+
             take_drafts(llm)
         yield llm, {"vllm": __version__, "start_s": round(time.perf_counter() - start, 1)}
-
-
-def take_drafts(llm: Any) -> None:
-    """Has an engine of this process take drafts after each step: vLLM's processes of engines alone do."""
-    core = llm.llm_engine.engine_core.engine_core
-    step = core.step_fn
-
-    def step_and_take_drafts() -> Any:
-        outputs, executed = step()
-        core.post_step(executed)
-        return outputs, executed
-
-    core.step_fn = step_and_take_drafts
 
 
 def model_of(arguments: argparse.Namespace) -> dict[str, Any]:

@@ -17,6 +17,8 @@ if versions.problem() is None:
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    # For a length that is then refused by this back end.
+    os.environ.setdefault("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "1")
 
 # These need no vLLM.
 WITHOUT_VLLM = {"test_versions.py"}

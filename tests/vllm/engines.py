@@ -6,6 +6,7 @@ from typing import Any
 
 from vllm import LLM, SamplingParams, TokensPrompt
 from xla_gpu.vllm.program import compilations
+from xla_gpu.vllm.speculation import take_drafts
 
 
 def make(folder: str, **options: Any) -> LLM:
@@ -25,19 +26,6 @@ def make(folder: str, **options: Any) -> LLM:
     if "speculative_config" in options:
         take_drafts(llm)
     return llm
-
-
-def take_drafts(llm: LLM) -> None:
-    """Has an engine of this process take drafts after each step, as vLLM's processes of engines do."""
-    core = llm.llm_engine.engine_core.engine_core
-    step = core.step_fn
-
-    def step_and_take_drafts() -> Any:
-        outputs, executed = step()
-        core.post_step(executed)
-        return outputs, executed
-
-    core.step_fn = step_and_take_drafts
 
 
 def runner_of(llm: LLM) -> Any:
@@ -76,3 +64,19 @@ def state_is_released(llm: LLM) -> None:
     tokens(llm, [[3]], greedy(1))
     tokens(llm, [[3]], greedy(1))
     assert len(runner.requests) <= 1 and runner.requests.free_slots >= runner._max_seqs - 1
+
+
+def abort_one_of_three(llm: LLM, prompts: list[list[int]], params: SamplingParams) -> list[list[int]]:
+    """Aborts the second request after five steps; returns the others' tokens."""
+    engine = llm.llm_engine
+    for index, prompt in enumerate(prompts):
+        engine.add_request(f"abort-{index}", {"prompt_token_ids": prompt}, params)
+    finished, steps = {}, 0
+    while engine.has_unfinished_requests():
+        if steps == 5:
+            engine.abort_request(["abort-1"])
+        for output in engine.step():
+            if output.finished:
+                finished[output.request_id] = list(output.outputs[0].token_ids)
+        steps += 1
+    return [finished["abort-0"], finished["abort-2"]]

@@ -189,6 +189,7 @@ def main() -> int:
     from tests.vllm import engines
     from vllm import LLM
     from xla_gpu.vllm.program import compilations
+    from xla_gpu.vllm.speculation import take_drafts
 
     drafts = {"method": "ngram", "num_speculative_tokens": arguments.drafts, "prompt_lookup_min": 1}
     drafts["prompt_lookup_max"] = 3
@@ -210,7 +211,7 @@ def main() -> int:
             **({"speculative_config": drafts} if arguments.drafts else {}),
         )
     if arguments.drafts:
-        engines.take_drafts(llm)
+        take_drafts(llm)
     soak = Soak(llm, arguments.requests, arguments.concurrency, arguments.seed)
     compiled, start = compilations(), time.perf_counter()
     memory = soak.run()

@@ -84,20 +84,8 @@ def test_preemption(llama, reference, asynchronous):
 
 def test_abort(engine, reference):
     prompts = tiny.prompts((20, 30, 40))
-    llm = engine.llm_engine
-    for index, prompt in enumerate(prompts):
-        llm.add_request(f"abort-{index}", {"prompt_token_ids": prompt}, greedy(NEW))
-    finished, steps = {}, 0
-    while llm.has_unfinished_requests():
-        if steps == 5:
-            llm.abort_request(["abort-1"])
-        for output in llm.step():
-            if output.finished:
-                finished[output.request_id] = list(output.outputs[0].token_ids)
-        steps += 1
-    assert {name: len(ids) for name, ids in finished.items() if name != "abort-1"} == {"abort-0": NEW, "abort-2": NEW}
-    for index in (0, 2):
-        assert finished[f"abort-{index}"] == reference.greedy(prompts[index], NEW)
+    expected = [reference.greedy(prompts[index], NEW) for index in (0, 2)]
+    assert engines.abort_one_of_three(engine, prompts, greedy(NEW)) == expected
     engines.state_is_released(engine)
 
 
@@ -304,6 +292,7 @@ def test_another_engine_with_longer_sequences(llama, reference):
             "--speculative-config: disable_by_batch_size: not supported",
         ),
         ({"cpu_offload_gb": 1}, "--cpu-offload-gb: expected 0, got 1"),
+        ({"load_format": "tensorizer"}, "--load-format: expected auto, safetensors, .* got tensorizer"),
         ({"model_impl": "transformers"}, "--model-impl: expected a model of vLLM's own, got transformers' Llama"),
         ({"seed": -1}, "--seed: expected a number from 0, got -1"),
         ({"convert": "embed"}, "--convert: expected none, got embed"),
@@ -316,6 +305,24 @@ def test_another_engine_with_longer_sequences(llama, reference):
 def test_refused_at_start(llama, options, text):
     with pytest.raises(Exception, match=text):
         engines.make(llama, **options)
+
+
+def test_positions_that_the_model_does_not_have(llama):
+    """vLLM lets them through (conftest.py says so); XLA would read the rotary table's last row for them."""
+    with pytest.raises(ValueError, match=r"--max-model-len: expected at most 512, .* got 513"):
+        engines.make(llama, max_model_len=513)
+
+
+def test_a_models_error_is_not_hidden(llama, monkeypatch):
+    """Programs are traced to be compiled later: what their functions raise comes at once."""
+    from xla_gpu.vllm.attention import XlaGpuAttention
+
+    def refuse(*_):
+        raise ValueError("this model's attention")
+
+    monkeypatch.setattr(XlaGpuAttention, "_attend", refuse)
+    with pytest.raises(ValueError, match="this model's attention"):
+        engines.make(llama)
 
 
 def test_a_cache_of_the_models_dtype_may_be_named(llama):

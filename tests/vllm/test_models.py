@@ -13,7 +13,7 @@ import pytest
 
 from tests.vllm import tiny
 
-EVERY_TIME = ("qwen3", "gemma3", "mixtral")
+EVERY_TIME = ("qwen3", "gemma3", "mixtral", "glm4_moe", "cohere2")
 NAMES = sorted(tiny.CONFIGS) if os.environ.get("XLA_GPU_TEST_ALL_MODELS") else EVERY_TIME
 
 # A process for each: an engine does not give its memory and its settings back.
@@ -46,8 +46,8 @@ def test_tokens_equal_transformers(name, tmp_path):
     equal, groups, compiled, tokens = serve(name, tmp_path)
     assert equal == "True", tokens
     assert compiled == "0"
-    # Gemma 3: layers with a window have block tables of their own, and keep their window alone.
-    assert (int(groups) > 1) == (name in ("gemma2", "gemma3"))
+    # Layers with a window beside others have block tables of their own, and keep their window alone.
+    assert (int(groups) > 1) == (name in ("gemma2", "gemma3", "cohere2", "olmo3"))
 
 
 # Options, and by how much the logit of a token may fall short of the largest one. Keys are rotated in float32 here and

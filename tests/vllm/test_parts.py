@@ -116,7 +116,7 @@ def test_block_tables_send_what_is_new():
 @pytest.mark.parametrize("renormalize", [False, True])
 def test_experts(rows, block, skew, renormalize, monkeypatch):
     """Rows through their own experts alone, whatever the others hold."""
-    from xla_gpu.vllm import moe
+    from xla_gpu.vllm import moe, routing
 
     monkeypatch.setattr(moe, "block_size", lambda *_: block)
     monkeypatch.setattr(moe, "_GATHERED_BYTES", 20_000)  # of weights: some blocks at a time
@@ -128,7 +128,7 @@ def test_experts(rows, block, skew, renormalize, monkeypatch):
     router[:, 5] = -1e9
     router[:, 2] += skew
     w2[5] = float("inf")  # an expert that no row is sent to
-    weights, chosen = moe.route(router, top_k, renormalize)
+    weights, chosen = routing.softmax(router, top_k, renormalize)
     expected = torch.zeros_like(x, dtype=torch.float64)
     probabilities = router.double().softmax(-1)
     for row in range(rows):
@@ -143,12 +143,80 @@ def test_experts(rows, block, skew, renormalize, monkeypatch):
     torch.testing.assert_close(got.double(), expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
+@pytest.mark.parametrize(("groups", "top_groups"), [(1, 1), (4, 2), (4, 3)])
+@pytest.mark.parametrize("bias", [False, True])
+def test_routing(scoring, groups, top_groups, bias):
+    """Row by row, as DeepSeek's paper has it; a layer of vLLM says which."""
+    from xla_gpu.vllm import routing
+
+    torch.manual_seed(0)
+    rows, num_experts, top_k, scale = 40, 16, 3, 2.5
+    router, added = torch.randn(rows, num_experts), torch.randn(num_experts) * 0.2
+    layer = SimpleNamespace(
+        custom_routing_function=None,
+        e_score_correction_bias=added.to(torch_xla.device()) if bias else None,
+        scoring_func=scoring,
+        routed_scaling_factor=scale,
+        use_grouped_topk=True,
+        num_expert_group=groups,
+        topk_group=top_groups,
+        top_k=top_k,
+        renormalize=True,
+    )
+    device = router.to(torch_xla.device())
+    weights, chosen = (found.cpu() for found in routing.of_layer(layer, device, device))
+    for row in range(rows):
+        scores = router[row].sigmoid() if scoring == "sigmoid" else router[row].softmax(-1)
+        order = scores + added if bias else scores.clone()
+        of_group = [sorted(group.tolist())[-2 if bias else -1 :] for group in order.chunk(groups)]
+        best = sorted(range(groups), key=lambda group, of_group=of_group: -sum(of_group[group]))[:top_groups]
+        size = num_experts // groups
+        allowed = [expert for expert in range(num_experts) if expert // size in best]
+        expected = sorted(allowed, key=lambda expert, order=order: -order[expert].item())[:top_k]
+        assert sorted(chosen[row].tolist()) == sorted(expected)
+        total = sum(scores[expert] for expert in expected)
+        for weight, expert in zip(weights[row], chosen[row].tolist(), strict=True):
+            torch.testing.assert_close(weight, scale * scores[expert] / total)
+
+
+def test_routing_of_a_models_own():
+    from xla_gpu.vllm import routing
+
+    def route(hidden_states, gating_output, topk, renormalize):
+        assert (topk, renormalize) == (2, False)
+        return gating_output[:, :2].double(), hidden_states[:, :2].to(torch.int32)
+
+    layer = SimpleNamespace(custom_routing_function=route, top_k=2, renormalize=False)
+    x, router = torch.tensor([[3.0, 1.0, 0.0]]), torch.tensor([[0.5, 0.25, 0.125]])
+    weights, chosen = routing.of_layer(layer, x, router)
+    assert weights.dtype == torch.float32 and weights.tolist() == [[0.5, 0.25]] and chosen.tolist() == [[3, 1]]
+    assert chosen.dtype == torch.int64
+
+
+def test_positions_that_a_table_does_not_have():
+    """XLA reads the last row for an index behind it."""
+    from xla_gpu.vllm.weights import check_positions
+
+    rotary, learned, two = torch.nn.Module(), torch.nn.Embedding(66, 8), torch.nn.Module()
+    rotary.register_buffer("cos_sin_cache", torch.zeros(64, 8))
+    learned.offset = 2
+    two.register_buffer("long_short_cos_sin_cache", torch.zeros(96, 8))
+    two.max_position_embeddings = 64
+    for name, module in (("rotary_emb", rotary), ("wpe", learned), ("embed_positions", learned), ("rope", two)):
+        model = torch.nn.ModuleDict({"layer": torch.nn.ModuleDict({name: module})})
+        check_positions(model, 64)
+        with pytest.raises(ValueError, match=rf"--max-model-len: expected at most 64, .* layer.{name} has, got 65"):
+            check_positions(model, 65)
+    check_positions(torch.nn.ModuleDict({"embed_tokens": torch.nn.Embedding(8, 8)}), 65)
+
+
 @pytest.mark.parametrize("form", ["float8", "float8-block", "int8", "int4"])
 @pytest.mark.parametrize(("rows", "block"), [(1, None), (24, None), (24, 4)])
 def test_quantised_experts(rows, block, form, monkeypatch):
     """As with the weights that the stored ones mean, in each of the three ways."""
     from xla_gpu import quantization
-    from xla_gpu.vllm import moe
+    from xla_gpu.vllm import moe, routing
 
     monkeypatch.setattr(moe, "block_size", lambda *_: block)
     torch.manual_seed(0)
@@ -162,7 +230,7 @@ def test_quantised_experts(rows, block, form, monkeypatch):
         meant.append(moe.Matrices(torch.stack([quantization.dequantize(one) for one in made]).to(device)))
         bits = torch.stack([one.weight.view(torch.uint8) for one in made]).view(made[0].weight.dtype)
         stored.append(moe.Matrices(bits.to(device), torch.stack([one.weight_scale for one in made]).to(device)))
-    weights, chosen = moe.route(router, 2, True)
+    weights, chosen = routing.softmax(router, 2, True)
     got, expected = (moe.experts(x, *weights_of, weights, chosen, "silu").cpu() for weights_of in (stored, meant))
     torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
 

@@ -64,6 +64,8 @@ def test_rows_of_a_step():
     assert rows.accept([4, 6, 1, 7, 8, 3], sampled) == [[4], [], [7, 8, 3]]
     masks = np.arange(4)[:, None]
     found = rows.grammar(["b", "c"], masks, sampled)
+    # A row for a request that the step has not is nobody's.
+    assert rows.grammar(["b", "gone", "c"], np.insert(masks, 1, 9, 0), sampled) == found
     assert {row: int(words[0]) for row, words in found.items()} == {3: 1, 4: 2, 5: 3}
 
 
@@ -223,20 +225,9 @@ def test_structured_output(engine, drafting):
 
 
 def test_abort(engine, drafting):
-    prompts = repeated((20, 30, 40))
-    llm = drafting.llm_engine
-    for index, prompt in enumerate(prompts):
-        llm.add_request(f"abort-{index}", {"prompt_token_ids": prompt}, greedy(24, **FEW))
-    finished, steps = {}, 0
-    while llm.has_unfinished_requests():
-        if steps == 5:
-            llm.abort_request(["abort-1"])
-        for output in llm.step():
-            if output.finished:
-                finished[output.request_id] = list(output.outputs[0].token_ids)
-        steps += 1
-    expected = tokens(engine, prompts, greedy(24, **FEW))
-    assert [finished["abort-0"], finished["abort-2"]] == [expected[0], expected[2]]
+    prompts, params = repeated((20, 30, 40)), greedy(24, **FEW)
+    expected = tokens(engine, prompts, params)
+    assert engines.abort_one_of_three(drafting, prompts, params) == [expected[0], expected[2]]
 
 
 def test_sequences_of_the_greatest_length(engine, drafting):

@@ -21,12 +21,15 @@ from xla_gpu.vllm.divided_layers import Joined
 from xla_gpu.vllm.divided_sums import PendingSum, take_sums
 
 LAYERS = 2
+LAYER_SUMS = 2 * LAYERS
+SHARED = {"glm4_moe": 1, "qwen2_moe": 2}  # layers with shared experts, whose sum is one more
 ROOT = Path(__file__).parents[2]
-EVERY_TIME = ("awq", "fp8-blocks", "mixtral", "awq of qwen3_moe")
+EVERY_TIME = ("awq", "fp8-blocks", "mixtral", "awq of qwen3_moe", "glm4_moe")
 OTHERS = EVERY_TIME
 if os.environ.get("XLA_GPU_TEST_ALL_MODELS"):
     with_experts = [f"{layout} of {model}" for layout, model in test_quantization.WITH_EXPERTS]
     OTHERS = (*test_quantization.LAYOUTS, "mixtral", "qwen3_moe", "qwen3", "gemma2", "phi3", *with_experts)
+    OTHERS += ("glm4_moe", "qwen2_moe")
 
 
 @pytest.fixture(scope="module")
@@ -101,15 +104,18 @@ def test_quantised_weights_and_experts(name, two_devices, others):
 def test_devices_exchange_sums_alone(two_devices):
     # Each model's, of 8 and 64 tokens; the first one's with drafts too, of 8, 32 and 64, with up to 32 rows of logits.
     assert len(two_devices["programs"]) == 2 * (1 + len(OTHERS)) + 3
-    gathered = []
+    counts, gathered = [], []
     for text in two_devices["programs"]:
         found = re.findall(r"= (\S+)\{\S* (all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)\(", text)
-        sums, chosen = found[: 2 * LAYERS], found[2 * LAYERS :]
+        sums = [shape for shape, _ in found if re.fullmatch(r"f32\[2,(8|32|64),\d+\]", shape)]
+        chosen = [shape for shape, _ in found if shape not in sums]
         # On the CPU all_reduce is an all-gather and a call. The last one is of each device's most likely tokens, where
         # the head is not the embedding, as Gemma's is.
-        assert len(set(sums)) == 1 and re.fullmatch(r"f32\[2,(8|32|64),\d+\]", sums[0][0]), found
-        assert {kind for _, kind in found} == {"all-gather"}
-        gathered += [[shape for shape, _ in chosen]]
+        assert len(set(sums)) == 1 and {kind for _, kind in found} == {"all-gather"}, found
+        counts += [len(sums)]
+        gathered += [chosen]
+    shared = sorted([LAYER_SUMS + more for name, more in SHARED.items() for _ in range(2 * OTHERS.count(name))])
+    assert sorted(counts) == [*[LAYER_SUMS] * (len(counts) - len(shared)), *shared]
     whole = 2 * OTHERS.count("gemma2")
     sizes = [*[["f32[2,2,2,32]"]] * 2, *[["f32[2,2,2,8]"]] * (len(gathered) - whole - 2)]
     assert sorted(gathered) == [*[[]] * whole, *sizes]
@@ -122,10 +128,12 @@ def test_norms_make_the_sums(two_devices):
         with_norm = text.count('custom_call_target="xla_gpu_all_reduce_add_rms_norm')
         found += [(with_norm, text.count('custom_call_target="xla_gpu_all_reduce') - with_norm)]
     gemma = 2 * OTHERS.count("gemma2")
-    experts = 2 * sum("mixtral" in name or "moe" in name for name in OTHERS)
-    dense = len(found) - gemma - experts
-    # A sum more is that of each device's most likely tokens.
-    assert sorted(found) == [(0, 2 * LAYERS)] * gemma + [(LAYERS, LAYERS + 1)] * experts + [(2 * LAYERS, 1)] * dense
+    experts = 2 * sum("mixtral" in name or "moe" in name for name in OTHERS if name not in SHARED)
+    # A sum more is that of each device's most likely tokens; that of shared experts is made by itself.
+    shared = [(LAYER_SUMS - more, 2 * more + 1) for name, more in SHARED.items() for _ in range(2 * OTHERS.count(name))]
+    dense = len(found) - gemma - experts - len(shared)
+    others = [(0, 2 * LAYERS)] * gemma + [(LAYERS, LAYERS + 1)] * experts + [(2 * LAYERS, 1)] * dense
+    assert sorted(found) == sorted(others + shared)
 
 
 class Devices:
@@ -197,6 +205,9 @@ def test_joined_outputs():
     joined = Joined([gate, up])
     assert joined.shape == (3, 6)
     assert joined[..., :4] is gate and joined[..., 4:] is up and joined.split([4, 2], dim=-1) == (gate, up)
+    assert Joined([gate, gate]).chunk(2, dim=-1) == (gate, gate)
+    with pytest.raises(NotImplementedError, match=r"a split into \[3, 3\] along -1, where the parts are \[4, 2\]"):
+        joined.chunk(2, dim=-1)
     with pytest.raises(NotImplementedError, match=r"a split into \[3, 3\] along -1, where the parts are \[4, 2\]"):
         joined.split([3, 3], dim=-1)
     with pytest.raises(NotImplementedError, match=r"the element .* of a joined layer's outputs"):

@@ -53,6 +53,37 @@ CONFIGS = {
     "qwen3_moe": lambda: t.Qwen3MoeConfig(
         **_COMMON, head_dim=32, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=48
     ),
+    # Shared experts behind a gate.
+    "qwen2_moe": lambda: t.Qwen2MoeConfig(
+        **_COMMON,
+        num_experts=8,
+        num_experts_per_tok=2,
+        moe_intermediate_size=48,
+        shared_expert_intermediate_size=96,
+    ),
+    # Routing by groups with sigmoid, bias and scale; shared experts; a first layer without experts.
+    "glm4_moe": lambda: t.Glm4MoeConfig(
+        **_COMMON,
+        head_dim=16,
+        pad_token_id=0,
+        n_routed_experts=8,
+        num_experts_per_tok=2,
+        moe_intermediate_size=48,
+        n_group=4,
+        topk_group=2,
+        routed_scaling_factor=2.5,
+    ),
+    # A function of vLLM's model that torch.compile decorates; parallel attention and MLP; windows.
+    "cohere2": lambda: t.Cohere2Config(**{**_COMMON, "num_hidden_layers": 4}, sliding_window=24),
+    "olmo3": lambda: t.Olmo3Config(**{**_COMMON, "num_hidden_layers": 4}, pad_token_id=0, sliding_window=24),
+    "granite": lambda: t.GraniteConfig(
+        **_COMMON, embedding_multiplier=2.0, logits_scaling=2.0, residual_multiplier=0.5, attention_multiplier=0.3
+    ),
+    "gpt2": lambda: t.GPT2Config(
+        vocab_size=VOCAB_SIZE, n_embd=64, n_layer=2, n_head=4, n_positions=MAX_POSITIONS, initializer_range=0.2
+    ),
+    "gpt_neox": lambda: t.GPTNeoXConfig(**_COMMON),
+    "falcon": lambda: t.FalconConfig(**_COMMON, new_decoder_architecture=True, num_kv_heads=2),
 }
 
 
@@ -62,6 +93,9 @@ def save(name: str, folder: Path, sizes: Mapping[str, int] | None = None) -> str
     config = CONFIGS[name]()
     config.update(dict(sizes or {}))
     model = t.AutoModelForCausalLM.from_config(config).float().eval()
+    for tensor_name, tensor in model.named_buffers():
+        if tensor_name.endswith("e_score_correction_bias"):  # zero otherwise
+            tensor.normal_(std=0.3)
     if name.startswith("gemma"):
         model.config.hidden_act = "gelu_pytorch_tanh"  # as in the files of real checkpoints
     model.save_pretrained(folder)

@@ -182,6 +182,7 @@ class Program:
         self._num_state = len(state)
         self.updated: list[int] = []
         self._ids: list[int] = []
+        self._traced = False
         self._state_order: list[int] = []  # in which the program returns the state
         self._hash: Any = None
         self._arguments: list[Any] = []
@@ -201,10 +202,10 @@ class Program:
                 with executable_cache.recording():
                     self.compile()
                 _made[self] = True
-            except FallbackError:
-                raise
-            except (RuntimeError, ValueError):  # recorded, or an error that comes again
-                global _failed
+            except (RuntimeError, ValueError):
+                if not self._traced:
+                    raise
+                global _failed  # recorded, or an error that comes again
                 _failed += 1
                 _made[self] = False
             self._made_with = function, [_kept(tensor) for tensor in inputs], state, options or {}
@@ -299,6 +300,7 @@ class Program:
                 self._arguments[at] = None
             if new := fallbacks().keys() - known:
                 raise fallback_error(self.name, new)
+            self._traced = True
             with alias_with_buffer_donor_config():
                 self._hash = _XLAC._get_graph_hash(roots)
                 _XLAC._xla_warm_up_cache(roots, [])

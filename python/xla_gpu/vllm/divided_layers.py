@@ -165,7 +165,7 @@ class Joined:
     """The outputs of a layer that vLLM joined from several, q, k and v or gate and up, each divided by itself.
 
     As one tensor they could be divided only by moving them between the devices. vLLM's models split them by
-    ``split``, its activations by slices of the last dimension.
+    ``split`` or ``chunk``, its activations by slices of the last dimension.
     """
 
     def __init__(self, parts: Sequence[torch.Tensor]) -> None:
@@ -178,6 +178,11 @@ class Joined:
         if list(sizes) != expected or dim not in (-1, len(self.shape) - 1):
             raise self._unknown(f"a split into {list(sizes)} along {dim}, where the parts are {expected} along -1")
         return self._parts
+
+    def chunk(self, chunks: int, dim: int = 0) -> tuple[torch.Tensor, ...]:
+        """The parts, where they are as many and of one size."""
+        size = self.shape[-1] // chunks
+        return self.split([size] * chunks, dim)
 
     def __getitem__(self, index: Any) -> torch.Tensor:
         """``joined[..., begin:end]`` where that is a part."""

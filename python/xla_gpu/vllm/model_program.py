@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -154,14 +154,20 @@ class ModelPrograms:
             return contextlib.nullcontext()
         return self._norms.sliced()
 
-    def _forward(self, num_tokens: int, metadata: dict[str, StepMetadata] | None) -> Any:
-        """The context that vLLM's models are called in."""
+    @contextlib.contextmanager
+    def _forward(self, num_tokens: int, metadata: dict[str, StepMetadata] | None) -> Iterator[None]:
+        """The context that vLLM's models are called in.
+
+        Parts of some are torch.compile functions, which are traced with the rest: inductor knows no XLA tensors.
+        """
         # vLLM would ask the other data-parallel engines for their numbers. The models share nothing.
         engines = self._config.parallel_config.data_parallel_size
         tokens_of_engines = torch.full((engines,), num_tokens, dtype=torch.int32, device="cpu")
-        return set_forward_context(
+        context = set_forward_context(
             metadata, self._config, num_tokens=num_tokens, num_tokens_across_dp=tokens_of_engines
         )
+        with torch.compiler.set_stance("force_eager"), context:
+            yield
 
 
 class PromptPrograms:

@@ -21,7 +21,7 @@ from vllm.model_executor.layers.fused_moe.layer import FusedMoE
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 
 from .._torch import dense_linear
-from . import tensor_parallel
+from . import routing, tensor_parallel
 
 # Rows that go through all experts at once: bounds the memory of what they compute.
 _MAX_ROWS = 512
@@ -38,14 +38,6 @@ _SAVED = 0.3
 
 _Function = Callable[[torch.Tensor], torch.Tensor]
 _ACTIVATIONS: dict[str, _Function] = {"silu": F.silu, "gelu": F.gelu}
-
-
-def route(router_logits: torch.Tensor, top_k: int, renormalize: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Weights float32[rows, top_k] and experts int64[rows, top_k] of each row, by softmax."""
-    weights, experts = torch.topk(router_logits.float().softmax(-1), top_k, dim=-1)
-    if renormalize:
-        weights = weights / weights.sum(-1, keepdim=True)
-    return weights, experts
 
 
 class Matrices(NamedTuple):
@@ -102,8 +94,8 @@ def experts(
       x: T[rows, hidden].
       w13: [num_experts, 2 * intermediate, hidden], gate and up.
       w2: [num_experts, hidden, intermediate], down.
-      weights: float32[rows, top_k], of route.
-      chosen: int64[rows, top_k], of route.
+      weights: float32[rows, top_k], of routing.of_layer.
+      chosen: int64[rows, top_k], of routing.of_layer.
       activation: vLLM's name of the function of the gate.
     """
     act = _ACTIVATIONS[activation]
@@ -238,21 +230,17 @@ def apply(layer: Any, x: torch.Tensor, router_logits: torch.Tensor, has_bias: bo
       T[rows, hidden].
 
     Raises:
-      NotImplementedError: the layer's routing or activation is not supported.
+      NotImplementedError: the layer's experts are not supported.
     """
     refused = {
-        "use_grouped_topk": layer.use_grouped_topk,
-        "custom_routing_function": layer.custom_routing_function is not None,
-        f"scoring_func={layer.scoring_func}": layer.scoring_func != "softmax",
-        "routed_scaling_factor": layer.routed_scaling_factor != 1.0,
-        "e_score_correction_bias": layer.e_score_correction_bias is not None,
+        "zero experts": bool(getattr(layer, "zero_expert_num", 0)),
         "apply_router_weight_on_input": layer.apply_router_weight_on_input,
         f"activation={layer.activation}": layer.activation not in _ACTIVATIONS,
         "bias": has_bias,
     }
     if names := [name for name, given in refused.items() if given]:
         raise NotImplementedError(f"xla_gpu.vllm: experts with {', '.join(names)} are not supported")
-    weights, chosen = route(router_logits, layer.top_k, layer.renormalize)
+    weights, chosen = routing.of_layer(layer, x, router_logits)
     w13, w2 = matrices(layer, "w13"), matrices(layer, "w2")
     if (devices := tensor_parallel.active()) is None:
         return experts(x, w13, w2, weights, chosen, layer.activation)
@@ -289,14 +277,10 @@ class XlaGpuMoEMethod(UnquantizedFusedMoEMethod):  # type: ignore[misc]
     forward_native = forward_oot
 
 
-@FusedMoE.register_oot
-class XlaGpuFusedMoE(FusedMoE):  # type: ignore[misc]
-    """vLLM's layer without the opaque operator around it, which would hide the experts from XLA."""
+def _forward(layer: Any, hidden_states: torch.Tensor, router_logits: torch.Tensor) -> Any:
+    """FusedMoE.forward_native without the opaque operator around it, which would hide the experts from XLA."""
+    return layer.forward_impl(hidden_states, router_logits)
 
-    def forward_oot(self, hidden_states: torch.Tensor, router_logits: torch.Tensor) -> torch.Tensor:
-        """T[rows, hidden] from hidden_states: T[rows, hidden]."""
-        if self.shared_experts is not None or self.zero_expert_num not in (0, None):
-            raise NotImplementedError("xla_gpu.vllm: shared and zero experts are not supported")
-        return self.forward_impl(hidden_states, router_logits)
 
-    forward_native = forward_oot
+# Not a class registered in its place: vLLM's subclasses, with shared experts or loaders of their own, would not be it.
+FusedMoE.forward_native = _forward

@@ -104,7 +104,10 @@ class DraftRows:
         """
         index_of = {request.req_id: index for index, request in enumerate(self.requests)}
         found, at = {}, 0
-        for index in (index_of[req_id] for req_id in req_ids):
+        for req_id in req_ids:
+            if (index := index_of.get(req_id)) is None:  # one that the step has not: it has no drafts either
+                at += 1
+                continue
             for row in range(self.first[index], self.first[index] + len(self.drafts[index]) + 1):
                 if sampled[index]:
                     found[row] = bitmask[at]
@@ -188,3 +191,19 @@ class Drafter:
         """The drafts of the last step, once."""
         drafts, self._drafts = self._drafts, None
         return drafts
+
+
+def take_drafts(llm: Any) -> None:
+    """Has an engine of the caller's process (VLLM_ENABLE_V1_MULTIPROCESSING=0) take drafts after each step.
+
+    vLLM's processes of engines do so themselves. To be called once, with vLLM's LLM.
+    """
+    core = llm.llm_engine.engine_core.engine_core
+    step = core.step_fn
+
+    def step_and_take_drafts() -> Any:
+        outputs, executed = step()
+        core.post_step(executed)
+        return outputs, executed
+
+    core.step_fn = step_and_take_drafts

@@ -13,6 +13,9 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 QUANTIZATION = "xla_gpu"  # what quantization.py makes of the methods that are taken
 CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3", "fp8_e5m2")
 
+# Of --load-format: weights that no layer of this back end takes, or loaders that copy to CUDA tensors themselves.
+LOAD_FORMATS = ("bitsandbytes", "fastsafetensors", "gguf", "tensorizer")
+
 
 def refusals(config: Any) -> list[str]:
     """For each option of a VllmConfig that is not supported a text: option, what is expected, what came."""
@@ -59,6 +62,8 @@ def refusals(config: Any) -> list[str]:
     bfloat16 = cache.cache_dtype == "bfloat16" and model is not None and model.dtype == torch.bfloat16
     if cache.cache_dtype not in CACHE_DTYPES and not bfloat16:
         expect("--kv-cache-dtype", " or ".join(CACHE_DTYPES), cache.cache_dtype)
+    if (load_format := str(config.load_config.load_format)) in LOAD_FORMATS:
+        expect("--load-format", "auto, safetensors, pt, npcache, mistral, sharded_state or dummy", load_format)
     if scheduler.enable_chunked_prefill is False:
         expect("--enable-chunked-prefill", True, False)
     if model is not None:
@@ -126,6 +131,7 @@ def _model_refusals(model: Any) -> list[str]:
         "an encoder-decoder model": model.is_encoder_decoder,
         "a model without attention": model.is_attention_free,
         "M-RoPE positions": model.uses_mrope,
+        "chunked local attention": bool(getattr(model, "attention_chunk_size", None)),
     }
     found += [f"{name}: not supported" for name, given in traits.items() if given]
     return found

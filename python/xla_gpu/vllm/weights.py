@@ -15,17 +15,46 @@ from . import divided_layers, layer_operators, tensor_parallel
 # vLLM's range of random weights (load format "dummy").
 _DUMMY_RANGE = 1e-3
 
+# What vLLM's models call an embedding of positions.
+_LEARNED_POSITIONS = ("wpe", "embed_positions")
+
 
 def load_model(config: VllmConfig, device: torch.device) -> nn.Module:
-    """The model of ``config`` with its weights on ``device``."""
+    """The model of ``config`` with its weights on ``device``.
+
+    Raises:
+      ValueError: the model has fewer positions than --max-model-len.
+    """
     if config.load_config.load_format == "dummy":
         return _random_model(config, device)
     # vLLM's loaders copy into slices of parameters, layer by layer: on the host that is done in place.
     config.load_config.device = "cpu"
     model = get_model_loader(config.load_config).load_model(vllm_config=config, model_config=config.model_config)
+    check_positions(model, config.model_config.max_model_len)
     take_operators(model, config)
     move(model, device)
     return model
+
+
+def check_positions(model: nn.Module, max_model_len: int) -> None:
+    """Raises ValueError where a table of positions ends before ``max_model_len``: XLA would read its last row instead.
+
+    vLLM lets such a length through where VLLM_ALLOW_LONG_MAX_MODEL_LEN is set.
+    """
+    for name, module in model.named_modules():
+        if (table := getattr(module, "cos_sin_cache", None)) is not None:
+            positions = int(table.shape[0])
+        elif hasattr(module, "long_short_cos_sin_cache"):  # two tables, one behind the other
+            positions = int(module.max_position_embeddings)
+        elif isinstance(module, nn.Embedding) and name.rpartition(".")[2] in _LEARNED_POSITIONS:
+            positions = module.num_embeddings - int(getattr(module, "offset", 0))
+        else:
+            continue
+        if positions < max_model_len:
+            raise ValueError(
+                f"xla_gpu.vllm: --max-model-len: expected at most {positions}, the positions that {name} has, "
+                f"got {max_model_len}"
+            )
 
 
 def take_operators(model: nn.Module, config: VllmConfig) -> None:
@@ -87,6 +116,7 @@ def _random_model(config: VllmConfig, device: torch.device) -> nn.Module:
     with set_default_torch_dtype(config.model_config.dtype), torch.device("cpu"):
         model = initialize_model(vllm_config=config, model_config=config.model_config)
         process_weights_after_loading(model, config.model_config, torch.device("cpu"))
+    check_positions(model, config.model_config.max_model_len)
     take_operators(model, config)
     torch_xla.manual_seed(config.model_config.seed)
     move(model, device, random=True)
