@@ -1,4 +1,5 @@
-"""linear for few rows: the shapes of Llama 3 8B, every format of the weight, beside cuBLAS (PyTorch) and XLA (JAX).
+"""linear for few rows: the shapes of Llama 3 8B, every format of the weight, beside cuBLAS (PyTorch) and XLA (JAX), and
+int4 beside vLLM's Marlin and Machete where VLLM_LIBRARY names its library (see linear_peers.py).
 
     python -m benchmarks.linear                     # on a GPU: PyTorch's CUDA graphs over rotating weights
     python -m benchmarks.linear --jax               # programs of JAX that hold many products, and XLA's dot
@@ -91,10 +92,10 @@ class JaxArrays:
         return array.astype(self.jnp.int8 if weight_format == "int8" else self.jnp.float8_e4m3fn)
 
 
-def with_torch(weight_format: str, rows: int, n: int, k: int) -> tuple[float, float | None, int]:
-    """Microseconds of one product, of cuBLAS's for a weight in bfloat16, and its bytes."""
+def with_torch(weight_format: str, rows: int, n: int, k: int) -> tuple[float, dict[str, float], int]:
+    """Microseconds of one product, of others' for a weight in bfloat16 or int4, and its bytes."""
     import torch
-    from benchmarks import timing
+    from benchmarks import linear_peers, timing
 
     import xla_gpu.torch as xg
 
@@ -107,12 +108,20 @@ def with_torch(weight_format: str, rows: int, n: int, k: int) -> tuple[float, fl
     for seed in range(2, 1 + max(1, min(16, -(-int(ROTATION_BYTES) // amount)))):
         sets.append(make(arrays, weight_format, rows, n, k, seed)[1])
     ours = [lambda w=w: xg.linear(**x, **w) for w in sets]
-    theirs = [lambda w=w: torch.nn.functional.linear(x["x"], w["weight"]) for w in sets]
+    theirs: dict[str, list[Callable[[], Any]]] = {}
+    if weight_format == "bfloat16":
+        theirs["cuBLAS"] = [lambda w=w: torch.nn.functional.linear(x["x"], w["weight"]) for w in sets]
+    elif weight_format == "int4" and (peers := linear_peers.int4_peers()) is not None:
+        for of_peers in (peers.calls(x["x"], **w) for w in sets):
+            for name, call in of_peers.items():
+                theirs.setdefault(name, []).append(call)
+        for name, calls in theirs.items():
+            torch.testing.assert_close(calls[0](), got, rtol=2e-2, atol=2e-2, msg=lambda text, n=name: f"{n}: {text}")
     mine = timing.microseconds(ours, repeats=7)
-    return mine, timing.microseconds(theirs, repeats=7) if weight_format == "bfloat16" else None, amount
+    return mine, {name: timing.microseconds(calls, repeats=7) for name, calls in theirs.items()}, amount
 
 
-def with_jax(weight_format: str, rows: int, n: int, k: int) -> tuple[float, float | None, int]:
+def with_jax(weight_format: str, rows: int, n: int, k: int) -> tuple[float, dict[str, float], int]:
     """The same in JAX, beside XLA's dot of the converted weight: a program of several products, whose results all
     remain."""
     import jax
@@ -132,7 +141,7 @@ def with_jax(weight_format: str, rows: int, n: int, k: int) -> tuple[float, floa
     for function in (xg.linear, xla):
         program = jax.jit(lambda x, sets, f=function: [f(x, **w) for w in sets])
         times.append(_wall(lambda program=program: program(x["x"], sets)) / len(sets))
-    return times[0], times[1], amount
+    return times[0], {"XLA": times[1]}, amount
 
 
 def _wall(call: Callable[[], Any], repeats: int = 10, inner: int = 10) -> float:
@@ -157,7 +166,7 @@ def main() -> None:
     parser.add_argument("--rows", nargs="+", type=positive, default=list(ROWS))
     parser.add_argument("--json", type=pathlib.Path, metavar="FILE")
     arguments = parser.parse_args()
-    measure, other = (with_jax, "XLA") if arguments.jax else (with_torch, "cuBLAS")
+    measure = with_jax if arguments.jax else with_torch
     rows_of_table = []
     for weight_format in arguments.formats:
         for name in arguments.shapes:
@@ -165,8 +174,8 @@ def main() -> None:
                 with memory.left_out_if_too_large(f"{weight_format} {name} {rows} rows"):
                     mine, theirs, amount = measure(weight_format, rows, *SHAPES[name])
                     text = f"{weight_format:12} {name:8} {rows:3} rows {mine:8.1f} us {amount / mine / 1e6:6.2f} TB/s"
-                    if theirs is not None:
-                        text += f"   {other} {theirs:8.1f} us {theirs / mine:5.2f} x"
+                    for other, microseconds in theirs.items():
+                        text += f"   {other} {microseconds:8.1f} us {microseconds / mine:5.2f} x"
                     print(text, flush=True)
                     rows_of_table.append(
                         {
@@ -174,7 +183,7 @@ def main() -> None:
                             "shape": name,
                             "rows": rows,
                             "us": mine,
-                            other: theirs,
+                            **theirs,
                             "bytes": amount,
                         }
                     )

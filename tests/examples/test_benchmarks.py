@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import subprocess
@@ -37,6 +38,23 @@ def test_a_load_that_does_not_fit_is_left_out(capsys, error):
 def test_other_errors_end_a_benchmark():
     with pytest.raises(AssertionError, match="wrong result"), memory.left_out_if_too_large("64x128k"):
         raise AssertionError("wrong result")
+
+
+def test_weights_have_marlins_order():
+    torch = pytest.importorskip("torch")
+    from benchmarks import linear_peers
+
+    k, n = 32, 128
+    values = torch.randint(0, 16, (k, n), dtype=torch.int32, generator=torch.Generator().manual_seed(0))
+    words = linear_peers.marlin_weight(values)
+    assert words.shape == (k // 16, 2 * n)
+    for row, word in itertools.product(range(k // 16), range(2 * n)):
+        lane, first_feature = word % 128 // 4, word // 128 * 64 + word % 4 * 16
+        for nibble, (pair, feature, odd) in enumerate(itertools.product((0, 1), (0, 8), (0, 8))):
+            number = values[row * 16 + lane % 4 * 2 + pair + odd, first_feature + lane // 4 + feature]
+            assert int(words[row, word]) >> 4 * nibble & 15 == number
+    scale = torch.arange(2 * n).view(2, n)
+    assert linear_peers.marlin_scale(scale)[1, :10].tolist() == [n + i for i in (0, 8, 16, 24, 32, 40, 48, 56, 1, 9)]
 
 
 def prefill(tmp_path: Path, *options: str) -> list[int]:
