@@ -19,7 +19,8 @@ def linear_cases() -> list[Bad]:
         return Bad("linear", *args, **kwargs)
 
     return [
-        bad("rank-3", "x", "[1, 3, 256]", put("x", (1, 3, 256))),
+        bad("rank-0", "x", "float16[]", put("x", ())),
+        bad("rank-3", "residual", "[1, 3, ", put("residual", (1, 3, 128))),
         bad("float64", "x", "float64", put("x", dtype=np.float64), T),
         bad("half-a-group", "x", "[3, 192]", put("x", (3, 192))),
         bad("other-k", "weight", "[32, 64]", put("weight", (32, 64))),
@@ -52,7 +53,8 @@ def gated_mlp_cases() -> list[Bad]:
         return Bad("gated_mlp", *args, **kwargs)
 
     return [
-        bad("rank-3", "x", "[1, 3, 128]", put("x", (1, 3, 128))),
+        bad("rank-0", "x", "float16[]", put("x", ())),
+        bad("rank-3", "residual", "[1, 3, ", put("residual", (1, 3, 128))),
         bad("float64", "x", "float64", put("x", dtype=np.float64), T),
         bad("too-short", "norm_weight", "[127]", put("norm_weight", (127,))),
         bad("other-float", "norm_weight", "float32", put("norm_weight", dtype=np.float32), T),

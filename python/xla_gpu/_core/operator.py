@@ -126,6 +126,9 @@ class Operator:
         ``<name>_``, which updates that operand, and returns it or, if there are two results, the first.
       has_scratch: the target takes scratch memory as a last result, of the size that its handler table row computes.
       int_operands: the operands that may be ints.
+      rows: the operands [rows, n] that may have any other number of axes before the last in the public functions, which
+        make one of them, and give the result theirs. The first one is the schema's first argument, which has them
+        always; others are optional.
       differentiable: the operands that have a gradient where they are float32, float16 or bfloat16. Front ends have it
         in their framework's own operations (_torch/gradients.py, _jax/gradients.py).
       target: of the handler; by default ``xla_gpu_<name>``.
@@ -138,6 +141,7 @@ class Operator:
     in_place: str | None = None
     has_scratch: bool = False
     int_operands: tuple[IntOperand, ...] = ()
+    rows: tuple[str, ...] = ()
     differentiable: tuple[str, ...] = ()
     target: str = ""
 
@@ -166,6 +170,22 @@ class Operator:
         """The arguments that are numbers or bools, and what error texts call such a one."""
         kinds = {"int": "an int", "float": "a number", "bool": "a bool"}
         return tuple((m["name"], kinds[m["type"]]) for m in _ARGUMENT.finditer(self.schema) if m["type"] in kinds)
+
+    def axes_of_rows(self, **operands: ArraySpec) -> tuple[int, ...]:
+        """The axes before the last, which those of ``rows`` that are given share.
+
+        Raises:
+          ValueError: they do not.
+        """
+        first, *others = self.rows
+        axes = operands[first].shape[:-1]
+        for name in others:
+            if name in operands and operands[name].shape[:-1] != axes:
+                expected = ", ".join(map(str, (*axes, "out_features")))
+                raise ValueError(
+                    f"{self.name}: {name}: expected shape [{expected}] (rows as {first}), got {operands[name]}"
+                )
+        return axes
 
     def bind(self, **arguments: Any) -> OpCall:
         """The custom call for these arguments, arrays as ArraySpec. Cached.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import math
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
@@ -58,12 +59,29 @@ def function(operator: Operator, run_call: _Run | None = None) -> Callable[[_Fun
             arguments = bound.arguments
             for operand in operator.int_operands:
                 arguments[operand.name] = _int32(operator, operand, arguments)
+            axes = _make_rows(operator, arguments) if operator.rows else None
             op_call, arrays = _bind(operator, arguments)
-            return _run(op_call, arrays) if run_call is None else run_call(op_call, arrays, arguments)
+            results = _run(op_call, arrays) if run_call is None else run_call(op_call, arrays, arguments)
+            return results if axes is None else results.reshape(*axes, results.shape[-1])
 
         return docstring(operator.docstring)(function)  # type: ignore[return-value]
 
     return decorate
+
+
+def _make_rows(operator: Operator, arguments: dict[str, Any]) -> tuple[int, ...] | None:
+    """Makes operator.rows [rows, n]; returns the axes that stood in the place of rows, if not one."""
+    if getattr(arguments[operator.rows[0]], "ndim", 0) in (0, 2):
+        return None
+    given = {
+        name: as_array(f"{operator.name}: {name}", value)
+        for name in operator.rows
+        if (value := arguments[name]) is not None
+    }
+    specs = {name: ArraySpec(tuple(array.shape), array.dtype.name) for name, array in given.items()}
+    axes = operator.axes_of_rows(**specs)
+    arguments.update({name: array.reshape(math.prod(axes), array.shape[-1]) for name, array in given.items()})
+    return axes
 
 
 def ragged(call: OpCall, arrays: list[Any], arguments: dict[str, Any]) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -40,6 +41,9 @@ def function(operator: Operator, in_place: bool = False) -> Callable[[_Function]
                         f"{operator.name}: {name}: expected {kind} known when the call is traced, "
                         f"got {type(given).__name__}"
                     )
+            axes = None
+            if operator.rows:
+                args, kwargs, axes = _with_rows(operator, args, kwargs)
             try:
                 results = overloads(*args, **kwargs)
             except RuntimeError:
@@ -47,11 +51,30 @@ def function(operator: Operator, in_place: bool = False) -> Callable[[_Function]
                 raise
             if isinstance(results, list):  # of a varying number
                 return results[0] if len(results) == 1 else tuple(results)
-            return results
+            return results if axes is None else results.reshape(*axes, results.shape[-1])
 
         return docstring(operator.docstring)(function)  # type: ignore[return-value]
 
     return decorate
+
+
+def _with_rows(
+    operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any], tuple[int, ...] | None]:
+    """The arguments, those of operator.rows as [rows, n], and the axes that stood in the place of rows, if not one."""
+    first, *others = operator.rows
+    x = args[0] if args else kwargs.get(first)
+    if not isinstance(x, torch.Tensor) or x.dim() in (0, 2):
+        return args, kwargs, None
+    given = {first: x, **{name: kwargs[name] for name in others if isinstance(kwargs.get(name), torch.Tensor)}}
+    for name, tensor in given.items():
+        check_dense(operator.name, name, tensor)
+    specs = {name: spec(f"{operator.name}: {name}", tensor) for name, tensor in given.items()}
+    axes = operator.axes_of_rows(**specs)
+    given = {name: tensor.reshape(math.prod(axes), tensor.shape[-1]) for name, tensor in given.items()}
+    if args:
+        args = (given.pop(first), *args[1:])
+    return args, {**kwargs, **given}, axes
 
 
 # NOTE: torch.compile traces isinstance with a tuple, but not with a union.

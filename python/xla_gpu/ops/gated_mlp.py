@@ -24,12 +24,12 @@ Up to 64 rows it is such a chain of kernels, for decode steps. Above 64 rows of 
 the operators one after the other, as linear does with the framework's own product.
 
 Args:
-  x: T[rows, hidden]. T is float32, float16 or bfloat16.
+  x: T[rows, hidden], or T[…, hidden] with any other number of axes before the last. T is float32, float16 or bfloat16.
   gate_up_weight: [2 * intermediate, hidden], the rows of the gate and then those of the up projection.
   down_weight: [out_features, intermediate]; out_features is usually hidden.
   norm_weight: T[hidden], the weight of an RMS norm of x; None: no norm.
-  residual: T[rows, out_features], added to the result; usually x. None: nothing is added, as where the result is one
-    device's part of a sum.
+  residual: T[rows, out_features], with the axes of x before the last, added to the result; usually x. None: nothing is
+    added, as where the result is one device's part of a sum.
   gate_up_scale: linear's weight_scale of gate_up_weight.
   gate_up_zero_point: linear's weight_zero_point of gate_up_weight.
   gate_up_bias: T[2 * intermediate].
@@ -42,7 +42,7 @@ Args:
   round_once: as of rms_norm.
 
 Returns:
-  T[rows, out_features].
+  T[rows, out_features], with the axes of x before the last.
 
 Raises:
   TypeError: an argument is no array, or has another dtype.
@@ -133,5 +133,6 @@ OPERATOR = Operator(
     _signature,
     _DOCSTRING,
     has_scratch=True,
+    rows=("x", "residual"),
     differentiable=("x", "gate_up_weight", "down_weight", "norm_weight", "residual", "gate_up_bias", "down_bias"),
 )

@@ -27,17 +27,18 @@ how many there are. Above 64 rows of float16 or bfloat16 the front ends use the
 framework's own matrix product, from weights converted to T.
 
 Args:
-  x: T[rows, k]. T is float32, float16 or bfloat16. k is a multiple of 16, with packed int4 of 128.
+  x: T[rows, k], or T[…, k] with any other number of axes before the last. T is float32, float16 or bfloat16. k is a
+    multiple of 16, with packed int4 of 128.
   weight: as above; n is a multiple of 16.
   weight_scale: as above.
   weight_zero_point: as above; values of 0 to 127.
   bias: T[n].
-  residual: T[rows, out_features], added to the result.
+  residual: T[rows, out_features], with the axes of x before the last, added to the result.
   activation: ``"silu_and_mul"`` or ``"gelu_and_mul"`` (the tanh form): the first n / 2 features are gates,
     ``out = activation(x @ gate.T) * (x @ up.T)`` for ``weight = concatenate([gate, up])``.
 
 Returns:
-  T[rows, out_features], where out_features is n, or n / 2 with an activation.
+  T[rows, out_features], with the axes of x before the last; out_features is n, or n / 2 with an activation.
 
 Raises:
   TypeError: an argument is no array, or has another dtype.
@@ -201,6 +202,7 @@ OPERATOR = Operator(
     _signature,
     _DOCSTRING,
     has_scratch=True,
+    rows=("x", "residual"),
     differentiable=("x", "weight", "bias", "residual"),
 )
 
