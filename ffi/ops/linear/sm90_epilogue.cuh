@@ -64,12 +64,14 @@ __device__ __noinline__ void FinishTileOfCluster(const Sm90Args& sm90, int tile,
   const bool gated = args.activation != Activation::kNone;
   const int out_features = gated ? args.n / 2 : args.n;
   const int tile_features = gated ? sm90.box_rows : sm90.boxes * sm90.box_rows;
-  const int first_four = tile_features / 4 * rank / cluster;
-  const int fours = tile_features / 4 * (rank + 1) / cluster - first_four;  // of a row
-  const int rows_at_once = kThreads / fours, thread = static_cast<int>(threadIdx.x);
-  const int column = (first_four + thread % fours) * 4, feature = tile * tile_features + column;
-  const bool has_columns = thread < rows_at_once * fours && feature < out_features;
-  const int first_row = has_columns ? thread / fours : args.rows;
+  const int begin = sm90.column_begin[rank], fours = (sm90.column_begin[rank + 1] - begin) / 4;  // of a row
+  const int thread = static_cast<int>(threadIdx.x);
+  // Of numbers far below 2^20: rounded down.
+  const auto divided = [fours](int value) { return static_cast<int>(__fdividef(value + 0.5f, fours)); };
+  const int rows_at_once = divided(kThreads), row_of_thread = divided(thread);
+  const int column = begin + (thread - row_of_thread * fours) * 4, feature = tile * tile_features + column;
+  const bool has_columns = row_of_thread < rows_at_once && feature < out_features;
+  const int first_row = has_columns ? row_of_thread : args.rows;
   WaitForPreviousKernel();  // which may have written what is read here
   const int read = has_columns ? feature : 0;
   const FourFeatures<T> values_of(args, read), factors_of(args, gated ? out_features + read : read);

@@ -92,9 +92,8 @@ __global__ void __launch_bounds__(XLA_GPU_HAS_WGMMA ? Config::kThreads : 32, XLA
   }
 
   // ---- This CTA's work tile and part of k
-  const int tile = static_cast<int>(blockIdx.x) / args.cluster;
-  const int rank = static_cast<int>(blockIdx.x) % args.cluster;
-  const int chunk_begin = args.chunks * rank / args.cluster, chunk_end = args.chunks * (rank + 1) / args.cluster;
+  const int tile = static_cast<int>(ClusterId()), rank = static_cast<int>(ClusterRank());
+  const int chunk_begin = args.chunk_begin[rank], chunk_end = args.chunk_begin[rank + 1];
 
   if (warp >= kWeightWarp) {
     NamedBarrierArrive(2, Config::kThreads);
