@@ -1,0 +1,43 @@
+"""linear with weights that are not quantised: the sizes at which its kernels of sm_90a divide n and k differently."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.common import baseline, cases, compare, reference
+
+# n, k, activation: k in 1 to 8 parts of equal and of unequal numbers of chunks of 64, the last one not whole; work
+# tiles that n does not fill.
+SIZES = [
+    (144, 64, None),
+    (176, 3984, None),
+    (176, 1040, "gelu_and_mul"),
+    (1024, 4096, None),
+    (4096, 2688, None),
+    (4608, 720, None),
+    (6144, 592, "silu_and_mul"),
+    (9232, 1536, None),
+    (10752, 400, "silu_and_mul"),
+    (16912, 272, None),
+    (19024, 80, None),
+    (28672, 528, "gelu_and_mul"),
+    (34832, 256, None),
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("n, k, activation", SIZES)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.frontends("eager-cuda")
+def test_parts_of_k(frontend, n, k, activation, dtype):
+    """Against the reference, and each number of rows has the bits that 64 rows have."""
+    features = n if activation is None else n // 2
+    arrays = cases.linear_inputs("plain", 64, n, k, dtype, bias=True, residual=features)
+    (whole,) = frontend.call("linear", arrays, activation=activation)
+    for rows in (1, 2, 3, 5, 8, 9, 33):
+        part = {**arrays, "x": arrays["x"][-rows:], "residual": arrays["residual"][-rows:]}
+        (got,) = frontend.call("linear", part, activation=activation)
+        compare.assert_bitwise_equal(got, whole[-rows:], f"{frontend.name}: the last {rows} rows")
+        if rows == 8:
+            (want,) = reference.linear(**part, activation=activation)
+            compare.assert_close(got, want, baseline.linear(**part, activation=activation), f"{frontend.name}: linear")
