@@ -3,6 +3,7 @@
     python -m benchmarks.attention decode --json decode.json
     python -m benchmarks.attention prefill --cases 1x16k chunk
     python -m benchmarks.attention classes --members 4 --seed 7    # loads drawn from classes (loads.py)
+    python -m benchmarks.attention sweep --members 150 --seed 7 --peer FA3    # of any shape (sweep.py)
     python -m benchmarks.attention decode --warm-up-peers          # compiles FlashInfer's kernels, and ends
 
 Every implementation's result is checked against a float64 reference of some rows before it is timed. The table gives
@@ -23,7 +24,7 @@ import subprocess
 import sys
 
 import torch
-from benchmarks import gpu_inputs, implementations, loads, memory, timing
+from benchmarks import gpu_inputs, implementations, loads, memory, sweep, timing
 from benchmarks.argument_types import containing, positive
 
 TOLERANCE = 2e-2  # of a row's largest number: five roundings of a bfloat16 result
@@ -31,8 +32,8 @@ TOLERANCE = 2e-2  # of a row's largest number: five roundings of a bfloat16 resu
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("decode", "prefill", "classes"))
-    parser.add_argument("--members", type=positive, default=3, help="loads drawn from each class")
+    parser.add_argument("what", choices=("decode", "prefill", "classes", "sweep"))
+    parser.add_argument("--members", type=positive, default=3, help="loads drawn from each class, or in all")
     parser.add_argument("--seed", type=int, default=0, help="by which they are drawn")
     parser.add_argument("--cases", "--only", metavar="TEXT", nargs="+", help="loads whose name contains one of these")
     parser.add_argument("--ours", action="store_true", help="leave the peers out")
@@ -41,7 +42,7 @@ def parse_arguments() -> argparse.Namespace:
         "--all-kernels", action="store_true", help="FlashInfer also with windows and head sizes other than 128"
     )
     parser.add_argument("--warm-up-peers", action="store_true", help="compile what peers compile at first use, and end")
-    parser.add_argument("--repeats", type=positive, help="replays timed; default: 30 for decode, 10 for prefill")
+    parser.add_argument("--repeats", type=positive, help="replays timed; default: 30, 10 for prefill, 5 for sweep")
     parser.add_argument("--json", type=pathlib.Path, metavar="FILE")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: to try this script")
     return parser.parse_args()
@@ -54,8 +55,9 @@ def check(out: torch.Tensor, rows: list[int], want: torch.Tensor) -> None:
         raise AssertionError(f"wrong result: errors {error.tolist()} of rows {rows} exceed {allowed.tolist()}")
 
 
-def measure(case, peers, repeats: int) -> dict:
+def measure(case, peers, repeats: int, minimum_calls: int = 20) -> dict:
     amount, operations = loads.bytes_moved(case), loads.operations(case)
+    minimum_calls = 3 if operations > 1e11 else minimum_calls
     sets = [gpu_inputs.build(case, seed) for seed in range(timing.sets_needed(amount))]
     tokens = sets[0].query.shape[0]
     rows = sorted({0, tokens // 3, tokens // 2, tokens - 1})
@@ -66,8 +68,7 @@ def measure(case, peers, repeats: int) -> dict:
         try:
             calls = [peer.prepare(inputs) for inputs in sets]
             check(calls[0](), rows, want)
-            minimum = 3 if operations > 1e11 else 20
-            times[peer.name] = timing.microseconds(calls, repeats, minimum)
+            times[peer.name] = timing.microseconds(calls, repeats, minimum_calls)
         except implementations.Unsuited:
             continue
         except Exception as error:  # a peer's refusal of a load is a result too
@@ -133,6 +134,8 @@ def main() -> int:
     if arguments.what == "classes":
         drawn = (loads.members(name, arguments.members, arguments.seed) for name in loads.CLASSES)
         cases = [case for members in drawn for case in members]
+    elif arguments.what == "sweep":
+        cases = sweep.members(arguments.members, arguments.seed)
     else:
         cases = [*loads.DECODE, *loads.DECODE_VARIANTS] if arguments.what == "decode" else loads.PREFILL
     if arguments.cases:
@@ -158,12 +161,17 @@ def main() -> int:
     }
     for case in cases:
         with memory.left_out_if_too_large(case.name):
-            repeats = arguments.repeats or (10 if arguments.what == "prefill" else 30)
-            row = measure(case, peers, repeats)
+            repeats = arguments.repeats or {"prefill": 10, "sweep": 5}.get(arguments.what, 30)
+            row = measure(case, peers, repeats, minimum_calls=8 if arguments.what == "sweep" else 20)
+            if arguments.what == "sweep":
+                row["groups"] = sweep.groups_of(case)
             result["rows"].append(row)
             print(report(row), flush=True)
         if arguments.json:  # after each row, so that an end before the last loses none
             arguments.json.write_text(json.dumps(result, indent=1))
+    if arguments.what == "sweep":
+        ordered = sorted((row for row in result["rows"] if row["ratio"]), key=lambda row: row["ratio"])
+        print("", "In the order of the ratio:", HEADER, *map(report, ordered), "", sweep.summary(ordered), sep="\n")
     return 0 if all("xla_gpu" in row["microseconds"] for row in result["rows"]) else 1
 
 

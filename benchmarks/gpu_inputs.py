@@ -48,10 +48,7 @@ def build(case: AttentionCase, seed: int = 0) -> Inputs:
         scales = {"k_scale": scale, "v_scale": scale}
     order = torch.randperm(sum(pages), device=DEVICE, dtype=torch.int32, generator=generator)
     tables = torch.zeros(len(pages), max(pages), device=DEVICE, dtype=torch.int32)
-    at = 0
-    for row, count in zip(tables, pages, strict=True):
-        row[:count] = order[at : at + count]
-        at += count
+    tables[torch.arange(max(pages), device=DEVICE) < int32(pages)[:, None]] = order
     starts = [0]
     for rows, _ in case.sequences:
         starts.append(starts[-1] + rows)

@@ -124,3 +124,30 @@ def test_wrong_options_of_attention(options, expected, monkeypatch, capsys):
     with pytest.raises(SystemExit) as ended:
         attention.main()
     assert expected in f"{capsys.readouterr().err}{ended.value}"
+
+
+def test_the_sweep_draws_the_same_loads_on_every_machine():
+    from benchmarks import loads, sweep
+
+    cases = sweep.members(300, seed=1)
+    assert sweep.members(20, seed=1) == cases[:20] != sweep.members(20, seed=2)
+    assert cases[0].name == "several tokens: 4x6 of 4909, 14/2, 128, page 256, soft_cap 30.0"
+    assert {case.name.split(":")[0] for case in cases} == set(sweep.KINDS)
+    for case in cases:
+        assert all(1 <= rows <= keys <= sweep.LONGEST for rows, keys in case.sequences)
+        assert len(case.sequences) <= 256
+        assert case.padding_tokens == case.spare_seqs == 0
+        assert loads.limit(case) <= sweep.MOST_MICROSECONDS
+
+
+def test_the_summary_of_a_sweep():
+    from benchmarks import sweep
+
+    cases = sweep.members(3, seed=1)
+    ratios = (0.5, 1.5, None)
+    rows = [{"ratio": ratio, "groups": sweep.groups_of(case)} for ratio, case in zip(ratios, cases, strict=True)]
+    lines = {line[:44].strip(): line[44:].split() for line in sweep.summary(rows).splitlines()}
+    assert lines["all"] == ["2", "0.50", "1.00", "1.50", "1"]
+    assert lines["load several tokens"] == ["1", "0.50", "0.50", "0.50", "0"]
+    assert lines["KV heads 16"] == ["1", "1.50", "1.50", "1.50", "1"]
+    assert lines["sequences 2 to 4"] == ["1", "0.50", "0.50", "0.50", "0"]
