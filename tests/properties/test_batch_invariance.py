@@ -19,7 +19,7 @@ BEHIND_A_LONG_CONTEXT = {"few-rows": (16, 9000), "two-splits": (150, 5600), "thr
 SEVERAL_TOKENS = {"speculative-long": (8, 9000), "speculative-short": (5, 400)}
 ONE_OR_TWO_TOKENS = {"one-token": (1, 5000), "two-tokens": (2, 3000)}
 LATE_CHUNKS = {"chunk-of-1300": (1300, 2700), "chunk-of-2000": (2000, 4100)}
-SPLIT_CHUNKS = {"chunk-of-256": (256, 8100)}
+SPLIT_CHUNKS = {"chunk-of-256": (256, 8100), "twelve-tokens": (12, 2100), "forty-tokens": (40, 2100)}
 FILLING = {"speculative-1400": (6, 1400), "speculative-2900": (7, 2900)}
 SHORT_PROMPTS = {
     "prompt-90": (90, 90),

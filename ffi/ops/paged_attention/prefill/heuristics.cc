@@ -31,6 +31,12 @@ struct Sequences {
       : count(std::max<int64_t>(shapes.max_seqs, 1)),
         tokens((shapes.num_tokens + count - 1) / count),
         context(shapes.pages_per_seq * shapes.page_size) {}
+  // Whether they may be of as many tokens each, a few behind a context. Else one of them is probably a chunk of a
+  // prompt beside decode rows.
+  bool AlikeAndShort(const PagedAttentionParams& shapes) const {
+    constexpr int64_t kFewTokens = 48;
+    return count > 1 && count * tokens == shapes.num_tokens && tokens <= kFewTokens && 2 * tokens < context;
+  }
   // Work tiles of 64 rows, without KV splits.
   int64_t SmallTiles(const PagedAttentionParams& shapes) const {
     return (tokens * (shapes.num_heads / shapes.num_kv_heads) + 63) / 64 * count * shapes.num_kv_heads;
@@ -67,11 +73,12 @@ bool SuitsAlternating(const PagedAttentionParams& shapes, const SplitKvPolicy& p
     return true;
   }
   const int64_t large_tiles = (shapes.num_tokens * group + 127) / 128 * shapes.num_kv_heads;
-  *instance = crosses && sequences.count <= kWarpPlannedSequences ? TmaInstance::kRows64Alternating
-                                                                  : TmaInstance::kRows128Alternating;
+  const bool many = sequences.count > kWarpPlannedSequences;
+  const bool alike = many && sequences.AlikeAndShort(shapes);
+  *instance = (crosses && !many) || alike ? TmaInstance::kRows64Alternating : TmaInstance::kRows128Alternating;
   // Without cross-CTA splits, one CTA takes all splits of its rows.
   const bool splits = crosses || (policy.pool_rows == 0 && SplitsOf(policy, sequences.tokens, sequences.context) > 1);
-  return splits && sequences.tokens * group <= 64 && large_tiles <= sms;
+  return splits && sequences.tokens * group <= 64 && (large_tiles <= sms || alike);
 }
 
 // The instance of PrefillTmaKernel of which an estimate takes the least time. Small work tiles, of which there are
@@ -84,13 +91,14 @@ TmaInstance TmaInstanceForFullTiles(const PagedAttentionParams& shapes, const Sp
   const int64_t sequences = std::max<int64_t>(shapes.max_seqs, 1);
   const int64_t tokens = std::min((shapes.num_tokens + sequences - 1) / sequences, context);
   // Of sequences of one length, or of a chunk beside decode rows.
+  const bool alike = Sequences(shapes).AlikeAndShort(shapes);
   int splits = CrossCtaSplits(policy, sequences, tokens, context);
-  if (splits == 1) splits = CrossCtaSplits(policy, 1, shapes.num_tokens - sequences + 1, context);
+  if (splits == 1 && !alike) splits = CrossCtaSplits(policy, 1, shapes.num_tokens - sequences + 1, context);
   const double longest = std::ceil(static_cast<double>(context) / kTileKeys / splits);
   const double average =
       std::ceil((static_cast<double>(context) - static_cast<double>(tokens) / 2) / kTileKeys / splits);
   // Where no sequence can have much more tokens than the average, each has a last work tile that is not full.
-  const int64_t prompts = 2 * tokens >= context ? sequences : 1;
+  const int64_t prompts = 2 * tokens >= context || alike ? sequences : 1;
   const int64_t prompt_rows = (rows + prompts - 1) / prompts;
   const TmaTileCost* best = nullptr;
   double best_time = 0;
@@ -105,6 +113,12 @@ TmaInstance TmaInstanceForFullTiles(const PagedAttentionParams& shapes, const Sp
       best = &cost;
       best_time = time;
     }
+  }
+  // Such rows read each key once, for which the other instance has another cache policy.
+  const bool one_tile = alike && splits == 1 && prompt_rows > 64 && prompt_rows <= 128;
+  if (one_tile && best->instance == TmaInstance::kRows128 && !IsFloat8(shapes.cache_dtype) &&
+      SplitsOf(policy, tokens, context) > 1) {
+    return TmaInstance::kRows128Alternating;
   }
   return best->instance;
 }

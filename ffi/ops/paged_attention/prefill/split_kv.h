@@ -277,11 +277,20 @@ struct SplitAccumulatorLayout {
     const bool several = shapes.max_seqs > 1 && shapes.max_seqs <= kFewChunks && shapes.num_tokens > shapes.max_seqs;
     const int64_t tiles = several ? Policy::kTargetWorkTiles : Policy::kTargetWorkTiles / 2;
     const int64_t rows = shapes.num_tokens * shapes.num_heads;
+    // Of a few sequences, mostly of few tokens, one may have most of the keys, and be short of work tiles by itself:
+    // where contexts may be that long, up to four times as many rows are not enough.
+    // A window that hides keys leaves nothing to split.
+    constexpr int64_t kLongContext = 16384;
+    const int64_t room_for_keys = shapes.pages_per_seq * shapes.page_size;
+    const bool has_window = shapes.sliding_window > 0 && shapes.sliding_window < room_for_keys;
+    const bool uneven = shapes.max_seqs <= kWarpPlannedSequences && !few_tokens && !has_window &&
+                        shapes.num_tokens <= shapes.max_seqs * Policy::kSmallTileTokens &&
+                        room_for_keys >= kLongContext;
+    const int64_t enough_rows = (uneven ? 4 : 1) * tiles * Policy::LargeTileRows(dim);
     const int64_t decode_rows = shapes.max_seqs > kFewChunks && shapes.num_tokens > shapes.max_seqs
                                     ? (shapes.max_seqs - 1) * shapes.num_heads
                                     : 0;
-    const bool enough =
-        rows - decode_rows > tiles * Policy::LargeTileRows(dim) || (short_contexts && !few_tokens) || decode_alone;
+    const bool enough = rows - decode_rows > enough_rows || (short_contexts && !few_tokens) || decode_alone;
     const int64_t sequences = SequencesPerGridRow(dim);
     const int64_t grid_rows = std::max<int64_t>(1, (shapes.max_seqs + sequences - 1) / sequences);
     const int64_t room = enough ? 0 : PrefillScratchLimit(shapes) / RowBytes(dim) / grid_rows;
