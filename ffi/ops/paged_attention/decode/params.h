@@ -174,12 +174,17 @@ inline KernelConfig MakeKernelConfig(const PagedAttentionCall& params) {
   const int64_t accumulator_bytes = config.accum_rows * (dim + kStateFloats) * int64_t{sizeof(float)};
   const int64_t most = DecodeScratchLimit(params) / std::max<int64_t>(accumulator_bytes, 1);
   config.whole_tiles = TakesWholeTiles(params);
-  config.store_every_split = !config.whole_tiles && !PathsShareCombine(params) &&
-                             config.work_tiles <= kSmallCombineTiles && config.work_tiles * kMaxSplits <= most;
+  const bool small = config.work_tiles <= kSmallCombineTiles && config.work_tiles * kMaxSplits <= most;
+  // Not where the prefill path's combine kernel merges these splits too, which takes those of CTAs.
+  config.store_every_split = !config.whole_tiles && small && params.decode_combine == nullptr;
   config.max_ctas = static_cast<int>(std::min<int64_t>(most / kCtaAccumulators, kMaxSms * kCtasPerSm));
-  config.accumulators = config.whole_tiles         ? 0
-                        : config.store_every_split ? config.work_tiles * kMaxSplits
-                                                   : int64_t{config.max_ctas} * kCtaAccumulators;
+  const int64_t of_splits = small ? config.work_tiles * kMaxSplits : 0;
+  const int64_t of_ctas = int64_t{config.max_ctas} * kCtaAccumulators;
+  // Where the paths may share a combine kernel, the GPU decides whether they do: room for both.
+  config.accumulators = config.whole_tiles          ? 0
+                        : PathsShareCombine(params) ? std::max(of_splits, of_ctas)
+                        : small                     ? of_splits
+                                                    : of_ctas;
   return config;
 }
 
