@@ -18,15 +18,26 @@ import griffe
 SOURCES = Path(__file__).resolve().parents[2] / "python"
 sys.path.insert(0, str(SOURCES))
 
-PUBLIC = ("xla_gpu.torch", "xla_gpu.jax", "xla_gpu._torch.user_kernels", "xla_gpu._jax.user_kernels")
+PUBLIC = ("xla_gpu.torch.", "xla_gpu.jax.", "xla_gpu._torch.user_kernels.", "xla_gpu._jax.user_kernels.")
 
 
 class OperatorDocstrings(griffe.Extension):
     """Appends the declaration's Args, Returns and Raises to the docstring of each operator's function."""
 
+    def on_package(self, *, pkg: griffe.Module, **_: Any) -> None:
+        """Called before on_function: the operators' functions must be where it looks for them."""
+        if pkg.path != "xla_gpu":
+            return
+        for front_end in ("torch", "jax"):
+            for operator in importlib.import_module("xla_gpu.ops").OPERATORS:
+                function: Any = pkg[front_end].members[operator.name]
+                path = function.target_path if function.is_alias else function.path
+                if not _is_public(path):
+                    raise ValueError(f"{path}: expected a function below {' or '.join(PUBLIC)}")
+
     def on_function(self, *, func: griffe.Function, **_: Any) -> None:
         """Called for every function of the package."""
-        if func.parent is None or func.parent.path not in PUBLIC or func.name.startswith("_"):
+        if not _is_public(func.path) or any(str(decorator.value) == "overload" for decorator in func.decorators):
             return
         if func.docstring is None:
             raise ValueError(f"{func.path}: expected a docstring that says what the function does, got none")
@@ -36,8 +47,12 @@ class OperatorDocstrings(griffe.Extension):
                 value = _value(func, str(call.arguments[0]))
                 text = value if str(call.function) == "docstring" else value.docstring
                 func.docstring.value = f"{inspect.cleandoc(func.docstring.value)}\n{text}"
-        if "Returns:" not in func.docstring.value and str(func.returns) != "None":
+        if "Returns:" not in func.docstring.value and str(func.returns) not in ("None", "Iterator[None]"):
             raise ValueError(f"{func.path}: expected a docstring with Returns, got {func.docstring.value!r}")
+
+
+def _is_public(path: str) -> bool:
+    return path.startswith(PUBLIC) and not path.rpartition(".")[2].startswith("_")
 
 
 def _value(func: griffe.Function, expression: str) -> Any:
