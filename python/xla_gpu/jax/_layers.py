@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from typing import overload
+
 import jax
 import jax.typing
 
@@ -102,6 +104,26 @@ def attention_block(
     """
 
 
+@overload
+def rms_norm(
+    x: jax.typing.ArrayLike,
+    weight: jax.typing.ArrayLike,
+    *,
+    eps: float,
+    residual: None = None,
+    weight_offset: float = 0.0,
+    round_once: bool = False,
+) -> jax.Array: ...
+@overload
+def rms_norm(
+    x: jax.typing.ArrayLike,
+    weight: jax.typing.ArrayLike,
+    *,
+    eps: float,
+    residual: jax.typing.ArrayLike,
+    weight_offset: float = 0.0,
+    round_once: bool = False,
+) -> tuple[jax.Array, jax.Array]: ...
 @function(_rms_norm.OPERATOR)
 def rms_norm(
     x: jax.typing.ArrayLike,

@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from typing import overload
+
 import torch
 
 from .._torch.functions import function
@@ -135,6 +137,26 @@ def attention_block_(
     """attention_block that stores keys and values in kv_cache, in place."""
 
 
+@overload
+def rms_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    *,
+    eps: float,
+    residual: None = None,
+    weight_offset: float = 0.0,
+    round_once: bool = False,
+) -> torch.Tensor: ...
+@overload
+def rms_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    *,
+    eps: float,
+    residual: torch.Tensor,
+    weight_offset: float = 0.0,
+    round_once: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]: ...
 @function(_rms_norm.OPERATOR)
 def rms_norm(
     x: torch.Tensor,
