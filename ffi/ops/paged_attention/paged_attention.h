@@ -54,7 +54,8 @@ struct PagedAttentionParams {
 
 namespace decode {
 struct DeferredCombine;
-}
+struct OneSequence;
+}  // namespace decode
 
 // The kernels that a launch of the prefill path launches: its combine kernel may come later than the others.
 enum class PrefillKernels { kAll, kAllButCombine, kCombine };
@@ -71,6 +72,8 @@ struct PagedAttentionCall : PagedAttentionParams {
   PrefillKernels prefill_kernels;  // CUDA
   // CUDA: where not null, the decode path leaves its combine kernel to the prefill path's.
   decode::DeferredCombine* decode_combine = nullptr;
+  // CUDA: where not null, LaunchPrefill may take the call's only sequence even if that belongs to the decode path.
+  decode::OneSequence* one_sequence = nullptr;
 
   // New tokens of a sequence, at most, where there is a tree_mask.
   int64_t MaxTreeTokens() const { return 32 * tree_words; }

@@ -9,13 +9,7 @@
 
 namespace xla_gpu {
 
-Status LaunchDecode(const PagedAttentionCall& params, Stream stream) {
-  // NOTE: with max_seqs == 0 all rows are padding rows, which the kernels still write.
-  if (params.num_tokens == 0 || params.num_heads == 0) return Status::Ok();
-  if (params.dtype == DType::kF32 || (params.tree_mask != nullptr && !decode::HasWideTiles(params))) {
-    return decode::LaunchSimt(params, stream);
-  }
-  // Kernels count cache slots in 32 bits, and bytes in 64.
+Status CheckSlotCounts(const PagedAttentionParams& params) {
   if (params.page_stride != params.page_size * params.slot_stride || params.slot_stride >= int64_t{1} << 31 ||
       params.num_pages * params.page_size >= int64_t{1} << 32) {
     return Status::InvalidArgument(
@@ -25,6 +19,16 @@ Status LaunchDecode(const PagedAttentionCall& params, Stream stream) {
         std::to_string(params.page_stride) + " elements from page to page and " + std::to_string(params.slot_stride) +
         " from slot to slot");
   }
+  return Status::Ok();
+}
+
+Status LaunchDecode(const PagedAttentionCall& params, Stream stream) {
+  // NOTE: with max_seqs == 0 all rows are padding rows, which the kernels still write.
+  if (params.num_tokens == 0 || params.num_heads == 0) return Status::Ok();
+  if (params.dtype == DType::kF32 || (params.tree_mask != nullptr && !decode::HasWideTiles(params))) {
+    return decode::LaunchSimt(params, stream);
+  }
+  if (Status status = CheckSlotCounts(params); !status.ok()) return status;
   if (params.cache_dtype == DType::kF8E4M3FN) return decode::LaunchE4M3(params, stream);
   if (params.cache_dtype == DType::kF8E5M2) return decode::LaunchE5M2(params, stream);
   return params.dtype == DType::kBF16 ? decode::LaunchBF16(params, stream) : decode::LaunchF16(params, stream);

@@ -89,6 +89,9 @@ constexpr int64_t DecodeScratchLimit(const PagedAttentionCall& shapes) {
                                                             : kScratchLimit - PrefillScratchLimit(shapes);
 }
 
+// Of a cache: kernels count its slots in 32 bits, and bytes in 64.
+Status CheckSlotCounts(const PagedAttentionParams& params);
+
 // Bytes at the start of `scratch` that LaunchDecode may use. Depends on shapes and dtypes alone.
 int64_t DecodeScratchBytes(const PagedAttentionCall& shapes);
 

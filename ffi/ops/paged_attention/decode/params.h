@@ -195,6 +195,13 @@ struct DeferredCombine {
   unsigned ctas;
 };
 
+// A call for one sequence, which probably has more tokens than the decode path takes: a kernel that finds out that it
+// has fewer costs 2 to 5 us, so that the prefill path's kernel takes it too, where that has code for it.
+struct OneSequence {
+  bool taken = false;  // by a kernel of the prefill path
+  DecodeArgs args;
+};
+
 // The arguments that follow from shapes and attributes alone.
 inline DecodeArgs MakeArgs(const PagedAttentionCall& params, const KernelConfig& config) {
   DecodeArgs args = {};
@@ -229,6 +236,19 @@ inline DecodeArgs MakeArgs(const PagedAttentionCall& params, const KernelConfig&
   args.group_multiplier = SmallDivisor::Make(args.group_size).multiplier;
   args.num_pages = static_cast<uint32_t>(params.num_pages);
   args.page = FastDivisor::Make(params.page_size);
+  return args;
+}
+
+// Whether OneSequence is for such calls.
+inline bool IsOneSequence(const PagedAttentionCall& params, const KernelConfig& config) {
+  return config.whole_tiles && config.row_tiles == 1 && params.max_seqs == 1 && !IsFloat8(params.cache_dtype);
+}
+// Its arguments, but for what only device code has names for.
+inline DecodeArgs MakeOneSequenceArgs(const PagedAttentionCall& params, const KernelConfig& config) {
+  DecodeArgs args = MakeArgs(params, config);
+  args.slot_stride_bytes = static_cast<uint32_t>(params.slot_stride * 2);
+  args.cta_group_size = 1;
+  args.num_kv_head_groups = static_cast<int>(params.num_kv_heads);
   return args;
 }
 

@@ -35,13 +35,17 @@ __device__ inline void PrefetchPageTable(const DecodeArgs& args) {
 }
 
 // A CTA of the split-KV kernel. blockIdx.x: its number in its CTA group; blockIdx.y: the CTA group.
-template <typename Traits>
+template <typename Traits, typename Shared = SplitKvSharedStorage<Traits>,
+          typename Scheduler = SplitKvTileScheduler<Traits>>
 class SplitKvCta {
  public:
-  __device__ SplitKvCta(const DecodeArgs& args, SplitKvSharedStorage<Traits>& shared)
+  __device__ SplitKvCta(const DecodeArgs& args, Shared& shared)
       : args_(args),
         shared_(shared),
         scheduler_(args, shared.scheduler[threadIdx.x / 32], shared.batch, StartLoads(args)) {}
+  // For ComputeNarrowRange alone.
+  __device__ SplitKvCta(const DecodeArgs& args, Shared& shared, const Scheduler& scheduler)
+      : args_(args), shared_(shared), scheduler_(scheduler) {}
 
   __device__ void Run() {
     const uint32_t begin = scheduler_.IntervalBegin(static_cast<int>(blockIdx.y));
@@ -63,7 +67,6 @@ class SplitKvCta {
   }
 
  private:
-  using Scheduler = SplitKvTileScheduler<Traits>;
   // Stages that are loaded ahead of the one that is computed.
   static constexpr int kAhead = Traits::kStages == 1 ? 1 : Traits::kStages - 1;
   static constexpr uint32_t kStageStride = Traits::kWarps * Traits::kTileBytes;
@@ -130,6 +133,7 @@ class SplitKvCta {
     }
   }
 
+ public:
   __device__ void ComputeNarrowRange(const WorkRange& range) {
     const PagedAttentionParams& params = args_.params;
     const SequencePlan& plan = range.plan;
@@ -230,6 +234,7 @@ class SplitKvCta {
     }
   }
 
+ private:
   // Brings the warp's first KV tiles into L2. What the kernel before writes of them it writes there too.
   __device__ void PrefetchTiles(const WorkRange& range, const PageLookup (&lookups)[kAhead], int keys_left) const {
     static_assert(!Traits::kDependent || Traits::kTileKeys == 16);
@@ -249,7 +254,7 @@ class SplitKvCta {
   }
 
   const DecodeArgs& args_;
-  SplitKvSharedStorage<Traits>& shared_;
+  Shared& shared_;
   Scheduler scheduler_;
 };
 

@@ -53,6 +53,7 @@ struct KernelTraits {
 
   static constexpr bool kWide = false;               // see WideKernelTraits
   static constexpr bool kDependent = false;          // see DependentKernelTraits
+  static constexpr bool kWholeTiles = false;         // see OneSequenceTraits
   static constexpr bool kTreeMask = kRowTiles == 4;  // of a half of a wide work tile
   static constexpr int kWarps = 4;
   static constexpr int kThreads = 32 * kWarps;
@@ -95,6 +96,12 @@ struct KernelTraits {
 template <CacheFormat kFormat_, int kHeadDim_, int kRowTiles_>
 struct DependentKernelTraits : KernelTraits<kFormat_, kHeadDim_, kRowTiles_, false, true> {
   static constexpr bool kDependent = true;
+};
+
+// Where a CTA of another kernel takes whole work tiles of the only sequence of a call (one_sequence.cuh).
+template <CacheFormat kFormat_, int kHeadDim_, bool kLargeSharedMemory_>
+struct OneSequenceTraits : KernelTraits<kFormat_, kHeadDim_, 1, false, kLargeSharedMemory_> {
+  static constexpr bool kWholeTiles = true;
 };
 
 // The split-KV kernel for work tiles of 64 query rows (wide_mainloop.cuh): two halves of the rows share the KV blocks

@@ -43,10 +43,11 @@ __device__ inline void AccumulateSplit(const DecodeArgs& args, const WorkRange& 
   const SequencePlan& plan = range.plan;
   const int index = plan.SegmentOf(split);
   const int first = index * plan.segment_splits;
-  const bool range_ends = split == range.split_end - 1;
-  const bool has_segment_begin = range.split_begin <= first;
-  const bool has_tile_begin = range.split_begin == 0;
-  const bool store_each = kHalves == 1 && args.store_every_split && plan.splits > 1;
+  constexpr bool kWhole = Traits::kWholeTiles;
+  const bool range_ends = !kWhole && split == range.split_end - 1;
+  const bool has_segment_begin = kWhole || range.split_begin <= first;
+  const bool has_tile_begin = kWhole || range.split_begin == 0;
+  const bool store_each = !kWhole && kHalves == 1 && args.store_every_split && plan.splits > 1;
   const int rows = min(plan.q_len * args.group_size - work_tile.row_tile * Traits::kRows, Traits::kRows);
   Accumulator<Traits> partial = accumulator;  // what is stored, of the splits from `from` on
   int from = split;
@@ -76,7 +77,7 @@ __device__ inline void AccumulateSplit(const DecodeArgs& args, const WorkRange& 
     }
   }
 #pragma unroll 1
-  while (true) {
+  while (!kWhole) {
     unsigned accumulator_index;
     const unsigned cta = blockIdx.y * gridDim.x + blockIdx.x;
     if constexpr (kHalves > 1) {

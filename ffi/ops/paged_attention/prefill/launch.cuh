@@ -162,6 +162,17 @@ inline bool MakeTmaParams(const PagedAttentionCall& params, const SplitAccumulat
   return true;
 }
 
+// The arguments of the decode path's code in the kernel, where that takes the call's only sequence.
+template <typename Traits>
+decode::DecodeArgs TakeOneSequenceArgs(const SplitAccumulatorLayout& layout, TmaParams* tma) {
+  if (!Traits::kTakesOneSequence || layout.one_sequence == nullptr) return {};
+  layout.one_sequence->taken = true;
+  tma->takes_one_sequence = true;
+  decode::DecodeArgs args = layout.one_sequence->args;
+  args.kv_l2_policy = kEvictFirst;
+  return args;
+}
+
 template <typename Traits>
 Status LaunchTma(const TmaParams& call, const SplitAccumulatorLayout& layout, int64_t sms, Stream stream) {
   using Layout = SplitAccumulatorLayout;
@@ -169,7 +180,7 @@ Status LaunchTma(const TmaParams& call, const SplitAccumulatorLayout& layout, in
   static_assert(Traits::kRows <= Layout::MaxTileRows(Traits::kHeadDim) &&
                 Traits::kMaxSequences == Layout::SequencesPerGridRow(Traits::kHeadDim));
   const PagedAttentionParams& params = call.attention;
-  void (*kernel)(TmaParams);
+  void (*kernel)(TmaParams, decode::DecodeArgs);
   if constexpr (Traits::kConsumerWarpgroups == 1) {
     kernel = PrefillSmallTmaKernel<Traits>;
   } else {
@@ -190,7 +201,8 @@ Status LaunchTma(const TmaParams& call, const SplitAccumulatorLayout& layout, in
   tma.split_kv.last_round_ctas = shares_last_round ? grid.x : 0;
   const LaunchConfig config{grid, Traits::kThreads, Traits::kSharedBytes, /*programmatic=*/true};
   if (layout.kernels != PrefillKernels::kCombine) {
-    if (Status status = Launch(config, stream, kernel, tma); !status.ok()) return status;
+    const decode::DecodeArgs decode_args = TakeOneSequenceArgs<Traits>(layout, &tma);
+    if (Status status = Launch(config, stream, kernel, tma, decode_args); !status.ok()) return status;
   }
   if (layout.pool_rows == 0 || layout.kernels == PrefillKernels::kAllButCombine) return Status::Ok();
 
@@ -220,17 +232,26 @@ Status LaunchTma(const TmaParams& call, const SplitAccumulatorLayout& layout, in
 }
 
 template <typename Traits>
-Status LaunchTmaOneWarpgroup(const TmaParams& tma, int64_t sms, Stream stream) {
+Status LaunchTmaOneWarpgroup(const TmaParams& call, const SplitAccumulatorLayout& layout, int64_t sms, Stream stream) {
   static_assert((Traits::kSharedBytes + 1024) * kOneWarpgroupCtasPerSm <= 228 * 1024);  // a CTA takes 1 KiB more
-  const PagedAttentionParams& params = tma.attention;
-  const auto kernel = PrefillTmaOneWarpgroupKernel<Traits>;
-  XLA_GPU_RETURN_IF_CUDA(
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Traits::kSharedBytes));
+  const PagedAttentionParams& params = call.attention;
   const int64_t ctas = std::min(SingleTileCtas(params, Traits::kRows), kOneWarpgroupCtasPerSm * sms);
   constexpr int64_t kSequences = Traits::Scheduler::kSequences;
   const int64_t grid_rows = std::max<int64_t>(1, (params.max_seqs + kSequences - 1) / kSequences);
   const dim3 grid(static_cast<unsigned>(ctas), static_cast<unsigned>(grid_rows));
-  return Launch({grid, Traits::kThreads, Traits::kSharedBytes, /*programmatic=*/true}, stream, kernel, tma);
+  const LaunchConfig config{grid, Traits::kThreads, Traits::kSharedBytes, /*programmatic=*/true};
+  TmaParams tma = call;
+  const decode::DecodeArgs decode_args = TakeOneSequenceArgs<Traits>(layout, &tma);
+  if (tma.takes_one_sequence) {
+    const auto kernel = PrefillTmaOneSequenceKernel<Traits>;
+    XLA_GPU_RETURN_IF_CUDA(
+        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Traits::kSharedBytes));
+    return Launch(config, stream, kernel, tma, decode_args);
+  }
+  const auto kernel = PrefillTmaOneWarpgroupKernel<Traits>;
+  XLA_GPU_RETURN_IF_CUDA(
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Traits::kSharedBytes));
+  return Launch(config, stream, kernel, tma);
 }
 
 // At head_dim 128, by the kernel that the shapes suggest. Instance<Config>: the traits of a configuration.
@@ -242,7 +263,9 @@ Status LaunchTmaDim128(const TmaParams& tma, const SplitAccumulatorLayout& layou
   switch (TmaInstanceDim128(tma.attention, tma.split_kv, one_warpgroup, sms)) {
     case TmaInstance::kOneWarpgroup:  // has no combine kernel
       if (layout.kernels == PrefillKernels::kCombine) return Status::Ok();
-      if constexpr (!kFloat8) return LaunchTmaOneWarpgroup<Instance<TmaConfigDim128OneWarpgroup>>(tma, sms, stream);
+      if constexpr (!kFloat8) {
+        return LaunchTmaOneWarpgroup<Instance<TmaConfigDim128OneWarpgroup>>(tma, layout, sms, stream);
+      }
       break;
     case TmaInstance::kRows64:
       return LaunchTma<Instance<TmaConfigDim128Rows64>>(tma, layout, sms, stream);

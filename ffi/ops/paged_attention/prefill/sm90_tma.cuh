@@ -12,6 +12,7 @@
 #include "ffi/device/mbarrier.cuh"
 #include "ffi/device/wgmma.cuh"
 #include "ffi/ops/paged_attention/decode/decode.h"
+#include "ffi/ops/paged_attention/decode/one_sequence.cuh"
 #include "ffi/ops/paged_attention/padding_rows.cuh"
 #include "ffi/ops/paged_attention/prefill/sm90_tma_consumer.cuh"
 #include "ffi/ops/paged_attention/prefill/sm90_tma_float8.cuh"
@@ -91,9 +92,24 @@ __device__ void RunProducerWarp(const TmaCta<Traits>& cta, int warp, Find find, 
   }
 }
 
+// Where a call has room for one sequence, and that has so few tokens that it belongs to the decode path: computes it.
+// `metadata`: of the sequence, in lane 0 of each warp. All threads of the CTA call this last.
+template <typename Traits>
+__device__ __forceinline__ void TakeOneSequence(const decode::DecodeArgs& args, const ThreadMetadata& metadata,
+                                                char* shared) {
+  using Decode = typename Traits::DecodeTraits;
+  const auto first = [](int value) { return __shfl_sync(~0u, value, 0); };
+  const decode::SequenceMetadata sequence = {first(metadata.q_begin), first(metadata.q_end),
+                                             first(metadata.context_len)};
+  const bool live = first(metadata.num_seqs) == 1;
+  if (threadIdx.x >= Decode::kThreads) return;
+  decode::ComputeOneSequence<Decode>(args, *reinterpret_cast<decode::OneSequenceStorage<Decode>*>(shared), live,
+                                     sequence, static_cast<int>(blockIdx.x), static_cast<int>(gridDim.x));
+}
+
 // A CTA of the kernel.
 template <typename Traits>
-__device__ __forceinline__ void RunPrefillTma(const TmaParams& params) {
+__device__ __forceinline__ void RunPrefillTma(const TmaParams& params, const decode::DecodeArgs& decode_args) {
   extern __shared__ __align__(1024) char shared[];
   const TmaCta<Traits> cta(params, shared);
   const PagedAttentionParams& attention = params.attention;
@@ -179,6 +195,9 @@ __device__ __forceinline__ void RunPrefillTma(const TmaParams& params) {
   // ---- CTAs without a work tile end here
   if (is_empty()) {
     if (behind_decode && blockIdx.x == 0 && blockIdx.y == 0) WaitForPreviousKernel();
+    if constexpr (Traits::kTakesOneSequence) {
+      if (params.takes_one_sequence) TakeOneSequence<Traits>(decode_args, metadata, shared);
+    }
     return;
   }
   if (probably_empty) {
@@ -209,9 +228,9 @@ __device__ __forceinline__ void RunPrefillTma(const TmaParams& params) {
 
 template <typename Traits>
 __global__ void __launch_bounds__(XLA_GPU_HAS_WGMMA ? Traits::kThreads : 32, 1)
-    PrefillTmaKernel(const __grid_constant__ TmaParams params) {
+    PrefillTmaKernel(const __grid_constant__ TmaParams params, const __grid_constant__ decode::DecodeArgs decode_args) {
 #if XLA_GPU_HAS_WGMMA
-  RunPrefillTma<Traits>(params);
+  RunPrefillTma<Traits>(params, decode_args);
 #endif
 }
 
@@ -219,11 +238,13 @@ __global__ void __launch_bounds__(XLA_GPU_HAS_WGMMA ? Traits::kThreads : 32, 1)
 // planned when it ends, and two CTAs of the decode path's, behind which it may wait.
 inline constexpr int kSmallTmaRegisters = 152;
 template <typename Traits>
-__global__ void __maxnreg__(kSmallTmaRegisters) PrefillSmallTmaKernel(const __grid_constant__ TmaParams params) {
+__global__ void __maxnreg__(kSmallTmaRegisters)
+    PrefillSmallTmaKernel(const __grid_constant__ TmaParams params,
+                          const __grid_constant__ decode::DecodeArgs decode_args) {
 #if XLA_GPU_HAS_WGMMA
   static_assert(kSmallTmaRegisters * Traits::kThreads >=
                 128 * (Traits::kProducerRegisters + Traits::kConsumerWarpgroups * Traits::kConsumerRegisters));
-  RunPrefillTma<Traits>(params);
+  RunPrefillTma<Traits>(params, decode_args);
 #endif
 }
 

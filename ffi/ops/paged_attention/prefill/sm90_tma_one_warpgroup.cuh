@@ -303,10 +303,10 @@ struct TmaOneWarpgroupConsumer : TmaConsumer<Traits> {
   }
 };
 
-template <typename Traits>
-__global__ void __launch_bounds__(XLA_GPU_HAS_WGMMA ? Traits::kThreads : 32, kOneWarpgroupCtasPerSm)
-    PrefillTmaOneWarpgroupKernel(const __grid_constant__ TmaParams params) {
-#if XLA_GPU_HAS_WGMMA
+// A CTA of the kernel. `decode_args`: none, or decode::DecodeArgs where it takes the call's only sequence even if that
+// belongs to the decode path.
+template <typename Traits, typename... DecodeArgs>
+__device__ __forceinline__ void RunPrefillTmaOneWarpgroup(const TmaParams& params, const DecodeArgs&... decode_args) {
   extern __shared__ __align__(1024) char shared[];
   const TmaCta<Traits> cta(params, shared);
   const PagedAttentionParams& attention = params.attention;
@@ -326,9 +326,35 @@ __global__ void __launch_bounds__(XLA_GPU_HAS_WGMMA ? Traits::kThreads : 32, kOn
   }
   const bool empty = scheduler.IsEmpty();
   if (behind_decode && (!empty || (blockIdx.x == 0 && blockIdx.y == 0))) WaitForPreviousKernel();
-  if (empty) return;
+  if (empty) {
+    if constexpr (sizeof...(DecodeArgs) > 0) {
+      if (params.takes_one_sequence) {
+        __syncthreads();  // the barriers' shared memory is no longer written
+        TakeOneSequence<Traits>(decode_args..., ThreadMetadata::Load(attention, /*seq=*/0, /*early=*/false), shared);
+      }
+    }
+    return;
+  }
   __syncthreads();
   TmaOneWarpgroupConsumer<Traits>(cta).Run(warp, [&](unsigned n, WorkTile* tile) { return scheduler.Find(n, tile); });
+}
+
+template <typename Traits>
+__global__ void __launch_bounds__(XLA_GPU_HAS_WGMMA ? Traits::kThreads : 32, kOneWarpgroupCtasPerSm)
+    PrefillTmaOneWarpgroupKernel(const __grid_constant__ TmaParams params) {
+#if XLA_GPU_HAS_WGMMA
+  RunPrefillTmaOneWarpgroup<Traits>(params);
+#endif
+}
+
+// For calls for one sequence: in a kernel of its own, since many short prompts, which the other one is for, wait for
+// instructions.
+template <typename Traits>
+__global__ void __launch_bounds__(XLA_GPU_HAS_WGMMA ? Traits::kThreads : 32, kOneWarpgroupCtasPerSm)
+    PrefillTmaOneSequenceKernel(const __grid_constant__ TmaParams params,
+                                const __grid_constant__ decode::DecodeArgs decode_args) {
+#if XLA_GPU_HAS_WGMMA
+  RunPrefillTmaOneWarpgroup<Traits>(params, decode_args);
 #endif
 }
 

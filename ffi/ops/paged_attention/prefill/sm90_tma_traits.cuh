@@ -12,6 +12,7 @@
 #include "ffi/device/async_copy.cuh"
 #include "ffi/device/fast_divisor.h"
 #include "ffi/device/tensor_map.cuh"
+#include "ffi/ops/paged_attention/decode/one_sequence.cuh"
 #include "ffi/ops/paged_attention/prefill/combine.cuh"
 #include "ffi/ops/paged_attention/prefill/persistent_flat_tile_scheduler.cuh"
 #include "ffi/ops/paged_attention/prefill/persistent_tile_scheduler.cuh"
@@ -29,6 +30,7 @@ struct TmaParams {
   int head_columns;           // from one kv head to the next, in columns of 64 elements
   bool query_by_tma;          // q_map is valid: 64 rows are whole tokens
   bool behind_decode;         // the decode path's kernels were launched before
+  bool takes_one_sequence;    // the only sequence is computed here even if it belongs to the decode path
   unsigned prefetch_pages;    // entries of block_tables to prefetch into L2
   const uint32_t* tree_mask;  // as in PagedAttentionCall
   int tree_words;
@@ -187,6 +189,10 @@ struct TmaKernelTraits : Config {
       kHeadDim == 128 && (kAlternates || kConsumerWarpgroups == 1) && !kFloat8Cache;
   // Whether a CTA takes some splits of its rows beside cross-CTA splits.
   static constexpr bool kTakesSomeSplits = kSharedAccumulators && kRowWarpgroups == 1;
+  // Whether it takes the only sequence of a call even if that belongs to the decode path, and by which code.
+  static constexpr bool kTakesOneSequence = !kFloat8Cache && !kAlternates;
+  static constexpr decode::CacheFormat kDecodeFormat =
+      std::is_same_v<T, __half> ? decode::CacheFormat::kF16 : decode::CacheFormat::kBF16;
   static constexpr int kWarpgroupThreads = 128;
   static constexpr int kThreads = (Config::kProducerWarpgroups + kConsumerWarpgroups) * kWarpgroupThreads;
   static constexpr int kRows = kRowWarpgroups * 64;  // of a work tile
@@ -273,6 +279,15 @@ struct TmaKernelTraits : Config {
       kFloat8Cache ? kRawTilesBegin + static_cast<int>(sizeof(RawTiles)) : static_cast<int>(sizeof(SharedStorage));
   static_assert(kHeadDim % 64 == 0 && kTileKeys % 16 == 0 && kTileKeys <= 256 && kSharedBytes <= 227 * 1024);
   static_assert(kTileBytes % kAtomBytes == 0 && kQueryBytes % kAtomBytes == 0);  // as the swizzle wants it
+
+  template <bool kLarge>
+  using DecodeTraitsOf = decode::OneSequenceTraits<kDecodeFormat, kHeadDim, kLarge>;
+  static constexpr bool kDecodesLarge =
+      sizeof(decode::OneSequenceStorage<DecodeTraitsOf<true>>) <= static_cast<size_t>(kSharedBytes);
+  using DecodeTraits = DecodeTraitsOf<kDecodesLarge>;
+  // A warp may still describe a work tile that the metadata no longer have when others begin with that sequence.
+  static_assert(!kTakesOneSequence ||
+                sizeof(decode::OneSequenceStorage<DecodeTraits>) <= offsetof(SharedStorage, tiles));
 
   // Registers of a thread after setmaxnreg; together no more than the launch has allocated.
   static constexpr int kProducerRegisters = kConsumerWarpgroups == 3 ? 32 : kHeadDim == 256 ? 40 : 56;
