@@ -12,6 +12,7 @@ from vllm.sampling_params import StructuredOutputsParams
 from tests.vllm import engines, tiny
 from tests.vllm.engines import greedy, random, run, tokens
 from vllm import SamplingParams
+from xla_gpu.vllm import versions
 from xla_gpu.vllm.program import compilations
 
 LENGTHS = (5, 17, 33, 1, 70, 12, 100)
@@ -296,8 +297,6 @@ def test_another_engine_with_longer_sequences(llama, reference):
         ({"model_impl": "transformers"}, "--model-impl: expected a model of vLLM's own, got transformers' Llama"),
         ({"seed": -1}, "--seed: expected a number from 0, got -1"),
         ({"convert": "embed"}, "--convert: expected none, got embed"),
-        # From 0.13.0 on vLLM refuses it itself.
-        ({"max_model_len": -1}, "--max-model-len: expected a positive number, got -1|max_model_len\n.*greater than 0"),
         ({"kv_cache_dtype": "bfloat16"}, "--kv-cache-dtype: expected auto or fp8 or"),
         ({"num_gpu_blocks_override": 16}, "--num-gpu-blocks-override: expected at least 17 for --max-model-len 256"),
     ],
@@ -305,6 +304,33 @@ def test_another_engine_with_longer_sequences(llama, reference):
 def test_refused_at_start(llama, options, text):
     with pytest.raises(Exception, match=text):
         engines.make(llama, **options)
+
+
+@pytest.mark.skipif(versions.vllm_version() in ("0.12.0", "0.13.0"), reason="options of vLLM 0.14")
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"ubatch_size": 2}, "--ubatch-size: expected 0, got 2"),
+        ({"enable_return_routed_experts": True}, "--enable-return-routed-experts: not supported"),
+    ],
+)
+def test_newer_options_refused_at_start(llama, options, text):
+    with pytest.raises(Exception, match=text):
+        engines.make(llama, **options)
+
+
+def test_a_length_below_one(llama):
+    """vLLM 0.12.0 leaves it to the platform, 0.13.0 refuses it; for 0.14 it is the longest that the caches hold."""
+    if versions.vllm_version() in ("0.12.0", "0.13.0"):
+        text = "--max-model-len: expected a positive number, got -1|max_model_len\n.*greater than 0"
+        with pytest.raises(Exception, match=text):
+            engines.make(llama, max_model_len=-1)
+        return
+    llm = engines.make(llama, max_model_len=-1, kv_cache_memory_bytes=200 << 10)  # of 512 KiB for 512 positions
+    chosen = llm.llm_engine.vllm_config.model_config.max_model_len
+    assert 16 < chosen < tiny.MAX_POSITIONS
+    assert tokens(llm, [[5, 6, 7]], greedy(4)) == [tiny.Reference(llama).greedy([5, 6, 7], 4)]
+    assert engines.runner_of(llm).requests.token_ids.shape[1] == chosen
 
 
 def test_positions_that_the_model_does_not_have(llama):

@@ -6,9 +6,13 @@ import dataclasses
 from typing import Any
 
 import torch
-from vllm.attention.backends.abstract import AttentionBackend, AttentionImpl, AttentionType
 
 import xla_gpu.torch as xg
+
+try:
+    from vllm.v1.attention.backend import AttentionBackend, AttentionImpl, AttentionType
+except ImportError:  # before vLLM 0.14
+    from vllm.attention.backends.abstract import AttentionBackend, AttentionImpl, AttentionType
 
 # vLLM's names of the caches' dtypes, as far as they are taken.
 CACHE_DTYPES = {

@@ -44,6 +44,8 @@ def refusals(config: Any) -> list[str]:
     expect_none("--enable-expert-parallel", parallel.enable_expert_parallel)
     expect_none("--enable-eplb", parallel.enable_eplb)
     expect_none("--enable-dbo", parallel.enable_dbo)
+    if (rows := getattr(parallel, "ubatch_size", 0)) > 1:  # of vLLM 0.14
+        expect("--ubatch-size", 0, rows)
     # "mp" is what vLLM sets itself for several devices.
     executors = (None, "uni", "mp") if parallel.world_size > 1 else (None, "uni")
     if parallel.distributed_executor_backend not in executors:
@@ -62,7 +64,9 @@ def refusals(config: Any) -> list[str]:
     bfloat16 = cache.cache_dtype == "bfloat16" and model is not None and model.dtype == torch.bfloat16
     if cache.cache_dtype not in CACHE_DTYPES and not bfloat16:
         expect("--kv-cache-dtype", " or ".join(CACHE_DTYPES), cache.cache_dtype)
-    if (load_format := str(config.load_config.load_format)) in LOAD_FORMATS:
+    load_format = str(config.load_config.load_format)
+    # vLLM sets it for a checkpoint of that quantisation, which is refused below.
+    if load_format in LOAD_FORMATS and (model is None or model.quantization != load_format):
         expect("--load-format", "auto, safetensors, pt, npcache, mistral, sharded_state or dummy", load_format)
     if scheduler.enable_chunked_prefill is False:
         expect("--enable-chunked-prefill", True, False)
@@ -126,6 +130,7 @@ def _model_refusals(model: Any) -> list[str]:
         "--enable-prompt-embeds": model.enable_prompt_embeds,
         "--enable-sleep-mode": model.enable_sleep_mode,
         "--logits-processors": bool(model.logits_processors),
+        "--enable-return-routed-experts": getattr(model, "enable_return_routed_experts", False),  # of vLLM 0.14
         "multi-head latent attention (MLA)": model.use_mla,
         "a state-space or hybrid model": model.is_hybrid or model.has_inner_state,
         "an encoder-decoder model": model.is_encoder_decoder,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from importlib import metadata
 
-VLLM = ("0.12.0", "0.13.0")
+VLLM = ("0.12.0", "0.13.0", "0.14.1")
 TORCH_XLA = "2.9.0"
 
 # vLLM's own distribution, and its pure-Python build for TPUs, which has the same modules.
@@ -26,7 +26,7 @@ def vllm_version() -> str | None:
 
 def problem() -> str | None:
     """One sentence on what is missing or does not fit, with the remedy; None where all fits."""
-    expected = " or ".join(VLLM)
+    expected = ", ".join(VLLM[:-1]) + f" or {VLLM[-1]}"
     vllm, torch_xla = vllm_version(), _base_version("torch_xla")
     if vllm is None:
         return f"xla_gpu.vllm: vLLM is not installed; install it with: pip install 'vllm=={VLLM[0]}'"

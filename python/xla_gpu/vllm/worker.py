@@ -6,7 +6,7 @@ import os
 from typing import Any
 
 import torch
-from vllm.distributed import ensure_model_parallel_initialized, init_distributed_environment
+from vllm.distributed import ensure_model_parallel_initialized, init_distributed_environment, parallel_state
 from vllm.logger import init_logger
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.worker.worker_base import WorkerBase
@@ -48,6 +48,8 @@ class Worker(WorkerBase):  # type: ignore[misc]
             distributed_init_method=self.distributed_init_method,
             backend="gloo",
         )
+        if self.model_config.get_num_experts() > 1:
+            _forget_groups_without_experts()
         ensure_model_parallel_initialized(1, 1)
         from . import moe  # noqa: F401  (registers its layers)
         from .model_runner import ModelRunner
@@ -77,6 +79,10 @@ class Worker(WorkerBase):  # type: ignore[misc]
         """Bytes for KV caches."""
         available = memory.for_kv_caches(self.vllm_config, self.device, self._room.bytes)
         return self._last_start.choose_cache_bytes(available)
+
+    def update_max_model_len(self, max_model_len: int) -> None:
+        """Called where vLLM 0.14 chose a length that the KV caches have room for (``--max-model-len -1``)."""
+        self.model_config.max_model_len = max_model_len
 
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
         """Makes the caches."""
@@ -117,3 +123,13 @@ class Worker(WorkerBase):  # type: ignore[misc]
         raise NotImplementedError(
             "xla_gpu.vllm: profiling through vLLM is not supported; use torch_xla.debug.profiler, see docs/vllm.md"
         )
+
+
+def _forget_groups_without_experts() -> None:
+    """Lets groups be made anew where an engine of this process, without experts, has left out those of experts.
+
+    vLLM 0.14 makes these for models with experts alone. All have one rank.
+    """
+    made = parallel_state.model_parallel_is_initialized()
+    if made and parallel_state._EP is None:
+        parallel_state.destroy_model_parallel()
