@@ -189,3 +189,123 @@ def test_64_bit_integers_that_jax_would_cut(frontend):
         with frontends.enable_x64():
             token, _ = xla_gpu.jax.sample(**(sampling | {"seed": np.array([1, 2, 2**32 + 5])}))
             assert np.asarray(token).min() >= 0
+
+
+def test_arrays_of_eager_calls_are_freed_with_their_last_name(frontend):
+    """And not by Python's next collection of cycles: on a GPU that is memory."""
+    import gc
+    import weakref
+
+    import jax
+
+    import xla_gpu.jax as xg
+
+    def gradient(x, weight):
+        return jax.grad(lambda x: xg.linear(x, weight).astype("float32").sum())(x)
+
+    calls = {
+        "rms_norm": lambda x, weight: xg.rms_norm(x, weight[0], eps=1e-5),
+        "linear": xg.linear,
+        "few rows": lambda x, weight: xg.linear(x[:3], weight),
+        "gated_mlp": lambda x, weight: xg.gated_mlp(x, jax.numpy.concatenate([weight, weight]), weight),
+        "gradient": gradient,
+    }
+    alive = []
+    gc.collect()
+    gc.disable()
+    try:
+        for name, call in calls.items():
+            x, weight = jax.device_put((np.ones((100, 64)), np.ones((64, 64))), frontend.device())
+            x, weight = x.astype("bfloat16"), weight.astype("bfloat16")
+            arrays = {"x": weakref.ref(x), "weight": weakref.ref(weight)}
+            jax.block_until_ready(call(x, weight))
+            del x, weight
+            alive += [f"{name}: {key}" for key, array in arrays.items() if array() is not None]
+    finally:
+        gc.enable()
+    assert not alive
+
+
+def test_no_tracer_leaks(frontend):
+    import jax
+
+    import xla_gpu.jax as xg
+
+    arrays = cases.build(CASE, poison=False).arrays()
+    x = np.ones((100, 64), jax.numpy.bfloat16)
+    with jax.checking_leaks(), jax.default_device(frontend.device()):
+        jax.jit(lambda arrays: _attend(xg, arrays))(arrays)
+        jax.jit(xg.linear)(x, x[:64])
+        jax.jit(xg.gated_mlp)(x, np.concatenate([x[:64], x[:64]]), x[:64])
+        jax.vmap(lambda x: xg.rms_norm(x, x[0], eps=1e-5))(x[None])
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda x: x.astype(">f4"), r"got >f4\[3, 64\] of type ndarray"),
+        (lambda x: x.astype(object), r"got \|O\[3, 64\] of type ndarray"),
+        (lambda x: np.ma.array(x), r"got <f4\[3, 64\] of type MaskedArray"),
+    ],
+    ids=["bytes", "objects", "masked"],
+)
+def test_arrays_that_jax_does_not_take_are_named(frontend, make, text):
+    import xla_gpu.jax
+
+    with pytest.raises(TypeError, match="rms_norm: x: expected an array that JAX takes, " + text):
+        xla_gpu.jax.rms_norm(make(np.ones((3, 64), np.float32)), np.ones(64, np.float32), eps=1e-5)
+
+
+def test_a_donated_array_is_named(frontend):
+    import jax
+
+    import xla_gpu.jax
+
+    update = jax.device_put(cache_cases.build_cache(cache_cases.CACHE_CASES[0]), frontend.device())
+    cache = update.pop("kv_cache")
+    jax.jit(lambda cache: xla_gpu.jax.reshape_and_cache(**update, kv_cache=cache), donate_argnums=0)(cache)
+    with pytest.raises(ValueError, match=r"reshape_and_cache: kv_cache: expected an array with memory, got .* donated"):
+        xla_gpu.jax.reshape_and_cache(**update, kv_cache=cache)
+
+
+@pytest.mark.parametrize("layout", ["combined", "split"])
+def test_scan_over_layers_updates_one_cache_without_a_copy(frontend, layout):
+    """As in docs/guides/jax_serving.md: the pages of all layers in one array, which the scan carries."""
+    import re
+
+    import jax
+    import jax.numpy as jnp
+
+    import xla_gpu.jax as xg
+
+    count, pages, page_size, heads, head_dim = 3, 8, 4, 2, 16
+    first, last = ((), (2 * heads,)) if layout == "combined" else ((2,), (heads,))
+    rng = np.random.default_rng(0)
+    caches = rng.standard_normal((count, *first, pages, page_size, *last, head_dim)).astype(np.float32)
+    cache = np.concatenate(list(caches), axis=len(first))
+    x = rng.standard_normal((3, heads, head_dim)).astype(np.float32)
+    slots, table = np.array([20, 21, -1], np.int32), np.array([[5]], np.int32)
+    batch = np.array([2], np.int32), np.array([0, 2], np.int32), np.array([1], np.int32)
+
+    def layer(x, cache, slots, table):
+        lens, start, num_seqs = batch
+        cache = xg.reshape_and_cache(x, x, cache, slots)
+        return x + xg.paged_attention(x, cache, lens, table, start, num_seqs, scale=0.25), cache
+
+    def body(carry, i):
+        own = jnp.where(slots < 0, -1, slots + i * pages * page_size)
+        return layer(*carry, own, table + i * pages), None
+
+    step = jax.jit(
+        lambda x, cache: jax.lax.scan(body, (x, cache), jnp.arange(count, dtype="int32"))[0], donate_argnums=1
+    )
+    placed = jax.device_put((x, np.array(cache)), frontend.device())
+    compiled = step.lower(*placed).compile()
+    sizes = ",".join(map(str, cache.shape))
+    assert not re.findall(rf"= f32\[{sizes}\]\S* copy\(", compiled.as_text())
+    got, got_cache = compiled(*placed)
+    want = x
+    for i in range(count):
+        want, caches[i] = layer(jax.device_put(want, frontend.device()), caches[i], slots, table)
+    compare.assert_bitwise_equal(np.asarray(got), np.asarray(want), "x")
+    compare.assert_bitwise_equal(np.asarray(got_cache), np.concatenate(list(caches), axis=len(first)), "cache")

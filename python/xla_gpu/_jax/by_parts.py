@@ -18,17 +18,20 @@ def product(call: OpCall, arrays: list[Any], arguments: dict[str, Any]) -> Any:
     if linear.uses_kernel(call):
         return _run(call, arrays)
 
+    activation = arguments["activation"]
+
     def dense(*arrays: Any) -> tuple[Any, ...]:
-        return (dense_linear.linear(dict(zip(call.operand_names, arrays, strict=True)), arguments["activation"]),)
+        return (dense_linear.linear(dict(zip(call.operand_names, arrays, strict=True)), activation),)
 
     return with_derivative(call, dense)(*arrays)[0]
 
 
 def gated_mlp(call: OpCall, arrays: list[Any], arguments: dict[str, Any]) -> Any:
     """See ops/gated_mlp.py; the arguments have been checked."""
+    options = _without_operands(call, arguments)
 
     def parts(operands: dict[str, Any]) -> tuple[Any, ...]:
-        given = {**arguments, **operands}
+        given = {**options, **operands}
         hidden = _product(given, "gate_up", _norm(given), activation=given["activation"])
         return (_product(given, "down", hidden, residual=given["residual"]),)
 
@@ -45,8 +48,10 @@ def attention_block(call: OpCall, arrays: list[Any], arguments: dict[str, Any]) 
     if attention.uses_kernels(call):
         return _run(call, arrays)
 
+    options = _without_operands(call, arguments)
+
     def parts(*arrays: Any) -> Any:
-        given = {**arguments, **dict(zip(call.operand_names, arrays, strict=True))}
+        given = {**options, **dict(zip(call.operand_names, arrays, strict=True))}
 
         # The middle is one call, which looks at all values before it writes any.
         products = dict.fromkeys(("qkv_weight", "out_weight", *attention.OF_PRODUCTS))
@@ -55,6 +60,11 @@ def attention_block(call: OpCall, arrays: list[Any], arguments: dict[str, Any]) 
         return _product(given, "out", attended, residual=given["residual"]), cache
 
     return with_derivative(call, parts)(*arrays)
+
+
+def _without_operands(call: OpCall, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments without arrays: functions of jax.custom_jvp are part of cycles, and would keep theirs."""
+    return {name: None if name in call.operand_names else value for name, value in arguments.items()}
 
 
 def _norm(given: Mapping[str, Any]) -> Any:

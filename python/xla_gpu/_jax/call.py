@@ -185,12 +185,26 @@ def _partitioned(call: OpCall) -> Callable[..., Any]:
 
 
 def as_array(where: str, value: Any) -> Any:
-    if isinstance(value, jax.Array | np.ndarray | np.generic):  # tracers are jax.Arrays too
+    if not isinstance(value, jax.Array | np.ndarray | np.generic):  # tracers are jax.Arrays too
+        raise TypeError(f"{where}: expected a JAX or NumPy array, got {type(value).__name__}")
+    if isinstance(value, jax.Array) and not isinstance(value, jax.core.Tracer) and value.is_deleted():
+        raise ValueError(
+            f"{where}: expected an array with memory, got {_described(value)}, donated to an earlier call or deleted"
+        )
+    try:
         array = jnp.asarray(value)
-        if array.dtype != value.dtype and value.dtype.kind in "iu" and value.size:
-            _check_kept(where, value, np.iinfo(array.dtype))
-        return array
-    raise TypeError(f"{where}: expected a JAX or NumPy array, got {type(value).__name__}")
+    except (TypeError, ValueError):  # objects, texts, bytes in the other order, masked arrays
+        raise TypeError(
+            f"{where}: expected an array that JAX takes, got {_described(value)} of type {type(value).__name__}"
+        ) from None
+    if array.dtype != value.dtype and value.dtype.kind in "iu" and value.size:
+        _check_kept(where, value, np.iinfo(array.dtype))
+    return array
+
+
+def _described(value: Any) -> str:
+    dtype = value.dtype.str if isinstance(value, np.ndarray) else value.dtype.name  # "<f4", with the order of bytes
+    return f"{dtype}{list(value.shape)}"
 
 
 def _check_kept(where: str, value: Any, limits: np.iinfo) -> None:

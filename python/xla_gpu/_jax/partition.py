@@ -6,12 +6,14 @@ tells it how the call divides: to Shardy by a rule, to GSPMD by callbacks.
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import jax
+import numpy as np
 from jax.experimental.custom_partitioning import ArrayMapping, CompoundFactor, SdyShardingRule, custom_partitioning
 
 from .._core.operator import OpCall
@@ -25,25 +27,43 @@ def partitioned(call: OpCall, partitioning: Partitioning, local: Callable[..., A
 
     ``local`` computes the call's results (a tuple) from operands of any sizes: a device's shards.
     """
-    function: Any = custom_partitioning(local)
+    identity = _identity(call)
     plan = _Plan(call, partitioning)
 
+    def function(*arrays: Any) -> Any:
+        return local(*arrays[: len(call.operands)])
+
     def partition(mesh: Any, arguments: Any, results: Any) -> Any:
+        arguments = arguments[: len(call.operands)]
         plan.check(mesh, arguments)
         operand_shardings, result_shardings = plan.shardings(mesh, arguments)
-        return mesh, local, result_shardings, operand_shardings
+        whole = jax.sharding.NamedSharding(mesh, P())
+        return mesh, function, result_shardings, (*operand_shardings, *(whole for _ in identity))
 
     def infer(mesh: Any, arguments: Any, results: Any) -> Any:
-        return plan.shardings(mesh, arguments)[1]
+        return plan.shardings(mesh, arguments[: len(call.operands)])[1]
 
-    function.def_partition(
+    divided: Any = custom_partitioning(function)
+    divided.def_partition(
         partition,
         infer_sharding_from_operands=infer,
         # JAX's own decoding fails without naming anybody where Shardy splits a mesh axis.
         decode_shardings=False,
-        sharding_rule=sharding_rule(call, partitioning),
+        sharding_rule=sharding_rule(call, partitioning, len(identity)),
     )
-    return cast(Callable[..., Any], function)
+    return lambda *arrays: cast(tuple[Any, ...], divided(*arrays, *identity))
+
+
+def _identity(call: OpCall) -> tuple[np.uint32, ...]:
+    """Numbers that differ for calls that do, which stand in the program as operands that nothing reads.
+
+    Until a program is partitioned its text shows of a call no more than shapes and the address of a Python object.
+    JAX's compilation cache on disk, told to leave out addresses (jax_remove_custom_partitioning_ptr_from_cache_key),
+    would find the program of another operator or of other attributes. Scalars, since JAX may make arguments of the
+    program of arrays.
+    """
+    text = repr((call.target, call.attributes, call.aliases)).encode()
+    return tuple(np.frombuffer(hashlib.sha256(text).digest()[:16], np.uint32))
 
 
 def explicit_shardings(call: OpCall, arrays: Sequence[Any]) -> tuple[Any, ...] | None:
@@ -70,8 +90,11 @@ def explicit_shardings(call: OpCall, arrays: Sequence[Any]) -> tuple[Any, ...] |
     return _Plan(call, call.partitioning).shardings(mesh, arguments)[1]
 
 
-def sharding_rule(call: OpCall, partitioning: Partitioning) -> SdyShardingRule:
-    """Shardy's rule for the call: each dimension is a factor, or two of which the axis is the major one."""
+def sharding_rule(call: OpCall, partitioning: Partitioning, scalars: int = 0) -> SdyShardingRule:
+    """Shardy's rule for the call: each dimension is a factor, or two of which the axis is the major one.
+
+    ``scalars``: operands behind those of the call.
+    """
     sizes: dict[str, int] = {}
     whole_axes: set[str] = set()
     names = itertools.count()
@@ -96,7 +119,7 @@ def sharding_rule(call: OpCall, partitioning: Partitioning) -> SdyShardingRule:
     results = tuple(array(axes, spec.shape) for axes, spec in zip(partitioning.results, call.results, strict=True))
     # Shardy refuses the size of a factor that is a whole dimension somewhere.
     factors = {name: size for name, size in sizes.items() if name not in whole_axes}
-    return SdyShardingRule(operands, results, **factors)
+    return SdyShardingRule((*operands, *(ArrayMapping() for _ in range(scalars))), results, **factors)
 
 
 class _Plan:
