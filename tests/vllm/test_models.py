@@ -50,6 +50,20 @@ def test_tokens_equal_transformers(name, tmp_path):
     assert (int(groups) > 1) == (name in ("gemma2", "gemma3", "cohere2", "olmo3"))
 
 
+WITH_IMAGES = sorted(tiny.WITH_IMAGES) if os.environ.get("XLA_GPU_TEST_ALL_MODELS") else ("gemma3_images",)
+
+
+@pytest.mark.parametrize("name", WITH_IMAGES)
+def test_text_of_a_model_with_images(name, tmp_path):
+    from vllm.engine.arg_utils import EngineArgs
+
+    equal, _, compiled, tokens = serve(name, tmp_path, limit_mm_per_prompt={"image": 0})
+    assert equal == "True", tokens
+    assert compiled == "0"
+    with pytest.raises(Exception, match=r"--limit-mm-per-prompt: expected '{\"image\": 0}' with"):
+        EngineArgs(model=str(tmp_path)).create_engine_config()
+
+
 # Options, and by how much the logit of a token may fall short of the largest one. Keys are rotated in float32 here and
 # in the model's dtype there: where they end in two float16, a float8 with two bits of mantissa may differ by a quarter.
 PRECISIONS = [

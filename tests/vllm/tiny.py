@@ -86,17 +86,44 @@ CONFIGS = {
     "falcon": lambda: t.FalconConfig(**_COMMON, new_decoder_architecture=True, num_kv_heads=2),
 }
 
+# Models with images, of which the text is served.
+_VISION = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 56,
+    "patch_size": 14,
+}
+WITH_IMAGES = {
+    "gemma3_images": lambda: t.Gemma3Config(
+        text_config={**_COMMON, **_GEMMA, "num_hidden_layers": 6},
+        vision_config=_VISION,
+        mm_tokens_per_image=4,
+        image_token_index=300,
+        boi_token_index=301,
+        eoi_token_index=302,
+        initializer_range=0.2,
+    ),
+    "mistral3_images": lambda: t.Mistral3Config(
+        text_config=t.MistralConfig(**_COMMON, sliding_window=None, head_dim=16),
+        vision_config=t.PixtralVisionConfig(**_VISION),
+        image_token_index=300,
+    ),
+}
+
 
 def save(name: str, folder: Path, sizes: Mapping[str, int] | None = None) -> str:
     """Writes the model and a tokenizer with a token for each byte; sizes: in the place of the configuration's."""
     torch.manual_seed(0)
-    config = CONFIGS[name]()
+    config = {**CONFIGS, **WITH_IMAGES}[name]()
     config.update(dict(sizes or {}))
-    model = t.AutoModelForCausalLM.from_config(config).float().eval()
+    auto = t.AutoModelForImageTextToText if name in WITH_IMAGES else t.AutoModelForCausalLM
+    model = auto.from_config(config).float().eval()
     for tensor_name, tensor in model.named_buffers():
         if tensor_name.endswith("e_score_correction_bias"):  # zero otherwise
             tensor.normal_(std=0.3)
-    if name.startswith("gemma"):
+    if name.startswith("gemma") and name not in WITH_IMAGES:
         model.config.hidden_act = "gelu_pytorch_tanh"  # as in the files of real checkpoints
     model.save_pretrained(folder)
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -133,7 +160,9 @@ class Reference:
 
             modeling_llama.eager_attention_forward = rounded
             options["attn_implementation"] = "eager"
-        self.model = t.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **options).eval()
+        with_images = hasattr(t.AutoConfig.from_pretrained(folder), "vision_config")
+        auto = t.AutoModelForImageTextToText if with_images else t.AutoModelForCausalLM
+        self.model = auto.from_pretrained(folder, dtype=dtype, **options).eval()
 
     @torch.no_grad()
     def greedy(self, prompt: list[int], new: int) -> list[int]:

@@ -16,6 +16,15 @@ CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3", "fp8_e5m2")
 # Of --load-format: weights that no layer of this back end takes, or loaders that copy to CUDA tensors themselves.
 LOAD_FORMATS = ("bitsandbytes", "fastsafetensors", "gguf", "tensorizer")
 
+# Models with images whose text is that of a model of text in them.
+TEXT_OF = (
+    "Gemma3ForConditionalGeneration",
+    "LlavaForConditionalGeneration",
+    "LlavaNextForConditionalGeneration",
+    "Mistral3ForConditionalGeneration",
+    "AyaVisionForConditionalGeneration",
+)
+
 
 def refusals(config: Any) -> list[str]:
     """For each option of a VllmConfig that is not supported a text: option, what is expected, what came."""
@@ -105,7 +114,9 @@ def _tensor_parallel_refusals(config: Any) -> list[str]:
 
 
 def _model_refusals(model: Any) -> list[str]:
-    found = []
+    found: list[str] = []
+    if model.is_multimodal_model and model.architecture not in (model.architectures or ()):
+        return found  # of the text in a model with images, whose own configuration was checked before
     if model.max_model_len < 1:
         found.append(f"--max-model-len: expected a positive number, got {model.max_model_len}")
     if model.seed is not None and model.seed < 0:
@@ -125,7 +136,7 @@ def _model_refusals(model: Any) -> list[str]:
     if model.dtype not in DTYPES:
         found.append(f"--dtype: expected float32, float16 or bfloat16, got {model.dtype}")
     if model.is_multimodal_model:
-        found.append(f"a model with images or sound ({model.architectures[0]}): expected text alone")
+        found += _multimodal_refusals(model)
     traits = {
         "--enable-prompt-embeds": model.enable_prompt_embeds,
         "--enable-sleep-mode": model.enable_sleep_mode,
@@ -140,6 +151,16 @@ def _model_refusals(model: Any) -> list[str]:
     }
     found += [f"{name}: not supported" for name, given in traits.items() if given]
     return found
+
+
+def _multimodal_refusals(model: Any) -> list[str]:
+    from vllm.multimodal import MULTIMODAL_REGISTRY
+
+    if (name := model.architecture) not in TEXT_OF:
+        return [f"a model with images or sound ({name}): expected text alone"]
+    if MULTIMODAL_REGISTRY.supports_multimodal_inputs(model):
+        return [f"--limit-mm-per-prompt: expected '{{\"image\": 0}}' with {name}, of which the text alone is served"]
+    return []
 
 
 def check(config: Any) -> None:

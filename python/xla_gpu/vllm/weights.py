@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch_xla
 from torch import nn
@@ -30,10 +32,17 @@ def load_model(config: VllmConfig, device: torch.device) -> nn.Module:
     # vLLM's loaders copy into slices of parameters, layer by layer: on the host that is done in place.
     config.load_config.device = "cpu"
     model = get_model_loader(config.load_config).load_model(vllm_config=config, model_config=config.model_config)
+    model = _of_text(model, config)
     check_positions(model, config.model_config.max_model_len)
     take_operators(model, config)
     move(model, device)
     return model
+
+
+def _of_text(model: Any, config: VllmConfig) -> nn.Module:
+    """Of a model that takes images too the one of text: no request has others, and theirs takes no memory."""
+    of_text: nn.Module = model.get_language_model() if config.model_config.is_multimodal_model else model
+    return of_text
 
 
 def check_positions(model: nn.Module, max_model_len: int) -> None:
@@ -116,6 +125,7 @@ def _random_model(config: VllmConfig, device: torch.device) -> nn.Module:
     with set_default_torch_dtype(config.model_config.dtype), torch.device("cpu"):
         model = initialize_model(vllm_config=config, model_config=config.model_config)
         process_weights_after_loading(model, config.model_config, torch.device("cpu"))
+    model = _of_text(model, config)
     check_positions(model, config.model_config.max_model_len)
     take_operators(model, config)
     torch_xla.manual_seed(config.model_config.seed)
