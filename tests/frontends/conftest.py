@@ -1,8 +1,18 @@
-"""Fixtures of the tests of register_ffi_target and ffi_call."""
+"""Fixtures of the tests of the front ends."""
 
 from __future__ import annotations
 
 import pytest
+
+from tests.common import frontends
+
+
+@pytest.fixture(scope="session", autouse=True)
+def devices_before_gradients() -> None:
+    """Autograd counts the devices at a process's first backward pass, and refuses those that torch_xla adds later."""
+    for name in ("torch_xla", "torch_xla-cuda"):
+        if not frontends.ALL[name].unavailable():
+            frontends.ALL[name].device()
 
 
 @pytest.fixture(scope="session")
