@@ -256,6 +256,27 @@ def test_arrays_that_jax_does_not_take_are_named(frontend, make, text):
         xla_gpu.jax.rms_norm(make(np.ones((3, 64), np.float32)), np.ones(64, np.float32), eps=1e-5)
 
 
+def test_what_stands_for_an_array_is_taken(frontend):
+    """As jax.numpy takes it: parameters of flax.nnx, for example."""
+    import jax
+
+    import xla_gpu.jax as xg
+
+    class Parameter:
+        def __init__(self, value):
+            self.value = value
+
+        def __jax_array__(self):
+            return self.value
+
+    x, weight = jax.device_put((np.ones((100, 64)), np.eye(64)), frontend.device())
+    x, weight = x.astype("bfloat16"), weight.astype("bfloat16")
+    for rows in (x, x[:3]):
+        np.testing.assert_array_equal(xg.linear(rows, Parameter(weight), residual=Parameter(rows)), rows + rows)
+    gated = xg.gated_mlp(x, Parameter(jax.numpy.concatenate([weight, weight])), Parameter(weight))
+    assert gated.shape == x.shape
+
+
 def test_a_donated_array_is_named(frontend):
     import jax
 

@@ -129,7 +129,7 @@ def _bind(operator: Operator, arguments: dict[str, Any]) -> tuple[OpCall, list[A
 
 def _run(call: OpCall, arrays: list[Any], reduced_axes: frozenset[str] = frozenset()) -> Any:
     """``reduced_axes``: mesh axes along which the results are the same, whatever the operands are."""
-    axes = _varying_axes(arrays) - reduced_axes
+    axes = varying_axes(arrays) - reduced_axes
     if axes or reduced_axes:  # inside jax.shard_map: the arrays are a device's own
         # What says over which mesh the results vary must not outlive that mesh's context.
         function = _function.__wrapped__(call, axes)
@@ -186,7 +186,10 @@ def _partitioned(call: OpCall) -> Callable[..., Any]:
 
 def as_array(where: str, value: Any) -> Any:
     if not isinstance(value, jax.Array | np.ndarray | np.generic):  # tracers are jax.Arrays too
-        raise TypeError(f"{where}: expected a JAX or NumPy array, got {type(value).__name__}")
+        made = getattr(value, "__jax_array__", None)  # of what stands for an array, such as flax.nnx.Param
+        if made is None:
+            raise TypeError(f"{where}: expected a JAX or NumPy array, got {type(value).__name__}")
+        value = made()
     if isinstance(value, jax.Array) and not isinstance(value, jax.core.Tracer) and value.is_deleted():
         raise ValueError(
             f"{where}: expected an array with memory, got {_described(value)}, donated to an earlier call or deleted"
@@ -238,7 +241,7 @@ def _target(call: OpCall, varying_axes: frozenset[str]) -> Callable[..., Any]:
     return lambda *arrays: target(*arrays, **attributes)
 
 
-def _varying_axes(arrays: list[Any]) -> frozenset[str]:
+def varying_axes(arrays: list[Any]) -> frozenset[str]:
     """The mesh axes over which the arrays vary inside jax.shard_map, which results then do too."""
     axes: frozenset[str] = frozenset()
     for array in arrays:

@@ -12,12 +12,17 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.custom_batching import sequential_vmap
 from jax.experimental.layout import Layout, with_layout_constraint
 
+from .._core.attributes import Text
 from .._core.checks import FLOAT8S, FLOATS, SMALLEST_FLOAT32, Checks
-from .._core.operator import ArraySpec, check_inputs_requested
+from .._core.operator import CACHED_CALLS, ArraySpec, OpCall, check_inputs_requested
+from .._core.partitioning import Partitioning
 from ..ops import paged_attention, reshape_and_cache
 from . import call
+from .gradients import with_derivative
+from .partition import explicit_shardings, partitioned
 
 DOCSTRING = """
 Stores the keys and values of the step's tokens in the cache and attends over it, as one call. The interface is
@@ -111,10 +116,18 @@ class _Options(NamedTuple):
 
 def ragged_paged_attention_v3(arrays: dict[str, Any], **options: Any) -> tuple[jax.Array, ...]:
     """See DOCSTRING; ``arrays`` holds all array arguments by name, None for no attention_sink."""
-    arrays = {name: call.as_array(f"{_check.name}: {name}", x) for name, x in arrays.items() if x is not None}
-    shape = _checked_shape({name: ArraySpec(tuple(x.shape), x.dtype.name) for name, x in arrays.items()})
-    results: tuple[jax.Array, ...] = _program(arrays.pop("kv_cache"), arrays, shape, _checked_options(**options))
+    arrays = {
+        name: call.as_array(f"{_check.name}: {name}", x)
+        for name, x in arrays.items()
+        if x is not None or name != "attention_sink"
+    }
+    _checked_shape(_specs(arrays))
+    results: tuple[jax.Array, ...] = _program(arrays.pop("kv_cache"), arrays, _checked_options(**options))
     return results
+
+
+def _specs(arrays: dict[str, Any]) -> dict[str, ArraySpec]:
+    return {name: ArraySpec(tuple(x.shape), x.dtype.name) for name, x in arrays.items()}
 
 
 # ---- Checks ----------------------------------------------------------------------------------------------------------
@@ -138,7 +151,7 @@ def _checked_shape(specs: dict[str, ArraySpec]) -> _Shape:
     _check.dtype("values", specs["values"], (keys.dtype,), " (as keys)")
     _check.shape("values", specs["values"], keys.shape, axes)
 
-    packing = 4 // np.dtype(cache.dtype).itemsize
+    packing = _packing(cache)
     padded_heads, padded_dim = _aligned(2 * num_kv_heads, packing), _aligned(head_dim, _ALIGNMENT)
     if len(cache.shape) != 5 or cache.shape[2:] != (padded_heads // packing, packing, padded_dim) or cache.shape[1] < 1:
         raise _check.value_error(
@@ -201,6 +214,11 @@ def _checked_options(
     )
 
 
+def _packing(kv_cache: ArraySpec) -> int:
+    """Rows of K and V that stand in one row of the cache, side by side in 32 bits."""
+    return 4 // np.dtype(kv_cache.dtype).itemsize
+
+
 def _aligned(size: int, alignment: int) -> int:
     return math.ceil(size / alignment) * alignment
 
@@ -208,11 +226,61 @@ def _aligned(size: int, alignment: int) -> int:
 # ---- The program -----------------------------------------------------------------------------------------------------
 
 
-@functools.partial(jax.jit, static_argnums=(2, 3), donate_argnums=0)
-def _program(
-    kv_cache: jax.Array, arrays: dict[str, jax.Array], shape: _Shape, options: _Options
-) -> tuple[jax.Array, ...]:
-    queries, keys, values = arrays["queries"], arrays["keys"], arrays["values"]
+@functools.partial(jax.jit, static_argnums=2, donate_argnums=0)
+def _program(kv_cache: jax.Array, arrays: dict[str, jax.Array], options: _Options) -> tuple[jax.Array, ...]:
+    arrays = {"kv_cache": kv_cache, **arrays}
+    if call.varying_axes(list(arrays.values())):  # inside jax.shard_map: the arrays are a device's own
+        return _attention(arrays, options)
+    described, function = _divided(tuple(_specs(arrays).items()), options)
+    shardings = explicit_shardings(described, list(arrays.values()))
+    if shardings is not None:
+        function = jax.sharding.auto_axes(function, out_sharding=shardings)
+    return tuple(function(*arrays.values()))
+
+
+@functools.lru_cache(maxsize=CACHED_CALLS)
+def _divided(specs: tuple[tuple[str, ArraySpec], ...], options: _Options) -> tuple[OpCall, Any]:
+    """The program's description, and the program as a function of its arrays: it divides over devices as a whole.
+
+    XLA does not divide a layout constraint, and would gather the cache for it.
+    """
+    operands = dict(specs)
+    queries, kv_cache = operands["queries"], operands["kv_cache"]
+    num_kv_heads, packs = operands["keys"].shape[1], kv_cache.shape[2]
+    of_heads, of_cache = (None, "kv_heads", None), (None, None, "kv_heads", None, None)
+    out = queries if options.out_dtype is None else ArraySpec(queries.shape, options.out_dtype.name)
+    lse = (ArraySpec(queries.shape[:2], "float32"),) if options.return_lse else ()
+    partitioning = Partitioning(
+        operands={
+            **dict.fromkeys(("queries", "keys", "values"), of_heads),
+            "kv_cache": of_cache,
+            "attention_sink": ("kv_heads",),
+        },
+        results=(of_heads, of_cache, of_heads[:2])[: 2 + len(lse)],
+        # float8 packs two heads side by side; where the cache has padding it cannot be divided.
+        sizes={"kv_heads": 1 if 2 * num_kv_heads % _packing(kv_cache) else math.gcd(num_kv_heads, packs)},
+        never_gathered=("kv_cache",),
+    )
+    described = OpCall(
+        name=_check.name,
+        target=f"xla_gpu_{_check.name}",
+        operand_names=tuple(operands),
+        operands=tuple(operands.values()),
+        results=(out, kv_cache, *lse),
+        attributes=(("options", Text(repr(options).encode())),),
+        partitioning=partitioning,
+    )
+
+    def local(*arrays: Any) -> tuple[jax.Array, ...]:
+        return _attention(dict(zip(operands, arrays, strict=True)), options)
+
+    return described, with_derivative(described, sequential_vmap(partitioned(described, partitioning, local)))
+
+
+def _attention(arrays: dict[str, jax.Array], options: _Options) -> tuple[jax.Array, ...]:
+    """The program of one device."""
+    shape = _checked_shape(_specs(arrays))
+    queries, keys, values, kv_cache = (arrays[name] for name in ("queries", "keys", "values", "kv_cache"))
     num_tokens, num_heads, head_dim = queries.shape
     group = num_heads // keys.shape[1]
     num_seqs = arrays["distribution"][2:]
