@@ -21,6 +21,9 @@ from .._core.partitioning import Axes, Partitioning
 
 P = jax.sharding.PartitionSpec
 
+# Under a mesh of explicit axes a device's program may have JAX's own operations beside a call: newer than jax 0.7.
+DIVIDES_OPERATIONS = hasattr(jax.sharding, "use_abstract_mesh")
+
 
 def partitioned(call: OpCall, partitioning: Partitioning, local: Callable[..., Any]) -> Callable[..., Any]:
     """A function of call's operands that divides as ``partitioning`` says.
@@ -33,12 +36,19 @@ def partitioned(call: OpCall, partitioning: Partitioning, local: Callable[..., A
     def function(*arrays: Any) -> Any:
         return local(*arrays[: len(call.operands)])
 
+    def of_a_device(*arrays: Any) -> Any:
+        # Of the mesh of jax.set_mesh a device knows nothing: JAX's operations would say how their results divide.
+        if not DIVIDES_OPERATIONS:
+            return function(*arrays)
+        with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
+            return function(*arrays)
+
     def partition(mesh: Any, arguments: Any, results: Any) -> Any:
         arguments = arguments[: len(call.operands)]
         plan.check(mesh, arguments)
         operand_shardings, result_shardings = plan.shardings(mesh, arguments)
         whole = jax.sharding.NamedSharding(mesh, P())
-        return mesh, function, result_shardings, (*operand_shardings, *(whole for _ in identity))
+        return mesh, of_a_device, result_shardings, (*operand_shardings, *(whole for _ in identity))
 
     def infer(mesh: Any, arguments: Any, results: Any) -> Any:
         return plan.shardings(mesh, arguments[: len(call.operands)])[1]

@@ -22,7 +22,7 @@ from .._core.partitioning import Partitioning
 from ..ops import paged_attention, reshape_and_cache
 from . import call
 from .gradients import with_derivative
-from .partition import explicit_shardings, partitioned
+from .partition import DIVIDES_OPERATIONS, explicit_shardings, partitioned
 
 DOCSTRING = """
 Stores the keys and values of the step's tokens in the cache and attends over it, as one call. The interface is
@@ -233,6 +233,8 @@ def _program(kv_cache: jax.Array, arrays: dict[str, jax.Array], options: _Option
         return _attention(arrays, options)
     described, function = _divided(tuple(_specs(arrays).items()), options)
     shardings = explicit_shardings(described, list(arrays.values()))
+    if shardings is not None and not DIVIDES_OPERATIONS:  # the cache is gathered
+        return _attention(arrays, options)
     if shardings is not None:
         function = jax.sharding.auto_axes(function, out_sharding=shardings)
     return tuple(function(*arrays.values()))
