@@ -6,11 +6,18 @@ PyTorch on CPU and CUDA tensors) and ``xla_gpu.jax``.
 
 __version__: str
 
+_MODULES = ("adapters", "errors", "jax", "quantization", "torch", "torchax", "vllm")
+
 
 def __getattr__(name: str) -> str:
     # Computed on first access: torch_xla imports this package at start-up, and importlib.metadata costs milliseconds.
     if name != "__version__":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        text = f"module {__name__!r} has no attribute {name!r}"
+        if name in _MODULES:
+            text += f" before import {__name__}.{name}"
+        elif not name.startswith("_"):
+            text += f": the operators are in {__name__}.torch and {__name__}.jax"
+        raise AttributeError(text)
     from importlib import metadata
     from pathlib import Path
 

@@ -49,3 +49,26 @@ for needs_torch_xla in (xg.jit, xg.to_xla, torch.compile(xg.silu_and_mul, backen
         print("needs torch_xla 2.9, which is not installed: pip install" in str(error))
 """
     assert process.run(block + use).splitlines() == ["[2.0, 2.0, 2.0]", "True", "True", "True"]
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("quantization", "'quantization' before import xla_gpu.quantization"),
+        ("paged_attention", "'paged_attention': the operators are in xla_gpu.torch and xla_gpu.jax"),
+        ("__wrapped__", "no attribute '__wrapped__'\n"),
+    ],
+)
+def test_what_is_not_in_the_package_is_said_where(name, text):
+    code = f"import xla_gpu\ntry: xla_gpu.{name}\nexcept AttributeError as error: print(error, end='\\n\\n')"
+    assert text in process.run(code) + "\n"
+
+
+def test_every_public_module_is_named():
+    import pathlib
+
+    import xla_gpu
+
+    files = pathlib.Path(xla_gpu.__file__).parent.iterdir()
+    found = {file.stem for file in files if not file.stem.startswith("_") and (file.is_dir() or file.suffix == ".py")}
+    assert found - {"lib"} == {*xla_gpu._MODULES, "ops"}
