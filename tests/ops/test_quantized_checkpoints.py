@@ -189,6 +189,10 @@ def rotated(*locations):
         (compressed("int-quantized", type="int", symmetric=False, strategy="channel"), "symmetric"),
         (compressed("float-quantized", strategy="group", group_size=128), "strategy"),
         ({"quant_method": "compressed-tensors", "config_groups": {}}, "config_groups: expected one group, got 0"),
+        (
+            compressed("float-quantized", strategy="channel") | {"sparsity_config": {"format": "sparse-24-bitmask"}},
+            "sparsity_config: expected dense, got 'sparse-24-bitmask'",
+        ),
         (rotated("weight_input", "input"), "transform_config: expected transforms of weights alone, got 'input'"),
     ],
     ids=lambda x: x if isinstance(x, str) else "",
@@ -201,6 +205,7 @@ def test_what_no_format_has_is_refused(config, text):
 def test_transforms_that_are_in_the_weights_are_no_matter():
     CheckpointFormat({"quantization_config": rotated("weight_input", "weight_output")})
     CheckpointFormat({"quantization_config": rotated() | {"transform_config": {}}})
+    CheckpointFormat({"quantization_config": rotated() | {"sparsity_config": {"format": "dense"}}})
 
 
 @pytest.mark.parametrize("dtype", ["float8_e4m3fn", "int8"])

@@ -205,6 +205,16 @@ def test_layers_are_named_as_the_model_names_them():
     assert ignoring._is_plain(f"model.{layer}") and not ignoring._is_plain("model.decoder.layers.1.fc1")
 
 
+@pytest.mark.parametrize("layer", ["lm_head", "model.embed_tokens"])
+def test_a_vocabulary_that_is_quantised(layer, monkeypatch):
+    """vLLM's layers over the vocabulary would look for a plain weight while they load."""
+    config = CheckpointQuantization({"quant_method": "gptq", "bits": 4, "group_size": 128, "lm_head": True})
+    tensors = {f"{layer}.qweight": {"dtype": "I32"}, "model.norm.weight": {"dtype": "BF16"}}
+    monkeypatch.setattr("xla_gpu.vllm.quantization.get_safetensors_params_metadata", lambda _: tensors)
+    with pytest.raises(ValueError, match=f"not supported: {layer}: expected plain weights, got quantised ones"):
+        config.maybe_update_config("a model")
+
+
 @pytest.mark.parametrize("layout", ["compressed-tensors-float8", "fp8"])
 def test_layers_that_are_plain_in_the_files(layout, tmp_path):
     """Whatever the settings say: they may name those that are quantised, by regular expressions."""

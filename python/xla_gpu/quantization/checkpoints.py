@@ -127,6 +127,9 @@ def _compressed_tensors(settings: Mapping[str, Any]) -> Callable[[str, Get, set[
     for location in (each.get("location") for scheme in transforms for each in scheme.get("apply") or ()):
         if not str(location).startswith("weight_"):  # those are in the stored weights; others are work of the program
             raise _unsupported("transform_config", "transforms of weights alone", location)
+    sparsity = (settings.get("sparsity_config") or {}).get("format", "dense")
+    if sparsity != "dense":  # others leave zeros out of the files
+        raise _unsupported("sparsity_config", "dense", sparsity)
     weights = _mapping("weights", _mapping("config_groups", groups[0]).get("weights") or {})
     layout = str(groups[0].get("format") or settings.get("format"))
     bits, kind, strategy = (weights.get(name) for name in ("num_bits", "type", "strategy"))

@@ -56,6 +56,9 @@ _SCALES = ("weight_scale", "weight_scale_inv", "scales")
 _QUANTISED = (".qweight", ".weight_packed", ".weight_scale", ".weight_scale_inv")
 _PLAIN = ("F64", "F32", "F16", "BF16")
 
+# Layers over the vocabulary.
+_ALWAYS_PLAIN = ("lm_head", "embed_tokens")
+
 
 @register_quantization_config(NAME)
 class CheckpointQuantization(QuantizationConfig):  # type: ignore[misc]
@@ -73,12 +76,21 @@ class CheckpointQuantization(QuantizationConfig):  # type: ignore[misc]
         return _restored, (self.settings, self.packed_modules_mapping, self.is_quantised)
 
     def maybe_update_config(self, model_name: str) -> None:
-        """Notes which layers of a checkpoint are quantised: its settings need not say it, or not by their names."""
+        """Notes which layers of a checkpoint are quantised: its settings need not say it, or not by their names.
+
+        Raises:
+          ValueError: the head or the embedding is.
+        """
         tensors = get_safetensors_params_metadata(model_name)
         plain = {name for name, tensor in tensors.items() if name.endswith(".weight") and tensor["dtype"] in _PLAIN}
         quantised = {name for name in tensors if name.endswith(_QUANTISED)}
         self.is_quantised = {name.rpartition(".")[0]: False for name in sorted(plain)}
         self.is_quantised |= {name.rpartition(".")[0]: True for name in sorted(quantised)}
+        for layer, is_quantised in self.is_quantised.items():
+            if is_quantised and layer.rpartition(".")[2] in _ALWAYS_PLAIN:
+                raise ValueError(
+                    f"xla_gpu.vllm: this checkpoint is not supported: {layer}: expected plain weights, got quantised ones"
+                )
 
     def apply_vllm_mapper(self, hf_to_vllm_mapper: Any) -> None:
         """Renames the layers that the checkpoint names as vLLM's model names them."""
