@@ -6,17 +6,21 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch_xla
 from vllm.sampling_params import StructuredOutputsParams
 
 from tests.vllm import engines, tiny
 from tests.vllm.engines import greedy, metric, random, run, tokens
 from vllm import SamplingParams
 from xla_gpu.vllm import versions
+from xla_gpu.vllm.block_tables import BlockTables
 from xla_gpu.vllm.ngram import NgramProposer
 from xla_gpu.vllm.program import compilations
-from xla_gpu.vllm.requests import Batch
+from xla_gpu.vllm.requests import Batch, RequestTable
 from xla_gpu.vllm.sampler import edits
 from xla_gpu.vllm.speculation import DraftRows
+from xla_gpu.vllm.step_layout import StepLayout
+from xla_gpu.vllm.step_packer import StepPacker
 
 DRAFTED, ACCEPTED = "vllm:spec_decode_num_draft_tokens", "vllm:spec_decode_num_accepted_tokens"
 CONFIG = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
@@ -73,6 +77,44 @@ def test_rows_of_a_step():
     # A row for a request that the step has not is nobody's.
     assert rows.grammar(["b", "gone", "c"], np.insert(masks, 1, 9, 0), sampled) == found
     assert {row: int(words[0]) for row, words in found.items()} == {3: 1, 4: 2, 5: 3}
+
+
+def test_steps_without_drafts():
+    """Their rows are the requests, and they are packed from a template: what is not rewritten must not change."""
+    tables = BlockTables(max_seqs=3, max_model_len=32, block_sizes=[8], device=torch_xla.device())
+    table = RequestTable(3, 32, tables, seed=0)
+    packer = StepPacker(table, tables, unused_slot=3)
+    given = {"a": [5, 6, 7], "b": list(range(10, 17))}
+    new = [
+        SimpleNamespace(
+            req_id=name,
+            sampling_params=SamplingParams(),
+            prompt_token_ids=prompt,
+            block_ids=[[1 + 2 * index, 2 + 2 * index]],
+            num_computed_tokens=0,
+        )
+        for index, (name, prompt) in enumerate(given.items())
+    ]
+    none = SimpleNamespace(req_ids=[], new_block_ids=[], num_computed_tokens=[])
+    step = {"finished_req_ids": (), "preempted_req_ids": (), "scheduled_cached_reqs": none}
+    table.update(SimpleNamespace(scheduled_new_reqs=new, **step))
+    batch = table.batch(SimpleNamespace(num_scheduled_tokens={"a": 1, "b": 1}))
+    layout = StepLayout(num_tokens=4, max_seqs=3, num_groups=1, max_updates=8, max_draft_rows=4)
+    rows, general = DraftRows.of(batch, {}), DraftRows.of(batch, {"another": [1]})
+    for name in ("drafts", "first", "request", "number"):
+        assert np.array_equal(getattr(rows, name), getattr(general, name))
+    assert rows.batch is batch and np.array_equal(general.batch.slots, batch.slots)
+    for token in (40, 41, 42):
+        for slot in batch.slots.tolist():
+            table.num_computed[slot] = table.num_tokens[slot]
+            table.put(slot, [token + slot])
+            table.num_tokens[slot] += 1
+        got = layout.unpack(packer.decode(layout, batch))
+        assert got["tokens"].tolist()[:2] == [token + slot for slot in batch.slots.tolist()]
+        expected = layout.unpack(packer.pack(layout, batch, batch.ones, rows.step_rows(batch.ones)))
+        for name, part in expected.items():
+            if not name.startswith("update"):  # the pages went with the first step
+                assert np.array_equal(got[name], part), name
 
 
 def test_bad_words_beside_drafts():

@@ -165,14 +165,14 @@ class ModelRunner:
         total = scheduled.total_num_scheduled_tokens
         layout = self.layout(buckets.next_bucket(self.token_buckets, total))
         previous = self._last_tokens
-        drafts = None
-        if self._drafter is None and total == len(batch.slots):  # one token of each request
+        drafts, drafted = None, scheduled.scheduled_spec_decode_tokens
+        if self._drafter is not None:
+            drafts = self._drafter.begin(batch, drafted)
+        if total == len(batch.slots) and not drafted:  # one token of each request
             counts = batch.ones
             packed = self._packer.decode(layout, batch)
         else:
             counts = np.fromiter(scheduled.num_scheduled_tokens.values(), np.int32, len(batch.slots))
-            if self._drafter is not None:
-                drafts = self._drafter.begin(batch, scheduled.scheduled_spec_decode_tokens)
             packed = self._packer.pack(layout, batch, counts, None if drafts is None else drafts.step_rows(counts))
         greedy, logits, states = self._launch(layout, packed)
         self._launched = Launched(batch, counts, previous, greedy, logits, states, drafts)

@@ -88,9 +88,8 @@ class CheckpointQuantization(QuantizationConfig):  # type: ignore[misc]
         self.is_quantised |= {name.rpartition(".")[0]: True for name in sorted(quantised)}
         for layer, is_quantised in self.is_quantised.items():
             if is_quantised and layer.rpartition(".")[2] in _ALWAYS_PLAIN:
-                raise ValueError(
-                    f"xla_gpu.vllm: this checkpoint is not supported: {layer}: expected plain weights, got quantised ones"
-                )
+                text = f"{layer}: expected plain weights, got quantised ones"
+                raise ValueError(f"xla_gpu.vllm: this checkpoint is not supported: {text}")
 
     def apply_vllm_mapper(self, hf_to_vllm_mapper: Any) -> None:
         """Renames the layers that the checkpoint names as vLLM's model names them."""

@@ -60,6 +60,9 @@ class DraftRows:
     @classmethod
     def of(cls, batch: Batch, scheduled: Mapping[str, Sequence[int]]) -> DraftRows:
         """The rows of a step; scheduled: drafts by request id."""
+        if not scheduled:  # as where nothing repeats
+            each = np.arange(len(batch.slots), dtype=np.int32)
+            return cls(batch.requests, [[] for _ in batch.requests], each, each, np.zeros_like(each), batch)
         drafts = [list(scheduled.get(request.req_id, ())) for request in batch.requests]
         counts = _lengths(drafts) + 1
         first = np.cumsum(counts, dtype=np.int32) - counts
@@ -168,7 +171,7 @@ class Drafter:
     def begin(self, batch: Batch, scheduled: Mapping[str, Sequence[int]]) -> DraftRows:
         """The rows of a step. Its drafts are known tokens from now on."""
         rows = DraftRows.of(batch, scheduled)
-        for request, draft in zip(rows.requests, rows.drafts, strict=True):
+        for request, draft in zip(rows.requests, rows.drafts, strict=True) if scheduled else ():
             if draft:
                 self._table.put(request.slot, draft)
         return rows

@@ -51,13 +51,15 @@ class StepPacker:
         return packed
 
     def decode(self, layout: StepLayout, batch: Batch) -> Int32Array:
-        """The array of a step with one token of each request, as ``pack`` makes it."""
+        """The array of a step with one token of each request, as ``pack`` makes it; no row verifies a draft."""
         known_layout, known_batch, template = self._template
         slots = batch.slots
+        drafts = layout.max_draft_rows > 0  # then the host knows every token, and each request has a row of logits
         computed = self._requests.num_computed[slots]
         if known_batch is not batch or known_layout is not layout:
-            packed = self.pack(layout, batch, batch.ones)
-            if (computed >= self._requests.known[slots]).all():  # and stays so: each token is the last one sampled
+            packed = self.pack(layout, batch, batch.ones, np.arange(len(slots), dtype=np.int32) if drafts else None)
+            # And stays so: each token is the last one sampled.
+            if drafts or (computed >= self._requests.known[slots]).all():
                 template = packed.copy()
                 updates = layout.unpack(template)
                 updates["update_indices"][:] = self._tables.unused_entry
@@ -67,6 +69,8 @@ class StepPacker:
         n, packed = len(slots), template.copy()
         parts = layout.unpack(packed)
         parts["positions"][:n] = computed
+        if drafts:
+            parts["tokens"][:n] = self._requests.token_ids[slots, computed]
         np.add(computed, 1, out=parts["context_lens"][:n])
         for group, slot_mapping in enumerate(parts["slot_mapping"]):
             slot_mapping[:n] = self._tables.cache_slots(group, slots, computed)
