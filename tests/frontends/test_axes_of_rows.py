@@ -46,6 +46,9 @@ def test_a_residual_has_the_axes_of_x(frontend, operator):
         ValueError, match=rf"{operator}: residual: expected shape \[2, 3, out_features\] \(rows as x\), got"
     ):
         frontend.call(operator, arrays)
+    arrays["x"], arrays["residual"] = arrays["x"][0, 0], arrays["residual"][0, 0]
+    with pytest.raises(ValueError, match=rf"{operator}: residual: expected shape \[out_features\] \(rows as x\), got"):
+        frontend.call(operator, arrays)
 
 
 @pytest.mark.frontends("eager", "eager-cuda")

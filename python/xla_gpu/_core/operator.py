@@ -180,7 +180,7 @@ class Operator:
         first, *others = self.rows
         axes = operands[first].shape[:-1]
         for name in others:
-            if name in operands and operands[name].shape[:-1] != axes:
+            if name in operands and (not operands[name].shape or operands[name].shape[:-1] != axes):
                 expected = ", ".join(map(str, (*axes, "out_features")))
                 raise ValueError(
                     f"{self.name}: {name}: expected shape [{expected}] (rows as {first}), got {operands[name]}"
