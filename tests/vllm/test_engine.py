@@ -306,6 +306,13 @@ def test_refused_at_start(llama, options, text):
         engines.make(llama, **options)
 
 
+def test_models_with_images_are_refused_by_transformers(tmp_path):
+    """Whose class has another name than the checkpoint's: not the text in a model with images."""
+    model = tiny.save("mistral3_images", tmp_path)
+    with pytest.raises(Exception, match="--model-impl: expected a model of vLLM's own, got transformers' Mistral3"):
+        engines.make(model, model_impl="transformers", limit_mm_per_prompt={"image": 0})
+
+
 @pytest.mark.skipif(versions.vllm_version() in ("0.12.0", "0.13.0"), reason="options of vLLM 0.14")
 @pytest.mark.parametrize(
     ("options", "text"),

@@ -115,7 +115,8 @@ def _tensor_parallel_refusals(config: Any) -> list[str]:
 
 def _model_refusals(model: Any) -> list[str]:
     found: list[str] = []
-    if model.is_multimodal_model and model.architecture not in (model.architectures or ()):
+    own = model.architecture in (model.architectures or ())
+    if model.is_multimodal_model and model.architecture in TEXT_OF and not own:
         return found  # of the text in a model with images, whose own configuration was checked before
     if model.max_model_len < 1:
         found.append(f"--max-model-len: expected a positive number, got {model.max_model_len}")
