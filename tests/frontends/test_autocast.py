@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tests.common import gradients
-
 torch = pytest.importorskip("torch")
+
+from tests.common import gradients  # noqa: E402
 
 LAZY_TOO = pytest.mark.frontends("eager", "eager-cuda", "torch_xla", "torch_xla-cuda")
 EAGER = pytest.mark.frontends("eager", "eager-cuda")
