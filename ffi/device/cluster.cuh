@@ -48,6 +48,16 @@ __device__ __forceinline__ void ClusterSync() {
 #endif
 }
 
+// Waits until all threads of the cluster have come here. Orders no writes: for the end of a kernel whose CTAs read each
+// other's shared memory, where ClusterSync would wait for this CTA's results to have been written.
+__device__ __forceinline__ void ClusterSyncOfReaders() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
+#else
+  __syncthreads();
+#endif
+}
+
 // The same place in the shared memory of another CTA of the cluster.
 template <typename T>
 __device__ __forceinline__ T* SharedOf(T* shared, uint32_t rank) {

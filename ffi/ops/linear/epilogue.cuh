@@ -42,8 +42,9 @@ __device__ inline void StoreResult(const LinearArgs& args, float value, int64_t 
 // Of the sums in shared memory: with 4 modulo 16 floats between rows a warp writes its accumulators without conflicts.
 inline constexpr int kSumPitch = kTileN + 4;
 
-// What follows the sum for four neighbouring weight rows: scale and bias, loaded once for all rows of x.
-template <typename T>
+// What follows the sum for four neighbouring weight rows: scale, if weights have any, and bias, loaded once for all
+// rows of x.
+template <typename T, bool kHasScale = true>
 struct FourFeatures {
   float scale[4];
   float bias[4];
@@ -52,9 +53,9 @@ struct FourFeatures {
     const auto* scales = static_cast<const float*>(args.weight_scale);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      scale[i] = args.scale == WeightScale::kChannel  ? scales[row + i]
-                 : args.scale == WeightScale::kTensor ? scales[0]
-                                                      : 1.0f;
+      scale[i] = kHasScale && args.scale == WeightScale::kChannel  ? scales[row + i]
+                 : kHasScale && args.scale == WeightScale::kTensor ? scales[0]
+                                                                   : 1.0f;
       bias[i] = args.bias == nullptr ? 0.0f : static_cast<float>(static_cast<const T*>(args.bias)[row + i]);
     }
   }

@@ -196,7 +196,7 @@ __global__ void __launch_bounds__(XLA_GPU_HAS_WGMMA ? Config::kThreads : 32, 1)
     __syncwarp();  // the barrier of a cluster is for whole warps
     if (args.cluster > 1) {
       ClusterSync();
-      ClusterSync();
+      ClusterSyncOfReaders();
     }
   } else {
     if constexpr (Config::kMovesRegisters) IncreaseRegisters<112>();
@@ -228,7 +228,7 @@ __global__ void __launch_bounds__(XLA_GPU_HAS_WGMMA ? Config::kThreads : 32, 1)
       FinishWorkTileOnce<T, Config::kTileFeatures, Config::kConsumers>(args.linear, tile, sums, args.cluster, rank);
     }
     __syncwarp();
-    if (args.cluster > 1) ClusterSync();  // others read this CTA's sums
+    if (args.cluster > 1) ClusterSyncOfReaders();  // others read this CTA's sums
   }
 #endif
 }

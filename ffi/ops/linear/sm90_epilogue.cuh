@@ -54,9 +54,9 @@ __device__ inline float AddPartial(const float* sums, int cluster) {
 
 // Finishes this CTA's share of its cluster's work tile, by all threads. `sums`: [rows][SumPitch] in each CTA's shared
 // memory, written before. A thread keeps four columns, and reads before the barrier what depends on no other thread.
-// Not inlined: it is compiled once for many kernels.
+// Inlined: a function of its own reads the kernel's arguments by generic loads, each turn anew.
 template <typename T, int kTileFeatures, int kThreads>
-__device__ __noinline__ void FinishTileOfCluster(const Sm90Args& sm90, int tile, const float* sums, int rank) {
+__device__ __forceinline__ void FinishTileOfCluster(const Sm90Args& sm90, int tile, const float* sums, int rank) {
   constexpr int kSumPitch = SumPitch(kTileFeatures);
   const LinearArgs& args = sm90.linear;
   const int cluster = sm90.cluster;
@@ -74,7 +74,7 @@ __device__ __noinline__ void FinishTileOfCluster(const Sm90Args& sm90, int tile,
   const int first_row = has_columns ? row_of_thread : args.rows;
   WaitForPreviousKernel();  // which may have written what is read here
   const int read = has_columns ? feature : 0;
-  const FourFeatures<T> values_of(args, read), factors_of(args, gated ? out_features + read : read);
+  const FourFeatures<T, false> values_of(args, read), factors_of(args, gated ? out_features + read : read);
   Four residual = {};
   const auto load_residual = [&](int row) {
     if (args.residual == nullptr || row >= args.rows) return;
@@ -90,15 +90,22 @@ __device__ __noinline__ void FinishTileOfCluster(const Sm90Args& sm90, int tile,
   }
   const int second_box = !gated && column >= sm90.box_rows;
   const float* const sums_of_column = sums + column + second_box * (kTileFeatures / 2 - sm90.box_rows);
+#pragma unroll 1
   for (int row = first_row; row < args.rows; row += rows_at_once) {
-    if (row != first_row) load_residual(row);
+    const Four residual_of_row = residual;
+    load_residual(row + rows_at_once);
     float values[4], factors[4];
     const float* const from = sums_of_column + row * kSumPitch;
     AddPartials(from, cluster, values);
     if (gated) AddPartials(from + kTileFeatures / 2, cluster, factors);
     values_of.Finish(values);
-    if (gated) factors_of.Finish(factors);
-    StoreFour<T>(args, static_cast<int64_t>(row) * out_features + feature, values, factors, gated, residual);
+    if (gated) {
+      factors_of.Finish(factors);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) values[i] = Round<T>(ActivationOf<T>(args.activation, values[i]) * factors[i]);
+    }
+    const int64_t at = static_cast<int64_t>(row) * out_features + feature;
+    StoreFour<T>(args, at, values, factors, /*gated=*/false, residual_of_row);
   }
 }
 

@@ -223,7 +223,7 @@ __global__ void __launch_bounds__(XLA_GPU_HAS_WGMMA ? Config::kThreads : 32, XLA
     __syncwarp();  // the barrier of a cluster is for whole warps
     if (args.cluster > 1) {
       ClusterSync();
-      ClusterSync();
+      ClusterSyncOfReaders();
     }
   } else {
     if constexpr (Config::kMovesRegisters) IncreaseRegisters<Config::kConsumerRegisters>();
@@ -254,7 +254,7 @@ __global__ void __launch_bounds__(XLA_GPU_HAS_WGMMA ? Config::kThreads : 32, XLA
       FinishBoxes<T, Config::kTileFeatures, Config::kConsumers>(args, tile, sums, rank);
     }
     __syncwarp();
-    if (args.cluster > 1) ClusterSync();  // others read this CTA's sums
+    if (args.cluster > 1) ClusterSyncOfReaders();  // others read this CTA's sums
   }
 #endif
 }

@@ -224,7 +224,7 @@ __global__ void __launch_bounds__(XLA_GPU_HAS_WGMMA ? Config::kThreads : 32, Con
     __syncwarp();  // the barrier of a cluster is for whole warps
     if (Config::kRowTile != 8 && args.cluster > 1) {
       ClusterSync();
-      ClusterSync();
+      ClusterSyncOfReaders();
     }
     return;
   }
@@ -267,7 +267,7 @@ __global__ void __launch_bounds__(XLA_GPU_HAS_WGMMA ? Config::kThreads : 32, Con
   } else {
     FinishInt4Tile<T>(args, tile, sums, part_floats, pitch, rank, consumers * 32);
     __syncwarp();
-    if (args.cluster > 1) ClusterSync();  // others read this CTA's sums
+    if (args.cluster > 1) ClusterSyncOfReaders();  // others read this CTA's sums
   }
 #endif
 }

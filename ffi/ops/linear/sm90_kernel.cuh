@@ -129,8 +129,8 @@ __global__ void __launch_bounds__(XLA_GPU_HAS_WGMMA ? Config::kThreads : 32, XLA
   }
   FinishTileOfCluster<T, Config::kTileFeatures, Config::kThreads>(args, tile, reinterpret_cast<const float*>(shared),
                                                                   rank);
-  __syncwarp();                         // the barrier of a cluster is for whole warps
-  if (args.cluster > 1) ClusterSync();  // others read this CTA's sums
+  __syncwarp();                                  // the barrier of a cluster is for whole warps
+  if (args.cluster > 1) ClusterSyncOfReaders();  // others read this CTA's sums
 #endif
 }
 
