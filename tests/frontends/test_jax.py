@@ -330,3 +330,39 @@ def test_scan_over_layers_updates_one_cache_without_a_copy(frontend, layout):
         want, caches[i] = layer(jax.device_put(want, frontend.device()), caches[i], slots, table)
     compare.assert_bitwise_equal(np.asarray(got), np.asarray(want), "x")
     compare.assert_bitwise_equal(np.asarray(got_cache), np.concatenate(list(caches), axis=len(first)), "cache")
+
+
+def test_later_eager_calls_find_a_program(frontend, monkeypatch):
+    """Of operators that are made of others, where the rows are many."""
+    import jax
+
+    import xla_gpu.jax as xg
+    from xla_gpu._jax import dense_linear
+
+    x, weight = jax.device_put((np.ones((100, 64), "float32"), np.ones((128, 64), "float32")), frontend.device())
+    x, weight = x.astype("bfloat16"), weight.astype("bfloat16")
+    many = CASE.but(sequences=((70, 90), (1, 50)), head_dim=64, dtype="bfloat16")
+    arrays, options = layer_cases.attention_block(many)
+    arrays = jax.device_put(arrays, frontend.device())
+    calls = {
+        "linear": lambda: xg.linear(x, weight[:64]),
+        "activation": lambda: xg.linear(x, weight, activation="silu_and_mul"),
+        "gated_mlp": lambda: xg.gated_mlp(x, weight, weight[:64], norm_weight=x[0]),
+        "attention_block": lambda: xg.attention_block(**arrays, **options),
+    }
+    products, name = [], ""
+    linear = dense_linear.linear
+
+    def counting(*given):
+        products.append(name)
+        return linear(*given)
+
+    monkeypatch.setattr(dense_linear, "linear", counting)
+    for first in (True, False):
+        products.clear()
+        for name, call in calls.items():  # noqa: B007 - counting reads it
+            call()
+        assert set(products) <= (set(calls) if first else set()), products
+    name = "under a transformation"
+    jax.vmap(lambda x: xg.linear(x, weight))(x[None])
+    assert products == [name]

@@ -2,34 +2,66 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from .._core.operator import OpCall, Operator
+import jax
+
+from .._core.operator import CACHED_CALLS, OpCall, Operator
 from ..ops import attention_block as attention
 from ..ops import linear, rms_norm
 from . import dense_linear
-from .call import _bind, _run
+from .call import _bind, _run, program
 from .gradients import with_derivative
+
+_Make = Callable[[OpCall, dict[str, Any]], Callable[..., Any]]
 
 
 def product(call: OpCall, arrays: list[Any], arguments: dict[str, Any]) -> Any:
     """See ops/linear.py; the arguments have been checked."""
     if linear.uses_kernel(call):
         return _run(call, arrays)
-
-    activation = arguments["activation"]
-
-    def dense(*arrays: Any) -> tuple[Any, ...]:
-        return (dense_linear.linear(dict(zip(call.operand_names, arrays, strict=True)), activation),)
-
-    return with_derivative(call, dense)(*arrays)[0]
+    return _called(_product_function, call, arrays, arguments)[0]
 
 
 def gated_mlp(call: OpCall, arrays: list[Any], arguments: dict[str, Any]) -> Any:
     """See ops/gated_mlp.py; the arguments have been checked."""
-    options = _without_operands(call, arguments)
+    return _called(_gated_mlp_function, call, arrays, arguments)[0]
 
+
+def attention_block(call: OpCall, arrays: list[Any], arguments: dict[str, Any]) -> Any:
+    """See ops/attention_block.py; the arguments have been checked."""
+    if attention.uses_kernels(call):
+        return _run(call, arrays)
+    return _called(_attention_block_function, call, arrays, arguments)
+
+
+def _called(make: _Make, call: OpCall, arrays: list[Any], arguments: Mapping[str, Any]) -> Any:
+    """What ``make(call, options)`` returns, called; outside of jax.jit as a program that later calls find.
+
+    The options are the arguments without arrays: functions of jax.custom_jvp are part of cycles, and would keep theirs.
+    """
+    options = {name: None if name in call.operand_names else value for name, value in arguments.items()}
+    if any(isinstance(array, jax.core.Tracer) for array in arrays):
+        return make(call, options)(*arrays)
+    return _program(make, call, tuple(options.items()))(*arrays)
+
+
+# A call stands for its options, of which True and 1 would be the same here.
+@functools.lru_cache(maxsize=CACHED_CALLS)
+def _program(make: _Make, call: OpCall, options: tuple[tuple[str, Any], ...]) -> Callable[..., Any]:
+    return program(call, make(call, dict(options)))
+
+
+def _product_function(call: OpCall, options: dict[str, Any]) -> Callable[..., Any]:
+    def dense(*arrays: Any) -> tuple[Any, ...]:
+        return (dense_linear.linear(dict(zip(call.operand_names, arrays, strict=True)), options["activation"]),)
+
+    return with_derivative(call, dense)
+
+
+def _gated_mlp_function(call: OpCall, options: dict[str, Any]) -> Callable[..., Any]:
     def parts(operands: dict[str, Any]) -> tuple[Any, ...]:
         given = {**options, **operands}
         hidden = _product(given, "gate_up", _norm(given), activation=given["activation"])
@@ -40,16 +72,10 @@ def gated_mlp(call: OpCall, arrays: list[Any], arguments: dict[str, Any]) -> Any
             return (_run(call, list(arrays)),)
         return parts(dict(zip(call.operand_names, arrays, strict=True)))
 
-    return with_derivative(call, function, parts)(*arrays)[0]
+    return with_derivative(call, function, parts)
 
 
-def attention_block(call: OpCall, arrays: list[Any], arguments: dict[str, Any]) -> Any:
-    """See ops/attention_block.py; the arguments have been checked."""
-    if attention.uses_kernels(call):
-        return _run(call, arrays)
-
-    options = _without_operands(call, arguments)
-
+def _attention_block_function(call: OpCall, options: dict[str, Any]) -> Callable[..., Any]:
     def parts(*arrays: Any) -> Any:
         given = {**options, **dict(zip(call.operand_names, arrays, strict=True))}
 
@@ -59,12 +85,7 @@ def attention_block(call: OpCall, arrays: list[Any], arguments: dict[str, Any]) 
         attended, cache = _part(attention.OPERATOR, **middle)
         return _product(given, "out", attended, residual=given["residual"]), cache
 
-    return with_derivative(call, parts)(*arrays)
-
-
-def _without_operands(call: OpCall, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments without arrays: functions of jax.custom_jvp are part of cycles, and would keep theirs."""
-    return {name: None if name in call.operand_names else value for name, value in arguments.items()}
+    return with_derivative(call, parts)
 
 
 def _norm(given: Mapping[str, Any]) -> Any:

@@ -156,10 +156,14 @@ def _divided(call: OpCall, shardings: tuple[Any, ...] | None) -> Callable[..., A
 
 @functools.lru_cache(maxsize=CACHED_CALLS)
 def _program(call: OpCall, shardings: tuple[Any, ...] | None) -> Callable[..., Any]:
-    divided = _divided(call, shardings)
+    return program(call, _divided(call, shardings))
+
+
+def program(call: OpCall, function: Callable[..., Any]) -> Callable[..., Any]:
+    """``function`` of call's operands as a compiled program."""
 
     def program(*arrays: Any) -> Any:
-        return divided(*arrays)
+        return function(*arrays)
 
     # As JAX's errors name them: arrays on several devices, for example.
     program.__name__ = program.__qualname__ = call.name
