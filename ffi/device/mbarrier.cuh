@@ -64,6 +64,11 @@ __device__ inline bool HasPassed(uint32_t barrier, uint32_t parity) {
 // TMA.
 __device__ inline void FenceProxyAsync() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
+// Before its place in shared memory is used for something else. Nobody waits for it any more.
+__device__ inline void InvalidateBarrier(uint32_t barrier) {
+  asm volatile("mbarrier.inval.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
+}
+
 // Named barriers; number 0 is __syncthreads. `threads`: all that take part, those that only arrive included.
 __device__ inline void NamedBarrierSync(int barrier, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");

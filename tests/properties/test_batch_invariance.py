@@ -18,6 +18,7 @@ SUBJECTS = {"decode": (1, 211), "speculative": (4, 130), "chunk": (40, 170), "lo
 BEHIND_A_LONG_CONTEXT = {"few-rows": (16, 9000), "two-splits": (150, 5600), "three-splits": (140, 8200)}
 SEVERAL_TOKENS = {"speculative-long": (8, 9000), "speculative-short": (5, 400)}
 ONE_OR_TWO_TOKENS = {"one-token": (1, 5000), "two-tokens": (2, 3000)}
+BEHIND_FEW_KEYS = {"two-behind-few": (2, 700)}
 LATE_CHUNKS = {"chunk-of-1300": (1300, 2700), "chunk-of-2000": (2000, 4100)}
 SPLIT_CHUNKS = {"chunk-of-256": (256, 8100), "twelve-tokens": (12, 2100), "forty-tokens": (40, 2100)}
 FILLING = {"speculative-1400": (6, 1400), "speculative-2900": (7, 2900)}
@@ -92,7 +93,7 @@ def fields(shape: str) -> dict:
 
 
 def sequence(name: str) -> tuple[int, int]:
-    more = {**FILLING, **SHORT_PROMPTS, **LATE_CHUNKS, **SPLIT_CHUNKS, **ONE_OR_TWO_TOKENS}
+    more = {**FILLING, **SHORT_PROMPTS, **LATE_CHUNKS, **SPLIT_CHUNKS, **ONE_OR_TWO_TOKENS, **BEHIND_FEW_KEYS}
     return {**SUBJECTS, **BEHIND_A_LONG_CONTEXT, **SEVERAL_TOKENS, **more}[name]
 
 

@@ -51,3 +51,36 @@ def test_uneven_sequences_do_not_change_bits(frontend, name, shape):
         got = results(frontend, *batch(name, shape, before, after, spare_seqs=0, spare_columns=columns))
         for result, g, w in zip(("out", "lse"), got, want, strict=True):
             compare.assert_bitwise_equal(g, w, f"{frontend.name} {name} {shape} {what}: {result}")
+
+
+@pytest.mark.frontends("eager-cuda", "jax-cuda")
+@pytest.mark.parametrize("name", ["one-token", "two-tokens"])
+def test_few_tokens_in_the_kernel_of_their_neighbours_do_not_change_bits(frontend, name):
+    """On CUDA the kernel for several tokens of a few sequences computes those of one or two tokens too: by CTAs without
+    a work tile, or by all of them where only padding makes more tokens."""
+    shape = "group-8-bf16"
+    case, inputs = subject(name, shape)
+    want = results(frontend, inputs.arrays(), case)
+    for what, before, after, changes in (
+        ("two", ((8, 100),), (), {}),
+        ("idle", ((8, 100),), ((8, 3000), (5, 40)), {}),
+        ("few idle", ((8, 4700),), ((8, 4900),), {}),
+        ("padding", ((1, 700), (1, 30)), ((1, 4000),), {"padding_tokens": 20}),
+        ("spare", ((8, 100),), ((8, 300),), {"spare_seqs": 1}),
+    ):
+        got = results(frontend, *batch(name, shape, before, after, **{"spare_seqs": 0, "padding_tokens": 0, **changes}))
+        for result, g, w in zip(("out", "lse"), got, want, strict=True):
+            compare.assert_bitwise_equal(g, w, f"{frontend.name} {name} {shape} {what}: {result}")
+
+
+@pytest.mark.frontends("eager-cuda", "jax-cuda")
+@pytest.mark.parametrize("name", ["decode", "two-behind-few"])
+def test_few_tokens_behind_short_contexts_in_the_kernel_of_their_neighbours_do_not_change_bits(frontend, name):
+    """As above, by whole work tiles."""
+    shape = "group-8-bf16"
+    case, inputs = subject(name, shape)
+    want = results(frontend, inputs.arrays(), case)
+    for what, before, after in (("idle", ((8, 100),), ((8, 900), (5, 40))), ("many", (), ((8, 1000),) * 15)):
+        got = results(frontend, *batch(name, shape, before, after, spare_seqs=0, spare_columns=0, padding_tokens=0))
+        for result, g, w in zip(("out", "lse"), got, want, strict=True):
+            compare.assert_bitwise_equal(g, w, f"{frontend.name} {name} {shape} {what}: {result}")

@@ -53,7 +53,7 @@ struct PagedAttentionParams {
 };
 
 namespace decode {
-struct DeferredCombine;
+struct SharedCall;
 struct OneSequence;
 }  // namespace decode
 
@@ -70,8 +70,8 @@ struct PagedAttentionCall : PagedAttentionParams {
   // other operands, and the cache's other slots, are complete then when that kernel starts.
   LaunchOrder order;
   PrefillKernels prefill_kernels;  // CUDA
-  // CUDA: where not null, the decode path leaves its combine kernel to the prefill path's.
-  decode::DeferredCombine* decode_combine = nullptr;
+  // CUDA: where not null, kernels of the prefill path do work of the decode path.
+  decode::SharedCall* decode_work = nullptr;
   // CUDA: where not null, LaunchPrefill may take the call's only sequence even if that belongs to the decode path.
   decode::OneSequence* one_sequence = nullptr;
 

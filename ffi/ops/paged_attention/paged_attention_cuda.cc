@@ -39,17 +39,20 @@ Status CheckLayout(const PagedAttentionParams& params) {
   return Status::Ok();
 }
 
-// Where PathsShareCombine: the prefill path's kernel, the decode path's split-KV kernel, and one that merges the splits
-// of both.
+// Where PathsShareCombine: the prefill path's kernel, the decode path's split-KV kernel where the other one does not do
+// its work, and one that merges the splits of both.
 Status LaunchBothPaths(PagedAttentionCall params, Stream stream) {
-  decode::DeferredCombine deferred;
+  decode::SharedCall decode;
+  params.decode_work = &decode;
+  if (Status status = LaunchDecode(params, stream); !status.ok()) return status;  // plans
   params.prefill_kernels = PrefillKernels::kAllButCombine;
   if (Status status = LaunchPrefill(params, stream); !status.ok()) return status;
-  params.decode_combine = &deferred;
-  if (Status status = LaunchDecode(params, stream); !status.ok()) return status;
+  if (!decode.launched) {
+    if (Status status = LaunchDecode(params, stream); !status.ok()) return status;
+  }
   params.prefill_kernels = PrefillKernels::kCombine;
   if (Status status = LaunchPrefill(params, stream); !status.ok()) return status;
-  return deferred.pending ? decode::LaunchCombine(deferred, stream) : Status::Ok();
+  return decode.combines ? decode::LaunchCombine(decode, stream) : Status::Ok();
 }
 
 }  // namespace

@@ -17,9 +17,11 @@ inline constexpr int kCombineWarps = 4;
 inline constexpr int kCombineThreads = 32 * kCombineWarps;
 inline constexpr int kMaxCtaGroups = kMaxSms * kCtasPerSm;
 // One kernel serves the split-KV kernels of all cache formats and tile shapes.
-using CombineTileScheduler = TileScheduler<AnyTileShape>;
+template <typename Cta = WholeCta>
+using CombineTileScheduler = TileScheduler<AnyTileShape, Cta>;
 inline constexpr int kCombineBatch = MergeChain::kMaxPartials;  // rows that a warp loads at once
 
+template <typename Cta = WholeCta>
 struct CombineSharedStorage {
   uint16_t split_tiles[kMaxCtaGroups];
   int warp_split_tiles[kCombineWarps];
@@ -27,8 +29,8 @@ struct CombineSharedStorage {
   // The offsets of the partial rows that a warp merges, in order. The highest bit: the row begins a segment.
   uint32_t partials[kCombineWarps][kMaxSplits];
   OutputRow output[kCombineWarps];  // of a warp; here because registers are short
-  CombineTileScheduler::SharedStorage scheduler[kCombineWarps];
-  CombineTileScheduler::BatchStorage batch;
+  typename CombineTileScheduler<Cta>::SharedStorage scheduler[kCombineWarps];
+  typename CombineTileScheduler<Cta>::BatchStorage batch;
 };
 
 // The programmatic-launch wait of CTAs without work. One CTA waits, so that the kernel before has ended when this one
@@ -39,18 +41,18 @@ __device__ inline void ProgrammaticLaunchWait() {
 
 // A CTA of the combine kernel. Each of its warps merges row after row. A split tile is a work tile that several CTA
 // groups computed, for all KV heads of its KV-head group. Its number is that of the second of those CTA groups.
-template <int kHeadDim>
+template <int kHeadDim, typename Cta = WholeCta>
 class CombineCta {
  public:
-  using Scheduler = CombineTileScheduler;
+  using Scheduler = CombineTileScheduler<Cta>;
 
-  // ctas: of the kernel, the first ones.
-  __device__ CombineCta(const DecodeArgs& args, CombineSharedStorage& shared, unsigned ctas)
-      : args_(args), shared_(shared), ctas_(ctas) {}
+  // ctas: of the kernel, the first ones. cta_groups: where Cta::kGroupsVary.
+  __device__ CombineCta(const DecodeArgs& args, CombineSharedStorage<Cta>& shared, unsigned ctas, int cta_groups = 0)
+      : args_(args), shared_(shared), ctas_(ctas), cta_groups_(cta_groups) {}
 
   __device__ void Run() {
-    const Scheduler::FirstLoads loads(args_);
-    Scheduler scheduler(args_, shared_.scheduler[Warp()], shared_.batch, loads);
+    const typename Scheduler::FirstLoads loads(args_);
+    Scheduler scheduler(args_, shared_.scheduler[Warp()], shared_.batch, loads, cta_groups_);
     int split_tiles, rows;
     ListSplitTiles(scheduler, &split_tiles, &rows);
     const unsigned tile_heads = static_cast<unsigned>(split_tiles * args_.cta_group_size);
@@ -80,6 +82,7 @@ class CombineCta {
  private:
   __device__ static int Warp() { return static_cast<int>(threadIdx.x / 32); }
   __device__ static int Lane() { return static_cast<int>(threadIdx.x % 32); }
+  __device__ int CtaGroups() const { return Cta::kGroupsVary ? cta_groups_ : args_.num_cta_groups; }
 
   // ---- What there is to merge
   // ------------------------------------------------------------------------------------------
@@ -89,13 +92,13 @@ class CombineCta {
   __device__ void ListSplitTiles(Scheduler& scheduler, int* split_tiles, int* rows) {
     *split_tiles = 0;
     *rows = 0;
-    for (int first = 1; first < args_.num_cta_groups; first += kCombineThreads) {
+    for (int first = 1; first < CtaGroups(); first += kCombineThreads) {
       const int cta_group = first + static_cast<int>(threadIdx.x);
       const uint32_t begin = scheduler.IntervalBegin(cta_group);
       int my_rows = 0;
       scheduler.FirstSlice();
       while (true) {
-        if (cta_group < args_.num_cta_groups && scheduler.Holds(begin)) {
+        if (cta_group < CtaGroups() && scheduler.Holds(begin)) {
           my_rows = SplitTileRows(scheduler, cta_group, begin);
         }
         if (scheduler.IsLastSlice()) break;
@@ -238,8 +241,9 @@ class CombineCta {
   }
 
   const DecodeArgs& args_;
-  CombineSharedStorage& shared_;
+  CombineSharedStorage<Cta>& shared_;
   const unsigned ctas_;
+  const int cta_groups_;
 };
 
 // Writes the rows that no sequence owns, where the decode path has to.
@@ -257,7 +261,7 @@ __global__ void __maxnreg__(kCombineRegisters) DecodeCombineKernel(const __grid_
   AllowDependentLaunch();  // of the prefill path
   FillPaddingRowsIfAlone(args);
   if (args.tree_mask == nullptr && !MayHaveDecodeRows(args)) return ProgrammaticLaunchWait();
-  CombineCta<kHeadDim>(args, *reinterpret_cast<CombineSharedStorage*>(dynamic_shared), gridDim.x).Run();
+  CombineCta<kHeadDim>(args, *reinterpret_cast<CombineSharedStorage<>*>(dynamic_shared), gridDim.x).Run();
 }
 
 }  // namespace xla_gpu::decode

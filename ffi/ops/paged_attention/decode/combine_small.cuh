@@ -62,7 +62,7 @@ class CombineSmallCta {
   // By each warp: finds the sequence of row tile `tile` among those of all tokens. False if it has no more than one
   // split.
   __device__ bool FindSequence(int tile) {
-    const CombineTileScheduler::FirstLoads loads(args_);
+    const CombineTileScheduler<>::FirstLoads loads(args_);
     const int live = loads.num_seqs <= args_.max_seqs ? loads.num_seqs : 0;
     bool ok = true;
     for (int s = Lane(); s < live; s += 32) {

@@ -16,7 +16,7 @@ __device__ inline void StoreEmptyRows(const DecodeArgs& args, const SequencePlan
   const int rows = min(plan.q_len * args.group_size - work_tile.row_tile * Traits::kRows, Traits::kRows);
   const int columns = static_cast<int>(args.params.head_dim) / 4;
   const PartialState empty = {{-INFINITY, plan.valid ? 0.0f : NAN}, {0.0f, 0.0f, 0.0f, 0.0f}};
-  for (int i = static_cast<int>(threadIdx.x); i < rows * columns; i += Traits::kThreads) {
+  for (int i = Traits::Cta::Thread(); i < rows * columns; i += Traits::kThreads) {
     const int row = work_tile.row_tile * Traits::kRows + i / columns;
     const RowIndex index = RowIndex::Of(args, plan.q_begin, work_tile.kv_head, row);
     StoreColumns(args, OutputRow::Of(args, index), i % columns * 4, empty);

@@ -29,7 +29,7 @@ CombineKernels CombineKernelsFor(int head_dim) {
 
 Status QueryOccupancy(const SplitKvVariants& variants, const CombineKernels& combine, int device,
                       Occupancy* occupancy) {
-  constexpr int kCombineBytes = static_cast<int>(sizeof(CombineSharedStorage));
+  constexpr int kCombineBytes = static_cast<int>(sizeof(CombineSharedStorage<>));
   cudaFuncAttributes code;
   XLA_GPU_RETURN_IF_CUDA(cudaFuncGetAttributes(&code, combine.combine));
   occupancy->dependent = code.ptxVersion >= 90;
@@ -88,6 +88,25 @@ Status LaunchKernels(const PagedAttentionCall& params, const KernelConfig& confi
   // Not behind the prefill path, which has waited for everything before it, unless that uses the same scratch.
   args.wait_at_start = !args.behind_prefill || PathsShareScratch(params);
 
+  // A warp for each row of a split tile. There is at most one split tile for each boundary between intervals, and for
+  // each work tile of a KV-head group.
+  const int64_t tile_rows = int64_t{args.cta_group_size} * config.accum_rows;
+  const int64_t rows = std::min<int64_t>(args.num_cta_groups - 1, config.work_tiles / args.cta_group_size) * tile_rows;
+  // Where the prefill path follows, one CTA on each SM leaves registers for a small prefill CTA. Not where a warp would
+  // then merge more than one row: a second one takes as long as the first.
+  const bool one_turn = rows <= int64_t{occupancy.sms} * kCombineWarps;
+  const bool leave_room = one_turn && !args.fill_padding_rows && DecodeComesFirst(params);
+  const int64_t most = int64_t{occupancy.sms} * (leave_room ? 1 : 2);
+  const auto combine_ctas = static_cast<unsigned>(std::clamp<int64_t>(rows, 1, most));
+  SharedCall* const shared = params.decode_work;
+  if (shared != nullptr && !shared->planned) {
+    // The prefill path's kernel has code for work tiles of 8 rows.
+    const bool suits = config.row_tiles == 1 && kernel.element_bytes == 2 && config.head_dim == 128;
+    *shared = {/*planned=*/true, suits, /*launched=*/false, /*combines=*/!config.whole_tiles, args,
+               combine_ctas};
+    return Status::Ok();
+  }
+
   cudaLaunchAttribute attribute;
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attribute.val.programmaticStreamSerializationAllowed = 1;
@@ -99,7 +118,7 @@ Status LaunchKernels(const PagedAttentionCall& params, const KernelConfig& confi
   split_kv.attrs = &attribute;
   split_kv.numAttrs = occupancy.dependent ? 1 : 0;
   XLA_GPU_RETURN_IF_CUDA(cudaLaunchKernelEx(&split_kv, kernel.kernel, args));
-  if (config.whole_tiles) return Status::Ok();
+  if (config.whole_tiles || shared != nullptr) return Status::Ok();
 
   cudaLaunchConfig_t combine = split_kv;
   if (args.store_every_split) {
@@ -109,35 +128,20 @@ Status LaunchKernels(const PagedAttentionCall& params, const KernelConfig& confi
     XLA_GPU_RETURN_IF_CUDA(cudaLaunchKernelEx(&combine, combine_kernels.combine_small, args));
     return Status::Ok();
   }
-  // A warp for each row of a split tile. There is at most one split tile for each boundary between intervals, and for
-  // each work tile of a KV-head group.
-  const int64_t tile_rows = int64_t{args.cta_group_size} * config.accum_rows;
-  const int64_t rows = std::min<int64_t>(args.num_cta_groups - 1, config.work_tiles / args.cta_group_size) * tile_rows;
-  // Where the prefill path follows, one CTA on each SM leaves registers for a small prefill CTA. Not where a warp would
-  // then merge more than one row: a second one takes as long as the first.
-  const bool one_turn = rows <= int64_t{occupancy.sms} * kCombineWarps;
-  const bool leave_room = one_turn && !args.fill_padding_rows && DecodeComesFirst(params);
-  const int64_t most = int64_t{occupancy.sms} * (leave_room ? 1 : 2);
-  combine.gridDim = dim3(static_cast<unsigned>(std::clamp<int64_t>(rows, 1, most)));
-  if (params.decode_combine != nullptr) {
-    params.decode_combine->pending = true;
-    params.decode_combine->args = args;
-    params.decode_combine->ctas = combine.gridDim.x;
-    return Status::Ok();
-  }
+  combine.gridDim = dim3(combine_ctas);
   combine.blockDim = dim3(kCombineThreads);
-  combine.dynamicSmemBytes = sizeof(CombineSharedStorage);
+  combine.dynamicSmemBytes = sizeof(CombineSharedStorage<>);
   XLA_GPU_RETURN_IF_CUDA(cudaLaunchKernelEx(&combine, combine_kernels.combine, args));
   return Status::Ok();
 }
 
-Status LaunchCombine(const DeferredCombine& combine, Stream stream) {
+Status LaunchCombine(const SharedCall& call, Stream stream) {
   cudaLaunchConfig_t launch = {};
-  launch.gridDim = dim3(combine.ctas);
+  launch.gridDim = dim3(call.combine_ctas);
   launch.blockDim = dim3(kCombineThreads);
-  launch.dynamicSmemBytes = sizeof(CombineSharedStorage);
+  launch.dynamicSmemBytes = sizeof(CombineSharedStorage<>);
   launch.stream = stream;
-  XLA_GPU_RETURN_IF_CUDA(cudaLaunchKernelEx(&launch, CombineKernelsFor(128).combine, combine.args));
+  XLA_GPU_RETURN_IF_CUDA(cudaLaunchKernelEx(&launch, CombineKernelsFor(128).combine, call.args));
   return Status::Ok();
 }
 

@@ -33,7 +33,7 @@ Status LaunchKernels(const PagedAttentionCall& params, const KernelConfig& confi
                      Stream stream);
 
 // Launches a combine kernel that LaunchKernels has left out.
-Status LaunchCombine(const DeferredCombine& combine, Stream stream);
+Status LaunchCombine(const SharedCall& call, Stream stream);
 
 }  // namespace xla_gpu::decode
 

@@ -42,7 +42,7 @@ __device__ inline void ComputeOneSequence(const DecodeArgs& args, OneSequenceSto
     WorkRange& range = shared.range[threadIdx.x / 32];
     range = {plan, 0, tile, work_tile, 0, 0, plan.splits, plan.first_key, plan.end_key};
     using Cta = SplitKvCta<Traits, OneSequenceStorage<Traits>, NoTileScheduler>;
-    Cta(args, shared, NoTileScheduler{}).ComputeNarrowRange(range);
+    Cta(args, shared, WholeCta{}, NoTileScheduler{}).ComputeNarrowRange(range);
   }
 }
 

@@ -176,7 +176,7 @@ inline KernelConfig MakeKernelConfig(const PagedAttentionCall& params) {
   config.whole_tiles = TakesWholeTiles(params);
   const bool small = config.work_tiles <= kSmallCombineTiles && config.work_tiles * kMaxSplits <= most;
   // Not where the prefill path's combine kernel merges these splits too, which takes those of CTAs.
-  config.store_every_split = !config.whole_tiles && small && params.decode_combine == nullptr;
+  config.store_every_split = !config.whole_tiles && small && params.decode_work == nullptr;
   config.max_ctas = static_cast<int>(std::min<int64_t>(most / kCtaAccumulators, kMaxSms * kCtasPerSm));
   const int64_t of_splits = small ? config.work_tiles * kMaxSplits : 0;
   const int64_t of_ctas = int64_t{config.max_ctas} * kCtaAccumulators;
@@ -188,11 +188,16 @@ inline KernelConfig MakeKernelConfig(const PagedAttentionCall& params) {
   return config;
 }
 
-// The combine kernel of a call where PathsShareCombine.
-struct DeferredCombine {
-  bool pending = false;  // it has not been launched
+// The decode path's part of a call where PathsShareCombine. LaunchDecode, called twice, plans first and then launches
+// the split-KV kernel, if that is still to be launched. It launches no combine kernel.
+struct SharedCall {
+  bool planned = false;
+  bool suits_prefill;     // the prefill path's kernel can do the split-KV kernel's work (prefill/sm90_tma.cuh)
+  bool launched = false;  // the split-KV work is
+  bool combines;          // there are splits to merge, and the combine kernel has not been launched
   DecodeArgs args;
-  unsigned ctas;
+  unsigned combine_ctas;
+  unsigned prefill_ctas = 0;  // of the prefill path's kernel, if that does the work (prefill/decode_share.cuh)
 };
 
 // A call for one sequence, which probably has more tokens than the decode path takes: a kernel that finds nothing to do

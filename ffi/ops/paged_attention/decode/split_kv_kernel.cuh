@@ -4,6 +4,7 @@
 #define XLA_GPU_OPS_PAGED_ATTENTION_DECODE_SPLIT_KV_KERNEL_CUH_
 
 #include <cstdint>
+#include <type_traits>
 
 #include "ffi/device/dependent_launch.cuh"
 #include "ffi/device/fetch_parameters.cuh"
@@ -34,25 +35,29 @@ __device__ inline void PrefetchPageTable(const DecodeArgs& args) {
   if (line * kLine < args.prefetch_pages) PrefetchToL2(args.params.block_tables + line * kLine);
 }
 
-// A CTA of the split-KV kernel. blockIdx.x: its number in its CTA group; blockIdx.y: the CTA group.
+// A CTA of the split-KV kernel.
 template <typename Traits, typename Shared = SplitKvSharedStorage<Traits>,
           typename Scheduler = SplitKvTileScheduler<Traits>>
 class SplitKvCta {
  public:
-  __device__ SplitKvCta(const DecodeArgs& args, Shared& shared)
+  using Cta = typename Traits::Cta;
+
+  // cta_groups: where Cta::kGroupsVary.
+  __device__ SplitKvCta(const DecodeArgs& args, Shared& shared, const Cta& cta, int cta_groups)
       : args_(args),
         shared_(shared),
-        scheduler_(args, shared.scheduler[threadIdx.x / 32], shared.batch, StartLoads(args)) {}
+        cta_(cta),
+        scheduler_(args, shared.scheduler[Warp()], shared.batch, StartLoads(args), cta_groups) {}
   // For ComputeNarrowRange alone.
-  __device__ SplitKvCta(const DecodeArgs& args, Shared& shared, const Scheduler& scheduler)
-      : args_(args), shared_(shared), scheduler_(scheduler) {}
+  __device__ SplitKvCta(const DecodeArgs& args, Shared& shared, const Cta& cta, const Scheduler& scheduler)
+      : args_(args), shared_(shared), cta_(cta), scheduler_(scheduler) {}
 
   __device__ void Run() {
-    const uint32_t begin = scheduler_.IntervalBegin(static_cast<int>(blockIdx.y));
+    const uint32_t begin = scheduler_.IntervalBegin(static_cast<int>(cta_.Group()));
     const uint32_t end = min(begin + scheduler_.Interval(), scheduler_.Total());
     if (begin >= end) return;
-    shared_.interval_end[threadIdx.x / 32] = end;
-    WorkRange& range = shared_.range[threadIdx.x / 32];
+    shared_.interval_end[Warp()] = end;
+    WorkRange& range = shared_.range[Warp()];
     const int index = scheduler_.Find(begin);
     const SequencePlan& plan = scheduler_.At(index);
     const uint32_t offset = begin - plan.begin;
@@ -62,7 +67,7 @@ class SplitKvCta {
     while (more) {
       if (range.split_begin < range.split_end) ComputeRange(range);
       more = NextRange(range);
-      if (more) __syncthreads();  // shared memory that the next range overwrites is no longer read
+      if (more) Cta::Sync();  // shared memory that the next range overwrites is no longer read
     }
   }
 
@@ -71,10 +76,12 @@ class SplitKvCta {
   static constexpr int kAhead = Traits::kStages == 1 ? 1 : Traits::kStages - 1;
   static constexpr uint32_t kStageStride = Traits::kWarps * Traits::kTileBytes;
 
+  __device__ static int Warp() { return Cta::Warp(); }
+
   // Every load that depends on no other.
   __device__ static typename Scheduler::FirstLoads StartLoads(const DecodeArgs& args) {
     const typename Scheduler::FirstLoads loads(args);
-    PrefetchPageTable(args);
+    if constexpr (std::is_same_v<Cta, WholeCta>) PrefetchPageTable(args);
     return loads;
   }
 
@@ -88,21 +95,20 @@ class SplitKvCta {
   // another CTA group.
   __device__ bool SetRange(int index, int tile, int split_begin) {
     const SequencePlan plan = scheduler_.At(index);
-    const uint32_t interval_end = shared_.interval_end[threadIdx.x / 32];
-    const WorkTile work_tile = WorkTile::Of(args_, plan, tile, static_cast<int>(blockIdx.x));
+    const uint32_t interval_end = shared_.interval_end[Warp()];
+    const WorkTile work_tile = WorkTile::Of(args_, plan, tile, static_cast<int>(cta_.Number()));
     if (work_tile.begin + plan.SplitOffset(args_, split_begin) >= interval_end) return false;
     const int split_end = FirstSplitFrom(plan, interval_end - work_tile.begin);
     const int split_keys = plan.split_blocks * Traits::kBlockKeys;
-    shared_.range[threadIdx.x / 32] = {
-        plan,
-        index,
-        tile,
-        work_tile,
-        scheduler_.SequenceOf(index),
-        split_begin,
-        split_end,
-        plan.first_key + split_begin * split_keys,
-        split_end == plan.splits ? plan.end_key : plan.first_key + split_end * split_keys};
+    shared_.range[Warp()] = {plan,
+                             index,
+                             tile,
+                             work_tile,
+                             scheduler_.SequenceOf(index),
+                             split_begin,
+                             split_end,
+                             plan.first_key + split_begin * split_keys,
+                             split_end == plan.splits ? plan.end_key : plan.first_key + split_end * split_keys};
     return true;
   }
   // Sets the range of the next work tile. False if that belongs to another CTA group, or there is none.
@@ -110,7 +116,7 @@ class SplitKvCta {
     int index = range.index;
     int tile = range.tile + 1;
     if (tile == range.plan.WorkTiles(args_)) {
-      if (range.plan.End(args_) >= shared_.interval_end[threadIdx.x / 32]) return false;
+      if (range.plan.End(args_) >= shared_.interval_end[Warp()]) return false;
       index = scheduler_.Next(index);
       tile = 0;
     }
@@ -139,7 +145,7 @@ class SplitKvCta {
     const SequencePlan& plan = range.plan;
     // Page look-ups of the first stages. They come first because all else waits for them. Each warp has one KV tile of
     // every KV block. keys_left: keys from the warp's tile to the end of the range; negative past the end.
-    int keys_left = range.key_end - range.key_begin - static_cast<int>(threadIdx.x / 32) * Traits::kTileKeys;
+    int keys_left = range.key_end - range.key_begin - Warp() * Traits::kTileKeys;
     KvView kv;
     kv.page_table = params.block_tables + static_cast<uint64_t>(range.sequence) * args_.pages_per_seq;
     kv.end_key = range.key_end;
@@ -156,7 +162,7 @@ class SplitKvCta {
     }
 
     // Q to registers, and the addresses of K and V.
-    const Thread thread = Thread::Opaque();
+    const Thread thread = Thread::Opaque(Cta::Thread());
     QueryFragment<Traits> query;
     query.Load(args_, plan, range.work_tile, thread);
     const TileCopy<Traits> copy(args_, thread);
@@ -205,7 +211,7 @@ class SplitKvCta {
       StoreScores<Traits>(args_, kv, query, thread, keys_left, __any_sync(0xffffffffu, bad), scores,
                           shared_.scores[buffer]);
       // Behind it all warps' scores and V tiles of this iteration are there, and those of the last are no longer read.
-      __syncthreads();
+      Cta::Sync();
       const auto load_next = [&] {
         load_stage(lookup, kAhead, stage_before);
         lookup.Start(args_, kv.page_table, kv.end_key, keys_left - (kAhead + 1) * Traits::kBlockKeys,
@@ -214,7 +220,7 @@ class SplitKvCta {
       if (Traits::kStages > 1) load_next();
       accumulator.Update(shared_.scores[buffer], all_v + stage, v_offsets, thread);
       if (Traits::kStages == 1) {
-        __syncthreads();
+        Cta::Sync();
         load_next();
       }
       buffer = 1 - buffer;
@@ -226,7 +232,7 @@ class SplitKvCta {
 
       // The end of a split.
       accumulator.ReduceSums();
-      AccumulateSplit<Traits>(args_, range, range.work_tile, 0, thread, split, accumulator, segment, tile);
+      AccumulateSplit<Traits>(args_, cta_, range, range.work_tile, 0, thread, split, accumulator, segment, tile);
       if (blocks == 0) break;
       accumulator.Clear();
       split_blocks_left = kv.plan->split_blocks;
@@ -255,6 +261,7 @@ class SplitKvCta {
 
   const DecodeArgs& args_;
   Shared& shared_;
+  const Cta cta_;
   Scheduler scheduler_;
 };
 
@@ -275,7 +282,7 @@ __global__ void __maxnreg__(Traits::kHeadDim <= 128 && Traits::kRowTiles == 1 ? 
     if (args.store_every_split || args.behind_prefill) AllowDependentLaunch();
     if ((Traits::kWide && args.tree_mask != nullptr) || MayHaveDecodeRows(args)) {
       if (args.wait_at_start && args.behind_prefill) WaitForPreviousKernel();  // which may read the scratch
-      SplitKvCta<Traits>(args, *reinterpret_cast<SplitKvSharedStorage<Traits>*>(dynamic_shared)).Run();
+      SplitKvCta<Traits>(args, *reinterpret_cast<SplitKvSharedStorage<Traits>*>(dynamic_shared), WholeCta{}, 0).Run();
     }
     // Programmatic-launch wait: one CTA waits, so that the kernel before has ended when this one has.
     if (blockIdx.x == 0 && blockIdx.y == 0) WaitForPreviousKernel();

@@ -12,6 +12,7 @@
 
 #include <cstdint>
 
+#include "ffi/ops/paged_attention/decode/cta.cuh"
 #include "ffi/ops/paged_attention/decode/params.h"
 #include "ffi/ops/paged_attention/decode/sequence_plan.cuh"
 #include "ffi/ops/paged_attention/sequence_metadata.cuh"
@@ -33,7 +34,7 @@ __device__ inline bool MayHaveDecodeRows(const DecodeArgs& args) {
 // The warps of a CTA build one each, at the same time. A warp calls its functions that are not const together. It holds
 // the plans of 32 sequences at a time, a slice of the batch. In batches of several slices, the warps share the work of
 // measuring them for the length of the KV-block space.
-template <typename TileShape>
+template <typename TileShape, typename Cta = WholeCta>
 class TileScheduler {
   static constexpr int kMeasuredSlices = 32;  // whose lengths are kept
   static constexpr int kMaxWarps = 8;         // of a CTA
@@ -79,8 +80,9 @@ class TileScheduler {
     }
   };
 
+  // cta_groups: where Cta::kGroupsVary.
   __device__ TileScheduler(const DecodeArgs& args, SharedStorage& shared, BatchStorage& batch_storage,
-                           const FirstLoads& loads)
+                           const FirstLoads& loads, int cta_groups)
       : args_(args), shared_(shared) {
     live_ = loads.num_seqs <= args.max_seqs ? max(loads.num_seqs, 0) : 0;
     in_order_ = __all_sync(0xffffffffu, Lane() >= live_ || loads.metadata.InOrder(args));
@@ -91,12 +93,12 @@ class TileScheduler {
       slice_ = 0;
       begin_ = 0;
       end_ = StoreSlice(args, shared, plan, live_, overhead_, 0);
-      SetInterval(end_, lengths);
+      SetInterval(end_, lengths, cta_groups);
     } else {
       const BatchExtent batch = MeasureBatch(args, batch_storage, live_, loads.measured[0], loads.measured[1]);
       in_order_ = batch.in_order;
       overhead_ = batch.lengths.FixedOverhead();
-      SetInterval(batch.length + overhead_ * batch.work_tiles, batch.lengths);
+      SetInterval(batch.length + overhead_ * batch.work_tiles, batch.lengths, cta_groups);
       my_slice_end_ = batch.slice.length + overhead_ * batch.slice.work_tiles;
 #pragma unroll
       for (int i = 1; i < 32; i *= 2) {
@@ -153,8 +155,8 @@ class TileScheduler {
 
  private:
   __device__ static int Lane() { return static_cast<int>(threadIdx.x % 32); }
-  __device__ static int Warp() { return static_cast<int>(threadIdx.x / 32); }
-  __device__ static int Warps() { return static_cast<int>(blockDim.x / 32); }
+  __device__ static int Warp() { return Cta::Warp(); }
+  __device__ static int Warps() { return Cta::Warps(); }
 
   // Lengths of work tiles in the KV-block space, without the fixed overhead. The same in all lanes.
   struct TileLengths {
@@ -192,7 +194,7 @@ class TileScheduler {
     BatchExtent batch = {0, 0, {}, true, {0, 0}};
     while (true) {
       storage.warps[Warp()] = MeasureSlices(args, storage, live, first, second, batch.in_order);
-      __syncthreads();
+      Cta::Sync();
       const WarpExtent warp = storage.warps[min(Lane(), Warps() - 1)];
       batch.lengths.longest = __reduce_max_sync(0xffffffffu, warp.longest);
       batch.lengths.shortest = __reduce_min_sync(0xffffffffu, warp.shortest);
@@ -204,7 +206,7 @@ class TileScheduler {
       if (__all_sync(0xffffffffu, warp.in_order) || !batch.in_order) return batch;
       // Once more, now with a look at the entries before each sequence's.
       batch.in_order = false;
-      __syncthreads();  // `storage` is no longer read
+      Cta::Sync();  // `storage` is no longer read
     }
   }
   // The slices whose numbers are the warp's, counted in steps of the number of warps. in_order: all sequences are, as
@@ -286,10 +288,14 @@ class TileScheduler {
 
   // Where all work tiles have one length, a slightly longer interval may save much combining: whole work tiles, equal
   // parts of one, or a multiple of a power of two, as lengths often are.
-  __device__ void SetInterval(uint32_t total, const TileLengths& lengths) {
+  __device__ void SetInterval(uint32_t total, const TileLengths& lengths, int cta_groups) {
     total_ = total;
-    // At least ceil(total / num_cta_groups).
-    interval_ = max(args_.cta_group_divisor.Divide(total + args_.num_cta_groups - 1), 1u);
+    // At least ceil(total / num_cta_groups). All kernels of a call find the same.
+    if (Cta::kGroupsVary && cta_groups != args_.num_cta_groups) {
+      interval_ = max((total + static_cast<unsigned>(cta_groups) - 1) / static_cast<unsigned>(cta_groups), 1u);
+    } else {
+      interval_ = max(args_.cta_group_divisor.Divide(total + args_.num_cta_groups - 1), 1u);
+    }
     if (!lengths.Uniform()) return;
     const uint32_t length = lengths.longest;
     const uint32_t most = interval_ + interval_ / 16;

@@ -8,6 +8,7 @@
 
 #include <type_traits>
 
+#include "ffi/ops/paged_attention/decode/cta.cuh"
 #include "ffi/ops/paged_attention/decode/params.h"
 
 namespace xla_gpu::decode {
@@ -19,8 +20,8 @@ struct Thread {
 
   // Opaque: the compiler does not know that the value never changes, so it computes nothing that follows from it before
   // this place, where registers are short.
-  __device__ static Thread Opaque() {
-    unsigned index = threadIdx.x;
+  __device__ static Thread Opaque(int thread) {
+    auto index = static_cast<unsigned>(thread);
     asm volatile("" : "+r"(index));
     return {static_cast<int>(index % 32), static_cast<int>(index / 32)};
   }
@@ -51,6 +52,7 @@ struct KernelTraits {
   static constexpr __nv_fp8_interpretation_t kFloat8Kind = kFormat == CacheFormat::kE4M3 ? __NV_E4M3 : __NV_E5M2;
   using Operand = std::conditional_t<kFormat == CacheFormat::kBF16, __nv_bfloat16, __half>;
 
+  using Cta = WholeCta;
   static constexpr bool kWide = false;               // see WideKernelTraits
   static constexpr bool kDependent = false;          // see DependentKernelTraits
   static constexpr bool kWholeTiles = false;         // see OneSequenceTraits
@@ -102,6 +104,12 @@ struct DependentKernelTraits : KernelTraits<kFormat_, kHeadDim_, kRowTiles_, fal
 template <CacheFormat kFormat_, int kHeadDim_, bool kLargeSharedMemory_>
 struct OneSequenceTraits : KernelTraits<kFormat_, kHeadDim_, 1, false, kLargeSharedMemory_> {
   static constexpr bool kWholeTiles = true;
+};
+
+// The split-KV work of the prefill path's kernel, by each of its warpgroups.
+template <CacheFormat kFormat_, int kHeadDim_>
+struct WarpgroupKernelTraits : KernelTraits<kFormat_, kHeadDim_, 1, false, true> {
+  using Cta = WarpgroupCta;
 };
 
 // The split-KV kernel for work tiles of 64 query rows (wide_mainloop.cuh): two halves of the rows share the KV blocks

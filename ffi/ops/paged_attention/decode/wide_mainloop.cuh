@@ -63,7 +63,7 @@ class WideMainloop {
     if (threadIdx.x == 0) shared_.bad_page = false;
 
     // Q to registers, and the addresses of K and V.
-    const Thread cta_thread = Thread::Opaque();
+    const Thread cta_thread = Thread::Opaque(WholeCta::Thread());
     const int half = cta_thread.warp / Half::kWarps;
     const Thread thread = {cta_thread.lane, cta_thread.warp % Half::kWarps};  // in its half
     const WorkTile rows = {range.work_tile.kv_head, range.work_tile.row_tile * Traits::kHalves + half,
@@ -152,7 +152,8 @@ class WideMainloop {
         for (int n = 0; n < Half::kRowTiles; ++n) {
           accumulator.state[n] = shared_.state[half * Half::kRows + 8 * n + thread.lane / 4];
         }
-        AccumulateSplit<Half, Traits::kHalves>(args_, range, rows, half, thread, split, accumulator, segment, tile);
+        AccumulateSplit<Half, Traits::kHalves>(args_, WholeCta{}, range, rows, half, thread, split, accumulator,
+                                               segment, tile);
       }
       accumulator.Clear();
       split_blocks_left = plan.split_blocks;

@@ -27,7 +27,8 @@ struct WorkRange {
 template <typename Traits>
 using SplitKvTileScheduler =
     TileScheduler<std::conditional_t<Traits::kWide, WideTileShape<Traits::kBlockKeysLog2, Traits::kRowsLog2>,
-                                     FixedTileShape<Traits::kBlockKeysLog2, Traits::kRowsLog2>>>;
+                                     FixedTileShape<Traits::kBlockKeysLog2, Traits::kRowsLog2>>,
+                  typename Traits::Cta>;
 
 template <typename Traits>
 struct SplitKvSharedStorage;
@@ -36,10 +37,10 @@ struct SplitKvSharedStorage;
 // What this CTA will not merge any further goes to a split accumulator, or to the output if it is the whole work tile.
 // kHalves, half: `work_tile` is one of so many parts of the range's work tile, each with Traits::kRows rows.
 template <typename Traits, int kHalves = 1>
-__device__ inline void AccumulateSplit(const DecodeArgs& args, const WorkRange& range, const WorkTile& work_tile,
-                                       int half, const Thread& thread, int split,
-                                       const Accumulator<Traits>& accumulator, Accumulator<Traits>& segment,
-                                       Accumulator<Traits>& tile) {
+__device__ inline void AccumulateSplit(const DecodeArgs& args, const typename Traits::Cta& threads,
+                                       const WorkRange& range, const WorkTile& work_tile, int half,
+                                       const Thread& thread, int split, const Accumulator<Traits>& accumulator,
+                                       Accumulator<Traits>& segment, Accumulator<Traits>& tile) {
   const SequencePlan& plan = range.plan;
   const int index = plan.SegmentOf(split);
   const int first = index * plan.segment_splits;
@@ -79,7 +80,8 @@ __device__ inline void AccumulateSplit(const DecodeArgs& args, const WorkRange& 
 #pragma unroll 1
   while (!kWhole) {
     unsigned accumulator_index;
-    const unsigned cta = blockIdx.y * gridDim.x + blockIdx.x;
+    const unsigned group_size = threads.GroupSize(args);
+    const unsigned cta = threads.Group() * group_size + threads.Number();
     if constexpr (kHalves > 1) {
       accumulator_index = args.whole_segments ? SplitAccumulators::IndexOfSegment(cta, has_tile_begin, index)
                                               : SplitAccumulators::IndexOfSplit(
@@ -87,7 +89,7 @@ __device__ inline void AccumulateSplit(const DecodeArgs& args, const WorkRange& 
     } else {
       accumulator_index = store_each
                               ? SplitAccumulators::IndexOfSplit(WorkTileIndex(args, plan.q_begin, work_tile), split)
-                              : SplitAccumulators::IndexOf(cta, cta + gridDim.x, from == 0, has_tile_begin,
+                              : SplitAccumulators::IndexOf(cta, cta + group_size, from == 0, has_tile_begin,
                                                            has_segment_begin, index, split - first);
     }
     StorePartial<Traits>(args, accumulator_index, half * Traits::kRows, thread, rows, partial);

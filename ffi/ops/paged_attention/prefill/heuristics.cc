@@ -174,4 +174,10 @@ TmaInstance TmaInstanceDim128(const PagedAttentionParams& shapes, const SplitKvP
   return alternates && !float8 ? TmaInstance::kRows64Alternating : TmaInstance::kRows64;
 }
 
+bool SuitsDecodeRows(const PagedAttentionParams& shapes, const SplitKvPolicy& policy, int64_t ctas) {
+  const Sequences sequences(shapes);
+  return sequences.SmallTiles(shapes) * CrossCtaSplits(policy, /*sequences=*/1, sequences.tokens, sequences.context) <=
+         ctas;
+}
+
 }  // namespace xla_gpu::prefill

@@ -56,6 +56,10 @@ inline constexpr int kOneWarpgroupCtasPerSm = 3;
 TmaInstance TmaInstanceDim128(const PagedAttentionParams& shapes, const SplitKvPolicy& policy, bool one_warpgroup,
                               int64_t sms);
 
+// Whether the prefill kernel of 64 rows should do the decode path's split-KV work too, with `ctas` CTAs: where these
+// have no more than one work tile each. With more, the kernels side by side take no longer.
+bool SuitsDecodeRows(const PagedAttentionParams& shapes, const SplitKvPolicy& policy, int64_t ctas);
+
 }  // namespace xla_gpu::prefill
 
 #endif  // XLA_GPU_OPS_PAGED_ATTENTION_PREFILL_HEURISTICS_H_

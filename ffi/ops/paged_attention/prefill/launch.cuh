@@ -173,6 +173,25 @@ decode::DecodeArgs TakeOneSequenceArgs(const SplitAccumulatorLayout& layout, Tma
   return args;
 }
 
+// The kernel that also does the decode path's split-KV work, if that is wanted and it can.
+template <typename Traits>
+Status LaunchTmaAndDecode(const TmaParams& tma, const SplitAccumulatorLayout& layout, dim3 grid, Stream stream,
+                          bool* launched) {
+  decode::SharedCall* const decode = layout.decode_work;
+  const bool suits = grid.y == 1 && SuitsDecodeRows(tma.attention, tma.split_kv, grid.x);
+  *launched = decode != nullptr && decode->suits_prefill && suits;
+  if (!*launched) return Status::Ok();
+  const int ctas = decode->args.cta_group_size * decode->args.num_cta_groups;
+  grid.x = std::max(grid.x, static_cast<unsigned>((ctas + kDecodeCtas - 1) / kDecodeCtas));
+  decode->prefill_ctas = grid.x;
+  const auto kernel = PrefillAndDecodeTmaKernel<Traits>;
+  XLA_GPU_RETURN_IF_CUDA(
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytesWithDecode<Traits>));
+  decode->launched = true;
+  return Launch({grid, Traits::kThreads, kSharedBytesWithDecode<Traits>, /*programmatic=*/true}, stream, kernel, tma,
+                decode->args);
+}
+
 template <typename Traits>
 Status LaunchTma(const TmaParams& call, const SplitAccumulatorLayout& layout, int64_t sms, Stream stream) {
   using Layout = SplitAccumulatorLayout;
@@ -199,10 +218,16 @@ Status LaunchTma(const TmaParams& call, const SplitAccumulatorLayout& layout, in
   const bool shares_last_round = Traits::kTakesSomeSplits && params.max_seqs > Traits::WarpScheduler::kSequences &&
                                  layout.pool_rows > 0 && grid.y == 1;
   tma.split_kv.last_round_ctas = shares_last_round ? grid.x : 0;
-  const LaunchConfig config{grid, Traits::kThreads, Traits::kSharedBytes, /*programmatic=*/true};
   if (layout.kernels != PrefillKernels::kCombine) {
-    const decode::DecodeArgs decode_args = TakeOneSequenceArgs<Traits>(layout, &tma);
-    if (Status status = Launch(config, stream, kernel, tma, decode_args); !status.ok()) return status;
+    bool launched = false;
+    if constexpr (Traits::kTakesDecodeRows) {
+      if (Status status = LaunchTmaAndDecode<Traits>(tma, layout, grid, stream, &launched); !status.ok()) return status;
+    }
+    if (!launched) {
+      const decode::DecodeArgs decode_args = TakeOneSequenceArgs<Traits>(layout, &tma);
+      const LaunchConfig config{grid, Traits::kThreads, Traits::kSharedBytes, /*programmatic=*/true};
+      if (Status status = Launch(config, stream, kernel, tma, decode_args); !status.ok()) return status;
+    }
   }
   if (layout.pool_rows == 0 || layout.kernels == PrefillKernels::kAllButCombine) return Status::Ok();
 
@@ -216,15 +241,16 @@ Status LaunchTma(const TmaParams& call, const SplitAccumulatorLayout& layout, in
   const int ctas_per_sm = Traits::kRows == 64 && tma.behind_decode ? kIdleCombineCtasPerSm : 8;
   const dim3 combine_grid(static_cast<unsigned>(CombineCtas(params, kCombineThreads / 32, ctas_per_sm, sms)));
   if constexpr (Traits::kHeadDim == 128 && !Traits::kFloat8Cache) {
-    decode::DeferredCombine* const deferred = layout.decode_combine;
-    if (deferred != nullptr && deferred->pending) {
-      deferred->pending = false;
+    decode::SharedCall* const decode = layout.decode_work;
+    if (decode != nullptr && decode->combines) {
+      decode->combines = false;
       const auto both = CombineBothKernel<typename Traits::Element, Traits::kHeadDim>;
-      constexpr int kSharedBytes = static_cast<int>(sizeof(decode::CombineSharedStorage));
+      constexpr int kSharedBytes = static_cast<int>(sizeof(decode::CombineSharedStorage<>));
       XLA_GPU_RETURN_IF_CUDA(
           cudaFuncSetAttribute(both, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared));
-      return Launch({dim3(deferred->ctas + combine_grid.x), kCombineThreads, kSharedBytes, /*programmatic=*/true},
-                    stream, both, deferred->args, tma.split_kv, tma.accumulators, deferred->ctas);
+      const dim3 both_grid(decode->combine_ctas + combine_grid.x);
+      return Launch({both_grid, kCombineThreads, kSharedBytes, /*programmatic=*/true}, stream, both, decode->args,
+                    tma.split_kv, tma.accumulators, decode->combine_ctas, decode->prefill_ctas);
     }
   }
   return Launch({combine_grid, kCombineThreads, /*shared_bytes=*/0, /*programmatic=*/true}, stream, combine, params,

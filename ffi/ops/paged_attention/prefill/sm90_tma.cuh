@@ -4,7 +4,9 @@
 #ifndef XLA_GPU_OPS_PAGED_ATTENTION_PREFILL_SM90_TMA_CUH_
 #define XLA_GPU_OPS_PAGED_ATTENTION_PREFILL_SM90_TMA_CUH_
 
+#include <algorithm>
 #include <cstdint>
+#include <type_traits>
 
 #include "ffi/device/async_copy.cuh"
 #include "ffi/device/dependent_launch.cuh"
@@ -13,7 +15,9 @@
 #include "ffi/device/wgmma.cuh"
 #include "ffi/ops/paged_attention/decode/decode.h"
 #include "ffi/ops/paged_attention/decode/one_sequence.cuh"
+#include "ffi/ops/paged_attention/decode/split_kv_kernel.cuh"
 #include "ffi/ops/paged_attention/padding_rows.cuh"
+#include "ffi/ops/paged_attention/prefill/decode_share.cuh"
 #include "ffi/ops/paged_attention/prefill/sm90_tma_consumer.cuh"
 #include "ffi/ops/paged_attention/prefill/sm90_tma_float8.cuh"
 #include "ffi/ops/paged_attention/prefill/sm90_tma_producer.cuh"
@@ -22,38 +26,44 @@
 
 namespace xla_gpu::prefill {
 
-// By one warp. One elected lane initialises all barriers, unrolled: with a lane for each, the compiler makes a loop
-// over lanes of every instruction, since they take uniform operands.
-template <typename Traits>
-__device__ void InitBarriers(const TmaCta<Traits>& cta) {
+// Calls visit(address, arrivals) for each barrier of the CTA, unrolled.
+template <typename Traits, typename Visit>
+__device__ void VisitBarriers(const TmaCta<Traits>& cta, Visit visit) {
   using SharedStorage = typename Traits::SharedStorage;
   // Of a key tile: each warp of a work tile's rows.
   constexpr int kReaderWarps = Traits::kRowWarpgroups * 4;
   constexpr int kQueryBarriers = Traits::kQueryStages * Traits::kRowWarpgroups;
   constexpr auto kEmpty = static_cast<uint32_t>(offsetof(StageBarriers, empty));
+  const auto each = [&](size_t offset, int stages, int full_arrivals, int empty_arrivals) {
+#pragma unroll
+    for (int stage = 0; stage < stages; ++stage) {
+      const uint32_t barrier = cta.Address(offset + stage * sizeof(StageBarriers));
+      visit(barrier, full_arrivals);
+      if (empty_arrivals > 0) visit(barrier + kEmpty, empty_arrivals);
+    }
+  };
+  // Q arrives from each lane of its warp, for which cp.async copies count; a stage is read by one warpgroup.
+  each(offsetof(SharedStorage, q_barriers), kQueryBarriers, 32, 4);
+  // K and V of a float8 cache come from all producer warps.
+  each(offsetof(SharedStorage, kv_barriers), Traits::kKvStages, Traits::kFloat8Cache ? 4 : 1, kReaderWarps);
+  each(offsetof(SharedStorage, tile_barriers), Traits::kTileStages, 1, Traits::kTileReaders);
+  each(offsetof(SharedStorage, checked_barriers), Traits::kTileStages, 1, 0);
+  each(offsetof(SharedStorage, unmasked_values), 1, 1, 0);
+  if constexpr (Traits::kAlternates) each(offsetof(SharedStorage, accumulated), 3, 4, 0);
+  if constexpr (Traits::kFloat8Cache) {
+    each(Traits::kRawTilesBegin + offsetof(typename Traits::RawTiles, barriers), 2 * Traits::kRawStages, 1, 4);
+  }
+}
+
+// By one warp. One elected lane initialises all barriers: with a lane for each, the compiler makes a loop over lanes of
+// every instruction, since they take uniform operands.
+template <typename Traits>
+__device__ void InitBarriers(const TmaCta<Traits>& cta) {
   if (ElectOne()) {
     PrefetchTensorMap(cta.params.k_map);
     PrefetchTensorMap(cta.params.v_map);
     if (cta.params.query_by_tma) PrefetchTensorMap(cta.params.q_map);
-    const auto init = [&](size_t offset, int stages, int full_arrivals, int empty_arrivals) {
-#pragma unroll
-      for (int stage = 0; stage < stages; ++stage) {
-        const uint32_t barrier = cta.Address(offset + stage * sizeof(StageBarriers));
-        InitBarrier(barrier, full_arrivals);
-        if (empty_arrivals > 0) InitBarrier(barrier + kEmpty, empty_arrivals);
-      }
-    };
-    // Q arrives from each lane of its warp, for which cp.async copies count; a stage is read by one warpgroup.
-    init(offsetof(SharedStorage, q_barriers), kQueryBarriers, 32, 4);
-    // K and V of a float8 cache come from all producer warps.
-    init(offsetof(SharedStorage, kv_barriers), Traits::kKvStages, Traits::kFloat8Cache ? 4 : 1, kReaderWarps);
-    init(offsetof(SharedStorage, tile_barriers), Traits::kTileStages, 1, Traits::kTileReaders);
-    init(offsetof(SharedStorage, checked_barriers), Traits::kTileStages, 1, 0);
-    init(offsetof(SharedStorage, unmasked_values), 1, 1, 0);
-    if constexpr (Traits::kAlternates) init(offsetof(SharedStorage, accumulated), 3, 4, 0);
-    if constexpr (Traits::kFloat8Cache) {
-      init(Traits::kRawTilesBegin + offsetof(typename Traits::RawTiles, barriers), 2 * Traits::kRawStages, 1, 4);
-    }
+    VisitBarriers(cta, [](uint32_t barrier, int arrivals) { InitBarrier(barrier, arrivals); });
     FenceProxyAsync();
   }
   __syncwarp();
@@ -107,8 +117,34 @@ __device__ __forceinline__ void TakeOneSequence(const decode::DecodeArgs& args, 
                                      sequence, static_cast<int>(blockIdx.x), static_cast<int>(gridDim.x));
 }
 
-// A CTA of the kernel.
+// The sequences of the decode path.
 template <typename Traits>
+using DecodeRowsTraits = decode::WarpgroupKernelTraits<Traits::kDecodeFormat, Traits::kHeadDim>;
+template <typename Traits>
+inline constexpr int kSharedBytesWithDecode =
+    std::max<int>(Traits::kSharedBytes, kDecodeCtas * sizeof(decode::SplitKvSharedStorage<DecodeRowsTraits<Traits>>));
+
+// What the CTA computes of them, behind its own work: its first warpgroups stand for CTAs of the split-KV kernel. By
+// all threads, behind the launch wait.
+template <typename Traits>
+__device__ __forceinline__ void RunDecodeRows(const decode::DecodeArgs& args, const SplitKvPolicy& policy,
+                                              char* shared) {
+  using Storage = decode::SplitKvSharedStorage<DecodeRowsTraits<Traits>>;
+  const int warpgroup = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / Traits::kWarpgroupThreads, 0);
+  if (warpgroup >= kDecodeCtas) return;
+  const auto lane = static_cast<int>(threadIdx.x % 32);
+  const auto metadata = ThreadMetadata::Load(args.params, lane, /*early=*/false);
+  const auto share = DecodeShare::Of(args, policy, metadata, gridDim.x);
+  if (blockIdx.x < share.first_cta) return;
+  const unsigned index = warpgroup * (gridDim.x - share.first_cta) + blockIdx.x - share.first_cta;
+  const decode::WarpgroupCta cta(args, index);
+  decode::SplitKvCta<DecodeRowsTraits<Traits>>(args, reinterpret_cast<Storage*>(shared)[warpgroup], cta,
+                                               share.cta_groups)
+      .Run();
+}
+
+// A CTA of the kernel. kTakesDecodeRows: it computes the sequences of the decode path too.
+template <typename Traits, bool kTakesDecodeRows = false>
 __device__ __forceinline__ void RunPrefillTma(const TmaParams& params, const decode::DecodeArgs& decode_args) {
   extern __shared__ __align__(1024) char shared[];
   const TmaCta<Traits> cta(params, shared);
@@ -188,6 +224,14 @@ __device__ __forceinline__ void RunPrefillTma(const TmaParams& params, const dec
     metadata = now;
   }
 
+  // There are few sequences (PathsShareCombine), a lane of each warp for each: all warps find the same.
+  bool has_decode_rows = false;
+  if constexpr (kTakesDecodeRows) {
+    const unsigned tokens = static_cast<unsigned>(metadata.q_end) - static_cast<unsigned>(metadata.q_begin);
+    const bool mine = seq < metadata.num_seqs && tokens - 1 < static_cast<unsigned>(params.split_kv.max_decode_tokens);
+    has_decode_rows = __any_sync(~0u, mine);
+  }
+
   // ---- Padding rows
   const bool fill = few ? warp_scheduler.HasPaddingRows() : scheduler.HasPaddingRows();
   if (fill && blockIdx.y == 0) FillPaddingRows<typename Traits::Element>(attention, blockIdx.x, gridDim.x);
@@ -195,34 +239,53 @@ __device__ __forceinline__ void RunPrefillTma(const TmaParams& params, const dec
   // ---- CTAs without a work tile end here
   if (is_empty()) {
     if (behind_decode && blockIdx.x == 0 && blockIdx.y == 0) WaitForPreviousKernel();
-    if constexpr (Traits::kTakesOneSequence) {
+    if constexpr (Traits::kTakesOneSequence && !kTakesDecodeRows) {
       if (params.takes_one_sequence) TakeOneSequence<Traits>(decode_args, metadata, shared);
     }
-    return;
-  }
-  if (probably_empty) {
-    if (threadIdx.x / 32 == 3) InitBarriers(cta);
-    FetchParameters(params);
-  }
-  if (behind_decode) WaitForPreviousKernel();
-  if (!few || probably_empty) __syncthreads();
-
-  // By a shuffle, so that the compiler knows it to be uniform in a warp.
-  const int warpgroup = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / Traits::kWarpgroupThreads, 0);
-  if (warpgroup == 0) {
-    // ---- Producer warps
-    DecreaseRegisters<Traits::kProducerRegisters>();
-    const int warp = __shfl_sync(~0u, cta.thread / 32, 0);
-    const bool has_first = kPlansFirst && (few || kPlansManyEarly);
-    if constexpr (Traits::kFloat8Cache) {
-      TmaFloat8Warp<Traits>{{cta}, warp, {}, {}, {}}.Run(find, has_first, first);
-    } else {
-      RunProducerWarp(cta, warp, find, has_first, first);
-    }
+    if (!has_decode_rows) return;
   } else {
-    // ---- Consumer warpgroups
-    IncreaseRegisters<Traits::kConsumerRegisters>();
-    TmaConsumer<Traits>(cta, warpgroup - 1).Run();
+    if (probably_empty) {
+      if (threadIdx.x / 32 == 3) InitBarriers(cta);
+      FetchParameters(params);
+    }
+    if (behind_decode) WaitForPreviousKernel();
+    if (!few || probably_empty) __syncthreads();
+
+    // By a shuffle, so that the compiler knows it to be uniform in a warp.
+    const int warpgroup = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / Traits::kWarpgroupThreads, 0);
+    if (warpgroup == 0) {
+      // ---- Producer warps
+      DecreaseRegisters<Traits::kProducerRegisters>();
+      const int warp = __shfl_sync(~0u, cta.thread / 32, 0);
+      const bool has_first = kPlansFirst && (few || kPlansManyEarly);
+      if constexpr (Traits::kFloat8Cache) {
+        TmaFloat8Warp<Traits>{{cta}, warp, {}, {}, {}}.Run(find, has_first, first);
+      } else {
+        RunProducerWarp(cta, warp, find, has_first, first);
+      }
+      if constexpr (kTakesDecodeRows) {
+        if (!has_decode_rows) return;
+        IncreaseRegisters<Traits::kLaunchRegisters>();
+      }
+    } else {
+      // ---- Consumer warpgroups
+      IncreaseRegisters<Traits::kConsumerRegisters>();
+      TmaConsumer<Traits>(cta, warpgroup - 1).Run();
+      if constexpr (kTakesDecodeRows) {
+        if (!has_decode_rows) return;
+        DecreaseRegisters<Traits::kLaunchRegisters>();
+      }
+    }
+  }
+
+  // ---- Sequences of the decode path
+  if constexpr (kTakesDecodeRows) {
+    __syncthreads();  // shared memory is no longer read
+    if (threadIdx.x == 0) {
+      VisitBarriers(cta, [](uint32_t barrier, int) { InvalidateBarrier(barrier); });
+    }
+    __syncthreads();
+    RunDecodeRows<Traits>(decode_args, params.split_kv, shared);
   }
 }
 
@@ -234,17 +297,23 @@ __global__ void __launch_bounds__(XLA_GPU_HAS_WGMMA ? Traits::kThreads : 32, 1)
 #endif
 }
 
-// The same for a small CTA, with registers that leave room beside it for the combine kernels: its own, which has then
-// planned when it ends, and two CTAs of the decode path's, behind which it may wait.
-inline constexpr int kSmallTmaRegisters = 152;
+// The same for a small CTA.
 template <typename Traits>
-__global__ void __maxnreg__(kSmallTmaRegisters)
+__global__ void __maxnreg__(Traits::kLaunchRegisters)
     PrefillSmallTmaKernel(const __grid_constant__ TmaParams params,
                           const __grid_constant__ decode::DecodeArgs decode_args) {
 #if XLA_GPU_HAS_WGMMA
-  static_assert(kSmallTmaRegisters * Traits::kThreads >=
-                128 * (Traits::kProducerRegisters + Traits::kConsumerWarpgroups * Traits::kConsumerRegisters));
   RunPrefillTma<Traits>(params, decode_args);
+#endif
+}
+
+// The same, which also computes the sequences of the decode path.
+template <typename Traits>
+__global__ void __maxnreg__(Traits::kLaunchRegisters)
+    PrefillAndDecodeTmaKernel(const __grid_constant__ TmaParams params,
+                              const __grid_constant__ decode::DecodeArgs decode_args) {
+#if XLA_GPU_HAS_WGMMA
+  RunPrefillTma<Traits, /*kTakesDecodeRows=*/true>(params, decode_args);
 #endif
 }
 

@@ -193,6 +193,8 @@ struct TmaKernelTraits : Config {
   static constexpr bool kTakesOneSequence = !kFloat8Cache && !kAlternates;
   static constexpr decode::CacheFormat kDecodeFormat =
       std::is_same_v<T, __half> ? decode::CacheFormat::kF16 : decode::CacheFormat::kBF16;
+  // Whether there is a kernel that also computes the sequences of the decode path, behind its own.
+  static constexpr bool kTakesDecodeRows = kTakesFirstSplits && kConsumerWarpgroups == 1;
   static constexpr int kWarpgroupThreads = 128;
   static constexpr int kThreads = (Config::kProducerWarpgroups + kConsumerWarpgroups) * kWarpgroupThreads;
   static constexpr int kRows = kRowWarpgroups * 64;  // of a work tile
@@ -292,6 +294,12 @@ struct TmaKernelTraits : Config {
   // Registers of a thread after setmaxnreg; together no more than the launch has allocated.
   static constexpr int kProducerRegisters = kConsumerWarpgroups == 3 ? 32 : kHeadDim == 256 ? 40 : 56;
   static constexpr int kConsumerRegisters = kConsumerWarpgroups == 3 ? 160 : kHeadDim == 256 ? 232 : 224;
+  // At the launch. Of a small CTA so many that they leave room beside it for the combine kernels: its own, which has
+  // then planned when it ends, and two CTAs of the decode path's, behind which it may wait.
+  static constexpr int kLaunchRegisters = kConsumerWarpgroups == 1 ? 152 : 65536 / kThreads / 8 * 8;
+  static_assert(kLaunchRegisters * kThreads >= 128 * (Config::kProducerWarpgroups * kProducerRegisters +
+                                                      kConsumerWarpgroups * kConsumerRegisters) ||
+                Config::kProducerWarpgroups == 0);
 };
 
 // ---- What all warps of a CTA know

@@ -234,14 +234,14 @@ struct SplitAccumulatorLayout {
   int64_t pool_rows;  // likewise
   int64_t part_rows;  // of a row of the grid
   int64_t total_rows;
-  PrefillKernels kernels;                   // that are launched now
-  decode::DeferredCombine* decode_combine;  // as PagedAttentionCall's, and the next
+  PrefillKernels kernels;           // that are launched now
+  decode::SharedCall* decode_work;  // as PagedAttentionCall's, and the next
   decode::OneSequence* one_sequence;
 
   static SplitAccumulatorLayout Of(const PagedAttentionCall& shapes) {
     SplitAccumulatorLayout layout{};
     layout.kernels = shapes.prefill_kernels;
-    layout.decode_combine = shapes.decode_combine;
+    layout.decode_work = shapes.decode_work;
     layout.one_sequence = shapes.one_sequence;
     const int64_t dim = shapes.head_dim;
     using Policy = SplitKvPolicy;
