@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.common import baseline, cases, compare, reference
+from tests.common import linear_rows
 
 # n, k, activation: k in 1 to 8 parts of equal and of unequal numbers of chunks of 64, the last one not whole; work
 # tiles that n does not fill.
@@ -30,14 +30,4 @@ SIZES = [
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.frontends("eager-cuda")
 def test_parts_of_k(frontend, n, k, activation, dtype):
-    """Against the reference, and each number of rows has the bits that 64 rows have."""
-    features = n if activation is None else n // 2
-    arrays = cases.linear_inputs("plain", 64, n, k, dtype, bias=True, residual=features)
-    (whole,) = frontend.call("linear", arrays, activation=activation)
-    for rows in (1, 2, 3, 5, 8, 9, 33):
-        part = {**arrays, "x": arrays["x"][-rows:], "residual": arrays["residual"][-rows:]}
-        (got,) = frontend.call("linear", part, activation=activation)
-        compare.assert_bitwise_equal(got, whole[-rows:], f"{frontend.name}: the last {rows} rows")
-        if rows == 8:
-            (want,) = reference.linear(**part, activation=activation)
-            compare.assert_close(got, want, baseline.linear(**part, activation=activation), f"{frontend.name}: linear")
+    linear_rows.check(frontend, (1, 2, 3, 5, 8, 9, 33), n, k, activation, "plain", dtype)
