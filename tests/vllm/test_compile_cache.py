@@ -26,6 +26,7 @@ def config(**changes):
         scheduler_config=SimpleNamespace(max_num_seqs=sizes["max_num_seqs"], max_num_batched_tokens=64),
         parallel_config=SimpleNamespace(tensor_parallel_size=1),
         speculative_config=sizes.get("drafts") and SimpleNamespace(num_speculative_tokens=sizes["drafts"]),
+        lora_config=None,
         additional_config={},
     )
 

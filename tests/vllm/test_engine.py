@@ -276,7 +276,6 @@ def test_another_engine_with_longer_sequences(llama, reference):
             {"tensor_parallel_size": 2, "additional_config": {"compile_threads": 2}},
             "compile_threads: expected 1 with --t",
         ),
-        ({"enable_lora": True}, "--enable-lora: not supported"),
         ({"additional_config": {"buckets": [1]}}, "additional_config: expected keys token_buckets, async_scheduling"),
         ({"additional_config": {"compile_threads": 0}}, "compile_threads: expected an integer from 1 to 64, got 0"),
         ({"additional_config": {"token_buckets": [1000]}}, "token_buckets: expected a list of integers from 1"),

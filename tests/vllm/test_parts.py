@@ -327,6 +327,7 @@ def test_memory_is_left_to_compile_in(monkeypatch):
         model_config=model,
         parallel_config=None,
         speculative_config=None,
+        lora_config=None,
         quant_config=None,
         cache_config=SimpleNamespace(kv_cache_memory_bytes=None),
         scheduler_config=SimpleNamespace(max_num_batched_tokens=64, max_num_seqs=8),

@@ -155,6 +155,8 @@ class Program:
       options: XLA's, for this program alone; see executable_cache.compile_options.
       devices: over which it runs; None: one.
       donated: of which inputs the memory becomes the results'. They are gone after a call.
+      lasting: which inputs are tensors that live on anyway. They are kept, whatever their size, until the program was
+        compiled.
 
     Attributes:
       outputs: shape and dtype of each output.
@@ -174,6 +176,7 @@ class Program:
         *,
         devices: Devices | None = None,
         donated: Sequence[int] = (),
+        lasting: Sequence[int] = (),
     ) -> None:
         self.name = name
         self.direct: DirectLaunch | None = None
@@ -208,7 +211,8 @@ class Program:
                 global _failed  # recorded, or an error that comes again
                 _failed += 1
                 _made[self] = False
-            self._made_with = function, [_kept(tensor) for tensor in inputs], state, options or {}
+            kept = [tensor if index in lasting else _kept(tensor) for index, tensor in enumerate(inputs)]
+            self._made_with = function, kept, state, options or {}
 
     def compile(self) -> None:
         """Captures and compiles it."""

@@ -124,6 +124,8 @@ def configuration_hash(config: Any) -> str:
     numbers += [cache.block_size, cache.gpu_memory_utilization, config.parallel_config.tensor_parallel_size]
     if config.speculative_config is not None:
         numbers.append(config.speculative_config.num_speculative_tokens)
+    if config.lora_config is not None:
+        numbers += [config.lora_config.max_loras, config.lora_config.max_lora_rank]
     options = [model.dtype, cache.cache_dtype, model.quantization, model.logprobs_mode, config.additional_config]
     text = json.dumps([described, numbers, options], sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:16]

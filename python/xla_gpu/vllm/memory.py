@@ -148,7 +148,10 @@ def step_bytes(config: Any) -> int:
         sizes = (tokens, text.num_experts_per_tok, num_experts, model.get_hidden_size(), intermediate)
         quantised = config.quant_config is not None
         experts = moe.elements_of_step(*sizes, item, quantised) * item
-    rows = tokens * (8 * model.get_hidden_size() + attention + wide) * item + experts
+    # Of LoRA, the products between an adapter's two matrices, for each of up to three layers that vLLM joins.
+    lora = config.lora_config
+    between = 0 if lora is None else 2 * 3 * lora.max_loras * lora.max_lora_rank
+    rows = tokens * (8 * model.get_hidden_size() + attention + wide + between) * item + experts
     # Logits as they are and as float32, and four arrays of their size for sampling; the penalties' counts.
     vocabulary = model.get_vocab_size()
     logits = max(buckets.most_rows(config), 128) * vocabulary * (item + 5 * 4)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -22,6 +22,9 @@ from .program import Program
 from .sampler.sampler import store_last_tokens
 from .step_layout import StepLayout
 
+if TYPE_CHECKING:
+    from .lora_layers import LoraLayers
+
 # Of longer steps XLA takes cuBLASLt's kernels alone for matrix products. Triton's are dozens for each product, which it
 # compiles and times, and which make steps of more tokens no faster.
 TRITON_TOKENS = 64
@@ -32,18 +35,27 @@ class ModelPrograms:
     """``launch(layout, packed, last_tokens)`` returns tokens, last tokens, logits and the rows' states of a step."""
 
     def __init__(
-        self, config: VllmConfig, model: nn.Module, caches: KVCaches, tables: BlockTables, device: Any
+        self,
+        config: VllmConfig,
+        model: nn.Module,
+        caches: KVCaches,
+        tables: BlockTables,
+        device: Any,
+        adapters: LoraLayers | None = None,
     ) -> None:
+        """adapters: where the model's layers have LoRA adapters."""
         self._config = config
         self._model = model
         self._caches = caches
         self._tables = tables
         self._device = device
+        self._adapters = adapters
         # A program over several devices takes its parameters as they are.
         divided = tensor_parallel.active() is not None
         self._norms = None if divided else NormWeights(model, layer_operators.head_norms(model))
-        # Over several devices the rows of attention, which the program returns, would have to be gathered.
-        self._last_layer = None if divided else LastLayer.of(model)
+        # Over several devices the rows of attention, which the program returns, would have to be gathered. With
+        # adapters the chosen rows would need their own.
+        self._last_layer = None if divided or adapters is not None else LastLayer.of(model)
         self._programs: dict[StepLayout, Program] = {}
 
     def compile(self, layout: StepLayout, last_tokens: torch.Tensor) -> list[tuple[torch.Size, torch.dtype]]:
@@ -52,18 +64,19 @@ class ModelPrograms:
         unused_slot = self._tables.shape[1] - 1
         packed = torch.from_numpy(layout.empty(unused_slot, self._tables.unused_entry)[0]).to(self._device)
 
-        def step(
-            packed: torch.Tensor, last: torch.Tensor, tables: torch.Tensor, *_: torch.Tensor
-        ) -> list[torch.Tensor]:
-            with self._norm_weights(layout.num_tokens):
-                return self._step(layout, packed, last, tables)
+        adapters = [] if self._adapters is None else self._adapters.tensors
+
+        def step(packed: torch.Tensor, last: torch.Tensor, *others: torch.Tensor) -> list[torch.Tensor]:
+            with self._norm_weights(layout.num_tokens), self._with_adapters(layout, packed, others[: len(adapters)]):
+                return self._step(layout, packed, last, others[len(adapters)])
 
         program = self._programs[layout] = Program(
             f"model, {layout.num_tokens} tokens",
             step,
-            [packed, last_tokens],
+            [packed, last_tokens, *adapters],
             [self._tables.device_tables, *self._caches.tensors],
             WITHOUT_TRITON if layout.num_tokens > TRITON_TOKENS else {},
+            lasting=range(2, 2 + len(adapters)),
         )
         return program.outputs
 
@@ -78,7 +91,8 @@ class ModelPrograms:
           last_tokens has no meaning; the states of all rows, from which PromptPrograms computes other logits.
         """
         state = [self._tables.device_tables, *self._caches.tensors]
-        outputs, (tables, *caches) = self._programs[layout]([packed, last_tokens], state)
+        adapters = () if self._adapters is None else self._adapters.tensors
+        outputs, (tables, *caches) = self._programs[layout]([packed, last_tokens, *adapters], state)
         self._tables.device_tables, self._caches.tensors = tables, caches
         tokens, last_tokens, logits, *states = outputs
         return tokens, last_tokens, logits, states
@@ -153,6 +167,13 @@ class ModelPrograms:
         if self._norms is None or num_tokens >= layer_operators.MIN_ROWS:
             return contextlib.nullcontext()
         return self._norms.sliced()
+
+    def _with_adapters(
+        self, layout: StepLayout, packed: torch.Tensor, tensors: Sequence[torch.Tensor]
+    ) -> contextlib.AbstractContextManager[None]:
+        if self._adapters is None:
+            return contextlib.nullcontext()
+        return self._adapters.applied(tensors, layout.unpack(packed)["adapters"])
 
     @contextlib.contextmanager
     def _forward(self, num_tokens: int, metadata: dict[str, StepMetadata] | None) -> Iterator[None]:

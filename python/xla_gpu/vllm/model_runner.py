@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -29,6 +29,9 @@ from .sampler.sampler import Sampled, Sampler, SamplerOptions
 from .speculation import Drafter, DraftOutput, DraftRows, proposer
 from .step_layout import StepLayout
 from .step_packer import StepPacker
+
+if TYPE_CHECKING:
+    from .lora import Adapters
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM shows what is below its own name
 
@@ -70,6 +73,8 @@ class ModelRunner:
         # What the requests of the last batch need besides the most likely token; most steps have the same batch.
         self._flagged: tuple[Batch | None, dict[str, npt.NDArray[np.bool_]]] = None, {}
         self._sampler: Sampler | None = None
+        self.adapters: Adapters | None = None
+        self._with_adapters: tuple[Batch | None, int] = None, 0  # of which batch, and after which of their changes
 
     # ---- Start -------------------------------------------------------------------------------------------------------
 
@@ -78,6 +83,10 @@ class ModelRunner:
         """Loads the weights."""
         start = time.perf_counter()
         self.model = weights.load_model(self.config, self.device)
+        if self.config.lora_config is not None:
+            from .lora import Adapters
+
+            self.adapters = Adapters(self.model, self.config, self.device)
         xm.wait_device_ops()
         logger.info("Loading the model took %.1f s", time.perf_counter() - start)
 
@@ -92,7 +101,8 @@ class ModelRunner:
         propose = proposer(self.config)
         self._drafter = None if propose is None else Drafter(propose, self.requests)
         self._last_tokens = torch.zeros(self._max_seqs + 1, dtype=torch.int32).to(self.device)
-        self._programs = ModelPrograms(self.config, self.model, self.caches, self.tables, self.device)
+        layers = None if self.adapters is None else self.adapters.layers
+        self._programs = ModelPrograms(self.config, self.model, self.caches, self.tables, self.device, layers)
 
     def layout(self, num_tokens: int) -> StepLayout:
         """The layout of steps of up to ``num_tokens`` tokens, which is one of the buckets."""
@@ -101,7 +111,8 @@ class ModelRunner:
             groups = len(self.caches.block_sizes)
             pages = sum(max_seqs + num_tokens // size for size in self.caches.block_sizes)
             draft_rows = 0 if self._drafter is None else min(num_tokens, self._most_rows)
-            self._layouts[num_tokens] = StepLayout(num_tokens, max_seqs, groups, pages, draft_rows)
+            adapters = self.adapters is not None
+            self._layouts[num_tokens] = StepLayout(num_tokens, max_seqs, groups, pages, draft_rows, adapters)
         return self._layouts[num_tokens]
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
@@ -110,10 +121,14 @@ class ModelRunner:
         start, compiled = time.perf_counter(), compilations()
         with compiled_together(Options.of(self.config).compile_threads):
             self.tables.compile()
+            if self.adapters is not None:
+                self.adapters.layers.compile()
             for num_tokens in buckets.compile_order(self.token_buckets, self._most_rows):
                 began = time.perf_counter()
                 self._compile(self.layout(num_tokens))
                 logger.info("Steps of %d tokens: captured in %.1f s", num_tokens, time.perf_counter() - began)
+        if self.adapters is not None:
+            self.adapters.layers.start()
         for num_tokens in reversed(self.token_buckets):
             layout = self.layout(num_tokens)
             greedy, _, _ = self._launch(layout, layout.empty(self._max_seqs, self.tables.unused_entry)[0])
@@ -162,6 +177,8 @@ class ModelRunner:
         if not scheduled.total_num_scheduled_tokens:
             return EMPTY_MODEL_RUNNER_OUTPUT
         batch = self.requests.batch(scheduled)
+        if self.adapters is not None:
+            self._give_adapters(self.adapters, batch)
         total = scheduled.total_num_scheduled_tokens
         layout = self.layout(buckets.next_bucket(self.token_buckets, total))
         previous = self._last_tokens
@@ -225,6 +242,13 @@ class ModelRunner:
     def take_draft_token_ids(self) -> Any:
         """The drafts of the next step's tokens, vLLM's DraftTokenIds, or None."""
         return None if self._drafter is None else self._drafter.take()
+
+    def _give_adapters(self, adapters: Adapters, batch: Batch) -> None:
+        """Notes which slots the adapters of a step's requests have."""
+        known, changes = self._with_adapters
+        if known is not batch or changes != adapters.changes:
+            self.requests.adapters[batch.slots] = adapters.slots([request.adapter for request in batch.requests])
+            self._with_adapters = batch, adapters.changes
 
     def _launch(
         self, layout: StepLayout, packed: npt.NDArray[np.int32]

@@ -24,8 +24,11 @@ class Program(program.Program):
         inputs: Sequence[torch.Tensor],
         state: Sequence[torch.Tensor] = (),
         options: Mapping[str, bool | int] | None = None,
+        *,
+        lasting: Sequence[int] = (),
     ) -> None:
-        super().__init__(name, function, inputs, state, options, devices=tensor_parallel.active())
+        devices = tensor_parallel.active()
+        super().__init__(name, function, inputs, state, options, devices=devices, lasting=lasting)
 
 
 def compiled_together(threads: int) -> contextlib.AbstractContextManager[None]:

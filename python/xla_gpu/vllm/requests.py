@@ -33,6 +33,7 @@ class Request:
       outputs: sampled tokens, appended when they arrive on the host: in asynchronous scheduling a step late.
       prompt_logprobs: of the prompt's chunks that were read, until the last one.
       prompt_is_scored: the last of them were launched.
+      adapter: its LoRARequest, or None.
     """
 
     req_id: str
@@ -44,6 +45,7 @@ class Request:
     prompt_token_ids: npt.NDArray[np.int32] = dataclasses.field(default_factory=lambda: np.empty(0, np.int32))
     prompt_logprobs: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
     prompt_is_scored: bool = False
+    adapter: Any = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,12 +73,14 @@ class RequestTable:
       known: how many of the tokens stand in ``token_ids``, and drafts behind them while a step verifies them. The other
         tokens were sampled since the request got its slot; only the last of them is ever an input, and that one is on
         the device.
+      adapters: int32[max_seqs + 1], by slot too: the slot of the request's LoRA adapter in this step; -1: none.
     """
 
     def __init__(self, max_seqs: int, max_model_len: int, tables: BlockTables, seed: int) -> None:
         self.tables = tables
         self.token_ids = np.zeros((max_seqs + 1, max_model_len), np.int32)
         self.num_prompt, self.num_tokens, self.num_computed, self.known = np.zeros((4, max_seqs + 1), np.int32)
+        self.adapters = np.full(max_seqs + 1, -1, np.int32)
         self._requests: dict[str, Request] = {}
         self._free = list(range(max_seqs - 1, -1, -1))
         # For requests without a seed.
@@ -151,6 +155,7 @@ class RequestTable:
             SamplingState.of(new.sampling_params, self._seeds),
             num_prompt=len(new.prompt_token_ids),
             prompt_token_ids=np.asarray(new.prompt_token_ids, np.int32),
+            adapter=new.lora_request,
         )
         self._requests[new.req_id] = request
         self._admit(request, new.prompt_token_ids, new.block_ids)

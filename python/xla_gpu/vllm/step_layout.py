@@ -26,6 +26,7 @@ class StepLayout:
       num_groups: KV-cache groups, each with block tables of its own.
       max_updates: new entries of block tables.
       max_draft_rows: rows of which logits are computed; 0: of each sequence the last one.
+      has_adapters: rows may have LoRA adapters.
     """
 
     num_tokens: int
@@ -33,6 +34,7 @@ class StepLayout:
     num_groups: int
     max_updates: int
     max_draft_rows: int = 0
+    has_adapters: bool = False
 
     @property
     def logits_rows(self) -> int:
@@ -58,6 +60,8 @@ class StepLayout:
             "update_pages": self.max_updates,
             # Where steps verify drafts, the rows of which logits are computed:
             **({"draft_rows": self.max_draft_rows} if self.max_draft_rows else {}),
+            # Of each row, the slot of its request's LoRA adapter; -1: none.
+            **({"adapters": self.num_tokens} if self.has_adapters else {}),
         }
 
     @functools.cached_property
@@ -96,4 +100,6 @@ def _padding(layout: StepLayout, unused_slot: int, unused_entry: int) -> Int32Ar
     parts["slot_mapping"][:] = -1
     parts["request_slots"][:] = unused_slot
     parts["update_indices"][:] = unused_entry
+    if layout.has_adapters:
+        parts["adapters"][:] = -1
     return packed

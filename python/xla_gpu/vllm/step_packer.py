@@ -47,6 +47,8 @@ class StepPacker:
         parts["num_seqs"][0] = n
         if draft_rows is not None:
             parts["draft_rows"][: len(draft_rows)] = draft_rows
+        if layout.has_adapters:
+            parts["adapters"][:total] = requests.adapters[row_slots]
         self._store_updates(layout, parts)
         return packed
 
@@ -71,6 +73,8 @@ class StepPacker:
         parts["positions"][:n] = computed
         if drafts:
             parts["tokens"][:n] = self._requests.token_ids[slots, computed]
+        if layout.has_adapters:  # an adapter may have been read again
+            parts["adapters"][:n] = self._requests.adapters[slots]
         np.add(computed, 1, out=parts["context_lens"][:n])
         for group, slot_mapping in enumerate(parts["slot_mapping"]):
             slot_mapping[:n] = self._tables.cache_slots(group, slots, computed)

@@ -59,7 +59,8 @@ def refusals(config: Any) -> list[str]:
     executors = (None, "uni", "mp") if parallel.world_size > 1 else (None, "uni")
     if parallel.distributed_executor_backend not in executors:
         expect("--distributed-executor-backend", "uni", parallel.distributed_executor_backend)
-    expect_none("--enable-lora", config.lora_config)
+    if config.lora_config is not None:
+        found += _lora_refusals(config)
     if (speculative := config.speculative_config) is not None:
         expect("--speculative-config: method", ngram.METHOD, speculative.method)
         expect_none("--speculative-config: disable_by_batch_size", speculative.disable_by_batch_size)
@@ -94,6 +95,21 @@ def refusals(config: Any) -> list[str]:
         buckets.token_buckets(scheduler.max_num_batched_tokens, scheduler.max_num_seqs, chosen)
     except ValueError as error:
         found.append(str(error).removeprefix("xla_gpu.vllm: "))
+    return found
+
+
+def _lora_refusals(config: Any) -> list[str]:
+    model, lora, found = config.model_config, config.lora_config, []
+    if (size := config.parallel_config.tensor_parallel_size) > 1:
+        found.append(f"--enable-lora: expected --tensor-parallel-size 1, got {size}")
+    if lora.default_mm_loras:
+        found.append("--default-mm-loras: not supported")
+    if model is None:
+        return found
+    if lora.lora_dtype not in ("auto", None, model.dtype, str(model.dtype).removeprefix("torch.")):
+        found.append(f"--lora-dtype: expected the model's, {model.dtype}, got {lora.lora_dtype}")
+    if model.is_multimodal_model:
+        found.append(f"--enable-lora: expected a model of text alone, got {model.architecture}")
     return found
 
 

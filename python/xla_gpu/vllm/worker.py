@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.distributed import ensure_model_parallel_initialized, init_distributed_environment, parallel_state
@@ -13,6 +13,9 @@ from vllm.v1.worker.worker_base import WorkerBase
 
 from . import compile_cache, memory, tensor_parallel
 from .options import Options
+
+if TYPE_CHECKING:
+    from .lora import Adapters
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM shows what is below its own name
 
@@ -110,6 +113,28 @@ class Worker(WorkerBase):  # type: ignore[misc]
     def take_draft_token_ids(self) -> Any:
         """Drafts of the next step's tokens."""
         return self.model_runner.take_draft_token_ids()
+
+    def add_lora(self, lora_request: Any) -> bool:
+        """Reads a LoRA adapter."""
+        return self._adapters().add(lora_request)
+
+    def remove_lora(self, lora_id: int) -> bool:
+        """Forgets a LoRA adapter."""
+        return self._adapters().remove(lora_id)
+
+    def pin_lora(self, lora_id: int) -> bool:
+        """Keeps a LoRA adapter in memory."""
+        return self._adapters().pin(lora_id)
+
+    def list_loras(self) -> set[int]:
+        """The LoRA adapters in memory."""
+        return self._adapters().ids()
+
+    def _adapters(self) -> Adapters:
+        adapters: Adapters | None = self.model_runner.adapters
+        if adapters is None:
+            raise RuntimeError("xla_gpu.vllm: adapters: expected --enable-lora at the server's start")
+        return adapters
 
     def execute_dummy_batch(self) -> None:
         """Called where another data-parallel engine has requests and this one none. Their models share nothing."""
