@@ -44,7 +44,7 @@ class Frontend(NamedTuple):
 
 
 _GPU_EXTRAS = (
-    "in a checkout of xla_gpu: pip install '.[cuda12]' (driver 525 or newer) or '.[cuda13]' (driver 580 or newer)"
+    "in a checkout of xla_gpu: pip install '.[cuda12]' (driver 550 or newer) or '.[cuda13]' (driver 580 or newer)"
 )
 _TORCH, _JAX, _TORCHAX = (
     f"in a checkout of xla_gpu: pip install '.[{extra}]'" for extra in ("torch", "jax", "torchax")

@@ -16,7 +16,7 @@ from .abi import api_version
 _FILE_NAME = "xla_cuda_plugin.so"
 EXTRAS = (
     "Install the one that fits your driver (nvidia-smi shows its CUDA version), in a checkout of xla_gpu: pip install "
-    "'.[cuda12]' for CUDA 12, driver 525 or newer, or pip install '.[cuda13]' for CUDA 13, driver 580 or newer."
+    "'.[cuda12]' for CUDA 12, driver 550 or newer, or pip install '.[cuda13]' for CUDA 13, driver 580 or newer."
 )
 
 
