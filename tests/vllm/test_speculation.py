@@ -90,6 +90,7 @@ def test_steps_without_drafts():
             req_id=name,
             sampling_params=SamplingParams(),
             prompt_token_ids=prompt,
+            lora_request=None,
             block_ids=[[1 + 2 * index, 2 + 2 * index]],
             num_computed_tokens=0,
         )

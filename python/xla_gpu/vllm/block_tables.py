@@ -62,6 +62,11 @@ class BlockTables:
         cache_slots: npt.NDArray[np.int32] = self._tables[group, slots, page] * block_size + offset
         return cache_slots
 
+    def have_pages(self, slots: npt.NDArray[np.int32], positions: npt.NDArray[np.int32]) -> bool:
+        """Whether there are pages for these tokens, in every group."""
+        sizes = np.array(self._block_sizes, np.int32)[:, None]
+        return bool((positions[None, :] < self._used[:, slots] * sizes).all())
+
     @property
     def changed(self) -> bool:
         """Whether there are new entries since the last ``take_updates``."""

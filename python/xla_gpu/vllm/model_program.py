@@ -87,8 +87,9 @@ class ModelPrograms:
 
         Returns:
           tokens int32[logits_rows], the most likely ones; last_tokens int32[max_seqs + 1] with them; logits
-          T[logits_rows, vocab_size] of each sequence's last row, or of draft_rows where the layout has them, and then
-          last_tokens has no meaning; the states of all rows, from which PromptPrograms computes other logits.
+          T[logits_rows, vocab_size] of each sequence's last row, or of draft_rows where the layout has them: then
+          last_tokens has a meaning after steps without drafts alone; the states of all rows, from which PromptPrograms
+          computes other logits.
         """
         state = [self._tables.device_tables, *self._caches.tensors]
         adapters = () if self._adapters is None else self._adapters.tensors
@@ -133,10 +134,8 @@ class ModelPrograms:
         devices = tensor_parallel.active()
         divided = devices is not None and devices.logits_dim is not None
         tokens = devices.most_likely(logits) if devices and divided else logits.argmax(-1).to(torch.int32)
-        if layout.max_draft_rows:  # the host knows every token
-            last_tokens = torch.zeros_like(last_tokens)
-        else:
-            last_tokens = store_last_tokens(last_tokens, slots, tokens)
+        # Where rows verify drafts, these are not each sequence's last tokens, and the host knows all.
+        last_tokens = store_last_tokens(last_tokens, slots, tokens[: layout.max_seqs])
         rows = logits_rows(layout.logits_rows, most_rows(self._config))
         if (padding := rows - layout.logits_rows) > 0:
             tokens = torch.cat([tokens, tokens.new_zeros(padding)])

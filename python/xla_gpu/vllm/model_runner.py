@@ -18,6 +18,7 @@ from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT
 import xla_gpu.torch as xg
 
 from . import buckets, weights
+from .ahead import QUIET_STEPS, LaunchedAhead
 from .block_tables import BlockTables
 from .kv_cache import KVCaches
 from .model_program import ModelPrograms, PromptPrograms
@@ -100,6 +101,7 @@ class ModelRunner:
         self._packer = StepPacker(self.requests, self.tables, self._max_seqs)
         propose = proposer(self.config)
         self._drafter = None if propose is None else Drafter(propose, self.requests)
+        self.ahead = LaunchedAhead(self.requests, self.tables, model.max_model_len)
         self._last_tokens = torch.zeros(self._max_seqs + 1, dtype=torch.int32).to(self.device)
         layers = None if self.adapters is None else self.adapters.layers
         self._programs = ModelPrograms(self.config, self.model, self.caches, self.tables, self.device, layers)
@@ -186,9 +188,13 @@ class ModelRunner:
         if self._drafter is not None:
             drafts = self._drafter.begin(batch, drafted)
         if total == len(batch.slots) and not drafted:  # one token of each request
+            if (ahead := self.ahead.take(batch)) is not None:
+                self._launched = dataclasses.replace(ahead, drafts=drafts)
+                return None
             counts = batch.ones
             packed = self._packer.decode(layout, batch)
         else:
+            self.ahead.drop()
             counts = np.fromiter(scheduled.num_scheduled_tokens.values(), np.int32, len(batch.slots))
             packed = self._packer.pack(layout, batch, counts, None if drafts is None else drafts.step_rows(counts))
         greedy, logits, states = self._launch(layout, packed)
@@ -232,6 +238,8 @@ class ModelRunner:
             prompts = self._prompt_logprobs(batch, np.flatnonzero(flags["prompt_logprobs"]), counts, step.states)
         if drafts is not None and self._drafter is not None:
             verified = DraftOutput(drafts, sampled, chosen.tokens, chosen.logprobs, prompts)
+            if grammar_output is None and counts is batch.ones and self._drafter.quiet_steps >= QUIET_STEPS:
+                self._launch_ahead(batch)
             result = verified.get_output()
             self._drafter.finish(verified)
             return result
@@ -242,6 +250,14 @@ class ModelRunner:
     def take_draft_token_ids(self) -> Any:
         """The drafts of the next step's tokens, vLLM's DraftTokenIds, or None."""
         return None if self._drafter is None else self._drafter.take()
+
+    def _launch_ahead(self, batch: Batch) -> None:
+        """Launches the step after the one whose tokens are computed now, if it can follow."""
+        layout = self.layout(buckets.next_bucket(self.token_buckets, len(batch.slots)))
+        if self.ahead.can_follow(batch) and self._packer.can_decode_next(layout, batch):
+            previous = self._last_tokens
+            launched = self._launch(layout, self._packer.decode_next(layout, batch))
+            self.ahead.keep(batch, Launched(batch, batch.ones, previous, *launched))
 
     def _give_adapters(self, adapters: Adapters, batch: Batch) -> None:
         """Notes which slots the adapters of a step's requests have."""

@@ -162,11 +162,16 @@ class DraftOutput(StepOutput):
 
 
 class Drafter:
-    """Drafts for the next step, and what the request table knows of those of this one."""
+    """Drafts for the next step, and what the request table knows of those of this one.
+
+    Attributes:
+      quiet_steps: how many steps in a row no draft was found after.
+    """
 
     def __init__(self, propose: NgramProposer, table: RequestTable) -> None:
         self._propose, self._table = propose, table
         self._drafts: DraftTokenIds | None = None
+        self.quiet_steps = 0
 
     def begin(self, batch: Batch, scheduled: Mapping[str, Sequence[int]]) -> DraftRows:
         """The rows of a step. Its drafts are known tokens from now on."""
@@ -188,6 +193,7 @@ class Drafter:
                 drafts.append(self._propose.propose(self._table.tokens(request.slot)))
             else:
                 drafts.append([])
+        self.quiet_steps = 0 if any(drafts) else self.quiet_steps + 1
         self._drafts = DraftTokenIds([request.req_id for request in output.requests], drafts)
 
     def take(self) -> DraftTokenIds | None:

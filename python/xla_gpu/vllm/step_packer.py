@@ -54,10 +54,24 @@ class StepPacker:
 
     def decode(self, layout: StepLayout, batch: Batch) -> Int32Array:
         """The array of a step with one token of each request, as ``pack`` makes it; no row verifies a draft."""
+        return self._decode(layout, batch, self._requests.num_computed[batch.slots])
+
+    def can_decode_next(self, layout: StepLayout, batch: Batch) -> bool:
+        """Whether a step of this layout and batch was packed last."""
+        known_layout, known_batch, _ = self._template
+        return known_batch is batch and known_layout is layout
+
+    def decode_next(self, layout: StepLayout, batch: Batch) -> Int32Array:
+        """The array of the step after that: its tokens are those that the device will have sampled last."""
+        packed = self._decode(layout, batch, self._requests.num_computed[batch.slots] + 1)
+        parts = layout.unpack(packed)
+        parts["sources"][: len(batch.slots)] = batch.slots
+        return packed
+
+    def _decode(self, layout: StepLayout, batch: Batch, computed: Int32Array) -> Int32Array:
         known_layout, known_batch, template = self._template
         slots = batch.slots
         drafts = layout.max_draft_rows > 0  # then the host knows every token, and each request has a row of logits
-        computed = self._requests.num_computed[slots]
         if known_batch is not batch or known_layout is not layout:
             packed = self.pack(layout, batch, batch.ones, np.arange(len(slots), dtype=np.int32) if drafts else None)
             # And stays so: each token is the last one sampled.
