@@ -86,6 +86,29 @@ def test_by_rows(types):
     assert several.sharding.shard_shape(several.shape) == (2, 4, 64)
 
 
+def test_without_set_mesh():
+    """Arrays that were placed have types with their mesh: of JAX's operations, and of these."""
+    mesh = explicit(devices.mesh("cpu", tp=2))
+    rng = np.random.default_rng(0)
+    rows, weight, wide = (rng.standard_normal(shape).astype(np.float32) for shape in ((72, 64), (64, 64), (128, 64)))
+    rows = devices.shard(mesh, rows, "tp")
+
+    def layer(x):
+        return xg.gated_mlp(xg.rms_norm(x, np.ones(64, np.float32), eps=1e-5), wide, weight, residual=x)
+
+    want = np.asarray(jax.jit(layer)(np.asarray(rows)))
+    gradient = jax.jit(jax.grad(lambda x: layer(x).sum()))
+    for call in (layer, jax.jit(layer), gradient):
+        if call is gradient and jax.__version_info__ < (0, 7, 2):
+            continue  # refuses the rule of jax.custom_jvp on sharded arrays
+        got = call(rows)
+        assert got.sharding.shard_shape(got.shape) == (36, 64)
+    np.testing.assert_allclose(np.asarray(layer(rows)), want, rtol=1e-5, atol=1e-5)
+    other = devices.shard(explicit(devices.mesh("cpu", dp=2)), np.ones(64, np.float32), "dp")
+    with pytest.raises(ValueError, match=r"rms_norm: weight: expected an array over the mesh of x, {'tp': 2}, got one"):
+        jax.jit(lambda x, weight: xg.rms_norm(x, weight, eps=1e-5))(rows, other)
+
+
 def test_gradients_are_named():
     mesh = explicit(devices.mesh("cpu", tp=2))
     logits, zeros = np.ones((8, 64), np.float32), np.zeros(8, np.int32)

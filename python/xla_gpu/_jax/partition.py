@@ -82,17 +82,22 @@ def explicit_shardings(call: OpCall, arrays: Sequence[Any]) -> tuple[Any, ...] |
     JAX has no rule for custom_partitioning there, and would have whole results on every device.
 
     Raises:
-      ValueError: an operand is divided over another mesh than that of the context.
+      ValueError: an operand is divided over another mesh than that of the context, or of another operand.
     """
     assert call.partitioning is not None
-    mesh = jax.sharding.get_abstract_mesh()
+    mesh, of = jax.sharding.get_abstract_mesh(), "jax.set_mesh"
+    arguments = [jax.typeof(array) for array in arrays]
+    if mesh.empty:  # types have the meshes of arrays that were placed
+        for name, argument in zip(call.operand_names, arguments, strict=True):
+            if not argument.sharding.mesh.empty:
+                mesh, of = argument.sharding.mesh, name
+                break
     if jax.sharding.AxisType.Explicit not in (getattr(mesh, "axis_types", None) or ()):
         return None
-    arguments = [jax.typeof(array) for array in arrays]
     for name, argument in zip(call.operand_names, arguments, strict=True):
         if not {axis for entry in argument.sharding.spec for axis in _names(entry)} <= set(mesh.axis_names):
             raise ValueError(
-                f"{call.name}: {name}: expected an array over the mesh of jax.set_mesh, {dict(mesh.shape)}, got one "
+                f"{call.name}: {name}: expected an array over the mesh of {of}, {dict(mesh.shape)}, got one "
                 f"over {dict(argument.sharding.mesh.shape)}"
             )
     if not any(axis is not None for argument in arguments for axis in argument.sharding.spec):
