@@ -47,8 +47,11 @@ def make_load(batch: int, context: int, prefill: bool) -> tuple[SimpleNamespace,
     layout = StepLayout(batch * new, batch, pages)
     packed = layout.empty()
     parts = layout.unpack(packed)
-    tables = np.random.default_rng(0).permutation(batch * pages).reshape(batch, pages)
+    rng = np.random.default_rng(0)
+    tables = rng.permutation(batch * pages).reshape(batch, pages)
     parts["block_tables"][:] = tables
+    # Not one token in all rows: products of equal rows draw less power, so that a GPU at its limit is faster.
+    parts["tokens"][:] = rng.integers(0, 256, layout.num_tokens)
     sequences, positions = np.arange(batch * new) // new, np.arange(batch * new) % new
     if not prefill:
         parts["sources"][:] = sequences
