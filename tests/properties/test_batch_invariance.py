@@ -22,12 +22,7 @@ BEHIND_FEW_KEYS = {"two-behind-few": (2, 700)}
 LATE_CHUNKS = {"chunk-of-1300": (1300, 2700), "chunk-of-2000": (2000, 4100)}
 SPLIT_CHUNKS = {"chunk-of-256": (256, 8100), "twelve-tokens": (12, 2100), "forty-tokens": (40, 2100)}
 FILLING = {"speculative-1400": (6, 1400), "speculative-2900": (7, 2900)}
-SHORT_PROMPTS = {
-    "prompt-90": (90, 90),
-    "chunk-of-112": (60, 112),
-    "chunk-of-220": (100, 220),
-    "more-rows-than-keys": (60, 50),
-}
+SHORT_PROMPTS = {"prompt-90": (90, 90), "chunk-of-112": (60, 112), "chunk-of-220": (100, 220), "more-rows": (60, 50)}
 NEIGHBOURS = {
     "alone": ((), ()),
     "behind-a-prefill": (((90, 90),), ()),
