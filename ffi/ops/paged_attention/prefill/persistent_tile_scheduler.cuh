@@ -55,6 +55,7 @@ class PersistentTileScheduler {
   using List = PromptList<kThreads, kRows, kSequences, kClasses, Split>;
   struct Storage {
     typename List::Storage list;
+    int num_live;     // as one thread has read it
     int first_start;  // of the first sequence's rows
     int last_end;     // of the last one's
   };
@@ -82,10 +83,12 @@ class PersistentTileScheduler {
       if (s == 0) storage_.first_start = begin;
       if (s == num_live - 1) storage_.last_end = end;
     }
+    if (thread == 0) storage_.num_live = num_live;
     const bool in_order = __syncthreads_and(ok);
     if (!in_order && !settled) return false;
     if (__syncthreads_or(has_prompt)) {
-      const int last = min(num_live, first + kSequences);
+      // NOTE: threads may have read other numbers while the kernel before writes it, but must take as many barriers.
+      const int last = min(storage_.num_live, first + kSequences);
 #pragma unroll 1
       for (int base = first; base < last; base += kThreads) {
         SequenceInfo info{};
