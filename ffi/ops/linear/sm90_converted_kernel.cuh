@@ -195,7 +195,7 @@ __global__ void __launch_bounds__(XLA_GPU_HAS_WGMMA ? Config::kThreads : 32, 1)
     }
     __syncwarp();  // the barrier of a cluster is for whole warps
     if (args.cluster > 1) {
-      ClusterSync();
+      ClusterSyncOwnShared();
       ClusterSyncOfReaders();
     }
   } else {
@@ -222,11 +222,7 @@ __global__ void __launch_bounds__(XLA_GPU_HAS_WGMMA ? Config::kThreads : 32, 1)
         sums[(r * 8 + lane % 4 * 2 + i % 2) * SumPitch(Config::kTileFeatures) + column + i / 2 * 8] = sum[r][i];
       }
     }
-    if constexpr (Config::kMovesRegisters) {
-      FinishWorkTile<T, Config::kTileFeatures, Config::kConsumers>(args.linear, tile, sums, args.cluster, rank);
-    } else {
-      FinishWorkTileOnce<T, Config::kTileFeatures, Config::kConsumers>(args.linear, tile, sums, args.cluster, rank);
-    }
+    FinishWorkTile<T, Config::kTileFeatures, Config::kConsumers>(args, tile, sums, rank);
     __syncwarp();
     if (args.cluster > 1) ClusterSyncOfReaders();  // others read this CTA's sums
   }

@@ -52,6 +52,24 @@ __device__ inline float AddPartial(const float* sums, int cluster) {
   return total;
 }
 
+// What a thread finishes of its CTA's share of a work tile: four columns, of each `rows_at_once`-th row. Nothing is
+// divided as whole numbers, which would be a hundred instructions that run once and come from L2.
+struct ShareOfThread {
+  int column;
+  int row;
+  int rows_at_once;
+
+  __device__ ShareOfThread(const Sm90Args& args, int rank, int threads) {
+    const int begin = args.column_begin[rank], fours = (args.column_begin[rank + 1] - begin) / 4;  // of a row
+    const int thread = static_cast<int>(threadIdx.x);
+    // Of numbers far below 2^20: rounded down.
+    const auto divided = [fours](int value) { return static_cast<int>(__fdividef(value + 0.5f, fours)); };
+    rows_at_once = divided(threads), row = divided(thread);
+    column = begin + (thread - row * fours) * 4;
+    if (row >= rows_at_once) row = kLinearMaxRows;
+  }
+};
+
 // Finishes this CTA's share of its cluster's work tile, by all threads. `sums`: [rows][SumPitch] in each CTA's shared
 // memory, written before. A thread keeps four columns, and reads before the barrier what depends on no other thread.
 // Inlined: a function of its own reads the kernel's arguments by generic loads, each turn anew.
@@ -64,16 +82,11 @@ __device__ __forceinline__ void FinishTileOfCluster(const Sm90Args& sm90, int ti
   const bool gated = args.activation != Activation::kNone;
   const int out_features = gated ? args.n / 2 : args.n;
   const int tile_features = gated ? sm90.box_rows : sm90.boxes * sm90.box_rows;
-  const int begin = sm90.column_begin[rank], fours = (sm90.column_begin[rank + 1] - begin) / 4;  // of a row
-  const int thread = static_cast<int>(threadIdx.x);
-  // Of numbers far below 2^20: rounded down.
-  const auto divided = [fours](int value) { return static_cast<int>(__fdividef(value + 0.5f, fours)); };
-  const int rows_at_once = divided(kThreads), row_of_thread = divided(thread);
-  const int column = begin + (thread - row_of_thread * fours) * 4, feature = tile * tile_features + column;
-  const bool has_columns = row_of_thread < rows_at_once && feature < out_features;
-  const int first_row = has_columns ? row_of_thread : args.rows;
+  const ShareOfThread share(sm90, rank, kThreads);
+  const int rows_at_once = share.rows_at_once, column = share.column, feature = tile * tile_features + column;
+  const int first_row = feature < out_features ? share.row : args.rows;
   WaitForPreviousKernel();  // which may have written what is read here
-  const int read = has_columns ? feature : 0;
+  const int read = feature < out_features ? feature : 0;
   const FourFeatures<T, false> values_of(args, read), factors_of(args, gated ? out_features + read : read);
   Four residual = {};
   const auto load_residual = [&](int row) {
@@ -84,7 +97,7 @@ __device__ __forceinline__ void FinishTileOfCluster(const Sm90Args& sm90, int ti
   load_residual(first_row);
   __syncwarp();  // the barrier of a cluster is for whole warps
   if (cluster > 1) {
-    ClusterSync();
+    ClusterSyncOwnShared();
   } else {
     __syncthreads();
   }

@@ -25,36 +25,42 @@ __device__ __forceinline__ void FinishBoxes(const Sm90Args& sm90, int tile, cons
   const bool gated = args.activation != Activation::kNone;
   const int out_features = gated ? args.n / 2 : args.n;
   const int tile_features = gated ? sm90.box_rows : 2 * sm90.box_rows;
-  const int first_four = tile_features / 4 * rank / cluster;
-  const int fours = tile_features / 4 * (rank + 1) / cluster - first_four;  // of a row
-  const int rows_at_once = kThreads / fours;
-  const int column = (first_four + static_cast<int>(threadIdx.x) % fours) * 4, feature = tile * tile_features + column;
-  int row = static_cast<int>(threadIdx.x) / fours;
-  if (row >= rows_at_once || feature >= out_features) row = args.rows;
+  const ShareOfThread share(sm90, rank, kThreads);
+  const int rows_at_once = share.rows_at_once, column = share.column, feature = tile * tile_features + column;
+  const int first_row = feature < out_features ? share.row : args.rows;
   // What does not depend on other threads is loaded before the barrier.
   const int read = feature < out_features ? feature : 0;
   const FourFeatures<T> first(args, read), second(args, gated ? out_features + read : read);
+  Four residual = {};
+  const auto load_residual = [&](int row) {
+    if (args.residual == nullptr || row >= args.rows) return;
+    const auto* const from = static_cast<const T*>(args.residual) + static_cast<int64_t>(row) * out_features + feature;
+    residual = *reinterpret_cast<const Four*>(from);
+  };
+  load_residual(first_row);
   if (cluster > 1) {
-    ClusterSync();
+    ClusterSyncOwnShared();
   } else {
     NamedBarrierSync(1, kThreads);
   }
   const int second_box = !gated && column >= sm90.box_rows;
   const float* const sums_of_column = sums + column + second_box * (kTileFeatures / 2 - sm90.box_rows);
-#pragma unroll 2
-  for (; row < args.rows; row += rows_at_once) {
-    const int64_t at = static_cast<int64_t>(row) * out_features + feature;
-    Four residual = {};
-    if (args.residual != nullptr) residual = *reinterpret_cast<const Four*>(static_cast<const T*>(args.residual) + at);
+#pragma unroll 1
+  for (int row = first_row; row < args.rows; row += rows_at_once) {
+    const Four residual_of_row = residual;
+    load_residual(row + rows_at_once);
     const float* const from = sums_of_column + row * SumPitch(kTileFeatures);
     float values[4], factors[4];
     AddPartials(from, cluster, values);
+    if (gated) AddPartials(from + kTileFeatures / 2, cluster, factors);
     first.Finish(values);
     if (gated) {
-      AddPartials(from + kTileFeatures / 2, cluster, factors);
       second.Finish(factors);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) values[i] = Round<T>(ActivationOf<T>(args.activation, values[i]) * factors[i]);
     }
-    StoreFour<T>(args, at, values, factors, gated, residual);
+    const int64_t at = static_cast<int64_t>(row) * out_features + feature;
+    StoreFour<T>(args, at, values, factors, /*gated=*/false, residual_of_row);
   }
 }
 
@@ -89,7 +95,7 @@ __device__ __forceinline__ void FinishFewBoxes(const Sm90Args& sm90, int tile, c
     if (args.residual != nullptr) residual = static_cast<float>(static_cast<const T*>(args.residual)[at]);
   }
   if (sm90.cluster > 1) {
-    ClusterSync();
+    ClusterSyncOwnShared();
   } else {
     NamedBarrierSync(1, kThreads);
   }

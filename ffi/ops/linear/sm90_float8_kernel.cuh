@@ -222,7 +222,7 @@ __global__ void __launch_bounds__(XLA_GPU_HAS_WGMMA ? Config::kThreads : 32, XLA
     }
     __syncwarp();  // the barrier of a cluster is for whole warps
     if (args.cluster > 1) {
-      ClusterSync();
+      ClusterSyncOwnShared();
       ClusterSyncOfReaders();
     }
   } else {
