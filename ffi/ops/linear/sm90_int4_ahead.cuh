@@ -7,6 +7,8 @@
 #define XLA_GPU_OPS_LINEAR_SM90_INT4_AHEAD_CUH_
 
 #include <cstdint>
+#include <type_traits>
+#include <utility>
 
 #include "ffi/device/mbarrier.cuh"
 #include "ffi/device/mma.cuh"
@@ -16,6 +18,13 @@
 #include "ffi/ops/linear/sm90_int4_weights.cuh"
 
 namespace xla_gpu::linear {
+
+// Calls a function with each number in turn, as a type. A loop of the same, of one tile of 16 weight rows, would not be
+// unrolled.
+template <typename Function, int... kNumbers>
+__device__ __forceinline__ void ForEach(const Function& function, std::integer_sequence<int, kNumbers...>) {
+  (function(std::integral_constant<int, kNumbers>()), ...);
+}
 
 // As MultiplyInt4, with the same bits.
 template <typename Config>
@@ -94,10 +103,10 @@ __device__ __forceinline__ void MultiplyInt4Ahead(const Sm90Int4Args& args, int 
     const int stage = ring.stage;
     float sum[kTiles][kRowBlocks][4];
     convert(0, 0);
-#pragma unroll
-    for (int unit = 0; unit < kSteps * kUnits; ++unit) {
-      const int step = unit / kUnits, group = step / 4, first_block = unit % kUnits * kUnitBlocks;
-      const bool first_of_step = unit % kUnits == 0, last_of_step = unit % kUnits == kUnits - 1;
+    const auto do_unit = [&](auto number) {
+      constexpr int unit = decltype(number)::value;
+      constexpr int step = unit / kUnits, group = step / 4, first_block = unit % kUnits * kUnitBlocks;
+      constexpr bool first_of_step = unit % kUnits == 0, last_of_step = unit % kUnits == kUnits - 1;
       // ---- The next loads; after the last one those of the next chunk's first
       if (unit + 1 < kSteps * kUnits) {
         load_x(stage, unit + 1);
@@ -137,22 +146,24 @@ __device__ __forceinline__ void MultiplyInt4Ahead(const Sm90Int4Args& args, int 
         for (int i = 0; i < kUnitBlocks; ++i) {
           Mma16x8x16<T>(sum[m][first_block + i], of_tile[1], b[unit % 2][i].z, b[unit % 2][i].w);
         }
-        if (step % 4 != 3) continue;
-        float factor[2];
+        if constexpr (step % 4 == 3) {
+          float factor[2];
 #pragma unroll
-        for (int r = 0; r < 2; ++r) {
-          const float2 pair = Unpack<T>(scale[m][r]);
-          factor[r] = (group == 0 ? pair.x : pair.y) * kInt4Unit<T>;
-        }
+          for (int r = 0; r < 2; ++r) {
+            const float2 pair = Unpack<T>(scale[m][r]);
+            factor[r] = (group == 0 ? pair.x : pair.y) * kInt4Unit<T>;
+          }
 #pragma unroll
-        for (int block = first_block; block < first_block + kUnitBlocks; ++block) {
+          for (int block = first_block; block < first_block + kUnitBlocks; ++block) {
 #pragma unroll
-          for (int i = 0; i < 4; ++i) {
-            total[m][block][i] = fmaf(factor[i / 2], sum[m][block][i], total[m][block][i]);
+            for (int i = 0; i < 4; ++i) {
+              total[m][block][i] = fmaf(factor[i / 2], sum[m][block][i], total[m][block][i]);
+            }
           }
         }
       }
-    }
+    };
+    ForEach(do_unit, std::make_integer_sequence<int, kSteps * kUnits>());
   }
 }
 

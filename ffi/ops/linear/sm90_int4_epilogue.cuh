@@ -50,40 +50,39 @@ __device__ __forceinline__ void FinishInt4Tile(const Sm90Int4Args& sm90, int til
   const bool gated = args.activation != Activation::kNone;
   const int out_features = gated ? args.n / 2 : args.n;
   const int tile_features = gated ? sm90.box_rows : sm90.boxes * sm90.box_rows;
-  const int first_four = tile_features / 4 * rank / sm90.cluster;
-  const int fours = tile_features / 4 * (rank + 1) / sm90.cluster - first_four;  // of a row
-  const int rows_at_once = threads / fours;
-  const int column = (first_four + static_cast<int>(threadIdx.x) % fours) * 4, feature = tile * tile_features + column;
-  int row = static_cast<int>(threadIdx.x) / fours;
-  if (row >= rows_at_once || feature >= out_features) row = args.rows;
+  const ShareOfThread share(sm90, rank, threads);
+  const int rows_at_once = share.rows_at_once, column = share.column, feature = tile * tile_features + column;
+  const int first_row = feature < out_features ? share.row : args.rows;
   const int read = feature < out_features ? feature : 0;
-  const FourFeatures<T> first(args, read), second(args, gated ? out_features + read : read);
+  const FourFeatures<T, false> first(args, read), second(args, gated ? out_features + read : read);
   Four residual = {};
-  const auto load_residual = [&] {
+  const auto load_residual = [&](int row) {
     if (args.residual == nullptr || row >= args.rows) return;
     const auto* const from = static_cast<const T*>(args.residual) + static_cast<int64_t>(row) * out_features + feature;
     residual = *reinterpret_cast<const Four*>(from);
   };
-  load_residual();
+  load_residual(first_row);
   if (sm90.cluster > 1) {
-    ClusterSync();
+    ClusterSyncOwnShared();
   } else {
     NamedBarrierSync(1, threads);
   }
-#pragma unroll 2
-  while (row < args.rows) {
-    const int64_t at = static_cast<int64_t>(row) * out_features + feature;
+#pragma unroll 1  // its instructions come from L2
+  for (int row = first_row; row < args.rows; row += rows_at_once) {
+    const Four residual_of_row = residual;
+    load_residual(row + rows_at_once);
     const float* const from = sums + row * pitch + column;
     float values[4], factors[4];
     AddInt4Parts(sm90, from, part_floats, values);
+    if (gated) AddInt4Parts(sm90, from + tile_features, part_floats, factors);
     first.Finish(values);
     if (gated) {
-      AddInt4Parts(sm90, from + tile_features, part_floats, factors);
       second.Finish(factors);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) values[i] = Round<T>(ActivationOf<T>(args.activation, values[i]) * factors[i]);
     }
-    StoreFour<T>(args, at, values, factors, gated, residual);
-    row += rows_at_once;
-    load_residual();
+    const int64_t at = static_cast<int64_t>(row) * out_features + feature;
+    StoreFour<T>(args, at, values, factors, /*gated=*/false, residual_of_row);
   }
 }
 

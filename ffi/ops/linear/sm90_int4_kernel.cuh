@@ -33,8 +33,8 @@
 namespace xla_gpu::linear {
 
 // Loads weights and x, by one thread of each of kLoadingWarps warps, which take the CTA's parts in turn. x goes ahead
-// of weights, behind which it would wait; but if weights may be loaded before the previous kernel has ended, as many as
-// the ring has room for go first.
+// of weights, behind which it would wait; but if weights may be loaded before the previous kernel has ended, those of
+// one stage go first, and up to 8 rows, where x is small, as many as the ring has room for.
 template <typename Config>
 __device__ inline void LoadInt4(const Sm90Int4Args& args, int tile, int rank, int first_part, uint32_t start,
                                 Int4Stages stages, uint32_t barriers) {
@@ -46,7 +46,7 @@ __device__ inline void LoadInt4(const Sm90Int4Args& args, int tile, int rank, in
                        FirstWeightRow(args, tile, box), kEvictFirst);
     }
   };
-  const int ahead = args.weights_first ? args.stages : 0;
+  const int ahead = !args.weights_first ? 0 : Config::kRowTile == 8 ? args.stages : 1;
   for (int i = 0; i < ahead; ++i) {
     for (int part = first_part; part < args.parts; part += Config::kLoadingWarps) {
       const ChunkRange range(args, rank, part);
@@ -217,18 +217,16 @@ __global__ void __launch_bounds__(XLA_GPU_HAS_WGMMA ? Config::kThreads : 32, Con
   }
   __syncthreads();
   if (warp >= first_loading) {
-    if constexpr (Config::kMovesRegisters) DecreaseRegisters<40>();
     const int first_part = warp - first_loading;
     if (first_part >= min(Config::kLoadingWarps, args.parts)) return;
     if (ElectOne()) LoadInt4<Config>(args, tile, rank, first_part, start, stages, barriers);
     __syncwarp();  // the barrier of a cluster is for whole warps
     if (Config::kRowTile != 8 && args.cluster > 1) {
-      ClusterSync();
+      ClusterSyncOwnShared();
       ClusterSyncOfReaders();
     }
     return;
   }
-  if constexpr (Config::kMovesRegisters) IncreaseRegisters<232>();
   if (warp >= consumers) return;
   if (!args.weights_first) WaitForPreviousKernel();
   const int part = warp * args.inverse_of_warps >> 8;

@@ -52,18 +52,32 @@ Status LaunchInt4Sm90(const LinearArgs& linear, Stream stream, LaunchOrder order
     const int box_tiles = divide(divide(out_features, 16), kMostClusters[cluster]);
     args.warps_of_part =
         std::min(Config::kMostWarps / args.parts, divide(box_tiles * args.boxes, Config::kTilesOfWarp));
+    // Of a gated product a box has whole tiles.
+    if (Config::kTilesOfWarp == 1) args.warps_of_part -= args.warps_of_part % args.boxes;
     args.box_rows = args.warps_of_part * Config::kTilesOfWarp * 16 / args.boxes;
     const int stage_bytes = args.boxes * args.box_rows * 128 + Int4XBytes(Config::kRowTile);
     return divide(out_features, args.box_rows) <= kMostClusters[cluster] &&
            2 * args.parts * stage_bytes <= Config::kRingBytes;
   };
-  // From 9 to 16 rows each part of k has a CTA of its own: two of four warps fit an SM. Above as few CTAs as have room
-  // at once for the whole product, and for two stages of each part, but at least two if there are parts.
-  int cluster = Config::kRowTile == 8 ? 1 : Config::kCtasOfSm == 2 ? parts : std::min(parts, 2);
-  while (!(parts % cluster == 0 && divide_k(cluster)) && Config::kRowTile > 8 && cluster < parts) ++cluster;
+  // From 9 rows on as few CTAs as have room at once for the whole product, and for two stages of each part, but at
+  // least two if there are parts.
+  int cluster = Config::kRowTile == 8 ? 1 : std::min(parts, 2);
+  bool fits = divide_k(cluster) && parts % cluster == 0;
+  if constexpr (Config::kRowTile > 8) {
+    while (!fits && cluster < parts) {
+      ++cluster;
+      fits = parts % cluster == 0 && divide_k(cluster);
+    }
+    if (!fits) {  // work tiles of sm90_converted_kernel.cuh have more features
+      *launched = false;
+      return Status::Ok();
+    }
+  }
   args.inverse_of_warps = 256 / args.warps_of_part + 1;
   const int features = args.boxes * args.box_rows, tiles = divide(out_features, args.box_rows);
   args.inverse_of_features = (1 << kInverseShift) / (gated ? args.box_rows : features) + 1;
+  const int columns = gated ? args.box_rows : features;
+  for (int i = 0; i <= args.cluster; ++i) args.column_begin[i] = columns / 4 * i / args.cluster * 4;
   args.weights_first = order == LaunchOrder::kDependent;
   args.x_rows = Config::kRowTile == 8 ? std::min(linear.rows, Config::kRowTile) : Config::kRowTile;
   const int stage_bytes = features * 128 + Int4XBytes(args.x_rows);

@@ -23,21 +23,20 @@ struct Sm90Int4Args : Sm90Args {
 // With it a number below 8 * 256 is divided by at most 256.
 inline constexpr int kInverseShift = 20;
 
-template <typename T_, int kRowTile_, int kTilesOfWarp_ = 2>
+template <typename T_, int kRowTile_, int kTilesOfWarp_ = 1>
 struct Int4Traits {
   using T = T_;
   static constexpr int kRowTile = kRowTile_;
   static constexpr int kRowBlocks = kRowTile / 8;
-  static constexpr bool kSumsBesideRing = kRowTile == 8;                              // otherwise they take its place
-  static constexpr int kTilesOfWarp = kTilesOfWarp_;                                  // of 16 weight rows
-  static constexpr int kMostWarps = kTilesOfWarp == 1 ? 14 : kRowTile == 16 ? 4 : 8;  // that multiply
-  static constexpr int kLoadingWarps = 2;                                             // at most, one for a part
+  static constexpr bool kSumsBesideRing = kRowTile == 8;         // otherwise they take its place
+  static constexpr int kTilesOfWarp = kTilesOfWarp_;             // of 16 weight rows
+  static constexpr int kMostWarps = kTilesOfWarp == 1 ? 14 : 8;  // that multiply
+  static constexpr int kLoadingWarps = 2;                        // at most, one for a part
   // With two the next kernel's CTA fits an SM beside this one's, and loads while this one ends.
-  static constexpr int kCtasOfSm = kRowTile <= 16 ? 2 : 1;
-  static constexpr bool kMovesRegisters = kCtasOfSm == 1;  // from the threads that load to those that multiply
+  static constexpr int kCtasOfSm = kRowTile == 8 ? 2 : 1;
   // Otherwise a CTA has no more warps than it needs: one of gate_up then fits an SM beside one of warps of 16 features.
-  static constexpr bool kFixedWarps = kMovesRegisters || kTilesOfWarp == 1;
-  static constexpr int kThreads = (kMostWarps + (kMovesRegisters ? 4 : kLoadingWarps)) * 32;
+  static constexpr bool kFixedWarps = kTilesOfWarp == 1;
+  static constexpr int kThreads = (kMostWarps + kLoadingWarps) * 32;
   static constexpr int kChunkK = 256;          // 128 bytes of a weight row: a stage's
   static constexpr int kTileBytes = 16 * 128;  // of a stage
   static constexpr int kMaxStages = 8;
