@@ -62,6 +62,16 @@ def test_few_rows(frontend, weight_format, hidden, dtype):
         check(frontend, layer_cases.gated_mlp(weight_format, rows, hidden, 256, dtype, bias=gemma), **options)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("hidden", [208, 1040, 4096, 16384, 16400])
+@pytest.mark.frontends("eager-cuda")
+def test_norm_that_splits_rows(frontend, hidden):
+    """From 33 to 64 rows beside float8 weights the norm of up to 16 384 values writes what the product multiplies."""
+    for rows, gemma in itertools.product((33, 50, 64), (False, True)):
+        options = {"weight_offset": 1.0, "round_once": True} if gemma else {}
+        check(frontend, layer_cases.gated_mlp("float8-channel", rows, hidden, 144, bias=gemma), **options)
+
+
 @pytest.mark.parametrize("rows", [3, 70])
 @pytest.mark.parametrize("norm", [False, True], ids=["no-norm", "norm"])
 @pytest.mark.parametrize("residual", [False, True], ids=["no-residual", "residual"])

@@ -30,6 +30,7 @@ struct LinearArgs {
   int stages;
   WeightScale scale;
   Activation activation;
+  bool x_is_split;  // see LinearParams
 };
 
 }  // namespace xla_gpu::linear

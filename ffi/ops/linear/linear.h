@@ -48,6 +48,7 @@ struct LinearParams {
   WeightFormat format;
   WeightScale scale;
   Activation activation;
+  bool x_is_split = false;  // `scratch` has x already, as two terms; x is not read. See LaunchNormedLinear
 
   // With an activation the first half of the n features is the gate.
   int64_t out_features() const { return activation == Activation::kNone ? n : n / 2; }

@@ -13,9 +13,11 @@
 #include "ffi/device/launch.cuh"
 #include "ffi/ops/linear/kernel.cuh"
 #include "ffi/ops/linear/linear.h"
+#include "ffi/ops/linear/normed_linear.h"
 #include "ffi/ops/linear/simt_f32.cuh"
 #include "ffi/ops/linear/sm90_converted_launch.cuh"
 #include "ffi/ops/linear/sm90_float8_launch.cuh"
+#include "ffi/ops/linear/sm90_float8_norm.cuh"
 #include "ffi/ops/linear/sm90_int4_launch.cuh"
 #include "ffi/ops/linear/sm90_launch.cuh"
 
@@ -54,6 +56,7 @@ LinearArgs MakeArgs(const LinearParams& p) {
   args.groups = static_cast<int>((p.k + kQuantGroup - 1) / kQuantGroup);
   args.scale = p.scale;
   args.activation = p.activation;
+  args.x_is_split = p.x_is_split;
   args.weight_row_bytes = p.format == WeightFormat::kPlain  ? p.k * static_cast<int64_t>(SizeOf(p.dtype))
                           : p.format == WeightFormat::kInt4 ? p.k / 2
                                                             : p.k;
@@ -182,6 +185,22 @@ Status LaunchLinear(const LinearParams& params, Stream stream, LaunchOrder order
     default:
       return linear::LaunchSimtF32(MakeArgs(params), params.rows, params.format, stream);
   }
+}
+
+Status LaunchNormedLinear(const RmsNormParams& norm, const LinearParams& linear, Stream stream, LaunchOrder* order) {
+  *order = norm.weight != nullptr ? LaunchOrder::kDependent : LaunchOrder::kFirst;
+  bool splits;
+  if (Status status = linear::NormSplitsRows(norm, linear, &splits); !status.ok()) return status;
+  if (splits) {
+    if (Status status = linear::LaunchNormSplitRows(norm, linear, stream); !status.ok()) return status;
+    LinearParams of_split = linear;
+    of_split.x_is_split = true;
+    return LaunchLinear(of_split, stream, *order);
+  }
+  if (norm.weight != nullptr) {
+    if (Status status = LaunchRmsNorm(norm, stream); !status.ok()) return status;
+  }
+  return LaunchLinear(linear, stream, *order);
 }
 
 }  // namespace xla_gpu

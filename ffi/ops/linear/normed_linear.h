@@ -11,15 +11,9 @@
 namespace xla_gpu {
 
 // Launches the norm, unless its weight is null, and the product. The norm starts when everything before it has ended;
-// then `order` is kDependent, for the product and for the kernel behind it. Without a norm it is kFirst for both.
-inline Status LaunchNormedLinear(const RmsNormParams& norm, const LinearParams& linear, Stream stream,
-                                 LaunchOrder* order) {
-  *order = norm.weight != nullptr ? LaunchOrder::kDependent : LaunchOrder::kFirst;
-  if (norm.weight != nullptr) {
-    if (Status status = LaunchRmsNorm(norm, stream); !status.ok()) return status;
-  }
-  return LaunchLinear(linear, stream, *order);
-}
+// then `order` is kDependent, for the product and for the kernel behind it. Without a norm it is kFirst for both. What
+// the norm writes is for the product alone: the normed rows, or what the product's kernel makes of them.
+Status LaunchNormedLinear(const RmsNormParams& norm, const LinearParams& linear, Stream stream, LaunchOrder* order);
 
 }  // namespace xla_gpu
 

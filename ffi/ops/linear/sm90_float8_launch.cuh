@@ -16,7 +16,7 @@
 
 namespace xla_gpu::linear {
 
-// Splits x into scratch memory, where the kernel behind finds it. See LinearScratchBytes.
+// Splits x into scratch memory, unless that has been done, where the kernel behind finds it. See LinearScratchBytes.
 template <int kRowTile>
 Status LaunchSplitRows(const LinearArgs& linear, Stream stream, LaunchOrder order, Sm90Args* args) {
   constexpr int kWarps = 4, kItemsOfGroup = kSplitRows / 4;
@@ -24,10 +24,12 @@ Status LaunchSplitRows(const LinearArgs& linear, Stream stream, LaunchOrder orde
   auto* const terms = reinterpret_cast<char*>(linear.counters);
   args->linear.partials = reinterpret_cast<float*>(terms + SplitTermBytes(linear.k));
   const dim3 ctas(static_cast<unsigned>(groups * (kItemsOfGroup / kWarps)));
-  Status status =
-      LaunchKernel(SplitRowsKernel<kWarps>, ctas, dim3(kWarps * 32), /*shared_bytes=*/0, stream, order,
-                   static_cast<const uint16_t*>(linear.x), linear.rows, linear.k, terms, args->linear.partials);
-  if (!status.ok()) return status;
+  if (!linear.x_is_split) {
+    Status status =
+        LaunchKernel(SplitRowsKernel<kWarps>, ctas, dim3(kWarps * 32), /*shared_bytes=*/0, stream, order,
+                     static_cast<const uint16_t*>(linear.x), linear.rows, linear.k, terms, args->linear.partials);
+    if (!status.ok()) return status;
+  }
   if (!EncodeMatrix(terms, 2 * kSplitRows, static_cast<uint64_t>(linear.k), kRowTile, &args->x_map)) {
     return Status::Internal("linear: no tensor map of split rows: expected a driver that has tensor maps");
   }

@@ -22,7 +22,7 @@ struct Float8Traits {
   static constexpr int kCtasOfSm = kRowTile == 8 ? 2 : 1;
   static constexpr int kConsumers = kCtasOfSm == 2 ? 256 : 512;
   static constexpr int kBlocks = 512 / kConsumers;
-  // x is split by a kernel of its own in front.
+  // x is split by a kernel in front, one of its own or the norm.
   static constexpr bool kSplitBefore = kRowTile >= 64;
   static constexpr int kSplitters = kRowTile == 8 || kSplitBefore ? 2 : 6;  // warps that split x
   static constexpr int kThreads = kConsumers + 32 * (2 + kSplitters);       // a warp loads weights, one x

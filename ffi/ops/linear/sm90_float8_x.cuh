@@ -50,6 +50,15 @@ __device__ inline uint32_t SpecialPair(uint32_t pair) {
   return result;
 }
 
+// The scale of values of which the largest has magnitude `most`; returns its inverse. Infinite values and NaN: 1, and
+// infinity.
+__device__ inline float ScaleOfLargest(uint32_t most, float* scale) {
+  const bool special = most >= 0x7f80u;
+  const int exponent = special ? 134 : max(static_cast<int>(most >> 7), 8);
+  *scale = __uint_as_float(static_cast<uint32_t>(261 - exponent) << 23);
+  return __uint_as_float(special ? 0x7f800000u : static_cast<uint32_t>(exponent - 7) << 23);
+}
+
 // The scale of a row's 256 values, of which a lane of eight has 32 in `words`: a power of two that makes the largest
 // 128 to 256. Returns its inverse. Infinite values and NaN: see SpecialPair; the inverse is infinite.
 __device__ inline float FindScale(uint32_t (&words)[4][4], float* scale) {
@@ -65,17 +74,29 @@ __device__ inline float FindScale(uint32_t (&words)[4][4], float* scale) {
 #pragma unroll
   for (int distance = 1; distance < 8; distance *= 2) most = max(most, __shfl_xor_sync(~0u, most, distance));
   const bool special = most >= 0x7f80u;
-  int exponent = max(static_cast<int>(most >> 7), 8);
   if (__any_sync(~0u, special)) {
-    if (special) exponent = 134;  // the scale is 1
 #pragma unroll
     for (int p = 0; p < 4; ++p) {
 #pragma unroll
       for (int w = 0; w < 4; ++w) words[p][w] = special ? SpecialPair(words[p][w]) : words[p][w];
     }
   }
-  *scale = __uint_as_float(static_cast<uint32_t>(261 - exponent) << 23);
-  return __uint_as_float(special ? 0x7f800000u : static_cast<uint32_t>(exponent - 7) << 23);
+  return ScaleOfLargest(most, scale);
+}
+
+// The same of a row's 256 values, of which a lane of a warp has 8.
+__device__ inline float FindScaleOfWarp(uint32_t (&words)[4], float* scale) {
+  uint32_t most = 0;
+#pragma unroll
+  for (const uint32_t word : words) most = MaxPair(most, word & 0x7fff7fffu);
+  most = max(most & 0xffffu, most >> 16);
+#pragma unroll
+  for (int distance = 1; distance < 32; distance *= 2) most = max(most, __shfl_xor_sync(~0u, most, distance));
+  if (most >= 0x7f80u) {
+#pragma unroll
+    for (uint32_t& word : words) word = SpecialPair(word);
+  }
+  return ScaleOfLargest(most, scale);
 }
 
 // Splits each stage's 256 values of each row, in place: the first terms in the stage's first two panels, the second
