@@ -92,10 +92,13 @@ def test_scratch_of_64_sequences_of_32k_keys_is_bounded(frontend, head_dim):
 
 
 def test_num_seqs_may_be_an_int(frontend):
+    """Or an array without axes, which jax.jit makes of an int that it is given."""
     case = NAMES["empty-sequences-in-the-middle"]
     inputs, *_ = expected(case)
     arrays = inputs.arrays()
     (want,) = frontend.call("paged_attention", arrays, **case.options())
+    (out,) = frontend.call("paged_attention", arrays | {"num_seqs": arrays["num_seqs"].reshape(())}, **case.options())
+    compare.assert_bitwise_equal(out, want, frontend.name)
     del arrays["num_seqs"]
     (out,) = frontend.call("paged_attention", arrays, num_seqs=len(case.sequences), **case.options())
     compare.assert_bitwise_equal(out, want, frontend.name)

@@ -103,8 +103,10 @@ def ragged(call: OpCall, arrays: list[Any], arguments: dict[str, Any]) -> Any:
 
 
 def _int32(operator: Operator, operand: IntOperand, arguments: dict[str, Any]) -> Any:
-    """The argument for ``operand``, where it is an int as int32[1]."""
+    """The argument for ``operand``, where it is an int or an array without axes as int32[1]."""
     value = arguments[operand.name]
+    if isinstance(value, jax.Array | np.ndarray) and value.shape == ():  # an int that jax.jit was given
+        return value.reshape(1)
     if hasattr(value, "shape") and not isinstance(value, np.generic):
         return value
     bounding_shape = np.shape(arguments[operand.bounded_by])

@@ -133,18 +133,25 @@ class _IntOperand:
         self._index, self._bounding_index = map(operator.arguments.index, operand)
 
     def as_tensor(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments, with an int as int32[1] on the device of the array that bounds it."""
+        """The arguments, with an int as int32[1] on the device of the array that bounds it; a tensor has one axis."""
         index = self._index
         value = args[index] if index < len(args) else kwargs.get(self._name)
+        if isinstance(value, torch.Tensor) and value.dim() == 0:
+            return self._replaced(args, kwargs, value.reshape(1))
         is_missing = index >= len(args) and self._name not in kwargs  # which the signature says
         if is_missing or isinstance(value, torch.Tensor):
             return args, kwargs
         bounding = args[self._bounding_index] if self._bounding_index < len(args) else kwargs.get(self._bounding_name)
         if not isinstance(bounding, torch.Tensor):  # the operator says what is wrong with it
             return args, kwargs
-        tensor = _int32(self._checks.int_operand(self._operand, value, bounding.shape), bounding.device)
-        if index < len(args):
-            return (*args[:index], tensor, *args[index + 1 :]), kwargs
+        number = self._checks.int_operand(self._operand, value, bounding.shape)
+        return self._replaced(args, kwargs, _int32(number, bounding.device))
+
+    def _replaced(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], tensor: torch.Tensor
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if self._index < len(args):
+            return (*args[: self._index], tensor, *args[self._index + 1 :]), kwargs
         return args, {**kwargs, self._name: tensor}
 
 

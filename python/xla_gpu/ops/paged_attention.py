@@ -32,7 +32,7 @@ Args:
     sequence s are in page ``block_tables[s, i]``.
   query_start_loc: ``int32[max_seqs + 1]``. Sequence s has the rows ``query_start_loc[s]:query_start_loc[s + 1]`` of
     query.
-  num_seqs: int32[1], how many of the max_seqs sequences are in use; or a Python int. Under
+  num_seqs: int32[1] or int32[], how many of the max_seqs sequences are in use; or a Python int. Inside
     jax.jit and torch.compile an int is part of the compiled program: pass an array where it changes between steps.
   scale: a Python number that multiplies ``q . k``; usually ``head_dim ** -0.5``.
   sliding_window: a Python int of at least 1. A query sees the last ``sliding_window`` keys up to its own position,

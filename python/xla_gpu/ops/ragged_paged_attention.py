@@ -19,7 +19,7 @@ Args:
   kv_lens: int32[max_seqs], context_lens of paged_attention.
   page_indices: ``int32[max_seqs, pages_per_seq]``, block_tables of paged_attention.
   cu_q_lens: ``int32[max_seqs + 1]``, query_start_loc of paged_attention.
-  num_seqs: int32[1], or a Python int.
+  num_seqs: int32[1], int32[] or a Python int.
   sm_scale: a Python number that multiplies ``q . k``.
   sliding_window: a query sees the last ``sliding_window`` keys up to its own position, itself included. None: all.
   soft_cap: from 2**-100 to 2**13. Scores become ``soft_cap * tanh(score / soft_cap)``. None: off.
