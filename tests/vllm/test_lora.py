@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import urllib.error
@@ -18,6 +19,7 @@ from vllm.lora.request import LoRARequest
 from tests.vllm import engines, tiny
 from tests.vllm.engines import greedy
 from vllm import SamplingParams, TokensPrompt
+from xla_gpu._runtime import cuda_driver
 
 ATTENTION = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")
 MLP = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
@@ -192,17 +194,21 @@ def test_an_adapter_that_does_not_fit(llm, llama, tmp_path, changes, text):
     assert len(tokens(llm, [[5, 6, 7]], [None])[0]) == NEW
 
 
-# Models whose joined layers differ, a process for each; of a model with experts the other layers.
+# Models whose joined layers differ, a process for each; of a model with experts the other layers; quantised weights;
+# two devices.
 PROGRAM = """
 import sys
 from pathlib import Path
-from tests.vllm import engines, test_lora, tiny
+from tests.vllm import engines, test_lora, test_quantization, tiny
 from vllm.lora.request import LoRARequest
 name, folder, modules, options = sys.argv[1], sys.argv[2], eval(sys.argv[3]), eval(sys.argv[4])
-saved = tiny.save(name, Path(folder) / "model")
-path = test_lora.write(Path(folder) / "adapter", tiny.Reference(saved).model, modules, 4, 1)
+if name in test_quantization.LAYOUTS:
+    saved, meant = map(str, test_quantization.save(Path(folder) / "model", name))
+else:
+    saved = meant = tiny.save(name, Path(folder) / "model")
+path = test_lora.write(Path(folder) / "adapter", tiny.Reference(meant).model, modules, 4, 1)
 prompts = tiny.prompts(test_lora.LENGTHS)
-expected = test_lora.expected(saved, path, prompts), test_lora.expected(saved, None, prompts)
+expected = test_lora.expected(meant, path, prompts), test_lora.expected(meant, None, prompts)
 llm = engines.make(saved, enable_lora=True, **options)
 got = [test_lora.tokens(llm, prompts, [one] * 4) for one in (LoRARequest("one", 1, path), None)]
 print("RESULT", list(expected) == got and got[0] != got[1], engines.compiled_since_start(llm), got, expected)
@@ -213,11 +219,19 @@ MODELS = [
     ("qwen3_moe", ATTENTION, {"max_loras": 3}),
     ("qwen3", ATTENTION + MLP, {}),
     ("llama", ATTENTION, {"speculative_config": NGRAM}),
+    ("awq", ATTENTION + MLP, {}),
+    ("mistral", ATTENTION + MLP, {"tensor_parallel_size": 2, "max_loras": 2}),
+    ("phi3", ("qkv_proj", "o_proj", "gate_up_proj", "down_proj"), {"tensor_parallel_size": 2}),
+    ("fp8-blocks", ATTENTION + MLP, {"tensor_parallel_size": 2}),
 ]
 
 
-@pytest.mark.parametrize(("name", "modules", "options"), MODELS, ids=[name for name, _, _ in MODELS])
+@pytest.mark.parametrize(("name", "modules", "options"), MODELS)
 def test_models(name, modules, options, tmp_path):
+    if os.environ.get("PJRT_DEVICE", "").upper() == "GPU" and len(cuda_driver.driver().gpus) < options.get(
+        "tensor_parallel_size", 1
+    ):
+        pytest.skip("needs two GPUs")
     command = [sys.executable, "-c", PROGRAM, name, str(tmp_path), repr(modules), repr(options)]
     result = subprocess.run(command, capture_output=True, text=True, timeout=600)
     lines = [line for line in result.stdout.splitlines() if line.startswith("RESULT")]
@@ -230,7 +244,6 @@ def test_models(name, modules, options, tmp_path):
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"tensor_parallel_size": 2}, "--enable-lora: expected --tensor-parallel-size 1, got 2"),
         ({"lora_dtype": "bfloat16"}, "--lora-dtype: expected the model's, torch.float32, got torch.bfloat16"),
     ],
 )

@@ -79,7 +79,7 @@ def _divide_outputs(devices: TensorParallel, name: str, layer: Any, random: bool
         layer.quant_method, drawn = _DividedQuantisedOutputs(devices, sizes), False
     else:
         _check(devices, name, "outputs", sizes)
-        layer.quant_method = _DividedOutputs(devices, sizes)
+        layer.quant_method = DividedOutputs(devices, sizes)
     for part in ("weight", "weight_scale", "weight_zero_point", "bias"):
         parameter = getattr(layer, part, None)
         if parameter is None or parameter.shape[0] == 1:  # one scale for all
@@ -102,7 +102,7 @@ def _divide_inputs(devices: TensorParallel, name: str, layer: Any, random: bool)
         return
     outputs, inputs = layer.weight.shape
     _check(devices, name, "inputs", [inputs])
-    layer.quant_method = _DividedInputs(devices)
+    layer.quant_method = DividedInputs(devices)
     weight, shape = layer.weight.data, (devices.size, outputs, inputs // devices.size)
     layer.weight.data = (
         torch.empty(shape, dtype=weight.dtype)
@@ -216,7 +216,7 @@ class _Divided(LinearMethodBase):  # type: ignore[misc]
         raise NotImplementedError("xla_gpu.vllm: --tensor-parallel-size: the layer has its weights already")
 
 
-class _DividedOutputs(_Divided):
+class DividedOutputs(_Divided):
     """Multiplies by a matrix of which each device has the rows of its outputs."""
 
     def __init__(self, devices: TensorParallel, sizes: Sequence[int]) -> None:
@@ -225,19 +225,26 @@ class _DividedOutputs(_Divided):
 
     def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> Any:
         """T[rows, n], or Joined, from x: T[rows, k]."""
-        out = self.product(layer, x, bias)
+        return self.joined(self.product(layer, x, bias))
+
+    def joined(self, out: torch.Tensor) -> Any:
+        """What ``apply`` returns, from what ``product`` does."""
         if len(self._sizes) == 1:
             return out
         own = [size // self._devices.size for size in self._sizes]
-        parts = out.view(x.shape[0], self._devices.size, -1).split(own, 2)
-        return Joined([part.reshape(x.shape[0], -1) for part in parts])
+        parts = out.view(out.shape[0], self._devices.size, -1).split(own, 2)
+        return Joined([part.reshape(out.shape[0], -1) for part in parts])
+
+    def by_device(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The outputs along a tensor's last dimension, in the order in which ``product`` has them."""
+        return _by_device(tensor, self._sizes, self._devices.size, tensor.dim() - 1)
 
     def product(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """T[rows, n], the outputs of a device together."""
         return F.linear(x, layer.weight, bias)
 
 
-class _DividedQuantisedOutputs(_DividedOutputs):
+class _DividedQuantisedOutputs(DividedOutputs):
     """The same with a quantised matrix."""
 
     def product(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -245,7 +252,7 @@ class _DividedQuantisedOutputs(_DividedOutputs):
         return _product_on_each(self._devices, layer, x, None, 0, bias)
 
 
-class _DividedInputs(_Divided):
+class DividedInputs(_Divided):
     """Multiplies by a matrix of which each device has the columns of its inputs, [devices, n, k / devices]."""
 
     def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> PendingSum:
@@ -254,7 +261,7 @@ class _DividedInputs(_Divided):
         return PendingSum(self._devices, torch.bmm(divided, layer.weight.transpose(1, 2)), bias)
 
 
-class _DividedQuantisedInputs(_Divided):
+class _DividedQuantisedInputs(DividedInputs):
     """Multiplies by a quantised matrix [n, k] of which each device has the columns of its inputs."""
 
     def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> PendingSum:

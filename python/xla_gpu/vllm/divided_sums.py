@@ -27,6 +27,10 @@ class PendingSum:
         self._total: torch.Tensor | None = None
         self.shape, self.dtype, self.device = parts.shape[1:], parts.dtype, parts.device
 
+    def plus(self, parts: torch.Tensor) -> PendingSum:
+        """The sum of these and other parts of the same form."""
+        return PendingSum(self._devices, self._parts + parts, self._bias)
+
     def tensor(self) -> torch.Tensor:
         """T[rows, n]."""
         if self._total is None:

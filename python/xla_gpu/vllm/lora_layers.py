@@ -20,6 +20,8 @@ from vllm.config import VllmConfig
 from vllm.model_executor.layers.linear import LinearBase, LinearMethodBase
 from vllm.model_executor.utils import get_packed_modules_mapping
 
+from . import tensor_parallel
+from .divided_layers import DividedInputs, DividedOutputs
 from .program import Program
 
 # Of a model with experts: what routes the rows to them.
@@ -46,12 +48,15 @@ class _Layer:
       parts: the modules of the checkpoint that vLLM joined in it, each with its first output and its number of them.
       inputs: of the layer.
       outputs: of all parts.
+      divided: how several devices share it, if they do.
     """
 
     def __init__(self, name: str, layer: Any, joined: Mapping[str, Sequence[str]]) -> None:
         parent, _, last = name.rpartition(".")
         names = list(joined.get(last) or [last])
         self.inputs, self.outputs = int(layer.input_size), int(layer.output_size)
+        method = layer.quant_method
+        self.divided = method if isinstance(method, (DividedOutputs, DividedInputs)) else None
         sizes = [self.outputs] if len(names) == 1 else [int(size) for size in layer.output_sizes]
         firsts = np.cumsum([0, *sizes]).tolist()
         self.parts = {
@@ -59,20 +64,39 @@ class _Layer:
             for part, first, size in zip(names, firsts[:-1], sizes, strict=True)
         }
 
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """Equal for layers whose adapters one program stores."""
+        return len(self.parts), self.inputs, self.outputs, type(self.divided)
+
     def forms(self, slots: int, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Shapes of its two arrays."""
+        """Shapes of its two arrays. Where devices divide the inputs, the first one has a part for each of them."""
         rows = len(self.parts) * rank
+        devices = tensor_parallel.active()
+        if isinstance(self.divided, DividedInputs) and devices is not None:
+            return (devices.size, slots, rows, self.inputs // devices.size), (slots, rows, self.outputs)
         return (slots, rows, self.inputs), (slots, rows, self.outputs)
+
+    def divided_dims(self) -> tuple[int | None, int | None]:
+        """Along which dimension each is divided between devices."""
+        if self.divided is None:
+            return None, None
+        return (None, 2) if isinstance(self.divided, DividedOutputs) else (0, None)
 
     def packed(self, found: Mapping[str, Matrices], rank: int) -> npt.NDArray[np.float32]:
         """An adapter's slot of the first array, then that of the second, whose rows are the columns of ``b``."""
-        (_, rows, inputs), (_, _, outputs) = self.forms(1, rank)
-        a, b = torch.zeros(rows, inputs), torch.zeros(rows, outputs)
+        rows = len(self.parts) * rank
+        a, b = torch.zeros(rows, self.inputs), torch.zeros(rows, self.outputs)
         for index, (name, (first, size)) in enumerate(self.parts.items()):
             if (matrices := found.get(name)) is not None:
                 begin, end = index * rank, index * rank + matrices.a.shape[0]
                 a[begin:end] = matrices.a
                 b[begin:end, first : first + size] = matrices.b.t()
+        if isinstance(self.divided, DividedOutputs):
+            b = self.divided.by_device(b)
+        elif self.divided is not None:
+            own = self.forms(1, rank)[0][-1]
+            a = a.view(rows, -1, own).transpose(0, 1)
         return np.concatenate([a.numpy().reshape(-1), b.numpy().reshape(-1)])
 
 
@@ -100,11 +124,11 @@ class LoraLayers:
             layer = _Layer(name, module, joined)
             module.quant_method = _WithAdapters(self, len(self._layers), module.quant_method)
             self._layers.append(layer)
-            forms = layer.forms(self.slots, self.rank)
             dtype = config.model_config.dtype
-            self.tensors += [torch.zeros(form, dtype=dtype, device=device) for form in forms]
+            for form, dim in zip(layer.forms(self.slots, self.rank), layer.divided_dims(), strict=True):
+                self.tensors.append(_zeros(form, dim, dtype, device))
         torch_xla.sync()
-        self._programs: dict[tuple[int, int, int], Program] = {}
+        self._programs: dict[tuple[Any, ...], Program] = {}
         self._used: set[tuple[int, int]] = set()  # slot and layer that are not zero
         # Where the model is traced: the layers' arrays, and of which slots' adapters each row is.
         self._traced: list[torch.Tensor] | None = None
@@ -117,29 +141,33 @@ class LoraLayers:
     def compile(self) -> None:
         """Compiles the programs that store an adapter: one for all layers of a form."""
         for index, layer in enumerate(self._layers):
-            key = self._key(layer)
-            if key in self._programs:
+            if layer.key in self._programs:
                 continue
-            (_, rows, inputs), (_, _, outputs) = layer.forms(self.slots, self.rank)
+            one = layer.forms(1, self.rank)
+            split = int(np.prod(one[0]))
 
             def store(
                 packed: torch.Tensor,
                 slot: torch.Tensor,
-                a: torch.Tensor,
-                b: torch.Tensor,
-                rows: int = rows,
-                inputs: int = inputs,
-                outputs: int = outputs,
+                *arrays: torch.Tensor,
+                forms: Sequence[tuple[int, ...]] = one,
+                split: int = split,
+                dims: Sequence[int | None] = layer.divided_dims(),
             ) -> list[torch.Tensor]:
-                split = rows * inputs
-                a.index_put_((slot,), packed[:split].reshape(1, rows, inputs).to(a.dtype))
-                b.index_put_((slot,), packed[split:].reshape(1, rows, outputs).to(b.dtype))
+                here = torch.arange(self.slots, dtype=torch.int32, device=slot.device) == slot
+                devices = tensor_parallel.active()
+                for array, part, form, dim in zip(arrays, (packed[:split], packed[split:]), forms, dims, strict=True):
+                    one = part.to(array.dtype).reshape(form)
+                    if devices is not None:  # whole on each: otherwise it would be divided, and parts exchanged
+                        one = devices.mark(one.clone())
+                    new = torch.where(here[:, None, None], one, array)
+                    array.copy_(new if devices is None else devices.mark(new, dim))
                 return []
 
-            packed = torch.zeros(rows * (inputs + outputs)).to(self._device)
+            packed = torch.from_numpy(layer.packed({}, self.rank)).to(self._device)
             slot = torch.zeros(1, dtype=torch.int32).to(self._device)
             state = self.tensors[2 * index : 2 * index + 2]
-            self._programs[key] = Program(f"adapter, {rows} x {inputs} x {outputs}", store, [packed, slot], state)
+            self._programs[layer.key] = Program(f"adapter of {next(iter(layer.parts))}", store, [packed, slot], state)
 
     def start(self) -> None:
         """Stores zeros once: from then on no array is one that the programs were made with."""
@@ -155,7 +183,7 @@ class LoraLayers:
                 continue
             packed = layer.packed(found, self.rank)
             state = self.tensors[2 * index : 2 * index + 2]
-            _, self.tensors[2 * index : 2 * index + 2] = self._programs[self._key(layer)]([packed, at], state)
+            _, self.tensors[2 * index : 2 * index + 2] = self._programs[layer.key]([packed, at], state)
             (self._used.add if has else self._used.discard)((slot, index))
 
     @contextlib.contextmanager
@@ -174,18 +202,31 @@ class LoraLayers:
             self._traced, self._chosen = None, torch.empty(0)
 
     def added(self, index: int, x: torch.Tensor) -> torch.Tensor | None:
-        """What the rows' adapters add to the outputs of a layer, T[rows, n], from x: T[rows, k]."""
+        """What the rows' adapters add to the outputs of a layer, T[rows, n], from x: T[rows, k].
+
+        Where devices divide the layer's inputs T[devices, rows, n], which is to be summed. None: no adapters here.
+        """
         if self._traced is None:
             return None
         a, b = self._traced[2 * index : 2 * index + 2]
-        slots, rows, _ = a.shape
-        between = x @ a.flatten(0, 1).t()
+        slots, rows, _ = b.shape
+        if a.dim() == 4:
+            between = torch.bmm(x.view(x.shape[0], a.shape[0], -1).transpose(0, 1), a.flatten(1, 2).transpose(1, 2))
+        else:
+            between = x @ a.flatten(0, 1).t()
         # A choice, not a product with zeros: what is infinite for another adapter's matrices must not become NaN.
         chosen = self._chosen[:, :, None].expand(-1, slots, rows).flatten(1)
         return torch.where(chosen, between, torch.zeros_like(between)) @ b.flatten(0, 1)
 
-    def _key(self, layer: _Layer) -> tuple[int, int, int]:
-        return len(layer.parts), layer.inputs, layer.outputs
+
+def _zeros(form: tuple[int, ...], dim: int | None, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """An array of adapters; over several devices each has its part."""
+    array = torch.zeros(form, dtype=dtype, device=device)
+    devices = tensor_parallel.active()
+    if devices is None:
+        return array
+    devices.bytes_per_device += array.nbytes // (1 if dim is None else devices.size)
+    return devices.mark(array, dim)
 
 
 class _WithAdapters(LinearMethodBase):  # type: ignore[misc]
@@ -197,8 +238,15 @@ class _WithAdapters(LinearMethodBase):  # type: ignore[misc]
     def create_weights(self, *_: Any, **__: Any) -> None:
         raise NotImplementedError("xla_gpu.vllm: --enable-lora: the layer has its weights already")
 
-    def apply(self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """T[..., n] from x: T[..., k]."""
-        out: torch.Tensor = self._method.apply(layer, x, bias)
+    def apply(self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> Any:
+        """T[..., n] from x: T[..., k]; over several devices what the layer's own method returns."""
+        method = self._method
         added = self._layers.added(self._index, x.reshape(-1, x.shape[-1]))
-        return out if added is None else out + added.reshape(out.shape)
+        if added is None:
+            return method.apply(layer, x, bias)
+        if isinstance(method, DividedOutputs):
+            return method.joined(method.product(layer, x, bias) + added)
+        if isinstance(method, DividedInputs):
+            return method.apply(layer, x, bias).plus(added)
+        out: torch.Tensor = method.apply(layer, x, bias)
+        return out + added.reshape(out.shape)

@@ -100,8 +100,6 @@ def refusals(config: Any) -> list[str]:
 
 def _lora_refusals(config: Any) -> list[str]:
     model, lora, found = config.model_config, config.lora_config, []
-    if (size := config.parallel_config.tensor_parallel_size) > 1:
-        found.append(f"--enable-lora: expected --tensor-parallel-size 1, got {size}")
     if lora.default_mm_loras:
         found.append("--default-mm-loras: not supported")
     if model is None:
