@@ -34,7 +34,7 @@ namespace xla_gpu::linear {
 
 // Loads weights and x, by one thread of each of kLoadingWarps warps, which take the CTA's parts in turn. x goes ahead
 // of weights, behind which it would wait; but if weights may be loaded before the previous kernel has ended, those of
-// one stage go first, and up to 8 rows, where x is small, as many as the ring has room for.
+// one stage go first.
 template <typename Config>
 __device__ inline void LoadInt4(const Sm90Int4Args& args, int tile, int rank, int first_part, uint32_t start,
                                 Int4Stages stages, uint32_t barriers) {
@@ -46,7 +46,7 @@ __device__ inline void LoadInt4(const Sm90Int4Args& args, int tile, int rank, in
                        FirstWeightRow(args, tile, box), kEvictFirst);
     }
   };
-  const int ahead = !args.weights_first ? 0 : Config::kRowTile == 8 ? args.stages : 1;
+  const int ahead = args.weights_first ? 1 : 0;
   for (int i = 0; i < ahead; ++i) {
     for (int part = first_part; part < args.parts; part += Config::kLoadingWarps) {
       const ChunkRange range(args, rank, part);
