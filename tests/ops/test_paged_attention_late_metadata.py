@@ -90,3 +90,43 @@ def test_metadata_of_the_kernel_before(frontend, name, shape, spare_seqs):
             write(metadata, batch, metadata.numel())
             for got, good in zip(attention(metadata), want, strict=True):
                 assert torch.equal(got.view(torch.uint8), good.view(torch.uint8))
+
+
+# Lets the next kernel start at once, and writes zero and the number of sequences in turns for 60 us.
+CHANGING = """
+extern "C" __global__ void changing(volatile int* to, const int* from) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+  const int number = from[0];
+  unsigned long long begin, now;
+  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(begin)::"memory");
+  do {
+    for (int i = 0; i < 8; ++i) to[0] = i % 2 * number;
+    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now)::"memory");
+  } while (now - begin < 60000);
+}
+"""
+
+
+@pytest.mark.parametrize("kv_heads", [4, 8])
+@pytest.mark.parametrize("sequences", [((5, 300),) * 40, ((160, 900),) + ((1, 300),) * 39, ((6, 300),) * 20])
+def test_number_of_sequences_that_changes_while_threads_read_it(frontend, sequences, kv_heads):
+    """Threads of a CTA plan together, and may have read different numbers: none may wait for another for ever."""
+    import torch
+
+    ops = frontend.module()
+    case = AttentionCase(
+        f"changing-{len(sequences)}-{kv_heads}", sequences, spare_seqs=0, spare_columns=0, padding_tokens=0,
+        dtype="bfloat16", page_size=16, num_heads=32, num_kv_heads=kv_heads, head_dim=128,
+    )  # fmt: skip
+    arrays = frontend.tensors(cases.build(case).arrays())
+    wanted = ops.paged_attention_with_lse(**arrays, **case.options())
+    number = arrays["num_seqs"].clone()
+    write = ops.kernel_call_(
+        ops.cuda_kernel(CHANGING, "changing"), arrays["num_seqs"], grid=1, block=1, input_output_aliases={0: 0}
+    )
+    for _ in range(20):
+        write(arrays["num_seqs"], number)
+        for got, good in zip(ops.paged_attention_with_lse(**arrays, **case.options()), wanted, strict=True):
+            assert torch.equal(got.view(torch.uint8), good.view(torch.uint8))
