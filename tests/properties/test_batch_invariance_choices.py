@@ -36,6 +36,29 @@ def test_sequences_of_as_many_tokens_do_not_change_bits(frontend, name, shape, s
 
 
 @pytest.mark.frontends("eager-cuda", "jax-cuda")
+@pytest.mark.parametrize(
+    ("name", "shape", "sequences"),
+    [
+        ("speculative-1400", "group-8-bf16", 50),
+        ("speculative-2900", "group-8-bf16", 40),
+        ("speculative-2900", "group-4-bf16", 36),
+    ],
+)
+def test_sequences_of_the_last_round_do_not_change_bits(frontend, name, shape, sequences):
+    """On CUDA 200, 160 or 288 work tiles before their keys are split are a round of 132 CTAs, or two, and 68, 28 or 24
+    more, those of the first sequences, which all CTAs share."""
+    case, inputs = subject(name, shape)
+    want = results(frontend, inputs.arrays(), case)
+    rows, context = sequence(name)
+    for before in (1, sequences - 2):
+        others = [(rows, context - i % 5) for i in range(sequences - 1)]
+        neighbours = tuple(others[:before]), tuple(others[before:])
+        got = results(frontend, *batch(name, shape, *neighbours, spare_seqs=0, padding_tokens=0))
+        for what, g, w in zip(("out", "lse"), got, want, strict=True):
+            compare.assert_bitwise_equal(g, w, f"{frontend.name} {name} {shape} behind {before}: {what}")
+
+
+@pytest.mark.frontends("eager-cuda", "jax-cuda")
 @pytest.mark.parametrize("shape", ["gqa-bf16", "head-64-bf16"])
 @pytest.mark.parametrize("name", ["few-rows", "speculative-short"])
 def test_uneven_sequences_do_not_change_bits(frontend, name, shape):
@@ -84,3 +107,56 @@ def test_few_tokens_behind_short_contexts_in_the_kernel_of_their_neighbours_do_n
         got = results(frontend, *batch(name, shape, before, after, spare_seqs=0, spare_columns=0, padding_tokens=0))
         for result, g, w in zip(("out", "lse"), got, want, strict=True):
             compare.assert_bitwise_equal(g, w, f"{frontend.name} {name} {shape} {what}: {result}")
+
+
+def assert_same_bits(frontend, name, shape, batches):
+    """batches: what is special, and the sequences before the subject and behind it."""
+    case, inputs = subject(name, shape)
+    want = results(frontend, inputs.arrays(), case)
+    for what, before, after in batches:
+        got = results(frontend, *batch(name, shape, before, after, spare_seqs=0, padding_tokens=0))
+        for result, g, w in zip(("out", "lse"), got, want, strict=True):
+            compare.assert_bitwise_equal(g, w, f"{frontend.name} {name} {shape} {what}: {result}")
+
+
+@pytest.mark.frontends("eager-cuda", "jax-cuda")
+@pytest.mark.parametrize("name", ["twelve-tokens", "forty-tokens", "speculative-short", "speculative-2900"])
+def test_work_tiles_at_head_dim_64_do_not_change_bits(frontend, name):
+    """On CUDA sequences of few rows have work tiles of 64, computed in turns by two warpgroups, others of 192."""
+    rows, context = sequence(name)
+    alike = tuple((rows, context - i % 7) for i in range(36))
+    batches = [
+        ("three alike", alike[:1], alike[1:2]),
+        ("thirty-six alike", alike[:20], alike[20:35]),
+        ("beside decode rows", ((1, 900), (1, 2100)), ((1, 5),)),
+        ("beside a chunk", ((500, 1000),), ((1, 700),)),
+    ]
+    assert_same_bits(frontend, name, "two-kv-heads-64-bf16", batches)
+
+
+@pytest.mark.frontends("eager-cuda", "jax-cuda")
+@pytest.mark.parametrize("name", ["few-rows", "forty-tokens", "speculative-long"])
+def test_few_unequal_sequences_do_not_change_bits(frontend, name):
+    """On CUDA work tiles of a few sequences of unequal numbers of tokens behind long contexts have up to 128 rows."""
+    batches = [
+        ("unequal", ((3, 8500),), ((1, 400), (7, 9000))),
+        ("many", ((3, 8500), (200, 900)), ((1, 400),) * 10),
+    ]
+    assert_same_bits(frontend, name, "two-kv-heads-bf16", batches)
+
+
+@pytest.mark.frontends("eager-cuda", "jax-cuda")
+def test_shared_scratch_does_not_change_bits(frontend):
+    """The split accumulators of six such sequences need more than the prefill path's part of the scratch: on CUDA it
+    gets all, where sequences have as many tokens each."""
+    rows, context = sequence("few-rows")
+    alike = ((rows, context),) * 5
+    batches = [("alike", alike[:2], alike[2:]), ("one more", ((rows + 1, context),), alike[1:])]
+    assert_same_bits(frontend, "few-rows", "gqa-bf16", batches)
+
+
+@pytest.mark.frontends("eager-cuda", "jax-cuda")
+def test_long_chunk_does_not_change_bits(frontend):
+    """On CUDA the keys before such a chunk, of 70 work tiles, are split in three: more work tiles than SMs."""
+    batches = [("beside decode rows", ((1, 300),) * 3, ()), ("beside a prompt", ((300, 300),), ((5, 900),))]
+    assert_same_bits(frontend, "chunk-of-1100", "two-kv-heads-bf16", batches)

@@ -1,5 +1,5 @@
-// The size of paged_attention's scratch memory: the sum of what its paths need. Compiled in every build, so that a
-// program exported on a machine without CUDA has the same result shapes.
+// The size of paged_attention's scratch memory, and how its paths share it. Compiled in every build, so that a program
+// exported on a machine without CUDA has the same result shapes.
 #include <algorithm>
 #include <cstdint>
 
@@ -10,6 +10,60 @@
 #include "ffi/ops/paged_attention/prefill/split_kv.h"
 
 namespace xla_gpu {
+namespace {
+
+constexpr int64_t kFewTokensScratchLimit = kScratchLimit / 2;
+// Where few tokens are likely: up to so many rows of `out` the prefill path gets all of the scratch, if half of it is
+// too little for the accumulators of so many splits of them (split_kv.h).
+constexpr int64_t kMaxSplitRows = 8192;
+constexpr int64_t kLikelySplits = 9;
+
+// The prefill path's part, where each path has one.
+int64_t UnsharedPrefillScratch(const PagedAttentionParams& shapes) {
+  // Of few sequences the prefill path keeps the accumulators of all splits, and the decode path has few rows.
+  constexpr int64_t kFewSequences = 4;
+  const bool few_sequences = shapes.max_seqs <= kFewSequences && !SuggestFewTokens(shapes);
+  if (shapes.head_dim > 192 || few_sequences) return int64_t{67} << 18;
+  return SuggestFewTokens(shapes) ? kFewTokensScratchLimit : int64_t{14} << 20;
+}
+
+// PathsShareCombine, where they do not share the scratch.
+bool SuitsSharedCombine(const PagedAttentionCall& shapes) {
+  constexpr int64_t kMaxSequences = 32, kMaxRows = 8192;
+  return shapes.max_seqs > 0 && shapes.max_seqs <= kMaxSequences && SuggestFewTokens(shapes) &&
+         shapes.num_tokens * shapes.num_heads <= kMaxRows && shapes.head_dim == 128 && MaySplitKeys(shapes) &&
+         shapes.tree_words == 0 && !DecodeComesFirst(shapes);
+}
+
+}  // namespace
+
+bool PathsShareScratch(const PagedAttentionCall& shapes) {
+  if (DecodeComesFirst(shapes)) return true;
+  const int64_t rows = shapes.num_tokens * shapes.num_heads;
+  const int64_t row_bytes = prefill::SplitAccumulatorLayout::RowBytes(shapes.head_dim);
+  if (SuggestFewTokens(shapes) && MaySplitKeys(shapes) && rows < kMaxSplitRows &&
+      kLikelySplits * rows * row_bytes > kFewTokensScratchLimit) {
+    return true;
+  }
+  // Sequences of as many tokens each, none of which belongs to the decode path.
+  const int64_t alike_bytes = prefill::AlikeSplitRows(shapes) * row_bytes;
+  return alike_bytes > UnsharedPrefillScratch(shapes) && !SuitsSharedCombine(shapes) &&
+         prefill::WantsSplitAccumulators(shapes);
+}
+bool PrefillCombineComesLast(const PagedAttentionCall& shapes) {
+  constexpr int64_t kManyDecodeRows = 32;
+  return !DecodeComesFirst(shapes) && !PathsShareScratch(shapes) && shapes.max_seqs > kManyDecodeRows;
+}
+bool PathsShareCombine(const PagedAttentionCall& shapes) {
+  return SuitsSharedCombine(shapes) && !PathsShareScratch(shapes);
+}
+int64_t PrefillScratchLimit(const PagedAttentionCall& shapes) {
+  return PathsShareScratch(shapes) || shapes.tree_words > 0 ? kScratchLimit : UnsharedPrefillScratch(shapes);
+}
+int64_t DecodeScratchLimit(const PagedAttentionCall& shapes) {
+  return PathsShareScratch(shapes) || shapes.tree_words > 0 ? kScratchLimit
+                                                            : kScratchLimit - PrefillScratchLimit(shapes);
+}
 
 int64_t DecodeScratchBytes(const PagedAttentionCall& shapes) {
   // float32 needs none: a CTA sees all keys of a row.

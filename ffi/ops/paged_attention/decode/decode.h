@@ -47,47 +47,20 @@ constexpr bool DecodeComesFirst(const PagedAttentionParams& shapes) {
 // for its end, and both use all of it. Otherwise they may run at the same time: the prefill path gets what its CTAs'
 // accumulators take, or half where splits of few tokens are likely, and the decode path the rest.
 inline constexpr int64_t kScratchLimit = int64_t{32} << 20;
-inline constexpr int64_t kFewTokensScratchLimit = kScratchLimit / 2;
-// Where few tokens are likely: up to so many rows of `out` the prefill path gets all of the scratch, if half of it is
-// too little for the accumulators of so many splits of them (split_kv.h).
-inline constexpr int64_t kMaxSplitRows = 8192;
-inline constexpr int64_t kLikelySplits = 9;
-// Whether the second path waits for the end of the first one, and both use all of the scratch. Also where half of it is
-// too little for the splits of few tokens.
-constexpr bool PathsShareScratch(const PagedAttentionParams& shapes) {
-  if (DecodeComesFirst(shapes)) return true;
-  const int64_t rows = shapes.num_tokens * shapes.num_heads;
-  return SuggestFewTokens(shapes) && MaySplitKeys(shapes) && rows < kMaxSplitRows &&
-         kLikelySplits * rows * (shapes.head_dim + 2) * int64_t{sizeof(float)} > kFewTokensScratchLimit;
-}
+// Whether the second path waits for the end of the first one, and both use all of the scratch. Also where the prefill
+// path's part is too little for the splits of few tokens, or of sequences of as many tokens each.
+bool PathsShareScratch(const PagedAttentionCall& shapes);
 // Whether the prefill path's combine kernel comes behind the decode path, which comes behind the other kernel. In front
 // of it the combine kernel keeps the CTAs of the split-KV kernel from starting. Without decode rows it costs some 2 us,
 // so only where the sequences are many.
-constexpr bool PrefillCombineComesLast(const PagedAttentionParams& shapes) {
-  constexpr int64_t kManyDecodeRows = 32;
-  return !DecodeComesFirst(shapes) && !PathsShareScratch(shapes) && shapes.max_seqs > kManyDecodeRows;
-}
+bool PrefillCombineComesLast(const PagedAttentionCall& shapes);
 // Whether one kernel merges the splits of both paths, behind both (prefill/combine_both.cuh). Where a few sequences
 // probably have several tokens each, the decode path probably has nothing to do, and each kernel that finds this out
 // costs some 1 to 2 us: the kernels of a stream end one after the other.
-constexpr bool PathsShareCombine(const PagedAttentionCall& shapes) {
-  constexpr int64_t kMaxSequences = 32, kMaxRows = 8192;
-  return shapes.max_seqs > 0 && shapes.max_seqs <= kMaxSequences && SuggestFewTokens(shapes) &&
-         shapes.num_tokens * shapes.num_heads <= kMaxRows && shapes.head_dim == 128 && MaySplitKeys(shapes) &&
-         shapes.tree_words == 0 && !DecodeComesFirst(shapes) && !PathsShareScratch(shapes);
-}
-constexpr int64_t PrefillScratchLimit(const PagedAttentionCall& shapes) {
-  if (PathsShareScratch(shapes) || shapes.tree_words > 0) return kScratchLimit;
-  // Of few sequences the prefill path keeps the accumulators of all splits, and the decode path has few rows.
-  constexpr int64_t kFewSequences = 4;
-  const bool few_sequences = shapes.max_seqs <= kFewSequences && !SuggestFewTokens(shapes);
-  if (shapes.head_dim > 192 || few_sequences) return int64_t{67} << 18;
-  return SuggestFewTokens(shapes) ? kFewTokensScratchLimit : int64_t{14} << 20;
-}
-constexpr int64_t DecodeScratchLimit(const PagedAttentionCall& shapes) {
-  return PathsShareScratch(shapes) || shapes.tree_words > 0 ? kScratchLimit
-                                                            : kScratchLimit - PrefillScratchLimit(shapes);
-}
+bool PathsShareCombine(const PagedAttentionCall& shapes);
+// Bytes of scratch that each path may use.
+int64_t PrefillScratchLimit(const PagedAttentionCall& shapes);
+int64_t DecodeScratchLimit(const PagedAttentionCall& shapes);
 
 // Of a cache: kernels count its slots in 32 bits, and bytes in 64.
 Status CheckSlotCounts(const PagedAttentionParams& params);

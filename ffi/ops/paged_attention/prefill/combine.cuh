@@ -159,7 +159,7 @@ __device__ __forceinline__ void CombinePrefillSplits(const PagedAttentionParams&
     if (base + lane < num_live) info = LoadSequence(params, base + lane, in_order);
     const KvSplits mine = info.valid ? policy.Of(info.q_len, info.context_len) : KvSplits{1, 0, 0};
     int my_splits = mine.count;
-    if constexpr (kDim == 128 && !kSharesLastRound) {  // the first ones count as one
+    if constexpr (kDim != 256 && !kSharesLastRound) {  // the first ones count as one
       const int q_len = info.q_len > policy.max_decode_tokens ? info.q_len : 0;
       if (base == 0) my_splits -= policy.FirstSplits(q_len, info.valid ? info.context_len : 0, mine) - 1;
     }

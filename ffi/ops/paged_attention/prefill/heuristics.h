@@ -55,6 +55,8 @@ inline constexpr int kOneWarpgroupCtasPerSm = 3;
 // whether that kernel takes such calls.
 TmaInstance TmaInstanceDim128(const PagedAttentionParams& shapes, const SplitKvPolicy& policy, bool one_warpgroup,
                               int64_t sms);
+// The same at head_dim 64: kRows192 or kRows64Alternating.
+TmaInstance TmaInstanceDim64(const PagedAttentionParams& shapes, int64_t sms);
 
 // Whether the prefill kernel of 64 rows should do the decode path's split-KV work too, with `ctas` CTAs: where these
 // have no more than one work tile each. With more, the kernels side by side take no longer.

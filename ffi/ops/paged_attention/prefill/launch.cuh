@@ -326,6 +326,9 @@ Status LaunchTma(const TmaParams& tma, const SplitAccumulatorLayout& layout, Str
   int64_t sms = 0;
   if (Status status = CountSms(&sms); !status.ok()) return status;
   if constexpr (kDim == 64) {
+    if (TmaInstanceDim64(tma.attention, sms) == TmaInstance::kRows64Alternating) {
+      return LaunchTma<TmaKernelTraits<T, TmaConfigDim64Rows64Alternating>>(tma, layout, sms, stream);
+    }
     return LaunchTma<TmaKernelTraits<T, TmaConfigDim64>>(tma, layout, sms, stream);
   } else if constexpr (kDim == 256) {
     return LaunchTma<TmaKernelTraits<T, TmaConfigDim256>>(tma, layout, sms, stream);

@@ -152,7 +152,7 @@ __device__ __forceinline__ void RunPrefillTma(const TmaParams& params, const dec
 
   // ---- Barriers
   // Whether the first work tile is planned before the launch wait too. It costs registers.
-  constexpr bool kPlansFirst = Traits::kHeadDim != 64;
+  constexpr bool kPlansFirst = Traits::kHeadDim != 64 || Traits::kAlternates;
   // Behind the decode path there is probably no work. What only CTAs with a work tile need comes later then.
   const bool behind_decode = params.behind_decode;
   const bool probably_empty = kPlansFirst && behind_decode;

@@ -70,6 +70,16 @@ struct TmaConfigDim64 {
   static constexpr int kTileStages = 4;       // work tiles that are known at a time
 };
 
+// For sequences of few rows: a work tile is computed by one of two warpgroups, in turns.
+struct TmaConfigDim64Rows64Alternating : TmaConfigDim64 {
+  static constexpr int kConsumerWarpgroups = 2;
+  static constexpr int kRowWarpgroups = 1;
+  static constexpr bool kAlternates = true;
+  static constexpr bool kSharedAccumulators = true;
+  static constexpr int kKeyStages = 5;
+  static constexpr int kValueStages = 5;
+};
+
 // Three sizes of work tiles. They give the same bits: key tiles are the same, and so is what is done with each row.
 struct TmaConfigDim128Rows192 {
   static constexpr int kHeadDim = 128;
@@ -185,8 +195,7 @@ struct TmaKernelTraits : Config {
   static constexpr bool kHasL2Policy =
       (kConsumerWarpgroups == 1 || kAlternates) && !kFloat8Cache;  // see TmaKvWarp::L2Policy
   // Whether one CTA takes several splits of its rows where SplitKvPolicy::FirstSplits says so.
-  static constexpr bool kTakesFirstSplits =
-      kHeadDim == 128 && (kAlternates || kConsumerWarpgroups == 1) && !kFloat8Cache;
+  static constexpr bool kTakesFirstSplits = (kAlternates || kConsumerWarpgroups == 1) && !kFloat8Cache;
   // Whether a CTA takes some splits of its rows beside cross-CTA splits.
   static constexpr bool kTakesSomeSplits = kSharedAccumulators && kRowWarpgroups == 1;
   // Whether it takes the only sequence of a call even if that belongs to the decode path, and by which code.

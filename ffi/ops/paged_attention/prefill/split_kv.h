@@ -72,6 +72,8 @@ struct SplitKvPolicy {
   static constexpr int kMinTilesOfMoreSplits = 16;
   // With many tokens, of which one CTA may have to take all splits.
   static constexpr int kMinTilesOfManyTokens = 20;
+  // Behind so many key tiles, large work tiles that would leave a tenth of the SMs idle are split for two rounds.
+  static constexpr unsigned kManyKeyTiles = 256;
   // The splits that `tiles` key tiles allow; `large`: of large work tiles.
   XLA_GPU_HOST_DEVICE static unsigned MostSplits(unsigned tiles, int q_len, bool large) {
     if (large) return tiles / kMinTilesOfManyTokens;
@@ -199,16 +201,19 @@ struct SplitKvPolicy {
     unsigned row_tiles = (rows + kSmallTileRows - 1) / kSmallTileRows;
     const bool large = q_len > kSmallTileTokens || row_tiles * kv_heads * 2 > kTargetWorkTiles;
     if (large) row_tiles = large_tile_rows == 128 ? (rows + 127) / 128 : (rows + 191) / 192;
-    const unsigned count = row_tiles <= 1 ? one_tile_splits : SplitsFor(static_cast<int>(row_tiles), kv_heads);
+    unsigned count = row_tiles <= 1 ? one_tile_splits : SplitsFor(static_cast<int>(row_tiles), kv_heads);
+    if (large && tiles >= kManyKeyTiles && count * row_tiles * kv_heads * 10 < kTargetWorkTiles * 9) {
+      count = SplitsFor(static_cast<int>(row_tiles), kv_heads, 2 * kTargetWorkTiles);
+    }
     const unsigned most = MostSplits(tiles, q_len, large);
     return count < most ? count : most;
   }
-  // The splits of a sequence that make kTargetWorkTiles work tiles.
-  XLA_GPU_HOST_DEVICE static unsigned SplitsFor(int row_tiles, int kv_heads) {
-    const int count = kTargetWorkTiles / (row_tiles * kv_heads);
+  // The splits of a sequence that make so many work tiles.
+  XLA_GPU_HOST_DEVICE static unsigned SplitsFor(int row_tiles, int kv_heads, int work_tiles = kTargetWorkTiles) {
+    const int count = work_tiles / (row_tiles * kv_heads);
     return static_cast<unsigned>(count < kMaxSplits ? count : kMaxSplits);
   }
-  // Rows of split accumulators that a sequence needs, MostRows at most.
+  // Rows of split accumulators that a sequence needs: MostRows at most, behind kManyKeyTiles twice as many.
   XLA_GPU_HOST_DEVICE unsigned RowsOf(int count, int q_len) const {
     return count > 1 ? static_cast<unsigned>(count * q_len * group * kv_heads) : 0;
   }
@@ -216,6 +221,12 @@ struct SplitKvPolicy {
   // Whether sequences that need so many rows in all have cross-CTA splits.
   XLA_GPU_HOST_DEVICE bool Fits(unsigned rows) const { return rows <= pool_rows; }
 };
+
+// Rows of split accumulators of sequences of as many tokens each, a few behind contexts that take all the room; 0 where
+// the shapes speak against such sequences: one may be a chunk of a prompt beside decode rows.
+int64_t AlikeSplitRows(const PagedAttentionParams& shapes);
+// Whether a call whose sequences may be split has split accumulators. Else one CTA takes all splits of its rows.
+bool WantsSplitAccumulators(const PagedAttentionCall& shapes);
 
 // The split accumulators' layout in the workspace. A row is head_dim float32 of unscaled output and a pair (largest
 // score, sum). Each row of the grid has its part. It holds, one after the other, [split][q_len * num_heads] of every
@@ -238,71 +249,7 @@ struct SplitAccumulatorLayout {
   decode::SharedCall* decode_work;  // as PagedAttentionCall's, and the next
   decode::OneSequence* one_sequence;
 
-  static SplitAccumulatorLayout Of(const PagedAttentionCall& shapes) {
-    SplitAccumulatorLayout layout{};
-    layout.kernels = shapes.prefill_kernels;
-    layout.decode_work = shapes.decode_work;
-    layout.one_sequence = shapes.one_sequence;
-    const int64_t dim = shapes.head_dim;
-    using Policy = SplitKvPolicy;
-    const int64_t max_decode_tokens = shapes.tree_words > 0 ? 0 : MaxDecodeTokens(shapes, true);
-    const int64_t min_tiles =
-        max_decode_tokens < kMaxDecodeRows ? Policy::kMinTilesOfFewTokens : Policy::kMinTilesPerSplit;
-    const bool enabled = shapes.dtype != DType::kF32 && shapes.num_kv_heads > 0 &&
-                         (dim == 64 || dim == 128 || dim == 256) && shapes.page_size % 8 == 0 &&
-                         shapes.num_tokens > max_decode_tokens && shapes.num_kv_heads * 2 <= Policy::kTargetWorkTiles &&
-                         shapes.pages_per_seq * shapes.page_size > (2 * min_tiles - 1) * Policy::TileKeys(dim);
-    if (!enabled) return layout;
-    layout.enabled = true;
-    // The splits that the policy may make of a context: of few tokens up to eight, or a sixteenth of the key tiles.
-    const int64_t max_tiles =
-        (shapes.pages_per_seq * shapes.page_size + Policy::TileKeys(dim) - 1) / Policy::TileKeys(dim);
-    const int64_t of_context = std::max<int64_t>(Policy::kSplitsOfFewTokens, max_tiles / Policy::kMinTilesPerSplit);
-    const int64_t wanted =
-        std::min({int64_t{Policy::kMaxSplits}, Policy::kTargetWorkTiles / shapes.num_kv_heads, of_context});
-    // Where work tiles are enough for all SMs, or contexts are short and the shapes speak against few tokens of a
-    // sequence, cross-CTA splits are not worth their writes and the combine kernel.
-    const bool short_contexts =
-        shapes.pages_per_seq * shapes.page_size <= (2 * Policy::kMinTilesPerSplit - 1) * Policy::TileKeys(dim);
-    const bool few_tokens = shapes.tree_words > 0 || (shapes.num_tokens > shapes.max_seqs && SuggestFewTokens(shapes));
-    // One token for each of a few sequences, and no room for a long one: the combine kernel would cost more than is
-    // gained where there is a longer one after all. Not where contexts may be long: the new tokens of a conversation
-    // come in such calls too, and one CTA of each kv head would read all that was said before.
-    constexpr int64_t kFewSequences = 32, kMaxKeysOfOneCta = 8192;
-    const int64_t few_sequences =
-        shapes.pages_per_seq * shapes.page_size <= kMaxKeysOfOneCta ? kFewSequences : kMaxDecodeRows;
-    const bool decode_alone =
-        shapes.tree_words == 0 && shapes.num_tokens <= shapes.max_seqs && shapes.num_tokens <= few_sequences;
-    // One sequence, or a chunk beside decode rows, is split where it has up to half as many work tiles as SMs; a few
-    // sequences may be short of work tiles together. Elsewhere the combine kernel only keeps the decode path waiting.
-    constexpr int64_t kFewChunks = 4;
-    const bool several = shapes.max_seqs > 1 && shapes.max_seqs <= kFewChunks && shapes.num_tokens > shapes.max_seqs;
-    const int64_t tiles = several ? Policy::kTargetWorkTiles : Policy::kTargetWorkTiles / 2;
-    const int64_t rows = shapes.num_tokens * shapes.num_heads;
-    // Of a few sequences, mostly of few tokens, one may have most of the keys, and be short of work tiles by itself:
-    // where contexts may be that long, up to four times as many rows are not enough.
-    // A window that hides keys leaves nothing to split.
-    constexpr int64_t kLongContext = 16384;
-    const int64_t room_for_keys = shapes.pages_per_seq * shapes.page_size;
-    const bool has_window = shapes.sliding_window > 0 && shapes.sliding_window < room_for_keys;
-    const bool uneven = shapes.max_seqs <= kWarpPlannedSequences && !few_tokens && !has_window &&
-                        shapes.num_tokens <= shapes.max_seqs * Policy::kSmallTileTokens &&
-                        room_for_keys >= kLongContext;
-    const int64_t enough_rows = (uneven ? 4 : 1) * tiles * Policy::LargeTileRows(dim);
-    const int64_t decode_rows = shapes.max_seqs > kFewChunks && shapes.num_tokens > shapes.max_seqs
-                                    ? (shapes.max_seqs - 1) * shapes.num_heads
-                                    : 0;
-    const bool enough = rows - decode_rows > enough_rows || (short_contexts && !few_tokens) || decode_alone;
-    const int64_t sequences = SequencesPerGridRow(dim);
-    const int64_t grid_rows = std::max<int64_t>(1, (shapes.max_seqs + sequences - 1) / sequences);
-    const int64_t room = enough ? 0 : PrefillScratchLimit(shapes) / RowBytes(dim) / grid_rows;
-    const int64_t most = std::min(wanted * rows, std::max<int64_t>(shapes.max_seqs, 1) * Policy::MostRows(dim));
-    layout.always_fits = most <= room;
-    layout.pool_rows = std::min(most, room);
-    layout.part_rows = layout.always_fits ? most : std::max(room, kMaxCtas * MaxTileRows(dim));
-    layout.total_rows = layout.part_rows * grid_rows;
-    return layout;
-  }
+  static SplitAccumulatorLayout Of(const PagedAttentionCall& shapes);
   static int64_t RowBytes(int64_t dim) { return (dim + 2) * int64_t{sizeof(float)}; }
   int64_t Bytes(int64_t dim) const { return total_rows * RowBytes(dim); }
 };
