@@ -14,9 +14,11 @@ SIZES = [
     (176, 1040, "gelu_and_mul"),
     (1024, 4096, None),
     (4096, 2688, None),
+    (4224, 768, None),
     (4608, 720, None),
     (6144, 592, "silu_and_mul"),
     (9232, 1536, None),
+    (7168, 2048, "silu_and_mul"),
     (10752, 400, "silu_and_mul"),
     (16912, 272, None),
     (19024, 80, None),
@@ -30,4 +32,4 @@ SIZES = [
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.frontends("eager-cuda")
 def test_parts_of_k(frontend, n, k, activation, dtype):
-    linear_rows.check(frontend, (1, 2, 3, 5, 8, 9, 33), n, k, activation, "plain", dtype)
+    linear_rows.check(frontend, (1, 2, 3, 5, 8, 9, 15, 16, 17, 24, 32, 33, 48), n, k, activation, "plain", dtype)

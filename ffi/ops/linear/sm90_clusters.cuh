@@ -23,6 +23,9 @@ constexpr int ClusterSize(int tiles, int chunks) {
   return cluster;
 }
 
+// The parts of k of a product with plain or float8 weights, [n, k], k in `chunks`.
+constexpr int PartsOfK(int n, int chunks) { return ClusterSize(n / 256 + (n % 256 != 0), chunks); }
+
 // Whether the current device runs code for sm_90a: a kernel is empty, of one warp, in code for other targets.
 template <typename Args>
 Status RunsSm90a(void (*kernel)(Args), int threads, bool* runs) {

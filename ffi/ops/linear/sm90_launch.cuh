@@ -35,7 +35,7 @@ template <typename Config>
 void Divide(int n, int chunks, bool gated, Sm90Plan* plan) {
   int features = Config::kTileFeatures;
   const auto tiles_of = [&](int size) { return n / size + (n % size != 0); };
-  plan->cluster = ClusterSize(tiles_of(features), chunks);
+  plan->cluster = PartsOfK(n, chunks);
   if (plan->cluster == 1 && tiles_of(features) <= kMostClusters[1]) {
     while (features > Config::kBoxRows && tiles_of(features - 16) <= kMostClusters[1]) features -= 16;
   }
