@@ -122,6 +122,32 @@ def test_large_logits_do_not_overflow(frontend, dtype):
     np.testing.assert_allclose(lse, want_lse, rtol=1e-6)
 
 
+@pytest.mark.parametrize("exponent", (-60, -6, 20))
+@pytest.mark.parametrize("head_dim", (64, 128))
+def test_float8_caches_with_queries_of_any_magnitude(frontend, head_dim, exponent):
+    """Powers of two move from k_scale to Q, in opposite directions for the two kv heads, and change no bits."""
+    case = AttentionCase("magnitudes", ((150, 300), (20, 70), (1, 40)), num_heads=4, num_kv_heads=2, head_dim=head_dim,
+                         page_size=16, cache_dtype="float8_e4m3fn", scales="per_head", dtype="bfloat16")  # fmt: skip
+    arrays = cases.build(case).arrays()
+    query = np.rint(arrays["query"].astype(np.float32) * 32) / 32  # so that no value is much smaller than its row
+    factors = np.float32(2.0) ** np.array([exponent, -exponent], np.float32)
+    moved = dict(
+        arrays,
+        query=(query * np.repeat(factors, 2)[:, None]).astype(arrays["query"].dtype),
+        k_scale=(arrays["k_scale"] / factors).astype(np.float32),
+    )
+    arrays["query"] = query.astype(arrays["query"].dtype)
+    want = frontend.call("paged_attention_with_lse", arrays, **case.options())
+    got = frontend.call("paged_attention_with_lse", moved, **case.options())
+    for name, mine, other in zip(("out", "lse"), got, want, strict=True):
+        compare.assert_bitwise_equal(mine, other, f"{frontend.name}: {name}")
+    inputs = cases.build(case)
+    inputs.query[:] = arrays["query"]
+    base = baseline.paged_attention(inputs, **case.options())
+    exact = reference.paged_attention(**inputs.arrays(), **case.options())
+    compare.assert_close(want[0], exact[0], base[0], f"{frontend.name}: out")
+
+
 @pytest.mark.frontends("eager", "eager-cuda")
 def test_a_key_of_minus_infinite_logit_takes_no_part(frontend):
     """-inf in a used key makes that logit -inf; the others' sum goes on. Where all logits are -inf the row is 0."""

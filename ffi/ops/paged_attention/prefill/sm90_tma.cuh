@@ -45,13 +45,15 @@ __device__ void VisitBarriers(const TmaCta<Traits>& cta, Visit visit) {
   // Q arrives from each lane of its warp, for which cp.async copies count; a stage is read by one warpgroup.
   each(offsetof(SharedStorage, q_barriers), kQueryBarriers, 32, 4);
   // K and V of a float8 cache come from all producer warps.
-  each(offsetof(SharedStorage, kv_barriers), Traits::kKvStages, Traits::kFloat8Cache ? 4 : 1, kReaderWarps);
+  each(offsetof(SharedStorage, kv_barriers), Traits::kKvStages, Traits::kFloat8Cache ? Traits::kProducerWarps : 1,
+       kReaderWarps);
   each(offsetof(SharedStorage, tile_barriers), Traits::kTileStages, 1, Traits::kTileReaders);
   each(offsetof(SharedStorage, checked_barriers), Traits::kTileStages, 1, 0);
   each(offsetof(SharedStorage, unmasked_values), 1, 1, 0);
   if constexpr (Traits::kAlternates) each(offsetof(SharedStorage, accumulated), 3, 4, 0);
   if constexpr (Traits::kFloat8Cache) {
-    each(Traits::kRawTilesBegin + offsetof(typename Traits::RawTiles, barriers), 2 * Traits::kRawStages, 1, 4);
+    each(Traits::kRawTilesBegin + offsetof(typename Traits::RawTiles, barriers), 2 * Traits::kRawStages, 1,
+         Traits::kProducerWarps);
   }
 }
 
@@ -253,13 +255,13 @@ __device__ __forceinline__ void RunPrefillTma(const TmaParams& params, const dec
 
     // By a shuffle, so that the compiler knows it to be uniform in a warp.
     const int warpgroup = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / Traits::kWarpgroupThreads, 0);
-    if (warpgroup == 0) {
+    if (warpgroup < Traits::kProducerWarpgroups) {
       // ---- Producer warps
       DecreaseRegisters<Traits::kProducerRegisters>();
       const int warp = __shfl_sync(~0u, cta.thread / 32, 0);
       const bool has_first = kPlansFirst && (few || kPlansManyEarly);
       if constexpr (Traits::kFloat8Cache) {
-        TmaFloat8Warp<Traits>{{cta}, warp, {}, {}, {}}.Run(find, has_first, first);
+        TmaFloat8Warp<Traits>{{cta}, warpgroup * 4 + warp, {}, {}, {}}.Run(find, has_first, first);
       } else {
         RunProducerWarp(cta, warp, find, has_first, first);
       }
@@ -270,7 +272,7 @@ __device__ __forceinline__ void RunPrefillTma(const TmaParams& params, const dec
     } else {
       // ---- Consumer warpgroups
       IncreaseRegisters<Traits::kConsumerRegisters>();
-      TmaConsumer<Traits>(cta, warpgroup - 1).Run();
+      TmaConsumer<Traits>(cta, warpgroup - Traits::kProducerWarpgroups).Run();
       if constexpr (kTakesDecodeRows) {
         if (!has_decode_rows) return;
         DecreaseRegisters<Traits::kLaunchRegisters>();

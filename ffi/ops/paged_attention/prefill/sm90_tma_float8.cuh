@@ -1,6 +1,6 @@
 // The producer warps of the TMA prefill kernel (sm90_tma.cuh) for float8 caches. TMA brings the bytes of a key tile to
-// shared memory, and the four producer warps convert them on their way to the tile that wgmma reads, a quarter each:
-// one warp alone would take longer than the products. Conversions are exact.
+// shared memory, and all producer warps convert them on their way to the tile that wgmma reads, equal parts each: one
+// warp alone would take longer than the products. Conversions are exact.
 #ifndef XLA_GPU_OPS_PAGED_ATTENTION_PREFILL_SM90_TMA_FLOAT8_CUH_
 #define XLA_GPU_OPS_PAGED_ATTENTION_PREFILL_SM90_TMA_FLOAT8_CUH_
 
@@ -16,7 +16,8 @@
 
 namespace xla_gpu::prefill {
 
-// A producer warp. Warp 0 also schedules work tiles, 1 and 2 load the bytes of K and V, and 3 loads Q.
+// A producer warp, of four or eight. Warp 0 also schedules work tiles, 1 and 2 load the bytes of K and V, and 3 loads
+// Q.
 template <typename Traits>
 struct TmaFloat8Warp : TmaKvWarp<Traits, /*kIsValues=*/false> {
   using Base = TmaKvWarp<Traits, /*kIsValues=*/false>;
@@ -30,13 +31,12 @@ struct TmaFloat8Warp : TmaKvWarp<Traits, /*kIsValues=*/false> {
   static constexpr int kRawStages = Traits::kRawStages;
   static constexpr int kRowVectors = kHeadDim / 8;    // a lane converts 8 bytes to a 16-byte vector at a time
   static constexpr int kWarpRows = 32 / kRowVectors;  // that a warp converts together
-  static constexpr int kStepRows = 4 * kWarpRows;     // and the four warps
+  static constexpr int kStepRows = Traits::kProducerWarps * kWarpRows;  // and all of them
   static constexpr int kSteps = kTileKeys / kStepRows;
   static constexpr int kStepBytes = kStepRows / 8 * Traits::kAtomRowBytes;  // of the tile
   static_assert(kStepRows % 8 == 0 && kTileKeys % kStepRows == 0);
-  // Vectors that a lane loads at once, as registers allow.
-  static constexpr int kAtOnce = Traits::kProducerRegisters > 32 ? kSteps / 2 : 2;
-  static_assert(kSteps % kAtOnce == 0);
+  static constexpr int kAhead = Traits::kConversionsAhead;  // vectors that a lane loads before it converts the first
+  static_assert(kAhead <= kSteps);
 
   const int warp;
   typename Traits::KeyState key;
@@ -132,7 +132,8 @@ struct TmaFloat8Warp : TmaKvWarp<Traits, /*kIsValues=*/false> {
     const int row = warp * kWarpRows + cta.lane / kRowVectors;  // of kStepRows
     const uint32_t source = cta.RawTile(kIsValues, raw.stage) + warp * 256 + cta.lane * 8;
     const uint32_t target = (kIsValues ? cta.Values(value.stage) : cta.Keys(key.stage)) +
-                            SwizzledOffset(Traits::kAtomBytes, row, cta.lane % kRowVectors);
+                            row / 8 * Traits::kAtomRowBytes +
+                            SwizzledOffset(Traits::kAtomBytes, row % 8, cta.lane % kRowVectors);
     WaitBarrier(empty, phase ^ 1);
     raw_tiles.WaitFull(raw);
     if (cta.attention.cache_dtype == DType::kF8E4M3FN) {
@@ -156,25 +157,23 @@ struct TmaFloat8Warp : TmaKvWarp<Traits, /*kIsValues=*/false> {
     if (cta.lane == 0) ArriveBarrier(raw_tiles.Empty(raw));
   }
 
+  // In a software pipeline: a warp waits for shared memory, and for conversions, more than it computes.
   template <typename Target, bool kE4M3>
   __device__ void ConvertRows(uint32_t source, uint32_t target) const {
-#pragma unroll 1
-    for (int first = 0; first < kSteps; first += kAtOnce) {
-      uint2 bytes[kAtOnce];
+    uint2 bytes[kAhead];
 #pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) {
-        asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];"
-                     : "=r"(bytes[i].x), "=r"(bytes[i].y)
-                     : "r"(source + i * kStepRows * kHeadDim)
-                     : "memory");
-      }
+    for (int i = 0; i < kAhead; ++i) bytes[i] = LoadBytes(source + i * kStepRows * kHeadDim);
 #pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) {
-        StoreVector(target + i * kStepBytes, ConvertFloat8<Target, kE4M3>(bytes[i]));
-      }
-      source += kAtOnce * kStepRows * kHeadDim;
-      target += kAtOnce * kStepBytes;
+    for (int i = 0; i < kSteps; ++i) {
+      const uint2 converted = bytes[i % kAhead];
+      if (i + kAhead < kSteps) bytes[i % kAhead] = LoadBytes(source + (i + kAhead) * kStepRows * kHeadDim);
+      StoreVector(target + i * kStepBytes, ConvertFloat8<Target, kE4M3>(converted));
     }
+  }
+  static __device__ uint2 LoadBytes(uint32_t source) {
+    uint2 bytes;
+    asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(bytes.x), "=r"(bytes.y) : "r"(source) : "memory");
+    return bytes;
   }
   static __device__ void StoreVector(uint32_t target, uint4 x) {
     asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(target), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w)

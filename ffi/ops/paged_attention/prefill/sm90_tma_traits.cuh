@@ -145,6 +145,10 @@ template <typename Config>
 struct TmaConfigFloat8 : Config {
   static constexpr bool kFloat8Cache = true;
   static constexpr bool kTreeMask = false;
+  // Producer warps convert. Beside three consumer warpgroups a second warpgroup of them has no registers, beside one
+  // there is too little to convert.
+  static constexpr int kProducerWarpgroups = Config::kConsumerWarpgroups == 2 ? 2 : 1;
+  static constexpr int kConversionsAhead = Config::kConsumerWarpgroups == 3 ? 1 : 7;  // as registers allow
   static constexpr bool kAlternates = false;
   static constexpr bool kSharedAccumulators = false;
   static constexpr int kQueryStages = Config::kHeadDim == 64 || Config::kConsumerWarpgroups == 1 ? 2 : 1;
@@ -206,9 +210,10 @@ struct TmaKernelTraits : Config {
   static constexpr bool kTakesDecodeRows = kTakesFirstSplits && kConsumerWarpgroups == 1;
   static constexpr int kWarpgroupThreads = 128;
   static constexpr int kThreads = (Config::kProducerWarpgroups + kConsumerWarpgroups) * kWarpgroupThreads;
+  static constexpr int kProducerWarps = Config::kProducerWarpgroups * 4;
   static constexpr int kRows = kRowWarpgroups * 64;  // of a work tile
   // Warps that read what the scheduler warp describes: with those that load.
-  static constexpr int kTileReaders = kConsumerWarpgroups * 4 + Config::kProducerWarpgroups * 3;
+  static constexpr int kTileReaders = kConsumerWarpgroups * 4 + (kProducerWarps > 0 ? kProducerWarps - 1 : 0);
   static constexpr int kKvStages = kKeyStages + kValueStages;
 
   // Key tiles lie in shared memory as [kTileKeys / 8][kHeadDim / 64] 128-byte swizzle atoms of 8 rows, Q as
@@ -301,8 +306,15 @@ struct TmaKernelTraits : Config {
                 sizeof(decode::OneSequenceStorage<DecodeTraits>) <= offsetof(SharedStorage, tiles));
 
   // Registers of a thread after setmaxnreg; together no more than the launch has allocated.
-  static constexpr int kProducerRegisters = kConsumerWarpgroups == 3 ? 32 : kHeadDim == 256 ? 40 : 56;
-  static constexpr int kConsumerRegisters = kConsumerWarpgroups == 3 ? 160 : kHeadDim == 256 ? 232 : 224;
+  static constexpr bool kTwoProducers = Config::kProducerWarpgroups == 2;
+  static constexpr int kProducerRegisters = kConsumerWarpgroups == 3 ? 32
+                                            : kHeadDim == 256        ? 40
+                                            : kTwoProducers          ? 48
+                                                                     : 56;
+  static constexpr int kConsumerRegisters = kConsumerWarpgroups == 3 ? 160
+                                            : kHeadDim == 256        ? 232
+                                            : kTwoProducers          ? 208
+                                                                     : 224;
   // At the launch. Of a small CTA so many that they leave room beside it for the combine kernels: its own, which has
   // then planned when it ends, and two CTAs of the decode path's, behind which it may wait.
   static constexpr int kLaunchRegisters = kConsumerWarpgroups == 1 ? 152 : 65536 / kThreads / 8 * 8;
