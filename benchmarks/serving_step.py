@@ -34,7 +34,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 
 from paged_llama.batch import StepLayout
 from paged_llama.config import SHAPES, LlamaConfig
-from paged_llama.options import USUAL, StepOptions
+from paged_llama.options import StepOptions, usual
 
 PAGE_SIZE = 16
 
@@ -170,7 +170,7 @@ def main() -> None:
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--layers", type=positive, help="instead of the shape's own number")
     parser.add_argument(
-        "--operators", nargs="+", default=[",".join(USUAL)], metavar="NAMES", help="with commas, or none"
+        "--operators", nargs="+", metavar="NAMES", help="with commas, or none; default: the examples' own"
     )
     formats = ("plain", "float8", "int8", "int4")
     parser.add_argument("--weights", choices=formats, default="plain", help="of the layers")
@@ -183,10 +183,11 @@ def main() -> None:
     config, itemsize = SHAPES[arguments.shape], 2 if arguments.dtype == "bfloat16" else 4
     if arguments.layers:
         config = dataclasses.replace(config, num_layers=arguments.layers)
+    default = ",".join(usual(arguments.dtype, arguments.tensor_parallel, arguments.weights != "plain"))
     try:
         options = [
             (names, StepOptions(frozenset() if names == "none" else frozenset(names.split(","))))
-            for names in arguments.operators
+            for names in arguments.operators or [default]
         ]
     except ValueError as error:
         parser.error(str(error))

@@ -8,6 +8,8 @@ gate and up.
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,7 +18,7 @@ import xla_gpu.jax as xg
 
 from .batch import StepLayout
 from .config import LlamaConfig
-from .options import StepOptions, calls_rotary_and_attention, usable
+from .options import StepOptions, of_step, usable
 
 Parameters = dict[str, jax.Array]
 ROW_PARALLEL = ("out", "down")  # over several devices these are divided along their inputs, the others along outputs
@@ -41,6 +43,7 @@ def forward(
     Returns int32 [max_seqs], of each sequence the token chosen after its last row, and the caches.
     """
     options = options or StepOptions()
+    options = dataclasses.replace(options, operators=of_step(options.operators, layout.num_tokens))
     step = layout.unpack(packed)
     sources = step["sources"]
     tokens = jnp.where(sources < 0, step["tokens"], previous[jnp.maximum(sources, 0)])
@@ -294,7 +297,7 @@ class _Layer:
         head_dim = self.config.head_dim
         rotations = self._parameters["rotations"]
         metadata = {name: step[name] for name in ("context_lens", "block_tables", "query_start_loc", "num_seqs")}
-        chained = calls_rotary_and_attention(self._operators, qkv.shape[0])
+        chained = "rotary_and_attention" in self._operators
         if chained and (self._group is None or "rotary_and_cache" not in self._operators):
             return xg.attention_block(
                 qkv, None, None, step["positions"], rotations, cache, step["slots"], **metadata, scale=head_dim**-0.5

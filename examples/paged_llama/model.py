@@ -22,7 +22,7 @@ import xla_gpu.torch
 
 from .batch import StepLayout
 from .config import LlamaConfig
-from .options import StepOptions, calls_rotary_and_attention, usable
+from .options import StepOptions, of_step, usable
 
 
 class PagedLlama(nn.Module):
@@ -161,7 +161,7 @@ class Layer(nn.Module):
     ) -> tuple[Tensor | None, Tensor, Tensor]:
         """hidden: the norm of total by this layer's first norm, or None, where the layer before has not made it.
         rows: of the last layer those that are sampled after, for which alone it computes what follows its attention."""
-        if "attention_block" in self.operators:
+        if self.calls("attention_block", total):
             hidden = None
             total, cache = self.attention_block(total, rotations, cache, step)
             total = total if rows is None else total[rows]
@@ -171,17 +171,23 @@ class Layer(nn.Module):
             if rows is not None:
                 attended, total = attended[rows], total[rows]
             hidden, total = self.add_and_norm(self.out(attended), total, self.out.bias, self.mlp_norm)
-        if "gated_mlp" in self.operators:
+        if self.calls("gated_mlp", total):
             return None, self.gated_mlp(total), cache
         hidden = self.mlp_norm(total)[0] if hidden is None else hidden
+        hidden, total = self.add_and_norm(self.down(self.activated(hidden)), total, self.down.bias, after)
+        return hidden, total, cache
+
+    def calls(self, operator: str, x: Tensor) -> bool:
+        """Whether these rows are computed by the operator."""
+        return operator in of_step(self.operators, x.shape[0])
+
+    def activated(self, hidden: Tensor) -> Tensor:
+        """What the MLP's second product takes."""
         gate_up = self.gate_up(hidden)
         if "silu_and_mul" in self.operators:
-            mlp = xla_gpu.torch.silu_and_mul(gate_up)
-        else:
-            gate, up = gate_up.view(hidden.shape[0], self.devices, 2, -1).unbind(2)
-            mlp = (F.silu(gate) * up).reshape(hidden.shape[0], -1)
-        hidden, total = self.add_and_norm(self.down(mlp), total, self.down.bias, after)
-        return hidden, total, cache
+            return xla_gpu.torch.silu_and_mul(gate_up)
+        gate, up = gate_up.view(hidden.shape[0], self.devices, 2, -1).unbind(2)
+        return (F.silu(gate) * up).reshape(hidden.shape[0], -1)
 
     def attention_block(
         self, total: Tensor, rotations: Tensor, cache: Tensor, step: dict[str, Tensor]
@@ -228,7 +234,7 @@ class Layer(nn.Module):
         qkv = self.qkv(x)
         donate(cache)
         metadata = {name: step[name] for name in ("context_lens", "block_tables", "query_start_loc", "num_seqs")}
-        if calls_rotary_and_attention(self.operators, rows):
+        if self.calls("rotary_and_attention", x):
             return xla_gpu.torch.attention_block(
                 qkv, None, None, step["positions"], rotations, cache, step["slots"], **metadata, scale=self.scale
             )
@@ -299,7 +305,7 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor, total: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """The norm of x, or of total + x, and what it is the norm of."""
-        if "rms_norm" in self.operators:
+        if "rms_norm" in of_step(self.operators, x.shape[0]):
             if total is None:
                 return xla_gpu.torch.rms_norm(x, self.weight, eps=self.eps), x
             return xla_gpu.torch.rms_norm(x, self.weight, eps=self.eps, residual=total)

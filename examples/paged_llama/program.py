@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from .config import SHAPES, LlamaConfig
-from .options import OPERATORS, USUAL, StepOptions
+from .options import BLOCKS, OPERATORS, USUAL, StepOptions, is_quantized, usual
 from .scheduler import Request, Scheduler
 from .tokens import ByteTokenizer, CheckpointTokenizer, read_prompts
 
@@ -79,8 +79,9 @@ def parse_arguments(description: str, argv: list[str] | None) -> argparse.Namesp
 
     batch.add_argument(
         "--operators",
-        default=",".join(USUAL),
-        help=f"of {', '.join(OPERATORS)}, with commas, or none: the rest is the framework's own (default: %(default)s)",
+        help=f"of {', '.join(OPERATORS)}, with commas, or none: the rest is the framework's own (default: "
+        f"{','.join(usual('', 1, False))}; over several devices {','.join(USUAL)}; with quantised weights also "
+        f"{','.join(BLOCKS)})",
     )
 
     result = parser.add_argument_group("result")
@@ -97,7 +98,10 @@ def parse_arguments(description: str, argv: list[str] | None) -> argparse.Namesp
         parser.error(f"--seed: expected an integer of 64 bits, got {arguments.seed}")
     if arguments.json and not arguments.json.parent.is_dir():
         parser.error(f"--json: expected a file in a folder that is there, got {arguments.json}")
-    operators = frozenset() if arguments.operators == "none" else frozenset(arguments.operators.split(","))
+    if arguments.operators is None:
+        operators = frozenset(usual(arguments.dtype, arguments.tensor_parallel, has_quantized_weights(arguments)))
+    else:
+        operators = frozenset() if arguments.operators == "none" else frozenset(arguments.operators.split(","))
     sampling = {name: getattr(arguments, name) for name in ("temperature", "top_k", "top_p", "min_p", "seed")}
     try:
         arguments.options = StepOptions(operators, **sampling)
@@ -110,6 +114,15 @@ def parse_arguments(description: str, argv: list[str] | None) -> argparse.Namesp
     if arguments.check and not arguments.model and arguments.shape != "small":
         parser.error("--check needs --model or --shape small: the weights of other shapes exist on the device only")
     return arguments
+
+
+def has_quantized_weights(arguments: argparse.Namespace) -> bool:
+    if arguments.weights is not None or arguments.model is None:
+        return arguments.weights not in (None, "bfloat16")
+    try:
+        return is_quantized(arguments.model)
+    except (OSError, ValueError):  # prepare names what is wrong
+        return False
 
 
 def prepare(arguments: argparse.Namespace):

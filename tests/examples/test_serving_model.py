@@ -88,13 +88,35 @@ def test_blocks_give_the_tokens_of_transformers(variant, tmp_path, eager):
     assert got == [expected_tokens(theirs, prompt, 12) for prompt in PROMPTS]
 
 
+def test_operators_by_the_rows_of_a_step(tmp_path, eager, monkeypatch):
+    """Steps of 3 rows call the blocks, those that read prompts as well do not."""
+    from paged_llama import options
+
+    monkeypatch.setattr(options, "BLOCK_ROWS", 3)
+    monkeypatch.setattr(options, "CHAINED_ROWS", 3)
+    monkeypatch.setattr(options, "PROMPT_ROWS", 5)
+    usual = frozenset(options.usual("bfloat16", 1, True))
+    assert options.of_step(usual, 4) == usual - {*options.BLOCKS, "rotary_and_attention"}
+    assert options.of_step(usual, 3) == usual
+    assert options.of_step(usual, 5) == options.of_step(usual, 4) | {"rms_norm"}
+    assert options.of_step(usual - {"rotary_and_cache"}, 4) == usual - {"rotary_and_cache"}
+    theirs = tiny_model()
+    theirs.save_pretrained(tmp_path)
+    config = LlamaConfig.from_folder(tmp_path)
+
+    def load(model):
+        weights.load_checkpoint(model, tmp_path, torch.device("cpu"))
+
+    assert serve_eagerly(config, load, PROMPTS, 6, StepOptions(usual)) == serve_eagerly(config, load, PROMPTS, 6)
+
+
 PROMPTS = [[(7 * i + 3 * j * j) % 96 for j in range(length)] for i, length in enumerate((1, 70))]
 
 
 @pytest.mark.parametrize(("weight_format", "head"), [("float8", None), ("int8", "float8"), ("int4", None)])
 def test_matrices_quantised_at_load(weight_format, head, tmp_path, eager):
     """The tokens are those of transformers' model with the values that the format can hold."""
-    from paged_llama import quantized
+    from paged_llama import options, quantized
 
     theirs = tiny_model(**QUANTIZABLE)
     theirs.save_pretrained(tmp_path)
@@ -113,7 +135,9 @@ def test_matrices_quantised_at_load(weight_format, head, tmp_path, eager):
     if head:
         quantized.round_reference(theirs, head, head=True)
     expected = [expected_tokens(theirs, prompt, 12) for prompt in PROMPTS]
-    assert serve_eagerly(LlamaConfig.from_folder(tmp_path), load, PROMPTS, 12) == expected
+    usual = StepOptions(frozenset(options.usual("bfloat16", 1, True)))
+    for operators in (None, usual):
+        assert serve_eagerly(LlamaConfig.from_folder(tmp_path), load, PROMPTS, 12, operators) == expected
     assert weight_format != "int4" or expected[0] != before  # the comparison sees the difference
 
 
@@ -219,6 +243,17 @@ PROMPTS = [[(7 * i + 3 * j * j) % 96 for j in range(length)] for i, length in en
 def test_frameworks_operations_give_the_same_tokens(operators, tmp_path):
     names = frozenset() if operators == "none" else frozenset(operators.split(","))
     assert jax_tokens(tmp_path, PROMPTS, 3, StepOptions(names)) == jax_tokens(tmp_path, PROMPTS, 3, StepOptions())
+
+
+def test_operators_by_the_rows_of_a_step_in_jax(tmp_path, monkeypatch):
+    from paged_llama import options
+
+    monkeypatch.setattr(options, "BLOCK_ROWS", 3)
+    monkeypatch.setattr(options, "CHAINED_ROWS", 3)
+    monkeypatch.setattr(options, "PROMPT_ROWS", 5)
+    usual = StepOptions(frozenset(options.usual("bfloat16", 1, True)))
+    assert usual.features_first
+    assert jax_tokens(tmp_path, PROMPTS, 3, usual) == jax_tokens(tmp_path, PROMPTS, 3, StepOptions())
 
 
 def test_a_sampled_text_does_not_depend_on_what_runs_beside_it(tmp_path):
