@@ -183,7 +183,8 @@ def main() -> None:
     config, itemsize = SHAPES[arguments.shape], 2 if arguments.dtype == "bfloat16" else 4
     if arguments.layers:
         config = dataclasses.replace(config, num_layers=arguments.layers)
-    default = ",".join(usual(arguments.dtype, arguments.tensor_parallel, arguments.weights != "plain"))
+    rows = max(batch for batch, _ in arguments.cases)
+    default = ",".join(usual(arguments.dtype, arguments.tensor_parallel, rows, arguments.weights != "plain"))
     try:
         options = [
             (names, StepOptions(frozenset() if names == "none" else frozenset(names.split(","))))

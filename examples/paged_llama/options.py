@@ -76,11 +76,13 @@ def usable(operators: frozenset[str], config: LlamaConfig) -> frozenset[str]:
     return operators - odd
 
 
-def usual(dtype: str, devices: int, quantized: bool) -> tuple[str, ...]:
-    """The fastest operators. XLA's products of plain weights are as fast as those of BLOCKS, in float32 faster."""
+def usual(dtype: str, devices: int, rows: int, quantized: bool = False) -> tuple[str, ...]:
+    """The fastest operators for decode steps of so many rows. XLA multiplies float32 faster than those of BLOCKS; for
+    more rows than these take, plain weights [in, out] are faster than [out, in], as they need them."""
     if devices > 1:
         return USUAL
-    return (*BLOCKS * (quantized and dtype != "float32"), *USUAL, "rms_norm_of_prompts")
+    blocks = dtype != "float32" and (quantized or rows <= BLOCK_ROWS)
+    return (*BLOCKS * blocks, *USUAL, "rms_norm_of_prompts")
 
 
 def of_step(operators: frozenset[str], rows: int) -> frozenset[str]:

@@ -80,8 +80,8 @@ def parse_arguments(description: str, argv: list[str] | None) -> argparse.Namesp
     batch.add_argument(
         "--operators",
         help=f"of {', '.join(OPERATORS)}, with commas, or none: the rest is the framework's own (default: "
-        f"{','.join(usual('', 1, False))}; over several devices {','.join(USUAL)}; with quantised weights also "
-        f"{','.join(BLOCKS)})",
+        f"{','.join(usual('float32', 1, 1))}; over several devices {','.join(USUAL)}; in bfloat16 on "
+        f"one, with quantised weights or up to 64 --max-seqs, also {','.join(BLOCKS)})",
     )
 
     result = parser.add_argument_group("result")
@@ -99,7 +99,8 @@ def parse_arguments(description: str, argv: list[str] | None) -> argparse.Namesp
     if arguments.json and not arguments.json.parent.is_dir():
         parser.error(f"--json: expected a file in a folder that is there, got {arguments.json}")
     if arguments.operators is None:
-        operators = frozenset(usual(arguments.dtype, arguments.tensor_parallel, has_quantized_weights(arguments)))
+        quantized = has_quantized_weights(arguments)
+        operators = frozenset(usual(arguments.dtype, arguments.tensor_parallel, arguments.max_seqs, quantized))
     else:
         operators = frozenset() if arguments.operators == "none" else frozenset(arguments.operators.split(","))
     sampling = {name: getattr(arguments, name) for name in ("temperature", "top_k", "top_p", "min_p", "seed")}

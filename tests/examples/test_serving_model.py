@@ -95,7 +95,7 @@ def test_operators_by_the_rows_of_a_step(tmp_path, eager, monkeypatch):
     monkeypatch.setattr(options, "BLOCK_ROWS", 3)
     monkeypatch.setattr(options, "CHAINED_ROWS", 3)
     monkeypatch.setattr(options, "PROMPT_ROWS", 5)
-    usual = frozenset(options.usual("bfloat16", 1, True))
+    usual = frozenset(options.usual("bfloat16", 1, 3))
     assert options.of_step(usual, 4) == usual - {*options.BLOCKS, "rotary_and_attention"}
     assert options.of_step(usual, 3) == usual
     assert options.of_step(usual, 5) == options.of_step(usual, 4) | {"rms_norm"}
@@ -135,7 +135,7 @@ def test_matrices_quantised_at_load(weight_format, head, tmp_path, eager):
     if head:
         quantized.round_reference(theirs, head, head=True)
     expected = [expected_tokens(theirs, prompt, 12) for prompt in PROMPTS]
-    usual = StepOptions(frozenset(options.usual("bfloat16", 1, True)))
+    usual = StepOptions(frozenset(options.usual("bfloat16", 1, 3)))
     for operators in (None, usual):
         assert serve_eagerly(LlamaConfig.from_folder(tmp_path), load, PROMPTS, 12, operators) == expected
     assert weight_format != "int4" or expected[0] != before  # the comparison sees the difference
@@ -251,7 +251,7 @@ def test_operators_by_the_rows_of_a_step_in_jax(tmp_path, monkeypatch):
     monkeypatch.setattr(options, "BLOCK_ROWS", 3)
     monkeypatch.setattr(options, "CHAINED_ROWS", 3)
     monkeypatch.setattr(options, "PROMPT_ROWS", 5)
-    usual = StepOptions(frozenset(options.usual("bfloat16", 1, True)))
+    usual = StepOptions(frozenset(options.usual("bfloat16", 1, 3)))
     assert usual.features_first
     assert jax_tokens(tmp_path, PROMPTS, 3, usual) == jax_tokens(tmp_path, PROMPTS, 3, StepOptions())
 
