@@ -134,3 +134,12 @@ def test_bad_words_and_min_tokens(engine, drafting, steps):
         one._bad_words_token_ids = [found[14:16], found[24:27]]
     assert tokens(drafting, prompts, params) == tokens(engine, prompts, params)
     assert steps()[1] > 10
+
+
+def test_prompts_that_are_read_token_by_token(engine, llama):
+    """Whose next token is the prompt's, not the one that such a step draws beside other requests' tokens."""
+    llm = engines.make(llama, long_prefill_token_threshold=1, speculative_config=RARE)
+    params, prompts = random(NEW, seed=8, temperature=2.0), tiny.prompts((3, 40, 25))
+    assert tokens(llm, prompts, params) == tokens(engine, prompts, params)
+    assert engines.runner_of(llm).ahead.used > 10
+    engines.state_is_released(llm)

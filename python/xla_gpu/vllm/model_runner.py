@@ -238,7 +238,9 @@ class ModelRunner:
             prompts = self._prompt_logprobs(batch, np.flatnonzero(flags["prompt_logprobs"]), counts, step.states)
         if drafts is not None and self._drafter is not None:
             verified = DraftOutput(drafts, sampled, chosen.tokens, chosen.logprobs, prompts)
-            if grammar_output is None and counts is batch.ones and self._drafter.quiet_steps >= QUIET_STEPS:
+            # Where a prompt is read further, the next token is the prompt's.
+            decodes = counts is batch.ones and bool(sampled.all())
+            if grammar_output is None and decodes and self._drafter.quiet_steps >= QUIET_STEPS:
                 self._launch_ahead(batch)
             result = verified.get_output()
             self._drafter.finish(verified)
