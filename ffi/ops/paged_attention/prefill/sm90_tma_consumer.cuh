@@ -220,8 +220,7 @@ struct TmaConsumer {
         const Softmax before = softmax;
         if (ends) softmax.Reset();
         softmax.Update(cta.Tile(work).rows, transform, position, mask, s);
-        // Never read. Without this use the assembler moves the exponentials behind the wait, which they are to overlap
-        // with.
+        // Never read. Without this use the assembler moves the exponentials behind the wait that they are to overlap.
         softmax.StoreRowSums(cta.Storage().row_sums);
         WgmmaWait<0>();
         WgmmaFenceOperand(o[0]);
