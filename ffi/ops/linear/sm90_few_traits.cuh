@@ -18,7 +18,7 @@ struct Sm90FewArgs : Sm90Args {
   int parts;             // of k: as many as units, or 1
   int unit_rows;         // weight rows of a unit: 16 for each of its warps
   int warps;             // of all units
-  int inverse_of_warps;  // with it a warp's number is divided by those of a unit: 256 / warps + 1
+  int inverse_of_warps;  // with it a warp's number is divided by those of a unit: 256 / (unit_rows / 16) + 1
   int columns;           // chunks of a stage: one or two, whose 128 bytes of each row follow one another in memory
   int column_bytes;      // of weights in a stage: from a chunk to the next
   int half_bytes;        // of weights in a stage: from the first half of a unit's rows to the second

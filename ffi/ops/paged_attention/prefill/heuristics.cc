@@ -1,4 +1,4 @@
-// Which instance of the TMA prefill kernels a call takes at head_dim 128.
+// Which instance of the TMA prefill kernels a call takes at head_dim 64 and 128.
 #include "ffi/ops/paged_attention/prefill/heuristics.h"
 
 #include <algorithm>
@@ -165,12 +165,12 @@ TmaInstance TmaInstanceDim64(const PagedAttentionParams& shapes, int64_t sms) {
   return few ? TmaInstance::kRows64Alternating : TmaInstance::kRows192;
 }
 
-// As the functions above, or where sequences have few tokens, 64 or 128 rows: a work tile that is not full takes as
-// long as a full one. Of several tokens for each sequence, and a chunk of a prompt beside decode rows, the shapes do
-// not tell. The first wants 64 rows in turns where SplitKvPolicy::FirstSplits applies, or numbers of tokens are equal;
-// the second 64 rows as long as all work tiles are resident at once, else 128, or 192 beside many decode sequences:
-// fewer work tiles leave SMs to the decode path. NOTE: with more tokens the average says little. Chunks of prompts
-// beside many decode sequences want large work tiles.
+// As SuitsAlternating and TmaInstanceForFullTiles say, or where sequences have few tokens, 64 or 128 rows: a work tile
+// that is not full takes as long as a full one. Of several tokens for each sequence, and a chunk of a prompt beside
+// decode rows, the shapes do not tell. The first wants 64 rows in turns where SplitKvPolicy::FirstSplits applies, or
+// numbers of tokens are equal; the second 64 rows as long as all work tiles are resident at once, else 128, or 192
+// beside many decode sequences: fewer work tiles leave SMs to the decode path. NOTE: with more tokens the average says
+// little. Chunks of prompts beside many decode sequences want large work tiles.
 TmaInstance TmaInstanceDim128(const PagedAttentionParams& shapes, const SplitKvPolicy& policy, bool one_warpgroup,
                               int64_t sms) {
   if (MayHaveUnequalRows(shapes)) return TmaInstance::kRows128Alternating;

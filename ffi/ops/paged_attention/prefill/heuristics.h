@@ -45,7 +45,7 @@ inline int64_t CombineCtas(const PagedAttentionParams& shapes, int cta_warps, in
                   ctas_per_sm * std::min(sms, SplitAccumulatorLayout::kMaxCtas));
 }
 
-// The sm_90a kernels for head_dim 128 with TMA: the instances of PrefillTmaKernel, and PrefillTmaOneWarpgroupKernel.
+// The sm_90a kernels for head_dim 64 and 128 with TMA: instances of PrefillTmaKernel, PrefillTmaOneWarpgroupKernel.
 enum class TmaInstance { kRows192, kRows128, kRows128Alternating, kRows64, kRows64Alternating, kOneWarpgroup };
 
 // CTAs of PrefillTmaOneWarpgroupKernel on an SM.
