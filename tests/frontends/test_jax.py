@@ -275,6 +275,10 @@ def test_what_stands_for_an_array_is_taken(frontend):
         np.testing.assert_array_equal(xg.linear(rows, Parameter(weight), residual=Parameter(rows)), rows + rows)
     gated = xg.gated_mlp(x, Parameter(jax.numpy.concatenate([weight, weight])), Parameter(weight))
     assert gated.shape == x.shape
+    sequences = x.reshape(4, 25, 64)
+    np.testing.assert_array_equal(xg.linear(Parameter(sequences), weight), sequences)
+    with pytest.raises(TypeError, match="linear: weight: expected a JAX or NumPy array, got Parameter"):
+        xg.linear(x, Parameter([1.0]))
 
 
 def test_a_donated_array_is_named(frontend):

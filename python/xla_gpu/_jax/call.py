@@ -71,7 +71,7 @@ def function(operator: Operator, run_call: _Run | None = None) -> Callable[[_Fun
 
 def _make_rows(operator: Operator, arguments: dict[str, Any]) -> tuple[int, ...] | None:
     """Makes operator.rows [rows, n]; returns the axes that stood in the place of rows, if not one."""
-    if getattr(arguments[operator.rows[0]], "ndim", 0) in (0, 2):
+    if getattr(_array_of(arguments[operator.rows[0]]), "ndim", 0) in (0, 2):
         return None
     given = {
         name: as_array(f"{operator.name}: {name}", value)
@@ -191,11 +191,9 @@ def _partitioned(call: OpCall) -> Callable[..., Any]:
 
 
 def as_array(where: str, value: Any) -> Any:
-    if not isinstance(value, jax.Array | np.ndarray | np.generic):  # tracers are jax.Arrays too
-        made = getattr(value, "__jax_array__", None)  # of what stands for an array, such as flax.nnx.Param
-        if made is None:
-            raise TypeError(f"{where}: expected a JAX or NumPy array, got {type(value).__name__}")
-        value = made()
+    given, value = value, _array_of(value)
+    if not _is_array(value):
+        raise TypeError(f"{where}: expected a JAX or NumPy array, got {type(given).__name__}")
     if isinstance(value, jax.Array) and not isinstance(value, jax.core.Tracer) and value.is_deleted():
         raise ValueError(
             f"{where}: expected an array with memory, got {_described(value)}, donated to an earlier call or deleted"
@@ -209,6 +207,16 @@ def as_array(where: str, value: Any) -> Any:
     if array.dtype != value.dtype and value.dtype.kind in "iu" and value.size:
         _check_kept(where, value, np.iinfo(array.dtype))
     return array
+
+
+def _array_of(value: Any) -> Any:
+    """The array that something stands for, such as flax.nnx.Param; else the value."""
+    made = None if _is_array(value) else getattr(value, "__jax_array__", None)
+    return value if made is None else made()
+
+
+def _is_array(value: Any) -> bool:
+    return isinstance(value, jax.Array | np.ndarray | np.generic)  # tracers are jax.Arrays too
 
 
 def _described(value: Any) -> str:
