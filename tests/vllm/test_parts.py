@@ -14,6 +14,7 @@ import torch_xla.backends
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
 
+from tests.vllm import tiny
 from vllm import SamplingParams
 from xla_gpu.vllm import buckets, request_checks
 from xla_gpu.vllm.attention import StepMetadata
@@ -313,6 +314,7 @@ def test_memory_is_left_to_compile_in(monkeypatch):
     """XLA times a head's product on a copy of its weight; small steps alone would not leave room for that."""
     from xla_gpu.vllm import memory
 
+    device = torch_xla.device()  # of this machine, not of what PJRT_DEVICE will say
     text = SimpleNamespace(intermediate_size=14336)
     model = SimpleNamespace(
         dtype=torch.bfloat16,
@@ -322,6 +324,7 @@ def test_memory_is_left_to_compile_in(monkeypatch):
         get_head_size=lambda: 128,
         get_hidden_size=lambda: 4096,
         get_vocab_size=lambda: 128256,
+        get_num_experts=lambda: 0,
     )
     config = SimpleNamespace(
         model_config=model,
@@ -344,12 +347,26 @@ def test_memory_is_left_to_compile_in(monkeypatch):
     # What is held in one piece meanwhile is part of what is used, and counts once.
     assert memory.for_kv_caches(config, torch.device("cpu"), held=1 << 30) == available + (1 << 30)
     model.get_vocab_size = lambda: 1000
-    room = memory.Room(config, torch_xla.device())
+    room = memory.Room(config, device)
     assert room.bytes == max(memory.step_bytes(config), memory.timing_bytes(config))
     room.give_back()
     assert room.bytes == 0
     config.cache_config.kv_cache_memory_bytes = 1 << 26  # the pool grows as it is needed
-    assert memory.Room(config, torch_xla.device()).bytes == 0
+    assert memory.Room(config, device).bytes == 0
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "glm4_moe"])
+def test_memory_is_left_to_experts(name, tmp_path, monkeypatch):
+    """Which configurations call by different names: num_local_experts, num_experts, n_routed_experts."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    from xla_gpu.vllm import memory, moe
+
+    config = EngineArgs(model=tiny.save(name, tmp_path), max_num_batched_tokens=512, max_num_seqs=8)
+    config = config.create_engine_config()
+    with_experts = memory.step_bytes(config)
+    monkeypatch.setattr(moe, "elements_of_step", lambda *_: 0)
+    assert with_experts > memory.step_bytes(config)
 
 
 def test_caches_of_one_form_lie_in_one_tensor(monkeypatch):

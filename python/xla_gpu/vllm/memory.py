@@ -138,14 +138,14 @@ def step_bytes(config: Any) -> int:
     kv_heads = model.get_num_kv_heads(config.parallel_config)
     attention = (2 * heads + 2 * kv_heads) * model.get_head_size()
     wide = 3 * getattr(text, "intermediate_size", 4 * model.get_hidden_size())
-    num_experts = getattr(text, "num_local_experts", None) or getattr(text, "num_experts", None)
     tokens = scheduler.max_num_batched_tokens
     experts = 0
-    if num_experts:
+    if num_experts := model.get_num_experts():  # whatever the configuration calls them
         from . import moe
 
         intermediate = getattr(text, "moe_intermediate_size", None) or text.intermediate_size
-        sizes = (tokens, text.num_experts_per_tok, num_experts, model.get_hidden_size(), intermediate)
+        top_k = getattr(text, "num_experts_per_tok", None) or getattr(text, "moe_k", num_experts)
+        sizes = (tokens, top_k, num_experts, model.get_hidden_size(), intermediate)
         quantised = config.quant_config is not None
         experts = moe.elements_of_step(*sizes, item, quantised) * item
     # Of LoRA, the products between an adapter's two matrices, for each of up to three layers that vLLM joins.
