@@ -42,7 +42,7 @@ Status CheckLayout(const PagedAttentionParams& params) {
 // Where PathsShareCombine: the prefill path's kernel, the decode path's split-KV kernel where the other one does not do
 // its work, and one that merges the splits of both.
 Status LaunchBothPaths(PagedAttentionCall params, Stream stream) {
-  decode::SharedCall decode;
+  decode::SharedCall decode{};
   params.decode_work = &decode;
   if (Status status = LaunchDecode(params, stream); !status.ok()) return status;  // plans
   params.prefill_kernels = PrefillKernels::kAllButCombine;
