@@ -169,6 +169,7 @@ REFUSED = [
     ({"wide": True}, r"q_proj: expected lora_A and lora_B of shapes \(4, 64\) and \(64, 4\), got \(4, 63\) and"),
     ({"infinite": True}, "q_proj: expected numbers that torch.float32 holds, got others"),
     ({"gone": True}, "Loading lora wrong failed: No adapter found for"),
+    ({"cut": True}, "adapter wrong: expected PEFT's settings in adapter_config.json, got"),
 ]
 
 
@@ -177,7 +178,7 @@ def test_an_adapter_that_does_not_fit(llm, llama, tmp_path, changes, text):
     from safetensors.torch import load_file
 
     model, settings = tiny.Reference(llama).model, dict(changes)
-    wide, infinite, gone = (settings.pop(name, False) for name in ("wide", "infinite", "gone"))
+    wide, infinite, gone, cut = (settings.pop(name, False) for name in ("wide", "infinite", "gone", "cut"))
     modules, rank = settings.pop("modules", ("q_proj",)), settings.pop("rank", 4)
     path = write(tmp_path, model, modules, rank, 0, **settings)
     file = tmp_path / "adapter_model.safetensors"
@@ -188,6 +189,8 @@ def test_an_adapter_that_does_not_fit(llm, llama, tmp_path, changes, text):
         save_file(tensors, str(file))
     if gone:
         path += "/none"
+    if cut:
+        (tmp_path / "adapter_config.json").write_text('{"r": 4, ')
     with pytest.raises(Exception, match=text):
         llm.llm_engine.add_lora(LoRARequest("wrong", 9, path))
     assert 9 not in llm.llm_engine.list_loras()

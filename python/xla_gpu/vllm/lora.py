@@ -141,6 +141,8 @@ class Adapters:
             raise ValueError(
                 f"Loading lora {request.lora_name} failed: No adapter found for {request.lora_path}"
             ) from error
+        except (json.JSONDecodeError, UnicodeDecodeError, TypeError) as error:
+            raise ValueError(f"{where}: expected PEFT's settings in adapter_config.json, got {error}") from error
         peft.validate_legal(self._config.lora_config)
         for key in _NOT_READ:
             if settings.get(key):
