@@ -67,6 +67,11 @@ Status LaunchClusters(void (*kernel)(Args), const Args& args, int tiles, int thr
   return Status::Ok();
 }
 
+// Divides the columns of a work tile's results among the CTAs of its cluster, in fours.
+inline void DivideColumns(int columns, Sm90Args* args) {
+  for (int i = 0; i <= args->cluster; ++i) args->column_begin[i] = columns / 4 * i / args->cluster * 4;
+}
+
 }  // namespace xla_gpu::linear
 
 #endif  // XLA_GPU_OPS_LINEAR_SM90_CLUSTERS_CUH_

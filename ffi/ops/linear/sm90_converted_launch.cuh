@@ -25,7 +25,7 @@ Status LaunchConvertedSm90(const LinearArgs& linear, Stream stream, LaunchOrder 
   args.linear = linear;
   args.chunks = linear.k / Config::kStageK + (linear.k % Config::kStageK != 0);
   args.cluster = ClusterSize(tiles, args.chunks);
-  for (int i = 0; i <= args.cluster; ++i) args.column_begin[i] = tile_features / 4 * i / args.cluster * 4;
+  DivideColumns(tile_features, &args);
   args.weight_stages = Config::kWeightStages;
   args.x_stages = Config::kXStages;
   args.weights_first = order == LaunchOrder::kDependent;

@@ -28,7 +28,7 @@ __device__ __forceinline__ void FinishFew(const Sm90FewArgs& few, int tile, cons
   float bias = 0.0f, factor_bias = 0.0f, residual = 0.0f;
   const auto find = [&] {
     if (i >= elements) return;
-    row = i * few.inverse_of_width >> kFewInverseShift, column = i - row * few.box_rows;
+    row = i * few.inverse_of_width >> kInverseShift, column = i - row * few.box_rows;
     if (first + column >= out_features) return;
     at = static_cast<int64_t>(row) * out_features + first + column;
     bias = load(args.bias, first + column);
@@ -107,7 +107,7 @@ __device__ __forceinline__ void FinishFours(const Sm90FewArgs& few, int tile, co
   float bias[4] = {};
   Four residual = {};
   const auto find = [&] {
-    row = item * few.inverse_of_width >> kFewInverseShift, column = (item - row * fours) * 4;
+    row = item * few.inverse_of_width >> kInverseShift, column = (item - row * fours) * 4;
     const int feature = tile * few.unit_rows + column;
     has_result = item < items && feature < args.n;
     if (!has_result) return;

@@ -55,7 +55,7 @@ Status LaunchFewSm90(const LinearArgs& linear, Stream stream, LaunchOrder order,
   *launched = tiles <= kMostClusters[1] && (tiles >= kFewestOfLongK || linear.k <= kLongK);
   if (!kUpTo8) *launched = *launched && parts > 1 && !gated;
   if (!*launched) return Status::Ok();
-  args.inverse_of_width = (1 << kFewInverseShift) / (kUpTo8 ? args.box_rows : args.box_rows / 4) + 1;
+  args.inverse_of_width = (1 << kInverseShift) / (kUpTo8 ? args.box_rows : args.box_rows / 4) + 1;
   args.weights_first = order == LaunchOrder::kDependent;
   // ---- A stage
   args.columns = args.box_rows < kRowsOfWideBox && linear.k % Config::kChunkK == 0 ? 2 : 1;

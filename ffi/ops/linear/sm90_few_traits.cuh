@@ -26,11 +26,8 @@ struct Sm90FewArgs : Sm90Args {
   int rounds;            // stages of the longest part
   int slots;             // of a unit: its barriers, for at least as many stages as the ring has
   int launch_at;         // the round of loads behind which the next kernel may start
-  int inverse_of_width;  // 2^kFewInverseShift / the threads that share a row of results, rounded up
+  int inverse_of_width;  // 2^kInverseShift / the threads that share a row of results, rounded up
 };
-
-// With it a number below 8 * 256 is divided by at most 256.
-inline constexpr int kFewInverseShift = 20;
 
 template <typename T_, int kRowTile_>
 struct FewTraits {

@@ -52,10 +52,10 @@ Status LaunchFloat8Sm90(const LinearArgs& linear, Stream stream, LaunchOrder ord
   args.boxes = 2;
   args.box_rows = plan.box_rows;
   const int groups = (args.chunks + 1) / 2, columns = gated ? plan.box_rows : 2 * plan.box_rows;
+  DivideColumns(columns, &args);
   int widest = 0;
   for (int i = 0; i <= args.cluster; ++i) {
     args.chunk_begin[i] = std::min(groups * i / args.cluster * 2, args.chunks);
-    args.column_begin[i] = columns / 4 * i / args.cluster * 4;
     if (i > 0) widest = std::max(widest, args.column_begin[i] - args.column_begin[i - 1]);
   }
   args.short_epilogue = linear.rows * widest <= Config::kConsumers;

@@ -76,8 +76,7 @@ Status LaunchInt4Sm90(const LinearArgs& linear, Stream stream, LaunchOrder order
   args.inverse_of_warps = 256 / args.warps_of_part + 1;
   const int features = args.boxes * args.box_rows, tiles = divide(out_features, args.box_rows);
   args.inverse_of_features = (1 << kInverseShift) / (gated ? args.box_rows : features) + 1;
-  const int columns = gated ? args.box_rows : features;
-  for (int i = 0; i <= args.cluster; ++i) args.column_begin[i] = columns / 4 * i / args.cluster * 4;
+  DivideColumns(gated ? args.box_rows : features, &args);
   args.weights_first = order == LaunchOrder::kDependent;
   args.x_rows = Config::kRowTile == 8 ? std::min(linear.rows, Config::kRowTile) : Config::kRowTile;
   const int stage_bytes = features * 128 + Int4XBytes(args.x_rows);

@@ -20,9 +20,6 @@ struct Sm90Int4Args : Sm90Args {
   int inverse_of_features;  // up to 8 rows: 2^kInverseShift / the features of a work tile's results, rounded up
 };
 
-// With it a number below 8 * 256 is divided by at most 256.
-inline constexpr int kInverseShift = 20;
-
 template <typename T_, int kRowTile_, int kTilesOfWarp_ = 1>
 struct Int4Traits {
   using T = T_;

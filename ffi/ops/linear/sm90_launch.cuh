@@ -66,11 +66,8 @@ Status LaunchPlan(const LinearArgs& linear, const Sm90Plan& plan, int chunks, St
   args.boxes = plan.boxes;
   args.box_rows = plan.box_rows;
   args.chunks = chunks;
-  const int columns = plan.box_rows * (linear.activation == Activation::kNone ? plan.boxes : 1);
-  for (int i = 0; i <= args.cluster; ++i) {
-    args.chunk_begin[i] = chunks * i / args.cluster;
-    args.column_begin[i] = columns / 4 * i / args.cluster * 4;
-  }
+  for (int i = 0; i <= args.cluster; ++i) args.chunk_begin[i] = chunks * i / args.cluster;
+  DivideColumns(plan.box_rows * (linear.activation == Activation::kNone ? plan.boxes : 1), &args);
   args.weight_stages = plan.weight_stages;
   args.x_stages = plan.x_stages;
   args.weights_first = order == LaunchOrder::kDependent;

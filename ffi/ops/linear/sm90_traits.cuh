@@ -34,6 +34,9 @@ struct Sm90Args {
 inline constexpr int kHalfOfSmBytes = 112 * 1024 + 512;
 inline constexpr int kMoreThanHalfOfSmBytes = 113 * 1024 + 512;
 
+// With it a number below 8 * 256 is divided by at most 256: multiplied by 2^kInverseShift / divisor, rounded up.
+inline constexpr int kInverseShift = 20;
+
 // From a row of partial sums to the next: with 4 modulo 32 a warp writes its accumulators without bank conflicts.
 constexpr int SumPitch(int tile_features) { return tile_features + 4; }
 
