@@ -9,6 +9,17 @@ from tests.common import compare
 from tests.properties.test_batch_invariance import batch, results, sequence, subject
 
 
+def assert_same_bits(frontend, name, shape, batches):
+    """batches: what is special, the sequences before the subject and behind it, and other changes of the batch."""
+    case, inputs = subject(name, shape)
+    want = results(frontend, inputs.arrays(), case)
+    for what, before, after, *changes in batches:
+        options = {"spare_seqs": 0, "padding_tokens": 0, **(changes[0] if changes else {})}
+        got = results(frontend, *batch(name, shape, before, after, **options))
+        for result, g, w in zip(("out", "lse"), got, want, strict=True):
+            compare.assert_bitwise_equal(g, w, f"{frontend.name} {name} {shape} {what}: {result}")
+
+
 @pytest.mark.frontends("eager-cuda", "jax-cuda")
 @pytest.mark.parametrize(
     ("name", "shape", "sequences"),
@@ -22,17 +33,13 @@ from tests.properties.test_batch_invariance import batch, results, sequence, sub
 def test_sequences_of_as_many_tokens_do_not_change_bits(frontend, name, shape, sequences):
     """On CUDA sequences of as many tokens each, 48, 96, 160 or 320 rows of a KV head, have work tiles of 64, 128 or 192
     rows, by what is left of the last one. Not beside a sequence of one token more."""
-    case, inputs = subject(name, shape)
-    want = results(frontend, inputs.arrays(), case)
     rows, context = sequence(name)
     others = tuple((rows, context - i % 7) for i in range(sequences - 1))
-    for what, before, after in (
-        ("alike", others[:1], others[1:]),
-        ("one more", ((rows + 1, context), *others[:1]), others[2:]),
-    ):
-        got = results(frontend, *batch(name, shape, before, after, spare_seqs=0, padding_tokens=0))
-        for result, g, w in zip(("out", "lse"), got, want, strict=True):
-            compare.assert_bitwise_equal(g, w, f"{frontend.name} {name} {shape} {sequences} {what}: {result}")
+    batches = [
+        (f"{sequences} alike", others[:1], others[1:]),
+        (f"{sequences}, one more", ((rows + 1, context), *others[:1]), others[2:]),
+    ]
+    assert_same_bits(frontend, name, shape, batches)
 
 
 @pytest.mark.frontends("eager-cuda", "jax-cuda")
@@ -47,15 +54,10 @@ def test_sequences_of_as_many_tokens_do_not_change_bits(frontend, name, shape, s
 def test_sequences_of_the_last_round_do_not_change_bits(frontend, name, shape, sequences):
     """On CUDA 200, 160 or 288 work tiles before their keys are split are a round of 132 CTAs, or two, and 68, 28 or 24
     more, those of the first sequences, which all CTAs share."""
-    case, inputs = subject(name, shape)
-    want = results(frontend, inputs.arrays(), case)
     rows, context = sequence(name)
-    for before in (1, sequences - 2):
-        others = [(rows, context - i % 5) for i in range(sequences - 1)]
-        neighbours = tuple(others[:before]), tuple(others[before:])
-        got = results(frontend, *batch(name, shape, *neighbours, spare_seqs=0, padding_tokens=0))
-        for what, g, w in zip(("out", "lse"), got, want, strict=True):
-            compare.assert_bitwise_equal(g, w, f"{frontend.name} {name} {shape} behind {before}: {what}")
+    others = tuple((rows, context - i % 5) for i in range(sequences - 1))
+    batches = [(f"behind {before}", others[:before], others[before:]) for before in (1, sequences - 2)]
+    assert_same_bits(frontend, name, shape, batches)
 
 
 @pytest.mark.frontends("eager-cuda", "jax-cuda")
@@ -81,42 +83,23 @@ def test_uneven_sequences_do_not_change_bits(frontend, name, shape):
 def test_few_tokens_in_the_kernel_of_their_neighbours_do_not_change_bits(frontend, name):
     """On CUDA the kernel for several tokens of a few sequences computes those of one or two tokens too: by CTAs without
     a work tile, or by all of them where only padding makes more tokens."""
-    shape = "group-8-bf16"
-    case, inputs = subject(name, shape)
-    want = results(frontend, inputs.arrays(), case)
-    for what, before, after, changes in (
-        ("two", ((8, 100),), (), {}),
-        ("idle", ((8, 100),), ((8, 3000), (5, 40)), {}),
-        ("few idle", ((8, 4700),), ((8, 4900),), {}),
+    batches = [
+        ("two", ((8, 100),), ()),
+        ("idle", ((8, 100),), ((8, 3000), (5, 40))),
+        ("few idle", ((8, 4700),), ((8, 4900),)),
         ("padding", ((1, 700), (1, 30)), ((1, 4000),), {"padding_tokens": 20}),
         ("spare", ((8, 100),), ((8, 300),), {"spare_seqs": 1}),
-    ):
-        got = results(frontend, *batch(name, shape, before, after, **{"spare_seqs": 0, "padding_tokens": 0, **changes}))
-        for result, g, w in zip(("out", "lse"), got, want, strict=True):
-            compare.assert_bitwise_equal(g, w, f"{frontend.name} {name} {shape} {what}: {result}")
+    ]
+    assert_same_bits(frontend, name, "group-8-bf16", batches)
 
 
 @pytest.mark.frontends("eager-cuda", "jax-cuda")
 @pytest.mark.parametrize("name", ["decode", "two-behind-few"])
 def test_few_tokens_behind_short_contexts_in_the_kernel_of_their_neighbours_do_not_change_bits(frontend, name):
     """As above, by whole work tiles."""
-    shape = "group-8-bf16"
-    case, inputs = subject(name, shape)
-    want = results(frontend, inputs.arrays(), case)
-    for what, before, after in (("idle", ((8, 100),), ((8, 900), (5, 40))), ("many", (), ((8, 1000),) * 15)):
-        got = results(frontend, *batch(name, shape, before, after, spare_seqs=0, spare_columns=0, padding_tokens=0))
-        for result, g, w in zip(("out", "lse"), got, want, strict=True):
-            compare.assert_bitwise_equal(g, w, f"{frontend.name} {name} {shape} {what}: {result}")
-
-
-def assert_same_bits(frontend, name, shape, batches):
-    """batches: what is special, and the sequences before the subject and behind it."""
-    case, inputs = subject(name, shape)
-    want = results(frontend, inputs.arrays(), case)
-    for what, before, after in batches:
-        got = results(frontend, *batch(name, shape, before, after, spare_seqs=0, padding_tokens=0))
-        for result, g, w in zip(("out", "lse"), got, want, strict=True):
-            compare.assert_bitwise_equal(g, w, f"{frontend.name} {name} {shape} {what}: {result}")
+    short = {"spare_columns": 0}
+    batches = [("idle", ((8, 100),), ((8, 900), (5, 40)), short), ("many", (), ((8, 1000),) * 15, short)]
+    assert_same_bits(frontend, name, "group-8-bf16", batches)
 
 
 @pytest.mark.frontends("eager-cuda", "jax-cuda")
