@@ -10,6 +10,8 @@ import zlib
 import ml_dtypes
 import numpy as np
 
+from tests.common import compare
+
 DTYPES = {
     "float32": np.dtype(np.float32),
     "float16": np.dtype(np.float16),
@@ -106,12 +108,24 @@ def rng_for(name: str, seed: int = 0) -> np.random.Generator:
     return np.random.default_rng([zlib.crc32(name.encode()), seed])
 
 
+# The numbers of larger arrays repeat: drawing and converting each would take most of a test's time. It is a prime, so
+# that no two rows, heads or pages have the same ones.
+DRAWN = 1_048_573
+
+
+def normal(rng: np.random.Generator, shape: tuple[int, ...], spread: float, dtype: np.dtype) -> np.ndarray:
+    """Normally distributed numbers of mean 0 and standard deviation `spread`."""
+    drawn = (rng.standard_normal(min(math.prod(shape), DRAWN)) * spread).astype(dtype)
+    return np.resize(compare.bits(drawn), shape).view(dtype)  # as integers: NumPy copies ml_dtypes' one by one
+
+
 def combine(k_pages: np.ndarray, v_pages: np.ndarray, layout: str) -> np.ndarray:
     """The cache, in the given layout, from K and V [num_pages, page_size, num_kv_heads, head_dim]."""
+    both = [compare.bits(k_pages), compare.bits(v_pages)]
     if layout == "split":
-        return np.stack([k_pages, v_pages])
+        return np.stack(both).view(k_pages.dtype)
     pages, slots, heads, dim = k_pages.shape
-    return np.stack([k_pages, v_pages], axis=3).reshape(pages, slots, 2 * heads, dim)
+    return np.stack(both, axis=3).reshape(pages, slots, 2 * heads, dim).view(k_pages.dtype)
 
 
 def build(case: AttentionCase, seed: int = 0, poison: bool = True) -> AttentionInputs:
@@ -141,12 +155,12 @@ def build(case: AttentionCase, seed: int = 0, poison: bool = True) -> AttentionI
     shape = (num_pages, page_size, case.num_kv_heads, case.head_dim)
     # A float8 cache holds numbers over much of its range; the scales bring them back to the size of the query's.
     stored = 40.0 if case.cache_dtype in FLOAT8S else 1.0
-    k = (rng.standard_normal(shape) * case.spread * stored).astype(cache_dtype)
-    v = (rng.standard_normal(shape) * stored).astype(cache_dtype)
+    k = normal(rng, shape, case.spread * stored, cache_dtype)
+    v = normal(rng, shape, stored, cache_dtype)
     unread = cache_dtype.type(np.nan if poison else 0)
     k[~written], v[~written] = unread, unread
 
-    query = (rng.standard_normal((case.num_tokens, case.num_heads, case.head_dim)) * case.spread).astype(dtype)
+    query = normal(rng, (case.num_tokens, case.num_heads, case.head_dim), case.spread, dtype)
     if case.padding_tokens:
         query[-case.padding_tokens :] = dtype.type(np.nan if poison else 0)
 
@@ -329,7 +343,7 @@ def linear_inputs(
     """linear's operands by name: results of order 1. residual: its features, 0 for none."""
     rng = rng_for(f"linear {weight_format} {rows} {n} {k} {dtype}")
     kind = DTYPES[dtype]
-    arrays = {"x": rng.standard_normal((rows, k)).astype(kind)}
+    arrays = {"x": normal(rng, (rows, k), 1.0, kind)}
     spread = k**-0.5
     groups, blocks = -(-k // 128), -(-n // 128)
 
@@ -337,9 +351,9 @@ def linear_inputs(
         return (spread * rng.uniform(0.5, 1.5, shape)).astype(np.float32)
 
     if weight_format == "plain":
-        arrays["weight"] = (spread * rng.standard_normal((n, k))).astype(kind)
+        arrays["weight"] = normal(rng, (n, k), spread, kind)
     elif weight_format.startswith("float8"):
-        arrays["weight"] = rng.standard_normal((n, k)).astype(DTYPES["float8_e4m3fn"])
+        arrays["weight"] = normal(rng, (n, k), 1.0, DTYPES["float8_e4m3fn"])
         shape = {"float8-tensor": (1,), "float8-channel": (n,), "float8-block": (blocks, groups)}[weight_format]
         arrays["weight_scale"] = scales(*shape)
     elif weight_format == "int8":
