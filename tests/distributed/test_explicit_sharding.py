@@ -86,6 +86,23 @@ def test_by_rows(types):
     assert several.sharding.shard_shape(several.shape) == (2, 4, 64)
 
 
+@pytest.mark.parametrize("rows", [8, 72])
+@pytest.mark.parametrize("of_x", [(), ("tp",), (None, "tp")])
+@pytest.mark.parametrize("of_weight", [(), ("tp",), (None, "tp")])
+def test_products_of_operands_divided_anyhow(rows, of_x, of_weight):
+    """Many rows of 16 bits are multiplied by XLA: the results' type is the kernel's, of few rows."""
+    mesh = explicit(devices.mesh("cpu", tp=2))
+    rng = np.random.default_rng(0)
+    x, weight = (rng.standard_normal(shape).astype(jax.numpy.bfloat16) for shape in ((rows, 64), (64, 64)))
+    want = np.asarray(xg.linear(x, weight))
+    x, weight = devices.shard(mesh, x, *of_x), devices.shard(mesh, weight, *of_weight)
+    shape = (rows // 2, 64) if of_x == ("tp",) else (rows, 32) if of_weight == ("tp",) else (rows, 64)
+    for call in (xg.linear, jax.jit(xg.linear)):
+        got = call(x, weight)
+        assert got.sharding.shard_shape(got.shape) == shape
+        np.testing.assert_allclose(np.asarray(got, np.float32), np.asarray(want, np.float32), rtol=0.02, atol=0.02)
+
+
 def test_without_set_mesh():
     """Arrays that were placed have types with their mesh: of JAX's operations, and of these."""
     mesh = explicit(devices.mesh("cpu", tp=2))

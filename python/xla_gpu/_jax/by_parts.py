@@ -12,8 +12,9 @@ from .._core.operator import CACHED_CALLS, OpCall, Operator
 from ..ops import attention_block as attention
 from ..ops import linear, rms_norm
 from . import dense_linear
-from .call import _bind, _run, program
+from .call import _bind, _run, program, varying_axes
 from .gradients import with_derivative
+from .partition import explicit_shardings
 
 _Make = Callable[[OpCall, dict[str, Any]], Callable[..., Any]]
 
@@ -58,7 +59,13 @@ def _product_function(call: OpCall, options: dict[str, Any]) -> Callable[..., An
     def dense(*arrays: Any) -> tuple[Any, ...]:
         return (dense_linear.linear(dict(zip(call.operand_names, arrays, strict=True)), options["activation"]),)
 
-    return with_derivative(call, dense)
+    def divided(*arrays: Any) -> Any:
+        if varying_axes(list(arrays)) or (shardings := explicit_shardings(call, arrays)) is None:
+            return dense(*arrays)
+        # As the kernel's results: JAX's product refuses operands of which a mesh axis divides several axes.
+        return jax.sharding.auto_axes(dense, out_sharding=shardings)(*arrays)
+
+    return with_derivative(call, divided)
 
 
 def _gated_mlp_function(call: OpCall, options: dict[str, Any]) -> Callable[..., Any]:
