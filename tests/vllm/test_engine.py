@@ -292,7 +292,7 @@ def test_another_engine_with_longer_sequences(llama, reference):
             "--speculative-config: disable_by_batch_size: not supported",
         ),
         ({"cpu_offload_gb": 1}, "--cpu-offload-gb: expected 0, got 1"),
-        ({"load_format": "tensorizer"}, "--load-format: expected auto, safetensors, .* got tensorizer"),
+        ({"load_format": "tensorizer"}, "--load-format: expected none of bitsandbytes, .* got tensorizer"),
         ({"model_impl": "transformers"}, "--model-impl: expected a model of vLLM's own, got transformers' Llama"),
         ({"seed": -1}, "--seed: expected a number from 0, got -1"),
         ({"convert": "embed"}, "--convert: expected none, got embed"),

@@ -365,6 +365,9 @@ def test_memory_is_left_to_experts(name, tmp_path, monkeypatch):
     config = EngineArgs(model=tiny.save(name, tmp_path), max_num_batched_tokens=512, max_num_seqs=8)
     config = config.create_engine_config()
     with_experts = memory.step_bytes(config)
+    text = config.model_config.hf_text_config  # some have a size for each layer
+    text.moe_intermediate_size = [8, getattr(text, "moe_intermediate_size", None) or text.intermediate_size]
+    assert memory.step_bytes(config) == with_experts
     monkeypatch.setattr(moe, "elements_of_step", lambda *_: 0)
     assert with_experts > memory.step_bytes(config)
 

@@ -122,8 +122,14 @@ def timing_bytes(config: Any) -> int:
     """
     model = config.model_config
     item = torch.tensor([], dtype=model.dtype).element_size()
-    largest = max(model.get_vocab_size(), 2 * getattr(model.hf_text_config, "intermediate_size", 0))
+    largest = max(model.get_vocab_size(), 2 * _size(model.hf_text_config, "intermediate_size", 0))
     return int(2 * largest * model.get_hidden_size() * item)
+
+
+def _size(text: Any, name: str, default: int) -> int:
+    """A size in a model's configuration, the largest one where each layer has its own."""
+    value = getattr(text, name, None)
+    return int(max(value) if isinstance(value, (list, tuple)) else value or default)
 
 
 def step_bytes(config: Any) -> int:
@@ -137,21 +143,21 @@ def step_bytes(config: Any) -> int:
     heads = model.get_num_attention_heads(config.parallel_config)
     kv_heads = model.get_num_kv_heads(config.parallel_config)
     attention = (2 * heads + 2 * kv_heads) * model.get_head_size()
-    wide = 3 * getattr(text, "intermediate_size", 4 * model.get_hidden_size())
+    width = _size(text, "intermediate_size", 4 * model.get_hidden_size())
     tokens = scheduler.max_num_batched_tokens
     experts = 0
     if num_experts := model.get_num_experts():  # whatever the configuration calls them
         from . import moe
 
-        intermediate = getattr(text, "moe_intermediate_size", None) or text.intermediate_size
-        top_k = getattr(text, "num_experts_per_tok", None) or getattr(text, "moe_k", num_experts)
+        intermediate = _size(text, "moe_intermediate_size", width)
+        top_k = _size(text, "num_experts_per_tok", 0) or _size(text, "moe_k", num_experts)
         sizes = (tokens, top_k, num_experts, model.get_hidden_size(), intermediate)
         quantised = config.quant_config is not None
         experts = moe.elements_of_step(*sizes, item, quantised) * item
     # Of LoRA, the products between an adapter's two matrices, for each of up to three layers that vLLM joins.
     lora = config.lora_config
     between = 0 if lora is None else 2 * 3 * lora.max_loras * lora.max_lora_rank
-    rows = tokens * (8 * model.get_hidden_size() + attention + wide + between) * item + experts
+    rows = tokens * (8 * model.get_hidden_size() + attention + 3 * width + between) * item + experts
     # Logits as they are and as float32, and four arrays of their size for sampling; the penalties' counts.
     vocabulary = model.get_vocab_size()
     logits = max(buckets.most_rows(config), 128) * vocabulary * (item + 5 * 4)

@@ -77,7 +77,7 @@ def refusals(config: Any) -> list[str]:
     load_format = str(config.load_config.load_format)
     # vLLM sets it for a checkpoint of that quantisation, which is refused below.
     if load_format in LOAD_FORMATS and (model is None or model.quantization != load_format):
-        expect("--load-format", "auto, safetensors, pt, npcache, mistral, sharded_state or dummy", load_format)
+        expect("--load-format", f"none of {', '.join(LOAD_FORMATS)}", load_format)
     if scheduler.enable_chunked_prefill is False:
         expect("--enable-chunked-prefill", True, False)
     if model is not None:
