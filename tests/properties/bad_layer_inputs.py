@@ -132,6 +132,7 @@ def rms_norm_cases() -> list[Bad]:
         bad("other-float", "residual", "float32", put("residual", dtype=np.float32), T),
         bad("negative", "eps", "-1", option("eps", -1.0)),
         bad("nan", "eps", "nan", option("eps", math.nan)),
+        bad("infinite", "eps", "inf", option("eps", math.inf)),
         bad("infinite", "weight_offset", "inf", option("weight_offset", math.inf)),
     ]
 

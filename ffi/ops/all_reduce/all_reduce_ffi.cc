@@ -3,6 +3,7 @@
 // The attribute `group` is a device group's number, or 0: then x has one more dimension in front, the ranks, whose
 // parts XLA gathered. The host has no other way.
 #include <algorithm>
+#include <cmath>
 
 #include "ffi/device/host_copy.h"
 #include "ffi/handlers/check.h"
@@ -67,7 +68,7 @@ ffi::Error GetParams(const NormOperands& o, float eps, bool gathered, AllReduceA
   XLA_GPU_RETURN_IF_ERROR(CheckShape(kAddRmsNorm, "weight", o.weight, {p.hidden}));
   XLA_GPU_RETURN_IF_ERROR(CheckSame(kAddRmsNorm, "out", o.out, "residual", o.residual));
   XLA_GPU_RETURN_IF_ERROR(CheckSame(kAddRmsNorm, "sum", o.sum, "residual", o.residual));
-  if (!(eps >= 0.0f)) return Mismatch(kAddRmsNorm, "eps", "a number >= 0", StrCat(eps));
+  if (!std::isfinite(eps) || eps < 0.0f) return Mismatch(kAddRmsNorm, "eps", "a finite number >= 0", StrCat(eps));
   p.x = o.x.untyped_data();
   p.residual = o.residual.untyped_data();
   p.weight = o.weight.untyped_data();

@@ -3,6 +3,8 @@
 // With has_residual a third operand, residual, and a second result, sum.
 #include "ffi/ops/rms_norm/rms_norm_ffi.h"
 
+#include <cmath>
+
 #include "ffi/handlers/check.h"
 #include "ffi/handlers/context.h"
 #include "ffi/ops/rms_norm/rms_norm.h"
@@ -54,8 +56,10 @@ ffi::Error GetParams(const ffi::AnyBuffer& x, const ffi::AnyBuffer& weight, cons
 }  // namespace
 
 ffi::Error GetNormAttributes(const char* op, const NormAttributes& attributes, RmsNormParams* params) {
-  if (!(attributes.eps >= 0.0f)) return Mismatch(op, "eps", "a number >= 0", StrCat(attributes.eps));
-  if (!(attributes.weight_offset - attributes.weight_offset == 0.0f)) {
+  if (!std::isfinite(attributes.eps) || attributes.eps < 0.0f) {
+    return Mismatch(op, "eps", "a finite number >= 0", StrCat(attributes.eps));
+  }
+  if (!std::isfinite(attributes.weight_offset)) {
     return Mismatch(op, "weight_offset", "a finite number", StrCat(attributes.weight_offset));
   }
   params->eps = attributes.eps;

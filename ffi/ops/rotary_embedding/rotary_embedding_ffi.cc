@@ -1,6 +1,7 @@
 // rotary_embedding and rotary_and_cache: checks and bindings of the host and CUDA handlers.
 #include "ffi/ops/rotary_embedding/rotary_embedding_ffi.h"
 
+#include <cmath>
 #include <optional>
 #include <vector>
 
@@ -240,8 +241,10 @@ ffi::Error GetParams(const CacheBuffers& b, const ffi::RemainingArgs& rest, cons
   XLA_GPU_RETURN_IF_ERROR(CheckDType(kAndCache, "query", b.query_out, b.qkv.element_type()));
   XLA_GPU_RETURN_IF_ERROR(CheckShape(kAndCache, "query", b.query_out, {p.num_tokens, p.num_heads, p.head_dim}));
   XLA_GPU_RETURN_IF_ERROR(GetVector(kAndCache, "bias", bias, p.dtype, width, &p.bias));
-  if (!(a.norm_eps >= 0.0f)) return Mismatch(kAndCache, "norm_eps", "a number >= 0", StrCat(a.norm_eps));
-  if (!(a.weight_offset - a.weight_offset == 0.0f)) {
+  if (!std::isfinite(a.norm_eps) || a.norm_eps < 0.0f) {
+    return Mismatch(kAndCache, "norm_eps", "a finite number >= 0", StrCat(a.norm_eps));
+  }
+  if (!std::isfinite(a.weight_offset)) {
     return Mismatch(kAndCache, "weight_offset", "a finite number", StrCat(a.weight_offset));
   }
   p.qkv = b.qkv.untyped_data();

@@ -78,7 +78,7 @@ def norm_attributes(
 
 def check_epsilon(check: Checks, name: str, eps: float) -> np.float32:
     """The epsilon of an RMS norm as handlers take it."""
-    return check.float32(name, eps, 0, expected="a number >= 0")
+    return check.float32(name, eps, 0, expected="a finite number >= 0")
 
 
 def by_rows(operands: tuple[str, ...], shape: tuple[int, ...], results: int) -> Partitioning:
