@@ -23,8 +23,12 @@ constexpr int ClusterSize(int tiles, int chunks) {
   return cluster;
 }
 
-// The parts of k of a product with plain or float8 weights, [n, k], k in `chunks`.
-constexpr int PartsOfK(int n, int chunks) { return ClusterSize(n / 256 + (n % 256 != 0), chunks); }
+// The parts of k of a product with plain or float8 weights, [n, k], k in `chunks`: those of work tiles of so many
+// features, whatever a kernel's are.
+inline constexpr int kFeaturesOfParts = 256;
+constexpr int PartsOfK(int n, int chunks) {
+  return ClusterSize(n / kFeaturesOfParts + (n % kFeaturesOfParts != 0), chunks);
+}
 
 // Whether the current device runs code for sm_90a: a kernel is empty, of one warp, in code for other targets.
 template <typename Args>

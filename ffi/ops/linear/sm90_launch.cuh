@@ -33,6 +33,7 @@ struct Sm90Plan {
 // SM. The cluster, and so the bits, depends on n and k alone.
 template <typename Config>
 void Divide(int n, int chunks, bool gated, Sm90Plan* plan) {
+  static_assert(Config::kTileFeatures == kFeaturesOfParts);
   int features = Config::kTileFeatures;
   const auto tiles_of = [&](int size) { return n / size + (n % size != 0); };
   plan->cluster = PartsOfK(n, chunks);
