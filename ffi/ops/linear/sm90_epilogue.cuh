@@ -70,24 +70,29 @@ struct ShareOfThread {
   }
 };
 
-// Finishes this CTA's share of its cluster's work tile, by all threads. `sums`: [rows][SumPitch] in each CTA's shared
-// memory, written before. A thread keeps four columns, and reads before the barrier what depends on no other thread.
-// Inlined: a function of its own reads the kernel's arguments by generic loads, each turn anew.
-template <typename T, int kTileFeatures, int kThreads>
-__device__ __forceinline__ void FinishTileOfCluster(const Sm90Args& sm90, int tile, const float* sums, int rank) {
-  constexpr int kSumPitch = SumPitch(kTileFeatures);
-  const LinearArgs& args = sm90.linear;
-  const int cluster = sm90.cluster;
+// By the `threads` threads that write partial sums: until those of all CTAs of the cluster are written.
+__device__ __forceinline__ void WaitForSums(int cluster, int threads) {
+  if (cluster > 1) {
+    ClusterSyncOwnShared();
+  } else {
+    NamedBarrierSync(1, threads);
+  }
+}
+
+// From sums to results of the four columns from `feature` on, in the rows of `share`. wait(): until the sums are
+// written; what depends on no other thread is read before. sums_of_columns(): then, where those of the first row are;
+// those of the next row are `pitch` behind, and with an activation those of what the columns are multiplied by
+// `to_factors`. add(from, total): adds the sums of four columns. Inlined: a function of its own reads the kernel's
+// arguments by generic loads, each turn anew.
+template <typename T, bool kHasScale, typename Wait, typename SumsOfColumns, typename Add>
+__device__ __forceinline__ void FinishRows(const LinearArgs& args, const ShareOfThread& share, int feature, int pitch,
+                                           int to_factors, Wait wait, SumsOfColumns sums_of_columns, Add add) {
   using Four = AlignedVector<T, 4>;
   const bool gated = args.activation != Activation::kNone;
   const int out_features = gated ? args.n / 2 : args.n;
-  const int tile_features = gated ? sm90.box_rows : sm90.boxes * sm90.box_rows;
-  const ShareOfThread share(sm90, rank, kThreads);
-  const int rows_at_once = share.rows_at_once, column = share.column, feature = tile * tile_features + column;
   const int first_row = feature < out_features ? share.row : args.rows;
-  WaitForPreviousKernel();  // which may have written what is read here
   const int read = feature < out_features ? feature : 0;
-  const FourFeatures<T, false> values_of(args, read), factors_of(args, gated ? out_features + read : read);
+  const FourFeatures<T, kHasScale> values_of(args, read), factors_of(args, gated ? out_features + read : read);
   Four residual = {};
   const auto load_residual = [&](int row) {
     if (args.residual == nullptr || row >= args.rows) return;
@@ -95,22 +100,16 @@ __device__ __forceinline__ void FinishTileOfCluster(const Sm90Args& sm90, int ti
     residual = *reinterpret_cast<const Four*>(from);
   };
   load_residual(first_row);
-  __syncwarp();  // the barrier of a cluster is for whole warps
-  if (cluster > 1) {
-    ClusterSyncOwnShared();
-  } else {
-    __syncthreads();
-  }
-  const int second_box = !gated && column >= sm90.box_rows;
-  const float* const sums_of_column = sums + column + second_box * (kTileFeatures / 2 - sm90.box_rows);
-#pragma unroll 1
-  for (int row = first_row; row < args.rows; row += rows_at_once) {
+  wait();
+  const float* const sums = sums_of_columns();
+#pragma unroll 1  // its instructions come from L2
+  for (int row = first_row; row < args.rows; row += share.rows_at_once) {
     const Four residual_of_row = residual;
-    load_residual(row + rows_at_once);
+    load_residual(row + share.rows_at_once);
     float values[4], factors[4];
-    const float* const from = sums_of_column + row * kSumPitch;
-    AddPartials(from, cluster, values);
-    if (gated) AddPartials(from + kTileFeatures / 2, cluster, factors);
+    const float* const from = sums + row * pitch;
+    add(from, values);
+    if (gated) add(from + to_factors, factors);
     values_of.Finish(values);
     if (gated) {
       factors_of.Finish(factors);
@@ -120,6 +119,32 @@ __device__ __forceinline__ void FinishTileOfCluster(const Sm90Args& sm90, int ti
     const int64_t at = static_cast<int64_t>(row) * out_features + feature;
     StoreFour<T>(args, at, values, factors, /*gated=*/false, residual_of_row);
   }
+}
+
+// Finishes this CTA's share of its cluster's work tile, by all threads. `sums`: [rows][SumPitch] in each CTA's shared
+// memory, written before.
+template <typename T, int kTileFeatures, int kThreads>
+__device__ __forceinline__ void FinishTileOfCluster(const Sm90Args& sm90, int tile, const float* sums, int rank) {
+  const bool gated = sm90.linear.activation != Activation::kNone;
+  const int tile_features = gated ? sm90.box_rows : sm90.boxes * sm90.box_rows;
+  const ShareOfThread share(sm90, rank, kThreads);
+  const int column = share.column;
+  WaitForPreviousKernel();  // which may have written what is read here
+  const auto wait = [&] {
+    __syncwarp();  // the barrier of a cluster is for whole warps
+    if (sm90.cluster > 1) {
+      ClusterSyncOwnShared();
+    } else {
+      __syncthreads();
+    }
+  };
+  const auto sums_of_columns = [&] {
+    const int second_box = !gated && column >= sm90.box_rows;
+    return sums + column + second_box * (kTileFeatures / 2 - sm90.box_rows);
+  };
+  const auto add = [&](const float* from, float(&total)[4]) { AddPartials(from, sm90.cluster, total); };
+  FinishRows<T, /*kHasScale=*/false>(sm90.linear, share, tile * tile_features + column, SumPitch(kTileFeatures),
+                                     kTileFeatures / 2, wait, sums_of_columns, add);
 }
 
 }  // namespace xla_gpu::linear

@@ -16,52 +16,21 @@ namespace xla_gpu::linear {
 
 // Finishes this CTA's share of its cluster's work tile, by the kThreads threads that have written `sums`,
 // [rows][SumPitch] in each CTA's shared memory, with `box_rows` columns from each of the columns 0 and kTileFeatures /
-// 2 on. A thread keeps its four columns.
+// 2 on.
 template <typename T, int kTileFeatures, int kThreads>
 __device__ __forceinline__ void FinishBoxes(const Sm90Args& sm90, int tile, const float* sums, int rank) {
-  const LinearArgs& args = sm90.linear;
-  const int cluster = sm90.cluster;
-  using Four = AlignedVector<T, 4>;
-  const bool gated = args.activation != Activation::kNone;
-  const int out_features = gated ? args.n / 2 : args.n;
+  const bool gated = sm90.linear.activation != Activation::kNone;
   const int tile_features = gated ? sm90.box_rows : 2 * sm90.box_rows;
   const ShareOfThread share(sm90, rank, kThreads);
-  const int rows_at_once = share.rows_at_once, column = share.column, feature = tile * tile_features + column;
-  const int first_row = feature < out_features ? share.row : args.rows;
-  // What does not depend on other threads is loaded before the barrier.
-  const int read = feature < out_features ? feature : 0;
-  const FourFeatures<T> first(args, read), second(args, gated ? out_features + read : read);
-  Four residual = {};
-  const auto load_residual = [&](int row) {
-    if (args.residual == nullptr || row >= args.rows) return;
-    const auto* const from = static_cast<const T*>(args.residual) + static_cast<int64_t>(row) * out_features + feature;
-    residual = *reinterpret_cast<const Four*>(from);
+  const int column = share.column;
+  const auto wait = [&] { WaitForSums(sm90.cluster, kThreads); };
+  const auto sums_of_columns = [&] {
+    const int second_box = !gated && column >= sm90.box_rows;
+    return sums + column + second_box * (kTileFeatures / 2 - sm90.box_rows);
   };
-  load_residual(first_row);
-  if (cluster > 1) {
-    ClusterSyncOwnShared();
-  } else {
-    NamedBarrierSync(1, kThreads);
-  }
-  const int second_box = !gated && column >= sm90.box_rows;
-  const float* const sums_of_column = sums + column + second_box * (kTileFeatures / 2 - sm90.box_rows);
-#pragma unroll 1
-  for (int row = first_row; row < args.rows; row += rows_at_once) {
-    const Four residual_of_row = residual;
-    load_residual(row + rows_at_once);
-    const float* const from = sums_of_column + row * SumPitch(kTileFeatures);
-    float values[4], factors[4];
-    AddPartials(from, cluster, values);
-    if (gated) AddPartials(from + kTileFeatures / 2, cluster, factors);
-    first.Finish(values);
-    if (gated) {
-      second.Finish(factors);
-#pragma unroll
-      for (int i = 0; i < 4; ++i) values[i] = Round<T>(ActivationOf<T>(args.activation, values[i]) * factors[i]);
-    }
-    const int64_t at = static_cast<int64_t>(row) * out_features + feature;
-    StoreFour<T>(args, at, values, factors, /*gated=*/false, residual_of_row);
-  }
+  const auto add = [&](const float* from, float(&total)[4]) { AddPartials(from, sm90.cluster, total); };
+  FinishRows<T, /*kHasScale=*/true>(sm90.linear, share, tile * tile_features + column, SumPitch(kTileFeatures),
+                                    kTileFeatures / 2, wait, sums_of_columns, add);
 }
 
 // The same with few rows: a feature of a row by each thread, and little code, since it runs once and is not in the

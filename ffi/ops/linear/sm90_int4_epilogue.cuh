@@ -40,50 +40,18 @@ __device__ inline void AddInt4Parts(const Sm90Int4Args& args, const float* sums,
   }
 }
 
-// Finishes this CTA's share of a work tile, by the `threads` threads that have written `sums`, [parts][rows][pitch]. A
-// thread keeps its four columns, and reads before the barrier what depends on no other thread.
+// Finishes this CTA's share of a work tile, by the `threads` threads that have written `sums`, [parts][rows][pitch].
 template <typename T>
 __device__ __forceinline__ void FinishInt4Tile(const Sm90Int4Args& sm90, int tile, const float* sums, int part_floats,
                                                int pitch, int rank, int threads) {
-  using Four = AlignedVector<T, 4>;
-  const LinearArgs& args = sm90.linear;
-  const bool gated = args.activation != Activation::kNone;
-  const int out_features = gated ? args.n / 2 : args.n;
+  const bool gated = sm90.linear.activation != Activation::kNone;
   const int tile_features = gated ? sm90.box_rows : sm90.boxes * sm90.box_rows;
   const ShareOfThread share(sm90, rank, threads);
-  const int rows_at_once = share.rows_at_once, column = share.column, feature = tile * tile_features + column;
-  const int first_row = feature < out_features ? share.row : args.rows;
-  const int read = feature < out_features ? feature : 0;
-  const FourFeatures<T, false> first(args, read), second(args, gated ? out_features + read : read);
-  Four residual = {};
-  const auto load_residual = [&](int row) {
-    if (args.residual == nullptr || row >= args.rows) return;
-    const auto* const from = static_cast<const T*>(args.residual) + static_cast<int64_t>(row) * out_features + feature;
-    residual = *reinterpret_cast<const Four*>(from);
-  };
-  load_residual(first_row);
-  if (sm90.cluster > 1) {
-    ClusterSyncOwnShared();
-  } else {
-    NamedBarrierSync(1, threads);
-  }
-#pragma unroll 1  // its instructions come from L2
-  for (int row = first_row; row < args.rows; row += rows_at_once) {
-    const Four residual_of_row = residual;
-    load_residual(row + rows_at_once);
-    const float* const from = sums + row * pitch + column;
-    float values[4], factors[4];
-    AddInt4Parts(sm90, from, part_floats, values);
-    if (gated) AddInt4Parts(sm90, from + tile_features, part_floats, factors);
-    first.Finish(values);
-    if (gated) {
-      second.Finish(factors);
-#pragma unroll
-      for (int i = 0; i < 4; ++i) values[i] = Round<T>(ActivationOf<T>(args.activation, values[i]) * factors[i]);
-    }
-    const int64_t at = static_cast<int64_t>(row) * out_features + feature;
-    StoreFour<T>(args, at, values, factors, /*gated=*/false, residual_of_row);
-  }
+  const auto wait = [&] { WaitForSums(sm90.cluster, threads); };
+  const auto sums_of_columns = [&] { return sums + share.column; };
+  const auto add = [&](const float* from, float(&total)[4]) { AddInt4Parts(sm90, from, part_floats, total); };
+  FinishRows<T, /*kHasScale=*/false>(sm90.linear, share, tile * tile_features + share.column, pitch, tile_features,
+                                     wait, sums_of_columns, add);
 }
 
 // The same up to 8 rows, where no other CTA has sums: a feature of a row by each thread, and little code, since most of
