@@ -7,59 +7,17 @@
 #include "ffi/device/aligned_vector.h"
 #include "ffi/device/mbarrier.cuh"
 #include "ffi/ops/linear/epilogue.cuh"
+#include "ffi/ops/linear/sm90_features_epilogue.cuh"
 #include "ffi/ops/linear/sm90_few_traits.cuh"
 
 namespace xla_gpu::linear {
 
-// From the sums of all parts of k, [parts][rows][FewSumPitch], by the `threads` threads that have written them: one
-// feature of a row each. A thread reads before the barrier what depends on no other.
+// From the sums of all parts of k, [parts][rows][FewSumPitch], by the `threads` threads that have written them.
 template <typename T>
 __device__ __forceinline__ void FinishFew(const Sm90FewArgs& few, int tile, const float* sums, int part_floats,
                                           int pitch, int threads) {
-  const LinearArgs& args = few.linear;
-  const bool gated = args.activation != Activation::kNone;
-  const int out_features = gated ? args.n / 2 : args.n, first = tile * few.box_rows;
-  const int elements = args.rows * few.box_rows;
-  const auto load = [](const void* array, int64_t i) {
-    return array == nullptr ? 0.0f : static_cast<float>(static_cast<const T*>(array)[i]);
-  };
-  int i = static_cast<int>(threadIdx.x), row, column;
-  int64_t at;
-  float bias = 0.0f, factor_bias = 0.0f, residual = 0.0f;
-  const auto find = [&] {
-    if (i >= elements) return;
-    row = i * few.inverse_of_width >> kInverseShift, column = i - row * few.box_rows;
-    if (first + column >= out_features) return;
-    at = static_cast<int64_t>(row) * out_features + first + column;
-    bias = load(args.bias, first + column);
-    if (gated) factor_bias = load(args.bias, out_features + first + column);
-    residual = load(args.residual, at);
-  };
-  find();
-  NamedBarrierSync(1, threads);
-  while (i < elements) {
-    if (first + column < out_features) {
-      const float* const from = sums + row * pitch + column;
-      float values[8], factor = gated ? from[few.box_rows] : 0.0f;
-#pragma unroll
-      for (int part = 0; part < 8; ++part) {
-        if (part < few.parts) values[part] = from[part * part_floats];
-      }
-      float value = values[0];
-#pragma unroll
-      for (int part = 1; part < 8; ++part) {
-        if (part < few.parts) value += values[part];
-      }
-#pragma unroll 1
-      for (int part = 1; part < (gated ? few.parts : 1); ++part) factor += from[part * part_floats + few.box_rows];
-      value = Round<T>(value + bias);
-      if (gated) value = Round<T>(ActivationOf<T>(args.activation, value) * Round<T>(factor + factor_bias));
-      if (args.residual != nullptr) value += residual;
-      static_cast<T*>(args.out)[at] = static_cast<T>(value);
-    }
-    i += threads;
-    find();
-  }
+  FinishFeatures<T>(few.linear, tile * few.box_rows, few.box_rows, few.inverse_of_width, few.parts, sums, part_floats,
+                    pitch, threads);
 }
 
 // The same where a warp has all of k: from its own sums, without a barrier.

@@ -9,6 +9,7 @@
 #include "ffi/device/mbarrier.cuh"
 #include "ffi/ops/linear/epilogue.cuh"
 #include "ffi/ops/linear/sm90_epilogue.cuh"
+#include "ffi/ops/linear/sm90_features_epilogue.cuh"
 #include "ffi/ops/linear/sm90_int4_traits.cuh"
 
 namespace xla_gpu::linear {
@@ -54,57 +55,14 @@ __device__ __forceinline__ void FinishInt4Tile(const Sm90Int4Args& sm90, int til
                                      wait, sums_of_columns, add);
 }
 
-// The same up to 8 rows, where no other CTA has sums: a feature of a row by each thread, and little code, since most of
-// it runs once and is not in the instruction cache.
+// The same up to 8 rows, where no other CTA has sums.
 template <typename T>
 __device__ __forceinline__ void FinishFewRows(const Sm90Int4Args& sm90, int tile, const float* sums, int part_floats,
                                               int pitch, int threads) {
-  const LinearArgs& args = sm90.linear;
-  const bool gated = args.activation != Activation::kNone;
-  const int out_features = gated ? args.n / 2 : args.n;
-  const int tile_features = gated ? sm90.box_rows : sm90.boxes * sm90.box_rows, first = tile * tile_features;
-  const int elements = args.rows * tile_features;
-  const auto load = [](const void* array, int64_t i) {
-    return array == nullptr ? 0.0f : static_cast<float>(static_cast<const T*>(array)[i]);
-  };
-  int i = static_cast<int>(threadIdx.x), row, column;
-  int64_t at;
-  float bias = 0.0f, factor_bias = 0.0f, residual = 0.0f;
-  const auto find = [&] {
-    if (i >= elements) return;
-    row = i * sm90.inverse_of_features >> kInverseShift, column = i - row * tile_features;
-    if (first + column >= out_features) return;
-    at = static_cast<int64_t>(row) * out_features + first + column;
-    bias = load(args.bias, first + column);
-    if (gated) factor_bias = load(args.bias, out_features + first + column);
-    residual = load(args.residual, at);
-  };
-  find();
-  NamedBarrierSync(1, threads);
-  while (i < elements) {
-    if (first + column < out_features) {
-      const float* const from = sums + row * pitch + column;
-      const int second = gated ? tile_features : 0;  // where what the gate multiplies lies
-      float values[8], factor = from[second];
-#pragma unroll
-      for (int part = 0; part < 8; ++part) {
-        if (part < sm90.parts) values[part] = from[part * part_floats];
-      }
-      float value = values[0];
-#pragma unroll
-      for (int part = 1; part < 8; ++part) {
-        if (part < sm90.parts) value += values[part];
-      }
-#pragma unroll 1
-      for (int part = 1; part < (gated ? sm90.parts : 1); ++part) factor += from[part * part_floats + second];
-      value = Round<T>(value + bias);
-      if (gated) value = Round<T>(ActivationOf<T>(args.activation, value) * Round<T>(factor + factor_bias));
-      if (args.residual != nullptr) value += residual;
-      static_cast<T*>(args.out)[at] = static_cast<T>(value);
-    }
-    i += threads;
-    find();
-  }
+  const bool gated = sm90.linear.activation != Activation::kNone;
+  const int tile_features = gated ? sm90.box_rows : sm90.boxes * sm90.box_rows;
+  FinishFeatures<T>(sm90.linear, tile * tile_features, tile_features, sm90.inverse_of_features, sm90.parts, sums,
+                    part_floats, pitch, threads);
 }
 
 }  // namespace xla_gpu::linear
