@@ -7,6 +7,7 @@
 
 #include "ffi/ops/paged_attention/decode/decode.h"
 #include "ffi/ops/paged_attention/paged_attention.h"
+#include "ffi/ops/paged_attention/prefill/sequences.h"
 #include "ffi/ops/paged_attention/prefill/split_kv.h"
 
 namespace xla_gpu::prefill {
@@ -22,26 +23,6 @@ struct TmaTileCost {
 constexpr TmaTileCost kTmaTileCosts[] = {{TmaInstance::kRows192, 192, 4.8, 2.0},
                                          {TmaInstance::kRows128, 128, 3.5, 1.5},
                                          {TmaInstance::kRows64, 64, 2.5, 1.1}};
-
-// The sequences of a call, if they are of one length and their contexts take all the room.
-struct Sequences {
-  int64_t count, tokens, context;
-
-  explicit Sequences(const PagedAttentionParams& shapes)
-      : count(std::max<int64_t>(shapes.max_seqs, 1)),
-        tokens((shapes.num_tokens + count - 1) / count),
-        context(shapes.pages_per_seq * shapes.page_size) {}
-  // Whether they may be of as many tokens each, a few behind a context. Else one of them is probably a chunk of a
-  // prompt beside decode rows.
-  bool AlikeAndShort(const PagedAttentionParams& shapes) const {
-    constexpr int64_t kFewTokens = 48;
-    return count > 1 && count * tokens == shapes.num_tokens && tokens <= kFewTokens && 2 * tokens < context;
-  }
-  // Work tiles of 64 rows, without KV splits.
-  int64_t SmallTiles(const PagedAttentionParams& shapes) const {
-    return (tokens * (shapes.num_heads / shapes.num_kv_heads) + 63) / 64 * count * shapes.num_kv_heads;
-  }
-};
 
 // KV splits of a sequence of so many tokens, whose context takes all the room.
 int64_t SplitsOf(const SplitKvPolicy& policy, int64_t tokens, int64_t context) {
@@ -74,7 +55,7 @@ bool SuitsAlternating(const PagedAttentionParams& shapes, const SplitKvPolicy& p
   }
   const int64_t large_tiles = (shapes.num_tokens * group + 127) / 128 * shapes.num_kv_heads;
   const bool many = sequences.count > kWarpPlannedSequences;
-  const bool alike = many && sequences.AlikeAndShort(shapes);
+  const bool alike = many && sequences.AlikeAndShort();
   *instance = (crosses && !many) || alike ? TmaInstance::kRows64Alternating : TmaInstance::kRows128Alternating;
   // Without cross-CTA splits, one CTA takes all splits of its rows.
   const bool splits = crosses || (policy.pool_rows == 0 && SplitsOf(policy, sequences.tokens, sequences.context) > 1);
@@ -91,7 +72,7 @@ TmaInstance TmaInstanceForFullTiles(const PagedAttentionParams& shapes, const Sp
   const int64_t sequences = std::max<int64_t>(shapes.max_seqs, 1);
   const int64_t tokens = std::min((shapes.num_tokens + sequences - 1) / sequences, context);
   // Of sequences of one length, or of a chunk beside decode rows.
-  const bool alike = Sequences(shapes).AlikeAndShort(shapes);
+  const bool alike = Sequences(shapes).AlikeAndShort();
   int splits = CrossCtaSplits(policy, sequences, tokens, context);
   if (splits == 1 && !alike) splits = CrossCtaSplits(policy, 1, shapes.num_tokens - sequences + 1, context);
   const double longest = std::ceil(static_cast<double>(context) / kTileKeys / splits);
@@ -158,8 +139,7 @@ TmaInstance TmaInstanceDim64(const PagedAttentionParams& shapes, int64_t sms) {
     return TmaInstance::kRows64Alternating;
   }
   // Among many sequences of unequal numbers of tokens there may be a chunk of a prompt.
-  const bool alike = sequences.count * sequences.tokens == shapes.num_tokens;
-  const int64_t few_rows = alike ? 96 : sequences.count <= kFewSequences ? 128 : 64;
+  const int64_t few_rows = sequences.alike ? 96 : sequences.count <= kFewSequences ? 128 : 64;
   const bool few = sequences.tokens <= kFewTokens && 2 * sequences.tokens < sequences.context &&
                    sequences.tokens * group <= few_rows;
   return few ? TmaInstance::kRows64Alternating : TmaInstance::kRows192;
@@ -191,10 +171,9 @@ TmaInstance TmaInstanceDim128(const PagedAttentionParams& shapes, const SplitKvP
     const bool many = sequences.count > kWarpPlannedSequences;
     const bool first_splits = !many && policy.pool_rows > 0;
     // Among many sequences of as many tokens each there is probably no chunk of a prompt, among others there is.
-    const bool alike = sequences.count * sequences.tokens == shapes.num_tokens;
     const bool fits_one_tile = sequences.tokens * (shapes.num_heads / shapes.num_kv_heads) <= 64;
-    if (several && (first_splits || (many && alike && fits_one_tile))) return TmaInstance::kRows64Alternating;
-    if (several && many && !alike) return TmaInstance::kRows192;
+    if (several && (first_splits || (many && sequences.alike && fits_one_tile))) return TmaInstance::kRows64Alternating;
+    if (several && many && !sequences.alike) return TmaInstance::kRows192;
     return float8 ? TmaInstance::kRows128 : TmaInstance::kRows128Alternating;
   }
   // Several KV splits for each CTA, if sequences are of one length. With one or two, PrefillCombineKernel's CTAs that

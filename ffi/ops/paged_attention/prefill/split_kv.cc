@@ -7,35 +7,42 @@
 #include "ffi/base/dtype.h"
 #include "ffi/ops/paged_attention/decode/decode.h"
 #include "ffi/ops/paged_attention/paged_attention.h"
+#include "ffi/ops/paged_attention/prefill/sequences.h"
 
 namespace xla_gpu::prefill {
 
-int64_t AlikeSplitRows(const PagedAttentionParams& shapes) {
-  using Policy = SplitKvPolicy;
-  constexpr int64_t kFewTokens = 48;
-  const int64_t tokens = shapes.max_seqs > 0 ? shapes.num_tokens / shapes.max_seqs : 0;
-  if (shapes.max_seqs < 2 || tokens * shapes.max_seqs != shapes.num_tokens || tokens > kFewTokens ||
-      shapes.num_kv_heads == 0 || !MaySplitKeys(shapes) || DecodeComesFirst(shapes)) {
-    return 0;
-  }
-  const int64_t dim = shapes.head_dim;
-  Policy policy{};
+namespace {
+
+// How sequences of so many tokens, behind a context of so many keys, are split wherever the prefill path computes them.
+unsigned SplitsOfAlike(const PagedAttentionParams& shapes, int64_t tokens, int64_t context) {
+  SplitKvPolicy policy{};
   policy.enabled = true;
   policy.window = static_cast<int>(shapes.sliding_window >> 31 != 0 ? 0 : shapes.sliding_window);
   policy.group = static_cast<int>(shapes.num_heads / shapes.num_kv_heads);
   policy.kv_heads = static_cast<int>(shapes.num_kv_heads);
-  policy.large_tile_rows = Policy::LargeTileRows(dim);
-  policy.one_tile_splits = Policy::SplitsFor(1, policy.kv_heads);
+  policy.large_tile_rows = SplitKvPolicy::LargeTileRows(shapes.head_dim);
+  policy.one_tile_splits = SplitKvPolicy::SplitsFor(1, policy.kv_heads);
   policy.max_tokens = INT32_MAX;
+  context = std::min<int64_t>(context, INT32_MAX);
+  const int64_t tile_keys = SplitKvPolicy::TileKeys(shapes.head_dim);
+  const auto key_tiles = static_cast<unsigned>((context + tile_keys - 1) / tile_keys);
+  return policy.CountOf(static_cast<int>(tokens), static_cast<int>(context), key_tiles);
+}
+
+}  // namespace
+
+int64_t AlikeSplitRows(const PagedAttentionParams& shapes) {
+  using Policy = SplitKvPolicy;
+  const Sequences sequences(shapes);
+  if (!sequences.AlikeAndFewTokens() || shapes.num_kv_heads == 0 || !MaySplitKeys(shapes) || DecodeComesFirst(shapes)) {
+    return 0;
+  }
   // More rows than a small work tile has, in work tiles enough for all SMs: one CTA may as well take all splits.
-  const int64_t rows = tokens * policy.group;
-  const int64_t tiles = shapes.max_seqs * ((rows + 127) / 128) * shapes.num_kv_heads;
+  const int64_t rows = sequences.tokens * (shapes.num_heads / shapes.num_kv_heads);
+  const int64_t tiles = sequences.count * ((rows + 127) / 128) * shapes.num_kv_heads;
   if (rows > Policy::kSmallTileRows && tiles >= Policy::kTargetWorkTiles) return 0;
-  const int64_t context = std::min<int64_t>(shapes.pages_per_seq * shapes.page_size, INT32_MAX);
-  const int64_t key_tiles = (context + Policy::TileKeys(dim) - 1) / Policy::TileKeys(dim);
-  const unsigned count =
-      policy.CountOf(static_cast<int>(tokens), static_cast<int>(context), static_cast<unsigned>(key_tiles));
-  return count < 2 ? 0 : shapes.max_seqs * count * tokens * shapes.num_heads;
+  const unsigned splits = SplitsOfAlike(shapes, sequences.tokens, sequences.context);
+  return splits < 2 ? 0 : sequences.count * splits * sequences.tokens * shapes.num_heads;
 }
 
 bool WantsSplitAccumulators(const PagedAttentionCall& shapes) {
