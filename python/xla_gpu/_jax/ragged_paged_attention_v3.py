@@ -282,9 +282,9 @@ def _divided(specs: tuple[tuple[str, ArraySpec], ...], options: _Options) -> tup
 def _attention(arrays: dict[str, jax.Array], options: _Options) -> tuple[jax.Array, ...]:
     """The program of one device."""
     shape = _checked_shape(_specs(arrays))
-    queries, keys, values, kv_cache = (arrays[name] for name in ("queries", "keys", "values", "kv_cache"))
-    num_tokens, num_heads, head_dim = queries.shape
-    group = num_heads // keys.shape[1]
+    queries, kv_cache = arrays["queries"], arrays["kv_cache"]
+    _, num_heads, head_dim = queries.shape
+    group = num_heads // arrays["keys"].shape[1]
     num_seqs = arrays["distribution"][2:]
     # The same memory as reshape_and_cache and paged_attention take it. Without the constraint XLA's layout assignment
     # puts a copy between a reshape and the custom call.
@@ -292,26 +292,8 @@ def _attention(arrays: dict[str, jax.Array], options: _Options) -> tuple[jax.Arr
     cache = with_layout_constraint(cache, Layout((0, 1, 2, 3)))
     float8 = cache.dtype.name in FLOAT8S
 
-    def padded(x: jax.Array, heads: int) -> jax.Array:
-        return jnp.pad(x, ((0, 0), (0, heads - x.shape[1]), (0, shape.head_dim - head_dim)))
-
     if options.update_kv_cache:
-        stored = keys.dtype == cache.dtype
-        scales = {}
-        if float8:
-            # Of the cache's own dtype they come as they shall be stored: T holds every float8 number exactly.
-            factors = (1.0, 1.0) if stored else (options.k_scale, options.v_scale)
-            scales = {
-                name: jnp.full(1, x, jnp.float32) for name, x in zip(("k_scale", "v_scale"), factors, strict=True)
-            }
-        cache = call.call(
-            reshape_and_cache.OPERATOR,
-            key=padded(keys.astype(queries.dtype), shape.num_kv_heads),
-            value=padded(values.astype(queries.dtype), shape.num_kv_heads),
-            kv_cache=cache,
-            slot_mapping=_slots(arrays, num_tokens, shape),
-            **scales,
-        )
+        cache = _updated(cache, arrays, shape, options)
 
     scale, scales = options.scale, {}
     if options.q_scale is not None:
@@ -330,7 +312,7 @@ def _attention(arrays: dict[str, jax.Array], options: _Options) -> tuple[jax.Arr
     out, lse = (
         call.call(
             paged_attention.OPERATOR_WITH_LSE if options.return_lse else paged_attention.OPERATOR,
-            query=padded(queries, shape.num_kv_heads * group),
+            query=_padded(queries, shape.num_kv_heads * group, shape),
             kv_cache=cache,
             context_lens=arrays["kv_lens"],
             block_tables=arrays["page_indices"].reshape(arrays["kv_lens"].shape[0], shape.pages_per_seq),
@@ -354,6 +336,29 @@ def _attention(arrays: dict[str, jax.Array], options: _Options) -> tuple[jax.Arr
     cache = jax.lax.optimization_barrier(cache)
     results = (out.astype(options.out_dtype or arrays["queries"].dtype), cache)
     return results if lse is None else (*results, lse[:, :num_heads])
+
+
+def _padded(x: jax.Array, heads: int, shape: _Shape) -> jax.Array:
+    """X [num_tokens, heads, head_dim] with as many heads, of the cache's head_dim."""
+    return jnp.pad(x, ((0, 0), (0, heads - x.shape[1]), (0, shape.head_dim - x.shape[2])))
+
+
+def _updated(cache: jax.Array, arrays: dict[str, jax.Array], shape: _Shape, options: _Options) -> jax.Array:
+    """The cache with the new keys and values."""
+    queries, keys, values = (arrays[name] for name in ("queries", "keys", "values"))
+    scales = {}
+    if cache.dtype.name in FLOAT8S:
+        # Of the cache's own dtype they come as they shall be stored: T holds every float8 number exactly.
+        factors = (1.0, 1.0) if keys.dtype == cache.dtype else (options.k_scale, options.v_scale)
+        scales = {name: jnp.full(1, x, jnp.float32) for name, x in zip(("k_scale", "v_scale"), factors, strict=True)}
+    return call.call(
+        reshape_and_cache.OPERATOR,
+        key=_padded(keys.astype(queries.dtype), shape.num_kv_heads, shape),
+        value=_padded(values.astype(queries.dtype), shape.num_kv_heads, shape),
+        kv_cache=cache,
+        slot_mapping=_slots(arrays, queries.shape[0], shape),
+        **scales,
+    )
 
 
 def _slots(arrays: dict[str, jax.Array], num_tokens: int, shape: _Shape) -> jax.Array:

@@ -118,20 +118,7 @@ def signature(
     if num_heads < 1 or num_heads % cache.num_kv_heads != 0:
         raise check.value_error("query", f"num_heads a multiple of num_kv_heads = {cache.num_kv_heads}", query)
 
-    int32 = ("int32",)
-    for argument, spec in (
-        ("context_lens", context_lens),
-        ("block_tables", block_tables),
-        ("query_start_loc", query_start_loc),
-        ("num_seqs", num_seqs),
-    ):
-        check.dtype(argument, spec, int32)
-    (max_seqs,) = check.rank("context_lens", context_lens, "max_seqs")
-    _, pages_per_seq = check.rank("block_tables", block_tables, "max_seqs, pages_per_seq")
-    check.shape("block_tables", block_tables, (max_seqs, pages_per_seq), "max_seqs, pages_per_seq")
-    check.shape("query_start_loc", query_start_loc, (max_seqs + 1,), "max_seqs + 1")
-    check.shape("num_seqs", num_seqs, (1,), "1")
-
+    _check_metadata(check, context_lens, block_tables, query_start_loc, num_seqs)
     kv_scales = check_scales(check, kv_cache, cache.num_kv_heads, k_scale, v_scale)
     if sinks is not None:
         check.dtype("sinks", sinks, ("float32",))
@@ -169,6 +156,27 @@ def signature(
         never_gathered=(check.argument("kv_cache"),),
     )
     return Signature(results=(query, *lse), attributes=attributes, partitioning=partitioning)
+
+
+def _check_metadata(
+    check: Checks,
+    context_lens: ArraySpec,
+    block_tables: ArraySpec,
+    query_start_loc: ArraySpec,
+    num_seqs: ArraySpec,
+) -> None:
+    for argument, spec in (
+        ("context_lens", context_lens),
+        ("block_tables", block_tables),
+        ("query_start_loc", query_start_loc),
+        ("num_seqs", num_seqs),
+    ):
+        check.dtype(argument, spec, ("int32",))
+    (max_seqs,) = check.rank("context_lens", context_lens, "max_seqs")
+    _, pages_per_seq = check.rank("block_tables", block_tables, "max_seqs, pages_per_seq")
+    check.shape("block_tables", block_tables, (max_seqs, pages_per_seq), "max_seqs, pages_per_seq")
+    check.shape("query_start_loc", query_start_loc, (max_seqs + 1,), "max_seqs + 1")
+    check.shape("num_seqs", num_seqs, (1,), "1")
 
 
 def check_soft_cap(check: Checks, soft_cap: float) -> np.float32:
