@@ -60,8 +60,10 @@ def test_packing_refuses():
         q.quantize(np.ones((16, 128), np.int32), "int8")
     with pytest.raises(TypeError, match="quantize: weight: expected an array of NumPy, PyTorch or JAX, got list"):
         q.quantize([[1.0]], "int8")
-    with pytest.raises(ValueError, match=r"quantize: weight: .* got shape \[0, 128\]"):
-        q.quantize(np.zeros((0, 128), np.float32), "int4")
+    with pytest.raises(ValueError, match=r"weight: expected shape \[n, k\] with n and k from 1, got \[0, 128\]"):
+        q.quantize(np.zeros((0, 128), np.float32), "int8")
+    with pytest.raises(ValueError, match=r"weight: expected shape \[n, k\] .* k a multiple of 128, got \[16, 100\]"):
+        q.quantize(np.zeros((16, 100), np.float32), "int4")
     with pytest.raises(TypeError, match="dequantize: weight: expected a LinearWeight, got ndarray"):
         q.dequantize(np.zeros((16, 128), np.float32))
 

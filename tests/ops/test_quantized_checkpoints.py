@@ -314,6 +314,11 @@ def test_weights_that_do_not_fit_their_scale_are_refused(config, weight, scale, 
         loaded(config, tensors)
 
 
+def test_settings_alone():
+    with pytest.raises(ValueError, match=r"CheckpointFormat: config: expected all of config\.json, got"):
+        CheckpointFormat({"quant_method": "awq", "bits": 4})
+
+
 @pytest.mark.parametrize(
     "config",
     [None, [], {"quantization_config": "awq"}, {"quantization_config": {"config_groups": [1]}}],

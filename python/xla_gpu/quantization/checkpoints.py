@@ -46,8 +46,11 @@ class CheckpointFormat:
         Raises:
           TypeError: config, or what it has for quantization_config, is no dict.
           ValueError: the checkpoint is quantised in a way that linear has no format for. The text names the setting.
+            Or config is what config.json has for quantization_config.
         """
         settings = _mapping("config", config).get("quantization_config") or config.get("compression_config")
+        if settings is None and "quant_method" in config:  # else the checkpoint would be taken for a plain one
+            raise ValueError("CheckpointFormat: config: expected all of config.json, got its quantization_config alone")
         settings = None if settings is None else _mapping("quantization_config", settings)
         self.method = "none" if settings is None else str(settings.get("quant_method", "compressed-tensors"))
         self._load: Callable[[str, Get, set[str]], LinearWeight]

@@ -114,9 +114,9 @@ def quantize(weight: Array, weight_format: str) -> LinearWeight:
     if dtype not in FLOATS:
         raise TypeError(f"quantize: weight: expected dtype {' or '.join(FLOATS)}, got {dtype}{list(weight.shape)}")
     if len(weight.shape) != 2 or 0 in weight.shape or (weight_format == "int4" and weight.shape[1] % GROUP):
+        multiple = f", k a multiple of {GROUP}" if weight_format == "int4" else ""
         raise ValueError(
-            f"quantize: weight: expected rank 2 [n, k], for int4 k a multiple of {GROUP}, "
-            f"got shape {list(weight.shape)}"
+            f"quantize: weight: expected shape [n, k] with n and k from 1{multiple}, got {list(weight.shape)}"
         )
     weight = arrays.detached(weight)
     wide = arrays.cast(weight, "float32")
