@@ -1,0 +1,136 @@
+"""Experts and their routing, beside float64's."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch_xla
+import torch_xla.backends
+
+
+@pytest.fixture(scope="module", autouse=True)
+def float32_products():
+    """On a GPU XLA would multiply float32 matrices in TF32, which the worker does not let it do either."""
+    torch_xla.backends.set_mat_mul_precision("highest")
+
+
+# A few rows by their experts' weights, more through all experts, many in blocks: of 32 rows, or all to few experts.
+@pytest.mark.parametrize(
+    ("rows", "block", "skew"), [(1, None, 0), (3, None, 0), (700, None, 0), (700, 32, 0), (600, 512, 9)]
+)
+@pytest.mark.parametrize("renormalize", [False, True])
+def test_experts(rows, block, skew, renormalize, monkeypatch):
+    """Rows through their own experts alone, whatever the others hold."""
+    from xla_gpu.vllm import moe, routing
+
+    monkeypatch.setattr(moe, "block_size", lambda *_: block)
+    monkeypatch.setattr(moe, "_GATHERED_BYTES", 20_000)  # of weights: some blocks at a time
+    torch.manual_seed(0)
+    num_experts, top_k, hidden, intermediate = 8, 2, 16, 24
+    x = torch.randn(rows, hidden)
+    w13, w2 = torch.randn(num_experts, 2 * intermediate, hidden), torch.randn(num_experts, hidden, intermediate)
+    router = torch.randn(rows, num_experts)
+    router[:, 5] = -1e9
+    router[:, 2] += skew
+    w2[5] = float("inf")  # an expert that no row is sent to
+    weights, chosen = routing.softmax(router, top_k, renormalize)
+    expected = torch.zeros_like(x, dtype=torch.float64)
+    probabilities = router.double().softmax(-1)
+    for row in range(rows):
+        best = probabilities[row].topk(top_k)
+        scale = best.values.sum() if renormalize else 1.0
+        for probability, expert in zip(best.values, best.indices, strict=True):
+            gate, up = (w13[expert].double() @ x[row].double()).chunk(2)
+            expected[row] += probability / scale * (w2[expert].double() @ (torch.nn.functional.silu(gate) * up))
+    device = torch_xla.device()
+    x, w13, w2, weights, chosen = (tensor.to(device) for tensor in (x, w13, w2, weights, chosen))
+    got = moe.experts(x, moe.Matrices(w13), moe.Matrices(w2), weights, chosen, "silu").cpu()
+    torch.testing.assert_close(got.double(), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
+@pytest.mark.parametrize(("groups", "top_groups"), [(1, 1), (4, 2), (4, 3)])
+@pytest.mark.parametrize("bias", [False, True])
+def test_routing(scoring, groups, top_groups, bias):
+    """Row by row, as DeepSeek's paper has it; a layer of vLLM says which."""
+    from xla_gpu.vllm import routing
+
+    torch.manual_seed(0)
+    rows, num_experts, top_k, scale = 40, 16, 3, 2.5
+    router, added = torch.randn(rows, num_experts), torch.randn(num_experts) * 0.2
+    layer = SimpleNamespace(
+        custom_routing_function=None,
+        e_score_correction_bias=added.to(torch_xla.device()) if bias else None,
+        scoring_func=scoring,
+        routed_scaling_factor=scale,
+        use_grouped_topk=True,
+        num_expert_group=groups,
+        topk_group=top_groups,
+        top_k=top_k,
+        renormalize=True,
+    )
+    device = router.to(torch_xla.device())
+    weights, chosen = (found.cpu() for found in routing.of_layer(layer, device, device))
+    for row in range(rows):
+        scores = router[row].sigmoid() if scoring == "sigmoid" else router[row].softmax(-1)
+        order = scores + added if bias else scores.clone()
+        of_group = [sorted(group.tolist())[-2 if bias else -1 :] for group in order.chunk(groups)]
+        best = sorted(range(groups), key=lambda group, of_group=of_group: -sum(of_group[group]))[:top_groups]
+        size = num_experts // groups
+        allowed = [expert for expert in range(num_experts) if expert // size in best]
+        expected = sorted(allowed, key=lambda expert, order=order: -order[expert].item())[:top_k]
+        assert sorted(chosen[row].tolist()) == sorted(expected)
+        total = sum(scores[expert] for expert in expected)
+        for weight, expert in zip(weights[row], chosen[row].tolist(), strict=True):
+            torch.testing.assert_close(weight, scale * scores[expert] / total)
+
+
+def test_routing_of_a_models_own():
+    from xla_gpu.vllm import routing
+
+    def route(hidden_states, gating_output, topk, renormalize):
+        assert (topk, renormalize) == (2, False)
+        return gating_output[:, :2].double(), hidden_states[:, :2].to(torch.int32)
+
+    layer = SimpleNamespace(custom_routing_function=route, top_k=2, renormalize=False)
+    x, router = torch.tensor([[3.0, 1.0, 0.0]]), torch.tensor([[0.5, 0.25, 0.125]])
+    weights, chosen = routing.of_layer(layer, x, router)
+    assert weights.dtype == torch.float32 and weights.tolist() == [[0.5, 0.25]] and chosen.tolist() == [[3, 1]]
+    assert chosen.dtype == torch.int64
+
+
+@pytest.mark.parametrize("form", ["float8", "float8-block", "int8", "int4"])
+@pytest.mark.parametrize(("rows", "block"), [(1, None), (24, None), (24, 4)])
+def test_quantised_experts(rows, block, form, monkeypatch):
+    """As with the weights that the stored ones mean, in each of the three ways."""
+    from xla_gpu import quantization
+    from xla_gpu.vllm import moe, routing
+
+    monkeypatch.setattr(moe, "block_size", lambda *_: block)
+    torch.manual_seed(0)
+    num_experts, hidden, intermediate, device = 4, 256, 128, torch_xla.device()
+    x, router = torch.randn(rows, hidden).to(device), torch.randn(rows, num_experts).to(device)
+    stored, meant = [], []
+    for n, k in ((2 * intermediate, hidden), (hidden, intermediate)):
+        made = [quantization.quantize(torch.randn(n, k) / 16, form.removesuffix("-block")) for _ in range(num_experts)]
+        if form == "float8-block":
+            made = [one._replace(weight_scale=torch.rand(n // 128, k // 128)) for one in made]
+        meant.append(moe.Matrices(torch.stack([quantization.dequantize(one) for one in made]).to(device)))
+        bits = torch.stack([one.weight.view(torch.uint8) for one in made]).view(made[0].weight.dtype)
+        stored.append(moe.Matrices(bits.to(device), torch.stack([one.weight_scale for one in made]).to(device)))
+    weights, chosen = routing.softmax(router, 2, True)
+    got, expected = (moe.experts(x, *weights_of, weights, chosen, "silu").cpu() for weights_of in (stored, meant))
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_blocks_of_experts():
+    """Where they are used; and that a step's memory is counted."""
+    from xla_gpu.vllm import moe
+
+    assert [moe.block_size(rows, 8, 128) for rows in (32, 512, 2048, 8192)] == [None, None, 256, 512]
+    assert [moe.block_size(rows, 2, 8) for rows in (512, 2048, 8192)] == [None, None, 1024]
+    # 8 pairs spread over 3 experts as 1, 1 and 6 take 4 blocks of 4; the bound is one more.
+    assert moe.num_blocks(8, 3, 4) == 5 and moe.num_blocks(2, 3, 4) == 2
+    assert moe.elements_of_step(8192, 8, 128, 2048, 768, 2) * 2 > 256 * 512 * 2048 * 2 + (1 << 30)
