@@ -113,6 +113,13 @@ def test_host_names_what_is_wrong_with_the_batch(frontend, name):
     assert_error(frontend, inputs, pattern)
 
 
+@pytest.mark.frontends(platform="host")
+def test_host_names_a_cache_without_pages(frontend):
+    inputs = cases.build(CASE)
+    inputs.kv_cache = inputs.kv_cache[:0]
+    assert_error(frontend, inputs, r"context_lens\[0\] \(sequence 0\): expected 0, since kv_cache has no pages, got 40")
+
+
 # 40 new tokens, for which a row of tree_mask with one word has no bits.
 LONG_TREE = dataclasses.replace(CASE, sequences=((2, 20), (40, 40), (1, 17)), tree=1)
 

@@ -37,6 +37,9 @@ Status CheckSequence(const PagedAttentionCall& params, const char* op, int64_t s
     return Wrong(op, Entry("context_lens", std::to_string(s), s),
                  "a length from 0 to pages_per_seq * page_size = " + std::to_string(capacity), context);
   }
+  if (context > 0 && params.num_pages == 0) {
+    return Wrong(op, Entry("context_lens", std::to_string(s), s), "0, since kv_cache has no pages", context);
+  }
   const int64_t used = (context + params.page_size - 1) / params.page_size;
   for (int64_t i = 0; i < used; ++i) {
     const int64_t page = params.block_tables[s * params.pages_per_seq + i];
