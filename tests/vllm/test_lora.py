@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import urllib.error
@@ -141,6 +142,50 @@ def test_gone_while_a_request_runs(llm, adapters, reference):
             if output.finished:
                 finished[output.request_id] = list(output.outputs[0].token_ids)
     assert finished == {"gone-0": reference["adapter-1"][0], "gone-1": reference["adapter-0"][1]}
+
+
+WAITING = {"additional_config": {"token_buckets": [8, 64], "async_scheduling": False}}
+NGRAMS = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2}}
+
+
+@pytest.mark.parametrize("options", [{}, WAITING, NGRAMS], ids=["asynchronous", "waiting", "drafts"])
+def test_files_that_are_gone(options, llama, adapters, reference, tmp_path):
+    """Requests whose adapter cannot be read again end, those that run and those that wait; others go on."""
+    llm = engines.make(llama, enable_lora=True, max_lora_rank=8, max_loras=2, max_num_seqs=4, **options)
+    engine, prompts = llm.llm_engine, tiny.prompts(LENGTHS)
+    folder = tmp_path / "gone"
+    shutil.copytree(adapters[0].lora_path, folder)
+    names = {"gone": LoRARequest("gone", 9, str(folder)), "other": adapters[1], "none": None}
+    expected = {"other": reference[adapters[1].lora_name], "none": reference[None]}
+    assert tokens(llm, prompts[:1], [names["gone"]]) == reference[adapters[0].lora_name][:1]
+
+    def finished(remove_at: int) -> dict[str, object]:
+        for index, prompt in enumerate(prompts):
+            for name, adapter in names.items():
+                params = greedy(NEW, logprobs=1, prompt_logprobs=0)
+                engine.add_request(f"{name}-{index}", {"prompt_token_ids": prompt}, params, lora_request=adapter)
+        found, steps = {}, 0
+        while engine.has_unfinished_requests():
+            steps += 1
+            if steps == remove_at:
+                assert engine.remove_lora(9)
+                shutil.rmtree(folder)
+            found |= {output.request_id: output.outputs[0] for output in engine.step() if output.finished}
+        return found
+
+    found = finished(remove_at=6)
+    assert len(found) == len(prompts) * len(names)
+    ended = [name for name, output in found.items() if output.finish_reason in ("error", "abort")]
+    assert ended and all(name.startswith("gone") for name in ended)
+    for name, wanted in expected.items():
+        assert [list(found[f"{name}-{index}"].token_ids) for index in range(len(prompts))] == wanted
+    # Nothing that was stored without the adapter is taken for its own when it is back.
+    shutil.copytree(adapters[0].lora_path, folder)
+    for again in (0, 1):
+        got = tokens(llm, prompts, [names["gone"]] * len(prompts))
+        assert got == reference[adapters[0].lora_name], again
+    engines.state_is_released(llm)
+    assert engines.compiled_since_start(llm) == 0
 
 
 def test_sampling_with_an_adapter(llm, adapters):

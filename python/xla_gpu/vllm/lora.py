@@ -26,6 +26,7 @@ except ImportError:  # vLLM 0.12
 logger = init_logger(f"vllm.{__name__}")  # vLLM shows what is below its own name
 
 NO_ADAPTER = -1
+FAILED = -2
 
 # Of adapter_config.json: what changes an adapter's numbers, and vLLM's loader does not read.
 _NOT_READ = ("rank_pattern", "alpha_pattern", "layer_replication", "trainable_token_indices", "alora_invocation_tokens")
@@ -93,20 +94,29 @@ class Adapters:
         return set(self._loaded)
 
     def slots(self, requests: Sequence[Any]) -> list[int]:
-        """The slot of each LoRARequest's adapter, NO_ADAPTER for None; adapters that have none get one.
+        """The slot of each LoRARequest's adapter; adapters that have none get one.
 
-        Of a step's requests: vLLM sees to it that they have no more adapters than there are slots.
+        Of a step's requests: vLLM sees to it that they have no more adapters than there are slots. NO_ADAPTER for None,
+        FAILED where the adapter was to be read again and could not.
         """
         by_id = {request.lora_int_id: request for request in requests if request is not None}
         for adapter, request in by_id.items():
-            if adapter not in self._loaded:
-                self._load(request, by_id)
+            if adapter not in self._loaded and not self._is_read_again(request, by_id):
+                continue
             self._loaded.move_to_end(adapter)
             if adapter not in self._slots:
                 self._slots[adapter] = self._free_slot(by_id)
                 self.layers.store(self._slots[adapter], self._loaded[adapter])
             self._slots.move_to_end(adapter)
-        return [NO_ADAPTER if request is None else self._slots[request.lora_int_id] for request in requests]
+        return [NO_ADAPTER if request is None else self._slots.get(request.lora_int_id, FAILED) for request in requests]
+
+    def _is_read_again(self, request: Any, needed: Iterable[int]) -> bool:
+        try:
+            self._load(request, needed)
+        except Exception as error:  # whatever its files are by now: the other requests of the step go on
+            logger.error("xla_gpu.vllm: requests with the adapter %s end: %s", request.lora_name, error)
+            return False
+        return True
 
     def _free_slot(self, needed: Iterable[int]) -> int:
         """A slot that no adapter has, or that of the one not needed which was used least recently."""

@@ -46,6 +46,7 @@ class Launched:
       previous_tokens: int32[max_seqs + 1], each request's last token before the step, by slot.
       states: of the step's rows.
       drafts: the rows that verify drafts; None: steps have none.
+      failed: ids of requests that get no token, since their adapter could not be read.
     """
 
     batch: Batch
@@ -55,6 +56,7 @@ class Launched:
     logits: torch.Tensor
     states: list[torch.Tensor]
     drafts: DraftRows | None = None
+    failed: frozenset[str] = frozenset()
 
 
 class ModelRunner:
@@ -75,7 +77,8 @@ class ModelRunner:
         self._flagged: tuple[Batch | None, dict[str, npt.NDArray[np.bool_]]] = None, {}
         self._sampler: Sampler | None = None
         self.adapters: Adapters | None = None
-        self._with_adapters: tuple[Batch | None, int] = None, 0  # of which batch, and after which of their changes
+        # Of which batch, after which of their changes, and which of its requests have none that could be read.
+        self._with_adapters: tuple[Batch | None, int, frozenset[str]] = None, 0, frozenset()
 
     # ---- Start -------------------------------------------------------------------------------------------------------
 
@@ -179,8 +182,7 @@ class ModelRunner:
         if not scheduled.total_num_scheduled_tokens:
             return EMPTY_MODEL_RUNNER_OUTPUT
         batch = self.requests.batch(scheduled)
-        if self.adapters is not None:
-            self._give_adapters(self.adapters, batch)
+        failed = frozenset() if self.adapters is None else self._give_adapters(self.adapters, batch)
         total = scheduled.total_num_scheduled_tokens
         layout = self.layout(buckets.next_bucket(self.token_buckets, total))
         previous = self._last_tokens
@@ -189,7 +191,7 @@ class ModelRunner:
             drafts = self._drafter.begin(batch, drafted)
         if total == len(batch.slots) and not drafted:  # one token of each request
             if (ahead := self.ahead.take(batch)) is not None:
-                self._launched = dataclasses.replace(ahead, drafts=drafts)
+                self._launched = dataclasses.replace(ahead, drafts=drafts, failed=failed)
                 return None
             counts = batch.ones
             packed = self._packer.decode(layout, batch)
@@ -198,7 +200,7 @@ class ModelRunner:
             counts = np.fromiter(scheduled.num_scheduled_tokens.values(), np.int32, len(batch.slots))
             packed = self._packer.pack(layout, batch, counts, None if drafts is None else drafts.step_rows(counts))
         greedy, logits, states = self._launch(layout, packed)
-        self._launched = Launched(batch, counts, previous, greedy, logits, states, drafts)
+        self._launched = Launched(batch, counts, previous, greedy, logits, states, drafts, failed)
         return None
 
     def sample_tokens(self, grammar_output: Any) -> Any:
@@ -237,7 +239,7 @@ class ModelRunner:
         if "prompt_logprobs" in flags:
             prompts = self._prompt_logprobs(batch, np.flatnonzero(flags["prompt_logprobs"]), counts, step.states)
         if drafts is not None and self._drafter is not None:
-            verified = DraftOutput(drafts, sampled, chosen.tokens, chosen.logprobs, prompts)
+            verified = DraftOutput(drafts, sampled, chosen.tokens, chosen.logprobs, prompts, step.failed)
             # Where a prompt is read further, the next token is the prompt's.
             decodes = counts is batch.ones and bool(sampled.all())
             if grammar_output is None and decodes and self._drafter.quiet_steps >= QUIET_STEPS:
@@ -246,7 +248,8 @@ class ModelRunner:
             self._drafter.finish(verified)
             return result
         table.num_tokens[slots[sampled]] += 1
-        output = StepOutput(batch.requests, np.flatnonzero(sampled).tolist(), chosen.tokens, chosen.logprobs, prompts)
+        with_token = np.flatnonzero(sampled).tolist()
+        output = StepOutput(batch.requests, with_token, chosen.tokens, chosen.logprobs, prompts, step.failed)
         return output if self._asynchronous else output.get_output()
 
     def take_draft_token_ids(self) -> Any:
@@ -261,12 +264,17 @@ class ModelRunner:
             launched = self._launch(layout, self._packer.decode_next(layout, batch))
             self.ahead.keep(batch, Launched(batch, batch.ones, previous, *launched))
 
-    def _give_adapters(self, adapters: Adapters, batch: Batch) -> None:
-        """Notes which slots the adapters of a step's requests have."""
-        known, changes = self._with_adapters
+    def _give_adapters(self, adapters: Adapters, batch: Batch) -> frozenset[str]:
+        """Notes which slots the adapters of a step's requests have; returns the requests whose adapter failed."""
+        from . import lora
+
+        known, changes, failed = self._with_adapters
         if known is not batch or changes != adapters.changes:
-            self.requests.adapters[batch.slots] = adapters.slots([request.adapter for request in batch.requests])
-            self._with_adapters = batch, adapters.changes
+            slots = np.asarray(adapters.slots([request.adapter for request in batch.requests]), np.int32)
+            failed = frozenset(batch.requests[row].req_id for row in np.flatnonzero(slots == lora.FAILED))
+            self.requests.adapters[batch.slots] = np.maximum(slots, lora.NO_ADAPTER)
+            self._with_adapters = batch, adapters.changes, failed
+        return failed
 
     def _launch(
         self, layout: StepLayout, packed: npt.NDArray[np.int32]

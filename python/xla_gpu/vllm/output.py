@@ -39,22 +39,27 @@ class StepOutput(AsyncModelRunnerOutput):  # type: ignore[misc]
         tokens: torch.Tensor,
         logprobs: Logprobs | None,
         prompts: list[PromptLogprobs],
+        failed: frozenset[str] = frozenset(),
     ) -> None:
-        """sampled_rows: of the requests that get a token."""
+        """sampled_rows: of the requests that get a token. failed: requests that end here without one."""
         self.requests = requests
         self._sampled_rows = sampled_rows
         self._tokens = tokens
         self._logprobs = logprobs
-        self._prompts = prompts
+        self._prompts = [prompt for prompt in prompts if prompt.request.req_id not in failed]
+        self._failed = failed
+        self._failed_rows = [row for row, request in enumerate(requests) if request.req_id in failed] if failed else []
 
     def get_output(self) -> ModelRunnerOutput:
         """Fetches the results. To be called once."""
         tokens = self._tokens.cpu().tolist()
         sampled = self._choose(tokens)
+        for row in self._failed_rows:
+            sampled[row] = []
         for request, new in zip(self.requests, sampled, strict=True):
             request.outputs += new
         req_ids = [request.req_id for request in self.requests]
-        return ModelRunnerOutput(
+        output = ModelRunnerOutput(
             req_ids=req_ids,
             req_id_to_index={req_id: index for index, req_id in enumerate(req_ids)},
             sampled_token_ids=sampled,
@@ -62,6 +67,8 @@ class StepOutput(AsyncModelRunnerOutput):  # type: ignore[misc]
             prompt_logprobs_dict=self._fetch_prompts(),
             pooler_output=[],
         )
+        output.failed = self._failed  # the scheduler's
+        return output
 
     def _choose(self, tokens: list[int]) -> list[list[int]]:
         """New tokens of each request, of those of each row."""

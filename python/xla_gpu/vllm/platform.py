@@ -77,6 +77,10 @@ class XlaGpuPlatform(Platform):  # type: ignore[misc]
         # The tokens of a step are what drafts of the next one are made from. vLLM decides the same.
         drafts = vllm_config.speculative_config is not None
         vllm_config.scheduler_config.async_scheduling = Options.of(vllm_config).async_scheduling and not drafts
+        if vllm_config.lora_config is not None:
+            from . import scheduler
+
+            scheduler.choose(vllm_config)
         choose_start_method(os.environ)
         logger.info_once("xla_gpu.vllm: serving through torch_xla, PJRT_DEVICE=%s", os.environ.get("PJRT_DEVICE"))
 

@@ -150,6 +150,8 @@ class DraftOutput(StepOutput):
 
     def _choose(self, tokens: list[int]) -> list[list[int]]:
         self.accepted = self._rows.accept(tokens, self._sampled)
+        for row in self._failed_rows:
+            self.accepted[row] = []
         return [list(tokens) for tokens in self.accepted]  # vLLM cuts those that it returns at a stop
 
     def _fetch_logprobs(self) -> LogprobsLists | None:
