@@ -13,7 +13,7 @@ import pytest
 
 from tests.vllm import tiny
 
-EVERY_TIME = ("qwen3", "gemma3", "mixtral", "glm4_moe", "cohere2")
+EVERY_TIME = ("qwen3", "gemma3", "mixtral", "glm4_moe", "gpt_oss", "deepseek_v3", "cohere2")
 NAMES = sorted(tiny.CONFIGS) if os.environ.get("XLA_GPU_TEST_ALL_MODELS") else EVERY_TIME
 
 # A process for each: an engine does not give its memory and its settings back.
@@ -35,7 +35,8 @@ print("RESULT", got == expected, groups, engines.compiled_since_start(llm), got,
 def serve(name: str, folder, program: str = PROGRAM, **options) -> list[str]:
     saved = tiny.save(name, folder)
     command = [sys.executable, "-c", program, saved, repr(options)]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    environment = {**os.environ, "VLLM_MLA_DISABLE": "1"}  # of the models with latent attention
+    result = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment)
     lines = [line for line in result.stdout.splitlines() if line.startswith("RESULT")]
     assert lines, result.stderr[-3000:]
     return lines[-1].split(maxsplit=4)[1:]
@@ -47,7 +48,15 @@ def test_tokens_equal_transformers(name, tmp_path):
     assert equal == "True", tokens
     assert compiled == "0"
     # Layers with a window beside others have block tables of their own, and keep their window alone.
-    assert (int(groups) > 1) == (name in ("gemma2", "gemma3", "cohere2", "olmo3"))
+    assert (int(groups) > 1) == (name in ("gemma2", "gemma3", "gpt_oss", "cohere2", "olmo3"))
+
+
+def test_latent_attention_is_refused(tmp_path):
+    from vllm.engine.arg_utils import EngineArgs
+
+    folder = tiny.save("deepseek_v3", tmp_path)
+    with pytest.raises(Exception, match=r"\(MLA\): not supported; with VLLM_MLA_DISABLE=1"):
+        EngineArgs(model=folder).create_engine_config()
 
 
 WITH_IMAGES = sorted(tiny.WITH_IMAGES) if os.environ.get("XLA_GPU_TEST_ALL_MODELS") else ("gemma3_images",)

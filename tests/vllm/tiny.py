@@ -73,6 +73,28 @@ CONFIGS = {
         topk_group=2,
         routed_scaling_factor=2.5,
     ),
+    # Latent attention, served with whole keys and values.
+    "deepseek_v3": lambda: t.DeepseekV3Config(
+        **{**_COMMON, "num_key_value_heads": 4},
+        kv_lora_rank=32,
+        q_lora_rank=48,
+        qk_nope_head_dim=16,
+        qk_rope_head_dim=8,
+        v_head_dim=16,
+        n_routed_experts=8,
+        num_experts_per_tok=2,
+        moe_intermediate_size=48,
+        n_shared_experts=1,
+        first_k_dense_replace=1,
+        n_group=4,
+        topk_group=2,
+        topk_method="noaux_tc",
+        scoring_func="sigmoid",
+    ),
+    # Experts with biases, whose products with gate and up are clamped; sinks; windows in every other layer.
+    "gpt_oss": lambda: t.GptOssConfig(
+        **_COMMON, head_dim=16, num_local_experts=8, num_experts_per_tok=2, sliding_window=24, pad_token_id=0
+    ),
     # A function of vLLM's model that torch.compile decorates; parallel attention and MLP; windows.
     "cohere2": lambda: t.Cohere2Config(**{**_COMMON, "num_hidden_layers": 4}, sliding_window=24),
     "olmo3": lambda: t.Olmo3Config(**{**_COMMON, "num_hidden_layers": 4}, pad_token_id=0, sliding_window=24),
@@ -123,6 +145,10 @@ def save(name: str, folder: Path, sizes: Mapping[str, int] | None = None) -> str
     for tensor_name, tensor in model.named_buffers():
         if tensor_name.endswith("e_score_correction_bias"):  # zero otherwise
             tensor.normal_(std=0.3)
+    if name == "gpt_oss":  # zero otherwise, and gates that no clamp would meet
+        for tensor_name, tensor in model.named_parameters():
+            if tensor_name.endswith("bias"):
+                tensor.data.normal_(std=2.0)
     if name.startswith("gemma") and name not in WITH_IMAGES:
         model.config.hidden_act = "gelu_pytorch_tanh"  # as in the files of real checkpoints
     model.save_pretrained(folder)

@@ -115,8 +115,7 @@ def _divide_inputs(devices: TensorParallel, name: str, layer: Any, random: bool)
 def _divide_experts(devices: TensorParallel, name: str, layer: Any, random: bool) -> None:
     w13, w2 = moe.matrices(layer, "w13"), moe.matrices(layer, "w2")
     width = w13.weight.shape[1] // 2
-    in_groups = w13.scale is not None and w13.scale.dim() == 3  # or in blocks
-    _check(devices, name, "width of an expert", [width], GROUP if in_groups else 1)
+    _check(devices, name, "width of an expert", [width], w13.group)
     for part in w13:
         if part is None:
             continue
@@ -124,7 +123,7 @@ def _divide_experts(devices: TensorParallel, name: str, layer: Any, random: bool
         if not random:
             part.data = _by_device(part.data, [width // rows] * 2, devices.size, 1)
         devices.divide(part, 1)
-    for part in w2:
+    for part in w2._replace(bias=None):  # the bias is whole on each: it is added to the sum
         if part is not None and part.dim() == 3:
             devices.divide(part, 2)
 

@@ -21,7 +21,8 @@ from vllm.model_executor.layers.fused_moe.layer import FusedMoE
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 
 from .._torch import dense_linear
-from . import routing, tensor_parallel
+from ..ops.linear import GROUP
+from . import mxfp4, routing, tensor_parallel
 
 # Rows that go through all experts at once: bounds the memory of what they compute.
 _MAX_ROWS = 512
@@ -36,8 +37,24 @@ _ROWS_PER_GATHER = 466
 # Blocks also sort, and move rows: they are to save this share of what all rows through all experts would cost.
 _SAVED = 0.3
 
-_Function = Callable[[torch.Tensor], torch.Tensor]
-_ACTIVATIONS: dict[str, _Function] = {"silu": F.silu, "gelu": F.gelu}
+_Function = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def _clamped(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """Of gpt-oss."""
+    gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
+    return gate * torch.sigmoid(gate * 1.702) * (up + 1)
+
+
+# Of the products with gate and up, by vLLM's names.
+_ACTIVATIONS: dict[str, _Function] = {
+    "silu": lambda gate, up: F.silu(gate) * up,
+    "gelu": lambda gate, up: F.gelu(gate) * up,
+    "swigluoai": _clamped,
+}
+
+# Those whose matrices have the rows of gate and up in turn in vLLM, and one behind the other here.
+IN_TURN = ("swigluoai",)
 
 
 class Matrices(NamedTuple):
@@ -45,13 +62,30 @@ class Matrices(NamedTuple):
 
     Attributes:
       weight: [num_experts, n, k], stored as ``linear`` stores it: packed int4 is [num_experts, n, k / 2].
-      scale: of a quantised weight, as ``linear`` has it, of every expert; one for each row at least.
+      scale: of a quantised weight, as ``linear`` has it, of every expert; one for each row at least. Of mxfp4, which
+        ``linear`` has not, bfloat16[num_experts, n, k / 32].
       zero_point: of int4, likewise.
+      bias: [num_experts, n].
     """
 
     weight: torch.Tensor
     scale: torch.Tensor | None = None
     zero_point: torch.Tensor | None = None
+    bias: torch.Tensor | None = None
+
+    @property
+    def group(self) -> int:
+        """Numbers along k, and rows where scales are of blocks, that must not be divided."""
+        if self.scale is None or self.scale.dim() < 3:
+            return 1
+        return mxfp4.GROUP if self.scale.dtype is mxfp4.SCALE else GROUP
+
+    def added(self, products: torch.Tensor, of: torch.Tensor | None = None) -> torch.Tensor:
+        """Products of each expert's, T[count, rows, n], with its bias; ``of``: int[count], None: all."""
+        if self.bias is None:
+            return products
+        bias = self.bias if of is None else self.bias.index_select(0, of)
+        return products + bias[:, None].to(products.dtype)
 
     def values(self, dtype: torch.dtype, of: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor | None]:
         """T[count, n, k], and what scales the rows of the products, float32[count, n], if that is not in it yet.
@@ -60,10 +94,13 @@ class Matrices(NamedTuple):
           dtype: T.
           of: int[count], experts; None: all.
         """
-        weight, scale, zero_point = (part if of is None or part is None else part.index_select(0, of) for part in self)
+        parts = self.weight, self.scale, self.zero_point
+        weight, scale, zero_point = (part if of is None or part is None else part.index_select(0, of) for part in parts)
         assert weight is not None
         if scale is None:
             return weight, None
+        if scale.dtype is mxfp4.SCALE:
+            return mxfp4.dequantized(dtype, weight, scale), None
         count, n = weight.shape[:2]
         zeros = None if zero_point is None else zero_point.flatten(0, 1)
         made, scale = dense_linear.dequantized(dtype, weight.flatten(0, 1), scale.flatten(0, 1), zeros)
@@ -88,7 +125,7 @@ def experts(
     chosen: torch.Tensor,
     activation: str,
 ) -> torch.Tensor:
-    """The weighted sum of what each row's experts compute.
+    """The weighted sum of what each row's experts compute, but for the bias of the second product.
 
     Args:
       x: T[rows, hidden].
@@ -145,8 +182,9 @@ def _by_own_weights(
     own13, scale13 = w13.values(x.dtype, chosen.reshape(-1))  # [rows * top_k, 2 * intermediate, hidden]
     own2, scale2 = w2.values(x.dtype, chosen.reshape(-1))
     repeated = x[:, None].expand(rows, top_k, x.shape[1]).reshape(rows * top_k, x.shape[1], 1)
-    gate, up = _scaled(torch.bmm(own13, repeated)[..., 0], scale13).chunk(2, -1)
-    out = _scaled(torch.bmm(own2, (act(gate) * up)[..., None])[..., 0], scale2).view(rows, top_k, -1)
+    products = _scaled(torch.bmm(own13, repeated)[..., 0], scale13)
+    gate, up = w13.added(products[:, None], chosen.reshape(-1))[:, 0].chunk(2, -1)
+    out = _scaled(torch.bmm(own2, act(gate, up)[..., None])[..., 0], scale2).view(rows, top_k, -1)
     return (out * weights[..., None].to(x.dtype)).sum(1)
 
 
@@ -156,11 +194,12 @@ def _by_all(
     (all13, scale13), (all2, scale2) = w13.values(x.dtype), w2.values(x.dtype)
     if x.dtype is torch.float32:  # torch_xla's einsum does not pass on that products are to be in float32, not TF32
         products = F.linear(x, all13.flatten(0, 1)).view(x.shape[0], *all13.shape[:2]).transpose(0, 1)
-        gate, up = _scaled(products, _of_rows(scale13)).chunk(2, -1)
-        out = _scaled(torch.bmm(act(gate) * up, all2.transpose(1, 2)), _of_rows(scale2))
+        gate, up = w13.added(_scaled(products, _of_rows(scale13))).chunk(2, -1)
+        out = _scaled(torch.bmm(act(gate, up), all2.transpose(1, 2)), _of_rows(scale2))
     else:
-        gate, up = _scaled(torch.einsum("th,eoh->eto", x, all13), _of_rows(scale13)).chunk(2, -1)
-        out = _scaled(torch.einsum("eti,ehi->eth", act(gate) * up, all2), _of_rows(scale2))
+        products = torch.einsum("th,eoh->eto", x, all13)
+        gate, up = w13.added(_scaled(products, _of_rows(scale13))).chunk(2, -1)
+        out = _scaled(torch.einsum("eti,ehi->eth", act(gate, up), all2), _of_rows(scale2))
     is_own = chosen[..., None] == torch.arange(out.shape[0], device=x.device)  # [rows, top_k, num_experts]
     share = torch.where(is_own, weights[..., None], torch.zeros_like(weights)[..., None]).sum(1)
     own = is_own.any(1).t()[..., None]
@@ -205,8 +244,9 @@ def _by_blocks(
         # Slices, not split, for the same reason.
         part, part_expert = gathered[begin : begin + at_once], expert[begin : begin + at_once]
         (own13, scale13), (own2, scale2) = w13.values(x.dtype, part_expert), w2.values(x.dtype, part_expert)
-        gate, up = _scaled(torch.bmm(part, own13.transpose(1, 2)), _of_rows(scale13)).chunk(2, -1)
-        parts.append(_scaled(torch.bmm(act(gate) * up, own2.transpose(1, 2)), _of_rows(scale2)))
+        products = _scaled(torch.bmm(part, own13.transpose(1, 2)), _of_rows(scale13))
+        gate, up = w13.added(products, part_expert).chunk(2, -1)
+        parts.append(_scaled(torch.bmm(act(gate, up), own2.transpose(1, 2)), _of_rows(scale2)))
     out = torch.cat(parts).view(blocks * size, -1)
     # Where each pair's result is, in the order of rows again.
     first_row = first_blocks * size - starts
@@ -216,15 +256,23 @@ def _by_blocks(
     return (chosen_out * weights[..., None].to(x.dtype)).sum(1)
 
 
-def apply(layer: Any, x: torch.Tensor, router_logits: torch.Tensor, has_bias: bool) -> torch.Tensor:
+def bias_of_sum(w2: Matrices, weights: torch.Tensor, chosen: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """``out`` with the biases of the second products, weighted as these."""
+    if w2.bias is None:
+        return out
+    is_own = chosen[..., None] == torch.arange(w2.bias.shape[0], device=chosen.device)  # [rows, top_k, num_experts]
+    share = torch.where(is_own, weights[..., None], torch.zeros_like(weights)[..., None]).sum(1)
+    return out + (share @ w2.bias.float()).to(out.dtype)
+
+
+def apply(layer: Any, x: torch.Tensor, router_logits: torch.Tensor) -> torch.Tensor:
     """What a layer of vLLM computes.
 
     Args:
       layer: with the matrices as parameters ``w13_weight`` and ``w2_weight``, and where they are quantised
-        ``w13_weight_scale``, ``w13_weight_zero_point`` and so on.
+        ``w13_weight_scale``, ``w13_weight_zero_point`` and so on; biases as ``w13_bias`` and ``w2_bias``.
       x: T[rows, hidden].
       router_logits: [rows, num_experts].
-      has_bias: whether the experts have one.
 
     Returns:
       T[rows, hidden].
@@ -236,31 +284,39 @@ def apply(layer: Any, x: torch.Tensor, router_logits: torch.Tensor, has_bias: bo
         "zero experts": bool(getattr(layer, "zero_expert_num", 0)),
         "apply_router_weight_on_input": layer.apply_router_weight_on_input,
         f"activation={layer.activation}": layer.activation not in _ACTIVATIONS,
-        "bias": has_bias,
     }
     if names := [name for name, given in refused.items() if given]:
         raise NotImplementedError(f"xla_gpu.vllm: experts with {', '.join(names)} are not supported")
     weights, chosen = routing.of_layer(layer, x, router_logits)
     w13, w2 = matrices(layer, "w13"), matrices(layer, "w2")
     if (devices := tensor_parallel.active()) is None:
-        return experts(x, w13, w2, weights, chosen, layer.activation)
+        return bias_of_sum(w2, weights, chosen, experts(x, w13, w2, weights, chosen, layer.activation))
     # Each device has a part of every expert's width.
     operands: list[tuple[torch.Tensor, int | None]] = [(x, None), (weights, None), (chosen, None)]
-    for parts, dim in ((w13, 1), (w2, 2)):
-        operands += [(part, dim if part.dim() > dim else None) for part in parts if part is not None]
-    count = sum(part is not None for part in w13)
+    given_of: list[tuple[str, ...]] = []
+    for matrix, dim in ((w13, 1), (w2._replace(bias=None), 2)):
+        given = {name: part for name, part in matrix._asdict().items() if part is not None}
+        operands += [(part, dim if part.dim() > dim else None) for part in given.values()]
+        given_of.append(tuple(given))
 
     def on_one(x: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor, *parts: torch.Tensor) -> torch.Tensor:
-        own13, own2 = Matrices(*parts[:count]), Matrices(*parts[count:])
+        count = len(given_of[0])
+        own13 = Matrices(**dict(zip(given_of[0], parts[:count], strict=True)))
+        own2 = Matrices(**dict(zip(given_of[1], parts[count:], strict=True)))
         return experts(x, own13, own2, weights, chosen, layer.activation)[None]
 
-    return devices.sum(devices.on_each(on_one, operands, 0))
+    return bias_of_sum(w2, weights, chosen, devices.sum(devices.on_each(on_one, operands, 0)))
 
 
 def matrices(layer: Any, name: str) -> Matrices:
     """The matrices "w13" or "w2" of a layer of vLLM."""
     scale, zero_point = (getattr(layer, f"{name}_weight_{part}", None) for part in ("scale", "zero_point"))
-    return Matrices(getattr(layer, f"{name}_weight"), scale, zero_point)
+    return Matrices(getattr(layer, f"{name}_weight"), scale, zero_point, getattr(layer, f"{name}_bias", None))
+
+
+def in_halves(rows: torch.Tensor) -> torch.Tensor:
+    """[num_experts, 2 * intermediate, ...] with the rows of gate and up in turn: gate's before up's."""
+    return torch.cat([rows[:, ::2], rows[:, 1::2]], 1)
 
 
 @UnquantizedFusedMoEMethod.register_oot
@@ -272,9 +328,17 @@ class XlaGpuMoEMethod(UnquantizedFusedMoEMethod):  # type: ignore[misc]
 
         vLLM 0.12 passes the layer's options as arguments too; 0.13 passes the layer alone.
         """
-        return apply(layer, x, router_logits, self.moe.has_bias)
+        return apply(layer, x, router_logits)
 
     forward_native = forward_oot
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        """Brings the rows of gate and up into the order of ``experts``."""
+        super().process_weights_after_loading(layer)
+        if layer.activation in IN_TURN:
+            for parameter in (layer.w13_weight, getattr(layer, "w13_bias", None)):
+                if parameter is not None:
+                    parameter.data = in_halves(parameter.data)
 
 
 def _forward(layer: Any, hidden_states: torch.Tensor, router_logits: torch.Tensor) -> Any:

@@ -41,10 +41,11 @@ import xla_gpu.torch as xg
 
 from ..quantization import CheckpointFormat
 from ..quantization.weights import GROUP
+from . import mxfp4_experts
 from .quantized_experts import CheckpointMoEMethod
 
 # What config.json calls the methods that are taken, and what this back end calls them all.
-METHODS = ("compressed-tensors", "fp8", "awq", "gptq")
+METHODS = ("compressed-tensors", "fp8", "awq", "gptq", mxfp4_experts.METHOD)
 NAME = "xla_gpu"
 
 _PER_WORD = 8  # int4 values in an int32
@@ -126,8 +127,10 @@ class CheckpointQuantization(QuantizationConfig):  # type: ignore[misc]
         return ["quantize_config.json", "quant_config.json"]
 
     @classmethod
-    def from_config(cls, config: dict[str, Any]) -> CheckpointQuantization:
+    def from_config(cls, config: dict[str, Any]) -> QuantizationConfig:
         """Raises ValueError for settings that ``linear`` has no format for."""
+        if config.get("quant_method") == mxfp4_experts.METHOD:
+            return mxfp4_experts.Mxfp4Quantization()
         try:
             return cls(config)
         except ValueError as error:

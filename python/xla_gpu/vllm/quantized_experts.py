@@ -143,7 +143,7 @@ class CheckpointMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
 
     def apply(self, layer: Any, x: torch.Tensor, router_logits: torch.Tensor, **_: Any) -> torch.Tensor:
         """T[rows, hidden] from x: T[rows, hidden]."""
-        return moe.apply(layer, x, router_logits, self.moe.has_bias)
+        return moe.apply(layer, x, router_logits)
 
 
 def _keep(

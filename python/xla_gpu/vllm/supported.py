@@ -142,7 +142,7 @@ def _model_refusals(model: Any) -> list[str]:
         found.append(f"--convert: expected none, got {model.convert_type}")
     if model.quantization not in (None, QUANTIZATION):
         found.append(
-            "--quantization: expected none, or a checkpoint of compressed-tensors, fp8, awq or gptq, "
+            "--quantization: expected none, or a checkpoint of compressed-tensors, fp8, awq, gptq or mxfp4, "
             f"got {model.quantization}"
         )
     if model.using_transformers_backend():
@@ -157,7 +157,6 @@ def _model_refusals(model: Any) -> list[str]:
         "--enable-sleep-mode": model.enable_sleep_mode,
         "--logits-processors": bool(model.logits_processors),
         "--enable-return-routed-experts": getattr(model, "enable_return_routed_experts", False),  # of vLLM 0.14
-        "multi-head latent attention (MLA)": model.use_mla,
         "a state-space or hybrid model": model.is_hybrid or model.has_inner_state,
         "an encoder-decoder model": model.is_encoder_decoder,
         "a model without attention": model.is_attention_free,
@@ -165,6 +164,11 @@ def _model_refusals(model: Any) -> list[str]:
         "chunked local attention": bool(getattr(model, "attention_chunk_size", None)),
     }
     found += [f"{name}: not supported" for name, given in traits.items() if given]
+    if model.use_mla:
+        found.append(
+            "multi-head latent attention (MLA): not supported; with VLLM_MLA_DISABLE=1 the model keeps whole keys and "
+            "values, and is"
+        )
     return found
 
 
