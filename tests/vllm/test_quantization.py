@@ -280,7 +280,10 @@ def check(stored: Path, meant: Path) -> None:
     [
         ({"quant_method": "awq", "bits": 4, "group_size": 64}, "group_size: expected a multiple of 128"),
         ({"quant_method": "gptq", "bits": 8, "group_size": 128}, "bits: expected 4, got 8"),
-        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "--quantization: expected none, or a checkpoint of"),
+        (
+            {"quant_method": "bitsandbytes", "load_in_4bit": True},
+            "--quantization: expected none, fp8, or a checkpoint of",
+        ),
     ],
 )
 def test_other_layouts_are_refused(settings, text, tmp_path):

@@ -319,6 +319,14 @@ def in_halves(rows: torch.Tensor) -> torch.Tensor:
     return torch.cat([rows[:, ::2], rows[:, 1::2]], 1)
 
 
+def order_halves(layer: Any) -> None:
+    """Brings the rows of gate and up of plain experts into the order of ``experts``."""
+    if layer.activation in IN_TURN:
+        for parameter in (layer.w13_weight, getattr(layer, "w13_bias", None)):
+            if parameter is not None:
+                parameter.data = in_halves(parameter.data)
+
+
 @UnquantizedFusedMoEMethod.register_oot
 class XlaGpuMoEMethod(UnquantizedFusedMoEMethod):  # type: ignore[misc]
     """vLLM's method for unquantized experts."""
@@ -335,10 +343,7 @@ class XlaGpuMoEMethod(UnquantizedFusedMoEMethod):  # type: ignore[misc]
     def process_weights_after_loading(self, layer: Any) -> None:
         """Brings the rows of gate and up into the order of ``experts``."""
         super().process_weights_after_loading(layer)
-        if layer.activation in IN_TURN:
-            for parameter in (layer.w13_weight, getattr(layer, "w13_bias", None)):
-                if parameter is not None:
-                    parameter.data = in_halves(parameter.data)
+        order_halves(layer)
 
 
 def _forward(layer: Any, hidden_states: torch.Tensor, router_logits: torch.Tensor) -> Any:

@@ -61,6 +61,10 @@ class XlaGpuPlatform(Platform):  # type: ignore[misc]
 
         if vllm_config.cache_config.block_size is None:
             vllm_config.cache_config.block_size = BLOCK_SIZE
+        if getattr(vllm_config.model_config, "quantization", None) == "fp8":
+            from . import online_quantization
+
+            online_quantization.take(vllm_config)
         supported.check(vllm_config)
         compilation = vllm_config.compilation_config
         # The runner compiles whole steps itself.

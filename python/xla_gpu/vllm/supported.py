@@ -142,7 +142,7 @@ def _model_refusals(model: Any) -> list[str]:
         found.append(f"--convert: expected none, got {model.convert_type}")
     if model.quantization not in (None, QUANTIZATION):
         found.append(
-            "--quantization: expected none, or a checkpoint of compressed-tensors, fp8, awq, gptq or mxfp4, "
+            "--quantization: expected none, fp8, or a checkpoint of compressed-tensors, fp8, awq, gptq or mxfp4, "
             f"got {model.quantization}"
         )
     if model.using_transformers_backend():
