@@ -190,6 +190,18 @@ def test_cuda_rows_of_that_sequence_are_nan(frontend, name, path):
     compare.assert_bitwise_equal(out, want, f"{frontend.name}: the other sequences")
 
 
+@pytest.mark.parametrize("path", CASES)
+@pytest.mark.frontends(platform="cuda")
+def test_cuda_rows_of_a_cache_without_pages_are_nan(frontend, path):
+    case = CASES[path]
+    inputs = cases.build(case)
+    inputs.kv_cache = inputs.kv_cache[:0]
+    out, lse = frontend.call("paged_attention_with_lse", inputs.arrays(), **case.options())
+    rows = inputs.query_start_loc[len(case.sequences)]
+    assert np.isnan(out[:rows]).all() and np.isnan(lse[:rows]).all()
+    good(frontend, case)
+
+
 # Rows by what they hold. CASE has sequences in rows 0-1, 2-4 and 5, and padding in rows 6-8: as without the bad entry
 # ("good"), NaN, or 0. Rows in none of them belong to a sequence that the bad entry gave other, sound bounds.
 CUDA_ROWS = {
