@@ -16,6 +16,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.models.utils import WeightsMapper
 
 from tests.vllm import engines, tiny
@@ -293,3 +294,15 @@ def test_other_layouts_are_refused(settings, text, tmp_path):
     with pytest.raises(Exception, match=text):
         engines.make(str(tmp_path))
     assert supported.QUANTIZATION == "xla_gpu"
+
+
+@pytest.mark.parametrize("named", ["awq", "awq_marlin", "fp8"])
+def test_a_method_that_is_named(named, tmp_path):
+    """The checkpoint's, by any of vLLM's names of it; another one is refused by vLLM."""
+    stored, _ = save(tmp_path, "awq")
+    if named == "fp8":
+        with pytest.raises(Exception, match=r"\(awq\) does not match .*\(fp8\)"):
+            EngineArgs(model=str(stored), quantization=named).create_engine_config()
+    else:
+        config = EngineArgs(model=str(stored), quantization=named).create_engine_config()
+        assert config.model_config.quantization == supported.QUANTIZATION

@@ -103,8 +103,14 @@ class CheckpointQuantization(QuantizationConfig):  # type: ignore[misc]
 
     @classmethod
     def override_quantization_method(cls, hf_quant_cfg: dict[str, Any], user_quant: str | None) -> str | None:
-        """Takes what it can in the place of vLLM's own methods, which are for CUDA tensors."""
-        return NAME if hf_quant_cfg.get("quant_method") in METHODS else None
+        """Takes what it can in the place of vLLM's own methods, which are for CUDA tensors.
+
+        Where --quantization names another method than the checkpoint's, vLLM says so. Its names of a method may be
+        longer, as awq_marlin.
+        """
+        method = hf_quant_cfg.get("quant_method")
+        named = user_quant is None or user_quant == NAME or user_quant.startswith(str(method))
+        return NAME if method in METHODS and named else None
 
     @classmethod
     def get_name(cls) -> str:
