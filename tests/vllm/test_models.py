@@ -16,19 +16,31 @@ from tests.vllm import tiny
 EVERY_TIME = ("qwen3", "gemma3", "mixtral", "glm4_moe", "gpt_oss", "deepseek_v3", "cohere2")
 NAMES = sorted(tiny.CONFIGS) if os.environ.get("XLA_GPU_TEST_ALL_MODELS") else EVERY_TIME
 
+# Whose layers are two calls each in steps of few rows.
+OF_TWO_CALLS = ("llama", "llama_wide", "llama3", "qwen2", "qwen3", "mistral", "phi3")
+
 # A process for each: an engine does not give its memory and its settings back.
 PROGRAM = """
-import sys
+import sys, torch
 from tests.vllm import engines, tiny
-from xla_gpu.vllm import layer_operators
+from xla_gpu.vllm import attention, layer_blocks, layer_operators
 layer_operators.MIN_ROWS = 64  # so that steps of prompts have the operators of large steps, and others not
+attention.MAX_BLOCK_ROWS = layer_blocks.MAX_ROWS = 8  # and steps of few rows theirs
+layer_blocks.PLAIN_DTYPES += (torch.float32,)
+calls = set()
+for name in ("gated_mlp", "attention_block_"):
+    def block(*operands, name=name, function=getattr(layer_blocks.xg, name), **others):
+        if others.get("norm_weight") is not None and others.get("residual") is not None:
+            calls.add(name)
+        return function(*operands, **others)
+    setattr(layer_blocks.xg, name, block)
 folder, options = sys.argv[1], eval(sys.argv[2])
 prompts = tiny.prompts((5, 37, 130))
 expected = [tiny.Reference(folder).greedy(prompt, 16) for prompt in prompts]
 llm = engines.make(folder, **options)
 got = engines.tokens(llm, prompts, engines.greedy(16))
 groups = len(engines.runner_of(llm).caches.block_sizes)
-print("RESULT", got == expected, groups, engines.compiled_since_start(llm), got, expected)
+print("RESULT", got == expected, groups, engines.compiled_since_start(llm), len(calls), got, expected)
 """
 
 
@@ -39,14 +51,15 @@ def serve(name: str, folder, program: str = PROGRAM, **options) -> list[str]:
     result = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment)
     lines = [line for line in result.stdout.splitlines() if line.startswith("RESULT")]
     assert lines, result.stderr[-3000:]
-    return lines[-1].split(maxsplit=4)[1:]
+    return lines[-1].split(maxsplit=5)[1:]
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_tokens_equal_transformers(name, tmp_path):
-    equal, groups, compiled, tokens = serve(name, tmp_path)
+    equal, groups, compiled, calls, tokens = serve(name, tmp_path)
     assert equal == "True", tokens
     assert compiled == "0"
+    assert int(calls) == (2 if name in OF_TWO_CALLS else 0)
     # Layers with a window beside others have block tables of their own, and keep their window alone.
     assert (int(groups) > 1) == (name in ("gemma2", "gemma3", "gpt_oss", "cohere2", "olmo3"))
 
@@ -66,7 +79,7 @@ WITH_IMAGES = sorted(tiny.WITH_IMAGES) if os.environ.get("XLA_GPU_TEST_ALL_MODEL
 def test_text_of_a_model_with_images(name, tmp_path):
     from vllm.engine.arg_utils import EngineArgs
 
-    equal, _, compiled, tokens = serve(name, tmp_path, limit_mm_per_prompt={"image": 0})
+    equal, _, compiled, _, tokens = serve(name, tmp_path, limit_mm_per_prompt={"image": 0})
     assert equal == "True", tokens
     assert compiled == "0"
     with pytest.raises(Exception, match=r"--limit-mm-per-prompt: expected '{\"image\": 0}' with"):
@@ -96,7 +109,7 @@ short = []
 for prompt, tokens in zip(prompts, got):
     logits = reference.logits(prompt + tokens)[len(prompt) - 1 : -1]
     short.append(max(row.max().item() - row[token].item() for row, token in zip(logits, tokens)))
-print("RESULT", max(short), 0, engines.compiled_since_start(llm), short, got)
+print("RESULT", max(short), 0, engines.compiled_since_start(llm), 0, short, got)
 """
 
 
@@ -105,6 +118,6 @@ print("RESULT", max(short), 0, engines.compiled_since_start(llm), short, got)
 )
 def test_less_precision(options, tolerance, tmp_path):
     """Tokens are those of transformers in that dtype, with keys and values rounded to the cache's."""
-    short, _, compiled, details = serve("llama", tmp_path, ROUNDED_PROGRAM, **options)
+    short, _, compiled, _, details = serve("llama", tmp_path, ROUNDED_PROGRAM, **options)
     assert compiled == "0"
     assert float(short) < tolerance, details

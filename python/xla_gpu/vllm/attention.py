@@ -22,6 +22,9 @@ CACHE_DTYPES = {
 }
 MAX_HEAD_SIZE = 256
 
+# Of more, one call of both operators is no faster than two.
+MAX_BLOCK_ROWS = 32
+
 
 @dataclasses.dataclass
 class StepMetadata:
@@ -143,10 +146,63 @@ class XlaGpuAttention(AttentionImpl):  # type: ignore[misc]
 
         ``rotation``: options of xla_gpu.torch.rotary_and_cache_, as ``table`` is its.
         """
+        if qkv.shape[0] <= MAX_BLOCK_ROWS:
+            return self.forward_block(layer, qkv, {}, positions, table, kv_cache, attn_metadata, **rotation)
         scales = self._scales(layer, qkv.device)
         slots = attn_metadata.slot_mapping
         query = xg.rotary_and_cache_(qkv, positions, table, kv_cache, slots, **scales, **rotation)
         return self._attend(query, kv_cache, attn_metadata, scales)
+
+    def forward_block(
+        self,
+        layer: Any,
+        x: torch.Tensor,
+        weights: dict[str, torch.Tensor],
+        positions: torch.Tensor,
+        table: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: StepMetadata,
+        norm_eps: float = 0.0,
+        **rotation: Any,
+    ) -> torch.Tensor:
+        """The same as one call, with the products before and behind where their weights are given.
+
+        Args:
+          layer: vLLM's.
+          x: the projection, or with weights what it is computed from.
+          weights: operands of xla_gpu.torch.attention_block_ that belong to its products.
+          positions: int32[num_tokens].
+          table: of rotary_and_cache_.
+          kv_cache: of the layer.
+          attn_metadata: of the step.
+          norm_eps: of rotary_and_cache_.
+          rotation: its other options.
+
+        Returns:
+          T[num_tokens, num_heads * head_size], or the second product.
+        """
+        step, others = attn_metadata, dict(weights)
+        return xg.attention_block_(
+            x,
+            others.pop("qkv_weight", None),
+            others.pop("out_weight", None),
+            positions,
+            table,
+            kv_cache,
+            step.slot_mapping,
+            step.context_lens,
+            step.block_tables,
+            step.query_start_loc,
+            step.num_seqs,
+            scale=self.scale,
+            sliding_window=self.sliding_window,
+            soft_cap=self.soft_cap,
+            sinks=None if self.sinks is None else self.sinks.float(),
+            eps=norm_eps,
+            **self._scales(layer, x.device),
+            **rotation,
+            **others,
+        )
 
     def _scales(self, layer: Any, device: torch.device) -> dict[str, torch.Tensor]:
         """Of a float8 cache."""

@@ -19,6 +19,7 @@ from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 
 import xla_gpu.torch as xg
 
+from . import layer_blocks
 from .attention import XlaGpuAttention
 
 MIN_ROWS = 512
@@ -42,12 +43,19 @@ def take(model: nn.Module, max_model_len: int) -> None:
             _take_silu(module)
         elif is_known_attention(type(module)) and _can_be_taken(module, max_model_len):
             _take_attention(module, max_model_len)
+    layer_blocks.take(model, _taken(model))
 
 
-def head_norms(model: nn.Module) -> list[nn.Module]:
-    """The norms whose weights ``rotary_and_cache`` reads itself."""
-    taken = [module for module in model.modules() if hasattr(getattr(module, "rotary_emb", None), _TABLE)]
-    return [norm for module in taken for name in ("q_norm", "k_norm") if (norm := getattr(module, name, None))]
+def own_norms(model: nn.Module) -> list[nn.Module]:
+    """The norms whose weights this library's operators read in steps of any number of rows."""
+    pairs = [(module, name) for module in _taken(model) for name in ("q_norm", "k_norm")]
+    of_heads = [norm for module, name in pairs if (norm := getattr(module, name, None)) is not None]
+    return of_heads + layer_blocks.norms(model)
+
+
+def _taken(model: nn.Module) -> set[nn.Module]:
+    """Attention that goes through this library's operators as a whole."""
+    return {module for module in model.modules() if getattr(module.forward, "func", None) is _attend}
 
 
 def _take_norm(norm: Any, options: dict[str, Any]) -> None:
@@ -110,27 +118,39 @@ def _take_attention(module: Any, max_model_len: int) -> None:
     module.forward = functools.partial(_attend, module)
 
 
-def _attend(module: Any, positions: torch.Tensor, hidden_states: torch.Tensor, **_: Any) -> torch.Tensor:
-    """The forward method of a layer's attention."""
+def _attend(
+    module: Any,
+    positions: torch.Tensor,
+    hidden_states: torch.Tensor,
+    norm: dict[str, Any] | None = None,
+    residual: torch.Tensor | None = None,
+    **_: Any,
+) -> torch.Tensor:
+    """The forward method of a layer's attention.
+
+    ``norm``: what ``attention_block_`` takes of the norm before it, where that is a part of it; ``residual``: what it
+    adds then.
+    """
     attention, rotary, context = module.attn, module.rotary_emb, get_forward_context()
-    qkv, _bias = module.qkv_proj(hidden_states)
     if context.attn_metadata is None:  # no result is needed
-        attended = qkv[:, : attention.num_heads * attention.head_size]
-    else:
-        rotation: dict[str, Any] = {"interleaved": not rotary.is_neox_style}
-        for name in ("q_norm", "k_norm"):
-            if (norm := getattr(module, name, None)) is not None:
-                gemma = isinstance(norm, GemmaRMSNorm)
-                rotation |= {f"{name}_weight": norm.weight.data, "norm_eps": norm.variance_epsilon}
-                rotation |= {"weight_offset": float(gemma), "round_once": gemma}
-        attended = attention.impl.forward_projected(
-            attention,
-            qkv,
-            positions,
-            getattr(rotary, _TABLE),
-            attention.kv_cache[context.virtual_engine],
-            context.attn_metadata[attention.layer_name],
-            **rotation,
-        )
-    output, _bias = module.o_proj(attended)
+        qkv, _bias = module.qkv_proj(hidden_states)
+        output, _bias = module.o_proj(qkv[:, : attention.num_heads * attention.head_size])
+        return output
+    rotation: dict[str, Any] = {"interleaved": not rotary.is_neox_style}
+    for name in ("q_norm", "k_norm"):
+        if (of_heads := getattr(module, name, None)) is not None:
+            gemma = isinstance(of_heads, GemmaRMSNorm)
+            rotation |= {f"{name}_weight": of_heads.weight.data, "norm_eps": of_heads.variance_epsilon}
+            rotation |= {"weight_offset": float(gemma), "round_once": gemma}
+    cache = attention.kv_cache[context.virtual_engine]
+    where = positions, getattr(rotary, _TABLE), cache, context.attn_metadata[attention.layer_name]
+    weights = layer_blocks.operands(hidden_states, qkv=module.qkv_proj, out=module.o_proj)
+    if weights is not None:
+        if norm is not None:
+            weights |= {"norm_weight": norm["norm_weight"], "residual": residual}
+            rotation["norm_eps"] = norm["eps"]
+        result: torch.Tensor = attention.impl.forward_block(attention, hidden_states, weights, *where, **rotation)
+        return result
+    qkv, _bias = module.qkv_proj(hidden_states)
+    output, _bias = module.o_proj(attention.impl.forward_projected(attention, qkv, *where, **rotation))
     return output

@@ -52,7 +52,7 @@ class ModelPrograms:
         self._adapters = adapters
         # A program over several devices takes its parameters as they are.
         divided = tensor_parallel.active() is not None
-        self._norms = None if divided else NormWeights(model, layer_operators.head_norms(model))
+        self._norms = None if divided else NormWeights(model, layer_operators.own_norms(model))
         # Over several devices the rows of attention, which the program returns, would have to be gathered. With
         # adapters the chosen rows would need their own.
         self._last_layer = None if divided or adapters is not None else LastLayer.of(model)
