@@ -54,7 +54,7 @@ struct PagedAttentionParams {
 
 namespace decode {
 struct SharedCall;
-struct OneSequence;
+struct RareDecodeRows;
 }  // namespace decode
 
 // The kernels that a launch of the prefill path launches: its combine kernel may come later than the others.
@@ -72,8 +72,8 @@ struct PagedAttentionCall : PagedAttentionParams {
   PrefillKernels prefill_kernels;  // CUDA
   // CUDA: where not null, kernels of the prefill path do work of the decode path.
   decode::SharedCall* decode_work = nullptr;
-  // CUDA: where not null, LaunchPrefill may take the call's only sequence even if that belongs to the decode path.
-  decode::OneSequence* one_sequence = nullptr;
+  // CUDA: where not null, LaunchPrefill may take the sequences of the decode path too.
+  decode::RareDecodeRows* rare_decode_rows = nullptr;
 
   // New tokens of a sequence, at most, where there is a tree_mask.
   int64_t MaxTreeTokens() const { return 32 * tree_words; }

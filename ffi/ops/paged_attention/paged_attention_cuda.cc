@@ -88,19 +88,20 @@ Status LaunchPagedAttention(const PagedAttentionCall& call, Stream stream) {
   const bool decode_first = DecodeComesFirst(params);
   const bool combine_last = splits_keys && PrefillCombineComesLast(params);
   if (both && splits_keys && PathsShareCombine(params)) return LaunchBothPaths(params, stream);
-  decode::OneSequence one_sequence;
+  decode::RareDecodeRows rare;
   const decode::KernelConfig decode_config = decode::MakeKernelConfig(params);
-  if (both && splits_keys && decode::IsOneSequence(params, decode_config)) {
+  if (both && splits_keys && decode::HasRareDecodeRows(params, decode_config)) {
     if (Status status = CheckSlotCounts(params); !status.ok()) return status;
-    one_sequence.args = decode::MakeOneSequenceArgs(params, decode_config);
-    params.one_sequence = &one_sequence;
+    rare.args = decode::MakeRareDecodeRowsArgs(params, decode_config);
+    params.rare_decode_rows = &rare;
   }
   if (both && !decode_first) {
     if (combine_last) params.prefill_kernels = PrefillKernels::kAllButCombine;
     if (Status status = LaunchPrefill(params, stream); !status.ok()) return status;
-    if (one_sequence.taken) return Status::Ok();
   }
-  if (Status status = LaunchDecode(params, stream); !status.ok()) return status;
+  if (!rare.taken) {
+    if (Status status = LaunchDecode(params, stream); !status.ok()) return status;
+  }
   if (both && combine_last) {
     params.prefill_kernels = PrefillKernels::kCombine;
     return LaunchPrefill(params, stream);

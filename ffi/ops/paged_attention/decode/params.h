@@ -107,14 +107,20 @@ struct KernelConfig {
   int max_ctas;  // of the split-KV kernel for which the scratch has room
 };
 
+// Whether the sequences probably are prompts without a context: they have nearly as many tokens as there is room for.
+inline bool SuggestWholePrompts(const PagedAttentionCall& shapes) {
+  return shapes.max_seqs > 0 && !SuggestFewTokens(shapes) && shapes.tree_words == 0 &&
+         shapes.num_tokens * 8 / 7 / shapes.max_seqs >= shapes.pages_per_seq * shapes.page_size;
+}
+
 // Whether a CTA group takes whole work tiles, so that a call needs no combine kernel: where the prefill path comes
-// first and the decode path probably has nothing to do, since a single sequence has room for many rows; and where
-// contexts are so short that splits gain nothing.
+// first and the decode path probably has nothing to do, since a single sequence has room for many rows, or all of them
+// are prompts; and where contexts are so short that splits gain nothing.
 inline bool TakesWholeTiles(const PagedAttentionCall& shapes) {
   constexpr int64_t kManyTokens = 64;
   constexpr int64_t kShortContext = 1024;
   return !DecodeComesFirst(shapes) && shapes.tree_words == 0 && shapes.max_seqs > 0 &&
-         ((shapes.max_seqs == 1 && shapes.num_tokens >= kManyTokens) ||
+         ((shapes.max_seqs == 1 && shapes.num_tokens >= kManyTokens) || SuggestWholePrompts(shapes) ||
           shapes.pages_per_seq * shapes.page_size <= kShortContext);
 }
 
@@ -200,9 +206,10 @@ struct SharedCall {
   unsigned prefill_ctas = 0;  // of the prefill path's kernel, if that does the work (prefill/decode_share.cuh)
 };
 
-// A call for one sequence, which probably has more tokens than the decode path takes: a kernel that finds nothing to do
-// behind the prefill path's costs 1 to 4 us, so that this one takes few tokens too, where it has code for them.
-struct OneSequence {
+// A call whose sequences probably have more tokens than the decode path takes, since there is one, or all are prompts:
+// a kernel that finds nothing to do behind the prefill path's costs 1 to 7 us, so that this one takes few tokens too,
+// where it has code for them.
+struct RareDecodeRows {
   bool taken = false;  // by a kernel of the prefill path
   DecodeArgs args;
 };
@@ -244,12 +251,13 @@ inline DecodeArgs MakeArgs(const PagedAttentionCall& params, const KernelConfig&
   return args;
 }
 
-// Whether OneSequence is for such calls.
-inline bool IsOneSequence(const PagedAttentionCall& params, const KernelConfig& config) {
-  return config.whole_tiles && config.row_tiles == 1 && params.max_seqs == 1 && !IsFloat8(params.cache_dtype);
+// Whether RareDecodeRows is for such calls.
+inline bool HasRareDecodeRows(const PagedAttentionCall& params, const KernelConfig& config) {
+  return config.whole_tiles && config.row_tiles == 1 && !IsFloat8(params.cache_dtype) &&
+         (params.max_seqs == 1 || SuggestWholePrompts(params));
 }
 // Its arguments, but for what only device code has names for.
-inline DecodeArgs MakeOneSequenceArgs(const PagedAttentionCall& params, const KernelConfig& config) {
+inline DecodeArgs MakeRareDecodeRowsArgs(const PagedAttentionCall& params, const KernelConfig& config) {
   DecodeArgs args = MakeArgs(params, config);
   args.slot_stride_bytes = static_cast<uint32_t>(params.slot_stride * 2);
   args.cta_group_size = 1;

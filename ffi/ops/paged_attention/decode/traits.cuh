@@ -55,7 +55,7 @@ struct KernelTraits {
   using Cta = WholeCta;
   static constexpr bool kWide = false;               // see WideKernelTraits
   static constexpr bool kDependent = false;          // see DependentKernelTraits
-  static constexpr bool kWholeTiles = false;         // see OneSequenceTraits
+  static constexpr bool kWholeTiles = false;         // see WholeTilesTraits
   static constexpr bool kTreeMask = kRowTiles == 4;  // of a half of a wide work tile
   static constexpr int kWarps = 4;
   static constexpr int kThreads = 32 * kWarps;
@@ -100,9 +100,10 @@ struct DependentKernelTraits : KernelTraits<kFormat_, kHeadDim_, kRowTiles_, fal
   static constexpr bool kDependent = true;
 };
 
-// Where a CTA of another kernel takes whole work tiles of the only sequence of a call (one_sequence.cuh).
+// Where a warpgroup of another kernel takes whole work tiles (whole_tiles.cuh).
 template <CacheFormat kFormat_, int kHeadDim_, bool kLargeSharedMemory_>
-struct OneSequenceTraits : KernelTraits<kFormat_, kHeadDim_, 1, false, kLargeSharedMemory_> {
+struct WholeTilesTraits : KernelTraits<kFormat_, kHeadDim_, 1, false, kLargeSharedMemory_> {
+  using Cta = WarpgroupCta;
   static constexpr bool kWholeTiles = true;
 };
 

@@ -162,13 +162,14 @@ inline bool MakeTmaParams(const PagedAttentionCall& params, const SplitAccumulat
   return true;
 }
 
-// The arguments of the decode path's code in the kernel, where that takes the call's only sequence.
+// The arguments of the decode path's code in the kernel, where that takes its sequences by whole work tiles.
 template <typename Traits>
-decode::DecodeArgs TakeOneSequenceArgs(const SplitAccumulatorLayout& layout, TmaParams* tma) {
-  if (!Traits::kTakesOneSequence || layout.one_sequence == nullptr) return {};
-  layout.one_sequence->taken = true;
-  tma->takes_one_sequence = true;
-  decode::DecodeArgs args = layout.one_sequence->args;
+decode::DecodeArgs RareDecodeRowsArgs(const SplitAccumulatorLayout& layout, TmaParams* tma) {
+  const bool takes = Traits::kTakesOneSequence ? tma->attention.max_seqs == 1 : Traits::kTakesWholeTiles;
+  if (!takes || layout.rare_decode_rows == nullptr) return {};
+  layout.rare_decode_rows->taken = true;
+  tma->takes_whole_tiles = true;
+  decode::DecodeArgs args = layout.rare_decode_rows->args;
   args.kv_l2_policy = kEvictFirst;
   return args;
 }
@@ -224,7 +225,7 @@ Status LaunchTma(const TmaParams& call, const SplitAccumulatorLayout& layout, in
       if (Status status = LaunchTmaAndDecode<Traits>(tma, layout, grid, stream, &launched); !status.ok()) return status;
     }
     if (!launched) {
-      const decode::DecodeArgs decode_args = TakeOneSequenceArgs<Traits>(layout, &tma);
+      const decode::DecodeArgs decode_args = RareDecodeRowsArgs<Traits>(layout, &tma);
       const LaunchConfig config{grid, Traits::kThreads, Traits::kSharedBytes, /*programmatic=*/true};
       if (Status status = Launch(config, stream, kernel, tma, decode_args); !status.ok()) return status;
     }
@@ -267,9 +268,9 @@ Status LaunchTmaOneWarpgroup(const TmaParams& call, const SplitAccumulatorLayout
   const dim3 grid(static_cast<unsigned>(ctas), static_cast<unsigned>(grid_rows));
   const LaunchConfig config{grid, Traits::kThreads, Traits::kSharedBytes, /*programmatic=*/true};
   TmaParams tma = call;
-  const decode::DecodeArgs decode_args = TakeOneSequenceArgs<Traits>(layout, &tma);
-  if (tma.takes_one_sequence) {
-    const auto kernel = PrefillTmaOneSequenceKernel<Traits>;
+  const decode::DecodeArgs decode_args = RareDecodeRowsArgs<Traits>(layout, &tma);
+  if (tma.takes_whole_tiles) {
+    const auto kernel = PrefillAndDecodeOneWarpgroupKernel<Traits>;
     XLA_GPU_RETURN_IF_CUDA(
         cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Traits::kSharedBytes));
     return Launch(config, stream, kernel, tma, decode_args);

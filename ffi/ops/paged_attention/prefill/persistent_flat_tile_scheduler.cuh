@@ -69,6 +69,17 @@ class PersistentFlatTileScheduler {
 
   __device__ bool IsEmpty() const { return blockIdx.x >= total_; }
   __device__ bool HasPaddingRows() const { return has_padding_rows_; }
+  // Whether some sequence has as few tokens as the decode path takes. By all threads.
+  __device__ bool HasDecodeRows() const {
+    bool any = false;
+    const int num_live = LiveSequences(params_);
+    for (int s = static_cast<int>(threadIdx.x); s < num_live; s += kThreads) {
+      const unsigned tokens = static_cast<unsigned>(__ldg(params_.query_start_loc + s + 1)) -
+                              static_cast<unsigned>(__ldg(params_.query_start_loc + s));
+      any = any || tokens - 1 < static_cast<unsigned>(params_.max_decode_tokens);
+    }
+    return __syncthreads_or(any);
+  }
 
   // The `n`th work tile of this CTA; false if it has no more. By one warp; the result is the same in all lanes.
   __device__ bool Find(unsigned n, WorkTile* tile) const {

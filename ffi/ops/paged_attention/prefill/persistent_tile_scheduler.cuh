@@ -55,9 +55,10 @@ class PersistentTileScheduler {
   using List = PromptList<kThreads, kRows, kSequences, kClasses, Split>;
   struct Storage {
     typename List::Storage list;
-    int num_live;     // as one thread has read it
-    int first_start;  // of the first sequence's rows
-    int last_end;     // of the last one's
+    int num_live;          // as one thread has read it
+    int first_start;       // of the first sequence's rows
+    int last_end;          // of the last one's
+    bool has_decode_rows;  // some sequence has as few tokens as the decode path takes
   };
 
   __device__ PersistentTileScheduler(const PagedAttentionParams& params, unsigned group, FastDivisor kv_heads,
@@ -73,19 +74,23 @@ class PersistentTileScheduler {
     const int num_live = metadata.num_seqs >= 0 && metadata.num_seqs <= params_.max_seqs ? metadata.num_seqs : -1;
     total_ = 0;
     list_.Clear();
-    bool ok = true, has_prompt = false;
+    bool ok = true, has_prompt = false, has_decode_rows = false;
+    if (thread == 0) storage_.has_decode_rows = false;
     for (int s = thread; s < params_.max_seqs; s += kThreads) {
       const int begin = s == thread ? metadata.q_begin : __ldg(params_.query_start_loc + s);
       const int end = s == thread ? metadata.q_end : __ldg(params_.query_start_loc + s + 1);
       const bool in_bounds = 0 <= begin && begin <= end && end <= params_.num_tokens;
       ok = ok && (s >= num_live || in_bounds);
       has_prompt = has_prompt || (s < num_live && in_bounds && end - begin > params_.max_decode_tokens);
+      has_decode_rows =
+          has_decode_rows || (s < num_live && in_bounds && end > begin && end - begin <= params_.max_decode_tokens);
       if (s == 0) storage_.first_start = begin;
       if (s == num_live - 1) storage_.last_end = end;
     }
     if (thread == 0) storage_.num_live = num_live;
     const bool in_order = __syncthreads_and(ok);
     if (!in_order && !settled) return false;
+    if (has_decode_rows) storage_.has_decode_rows = true;
     if (__syncthreads_or(has_prompt)) {
       // NOTE: threads may have read other numbers while the kernel before writes it, but must take as many barriers.
       const int last = min(storage_.num_live, first + kSequences);

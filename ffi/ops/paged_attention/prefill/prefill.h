@@ -18,10 +18,10 @@ int64_t PrefillScratchBytes(const PagedAttentionCall& shapes);
 // Whether the current device's kernel for these shapes splits the keys of few rows (split_kv.h).
 Status PrefillSplitsKeys(const PagedAttentionParams& shapes, bool* splits);
 
-// Writes the rows of every sequence of more than max_decode_tokens tokens, and the padding rows; with `one_sequence`
-// taken, all. Two launches where sequences may be split, else one; `prefill_kernels` says which of them. With a
-// tree_mask, which PrefillSplitsKeys must hold for, the call needs no other launch: max_decode_tokens is 0, and
-// sequences of more than MaxTreeTokens() rows become NaN.
+// Writes the rows of every sequence of more than max_decode_tokens tokens, and the padding rows; with
+// `rare_decode_rows` taken, all. Two launches where sequences may be split, else one; `prefill_kernels` says which of
+// them. With a tree_mask, which PrefillSplitsKeys must hold for, the call needs no other launch: max_decode_tokens is
+// 0, and sequences of more than MaxTreeTokens() rows become NaN.
 Status LaunchPrefill(const PagedAttentionCall& params, Stream stream);
 
 // Both by the dtype of queries. Each has its own source file in instantiations/, so that they compile in parallel.

@@ -14,8 +14,8 @@
 #include "ffi/device/mbarrier.cuh"
 #include "ffi/device/wgmma.cuh"
 #include "ffi/ops/paged_attention/decode/decode.h"
-#include "ffi/ops/paged_attention/decode/one_sequence.cuh"
 #include "ffi/ops/paged_attention/decode/split_kv_kernel.cuh"
+#include "ffi/ops/paged_attention/decode/whole_tiles.cuh"
 #include "ffi/ops/paged_attention/padding_rows.cuh"
 #include "ffi/ops/paged_attention/prefill/decode_share.cuh"
 #include "ffi/ops/paged_attention/prefill/sm90_tma_consumer.cuh"
@@ -71,6 +71,15 @@ __device__ void InitBarriers(const TmaCta<Traits>& cta) {
   __syncwarp();
 }
 
+// By all threads, when none waits for a barrier any more: from now on shared memory may be used for something else.
+template <typename Traits>
+__device__ void InvalidateBarriers(const TmaCta<Traits>& cta) {
+  if (threadIdx.x == 0) {
+    VisitBarriers(cta, [](uint32_t barrier, int) { InvalidateBarrier(barrier); });
+  }
+  __syncthreads();
+}
+
 // Brings the metadata into L2 while the kernel before may still run. That one may write them: its writes arrive in L2
 // too.
 __device__ inline void PrefetchMetadata(const TmaParams& params) {
@@ -115,11 +124,22 @@ __device__ __forceinline__ void TakeOneSequence(const decode::DecodeArgs& args, 
                                              first(metadata.context_len)};
   const bool live = first(metadata.num_seqs) == 1;
   if (threadIdx.x >= Decode::kThreads) return;
-  decode::ComputeOneSequence<Decode>(args, *reinterpret_cast<decode::OneSequenceStorage<Decode>*>(shared), live,
+  decode::ComputeOneSequence<Decode>(args, *reinterpret_cast<decode::WholeTilesStorage<Decode>*>(shared), live,
                                      sequence, static_cast<int>(blockIdx.x), static_cast<int>(gridDim.x));
 }
 
-// The sequences of the decode path.
+// What the CTA computes of the sequences of the decode path, behind its own work, where there are probably none. By the
+// first warpgroup that does not load; others return.
+template <typename Traits>
+__device__ __forceinline__ void TakeWholeTiles(const decode::DecodeArgs& args, char* shared) {
+  using Decode = typename Traits::DecodeTraits;
+  static_assert(Decode::kThreads == Traits::kWarpgroupThreads);
+  if (threadIdx.x / Traits::kWarpgroupThreads != Traits::kProducerWarpgroups) return;
+  decode::ComputeWholeTiles<Decode>(args, *reinterpret_cast<decode::WholeTilesStorage<Decode>*>(shared),
+                                    blockIdx.y * gridDim.x + blockIdx.x, gridDim.y * gridDim.x);
+}
+
+// The sequences of the decode path where they may be many.
 template <typename Traits>
 using DecodeRowsTraits = decode::WarpgroupKernelTraits<Traits::kDecodeFormat, Traits::kHeadDim>;
 template <typename Traits>
@@ -145,8 +165,9 @@ __device__ __forceinline__ void RunDecodeRows(const decode::DecodeArgs& args, co
       .Run();
 }
 
-// A CTA of the kernel. kTakesDecodeRows: it computes the sequences of the decode path too.
-template <typename Traits, bool kTakesDecodeRows = false>
+// A CTA of the kernel. kSharesDecodeRows: the CTAs compute the sequences of the decode path too, as RunDecodeRows. Else
+// they do where TmaParams::takes_whole_tiles.
+template <typename Traits, bool kSharesDecodeRows = false>
 __device__ __forceinline__ void RunPrefillTma(const TmaParams& params, const decode::DecodeArgs& decode_args) {
   extern __shared__ __align__(1024) char shared[];
   const TmaCta<Traits> cta(params, shared);
@@ -226,13 +247,24 @@ __device__ __forceinline__ void RunPrefillTma(const TmaParams& params, const dec
     metadata = now;
   }
 
-  // There are few sequences (PathsShareCombine), a lane of each warp for each: all warps find the same.
-  bool has_decode_rows = false;
-  if constexpr (kTakesDecodeRows) {
+  // Whether there are sequences of the decode path that this kernel takes. With few sequences a lane of each warp has
+  // one: all warps find the same. Of probably none in shared memory, since registers are short.
+  constexpr bool kTakesWholeTiles = Traits::kTakesWholeTiles && !Traits::kTakesOneSequence;
+  constexpr bool kTakesDecodeRows = kSharesDecodeRows || kTakesWholeTiles;
+  const auto any_decode_rows = [&] {
     const unsigned tokens = static_cast<unsigned>(metadata.q_end) - static_cast<unsigned>(metadata.q_begin);
     const bool mine = seq < metadata.num_seqs && tokens - 1 < static_cast<unsigned>(params.split_kv.max_decode_tokens);
-    has_decode_rows = __any_sync(~0u, mine);
+    return __any_sync(~0u, mine) != 0;
+  };
+  bool shares_decode_rows = false;
+  if constexpr (kSharesDecodeRows) shares_decode_rows = any_decode_rows();  // few: see PathsShareCombine
+  if constexpr (kTakesWholeTiles) {
+    if (few && params.takes_whole_tiles) cta.Storage().scheduler.has_decode_rows = any_decode_rows();
   }
+  const auto has_decode_rows = [&] {
+    if constexpr (kTakesWholeTiles) return params.takes_whole_tiles && cta.Storage().scheduler.has_decode_rows;
+    return shares_decode_rows;
+  };
 
   // ---- Padding rows
   const bool fill = few ? warp_scheduler.HasPaddingRows() : scheduler.HasPaddingRows();
@@ -241,10 +273,10 @@ __device__ __forceinline__ void RunPrefillTma(const TmaParams& params, const dec
   // ---- CTAs without a work tile end here
   if (is_empty()) {
     if (behind_decode && blockIdx.x == 0 && blockIdx.y == 0) WaitForPreviousKernel();
-    if constexpr (Traits::kTakesOneSequence && !kTakesDecodeRows) {
-      if (params.takes_one_sequence) TakeOneSequence<Traits>(decode_args, metadata, shared);
+    if constexpr (Traits::kTakesOneSequence && !kSharesDecodeRows) {
+      if (params.takes_whole_tiles) TakeOneSequence<Traits>(decode_args, metadata, shared);
     }
-    if (!has_decode_rows) return;
+    if (!has_decode_rows()) return;
   } else {
     if (probably_empty) {
       if (threadIdx.x / 32 == 3) InitBarriers(cta);
@@ -265,29 +297,38 @@ __device__ __forceinline__ void RunPrefillTma(const TmaParams& params, const dec
       } else {
         RunProducerWarp(cta, warp, find, has_first, first);
       }
-      if constexpr (kTakesDecodeRows) {
-        if (!has_decode_rows) return;
+      if (!shares_decode_rows) return;
+      if constexpr (kSharesDecodeRows) {
+        __syncthreads();  // with the consumers; warps of a warpgroup must meet between two changes of registers, too
         IncreaseRegisters<Traits::kLaunchRegisters>();
       }
     } else {
       // ---- Consumer warpgroups
       IncreaseRegisters<Traits::kConsumerRegisters>();
       TmaConsumer<Traits>(cta, warpgroup - Traits::kProducerWarpgroups).Run();
-      if constexpr (kTakesDecodeRows) {
-        if (!has_decode_rows) return;
-        DecreaseRegisters<Traits::kLaunchRegisters>();
+      if (!has_decode_rows()) return;
+      // All consumers have read what is in shared memory.
+      if constexpr (kSharesDecodeRows) __syncthreads();
+      if constexpr (kTakesWholeTiles) {
+        using Consumer = TmaConsumer<Traits>;
+        NamedBarrierSync(Consumer::kTurnBarrier + Consumer::kWarpgroups,
+                         Consumer::kWarpgroups * Traits::kWarpgroupThreads);
       }
+      if constexpr (kTakesDecodeRows) DecreaseRegisters<Traits::kLaunchRegisters>();
     }
   }
 
   // ---- Sequences of the decode path
-  if constexpr (kTakesDecodeRows) {
-    __syncthreads();  // shared memory is no longer read
-    if (threadIdx.x == 0) {
-      VisitBarriers(cta, [](uint32_t barrier, int) { InvalidateBarrier(barrier); });
-    }
-    __syncthreads();
+  // NOTE: no wait here is for another CTA. All consumer warps of a CTA come here, or none: they have found the same in
+  // has_decode_rows, from settled metadata. They come when they have seen the scheduler warp's mark behind the last
+  // work tile, and the arrival of all loads, so that nothing is under way to shared memory. With kSharesDecodeRows the
+  // producer warps come too, and get the registers that consumers have given back: together what the launch has
+  // allocated. Otherwise they end without waiting, and what they still touch lies behind the storage that is used here.
+  if constexpr (kSharesDecodeRows) {
+    InvalidateBarriers(cta);
     RunDecodeRows<Traits>(decode_args, params.split_kv, shared);
+  } else if constexpr (kTakesWholeTiles) {
+    TakeWholeTiles<Traits>(decode_args, shared);
   }
 }
 
@@ -315,7 +356,7 @@ __global__ void __maxnreg__(Traits::kLaunchRegisters)
     PrefillAndDecodeTmaKernel(const __grid_constant__ TmaParams params,
                               const __grid_constant__ decode::DecodeArgs decode_args) {
 #if XLA_GPU_HAS_WGMMA
-  RunPrefillTma<Traits, /*kTakesDecodeRows=*/true>(params, decode_args);
+  RunPrefillTma<Traits, /*kSharesDecodeRows=*/true>(params, decode_args);
 #endif
 }
 

@@ -303,8 +303,7 @@ struct TmaOneWarpgroupConsumer : TmaConsumer<Traits> {
   }
 };
 
-// A CTA of the kernel. `decode_args`: none, or decode::DecodeArgs where it takes the call's only sequence even if that
-// belongs to the decode path.
+// A CTA of the kernel. `decode_args`: none, or decode::DecodeArgs where it takes the sequences of the decode path too.
 template <typename Traits, typename... DecodeArgs>
 __device__ __forceinline__ void RunPrefillTmaOneWarpgroup(const TmaParams& params, const DecodeArgs&... decode_args) {
   extern __shared__ __align__(1024) char shared[];
@@ -326,17 +325,20 @@ __device__ __forceinline__ void RunPrefillTmaOneWarpgroup(const TmaParams& param
   }
   const bool empty = scheduler.IsEmpty();
   if (behind_decode && (!empty || (blockIdx.x == 0 && blockIdx.y == 0))) WaitForPreviousKernel();
-  if (empty) {
-    if constexpr (sizeof...(DecodeArgs) > 0) {
-      if (params.takes_one_sequence) {
-        __syncthreads();  // the barriers' shared memory is no longer written
-        TakeOneSequence<Traits>(decode_args..., ThreadMetadata::Load(attention, /*seq=*/0, /*early=*/false), shared);
-      }
-    }
-    return;
-  }
+  constexpr bool kTakesDecodeRows = sizeof...(DecodeArgs) > 0;
+  bool has_decode_rows = false;
+  // The only sequence is a prompt if there are work tiles.
+  if constexpr (kTakesDecodeRows) has_decode_rows = (empty || attention.max_seqs > 1) && scheduler.HasDecodeRows();
+  if (empty && !has_decode_rows) return;
   __syncthreads();
-  TmaOneWarpgroupConsumer<Traits>(cta).Run(warp, [&](unsigned n, WorkTile* tile) { return scheduler.Find(n, tile); });
+  if (!empty) {
+    TmaOneWarpgroupConsumer<Traits>(cta).Run(warp, [&](unsigned n, WorkTile* tile) { return scheduler.Find(n, tile); });
+  }
+  if constexpr (kTakesDecodeRows) {
+    if (!has_decode_rows) return;
+    __syncthreads();  // shared memory is no longer read
+    TakeWholeTiles<Traits>(decode_args..., shared);
+  }
 }
 
 template <typename Traits>
@@ -347,12 +349,12 @@ __global__ void __launch_bounds__(XLA_GPU_HAS_WGMMA ? Traits::kThreads : 32, kOn
 #endif
 }
 
-// For calls for one sequence: in a kernel of its own, since many short prompts, which the other one is for, wait for
-// instructions.
+// The same, which also computes the sequences of the decode path: in a kernel of its own, since many short prompts,
+// which the other one is for, wait for instructions.
 template <typename Traits>
 __global__ void __launch_bounds__(XLA_GPU_HAS_WGMMA ? Traits::kThreads : 32, kOneWarpgroupCtasPerSm)
-    PrefillTmaOneSequenceKernel(const __grid_constant__ TmaParams params,
-                                const __grid_constant__ decode::DecodeArgs decode_args) {
+    PrefillAndDecodeOneWarpgroupKernel(const __grid_constant__ TmaParams params,
+                                       const __grid_constant__ decode::DecodeArgs decode_args) {
 #if XLA_GPU_HAS_WGMMA
   RunPrefillTmaOneWarpgroup<Traits>(params, decode_args);
 #endif

@@ -12,7 +12,7 @@
 #include "ffi/device/async_copy.cuh"
 #include "ffi/device/fast_divisor.h"
 #include "ffi/device/tensor_map.cuh"
-#include "ffi/ops/paged_attention/decode/one_sequence.cuh"
+#include "ffi/ops/paged_attention/decode/whole_tiles.cuh"
 #include "ffi/ops/paged_attention/prefill/combine.cuh"
 #include "ffi/ops/paged_attention/prefill/persistent_flat_tile_scheduler.cuh"
 #include "ffi/ops/paged_attention/prefill/persistent_tile_scheduler.cuh"
@@ -30,7 +30,7 @@ struct TmaParams {
   int head_columns;           // from one kv head to the next, in columns of 64 elements
   bool query_by_tma;          // q_map is valid: 64 rows are whole tokens
   bool behind_decode;         // the decode path's kernels were launched before
-  bool takes_one_sequence;    // the only sequence is computed here even if it belongs to the decode path
+  bool takes_whole_tiles;     // the sequences of the decode path are computed here too, by whole work tiles
   unsigned prefetch_pages;    // entries of block_tables to prefetch into L2
   const uint32_t* tree_mask;  // as in PagedAttentionCall
   int tree_words;
@@ -202,8 +202,11 @@ struct TmaKernelTraits : Config {
   static constexpr bool kTakesFirstSplits = (kAlternates || kConsumerWarpgroups == 1) && !kFloat8Cache;
   // Whether a CTA takes some splits of its rows beside cross-CTA splits.
   static constexpr bool kTakesSomeSplits = kSharedAccumulators && kRowWarpgroups == 1;
-  // Whether it takes the only sequence of a call even if that belongs to the decode path, and by which code.
-  static constexpr bool kTakesOneSequence = !kFloat8Cache && !kAlternates;
+  // Whether it has code for the sequences of the decode path, by whole work tiles.
+  static constexpr bool kTakesWholeTiles = !kFloat8Cache && !kAlternates;
+  // Only of calls for one sequence: where short prompts would wait for the instructions of the others.
+  static constexpr bool kTakesOneSequence =
+      kTakesWholeTiles && kConsumerWarpgroups == 1 && Config::kProducerWarpgroups == 1;
   static constexpr decode::CacheFormat kDecodeFormat =
       std::is_same_v<T, __half> ? decode::CacheFormat::kF16 : decode::CacheFormat::kBF16;
   // Whether there is a kernel that also computes the sequences of the decode path, behind its own.
@@ -297,13 +300,12 @@ struct TmaKernelTraits : Config {
   static_assert(kTileBytes % kAtomBytes == 0 && kQueryBytes % kAtomBytes == 0);  // as the swizzle wants it
 
   template <bool kLarge>
-  using DecodeTraitsOf = decode::OneSequenceTraits<kDecodeFormat, kHeadDim, kLarge>;
+  using DecodeTraitsOf = decode::WholeTilesTraits<kDecodeFormat, kHeadDim, kLarge>;
   static constexpr bool kDecodesLarge =
-      sizeof(decode::OneSequenceStorage<DecodeTraitsOf<true>>) <= static_cast<size_t>(kSharedBytes);
+      sizeof(decode::WholeTilesStorage<DecodeTraitsOf<true>>) <= static_cast<size_t>(kSharedBytes);
   using DecodeTraits = DecodeTraitsOf<kDecodesLarge>;
-  // A warp may still describe a work tile that the metadata no longer have when others begin with that sequence.
-  static_assert(!kTakesOneSequence ||
-                sizeof(decode::OneSequenceStorage<DecodeTraits>) <= offsetof(SharedStorage, tiles));
+  // A warp may still describe a work tile that the metadata no longer have when others begin with the only sequence.
+  static_assert(!kTakesWholeTiles || sizeof(decode::WholeTilesStorage<DecodeTraits>) <= offsetof(SharedStorage, tiles));
 
   // Registers of a thread after setmaxnreg; together no more than the launch has allocated.
   static constexpr bool kTwoProducers = Config::kProducerWarpgroups == 2;

@@ -92,7 +92,7 @@ SplitAccumulatorLayout SplitAccumulatorLayout::Of(const PagedAttentionCall& shap
   SplitAccumulatorLayout layout{};
   layout.kernels = shapes.prefill_kernels;
   layout.decode_work = shapes.decode_work;
-  layout.one_sequence = shapes.one_sequence;
+  layout.rare_decode_rows = shapes.rare_decode_rows;
   const int64_t dim = shapes.head_dim;
   using Policy = SplitKvPolicy;
   const int64_t max_decode_tokens = shapes.tree_words > 0 ? 0 : MaxDecodeTokens(shapes, true);

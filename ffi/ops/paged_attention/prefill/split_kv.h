@@ -247,7 +247,7 @@ struct SplitAccumulatorLayout {
   int64_t total_rows;
   PrefillKernels kernels;           // that are launched now
   decode::SharedCall* decode_work;  // as PagedAttentionCall's, and the next
-  decode::OneSequence* one_sequence;
+  decode::RareDecodeRows* rare_decode_rows;
 
   static SplitAccumulatorLayout Of(const PagedAttentionCall& shapes);
   static int64_t RowBytes(int64_t dim) { return (dim + 2) * int64_t{sizeof(float)}; }
