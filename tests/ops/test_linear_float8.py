@@ -27,4 +27,4 @@ SIZES = [
 @pytest.mark.parametrize("weight_format", ["float8-channel", "float8-tensor"])
 @pytest.mark.frontends("eager-cuda")
 def test_parts_of_k(frontend, n, k, activation, weight_format):
-    linear_rows.check(frontend, (1, 8, 9, 17, 33), n, k, activation, weight_format)
+    linear_rows.check(frontend, (1, 8, 9, 16, 17, 24, 25, 33, 48, 49), n, k, activation, weight_format)

@@ -120,10 +120,18 @@ Status LaunchTile(const LinearParams& p, const LinearArgs& args, int shared_byte
     }
     if constexpr (kFormat == WeightFormat::kFloat8 && std::is_same_v<T, __nv_bfloat16>) {
       if (args.scale != WeightScale::kBlock) {
-        if (Status status = linear::LaunchFloat8Sm90<linear::Float8Traits<kRowTile>>(args, stream, order, &sm90a);
-            !status.ok() || sm90a) {
-          return status;
+        Status status;
+        // Row tiles in between: a product's columns, its rows of x and its sums are as few as its rows.
+        if (kRowTile == 32 && args.rows <= 16) {
+          status = linear::LaunchFloat8Sm90<linear::Float8Traits<16>>(args, stream, order, &sm90a);
+        } else if (kRowTile == 32 && args.rows <= 24) {
+          status = linear::LaunchFloat8Sm90<linear::Float8Traits<24>>(args, stream, order, &sm90a);
+        } else if (kRowTile == 64 && args.rows <= 48) {
+          status = linear::LaunchFloat8Sm90<linear::Float8Traits<48>>(args, stream, order, &sm90a);
+        } else {
+          status = linear::LaunchFloat8Sm90<linear::Float8Traits<kRowTile>>(args, stream, order, &sm90a);
         }
+        if (!status.ok() || sm90a) return status;
       }
     }
     if (args.x_is_split) {

@@ -23,18 +23,18 @@ struct Float8Traits {
   static constexpr int kConsumers = kCtasOfSm == 2 ? 256 : 512;
   static constexpr int kBlocks = 512 / kConsumers;
   // x is split by a kernel in front, one of its own or the norm.
-  static constexpr bool kSplitBefore = kRowTile >= 64;
+  static constexpr bool kSplitBefore = kRowTile > 32;
   static constexpr int kSplitters = kRowTile == 8 || kSplitBefore ? 2 : 6;  // warps that split x
   static constexpr int kThreads = kConsumers + 32 * (2 + kSplitters);       // a warp loads weights, one x
   // Of the CTA's barriers 2, before which all mbarriers are made, and 3, before which those of x are.
   static constexpr int kThreadsOfAll = kConsumers + 2 * 32, kThreadsOfX = (1 + kSplitters) * 32;
   static constexpr int kStageK = 128;  // values of k of a stage of weights: a chunk
   static constexpr int kBoxesOfStage = 2;
-  static constexpr int kWeightBytes = (kRowTile == 64 ? 128 : 96) * 1024;  // of the ring
+  static constexpr int kWeightBytes = (kRowTile > 32 ? 128 : 96) * 1024;  // of the ring
   static constexpr int kXChunks = 2;                   // of a stage of x: values of a row that have one scale
   static constexpr int kXPanelBytes = kRowTile * 128;  // 64 values of each row, or 128 of a float8 term
   static constexpr int kXStageBytes = 4 * kXPanelBytes;
-  static constexpr int kXStages = kRowTile == 64 ? 3 : 4;
+  static constexpr int kXStages = kRowTile > 32 ? 3 : 4;
   static constexpr int kMaxStages = 8;  // of either ring
   static constexpr int kBarrierBytes = 5 * kMaxStages * 8;
   static constexpr int kFactorBytes = kXStages * kRowTile * 4;
