@@ -68,8 +68,10 @@ Status LaunchFewSm90(const LinearArgs& linear, Stream stream, LaunchOrder order,
   const int stage_bytes = (args.unit_rows + args.x_rows) * 128 * args.columns;
   const int sum_bytes = kUpTo8 ? parts * linear.rows * FewSumPitch(args.unit_rows) * 4 : 0;
   // Up to 8 rows a CTA of a gated product and one of the next product fit an SM, but not two of the latter: a grid that
-  // starts while the one in front ends would otherwise have some SMs with two of its CTAs, and wait for those.
-  const int bytes = !kUpTo8 ? kFewMostBytes : gated ? kHalfOfSmBytes : kMoreThanHalfOfSmBytes;
+  // starts while the one in front ends would otherwise have some SMs with two of its CTAs, and wait for those. So would
+  // a gated product that is a call of its own: then no product need follow it.
+  const bool half_of_sm = gated && order == LaunchOrder::kDependent;
+  const int bytes = !kUpTo8 ? kFewMostBytes : half_of_sm ? kHalfOfSmBytes : kMoreThanHalfOfSmBytes;
   args.weight_stages = std::min(
       {Config::kMaxStages, (bytes - Config::kBarrierBytes - sum_bytes) / stage_bytes, args.rounds * args.units});
   args.slots = divide(args.weight_stages, args.units);
