@@ -87,18 +87,18 @@ template <typename T, WeightFormat kFormat, int kRowTile>
 Status LaunchTile(const LinearParams& p, const LinearArgs& args, int shared_bytes, Stream stream, LaunchOrder order) {
   bool sm90a = false;
   if constexpr (kFormat == WeightFormat::kPlain) {
-    if constexpr (kRowTile <= 32) {
-      bool launched = false;
-      Status status;
-      if constexpr (kRowTile == 8) {
-        status = linear::LaunchFewSm90<linear::FewTraits<T, 8>>(args, stream, order, &launched);
-      } else if (args.rows <= 16) {
-        status = linear::LaunchFewSm90<linear::FewTraits<T, 16>>(args, stream, order, &launched);
-      } else {
-        status = linear::LaunchFewSm90<linear::FewTraits<T, 32>>(args, stream, order, &launched);
-      }
-      if (!status.ok() || launched) return status;
+    bool launched = false;
+    Status status;
+    if constexpr (kRowTile == 8) {
+      status = linear::LaunchFewSm90<linear::FewTraits<T, 8>>(args, stream, order, &launched);
+    } else if (args.rows <= 16) {
+      status = linear::LaunchFewSm90<linear::FewTraits<T, 16>>(args, stream, order, &launched);
+    } else if (args.rows <= 32) {
+      status = linear::LaunchFewSm90<linear::FewTraits<T, 32>>(args, stream, order, &launched);
+    } else if (args.rows <= 48) {
+      status = linear::LaunchFewSm90<linear::FewTraits<T, 48>>(args, stream, order, &launched);
     }
+    if (!status.ok() || launched) return status;
     using Config = linear::Sm90Traits<T, kRowTile>;
     if (Status status = linear::RunsSm90a(linear::LinearSm90Kernel<Config>, Config::kThreads, &sm90a); !status.ok())
       return status;

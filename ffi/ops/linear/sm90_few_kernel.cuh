@@ -1,4 +1,4 @@
-// The kernel of sm_90a for few rows and plain weights: for up to 8 rows, and for up to 32 where k is divided.
+// The kernel of sm_90a for few rows and plain weights: for up to 8 rows, and for up to 48 where k is divided.
 //
 // TMA brings weights and x to shared memory, and warps multiply by mma.m16n8k16, whose M operand the weights are.
 //  - No clusters: the parts of k belong to warps of one CTA, and a work tile is as small as gives each SM one. A CTA

@@ -61,7 +61,7 @@ Status LaunchFewSm90(const LinearArgs& linear, Stream stream, LaunchOrder order,
   args.columns = args.box_rows < kRowsOfWideBox && linear.k % Config::kChunkK == 0 ? 2 : 1;
   args.column_bytes = args.box_rows * 128;
   args.half_bytes = gated ? args.columns * args.column_bytes : args.unit_rows / 2 * 128;
-  args.x_rows = kUpTo8 ? linear.rows : Config::kRowTile;
+  args.x_rows = kUpTo8 || Config::kRowTile > 32 ? linear.rows : Config::kRowTile;
   args.rounds = divide(divide(args.chunks, parts), args.columns);
   args.launch_at = std::max(args.rounds - 1 - (gated ? kEarlyChunks / args.columns : 0), 0);
   // ---- Shared memory
@@ -72,8 +72,11 @@ Status LaunchFewSm90(const LinearArgs& linear, Stream stream, LaunchOrder order,
   // a gated product that is a call of its own: then no product need follow it.
   const bool half_of_sm = gated && order == LaunchOrder::kDependent;
   const int bytes = !kUpTo8 ? kFewMostBytes : half_of_sm ? kHalfOfSmBytes : kMoreThanHalfOfSmBytes;
-  args.weight_stages = std::min(
-      {Config::kMaxStages, (bytes - Config::kBarrierBytes - sum_bytes) / stage_bytes, args.rounds * args.units});
+  // Warps read all rows of a row tile: behind the last stage's x what comes behind it.
+  const int past_x = kUpTo8 ? 0 : (Config::kRowTile - args.x_rows) * 128;
+  args.weight_stages =
+      std::min({Config::kMaxStages, (bytes - std::max(past_x, Config::kBarrierBytes) - sum_bytes) / stage_bytes,
+                args.rounds * args.units});
   args.slots = divide(args.weight_stages, args.units);
   const auto encode = [&](const void* start, int rows, int64_t row_bytes, int box_rows, CUtensorMap* map) {
     return args.columns == 1 ? EncodeMatrix(start, rows, row_bytes, box_rows, map)

@@ -33,11 +33,11 @@ template <typename T_, int kRowTile_>
 struct FewTraits {
   using T = T_;
   static constexpr int kRowTile = kRowTile_;
-  static constexpr int kMostWarps = 16;                    // that multiply
-  static constexpr int kThreads = (kMostWarps + 2) * 32;   // a warp loads weights, one x
-  static constexpr int kCtasOfSm = kRowTile == 8 ? 2 : 1;  // this kernel's and the next one's
-  static constexpr int kChunkK = 64;                       // 128 bytes of a weight row
-  static constexpr int kMaxStages = 56;                    // of the ring
+  static constexpr int kMostWarps = kRowTile > 32 ? 14 : 16;  // that multiply: as many as registers suffice for
+  static constexpr int kThreads = (kMostWarps + 2) * 32;      // a warp loads weights, one x
+  static constexpr int kCtasOfSm = kRowTile == 8 ? 2 : 1;     // this kernel's and the next one's
+  static constexpr int kChunkK = 64;                          // 128 bytes of a weight row
+  static constexpr int kMaxStages = 56;                       // of the ring
   static constexpr int kBarrierBytes = 2 * (kMaxStages + 8) * 8;
 };
 
