@@ -70,12 +70,11 @@ Status LaunchFloat8Sm90(const LinearArgs& linear, Stream stream, LaunchOrder ord
   int bytes = std::max<int>(ring + Config::kBarrierBytes + Config::kFactorBytes, Config::kSumBytes);
   if constexpr (Config::kCtasOfSm == 2) {
     // A CTA of a gated product and one of the next product fit an SM, but not two of the latter: a grid that starts
-    // while the one in front ends would otherwise have some SMs with two of its CTAs, and wait for those. So would a
-    // gated product that is a call of its own: then no product need follow it.
+    // while the one in front ends would otherwise have some SMs with two of its CTAs, and wait for those.
     constexpr int kMostBytes =
         Config::kWeightBytes + Config::kXStages * Config::kXStageBytes + Config::kBarrierBytes + Config::kFactorBytes;
     static_assert(std::max(kMostBytes, Config::kSumBytes) <= kHalfOfSmBytes);
-    if (!gated || order == LaunchOrder::kFirst) bytes = std::max(bytes, kMoreThanHalfOfSmBytes);
+    if (!gated) bytes = std::max(bytes, kMoreThanHalfOfSmBytes);
     XLA_GPU_RETURN_IF_CUDA(
         cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared));
   }
