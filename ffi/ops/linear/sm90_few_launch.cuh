@@ -68,22 +68,13 @@ Status LaunchFewSm90(const LinearArgs& linear, Stream stream, LaunchOrder order,
   const int stage_bytes = (args.unit_rows + args.x_rows) * 128 * args.columns;
   const int sum_bytes = kUpTo8 ? parts * linear.rows * FewSumPitch(args.unit_rows) * 4 : 0;
   // Up to 8 rows a CTA of a gated product and one of the next product fit an SM, but not two of the latter: a grid that
-<<<<<<< HEAD
-  // starts while the one in front ends would otherwise have some SMs with two of its CTAs, and wait for those. So would
-  // a gated product that is a call of its own: then no product need follow it.
-  const bool half_of_sm = gated && order == LaunchOrder::kDependent;
-  const int bytes = !kUpTo8 ? kFewMostBytes : half_of_sm ? kHalfOfSmBytes : kMoreThanHalfOfSmBytes;
+  // starts while the one in front ends would otherwise have some SMs with two of its CTAs, and wait for those.
+  const int bytes = !kUpTo8 ? kFewMostBytes : gated ? kHalfOfSmBytes : kMoreThanHalfOfSmBytes;
   // Warps read all rows of a row tile: behind the last stage's x what comes behind it.
   const int past_x = kUpTo8 ? 0 : (Config::kRowTile - args.x_rows) * 128;
   args.weight_stages =
       std::min({Config::kMaxStages, (bytes - std::max(past_x, Config::kBarrierBytes) - sum_bytes) / stage_bytes,
                 args.rounds * args.units});
-=======
-  // starts while the one in front ends would otherwise have some SMs with two of its CTAs, and wait for those.
-  const int bytes = !kUpTo8 ? kFewMostBytes : gated ? kHalfOfSmBytes : kMoreThanHalfOfSmBytes;
-  args.weight_stages = std::min(
-      {Config::kMaxStages, (bytes - Config::kBarrierBytes - sum_bytes) / stage_bytes, args.rounds * args.units});
->>>>>>> parent of 92a4763 (linear: a gated product of up to 8 rows that is a call of its own takes more than half an SM)
   args.slots = divide(args.weight_stages, args.units);
   const auto encode = [&](const void* start, int rows, int64_t row_bytes, int box_rows, CUtensorMap* map) {
     return args.columns == 1 ? EncodeMatrix(start, rows, row_bytes, box_rows, map)
