@@ -134,18 +134,7 @@ inline bool MakeTmaParams(const PagedAttentionCall& params, const SplitAccumulat
                         64 / group, group, params.dtype == DType::kBF16, &tma->q_map);
 
   // ---- Split-KV
-  tma->split_kv.enabled = layout.enabled;
-  tma->split_kv.always_fits = layout.always_fits;
-  tma->split_kv.pool_rows = static_cast<unsigned>(layout.pool_rows);
-  // A window of 2^31 or more hides nothing.
-  tma->split_kv.window = static_cast<int>(params.sliding_window >> 31 != 0 ? 0 : params.sliding_window);
-  tma->split_kv.group = static_cast<int>(group);
-  tma->split_kv.kv_heads = static_cast<int>(params.num_kv_heads);
-  tma->split_kv.large_tile_rows = SplitKvPolicy::LargeTileRows(params.head_dim);
-  tma->split_kv.tile_keys = FastDivisor::Make(tile_keys);
-  tma->split_kv.one_tile_splits = SplitKvPolicy::SplitsFor(1, tma->split_kv.kv_heads);
-  tma->split_kv.max_decode_tokens = params.max_decode_tokens;
-  tma->split_kv.max_tokens = params.tree_mask != nullptr ? static_cast<int>(params.MaxTreeTokens()) : INT32_MAX;
+  tma->split_kv = SplitKvPolicy::Make(params);
   tma->tree_mask = params.tree_mask;
   tma->tree_words = params.tree_mask != nullptr ? static_cast<int>(params.tree_words) : 0;
   tma->behind_decode = params.tree_mask == nullptr && DecodeComesFirst(params);

@@ -88,6 +88,24 @@ bool WantsSplitAccumulators(const PagedAttentionCall& shapes) {
   return !enough;
 }
 
+SplitKvPolicy SplitKvPolicy::Make(const PagedAttentionCall& shapes) {
+  const SplitAccumulatorLayout layout = SplitAccumulatorLayout::Of(shapes);
+  SplitKvPolicy policy{};
+  policy.enabled = layout.enabled;
+  policy.always_fits = layout.always_fits;
+  policy.pool_rows = static_cast<unsigned>(layout.pool_rows);
+  // A window of 2^31 or more hides nothing.
+  policy.window = static_cast<int>(shapes.sliding_window >> 31 != 0 ? 0 : shapes.sliding_window);
+  policy.group = static_cast<int>(shapes.num_heads / shapes.num_kv_heads);
+  policy.kv_heads = static_cast<int>(shapes.num_kv_heads);
+  policy.large_tile_rows = LargeTileRows(shapes.head_dim);
+  policy.tile_keys = FastDivisor::Make(TileKeys(shapes.head_dim));
+  policy.one_tile_splits = SplitsFor(1, policy.kv_heads);
+  policy.max_decode_tokens = shapes.max_decode_tokens;
+  policy.max_tokens = shapes.tree_mask != nullptr ? static_cast<int>(shapes.MaxTreeTokens()) : INT32_MAX;
+  return policy;
+}
+
 SplitAccumulatorLayout SplitAccumulatorLayout::Of(const PagedAttentionCall& shapes) {
   SplitAccumulatorLayout layout{};
   layout.kernels = shapes.prefill_kernels;

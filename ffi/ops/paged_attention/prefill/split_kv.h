@@ -113,6 +113,9 @@ struct SplitKvPolicy {
   // of their own beside cross-CTA splits.
   unsigned last_round_ctas;
 
+  // What the shapes say of it: without tile_rows, ctas and what else the kernel decides.
+  static SplitKvPolicy Make(const PagedAttentionCall& shapes);
+
 #ifdef __CUDACC__
   __device__ KvSplits Of(int q_len, int context_len) const {
     // Each CTA waits for this before its first load: no division that can be avoided.
