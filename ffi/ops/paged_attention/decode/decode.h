@@ -48,7 +48,8 @@ constexpr bool DecodeComesFirst(const PagedAttentionParams& shapes) {
 // accumulators take, or half where splits of few tokens are likely, and the decode path the rest.
 inline constexpr int64_t kScratchLimit = int64_t{32} << 20;
 // Whether the second path waits for the end of the first one, and both use all of the scratch. Also where the prefill
-// path's part is too little for the splits of few tokens, or of sequences of as many tokens each.
+// path's part is too little for the splits of few tokens, or of sequences of as many tokens each: then the decode path,
+// which comes second, waits only where some sequence of the prefill path is split.
 bool PathsShareScratch(const PagedAttentionCall& shapes);
 // Whether the prefill path's combine kernel comes behind the decode path, which comes behind the other kernel. In front
 // of it the combine kernel keeps the CTAs of the split-KV kernel from starting. Without decode rows it costs some 2 us,

@@ -10,6 +10,7 @@
 #include "ffi/device/fetch_parameters.cuh"
 #include "ffi/ops/paged_attention/decode/epilogue.cuh"
 #include "ffi/ops/paged_attention/decode/mainloop.cuh"
+#include "ffi/ops/paged_attention/decode/prompts.cuh"
 #include "ffi/ops/paged_attention/decode/tile_scheduler.cuh"
 #include "ffi/ops/paged_attention/decode/wide_mainloop.cuh"
 #include "ffi/ops/paged_attention/decode/work_range.cuh"
@@ -281,7 +282,8 @@ __global__ void __maxnreg__(Traits::kHeadDim <= 128 && Traits::kRowTiles == 1 ? 
     // ran first. Else it may start when the first copies are under way, so that its CTAs do not delay this kernel's.
     if (args.store_every_split || args.behind_prefill) AllowDependentLaunch();
     if ((Traits::kWide && args.tree_mask != nullptr) || MayHaveDecodeRows(args)) {
-      if (args.wait_at_start && args.behind_prefill) WaitForPreviousKernel();  // which may read the scratch
+      // Prompts that are split use the scratch.
+      if (args.wait_at_start && args.behind_prefill && PromptsMayBeSplit(args)) WaitForPreviousKernel();
       SplitKvCta<Traits>(args, *reinterpret_cast<SplitKvSharedStorage<Traits>*>(dynamic_shared), WholeCta{}, 0).Run();
     }
     // Programmatic-launch wait: one CTA waits, so that the kernel before has ended when this one has.
