@@ -143,3 +143,15 @@ def test_long_chunk_does_not_change_bits(frontend):
     """On CUDA the keys before such a chunk, of 70 work tiles, are split in three: more work tiles than SMs."""
     batches = [("beside decode rows", ((1, 300),) * 3, ()), ("beside a prompt", ((300, 300),), ((5, 900),))]
     assert_same_bits(frontend, "chunk-of-1100", "two-kv-heads-bf16", batches)
+
+
+@pytest.mark.frontends("eager-cuda", "jax-cuda")
+def test_decode_rows_beside_a_chunk_do_not_change_bits(frontend):
+    """On CUDA the decode path divides their keys unevenly, where some of its CTAs start before the last work tiles of a
+    chunk of a prompt end."""
+    decodes = tuple((1, 2400 + 33 * i) for i in range(36))
+    batches = [
+        ("all CTAs share", ((260, 2600), *decodes[:20]), decodes[20:]),
+        ("those that start early do all", decodes[:9], (*decodes[9:], (260, 8000))),
+    ]
+    assert_same_bits(frontend, "decode", "gqa-bf16", batches)

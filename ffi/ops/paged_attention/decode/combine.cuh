@@ -144,7 +144,7 @@ class CombineCta {
     const int sequence_row = (work_tile.row_tile << args_.tile_rows_log2) + row;
     if (sequence_row >= plan.q_len * args_.group_size) return 0;
     const auto owner_of = [&](int split) {
-      return (work_tile.begin + plan.SplitOffset(args_, split)) / scheduler.Interval();
+      return scheduler.OwnerOf(work_tile.begin + plan.SplitOffset(args_, split));
     };
     // The splits whose segments the first CTA group has merged.
     const int first_owner_splits = plan.FirstSplitFrom<AnyTileShape>(args_, begin - work_tile.begin);

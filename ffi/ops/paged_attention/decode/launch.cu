@@ -12,6 +12,8 @@
 #include "ffi/ops/paged_attention/decode/launch.h"
 #include "ffi/ops/paged_attention/decode/occupancy.h"
 #include "ffi/ops/paged_attention/decode/traits.cuh"
+#include "ffi/ops/paged_attention/prefill/heuristics.h"
+#include "ffi/ops/paged_attention/prefill/split_kv.h"
 
 namespace xla_gpu::decode {
 namespace {
@@ -69,6 +71,16 @@ Status GetOccupancy(const SplitKvVariants& variants, const CombineKernels& combi
   return Status::Ok();
 }
 
+// Whether CTAs may start beside the prefill path's last work tiles, of 192 rows, long before the others
+// (TileScheduler::SetLead). Of other instances it was not seen to gain.
+bool TakesLead(const PagedAttentionCall& params, const DecodeArgs& args, int sms) {
+  constexpr int64_t kManySequences = 32;  // which CTAs measure together
+  return args.behind_prefill && params.max_seqs > kManySequences && params.head_dim == 128 &&
+         params.page_size % 8 == 0 && !IsFloat8(params.cache_dtype) && args.block_shift == 0 &&
+         prefill::TmaInstanceDim128(params, prefill::SplitKvPolicy::Make(params), /*one_warpgroup=*/true, sms) ==
+             prefill::TmaInstance::kRows192;
+}
+
 }  // namespace
 
 Status LaunchKernels(const PagedAttentionCall& params, const KernelConfig& config, const SplitKvVariants& variants,
@@ -85,6 +97,7 @@ Status LaunchKernels(const PagedAttentionCall& params, const KernelConfig& confi
   args.block_keys_log2 = static_cast<uint8_t>(kernel.block_keys_log2);
   args.tile_rows_log2 = static_cast<uint8_t>(kernel.tile_rows_log2);
   PartitionWork(config, occupancy.ctas, &args);
+  args.prompt_sms = TakesLead(params, args, occupancy.sms) ? occupancy.sms : 0;
   // Not behind the prefill path, which has waited for everything before it, unless that uses the same scratch.
   args.wait_at_start = !args.behind_prefill || PathsShareScratch(params);
 

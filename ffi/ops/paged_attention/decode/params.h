@@ -47,6 +47,7 @@ struct DecodeArgs {
                                    // sequence and KV head has
   int accum_rows;                  // rows of a split accumulator
   uint32_t accum_row_stride;       // from row to row of a split accumulator, in float4
+  int prompt_sms;                  // SMs, where CTAs may start beside the last work tiles of prompts; else 0
   bool store_every_split;          // one split accumulator for each split; else kCtaAccumulators for each CTA
   bool whole_tiles;                // a CTA group takes whole work tiles: there is nothing to combine
   bool fill_padding_rows;          // write the rows that no sequence owns

@@ -46,6 +46,37 @@ __device__ __noinline__ inline bool PromptsMayBeSplit(const DecodeArgs& args) {
   return __syncthreads_or(any);
 }
 
+// The prefill path's sequences, where DecodeArgs::prompt_sms is set: how many there are, their work tiles and the key
+// tiles of these.
+struct PromptExtent {
+  uint32_t prompts;
+  uint32_t work_tiles;
+  uint32_t key_tiles;
+
+  // Of a sequence, which may belong to the decode path. No work tiles where these take unequal times, since most keys
+  // are of the prompt itself; or where keys are split: the prefill path's combine kernel then comes last, and starts
+  // too late where this path's has something to do.
+  __device__ static PromptExtent Of(const DecodeArgs& args, const SequenceMetadata& metadata) {
+    constexpr unsigned kTileRows = 192, kTileKeys = prefill::SplitKvPolicy::TileKeys(128);
+    const unsigned tokens = static_cast<unsigned>(metadata.q_end) - static_cast<unsigned>(metadata.q_begin);
+    const unsigned keys = static_cast<unsigned>(metadata.context_len);
+    if (tokens <= static_cast<unsigned>(args.max_tokens)) return {0, 0, 0};
+    if (tokens >= 1u << 16 || keys >= 1u << 20 || 2 * tokens > keys) return {1, 0, 0};
+    if (PromptSplits(args, PromptPolicy(args), static_cast<int>(tokens), static_cast<int>(keys)) > 1) return {1, 0, 0};
+    const unsigned tiles = (tokens * static_cast<unsigned>(args.group_size) + kTileRows - 1) / kTileRows *
+                           static_cast<unsigned>(args.params.num_kv_heads);
+    return {1, tiles, tiles * ((keys - tokens / 2) / kTileKeys + 1)};
+  }
+  __device__ PromptExtent operator+(const PromptExtent& other) const {
+    return {prompts + other.prompts, work_tiles + other.work_tiles, key_tiles + other.key_tiles};
+  }
+  // Over the lanes of a warp.
+  __device__ PromptExtent OfWarp() const {
+    return {__reduce_add_sync(0xffffffffu, prompts), __reduce_add_sync(0xffffffffu, work_tiles),
+            __reduce_add_sync(0xffffffffu, key_tiles)};
+  }
+};
+
 }  // namespace xla_gpu::decode
 
 #endif  // XLA_GPU_OPS_PAGED_ATTENTION_DECODE_PROMPTS_CUH_

@@ -55,7 +55,7 @@ class SplitKvCta {
 
   __device__ void Run() {
     const uint32_t begin = scheduler_.IntervalBegin(static_cast<int>(cta_.Group()));
-    const uint32_t end = min(begin + scheduler_.Interval(), scheduler_.Total());
+    const uint32_t end = min(scheduler_.IntervalBegin(static_cast<int>(cta_.Group()) + 1), scheduler_.Total());
     if (begin >= end) return;
     shared_.interval_end[Warp()] = end;
     WorkRange& range = shared_.range[Warp()];

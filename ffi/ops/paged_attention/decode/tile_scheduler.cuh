@@ -3,10 +3,11 @@
 // A work tile is a sequence, a KV-head group and a tile of query rows. Its keys are cut into at most kMaxSplits KV
 // splits, whose length is a function of the number of keys alone. The splits of all work tiles, one after the other,
 // form a linearised KV-block space, as in stream-K: each split is as long as its KV blocks, and a fixed overhead
-// follows each work tile for the cost of starting the next. The space is divided into equal intervals. A CTA group (one
-// CTA for each KV head of a KV-head group, so that all heads of a page are read at about the same time) computes the
-// splits that begin in its interval. So the load is balanced for any lengths, while a split's bits, and the order in
-// which splits merge (up to eight to a segment, then the segments, from left to right), depend on the sequence alone.
+// follows each work tile for the cost of starting the next. The space is divided into equal intervals, but for CTA
+// groups that start earlier than others beside a prompt. A CTA group (one CTA for each KV head of a KV-head group, so
+// that all heads of a page are read at about the same time) computes the splits that begin in its interval. So the load
+// is balanced for any lengths, while a split's bits, and the order in which splits merge (up to eight to a segment,
+// then the segments, from left to right), depend on the sequence alone.
 #ifndef XLA_GPU_OPS_PAGED_ATTENTION_DECODE_TILE_SCHEDULER_CUH_
 #define XLA_GPU_OPS_PAGED_ATTENTION_DECODE_TILE_SCHEDULER_CUH_
 
@@ -14,7 +15,9 @@
 
 #include "ffi/ops/paged_attention/decode/cta.cuh"
 #include "ffi/ops/paged_attention/decode/params.h"
+#include "ffi/ops/paged_attention/decode/prompts.cuh"
 #include "ffi/ops/paged_attention/decode/sequence_plan.cuh"
+#include "ffi/ops/paged_attention/decode/tile_lengths.cuh"
 #include "ffi/ops/paged_attention/sequence_metadata.cuh"
 
 namespace xla_gpu::decode {
@@ -49,6 +52,7 @@ class TileScheduler {
     uint32_t longest;
     uint32_t shortest;
     SliceExtent others;  // of those past kMeasuredSlices
+    PromptExtent prompts;
     bool in_order;
   };
 
@@ -93,12 +97,12 @@ class TileScheduler {
       slice_ = 0;
       begin_ = 0;
       end_ = StoreSlice(args, shared, plan, live_, overhead_, 0);
-      SetInterval(end_, lengths, cta_groups);
+      SetInterval(end_, lengths, cta_groups, {});
     } else {
       const BatchExtent batch = MeasureBatch(args, batch_storage, live_, loads.measured[0], loads.measured[1]);
       in_order_ = batch.in_order;
       overhead_ = batch.lengths.FixedOverhead();
-      SetInterval(batch.length + overhead_ * batch.work_tiles, batch.lengths, cta_groups);
+      SetInterval(batch.length + overhead_ * batch.work_tiles, batch.lengths, cta_groups, batch.prompts);
       my_slice_end_ = batch.slice.length + overhead_ * batch.slice.work_tiles;
 #pragma unroll
       for (int i = 1; i < 32; i *= 2) {
@@ -110,10 +114,18 @@ class TileScheduler {
     }
   }
 
-  // The length of the KV-block space, and of a CTA group's interval of it.
+  // The length of the KV-block space, and where a CTA group's interval of it begins.
   __device__ uint32_t Total() const { return total_; }
-  __device__ uint32_t Interval() const { return interval_; }
-  __device__ uint32_t IntervalBegin(int cta_group) const { return static_cast<unsigned>(cta_group) * interval_; }
+  __device__ uint32_t IntervalBegin(int cta_group) const {
+    const auto group = static_cast<unsigned>(cta_group);
+    return group * interval_ + min(group, early_groups_) * lead_;
+  }
+  // The CTA group whose interval holds a coordinate.
+  __device__ uint32_t OwnerOf(uint32_t position) const {
+    const uint32_t early_end = early_groups_ * (interval_ + lead_);
+    if (position < early_end) return position / (interval_ + lead_);
+    return early_groups_ + (position - early_end) / interval_;
+  }
 
   __device__ const SequencePlan& At(int index) const { return shared_.plans[index]; }
   // The index in the slice of the sequence that holds coordinate `position` < Total(). Changes the slice if need be.
@@ -158,23 +170,6 @@ class TileScheduler {
   __device__ static int Warp() { return Cta::Warp(); }
   __device__ static int Warps() { return Cta::Warps(); }
 
-  // Lengths of work tiles in the KV-block space, without the fixed overhead. The same in all lanes.
-  struct TileLengths {
-    uint32_t longest = 0;
-    uint32_t shortest = ~0u;
-
-    __device__ TileLengths() {}
-
-    // plan: a lane's.
-    __device__ explicit TileLengths(const SequencePlan& plan)
-        : longest(__reduce_max_sync(0xffffffffu, plan.length)),
-          shortest(__reduce_min_sync(0xffffffffu, plan.splits > 0 ? plan.length : ~0u)) {}
-
-    __device__ bool Uniform() const { return longest == shortest; }
-    // Work tiles of one length cost the same, overhead included, and need none.
-    __device__ uint32_t FixedOverhead() const { return Uniform() ? 0 : kFixedOverheadBlocks; }
-  };
-
   static constexpr int kNoSlice = -32;
 
   // The work tiles of all live sequences.
@@ -182,6 +177,7 @@ class TileScheduler {
     uint32_t work_tiles;
     uint32_t length;  // in the KV-block space, without the fixed overhead
     TileLengths lengths;
+    PromptExtent prompts;
     bool in_order;
     SliceExtent slice;  // whose number is the lane's
   };
@@ -191,7 +187,7 @@ class TileScheduler {
   // By the CTA. first, second: of the first slices that the warp measures.
   __device__ __noinline__ static BatchExtent MeasureBatch(const DecodeArgs& args, BatchStorage& storage, int live,
                                                           SequenceMetadata first, SequenceMetadata second) {
-    BatchExtent batch = {0, 0, {}, true, {0, 0}};
+    BatchExtent batch = {0, 0, {}, {0, 0, 0}, true, {0, 0}};
     while (true) {
       storage.warps[Warp()] = MeasureSlices(args, storage, live, first, second, batch.in_order);
       Cta::Sync();
@@ -203,6 +199,7 @@ class TileScheduler {
       const SliceExtent others = Lane() < Warps() ? warp.others : SliceExtent{0, 0};
       batch.work_tiles = __reduce_add_sync(0xffffffffu, batch.slice.work_tiles + others.work_tiles);
       batch.length = __reduce_add_sync(0xffffffffu, batch.slice.length + others.length);
+      batch.prompts = (Lane() < Warps() ? warp.prompts : PromptExtent{0, 0, 0}).OfWarp();
       if (__all_sync(0xffffffffu, warp.in_order) || !batch.in_order) return batch;
       // Once more, now with a look at the entries before each sequence's.
       batch.in_order = false;
@@ -218,6 +215,7 @@ class TileScheduler {
     uint32_t longest = 0;
     uint32_t shortest = ~0u;
     SliceExtent others = {0, 0};
+    PromptExtent prompts = {0, 0, 0};
     for (int slice = Warp(); 32 * slice < live; slice += Warps()) {
       const int sequence = 32 * slice + Lane();
       const SequenceMetadata metadata = slice == Warp()             ? first
@@ -237,8 +235,9 @@ class TileScheduler {
       }
       longest = max(longest, plan.length);
       if (plan.splits > 0) shortest = min(shortest, plan.length);
+      if (args.prompt_sms > 0 && owned) prompts = prompts + PromptExtent::Of(args, metadata);
     }
-    return {__reduce_max_sync(0xffffffffu, longest), __reduce_min_sync(0xffffffffu, shortest), others,
+    return {__reduce_max_sync(0xffffffffu, longest), __reduce_min_sync(0xffffffffu, shortest), others, prompts.OfWarp(),
             __all_sync(0xffffffffu, ok) != 0};
   }
   __device__ __noinline__ static uint32_t BuildSlice(const DecodeArgs& args, SharedStorage& shared, int live,
@@ -286,38 +285,53 @@ class TileScheduler {
     end_ = BuildSlice(args_, shared_, live_, in_order_, slice, overhead_, begin);
   }
 
-  // Where all work tiles have one length, a slightly longer interval may save much combining: whole work tiles, equal
-  // parts of one, or a multiple of a power of two, as lengths often are.
-  __device__ void SetInterval(uint32_t total, const TileLengths& lengths, int cta_groups) {
+  // prompts: beside which the first CTA groups start, with their last round of work tiles.
+  __device__ void SetInterval(uint32_t total, const TileLengths& lengths, int cta_groups, const PromptExtent& prompts) {
     total_ = total;
+    early_groups_ = lead_ = 0;
     // At least ceil(total / num_cta_groups). All kernels of a call find the same.
     if (Cta::kGroupsVary && cta_groups != args_.num_cta_groups) {
       interval_ = max((total + static_cast<unsigned>(cta_groups) - 1) / static_cast<unsigned>(cta_groups), 1u);
     } else {
       interval_ = max(args_.cta_group_divisor.Divide(total + args_.num_cta_groups - 1), 1u);
     }
-    if (!lengths.Uniform()) return;
-    const uint32_t length = lengths.longest;
-    const uint32_t most = interval_ + interval_ / 16;
-    if (most >= length && interval_ < 64 * length) {
-      const uint32_t whole = static_cast<unsigned>(CeilDivSmall(interval_, length)) * length;
-      if (whole <= most) {
-        interval_ = whole;
-        return;
-      }
+    interval_ = RoundedUp(interval_, lengths);
+    if (prompts.prompts == 1 && prompts.work_tiles > 0) SetLead(lengths, prompts);
+  }
+
+  // The prompt's last round of work tiles leaves SMs, where CTA groups start earlier than on the others, by the time of
+  // a work tile. Their intervals become longer by what they do meanwhile, so that all end at the same time: where they
+  // are not few, and all end earlier than with equal intervals.
+  __device__ void SetLead(const TileLengths& lengths, const PromptExtent& prompt) {
+    const auto sms = static_cast<unsigned>(args_.prompt_sms);
+    const unsigned busy = prompt.work_tiles % sms;
+    const auto all = static_cast<unsigned>(args_.num_cta_groups);
+    const unsigned early =
+        (sms - busy) * static_cast<unsigned>(kCtasPerSm) / static_cast<unsigned>(args_.cta_group_size);
+    if (busy == 0 || early * 4 < all || early >= all) return;
+    // In sixteenths of a microsecond of an H200.
+    constexpr unsigned kWorkTile = 77, kKeyTile = 29, kBlock = 23;
+    // From here on in KV blocks, from the start of the first CTA groups on: when the others start, and how long the
+    // intervals of both would be.
+    const uint32_t lead = (kWorkTile + prompt.key_tiles / prompt.work_tiles * kKeyTile) / kBlock;
+    const uint32_t most = (total_ + early - 1) / early;
+    uint32_t interval = 1;
+    if (lead < most) {
+      interval = max(args_.cta_group_divisor.Divide(total_ - early * lead + all - 1), 1u);
+      interval = RoundedUp(interval, lengths);
     }
-    if (interval_ < 16) return;
-    // As many CTA groups for each work tile: all are cut at the same places, and few.
-    if (interval_ < length && length < 64 * interval_) {
-      const uint32_t parts = static_cast<unsigned>(CeilDivSmall(length + 1, interval_)) - 1;
-      const uint32_t part = (length + parts - 1) / parts;
-      if (part <= interval_ + interval_ / 8) {
-        interval_ = part;
-        return;
-      }
-    }
-    const uint32_t step = 1u << (27 - __clz(static_cast<int>(interval_)));
-    interval_ = (interval_ + step - 1) & ~(step - 1);
+    const uint32_t longer = RoundedUp(interval + min(lead, most), lengths);
+    // With equal intervals others start where the first ones have ended, if that is earlier.
+    const bool starts_again = interval_ < lead;
+    const bool two_rounds = starts_again && 2 * early >= all;
+    const uint32_t equal_end = interval_ + (two_rounds ? interval_ : min(lead, starts_again ? 2 * interval_ : lead));
+    const uint32_t end = lead < most ? max(longer, lead + interval) : longer;
+    // What starting and combining cut work tiles costs.
+    constexpr uint32_t kFew = 10, kMany = 20;
+    if (end + (starts_again ? kMany : kFew) > equal_end) return;
+    early_groups_ = early;
+    interval_ = interval;
+    lead_ = longer - interval;
   }
 
   const DecodeArgs& args_;
@@ -330,7 +344,9 @@ class TileScheduler {
   uint32_t my_slice_end_;  // in batches of several slices: of the slice whose number is the lane's
   bool in_order_;
   uint32_t total_;
-  uint32_t interval_;
+  uint32_t interval_;      // of a CTA group
+  uint32_t early_groups_;  // the first ones, whose intervals are longer by lead_
+  uint32_t lead_;
 };
 
 }  // namespace xla_gpu::decode
