@@ -12,8 +12,8 @@ namespace xla_gpu::prefill {
 // monotone in its last bits, so that a maximum, and with it bits, may differ from those of the other order. Whether a
 // key tile is masked must follow from the sequence alone, as it does where all work tiles have one size.
 template <bool kTreeMask>
-struct LateSoftCap : OnlineSoftmax</*kRowTiles=*/1, /*kRescaleThreshold=*/8, kTreeMask> {
-  using Base = OnlineSoftmax</*kRowTiles=*/1, /*kRescaleThreshold=*/8, kTreeMask>;
+struct LateSoftCap : OnlineSoftmax</*kRowTiles=*/1, /*kRescaleThreshold=*/8, kTreeMask, /*kMaxOfThree=*/true> {
+  using Base = OnlineSoftmax</*kRowTiles=*/1, /*kRescaleThreshold=*/8, kTreeMask, /*kMaxOfThree=*/true>;
   using Base::Base;
   using Base::state;
 
@@ -27,17 +27,11 @@ struct LateSoftCap : OnlineSoftmax</*kRowTiles=*/1, /*kRescaleThreshold=*/8, kTr
       return;
     }
     const float inner = transform.scale / transform.soft_cap;
-    float tile_max[2][2];  // of both rows, even and odd columns
-#pragma unroll
-    for (int i = 0; i < 4; ++i) tile_max[i / 2][i % 2] = s[0][0][i];
-#pragma unroll
-    for (int n = 1; n < kKeyTiles; ++n) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) tile_max[i / 2][i % 2] = fmaxf(tile_max[i / 2][i % 2], s[0][n][i]);
-    }
+    float tile_max[2][2];
+    Base::MaxOfThree(s[0], tile_max);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      tile_max[h][0] = tile_max[h][1] = TanhApprox(fmaxf(tile_max[h][0], tile_max[h][1]) * inner);
+      tile_max[h][0] = tile_max[h][1] = TanhApprox(tile_max[h][0] * inner);
     }
     Base::FollowMax(transform, tile_max, 0);
     const float shift[2] = {Base::Shift(transform, state[0][0].max), Base::Shift(transform, state[0][1].max)};

@@ -17,7 +17,8 @@ namespace xla_gpu::prefill {
 // kTreeMask: rows may have a tree_mask.
 // kRescaleThreshold: the maximum follows a larger score only where that exceeds it by a factor of 2^kRescaleThreshold,
 // which saves most of the rescaling. Numerators up to 2^kRescaleThreshold must fit the dtype in which they multiply V.
-template <int kRowTiles, int kRescaleThreshold = 0, bool kTreeMask = false>
+// kMaxOfThree: maxima by instructions of three operands, which sm_90 has for integers.
+template <int kRowTiles, int kRescaleThreshold = 0, bool kTreeMask = false, bool kMaxOfThree = false>
 struct OnlineSoftmax {
   const int first_row;
   AttentionState state[kRowTiles][2];  // of transformed scores (LogitTransform); the sum is of this lane's columns
@@ -75,12 +76,16 @@ struct OnlineSoftmax {
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m) {
       float tile_max[2][2];  // of both rows, even and odd columns
+      if constexpr (kMaxOfThree) {
+        MaxOfThree(s[m], tile_max);
+      } else {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) tile_max[i / 2][i % 2] = s[m][0][i];
+        for (int i = 0; i < 4; ++i) tile_max[i / 2][i % 2] = s[m][0][i];
 #pragma unroll
-      for (int n = 1; n < kKeyTiles; ++n) {
+        for (int n = 1; n < kKeyTiles; ++n) {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) tile_max[i / 2][i % 2] = fmaxf(tile_max[i / 2][i % 2], s[m][n][i]);
+          for (int i = 0; i < 4; ++i) tile_max[i / 2][i % 2] = fmaxf(tile_max[i / 2][i % 2], s[m][n][i]);
+        }
       }
       FollowMax(transform, tile_max, m);
     }
@@ -304,6 +309,35 @@ struct OnlineSoftmax {
   }
 
  protected:
+  // A lane's largest scores of both rows, twice each. As integers, floats are ordered as they are unless both are
+  // negative, and then the other way round: only where all scores of a row are negative, their least bits count.
+  template <int kKeyTiles>
+  static __device__ void MaxOfThree(const float (&s)[kKeyTiles][4], float (&tile_max)[2][2]) {
+    const auto bits = [&](int n, int i) { return __float_as_int(s[n][i]); };
+    int most[2][2];  // of even and odd n
+#pragma unroll
+    for (int i = 0; i < 4; ++i) most[i / 2][i % 2] = max(bits(i % 2, i / 2 * 2), bits(i % 2, i / 2 * 2 + 1));
+#pragma unroll
+    for (int n = 2; n < kKeyTiles; ++n) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) most[h][n % 2] = __vimax3_s32(most[h][n % 2], bits(n, 2 * h), bits(n, 2 * h + 1));
+    }
+    int largest[2] = {max(most[0][0], most[0][1]), max(most[1][0], most[1][1])};
+    if (__any_sync(~0u, (largest[0] | largest[1]) < 0)) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        unsigned least = ~0u;
+#pragma unroll
+        for (int n = 0; n < kKeyTiles; ++n) {
+          least = __vimin3_u32(least, static_cast<unsigned>(bits(n, 2 * h)), static_cast<unsigned>(bits(n, 2 * h + 1)));
+        }
+        if (largest[h] < 0) largest[h] = static_cast<int>(least);
+      }
+    }
+#pragma unroll
+    for (int h = 0; h < 2; ++h) tile_max[h][0] = tile_max[h][1] = __int_as_float(largest[h]);
+  }
+
   // Updates the states of row tile m, and `rescale`, for the largest scores of a key tile: of both rows, even and odd
   // columns.
   __device__ void FollowMax(const LogitTransform& transform, const float (&tile_max)[2][2], int m) {

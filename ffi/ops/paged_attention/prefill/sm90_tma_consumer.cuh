@@ -25,7 +25,8 @@ struct TmaConsumer {
   using ValueState = typename Traits::ValueState;
   // Numerators up to 2^8 fit float16 and bfloat16.
   using Softmax = std::conditional_t<Traits::kHeadDim == 256, LateSoftCap<Traits::kTreeMask>,
-                                     OnlineSoftmax</*kRowTiles=*/1, /*kRescaleThreshold=*/8, Traits::kTreeMask>>;
+                                     OnlineSoftmax</*kRowTiles=*/1, /*kRescaleThreshold=*/8, Traits::kTreeMask,
+                                                   /*kMaxOfThree=*/!Traits::kFloat8Cache>>;
   static constexpr int kTileKeys = Traits::kTileKeys;
   static constexpr int kKeySteps = kTileKeys / 16;  // of the product with V
   static constexpr int kKeyTiles = kTileKeys / 8;   // accumulator tiles of 8 columns, as the next
