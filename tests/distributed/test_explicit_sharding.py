@@ -103,6 +103,27 @@ def test_products_of_operands_divided_anyhow(rows, of_x, of_weight):
         np.testing.assert_allclose(np.asarray(got, np.float32), np.asarray(want, np.float32), rtol=0.02, atol=0.02)
 
 
+@pytest.mark.parametrize("rows", [8, 72])
+@pytest.mark.parametrize("of_x", [("tp",), (None, "tp")])
+@pytest.mark.parametrize("of_weight", [("tp",), (None, "tp")])
+def test_gradients_of_products_of_operands_divided_anyhow(rows, of_x, of_weight):
+    mesh = explicit(devices.mesh("cpu", tp=2))
+    rng = np.random.default_rng(0)
+    x, weight = (rng.standard_normal(shape).astype(jax.numpy.bfloat16) for shape in ((rows, 64), (64, 64)))
+
+    def loss(x, weight):
+        return (xg.linear(x, weight).astype(jax.numpy.float32) ** 2).sum()
+
+    want = jax.grad(loss, (0, 1))(x, weight)
+    with jax.set_mesh(mesh):
+        divided = devices.shard(mesh, x, *of_x), devices.shard(mesh, weight, *of_weight)
+        gradients = jax.jit(jax.grad(loss, (0, 1)))(*divided)
+    for got, wanted, operand in zip(gradients, want, divided, strict=True):
+        assert got.sharding.shard_shape(got.shape) == operand.sharding.shard_shape(operand.shape)
+        got, wanted = (np.asarray(array, np.float32) for array in (got, wanted))
+        np.testing.assert_allclose(got, wanted, rtol=0.02, atol=0.02 * np.abs(wanted).max())
+
+
 def test_without_set_mesh():
     """Arrays that were placed have types with their mesh: of JAX's operations, and of these."""
     mesh = explicit(devices.mesh("cpu", tp=2))

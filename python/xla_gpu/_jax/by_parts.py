@@ -59,13 +59,16 @@ def _product_function(call: OpCall, options: dict[str, Any]) -> Callable[..., An
     def dense(*arrays: Any) -> tuple[Any, ...]:
         return (dense_linear.linear(dict(zip(call.operand_names, arrays, strict=True)), options["activation"]),)
 
+    differentiable = with_derivative(call, dense)
+
     def divided(*arrays: Any) -> Any:
         if varying_axes(list(arrays)) or (shardings := explicit_shardings(call, arrays)) is None:
-            return dense(*arrays)
-        # As the kernel's results: JAX's product refuses operands of which a mesh axis divides several axes.
-        return jax.sharding.auto_axes(dense, out_sharding=shardings)(*arrays)
+            return differentiable(*arrays)
+        # As the kernel's results: JAX's product refuses operands of which a mesh axis divides several axes, and so
+        # would its derivative.
+        return jax.sharding.auto_axes(differentiable, out_sharding=shardings)(*arrays)
 
-    return with_derivative(call, divided)
+    return divided
 
 
 def _gated_mlp_function(call: OpCall, options: dict[str, Any]) -> Callable[..., Any]:
