@@ -12,7 +12,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from transformers.models.gpt_oss import modeling_gpt_oss
 
-from tests.vllm import engines, tiny
+from tests.vllm import engines, test_quantization, tiny
 from xla_gpu.vllm import moe, mxfp4, routing
 
 SETTINGS = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
@@ -87,6 +87,16 @@ def test_scales_that_are_missing(left_out, tmp_path):
     stored, _ = save(tmp_path, left_out)
     with pytest.raises(ValueError, match=r"expected scales of w.* in the checkpoint, got none"):
         engines.make(stored)
+
+
+@pytest.mark.parametrize("layout", ["compressed-tensors-float8", "awq"])
+def test_other_formats_are_refused(layout, tmp_path):
+    """They would leave the biases out, and take gate and up for one another's."""
+    path = Path(tiny.save("gpt_oss", tmp_path, {"hidden_size": 128, "intermediate_size": 128})) / "config.json"
+    _, settings = test_quantization.LAYOUTS[layout]
+    path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": settings}))
+    with pytest.raises(ValueError, match=r"experts: .*: expected experts without biases .*, got biases and swigluoai"):
+        engines.make(str(tmp_path))
 
 
 def test_random_weights(tmp_path):

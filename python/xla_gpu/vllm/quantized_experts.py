@@ -63,7 +63,16 @@ class CheckpointMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
         params_dtype: torch.dtype,
         **_: Any,
     ) -> None:
-        """Registers parameters of the checkpoint's names, empty, whose loader keeps what comes."""
+        """Registers parameters of the checkpoint's names, empty, whose loader keeps what comes.
+
+        Raises:
+          ValueError: the experts have biases, or their rows of gate and up come in turn.
+        """
+        if self.moe.has_bias or layer.activation in moe.IN_TURN:
+            raise ValueError(
+                f"xla_gpu.vllm: {layer.layer_name}: {self._format.method}: expected experts without biases whose "
+                f"activation is silu or gelu, got {'biases and ' * self.moe.has_bias}{layer.activation}"
+            )
         layer.params_dtype = params_dtype
         layer.shapes_of_matrices = {
             "w13": (num_experts, 2 * intermediate_size_per_partition, hidden_size),
