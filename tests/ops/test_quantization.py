@@ -121,6 +121,20 @@ def test_quantize(put, take, weight_format, steps):
     assert stored[0].dtype.name == {"float8": "float8_e4m3fn", "int8": "int8", "int4": "uint8"}[weight_format]
 
 
+@pytest.mark.parametrize(("put", "take"), LIBRARIES)
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize(("weight_format", "columns"), [("float8", 256), ("int8", 256), ("int4", 128)])
+@pytest.mark.filterwarnings("ignore:invalid value encountered in cast:RuntimeWarning")
+def test_nan_is_kept(put, take, dtype, weight_format, columns):
+    """Of the row, or of the group of 128 numbers."""
+    weight = np.full((16, 256), 0.01, cases.DTYPES[dtype])
+    weight[3, 5] = np.nan
+    got = np.asarray(take(q.dequantize(q.quantize(put(weight), weight_format))))
+    is_nan = np.zeros((16, 256), bool)
+    is_nan[3, :columns] = True
+    np.testing.assert_array_equal(np.isnan(got), is_nan)
+
+
 def test_numpy_without_ml_dtypes(monkeypatch):
     """It comes with JAX; PyTorch needs none."""
     monkeypatch.setitem(sys.modules, "ml_dtypes", None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -95,6 +96,8 @@ def quantize(weight: Array, weight_format: str) -> LinearWeight:
     | int8 | of each row: its largest magnitude / 127 | -127 to 127 |
     | int4 | of each group of 128 along k: the value of the largest magnitude / -8 | -8 to 7, packed |
 
+    A row or group with NaN has the scale NaN.
+
     Args:
       weight: T[n, k], T float32, float16 or bfloat16; for int4 k is a multiple of 128. It may be a parameter of a
         PyTorch model.
@@ -123,20 +126,25 @@ def quantize(weight: Array, weight_format: str) -> LinearWeight:
     if weight_format == "int4":
         groups = wide.reshape(weight.shape[0], -1, GROUP)
         high, low = xp.amax(groups, -1), xp.amin(groups, -1)
-        scale = _nonzero(xp, arrays.cast(xp.where(high > -low, high, low) / -8, weight.dtype))  # may round to 0
+        scale = arrays.cast(xp.where(high > -low, high, low) / -8, weight.dtype)  # may round to 0
+        scale = _usable(xp, scale, groups)
         values = xp.round(groups / arrays.cast(scale, "float32")[:, :, None]) + 8
         return LinearWeight(packed_int4.pack(arrays.cast(values.clip(0, 15), "uint8").reshape(weight.shape)), scale)
     largest = 127.0 if weight_format == "int8" else _FLOAT8_MAX
-    scale = _nonzero(xp, xp.amax(xp.abs(wide), -1) / largest)
+    scale = _usable(xp, xp.amax(xp.abs(wide), -1) / largest, wide)
     values = (wide / scale[:, None]).clip(-largest, largest)
     if weight_format == "int8":
         return LinearWeight(arrays.cast(xp.round(values), "int8"), scale)
     return LinearWeight(arrays.cast(values, "float8_e4m3fn"), scale)
 
 
-def _nonzero(xp: Any, scale: Array) -> Array:
-    """A row or group of zeros has any scale but 0, by which it would be divided."""
-    return xp.where(scale == 0, xp.ones_like(scale), scale)
+def _usable(xp: Any, scale: Array, values: Array) -> Array:
+    """Scales of rows or groups: of zeros any but 0, by which they would be divided; of those with NaN NaN.
+
+    The largest number may be another one than NaN where XLA finds it.
+    """
+    scale = xp.where(scale == 0, xp.ones_like(scale), scale)
+    return xp.where(xp.isnan(values).any(-1), xp.full_like(scale, math.nan), scale)
 
 
 def dequantize(weight: LinearWeight) -> Array:
