@@ -71,6 +71,14 @@ __device__ void InitBarriers(const TmaCta<Traits>& cta) {
   __syncwarp();
 }
 
+// All threads, producers and consumers each in their own branch: a named barrier with their number, since __syncthreads
+// must be one instruction for all.
+template <typename Traits>
+__device__ __forceinline__ void MeetBehindWork() {
+  using Consumer = TmaConsumer<Traits>;
+  NamedBarrierSync(Consumer::kTurnBarrier + Consumer::kWarpgroups + 1, Traits::kThreads);
+}
+
 // By all threads, when none waits for a barrier any more: from now on shared memory may be used for something else.
 template <typename Traits>
 __device__ void InvalidateBarriers(const TmaCta<Traits>& cta) {
@@ -299,7 +307,7 @@ __device__ __forceinline__ void RunPrefillTma(const TmaParams& params, const dec
       }
       if (!shares_decode_rows) return;
       if constexpr (kSharesDecodeRows) {
-        __syncthreads();  // with the consumers; warps of a warpgroup must meet between two changes of registers, too
+        MeetBehindWork<Traits>();  // warps of a warpgroup must meet between two changes of registers, too
         IncreaseRegisters<Traits::kLaunchRegisters>();
       }
     } else {
@@ -308,7 +316,7 @@ __device__ __forceinline__ void RunPrefillTma(const TmaParams& params, const dec
       TmaConsumer<Traits>(cta, warpgroup - Traits::kProducerWarpgroups).Run();
       if (!has_decode_rows()) return;
       // All consumers have read what is in shared memory.
-      if constexpr (kSharesDecodeRows) __syncthreads();
+      if constexpr (kSharesDecodeRows) MeetBehindWork<Traits>();
       if constexpr (kTakesWholeTiles) {
         using Consumer = TmaConsumer<Traits>;
         NamedBarrierSync(Consumer::kTurnBarrier + Consumer::kWarpgroups,
