@@ -3,6 +3,7 @@
 #define XLA_GPU_OPS_PAGED_ATTENTION_PREFILL_LATE_SOFT_CAP_CUH_
 
 #include "ffi/device/mma.cuh"
+#include "ffi/ops/paged_attention/prefill/max_of_three.cuh"
 #include "ffi/ops/paged_attention/prefill/online_softmax.cuh"
 
 namespace xla_gpu::prefill {
@@ -28,7 +29,7 @@ struct LateSoftCap : OnlineSoftmax</*kRowTiles=*/1, /*kRescaleThreshold=*/8, kTr
     }
     const float inner = transform.scale / transform.soft_cap;
     float tile_max[2][2];
-    Base::MaxOfThree(s[0], tile_max);
+    MaxOfThree(s[0], tile_max);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       tile_max[h][0] = tile_max[h][1] = TanhApprox(tile_max[h][0] * inner);

@@ -210,7 +210,7 @@ Status LaunchTma(const TmaParams& call, const SplitAccumulatorLayout& layout, in
   tma.split_kv.last_round_ctas = shares_last_round ? grid.x : 0;
   if (layout.kernels != PrefillKernels::kCombine) {
     bool launched = false;
-    if constexpr (Traits::kTakesDecodeRows) {
+    if constexpr (Traits::kSharesDecodeRows) {
       if (Status status = LaunchTmaAndDecode<Traits>(tma, layout, grid, stream, &launched); !status.ok()) return status;
     }
     if (!launched) {

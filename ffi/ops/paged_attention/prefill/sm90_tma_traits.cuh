@@ -210,7 +210,7 @@ struct TmaKernelTraits : Config {
   static constexpr decode::CacheFormat kDecodeFormat =
       std::is_same_v<T, __half> ? decode::CacheFormat::kF16 : decode::CacheFormat::kBF16;
   // Whether there is a kernel that also computes the sequences of the decode path, behind its own.
-  static constexpr bool kTakesDecodeRows = kTakesFirstSplits && kConsumerWarpgroups == 1;
+  static constexpr bool kSharesDecodeRows = kTakesFirstSplits && kConsumerWarpgroups == 1;
   static constexpr int kWarpgroupThreads = 128;
   static constexpr int kThreads = (Config::kProducerWarpgroups + kConsumerWarpgroups) * kWarpgroupThreads;
   static constexpr int kProducerWarps = Config::kProducerWarpgroups * 4;
