@@ -194,15 +194,21 @@ class XlaGpuAttention(AttentionImpl):  # type: ignore[misc]
             step.block_tables,
             step.query_start_loc,
             step.num_seqs,
-            scale=self.scale,
-            sliding_window=self.sliding_window,
-            soft_cap=self.soft_cap,
-            sinks=None if self.sinks is None else self.sinks.float(),
+            **self._scores(),
             eps=norm_eps,
             **self._scales(layer, x.device),
             **rotation,
             **others,
         )
+
+    def _scores(self) -> dict[str, Any]:
+        """What is done to scores, of both of attention's operators."""
+        return {
+            "scale": self.scale,
+            "sliding_window": self.sliding_window,
+            "soft_cap": self.soft_cap,
+            "sinks": None if self.sinks is None else self.sinks.float(),
+        }
 
     def _scales(self, layer: Any, device: torch.device) -> dict[str, torch.Tensor]:
         """Of a float8 cache."""
@@ -223,10 +229,7 @@ class XlaGpuAttention(AttentionImpl):  # type: ignore[misc]
             step.block_tables,
             step.query_start_loc,
             step.num_seqs,
-            scale=self.scale,
-            sliding_window=self.sliding_window,
-            soft_cap=self.soft_cap,
-            sinks=None if self.sinks is None else self.sinks.float(),
+            **self._scores(),
             **scales,
         )
         return attended.reshape(query.shape[0], self.num_heads * self.head_size)

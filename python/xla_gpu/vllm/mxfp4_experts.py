@@ -13,41 +13,17 @@ from vllm.config import get_current_vllm_config
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
 from vllm.model_executor.layers.fused_moe.layer import FusedMoE
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
-from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
+from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 
 from . import moe, mxfp4
+from .quantization_config import OwnQuantization
 
 METHOD = "mxfp4"
 _NO_SCALE = 255
 
 
-class Mxfp4Quantization(QuantizationConfig):  # type: ignore[misc]
+class Mxfp4Quantization(OwnQuantization):
     """Of a checkpoint whose experts are in mxfp4, and all else is plain."""
-
-    @classmethod
-    def get_name(cls) -> str:
-        """Its name in vLLM's registry: that of quantization.py, which makes it."""
-        return "xla_gpu"
-
-    @classmethod
-    def get_supported_act_dtypes(cls) -> list[torch.dtype]:
-        """The model's dtypes."""
-        return [torch.float32, torch.float16, torch.bfloat16]
-
-    @classmethod
-    def get_min_capability(cls) -> int:
-        """The library's."""
-        return 80
-
-    @staticmethod
-    def get_config_filenames() -> list[str]:
-        """It stands in config.json."""
-        return []
-
-    @classmethod
-    def from_config(cls, config: dict[str, Any]) -> Mxfp4Quantization:
-        """Of quantization_config."""
-        return cls()
 
     def get_quant_method(self, layer: nn.Module, prefix: str) -> QuantizeMethodBase | None:
         """Experts have the method below."""

@@ -20,44 +20,20 @@ from vllm.model_executor.layers.linear import (
     ReplicatedLinear,
     UnquantizedLinearMethod,
 )
-from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
+from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.layers.quantization.fp8 import Fp8Config
 
 from .. import quantization
 from . import moe
-from .quantization import NAME, CheckpointLinearMethod
+from .quantization import CheckpointLinearMethod
+from .quantization_config import NAME, OwnQuantization
 
 _FORMAT = "float8"
 _UNIT = 16  # linear takes multiples of it
 
 
-class OnlineFloat8(QuantizationConfig):  # type: ignore[misc]
+class OnlineFloat8(OwnQuantization):
     """Rounds linear layers and experts."""
-
-    @classmethod
-    def get_name(cls) -> str:
-        """As of quantised checkpoints."""
-        return NAME
-
-    @classmethod
-    def get_supported_act_dtypes(cls) -> list[torch.dtype]:
-        """The model's dtypes."""
-        return [torch.float32, torch.float16, torch.bfloat16]
-
-    @classmethod
-    def get_min_capability(cls) -> int:
-        """The library's."""
-        return 80
-
-    @staticmethod
-    def get_config_filenames() -> list[str]:
-        """It has no settings."""
-        return []
-
-    @classmethod
-    def from_config(cls, config: dict[str, Any]) -> OnlineFloat8:
-        """It has no settings."""
-        return cls()
 
     def get_quant_method(self, layer: nn.Module, prefix: str) -> QuantizeMethodBase | None:
         """The method of a linear layer or of experts."""

@@ -21,7 +21,7 @@ from vllm.model_executor.layers.linear import (
     UnquantizedLinearMethod,
 )
 from vllm.model_executor.layers.quantization import register_quantization_config
-from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
+from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.layers.quantization.compressed_tensors.utils import should_ignore_layer
 from vllm.model_executor.layers.quantization.kv_cache import BaseKVCacheMethod
 from vllm.model_executor.layers.quantization.utils.quant_utils import is_layer_skipped
@@ -42,11 +42,11 @@ import xla_gpu.torch as xg
 from ..quantization import CheckpointFormat
 from ..quantization.weights import GROUP
 from . import mxfp4_experts
+from .quantization_config import NAME, OwnQuantization
 from .quantized_experts import CheckpointMoEMethod
 
-# What config.json calls the methods that are taken, and what this back end calls them all.
+# What config.json calls the methods that are taken.
 METHODS = ("compressed-tensors", "fp8", "awq", "gptq", mxfp4_experts.METHOD)
-NAME = "xla_gpu"
 
 _PER_WORD = 8  # int4 values in an int32
 
@@ -62,7 +62,7 @@ _ALWAYS_PLAIN = ("lm_head", "embed_tokens")
 
 
 @register_quantization_config(NAME)
-class CheckpointQuantization(QuantizationConfig):  # type: ignore[misc]
+class CheckpointQuantization(OwnQuantization):
     """The quantisation that a checkpoint's config.json describes."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
@@ -112,28 +112,13 @@ class CheckpointQuantization(QuantizationConfig):  # type: ignore[misc]
         named = user_quant is None or user_quant == NAME or user_quant.startswith(str(method))
         return NAME if method in METHODS and named else None
 
-    @classmethod
-    def get_name(cls) -> str:
-        """Its name in vLLM's registry."""
-        return NAME
-
-    @classmethod
-    def get_supported_act_dtypes(cls) -> list[torch.dtype]:
-        """The dtypes of ``linear``."""
-        return [torch.float32, torch.float16, torch.bfloat16]
-
-    @classmethod
-    def get_min_capability(cls) -> int:
-        """The library's."""
-        return 80
-
     @staticmethod
     def get_config_filenames() -> list[str]:
         """Where settings stand if not in config.json."""
         return ["quantize_config.json", "quant_config.json"]
 
     @classmethod
-    def from_config(cls, config: dict[str, Any]) -> QuantizationConfig:
+    def from_config(cls, config: dict[str, Any]) -> OwnQuantization:
         """Raises ValueError for settings that ``linear`` has no format for."""
         if config.get("quant_method") == mxfp4_experts.METHOD:
             return mxfp4_experts.Mxfp4Quantization()
