@@ -263,6 +263,33 @@ def test_products_by_rows_and_features(weight_format):
     compare.assert_bitwise_equal(np.asarray(got), want, weight_format)
 
 
+@pytest.mark.parametrize(
+    "weight_format", ["plain", "float8-tensor", "float8-channel", "int8", "int4", "int4-zero-point"]
+)
+def test_products_of_shares_of_16_features(weight_format):
+    """int4 has scales of its own for each feature: of no format but float8's blocks must a share be longer."""
+    mesh = devices.mesh("cpu", tp=4)
+    arrays = cases.linear_inputs(weight_format, 4, 64, 256, "float32")
+    whole = ("x", "weight_scale") if weight_format == "float8-tensor" else ("x",)
+    want = np.asarray(jax.jit(xg.linear)(**arrays))
+    sharded = {name: devices.shard(mesh, x, *(() if name in whole else ("tp",))) for name, x in arrays.items()}
+    compiled = jax.jit(xg.linear).lower(**sharded).compile()
+    assert not re.findall(COLLECTIVES, compiled.as_text())
+    got = compiled(**sharded)
+    assert got.sharding.shard_shape(got.shape) == (4, 16)
+    compare.assert_bitwise_equal(np.asarray(got), want, weight_format)
+
+
+@pytest.mark.parametrize(("weight_format", "n", "unit"), [("int4", 32, 16), ("float8-block", 256, 128)])
+def test_shares_of_less_than_a_block_of_features_are_named(weight_format, n, unit):
+    mesh = devices.mesh("cpu", tp=4)
+    arrays = cases.linear_inputs(weight_format, 4, n, 256, "float32")
+    sharded = {name: devices.shard(mesh, x, *(["tp"] if name == "weight" else [])) for name, x in arrays.items()}
+    text = rf"linear: weight: expected a number of shards that divides blocks_of_{unit}_features = 2, got axis 0"
+    with pytest.raises(Exception, match=text):
+        jax.jit(xg.linear)(**sharded)
+
+
 def test_attention_block_refuses_a_sharded_cache():
     mesh = devices.mesh("cpu", tp=2)
     arrays, options = layer_cases.samples()["attention_block"]

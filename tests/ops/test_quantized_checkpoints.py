@@ -314,6 +314,22 @@ def test_weights_that_do_not_fit_their_scale_are_refused(config, weight, scale, 
         loaded(config, tensors)
 
 
+@pytest.mark.parametrize("key", ["quantization_config", "compression_config"])
+def test_settings_of_the_text_in_a_model_with_images(key):
+    """Those of the whole checkpoint come first."""
+    rng = cases.rng_for("text_config")
+    stored = rng.standard_normal((N, K)).astype(cases.DTYPES["float8_e4m3fn"])
+    named = {f"{LAYER}.weight": stored, f"{LAYER}.weight_scale": np.full((N, 1), 0.5, np.float32)}
+    settings = compressed("float-quantized", strategy="channel")
+    checkpoint = CheckpointFormat({"vision_config": {}, "text_config": {"hidden_size": K, key: settings}})
+    assert checkpoint.method == "compressed-tensors"
+    weight = checkpoint.load(LAYER, named.__getitem__, set(named), "float16")
+    np.testing.assert_array_equal(reference.linear_weight(*weight), stored.astype(np.float64) * 0.5)
+    awq = {"quant_method": "awq", "bits": 4, "group_size": 128}
+    assert CheckpointFormat({"quantization_config": awq, "text_config": {key: settings}}).method == "awq"
+    assert CheckpointFormat({"text_config": {"hidden_size": K}}).method == "none"
+
+
 def test_settings_alone():
     with pytest.raises(ValueError, match=r"CheckpointFormat: config: expected all of config\.json, got"):
         CheckpointFormat({"quant_method": "awq", "bits": 4})
@@ -321,7 +337,14 @@ def test_settings_alone():
 
 @pytest.mark.parametrize(
     "config",
-    [None, [], {"quantization_config": "awq"}, {"quantization_config": {"config_groups": [1]}}],
+    [
+        None,
+        [],
+        {"quantization_config": "awq"},
+        {"quantization_config": {"config_groups": [1]}},
+        {"text_config": "llama"},
+        {"text_config": {"quantization_config": "awq"}},
+    ],
     ids=str,
 )
 def test_settings_that_are_no_dict(config):

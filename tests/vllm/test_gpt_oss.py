@@ -99,6 +99,14 @@ def test_other_formats_are_refused(layout, tmp_path):
         engines.make(str(tmp_path))
 
 
+def test_mxfp4_of_other_models_is_refused(tmp_path):
+    """Their loaders bring one expert's gate or up at a time."""
+    path = Path(tiny.save("mixtral", tmp_path)) / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": SETTINGS}))
+    with pytest.raises(ValueError, match=r"experts: mxfp4: expected gpt-oss's experts, .* got silu"):
+        engines.make(str(tmp_path))
+
+
 def test_random_weights(tmp_path):
     stored, _ = save(tmp_path)
     llm = engines.make(stored, load_format="dummy")

@@ -85,7 +85,7 @@ def _signature(
         "weight_scale": np.bool_(weight_scale is not None),
         "weight_zero_point": np.bool_(weight_zero_point is not None),
     }
-    return Signature((out,), attributes, partitioning=_partitioning(rows, n, activation, scale_axes))
+    return Signature((out,), attributes, partitioning=_partitioning(rows, n, weight, activation, scale_axes))
 
 
 def check_weight(
@@ -175,12 +175,11 @@ def _check_scale(
     raise check.value_error("weight_scale", f"shape [1], [{n}] or [{blocks}, {groups}]", scale)
 
 
-def _partitioning(rows: int, n: int, activation: str | None, scale_axes: Axes) -> Partitioning:
+def _partitioning(rows: int, n: int, weight: ArraySpec, activation: str | None, scale_axes: Axes) -> Partitioning:
     """Over rows, and over features where an activation does not pair those of the two halves."""
-    # A share is whole tiles of 16 features; with scales of blocks it is whole blocks.
-    unit = GROUP if len(scale_axes) == 2 and n % GROUP == 0 else _MULTIPLE
-    divides = activation is None and not (len(scale_axes) == 2 and n % GROUP)
-    features = "features" if divides else None
+    # A share is whole tiles of 16 features; with float8's scales of blocks it is whole blocks.
+    unit = GROUP if len(scale_axes) == 2 and weight.dtype != "uint8" else _MULTIPLE
+    features = f"blocks_of_{unit}_features" if activation is None and n % unit == 0 else None
     return Partitioning(
         operands={
             "x": ("rows", None),
@@ -191,7 +190,7 @@ def _partitioning(rows: int, n: int, activation: str | None, scale_axes: Axes) -
             "residual": ("rows", features),
         },
         results=(("rows", features),),
-        sizes={"rows": rows, "features": n // unit} if divides else {"rows": rows},
+        sizes={"rows": rows, features: n // unit} if features else {"rows": rows},
     )
 
 

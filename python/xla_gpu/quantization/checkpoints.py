@@ -41,14 +41,17 @@ class CheckpointFormat:
         """Reads the settings.
 
         Args:
-          config: the content of config.json.
+          config: the content of config.json. Where it describes a model with images, quantization_config may stand in
+            its text_config.
 
         Raises:
           TypeError: config, or what it has for quantization_config, is no dict.
           ValueError: the checkpoint is quantised in a way that linear has no format for. The text names the setting.
             Or config is what config.json has for quantization_config.
         """
-        settings = _mapping("config", config).get("quantization_config") or config.get("compression_config")
+        settings = _settings(_mapping("config", config))
+        if settings is None and config.get("text_config") is not None:
+            settings = _settings(_mapping("text_config", config["text_config"]))
         if settings is None and "quant_method" in config:  # else the checkpoint would be taken for a plain one
             raise ValueError("CheckpointFormat: config: expected all of config.json, got its quantization_config alone")
         settings = None if settings is None else _mapping("quantization_config", settings)
@@ -96,6 +99,10 @@ class CheckpointFormat:
         if arrays.dtype_name(loaded.weight) == "uint8":
             return loaded._replace(weight_scale=arrays.cast(loaded.weight_scale, dtype))
         return loaded
+
+
+def _settings(config: Mapping[str, Any]) -> Any:
+    return config.get("quantization_config") or config.get("compression_config")
 
 
 def _mapping(where: str, value: Any) -> Mapping[str, Any]:

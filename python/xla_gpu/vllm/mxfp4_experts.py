@@ -47,8 +47,14 @@ class Mxfp4MoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
         """Registers parameters of vLLM's names and the checkpoint's shapes.
 
         Raises:
-          ValueError: the sizes are not whole groups.
+          ValueError: the experts are not gpt-oss's, or their sizes are no whole groups.
         """
+        # Of vLLM's models gpt-oss alone loads the tensors of all experts at once, with the rows of gate and up in turn.
+        if layer.activation not in moe.IN_TURN:
+            raise ValueError(
+                f"xla_gpu.vllm: {layer.layer_name}: mxfp4: expected gpt-oss's experts, whose activation is swigluoai, "
+                f"got {layer.activation}"
+            )
         width = intermediate_size_per_partition
         if hidden_size % mxfp4.GROUP or width % mxfp4.GROUP:
             raise ValueError(
