@@ -1,4 +1,4 @@
-"""vLLM at the shape of Llama-3-8B with random weights, as vllm_steps.py and vllm_serving.py start it."""
+"""vLLM at the shape of a known model with random weights, as vllm_steps.py and vllm_serving.py start it."""
 
 from __future__ import annotations
 
@@ -33,6 +33,51 @@ LLAMA_3_8B = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
+# 24 layers, each second one with a window; experts in mxfp4.
+GPT_OSS_20B = {
+    "architectures": ["GptOssForCausalLM"],
+    "model_type": "gpt_oss",
+    "hidden_size": 2880,
+    "intermediate_size": 2880,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "num_local_experts": 32,
+    "num_experts_per_tok": 4,
+    "sliding_window": 128,
+    "vocab_size": 201088,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 150000,
+    "rope_scaling": {
+        "rope_type": "yarn",
+        "factor": 32.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "original_max_position_embeddings": 4096,
+        "truncate": False,
+    },
+    "quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]},
+    "torch_dtype": "bfloat16",
+    "tie_word_embeddings": False,
+    "eos_token_id": 2,
+}
+QWEN_3_0_6B = {  # and of the embedding model of that size
+    **LLAMA_3_8B,
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "vocab_size": 151669,
+    "max_position_embeddings": 32768,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000,
+    "tie_word_embeddings": True,
+}
+MODELS = {"llama-3-8b": LLAMA_3_8B, "gpt-oss-20b": GPT_OSS_20B, "qwen3-0.6b": QWEN_3_0_6B}
 TINY = {
     **LLAMA_3_8B,
     "hidden_size": 64,
@@ -51,6 +96,8 @@ def emit(**values) -> None:
 
 def add_options(parser: argparse.ArgumentParser, *, max_seqs: int) -> None:
     parser.add_argument("--tiny", action="store_true", help="a tiny model, to check the script")
+    parser.add_argument("--model", choices=MODELS, default="llama-3-8b", help="whose shape (default %(default)s)")
+    parser.add_argument("--layers", type=positive, help="in the place of the model's number of them")
     parser.add_argument("--max-tokens", type=positive, default=8192, help="of a step (default %(default)s)")
     parser.add_argument("--max-seqs", type=positive, default=max_seqs, help="in a step (default %(default)s)")
     parser.add_argument(
@@ -88,4 +135,5 @@ def started(arguments: argparse.Namespace, **options: Any) -> Iterator[tuple[Any
 
 
 def model_of(arguments: argparse.Namespace) -> dict[str, Any]:
-    return TINY if arguments.tiny else LLAMA_3_8B
+    model = TINY if arguments.tiny else MODELS[arguments.model]
+    return model if arguments.layers is None else {**model, "num_hidden_layers": arguments.layers}

@@ -1,14 +1,19 @@
 #!/usr/bin/env python3
-"""Decode and prefill of vLLM on XLA:GPU, at the shape of Llama-3-8B with random weights.
+"""Decode and prefill of vLLM on XLA:GPU, at the shape of Llama-3-8B or another model with random weights.
 
     PJRT_DEVICE=GPU python benchmarks/vllm_steps.py 1x1024 32x1024 64x2048
     PJRT_DEVICE=GPU python benchmarks/vllm_steps.py 1x1024 --tensor-parallel 2
+    PJRT_DEVICE=GPU python benchmarks/vllm_steps.py 1x64 32x64 --model gpt-oss-20b --layers 4
     PJRT_DEVICE=CPU python benchmarks/vllm_steps.py --tiny 1x16 4x16          # a check of the script
 
 For each load BxC, B prompts of C random tokens: prefill is their time to the first token, decode_ms the time of the
 tokens after it, divided by their number, decode_step_ms the median time of a step in which every sequence decodes.
 decode_ms is more where prompts end beside sequences that decode already. Greedy; the best of two runs. Each line of
 output starts with "R " and is JSON.
+
+With --embed the model gives embeddings of the prompts:
+
+    PJRT_DEVICE=GPU python benchmarks/vllm_steps.py 256x128 64x512 16x2048 --embed --model qwen3-0.6b
 
 With --speculative-config tokens_per_step is what a step gives each sequence, and decode_step_ms means nothing:
 
@@ -85,15 +90,39 @@ def milliseconds(seconds: list[float]) -> float:
     return round(statistics.median(seconds) * 1e3, 3) if seconds else 0.0
 
 
-def measure(llm, times: HostTimes, load: tuple[int, int], new_tokens: int, sampling: dict) -> dict:
+def prompts_of(llm, load: tuple[int, int]) -> list:
     import numpy as np
 
-    from vllm import SamplingParams, TokensPrompt
+    from vllm import TokensPrompt
 
     count, length = load
     vocab_size = llm.llm_engine.vllm_config.model_config.get_vocab_size()
     rng = np.random.default_rng(0)
-    prompts = [TokensPrompt(prompt_token_ids=rng.integers(10, vocab_size, length).tolist()) for _ in range(count)]
+    return [TokensPrompt(prompt_token_ids=rng.integers(10, vocab_size, length).tolist()) for _ in range(count)]
+
+
+def measure_embeddings(llm, times: HostTimes, load: tuple[int, int]) -> dict:
+    count, length = load
+    prompts, seconds = prompts_of(llm, load), []
+    for _ in range(3):
+        times.take()
+        start = time.perf_counter()
+        llm.embed(prompts, use_tqdm=False)
+        seconds.append(time.perf_counter() - start)
+    best, steps = min(seconds[1:]), times.steps
+    return {
+        "load": f"{count}x{length}",
+        "s": round(best, 4),
+        "tokens_per_s": round(count * length / best),
+        "steps": steps,
+    }
+
+
+def measure(llm, times: HostTimes, load: tuple[int, int], new_tokens: int, sampling: dict) -> dict:
+    from vllm import SamplingParams
+
+    count, length = load
+    prompts = prompts_of(llm, load)
 
     def run(tokens: int) -> float:
         start = time.perf_counter()
@@ -132,6 +161,7 @@ def main() -> None:
         metavar="JSON",
         help="sampling parameters, each measured with all loads (default: greedy)",
     )
+    parser.add_argument("--embed", action="store_true", help="embeddings in the place of tokens")
     parser.add_argument("--speculative-config", type=json.loads, metavar="JSON", help="as vLLM takes it")
     parser.add_argument("--profile", action="store_true", help="show what takes the host's time, on stderr")
     arguments = parser.parse_args()
@@ -139,6 +169,8 @@ def main() -> None:
     options = {"tensor_parallel_size": arguments.tensor_parallel}
     if arguments.speculative_config is not None:
         options["speculative_config"] = arguments.speculative_config
+    if arguments.embed:
+        options["runner"] = "pooling"
     with started(arguments, **options) as (llm, start):
         from xla_gpu.torch import executable_cache_info
         from xla_gpu.vllm.program import compilations
@@ -148,7 +180,9 @@ def main() -> None:
         runner = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
         profile = cProfile.Profile() if arguments.profile else None
         times = HostTimes(runner, profile)
-        for sampling in arguments.sampling:
+        for load in arguments.loads if arguments.embed else ():
+            emit(**measure_embeddings(llm, times, load), compiled_since=compilations() - compiled)
+        for sampling in () if arguments.embed else arguments.sampling:
             for load in arguments.loads:
                 result = measure(llm, times, load, arguments.new_tokens, sampling)
                 emit(**result, sampling=sampling, compiled_since=compilations() - compiled)

@@ -295,7 +295,7 @@ def test_another_engine_with_longer_sequences(llama, reference):
         ({"load_format": "tensorizer"}, "--load-format: expected none of bitsandbytes, .* got tensorizer"),
         ({"model_impl": "transformers"}, "--model-impl: expected a model of vLLM's own, got transformers' Llama"),
         ({"seed": -1}, "--seed: expected a number from 0, got -1"),
-        ({"convert": "embed"}, "--convert: expected none, got embed"),
+        ({"convert": "embed"}, "--convert: expected none without --runner pooling, got embed"),
         ({"kv_cache_dtype": "bfloat16"}, "--kv-cache-dtype: expected auto or fp8 or"),
         ({"num_gpu_blocks_override": 16}, "--num-gpu-blocks-override: expected at least 17 for --max-model-len 256"),
     ],

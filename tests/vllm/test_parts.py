@@ -197,6 +197,7 @@ def test_memory_is_left_to_compile_in(monkeypatch):
     device = torch_xla.device()  # of this machine, not of what PJRT_DEVICE will say
     text = SimpleNamespace(intermediate_size=14336)
     model = SimpleNamespace(
+        runner_type="generate",
         dtype=torch.bfloat16,
         hf_text_config=text,
         get_num_attention_heads=lambda _: 32,

@@ -17,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.vllm import tiny
 from xla_gpu._runtime import cuda_driver
@@ -58,9 +59,9 @@ class Server:
             os.killpg(self.process.pid, signal.SIGKILL)
             self.process.wait()
 
-    def open(self, body: dict, timeout: float = 120):
+    def open(self, body: dict, timeout: float = 120, path: str = "/v1/completions"):
         request = urllib.request.Request(
-            f"{self.url}/v1/completions",
+            f"{self.url}{path}",
             json.dumps({"model": "tiny", **body}).encode(),
             {"Content-Type": "application/json"},
         )
@@ -187,3 +188,30 @@ def test_data_parallel_engines(llama, tmp_path):
     reference = tiny.Reference(llama)
     assert got == [reference.greedy(prompt, 16) for prompt in prompts]
     assert len(lines) == 2 and all(float(line.split()[-1]) > 0 for line in lines), lines
+
+
+def test_embeddings(llama, tmp_path):
+    """A pooling model: the engine's process hands over tensors, several requests at a time."""
+    prompts = tiny.prompts((5, 17, 33, 1, 70, 12, 100, 60))
+    reference = tiny.Reference(llama).model.model
+    with running(llama, tmp_path / "log", "--runner", "pooling") as server, ThreadPoolExecutor(8) as pool:
+
+        def embed(prompt):
+            with server.open({"input": prompt}, path="/v1/embeddings") as response:
+                return json.load(response)["data"][0]["embedding"]
+
+        for prompt, embedding in zip(prompts, pool.map(embed, prompts), strict=True):
+            with torch.no_grad():
+                last = reference(torch.tensor([prompt])).last_hidden_state[0, -1]
+            expected = torch.nn.functional.normalize(last, dim=0)
+            torch.testing.assert_close(torch.tensor(embedding), expected, rtol=0, atol=2e-5)
+        for body in (
+            {"input": [100000]},
+            {"input": list(range(3, 303))},
+            {"input": [5], "dimensions": 8},  # of a model that was not trained for it
+        ):
+            with pytest.raises(urllib.error.HTTPError) as failure:
+                server.open(body, path="/v1/embeddings")
+            with failure.value:
+                assert 400 <= failure.value.code < 500, failure.value.read()
+        assert len(embed(prompts[0])) == 64  # and it lives

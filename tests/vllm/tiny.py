@@ -186,7 +186,10 @@ class Reference:
 
             modeling_llama.eager_attention_forward = rounded
             options["attn_implementation"] = "eager"
-        with_images = hasattr(t.AutoConfig.from_pretrained(folder), "vision_config")
+        config = t.AutoConfig.from_pretrained(folder)
+        if getattr(config, "attn_logit_softcapping", None):
+            options["attn_implementation"] = "eager"  # others leave the cap out
+        with_images = hasattr(config, "vision_config")
         auto = t.AutoModelForImageTextToText if with_images else t.AutoModelForCausalLM
         self.model = auto.from_pretrained(folder, dtype=dtype, **options).eval()
 

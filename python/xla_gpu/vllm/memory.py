@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from . import buckets, tensor_parallel
+from . import buckets, supported, tensor_parallel
 
 _GIB = 1 << 30
 
@@ -158,6 +158,8 @@ def step_bytes(config: Any) -> int:
     lora = config.lora_config
     between = 0 if lora is None else 2 * 3 * lora.max_loras * lora.max_lora_rank
     rows = tokens * (8 * model.get_hidden_size() + attention + 3 * width + between) * item + experts
+    if supported.pools(model):
+        return int(rows)
     # Logits as they are and as float32, and four arrays of their size for sampling; the penalties' counts.
     vocabulary = model.get_vocab_size()
     logits = max(buckets.most_rows(config), 128) * vocabulary * (item + 5 * 4)

@@ -91,32 +91,22 @@ class ModelPrograms:
           last_tokens has a meaning after steps without drafts alone; the states of all rows, from which PromptPrograms
           computes other logits.
         """
+        tokens, last_tokens, logits, *states = self._run(layout, packed, last_tokens)
+        return tokens, last_tokens, logits, states
+
+    def _run(self, layout: StepLayout, packed: torch.Tensor, last_tokens: torch.Tensor) -> Sequence[torch.Tensor]:
+        """The results of ``_step``."""
         state = [self._tables.device_tables, *self._caches.tensors]
         adapters = () if self._adapters is None else self._adapters.tensors
         outputs, (tables, *caches) = self._programs[layout]([packed, last_tokens, *adapters], state)
         self._tables.device_tables, self._caches.tensors = tables, caches
-        tokens, last_tokens, logits, *states = outputs
-        return tokens, last_tokens, logits, states
+        return outputs
 
     def _step(
         self, layout: StepLayout, packed: torch.Tensor, last_tokens: torch.Tensor, tables: torch.Tensor
     ) -> list[torch.Tensor]:
         parts = layout.unpack(packed)
-        sources, slots = parts["sources"], parts["request_slots"]
-        ids = torch.where(sources < 0, parts["tokens"], last_tokens.index_select(0, sources.clamp(min=0)))
-        tables.index_put_((parts["update_indices"],), parts["update_pages"])
-        by_group = tables.view(self._tables.shape)
-        starts = parts["query_start_loc"]
-        groups = [
-            StepMetadata(
-                slot_mapping=parts["slot_mapping"][group],
-                context_lens=parts["context_lens"],
-                block_tables=by_group[group].index_select(0, slots),
-                query_start_loc=starts,
-                num_seqs=parts["num_seqs"],
-            )
-            for group in range(layout.num_groups)
-        ]
+        slots, starts = parts["request_slots"], parts["query_start_loc"]
         chosen_rows = parts["draft_rows"] if layout.max_draft_rows else (starts[1:] - 1).clamp(min=0)
 
         def choose(rows: torch.Tensor) -> torch.Tensor:
@@ -124,11 +114,8 @@ class ModelPrograms:
 
         # Where logits are computed of every row, there is nothing to leave out.
         last_layer = self._last_layer if layout.num_tokens > layout.logits_rows else None
-        with (
-            self._forward(layout.num_tokens, self._caches.metadata(groups)),
-            contextlib.nullcontext() if last_layer is None else last_layer.rows(choose, choose) as found,
-        ):
-            hidden = self._model(input_ids=ids, positions=parts["positions"])
+        with contextlib.nullcontext() if last_layer is None else last_layer.rows(choose, choose) as found:
+            hidden = self._hidden(layout, parts, last_tokens, tables)
         states = [hidden] if found is None else [found.attended, found.residual]
         logits = self._model.compute_logits(choose(hidden) if found is None else hidden)
         devices = tensor_parallel.active()
@@ -143,6 +130,28 @@ class ModelPrograms:
         if devices and divided:  # most steps need no others: programs that do gather them
             devices.mark(logits, devices.logits_dim)
         return [tokens, last_tokens, logits, *states]
+
+    def _hidden(
+        self, layout: StepLayout, parts: dict[str, Any], last_tokens: torch.Tensor, tables: torch.Tensor
+    ) -> torch.Tensor:
+        """The model's result for the rows of a step; the new entries of the block tables are stored before."""
+        sources, slots = parts["sources"], parts["request_slots"]
+        ids = torch.where(sources < 0, parts["tokens"], last_tokens.index_select(0, sources.clamp(min=0)))
+        tables.index_put_((parts["update_indices"],), parts["update_pages"])
+        by_group = tables.view(self._tables.shape)
+        groups = [
+            StepMetadata(
+                slot_mapping=parts["slot_mapping"][group],
+                context_lens=parts["context_lens"],
+                block_tables=by_group[group].index_select(0, slots),
+                query_start_loc=parts["query_start_loc"],
+                num_seqs=parts["num_seqs"],
+            )
+            for group in range(layout.num_groups)
+        ]
+        with self._forward(layout.num_tokens, self._caches.metadata(groups)):
+            hidden: torch.Tensor = self._model(input_ids=ids, positions=parts["positions"])
+        return hidden
 
     def logits(self, states: Sequence[torch.Tensor]) -> torch.Tensor:
         """Logits of rows from their states, as a step returns them. For tracing."""

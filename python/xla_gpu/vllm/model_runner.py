@@ -62,6 +62,8 @@ class Launched:
 class ModelRunner:
     """The model, its caches and its programs on one device."""
 
+    _programs_of: type[ModelPrograms] = ModelPrograms
+
     def __init__(self, config: VllmConfig, device: torch.device) -> None:
         self.config = config
         self.device = device
@@ -107,7 +109,7 @@ class ModelRunner:
         self.ahead = LaunchedAhead(self.requests, self.tables, model.max_model_len)
         self._last_tokens = torch.zeros(self._max_seqs + 1, dtype=torch.int32).to(self.device)
         layers = None if self.adapters is None else self.adapters.layers
-        self._programs = ModelPrograms(self.config, self.model, self.caches, self.tables, self.device, layers)
+        self._programs = self._programs_of(self.config, self.model, self.caches, self.tables, self.device, layers)
 
     def layout(self, num_tokens: int) -> StepLayout:
         """The layout of steps of up to ``num_tokens`` tokens, which is one of the buckets."""
@@ -136,8 +138,7 @@ class ModelRunner:
             self.adapters.layers.start()
         for num_tokens in reversed(self.token_buckets):
             layout = self.layout(num_tokens)
-            greedy, _, _ = self._launch(layout, layout.empty(self._max_seqs, self.tables.unused_entry)[0])
-            greedy.tokens.cpu()
+            self._wait_for(layout, layout.empty(self._max_seqs, self.tables.unused_entry)[0])
         self.compiled = compilations()
         logger.info(
             "Warm-up took %.1f s: %d programs, %d of them from the cache, for steps of %s tokens",
@@ -146,6 +147,11 @@ class ModelRunner:
             xg.executable_cache_info().loaded,
             ", ".join(map(str, self.token_buckets)),
         )
+
+    def _wait_for(self, layout: StepLayout, packed: npt.NDArray[np.int32]) -> None:
+        """Runs the model's program of ``layout``, and waits for its end."""
+        greedy, _, _ = self._launch(layout, packed)
+        greedy.tokens.cpu()
 
     def _compile(self, layout: StepLayout) -> None:
         """Compiles what steps of one layout need, where no layout before needed it too."""
@@ -168,6 +174,10 @@ class ModelRunner:
         self._prompts.compile(states)
         if not self._sampler.has_programs(rows):
             self._sampler.compile(rows)
+
+    def supported_tasks(self) -> tuple[str, ...]:
+        """Of vLLM's tasks."""
+        return ("generate",)
 
     # ---- Steps -------------------------------------------------------------------------------------------------------
 

@@ -78,9 +78,10 @@ class XlaGpuPlatform(Platform):  # type: ignore[misc]
             parallel.worker_cls = "xla_gpu.vllm.worker.Worker"
         if vllm_config.model_config is not None:
             cls._vocab_size = max(cls._vocab_size or 0, vllm_config.model_config.get_vocab_size())
-        # The tokens of a step are what drafts of the next one are made from. vLLM decides the same.
-        drafts = vllm_config.speculative_config is not None
-        vllm_config.scheduler_config.async_scheduling = Options.of(vllm_config).async_scheduling and not drafts
+        # The tokens of a step are what drafts of the next one are made from (vLLM decides the same), and what a prompt
+        # is pooled to ends its request.
+        waits = vllm_config.speculative_config is not None or supported.pools(vllm_config.model_config)
+        vllm_config.scheduler_config.async_scheduling = Options.of(vllm_config).async_scheduling and not waits
         if vllm_config.lora_config is not None:
             from . import scheduler
 
@@ -93,8 +94,11 @@ class XlaGpuPlatform(Platform):  # type: ignore[misc]
         """Raises ValueError for a request that a step could not take; the server answers with 400."""
         from vllm.sampling_params import SamplingParams
 
+        prompt_token_ids = processed_inputs.get("prompt_token_ids") or []
         if isinstance(params, SamplingParams):
-            request_checks.check(params, processed_inputs.get("prompt_token_ids") or [], cls._vocab_size)
+            request_checks.check(params, prompt_token_ids, cls._vocab_size)
+        else:  # of a pooling model
+            request_checks.check_prompt(prompt_token_ids, cls._vocab_size)
 
     @classmethod
     def import_kernels(cls) -> None:

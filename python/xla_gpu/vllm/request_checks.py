@@ -46,15 +46,20 @@ def check(params: Any, prompt_token_ids: list[int], vocab_size: int | None) -> N
     for token in params.stop_token_ids or ():
         _expect("stop_token_ids", int(_INT64.min), token, int(_INT64.max))
     _expect_xgrammar(params.structured_outputs)
+    _expect_tokens("allowed_token_ids", params.allowed_token_ids or [], vocab_size)
+    check_prompt(prompt_token_ids, vocab_size)
+
+
+def check_prompt(token_ids: list[int], vocab_size: int | None) -> None:
+    """Raises ValueError for a prompt with a token that the model does not have; vocab_size: see ``check``."""
+    _expect_tokens("prompt", token_ids, vocab_size)
+
+
+def _expect_tokens(name: str, token_ids: list[int], vocab_size: int | None) -> None:
     known = _MOST_TOKENS if vocab_size is None else vocab_size
-    _expect_tokens("allowed_token_ids", params.allowed_token_ids or [], known)
-    _expect_tokens("prompt", prompt_token_ids, known)
-
-
-def _expect_tokens(name: str, token_ids: list[int], vocab_size: int) -> None:
     for token in (min(token_ids), max(token_ids)) if token_ids else ():
-        if not 0 <= token < vocab_size:
-            raise ValueError(f"{name}: expected token ids from 0 to {vocab_size - 1}, got {token}")
+        if not 0 <= token < known:
+            raise ValueError(f"{name}: expected token ids from 0 to {known - 1}, got {token}")
 
 
 def _expect_xgrammar(structured: Any) -> None:

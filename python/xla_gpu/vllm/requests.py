@@ -13,12 +13,16 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+from vllm.pooling_params import PoolingParams
 from vllm.sampling_params import SamplingParams
 
 from .block_tables import BlockTables
 from .sampler.request import SamplingState
 
 NO_SLOT = -1
+
+# Of requests whose prompts are pooled.
+NOT_SAMPLED = SamplingState(seed=0, greedy=True, penalised=False, edited=False)
 
 Int32Array = npt.NDArray[np.int32]
 
@@ -37,7 +41,7 @@ class Request:
     """
 
     req_id: str
-    params: SamplingParams
+    params: SamplingParams | PoolingParams
     sampling: SamplingState
     num_prompt: int
     slot: int = NO_SLOT
@@ -149,10 +153,11 @@ class RequestTable:
         self.known[slot] = end
 
     def _add(self, new: Any) -> Request:
+        sampling = None if new.sampling_params is None else SamplingState.of(new.sampling_params, self._seeds)
         request = Request(
             new.req_id,
-            new.sampling_params,
-            SamplingState.of(new.sampling_params, self._seeds),
+            new.sampling_params or new.pooling_params,
+            sampling or NOT_SAMPLED,
             num_prompt=len(new.prompt_token_ids),
             prompt_token_ids=np.asarray(new.prompt_token_ids, np.int32),
             adapter=new.lora_request,

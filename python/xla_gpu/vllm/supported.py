@@ -78,10 +78,12 @@ def refusals(config: Any) -> list[str]:
     # vLLM sets it for a checkpoint of that quantisation, which is refused below.
     if load_format in LOAD_FORMATS and (model is None or model.quantization != load_format):
         expect("--load-format", f"none of {', '.join(LOAD_FORMATS)}", load_format)
-    if scheduler.enable_chunked_prefill is False:
+    if scheduler.enable_chunked_prefill is False and not pools(model):  # vLLM's default for some poolers
         expect("--enable-chunked-prefill", True, False)
     if model is not None:
         found += _model_refusals(model)
+        if pools(model):
+            found += _pooling_refusals(config)
         if (blocks := cache.num_gpu_blocks_override) is not None:
             # One block is nobody's.
             least = -(-model.max_model_len // cache.block_size) + 1
@@ -95,6 +97,22 @@ def refusals(config: Any) -> list[str]:
         buckets.token_buckets(scheduler.max_num_batched_tokens, scheduler.max_num_seqs, chosen)
     except ValueError as error:
         found.append(str(error).removeprefix("xla_gpu.vllm: "))
+    return found
+
+
+def pools(model: Any) -> bool:
+    """Whether vLLM's ModelConfig, or None, is of a model that pools its prompts, and generates nothing."""
+    return model is not None and model.runner_type == "pooling"
+
+
+def _pooling_refusals(config: Any) -> list[str]:
+    model, found = config.model_config, []
+    if model.attn_type == "encoder_only":
+        found.append(f"{model.architecture}: attention in both directions: not supported")
+    elif config.cache_config.enable_prefix_caching and not model.is_prefix_caching_supported:
+        found.append("--enable-prefix-caching: expected false with a pooling that reads all rows, got true")
+    if config.lora_config is not None:
+        found.append("--enable-lora: expected a model that generates, got --runner pooling")
     return found
 
 
@@ -136,10 +154,10 @@ def _model_refusals(model: Any) -> list[str]:
         found.append(f"--max-model-len: expected a positive number, got {model.max_model_len}")
     if model.seed is not None and model.seed < 0:
         found.append(f"--seed: expected a number from 0, got {model.seed}")
-    if model.runner_type != "generate":
-        found.append(f"--runner: expected generate, got {model.runner_type}")
-    elif model.convert_type != "none":
-        found.append(f"--convert: expected none, got {model.convert_type}")
+    if model.runner_type not in ("generate", "pooling"):
+        found.append(f"--runner: expected generate or pooling, got {model.runner_type}")
+    elif model.runner_type == "generate" and model.convert_type != "none":
+        found.append(f"--convert: expected none without --runner pooling, got {model.convert_type}")
     if model.quantization not in (None, QUANTIZATION):
         found.append(
             "--quantization: expected none, fp8, or a checkpoint of compressed-tensors, fp8, awq, gptq or mxfp4, "

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch_xla
 from torch import nn
-from vllm.config import VllmConfig
+from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.model_loader import get_model_loader
 from vllm.model_executor.model_loader.utils import initialize_model, process_weights_after_loading
 from vllm.utils.torch_utils import set_default_torch_dtype
@@ -31,7 +31,8 @@ def load_model(config: VllmConfig, device: torch.device) -> nn.Module:
         return _random_model(config, device)
     # vLLM's loaders copy into slices of parameters, layer by layer: on the host that is done in place.
     config.load_config.device = "cpu"
-    model = get_model_loader(config.load_config).load_model(vllm_config=config, model_config=config.model_config)
+    with set_current_vllm_config(config):  # some make layers while they load
+        model = get_model_loader(config.load_config).load_model(vllm_config=config, model_config=config.model_config)
     model = _of_text(model, config)
     check_positions(model, config.model_config.max_model_len)
     take_operators(model, config)

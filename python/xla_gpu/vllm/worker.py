@@ -56,11 +56,13 @@ class Worker(WorkerBase):  # type: ignore[misc]
         ensure_model_parallel_initialized(1, 1)
         from . import moe  # noqa: F401  (registers its layers)
         from .model_runner import ModelRunner
+        from .pooling import PoolingRunner
 
         self.device = torch_xla.device()
         self.device_config.device = self.device
         torch.manual_seed(self.model_config.seed)
-        self.model_runner = ModelRunner(self.vllm_config, self.device)
+        runner = PoolingRunner if self.model_config.runner_type == "pooling" else ModelRunner
+        self.model_runner = runner(self.vllm_config, self.device)
 
     def load_model(self) -> None:
         """Loads the weights."""
@@ -141,7 +143,7 @@ class Worker(WorkerBase):  # type: ignore[misc]
 
     def get_supported_tasks(self) -> tuple[str, ...]:
         """Of vLLM's tasks."""
-        return ("generate",)
+        return self.model_runner.supported_tasks()
 
     def profile(self, is_start: bool = True) -> None:
         """VLLM's profiler endpoints are for CUDA."""
