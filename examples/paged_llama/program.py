@@ -38,6 +38,24 @@ class Backend(Protocol):
 
 
 def parse_arguments(description: str, argv: list[str] | None) -> argparse.Namespace:
+    parser = _parser(description)
+    arguments = parser.parse_args(argv)
+    if error := _refusal(arguments):
+        parser.error(error)
+    if arguments.operators is None:
+        quantized = has_quantized_weights(arguments)
+        operators = frozenset(usual(arguments.dtype, arguments.tensor_parallel, arguments.max_seqs, quantized))
+    else:
+        operators = frozenset() if arguments.operators == "none" else frozenset(arguments.operators.split(","))
+    sampling = {name: getattr(arguments, name) for name in ("temperature", "top_k", "top_p", "min_p", "seed")}
+    try:
+        arguments.options = StepOptions(operators, **sampling)
+    except ValueError as error:
+        parser.error(str(error))
+    return arguments
+
+
+def _parser(description: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     model = parser.add_argument_group("model")
     source = model.add_mutually_exclusive_group()
@@ -89,32 +107,26 @@ def parse_arguments(description: str, argv: list[str] | None) -> argparse.Namesp
     result.add_argument("--json", type=pathlib.Path, metavar="FILE", help="write the figures there")
     result.add_argument("--quiet", action="store_true", help="no progress bar and no texts")
 
-    arguments = parser.parse_args(argv)
+    return parser
+
+
+def _refusal(arguments: argparse.Namespace) -> str | None:
+    """What is wrong with options that argparse takes, if anything."""
     if arguments.tensor_parallel < 1:
-        parser.error(f"--tensor-parallel: expected at least 1, got {arguments.tensor_parallel}")
+        return f"--tensor-parallel: expected at least 1, got {arguments.tensor_parallel}"
     if arguments.random_prompts and not re.fullmatch(r"0*[1-9]\d*x0*[1-9]\d*", arguments.random_prompts):
-        parser.error(f"--random-prompts: expected 64x2048, for example, got {arguments.random_prompts}")
+        return f"--random-prompts: expected 64x2048, for example, got {arguments.random_prompts}"
     if not -(2**63) <= arguments.seed < 2**63:
-        parser.error(f"--seed: expected an integer of 64 bits, got {arguments.seed}")
+        return f"--seed: expected an integer of 64 bits, got {arguments.seed}"
     if arguments.json and not arguments.json.parent.is_dir():
-        parser.error(f"--json: expected a file in a folder that is there, got {arguments.json}")
-    if arguments.operators is None:
-        quantized = has_quantized_weights(arguments)
-        operators = frozenset(usual(arguments.dtype, arguments.tensor_parallel, arguments.max_seqs, quantized))
-    else:
-        operators = frozenset() if arguments.operators == "none" else frozenset(arguments.operators.split(","))
-    sampling = {name: getattr(arguments, name) for name in ("temperature", "top_k", "top_p", "min_p", "seed")}
-    try:
-        arguments.options = StepOptions(operators, **sampling)
-    except ValueError as error:
-        parser.error(str(error))
+        return f"--json: expected a file in a folder that is there, got {arguments.json}"
     if arguments.check and arguments.temperature > 0:
-        parser.error("--check compares the most likely tokens: it needs --temperature 0")
+        return "--check compares the most likely tokens: it needs --temperature 0"
     if arguments.check and arguments.dtype != "float32":
-        parser.error("--check compares tokens in float32: two correct programs may differ in bfloat16")
+        return "--check compares tokens in float32: two correct programs may differ in bfloat16"
     if arguments.check and not arguments.model and arguments.shape != "small":
-        parser.error("--check needs --model or --shape small: the weights of other shapes exist on the device only")
-    return arguments
+        return "--check needs --model or --shape small: the weights of other shapes exist on the device only"
+    return None
 
 
 def has_quantized_weights(arguments: argparse.Namespace) -> bool:

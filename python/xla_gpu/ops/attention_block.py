@@ -129,16 +129,9 @@ def _signature(
     **optional: ArraySpec | None,
 ) -> Signature:
     _check.dtype("x", x, FLOATS)
-    num_tokens, hidden = _check.rank("x", x, "num_tokens, hidden")
-    if qkv_weight is None:
-        _check_absent("qkv_weight", OF_PRODUCTS[:4], optional)
-        width = hidden
-    else:
-        check_norm_weight(_check, optional.get("norm_weight"), x)
-        width = check_weight_of(_check_qkv, "qkv", x, hidden, qkv_weight, optional)
     stored = rotary_embedding.signature_and_cache(
         _check_x if qkv_weight is None else _check,
-        ArraySpec((num_tokens, width), x.dtype),
+        _checked_qkv(x, qkv_weight, optional),
         positions,
         table,
         kv_cache,
@@ -166,15 +159,7 @@ def _signature(
         v_scale=optional.get("v_scale"),
         sinks=optional.get("sinks"),
     )
-    _, num_heads, head_dim = query.shape
-    out_width = num_heads * head_dim
-    if out_weight is None:
-        _check_absent("out_weight", OF_PRODUCTS[4:], optional)
-    else:
-        check_out = _check_out_of_x if qkv_weight is None else _check_out
-        out_width = check_weight_of(check_out, "out", x, out_width, out_weight, optional)
-    out = ArraySpec((num_tokens, out_width), x.dtype)
-    check_residual(_check, optional.get("residual"), out)
+    out = _checked_out(_check_out_of_x if qkv_weight is None else _check_out, x, query, out_weight, optional)
     arrays = {
         **{"qkv_weight": qkv_weight, "out_weight": out_weight, "positions": positions, "table": table},
         **{"kv_cache": kv_cache, "slot_mapping": slot_mapping, "context_lens": context_lens},
@@ -193,6 +178,36 @@ def _signature(
         operands={}, results=((None, None), (None,) * len(kv_cache.shape)), never_gathered=("kv_cache",)
     )
     return Signature((out, cache), attributes, partitioning=partitioning)
+
+
+def _checked_qkv(x: ArraySpec, qkv_weight: ArraySpec | None, optional: Mapping[str, ArraySpec | None]) -> ArraySpec:
+    """What is rotated and stored: x itself, or the first product."""
+    num_tokens, hidden = _check.rank("x", x, "num_tokens, hidden")
+    if qkv_weight is None:
+        _check_absent("qkv_weight", OF_PRODUCTS[:4], optional)
+        return x
+    check_norm_weight(_check, optional.get("norm_weight"), x)
+    width = check_weight_of(_check_qkv, "qkv", x, hidden, qkv_weight, optional)
+    return ArraySpec((num_tokens, width), x.dtype)
+
+
+def _checked_out(
+    check_weight: Checks,
+    x: ArraySpec,
+    query: ArraySpec,
+    out_weight: ArraySpec | None,
+    optional: Mapping[str, ArraySpec | None],
+) -> ArraySpec:
+    """The result: attention's with its heads side by side, or the second product, whose arguments have other names."""
+    num_tokens, num_heads, head_dim = query.shape
+    width = num_heads * head_dim
+    if out_weight is None:
+        _check_absent("out_weight", OF_PRODUCTS[4:], optional)
+    else:
+        width = check_weight_of(check_weight, "out", x, width, out_weight, optional)
+    out = ArraySpec((num_tokens, width), x.dtype)
+    check_residual(_check, optional.get("residual"), out)
+    return out
 
 
 def _check_absent(weight: str, names: tuple[str, ...], arrays: Mapping[str, ArraySpec | None]) -> None:

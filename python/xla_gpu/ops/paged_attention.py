@@ -124,12 +124,7 @@ def signature(
         check.dtype("sinks", sinks, ("float32",))
         check.shape("sinks", sinks, (num_heads,), "num_heads")
     if tree_mask is not None:
-        check.dtype("tree_mask", tree_mask, ("uint32",))
-        _, words = check.rank("tree_mask", tree_mask, "num_tokens, words")
-        if tree_mask.shape[0] != num_tokens or words not in (1, 2):
-            raise check.value_error(
-                "tree_mask", f"shape [{num_tokens}, 1] or [{num_tokens}, 2] ([num_tokens, words])", tree_mask
-            )
+        _check_tree_mask(check, tree_mask, num_tokens)
 
     attributes = {
         "scale": check.float32("scale", scale),
@@ -140,7 +135,15 @@ def signature(
         "has_sinks": np.bool_(sinks is not None),
     }
     lse = (ArraySpec((num_tokens, num_heads), "float32"),) if with_lse else ()
-    scale_axes = ("kv_heads" if k_scale is not None and k_scale.shape[0] == cache.num_kv_heads else None,)
+    partitioning = _partitioning(check, with_lse, kv_cache, cache.num_kv_heads, k_scale)
+    return Signature(results=(query, *lse), attributes=attributes, partitioning=partitioning)
+
+
+def _partitioning(
+    check: Checks, with_lse: bool, kv_cache: ArraySpec, num_kv_heads: int, k_scale: ArraySpec | None
+) -> Partitioning:
+    """Over kv heads."""
+    scale_axes = ("kv_heads" if k_scale is not None and k_scale.shape[0] == num_kv_heads else None,)
     axes = {
         "query": (None, "kv_heads", None),
         "kv_cache": cache_axes(kv_cache),
@@ -149,13 +152,12 @@ def signature(
         "sinks": ("kv_heads",),
         "tree_mask": (None, None),
     }
-    partitioning = Partitioning(
+    return Partitioning(
         operands={check.argument(name): dims for name, dims in axes.items()},
-        results=(axes["query"], (None, "kv_heads"))[: 1 + len(lse)],
-        sizes={"kv_heads": cache.num_kv_heads},
+        results=(axes["query"], (None, "kv_heads"))[: 2 if with_lse else 1],
+        sizes={"kv_heads": num_kv_heads},
         never_gathered=(check.argument("kv_cache"),),
     )
-    return Signature(results=(query, *lse), attributes=attributes, partitioning=partitioning)
 
 
 def _check_metadata(
@@ -177,6 +179,14 @@ def _check_metadata(
     check.shape("block_tables", block_tables, (max_seqs, pages_per_seq), "max_seqs, pages_per_seq")
     check.shape("query_start_loc", query_start_loc, (max_seqs + 1,), "max_seqs + 1")
     check.shape("num_seqs", num_seqs, (1,), "1")
+
+
+def _check_tree_mask(check: Checks, tree_mask: ArraySpec, num_tokens: int) -> None:
+    check.dtype("tree_mask", tree_mask, ("uint32",))
+    _, words = check.rank("tree_mask", tree_mask, "num_tokens, words")
+    if tree_mask.shape[0] != num_tokens or words not in (1, 2):
+        expected = f"shape [{num_tokens}, 1] or [{num_tokens}, 2] ([num_tokens, words])"
+        raise check.value_error("tree_mask", expected, tree_mask)
 
 
 def check_soft_cap(check: Checks, soft_cap: float) -> np.float32:

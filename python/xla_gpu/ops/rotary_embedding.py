@@ -9,7 +9,7 @@ import numpy as np
 from .._core.checks import FLOATS, Checks
 from .._core.operator import ArraySpec, Operator, Signature
 from .._core.partitioning import Partitioning
-from ._cache import check_cache, check_scales
+from ._cache import CacheShape, check_cache, check_scales
 from .rms_norm import norm_attributes
 
 _MAX_HEAD_DIM = 512  # of rotary_and_cache; attention takes up to 256
@@ -122,6 +122,19 @@ def _signature(
     return Signature((query, key), attributes, partitioning=partitioning)
 
 
+def _num_query_heads(check: Checks, qkv: ArraySpec, cache: CacheShape) -> int:
+    """Heads of qkv that are not the cache's."""
+    num_heads = qkv.shape[1] // cache.head_dim - 2 * cache.num_kv_heads
+    if qkv.shape[1] % cache.head_dim != 0 or num_heads < 1:
+        raise check.value_error(
+            "qkv",
+            f"[num_tokens, (num_heads + 2 * num_kv_heads) * head_dim] with num_kv_heads {cache.num_kv_heads} and "
+            f"head_dim {cache.head_dim} (as kv_cache)",
+            qkv,
+        )
+    return num_heads
+
+
 def signature_and_cache(
     check: Checks,
     qkv: ArraySpec,
@@ -148,14 +161,7 @@ def signature_and_cache(
     head_dim = cache.head_dim
     if not 1 <= head_dim <= _MAX_HEAD_DIM:
         raise check.value_error("kv_cache", f"a head_dim from 1 to {_MAX_HEAD_DIM}", kv_cache)
-    num_heads = width // head_dim - 2 * cache.num_kv_heads
-    if width % head_dim != 0 or num_heads < 1:
-        raise check.value_error(
-            "qkv",
-            f"[num_tokens, (num_heads + 2 * num_kv_heads) * head_dim] with num_kv_heads {cache.num_kv_heads} and "
-            f"head_dim {head_dim} (as kv_cache)",
-            qkv,
-        )
+    num_heads = _num_query_heads(check, qkv, cache)
     _check_rotation(check, positions, table, num_tokens, head_dim)
     check.dtype("slot_mapping", slot_mapping, ("int32", "int64"))
     (num_slots,) = check.rank("slot_mapping", slot_mapping, "num_slots")
