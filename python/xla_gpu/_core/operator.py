@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -13,6 +12,7 @@ import numpy as np
 
 from .attributes import Attributes, attributes
 from .dtypes import FLOATS
+from .environment import switch
 from .partitioning import Partitioning
 
 # Bound calls that an operator keeps, and what a front end keeps of each. Calls are compared as objects, so that a front
@@ -225,5 +225,9 @@ class Operator:
 
 
 def check_inputs_requested() -> bool:
-    """Whether handlers on CUDA may look at the metadata and return errors. Read anew for every traced call."""
-    return os.environ.get("XLA_GPU_CHECK_INPUTS", "0") not in ("", "0")
+    """Whether handlers on CUDA may look at the metadata and return errors. Read anew for every traced call.
+
+    Raises:
+      ValueError: XLA_GPU_CHECK_INPUTS is neither 0 nor 1.
+    """
+    return switch("XLA_GPU_CHECK_INPUTS", False)

@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from .._core.environment import switch
 from .._runtime import library
 
 # Of PJRT_Buffer_Type.
@@ -53,8 +54,7 @@ def available() -> bool:
 
     ``XLA_GPU_DIRECT_LAUNCH=0`` leaves them to torch_xla.
     """
-    on = os.environ.get("XLA_GPU_DIRECT_LAUNCH", "1") != "0"
-    return on and os.environ.get("PJRT_DEVICE", "").upper() == "GPU"
+    return switch("XLA_GPU_DIRECT_LAUNCH", True) and os.environ.get("PJRT_DEVICE", "").upper() == "GPU"
 
 
 class DeviceArray:
