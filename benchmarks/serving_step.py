@@ -129,7 +129,7 @@ def measure(engine: Any, wait: Callable[[Any], object], packed: np.ndarray, step
             chosen = engine.launch(layout, packed)
         launched = time.perf_counter() - began
         wait(chosen)
-        best, launch = min(best, (time.perf_counter() - began) / steps), min(launch, launched / max(steps - 1, 1))
+        best, launch = min(best, (time.perf_counter() - began) / steps), min(launch, launched / (steps - 1))
     alone = []  # launches that wait for none before
     for _ in range(steps):
         began = time.perf_counter()
@@ -181,10 +181,12 @@ def main() -> None:
     parser.add_argument("--weights", choices=formats, default="plain", help="of the layers")
     parser.add_argument("--head-weights", choices=formats, default="plain")
     parser.add_argument("--prefill", action="store_true", help="all tokens of the context at once, instead of one more")
-    parser.add_argument("--steps", type=positive, default=20)
+    parser.add_argument("--steps", type=int, default=20, help="of a chain: at least 2, since the first is the device's")
     parser.add_argument("--repeats", type=positive, default=3)
     parser.add_argument("--profile", action="store_true", help="what each kernel adds to a step; in JAX")
     arguments = parser.parse_args()
+    if arguments.steps < 2:
+        parser.error(f"--steps: expected at least 2, got {arguments.steps}")
     config, itemsize = SHAPES[arguments.shape], 2 if arguments.dtype == "bfloat16" else 4
     if arguments.layers:
         config = dataclasses.replace(config, num_layers=arguments.layers)
