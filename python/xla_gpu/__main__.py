@@ -12,9 +12,11 @@ from ._doctor import report
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs the command line and returns its exit status."""
-    parser = argparse.ArgumentParser(prog="python -m xla_gpu")
+    parser = argparse.ArgumentParser(
+        prog="python -m xla_gpu", description="LLM-serving GPU kernels inside XLA programs: what of them works here."
+    )
     parser.add_argument("--version", action="version", version=f"xla_gpu {__version__}")
-    commands = parser.add_subparsers(required=True)
+    commands = parser.add_subparsers(required=True, metavar="command")
     doctor = commands.add_parser(
         "doctor",
         help="say what is installed, and which front ends work",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -36,6 +37,19 @@ def frontend(name: str, device: str) -> doctor.Frontend:
 
 def answers(report: dict, status: int | None = 0) -> doctor.Outcome:
     return doctor.Outcome(status, f"chatter\n{doctor.REPORT_MARK}{json.dumps(report)}\n", "", 1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ([], "the following arguments are required: command"),
+        (["docter"], r"argument command: invalid choice: 'docter' \(choose from '?doctor'?\)"),
+    ],
+)
+def test_other_commands(arguments, text, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(arguments)
+    assert re.search(text, capsys.readouterr().err)
 
 
 @pytest.fixture
