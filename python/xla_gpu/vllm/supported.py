@@ -28,70 +28,26 @@ TEXT_OF = (
 
 def refusals(config: Any) -> list[str]:
     """For each option of a VllmConfig that is not supported a text: option, what is expected, what came."""
-    model, parallel, cache = config.model_config, config.parallel_config, config.cache_config
-    scheduler = config.scheduler_config
-    found = []
-
-    def expect(option: str, expected: Any, got: Any) -> None:
-        if got != expected:
-            found.append(f"{option}: expected {expected}, got {got}")
-
-    def expect_none(option: str, got: Any) -> None:
-        if got is not None and got is not False:
-            found.append(f"{option}: not supported")
-
-    if parallel.tensor_parallel_size > 1:
-        found += _tensor_parallel_refusals(config)
-    expect("--pipeline-parallel-size", 1, parallel.pipeline_parallel_size)
-    if parallel.data_parallel_size > 1:
-        expect("--data-parallel-backend", "mp", parallel.data_parallel_backend)
-        if model is not None and model.get_num_experts() > 1:
-            found.append("--data-parallel-size: vLLM divides experts over data-parallel ranks; expected 1 with experts")
-    expect("--prefill-context-parallel-size", 1, parallel.prefill_context_parallel_size)
-    expect("--decode-context-parallel-size", 1, parallel.decode_context_parallel_size)
-    expect("--nnodes", 1, parallel.nnodes)
-    expect_none("--enable-expert-parallel", parallel.enable_expert_parallel)
-    expect_none("--enable-eplb", parallel.enable_eplb)
-    expect_none("--enable-dbo", parallel.enable_dbo)
-    if (rows := getattr(parallel, "ubatch_size", 0)) > 1:  # of vLLM 0.14
-        expect("--ubatch-size", 0, rows)
-    # "mp" is what vLLM sets itself for several devices.
-    executors = (None, "uni", "mp") if parallel.world_size > 1 else (None, "uni")
-    if parallel.distributed_executor_backend not in executors:
-        expect("--distributed-executor-backend", "uni", parallel.distributed_executor_backend)
+    model, scheduler = config.model_config, config.scheduler_config
+    found = _parallel_refusals(config)
     if config.lora_config is not None:
         found += _lora_refusals(config)
     if (speculative := config.speculative_config) is not None:
-        expect("--speculative-config: method", ngram.METHOD, speculative.method)
-        expect_none("--speculative-config: disable_by_batch_size", speculative.disable_by_batch_size)
-    expect_none("--kv-transfer-config", config.kv_transfer_config)
-    expect_none("--ec-transfer-config", config.ec_transfer_config)
-    expect("--cpu-offload-gb", 0, cache.cpu_offload_gb)
-    expect_none("--kv-offloading-size", cache.kv_offloading_size)
-    expect_none("--calculate-kv-scales", cache.calculate_kv_scales)
-    expect_none("--kv-sharing-fast-prefill", cache.kv_sharing_fast_prefill)
-    # vLLM's "bfloat16" is what the caches of such a model have anyway.
-    bfloat16 = cache.cache_dtype == "bfloat16" and model is not None and model.dtype == torch.bfloat16
-    if cache.cache_dtype not in CACHE_DTYPES and not bfloat16:
-        expect("--kv-cache-dtype", " or ".join(CACHE_DTYPES), cache.cache_dtype)
+        found += _unexpected("--speculative-config: method", ngram.METHOD, speculative.method)
+        found += _given("--speculative-config: disable_by_batch_size", speculative.disable_by_batch_size)
+    found += _given("--kv-transfer-config", config.kv_transfer_config)
+    found += _given("--ec-transfer-config", config.ec_transfer_config)
+    found += _cache_refusals(config)
     load_format = str(config.load_config.load_format)
     # vLLM sets it for a checkpoint of that quantisation, which is refused below.
     if load_format in LOAD_FORMATS and (model is None or model.quantization != load_format):
-        expect("--load-format", f"none of {', '.join(LOAD_FORMATS)}", load_format)
+        found += _unexpected("--load-format", f"none of {', '.join(LOAD_FORMATS)}", load_format)
     if scheduler.enable_chunked_prefill is False and not pools(model):  # vLLM's default for some poolers
-        expect("--enable-chunked-prefill", True, False)
+        found += _unexpected("--enable-chunked-prefill", True, False)
     if model is not None:
         found += _model_refusals(model)
         if pools(model):
             found += _pooling_refusals(config)
-        if (blocks := cache.num_gpu_blocks_override) is not None:
-            # One block is nobody's.
-            least = -(-model.max_model_len // cache.block_size) + 1
-            if blocks < least:
-                found.append(
-                    f"--num-gpu-blocks-override: expected at least {least} for --max-model-len {model.max_model_len}, "
-                    f"got {blocks}: a request of that length would wait for ever"
-                )
     try:
         chosen = Options.of(config).token_buckets
         buckets.token_buckets(scheduler.max_num_batched_tokens, scheduler.max_num_seqs, chosen)
@@ -113,6 +69,58 @@ def _pooling_refusals(config: Any) -> list[str]:
         found.append("--enable-prefix-caching: expected false with a pooling that reads all rows, got true")
     if config.lora_config is not None:
         found.append("--enable-lora: expected a model that generates, got --runner pooling")
+    return found
+
+
+def _unexpected(option: str, expected: Any, got: Any) -> list[str]:
+    return [f"{option}: expected {expected}, got {got}"] if got != expected else []
+
+
+def _given(option: str, got: Any) -> list[str]:
+    return [f"{option}: not supported"] if got is not None and got is not False else []
+
+
+def _parallel_refusals(config: Any) -> list[str]:
+    model, parallel = config.model_config, config.parallel_config
+    found = _tensor_parallel_refusals(config) if parallel.tensor_parallel_size > 1 else []
+    found += _unexpected("--pipeline-parallel-size", 1, parallel.pipeline_parallel_size)
+    if parallel.data_parallel_size > 1:
+        found += _unexpected("--data-parallel-backend", "mp", parallel.data_parallel_backend)
+        if model is not None and model.get_num_experts() > 1:
+            found.append("--data-parallel-size: vLLM divides experts over data-parallel ranks; expected 1 with experts")
+    found += _unexpected("--prefill-context-parallel-size", 1, parallel.prefill_context_parallel_size)
+    found += _unexpected("--decode-context-parallel-size", 1, parallel.decode_context_parallel_size)
+    found += _unexpected("--nnodes", 1, parallel.nnodes)
+    found += _given("--enable-expert-parallel", parallel.enable_expert_parallel)
+    found += _given("--enable-eplb", parallel.enable_eplb)
+    found += _given("--enable-dbo", parallel.enable_dbo)
+    if (rows := getattr(parallel, "ubatch_size", 0)) > 1:  # of vLLM 0.14
+        found += _unexpected("--ubatch-size", 0, rows)
+    # "mp" is what vLLM sets itself for several devices.
+    executors = (None, "uni", "mp") if parallel.world_size > 1 else (None, "uni")
+    if parallel.distributed_executor_backend not in executors:
+        found += _unexpected("--distributed-executor-backend", "uni", parallel.distributed_executor_backend)
+    return found
+
+
+def _cache_refusals(config: Any) -> list[str]:
+    model, cache = config.model_config, config.cache_config
+    found = _unexpected("--cpu-offload-gb", 0, cache.cpu_offload_gb)
+    found += _given("--kv-offloading-size", cache.kv_offloading_size)
+    found += _given("--calculate-kv-scales", cache.calculate_kv_scales)
+    found += _given("--kv-sharing-fast-prefill", cache.kv_sharing_fast_prefill)
+    # vLLM's "bfloat16" is what the caches of such a model have anyway.
+    bfloat16 = cache.cache_dtype == "bfloat16" and model is not None and model.dtype == torch.bfloat16
+    if cache.cache_dtype not in CACHE_DTYPES and not bfloat16:
+        found += _unexpected("--kv-cache-dtype", " or ".join(CACHE_DTYPES), cache.cache_dtype)
+    if model is not None and (blocks := cache.num_gpu_blocks_override) is not None:
+        # One block is nobody's.
+        least = -(-model.max_model_len // cache.block_size) + 1
+        if blocks < least:
+            found.append(
+                f"--num-gpu-blocks-override: expected at least {least} for --max-model-len {model.max_model_len}, "
+                f"got {blocks}: a request of that length would wait for ever"
+            )
     return found
 
 
