@@ -71,12 +71,14 @@ __device__ void InitBarriers(const TmaCta<Traits>& cta) {
   __syncwarp();
 }
 
-// All threads, producers and consumers each in their own branch: a named barrier with their number, since __syncthreads
-// must be one instruction for all.
+// By all threads, producers and consumers each in their own branch. Each side arrives at the barrier that the other
+// waits for: one barrier of all threads must be one instruction, by compute-sanitizer's synccheck.
 template <typename Traits>
-__device__ __forceinline__ void MeetBehindWork() {
+__device__ __forceinline__ void MeetBehindWork(bool is_producer) {
   using Consumer = TmaConsumer<Traits>;
-  NamedBarrierSync(Consumer::kTurnBarrier + Consumer::kWarpgroups + 1, Traits::kThreads);
+  constexpr int kOfProducers = Consumer::kTurnBarrier + Consumer::kWarpgroups + 1, kOfConsumers = kOfProducers + 1;
+  NamedBarrierArrive(is_producer ? kOfConsumers : kOfProducers, Traits::kThreads);
+  NamedBarrierSync(is_producer ? kOfProducers : kOfConsumers, Traits::kThreads);
 }
 
 // By all threads, when none waits for a barrier any more: from now on shared memory may be used for something else.
@@ -307,7 +309,8 @@ __device__ __forceinline__ void RunPrefillTma(const TmaParams& params, const dec
       }
       if (!shares_decode_rows) return;
       if constexpr (kSharesDecodeRows) {
-        MeetBehindWork<Traits>();  // warps of a warpgroup must meet between two changes of registers, too
+        // Warps of a warpgroup must meet between two changes of registers, too.
+        MeetBehindWork<Traits>(/*is_producer=*/true);
         IncreaseRegisters<Traits::kLaunchRegisters>();
       }
     } else {
@@ -316,7 +319,7 @@ __device__ __forceinline__ void RunPrefillTma(const TmaParams& params, const dec
       TmaConsumer<Traits>(cta, warpgroup - Traits::kProducerWarpgroups).Run();
       if (!has_decode_rows()) return;
       // All consumers have read what is in shared memory.
-      if constexpr (kSharesDecodeRows) MeetBehindWork<Traits>();
+      if constexpr (kSharesDecodeRows) MeetBehindWork<Traits>(/*is_producer=*/false);
       if constexpr (kTakesWholeTiles) {
         using Consumer = TmaConsumer<Traits>;
         NamedBarrierSync(Consumer::kTurnBarrier + Consumer::kWarpgroups,
