@@ -21,7 +21,7 @@ extern "C" __global__ void late(int* to, const int* from, int count) {
   do {
     asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now)::"memory");
   } while (now - begin < 30000);
-  for (int i = threadIdx.x; i < count; i += blockDim.x) to[i] = from[i];
+  for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < count; i += gridDim.x * blockDim.x) to[i] = from[i];
 }
 """
 
@@ -90,6 +90,57 @@ def test_metadata_of_the_kernel_before(frontend, name, shape, spare_seqs):
             write(metadata, batch, metadata.numel())
             for got, good in zip(attention(metadata), want, strict=True):
                 assert torch.equal(got.view(torch.uint8), good.view(torch.uint8))
+
+
+# Of the same metadata: (new tokens, context) of each sequence.
+ALIKE = {
+    "one": [(5, 3000)],
+    "one-of-few-keys": [(8, 100)],
+    "several": [(6, 900), (5, 1300), (7, 2500), (8, 4000)],
+    "more-work-tiles-than-SMs": [(4, 2900)] * 24,
+    "many": [(5, 700)] * 40,
+    "prompt": [(70, 70)],
+}
+
+
+@pytest.mark.parametrize("heads", [(32, 4, 128), (28, 4, 128), (16, 2, 64)])
+@pytest.mark.parametrize("name", ALIKE)
+@pytest.mark.parametrize("operand", ["block_tables", "query", "kv_cache"])
+def test_operands_of_the_kernel_before(frontend, operand, name, heads):
+    """What is read first may be loaded before the other metadata are known for certain: it counts as it is then."""
+    import torch
+
+    ops = frontend.module()
+    num_heads, num_kv_heads, head_dim = heads
+    case = AttentionCase(
+        f"late-{operand}-{name}", tuple(ALIKE[name]), spare_seqs=0, spare_columns=0, padding_tokens=0, dtype="bfloat16",
+        page_size=16, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim,
+    )  # fmt: skip
+    arrays = frontend.tensors(cases.build(case).arrays())
+    original = arrays[operand].clone()
+    others = [original.flip(0) if operand != "block_tables" else original.flip(1)]
+    if operand == "block_tables":  # page numbers out of range, until the kernel before has written others
+        others += [torch.full_like(original, page) for page in (-1, 2**31 - 1)]
+
+    def attention():
+        return ops.paged_attention_with_lse(**arrays, **case.options())
+
+    def words(tensor):
+        return tensor.view(-1).view(torch.int32)
+
+    values = [original, *others]
+    wanted = []
+    for value in values:
+        arrays[operand].copy_(value)
+        wanted.append([result.clone() for result in attention()])
+    write = ops.kernel_call_(
+        ops.cuda_kernel(LATE, "late"), words(arrays[operand]), grid=64, block=128, input_output_aliases={0: 0}
+    )
+    for turn in (1, 0, -1, 0):
+        value = words(values[turn])
+        write(words(arrays[operand]), value, value.numel())
+        for got, good in zip(attention(), wanted[turn], strict=True):
+            assert torch.equal(got.view(torch.uint8), good.view(torch.uint8))
 
 
 # Lets the next kernel start at once, and writes zero and the number of sequences in turns for 60 us.
