@@ -12,20 +12,23 @@ namespace xla_gpu {
 
 // Sequences with 1 <= q_len <= kMaxDecodeRows belong to the decode path, longer ones to the prefill path.
 inline constexpr int64_t kMaxDecodeRows = 8;
+// Whether TMA can load pages of so many slots: they are whole 128-byte swizzle atoms.
+constexpr bool SuitsTma(int64_t page_size) { return page_size % 8 == 0; }
 // Query rows of a KV head that the decode path computes with one pass over K and V. More rows of several tokens (as in
 // speculative decoding with grouped queries) belong to the prefill path, where that splits keys, whose work tiles
-// have 64.
+// have 64; not yet in pages that TMA does not load (docs/log/2026-11-23-attention-sweep.md).
 inline constexpr int64_t kMaxPassRows = 16;
 constexpr int64_t MaxDecodeTokens(const PagedAttentionParams& shapes, bool prefill_splits_keys) {
   const int64_t group = shapes.num_kv_heads > 0 ? shapes.num_heads / shapes.num_kv_heads : 1;
-  if (!prefill_splits_keys || group <= kMaxPassRows / kMaxDecodeRows) return kMaxDecodeRows;
+  const bool one_path = !prefill_splits_keys || !SuitsTma(shapes.page_size);
+  if (one_path || group <= kMaxPassRows / kMaxDecodeRows) return kMaxDecodeRows;
   return group >= kMaxPassRows ? 1 : kMaxPassRows / group;
 }
 
 // Whether shapes and dtypes allow the prefill path to split keys, on a GPU that has the kernel for it.
 constexpr bool MaySplitKeys(const PagedAttentionParams& shapes) {
   return shapes.dtype != DType::kF32 && !IsFloat8(shapes.cache_dtype) &&
-         (shapes.head_dim == 64 || shapes.head_dim == 128 || shapes.head_dim == 256) && shapes.page_size % 8 == 0;
+         (shapes.head_dim == 64 || shapes.head_dim == 128 || shapes.head_dim == 256);
 }
 
 // The float32 kernels' CTAs read the metadata of all sequences. With more sequences than this there are fewer CTAs,

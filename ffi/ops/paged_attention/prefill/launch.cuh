@@ -95,10 +95,10 @@ Status SupportsSm90a(bool* supported) {
   return Status::Ok();
 }
 
-// Whether TMA can load the cache: boxes are whole 128-byte swizzle atoms of 8 slots by 64 columns.
+// Whether there is a TMA kernel. Only pages that SuitsTma are loaded by TMA.
 inline bool SupportsTma(const PagedAttentionParams& shapes) {
-  return (shapes.head_dim == 64 || shapes.head_dim == 128 || shapes.head_dim == 256) && shapes.page_size % 8 == 0 &&
-         shapes.head_stride % 64 == 0 && shapes.page_size >> 31 == 0;
+  return (shapes.head_dim == 64 || shapes.head_dim == 128 || shapes.head_dim == 256) && shapes.head_stride % 64 == 0 &&
+         shapes.page_size >> 31 == 0 && (SuitsTma(shapes.page_size) || !IsFloat8(shapes.cache_dtype));
 }
 
 // Everything that the TMA kernel takes. False where the driver has no tensor maps for these tensors.
@@ -114,6 +114,7 @@ inline bool MakeTmaParams(const PagedAttentionCall& params, const SplitAccumulat
   tma->head_columns = static_cast<int>(params.head_stride / 64);
 
   // ---- Tensor maps
+  const bool any_pages = !SuitsTma(params.page_size);
   PagedTensor cache;
   cache.columns = unsign((params.num_kv_heads - 1) * params.head_stride + params.head_dim);
   cache.page_rows = unsign(params.page_size);
@@ -125,9 +126,9 @@ inline bool MakeTmaParams(const PagedAttentionCall& params, const SplitAccumulat
   cache.bfloat16 = params.cache_dtype == DType::kBF16;
   const auto encode = IsFloat8(params.cache_dtype) ? EncodePagedBytes : EncodePagedTensor;
   cache.start = params.k_cache;
-  if (!encode(cache, &tma->k_map)) return false;
+  if (!any_pages && !encode(cache, &tma->k_map)) return false;
   cache.start = params.v_cache;
-  if (!encode(cache, &tma->v_map)) return false;
+  if (!any_pages && !encode(cache, &tma->v_map)) return false;
   tma->query_by_tma =
       64 % group == 0 &&
       EncodeQueryTensor(params.query, unsign(params.num_tokens), unsign(params.num_heads), unsign(params.head_dim),
@@ -230,7 +231,7 @@ Status LaunchTma(const TmaParams& call, const SplitAccumulatorLayout& layout, in
       cudaFuncSetAttribute(combine, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared));
   const int ctas_per_sm = Traits::kRows == 64 && tma.behind_decode ? kIdleCombineCtasPerSm : 8;
   const dim3 combine_grid(static_cast<unsigned>(CombineCtas(params, kCombineThreads / 32, ctas_per_sm, sms)));
-  if constexpr (Traits::kHeadDim == 128 && !Traits::kFloat8Cache) {
+  if constexpr (Traits::kHeadDim == 128 && !Traits::kFloat8Cache && !Traits::kAnyPages) {  // see PathsShareCombine
     decode::SharedCall* const decode = layout.decode_work;
     if (decode != nullptr && decode->combines) {
       decode->combines = false;
@@ -275,11 +276,12 @@ template <template <typename Config> class Instance>
 Status LaunchTmaDim128(const TmaParams& tma, const SplitAccumulatorLayout& layout, int64_t sms, Stream stream) {
   constexpr bool kFloat8 = Instance<TmaConfigDim128Rows64>::kFloat8Cache;
   if (tma.tree_mask != nullptr) return LaunchTma<Instance<TmaConfigDim128Rows64>>(tma, layout, sms, stream);
-  const bool one_warpgroup = !kFloat8 && !tma.split_kv.enabled;
+  constexpr bool kOneWarpgroup = !kFloat8 && !Instance<TmaConfigDim128Rows64>::kAnyPages;
+  const bool one_warpgroup = kOneWarpgroup && !tma.split_kv.enabled;
   switch (TmaInstanceDim128(tma.attention, tma.split_kv, one_warpgroup, sms)) {
     case TmaInstance::kOneWarpgroup:  // has no combine kernel
       if (layout.kernels == PrefillKernels::kCombine) return Status::Ok();
-      if constexpr (!kFloat8) {
+      if constexpr (kOneWarpgroup) {
         return LaunchTmaOneWarpgroup<Instance<TmaConfigDim128OneWarpgroup>>(tma, layout, sms, stream);
       }
       break;
@@ -308,22 +310,25 @@ struct TmaInstances {
   template <typename Config>
   using Of = TmaKernelTraits<T, Config>;
   template <typename Config>
+  using OfAnyPages = TmaKernelTraits<T, TmaConfigAnyPages<Config>>;
+  template <typename Config>
   using OfFloat8 = TmaKernelTraits<T, TmaConfigFloat8<Config>>;
 };
 
-template <typename T, int kDim>
+// By head_dim. Instance<Config>: as LaunchTmaDim128's.
+template <template <typename Config> class Instance, int kDim>
 Status LaunchTma(const TmaParams& tma, const SplitAccumulatorLayout& layout, Stream stream) {
   int64_t sms = 0;
   if (Status status = CountSms(&sms); !status.ok()) return status;
   if constexpr (kDim == 64) {
     if (TmaInstanceDim64(tma.attention, sms) == TmaInstance::kRows64Alternating) {
-      return LaunchTma<TmaKernelTraits<T, TmaConfigDim64Rows64Alternating>>(tma, layout, sms, stream);
+      return LaunchTma<Instance<TmaConfigDim64Rows64Alternating>>(tma, layout, sms, stream);
     }
-    return LaunchTma<TmaKernelTraits<T, TmaConfigDim64>>(tma, layout, sms, stream);
+    return LaunchTma<Instance<TmaConfigDim64>>(tma, layout, sms, stream);
   } else if constexpr (kDim == 256) {
-    return LaunchTma<TmaKernelTraits<T, TmaConfigDim256>>(tma, layout, sms, stream);
+    return LaunchTma<Instance<TmaConfigDim256>>(tma, layout, sms, stream);
   } else {
-    return LaunchTmaDim128<TmaInstances<T>::template Of>(tma, layout, sms, stream);
+    return LaunchTmaDim128<Instance>(tma, layout, sms, stream);
   }
 }
 
@@ -338,6 +343,14 @@ Status SplitsKeys(const PagedAttentionParams& shapes, bool* splits) {
 // ---- The choice of a kernel
 // At head_dim 64 and 128, bfloat16 with a float8 cache: in a source file of its own.
 Status LaunchFloat8(const TmaParams& tma, const SplitAccumulatorLayout& layout, Stream stream);
+
+// At head_dim 64, 128 and 256, pages that TMA does not load: likewise.
+template <typename T>
+Status LaunchAnyPages(const TmaParams& tma, const SplitAccumulatorLayout& layout, Stream stream);
+template <>
+Status LaunchAnyPages<__half>(const TmaParams& tma, const SplitAccumulatorLayout& layout, Stream stream);
+template <>
+Status LaunchAnyPages<__nv_bfloat16>(const TmaParams& tma, const SplitAccumulatorLayout& layout, Stream stream);
 
 // kDim: head_dim, rounded up.
 template <typename T, int kDim>
@@ -354,7 +367,12 @@ Status LaunchDim(const PagedAttentionCall& params, Stream stream) {
     const SplitAccumulatorLayout layout = SplitAccumulatorLayout::Of(params);
     TmaParams tma{};
     if (MakeTmaParams(params, layout, &tma)) {
-      return float8 ? LaunchFloat8(tma, layout, stream) : LaunchTma<T, kDim>(tma, layout, stream);
+      if (float8) return LaunchFloat8(tma, layout, stream);
+      if (!SuitsTma(params.page_size)) {
+        if (Status status = CheckSlotCounts(params); !status.ok()) return status;
+        return LaunchAnyPages<T>(tma, layout, stream);
+      }
+      return LaunchTma<TmaInstances<T>::template Of, kDim>(tma, layout, stream);
     }
   }
   if (combine_alone) return Status::Ok();

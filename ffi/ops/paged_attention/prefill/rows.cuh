@@ -240,6 +240,34 @@ __device__ inline bool FindsInvalidPage(const PagedAttentionParams& params, cons
   return invalid;
 }
 
+// The same by a warp, for small pages, of which there are many: four page numbers to a load. kAtOnce: such loads in
+// flight.
+template <int kAtOnce>
+__device__ inline bool FindsInvalidSmallPage(const PagedAttentionParams& params, const WorkTile& tile, unsigned lane) {
+  const auto page_size = static_cast<unsigned>(params.page_size);
+  int64_t key_begin = 0;
+  if (params.sliding_window > 0) {
+    key_begin = max(int64_t{0}, tile.context_len - tile.q_len - params.sliding_window + 1);
+  }
+  unsigned i = static_cast<unsigned>(key_begin) / page_size;
+  const unsigned end = (static_cast<unsigned>(tile.context_len) + page_size - 1) / page_size;
+  const int32_t* const table = params.block_tables + tile.seq * params.pages_per_seq;
+  unsigned most = 0;  // as unsigned, negative numbers are 2^31 and above
+  const auto visit = [&](unsigned index) { most = max(most, static_cast<unsigned>(__ldg(table + index))); };
+  const auto misaligned = static_cast<unsigned>(reinterpret_cast<uintptr_t>(table + i) / sizeof(int32_t)) % 4;
+  const unsigned body = min(i + (4 - misaligned) % 4, end);  // where whole vectors begin
+  if (i + lane < body) visit(i + lane);
+  const auto* const vectors = reinterpret_cast<const uint4*>(table + body);
+#pragma unroll kAtOnce
+  for (i = lane; i < (end - body) / 4; i += 32) {
+    const uint4 x = __ldg(vectors + i);
+    most = max(max(most, max(x.x, x.y)), max(x.z, x.w));
+  }
+  i = body + (end - body) / 4 * 4 + lane;
+  if (i < end) visit(i);
+  return most >= static_cast<unsigned>(min(params.num_pages, int64_t{1} << 31));
+}
+
 // Writes `value` and `lse` to all rows of a work tile, by warp `warp` of `warps`: NaN for a sequence with invalid
 // metadata.
 template <typename T, typename Rows>

@@ -1,8 +1,9 @@
 // Prefill attention in float16 and bfloat16 for sm_90a with cp.async: any page size, any head_dim that is a multiple
-// of 8. In a CTA one producer warpgroup copies tiles of K and V, key by key, into rings of stages in shared memory; two
-// consumer warpgroups compute, each half of the work tile's rows. A warpgroup's scores of one key tile overlap with the
-// values of the tile before, and the two warpgroups take turns, so that the softmax of one overlaps with the products
-// of the other.
+// of 8; of those that the TMA kernel (sm90_tma.cuh) does not take, or where the driver makes no tensor maps. In a CTA
+// one producer warpgroup copies tiles of K and V, key by key, into rings of stages in shared memory; two consumer
+// warpgroups compute, each half of the work tile's rows. A warpgroup's scores of one key tile overlap with the values
+// of the tile before, and the two warpgroups take turns, so that the softmax of one overlaps with the products of the
+// other.
 #ifndef XLA_GPU_OPS_PAGED_ATTENTION_PREFILL_SM90_CP_ASYNC_CUH_
 #define XLA_GPU_OPS_PAGED_ATTENTION_PREFILL_SM90_CP_ASYNC_CUH_
 

@@ -1,6 +1,7 @@
-// Prefill attention in float16 and bfloat16 for sm_90a with TMA, for pages of a multiple of 8 slots. Persistent CTAs,
-// as many as the GPU has SMs, take one work tile after the other. In a CTA a producer warpgroup loads Q and, page by
-// page, tiles of K and V into rings of stages in shared memory, and consumer warpgroups compute, 64 rows each.
+// Prefill attention in float16 and bfloat16 for sm_90a with TMA, or by cp.async (sm90_tma_any_pages.cuh) in pages that
+// are no multiple of 8 slots. Persistent CTAs, as many as the GPU has SMs, take one work tile after the other. In a CTA
+// a producer warpgroup loads Q and, page by page, tiles of K and V into rings of stages in shared memory, and consumer
+// warpgroups compute, 64 rows each.
 #ifndef XLA_GPU_OPS_PAGED_ATTENTION_PREFILL_SM90_TMA_CUH_
 #define XLA_GPU_OPS_PAGED_ATTENTION_PREFILL_SM90_TMA_CUH_
 
@@ -18,6 +19,7 @@
 #include "ffi/ops/paged_attention/decode/whole_tiles.cuh"
 #include "ffi/ops/paged_attention/padding_rows.cuh"
 #include "ffi/ops/paged_attention/prefill/decode_share.cuh"
+#include "ffi/ops/paged_attention/prefill/sm90_tma_any_pages.cuh"
 #include "ffi/ops/paged_attention/prefill/sm90_tma_consumer.cuh"
 #include "ffi/ops/paged_attention/prefill/sm90_tma_float8.cuh"
 #include "ffi/ops/paged_attention/prefill/sm90_tma_producer.cuh"
@@ -44,9 +46,11 @@ __device__ void VisitBarriers(const TmaCta<Traits>& cta, Visit visit) {
   };
   // Q arrives from each lane of its warp, for which cp.async copies count; a stage is read by one warpgroup.
   each(offsetof(SharedStorage, q_barriers), kQueryBarriers, 32, 4);
-  // K and V of a float8 cache come from all producer warps.
-  each(offsetof(SharedStorage, kv_barriers), Traits::kKvStages, Traits::kFloat8Cache ? Traits::kProducerWarps : 1,
-       kReaderWarps);
+  // K and V of a float8 cache come from all producer warps, and by cp.async from each lane of one warp or two.
+  constexpr int kKvArrivals = Traits::kFloat8Cache ? Traits::kProducerWarps
+                              : Traits::kAnyPages  ? (Traits::kQueryWarpHelps ? 64 : 32)
+                                                   : 1;
+  each(offsetof(SharedStorage, kv_barriers), Traits::kKvStages, kKvArrivals, kReaderWarps);
   each(offsetof(SharedStorage, tile_barriers), Traits::kTileStages, 1, Traits::kTileReaders);
   each(offsetof(SharedStorage, checked_barriers), Traits::kTileStages, 1, 0);
   each(offsetof(SharedStorage, unmasked_values), 1, 1, 0);
@@ -62,8 +66,10 @@ __device__ void VisitBarriers(const TmaCta<Traits>& cta, Visit visit) {
 template <typename Traits>
 __device__ void InitBarriers(const TmaCta<Traits>& cta) {
   if (ElectOne()) {
-    PrefetchTensorMap(cta.params.k_map);
-    PrefetchTensorMap(cta.params.v_map);
+    if constexpr (!Traits::kAnyPages) {
+      PrefetchTensorMap(cta.params.k_map);
+      PrefetchTensorMap(cta.params.v_map);
+    }
     if (cta.params.query_by_tma) PrefetchTensorMap(cta.params.q_map);
     VisitBarriers(cta, [](uint32_t barrier, int arrivals) { InitBarrier(barrier, arrivals); });
     FenceProxyAsync();
@@ -103,6 +109,9 @@ __device__ inline void PrefetchMetadata(const TmaParams& params) {
   }
 }
 
+template <typename Traits, bool kIsValues>
+using KvWarp = std::conditional_t<Traits::kAnyPages, CpAsyncKvWarp<Traits, kIsValues>, TmaKvWarp<Traits, kIsValues>>;
+
 // What the four producer warps do once their work tiles are planned. Arguments as TmaSchedulerWarp::Run's.
 template <typename Traits, typename Find>
 __device__ void RunProducerWarp(const TmaCta<Traits>& cta, int warp, Find find, bool has_first,
@@ -115,9 +124,11 @@ __device__ void RunProducerWarp(const TmaCta<Traits>& cta, int warp, Find find, 
   if (is_next()) {
     TmaSchedulerWarp<Traits>{cta}.Run(find, [] {}, has_first, first);
   } else if (is_next()) {
-    TmaKvWarp<Traits, /*kIsValues=*/false>{cta}.Run();
+    KvWarp<Traits, /*kIsValues=*/false>{cta}.Run();
   } else if (is_next()) {
-    TmaKvWarp<Traits, /*kIsValues=*/true>{cta}.Run();
+    KvWarp<Traits, /*kIsValues=*/true>{cta}.Run();
+  } else if constexpr (Traits::kQueryWarpHelps) {
+    CpAsyncQueryWarp<Traits>{cta}.Run();
   } else {
     TmaQueryWarp<Traits>{cta}.Run();
   }

@@ -68,7 +68,7 @@ struct TmaConsumer {
       SkipKeyTiles(cta.Tile(work).last_key_tile - max(mine->last, mine->first - 1), &key, &value);
       WaitQuery(query);
       const int first = mine->first;
-      if (mine->last >= first) cta.keys.WaitFull(key);
+      if (mine->last >= first) WaitKeys(key);
       for (int tile = mine->last; tile >= first; --tile) {
         float s[1][kKeyTiles][4];
         uint32_t p[kKeyTiles / 2][4];
@@ -93,6 +93,7 @@ struct TmaConsumer {
         softmax.template Exponentials<0, kFirstSteps * 2>(transform, s);
         PackNumerators<TValue, 0, kFirstSteps>(s[0], p);
         cta.values.WaitFull(value);
+        FenceCopies();
         WgmmaFence();
         StartValues<0, kFirstSteps>(value.stage, p, o[0]);
         WgmmaCommit();
@@ -101,7 +102,7 @@ struct TmaConsumer {
         WgmmaFence();
         StartValues<kFirstSteps, kKeySteps>(value.stage, p, o[0]);
         WgmmaCommit();
-        if (tile > first) cta.keys.WaitFull(key);
+        if (tile > first) WaitKeys(key);
         WgmmaWait<0>();
         WgmmaFenceOperand(o[0]);
       }
@@ -169,7 +170,7 @@ struct TmaConsumer {
       // warpgroup reads, of K and of Q.
       if (alone) WaitBarrier(KeysSeen(), next_alone);
       WaitQuery(query, alone);
-      cta.keys.WaitFull(key);
+      WaitKeys(key);
       if (alone && left == 1) cta.Arrive(KeysSeen());
       WgmmaFence();
       StartScores(query.stage, part, key.stage, s[0]);
@@ -206,6 +207,7 @@ struct TmaConsumer {
         cta.keys.WaitFull(key);
         if (alone && left == 1) cta.Arrive(KeysSeen());
         cta.values.WaitFull(value);
+        FenceCopies();
         if (!alone) WaitTurn();
         WgmmaFence();
         StartScores(query.stage, part, key.stage, s[0]);
@@ -240,6 +242,7 @@ struct TmaConsumer {
       // One turn was passed before the first was waited for.
       if (!alone && warpgroup == 0) WaitTurn();
       cta.values.WaitFull(value);
+      FenceCopies();
       if (alone) cta.Arrive(ValuesSeen());
       WgmmaFence();
       StartValues(value.stage, p, o[0]);
@@ -267,6 +270,15 @@ struct TmaConsumer {
     if (Traits::kAlternates && kRowWarpgroups > 1 && alone) cta.query.WaitFull(query, 1);
     // cp.async writes Q through the generic proxy.
     if (!cta.params.query_by_tma) FenceProxyAsync();
+  }
+
+  __device__ void WaitKeys(KeyState key) const {
+    cta.keys.WaitFull(key);
+    FenceCopies();
+  }
+  // Before wgmma reads what has arrived: cp.async writes K and V through the generic proxy.
+  static __device__ void FenceCopies() {
+    if constexpr (Traits::kAnyPages) FenceProxyAsync();
   }
 
   __device__ void ReleaseQuery(QueryState query, bool alone) const {

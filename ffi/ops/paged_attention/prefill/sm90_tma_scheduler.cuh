@@ -67,8 +67,7 @@ struct TmaSchedulerWarp {
       // ---- The other warps start, and the page table is checked meanwhile
       if (planned.computed) cta.Arrive(cta.tiles.Full(state));
       if (tile.valid && __shfl_sync(~0u, known_seq, tile.seq % 32) != tile.seq) {
-        const bool invalid =
-            __any_sync(~0u, FindsInvalidPage<(Traits::kAlternates ? 8 : 2)>(cta.attention, tile, lane, 32));
+        const bool invalid = __any_sync(~0u, FindsInvalid(tile));
         if (lane == tile.seq % 32) {
           known_seq = tile.seq;
           known_invalid = invalid;
@@ -97,6 +96,15 @@ struct TmaSchedulerWarp {
   }
 
  protected:
+  // Whether this lane finds an invalid page number, as all lanes together.
+  __device__ bool FindsInvalid(const WorkTile& tile) const {
+    if constexpr (Traits::kAnyPages) {
+      return FindsInvalidSmallPage<(Traits::kConsumerWarpgroups == 3 ? 2 : 4)>(cta.attention, tile, cta.lane);
+    } else {
+      return FindsInvalidPage<(Traits::kAlternates ? 8 : 2)>(cta.attention, tile, cta.lane, 32);
+    }
+  }
+
   // Describes `planned->tile` in a stage, but for `invalid_page`, and fills in the rest of `*planned`. next_split: of
   // the work tile, or of the one before.
   __device__ void Plan(typename Traits::TileState state, Planned* planned) const {

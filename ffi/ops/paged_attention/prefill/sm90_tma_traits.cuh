@@ -55,6 +55,7 @@ struct TmaConfigDim64 {
   static constexpr int kHeadDim = 64;
   static constexpr int kProducerWarpgroups = 1;  // 0: the consumer's warps load too
   static constexpr bool kFloat8Cache = false;    // the cache holds float8 values, and tiles the same in 16 bits
+  static constexpr bool kAnyPages = false;       // K and V by cp.async, for pages that TMA does not load
   static constexpr bool kTreeMask = false;       // takes calls with a tree_mask; would cost registers, which are short
   static constexpr int kTileKeys = 128;          // keys of a key tile
   static constexpr int kConsumerWarpgroups = 3;
@@ -85,6 +86,7 @@ struct TmaConfigDim128Rows192 {
   static constexpr int kHeadDim = 128;
   static constexpr int kProducerWarpgroups = 1;
   static constexpr bool kFloat8Cache = false;
+  static constexpr bool kAnyPages = false;
   static constexpr bool kTreeMask = false;  // takes calls with a tree_mask
   static constexpr int kTileKeys = 112;     // 128 spill registers in the loop over key tiles
   static constexpr int kConsumerWarpgroups = 3;
@@ -161,6 +163,7 @@ struct TmaConfigDim256 {
   static constexpr int kHeadDim = 256;
   static constexpr int kProducerWarpgroups = 1;
   static constexpr bool kFloat8Cache = false;
+  static constexpr bool kAnyPages = false;
   static constexpr bool kTreeMask = true;
   static constexpr int kTileKeys = 80;
   static constexpr int kConsumerWarpgroups = 2;
@@ -176,11 +179,18 @@ struct TmaConfigDim256 {
   static constexpr int kTileStages = 2;
 };
 
+// For pages that are no multiple of 8 slots: tiles, work tiles and bits are those of other pages.
+template <typename Config>
+struct TmaConfigAnyPages : Config {
+  static constexpr bool kAnyPages = true;
+};
+
 // ---- What follows from a configuration
 template <typename T, typename Config>
 struct TmaKernelTraits : Config {
   using Element = T;
   using Config::kAlternates;
+  using Config::kAnyPages;
   using Config::kConsumerWarpgroups;
   using Config::kFloat8Cache;
   using Config::kHeadDim;
@@ -210,7 +220,10 @@ struct TmaKernelTraits : Config {
   static constexpr decode::CacheFormat kDecodeFormat =
       std::is_same_v<T, __half> ? decode::CacheFormat::kF16 : decode::CacheFormat::kBF16;
   // Whether there is a kernel that also computes the sequences of the decode path, behind its own.
-  static constexpr bool kSharesDecodeRows = kTakesFirstSplits && kConsumerWarpgroups == 1;
+  static constexpr bool kSharesDecodeRows = kTakesFirstSplits && kConsumerWarpgroups == 1 && !kAnyPages;
+  // Of kAnyPages: whether Q's warp copies K and V too, and how many keys of a tile their own warps copy.
+  static constexpr bool kQueryWarpHelps = kAnyPages && kQueryStages > 1;
+  static constexpr int kKvWarpKeys = kTileKeys - (kQueryWarpHelps ? 32 : 0);
   static constexpr int kWarpgroupThreads = 128;
   static constexpr int kThreads = (Config::kProducerWarpgroups + kConsumerWarpgroups) * kWarpgroupThreads;
   static constexpr int kProducerWarps = Config::kProducerWarpgroups * 4;

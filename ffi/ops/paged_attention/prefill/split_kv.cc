@@ -117,7 +117,8 @@ SplitAccumulatorLayout SplitAccumulatorLayout::Of(const PagedAttentionCall& shap
   const int64_t min_tiles =
       max_decode_tokens < kMaxDecodeRows ? Policy::kMinTilesOfFewTokens : Policy::kMinTilesPerSplit;
   const bool enabled = shapes.dtype != DType::kF32 && shapes.num_kv_heads > 0 &&
-                       (dim == 64 || dim == 128 || dim == 256) && shapes.page_size % 8 == 0 &&
+                       (dim == 64 || dim == 128 || dim == 256) &&
+                       (SuitsTma(shapes.page_size) || !IsFloat8(shapes.cache_dtype)) &&
                        shapes.num_tokens > max_decode_tokens && shapes.num_kv_heads * 2 <= Policy::kTargetWorkTiles &&
                        shapes.pages_per_seq * shapes.page_size > (2 * min_tiles - 1) * Policy::TileKeys(dim);
   if (!enabled) return layout;
