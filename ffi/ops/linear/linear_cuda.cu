@@ -114,7 +114,8 @@ Status LaunchTile(const LinearParams& p, const LinearArgs& args, int shared_byte
       if (args.rows <= 16) {
         status = linear::LaunchInt4Sm90<linear::Int4Traits<T, 16>>(args, stream, order, &sm90a);
       } else if (linear::Int4Parts(args) > 1) {  // wgmma is faster where one CTA has all of k
-        status = linear::LaunchInt4Sm90<linear::Int4Traits<T, 32>>(args, stream, order, &sm90a);
+        status = args.rows <= 24 ? linear::LaunchInt4Sm90<linear::Int4Traits<T, 24>>(args, stream, order, &sm90a)
+                                 : linear::LaunchInt4Sm90<linear::Int4Traits<T, 32>>(args, stream, order, &sm90a);
       }
       if (!status.ok() || sm90a) return status;
     }
@@ -138,10 +139,15 @@ Status LaunchTile(const LinearParams& p, const LinearArgs& args, int shared_byte
       return Status::Internal(
           "linear: x: split by a norm, for the kernel of sm_90a for float8 weights, which does not run");
     }
-    using Config = linear::ConvertedTraits<T, kFormat, kRowTile>;
-    if (Status status = linear::LaunchConvertedSm90<Config>(args, stream, order, &sm90a); !status.ok() || sm90a) {
-      return status;
+    Status status;
+    if (kRowTile == 32 && args.rows <= 24) {
+      status = linear::LaunchConvertedSm90<linear::ConvertedTraits<T, kFormat, 24>>(args, stream, order, &sm90a);
+    } else if (kRowTile == 64 && args.rows <= 48) {
+      status = linear::LaunchConvertedSm90<linear::ConvertedTraits<T, kFormat, 48>>(args, stream, order, &sm90a);
+    } else {
+      status = linear::LaunchConvertedSm90<linear::ConvertedTraits<T, kFormat, kRowTile>>(args, stream, order, &sm90a);
     }
+    if (!status.ok() || sm90a) return status;
   }
   return LaunchRows<linear::Traits<T, kFormat, kRowTile>>(p, args, shared_bytes, stream, order);
 }

@@ -27,16 +27,16 @@ struct ConvertedTraits {
   static constexpr int kXStageBytes = kRowTile * 256;  // 128 values of each row, in two panels
   static constexpr int kXStagesOfChunk = kPanels / 2;  // a chunk of k is a weight stage's
   // More weights in flight are no faster: x, which is loaded last, would have to wait for them at the start.
-  static constexpr int kWeightStages = kRowTile == 64 ? 4 : 3;
-  static constexpr int kXStages = kRowTile == 64 ? 4 : kRowTile == 32 ? 6 : 8;
+  static constexpr int kWeightStages = kRowTile > 32 ? 4 : 3;
+  static constexpr int kXStages = kRowTile > 32 ? 4 : kRowTile > 8 ? 6 : 8;
   static constexpr int kMaxStages = 8;  // of either ring
   static constexpr int kBarrierBytes = 5 * kMaxStages * 8;
   static constexpr int kSharedBytes = kWeightStages * kWeightStageBytes + kXStages * kXStageBytes + kBarrierBytes;
   // With many rows the sums need registers: those of the threads that do not multiply, and of weights that are loaded
   // and converted fewer at a time.
-  static constexpr bool kMovesRegisters = kRowTile == 64 || (kRowTile == 32 && kInt4);
-  static constexpr bool kLoadsStage = kRowTile < 64;  // all of a stage's weights at once; not float8
-  static constexpr int kStepsAtOnce = kRowTile == 64 || (kRowTile == 32 && kFormat == WeightFormat::kFloat8) ? 2 : 4;
+  static constexpr bool kMovesRegisters = kRowTile > 32 || (kRowTile > 8 && kInt4);
+  static constexpr bool kLoadsStage = kRowTile <= 32;  // all of a stage's weights at once; not float8
+  static constexpr int kStepsAtOnce = kRowTile > 32 || (kRowTile > 8 && kFormat == WeightFormat::kFloat8) ? 2 : 4;
   static_assert(kRowTile * SumPitch(kTileFeatures) * 4 <= kSharedBytes);
 };
 

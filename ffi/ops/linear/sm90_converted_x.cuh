@@ -15,7 +15,7 @@ namespace xla_gpu::linear {
 template <typename Config>
 __device__ inline void PermuteX(const Sm90Args& args, int stages, char* xs, ConvertedBarriers<Config> barriers,
                                 int warp) {
-  constexpr int kBlocks = Config::kRowTile / 8, kAtOnce = kBlocks > 1 ? 2 : 1;  // of 8 rows
+  constexpr int kBlocks = Config::kRowTile / 8, kAtOnce = kBlocks % 2 == 0 ? 2 : 1;  // of 8 rows
   const int lane = static_cast<int>(threadIdx.x) % 32, step = lane % 4;
   // Of 8, for each four lanes: no bank conflicts, neither of the loads of 8 bytes nor of the stores of 16.
   const int row = 0x65217430 >> (lane / 4 * 4) & 7;
