@@ -13,6 +13,8 @@ SIZES = [
     (176, 3968, None),
     (1024, 4096, None),
     (4096, 2688, None),
+    (4608, 2560, None),
+    (5888, 2304, None),
     (6144, 1024, None),
     (9232, 1536, None),
     (1056, 2048, "silu_and_mul"),
@@ -22,6 +24,8 @@ SIZES = [
     (2048, 4096, "silu_and_mul"),
     (3584, 4096, None),
     (7680, 2048, None),
+    (10496, 1536, None),
+    (37888, 512, "silu_and_mul"),
 ]
 
 
@@ -31,4 +35,4 @@ SIZES = [
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.frontends("eager-cuda")
 def test_parts_of_k(frontend, n, k, activation, weight_format, dtype):
-    linear_rows.check(frontend, (1, 8, 9, 16, 17, 32, 33), n, k, activation, weight_format, dtype)
+    linear_rows.check(frontend, (1, 8, 9, 16, 17, 24, 25, 32, 33, 48, 49), n, k, activation, weight_format, dtype)

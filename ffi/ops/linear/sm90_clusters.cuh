@@ -7,14 +7,16 @@
 #include <cstdint>
 
 #include "ffi/base/cuda_status.h"
+#include "ffi/device/launch_order.h"
 #include "ffi/device/stream.h"
 #include "ffi/device/tma_matrix.cuh"
 #include "ffi/ops/linear/sm90_traits.cuh"
 
 namespace xla_gpu::linear {
 
-// Clusters of a number of CTAs, each with an SM, that k is divided for. NOTE: an H200 has room for 39 of 3, 22 of 5.
-inline constexpr int kMostClusters[9] = {0, 132, 66, 42, 30, 23, 17, 15, 14};
+// Clusters of a number of CTAs, each with an SM, that an H200 has room for at once, as cudaOccupancyMaxActiveClusters
+// says (15 of 8 on some). Constants: the parts of k, and so the bits, are the same on every GPU.
+inline constexpr int kMostClusters[9] = {0, 132, 66, 39, 30, 22, 17, 15, 14};
 
 // The number of CTAs that divide the chunks of k: as many as leave no SM with two of them, each with two chunks.
 constexpr int ClusterSize(int tiles, int chunks) {
@@ -69,6 +71,13 @@ Status LaunchClusters(void (*kernel)(Args), const Args& args, int tiles, int thr
   launch.numAttrs = 2;
   XLA_GPU_RETURN_IF_CUDA(cudaLaunchKernelEx(&launch, kernel, args));
   return Status::Ok();
+}
+
+// Of a kernel for up to 8 rows, the dynamic shared memory of a CTA at most. One of a gated product and one of the next
+// product fit an SM, but not two of the latter: a grid that starts while the one in front ends would otherwise have
+// some SMs with two of its CTAs, and wait for those. So would a gated product behind a call before.
+inline int BytesBesideNext(bool gated, LaunchOrder order) {
+  return gated && order == LaunchOrder::kDependent ? kHalfOfSmBytes : kMoreThanHalfOfSmBytes;
 }
 
 // Divides the columns of a work tile's results among the CTAs of its cluster, in fours.

@@ -67,9 +67,7 @@ Status LaunchFewSm90(const LinearArgs& linear, Stream stream, LaunchOrder order,
   // ---- Shared memory
   const int stage_bytes = (args.unit_rows + args.x_rows) * 128 * args.columns;
   const int sum_bytes = kUpTo8 ? parts * linear.rows * FewSumPitch(args.unit_rows) * 4 : 0;
-  // Up to 8 rows a CTA of a gated product and one of the next product fit an SM, but not two of the latter: a grid that
-  // starts while the one in front ends would otherwise have some SMs with two of its CTAs, and wait for those.
-  const int bytes = !kUpTo8 ? kFewMostBytes : gated ? kHalfOfSmBytes : kMoreThanHalfOfSmBytes;
+  const int bytes = !kUpTo8 ? kFewMostBytes : BytesBesideNext(gated, order);
   // Warps read all rows of a row tile: behind the last stage's x what comes behind it.
   const int past_x = kUpTo8 ? 0 : (Config::kRowTile - args.x_rows) * 128;
   args.weight_stages =

@@ -69,12 +69,10 @@ Status LaunchFloat8Sm90(const LinearArgs& linear, Stream stream, LaunchOrder ord
   const int ring = args.weight_stages * 2 * plan.box_rows * 128 + Config::kXStages * Config::kXStageBytes;
   int bytes = std::max<int>(ring + Config::kBarrierBytes + Config::kFactorBytes, Config::kSumBytes);
   if constexpr (Config::kCtasOfSm == 2) {
-    // A CTA of a gated product and one of the next product fit an SM, but not two of the latter: a grid that starts
-    // while the one in front ends would otherwise have some SMs with two of its CTAs, and wait for those.
     constexpr int kMostBytes =
         Config::kWeightBytes + Config::kXStages * Config::kXStageBytes + Config::kBarrierBytes + Config::kFactorBytes;
     static_assert(std::max(kMostBytes, Config::kSumBytes) <= kHalfOfSmBytes);
-    if (!gated) bytes = std::max(bytes, kMoreThanHalfOfSmBytes);
+    if (BytesBesideNext(gated, order) > kHalfOfSmBytes) bytes = std::max(bytes, kMoreThanHalfOfSmBytes);
     XLA_GPU_RETURN_IF_CUDA(
         cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared));
   }

@@ -30,15 +30,17 @@ struct Sm90Plan {
 };
 
 // Divides n weight rows and the chunks of k. Where one CTA has all of k, work tiles are as small as lets each have an
-// SM. The cluster, and so the bits, depends on n and k alone.
+// SM, or where they are more, as gives every SM as many. The cluster, and so the bits, depends on n and k alone.
 template <typename Config>
 void Divide(int n, int chunks, bool gated, Sm90Plan* plan) {
   static_assert(Config::kTileFeatures == kFeaturesOfParts);
   int features = Config::kTileFeatures;
   const auto tiles_of = [&](int size) { return n / size + (n % size != 0); };
   plan->cluster = PartsOfK(n, chunks);
-  if (plan->cluster == 1 && tiles_of(features) <= kMostClusters[1]) {
-    while (features > Config::kBoxRows && tiles_of(features - 16) <= kMostClusters[1]) features -= 16;
+  if (plan->cluster == 1) {
+    // Up to 8 rows work tiles beyond the SMs are no faster in equal rounds.
+    const int rounds = Config::kRowTile == 8 ? 1 : (tiles_of(features) - 1) / kMostClusters[1] + 1;
+    while (features > Config::kBoxRows && tiles_of(features - 16) <= rounds * kMostClusters[1]) features -= 16;
   }
   plan->boxes = gated || features > Config::kBoxRows ? 2 : 1;
   plan->box_rows = features / plan->boxes;
