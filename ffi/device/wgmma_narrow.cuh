@@ -1,5 +1,5 @@
-// wgmma with 8, 16, 24, 32, 48 or 64 columns and B in shared memory, K-major: c = a · b, or c += a · b where `add`. A is in shared
-// memory too (WgmmaNarrow with a descriptor), K-major, or in registers. See wgmma.cuh.
+// wgmma with 8, 16, 24, 32, 48 or 64 columns and B in shared memory, K-major: c = a · b, or c += a · b where `add`. A
+// is in shared memory too (WgmmaNarrow with a descriptor), K-major, or in registers. See wgmma.cuh.
 #ifndef XLA_GPU_DEVICE_WGMMA_NARROW_CUH_
 #define XLA_GPU_DEVICE_WGMMA_NARROW_CUH_
 
@@ -57,8 +57,8 @@ XLA_GPU_WGMMA_NARROW(3, "m64n24k16", XLA_GPU_REGISTERS_8 ",%8,%9,%10,%11", "%12"
 XLA_GPU_WGMMA_NARROW(4, "m64n32k16", XLA_GPU_REGISTERS_16, "%16", "%17", "%18", "%19", "%20", "%21", XLA_GPU_C16(0))
 XLA_GPU_WGMMA_NARROW(6, "m64n48k16", XLA_GPU_REGISTERS_24, "%24", "%25", "%26", "%27", "%28", "%29", XLA_GPU_C16(0),
                      XLA_GPU_C8(4))
-XLA_GPU_WGMMA_NARROW(8, "m64n64k16", XLA_GPU_REGISTERS_24 ",%24,%25,%26,%27,%28,%29,%30,%31", "%32", "%33", "%34", "%35",
-                     "%36", "%37", XLA_GPU_C16(0), XLA_GPU_C16(4))
+XLA_GPU_WGMMA_NARROW(8, "m64n64k16", XLA_GPU_REGISTERS_24 ",%24,%25,%26,%27,%28,%29,%30,%31", "%32", "%33", "%34",
+                     "%35", "%36", "%37", XLA_GPU_C16(0), XLA_GPU_C16(4))
 
 #undef XLA_GPU_C4
 #undef XLA_GPU_C8

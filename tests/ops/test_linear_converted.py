@@ -1,6 +1,6 @@
 """linear with weights that sm_90a converts: the sizes at which that kernel divides k differently, and its row tiles.
 
-int8 and float8 with scales of blocks in bfloat16, and float8 in float16: what has no other kernel. int4 has a file of its own.
+int8, float8 with scales of blocks, and float8 in float16: what has no other kernel. int4 has a file of its own.
 """
 
 from __future__ import annotations

@@ -32,6 +32,16 @@ constexpr int PartsOfK(int n, int chunks) {
   return ClusterSize(n / kFeaturesOfParts + (n % kFeaturesOfParts != 0), chunks);
 }
 
+// The parts of k, and so the bits, depend on n and k alone. Not five: clusters of two do not divide them, and up to 8
+// rows so many warps have fewer features than lets each CTA have an SM.
+inline int Int4Parts(const LinearArgs& linear) {
+  const bool gated = linear.activation != Activation::kNone;
+  const int out_features = gated ? linear.n / 2 : linear.n, features = gated ? 128 : 256;
+  const int parts =
+      ClusterSize(out_features / features + (out_features % features != 0), linear.k / 256 + (linear.k % 256 != 0));
+  return parts == 5 ? 4 : parts;
+}
+
 // Whether the current device runs code for sm_90a: a kernel is empty, of one warp, in code for other targets.
 template <typename Args>
 Status RunsSm90a(void (*kernel)(Args), int threads, bool* runs) {
@@ -75,9 +85,13 @@ Status LaunchClusters(void (*kernel)(Args), const Args& args, int tiles, int thr
 
 // Of a kernel for up to 8 rows, the dynamic shared memory of a CTA at most. One of a gated product and one of the next
 // product fit an SM, but not two of the latter: a grid that starts while the one in front ends would otherwise have
-// some SMs with two of its CTAs, and wait for those. So would a gated product behind a call before.
-inline int BytesBesideNext(bool gated, LaunchOrder order) {
-  return gated && order == LaunchOrder::kDependent ? kHalfOfSmBytes : kMoreThanHalfOfSmBytes;
+// some SMs with two of its CTAs, and wait for those. So would a gated product of nearly all SMs behind another call.
+// tiles: of `features` that have all of k, or 0.
+inline int BytesBesideNext(bool gated, LaunchOrder order, int tiles, int features) {
+  constexpr int kManyFeatures = 192;  // with fewer it lost up to 14 %
+  const bool alone =
+      order == LaunchOrder::kFirst && tiles > 0 && tiles <= kMostClusters[1] && features >= kManyFeatures;
+  return gated && !alone ? kHalfOfSmBytes : kMoreThanHalfOfSmBytes;
 }
 
 // Divides the columns of a work tile's results among the CTAs of its cluster, in fours.

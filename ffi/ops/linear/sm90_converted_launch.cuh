@@ -24,7 +24,7 @@ Status LaunchConvertedSm90(const LinearArgs& linear, Stream stream, LaunchOrder 
   Sm90Args args = {};
   args.linear = linear;
   args.chunks = linear.k / Config::kStageK + (linear.k % Config::kStageK != 0);
-  args.cluster = ClusterSize(tiles, args.chunks);
+  args.cluster = Config::kInt4 ? Int4Parts(linear) : ClusterSize(tiles, args.chunks);
   DivideColumns(tile_features, &args);
   args.weight_stages = Config::kWeightStages;
   args.x_stages = Config::kXStages;

@@ -67,7 +67,8 @@ Status LaunchFewSm90(const LinearArgs& linear, Stream stream, LaunchOrder order,
   // ---- Shared memory
   const int stage_bytes = (args.unit_rows + args.x_rows) * 128 * args.columns;
   const int sum_bytes = kUpTo8 ? parts * linear.rows * FewSumPitch(args.unit_rows) * 4 : 0;
-  const int bytes = !kUpTo8 ? kFewMostBytes : BytesBesideNext(gated, order);
+  const int bytes =
+      !kUpTo8 ? kFewMostBytes : BytesBesideNext(gated, order, parts == 1 ? tiles : 0, halves * args.unit_rows);
   // Warps read all rows of a row tile: behind the last stage's x what comes behind it.
   const int past_x = kUpTo8 ? 0 : (Config::kRowTile - args.x_rows) * 128;
   args.weight_stages =

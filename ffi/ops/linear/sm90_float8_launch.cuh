@@ -72,7 +72,9 @@ Status LaunchFloat8Sm90(const LinearArgs& linear, Stream stream, LaunchOrder ord
     constexpr int kMostBytes =
         Config::kWeightBytes + Config::kXStages * Config::kXStageBytes + Config::kBarrierBytes + Config::kFactorBytes;
     static_assert(std::max(kMostBytes, Config::kSumBytes) <= kHalfOfSmBytes);
-    if (BytesBesideNext(gated, order) > kHalfOfSmBytes) bytes = std::max(bytes, kMoreThanHalfOfSmBytes);
+    const int whole_tiles = args.cluster == 1 ? plan.tiles : 0;
+    if (BytesBesideNext(gated, order, whole_tiles, 2 * plan.box_rows) > kHalfOfSmBytes)
+      bytes = std::max(bytes, kMoreThanHalfOfSmBytes);
     XLA_GPU_RETURN_IF_CUDA(
         cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared));
   }

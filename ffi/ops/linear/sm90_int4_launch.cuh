@@ -14,13 +14,6 @@
 
 namespace xla_gpu::linear {
 
-// The parts of k, and so the bits, depend on n and k alone.
-inline int Int4Parts(const LinearArgs& linear) {
-  const bool gated = linear.activation != Activation::kNone;
-  const int out_features = gated ? linear.n / 2 : linear.n, features = gated ? 128 : 256;
-  return ClusterSize(out_features / features + (out_features % features != 0), linear.k / 256 + (linear.k % 256 != 0));
-}
-
 // Up to 8 rows: whether warps have 32 features, not 16. Twice as many warps, with 64 registers each, hide more of each
 // other's latencies; but a gated product, of which a CTA has up to 224 features, is faster with few. And a CTA has few
 // where so many of 16 features would not let one on each SM have all of the product.
