@@ -74,6 +74,7 @@ LATE_CHUNKS_SHAPES = {
 SPLIT_CHUNKS_SHAPES = {
     "two-kv-heads-bf16": dict(num_heads=8, num_kv_heads=2, head_dim=128, dtype="bfloat16", page_size=16),
     "two-kv-heads-64-bf16": dict(num_heads=8, num_kv_heads=2, head_dim=64, dtype="bfloat16", page_size=16),
+    "one-kv-head-bf16": dict(num_heads=8, num_kv_heads=1, head_dim=128, dtype="bfloat16", page_size=16),
 }
 MANY_PROMPTS_SHAPES = {
     "gqa-bf16": SHAPES["gqa-bf16"],

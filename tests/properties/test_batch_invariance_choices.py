@@ -152,3 +152,48 @@ def test_decode_rows_beside_a_chunk_do_not_change_bits(frontend):
     decodes = tuple((1, 740 + 22 * i) for i in range(36))
     batches = [("behind a chunk", ((260, 1800), *decodes[:20]), decodes[20:])]
     assert_same_bits(frontend, "decode", "gqa-bf16", batches)
+
+
+@pytest.mark.frontends("eager-cuda", "jax-cuda")
+@pytest.mark.parametrize(
+    ("shape", "sequences"),
+    [("gqa-bf16", 40), ("one-kv-head-bf16", 70), ("one-kv-head-bf16", 150), ("two-kv-heads-64-bf16", 330)],
+)
+@pytest.mark.parametrize("name", ["decode", "long", "one-token"])
+def test_many_decode_rows_do_not_change_bits(frontend, name, shape, sequences):
+    """On CUDA the lengths of all sequences say where a sequence's keys are cut between CTAs. The combine kernel looks
+    at 32 sequences at a time, each warp at some of them."""
+    others = tuple((1, 50 + 137 * i % 900) for i in range(sequences - 1))
+    batches = [
+        ("first", (), others),
+        ("in the middle", others[: sequences // 2], others[sequences // 2 :]),
+        ("behind a longer one", ((1, 6000), *others[1:]), ()),
+    ]
+    assert_same_bits(frontend, name, shape, batches)
+
+
+@pytest.mark.frontends("eager-cuda", "jax-cuda")
+@pytest.mark.parametrize("shape", ["group-4-bf16", "group-8-bf16", "two-kv-heads-64-bf16"])
+@pytest.mark.parametrize("name", ["speculative-long", "speculative-short", "one-token"])
+def test_both_paths_in_one_scratch_do_not_change_bits(frontend, name, shape):
+    """On CUDA the decode path comes first where sequences have few tokens on average. The split accumulators of several
+    tokens stand where those of one token are until they have merged."""
+    batches = [
+        ("few", ((1, 4000),) * 12, ((1, 3000),) * 6 + ((8, 2000),)),
+        ("many", ((1, 1200),) * 50, ((8, 5000),)),
+        ("short", ((8, 700), *((1, 90),) * 12), ((1, 30),) * 6),
+    ]
+    assert_same_bits(frontend, name, shape, batches)
+
+
+@pytest.mark.frontends("eager-cuda", "jax-cuda")
+def test_row_tiles_for_nearly_all_ctas_do_not_change_bits(frontend):
+    """On CUDA one CTA takes all splits of its rows where many sequences of unequal few tokens have row tiles for nearly
+    all CTAs, and contexts are short."""
+    unequal = tuple((3 + i % 4, 2600 + i) for i in range(119))
+    batches = [
+        ("nearly all", unequal[:40], unequal[40:]),
+        ("few", unequal[:20], unequal[20:39]),
+        ("longer contexts", unequal[:40], (*unequal[40:], (3, 9000))),
+    ]
+    assert_same_bits(frontend, "speculative-2900", "one-kv-head-bf16", batches)

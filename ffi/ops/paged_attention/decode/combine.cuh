@@ -64,7 +64,7 @@ class CombineCta {
       const unsigned row = i / tile_heads;
       const unsigned rest = i - row * tile_heads;
       const unsigned tile = rest / static_cast<unsigned>(args_.cta_group_size);
-      const int partials = ListPartials(scheduler, shared_.split_tiles[tile],
+      const int partials = ListPartials(scheduler, SplitTile(static_cast<int>(tile)),
                                         static_cast<int>(rest - tile * args_.cta_group_size), static_cast<int>(row));
       if (partials == 0) continue;
       const Batch first(shared_.partials[Warp()], 0, partials);
@@ -87,41 +87,48 @@ class CombineCta {
   // ---- What there is to merge
   // ------------------------------------------------------------------------------------------
 
-  // Lists the split tiles. Each thread looks at the beginnings of some CTA groups' intervals. *rows: the most rows that
-  // a split tile has.
+  // CTA groups whose intervals' beginnings a warp looks at.
+  __device__ int WarpCtaGroups() const { return (CtaGroups() - 1 + kCombineWarps - 1) / kCombineWarps; }
+
+  // Lists the split tiles. Each warp looks at the beginnings of neighbouring CTA groups' intervals, which few slices of
+  // the batch hold, and lists what it finds from its first CTA group's place on. *rows: the most rows that a split tile
+  // has.
   __device__ void ListSplitTiles(Scheduler& scheduler, int* split_tiles, int* rows) {
-    *split_tiles = 0;
-    *rows = 0;
-    for (int first = 1; first < CtaGroups(); first += kCombineThreads) {
-      const int cta_group = first + static_cast<int>(threadIdx.x);
+    int next = 1 + Warp() * WarpCtaGroups();
+    const int end = min(next + WarpCtaGroups(), CtaGroups());
+    uint16_t* const list = shared_.split_tiles + Warp() * WarpCtaGroups();
+    int found = 0, most_rows = 0;
+    while (next < end && scheduler.IntervalBegin(next) < scheduler.Total()) {
+      scheduler.Find(scheduler.IntervalBegin(next));
+      const int cta_group = next + Lane();
       const uint32_t begin = scheduler.IntervalBegin(cta_group);
-      int my_rows = 0;
-      scheduler.FirstSlice();
-      while (true) {
-        if (cta_group < CtaGroups() && scheduler.Holds(begin)) {
-          my_rows = SplitTileRows(scheduler, cta_group, begin);
-        }
-        if (scheduler.IsLastSlice()) break;
-        scheduler.NextSlice();
-      }
-      const unsigned found = __ballot_sync(0xffffffffu, my_rows > 0);
-      const int most_rows = __reduce_max_sync(0xffffffffu, my_rows);
-      if (first > 1) __syncthreads();  // the last turn's counts are no longer read
-      if (Lane() == 0) {
-        shared_.warp_split_tiles[Warp()] = __popc(found);
-        shared_.warp_rows[Warp()] = most_rows;
-      }
-      __syncthreads();
-      int position = *split_tiles + __popc(found & ((1u << Lane()) - 1));
-#pragma unroll
-      for (int warp = 0; warp < kCombineWarps; ++warp) {
-        if (warp < Warp()) position += shared_.warp_split_tiles[warp];
-        *split_tiles += shared_.warp_split_tiles[warp];
-        *rows = max(*rows, shared_.warp_rows[warp]);
-      }
-      if (my_rows > 0) shared_.split_tiles[position] = static_cast<uint16_t>(cta_group);
+      const bool held = cta_group < end && scheduler.Holds(begin);  // the first lanes'
+      const int my_rows = held ? SplitTileRows(scheduler, cta_group, begin) : 0;
+      const unsigned mine = __ballot_sync(0xffffffffu, my_rows > 0);
+      if (my_rows > 0) list[found + __popc(mine & ((1u << Lane()) - 1))] = static_cast<uint16_t>(cta_group);
+      found += __popc(mine);
+      most_rows = max(most_rows, my_rows);
+      next += __popc(__ballot_sync(0xffffffffu, held));
+    }
+    most_rows = __reduce_max_sync(0xffffffffu, most_rows);
+    if (Lane() == 0) {
+      shared_.warp_split_tiles[Warp()] = found;
+      shared_.warp_rows[Warp()] = most_rows;
     }
     __syncthreads();
+    *split_tiles = 0;
+    *rows = 0;
+#pragma unroll
+    for (int warp = 0; warp < kCombineWarps; ++warp) {
+      *split_tiles += shared_.warp_split_tiles[warp];
+      *rows = max(*rows, shared_.warp_rows[warp]);
+    }
+  }
+  // Number `index` of them.
+  __device__ int SplitTile(int index) const {
+    int warp = 0;
+    for (; index >= shared_.warp_split_tiles[warp]; ++warp) index -= shared_.warp_split_tiles[warp];
+    return shared_.split_tiles[warp * WarpCtaGroups() + index];
   }
 
   // The rows of split tile `cta_group`, whose interval begins in the slice; 0 if it is not the second of a work tile.

@@ -47,10 +47,11 @@ constexpr bool DecodeComesFirst(const PagedAttentionParams& shapes) {
 }
 
 // Scratch of a call for up to 64 sequences is at most 32 MiB. Where the decode path comes first, the prefill path waits
-// for its end, and both use all of it. Otherwise they may run at the same time: the prefill path gets what its CTAs'
-// accumulators take, or half where splits of few tokens are likely, and the decode path the rest.
+// for its end before it stores split accumulators, and both use all of it. Otherwise they may use it at the same time:
+// the prefill path gets what its CTAs' accumulators take, or half where splits of few tokens are likely, and the decode
+// path the rest.
 inline constexpr int64_t kScratchLimit = int64_t{32} << 20;
-// Whether the second path waits for the end of the first one, and both use all of the scratch. Also where the prefill
+// Whether the second path uses the scratch when the first one has ended, and both use all of it. Also where the prefill
 // path's part is too little for the splits of few tokens, or of sequences of as many tokens each: then the decode path,
 // which comes second, waits only where some sequence of the prefill path is split.
 bool PathsShareScratch(const PagedAttentionCall& shapes);

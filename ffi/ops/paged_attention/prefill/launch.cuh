@@ -139,6 +139,7 @@ inline bool MakeTmaParams(const PagedAttentionCall& params, const SplitAccumulat
   tma->tree_mask = params.tree_mask;
   tma->tree_words = params.tree_mask != nullptr ? static_cast<int>(params.tree_words) : 0;
   tma->behind_decode = params.tree_mask == nullptr && DecodeComesFirst(params);
+  tma->waits_for_inputs = params.order == LaunchOrder::kDependent;
   // Of a larger table the call reads little. Behind the decode path, that has done it.
   constexpr int64_t kMaxPrefetchPages = 1 << 17;
   const int64_t table_entries = params.max_seqs * params.pages_per_seq;

@@ -212,8 +212,8 @@ __device__ __forceinline__ void RunPrefillTma(const TmaParams& params, const dec
 
   // ---- Dependent launch, and work tiles
   // All CTAs wait, also those without a work tile: then this kernel ends after the one before. Behind the decode path,
-  // which has waited for all that came before, they plan first; of those without a work tile one waits, and the others
-  // make room for the next kernel.
+  // which has waited for all that came before, one CTA waits before it ends, and others only before they use the
+  // scratch, which the decode path may still read: those without a work tile make room for the next kernel.
   // Where there are few sequences, each warp plans by itself. CTAs plan while the kernel before may still run, from
   // metadata that this one may still write, and again behind the wait where they have changed.
   using Scheduler = typename Traits::Scheduler;
@@ -303,7 +303,7 @@ __device__ __forceinline__ void RunPrefillTma(const TmaParams& params, const dec
       if (threadIdx.x / 32 == 3) InitBarriers(cta);
       FetchParameters(params);
     }
-    if (behind_decode) WaitForPreviousKernel();
+    if (behind_decode && params.waits_for_inputs) WaitForPreviousKernel();
     if (!few || probably_empty) __syncthreads();
 
     // By a shuffle, so that the compiler knows it to be uniform in a warp.
@@ -328,6 +328,7 @@ __device__ __forceinline__ void RunPrefillTma(const TmaParams& params, const dec
       // ---- Consumer warpgroups
       IncreaseRegisters<Traits::kConsumerRegisters>();
       TmaConsumer<Traits>(cta, warpgroup - Traits::kProducerWarpgroups).Run();
+      if (behind_decode && blockIdx.x == 0 && blockIdx.y == 0) WaitForPreviousKernel();
       if (!has_decode_rows()) return;
       // All consumers have read what is in shared memory.
       if constexpr (kSharesDecodeRows) MeetBehindWork<Traits>(/*is_producer=*/false);

@@ -371,6 +371,7 @@ struct TmaConsumer {
     const bool invalid_page = tile.invalid_page;
     const SplitMode mode = tile.mode;
     const bool crosses = (mode & kCrossCta) != 0;
+    if (mode != 0 && cta.params.behind_decode) WaitForPreviousKernel();  // that one reads the scratch
     if (crosses && !StoresForThisCta(mode)) {
       softmax.Spill(tile.rows, cta.params.accumulators, tile.accum_row, invalid_page, o);
     } else {

@@ -30,6 +30,7 @@ struct TmaParams {
   int head_columns;           // from one kv head to the next, in columns of 64 elements
   bool query_by_tma;          // q_map is valid: 64 rows are whole tokens
   bool behind_decode;         // the decode path's kernels were launched before
+  bool waits_for_inputs;      // and may have started before the query, K and V were there
   bool takes_whole_tiles;     // the sequences of the decode path are computed here too, by whole work tiles
   unsigned prefetch_pages;    // entries of block_tables to prefetch into L2
   const uint32_t* tree_mask;  // as in PagedAttentionCall

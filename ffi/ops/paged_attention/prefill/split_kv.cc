@@ -83,8 +83,17 @@ bool WantsSplitAccumulators(const PagedAttentionCall& shapes) {
   const bool many_alike = shapes.max_seqs > kWarpPlannedSequences && dim <= 128 && room_for_keys >= kLongContext &&
                           rows <= shapes.max_seqs * shapes.num_kv_heads * Policy::kSmallTileRows &&
                           AlikeSplitRows(shapes) > 0;
-  const bool enough =
-      (rows - decode_rows > enough_rows && !many_alike) || (short_contexts && !few_tokens) || decode_alone;
+  // Many sequences of unequal few tokens, in row tiles for nearly all CTAs: those left idle would have done less of the
+  // others' work than the combine kernel costs.
+  constexpr int64_t kIdleKeyTiles = 7;  // of a CTA, on average
+  const int64_t row_tiles = Sequences(shapes).SmallTiles(shapes);
+  const int64_t idle_ctas = Policy::kTargetWorkTiles - row_tiles;
+  const bool nearly_a_round =
+      shapes.max_seqs > kWarpPlannedSequences && dim <= 128 && shapes.tree_words == 0 && few_tokens &&
+      shapes.num_tokens % shapes.max_seqs != 0 && idle_ctas >= 0 &&
+      idle_ctas * (room_for_keys / Policy::TileKeys(dim)) <= kIdleKeyTiles * Policy::kTargetWorkTiles;
+  const bool enough = (rows - decode_rows > enough_rows && !many_alike) || (short_contexts && !few_tokens) ||
+                      decode_alone || nearly_a_round;
   return !enough;
 }
 
