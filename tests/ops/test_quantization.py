@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 
 import numpy as np
@@ -179,3 +180,19 @@ def test_concatenate():
     blocks = LinearWeight(stored, np.ones((1, 1), np.float32))
     with pytest.raises(ValueError, match="concatenate: parts: expected a multiple of 128 rows"):
         q.concatenate([blocks, blocks])
+
+
+@pytest.mark.frontends("eager", "torch_xla", "jax", "torchax")
+def test_a_weight_is_not_an_array(frontend):
+    arrays = {
+        "x": np.ones((3, 128), np.float32),
+        "weight": np.ones((16, 128), np.int8),
+        "scale": np.ones(16, np.float32),
+    }
+
+    def linear(ops, x, weight, scale):
+        return ops.linear(x, LinearWeight(weight, scale))
+
+    text = "got LinearWeight, whose arrays are arguments of their own: linear(x, **weight.arguments())"
+    with pytest.raises(TypeError, match=f"linear: weight: expected .*, {re.escape(text)}"):
+        frontend.run(linear, arrays)

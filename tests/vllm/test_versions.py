@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from importlib import metadata
@@ -63,6 +64,13 @@ def test_other_devices_are_left_alone(monkeypatch, device):
     else:
         monkeypatch.setenv("PJRT_DEVICE", device)
     assert xla_gpu.vllm.register() is None
+
+
+@pytest.mark.parametrize("device", ["cpu", "Gpu"])
+def test_small_letters_choose_a_device_too(monkeypatch, device):
+    monkeypatch.setenv("PJRT_DEVICE", device)
+    assert xla_gpu.vllm.register() is not None
+    assert os.environ["PJRT_DEVICE"] == device.upper()  # torch_xla knows no other name
 
 
 def test_registration_imports_nothing_heavy():

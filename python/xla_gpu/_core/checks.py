@@ -17,6 +17,14 @@ FLOAT8S = ("float8_e4m3fn", "float8_e5m2")
 SMALLEST_FLOAT32 = 2.0**-149  # above 0
 
 
+def type_name(value: object) -> str:
+    """The type of what was given for an array, with a way on where it holds several."""
+    name = type(value).__name__
+    if isinstance(value, tuple) and hasattr(value, "arguments"):  # quantization.LinearWeight
+        return f"{name}, whose arrays are arguments of their own: linear(x, **weight.arguments())"
+    return name
+
+
 class Checks:
     """The checks of one operator; ``renamed`` maps names that checks use to those that its users know."""
 
@@ -35,7 +43,7 @@ class Checks:
 
     def array(self, argument: str, value: Any) -> ArraySpec:
         if not isinstance(value, ArraySpec):
-            raise self.type_error(argument, "a tensor", type(value).__name__)
+            raise self.type_error(argument, "a tensor", type_name(value))
         return value
 
     def dtype(self, argument: str, spec: ArraySpec, allowed: Sequence[str], reason: str = "") -> None:

@@ -1,8 +1,9 @@
-"""Environment variables that turn something on or off."""
+"""What environment variables say."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 
 
 def switch(name: str, default: bool) -> bool:
@@ -15,3 +16,11 @@ def switch(name: str, default: bool) -> bool:
     if value in ("", "0", "1"):
         return default if not value else value == "1"
     raise ValueError(f"{name}: expected 0 or 1, got {value!r}")
+
+
+def pjrt_device(environ: Mapping[str, str] = os.environ) -> str:
+    """The name of torch_xla's platform, "CPU" or "GPU" for ours, as PJRT_DEVICE says it; "" where it is not set.
+
+    torch_xla knows no "gpu" in small letters.
+    """
+    return environ.get("PJRT_DEVICE", "")

@@ -15,7 +15,7 @@ import numpy as np
 from jax.custom_batching import sequential_vmap
 
 from .._core.attributes import numpy_value
-from .._core.checks import Checks
+from .._core.checks import Checks, type_name
 from .._core.docstrings import docstring
 from .._core.operator import CACHED_CALLS, ArraySpec, IntOperand, OpCall, Operator, check_inputs_requested
 from .._runtime import library, targets
@@ -193,7 +193,7 @@ def _partitioned(call: OpCall) -> Callable[..., Any]:
 def as_array(where: str, value: Any) -> Any:
     given, value = value, _array_of(value)
     if not _is_array(value):
-        raise TypeError(f"{where}: expected a JAX or NumPy array, got {type(given).__name__}")
+        raise TypeError(f"{where}: expected a JAX or NumPy array, got {type_name(given)}")
     if isinstance(value, jax.Array) and not isinstance(value, jax.core.Tracer) and value.is_deleted():
         raise ValueError(
             f"{where}: expected an array with memory, got {_described(value)}, donated to an earlier call or deleted"

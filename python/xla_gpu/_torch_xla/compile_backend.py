@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import operator
-import os
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -18,7 +17,7 @@ from typing import Any
 import torch
 from torch._dynamo.backends import registry
 
-from .._core.environment import switch
+from .._core.environment import pjrt_device, switch
 from . import cuda_tensors, shared_memory
 
 # "0" leaves torch.compile(backend="openxla") with CUDA tensors as torch_xla has it.
@@ -275,7 +274,7 @@ def register() -> None:
     """Makes the backend known by its name, and with PJRT_DEVICE=GPU makes "openxla" take CUDA tensors too."""
     if NAME not in registry._COMPILER_FNS:  # torch has no public question for it
         registry.register_backend(name=NAME, compiler_fn=backend)
-    if os.environ.get("PJRT_DEVICE") != "GPU" or not switch(ENVIRONMENT, True):
+    if pjrt_device() != "GPU" or not switch(ENVIRONMENT, True):
         return
     if torch.version.cuda is None:  # not is_available(): it would start CUDA in processes that fork later
         return

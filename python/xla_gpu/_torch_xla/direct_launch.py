@@ -9,7 +9,6 @@ from __future__ import annotations
 import atexit
 import ctypes as ct
 import math
-import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from .._core.environment import switch
+from .._core.environment import pjrt_device, switch
 from .._runtime import library
 
 # Of PJRT_Buffer_Type.
@@ -54,7 +53,7 @@ def available() -> bool:
 
     ``XLA_GPU_DIRECT_LAUNCH=0`` leaves them to torch_xla.
     """
-    return switch("XLA_GPU_DIRECT_LAUNCH", True) and os.environ.get("PJRT_DEVICE", "").upper() == "GPU"
+    return switch("XLA_GPU_DIRECT_LAUNCH", True) and pjrt_device() == "GPU"
 
 
 class DeviceArray:

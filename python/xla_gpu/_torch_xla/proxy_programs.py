@@ -20,7 +20,7 @@ import torch
 import torch_xla
 import torch_xla.core.xla_model as xm
 
-from .._core.environment import switch
+from .._core.environment import pjrt_device, switch
 from .._runtime import library
 from . import lowering, shared_memory
 from .program import Program, compute_pending
@@ -43,7 +43,7 @@ def available() -> bool:
     """Whether there are proxies: on a GPU whose client is behind the adapter, unless XLA_GPU_JIT_PROXIES=0."""
     if not switch("XLA_GPU_JIT_PROXIES", True) or os.environ.get("XLA_DISABLE_FUNCTIONALIZATION"):
         return False
-    return lowering.platform() == "CUDA" and os.environ.get("PJRT_DEVICE", "").upper() == "GPU"
+    return lowering.platform() == "CUDA" and pjrt_device() == "GPU"
 
 
 # Programs of equal computations would be one executable, so that each proxy computes with another size than those with

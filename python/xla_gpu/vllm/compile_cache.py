@@ -16,6 +16,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from .._core.environment import pjrt_device
 from .._runtime import executable_cache
 
 # The folder; empty: nothing is kept.
@@ -33,7 +34,7 @@ def use(environ: MutableMapping[str, str]) -> Path | None:
     flags. What the user set is kept.
     """
     folder = environ.get(ENVIRONMENT, "~/.cache/xla_gpu/vllm")
-    if environ.get("PJRT_DEVICE", "").upper() != "GPU" or not folder:
+    if pjrt_device(environ) != "GPU" or not folder:
         return None
     versions = []
     for name in _DISTRIBUTIONS:

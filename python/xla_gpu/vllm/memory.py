@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from .._core.environment import pjrt_device
 from . import buckets, supported, tensor_parallel
 
 _GIB = 1 << 30
@@ -57,7 +58,7 @@ class Room:
         import torch_xla.core.xla_model as xm
 
         self._held: torch.Tensor | None = None
-        fills = config.cache_config.kv_cache_memory_bytes is None and os.environ.get("PJRT_DEVICE", "").upper() == "GPU"
+        fills = config.cache_config.kv_cache_memory_bytes is None and pjrt_device() == "GPU"
         if fills and tensor_parallel.active() is None:
             size = max(step_bytes(config), timing_bytes(config))
             limit = int(xm.get_memory_info(device)["bytes_limit"])
@@ -97,7 +98,7 @@ def for_kv_caches(config: Any, device: torch.device, held: int = 0) -> int:
     size = 1 if devices is None else devices.size
     if (fixed := config.cache_config.kv_cache_memory_bytes) is not None:
         return int(fixed) * size
-    if os.environ.get("PJRT_DEVICE", "").upper() == "CPU":
+    if pjrt_device() == "CPU":
         return int(float(os.environ.get("VLLM_CPU_KVCACHE_SPACE") or _CPU_GIB) * _GIB)
     if devices is None:
         info = xm.get_memory_info(device)

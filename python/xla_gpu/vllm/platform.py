@@ -11,6 +11,7 @@ import torch
 from vllm.logger import init_logger
 from vllm.platforms.interface import Platform, PlatformEnum
 
+from .._core.environment import pjrt_device
 from . import request_checks, supported
 from .options import Options
 
@@ -87,7 +88,7 @@ class XlaGpuPlatform(Platform):  # type: ignore[misc]
 
             scheduler.choose(vllm_config)
         choose_start_method(os.environ)
-        logger.info_once("xla_gpu.vllm: serving through torch_xla, PJRT_DEVICE=%s", os.environ.get("PJRT_DEVICE"))
+        logger.info_once("xla_gpu.vllm: serving through torch_xla, PJRT_DEVICE=%s", pjrt_device())
 
     @classmethod
     def validate_request(cls, prompt: Any, params: Any, processed_inputs: Any) -> None:
@@ -112,7 +113,7 @@ class XlaGpuPlatform(Platform):  # type: ignore[misc]
     @classmethod
     def get_device_name(cls, device_id: int = 0) -> str:
         """For logs and reports."""
-        return f"XLA {os.environ.get('PJRT_DEVICE', '').upper()}"
+        return f"XLA {pjrt_device()}"
 
     @classmethod
     def set_device(cls, device: torch.device) -> None:

@@ -13,6 +13,8 @@ import torch
 
 import xla_gpu.torch as xg
 
+from .._core.environment import pjrt_device
+
 _AXIS = "tp"
 
 _active: TensorParallel | None = None
@@ -37,7 +39,7 @@ def prepare(environ: MutableMapping[str, str], size: int) -> None:
         )
     if size == 1:
         return
-    if environ.get("PJRT_DEVICE", "").upper() == "CPU":
+    if pjrt_device(environ) == "CPU":
         environ.setdefault("CPU_NUM_DEVICES", str(size))
         return
     visible = environ.get("CUDA_VISIBLE_DEVICES")
