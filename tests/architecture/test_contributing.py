@@ -115,15 +115,21 @@ def test_commands_exist():
             assert re.search(rf"^{target}:", makefile, re.MULTILINE), f"{document}: make {target}"
 
 
-def test_the_documents_name_every_environment_variable():
-    sources = [*(ROOT / "python").rglob("*.py"), *(ROOT / "ffi").rglob("*.cc"), *(ROOT / "ffi").rglob("*.h")]
-    read = {
-        name
-        for path in sources
-        if "testing" not in path.parts
-        for name in re.findall(r'"(XLA_GPU_[A-Z_]+)"', path.read_text())
+def test_every_command_is_named():
+    """The make targets that the Makefile's first lines offer."""
+    offered = re.match(r"# (make .*?)\.\n", (ROOT / "Makefile").read_text())[1].removeprefix("make ").split(" | ")
+    documents = TEXT + (ROOT / "README.md").read_text()
+    assert len(offered) >= 10
+    assert [target for target in offered if not re.search(rf"make {target}(?![\w-])", documents)] == []
+
+
+def test_every_folder_of_tests_is_described():
+    folders = {path.parent.name for path in (ROOT / "tests").glob("*/__init__.py")}
+    table = re.search(r"^\| folder of `tests/`.*?\n\n", TEXT, re.MULTILINE | re.DOTALL)[0]
+    described = {
+        name for row in re.findall(r"^\| (`[^|]*)\|", table, re.MULTILINE) for name in re.findall(r"`(\w+)/`", row)
     }
-    assert len(read) >= 10, sorted(read)
-    page = (ROOT / "docs" / "environment.md").read_text()
-    for name in sorted(read):
-        assert f"| `{name}" in page, f"docs/environment.md: no row for {name}"
+    assert folders == described
+    architecture = (ROOT / "docs/architecture.md").read_text()
+    row = re.search(r"^\| `tests/` \|.*$", architecture, re.MULTILINE)[0]
+    assert folders == set(re.findall(r"`(\w+)/`", row)) - {"tests"}
