@@ -69,6 +69,27 @@ def test_packing_refuses():
         q.dequantize(np.zeros((16, 128), np.float32))
 
 
+@pytest.mark.parametrize(
+    ("dtype", "scale", "fragment"),
+    [
+        ("int8", None, "expected an array, since weight is int8, got None"),
+        ("float8_e4m3fn", None, "expected an array, since weight is float8_e4m3fn, got None"),
+        ("int8", (1,), r"expected shape \[256\], got float32\[1\]"),
+        ("int8", (256, 1), r"expected shape \[256\], got float32\[256, 1\]"),
+        ("float8_e4m3fn", (1, 2), r"expected shape \[1\], \[256\] or \[2, 2\], got float32\[1, 2\]"),
+        ("uint8", (256, 1), r"expected shape \[256, 4\] .*, got float32\[256, 1\]"),
+        ("float32", (256,), r"expected None, since weight is of x's dtype, got float32\[256\]"),
+    ],
+)
+def test_dequantize_takes_the_scales_of_linear(dtype, scale, fragment):
+    """Not those that NumPy would broadcast to other numbers."""
+    weight = LinearWeight(
+        np.zeros((256, 256), cases.DTYPES[dtype]), None if scale is None else np.ones(scale, np.float32)
+    )
+    with pytest.raises(ValueError, match=f"^dequantize: weight_scale: {fragment}"):
+        q.dequantize(weight)
+
+
 @pytest.mark.parametrize(("put", "take"), LIBRARIES)
 def test_values_above_15_are_not_packed(put, take):
     """They would change their neighbours."""
@@ -126,10 +147,11 @@ def test_quantize(put, take, weight_format, steps):
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize(("weight_format", "columns"), [("float8", 256), ("int8", 256), ("int4", 128)])
 @pytest.mark.filterwarnings("ignore:invalid value encountered in cast:RuntimeWarning")
-def test_nan_is_kept(put, take, dtype, weight_format, columns):
-    """Of the row, or of the group of 128 numbers."""
+@pytest.mark.parametrize("number", [np.nan, np.inf, -np.inf])
+def test_nan_is_kept(put, take, dtype, weight_format, columns, number):
+    """Of the row, or of the group of 128 numbers; an infinity becomes NaN."""
     weight = np.full((16, 256), 0.01, cases.DTYPES[dtype])
-    weight[3, 5] = np.nan
+    weight[3, 5] = number
     got = np.asarray(take(q.dequantize(q.quantize(put(weight), weight_format))))
     is_nan = np.zeros((16, 256), bool)
     is_nan[3, :columns] = True
@@ -173,6 +195,8 @@ def test_concatenate():
     halves = q.quantize(np.ones((16, 128), np.float16), "int4")
     with pytest.raises(ValueError, match="concatenate: parts: expected one dtype of scales, got float16, float32"):
         q.concatenate([int4[0], halves])
+    with pytest.raises(TypeError, match="concatenate: parts: expected LinearWeights, got one of them alone"):
+        q.concatenate(parts[0])
     with pytest.raises(ValueError, match="expected one or more, got none"):
         q.concatenate([])
     with pytest.raises(TypeError, match="expected LinearWeights, got ndarray"):
@@ -180,6 +204,13 @@ def test_concatenate():
     blocks = LinearWeight(stored, np.ones((1, 1), np.float32))
     with pytest.raises(ValueError, match="concatenate: parts: expected a multiple of 128 rows"):
         q.concatenate([blocks, blocks])
+
+
+def test_parts_of_two_libraries():
+    jax = pytest.importorskip("jax")
+    weights = [xp.ones((16, 128), "float32") for xp in (np, jax.numpy)]
+    with pytest.raises(ValueError, match=r"concatenate: parts: expected one library of arrays, got jax\.numpy, numpy"):
+        q.concatenate([q.quantize(weight, "int8") for weight in weights])
 
 
 @pytest.mark.frontends("eager", "torch_xla", "jax", "torchax")

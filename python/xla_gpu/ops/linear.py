@@ -113,7 +113,7 @@ def check_weight(
     if stored != (k // 2 if int4 else k):
         of = check.argument("x")  # in a block the second product's k is another argument's
         raise check.value_error("weight", f"shape [n, {k // 2 if int4 else k}] (k = {k}, from {of})", weight)
-    scale_axes = _check_scale(check, x, weight, n, k, scale, zero_point)
+    scale_axes = check_scale(check, x, weight, n, k, scale, zero_point)
     if bias is not None:
         check.dtype("bias", bias, (x.dtype,), " (as x)")
         check.shape("bias", bias, (n,), "n")
@@ -136,7 +136,7 @@ def check_residual(check: Checks, residual: ArraySpec | None, out: ArraySpec) ->
         check.shape("residual", residual, out.shape, "rows, out_features")
 
 
-def _check_scale(
+def check_scale(
     check: Checks,
     x: ArraySpec,
     weight: ArraySpec,
@@ -145,7 +145,7 @@ def _check_scale(
     scale: ArraySpec | None,
     zero_point: ArraySpec | None,
 ) -> Axes:
-    """Checks the scales; returns the axes of weight_scale."""
+    """Checks the scales of a weight [n, k] for rows of x's dtype; returns the axes of weight_scale."""
     int4 = weight.dtype == "uint8"
     if zero_point is not None and not int4:
         raise check.value_error("weight_zero_point", "None, since weight is not packed int4", zero_point)

@@ -7,7 +7,9 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from .._core import packed_int4
-from .._core.checks import FLOATS
+from .._core.checks import FLOATS, Checks
+from .._core.operator import ArraySpec
+from ..ops import linear
 from . import arrays
 from .arrays import Array
 
@@ -96,7 +98,7 @@ def quantize(weight: Array, weight_format: str) -> LinearWeight:
     | int8 | of each row: its largest magnitude / 127 | -127 to 127 |
     | int4 | of each group of 128 along k: the value of the largest magnitude / -8 | -8 to 7, packed |
 
-    A row or group with NaN has the scale NaN.
+    A row or group with NaN or an infinity has the scale NaN.
 
     Args:
       weight: T[n, k], T float32, float16 or bfloat16; for int4 k is a multiple of 128. It may be a parameter of a
@@ -139,12 +141,12 @@ def quantize(weight: Array, weight_format: str) -> LinearWeight:
 
 
 def _usable(xp: Any, scale: Array, values: Array) -> Array:
-    """Scales of rows or groups: of zeros any but 0, by which they would be divided; of those with NaN NaN.
+    """Scales of rows or groups: of zeros any but 0, by which they would be divided; of those with NaN or infinities NaN.
 
-    The largest number may be another one than NaN where XLA finds it.
+    The largest number may be another one than NaN where XLA finds it. An infinite scale would make NaN of zeros alone.
     """
     scale = xp.where(scale == 0, xp.ones_like(scale), scale)
-    return xp.where(xp.isnan(values).any(-1), xp.full_like(scale, math.nan), scale)
+    return xp.where((~xp.isfinite(values)).any(-1), xp.full_like(scale, math.nan), scale)
 
 
 def dequantize(weight: LinearWeight) -> Array:
@@ -157,10 +159,12 @@ def dequantize(weight: LinearWeight) -> Array:
       float32[n, k].
 
     Raises:
-      TypeError: weight is no LinearWeight.
+      TypeError: weight is no LinearWeight, or its arrays have dtypes that linear does not take.
+      ValueError: they have other shapes than linear takes, or a scale is missing.
     """
     if not isinstance(weight, LinearWeight):
         raise TypeError(f"dequantize: weight: expected a LinearWeight, got {type(weight).__name__}")
+    _check_scales(weight)
     stored, scale, zero_point = weight
     values = unpack_weight(stored) if arrays.dtype_name(stored) == "uint8" else stored
     n, columns = values.shape
@@ -176,6 +180,19 @@ def dequantize(weight: LinearWeight) -> Array:
     return values * arrays.repeat(arrays.repeat(wide, GROUP, 0)[:n], GROUP, 1)[:, :columns]
 
 
+def _check_scales(weight: LinearWeight) -> None:
+    """Raises where scales are not what linear takes: broadcasting would make other numbers of them."""
+    stored, scale, zero_point = (None if x is None else ArraySpec(tuple(x.shape), arrays.dtype_name(x)) for x in weight)
+    check = Checks("dequantize")
+    check.dtype("weight", stored, (*FLOATS, "float8_e4m3fn", "int8", "uint8"))
+    n, columns = check.rank("weight", stored, "n, k / 2" if stored.dtype == "uint8" else "n, k")
+    dtype = stored.dtype if stored.dtype in FLOATS else "float32"  # of the rows that it is for
+    if stored.dtype == "uint8" and scale is not None and scale.dtype in FLOATS:
+        dtype = scale.dtype
+    k = 2 * columns if stored.dtype == "uint8" else columns
+    linear.check_scale(check, ArraySpec((), dtype), stored, n, k, scale, zero_point)
+
+
 def concatenate(parts: Iterable[LinearWeight]) -> LinearWeight:
     """Joins weights of one format along n, as q, k and v or gate and up that are multiplied together.
 
@@ -187,14 +204,17 @@ def concatenate(parts: Iterable[LinearWeight]) -> LinearWeight:
 
     Raises:
       TypeError: a part is no LinearWeight.
-      ValueError: there is no part, the formats or k differ, or blocks of float8 scales do not end where a part does.
+      ValueError: there is no part, the libraries of arrays, the formats or k differ, or blocks of float8 scales do not end where a part does.
     """
+    if isinstance(parts, LinearWeight):  # itself a tuple
+        raise TypeError("concatenate: parts: expected LinearWeights, got one of them alone")
     parts = list(parts)
     for part in parts:
         if not isinstance(part, LinearWeight):
             raise TypeError(f"concatenate: parts: expected LinearWeights, got {type(part).__name__}")
     if not parts:
         raise ValueError("concatenate: parts: expected one or more, got none")
+    _check_same("library of arrays", [arrays.library(part.weight).__name__ for part in parts])
     _check_same("dtype", [arrays.dtype_name(part.weight) for part in parts])
     is_int4 = arrays.dtype_name(parts[0].weight) == "uint8"
     _check_same("k", [part.weight.shape[1] * (2 if is_int4 else 1) for part in parts])
