@@ -55,6 +55,21 @@ def test_wrong_arguments_say_so():
         xg.jit(named, compiler_options=[])
 
 
+@pytest.mark.parametrize("calls_before", [0, 1])
+def test_transformations_of_a_program_are_refused(calls_before):
+    """Compiled before or not: with functorch's wrappers as arguments torch_xla's call did not return."""
+    x = on_device([[1.0, 2.0]])
+    doubled = xg.jit(lambda x: x * 2)
+    for _ in range(calls_before):
+        doubled(x[0])
+    for transformed in (torch.vmap(doubled), torch.func.grad(lambda x: doubled(x).sum())):
+        with pytest.raises(
+            RuntimeError, match=r"jit\(<lambda>\) cannot run under torch\.vmap or another transformation"
+        ):
+            transformed(x)
+    assert xg.jit(torch.vmap(lambda x: x * 2))(x).tolist() == [[2.0, 4.0]]
+
+
 def test_what_is_refused_at_the_trace_is_refused_later():
     difference = xg.jit(lambda x, y: x - y)
     x, y = on_device([1.0], [2.0])

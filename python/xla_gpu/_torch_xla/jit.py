@@ -214,6 +214,11 @@ class JitFunction:
         return f"jit({self._name})"
 
     def _check_tensors(self, tensors: Sequence[torch.Tensor]) -> None:
+        if torch._C._functorch.peek_interpreter_stack() is not None:  # the program's arguments would be its wrappers
+            raise RuntimeError(
+                f"{self._where()} cannot run under torch.vmap or another transformation of torch.func: transform the "
+                "function, and pass jit what that gives"
+            )
         if len(set(map(id, tensors))) != len(tensors):
             raise ValueError(f"{self._where()}: expected each tensor once, got one in the places of two arguments")
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):

@@ -141,7 +141,7 @@ def quantize(weight: Array, weight_format: str) -> LinearWeight:
 
 
 def _usable(xp: Any, scale: Array, values: Array) -> Array:
-    """Scales of rows or groups: of zeros any but 0, by which they would be divided; of those with NaN or infinities NaN.
+    """Scales of rows or groups: of zeros any but 0, by which they would be divided; with NaN or an infinity NaN.
 
     The largest number may be another one than NaN where XLA finds it. An infinite scale would make NaN of zeros alone.
     """
@@ -182,7 +182,8 @@ def dequantize(weight: LinearWeight) -> Array:
 
 def _check_scales(weight: LinearWeight) -> None:
     """Raises where scales are not what linear takes: broadcasting would make other numbers of them."""
-    stored, scale, zero_point = (None if x is None else ArraySpec(tuple(x.shape), arrays.dtype_name(x)) for x in weight)
+    specs = {name: ArraySpec(tuple(x.shape), arrays.dtype_name(x)) for name, x in weight.arguments().items()}
+    stored, scale = specs["weight"], specs.get("weight_scale")
     check = Checks("dequantize")
     check.dtype("weight", stored, (*FLOATS, "float8_e4m3fn", "int8", "uint8"))
     n, columns = check.rank("weight", stored, "n, k / 2" if stored.dtype == "uint8" else "n, k")
@@ -190,7 +191,7 @@ def _check_scales(weight: LinearWeight) -> None:
     if stored.dtype == "uint8" and scale is not None and scale.dtype in FLOATS:
         dtype = scale.dtype
     k = 2 * columns if stored.dtype == "uint8" else columns
-    linear.check_scale(check, ArraySpec((), dtype), stored, n, k, scale, zero_point)
+    linear.check_scale(check, ArraySpec((), dtype), stored, n, k, scale, specs.get("weight_zero_point"))
 
 
 def concatenate(parts: Iterable[LinearWeight]) -> LinearWeight:
@@ -204,7 +205,8 @@ def concatenate(parts: Iterable[LinearWeight]) -> LinearWeight:
 
     Raises:
       TypeError: a part is no LinearWeight.
-      ValueError: there is no part, the libraries of arrays, the formats or k differ, or blocks of float8 scales do not end where a part does.
+      ValueError: there is no part, the libraries of arrays, the formats or k differ, or blocks of float8 scales do not
+        end where a part does.
     """
     if isinstance(parts, LinearWeight):  # itself a tuple
         raise TypeError("concatenate: parts: expected LinearWeights, got one of them alone")
