@@ -98,11 +98,24 @@ def microseconds(step: Callable[[jax.Array], jax.Array], x: jax.Array, repeats: 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--devices", type=positive, default=len(jax.devices()))
-    parser.add_argument("--kilobytes", type=positive, nargs="+", default=[8, 64, 256, 512, 1024, 2048, 8192])
-    parser.add_argument("--repeats", type=positive, default=15)
+    parser.add_argument(
+        "--devices", type=positive, default=len(jax.devices()), help="of them, the first ones (default %(default)s)"
+    )
+    parser.add_argument(
+        "--kilobytes",
+        type=positive,
+        nargs="+",
+        default=[8, 64, 256, 512, 1024, 2048, 8192],
+        help="sizes of a message (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--repeats",
+        type=positive,
+        default=15,
+        help="times 4 calls of the program, of which the fastest count (default %(default)s)",
+    )
     parser.add_argument("--thresholds", action="store_true", help="each kernel at all sizes, to find where they cross")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=Path, help="also writes the figures there, as JSON")
     arguments = parser.parse_args()
     if arguments.devices > (there := len(jax.devices())):
         parser.error(f"--devices: expected at most {there}, the number of JAX's devices, got {arguments.devices}")

@@ -32,7 +32,11 @@ TOLERANCE = 2e-2  # of a row's largest number: five roundings of a bfloat16 resu
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("decode", "prefill", "classes", "sweep"))
+    parser.add_argument(
+        "what",
+        choices=("decode", "prefill", "classes", "sweep"),
+        help="loads: of one new token, of prompts, drawn from classes, or of any shape",
+    )
     parser.add_argument("--members", type=positive, default=3, help="loads drawn from each class, or in all")
     parser.add_argument("--seed", type=int, default=0, help="by which they are drawn")
     parser.add_argument("--cases", "--only", metavar="TEXT", nargs="+", help="loads whose name contains one of these")
@@ -43,7 +47,7 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--warm-up-peers", action="store_true", help="compile what peers compile at first use, and end")
     parser.add_argument("--repeats", type=positive, help="replays timed; default: 30, 10 for prefill, 5 for sweep")
-    parser.add_argument("--json", type=pathlib.Path, metavar="FILE")
+    parser.add_argument("--json", type=pathlib.Path, metavar="FILE", help="also writes the figures there, as JSON")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: to try this script")
     return parser.parse_args()
 

@@ -54,10 +54,20 @@ def chained(attend: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--devices", type=positive, default=len(jax.devices()))
-    parser.add_argument("--contexts", type=positive, nargs="+", default=[131072, 524288])
-    parser.add_argument("--repeats", type=positive, default=6)
-    parser.add_argument("--json", type=Path)
+    parser.add_argument(
+        "--devices", type=positive, default=len(jax.devices()), help="of them, the first ones (default %(default)s)"
+    )
+    parser.add_argument(
+        "--contexts",
+        type=positive,
+        nargs="+",
+        default=[131072, 524288],
+        help="tokens of the sequence (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--repeats", type=positive, default=6, help="runs, of which the fastest counts (default %(default)s)"
+    )
+    parser.add_argument("--json", type=Path, help="also writes the figures there, as JSON")
     arguments = parser.parse_args()
     if arguments.devices > (there := len(jax.devices())):
         parser.error(f"--devices: expected at most {there}, the number of JAX's devices, got {arguments.devices}")

@@ -214,10 +214,19 @@ def measured(arguments: argparse.Namespace, model: Model, batch: int, context: i
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tensor-parallel", type=positive, default=1)
-    parser.add_argument("--shape", choices=SHAPES, default="llama3-8b")
+    parser.add_argument(
+        "--tensor-parallel", type=positive, default=1, help="devices that share the model (default %(default)s)"
+    )
+    parser.add_argument("--shape", choices=SHAPES, default="llama3-8b", help="of the model (default %(default)s)")
     cases = [(1, 1024), (32, 1024), (64, 2048)]
-    parser.add_argument("--cases", type=load_size, nargs="+", default=cases, metavar="SEQUENCESxCONTEXT")
+    parser.add_argument(
+        "--cases",
+        type=load_size,
+        nargs="+",
+        default=cases,
+        metavar="SEQUENCESxCONTEXT",
+        help="sequences, and tokens that each has (default: 1x1024 32x1024 64x2048)",
+    )
     parser.add_argument("--joins", nargs="+", help=f"{', '.join(JOINS)} (default: all that take the rows)")
     parser.add_argument(
         "--fused",
@@ -242,7 +251,9 @@ def main() -> None:
         default=30,
         help="programs in flight at once (default %(default)s): the host's time for the first counts once",
     )
-    parser.add_argument("--steps-per-program", type=positive, default=1)
+    parser.add_argument(
+        "--steps-per-program", type=positive, default=1, help="steps of one program, in a loop (default %(default)s)"
+    )
     parser.add_argument("--profile", action="store_true", help="what each kernel adds to a step")
     parser.add_argument(
         "--row-parts",
@@ -250,7 +261,7 @@ def main() -> None:
         default=1,
         help="parts of the rows, of which one is summed while another is multiplied: with --prefill --joins exchange",
     )
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=Path, help="also writes the figures there, as JSON")
     arguments = parser.parse_args()
     if wrong := wrong_option(arguments):
         parser.error(wrong)

@@ -103,9 +103,15 @@ def cases(arguments: argparse.Namespace) -> Iterator[tuple[str, str, int]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--operators", nargs="+", choices=OPERATORS, default=list(OPERATORS))
-    parser.add_argument("--formats", nargs="+", choices=FORMATS, default=list(FORMATS))
-    parser.add_argument("--rows", nargs="+", type=positive, default=[1, 8, 32, 64])
+    parser.add_argument(
+        "--operators", nargs="+", choices=OPERATORS, default=list(OPERATORS), help="of them, these (default: both)"
+    )
+    parser.add_argument(
+        "--formats", nargs="+", choices=FORMATS, default=list(FORMATS), help="of the weights (default: all)"
+    )
+    parser.add_argument(
+        "--rows", nargs="+", type=positive, default=[1, 8, 32, 64], help="tokens of a call (default: %(default)s)"
+    )
     arguments = parser.parse_args()
     for operator, weight_format, rows in cases(arguments):
         with memory.left_out_if_too_large(f"{operator} {weight_format} {rows} rows"):

@@ -160,11 +160,19 @@ def _wall(call: Callable[[], Any], repeats: int = 10, inner: int = 10) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--jax", action="store_true")
-    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
-    parser.add_argument("--formats", nargs="+", choices=FORMATS, default=list(FORMATS))
-    parser.add_argument("--rows", nargs="+", type=positive, default=list(ROWS))
-    parser.add_argument("--json", type=pathlib.Path, metavar="FILE")
+    parser.add_argument(
+        "--jax", action="store_true", help="programs of JAX, beside XLA's product, instead of PyTorch's CUDA graphs"
+    )
+    parser.add_argument(
+        "--shapes", nargs="+", choices=SHAPES, default=list(SHAPES), help="of Llama 3 8B's matrices (default: all)"
+    )
+    parser.add_argument(
+        "--formats", nargs="+", choices=FORMATS, default=list(FORMATS), help="of the weights (default: all)"
+    )
+    parser.add_argument(
+        "--rows", nargs="+", type=positive, default=list(ROWS), help="tokens of a call (default: %(default)s)"
+    )
+    parser.add_argument("--json", type=pathlib.Path, metavar="FILE", help="also writes the figures there, as JSON")
     arguments = parser.parse_args()
     measure = with_jax if arguments.jax else with_torch
     rows_of_table = []

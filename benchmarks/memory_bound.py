@@ -170,9 +170,9 @@ def microseconds(calls: list[Call], device: str) -> float:
 @torch.no_grad()
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="default %(default)s")
     parser.add_argument("--loads", default="", metavar="TEXT", help="those whose names contain it")
-    parser.add_argument("--json", type=pathlib.Path, metavar="FILE")
+    parser.add_argument("--json", type=pathlib.Path, metavar="FILE", help="also writes the figures there, as JSON")
     arguments = parser.parse_args()
     rate, unit = (1e6, "TB/s") if arguments.device == "cuda" else (1e3, "GB/s")
     rows = []

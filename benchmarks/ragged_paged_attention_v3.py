@@ -86,8 +86,20 @@ def implementations(head_dim: int) -> dict:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=positive, default=50, help="calls in a loop")
-    parser.add_argument("--loops", type=positive, default=5)
-    parser.add_argument("--heads", type=positive, nargs=3, default=(32, 8, 128), metavar=("QUERY", "KV", "DIM"))
+    parser.add_argument(
+        "--loops",
+        type=positive,
+        default=5,
+        help="times the loop runs, of which the fastest counts (default %(default)s)",
+    )
+    parser.add_argument(
+        "--heads",
+        type=positive,
+        nargs=3,
+        default=(32, 8, 128),
+        metavar=("QUERY", "KV", "DIM"),
+        help="query heads, KV heads and elements of a head (default: %(default)s)",
+    )
     parser.add_argument("--case", choices=CASES, action="append", help="some cases alone")
     arguments = parser.parse_args()
     num_heads, num_kv_heads, head_dim = arguments.heads

@@ -24,8 +24,10 @@ OURS, PEER, LIMIT = "#c2410c", "#475569", "#94a3b8"
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("results", type=pathlib.Path, nargs="+")
-    parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("docs/roofline.png"))
+    parser.add_argument("results", type=pathlib.Path, nargs="+", help="what benchmarks.attention wrote with --json")
+    parser.add_argument(
+        "--out", type=pathlib.Path, default=pathlib.Path("docs/roofline.png"), help="the image (default %(default)s)"
+    )
     arguments = parser.parse_args()
 
     figure, axes = pyplot.subplots(figsize=(9, 5.5), layout="constrained")

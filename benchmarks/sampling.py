@@ -88,11 +88,17 @@ def flashinfer(logits: torch.Tensor, rule: dict[str, float]) -> Callable[[], obj
 @torch.no_grad()
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=positive, nargs="+", default=[1, 64])
-    parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float32"])
-    parser.add_argument("--rules", nargs="+", default=list(RULES), choices=list(RULES))
-    parser.add_argument("--flashinfer", action="store_true")
-    parser.add_argument("--json", type=pathlib.Path, metavar="FILE")
+    parser.add_argument(
+        "--rows", type=positive, nargs="+", default=[1, 64], help="rows of logits (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--dtypes", nargs="+", default=["bfloat16", "float32"], help="of the logits (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--rules", nargs="+", default=list(RULES), choices=list(RULES), help="how tokens are drawn (default: all)"
+    )
+    parser.add_argument("--flashinfer", action="store_true", help="beside FlashInfer's sampler too")
+    parser.add_argument("--json", type=pathlib.Path, metavar="FILE", help="also writes the figures there, as JSON")
     arguments = parser.parse_args()
     rows_of_json = []
     for dtype in arguments.dtypes:

@@ -168,21 +168,34 @@ def weight_bytes(config: LlamaConfig, itemsize: int, weights: str, head: str) ->
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     cases = [(1, 1024), (32, 1024), (64, 2048)]
-    parser.add_argument("cases", type=load_size, nargs="*", default=cases, metavar="BATCHxCONTEXT")
-    parser.add_argument("--framework", choices=("jax", "torch_xla"), default="jax")
-    parser.add_argument("--tensor-parallel", type=positive, default=1)
-    parser.add_argument("--shape", choices=SHAPES, default="llama3-8b")
-    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    parser.add_argument(
+        "cases",
+        type=load_size,
+        nargs="*",
+        default=cases,
+        metavar="BATCHxCONTEXT",
+        help="sequences, and tokens that each has (default: 1x1024 32x1024 64x2048)",
+    )
+    parser.add_argument("--framework", choices=("jax", "torch_xla"), default="jax", help="default %(default)s")
+    parser.add_argument(
+        "--tensor-parallel", type=positive, default=1, help="devices that share the model (default %(default)s)"
+    )
+    parser.add_argument("--shape", choices=SHAPES, default="llama3-8b", help="of the model (default %(default)s)")
+    parser.add_argument(
+        "--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of the model (default %(default)s)"
+    )
     parser.add_argument("--layers", type=positive, help="instead of the shape's own number")
     parser.add_argument(
         "--operators", nargs="+", metavar="NAMES", help="with commas, or none; default: the examples' own"
     )
     formats = ("plain", "float8", "int8", "int4")
     parser.add_argument("--weights", choices=formats, default="plain", help="of the layers")
-    parser.add_argument("--head-weights", choices=formats, default="plain")
+    parser.add_argument("--head-weights", choices=formats, default="plain", help="of the matrix of the logits")
     parser.add_argument("--prefill", action="store_true", help="all tokens of the context at once, instead of one more")
     parser.add_argument("--steps", type=int, default=20, help="of a chain: at least 2, since the first is the device's")
-    parser.add_argument("--repeats", type=positive, default=3)
+    parser.add_argument(
+        "--repeats", type=positive, default=3, help="chains, of which the fastest counts (default %(default)s)"
+    )
     parser.add_argument("--profile", action="store_true", help="what each kernel adds to a step; in JAX")
     arguments = parser.parse_args()
     if arguments.steps < 2:

@@ -126,9 +126,15 @@ def measure(rank: int, arguments: argparse.Namespace) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--vllm", help="its _C.abi3.so; default: without")
-    parser.add_argument("--devices", type=positive, default=2)
-    parser.add_argument("--kilobytes", type=positive, nargs="+", default=[8, 64, 256, 2048])
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--devices", type=positive, default=2, help="of them, the first ones (default %(default)s)")
+    parser.add_argument(
+        "--kilobytes",
+        type=positive,
+        nargs="+",
+        default=[8, 64, 256, 2048],
+        help="sizes of a message (default: %(default)s)",
+    )
+    parser.add_argument("--json", type=Path, help="also writes the figures there, as JSON")
     arguments = parser.parse_args()
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     os.environ.setdefault("MASTER_PORT", "29517")

@@ -125,6 +125,8 @@ def report(frontend: str, name: str, each: float) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--frontend", nargs="+", choices=["jax", "eager", "torch_xla"], default=["jax"])
+    parser.add_argument(
+        "--frontend", nargs="+", choices=["jax", "eager", "torch_xla"], default=["jax"], help="default: %(default)s"
+    )
     for chosen in parser.parse_args().frontend:
         {"jax": jax, "eager": eager, "torch_xla": torch_xla}[chosen]()

@@ -62,10 +62,24 @@ def run(engine, requests: list[tuple[list[int], int]], prefix: str) -> dict[str,
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_options(parser, max_seqs=256)
-    parser.add_argument("--requests", type=positive, default=200)
-    parser.add_argument("--prompt", type=positive, nargs=2, default=[100, 2000], metavar=("LEAST", "MOST"))
-    parser.add_argument("--output", type=positive, nargs=2, default=[50, 400], metavar=("LEAST", "MOST"))
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--requests", type=positive, default=200, help="sent at once (default %(default)s)")
+    parser.add_argument(
+        "--prompt",
+        type=positive,
+        nargs=2,
+        default=[100, 2000],
+        metavar=("LEAST", "MOST"),
+        help="tokens of a prompt, drawn between these (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--output",
+        type=positive,
+        nargs=2,
+        default=[50, 400],
+        metavar=("LEAST", "MOST"),
+        help="new tokens of a request, drawn between these (default: %(default)s)",
+    )
+    parser.add_argument("--seed", type=int, default=0, help="by which they are drawn (default %(default)s)")
     arguments = parser.parse_args()
     for option in ("prompt", "output"):
         least, most = getattr(arguments, option)

@@ -151,7 +151,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("loads", type=load_size, nargs="+", metavar="BxC", help="sequences x tokens of each prompt")
     add_options(parser, max_seqs=64)
-    parser.add_argument("--new-tokens", type=positive, default=64)
+    parser.add_argument("--new-tokens", type=positive, default=64, help="of each sequence (default %(default)s)")
     parser.add_argument("--tensor-parallel", type=positive, default=1, metavar="N", help="GPUs that share the model")
     parser.add_argument(
         "--sampling",

@@ -117,7 +117,13 @@ def perplexities(path: pathlib.Path, count: int, window: int = WINDOW) -> None:
 @torch.no_grad()
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
+    parser.add_argument(
+        "--shapes",
+        nargs="+",
+        choices=SHAPES,
+        default=list(SHAPES),
+        help="hidden size and layers of the random models (default: all)",
+    )
     parser.add_argument("--tokens", type=int, help="256 of random models, 8192 of text")
     parser.add_argument("--model", type=pathlib.Path, metavar="PATH", help="a checkpoint's folder, or a .gguf file")
     arguments = parser.parse_args()

@@ -95,8 +95,8 @@ FRONTENDS = {"eager": eager, "jax": jax, "torch_xla": torch_xla}
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--frontend", choices=FRONTENDS, nargs="+", required=True)
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--frontend", choices=FRONTENDS, nargs="+", required=True, help="one or more")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="default %(default)s")
     names = ("1x1k llama3-8b", "8x1k llama3-8b")
     parser.add_argument("--load", nargs="+", default=names, help="decode loads of loads.py (default %(default)s)")
     arguments = parser.parse_args()

@@ -22,9 +22,15 @@ HERE = Path(__file__).parent
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", metavar="DIR", help="a Hugging Face checkpoint (default: a tiny model)")
-    parser.add_argument("--prompts", type=Path, default=HERE / "prompts.txt", metavar="FILE")
-    parser.add_argument("--max-new-tokens", type=int, default=32)
-    parser.add_argument("--dtype", default="float32")
+    parser.add_argument(
+        "--prompts",
+        type=Path,
+        default=HERE / "prompts.txt",
+        metavar="FILE",
+        help="a text file; lines of --- divide prompts",
+    )
+    parser.add_argument("--max-new-tokens", type=int, default=32, help="of each prompt (default %(default)s)")
+    parser.add_argument("--dtype", default="float32", help="of the model (default %(default)s)")
     parser.add_argument("--check", action="store_true", help="compare token for token with transformers' generate")
     arguments = parser.parse_args()
     if arguments.check and arguments.dtype != "float32":

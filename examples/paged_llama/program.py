@@ -63,7 +63,9 @@ def _parser(description: str) -> argparse.ArgumentParser:
     source.add_argument(
         "--shape", default="small", metavar="NAME", help="random weights: small, llama3-1b, llama3-8b, llama3-70b"
     )
-    model.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    model.add_argument(
+        "--dtype", choices=("float32", "bfloat16"), default="float32", help="of the model (default %(default)s)"
+    )
     model.add_argument(
         "--weights",
         choices=("bfloat16", "float8", "int8", "int4"),
@@ -88,7 +90,7 @@ def _parser(description: str) -> argparse.ArgumentParser:
     choice.add_argument("--min-p", type=float, default=0.0, metavar="P", help="of those with this part of the largest")
 
     batch = parser.add_argument_group("batching")
-    batch.add_argument("--device", choices=("cpu", "gpu"), default="cpu")
+    batch.add_argument("--device", choices=("cpu", "gpu"), default="cpu", help="default %(default)s")
     batch.add_argument("--tensor-parallel", type=int, default=1, metavar="N", help="devices that share the model")
     batch.add_argument("--max-seqs", type=int, default=8, help="requests running at once (default %(default)s)")
     batch.add_argument("--chunk", type=int, default=128, help="rows of a step that reads prompts (default %(default)s)")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import itertools
 import json
 import os
@@ -151,3 +152,16 @@ def test_the_summary_of_a_sweep():
     assert lines["load several tokens"] == ["1", "0.50", "0.50", "0.50", "0"]
     assert lines["KV heads 16"] == ["1", "1.50", "1.50", "1.50", "1"]
     assert lines["sequences 2 to 4"] == ["1", "0.50", "0.50", "0.50", "0"]
+
+
+def test_every_option_is_explained():
+    """In --help, of the benchmarks and of the examples."""
+    options = [
+        (path.name, node)
+        for path in (*(ROOT / "benchmarks").rglob("*.py"), *(ROOT / "examples").rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith(".add_argument")
+    ]
+    assert len(options) > 50
+    unexplained = [(name, node) for name, node in options if "help" not in {keyword.arg for keyword in node.keywords}]
+    assert [f"{name}: {ast.unparse(node.args[0])}" for name, node in unexplained] == []
