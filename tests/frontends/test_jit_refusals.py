@@ -29,6 +29,10 @@ def test_wrong_arguments_say_so():
         xg.jit(named)(torch.ones(2, device="meta"), 1)
     with pytest.raises(ValueError, match=r"expected tensors without gradients"):
         xg.jit(named)(torch.ones(2, requires_grad=True), 1)
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(x, x.clone())
+        with pytest.raises(ValueError, match=r"expected tensors without gradients, got one with a tangent"):
+            xg.jit(named)(dual, 1)
     large = [torch.full((1 << 19,), number).to(torch_xla.device()) for number in (1.0, 2.0)]
     with pytest.raises(ValueError, match=r"expected updates in place by copy_\(\), got an argument"):
         xg.jit(lambda x, y: x.set_(y))(*large)
@@ -68,6 +72,39 @@ def test_transformations_of_a_program_are_refused(calls_before):
         ):
             transformed(x)
     assert xg.jit(torch.vmap(lambda x: x * 2))(x).tolist() == [[2.0, 4.0]]
+
+
+@pytest.mark.parametrize("calls_before", [0, 1])
+def test_tracers_and_fake_tensors_are_refused(calls_before):
+    """They have no values: the process ended where torch_xla read them, or the trace had them as constants."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    x = on_device([1.0, 2.0])
+    doubled = xg.jit(lambda x: x * 2)
+    for _ in range(calls_before):
+        doubled(x)
+
+    class Module(torch.nn.Module):
+        def forward(self, x):
+            return doubled(x)
+
+    def in_fake_mode():
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            return doubled(x)
+
+    calls = (
+        in_fake_mode,
+        lambda: doubled(FakeTensorMode().from_tensor(torch.ones(2))),
+        lambda: make_fx(doubled)(x),
+        lambda: torch.export.export(Module(), (torch.ones(2),), strict=False),
+    )
+    for call in calls:
+        with pytest.raises(
+            RuntimeError, match=r"jit\(<lambda>\) cannot be traced by torch\.export or make_fx, nor called"
+        ):
+            call()
+    assert doubled(x).tolist() == [2.0, 4.0]
 
 
 def test_what_is_refused_at_the_trace_is_refused_later():

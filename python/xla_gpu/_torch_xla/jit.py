@@ -15,6 +15,9 @@ from typing import Any
 import numpy as np
 import torch
 import torch_xla
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.autograd import forward_ad
 from torch_xla import runtime
 
 from .._core.dtypes import DTYPES
@@ -39,6 +42,9 @@ _READING = {"aten::_local_scalar_dense"}
 
 # A trace beside which another thread takes a value begins anew.
 _ATTEMPTS = 3
+
+# Modes of PyTorch in which operations are recorded, or have no values.
+_TRACERS = tuple(torch._C._TorchDispatchModeKey.__members__.values())
 
 _trace = threading.local()
 
@@ -214,15 +220,24 @@ class JitFunction:
         return f"jit({self._name})"
 
     def _check_tensors(self, tensors: Sequence[torch.Tensor]) -> None:
-        if torch._C._functorch.peek_interpreter_stack() is not None:  # the program's arguments would be its wrappers
+        # What follows hands torch_xla the tensors' buffers, which wrappers do not have: it hangs, or the process ends.
+        if torch._C._functorch.peek_interpreter_stack() is not None:
             raise RuntimeError(
                 f"{self._where()} cannot run under torch.vmap or another transformation of torch.func: transform the "
                 "function, and pass jit what that gives"
+            )
+        traced = torch._C._len_torch_dispatch_stack() and any(map(torch._C._get_dispatch_mode, _TRACERS))
+        if traced or any(issubclass(kind, (FakeTensor, FunctionalTensor)) for kind in set(map(type, tensors))):
+            raise RuntimeError(
+                f"{self._where()} cannot be traced by torch.export or make_fx, nor called with fake tensors: trace the "
+                "function itself"
             )
         if len(set(map(id, tensors))) != len(tensors):
             raise ValueError(f"{self._where()}: expected each tensor once, got one in the places of two arguments")
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
             raise ValueError(f"{self._where()}: expected tensors without gradients, got one that requires them")
+        if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(x).tangent is not None for x in tensors):
+            raise ValueError(f"{self._where()}: expected tensors without gradients, got one with a tangent")
 
     def _check_updated(self, given: Sequence[torch.Tensor], compiled: _Compiled) -> None:
         for index in compiled.program.updated:
