@@ -45,6 +45,7 @@ _ATTEMPTS = 3
 
 # Modes of PyTorch in which operations are recorded, or have no values.
 _TRACERS = tuple(torch._C._TorchDispatchModeKey.__members__.values())
+_PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
 
 _trace = threading.local()
 
@@ -227,7 +228,8 @@ class JitFunction:
                 "function, and pass jit what that gives"
             )
         traced = torch._C._len_torch_dispatch_stack() and any(map(torch._C._get_dispatch_mode, _TRACERS))
-        if traced or any(issubclass(kind, (FakeTensor, FunctionalTensor)) for kind in set(map(type, tensors))):
+        subclasses = not _PLAIN.issuperset(map(type, tensors))
+        if traced or (subclasses and any(isinstance(x, (FakeTensor, FunctionalTensor)) for x in tensors)):
             raise RuntimeError(
                 f"{self._where()} cannot be traced by torch.export or make_fx, nor called with fake tensors: trace the "
                 "function itself"
