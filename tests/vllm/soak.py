@@ -6,7 +6,8 @@
 Prompts and outputs have random lengths, some requests share prefixes, one in twenty is aborted at a random time, and
 the sampling parameters are mixed. It ends with 1 unless every request was answered in full or aborted, all pages and
 slots are free at the end, nothing was compiled after the start, memory stayed flat, and requests that ran in the crowd,
-greedy or with a seed, have the tokens that they have alone. With --drafts K steps verify up to K drafts of a request.
+greedy or with a seed, have the tokens that they have alone. With --drafts K steps verify up to K drafts of a request,
+of n-grams, or with --head of an EAGLE head that computes what the model does.
 """
 
 from __future__ import annotations
@@ -65,6 +66,7 @@ class Soak:
         self.runner = self.core.model_executor.driver_worker.worker.model_runner
         self.total, self.concurrency = requests, concurrency
         self.random = random.Random(seed)
+        self.vocab_size = self.engine.vllm_config.model_config.get_vocab_size()
         self.prefixes = [self.tokens(48) for _ in range(8)]
         self.sent: dict[str, tuple[list[int], dict, int]] = {}
         self.answered: dict[str, list[int]] = {}
@@ -73,7 +75,7 @@ class Soak:
         self.problems: list[str] = []
 
     def tokens(self, count: int) -> list[int]:
-        return [self.random.randrange(3, MODEL["vocab_size"]) for _ in range(count)]
+        return [self.random.randrange(3, self.vocab_size) for _ in range(count)]
 
     def send(self) -> None:
         from vllm import SamplingParams
@@ -183,10 +185,11 @@ def main() -> int:
     parser.add_argument(
         "--drafts", type=int, default=0, metavar="K", help="tokens that a draft has (default: no drafts)"
     )
+    parser.add_argument("--head", choices=("eagle", "eagle3"), help="which drafts (default: n-grams)")
     arguments = parser.parse_args()
 
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    from tests.vllm import engines
+    from tests.vllm import engines, heads
     from vllm import LLM
     from xla_gpu.vllm.program import compilations
     from xla_gpu.vllm.speculation import take_drafts
@@ -195,10 +198,14 @@ def main() -> int:
     drafts["prompt_lookup_max"] = 3
     max_seqs = max(arguments.concurrency * 2 // 3, 1)
     with tempfile.TemporaryDirectory() as folder:
-        Path(folder, "config.json").write_text(json.dumps(MODEL))
+        if arguments.head is None:
+            Path(folder, "config.json").write_text(json.dumps(MODEL))
+        else:
+            model, head = heads.save_copy(arguments.head, Path(folder))
+            drafts = {"method": arguments.head, "model": head, "num_speculative_tokens": arguments.drafts}
         llm = LLM(
-            model=folder,
-            load_format="dummy",
+            model=folder if arguments.head is None else model,
+            load_format="dummy" if arguments.head is None else "auto",
             skip_tokenizer_init=True,
             dtype="float32",
             max_model_len=MAX_MODEL_LEN,

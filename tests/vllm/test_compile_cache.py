@@ -25,7 +25,8 @@ def config(**changes):
         cache_config=SimpleNamespace(block_size=16, gpu_memory_utilization=0.9, cache_dtype="auto"),
         scheduler_config=SimpleNamespace(max_num_seqs=sizes["max_num_seqs"], max_num_batched_tokens=64),
         parallel_config=SimpleNamespace(tensor_parallel_size=1),
-        speculative_config=sizes.get("drafts") and SimpleNamespace(num_speculative_tokens=sizes["drafts"]),
+        speculative_config=sizes.get("drafts")
+        and SimpleNamespace(method="ngram", num_speculative_tokens=sizes["drafts"]),
         lora_config=None,
         additional_config={},
     )

@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.vllm import tiny
+from tests.vllm import heads, tiny
 from xla_gpu._runtime import cuda_driver
 
 START_SECONDS = 300
@@ -174,6 +174,19 @@ def test_drafts(server, llama, tmp_path):
         assert drafting.stream(**body) == server.stream(**body)
         counts = [drafting.metric(f"vllm:spec_decode_num_{name}_tokens_total") for name in ("draft", "accepted")]
     assert counts[0] >= counts[1] > 0
+
+
+def test_drafts_of_a_head(tmp_path):
+    """Which the engine's process reads beside the model."""
+    folder, head = heads.save_copy("eagle3", tmp_path)
+    drafts = {"method": "eagle3", "model": head, "num_speculative_tokens": 3}
+    prompts = tiny.prompts((5, 30))
+    with running(folder, tmp_path / "log", "--speculative-config", json.dumps(drafts)) as drafting:
+        got = [drafting.stream(prompt=prompt, max_tokens=24, **GREEDY) for prompt in prompts]
+        counts = [drafting.metric(f"vllm:spec_decode_num_{name}_tokens_total") for name in ("draft", "accepted")]
+    reference = tiny.Reference(folder)
+    assert got == [reference.greedy(prompt, 24) for prompt in prompts]
+    assert counts[0] >= counts[1] > 0.5 * counts[0]
 
 
 def test_data_parallel_engines(llama, tmp_path):

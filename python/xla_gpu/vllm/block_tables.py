@@ -67,6 +67,12 @@ class BlockTables:
         sizes = np.array(self._block_sizes, np.int32)[:, None]
         return bool((positions[None, :] < self._used[:, slots] * sizes).all())
 
+    def ends(self, slots: npt.NDArray[np.int32], groups: Sequence[int]) -> npt.NDArray[np.int32]:
+        """The first position of each slot for which one of these groups has no page."""
+        of_groups = [self._used[group, slots] * self._block_sizes[group] for group in groups]
+        ends: npt.NDArray[np.int32] = np.min(of_groups, 0)
+        return ends
+
     @property
     def changed(self) -> bool:
         """Whether there are new entries since the last ``take_updates``."""

@@ -18,6 +18,7 @@ from typing import Any
 
 from .._core.environment import pjrt_device
 from .._runtime import executable_cache
+from . import eagle
 
 # The folder; empty: nothing is kept.
 ENVIRONMENT = "XLA_GPU_VLLM_CACHE"
@@ -125,6 +126,8 @@ def configuration_hash(config: Any) -> str:
     numbers += [cache.block_size, cache.gpu_memory_utilization, config.parallel_config.tensor_parallel_size]
     if config.speculative_config is not None:
         numbers.append(config.speculative_config.num_speculative_tokens)
+        if eagle.has_head(config):
+            described["head"] = config.speculative_config.draft_model_config.hf_config.to_dict()
     if config.lora_config is not None:
         numbers += [config.lora_config.max_loras, config.lora_config.max_lora_rank]
     options = [model.dtype, cache.cache_dtype, model.quantization, model.logprobs_mode, config.additional_config]

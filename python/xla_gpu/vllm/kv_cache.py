@@ -125,6 +125,19 @@ class KVCaches:
                 found[group, first] = dataclasses.replace(step, **moved)
         return {name: found[group, self._place_of_layer[name][1]] for name, group in self._group_of_layer.items()}
 
+    def groups_of(self, layers: Sequence[str]) -> list[int]:
+        """The KV-cache groups of layers."""
+        return sorted({self._group_of_layer[name] for name in layers})
+
+    def indices_of(self, layers: Sequence[str]) -> list[int]:
+        """Which of the tensors layers use."""
+        return sorted({self._place_of_layer[name][0] for name in layers})
+
+    def replace(self, indices: Sequence[int], tensors: Sequence[torch.Tensor]) -> None:
+        """Puts what a program returned into the place of what it took over."""
+        for index, tensor in zip(indices, tensors, strict=True):
+            self.tensors[index] = tensor
+
     def bind(self) -> None:
         """Gives the layers today's tensors. Needed where the model is traced; programs get them as arguments."""
         for name, (tensor, _) in self._place_of_layer.items():

@@ -36,9 +36,13 @@ _SIZES = 16
 
 
 def is_known(module: nn.Module, names: frozenset[str]) -> bool:
-    """Whether it is one of vLLM's own with such a name: a model from elsewhere may call another thing so."""
+    """Whether it is one of vLLM's own with such a name: a model from elsewhere may call another thing so.
+
+    vLLM's EAGLE heads have layers of these names whose rows are others.
+    """
     kind = type(module)
-    return kind.__name__ in names and kind.__module__.startswith("vllm.model_executor.models.")
+    own = kind.__module__.startswith("vllm.model_executor.models.") and "eagle" not in kind.__module__
+    return kind.__name__ in names and own
 
 
 def take(model: nn.Module, attentions: set[nn.Module]) -> None:

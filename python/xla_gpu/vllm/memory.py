@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from .._core.environment import pjrt_device
-from . import buckets, supported, tensor_parallel
+from . import buckets, eagle, supported, tensor_parallel
 
 _GIB = 1 << 30
 
@@ -158,7 +158,9 @@ def step_bytes(config: Any) -> int:
     # Of LoRA, the products between an adapter's two matrices, for each of up to three layers that vLLM joins.
     lora = config.lora_config
     between = 0 if lora is None else 2 * 3 * lora.max_loras * lora.max_lora_rank
-    rows = tokens * (8 * model.get_hidden_size() + attention + 3 * width + between) * item + experts
+    # Of a head that drafts, what it reads of the model, and its first layer's row, which is that and an embedding.
+    states = 0 if not eagle.has_head(config) else 2 * (eagle.NUM_STREAMS + 1) * model.get_hidden_size()
+    rows = tokens * (8 * model.get_hidden_size() + attention + 3 * width + between + states) * item + experts
     if supported.pools(model):
         return int(rows)
     # Logits as they are and as float32, and four arrays of their size for sampling; the penalties' counts.

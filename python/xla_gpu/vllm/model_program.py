@@ -10,8 +10,9 @@ import torch
 from torch import nn
 from vllm.config import VllmConfig
 from vllm.forward_context import set_forward_context
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 
-from . import layer_operators, tensor_parallel
+from . import eagle, layer_operators, tensor_parallel
 from .attention import StepMetadata
 from .block_tables import BlockTables
 from .buckets import logits_rows, most_rows
@@ -56,6 +57,15 @@ class ModelPrograms:
         # Over several devices the rows of attention, which the program returns, would have to be gathered. With
         # adapters the chosen rows would need their own.
         self._last_layer = None if divided or adapters is not None else LastLayer.of(model)
+        layers = eagle.stream_layers(config, model)
+        self._streams = eagle.ResidualStreams(model, layers) if layers else None
+        self._states_are_read = eagle.has_head(config)
+        if self._states_are_read and self._streams is None:  # by the head, which needs the result of every row
+            self._last_layer = None
+        # A program takes and returns what it stores in: not the caches that the head's layers alone use.
+        self._stored: Sequence[int] = range(len(caches.tensors))
+        if self._states_are_read:
+            self._stored = caches.indices_of(attention_names(model))
         self._programs: dict[StepLayout, Program] = {}
 
     def compile(self, layout: StepLayout, last_tokens: torch.Tensor) -> list[tuple[torch.Size, torch.dtype]]:
@@ -74,33 +84,39 @@ class ModelPrograms:
             f"model, {layout.num_tokens} tokens",
             step,
             [packed, last_tokens, *adapters],
-            [self._tables.device_tables, *self._caches.tensors],
+            self._state(),
             WITHOUT_TRITON if layout.num_tokens > TRITON_TOKENS else {},
             lasting=range(2, 2 + len(adapters)),
         )
-        return program.outputs
+        return program.outputs[: len(program.outputs) - (self._streams is not None)]
 
     def launch(
         self, layout: StepLayout, packed: torch.Tensor, last_tokens: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, list[torch.Tensor]]:
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, list[torch.Tensor], torch.Tensor | None]:
         """Runs a step.
 
         Returns:
           tokens int32[logits_rows], the most likely ones; last_tokens int32[max_seqs + 1] with them; logits
           T[logits_rows, vocab_size] of each sequence's last row, or of draft_rows where the layout has them: then
           last_tokens has a meaning after steps without drafts alone; the states of all rows, from which PromptPrograms
-          computes other logits.
+          computes other logits; what a head that drafts reads of all rows, or None.
         """
         tokens, last_tokens, logits, *states = self._run(layout, packed, last_tokens)
-        return tokens, last_tokens, logits, states
+        for_head = None
+        if self._states_are_read:
+            for_head = states[0] if self._streams is None else states.pop()
+        return tokens, last_tokens, logits, states, for_head
 
     def _run(self, layout: StepLayout, packed: torch.Tensor, last_tokens: torch.Tensor) -> Sequence[torch.Tensor]:
         """The results of ``_step``."""
-        state = [self._tables.device_tables, *self._caches.tensors]
         adapters = () if self._adapters is None else self._adapters.tensors
-        outputs, (tables, *caches) = self._programs[layout]([packed, last_tokens, *adapters], state)
-        self._tables.device_tables, self._caches.tensors = tables, caches
+        outputs, (tables, *caches) = self._programs[layout]([packed, last_tokens, *adapters], self._state())
+        self._tables.device_tables = tables
+        self._caches.replace(self._stored, caches)
         return outputs
+
+    def _state(self) -> list[torch.Tensor]:
+        return [self._tables.device_tables, *(self._caches.tensors[index] for index in self._stored)]
 
     def _step(
         self, layout: StepLayout, packed: torch.Tensor, last_tokens: torch.Tensor, tables: torch.Tensor
@@ -114,9 +130,13 @@ class ModelPrograms:
 
         # Where logits are computed of every row, there is nothing to leave out.
         last_layer = self._last_layer if layout.num_tokens > layout.logits_rows else None
-        with contextlib.nullcontext() if last_layer is None else last_layer.rows(choose, choose) as found:
+        streams = contextlib.nullcontext() if self._streams is None else self._streams.noted()
+        rows_of_last = contextlib.nullcontext() if last_layer is None else last_layer.rows(choose, choose)
+        with streams as noted, rows_of_last as found:
             hidden = self._hidden(layout, parts, last_tokens, tables)
         states = [hidden] if found is None else [found.attended, found.residual]
+        if noted is not None:
+            states.append(torch.cat(noted, -1))
         logits = self._model.compute_logits(choose(hidden) if found is None else hidden)
         devices = tensor_parallel.active()
         divided = devices is not None and devices.logits_dim is not None
@@ -135,21 +155,11 @@ class ModelPrograms:
         self, layout: StepLayout, parts: dict[str, Any], last_tokens: torch.Tensor, tables: torch.Tensor
     ) -> torch.Tensor:
         """The model's result for the rows of a step; the new entries of the block tables are stored before."""
-        sources, slots = parts["sources"], parts["request_slots"]
+        sources = parts["sources"]
         ids = torch.where(sources < 0, parts["tokens"], last_tokens.index_select(0, sources.clamp(min=0)))
         tables.index_put_((parts["update_indices"],), parts["update_pages"])
-        by_group = tables.view(self._tables.shape)
-        groups = [
-            StepMetadata(
-                slot_mapping=parts["slot_mapping"][group],
-                context_lens=parts["context_lens"],
-                block_tables=by_group[group].index_select(0, slots),
-                query_start_loc=parts["query_start_loc"],
-                num_seqs=parts["num_seqs"],
-            )
-            for group in range(layout.num_groups)
-        ]
-        with self._forward(layout.num_tokens, self._caches.metadata(groups)):
+        groups = step_metadata(parts, tables.view(self._tables.shape))
+        with forward(self._config, layout.num_tokens, self._caches.metadata(groups)):
             hidden: torch.Tensor = self._model(input_ids=ids, positions=parts["positions"])
         return hidden
 
@@ -164,7 +174,7 @@ class ModelPrograms:
         assert self._last_layer is not None
         # What stands before these states in the model is traced too, without caches, and no result needs it.
         with (
-            self._forward(attended.shape[0], None),
+            forward(self._config, attended.shape[0], None),
             self._last_layer.rows(lambda _: attended, lambda _: residual),
             self._norm_weights(attended.shape[0]),
         ):
@@ -183,20 +193,38 @@ class ModelPrograms:
             return contextlib.nullcontext()
         return self._adapters.applied(tensors, layout.unpack(packed)["adapters"])
 
-    @contextlib.contextmanager
-    def _forward(self, num_tokens: int, metadata: dict[str, StepMetadata] | None) -> Iterator[None]:
-        """The context that vLLM's models are called in.
 
-        Parts of some are torch.compile functions, which are traced with the rest: inductor knows no XLA tensors.
-        """
-        # vLLM would ask the other data-parallel engines for their numbers. The models share nothing.
-        engines = self._config.parallel_config.data_parallel_size
-        tokens_of_engines = torch.full((engines,), num_tokens, dtype=torch.int32, device="cpu")
-        context = set_forward_context(
-            metadata, self._config, num_tokens=num_tokens, num_tokens_across_dp=tokens_of_engines
+def attention_names(model: nn.Module) -> list[str]:
+    """What vLLM calls the model's attention layers."""
+    return [module.layer_name for module in model.modules() if isinstance(module, AttentionLayerBase)]
+
+
+def step_metadata(parts: dict[str, Any], tables: torch.Tensor) -> list[StepMetadata]:
+    """What attention needs of a step, for each KV-cache group; tables: of all request slots."""
+    return [
+        StepMetadata(
+            slot_mapping=slot_mapping,
+            context_lens=parts["context_lens"],
+            block_tables=tables[group].index_select(0, parts["request_slots"]),
+            query_start_loc=parts["query_start_loc"],
+            num_seqs=parts["num_seqs"],
         )
-        with torch.compiler.set_stance("force_eager"), context:
-            yield
+        for group, slot_mapping in enumerate(parts["slot_mapping"])
+    ]
+
+
+@contextlib.contextmanager
+def forward(config: VllmConfig, num_tokens: int, metadata: dict[str, StepMetadata] | None) -> Iterator[None]:
+    """The context that vLLM's models are called in.
+
+    Parts of some are torch.compile functions, which are traced with the rest: inductor knows no XLA tensors.
+    """
+    # vLLM would ask the other data-parallel engines for their numbers. The models share nothing.
+    engines = config.parallel_config.data_parallel_size
+    tokens_of_engines = torch.full((engines,), num_tokens, dtype=torch.int32, device="cpu")
+    context = set_forward_context(metadata, config, num_tokens=num_tokens, num_tokens_across_dp=tokens_of_engines)
+    with torch.compiler.set_stance("force_eager"), context:
+        yield
 
 
 class PromptPrograms:

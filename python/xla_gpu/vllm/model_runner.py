@@ -20,6 +20,8 @@ import xla_gpu.torch as xg
 from . import buckets, weights
 from .ahead import QUIET_STEPS, LaunchedAhead
 from .block_tables import BlockTables
+from .draft_programs import DraftPrograms
+from .eagle_drafter import EagleDrafter, StepOfHead
 from .kv_cache import KVCaches
 from .model_program import ModelPrograms, PromptPrograms
 from .options import Options
@@ -27,7 +29,7 @@ from .output import PromptLogprobs, StepOutput
 from .program import compilations, compiled_together
 from .requests import Batch, RequestTable
 from .sampler.sampler import Sampled, Sampler, SamplerOptions
-from .speculation import Drafter, DraftOutput, DraftRows, proposer
+from .speculation import Drafter, DraftOutput, DraftRows, NgramDrafter, proposer
 from .step_layout import StepLayout
 from .step_packer import StepPacker
 
@@ -47,6 +49,7 @@ class Launched:
       states: of the step's rows.
       drafts: the rows that verify drafts; None: steps have none.
       failed: ids of requests that get no token, since their adapter could not be read.
+      for_head: what a head that drafts reads, or None.
     """
 
     batch: Batch
@@ -55,6 +58,7 @@ class Launched:
     greedy: Sampled
     logits: torch.Tensor
     states: list[torch.Tensor]
+    for_head: StepOfHead | None = None
     drafts: DraftRows | None = None
     failed: frozenset[str] = frozenset()
 
@@ -88,7 +92,7 @@ class ModelRunner:
     def load_model(self) -> None:
         """Loads the weights."""
         start = time.perf_counter()
-        self.model = weights.load_model(self.config, self.device)
+        self.model, self.head = weights.load_model(self.config, self.device)
         if self.config.lora_config is not None:
             from .lora import Adapters
 
@@ -104,12 +108,19 @@ class ModelRunner:
         self.tables = BlockTables(self._max_seqs, model.max_model_len, self.caches.block_sizes, self.device)
         self.requests = RequestTable(self._max_seqs, model.max_model_len, self.tables, model.seed)
         self._packer = StepPacker(self.requests, self.tables, self._max_seqs)
-        propose = proposer(self.config)
-        self._drafter = None if propose is None else Drafter(propose, self.requests)
+        self._drafter = self._make_drafter()
         self.ahead = LaunchedAhead(self.requests, self.tables, model.max_model_len)
         self._last_tokens = torch.zeros(self._max_seqs + 1, dtype=torch.int32).to(self.device)
         layers = None if self.adapters is None else self.adapters.layers
         self._programs = self._programs_of(self.config, self.model, self.caches, self.tables, self.device, layers)
+
+    def _make_drafter(self) -> Drafter | None:
+        if self.config.speculative_config is None:
+            return None
+        if self.head is None:
+            return NgramDrafter(proposer(self.config), self.requests)
+        programs = DraftPrograms(self.config, self.head, self.caches, self.tables, self.device)
+        return EagleDrafter(programs, self.requests, self.tables, self.config.model_config.max_model_len)
 
     def layout(self, num_tokens: int) -> StepLayout:
         """The layout of steps of up to ``num_tokens`` tokens, which is one of the buckets."""
@@ -150,8 +161,10 @@ class ModelRunner:
 
     def _wait_for(self, layout: StepLayout, packed: npt.NDArray[np.int32]) -> None:
         """Runs the model's program of ``layout``, and waits for its end."""
-        greedy, _, _ = self._launch(layout, packed)
+        greedy, _, _, for_head = self._launch(layout, packed)
         greedy.tokens.cpu()
+        if for_head is not None and isinstance(self._drafter, EagleDrafter):
+            self._drafter.rehearse(for_head, greedy.tokens)
 
     def _compile(self, layout: StepLayout) -> None:
         """Compiles what steps of one layout need, where no layout before needed it too."""
@@ -174,6 +187,8 @@ class ModelRunner:
         self._prompts.compile(states)
         if not self._sampler.has_programs(rows):
             self._sampler.compile(rows)
+        if isinstance(self._drafter, EagleDrafter):
+            self._drafter.compile(layout, rows)
 
     def supported_tasks(self) -> tuple[str, ...]:
         """Of vLLM's tasks."""
@@ -209,8 +224,8 @@ class ModelRunner:
             self.ahead.drop()
             counts = np.fromiter(scheduled.num_scheduled_tokens.values(), np.int32, len(batch.slots))
             packed = self._packer.pack(layout, batch, counts, None if drafts is None else drafts.step_rows(counts))
-        greedy, logits, states = self._launch(layout, packed)
-        self._launched = Launched(batch, counts, previous, greedy, logits, states, drafts, failed)
+        launched = self._launch(layout, packed)
+        self._launched = Launched(batch, counts, previous, *launched, drafts, failed)
         return None
 
     def sample_tokens(self, grammar_output: Any) -> Any:
@@ -249,6 +264,8 @@ class ModelRunner:
         if "prompt_logprobs" in flags:
             prompts = self._prompt_logprobs(batch, np.flatnonzero(flags["prompt_logprobs"]), counts, step.states)
         if drafts is not None and self._drafter is not None:
+            if step.for_head is not None and isinstance(self._drafter, EagleDrafter):
+                self._drafter.launch(step.for_head, batch, counts, drafts, sampled, chosen.tokens)
             verified = DraftOutput(drafts, sampled, chosen.tokens, chosen.logprobs, prompts, step.failed)
             # Where a prompt is read further, the next token is the prompt's.
             decodes = counts is batch.ones and bool(sampled.all())
@@ -288,10 +305,11 @@ class ModelRunner:
 
     def _launch(
         self, layout: StepLayout, packed: npt.NDArray[np.int32]
-    ) -> tuple[Sampled, torch.Tensor, list[torch.Tensor]]:
-        tokens, last_tokens, logits, states = self._programs.launch(layout, packed, self._last_tokens)
+    ) -> tuple[Sampled, torch.Tensor, list[torch.Tensor], StepOfHead | None]:
+        tokens, last_tokens, logits, states, for_head = self._programs.launch(layout, packed, self._last_tokens)
         self._last_tokens = last_tokens
-        return Sampled(tokens, last_tokens, None), logits, states
+        read = None if for_head is None else StepOfHead(layout, packed, for_head)
+        return Sampled(tokens, last_tokens, None), logits, states, read
 
     def _prompt_logprobs(
         self, batch: Batch, rows: npt.NDArray[np.int_], counts: npt.NDArray[np.int32], states: list[torch.Tensor]

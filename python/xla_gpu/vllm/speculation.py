@@ -28,11 +28,9 @@ Int32Array = npt.NDArray[np.int32]
 Bools = npt.NDArray[np.bool_]
 
 
-def proposer(config: Any) -> NgramProposer | None:
-    """Of a VllmConfig; None: steps have no drafts."""
+def proposer(config: Any) -> NgramProposer:
+    """Of a VllmConfig whose drafts are n-grams."""
     chosen = config.speculative_config
-    if chosen is None:
-        return None
     lengths = chosen.prompt_lookup_min, chosen.prompt_lookup_max
     return NgramProposer(chosen.num_speculative_tokens, *lengths, config.model_config.max_model_len)
 
@@ -170,9 +168,8 @@ class Drafter:
       quiet_steps: how many steps in a row no draft was found after.
     """
 
-    def __init__(self, propose: NgramProposer, table: RequestTable) -> None:
-        self._propose, self._table = propose, table
-        self._drafts: DraftTokenIds | None = None
+    def __init__(self, table: RequestTable) -> None:
+        self._table = table
         self.quiet_steps = 0
 
     def begin(self, batch: Batch, scheduled: Mapping[str, Sequence[int]]) -> DraftRows:
@@ -185,11 +182,32 @@ class Drafter:
 
     def finish(self, output: DraftOutput) -> None:
         """Notes the tokens of a step, all of which are known then, and drafts those of the next one."""
-        drafts = []
         for request, tokens in zip(output.requests, output.accepted, strict=True):
             if tokens:
                 self._table.put(request.slot, tokens)
                 self._table.num_tokens[request.slot] += len(tokens)
+        self._draft(output)
+
+    def _draft(self, output: DraftOutput) -> None:
+        """Drafts the tokens after a step."""
+        raise NotImplementedError
+
+    def take(self) -> DraftTokenIds | None:
+        """The drafts of the last step, once."""
+        raise NotImplementedError
+
+
+class NgramDrafter(Drafter):
+    """Of n-grams that a request had before."""
+
+    def __init__(self, propose: NgramProposer, table: RequestTable) -> None:
+        super().__init__(table)
+        self._propose = propose
+        self._drafts: DraftTokenIds | None = None
+
+    def _draft(self, output: DraftOutput) -> None:
+        drafts = []
+        for request, tokens in zip(output.requests, output.accepted, strict=True):
             # Penalties count the tokens of steps before; vLLM too has no drafts for requests that have them.
             if tokens and not request.sampling.penalised:
                 drafts.append(self._propose.propose(self._table.tokens(request.slot)))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -70,14 +71,8 @@ class StepLayout:
         return sum(self.fields.values())
 
     def unpack(self, packed: Any) -> dict[str, Any]:
-        """Cuts an array or tensor of ``size`` elements into its parts, by name; they are views.
-
-        Slices, not split: torch_xla aborts where the index of an index_select comes out of a split.
-        """
-        parts, at = {}, 0
-        for name, length in self.fields.items():
-            parts[name] = packed[at : at + length]
-            at += length
+        """Cuts an array or tensor of ``size`` elements into its parts, by name; they are views."""
+        parts = unpack(packed, self.fields)
         parts["slot_mapping"] = parts["slot_mapping"].reshape(self.num_groups, self.num_tokens)
         return parts
 
@@ -90,6 +85,18 @@ class StepLayout:
         """
         packed = _padding(self, unused_slot, unused_entry).copy()
         return packed, self.unpack(packed)
+
+
+def unpack(packed: Any, fields: Mapping[str, int]) -> dict[str, Any]:
+    """Cuts an array or tensor into parts of these lengths, by name; they are views.
+
+    Slices, not split: torch_xla aborts where the index of an index_select comes out of a split.
+    """
+    parts, at = {}, 0
+    for name, length in fields.items():
+        parts[name] = packed[at : at + length]
+        at += length
+    return parts
 
 
 @functools.lru_cache(maxsize=64)

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from . import buckets, ngram
+from . import buckets, eagle, ngram
 from .options import Options
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -33,7 +33,10 @@ def refusals(config: Any) -> list[str]:
     if config.lora_config is not None:
         found += _lora_refusals(config)
     if (speculative := config.speculative_config) is not None:
-        found += _unexpected("--speculative-config: method", ngram.METHOD, speculative.method)
+        if speculative.method in eagle.METHODS:
+            found += eagle.refusals(config)
+        elif speculative.method != ngram.METHOD:
+            found += _unexpected("--speculative-config: method", "ngram, eagle or eagle3", speculative.method)
         found += _given("--speculative-config: disable_by_batch_size", speculative.disable_by_batch_size)
     found += _given("--kv-transfer-config", config.kv_transfer_config)
     found += _given("--ec-transfer-config", config.ec_transfer_config)

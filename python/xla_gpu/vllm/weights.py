@@ -12,7 +12,7 @@ from vllm.model_executor.model_loader import get_model_loader
 from vllm.model_executor.model_loader.utils import initialize_model, process_weights_after_loading
 from vllm.utils.torch_utils import set_default_torch_dtype
 
-from . import divided_layers, layer_operators, tensor_parallel
+from . import divided_layers, eagle, layer_operators, tensor_parallel
 
 # vLLM's range of random weights (load format "dummy").
 _DUMMY_RANGE = 1e-3
@@ -21,22 +21,42 @@ _DUMMY_RANGE = 1e-3
 _LEARNED_POSITIONS = ("wpe", "embed_positions")
 
 
-def load_model(config: VllmConfig, device: torch.device) -> nn.Module:
-    """The model of ``config`` with its weights on ``device``.
+def load_model(config: VllmConfig, device: torch.device) -> tuple[nn.Module, nn.Module | None]:
+    """The model of ``config`` with its weights on ``device``, and the head that drafts tokens, if there is one.
 
     Raises:
       ValueError: the model has fewer positions than --max-model-len.
     """
+    random = config.load_config.load_format == "dummy"
+    model = _of_text(_on_host(config, config.model_config), config)
+    length = config.model_config.max_model_len
+    check_positions(model, length)
+    take_operators(model, length)
+    head = None
+    if eagle.has_head(config):
+        head = _on_host(config, config.speculative_config.draft_model_config)
+        eagle.share_weights(model, head)
+        check_positions(head, eagle.head_length(config))
+        take_operators(head, eagle.head_length(config))
+    if random:
+        torch_xla.manual_seed(config.model_config.seed)
+    # Together: what they share is moved once.
+    move(model if head is None else nn.ModuleList([model, head]), device, random)
+    return model.eval(), head
+
+
+def _on_host(config: VllmConfig, model_config: Any) -> nn.Module:
+    """A model with its weights; those that will be random are never touched here, so that they take no memory."""
+    host = torch.device("cpu")
     if config.load_config.load_format == "dummy":
-        return _random_model(config, device)
+        with set_default_torch_dtype(model_config.dtype), host:
+            model: nn.Module = initialize_model(vllm_config=config, model_config=model_config)
+            process_weights_after_loading(model, model_config, host)
+        return model
     # vLLM's loaders copy into slices of parameters, layer by layer: on the host that is done in place.
     config.load_config.device = "cpu"
     with set_current_vllm_config(config):  # some make layers while they load
-        model = get_model_loader(config.load_config).load_model(vllm_config=config, model_config=config.model_config)
-    model = _of_text(model, config)
-    check_positions(model, config.model_config.max_model_len)
-    take_operators(model, config)
-    move(model, device)
+        model = get_model_loader(config.load_config).load_model(vllm_config=config, model_config=model_config)
     return model
 
 
@@ -67,10 +87,10 @@ def check_positions(model: nn.Module, max_model_len: int) -> None:
             )
 
 
-def take_operators(model: nn.Module, config: VllmConfig) -> None:
+def take_operators(model: nn.Module, max_model_len: int) -> None:
     """Has the layers use this library's operators, unless they are divided over several devices."""
     if tensor_parallel.active() is None:
-        layer_operators.take(model, config.model_config.max_model_len)
+        layer_operators.take(model, max_model_len)
 
 
 def move(model: nn.Module, device: torch.device, random: bool = False) -> None:
@@ -119,16 +139,3 @@ def move(model: nn.Module, device: torch.device, random: bool = False) -> None:
         if sinks is not None:
             module.impl.sinks = on_device(sinks, random)
     torch_xla.sync()
-
-
-def _random_model(config: VllmConfig, device: torch.device) -> nn.Module:
-    """Random weights, drawn on the device: those on the host are never touched, so that they take no memory."""
-    with set_default_torch_dtype(config.model_config.dtype), torch.device("cpu"):
-        model = initialize_model(vllm_config=config, model_config=config.model_config)
-        process_weights_after_loading(model, config.model_config, torch.device("cpu"))
-    model = _of_text(model, config)
-    check_positions(model, config.model_config.max_model_len)
-    take_operators(model, config)
-    torch_xla.manual_seed(config.model_config.seed)
-    move(model, device, random=True)
-    return model.eval()

@@ -1,0 +1,130 @@
+"""EAGLE heads: one or more decoder layers that draft tokens from the states of the model that they were trained for.
+
+A head's row at a position reads the model's state there and the token after it, and predicts the token after that one.
+Its layers keep keys and values at the same positions and in the same pages as the model's. EAGLE heads read the state
+that the model's logits are computed from, EAGLE-3 heads the residual stream in front of three of its layers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+METHODS = ("eagle", "eagle3")  # vLLM's names
+
+# vLLM's heads, by method, and the models that these are for: layers of which the residual stream is an argument.
+HEADS = {
+    "eagle": ("EagleLlamaForCausalLM",),
+    "eagle3": ("Eagle3LlamaForCausalLM", "LlamaForCausalLMEagle3"),
+}
+TARGETS = ("LlamaForCausalLM", "MistralForCausalLM", "Phi3ForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+
+# Layers whose residual stream an EAGLE-3 head reads.
+NUM_STREAMS = 3
+
+
+def has_head(config: Any) -> bool:
+    """Whether drafts of a VllmConfig come from a head."""
+    return config.speculative_config is not None and config.speculative_config.method in METHODS
+
+
+def head_length(config: Any) -> int:
+    """Positions at which the head drafts: those that it has, and no more than the model's."""
+    return int(min(config.speculative_config.draft_model_config.max_model_len, config.model_config.max_model_len))
+
+
+def refusals(config: Any) -> list[str]:
+    """What of a VllmConfig with a head is not supported."""
+    model, speculative = config.model_config, config.speculative_config
+    name = f"--speculative-config: {speculative.method}"
+    found = []
+    if config.parallel_config.tensor_parallel_size > 1:
+        found.append(f"{name}: expected --tensor-parallel-size 1, got {config.parallel_config.tensor_parallel_size}")
+    chain = [(0,) * (i + 1) for i in range(speculative.num_speculative_tokens)]
+    if speculative.speculative_token_tree not in (None, str(chain)):
+        found.append("--speculative-config: speculative_token_tree: expected none, got a tree")
+    if model is None:
+        return found
+    if model.architecture not in TARGETS:
+        found.append(f"{name}: expected a model of {', '.join(TARGETS)}, got {model.architecture}")
+    return found + _head_refusals(model, speculative)
+
+
+def _head_refusals(model: Any, speculative: Any) -> list[str]:
+    head, method, found = speculative.draft_model_config, speculative.method, []
+    name = f"--speculative-config: model {head.model}"
+    architecture = (head.hf_config.architectures or ["none"])[0]
+    if architecture not in HEADS[method]:
+        found.append(f"{name}: expected a head of {' or '.join(HEADS[method])}, got {architecture}")
+    if head.quantization is not None:
+        found.append(f"{name}: expected a head that is not quantised, got {head.quantization}")
+    settings = getattr(head.hf_config, "eagle_config", None) or {}
+    if not settings.get("use_aux_hidden_state", True):
+        found.append(f"{name}: use_aux_hidden_state: expected true, got false")
+    sizes = {
+        "hidden_size": (getattr(head.hf_config, "target_hidden_size", head.get_hidden_size()), model.get_hidden_size()),
+        "vocab_size": (head.get_vocab_size(), model.get_vocab_size()),
+    }
+    for size, (got, expected) in sizes.items():
+        if got != expected:
+            found.append(f"{name}: {size}: expected the model's, {expected}, got {got}")
+    return found
+
+
+def share_weights(model: Any, head: Any) -> None:
+    """Gives the head the model's embedding and output matrix where its checkpoint has none, or the same numbers."""
+    mine = getattr(head.model, "embed_tokens", None)
+    if not head.has_own_embed_tokens or _equal(mine, model.model.embed_tokens):
+        head.model.embed_tokens = model.model.embed_tokens
+    if not head.has_own_lm_head or _equal(getattr(head, "lm_head", None), model.lm_head):
+        head.lm_head = model.lm_head
+
+
+def _equal(one: Any, other: Any) -> bool:
+    return one is not None and one.weight.shape == other.weight.shape and torch.equal(one.weight, other.weight)
+
+
+def stream_layers(config: Any, model: Any) -> tuple[int, ...]:
+    """Layers of the model in front of which the head reads the residual stream; none for EAGLE heads.
+
+    Raises:
+      ValueError: they are not three of the model's.
+    """
+    if not has_head(config) or config.speculative_config.method != "eagle3":
+        return ()
+    settings = config.speculative_config.draft_model_config.hf_config
+    chosen = getattr(settings, "eagle_aux_hidden_state_layer_ids", None) or model.get_eagle3_aux_hidden_state_layers()
+    layers, count = tuple(sorted(set(chosen))), len(model.model.layers)
+    if len(layers) != NUM_STREAMS or not 0 <= layers[0] <= layers[-1] < count:
+        raise ValueError(
+            f"xla_gpu.vllm: --speculative-config: eagle_aux_hidden_state_layer_ids: expected {NUM_STREAMS} of the "
+            f"model's {count} layers, got {list(chosen)}"
+        )
+    return layers
+
+
+class ResidualStreams:
+    """The residual streams in front of some layers of a model."""
+
+    def __init__(self, model: Any, layers: Sequence[int]) -> None:
+        self._layers = [model.model.layers[index] for index in layers]
+
+    @contextlib.contextmanager
+    def noted(self) -> Iterator[list[torch.Tensor]]:
+        """Gives a list to which a model that is called in here appends T[num_tokens, hidden_size] of each layer."""
+        found: list[torch.Tensor] = []
+
+        def before(_: nn.Module, arguments: tuple[Any, ...]) -> None:
+            _, hidden, residual = arguments[:3]
+            found.append(hidden if residual is None else hidden + residual)
+
+        hooks = [layer.register_forward_pre_hook(before) for layer in self._layers]
+        try:
+            yield found
+        finally:
+            for hook in hooks:
+                hook.remove()
