@@ -22,6 +22,7 @@ BEHIND_FEW_KEYS = {"two-behind-few": (2, 700)}
 LATE_CHUNKS = {"chunk-of-1300": (1300, 2700), "chunk-of-2000": (2000, 4100)}
 SPLIT_CHUNKS = {"chunk-of-256": (256, 8100), "twelve-tokens": (12, 2100), "forty-tokens": (40, 2100)}
 LONG_CHUNKS = {"chunk-of-1100": (1100, 29500)}
+AMONG_LONG_CONTEXTS = {"thirty-tokens": (30, 9000)}
 FILLING = {"speculative-1400": (6, 1400), "speculative-2900": (7, 2900)}
 SHORT_PROMPTS = {"prompt-90": (90, 90), "chunk-of-112": (60, 112), "chunk-of-220": (100, 220), "more-rows": (60, 50)}
 NEIGHBOURS = {
@@ -76,6 +77,16 @@ SPLIT_CHUNKS_SHAPES = {
     "two-kv-heads-64-bf16": dict(num_heads=8, num_kv_heads=2, head_dim=64, dtype="bfloat16", page_size=16),
     "one-kv-head-bf16": dict(num_heads=8, num_kv_heads=1, head_dim=128, dtype="bfloat16", page_size=16),
 }
+# Many rows behind few bytes of K and V.
+ONE_KV_HEAD_SHAPES = {
+    "one-kv-head-bf16": dict(num_heads=16, num_kv_heads=1, head_dim=128, dtype="bfloat16", page_size=16),
+    "one-kv-head-64-f16": dict(num_heads=32, num_kv_heads=1, head_dim=64, dtype="float16", page_size=16),
+    "one-kv-head-256-bf16": dict(num_heads=16, num_kv_heads=1, head_dim=256, dtype="bfloat16", page_size=16),
+    "one-kv-head-fp8": dict(
+        num_heads=16, num_kv_heads=1, head_dim=128, dtype="bfloat16", cache_dtype="float8_e4m3fn", scales="one",
+        page_size=16,
+    ),
+}  # fmt: skip
 MANY_PROMPTS_SHAPES = {
     "gqa-bf16": SHAPES["gqa-bf16"],
     "group-3-f16": dict(
@@ -86,12 +97,13 @@ MANY_PROMPTS_SHAPES = {
 
 
 def fields(shape: str) -> dict:
-    more = {**MANY_PROMPTS_SHAPES, **LATE_CHUNKS_SHAPES, **SPLIT_CHUNKS_SHAPES}
+    more = {**MANY_PROMPTS_SHAPES, **LATE_CHUNKS_SHAPES, **SPLIT_CHUNKS_SHAPES, **ONE_KV_HEAD_SHAPES}
     return {**SHAPES, **SEVERAL_TOKENS_SHAPES, **PROMPT_SHAPES, **more}[shape]
 
 
 def sequence(name: str) -> tuple[int, int]:
     more = {**FILLING, **SHORT_PROMPTS, **LATE_CHUNKS, **SPLIT_CHUNKS, **LONG_CHUNKS, **ONE_OR_TWO_TOKENS}
+    more |= AMONG_LONG_CONTEXTS
     return {**SUBJECTS, **BEHIND_A_LONG_CONTEXT, **BEHIND_FEW_KEYS, **SEVERAL_TOKENS, **more}[name]
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 
 from tests.common import compare
-from tests.properties.test_batch_invariance import batch, results, sequence, subject
+from tests.properties.test_batch_invariance import ONE_KV_HEAD_SHAPES, batch, results, sequence, subject
 
 
 def assert_same_bits(frontend, name, shape, batches):
@@ -58,6 +58,24 @@ def test_sequences_of_the_last_round_do_not_change_bits(frontend, name, shape, s
     others = tuple((rows, context - i % 5) for i in range(sequences - 1))
     batches = [(f"behind {before}", others[:before], others[before:]) for before in (1, sequences - 2)]
     assert_same_bits(frontend, name, shape, batches)
+
+
+@pytest.mark.frontends("eager-cuda", "jax-cuda")
+@pytest.mark.parametrize("shape", ONE_KV_HEAD_SHAPES)
+def test_accumulators_of_the_longest_contexts_do_not_change_bits(frontend, shape):
+    """On CUDA, where contexts may be as long as here and not all accumulators fit the scratch, sequences of the longest
+    contexts have them: the subject among shorter ones, and not among longer ones. Beside one token, whose path needs
+    its part of the scratch, fewer have."""
+    shorter = tuple((30, 3000 + 100 * i) for i in range(30))
+    longer = tuple((30, 12000 + i) for i in range(20))
+    columns = {"spare_columns": 1400}
+    batches = [
+        ("the longest", shorter[:7], shorter[7:], columns),
+        ("the shortest", longer[:3], longer[3:], columns),
+        ("beside one token", longer[:2], ((1, 500), *shorter[:9]), columns),
+        ("behind a prompt", ((600, 600), *longer[:5]), shorter[:3], columns),
+    ]
+    assert_same_bits(frontend, "thirty-tokens", shape, batches)
 
 
 @pytest.mark.frontends("eager-cuda", "jax-cuda")

@@ -79,18 +79,14 @@ int64_t PrefillScratchBegin(const PagedAttentionCall& shapes) {
   return PathsShareScratch(shapes) || shapes.tree_words > 0 ? 0 : (DecodeScratchBytes(shapes) + 255) / 256 * 256;
 }
 
-int64_t PrefillScratchBytes(const PagedAttentionCall& shapes) {
-  return prefill::SplitAccumulatorLayout::Of(shapes).Bytes(shapes.head_dim);
-}
-
 int64_t PagedAttentionScratchBytes(const PagedAttentionCall& shapes) {
   // The larger of both cache formats, so that the size does not depend on cache_dtype.
   int64_t bytes = 0;
   for (const DType cache : {shapes.dtype, DType::kF8E4M3FN}) {
     PagedAttentionCall call = shapes;
     call.cache_dtype = cache;
-    const int64_t prefill = PrefillScratchBytes(call);
-    bytes = std::max({bytes, DecodeScratchBytes(call), prefill == 0 ? 0 : PrefillScratchBegin(call) + prefill});
+    const auto layout = prefill::SplitAccumulatorLayout::Of(call);
+    bytes = std::max({bytes, DecodeScratchBytes(call), layout.begin_bytes + layout.Bytes(call.head_dim)});
   }
   return bytes;
 }

@@ -8,6 +8,7 @@
 #include "ffi/device/dependent_launch.cuh"
 #include "ffi/device/fetch_parameters.cuh"
 #include "ffi/device/mma.cuh"
+#include "ffi/ops/paged_attention/prefill/longest_first_plan.cuh"
 #include "ffi/ops/paged_attention/prefill/rows.cuh"
 #include "ffi/ops/paged_attention/prefill/split_kv.h"
 #include "ffi/ops/paged_attention/sequence_metadata.cuh"
@@ -115,8 +116,8 @@ __device__ CrossCtaSums SumOfSequences(const PagedAttentionParams& params, const
 }
 
 // Merges cross-CTA splits: each warp takes one row of `out` after the other. By CTA `cta` of `ctas`.
-// kSharesLastRound: policy.last_round_ctas is set.
-template <typename T, int kDim, bool kSharesLastRound>
+// kSharesLastRound: policy.last_round_ctas is set. kLongestFirst: as SplitAccumulatorLayout's.
+template <typename T, int kDim, bool kSharesLastRound, bool kLongestFirst = false>
 __device__ __forceinline__ void CombinePrefillSplits(const PagedAttentionParams& params, const SplitKvPolicy& policy,
                                                      const SplitAccumulators& accumulators, unsigned cta,
                                                      unsigned ctas) {
@@ -159,13 +160,13 @@ __device__ __forceinline__ void CombinePrefillSplits(const PagedAttentionParams&
     if (base + lane < num_live) info = LoadSequence(params, base + lane, in_order);
     const KvSplits mine = info.valid ? policy.Of(info.q_len, info.context_len) : KvSplits{1, 0, 0};
     int my_splits = mine.count;
-    if constexpr (kDim != 256 && !kSharesLastRound) {  // the first ones count as one
+    if constexpr (kDim != 256 && !kSharesLastRound && !kLongestFirst) {  // the first ones count as one
       const int q_len = info.q_len > policy.max_decode_tokens ? info.q_len : 0;
       if (base == 0) my_splits -= policy.FirstSplits(q_len, info.valid ? info.context_len : 0, mine) - 1;
     }
     const unsigned rows = policy.RowsOf(my_splits, info.q_len);
     const unsigned rows_up_to = SumUpToLane(rows);
-    if (base % kPlanned == 0) {
+    if (!kLongestFirst && base % kPlanned == 0) {
       rows_before = 0;
       if (kSharesLastRound || !policy.always_fits) {
         CrossCtaSums all{__shfl_sync(~0u, rows_up_to, 31), 0, 0, 0, 0};
@@ -179,8 +180,19 @@ __device__ __forceinline__ void CombinePrefillSplits(const PagedAttentionParams&
         }
       }
     }
-    const int64_t my_accum_begin = base / kPlanned * accumulators.part_rows + rows_before + rows_up_to - rows;
+    int64_t my_accum_begin = base / kPlanned * accumulators.part_rows + rows_before + rows_up_to - rows;
     bool crosses = fits;
+    if constexpr (kLongestFirst) {
+      const int32_t* const begin = params.query_start_loc + min(lane, max(num_live - 1, 0));
+      const bool has_decode_rows =
+          __any_sync(~0u, lane < num_live && HasDecodeRows(__ldg(begin), __ldg(begin + 1), policy.max_decode_tokens));
+      const int q_len = info.q_len > policy.max_decode_tokens ? info.q_len : 0;
+      LongestFirstPlan plan(policy, accumulators.part_rows, q_len, info.valid ? info.context_len : 0);
+      const SplitPlacement placed = plan.Place(has_decode_rows);
+      my_splits -= placed.first - 1;
+      my_accum_begin = placed.accum_begin;
+      crosses = true;
+    }
     if (kSharesLastRound && !fits && crossing_tiles > 0) {
       const int q_len = info.q_len > policy.max_decode_tokens ? info.q_len : 0;
       const unsigned tiles = policy.SumsOf(q_len, 0, 1).row_tiles;
@@ -267,6 +279,15 @@ __global__ void __launch_bounds__(kCombineThreads, kCombineCtasPerSm)
                          const __grid_constant__ SplitKvPolicy policy,
                          const __grid_constant__ SplitAccumulators accumulators) {
   CombinePrefillSplits<T, kDim, kSharesLastRound>(params, policy, accumulators, blockIdx.x, gridDim.x);
+}
+
+// The same for SplitAccumulatorLayout::longest_first.
+template <typename T, int kDim>
+__global__ void __launch_bounds__(kCombineThreads, kCombineCtasPerSm)
+    PrefillCombineLongestFirstKernel(const __grid_constant__ PagedAttentionParams params,
+                                     const __grid_constant__ SplitKvPolicy policy,
+                                     const __grid_constant__ SplitAccumulators accumulators) {
+  CombinePrefillSplits<T, kDim, false, /*kLongestFirst=*/true>(params, policy, accumulators, blockIdx.x, gridDim.x);
 }
 
 }  // namespace xla_gpu::prefill

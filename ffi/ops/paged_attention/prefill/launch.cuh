@@ -13,6 +13,7 @@
 #include "ffi/ops/paged_attention/prefill/combine.cuh"
 #include "ffi/ops/paged_attention/prefill/combine_both.cuh"
 #include "ffi/ops/paged_attention/prefill/heuristics.h"
+#include "ffi/ops/paged_attention/prefill/launch_config.cuh"
 #include "ffi/ops/paged_attention/prefill/prefill.h"
 #include "ffi/ops/paged_attention/prefill/sm80_mma.cuh"
 #include "ffi/ops/paged_attention/prefill/sm90_cp_async.cuh"
@@ -21,38 +22,6 @@
 #include "ffi/ops/paged_attention/prefill/split_kv.h"
 
 namespace xla_gpu::prefill {
-
-// ---- Launch configuration
-struct LaunchConfig {
-  dim3 grid;
-  int threads;
-  int shared_bytes;
-  bool programmatic;  // programmatic dependent launch: CTAs may start while the kernel before still runs
-};
-
-template <typename... Params>
-Status Launch(const LaunchConfig& config, Stream stream, void (*kernel)(Params...), const Params&... params) {
-  cudaLaunchAttribute attribute = {};
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t launch = {};
-  launch.gridDim = config.grid;
-  launch.blockDim = dim3(static_cast<unsigned>(config.threads));
-  launch.dynamicSmemBytes = static_cast<size_t>(config.shared_bytes);
-  launch.stream = stream;
-  launch.attrs = &attribute;
-  launch.numAttrs = config.programmatic ? 1 : 0;
-  XLA_GPU_RETURN_IF_CUDA(cudaLaunchKernelEx(&launch, kernel, params...));
-  return Status::Ok();
-}
-
-inline Status CountSms(int64_t* sms) {
-  int device, count;
-  XLA_GPU_RETURN_IF_CUDA(cudaGetDevice(&device));
-  XLA_GPU_RETURN_IF_CUDA(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device));
-  *sms = count;
-  return Status::Ok();
-}
 
 // ---- Single-tile kernels
 // `Computation`: what a CTA of `kernel` runs, such as MmaWorkTile.
@@ -145,7 +114,7 @@ inline bool MakeTmaParams(const PagedAttentionCall& params, const SplitAccumulat
   const int64_t table_entries = params.max_seqs * params.pages_per_seq;
   tma->prefetch_pages =
       tma->behind_decode || table_entries > kMaxPrefetchPages ? 0 : static_cast<unsigned>(table_entries);
-  char* const scratch = static_cast<char*>(params.scratch) + PrefillScratchBegin(params);
+  char* const scratch = static_cast<char*>(params.scratch) + layout.begin_bytes;
   tma->accumulators.o_accum = reinterpret_cast<float*>(scratch);
   tma->accumulators.max_sum_accum =
       reinterpret_cast<float2*>(tma->accumulators.o_accum + layout.total_rows * params.head_dim);
@@ -205,8 +174,10 @@ Status LaunchTma(const TmaParams& call, const SplitAccumulatorLayout& layout, in
   tma.split_kv.tile_rows = Traits::kRows;
   const bool fill = Traits::kTakesFirstSplits && params.max_seqs <= Traits::WarpScheduler::kSequences &&
                     layout.pool_rows > 0 && layout.part_rows >= Layout::kMaxCtas * Traits::kRows;
-  tma.split_kv.ctas = fill ? grid.x : 0;
+  tma.split_kv.ctas = fill || Traits::kLongestFirst ? grid.x : 0;
   tma.split_kv.takes_first_splits = Traits::kTakesSomeSplits;
+  tma.split_kv.asks_first_splits = fill;
+  tma.split_kv.shares_small_tiles = Traits::kSharedAccumulators;
   const bool shares_last_round = Traits::kTakesSomeSplits && params.max_seqs > Traits::WarpScheduler::kSequences &&
                                  layout.pool_rows > 0 && grid.y == 1;
   tma.split_kv.last_round_ctas = shares_last_round ? grid.x : 0;
@@ -223,16 +194,22 @@ Status LaunchTma(const TmaParams& call, const SplitAccumulatorLayout& layout, in
   }
   if (layout.pool_rows == 0 || layout.kernels == PrefillKernels::kAllButCombine) return Status::Ok();
 
-  auto combine = PrefillCombineKernel<typename Traits::Element, Traits::kHeadDim, false>;
-  if constexpr (Traits::kTakesSomeSplits) {
-    if (shares_last_round) combine = PrefillCombineKernel<typename Traits::Element, Traits::kHeadDim, true>;
+  void (*combine)(PagedAttentionParams, SplitKvPolicy, SplitAccumulators);
+  if constexpr (Traits::kLongestFirst) {
+    combine = PrefillCombineLongestFirstKernel<typename Traits::Element, Traits::kHeadDim>;
+  } else {
+    combine = PrefillCombineKernel<typename Traits::Element, Traits::kHeadDim, false>;
+    if constexpr (Traits::kTakesSomeSplits) {
+      if (shares_last_round) combine = PrefillCombineKernel<typename Traits::Element, Traits::kHeadDim, true>;
+    }
   }
   // The same carveout as the kernels before and behind: an SM must be idle to change it.
   XLA_GPU_RETURN_IF_CUDA(
       cudaFuncSetAttribute(combine, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared));
   const int ctas_per_sm = Traits::kRows == 64 && tma.behind_decode ? kIdleCombineCtasPerSm : 8;
   const dim3 combine_grid(static_cast<unsigned>(CombineCtas(params, kCombineThreads / 32, ctas_per_sm, sms)));
-  if constexpr (Traits::kHeadDim == 128 && !Traits::kFloat8Cache && !Traits::kAnyPages) {  // see PathsShareCombine
+  // See PathsShareCombine.
+  if constexpr (Traits::kHeadDim == 128 && !Traits::kFloat8Cache && !Traits::kAnyPages && !Traits::kLongestFirst) {
     decode::SharedCall* const decode = layout.decode_work;
     if (decode != nullptr && decode->combines) {
       decode->combines = false;
@@ -277,7 +254,8 @@ template <template <typename Config> class Instance>
 Status LaunchTmaDim128(const TmaParams& tma, const SplitAccumulatorLayout& layout, int64_t sms, Stream stream) {
   constexpr bool kFloat8 = Instance<TmaConfigDim128Rows64>::kFloat8Cache;
   if (tma.tree_mask != nullptr) return LaunchTma<Instance<TmaConfigDim128Rows64>>(tma, layout, sms, stream);
-  constexpr bool kOneWarpgroup = !kFloat8 && !Instance<TmaConfigDim128Rows64>::kAnyPages;
+  constexpr bool kOneWarpgroup =
+      !kFloat8 && !Instance<TmaConfigDim128Rows64>::kAnyPages && !Instance<TmaConfigDim128Rows64>::kLongestFirst;
   const bool one_warpgroup = kOneWarpgroup && !tma.split_kv.enabled;
   switch (TmaInstanceDim128(tma.attention, tma.split_kv, one_warpgroup, sms)) {
     case TmaInstance::kOneWarpgroup:  // has no combine kernel
@@ -314,6 +292,10 @@ struct TmaInstances {
   using OfAnyPages = TmaKernelTraits<T, TmaConfigAnyPages<Config>>;
   template <typename Config>
   using OfFloat8 = TmaKernelTraits<T, TmaConfigFloat8<Config>>;
+  template <typename Config>
+  using OfLongestFirst = TmaKernelTraits<T, TmaConfigLongestFirst<Config>>;
+  template <typename Config>
+  using OfFloat8LongestFirst = TmaKernelTraits<T, TmaConfigLongestFirst<TmaConfigFloat8<Config>>>;
 };
 
 // By head_dim. Instance<Config>: as LaunchTmaDim128's.
@@ -353,6 +335,15 @@ Status LaunchAnyPages<__half>(const TmaParams& tma, const SplitAccumulatorLayout
 template <>
 Status LaunchAnyPages<__nv_bfloat16>(const TmaParams& tma, const SplitAccumulatorLayout& layout, Stream stream);
 
+// Where SplitAccumulatorLayout::longest_first: likewise.
+template <typename T>
+Status LaunchLongestFirst(const TmaParams& tma, const SplitAccumulatorLayout& layout, Stream stream);
+template <>
+Status LaunchLongestFirst<__half>(const TmaParams& tma, const SplitAccumulatorLayout& layout, Stream stream);
+template <>
+Status LaunchLongestFirst<__nv_bfloat16>(const TmaParams& tma, const SplitAccumulatorLayout& layout, Stream stream);
+Status LaunchFloat8LongestFirst(const TmaParams& tma, const SplitAccumulatorLayout& layout, Stream stream);
+
 // kDim: head_dim, rounded up.
 template <typename T, int kDim>
 Status LaunchDim(const PagedAttentionCall& params, Stream stream) {
@@ -368,7 +359,9 @@ Status LaunchDim(const PagedAttentionCall& params, Stream stream) {
     const SplitAccumulatorLayout layout = SplitAccumulatorLayout::Of(params);
     TmaParams tma{};
     if (MakeTmaParams(params, layout, &tma)) {
+      if (float8 && layout.longest_first) return LaunchFloat8LongestFirst(tma, layout, stream);
       if (float8) return LaunchFloat8(tma, layout, stream);
+      if (layout.longest_first) return LaunchLongestFirst<T>(tma, layout, stream);
       if (!SuitsTma(params.page_size)) {
         if (Status status = CheckSlotCounts(params); !status.ok()) return status;
         return LaunchAnyPages<T>(tma, layout, stream);

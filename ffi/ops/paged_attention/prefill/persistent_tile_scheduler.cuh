@@ -8,6 +8,7 @@
 #include <cstdint>
 
 #include "ffi/device/dependent_launch.cuh"
+#include "ffi/ops/paged_attention/prefill/longest_first_plan.cuh"
 #include "ffi/ops/paged_attention/prefill/prompt_list.cuh"
 #include "ffi/ops/paged_attention/prefill/rows.cuh"
 #include "ffi/ops/paged_attention/sequence_metadata.cuh"
@@ -138,7 +139,8 @@ class PersistentTileScheduler {
 
 // For up to kWarpPlannedSequences: each warp plans on its own, a sequence to a lane. Without the barriers and shared
 // memory of PersistentTileScheduler, a prompt of 1024 tokens takes 24 µs instead of 26. kShrinksTail: as PromptTiles'.
-template <int kRows, bool kShrinksTail>
+// kLongestFirst: splits are placed as LongestFirstPlan says.
+template <int kRows, bool kShrinksTail, bool kLongestFirst>
 class PersistentWarpTileScheduler {
  public:
   static constexpr int kSequences = kWarpPlannedSequences;
@@ -155,7 +157,7 @@ class PersistentWarpTileScheduler {
     const int lane = static_cast<int>(threadIdx.x) % 32;
     const int begin = metadata.q_begin, end = metadata.q_end, context_len = metadata.context_len;
     const int num_live = metadata.num_seqs >= 0 && metadata.num_seqs <= params.max_seqs ? metadata.num_seqs : -1;
-    prompt_ = {lane, begin, 0, -1, 1, 0, 0};
+    prompt_ = {lane, begin, 0, -1, 1, 0, kLongestFirst ? -1 : 0};
     has_first_splits_ = false;
     const bool live = lane < num_live;
     bool owns = live && 0 <= begin && begin <= end && end <= params.num_tokens;
@@ -169,7 +171,11 @@ class PersistentWarpTileScheduler {
     const bool fits = prompt_.q_len <= max_tokens && context_len <= params.pages_per_seq * params.page_size;
     if (context_len >= 0 && fits) prompt_.context_len = context_len;
     prompts_ = __ballot_sync(~0u, prompt_.q_len > 0);
-    if constexpr (kShrinksTail) has_decode_rows_ = __any_sync(~0u, owns && end > begin && prompt_.q_len == 0);
+    if constexpr (kLongestFirst) {
+      has_decode_rows_ = __any_sync(~0u, live && HasDecodeRows(begin, end, params.max_decode_tokens));
+    } else if constexpr (kShrinksTail) {
+      has_decode_rows_ = __any_sync(~0u, owns && end > begin && prompt_.q_len == 0);
+    }
     return in_order;
   }
 
@@ -177,12 +183,21 @@ class PersistentWarpTileScheduler {
 
   __device__ bool HasPaddingRows() const { return has_padding_rows_; }
 
-  // Must come before Find where sequences may be split. kFirstSplits: asks SplitKvPolicy::FirstSplits, of which
-  // one CTA takes all, or with kSome also some.
+  // Must come before Find where sequences may be split. part_rows: of the split accumulators. kFirstSplits: asks
+  // SplitKvPolicy::FirstSplits, of which one CTA takes all, or with kSome also some.
   template <bool kFirstSplits, bool kSome>
-  __device__ void Split(const SplitKvPolicy& policy) {
+  __device__ void Split(const SplitKvPolicy& policy, int64_t part_rows) {
     SplitPromptKv</*kSharesLastRound=*/false>{policy}(&prompt_);
     if (!__any_sync(~0u, prompt_.splits > 1)) return;
+    if constexpr (kLongestFirst) {
+      LongestFirstPlan plan(policy, part_rows, prompt_.q_len, prompt_.context_len);
+      const SplitPlacement placed = plan.Place(has_decode_rows_);
+      prompt_.first_splits = placed.first;
+      prompt_.splits -= placed.first - 1;
+      prompt_.accum_begin = placed.accum_begin;
+      has_first_splits_ = kSome && __any_sync(~0u, prompt_.splits > 1 && prompt_.first_splits > 1);
+      return;
+    }
     if constexpr (kFirstSplits) {
       prompt_.first_splits =
           policy.FirstSplits(prompt_.q_len, prompt_.context_len, policy.Of(prompt_.q_len, prompt_.context_len));
@@ -209,7 +224,8 @@ class PersistentWarpTileScheduler {
       if constexpr (kShrinksTail) {
         const bool alike = prompt_.q_len == 0 || (IsLateChunk(other) && AreAlike(other, prompt_));
         tiles_.tail_tiles = 0;
-        if (__all_sync(~0u, alike) && !has_decode_rows_) {
+        const bool has_own_rows = kLongestFirst && prompt_.splits == 1 && prompt_.accum_begin >= 0;
+        if (__all_sync(~0u, alike && !has_own_rows) && !has_decode_rows_) {
           tiles_.ShrinkTail(__popc(prompts_), static_cast<unsigned>(other.q_len) * tiles_.group,
                             kv_heads_.divisor * other.splits);
         }
@@ -311,13 +327,13 @@ class PersistentWarpTileScheduler {
             __shfl_sync(~0u, prompt_.first_splits, lane)};
   }
 
-  PromptTiles<kRows, kShrinksTail> tiles_;
+  PromptTiles<kRows, kShrinksTail, kLongestFirst> tiles_;
   const FastDivisor kv_heads_;
   Prompt prompt_ = {0, 0, 0, -1, 1, 0, 0};  // this lane's; no rows where it has none
   unsigned prompts_ = 0;                    // bit per lane: it has a prompt
   bool has_padding_rows_ = false;
   bool are_same_ = false;          // with kFindsFast: all prompts have the same lengths, and none is split
-  bool has_decode_rows_ = false;   // with kShrinksTail
+  bool has_decode_rows_ = false;   // with kShrinksTail or kLongestFirst
   bool has_first_splits_ = false;  // some, but not all, splits of a row tile have one CTA
 };
 

@@ -10,10 +10,8 @@
 
 namespace xla_gpu {
 
-// The split accumulators (split_kv.h) in the call's scratch: where they begin, behind the decode path's, and their
-// size, in bytes. From shapes alone; 0 bytes where no sequence can be split.
+// Where the prefill path's part of the call's scratch begins, in bytes: behind the decode path's. From shapes alone.
 int64_t PrefillScratchBegin(const PagedAttentionCall& shapes);
-int64_t PrefillScratchBytes(const PagedAttentionCall& shapes);
 
 // Whether the current device's kernel for these shapes splits the keys of few rows (split_kv.h).
 Status PrefillSplitsKeys(const PagedAttentionParams& shapes, bool* splits);

@@ -20,8 +20,10 @@ struct WorkTile {
   unsigned first_row;  // the tile covers packed rows [first_row, first_row + rows) of the sequence, where these exist
   unsigned rows;
   int kv_head;
-  int split;        // KV split, where these are work tiles of their own (cross-CTA split); else 0
-  int accum_begin;  // first row of the sequence's split accumulators; -1 where splits are no work tiles of their own
+  int split;  // KV split, where these are work tiles of their own (cross-CTA split); else 0
+  // First row of the sequence's split accumulators; -1 where splits are no work tiles of their own, or with kOwnRows
+  // -2 - (first row of the work tile's).
+  int accum_begin;
   int first_splits = 1;  // of the row tile, which one CTA takes: `split` is 0, or one behind them
 };
 
@@ -50,17 +52,21 @@ struct Prompt {
       split = index - row_tile * splits;
       index = row_tile;
     }
-    return {seq,
-            q_begin,
-            q_len,
-            valid ? context_len : 0,
-            valid,
-            tiles.FirstRow(index),
-            tiles.Rows(index),
-            static_cast<int>(kv_head),
-            static_cast<int>(split),
-            splits > 1 ? accum_begin : -1,
-            first_splits};
+    WorkTile tile = {seq,
+                     q_begin,
+                     q_len,
+                     valid ? context_len : 0,
+                     valid,
+                     tiles.FirstRow(index),
+                     tiles.Rows(index),
+                     static_cast<int>(kv_head),
+                     static_cast<int>(split),
+                     splits > 1 ? accum_begin : -1,
+                     first_splits};
+    if constexpr (Tiles::kHasOwnRows) {
+      if (splits == 1 && accum_begin >= 0) tile.accum_begin = -2 - (accum_begin + tiles.OwnRow(*this, index, kv_head));
+    }
+    return tile;
   }
 };
 
@@ -86,9 +92,12 @@ struct WholePromptKv {
 };
 
 // How many work tiles a prompt has, and where they end: one past the position of a tile's last row.
-// kShrinksTail: the first row tiles of a prompt, which come last, may have fewer rows.
-template <int kRows, bool kShrinksTail = false>
+// kShrinksTail: the first row tiles of a prompt, which come last, may have fewer rows. kOwnRows: row tiles may have
+// split accumulators of their own, of a prompt with one of Prompt::splits, from Prompt::accum_begin on where that is
+// not -1.
+template <int kRows, bool kShrinksTail = false, bool kOwnRows = false>
 struct PromptTiles {
+  static constexpr bool kHasOwnRows = kOwnRows;
   unsigned group;
   unsigned tail_tiles = 0;  // with kShrinksTail: number of smaller row tiles at the beginning of a prompt
   unsigned tail_rows = kRows;
@@ -97,6 +106,12 @@ struct PromptTiles {
   __device__ unsigned FirstRow(unsigned index) const {
     if constexpr (!kShrinksTail) return index * kRows;
     return index < tail_tiles ? index * tail_rows : tail_tiles * tail_rows + (index - tail_tiles) * kRows;
+  }
+
+  // The first one of a row tile's own rows, of its prompt's. Not with tail tiles.
+  __device__ int OwnRow(const Prompt& prompt, unsigned index, unsigned kv_head) const {
+    const unsigned of_head = (static_cast<unsigned>(prompt.q_len) * group + kRows - 1) / kRows;
+    return static_cast<int>((kv_head * of_head + index) * kRows);
   }
 
   __device__ unsigned Count(const Prompt& prompt) const {

@@ -219,7 +219,7 @@ __device__ __forceinline__ void RunPrefillTma(const TmaParams& params, const dec
   using Scheduler = typename Traits::Scheduler;
   using WarpScheduler = typename Traits::WarpScheduler;
   using SchedulerWarp = TmaSchedulerWarp<Traits>;
-  const bool few = attention.max_seqs <= WarpScheduler::kSequences;
+  const bool few = Traits::kLongestFirst || attention.max_seqs <= WarpScheduler::kSequences;
   constexpr bool kPlansManyEarly = Traits::kTakesSomeSplits;  // instances for many sequences of few rows
   const int64_t early_sequences = kPlansManyEarly ? Scheduler::kEarlySequences : WarpScheduler::kSequences;
   const bool early = !behind_decode && attention.max_seqs <= early_sequences;
@@ -245,7 +245,8 @@ __device__ __forceinline__ void RunPrefillTma(const TmaParams& params, const dec
       in_order = warp_scheduler.Plan(attention, metadata, params.split_kv.max_tokens, settled);
       if (is_scheduler && !warp_scheduler.IsEmpty()) {
         if (params.split_kv.enabled) {
-          warp_scheduler.template Split<Traits::kTakesFirstSplits, Traits::kTakesSomeSplits>(params.split_kv);
+          warp_scheduler.template Split<Traits::kTakesFirstSplits, Traits::kTakesSomeSplits>(
+              params.split_kv, params.accumulators.part_rows);
         }
         warp_scheduler.Compare();
       }

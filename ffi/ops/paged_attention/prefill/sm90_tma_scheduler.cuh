@@ -105,6 +105,12 @@ struct TmaSchedulerWarp {
     }
   }
 
+  // With kLongestFirst: the first row of the accumulators of a work tile of which this CTA takes all splits.
+  __device__ int64_t OwnRow(const WorkTile& tile) const {
+    if (tile.accum_begin < -1) return -2 - tile.accum_begin;
+    return cta.params.accumulators.part_rows - (blockIdx.x + 1) * Traits::kRows;  // the CTA's, at the end
+  }
+
   // Describes `planned->tile` in a stage, but for `invalid_page`, and fills in the rest of `*planned`. next_split: of
   // the work tile, or of the one before.
   __device__ void Plan(typename Traits::TileState state, Planned* planned) const {
@@ -150,6 +156,9 @@ struct TmaSchedulerWarp {
           next_split = (mode & kSpill) != 0 ? next_split + 1 : 0;
           if (crosses && next_split == 0) mode |= kCrossCta | kSpill;
           accum_row = crosses ? cross_row() : part + blockIdx.x * Traits::kRows;
+          if constexpr (Traits::kLongestFirst) {
+            if (!crosses) accum_row = part + OwnRow(tile);
+          }
         }
         if (lane == 0) stage.accum_row = accum_row;
         first_tile = splits.Begin(split);

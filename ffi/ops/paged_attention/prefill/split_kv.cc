@@ -7,6 +7,7 @@
 #include "ffi/base/dtype.h"
 #include "ffi/ops/paged_attention/decode/decode.h"
 #include "ffi/ops/paged_attention/paged_attention.h"
+#include "ffi/ops/paged_attention/prefill/prefill.h"
 #include "ffi/ops/paged_attention/prefill/sequences.h"
 
 namespace xla_gpu::prefill {
@@ -45,6 +46,14 @@ int64_t AlikeSplitRows(const PagedAttentionParams& shapes) {
   return splits < 2 ? 0 : sequences.count * splits * sequences.tokens * shapes.num_heads;
 }
 
+bool SuitsLongestFirst(const PagedAttentionCall& shapes) {
+  constexpr int64_t kLongContext = 32768;
+  const int64_t room_for_keys = shapes.pages_per_seq * shapes.page_size;
+  const bool has_window = shapes.sliding_window > 0 && shapes.sliding_window < room_for_keys;
+  return shapes.max_seqs > 1 && shapes.max_seqs <= kWarpPlannedSequences && shapes.tree_words == 0 &&
+         SuitsTma(shapes.page_size) && !SuggestFewTokens(shapes) && !has_window && room_for_keys >= kLongContext;
+}
+
 bool WantsSplitAccumulators(const PagedAttentionCall& shapes) {
   using Policy = SplitKvPolicy;
   const int64_t dim = shapes.head_dim;
@@ -73,8 +82,10 @@ bool WantsSplitAccumulators(const PagedAttentionCall& shapes) {
   constexpr int64_t kLongContext = 16384;
   const int64_t room_for_keys = shapes.pages_per_seq * shapes.page_size;
   const bool has_window = shapes.sliding_window > 0 && shapes.sliding_window < room_for_keys;
+  const bool longest_first = shapes.max_seqs > kFewChunks && SuitsLongestFirst(shapes);
+  const int64_t tokens = (longest_first ? 4 : 1) * Policy::kSmallTileTokens;  // on average
   const bool uneven = shapes.max_seqs <= kWarpPlannedSequences && !few_tokens && !has_window &&
-                      shapes.num_tokens <= shapes.max_seqs * Policy::kSmallTileTokens && room_for_keys >= kLongContext;
+                      shapes.num_tokens <= shapes.max_seqs * tokens && room_for_keys >= kLongContext;
   const int64_t enough_rows = (uneven ? 4 : 1) * tiles * Policy::LargeTileRows(dim);
   const int64_t decode_rows = shapes.max_seqs > kFewChunks && shapes.num_tokens > shapes.max_seqs
                                   ? (shapes.max_seqs - 1) * shapes.num_heads
@@ -144,9 +155,18 @@ SplitAccumulatorLayout SplitAccumulatorLayout::Of(const PagedAttentionCall& shap
   const int64_t room = WantsSplitAccumulators(shapes) ? PrefillScratchLimit(shapes) / RowBytes(dim) / grid_rows : 0;
   const int64_t most = std::min(wanted * shapes.num_tokens * shapes.num_heads,
                                 std::max<int64_t>(shapes.max_seqs, 1) * Policy::MostRows(dim) * rounds);
+  layout.begin_bytes = PrefillScratchBegin(shapes);
   layout.always_fits = most <= room;
   layout.pool_rows = std::min(most, room);
   layout.part_rows = layout.always_fits ? most : std::max(room, kMaxCtas * MaxTileRows(dim));
+  layout.longest_first = room > 0 && !layout.always_fits && SuitsLongestFirst(shapes);
+  if (layout.longest_first) {
+    const int64_t bytes = dim * int64_t{sizeof(float)};
+    const int64_t decode_rows = (layout.begin_bytes + bytes - 1) / bytes;
+    layout.begin_bytes = 0;
+    layout.part_rows = kScratchLimit / RowBytes(dim);
+    layout.pool_rows = layout.part_rows - decode_rows;
+  }
   layout.total_rows = layout.part_rows * grid_rows;
   return layout;
 }

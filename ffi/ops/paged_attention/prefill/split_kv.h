@@ -109,6 +109,9 @@ struct SplitKvPolicy {
   unsigned ctas;            // of the persistent kernel
   unsigned tile_rows;       // of its work tiles
   bool takes_first_splits;  // whether its CTAs can take some splits of their rows, beside cross-CTA splits
+  // For LongestFirstPlan, which needs `ctas` everywhere: whether FirstSplits applies, and whether CTAs keep their own
+  // accumulators of up to 64 rows in shared memory.
+  bool asks_first_splits, shares_small_tiles;
   // For CrossCtaRowTiles, of more sequences: CTAs of the persistent kernel; 0 where these keep no accumulators
   // of their own beside cross-CTA splits.
   unsigned last_round_ctas;
@@ -225,6 +228,9 @@ struct SplitKvPolicy {
   XLA_GPU_HOST_DEVICE bool Fits(unsigned rows) const { return rows <= pool_rows; }
 };
 
+// Whether a call that has split accumulators gives them to the sequences of the longest contexts first, where not all
+// fit (LongestFirstPlan): a few sequences with several tokens and room for long contexts. Kernels of their own do that.
+bool SuitsLongestFirst(const PagedAttentionCall& shapes);
 // Rows of split accumulators of sequences of as many tokens each, a few behind contexts that take all the room; 0 where
 // the shapes speak against such sequences: one may be a chunk of a prompt beside decode rows.
 int64_t AlikeSplitRows(const PagedAttentionParams& shapes);
@@ -234,7 +240,7 @@ bool WantsSplitAccumulators(const PagedAttentionCall& shapes);
 // The split accumulators' layout in the workspace. A row is head_dim float32 of unscaled output and a pair (largest
 // score, sum). Each row of the grid has its part. It holds, one after the other, [split][q_len * num_heads] of every
 // sequence that is split; or, where they do not all fit, the rows of one work tile for every CTA, in which it
-// accumulates the splits that it takes one after the other.
+// accumulates the splits that it takes one after the other. With `longest_first` both, where LongestFirstPlan says.
 struct SplitAccumulatorLayout {
   static constexpr int64_t kMaxCtas = 132;  // in x; no more are launched, and no GPU of sm_90a has more SMs
   static constexpr int64_t MaxTileRows(int64_t head_dim) { return head_dim == 256 ? 128 : 192; }
@@ -243,10 +249,12 @@ struct SplitAccumulatorLayout {
     return head_dim == 64 ? 1024 : head_dim == 128 ? 512 : 128;
   }
 
-  bool enabled;       // whether any sequence may be split
-  bool always_fits;   // as SplitKvPolicy's
-  int64_t pool_rows;  // likewise
-  int64_t part_rows;  // of a row of the grid
+  bool enabled;         // whether any sequence may be split
+  int64_t begin_bytes;  // in the scratch: behind the decode path's part; with `longest_first` 0
+  bool always_fits;     // as SplitKvPolicy's
+  int64_t pool_rows;    // likewise; with `longest_first` those behind the decode path's part
+  bool longest_first;   // SuitsLongestFirst, and not all accumulators fit
+  int64_t part_rows;    // of a row of the grid
   int64_t total_rows;
   PrefillKernels kernels;           // that are launched now
   decode::SharedCall* decode_work;  // as PagedAttentionCall's, and the next
