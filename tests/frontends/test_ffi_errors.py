@@ -101,6 +101,17 @@ def test_arguments_of_another_type(frontend, target, result, arguments, text):
         ffi.ffi_call(target, result, **arguments)
 
 
+@pytest.mark.frontends("eager", "torch_xla")
+def test_vmap_is_refused(frontend):
+    """As by jax.ffi.ffi_call without a vmap_method."""
+    torch = pytest.importorskip("torch")
+    (tensor,) = frontend.tensors({"a": np.ones((2, 6), np.float32)}).values()
+    for has_side_effect in (False, True):
+        call = ffi.ffi_call("xla_gpu_test_negate", spec((6,)), has_side_effect=has_side_effect)
+        with pytest.raises(RuntimeError, match=r"xla_gpu_test_negate: ffi_call cannot run under torch\.vmap: only the"):
+            torch.vmap(call)(tensor)
+
+
 @pytest.mark.frontends("eager")
 def test_operands_of_another_type(frontend):
     with pytest.raises(TypeError, match="xla_gpu_test_negate: operand 0: expected a tensor, got ndarray"):

@@ -12,7 +12,7 @@ import torch
 from .._core.attribute_text import attribute_text, parse_attribute
 from .._core.dtypes import DTYPES
 from .._core.operator import CACHED_CALLS, ArraySpec, Layout, OpCall, check_alias_types, check_sizes
-from .dispatch import define, fake_results, run
+from .dispatch import LIBRARY, define, fake_results, run
 from .tensors import spec
 
 # Nothing but tensors, numbers and strings passes through torch.compile and torch.export, and no nested lists: shapes
@@ -220,7 +220,14 @@ def _define(name: str, has_side_effect: bool) -> None:
         call = _bind(has_side_effect, specs(operands, target), target, *map(tuple, rest))
         return list(fake_results(call, operands))
 
+    def refuse_batch(operands: list[torch.Tensor], target: str, *_: Any) -> Any:
+        raise RuntimeError(
+            f"{target}: ffi_call cannot run under torch.vmap: only the handler knows where a batch may stand; call it "
+            "with the batch, or once for each element"
+        )
+
     define(name, _SCHEMA, kernel, fake)
+    LIBRARY.impl(name, refuse_batch, "FuncTorchBatched")
 
 
 _define("ffi_call", has_side_effect=False)
