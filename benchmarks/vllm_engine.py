@@ -77,7 +77,41 @@ QWEN_3_0_6B = {  # and of the embedding model of that size
     "rope_theta": 1000000,
     "tie_word_embeddings": True,
 }
-MODELS = {"llama-3-8b": LLAMA_3_8B, "gpt-oss-20b": GPT_OSS_20B, "qwen3-0.6b": QWEN_3_0_6B}
+QWEN_3_30B_A3B = {
+    **QWEN_3_0_6B,
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "vocab_size": 151936,
+    "tie_word_embeddings": False,
+    "decoder_sparse_step": 1,
+    "moe_intermediate_size": 768,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": True,
+    "mlp_only_layers": [],
+}
+_INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128, "symmetric": True, "dynamic": False}
+QUANTIZATIONS = {
+    "fp8": {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]},
+    "int4": {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "ignore": ["lm_head"],
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": _INT4, "input_activations": None}},
+    },
+}
+MODELS = {
+    "llama-3-8b": LLAMA_3_8B,
+    "gpt-oss-20b": GPT_OSS_20B,
+    "qwen3-0.6b": QWEN_3_0_6B,
+    "qwen3-30b-a3b": QWEN_3_30B_A3B,
+    **{f"qwen3-30b-a3b-{n}": {**QWEN_3_30B_A3B, "quantization_config": q} for n, q in QUANTIZATIONS.items()},
+}
 TINY = {
     **LLAMA_3_8B,
     "hidden_size": 64,

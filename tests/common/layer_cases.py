@@ -5,7 +5,7 @@ from __future__ import annotations
 import ml_dtypes
 import numpy as np
 
-from tests.common import cache_cases, cases, compare, reference
+from tests.common import cache_cases, cases, compare, grouped_cases, reference
 
 
 def rms_norm(dtype: str, shape: tuple[int, ...], with_residual: bool, seed: int = 0) -> dict[str, np.ndarray]:
@@ -211,8 +211,8 @@ def attention_block(
 
 # The operators of samples(); each folder's name stands in the tests that list them.
 NAMES = (
-    *("linear", "gated_mlp", "attention_block", "rms_norm", "silu_and_mul", "gelu_and_mul", "sample"),
-    *("rotary_embedding", "rotary_and_cache"),
+    *("linear", "grouped_linear", "gated_mlp", "attention_block", "rms_norm", "silu_and_mul", "gelu_and_mul"),
+    *("sample", "rotary_embedding", "rotary_and_cache"),
 )
 
 
@@ -220,6 +220,10 @@ def samples() -> dict[str, tuple[dict[str, np.ndarray], dict]]:
     """Small sound arguments of each operator: (arrays, options)."""
     return {
         "linear": (cases.linear_inputs("int4-zero-point", 3, 32, 256, "float16", bias=True, residual=32), {}),
+        "grouped_linear": (
+            grouped_cases.inputs("int4-zero-point", [2, 0, 1], 32, 256, "float16", bias=True, rows=4),
+            {},
+        ),
         "gated_mlp": (gated_mlp("int4-zero-point", 3, 128, 128, "float16", bias=True), {"eps": 1e-5}),
         "attention_block": attention_block(
             cases.AttentionCase(
@@ -251,6 +255,11 @@ def samples() -> dict[str, tuple[dict[str, np.ndarray], dict]]:
 def grid() -> list[tuple[str, tuple[dict[str, np.ndarray], dict]]]:
     """What the sanitizers run: each operator in each dtype, with sizes that vectors divide and that they do not."""
     made = []
+    for dtype in ("float16", "bfloat16"):
+        for weight_format in grouped_cases.FORMATS:
+            for sizes, n, k in (([1, 0, 2], 16, 128), ([20, 3], 208, 640), ([0, 70, 5], 144, 1280)):
+                arrays = grouped_cases.inputs(weight_format, sizes, n, k, dtype, bias=n > 16, rows=sum(sizes) + n % 3)
+                made.append(("grouped_linear", (arrays, {})))
     for dtype in cases.FLOATS:
         for i, weight_format in enumerate(cases.WEIGHT_FORMATS):
             for rows, n, k in ((1, 16, 128), (5, 208, 640), (17, 144, 1280), (64, 272, 256), (67, 32, 128)):

@@ -8,7 +8,7 @@ import re
 import numpy as np
 import pytest
 
-from tests.common import cases, compare, layer_cases
+from tests.common import cases, compare, grouped_cases, layer_cases
 from tests.distributed import devices
 
 jax = pytest.importorskip("jax")
@@ -288,6 +288,20 @@ def test_shares_of_less_than_a_block_of_features_are_named(weight_format, n, uni
     text = rf"linear: weight: expected a number of shards that divides blocks_of_{unit}_features = 2, got axis 0"
     with pytest.raises(Exception, match=text):
         jax.jit(xg.linear)(**sharded)
+
+
+@pytest.mark.parametrize("weight_format", ["plain", "float8-block", "int4-zero-point", "mxfp4"])
+def test_grouped_linear_by_features(weight_format):
+    mesh = devices.mesh("cpu", tp=2)
+    arrays = grouped_cases.inputs(weight_format, [2, 0, 3], 256, 256, bias=True, rows=6)
+    want = np.asarray(jax.jit(xg.grouped_linear)(**arrays))
+    whole = ("x", "group_sizes")
+    sharded = {n: devices.shard(mesh, x, *(() if n in whole else (None, "tp"))) for n, x in arrays.items()}
+    compiled = jax.jit(xg.grouped_linear).lower(**sharded).compile()
+    assert not re.findall(COLLECTIVES, compiled.as_text())
+    got = compiled(**sharded)
+    assert got.sharding.shard_shape(got.shape) == (6, 128)
+    compare.assert_bitwise_equal(np.asarray(got), want, weight_format)
 
 
 def test_attention_block_refuses_a_sharded_cache():

@@ -186,6 +186,7 @@ CHECKS = {
     Hostile: wrong_metadata,
     layer.AllReduce: of_parts,
     layer.Linear: of_layer,
+    layer.GroupedLinear: of_layer,
     layer.GatedMlp: of_layer,
     layer.AttentionBlock: of_layer,
     layer.RmsNorm: of_layer,

@@ -7,7 +7,7 @@ import dataclasses
 import ml_dtypes
 import numpy as np
 
-from tests.common import baseline, cases, compare, layer_cases, parts, reference
+from tests.common import baseline, cases, compare, grouped_cases, layer_cases, parts, reference
 from tests.common.cache_cases import CacheCase
 from tests.common.cases import AttentionCase
 from tests.fuzz.inputs import put_specials, text
@@ -50,6 +50,44 @@ class Linear:
         # Of few results the worst is chance: each of up to four roundings may go either way.
         floor = 2 * float(ml_dtypes.finfo(arrays["x"].dtype).eps) * np.abs(want).max(initial=1)
         compare.assert_close(got[0][finite], want, base, name, floor=floor)
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class GroupedLinear:
+    weight_format: str
+    sizes: tuple[int, ...]  # of groups; any number
+    rows: int
+    n: int
+    k: int
+    dtype: str = "bfloat16"
+    bias: bool = False
+    specials: bool = False
+
+    operator = "grouped_linear"
+
+    def __repr__(self) -> str:
+        return text(self)
+
+    def options(self) -> dict:
+        return {}
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        arrays = grouped_cases.inputs(
+            self.weight_format, self.sizes, self.n, self.k, self.dtype, bias=self.bias, rows=self.rows
+        )
+        if self.specials:
+            put_specials(arrays["x"], np.random.default_rng(self.n))
+        return arrays
+
+    def check(self, name: str, arrays: dict[str, np.ndarray], got: tuple[np.ndarray, ...]) -> None:
+        with np.errstate(invalid="ignore"):  # as above
+            finite = (np.abs(arrays["x"].astype(np.float32)) < 100).all(-1)
+        arrays = {**arrays, "x": np.where(finite[:, None], arrays["x"], np.zeros_like(arrays["x"]))}
+        want, base = grouped_cases.expected(arrays)[finite], grouped_cases.rounded(arrays)[finite]
+        floor = 2 * float(ml_dtypes.finfo(arrays["x"].dtype).eps) * np.abs(want).max(initial=1)
+        compare.assert_close(got[0][finite], want, base, name, floor=floor)
+        used = min(sum(max(size, 0) for size in self.sizes), self.rows)
+        compare.assert_bitwise_equal(got[0][used:], np.zeros_like(got[0][used:]), f"{name}: rows of no group")
 
 
 @dataclasses.dataclass(frozen=True, repr=False)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from tests.common import cases
+from tests.common import cases, grouped_cases
 from tests.common.cache_cases import CacheCase
 from tests.common.cases import AttentionCase
 from tests.fuzz import layer
@@ -271,6 +271,25 @@ def linears(draw) -> layer.Linear:
         bias=draw(st.booleans()),
         residual=draw(st.booleans()),
         activation=draw(st.sampled_from([None, None, "silu_and_mul", "gelu_and_mul"])),
+        specials=draw(st.booleans()),
+    )
+
+
+@st.composite
+def grouped_linears(draw) -> layer.GroupedLinear:
+    weight_format = draw(st.sampled_from(grouped_cases.FORMATS))
+    unit = 128 if weight_format.startswith("int4") else 32 if weight_format == "mxfp4" else 16
+    size = st.one_of(st.integers(0, 4), st.integers(0, 100), st.integers(-(2**31), 2**31 - 1))
+    sizes = tuple(draw(st.lists(size, min_size=1, max_size=9)))
+    used = sum(max(size, 0) for size in sizes)
+    return layer.GroupedLinear(
+        weight_format,
+        sizes,
+        rows=draw(st.one_of(st.just(min(used, 300)), st.integers(0, 150))),
+        n=16 * draw(st.integers(1, 20)),
+        k=unit * draw(st.integers(1, 640 // unit)),
+        dtype=draw(st.sampled_from(["bfloat16", "float16"])),
+        bias=draw(st.booleans()),
         specials=draw(st.booleans()),
     )
 

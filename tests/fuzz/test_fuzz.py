@@ -15,10 +15,12 @@ from tests.fuzz import checks, regressions
 SEED = int(os.environ.get("XLA_GPU_FUZZ_SEED", "2026"))
 # Numbers of inputs: with eager tensors, where one takes a millisecond, and through all front ends, which compile each.
 EAGER = {"attention": 220, "hostile": 500, "update": 500, "merge": 300, "add": 300}
+EAGER |= {"grouped_linear": 100}
 EAGER |= {"linear": 150, "rms_norm": 200, "gated": 100, "sample": 100, "rotary": 200, "all_reduce": 100}
 EAGER |= {"gated_mlp": 60, "attention_block": 60, "large_attention": 12}
 EAGER |= {"large_linear": 6, "large_gated_mlp": 4}
 ALL_FRONTENDS = {"attention": 25, "hostile": 40, "update": 25, "merge": 15, "add": 15}
+ALL_FRONTENDS |= {"grouped_linear": 6}
 ALL_FRONTENDS |= {"linear": 8, "rms_norm": 8, "gated": 5, "sample": 5, "rotary": 12, "all_reduce": 6}
 ALL_FRONTENDS |= {"gated_mlp": 4, "attention_block": 5}
 

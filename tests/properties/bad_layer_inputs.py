@@ -46,6 +46,47 @@ def linear_cases() -> list[Bad]:
     ]
 
 
+def grouped_linear_cases() -> list[Bad]:
+    """Of packed int4 with zero points; 4 rows, 3 groups, n = 32, k = 256, float16."""
+
+    def bad(*args, **kwargs):
+        return Bad("grouped_linear", *args, **kwargs)
+
+    float8 = cases.DTYPES["float8_e4m3fn"]
+    return [
+        bad("rank-3", "x", "[1, 4, 256]", put("x", (1, 4, 256))),
+        bad("float32", "x", "float32", put("x", dtype=np.float32), T),
+        bad("half-a-group", "x", "192", put("x", (4, 192))),
+        bad("rank-2", "weight", "[32, 128]", put("weight", (32, 128))),
+        bad("other-k", "weight", "[3, 32, 64]", put("weight", (3, 32, 64))),
+        bad("n-not-of-16", "weight", "[3, 24, 128]", put("weight", (3, 24, 128))),
+        bad("no-groups", "weight", "[0, 32, 128]", put("weight", (0, 32, 128))),
+        bad("too-many-groups", "weight", "[1025, 32, 128]", put("weight", (1025, 32, 128))),
+        bad("int32", "weight", "int32", put("weight", dtype=np.int32), T),
+        bad("too-few", "group_sizes", "[2]", put("group_sizes", (2,))),
+        bad("int64", "group_sizes", "int64", put("group_sizes", dtype=np.int64), T),
+        bad("missing", "weight_scale", "None", drop("weight_scale")),
+        bad("of-one", "weight_scale", "[32, 2]", put("weight_scale", (32, 2))),
+        bad("of-mxfp4", "weight_scale", "[3, 32, 2]", put("weight_scale", dtype=np.uint8)),
+        bad("float32", "weight_scale", "float32", put("weight_scale", dtype=np.float32), T),
+        bad("transposed", "weight_zero_point", "[3, 2, 32]", put("weight_zero_point", (3, 2, 32))),
+        bad("int32", "weight_zero_point", "int32", put("weight_zero_point", dtype=np.int32), T),
+        bad("of-float8", "weight_zero_point", "[3, 32, 2]", of_float8(put("weight", (3, 32, 256), float8))),
+        bad("of-one", "bias", "[32]", put("bias", (32,))),
+        bad("other-float", "bias", "float32", put("bias", dtype=np.float32), T),
+    ]
+
+
+def of_float8(change):
+    """With the scales that a weight in float8 has."""
+
+    def both(arrays, options):
+        change(arrays, options)
+        arrays["weight_scale"] = np.ones((3, 32), np.float32)
+
+    return both
+
+
 def gated_mlp_cases() -> list[Bad]:
     """Of packed int4 with zero points; hidden and intermediate are 128, float16."""
 
@@ -204,6 +245,7 @@ def rotary_cases() -> list[Bad]:
 
 LAYER = [
     *linear_cases(),
+    *grouped_linear_cases(),
     *gated_mlp_cases(),
     *attention_block_cases(),
     *rms_norm_cases(),

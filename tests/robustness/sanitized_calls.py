@@ -9,7 +9,7 @@ import time
 
 import numpy as np
 
-from tests.common import cache_cases, cases, layer_cases, reference
+from tests.common import cache_cases, cases, grouped_cases, layer_cases, reference
 from tests.user_kernels import sources
 from xla_gpu._core.operator import ArraySpec, check_inputs_requested
 from xla_gpu._runtime import call_frame, scratch, targets
@@ -165,9 +165,12 @@ def merging(memory, dtype: str, rows: int, heads: int, head_dim: int) -> None:
 
 
 def of_layer(memory, name: str, arrays: dict, options: dict) -> None:
-    """rms_norm, silu_and_mul, rotary_embedding, sample, linear, gated_mlp, attention_block."""
+    """rms_norm, silu_and_mul, rotary_embedding, sample, linear, grouped_linear, gated_mlp, attention_block."""
     (operator,) = (op for op in OPERATORS if op.name == name)
-    want = getattr(reference, name)(**arrays, **options)
+    if name == "grouped_linear":
+        want = (grouped_cases.expected(arrays),)
+    else:
+        want = getattr(reference, name)(**arrays, **options)
     for i, (g, w) in enumerate(zip(call(memory, operator, arrays, **options), want, strict=True)):
         if name != "attention_block" or w.dtype.itemsize > 1:  # what is rounded to float8 behind a product may differ
             compare(f"{name} {i}", g, w)

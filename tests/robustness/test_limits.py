@@ -201,6 +201,11 @@ def test_layer_rows_of_more_than_16_bits_count(frontend):
     ):
         (out,) = frontend.call(operator, given, **options)
         assert (out == out[0]).all() and np.isfinite(out[0]).all()
+    x = arrays["x"].astype(np.float16)
+    groups = {"weight": np.stack([np.eye(16, dtype=np.float16)] * 2), "group_sizes": np.array([1, rows - 2], np.int32)}
+    (out,) = frontend.call("grouped_linear", {"x": x, **groups})
+    compare.assert_bitwise_equal(out[:-1], x[:-1], frontend.name)
+    assert not out[-1].any()
     block, options = layer_cases.attention_block(
         cases.AttentionCase("rows", ((1, 9),), 1, 1, 16, dtype="float32", padding_tokens=70_000), hidden=16
     )

@@ -87,7 +87,7 @@ def test_merge_and_add(frontend, dtype, garbage):
 @pytest.mark.parametrize("garbage", memory.GARBAGE)
 @pytest.mark.parametrize("operator", layer_cases.NAMES)
 def test_layer(frontend, operator, garbage):
-    """rms_norm, silu_and_mul, rotary_embedding, sample, linear, gated_mlp, attention_block."""
+    """rms_norm, silu_and_mul, rotary_embedding, sample, linear, grouped_linear, gated_mlp, attention_block."""
     arrays, options = layer_cases.samples()[operator]
     want = frontend.call(operator, arrays, **options)
     for i, (g, w) in enumerate(

@@ -125,6 +125,74 @@ def test_quantised_experts(rows, block, form, monkeypatch):
     torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("form", ["plain", "float8", "float8-block", "int8", "int4", "mxfp4"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("bias", [False, True])
+def test_grouped_experts(form, dtype, bias, monkeypatch):
+    """In 16 bits: as in float32 with the weights that are meant; rows are ordered in both ways."""
+    from xla_gpu import quantization
+    from xla_gpu.vllm import moe, mxfp4, routing
+
+    monkeypatch.setattr(moe, "_COMPARED_PAIRS", 100)
+    torch.manual_seed(0)
+    num_experts, hidden, intermediate, device = 4, 256, 128, torch_xla.device()
+    x, router = torch.randn(128, hidden).to(dtype), torch.randn(128, num_experts)
+    x, router = x.to(device), router.to(device)
+    stored, meant = [], []
+    for n, k in ((2 * intermediate, hidden), (hidden, intermediate)):
+        added = torch.randn(num_experts, n).to(dtype) if bias else None
+        if form == "plain":
+            parts = [(torch.randn(num_experts, n, k) / 16).to(dtype), None]
+            means = parts[0]
+        elif form == "mxfp4":
+            scale = torch.randint(120, 123, (num_experts, n, k // 32), dtype=torch.uint8)
+            parts = [torch.randint(0, 256, (num_experts, n, k // 2), dtype=torch.uint8), scale]
+            means = mxfp4.dequantized(torch.float32, *parts)
+        else:
+            wide = [(torch.randn(n, k) / 16).to(dtype) for _ in range(num_experts)]
+            made = [quantization.quantize(one, form.removesuffix("-block")) for one in wide]
+            if form == "float8-block":
+                made = [one._replace(weight_scale=torch.rand(n // 128, k // 128) / 128) for one in made]
+            bits = torch.stack([one.weight.view(torch.uint8) for one in made]).view(made[0].weight.dtype)
+            parts = [bits, torch.stack([one.weight_scale for one in made])]
+            means = torch.stack([quantization.dequantize(one) for one in made])
+        given = [None if part is None else part.to(device) for part in (*parts, None, added)]
+        stored.append(moe.Matrices(*given))
+        meant.append(moe.Matrices(means.float().to(device), bias=None if added is None else added.float().to(device)))
+    weights, chosen = routing.softmax(router, 2, True)
+
+    def run(rows, of, x):
+        return moe.experts(x[:rows], *of, weights[:rows], chosen[:rows], "silu").cpu()
+
+    whole, expected = run(128, stored, x), run(128, meant, x.float())
+    assert ((whole.float() - expected).norm() < 1e-2 * expected.norm()).item()
+    torch.testing.assert_close(whole.float(), expected, rtol=0, atol=3e-2 * expected.abs().max().item())
+    for rows in (1, 24):
+        # XLA's operations between the products may round otherwise in another fusion.
+        part, scale = run(rows, stored, x).float(), expected.abs().max().item()
+        torch.testing.assert_close(part, whole[:rows].float(), rtol=0, atol=1e-2 * scale)
+    called = []
+    monkeypatch.setattr(moe, "_by_groups", lambda *operands: called.append(operands) or operands[0])
+    run(128, stored, x)
+    assert len(called) == 1
+
+
+def test_experts_that_groups_do_not_take():
+    """float32, sizes that are no multiple of 16, and int4 whose scales have another dtype than the rows."""
+    from xla_gpu.vllm import moe
+
+    def takes(weight, dtype, scale=None):
+        return moe.Matrices(weight, scale).takes_groups(dtype)
+
+    plain, packed = torch.zeros(2, 32, 64, dtype=torch.bfloat16), torch.zeros(2, 32, 64, dtype=torch.uint8)
+    groups = torch.zeros(2, 32, 1, dtype=torch.bfloat16)
+    assert takes(plain, torch.bfloat16) and takes(packed, torch.bfloat16, groups)
+    assert takes(packed, torch.float16, torch.zeros(2, 32, 4, dtype=torch.uint8))
+    assert not takes(plain.float(), torch.float32) and not takes(plain, torch.float16)
+    assert not takes(plain[:, :24], torch.bfloat16) and not takes(plain[..., :40], torch.bfloat16)
+    assert not takes(packed, torch.float16, groups) and not takes(packed[..., :40], torch.bfloat16, groups)
+
+
 def test_blocks_of_experts():
     """Where they are used; and that a step's memory is counted."""
     from xla_gpu.vllm import moe

@@ -335,7 +335,10 @@ void Call::Change() {
 }
 
 void Call::Operator() {
-  switch (input_.Below(13)) {
+  switch (input_.Below(14)) {
+    case 13:
+      GroupedLinear();
+      break;
     case 12:
       AttentionBlock();
       break;

@@ -65,6 +65,7 @@ class Call {
   void MergeAttentionStates();
   // In call_layer.cc:
   void Linear();
+  void GroupedLinear();
   void GatedMlp();
   void AttentionBlock();
   int64_t AddOfWeight(int32_t dtype, int32_t stored, int64_t n, int64_t k, bool zero_point, bool bias);

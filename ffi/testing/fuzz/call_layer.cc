@@ -40,6 +40,39 @@ void Call::Linear() {
   AddScratch();
 }
 
+void Call::GroupedLinear() {
+  target_ = "xla_gpu_grouped_linear";
+  constexpr int32_t kQuantised[] = {XLA_FFI_DataType_F8E4M3FN, XLA_FFI_DataType_S8, XLA_FFI_DataType_U8};
+  const int32_t dtype = kFloats[input_.Once(16) ? 0 : 1 + input_.Below(2)];
+  const int32_t weight = input_.Once(3) ? dtype : kQuantised[input_.Below(3)];
+  const bool packed = weight == XLA_FFI_DataType_U8, mxfp4 = packed && input_.Once(2), int4 = packed && !mxfp4;
+  const bool scale = weight != dtype, zero_point = int4 && input_.Once(2), bias = input_.Once(2);
+  const bool blocks = weight == XLA_FFI_DataType_F8E4M3FN && input_.Once(2);
+  const int64_t groups = 1 + input_.Below(5), rows = input_.Below(40), n = 16 * (1 + input_.Below(3));
+  const int64_t k = int4 ? 128 : mxfp4 ? 32 * (1 + input_.Below(4)) : 16 * (1 + input_.Below(9));
+  Add(&operands_, dtype, {rows, k});
+  Add(&operands_, weight, {groups, n, packed ? k / 2 : k});
+  if (input_.Once(2)) {
+    AddNumbers(XLA_FFI_DataType_S32, {groups}, rows + 1);
+  } else {
+    Add(&operands_, XLA_FFI_DataType_S32, {groups});
+  }
+  if (mxfp4) {
+    Add(&operands_, weight, {groups, n, k / 32});
+  } else if (scale) {
+    Add(&operands_, int4 ? dtype : int32_t{XLA_FFI_DataType_F32},
+        int4     ? Shape{groups, n, k / 128}
+        : blocks ? Shape{groups, (n + 127) / 128, (k + 127) / 128}
+                 : Shape{groups, n});
+  }
+  if (zero_point) AddNumbers(XLA_FFI_DataType_U8, {groups, n, k / 128}, 16);
+  if (bias) Add(&operands_, dtype, {groups, n});
+  Add(&results_, dtype, {rows, n});
+  AddScalar("bias", XLA_FFI_DataType_PRED, bias);
+  AddScalar("weight_scale", XLA_FFI_DataType_PRED, scale);
+  AddScalar("weight_zero_point", XLA_FFI_DataType_PRED, zero_point);
+}
+
 // Adds a weight's scale, zero points and bias; returns which of them, a bit each.
 int64_t Call::AddOfWeight(int32_t dtype, int32_t stored, int64_t n, int64_t k, bool zero_point, bool bias) {
   const bool int4 = stored == XLA_FFI_DataType_U8, scale = stored != dtype;

@@ -14,6 +14,7 @@ from .._jax import by_parts
 from .._jax.call import function
 from ..ops import attention_block as _attention_block
 from ..ops import gated_mlp as _gated_mlp
+from ..ops import grouped_linear as _grouped_linear
 from ..ops import linear as _linear
 from ..ops import rms_norm as _rms_norm
 from ..ops import rotary_embedding as _rotary_embedding
@@ -39,6 +40,19 @@ def linear(
     activation: str | None = None,
 ) -> jax.Array:
     """Computes the product of rows with a weight matrix, plain or quantised, with bias, activation and residual."""
+
+
+@function(_grouped_linear.OPERATOR)
+def grouped_linear(
+    x: jax.typing.ArrayLike,
+    weight: jax.typing.ArrayLike,
+    group_sizes: jax.typing.ArrayLike,
+    *,
+    weight_scale: jax.typing.ArrayLike | None = None,
+    weight_zero_point: jax.typing.ArrayLike | None = None,
+    bias: jax.typing.ArrayLike | None = None,
+) -> jax.Array:
+    """Computes products of groups of rows, each with a weight matrix of its own, plain or quantised."""
 
 
 @function(_gated_mlp.OPERATOR, by_parts.gated_mlp)

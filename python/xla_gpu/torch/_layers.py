@@ -12,6 +12,7 @@ import torch
 from .._torch.functions import function
 from ..ops import attention_block as _attention_block
 from ..ops import gated_mlp as _gated_mlp
+from ..ops import grouped_linear as _grouped_linear
 from ..ops import linear as _linear
 from ..ops import rms_norm as _rms_norm
 from ..ops import rotary_embedding as _rotary_embedding
@@ -37,6 +38,19 @@ def linear(
     activation: str | None = None,
 ) -> torch.Tensor:
     """Computes the product of rows with a weight matrix, plain or quantised, with bias, activation and residual."""
+
+
+@function(_grouped_linear.OPERATOR)
+def grouped_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    group_sizes: torch.Tensor,
+    *,
+    weight_scale: torch.Tensor | None = None,
+    weight_zero_point: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Computes products of groups of rows, each with a weight matrix of its own, plain or quantised."""
 
 
 @function(_gated_mlp.OPERATOR)

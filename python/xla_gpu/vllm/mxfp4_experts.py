@@ -1,6 +1,6 @@
 """Experts in mxfp4: vLLM's loaders hand over their tensors, and moe.py multiplies by them.
 
-They stay as they are stored, and are dequantised for each product.
+They stay as they are stored.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Mxfp4MoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
                 layer.register_parameter(f"{name}_{kind}", parameter)
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
-        """Converts the scales, and orders gate and up.
+        """Orders gate and up.
 
         Raises:
           ValueError: the checkpoint lacks scales.
@@ -86,7 +86,6 @@ class Mxfp4MoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
                 raise ValueError(
                     f"xla_gpu.vllm: {layer.layer_name}: expected scales of {name} in the checkpoint, got none, or NaN"
                 )
-            scale.data = mxfp4.scales(scale.data)
         for kind in ("weight", "weight_scale", "bias"):
             part = getattr(layer, f"w13_{kind}")
             part.data = moe.in_halves(part.data)

@@ -1,0 +1,147 @@
+"""grouped_linear: products of groups of rows, each with a weight matrix of its own, plain or quantised."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from .._core.checks import Checks
+from .._core.operator import ArraySpec, Operator, Signature
+from .._core.partitioning import Partitioning
+from .linear import GROUP
+
+_DOCSTRING = """
+``out[i] = x[i] @ weight[group of i].T * scale + bias[group of i]``, for rows in the order of their groups: the first
+``group_sizes[0]`` rows are of group 0, and so on. The experts of a layer are such groups. Sums are in float32, and
+results round to T once.
+
+| weight, of G groups | weight_scale | weight_zero_point |
+|---|---|---|
+| T[G, n, k] | None | None |
+| float8_e4m3fn[G, n, k] | float32[G, n] or float32[G, ceil(n / 128), ceil(k / 128)] | None |
+| int8[G, n, k] | float32[G, n] | None |
+| uint8[G, n, k / 2], int4 of ``pack_weight`` | T[G, n, k / 128] | None, for 8, or uint8[G, n, k / 128] |
+| uint8[G, n, k / 2], mxfp4 | uint8[G, n, k / 32] | None |
+
+The first four are ``linear``'s, a matrix for each group, whose int4 ``quantization.pack_weight`` packs. mxfp4 is
+as checkpoints store it: two values of e2m1 in a byte, the one of even index in the lower half, and for each 32 values
+the exponent of a power of two, with 127 added.
+
+Which rows belong to which group is read on the device: calls of the same shapes launch the same kernel. The bits of a
+row depend on it and on its group's weight alone.
+
+Args:
+  x: T[rows, k]. T is float16 or bfloat16. k is a multiple of 16, with mxfp4 of 32, with packed int4 of 128.
+  weight: as above; n is a multiple of 16, and G is 1 to 1024.
+  group_sizes: int32[G], how many rows each group has. Their sum may be less than rows: results of rows behind
+    it are 0. Sizes below 0 count as 0, and rows past the last one are not there.
+  weight_scale: as above. Exponents of mxfp4 above 33 (15 in float16) make weights infinite.
+  weight_zero_point: as above; values of 0 to 127.
+  bias: T[G, n].
+
+Returns:
+  T[rows, n].
+
+Raises:
+  TypeError: an argument is no array, or has another dtype.
+  ValueError: an argument has another shape.
+"""
+
+MXFP4_GROUP = 32  # values with one scale
+MAX_GROUPS = 1024
+_MULTIPLE = 16  # of n and k
+
+_check = Checks("grouped_linear")
+
+
+def _signature(
+    x: ArraySpec,
+    weight: ArraySpec,
+    group_sizes: ArraySpec,
+    *,
+    weight_scale: ArraySpec | None = None,
+    weight_zero_point: ArraySpec | None = None,
+    bias: ArraySpec | None = None,
+    check_inputs: bool = False,
+) -> Signature:
+    del check_inputs  # every size of a group has a defined result
+    _check.dtype("x", x, ("float16", "bfloat16"))
+    rows, k = _check.rank("x", x, "rows, k")
+    _check.dtype("weight", weight, (x.dtype, "float8_e4m3fn", "int8", "uint8"), " (as x, or quantised)")
+    packed = weight.dtype == "uint8"
+    num_groups, n, stored = _check.rank("weight", weight, f"num_groups, n, {'k / 2' if packed else 'k'}")
+    mxfp4 = packed and weight_scale is not None and weight_scale.dtype == "uint8"
+    multiple = MXFP4_GROUP if mxfp4 else GROUP if packed else _MULTIPLE
+    if k < multiple or k % multiple:
+        raise _check.value_error("x", f"k a multiple of {multiple}", x)
+    if not 1 <= num_groups <= MAX_GROUPS:
+        raise _check.value_error("weight", f"1 to {MAX_GROUPS} groups", weight)
+    if n < _MULTIPLE or n % _MULTIPLE:
+        raise _check.value_error("weight", f"n a multiple of {_MULTIPLE}", weight)
+    if stored != (k // 2 if packed else k):
+        expected = f"shape [num_groups, n, {k // 2 if packed else k}] (k = {k}, from x)"
+        raise _check.value_error("weight", expected, weight)
+    _check.dtype("group_sizes", group_sizes, ("int32",))
+    _check.shape("group_sizes", group_sizes, (num_groups,), "num_groups")
+    _check_scale(x, weight, num_groups, n, k, weight_scale)
+    if weight_zero_point is not None:
+        if not packed or mxfp4:
+            raise _check.value_error("weight_zero_point", "None, since weight is not packed int4", weight_zero_point)
+        _check.dtype("weight_zero_point", weight_zero_point, ("uint8",))
+        _check.shape("weight_zero_point", weight_zero_point, (num_groups, n, k // GROUP), "num_groups, n, k / 128")
+    if bias is not None:
+        _check.dtype("bias", bias, (x.dtype,), " (as x)")
+        _check.shape("bias", bias, (num_groups, n), "num_groups, n")
+    attributes = {
+        "bias": np.bool_(bias is not None),
+        "weight_scale": np.bool_(weight_scale is not None),
+        "weight_zero_point": np.bool_(weight_zero_point is not None),
+    }
+    blocks = weight.dtype == "float8_e4m3fn" and weight_scale is not None and len(weight_scale.shape) == 3
+    partitioning = _partitioning(n, GROUP if blocks else _MULTIPLE, weight_scale)
+    return Signature((ArraySpec((rows, n), x.dtype),), attributes, partitioning=partitioning)
+
+
+def _check_scale(x: ArraySpec, weight: ArraySpec, num_groups: int, n: int, k: int, scale: ArraySpec | None) -> None:
+    if weight.dtype == x.dtype:
+        if scale is not None:
+            raise _check.value_error("weight_scale", "None, since weight is of x's dtype", scale)
+        return
+    if scale is None:
+        raise _check.value_error("weight_scale", f"an array, since weight is {weight.dtype}", None)
+    if weight.dtype == "uint8":
+        _check.dtype("weight_scale", scale, (x.dtype, "uint8"), " (of packed int4, or of mxfp4)")
+        size = MXFP4_GROUP if scale.dtype == "uint8" else GROUP
+        _check.shape("weight_scale", scale, (num_groups, n, k // size), f"num_groups, n, k / {size}")
+        return
+    _check.dtype("weight_scale", scale, ("float32",))
+    if weight.dtype == "float8_e4m3fn" and len(scale.shape) == 3:
+        blocks = (num_groups, -(-n // GROUP), -(-k // GROUP))
+        _check.shape("weight_scale", scale, blocks, "num_groups, ceil(n / 128), ceil(k / 128)")
+        return
+    _check.shape("weight_scale", scale, (num_groups, n), "num_groups, n")
+
+
+def _partitioning(n: int, unit: int, scale: ArraySpec | None) -> Partitioning:
+    """Over features, as linear. Rows belong to groups: all are needed."""
+    features = f"blocks_of_{unit}_features" if n % unit == 0 else None
+    return Partitioning(
+        operands={
+            "x": (None, None),
+            "weight": (None, features, None),
+            "group_sizes": (None,),
+            "weight_scale": (None, features) if scale is None or len(scale.shape) == 2 else (None, features, None),
+            "weight_zero_point": (None, features, None),
+            "bias": (None, features),
+        },
+        results=((None, features),),
+        sizes={features: n // unit} if features else {},
+    )
+
+
+OPERATOR = Operator(
+    "grouped_linear",
+    "(Tensor x, Tensor weight, Tensor group_sizes, *, Tensor? weight_scale=None, Tensor? weight_zero_point=None, "
+    "Tensor? bias=None) -> Tensor",
+    _signature,
+    _DOCSTRING,
+)
