@@ -16,11 +16,11 @@ inline constexpr int64_t kMaxDecodeRows = 8;
 constexpr bool SuitsTma(int64_t page_size) { return page_size % 8 == 0; }
 // Query rows of a KV head that the decode path computes with one pass over K and V. More rows of several tokens (as in
 // speculative decoding with grouped queries) belong to the prefill path, where that splits keys, whose work tiles
-// have 64; not yet in pages that TMA does not load (docs/log/2026-11-23-attention-sweep.md).
+// have 64; not at head_dim 64 in pages that TMA does not load, where that takes longer.
 inline constexpr int64_t kMaxPassRows = 16;
 constexpr int64_t MaxDecodeTokens(const PagedAttentionParams& shapes, bool prefill_splits_keys) {
   const int64_t group = shapes.num_kv_heads > 0 ? shapes.num_heads / shapes.num_kv_heads : 1;
-  const bool one_path = !prefill_splits_keys || !SuitsTma(shapes.page_size);
+  const bool one_path = !prefill_splits_keys || (!SuitsTma(shapes.page_size) && shapes.head_dim == 64);
   if (one_path || group <= kMaxPassRows / kMaxDecodeRows) return kMaxDecodeRows;
   return group >= kMaxPassRows ? 1 : kMaxPassRows / group;
 }

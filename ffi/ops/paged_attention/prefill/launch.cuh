@@ -209,7 +209,7 @@ Status LaunchTma(const TmaParams& call, const SplitAccumulatorLayout& layout, in
   const int ctas_per_sm = Traits::kRows == 64 && tma.behind_decode ? kIdleCombineCtasPerSm : 8;
   const dim3 combine_grid(static_cast<unsigned>(CombineCtas(params, kCombineThreads / 32, ctas_per_sm, sms)));
   // See PathsShareCombine.
-  if constexpr (Traits::kHeadDim == 128 && !Traits::kFloat8Cache && !Traits::kAnyPages && !Traits::kLongestFirst) {
+  if constexpr (Traits::kHeadDim == 128 && !Traits::kFloat8Cache && !Traits::kLongestFirst) {
     decode::SharedCall* const decode = layout.decode_work;
     if (decode != nullptr && decode->combines) {
       decode->combines = false;

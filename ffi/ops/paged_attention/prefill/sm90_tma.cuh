@@ -46,10 +46,8 @@ __device__ void VisitBarriers(const TmaCta<Traits>& cta, Visit visit) {
   };
   // Q arrives from each lane of its warp, for which cp.async copies count; a stage is read by one warpgroup.
   each(offsetof(SharedStorage, q_barriers), kQueryBarriers, 32, 4);
-  // K and V of a float8 cache come from all producer warps, and by cp.async from each lane of one warp or two.
-  constexpr int kKvArrivals = Traits::kFloat8Cache ? Traits::kProducerWarps
-                              : Traits::kAnyPages  ? (Traits::kQueryWarpHelps ? 64 : 32)
-                                                   : 1;
+  // K and V of a float8 cache come from all producer warps, and by cp.async from each lane of one warp.
+  constexpr int kKvArrivals = Traits::kFloat8Cache ? Traits::kProducerWarps : Traits::kAnyPages ? 32 : 1;
   each(offsetof(SharedStorage, kv_barriers), Traits::kKvStages, kKvArrivals, kReaderWarps);
   each(offsetof(SharedStorage, tile_barriers), Traits::kTileStages, 1, Traits::kTileReaders);
   each(offsetof(SharedStorage, checked_barriers), Traits::kTileStages, 1, 0);
@@ -127,8 +125,6 @@ __device__ void RunProducerWarp(const TmaCta<Traits>& cta, int warp, Find find, 
     KvWarp<Traits, /*kIsValues=*/false>{cta}.Run();
   } else if (is_next()) {
     KvWarp<Traits, /*kIsValues=*/true>{cta}.Run();
-  } else if constexpr (Traits::kQueryWarpHelps) {
-    CpAsyncQueryWarp<Traits>{cta}.Run();
   } else {
     TmaQueryWarp<Traits>{cta}.Run();
   }

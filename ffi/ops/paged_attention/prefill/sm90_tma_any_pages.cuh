@@ -15,32 +15,32 @@
 
 namespace xla_gpu::prefill {
 
-// The copies of a warp: the keys [kBegin, kEnd) of each key tile.
-template <typename Traits, int kBegin, int kEnd>
+// The copies of a warp: K or V of a key tile.
+template <typename Traits>
 struct KeyCopies {
-  static constexpr int kKeys = kEnd - kBegin;
+  static constexpr int kKeys = Traits::kTileKeys;
   using TileState = typename Traits::TileState;
-  static constexpr int kLookUps = (kKeys + 31) / 32;                 // of a lane for a key tile
-  static constexpr unsigned kRowVectors = Traits::kHeadDim / 8;      // 16-byte vectors of a row
-  static constexpr unsigned kBatch = 4;                              // copies of a lane whose slots it reads together
-  static constexpr unsigned kBatchRows = kBatch * 32 / kRowVectors;  // that the warp copies with them
+  static constexpr int kLookUps = (kKeys + 31) / 32;       // of a lane for a key tile
+  static constexpr unsigned kBatch = 4;                    // rows of a lane whose slots it reads together
+  static constexpr unsigned kBatchRows = kBatch * 32 / 8;  // that the warp copies with them, eight lanes each
   static constexpr unsigned kBatches = kKeys / kBatchRows;
-  static_assert(kBegin % 8 == 0 && kKeys % kBatchRows == 0 && kRowVectors <= 32);
-  // Where the slots of these keys lie meanwhile, from the tile's beginning on: in rows of the last batch.
-  static constexpr int kSlots = kEnd / 8 * Traits::kAtomRowBytes - 512;
-  static_assert(kKeys * sizeof(uint32_t) <= 512 && kEnd % 8 == 0);
+  static_assert(kKeys % kBatchRows == 0);
+  // Where the slots of these keys lie meanwhile: in rows of the last batch.
+  static constexpr int kSlotsBytes = 512;
+  static constexpr int kSlots = Traits::kTileBytes - kSlotsBytes;
+  static_assert(kKeys * sizeof(uint32_t) <= kSlotsBytes);
   static constexpr uint32_t kNoSlot = ~uint32_t{0};  // a cache has fewer than 2^32 slots: CheckSlotCounts
 
-  // Of keys kBegin + lane, kBegin + lane + 32, ... of a key tile.
+  // Of keys lane, lane + 32, ... of a key tile.
   struct Pages {
     int32_t numbers[kLookUps];  // as the block table has them; -1: not read
   };
 
   const TmaCta<Traits>& cta;
 
-  // What CopyTile takes of K or V: the lane's vector of the kv head's slot 0.
+  // What CopyTile takes of K or V: the lane's first vector of the kv head's slot 0.
   __device__ const char* Source(const void* cache, int kv_head) const {
-    const char* source = HeadStart(cta.attention, cache, kv_head) + cta.lane % kRowVectors * 16;
+    const char* source = HeadStart(cta.attention, cache, kv_head) + cta.lane % 8 * 16;
     asm volatile("" : "+l"(source));  // else the compiler adds the cache's address again for each copy
     return source;
   }
@@ -53,7 +53,7 @@ struct KeyCopies {
 #pragma unroll
     for (int i = 0; i < kLookUps; ++i) {
       const int row = i * 32 + cta.lane;
-      const int position = tile * Traits::kTileKeys + kBegin + row;
+      const int position = tile * kKeys + row;
       const bool read = row < kKeys && position >= begin && position < end;
       pages.numbers[i] = read ? __ldg(table + cta.params.page.Divide(static_cast<unsigned>(position))) : -1;
     }
@@ -78,7 +78,7 @@ struct KeyCopies {
 #pragma unroll
     for (int i = 0; i < kLookUps; ++i) {
       const int row = i * 32 + cta.lane;
-      const auto position = static_cast<unsigned>(tile * Traits::kTileKeys + kBegin + row);
+      const auto position = static_cast<unsigned>(tile * kKeys + row);
       const auto page = static_cast<unsigned>(pages.numbers[i]);
       const bool read = page < num_pages;  // negative numbers are 2^31 and above
       const uint32_t slot = position + (page - cta.params.page.Divide(position)) * page_size;
@@ -96,29 +96,30 @@ struct KeyCopies {
   template <bool kWhole>
   __device__ void CopyKeys(const char* source, uint32_t target) const {
     const auto slot_bytes = static_cast<uint32_t>(cta.attention.slot_stride * 2);
-    const unsigned vec = cta.lane % kRowVectors;
-    const unsigned first = cta.lane / kRowVectors * kBatch;  // this lane's first row of a batch
+    const unsigned vec = cta.lane % 8;
+    const unsigned first = cta.lane / 8 * kBatch;  // this lane's first row of a batch
     const uint32_t slots = target + kSlots + first * 4;
-    const uint32_t row = target + kBegin / 8 * Traits::kAtomRowBytes + first / 8 * Traits::kAtomRowBytes +
-                         vec / 8 * Traits::kAtomBytes + first % 8 * 128 + ((vec ^ first) & 7) * 16;
+    const uint32_t row = target + first / 8 * Traits::kAtomRowBytes + first % 8 * 128 + ((vec ^ first) & 7) * 16;
     uint4 next = LoadSlots(slots);
 #pragma unroll(kWhole ? 2 : 1)
     for (unsigned batch = 0; batch < kBatches; ++batch) {
       const uint32_t now[kBatch] = {next.x, next.y, next.z, next.w};
       if (batch + 1 < kBatches) next = LoadSlots(slots + (batch + 1) * kBatchRows * 4);
       if (batch + 1 == kBatches) __syncwarp();  // all lanes have read the slots that these copies overwrite
-      // The swizzle depends on the row's lowest three bits, of which `first`, `further` and i have none in common.
-      const unsigned further = batch * kBatchRows;
-      const uint32_t there = (row ^ (further % 8 * 16)) + further / 8 * Traits::kAtomRowBytes + further % 8 * 128;
-      const char* sources[kBatch];
+      const uint32_t there = row + batch * (kBatchRows / 8 * Traits::kAtomRowBytes);
 #pragma unroll
       for (unsigned i = 0; i < kBatch; ++i) {
-        const uint32_t slot = kWhole || now[i] != kNoSlot ? now[i] : 0;
-        asm volatile("mad.wide.u32 %0, %1, %2, %3;" : "=l"(sources[i]) : "r"(slot), "r"(slot_bytes), "l"(source));
-      }
+        const bool read = kWhole || now[i] != kNoSlot;
+        const char* from;
+        asm volatile("mad.wide.u32 %0, %1, %2, %3;"
+                     : "=l"(from)
+                     : "r"(read ? now[i] : 0), "r"(slot_bytes), "l"(source));
+        // The swizzle depends on the row's lowest three bits: those of `first` and of i, which have none in common.
+        const uint32_t to = (there ^ (i * 16)) + i * 128;
 #pragma unroll
-      for (unsigned i = 0; i < kBatch; ++i) {
-        CopyAsync16((there ^ (i * 16)) + i * 128, sources[i], kWhole || now[i] != kNoSlot);
+        for (int atom = 0; atom < Traits::kRowAtoms; ++atom) {
+          CopyAsync16(to + atom * Traits::kAtomBytes, from + atom * 128, read);
+        }
       }
     }
   }
@@ -133,12 +134,12 @@ struct KeyCopies {
   }
 };
 
-// The warp that copies K or V, or most of it: see CpAsyncQueryWarp.
+// The warp that copies K or V.
 template <typename Traits, bool kIsValues>
 struct CpAsyncKvWarp {
   using TileState = typename Traits::TileState;
   using State = std::conditional_t<kIsValues, typename Traits::ValueState, typename Traits::KeyState>;
-  using Copies = KeyCopies<Traits, 0, Traits::kKvWarpKeys>;
+  using Copies = KeyCopies<Traits>;
 
   const TmaCta<Traits>& cta;
 
@@ -187,56 +188,6 @@ struct CpAsyncKvWarp {
     // A thread must not exit before its copies have completed.
     CommitAsync();
     WaitAsync<0>();
-  }
-};
-
-// The warp that loads Q, and the last keys of K and V where it has the time: the other two take longer than the
-// products with a small work tile. With one stage of Q it would wait for the end of the work tile before.
-template <typename Traits>
-struct CpAsyncQueryWarp {
-  using TileState = typename Traits::TileState;
-  using Copies = KeyCopies<Traits, Traits::kKvWarpKeys, Traits::kTileKeys>;
-  using Pages = typename Copies::Pages;
-
-  const TmaCta<Traits>& cta;
-
-  __device__ void Run() const {
-    const Copies copies{cta};
-    const TmaQueryWarp<Traits> query{cta};
-    TileState work;
-    typename Traits::QueryState query_state;
-    typename Traits::KeyState key;
-    typename Traits::ValueState value;
-    for (;; work.Advance(), query_state.Advance()) {
-      cta.tiles.WaitFull(work);
-      const int tiles = cta.Tile(work).key_tiles;
-      if (tiles == 0) break;
-      const int last = cta.Tile(work).last_key_tile;
-      Pages next = copies.LookUp(work, last), before = next;
-      query.Load(work, query_state);
-      const int kv_head = cta.Tile(work).rows.kv_head;
-      // K of a tile, then V of the one before: the order in which they are used.
-#pragma unroll 1
-      for (int i = 0; i <= tiles; ++i) {
-        const Pages now = next;
-        if (i + 1 < tiles) next = copies.LookUp(work, last - i - 1);
-        if (i < tiles) {
-          cta.keys.WaitEmpty(key);
-          copies.Copy(copies.Source(cta.attention.k_cache, kv_head), now, last - i, cta.Keys(key.stage));
-          ArriveOnCpAsync(cta.keys.Full(key));
-          key.Advance();
-        }
-        if (i > 0) {
-          cta.values.WaitEmpty(value);
-          copies.Copy(copies.Source(cta.attention.v_cache, kv_head), before, last - i + 1, cta.Values(value.stage));
-          ArriveOnCpAsync(cta.values.Full(value));
-          value.Advance();
-        }
-        before = now;
-      }
-      cta.Arrive(cta.tiles.Empty(work));
-    }
-    query.Finish();
   }
 };
 

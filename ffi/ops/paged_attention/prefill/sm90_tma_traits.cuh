@@ -79,11 +79,7 @@ struct TmaKernelTraits : Config {
   static constexpr decode::CacheFormat kDecodeFormat =
       std::is_same_v<T, __half> ? decode::CacheFormat::kF16 : decode::CacheFormat::kBF16;
   // Whether there is a kernel that also computes the sequences of the decode path, behind its own.
-  static constexpr bool kSharesDecodeRows =
-      kTakesFirstSplits && kConsumerWarpgroups == 1 && !kAnyPages && !kLongestFirst;
-  // Of kAnyPages: whether Q's warp copies K and V too, and how many keys of a tile their own warps copy.
-  static constexpr bool kQueryWarpHelps = kAnyPages && kQueryStages > 1;
-  static constexpr int kKvWarpKeys = kTileKeys - (kQueryWarpHelps ? 32 : 0);
+  static constexpr bool kSharesDecodeRows = kTakesFirstSplits && kConsumerWarpgroups == 1 && !kLongestFirst;
   static constexpr int kWarpgroupThreads = 128;
   static constexpr int kThreads = (Config::kProducerWarpgroups + kConsumerWarpgroups) * kWarpgroupThreads;
   static constexpr int kProducerWarps = Config::kProducerWarpgroups * 4;
