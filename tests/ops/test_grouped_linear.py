@@ -96,6 +96,28 @@ def test_no_rows(frontend, weight_format):
     assert got.shape == (0, 32)
 
 
+@pytest.mark.frontends(platform="host")
+def test_zero_point_out_of_range_is_an_error(frontend):
+    """Of a group without rows too."""
+    arrays = grouped_cases.inputs("int4-zero-point", [2, 0, 1], 32, 256)
+    arrays["weight_zero_point"][1, 9, 1] = 200
+    expected = r"grouped_linear: weight_zero_point: expected values of 0 to 127, got 200 at \[1, 9, 1\]"
+    with pytest.raises(Exception, match=expected):
+        frontend.call("grouped_linear", arrays)
+
+
+@pytest.mark.frontends("eager", "jax")
+@pytest.mark.parametrize("scale_dtype", ["float32", None])
+def test_mxfp4_with_other_scales_names_them(frontend, scale_dtype):
+    """Not k, which is no multiple of 128 as int4's."""
+    arrays = grouped_cases.inputs("mxfp4", [2, 1], 32, 96)
+    scale = arrays.pop("weight_scale")
+    if scale_dtype:
+        arrays["weight_scale"] = scale.astype(scale_dtype)
+    with pytest.raises((TypeError, ValueError), match=f"grouped_linear: weight_scale: expected .*{scale_dtype}"):
+        frontend.call("grouped_linear", arrays)
+
+
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_every_mxfp4_value(frontend, dtype):
     """All codes with scales from small to large: with one number of x that is 1 a result is the weight itself."""

@@ -155,6 +155,18 @@ ffi::Error GetParams(const ffi::RemainingArgs& args, const GroupedLinearAttribut
   return ffi::Error::Success();
 }
 
+// On the host alone: on a GPU zero points past 127 make the features that use them NaN.
+Status CheckGroupedZeroPoints(const GroupedLinearParams& p) {
+  const int64_t scales = p.k / kQuantGroup;
+  for (int64_t i = 0; p.zero_point != nullptr && i < p.num_groups * p.n * scales; ++i) {
+    if (p.zero_point[i] <= 127) continue;
+    return Status::InvalidArgument(StrCat(kGroupedOp, ": weight_zero_point: expected values of 0 to 127, got ",
+                                          int{p.zero_point[i]}, " at [", i / scales / p.n, ", ", i / scales % p.n, ", ",
+                                          i % scales, "]"));
+  }
+  return Status::Ok();
+}
+
 template <typename Run>
 ffi::Error GroupedLinear(const ffi::RemainingArgs& args, const ffi::AnyBuffer& out,
                          const GroupedLinearAttributes& attributes, Run&& run) {
@@ -170,8 +182,10 @@ ffi::Error GroupedLinear(const ffi::RemainingArgs& args, const ffi::AnyBuffer& o
 
 ffi::Error GroupedLinearHost(CallContext context, ffi::RemainingArgs args, ffi::Result<ffi::AnyBuffer> out,
                              GroupedLinearAttributes attributes) {
-  return GroupedLinear(args, *out, attributes,
-                       [&](const GroupedLinearParams& p) { return RunGroupedLinear(p, XlaExecutor(context)); });
+  return GroupedLinear(args, *out, attributes, [&](const GroupedLinearParams& p) {
+    const Status status = CheckGroupedZeroPoints(p);
+    return status.ok() ? RunGroupedLinear(p, XlaExecutor(context)) : status;
+  });
 }
 
 #ifdef XLA_GPU_WITH_CUDA

@@ -34,7 +34,7 @@ Args:
   weight: as above; n is a multiple of 16, and G is 1 to 1024.
   group_sizes: int32[G], how many rows each group has. Their sum may be less than rows: results of rows behind
     it are 0. Sizes below 0 count as 0, and rows past the last one are not there.
-  weight_scale: as above. Exponents of mxfp4 above 33 (15 in float16) make weights infinite.
+  weight_scale: as above. Exponents of mxfp4 above 33 (15 in float16) make weights infinite or NaN.
   weight_zero_point: as above; values of 0 to 127.
   bias: T[G, n].
 
@@ -44,6 +44,9 @@ Returns:
 Raises:
   TypeError: an argument is no array, or has another dtype.
   ValueError: an argument has another shape.
+
+Note: Zero points past 127
+  On a CPU the call fails. On CUDA the features that use them are NaN, also with ``XLA_GPU_CHECK_INPUTS=1``.
 """
 
 MXFP4_GROUP = 32  # values with one scale
@@ -63,13 +66,13 @@ def _signature(
     bias: ArraySpec | None = None,
     check_inputs: bool = False,
 ) -> Signature:
-    del check_inputs  # every size of a group has a defined result
+    del check_inputs  # every size of a group has a defined result, and zero points past 127 give NaN
     _check.dtype("x", x, ("float16", "bfloat16"))
     rows, k = _check.rank("x", x, "rows, k")
     _check.dtype("weight", weight, (x.dtype, "float8_e4m3fn", "int8", "uint8"), " (as x, or quantised)")
     packed = weight.dtype == "uint8"
     num_groups, n, stored = _check.rank("weight", weight, f"num_groups, n, {'k / 2' if packed else 'k'}")
-    mxfp4 = packed and weight_scale is not None and weight_scale.dtype == "uint8"
+    mxfp4 = packed and _is_mxfp4(x, weight_scale)
     multiple = MXFP4_GROUP if mxfp4 else GROUP if packed else _MULTIPLE
     if k < multiple or k % multiple:
         raise _check.value_error("x", f"k a multiple of {multiple}", x)
@@ -101,6 +104,14 @@ def _signature(
     return Signature((ArraySpec((rows, n), x.dtype),), attributes, partitioning=partitioning)
 
 
+def _is_mxfp4(x: ArraySpec, scale: ArraySpec | None) -> bool:
+    """Whether a weight in uint8 is, else it is packed int4; checked before k, whose multiple depends on it."""
+    if scale is None:
+        raise _check.value_error("weight_scale", "an array, since weight is uint8", None)
+    _check.dtype("weight_scale", scale, (x.dtype, "uint8"), " (of packed int4, or of mxfp4)")
+    return scale.dtype == "uint8"
+
+
 def _check_scale(x: ArraySpec, weight: ArraySpec, num_groups: int, n: int, k: int, scale: ArraySpec | None) -> None:
     if weight.dtype == x.dtype:
         if scale is not None:
@@ -109,7 +120,6 @@ def _check_scale(x: ArraySpec, weight: ArraySpec, num_groups: int, n: int, k: in
     if scale is None:
         raise _check.value_error("weight_scale", f"an array, since weight is {weight.dtype}", None)
     if weight.dtype == "uint8":
-        _check.dtype("weight_scale", scale, (x.dtype, "uint8"), " (of packed int4, or of mxfp4)")
         size = MXFP4_GROUP if scale.dtype == "uint8" else GROUP
         _check.shape("weight_scale", scale, (num_groups, n, k // size), f"num_groups, n, k / {size}")
         return
