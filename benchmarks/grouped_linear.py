@@ -46,10 +46,11 @@ def make_weight(weight_format: str, experts: int, n: int, k: int) -> tuple[dict[
         return {"weight": random_bytes(experts, n, k // 2), "weight_scale": scale}, n * k * (1 / 2 + 1 / 64)
     shape = (experts, -(-n // 128), -(-k // 128)) if weight_format == "float8_block" else (experts, n)
     scale = torch.full(shape, k**-0.5 / (60 if weight_format == "int8" else 1), device="cuda")
+    bytes_of_one = float(n * k + 4 * scale[0].numel())
     if weight_format == "int8":
-        return {"weight": random_bytes(experts, n, k).view(torch.int8), "weight_scale": scale}, float(n * k)
+        return {"weight": random_bytes(experts, n, k).view(torch.int8), "weight_scale": scale}, bytes_of_one
     values = torch.empty(experts, n, k, device="cuda", dtype=torch.bfloat16).normal_().to(torch.float8_e4m3fn)
-    return {"weight": values, "weight_scale": scale}, float(n * k)
+    return {"weight": values, "weight_scale": scale}, bytes_of_one
 
 
 def choices(rows: int, experts: int, top_k: int) -> list[Any]:

@@ -25,7 +25,7 @@ def inputs(
         made["weight"] = rng.integers(0, 256, (len(sizes), n, k // 2), dtype=np.uint8)
         made["weight_scale"] = rng.integers(126 + spread, 129 + spread, (len(sizes), n, k // 32), dtype=np.uint8)
     else:
-        # One long weight, so that each group has numbers of its own; blocks of scales must not cross groups.
+        # The number of rows is part of the seed: each group has numbers of its own.
         parts = [cases.linear_inputs(weight_format, 1 + group, n, k, dtype) for group in range(len(sizes))]
         made = {name: np.stack([part[name] for part in parts]) for name in parts[0] if name != "x"}
     rng = cases.rng_for(f"grouped {rows} {k}")

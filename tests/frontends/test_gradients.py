@@ -268,7 +268,7 @@ def test_dtypes_that_none_takes(frontend):
 @pytest.mark.parametrize(
     ("name", "argument"),
     [("merge_attention_states", "out_a"), ("linear", "weight_scale"), ("gated_mlp", "down_scale"), ("sample", "logits"),
-     ("rotary_and_cache", "qkv"), ("attention_block", "x"), ("attention_block", "kv_cache")],
+     ("rotary_and_cache", "qkv"), ("attention_block", "x"), ("attention_block", "kv_cache"), ("grouped_linear", "x")],
 )  # fmt: skip
 def test_errors_name_the_operand(frontend, name, argument):
     if name == "merge_attention_states":
@@ -295,7 +295,8 @@ def test_errors_of_gated_mlp_name_it(frontend, requires_grad):
 
 @pytest.mark.frontends(framework="jax")
 @pytest.mark.parametrize(
-    ("name", "argument"), [("linear", "weight_scale"), ("gated_mlp", "down_scale"), ("sample", "logits")]
+    ("name", "argument"),
+    [("linear", "weight_scale"), ("grouped_linear", "x"), ("gated_mlp", "down_scale"), ("sample", "logits")],
 )
 def test_errors_of_jax_name_the_operand(frontend, name, argument):
     import jax
