@@ -249,6 +249,10 @@ def test_over_two_devices(llama):
 REFUSED = [
     ({"pooler_config": {"pooling_type": "MEAN"}, "enable_prefix_caching": True, **WHOLE}, "--enable-prefix-caching"),
     ({"enable_lora": True}, "--enable-lora: expected a model that generates"),
+    (
+        {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}},
+        "--speculative-config: expected a model that generates",
+    ),
     ({"hf_overrides": {"is_causal": False}, **WHOLE}, "attention in both directions: not supported"),
 ]
 

@@ -72,6 +72,8 @@ def _pooling_refusals(config: Any) -> list[str]:
         found.append("--enable-prefix-caching: expected false with a pooling that reads all rows, got true")
     if config.lora_config is not None:
         found.append("--enable-lora: expected a model that generates, got --runner pooling")
+    if config.speculative_config is not None:
+        found.append("--speculative-config: expected a model that generates, got --runner pooling")
     return found
 
 
