@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch.nn import functional
 
 from tests.vllm import tiny
 
-# Layers of the model that an EAGLE-3 head reads; the middle one is told apart from vLLM's default by the order alone.
+# Layers of the model that an EAGLE-3 head reads, where its configuration says so.
 STREAMS = (1, 3, 5)
 OWN_VOCABULARY = 96
 
@@ -26,7 +27,7 @@ def save(method: str, target: str, folder: Path, **settings: Any) -> str:
     """A head with random weights for the model in ``target``; settings: of config.json."""
     generator = torch.Generator().manual_seed(7)
     model = config_of(target)
-    hidden, width = model.hidden_size, model.intermediate_size
+    hidden, width = settings.get("hidden_size", model.hidden_size), model.intermediate_size
     size = settings.get("head_dim") or getattr(model, "head_dim", None) or hidden // model.num_attention_heads
     heads = model.num_attention_heads * size
     kv_heads = settings.get("num_key_value_heads", model.num_key_value_heads) * size
@@ -42,10 +43,12 @@ def save(method: str, target: str, folder: Path, **settings: Any) -> str:
     }
     layer = "midlayer" if method == "eagle3" else "layers.0"
     weights = {f"{layer}.{name}.weight": shape for name, shape in shapes.items()}
-    weights["fc.weight"] = (hidden, 3 * hidden if method == "eagle3" else 2 * hidden)
+    weights["fc.weight"] = (hidden, 3 * model.hidden_size if method == "eagle3" else 2 * hidden)
     norms = [f"{layer}.post_attention_layernorm"]
     if method == "eagle3":
         weights["lm_head.weight"] = (OWN_VOCABULARY, hidden)
+        if hidden != model.hidden_size:
+            weights["embed_tokens.weight"] = (model.vocab_size, hidden)
         norms += [f"{layer}.input_layernorm", f"{layer}.hidden_norm", "norm"]
     tensors = {name: torch.randn(shape, generator=generator) * 0.2 for name, shape in weights.items()}
     tensors |= {f"{name}.weight": 1 + 0.1 * torch.randn(hidden, generator=generator) for name in norms}
@@ -171,9 +174,14 @@ class Recorder:
 class Reference:
     """The drafts of a head after any tokens of a sequence, in float32."""
 
-    def __init__(self, method: str, target: str, folder: str, window: int | None = None) -> None:
-        """window: keys that a row's attention reads, where the model's does; vLLM's heads have the model's."""
-        self.method, self.window = method, window
+    def __init__(
+        self, method: str, target: str, folder: str, window: int | None = None, streams: Sequence[int] = STREAMS
+    ) -> None:
+        """window: keys that a row's attention reads, where the model's does; vLLM's heads have the model's.
+
+        streams: layers of the model that an EAGLE-3 head reads.
+        """
+        self.method, self.window, self.streams = method, window, streams
         self.target = t.AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
         self.config = t.LlamaConfig(**json.loads((Path(folder) / "config.json").read_text()))
         self.weights = load_file(Path(folder) / "model.safetensors")
@@ -206,7 +214,8 @@ class Reference:
 
     def _run(self, tokens: list[int], states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """(what logits are computed from, what the next row reads) of each row."""
-        embedded = self.target.model.embed_tokens(torch.tensor(tokens))
+        embedding = self.weights.get("embed_tokens.weight", self.target.model.embed_tokens.weight)
+        embedded = embedding[torch.tensor(tokens)]
         if self.method == "eagle":
             residual = functional.linear(torch.cat([embedded, states], -1), self.weights["fc.weight"])
             attended = self._attend(residual)
@@ -229,7 +238,7 @@ class Reference:
         if self.method == "eagle":
             states = found.last_hidden_state[0]
         else:
-            joined = torch.cat([found.hidden_states[index][0] for index in STREAMS], -1)
+            joined = torch.cat([found.hidden_states[index][0] for index in self.streams], -1)
             states = functional.linear(joined, self.weights["fc.weight"])
         read, drafts, closest = tokens[1:], [], float("inf")
         for _ in range(count):

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import StructuredOutputsParams
 
 from tests.vllm import engines, heads, test_lora, tiny
 from tests.vllm.engines import greedy, metric, random, run, tokens
 from vllm import SamplingParams
-from xla_gpu.vllm import versions
 from xla_gpu.vllm.program import compilations
 
 METHODS = ("eagle", "eagle3")
@@ -87,17 +88,35 @@ def test_head_of_speculators(tmp_path):
     check_drafts(recorder, reference, least=50)
 
 
-@pytest.mark.parametrize("name", ["mistral", "qwen3"])
-def test_other_models(name, tmp_path):
-    """Windows, whose pages are given back, in the head too; norms of heads in the model alone."""
-    target = tiny.save(name, tmp_path / "target")
-    head = heads.save("eagle", target, tmp_path / "head", head_dim=16 if name == "mistral" else 32)
-    llm = make(target, "eagle", head)
+@pytest.mark.parametrize(
+    ("method", "name"),
+    [("eagle", "mistral"), ("eagle", "phi3"), ("eagle", "qwen3"), ("eagle3", "qwen2"), ("eagle3", "qwen3")],
+)
+def test_other_models(method, name, tmp_path):
+    """Windows, whose pages are given back, in the head too; norms of heads in the model alone; vLLM's three layers."""
+    sizes = {"num_hidden_layers": 8, "layer_types": ["full_attention"] * 8} if method == "eagle3" else {}
+    target = tiny.save(name, tmp_path / "target", sizes)
+    # For eight layers these are vLLM's, where the head names none.
+    chosen, streams = {}, heads.STREAMS
+    if name == "qwen2":
+        chosen, streams = {"eagle_aux_hidden_state_layer_ids": None}, (2, 4, 5)
+    head = heads.save(method, target, tmp_path / "head", head_dim=32 if name == "qwen3" else 16, **chosen)
+    llm = make(target, method, head)
     recorder, prompts = heads.Recorder(engines.runner_of(llm)), tiny.prompts(LENGTHS)
     plain = tiny.Reference(target)
     assert tokens(llm, prompts, greedy(24)) == [plain.greedy(prompt, 24) for prompt in prompts]
     window = heads.config_of(target).sliding_window if name == "mistral" else None
-    check_drafts(recorder, heads.Reference("eagle", target, head, window), least=150)
+    check_drafts(recorder, heads.Reference(method, target, head, window, streams), least=150)
+
+
+def test_head_of_another_width(tmp_path):
+    """Than the model's, with an embedding of its own."""
+    target = tiny.save("llama", tmp_path / "target", {"num_hidden_layers": 6})
+    head = heads.save("eagle3", target, tmp_path / "head", hidden_size=96, target_hidden_size=64)
+    llm = make(target, "eagle3", head)
+    recorder = heads.Recorder(engines.runner_of(llm))
+    tokens(llm, tiny.prompts((20, 50)), greedy(12))
+    check_drafts(recorder, heads.Reference("eagle3", target, head), least=50)
 
 
 # ---- Heads that compute what the model does --------------------------------------------------------------------------
@@ -275,6 +294,21 @@ def refused(options: dict, *said: str) -> None:
         assert text in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("missing", "settings"),
+    [("embed_tokens", {"hidden_size": 96, "target_hidden_size": 64}), ("lm_head", {})],
+    ids=["embed_tokens", "lm_head"],
+)
+def test_head_without_a_matrix_that_the_model_has_in_another_size(missing, settings, tmp_path):
+    target = tiny.save("llama", tmp_path / "target", {"num_hidden_layers": 6})
+    head = heads.save("eagle3", target, tmp_path / "head", **settings)
+    path = tmp_path / "head" / "model.safetensors"
+    save_file({name: tensor for name, tensor in load_file(path).items() if missing not in name}, path)
+    with pytest.raises(ValueError, match=f"--speculative-config: model: expected a head with {missing} of its own"):
+        make(target, "eagle3", head)
+    make(target, "eagle3", head, load_format="dummy")
+
+
 def test_refusals(tmp_path):
     target = tiny.save("llama", tmp_path / "target")
     head = heads.save("eagle", target, tmp_path / "head")
@@ -304,7 +338,11 @@ def test_refusals(tmp_path):
         options(speculative_config={**drafts, "method": "eagle3", "model": plain}),
         "use_aux_hidden_state: expected true, got false",
     )
-    if versions.vllm_version() in ("0.12.0", "0.13.0"):
-        medusa = {"method": "suffix", "num_speculative_tokens": 2}
-        with pytest.raises((ValueError, ImportError)):
-            engines.make(target, speculative_config=medusa)
+    medusa = tmp_path / "medusa"
+    medusa.mkdir()
+    sizes = {"model_type": "medusa", "hidden_size": 64, "vocab_size": 320}
+    (medusa / "config.json").write_text(json.dumps({**sizes, "architectures": ["MedusaModel"]}))
+    refused(
+        options(speculative_config={**drafts, "method": "medusa", "model": str(medusa)}),
+        "--speculative-config: method: expected ngram, eagle or eagle3, got medusa",
+    )

@@ -75,17 +75,38 @@ def _head_refusals(model: Any, speculative: Any) -> list[str]:
     return found
 
 
-def share_weights(model: Any, head: Any) -> None:
-    """Gives the head the model's embedding and output matrix where its checkpoint has none, or the same numbers."""
-    mine = getattr(head.model, "embed_tokens", None)
-    if not head.has_own_embed_tokens or _equal(mine, model.model.embed_tokens):
-        head.model.embed_tokens = model.model.embed_tokens
-    if not head.has_own_lm_head or _equal(getattr(head, "lm_head", None), model.lm_head):
-        head.lm_head = model.lm_head
+def share_weights(model: Any, head: Any, random: bool) -> None:
+    """Gives the head the model's embedding and output matrix where its checkpoint has none, or the same numbers.
+
+    Args:
+      model: on the host, like the head.
+      head: of it.
+      random: there is no checkpoint; a matrix of another size than the model's stays the head's.
+
+    Raises:
+      ValueError: the head's checkpoint has none, and the model's has another size.
+    """
+    for name, owner, theirs, is_own in (
+        ("embed_tokens", head.model, model.model.embed_tokens, head.has_own_embed_tokens),
+        ("lm_head", head, model.lm_head, head.has_own_lm_head),
+    ):
+        mine = getattr(owner, name, None)
+        if mine is None or (_size(mine) == _size(theirs) and (not is_own or _equal(mine, theirs))):
+            setattr(owner, name, theirs)
+        elif not is_own and not random:
+            raise ValueError(
+                f"xla_gpu.vllm: --speculative-config: model: expected a head with {name} of its own, since its "
+                f"(tokens, hidden_size) are {_size(mine)} and the model's {_size(theirs)}, got none"
+            )
+
+
+def _size(matrix: Any) -> tuple[int, int]:
+    """Without padding, which the model's and the head's may have more or less of."""
+    return int(matrix.org_vocab_size), int(matrix.embedding_dim)
 
 
 def _equal(one: Any, other: Any) -> bool:
-    return one is not None and one.weight.shape == other.weight.shape and torch.equal(one.weight, other.weight)
+    return bool(one.weight.shape == other.weight.shape and torch.equal(one.weight, other.weight))
 
 
 def stream_layers(config: Any, model: Any) -> tuple[int, ...]:

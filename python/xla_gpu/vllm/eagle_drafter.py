@@ -71,7 +71,7 @@ class EagleDrafter(Drafter):
         parts["limits"][:n] = np.minimum(limits, self._programs.length)
         self._launched = self._run(step, more, tokens), parts["limits"][:n]
 
-    def rehearse(self, step: StepOfHead, tokens: torch.Tensor) -> None:
+    def warm_up(self, step: StepOfHead, tokens: torch.Tensor) -> None:
         """Runs the program of a step of padding, and waits for its end."""
         self._run(step, self._programs.layout(step.layout).empty()[0], tokens).cpu()
 

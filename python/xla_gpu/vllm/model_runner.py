@@ -164,7 +164,7 @@ class ModelRunner:
         greedy, _, _, for_head = self._launch(layout, packed)
         greedy.tokens.cpu()
         if for_head is not None and isinstance(self._drafter, EagleDrafter):
-            self._drafter.rehearse(for_head, greedy.tokens)
+            self._drafter.warm_up(for_head, greedy.tokens)
 
     def _compile(self, layout: StepLayout) -> None:
         """Compiles what steps of one layout need, where no layout before needed it too."""

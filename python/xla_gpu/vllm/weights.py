@@ -35,7 +35,7 @@ def load_model(config: VllmConfig, device: torch.device) -> tuple[nn.Module, nn.
     head = None
     if eagle.has_head(config):
         head = _on_host(config, config.speculative_config.draft_model_config)
-        eagle.share_weights(model, head)
+        eagle.share_weights(model, head, random)
         check_positions(head, eagle.head_length(config))
         take_operators(head, eagle.head_length(config))
     if random:
