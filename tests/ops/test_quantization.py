@@ -90,6 +90,13 @@ def test_dequantize_takes_the_scales_of_linear(dtype, scale, fragment):
         q.dequantize(weight)
 
 
+def test_a_scale_is_an_array():
+    weight = LinearWeight(np.zeros((16, 128), np.int8), 0.5)
+    for name, call in (("dequantize", lambda: q.dequantize(weight)), ("concatenate", lambda: q.concatenate([weight]))):
+        with pytest.raises(TypeError, match=f"^{name}: weight_scale: expected an array of NumPy, .*, got float$"):
+            call()
+
+
 @pytest.mark.parametrize(("put", "take"), LIBRARIES)
 def test_values_above_15_are_not_packed(put, take):
     """They would change their neighbours."""

@@ -159,7 +159,7 @@ def dequantize(weight: LinearWeight) -> Array:
       float32[n, k].
 
     Raises:
-      TypeError: weight is no LinearWeight, or its arrays have dtypes that linear does not take.
+      TypeError: weight is no LinearWeight, or holds no arrays, or arrays of dtypes that linear does not take.
       ValueError: they have other shapes than linear takes, or a scale is missing.
     """
     if not isinstance(weight, LinearWeight):
@@ -182,7 +182,10 @@ def dequantize(weight: LinearWeight) -> Array:
 
 def _check_scales(weight: LinearWeight) -> None:
     """Raises where scales are not what linear takes: broadcasting would make other numbers of them."""
-    specs = {name: ArraySpec(tuple(x.shape), arrays.dtype_name(x)) for name, x in weight.arguments().items()}
+    specs = {}
+    for name, array in weight.arguments().items():
+        arrays.library(array, f"dequantize: {name}")
+        specs[name] = ArraySpec(tuple(array.shape), arrays.dtype_name(array))
     stored, scale = specs["weight"], specs.get("weight_scale")
     check = Checks("dequantize")
     check.dtype("weight", stored, (*FLOATS, "float8_e4m3fn", "int8", "uint8"))
@@ -204,7 +207,7 @@ def concatenate(parts: Iterable[LinearWeight]) -> LinearWeight:
       The weight [sum of n_i, k].
 
     Raises:
-      TypeError: a part is no LinearWeight.
+      TypeError: a part is no LinearWeight, or holds something else than arrays.
       ValueError: there is no part, the libraries of arrays, the formats or k differ, or blocks of float8 scales do not
         end where a part does.
     """
@@ -214,6 +217,8 @@ def concatenate(parts: Iterable[LinearWeight]) -> LinearWeight:
     for part in parts:
         if not isinstance(part, LinearWeight):
             raise TypeError(f"concatenate: parts: expected LinearWeights, got {type(part).__name__}")
+        for name, array in part.arguments().items():
+            arrays.library(array, f"concatenate: {name}")
     if not parts:
         raise ValueError("concatenate: parts: expected one or more, got none")
     _check_same("library of arrays", [arrays.library(part.weight).__name__ for part in parts])
