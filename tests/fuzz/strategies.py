@@ -136,6 +136,10 @@ def large_attentions(draw) -> Attention:
         tree=0,
         shared_prefix=0,
     )
+    if draw(st.sampled_from([False, False, True])):  # room for long contexts: CUDA has instances for that
+        page_size = draw(st.sampled_from([16, program.page_size]))
+        columns, tokens = 32768 // page_size + 1, draw(st.integers(0, 600))
+        program = program.but(page_size=page_size, spare_columns=columns, padding_tokens=tokens, sliding_window=None)
     most_scores = min(400_000, 300_000_000 // (program.num_heads * program.head_dim))
     return Attention(program, (draw(large_batches(most_scores)),), seed=draw(SEEDS), with_lse=draw(st.booleans()))
 

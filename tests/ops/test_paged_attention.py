@@ -45,6 +45,12 @@ def test_more_values(frontend, case):
     check(frontend, case)
 
 
+@pytest.mark.frontends("eager-cuda")
+def test_the_longest_contexts_first(frontend):
+    """Splits of the longest contexts are shared by all CTAs, those of others belong to one each."""
+    check(frontend, cases.LONGEST_FIRST)
+
+
 @pytest.mark.parametrize("case", cases.grid(), ids=lambda c: c.name)
 @pytest.mark.frontends("eager", "eager-cuda")
 def test_grid(frontend, case):

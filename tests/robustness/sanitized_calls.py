@@ -351,7 +351,7 @@ def all_calls(memory) -> list:
     for i in range(max(len(decodes) - 40, len(spread))):
         for case in (*decodes[40 + i : 41 + i], *spread[i : i + 1]):
             add(attention, case, i % 3 > 0)
-    for case in cases.MORE:
+    for case in (*cases.MORE, cases.LONGEST_FIRST):
         add(attention, case)
     for case in cache_cases.cache_grid():
         add(cache_update, case)
