@@ -18,13 +18,23 @@ constexpr int64_t kFewTokensScratchLimit = kScratchLimit / 2;
 constexpr int64_t kMaxSplitRows = 8192;
 constexpr int64_t kLikelySplits = 9;
 
-// The prefill path's part, where each path has one.
+// The prefill path's part, where each path has one: a work tile for each CTA.
+constexpr int64_t kPrefillScratch = int64_t{14} << 20, kLargePrefillScratch = int64_t{67} << 18;
+// They also lie behind the decode path's part where prefill::SuitsLongestFirst, which has all of the scratch in one.
+constexpr bool HasPlacesOfCtas(int64_t dim, int64_t prefill_bytes) {
+  using Layout = prefill::SplitAccumulatorLayout;
+  const int64_t decode_rows = (kScratchLimit - prefill_bytes + dim * 4 - 1) / (dim * 4);
+  return kScratchLimit / (dim * 4 + 8) - decode_rows >= Layout::kMaxCtas * Layout::MaxTileRows(dim);
+}
+static_assert(HasPlacesOfCtas(64, kPrefillScratch) && HasPlacesOfCtas(128, kPrefillScratch) &&
+              HasPlacesOfCtas(256, kLargePrefillScratch));
+
 int64_t UnsharedPrefillScratch(const PagedAttentionParams& shapes) {
   // Of few sequences the prefill path keeps the accumulators of all splits, and the decode path has few rows.
   constexpr int64_t kFewSequences = 4;
   const bool few_sequences = shapes.max_seqs <= kFewSequences && !SuggestFewTokens(shapes);
-  if (shapes.head_dim > 192 || few_sequences) return int64_t{67} << 18;
-  return SuggestFewTokens(shapes) ? kFewTokensScratchLimit : int64_t{14} << 20;
+  if (shapes.head_dim > 192 || few_sequences) return kLargePrefillScratch;
+  return SuggestFewTokens(shapes) ? kFewTokensScratchLimit : kPrefillScratch;
 }
 
 // PathsShareCombine, where they do not share the scratch.
