@@ -52,7 +52,7 @@ Status LaunchGroupedRows(const GroupedLinearParams& p, Stream stream) {
   if (tiles > std::numeric_limits<int32_t>::max() / 2) {
     return Status::InvalidArgument("grouped_linear: x: too many rows for this weight");
   }
-  // As many CTAs of an SM as have two stages at least, with 1 KB that each has beside.
+  // As many CTAs of an SM as have three stages each, or one with two; each has 1 KB beside them.
   const int plan_bytes = grouped_linear::PlanBytes(args.num_groups);
   int ctas = Config::kCtas;
   const auto stages_of = [&](int count) {

@@ -1,4 +1,4 @@
-// The kernel: a persistent grid over work tiles, each a stream over the weights of up to 256 features.
+// The kernel: a persistent grid over work tiles, each a stream over the weights of up to 128 features.
 //
 // The weights are the M operand of mma.m16n8k16 and the rows of x its N operand, as in linear's kernel.cuh. A warp has
 // 16 or 32 features and all of k, so that the bits of a row depend on nothing else. A ring of cp.async copies goes on
