@@ -32,10 +32,12 @@ void MakeMxfp4Rows(const GroupedLinearParams& p, int64_t group, int64_t begin, i
   const auto* const scales = static_cast<const uint8_t*>(p.weight_scale);
   for (int64_t row = begin; row < end; ++row) {
     const int64_t first = (group * p.n + row) * p.k;
-    for (int64_t i = 0; i < p.k; ++i) {
-      const int code = weight[(first + i) / 2] >> (i % 2 * 4) & 0xf;
-      const float scale = Mxfp4Scale(scales[(first + i) / kMxfp4Group], p.dtype);
-      to[row * p.k + i] = Element::Store((code & 8 ? -kValues[code & 7] : kValues[code & 7]) * scale);
+    for (int64_t begin_k = 0; begin_k < p.k; begin_k += kMxfp4Group) {
+      const float scale = Mxfp4Scale(scales[(first + begin_k) / kMxfp4Group], p.dtype);
+      for (int64_t i = begin_k; i < begin_k + kMxfp4Group; ++i) {
+        const int code = weight[(first + i) / 2] >> (i % 2 * 4) & 0xf;
+        to[row * p.k + i] = Element::Store((code & 8 ? -kValues[code & 7] : kValues[code & 7]) * scale);
+      }
     }
   }
 }
