@@ -48,7 +48,8 @@ void Call::GroupedLinear() {
   const bool packed = weight == XLA_FFI_DataType_U8, mxfp4 = packed && input_.Once(2), int4 = packed && !mxfp4;
   const bool scale = weight != dtype, zero_point = int4 && input_.Once(2), bias = input_.Once(2);
   const bool blocks = weight == XLA_FFI_DataType_F8E4M3FN && input_.Once(2);
-  const int64_t groups = 1 + input_.Below(5), rows = input_.Below(40), n = 16 * (1 + input_.Below(3));
+  // At most 4 groups of 48 by 144 weights of 2 bytes: within kMaxBytes, past which a buffer has one byte.
+  const int64_t groups = 1 + input_.Below(4), rows = input_.Below(40), n = 16 * (1 + input_.Below(3));
   const int64_t k = int4 ? 128 : mxfp4 ? 32 * (1 + input_.Below(4)) : 16 * (1 + input_.Below(9));
   Add(&operands_, dtype, {rows, k});
   Add(&operands_, weight, {groups, n, packed ? k / 2 : k});
