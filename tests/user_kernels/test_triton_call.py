@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from xla_gpu._core.operator import ArraySpec
-from xla_gpu._user_kernels import launch, triton_arguments, triton_call
+from xla_gpu._user_kernels import launch, triton_arguments, triton_bind, triton_call, triton_tuning
 
 triton = pytest.importorskip("triton")
 
@@ -44,7 +44,7 @@ def bound(fn, arguments, results=(FLOATS,), grid=1, config=None, options=OPTIONS
     call = triton_call.make_call(triton_call.describe(fn), grid, options, constexprs, config)
     free = [i for i in range(len(results)) if i not in dict(aliases).values()]
     encoded = triton_arguments.encode(call.where, arguments, free, lambda x: isinstance(x, ArraySpec))
-    return triton_call.bind(
+    return triton_bind.bind(
         call, tuple(encoded.arrays), encoded.encoded, encoded.floats, tuple(results), tuple(aliases), False
     )
 
@@ -155,11 +155,11 @@ def test_what_tuning_found_is_used():
     call = triton_call.make_call(triton_call.describe(functions.tuned), blocks, OPTIONS, {}, None)
     encoded = triton_arguments.encode(call.where, [FLOATS, 512], [0], lambda x: isinstance(x, ArraySpec))
     arguments = (tuple(encoded.arrays), encoded.encoded, encoded.floats, (FLOATS,))
-    key = triton_call.tuning_key(call, *arguments)
-    assert not triton_call.is_tuned(call, key)
-    triton_call.remember_config(key, functions.tuned.configs[0])
-    assert triton_call.is_tuned(call, key)
-    assert numbers(triton_call.bind(call, *arguments, (), False), "grid") == [8, 1, 1]
+    key = triton_tuning.tuning_key(call, *arguments)
+    assert not triton_tuning.is_tuned(call, key)
+    triton_tuning.remember_config(key, functions.tuned.configs[0])
+    assert triton_tuning.is_tuned(call, key)
+    assert numbers(triton_bind.bind(call, *arguments, (), False), "grid") == [8, 1, 1]
     for rows in (2, 3):  # a grid that holds a number is another call, with the same configuration
         assert numbers(bound(functions.tuned, [FLOATS, 512], grid=lambda meta, rows=rows: (rows, 5)), "grid") == [
             rows,
@@ -183,7 +183,7 @@ def test_pruned_configurations_are_not_timed():
     for n, expected in ((100, configs[:2]), (16, [])):
         encoded = triton_arguments.encode(call.where, [FLOATS, FLOATS, n], [0], lambda x: isinstance(x, ArraySpec))
         arguments = (encoded.encoded, encoded.floats, encoded.arrays, (FLOATS,))
-        assert triton_call.configs_to_time(call, *arguments) == expected
+        assert triton_tuning.configs_to_time(call, *arguments) == expected
     assert seen == [((1000,), 100, {}), ((1000,), 16, {})]
 
 
@@ -285,12 +285,12 @@ def test_calls_that_nobody_holds_are_forgotten(monkeypatch):
 
 
 def test_tuned_configurations_are_forgotten(monkeypatch):
-    monkeypatch.setattr(triton_call, "_KEPT", 8)
+    monkeypatch.setattr(triton_tuning, "_KEPT", 8)
     call = triton_call.make_call(triton_call.describe(functions.tuned), 1, OPTIONS, {}, None)
     assert call.config is None and call.function.configs
     for i in range(100):
-        triton_call.remember_config(("many", i), call.function.configs[0])
-    assert [triton_call.is_tuned(call, ("many", i)) for i in (0, 91, 92, 99)] == [False, False, True, True]
+        triton_tuning.remember_config(("many", i), call.function.configs[0])
+    assert [triton_tuning.is_tuned(call, ("many", i)) for i in (0, 91, 92, 99)] == [False, False, True, True]
 
 
 def test_a_traced_program_keeps_its_call(monkeypatch):

@@ -10,7 +10,7 @@ import numpy as np
 
 from .._core.dtypes import DTYPES
 from .._core.operator import ArraySpec, OpCall, check_alias_types, check_inputs_requested, check_sizes
-from .._user_kernels import launch, triton_arguments, triton_call
+from .._user_kernels import launch, triton_arguments, triton_bind, triton_call
 from .._user_kernels.cuda_kernel import CudaKernel
 from .call import _run, as_array
 
@@ -116,4 +116,4 @@ class TritonCall(UserCall):
 
     def _bind(self, operands: tuple[ArraySpec, ...], encoded: launch.Arguments) -> OpCall:
         numbers = (encoded.encoded, encoded.floats)
-        return triton_call.bind(self._bound, operands, *numbers, self._results, self._aliases, check_inputs_requested())
+        return triton_bind.bind(self._bound, operands, *numbers, self._results, self._aliases, check_inputs_requested())

@@ -9,7 +9,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from .._core.operator import OpCall, check_inputs_requested
-from .._user_kernels import launch, triton_arguments, triton_call
+from .._user_kernels import launch, triton_arguments, triton_bind, triton_call, triton_tuning
 from .dispatch import run
 from .user_call import Direct, Results, UserCall, define_call, described_results, is_tensor, pairs, specs
 
@@ -46,10 +46,10 @@ class TritonCall(UserCall):
     def _bind(self, encoded: launch.Arguments) -> Direct:
         operands, results = specs("triton_call", encoded.arrays), described_results(*self._results.encoded())
         arguments = (operands, encoded.encoded, encoded.floats, results)
-        call = triton_call.bind(self._bound, *arguments, tuple(self._aliases.items()), check_inputs_requested())
+        call = triton_bind.bind(self._bound, *arguments, tuple(self._aliases.items()), check_inputs_requested())
         if not callable(self._bound.grid):
             return Direct(call, lambda: True)
-        bound, meta = triton_call.prepare(self._bound, *arguments)
+        bound, meta = triton_bind.prepare(self._bound, *arguments)
         programs = bound.programs(meta)  # a grid function may see variables that change
         return Direct(call, lambda: bound.programs(meta) == programs)
 
@@ -63,8 +63,8 @@ def _tune(
     """
     operands = specs(bound.where, encoded.arrays)
     described = described_results(*results.encoded())
-    key = triton_call.tuning_key(bound, operands, encoded.encoded, encoded.floats, described)
-    if triton_call.is_tuned(bound, key):
+    key = triton_tuning.tuning_key(bound, operands, encoded.encoded, encoded.floats, described)
+    if triton_tuning.is_tuned(bound, key):
         return
     if torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
@@ -73,10 +73,10 @@ def _tune(
         )
     times: list[tuple[float, int, Any]] = []
     failures: list[str] = []
-    for config in triton_call.configs_to_time(bound, encoded.encoded, encoded.floats, encoded.arrays, described):
+    for config in triton_tuning.configs_to_time(bound, encoded.encoded, encoded.floats, encoded.arrays, described):
         try:
             bind = (operands, encoded.encoded, encoded.floats, described, tuple(aliases.items()), False)
-            chosen = triton_call.bind(bound.with_config(config), *bind)
+            chosen = triton_bind.bind(bound.with_config(config), *bind)
             times.append((_milliseconds(chosen, encoded.arrays), len(times), config))
         except (ValueError, RuntimeError) as error:  # more shared memory than there is, above all
             failures.append(f"{config}: {error}")
@@ -84,7 +84,7 @@ def _tune(
         raise ValueError(f"{bound.where}: expected prune_configs_by to leave a configuration, got none")
     if not times:
         raise ValueError(f"{bound.where}: expected a configuration that runs, got none:\n" + "\n".join(failures))
-    triton_call.remember_config(key, min(times)[2])
+    triton_tuning.remember_config(key, min(times)[2])
 
 
 def _milliseconds(chosen: OpCall, operands: Sequence[torch.Tensor]) -> float:
@@ -113,7 +113,7 @@ def _bind(
     results = described_results(dtypes, ranks, sizes)
     if operands and isinstance(operands[0], FakeTensor):  # while a program is traced
         triton_call.keep(key)
-    bound = triton_call.bind(
+    bound = triton_bind.bind(
         triton_call.by_key(key),
         specs("triton_call", operands),
         arguments,

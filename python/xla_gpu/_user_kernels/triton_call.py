@@ -1,22 +1,20 @@
-"""Triton functions as launches of kernels: the call before its arguments, its grid, and the custom call."""
+"""Calls of Triton functions before their arguments, and the process's table of them."""
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 import itertools
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from .._core.operator import CACHED_CALLS, ArraySpec, OpCall
+from .._core.operator import CACHED_CALLS
 from ..errors import CompatibilityError
-from . import launch, triton_arguments, triton_compile
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,14 +82,13 @@ class _Entry:
         self.key, self.newest = key, None  # type: str, TritonCall | None
 
 
-_KEPT = CACHED_CALLS  # calls that are known though no object holds them, and tuned configurations
+_KEPT = CACHED_CALLS  # calls that are known though no object holds them
 
 _lock = threading.Lock()
 _numbers = itertools.count()
 _latest: dict[Any, _Entry] = {}  # the call made last at the end
 _by_key: weakref.WeakValueDictionary[str, _Entry] = weakref.WeakValueDictionary()
 _traced: dict[str, _Entry] = {}
-_tuned: dict[Any, Any] = {}  # tuning key: triton.Config; the latest at the end
 
 
 def describe(fn: Any) -> TritonFunction:
@@ -139,7 +136,7 @@ def make_call(
     identity = (
         id(function.jit) if not hasattr(function.jit, "cache_key") else function.jit.cache_key,
         tuple(sorted(options.items())),
-        tuple((name, _constant_identity(where, name, value)) for name, value in sorted(constexprs.items())),
+        tuple((name, constant_identity(where, name, value)) for name, value in sorted(constexprs.items())),
         str(config),
         tuple(map(str, function.configs)),
         tuple(tuple(sorted(map(str, values))) for values in function.heuristics),
@@ -151,12 +148,13 @@ def make_call(
         call = TritonCall(entry, function, grid, dict(options), dict(constexprs), config, identity)
         entry.newest = call
         _latest[of_grid] = _by_key[entry.key] = entry
-        _forget_oldest(_latest)
+        forget_oldest(_latest, _KEPT)
     return call
 
 
-def _forget_oldest(table: dict[Any, Any]) -> None:
-    while len(table) > _KEPT:
+def forget_oldest(table: dict[Any, Any], kept: int) -> None:
+    """Leaves the ``kept`` entries that were added last."""
+    while len(table) > kept:
         del table[next(iter(table))]
 
 
@@ -203,196 +201,10 @@ def _is_small_on_host(array: Any) -> bool:
     return is_tensor and array.device.type == "cpu" and array.numel() <= _SMALL
 
 
-def _constant_identity(where: str, name: str, value: Any) -> str:
+def constant_identity(where: str, name: str, value: Any) -> str:
+    """What tells a constant from others. Raises TypeError for an array."""
     if hasattr(value, "cache_key"):  # another Triton function
         return str(value.cache_key)
     if hasattr(value, "shape"):
         raise TypeError(f"{where}: {name}: expected a constant, got an array: pass it among the arguments of the call")
     return f"{type(value).__name__}:{value!r}"
-
-
-def bind(
-    call: TritonCall,
-    operands: tuple[ArraySpec, ...],
-    encoded: Sequence[int],
-    floats: Sequence[float],
-    results: tuple[ArraySpec, ...],
-    aliases: tuple[tuple[int, int], ...],
-    check_inputs: bool,
-) -> OpCall:
-    """The custom call that launches the compiled function; scratch memory follows its results. Cached.
-
-    Raises:
-      ValueError, TypeError: the arguments do not fit the function.
-    """
-    bound, meta = prepare(call, operands, encoded, floats, results)
-    constants = {name: meta[name] for name in bound.function.jit.arg_names if name not in set(bound.parameters())}
-    identity = tuple((name, _constant_identity(bound.where, name, value)) for name, value in sorted(constants.items()))
-    return _bind(
-        _Key(bound.key, identity, constants),
-        operands,
-        bound.programs(meta),
-        tuple(encoded),
-        launch.double_bytes(floats),
-        results,
-        aliases,
-        check_inputs,
-    )
-
-
-def prepare(
-    call: TritonCall, operands: Sequence[ArraySpec], encoded: Sequence[int], floats: Sequence[float], results: Any
-) -> tuple[TritonCall, dict[str, Any]]:
-    """The call with its configuration, and all of the function's arguments by name, as a grid function takes them."""
-    bound = _with_tuned_config(call, operands, encoded, floats, results)
-    return bound, _meta(bound, operands, encoded, floats, results)
-
-
-class _Key:
-    """A call and its constants, compared by what they are and not by identity."""
-
-    def __init__(self, key: str, identity: Any, constants: Mapping[str, Any]) -> None:
-        self.key, self.identity, self.constants = key, identity, constants
-
-    def __hash__(self) -> int:
-        return hash((self.key, self.identity))
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Key) and (self.key, self.identity) == (other.key, other.identity)
-
-
-def _meta(
-    call: TritonCall, operands: Sequence[ArraySpec], encoded: Sequence[int], floats: Sequence[float], results: Any
-) -> dict[str, Any]:
-    names = call.parameters()
-    given = triton_arguments.values(
-        encoded,
-        floats,
-        [triton_arguments.Described(*x) for x in operands],
-        [triton_arguments.Described(*x) for x in results],
-    )
-    constants = {each.name for each in call.function.jit.params if each.is_constexpr}
-    if by_name := [name for name in names if name in constants]:
-        raise TypeError(
-            f"{call.where}: expected values of {', '.join(by_name)} by name, as triton_call's own arguments, since "
-            "they are tl.constexpr"
-        )
-    if len(given) != len(names):
-        raise ValueError(
-            f"{call.where}: arguments: expected {len(names)} ({', '.join(names)}), results included, got {len(given)}"
-        )
-    defaults = {each.name: each.default for each in call.function.jit.params if each.is_constexpr and each.has_default}
-    meta: dict[str, Any] = {**call.options, **defaults, **dict(zip(names, given, strict=True)), **call.constexprs}
-    if call.config is not None:
-        meta.update(call.config.all_kwargs())
-    for heuristics in call.function.heuristics:
-        for name, heuristic in heuristics.items():
-            meta[name] = heuristic(meta)
-    if missing := [name for name in call.function.jit.arg_names if name not in meta]:
-        raise TypeError(f"{call.where}: expected values of {', '.join(missing)}, got none")
-    return meta
-
-
-def tuning_key(
-    call: TritonCall, operands: Sequence[ArraySpec], encoded: Sequence[int], floats: Sequence[float], results: Any
-) -> Any:
-    """On what the best configuration of an autotuned function depends, as in Triton: some arguments, and all dtypes.
-
-    Not on the grid, whose function may hold numbers that differ from call to call.
-    """
-    given = triton_arguments.values(encoded, floats, list(operands), list(results))
-    named = dict(zip(call.parameters(), given, strict=False))
-    chosen = tuple(str(named.get(name, call.constexprs.get(name))) for name in call.function.tuning_keys)
-    return call.identity, chosen, tuple(spec.dtype for spec in (*operands, *results))
-
-
-def configs_to_time(
-    call: TritonCall, encoded: Sequence[int], floats: Sequence[float], arrays: Sequence[Any], results: Any
-) -> list[Any]:
-    """The configurations that ``prune_configs_by`` of ``@triton.autotune`` leaves for these arguments; may be none."""
-    autotuner = call.function.autotuner
-    described = [triton_arguments.Described(result.shape, result.dtype) for result in results]
-    given = triton_arguments.values(encoded, floats, arrays, described)
-    with _lock:  # it reads the arguments from itself
-        autotuner.nargs = dict(zip(call.parameters(), given, strict=False))
-        try:
-            return list(autotuner.prune_configs(dict(call.constexprs)))
-        except Exception as error:
-            if type(error).__name__ != "AutotunerError":  # Triton 3.9, where none is left; earlier ones return none
-                raise
-            return []
-        finally:
-            autotuner.nargs = None
-
-
-def remember_config(key: Any, config: Any) -> None:
-    """Makes ``config`` the one for calls of this tuning key."""
-    with _lock:
-        _tuned[key] = config
-        _forget_oldest(_tuned)
-
-
-def is_tuned(call: TritonCall, key: Any) -> bool:
-    """Whether a call of this tuning key needs no tuning."""
-    return call.config is not None or not call.function.configs or key in _tuned
-
-
-def _with_tuned_config(
-    call: TritonCall, operands: Sequence[ArraySpec], encoded: Sequence[int], floats: Sequence[float], results: Any
-) -> TritonCall:
-    if call.config is not None or not call.function.configs:
-        return call
-    config = _tuned.get(tuning_key(call, operands, encoded, floats, results))
-    if config is None:
-        raise ValueError(
-            f"{call.where}: config: expected one of the function's {len(call.function.configs)} configurations, since "
-            "it is autotuned and a traced program cannot be timed; pass config=, or call it once on eager CUDA tensors "
-            "with arguments of the same tuning key"
-        )
-    return call.with_config(config)
-
-
-@functools.lru_cache(maxsize=CACHED_CALLS)
-def _bind(
-    key: _Key,
-    operands: tuple[ArraySpec, ...],
-    grid: tuple[int, ...],
-    encoded: tuple[int, ...],
-    floats: tuple[bytes, ...],
-    results: tuple[ArraySpec, ...],
-    aliases: tuple[tuple[int, int], ...],
-    check_inputs: bool,
-) -> OpCall:
-    call = by_key(key.key)
-    options = dict(call.options)
-    if call.config is not None:
-        names = call.function.jit.arg_names
-        options.update({name: value for name, value in call.config.all_kwargs().items() if name not in names})
-    compiled = triton_compile.compile_function(
-        *(call.function.jit, call.where, options, call.parameters(), key.constants, operands, encoded, results)
-    )
-    metadata, kernel = compiled.metadata, compiled.kernel
-    num_ctas = metadata.num_ctas
-    # Triton 3.5 had cluster dimensions for each axis; later ones put all CTAs of a cluster side by side.
-    cluster = tuple(getattr(metadata, "cluster_dims", (num_ctas, 1, 1)))
-    ctas = [*grid, 1, 1][:3]
-    if num_ctas > 1:
-        ctas = [size * of for size, of in zip(ctas, cluster, strict=True)]
-    shape = launch.geometry(
-        call.where,
-        tuple(ctas),
-        32 * metadata.num_warps,
-        cluster if num_ctas > 1 else 1,
-        metadata.shared,
-        bool(getattr(metadata, "launch_cooperative_grid", False)),
-        bool(getattr(metadata, "launch_pdl", False)),
-    )
-    arguments = list(compiled.arguments)
-    programs = int(np.prod([*grid, 1], dtype=np.int64))
-    for size in (getattr(metadata, f"{which}_scratch_size", 0) or 0 for which in ("global", "profile")):
-        # A parameter of its own, also where nothing is needed. Kernels of other versions than are known may have none.
-        if kernel.parameters is not None and len(arguments) // 3 >= len(kernel.parameters):
-            break
-        total = size * programs * num_ctas
-        arguments += [launch.SCRATCH, total, 0] if total else [launch.BITS, 0, 8]
-    return launch.make_call(kernel, operands, shape, arguments, floats, results, aliases, check_inputs)
