@@ -19,6 +19,7 @@ from tests.user_kernels import triton_functions as functions  # noqa: E402 - imp
 X = np.arange(1000, dtype=np.float32)
 FLOATS = ArraySpec((1000,), "float32")
 OPTIONS = {"num_warps": 4, "num_stages": 3, "num_ctas": 1}
+BLOCK = {"BLOCK": 128}
 NEEDS_GPU = "kernel_call: add: a CUDA kernel runs on an NVIDIA GPU alone, and this program runs on the CPU"
 
 
@@ -78,6 +79,40 @@ def test_a_grid_that_sees_other_values_is_another_call():
         return bound(functions.add, [FLOATS, FLOATS, 7], grid=lambda meta: programs, BLOCK=128)
 
     assert [numbers(call(programs), "grid")[0] for programs in (1, 2, 1)] == [1, 2, 1]
+
+
+def test_grid_methods_of_two_objects_are_two_calls():
+    class Rows:
+        def __init__(self, rows):
+            self.rows = rows
+
+        def grid(self, meta):
+            return (self.rows,)
+
+    grids = [Rows(1).grid, Rows(2).grid, *(lambda meta, *, rows=rows: (rows,) for rows in (3, 4))]
+    calls = [triton_call.make_call(triton_call.describe(functions.add), grid, OPTIONS, BLOCK, None) for grid in grids]
+    # Traced programs find the call by its key.
+    assert [triton_call.by_key(call.key).programs({}) for call in calls] == [(1,), (2,), (3,), (4,)]
+    again = triton_call.make_call(triton_call.describe(functions.add), grids[0].__self__.grid, OPTIONS, BLOCK, None)
+    assert again.key == calls[0].key
+
+
+def test_a_grid_may_see_what_is_assigned_later():
+    call = triton_call.make_call(triton_call.describe(functions.add), lambda meta: (rows,), OPTIONS, BLOCK, None)
+    rows = 5
+    assert triton_call.by_key(call.key).programs({}) == (rows,)
+
+
+def test_other_heuristics_of_one_name_are_another_call():
+    def make(block):
+        fn = triton.heuristics({"BLOCK": lambda meta: block})(functions.add)
+        return triton_call.make_call(triton_call.describe(fn), blocks, OPTIONS, {}, None)
+
+    first, second = make(64), make(128)
+    assert make(64).key == first.key != second.key
+    for call, block in ((first, 64), (second, 128)):
+        ((heuristic,),) = (values.values() for values in triton_call.by_key(call.key).function.heuristics)
+        assert heuristic({}) == block
 
 
 @pytest.mark.parametrize("library", ["numpy", "torch"])

@@ -139,7 +139,9 @@ def make_call(
         tuple((name, constant_identity(where, name, value)) for name, value in sorted(constexprs.items())),
         str(config),
         tuple(map(str, function.configs)),
-        tuple(tuple(sorted(map(str, values))) for values in function.heuristics),
+        tuple(
+            tuple((name, _function_identity(values[name])) for name in sorted(values)) for values in function.heuristics
+        ),
     )
     of_grid = (identity, _grid_identity(grid))
     with _lock:
@@ -178,14 +180,35 @@ def by_key(key: str) -> TritonCall:
 def _grid_identity(grid: Any) -> Any:
     if not callable(grid):
         return tuple(grid) if isinstance(grid, (tuple, list)) else (grid,)
-    code = getattr(grid, "__code__", None)
+    return _function_identity(grid)
+
+
+def _function_identity(function: Any) -> Any:
+    """What tells a grid function or a heuristic from others; a lambda is another object each time it is evaluated.
+
+    Objects that are named by their id live as long as the call that was made with them.
+    """
+    code = getattr(function, "__code__", None)
     if code is None:
-        return id(grid)
-    cells = tuple(_seen_by_grid(cell.cell_contents) for cell in grid.__closure__ or ())
-    return code, tuple(map(_seen_by_grid, grid.__defaults__ or ())), cells
+        return id(function)
+    named = function.__kwdefaults__ or {}
+    return (
+        code,
+        id(getattr(function, "__self__", None)),  # of a bound method
+        tuple(map(_seen, function.__defaults__ or ())),
+        tuple((name, _seen(value)) for name, value in named.items()),
+        tuple(map(_seen_in_cell, function.__closure__ or ())),
+    )
 
 
-def _seen_by_grid(value: Any) -> str:
+def _seen_in_cell(cell: Any) -> str:
+    try:
+        return _seen(cell.cell_contents)
+    except ValueError:  # a variable that is assigned later
+        return f"cell {id(cell)}"
+
+
+def _seen(value: Any) -> str:
     if hasattr(value, "shape") and hasattr(value, "dtype"):
         text = f"{type(value).__name__}{tuple(value.shape)}:{value.dtype}"
         # Elsewhere the values would wait for the GPU, or are too many to be numbers of programs.
