@@ -130,6 +130,17 @@ def test_a_models_parameter_is_quantised_without_its_graph(weight_format):
         assert not array.requires_grad
 
 
+def test_classes_that_are_derived_from_arrays():
+    """As vLLM's parameters are."""
+    torch = pytest.importorskip("torch")
+    parameter = type("ModelParameter", (torch.nn.Parameter,), {})
+    array = type("Weights", (np.ndarray,), {})
+    values = cases.rng_for("derived").standard_normal((16, 128)).astype(np.float32)
+    for weight in (parameter(torch.from_numpy(values)), values.view(array)):
+        made = q.quantize(weight, "int8")
+        np.testing.assert_array_equal(np.asarray(made.weight), q.quantize(values, "int8").weight)
+
+
 @pytest.mark.parametrize(("put", "take"), LIBRARIES)
 @pytest.mark.parametrize(("weight_format", "steps"), [("float8", 14.0), ("int8", 127.0), ("int4", 5.8)])
 def test_quantize(put, take, weight_format, steps):

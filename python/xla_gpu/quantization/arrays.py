@@ -8,6 +8,8 @@ from typing import Any
 
 Array = Any  # of NumPy, PyTorch or JAX
 
+_LIBRARIES = {"numpy": "numpy", "torch": "torch", "jax": "jax.numpy", "jaxlib": "jax.numpy"}  # by the package of a type
+
 _NAMES = ("float32", "float16", "bfloat16", "float8_e4m3fn", "int8", "uint8")  # of dtypes that weights are stored in
 
 
@@ -17,11 +19,17 @@ def library(array: Array, where: str = "quantization") -> ModuleType:
     Raises:
       TypeError: it is of none of them; ``where`` begins the text.
     """
-    root = type(array).__module__.partition(".")[0]
-    name = {"jaxlib": "jax.numpy", "jax": "jax.numpy"}.get(root, root)
-    if name not in ("numpy", "torch", "jax.numpy"):
+    name = _LIBRARIES.get(_root(type(array)))
+    if name is None:  # a class of another package may be derived from an array, as parameters of models are
+        name = next((_LIBRARIES[root] for root in map(_root, type(array).__mro__) if root in _LIBRARIES), None)
+    if name is None:
         raise TypeError(f"{where}: expected an array of NumPy, PyTorch or JAX, got {type(array).__name__}")
     return sys.modules[name]
+
+
+def _root(of: type) -> str:
+    """The package that defines a class."""
+    return of.__module__.partition(".")[0]
 
 
 def cast(array: Array, dtype: Any) -> Array:

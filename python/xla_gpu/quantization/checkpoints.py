@@ -111,6 +111,16 @@ def _mapping(where: str, value: Any) -> Mapping[str, Any]:
     return value
 
 
+def _part(settings: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """A dict among the settings; empty where there is none."""
+    return _mapping(name, settings.get(name) or {})
+
+
+def _check_block(setting: str, block: Any) -> None:
+    if not isinstance(block, Sequence) or list(block) != [GROUP, GROUP]:
+        raise _unsupported(setting, [GROUP, GROUP], block)
+
+
 def _unsupported(setting: str, expected: object, got: object) -> ValueError:
     return ValueError(f"quantization_config: {setting}: expected {expected}, got {got!r}")
 
@@ -130,17 +140,17 @@ def _refuse_unknown(layer: str, get: Get, names: set[str]) -> LinearWeight:
 
 def _compressed_tensors(settings: Mapping[str, Any]) -> Callable[[str, Get, set[str]], LinearWeight]:
     known = "float-quantized, int-quantized, naive-quantized or pack-quantized"
-    groups = list(_mapping("config_groups", settings.get("config_groups") or {}).values())
+    groups = list(_part(settings, "config_groups").values())
     if len(groups) != 1:
         raise _unsupported("config_groups", "one group", len(groups))
-    transforms = ((settings.get("transform_config") or {}).get("config_groups") or {}).values()
+    transforms = _part(_part(settings, "transform_config"), "config_groups").values()
     for location in (each.get("location") for scheme in transforms for each in scheme.get("apply") or ()):
         if not str(location).startswith("weight_"):  # those are in the stored weights; others are work of the program
             raise _unsupported("transform_config", "transforms of weights alone", location)
-    sparsity = (settings.get("sparsity_config") or {}).get("format", "dense")
+    sparsity = _part(settings, "sparsity_config").get("format", "dense")
     if sparsity != "dense":  # others leave zeros out of the files
         raise _unsupported("sparsity_config", "dense", sparsity)
-    weights = _mapping("weights", _mapping("config_groups", groups[0]).get("weights") or {})
+    weights = _part(_mapping("config_groups", groups[0]), "weights")
     layout = str(groups[0].get("format") or settings.get("format"))
     bits, kind, strategy = (weights.get(name) for name in ("num_bits", "type", "strategy"))
     if layout == "pack-quantized":
@@ -157,8 +167,8 @@ def _compressed_tensors(settings: Mapping[str, Any]) -> Callable[[str, Get, set[
         raise _unsupported("weights", f"8-bit float or int for {layout}", f"{bits}-bit {kind}")
     if kind == "int" and not weights.get("symmetric", True):
         raise _unsupported("symmetric", "true for 8-bit int", False)
-    if strategy == "block" and list(weights.get("block_structure") or ()) != [GROUP, GROUP]:
-        raise _unsupported("block_structure", [GROUP, GROUP], weights.get("block_structure"))
+    if strategy == "block":
+        _check_block("block_structure", weights.get("block_structure"))
     if strategy not in ("tensor", "channel", "block"):
         raise _unsupported("strategy", "tensor, channel or block", strategy)
     dtype = "int8" if kind == "int" else "float8_e4m3fn"
@@ -167,8 +177,8 @@ def _compressed_tensors(settings: Mapping[str, Any]) -> Callable[[str, Get, set[
 
 def _fp8(settings: Mapping[str, Any]) -> Callable[[str, Get, set[str]], LinearWeight]:
     block = settings.get("weight_block_size")
-    if block is not None and (not isinstance(block, Sequence) or list(block) != [GROUP, GROUP]):
-        raise _unsupported("weight_block_size", [GROUP, GROUP], block)
+    if block is not None:
+        _check_block("weight_block_size", block)
     if settings.get("fmt", "e4m3") not in ("e4m3", "float8_e4m3fn"):
         raise _unsupported("fmt", "e4m3", settings["fmt"])
 
