@@ -136,6 +136,20 @@ def test_eager_tensors_need_a_process_group():
         xg.all_reduce([1.0])
 
 
+def test_a_group_of_cpu_and_cuda_tensors(monkeypatch):
+    """As of backend "cpu:gloo,cuda:nccl": whichever comes first says nothing about the other."""
+    pytest.importorskip("torch")
+    from xla_gpu._torch import peer_groups
+
+    class ProcessGroup:
+        pass
+
+    group = ProcessGroup()
+    monkeypatch.setattr(peer_groups, "_connect", lambda group, *_: 7)
+    numbers = [peer_groups.number(group, device, 0) for device in ("cpu", "cuda", "cpu", "cuda")]
+    assert numbers == [0, 7, 0, 7]
+
+
 PROCESS = textwrap.dedent("""
     import sys, torch, torch.distributed as dist, xla_gpu.torch as xg
     rank, store = int(sys.argv[1]), dist.FileStore(sys.argv[2], 2)

@@ -32,15 +32,17 @@ def number(group: Any, device: str, ordinal: int) -> int:
 
     ``device`` is "cpu" or "cuda"; ``ordinal`` is CUDA's number of this rank's GPU in this process.
     """
+    if device == "cpu":  # of a group whose GPUs may have peer memory, too
+        return 0
     known = _numbers.get(group)
     if known is None:
-        known = _numbers[group] = _connect(group, device, ordinal)
+        known = _numbers[group] = _connect(group, ordinal)
     return known
 
 
-def _connect(group: Any, device: str, ordinal: int) -> int:
+def _connect(group: Any, ordinal: int) -> int:
     ranks = tuple(torch.distributed.get_process_group_ranks(group))
-    if device == "cpu" or len(ranks) == 1:
+    if len(ranks) == 1:
         return 0
     count = _connected_before[ranks]
     _connected_before[ranks] += 1
