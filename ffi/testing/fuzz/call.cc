@@ -8,9 +8,6 @@
 namespace xla_gpu::fuzz {
 namespace {
 
-// More is not allocated: such a buffer has one byte, and only handlers that do not read it are called with it.
-constexpr int64_t kMaxBytes = 1 << 16;
-
 constexpr int32_t kCaches[] = {XLA_FFI_DataType_F32, XLA_FFI_DataType_F16, XLA_FFI_DataType_BF16,
                                XLA_FFI_DataType_F8E4M3FN, XLA_FFI_DataType_F8E5M2};
 constexpr const char* kNames[] = {
@@ -87,13 +84,26 @@ int64_t* Call::Dims(const Shape& shape) {
   return dims;
 }
 
-void Call::Add(std::vector<xla_gpu_buffer>* buffers, int32_t dtype, const Shape& shape) {
+// The bytes of the next buffer of a sound call, which an operator may read and write whole.
+size_t Call::SoundBytes(const std::vector<xla_gpu_buffer>& buffers, int32_t dtype, const Shape& shape) const {
   const int64_t bytes = Bytes(dtype, shape);
-  buffers->push_back({Memory(std::max<int64_t>(bytes, 0)), Dims(shape), static_cast<int32_t>(shape.size()), dtype});
+  if (bytes >= 0) return static_cast<size_t>(bytes);
+  std::string dims;
+  for (const int64_t dim : shape) dims += (dims.empty() ? "" : ", ") + std::to_string(dim);
+  std::fprintf(stderr, "%s: %s %zu: expected at most %lld bytes, since the fuzz target gives larger ones no memory, ",
+               target_, &buffers == &results_ ? "result" : "operand", buffers.size(),
+               static_cast<long long>(kMaxBytes));
+  std::fprintf(stderr, "got dtype %d, shape [%s]\n", static_cast<int>(dtype), dims.c_str());
+  std::abort();
+}
+
+void Call::Add(std::vector<xla_gpu_buffer>* buffers, int32_t dtype, const Shape& shape) {
+  void* data = Memory(SoundBytes(*buffers, dtype, shape));
+  buffers->push_back({data, Dims(shape), static_cast<int32_t>(shape.size()), dtype});
 }
 
 void Call::AddNumbers(int32_t dtype, const Shape& shape, int64_t end) {
-  const auto bytes = static_cast<size_t>(Bytes(dtype, shape));
+  const size_t bytes = SoundBytes(operands_, dtype, shape);
   const auto size = static_cast<size_t>(SizeOf(dtype));
   auto* data = static_cast<char*>(std::malloc(std::max<size_t>(bytes, 1)));
   memory_.emplace_back(data, &std::free);
@@ -158,8 +168,9 @@ void Call::AnyBuffer(std::vector<xla_gpu_buffer>* buffers) {
   const auto dtype = static_cast<int32_t>(input_.Once(32) ? input_.Raw<int32_t>() : input_.Below(40));
   Shape shape(static_cast<size_t>(input_.Below(6)));
   for (int64_t& dim : shape) dim = input_.Number(5);
-  Add(buffers, dtype, shape);
-  xla_gpu_buffer& buffer = buffers->back();
+  void* data = Memory(static_cast<size_t>(std::max<int64_t>(Bytes(dtype, shape), 0)));
+  xla_gpu_buffer& buffer =
+      buffers->emplace_back(xla_gpu_buffer{data, Dims(shape), static_cast<int32_t>(shape.size()), dtype});
   if (input_.Once(32)) buffer.data = nullptr;
   if (input_.Once(32)) buffer.dims = nullptr;
   if (input_.Once(32)) buffer.rank = input_.Once(2) ? 65 : -1;
@@ -335,50 +346,12 @@ void Call::Change() {
 }
 
 void Call::Operator() {
-  switch (input_.Below(14)) {
-    case 13:
-      GroupedLinear();
-      break;
-    case 12:
-      AttentionBlock();
-      break;
-    case 11:
-      GatedMlp();
-      break;
-    case 10:
-      KernelCall();
-      break;
-    case 9:
-      Linear();
-      break;
-    case 8:
-      RotaryEmbedding();
-      break;
-    case 7:
-      RotaryAndCache();
-      break;
-    case 6:
-      Sample();
-      break;
-    case 5:
-      SiluAndMul();
-      break;
-    case 4:
-      RmsNorm();
-      break;
-    case 0:
-      PagedAttention();
-      break;
-    case 1:
-      ReshapeAndCache();
-      break;
-    case 2:
-      MergeAttentionStates();
-      break;
-    default:
-      SimpleAdd();
-      break;
-  }
+  constexpr void (Call::* kOperators[])() = {&Call::PagedAttention, &Call::ReshapeAndCache, &Call::MergeAttentionStates,
+                                             &Call::SimpleAdd,      &Call::RmsNorm,         &Call::SiluAndMul,
+                                             &Call::Sample,         &Call::RotaryAndCache,  &Call::RotaryEmbedding,
+                                             &Call::Linear,         &Call::KernelCall,      &Call::GatedMlp,
+                                             &Call::AttentionBlock, &Call::GroupedLinear};
+  (this->*kOperators[input_.Below(std::size(kOperators))])();
   for (int64_t i = input_.Once(2) ? input_.Below(4) : 0; i > 0; --i) Change();
 }
 

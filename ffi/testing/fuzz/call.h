@@ -15,6 +15,9 @@
 
 namespace xla_gpu::fuzz {
 
+// A larger buffer has one byte of memory: an operator's call has none such, and handlers of any call do not read them.
+inline constexpr int64_t kMaxBytes = 1 << 16;
+
 inline constexpr int32_t kFloats[] = {XLA_FFI_DataType_F32, XLA_FFI_DataType_F16, XLA_FFI_DataType_BF16};
 
 class Call {
@@ -39,6 +42,8 @@ class Call {
   void* Memory(size_t bytes);
   int64_t* Dims(const Shape& shape);
 
+  // Buffers of operators' calls; one of more than kMaxBytes is a mistake here, named before the process ends.
+  size_t SoundBytes(const std::vector<xla_gpu_buffer>& buffers, int32_t dtype, const Shape& shape) const;
   void Add(std::vector<xla_gpu_buffer>* buffers, int32_t dtype, const Shape& shape);
   void AddNumbers(int32_t dtype, const Shape& shape, int64_t end);  // an operand of numbers mostly below `end`
   // paged_attention's context_lens, block_tables, query_start_loc and num_seqs.

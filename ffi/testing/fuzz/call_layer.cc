@@ -15,7 +15,7 @@ void Call::Linear() {
   const bool residual = input_.Once(2);
   const char* activation = kActivations[input_.Below(input_.Once(16) ? 4 : 3)];
   const bool gated = activation[0] != 'n';
-  // A weight of at most 60 KiB: larger buffers have no memory (kMaxBytes).
+  // A weight of at most 60 KiB: within kMaxBytes.
   const int64_t rows = input_.Below(70), n = 16 * (1 + input_.Below(6)), k = int4 ? 128 : 16 * (1 + input_.Below(10));
   const Shape blocks = {(n + 127) / 128, (k + 127) / 128};
   const Shape of_float8[] = {{1}, {n}, blocks};
@@ -48,9 +48,9 @@ void Call::GroupedLinear() {
   const bool packed = weight == XLA_FFI_DataType_U8, mxfp4 = packed && input_.Once(2), int4 = packed && !mxfp4;
   const bool scale = weight != dtype, zero_point = int4 && input_.Once(2), bias = input_.Once(2);
   const bool blocks = weight == XLA_FFI_DataType_F8E4M3FN && input_.Once(2);
-  // At most 4 groups of 48 by 144 weights of 2 bytes: within kMaxBytes, past which a buffer has one byte.
+  // At most 4 groups of 48 by 80 weights of 4 bytes, which are refused, or by 144 of one: within kMaxBytes.
   const int64_t groups = 1 + input_.Below(4), rows = input_.Below(40), n = 16 * (1 + input_.Below(3));
-  const int64_t k = int4 ? 128 : mxfp4 ? 32 * (1 + input_.Below(4)) : 16 * (1 + input_.Below(9));
+  const int64_t k = int4 ? 128 : mxfp4 ? 32 * (1 + input_.Below(4)) : 16 * (1 + input_.Below(scale ? 9 : 5));
   Add(&operands_, dtype, {rows, k});
   Add(&operands_, weight, {groups, n, packed ? k / 2 : k});
   if (input_.Once(2)) {

@@ -24,16 +24,17 @@ void Read(const void* data, size_t size) {
 }
 
 void ReadBuffer(const XLA_FFI_Buffer& buffer) {
+  constexpr auto kMaxBytes = static_cast<size_t>(xla_gpu::fuzz::kMaxBytes);
   size_t bytes = ffi::ByteWidth(static_cast<ffi::DataType>(buffer.dtype));
   for (int64_t i = 0; i < buffer.rank; ++i) {
     if (buffer.dims[i] < 0) std::abort();  // must not have come through
   }
   for (int64_t i = 0; i < buffer.rank; ++i) {
     if (buffer.dims[i] == 0) return;
-    if (bytes > (size_t{1} << 16) || buffer.dims[i] > (1 << 16)) return;  // has no memory (Call::Add)
+    if (bytes > kMaxBytes || static_cast<size_t>(buffer.dims[i]) > kMaxBytes) return;  // has no memory
     bytes *= static_cast<size_t>(buffer.dims[i]);
   }
-  if (bytes <= (size_t{1} << 16)) Read(buffer.data, bytes);
+  if (bytes <= kMaxBytes) Read(buffer.data, bytes);
 }
 
 void ReadAttributes(const XLA_FFI_Attrs& attributes) {
