@@ -100,6 +100,21 @@ def test_is_attention_over_all_pages(platform, count, dtype, layout):
     assert (outs[0][len(LENGTHS) :] == 0).all()
 
 
+def test_num_seqs_may_be_an_int():
+    mesh, a = devices.mesh("cpu", cp=2), inputs("float32", "split")
+    caches, tables = spread(a, 2, "split")
+    outs = []
+    for num_seqs in (a["num_seqs"], len(LENGTHS)):
+
+        def attend(cache, table, *metadata, num_seqs=num_seqs):
+            given = (a["query"], cache[0], metadata[0], table[0], metadata[1], num_seqs)
+            return xg.context_parallel_paged_attention(*given, axis="cp", scale=0.2)
+
+        mapped = jax.shard_map(attend, mesh=mesh, in_specs=(P("cp"), P("cp"), P(), P()), out_specs=P())
+        outs.append(np.asarray(jax.jit(mapped)(caches, tables, a["context_lens"], a["query_start_loc"])))
+    compare.assert_bitwise_equal(*outs, "num_seqs")
+
+
 def test_misuse_is_named():
     a = inputs("float32", "combined")
     metadata = (a["context_lens"], a["block_tables"], a["query_start_loc"], a["num_seqs"])

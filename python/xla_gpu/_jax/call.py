@@ -57,8 +57,6 @@ def function(operator: Operator, run_call: _Run | None = None) -> Callable[[_Fun
                 raise TypeError(f"{operator.name}: {error}") from None
             bound.apply_defaults()
             arguments = bound.arguments
-            for operand in operator.int_operands:
-                arguments[operand.name] = _int32(operator, operand, arguments)
             axes = _make_rows(operator, arguments) if operator.rows else None
             op_call, arrays = _bind(operator, arguments)
             results = _run(op_call, arrays) if run_call is None else run_call(op_call, arrays, arguments)
@@ -115,6 +113,8 @@ def _int32(operator: Operator, operand: IntOperand, arguments: dict[str, Any]) -
 
 def _bind(operator: Operator, arguments: dict[str, Any]) -> tuple[OpCall, list[Any]]:
     arrays, values = [], dict(arguments)
+    for operand in operator.int_operands:
+        values[operand.name] = _int32(operator, operand, arguments)
     for name in operator.operands:
         value = values.get(name)
         if value is not None:

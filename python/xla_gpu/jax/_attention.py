@@ -204,7 +204,7 @@ def context_parallel_paged_attention(
       context_lens: int32[max_seqs], tokens of each whole sequence, the new one included; the same on every device.
       block_tables: int32[max_seqs, pages_per_seq], this device's pages of each sequence.
       query_start_loc: int32[max_seqs + 1], as of paged_attention.
-      num_seqs: int32[1], as of paged_attention.
+      num_seqs: int32[1], or an int, as of paged_attention.
       axis: the name of the mesh axis.
       scale: multiplies q . k.
       soft_cap: as of paged_attention.
