@@ -118,6 +118,20 @@ def test_layouts_order_axes_from_major_to_minor(frontend, layout):
     np.testing.assert_array_equal(run(frontend, both, a)[0], a)
 
 
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.frontends("eager")
+def test_traced_results_have_the_strides_of_eager_ones(frontend, layout):
+    """torch.compile's code for what follows is made for these."""
+    del frontend
+    call = ffi.ffi_call("xla_gpu_test_raw_copy", [spec((2, 3, 4))], input_layouts=[layout], output_layouts=[layout])
+    a = torch.zeros(2, 3, 4)
+    with torch._subclasses.FakeTensorMode() as mode:
+        (traced,) = call(mode.from_tensor(a))
+    (result,) = call(a)
+    assert traced.stride() == result.stride()
+    assert result.permute(layout).is_contiguous()
+
+
 @pytest.mark.frontends("eager")
 def test_layouts_mean_what_they_mean_in_jax(frontend, third_party):
     jax = pytest.importorskip("jax")

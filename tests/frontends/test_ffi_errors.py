@@ -59,6 +59,8 @@ def test_wrong_signature(frontend):
         ({"input_output_aliases": {0: 1}}, "input_output_aliases.*a result below 1"),
         ({"input_layouts": [None, None]}, "input_layouts: expected 1 layouts, got 2"),
         ({"input_layouts": [(1,)]}, "input_layouts.*expected an order of 1 axes"),
+        ({"input_layouts": [0.0]}, r"input_layouts: 0: expected an order of 1 axes, got \[0\.0\]"),
+        ({"output_layouts": [(0,)]}, r"output_layouts: 0: expected an order of 1 axes, got \[\(0,\)\]"),
         ({"output_layouts": (0, 1)}, "output_layouts"),
     ],
     ids=lambda x: str(x)[:40],

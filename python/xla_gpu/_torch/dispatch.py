@@ -40,9 +40,13 @@ def run(call: OpCall, tensors: Sequence[torch.Tensor], in_place: bool = False) -
 def fake_results(call: OpCall, tensors: Sequence[torch.Tensor]) -> Results:
     """Results without values, for fake and meta tensors."""
     device = check_operands(call.name, call.operand_names, tensors)
-    return tuple(
-        torch.empty(result.shape, dtype=torch_dtype(call.name, result.dtype), device=device) for result in call.results
-    )
+    results = []
+    for i, result in enumerate(call.results):
+        # The strides are those of eager calls, which compiled programs rely on. Tensors of torch_xla are row-major.
+        permutation = None if device.type == "xla" else eager.permutation(call.result_layout(i))
+        memory = eager.empty_memory(result.shape, torch_dtype(call.name, result.dtype), device, permutation)
+        results.append(eager.array_in(memory, permutation))
+    return tuple(results)
 
 
 def bind(operator: Operator, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[OpCall, list[torch.Tensor]]:

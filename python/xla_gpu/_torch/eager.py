@@ -27,10 +27,10 @@ class _Plan:
             self.target, library.load().ffi_api(), "the library, which calls handlers of eager tensors,"
         )
         self.aliased = {result: operand for operand, result in call.aliases}
-        self.operand_layouts = [_permutation(call.operand_layout(i)) for i in range(len(call.operands))]
+        self.operand_layouts = [permutation(call.operand_layout(i)) for i in range(len(call.operands))]
         specs = all_results(call)
         self.results = [
-            (spec.shape, torch_dtype(f"{call.name}: result {i}", spec.dtype), _permutation(call.result_layout(i)))
+            (spec.shape, torch_dtype(f"{call.name}: result {i}", spec.dtype), permutation(call.result_layout(i)))
             for i, spec in enumerate(specs)
         ]
         self._make_frame = functools.partial(Frame, call, self.target, specs)
@@ -63,8 +63,8 @@ def run(call: OpCall, tensors: Sequence[torch.Tensor], in_place: bool = False) -
     plan = _plan(call, "CUDA" if cuda else "cpu")
 
     operands = []
-    for tensor, permutation in zip(tensors, plan.operand_layouts, strict=True):
-        memory = tensor if permutation is None else tensor.permute(permutation)
+    for tensor, order in zip(tensors, plan.operand_layouts, strict=True):
+        memory = tensor if order is None else tensor.permute(order)
         if not memory.is_contiguous() or memory.is_neg() or memory.is_conj():
             memory = memory.resolve_conj().resolve_neg().contiguous()
         if memory.data_ptr() % _ALIGNMENT:
@@ -72,18 +72,17 @@ def run(call: OpCall, tensors: Sequence[torch.Tensor], in_place: bool = False) -
         operands.append(memory)
 
     results, memories = [], []
-    for i, (shape, dtype, permutation) in enumerate(plan.results):
+    for i, (shape, dtype, order) in enumerate(plan.results):
         aliased = plan.aliased.get(i)
         if aliased is None:
-            order = shape if permutation is None else [shape[axis] for axis in permutation]
-            memory = torch.empty(order, dtype=dtype, device=device)
+            memory = empty_memory(shape, dtype, device, order)
         elif in_place:
             _check_in_place(call, tensors, operands, aliased)
             memory = operands[aliased]
         else:
             memory = operands[aliased] = operands[aliased].clone()
         memories.append(memory)
-        results.append(memory if permutation is None else memory.permute(_inverse(permutation)))
+        results.append(array_in(memory, order))
 
     try:
         plan.run(
@@ -135,10 +134,18 @@ def _extent(memory: torch.Tensor) -> tuple[int, int]:
     return start, start + memory.numel() * memory.element_size()
 
 
-def _permutation(layout: tuple[int, ...]) -> tuple[int, ...] | None:
+def permutation(layout: tuple[int, ...]) -> tuple[int, ...] | None:
     """``layout`` as the argument of permute(), None if that would do nothing."""
     return None if layout == tuple(range(len(layout))) else layout
 
 
-def _inverse(permutation: tuple[int, ...]) -> list[int]:
-    return sorted(range(len(permutation)), key=permutation.__getitem__)
+def empty_memory(
+    shape: Sequence[int], dtype: torch.dtype, device: torch.device, order: tuple[int, ...] | None
+) -> torch.Tensor:
+    """Memory of a result, whose axes are in the order that ``permutation`` gave for its layout."""
+    return torch.empty(shape if order is None else [shape[axis] for axis in order], dtype=dtype, device=device)
+
+
+def array_in(memory: torch.Tensor, order: tuple[int, ...] | None) -> torch.Tensor:
+    """The result whose memory that is."""
+    return memory if order is None else memory.permute(sorted(range(len(order)), key=order.__getitem__))

@@ -124,10 +124,12 @@ def _flat_layouts(target: str, which: str, layouts: Sequence[Any] | None, ranks:
         raise ValueError(f"{target}: {which}: expected {len(ranks)} layouts, got {len(layouts)}")
     flat: list[int] = []
     for i, (layout, rank) in enumerate(zip(layouts, ranks, strict=True)):
-        axes = list(range(rank)) if layout is None else [int(axis) for axis in layout]
-        if sorted(axes) != list(range(rank)):
-            raise ValueError(f"{target}: {which}: {i}: expected an order of {rank} axes, got {list(layout)}")
-        flat.extend(axes)
+        axes = list(range(rank)) if layout is None else list(layout) if hasattr(layout, "__iter__") else [layout]
+        # NOTE: torch.compile traces isinstance with a tuple, but not with a union.
+        is_ints = all(isinstance(axis, (int, np.integer)) and not isinstance(axis, bool) for axis in axes)
+        if not is_ints or sorted(axes) != list(range(rank)):
+            raise ValueError(f"{target}: {which}: {i}: expected an order of {rank} axes, got {axes}")
+        flat.extend(map(int, axes))
     return flat
 
 
