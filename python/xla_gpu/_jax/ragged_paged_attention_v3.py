@@ -7,122 +7,33 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.custom_batching import sequential_vmap
 from jax.experimental.layout import Layout, with_layout_constraint
 
 from .._core.attributes import Text
-from .._core.checks import FLOAT8S, FLOATS, SMALLEST_FLOAT32, Checks
-from .._core.operator import CACHED_CALLS, ArraySpec, OpCall, check_inputs_requested
+from .._core.checks import FLOAT8S
+from .._core.operator import CACHED_CALLS, ArraySpec, OpCall
 from .._core.partitioning import Partitioning
 from ..ops import paged_attention, reshape_and_cache
 from . import call
 from .gradients import with_derivative
 from .partition import DIVIDES_OPERATIONS, explicit_shardings, partitioned
-
-DOCSTRING = """
-Stores the keys and values of the step's tokens in the cache and attends over it, as one call. The interface is
-"RPA v3", which tpu-inference, tokamax and ejkernel share, so that programs written for those move over by their
-import. It is reshape_and_cache and paged_attention in one jitted function.
-
-kv_cache is donated, as it is there: its buffer becomes the result's, no copy is made, and the array given must not be
-used again. Inside another jax.jit, donate it there.
-
-Args:
-  queries: T[num_tokens, num_heads, head_dim], the new tokens of all sequences; T is float32, float16 or bfloat16.
-  keys: [num_tokens, num_kv_heads, head_dim], of the cache's dtype, or with a float8 cache of T. A key of the cache's
-    dtype is stored as it is; one of T is stored divided by k_scale.
-  values: as keys, with v_scale.
-  kv_cache: [num_pages, page_size, heads / packing, packing, padded_head_dim] of T, float8_e4m3fn or float8_e5m2.
-    packing is 4 bytes over the size of its dtype, heads is 2 * num_kv_heads rounded up to a multiple of packing, and
-    padded_head_dim is head_dim rounded up to a multiple of 128. K of head h is head 2h, V is head 2h + 1. head_dim is
-    a multiple of 8 up to 256.
-  kv_lens: int32[max_seqs], tokens of each sequence, the new ones included.
-  page_indices: int32[max_seqs * pages_per_seq], the page numbers of each sequence, one sequence after the other.
-  cu_q_lens: int32[max_seqs + 1]; sequence s owns the rows ``cu_q_lens[s]:cu_q_lens[s + 1]`` of queries.
-  distribution: int32[3]; distribution[2] is the number of live sequences. The first two numbers say how many of them
-    decode and how many read prompts; the kernels here compute that themselves.
-  attention_sink: [num_heads], a logit per head that takes part in the softmax's sum and has no value; None: none.
-  sm_scale: multiplies q . k.
-  sliding_window: a query sees its last ``sliding_window`` keys, itself included; None: all.
-  soft_cap: from 2**-100 to 2**13, ``soft_cap * tanh(score / soft_cap)``; None: off.
-  out_dtype: of the first result; None: T.
-  q_scale: queries are divided by it and rounded to the cache's dtype, and scores are multiplied by it; None: neither.
-  k_scale: K is stored * k_scale; None: 1. A number, like the other scales.
-  v_scale: V is stored * v_scale; None: 1.
-  update_kv_cache: False: the new keys and values are in the cache already.
-  return_lse: also return the logarithm of the softmax's sum.
-  use_causal_mask: True. Nothing else is supported.
-  skip_kv_mask: False. It is for masks that are not causal.
-  mask_value: accepted and ignored. Masked keys are left out exactly, which no finite number does.
-  chunk_prefill_size: tuning of the TPU kernels: accepted and ignored, like all that follow.
-  d_block_sizes: accepted and ignored.
-  p_block_sizes: accepted and ignored.
-  m_block_sizes: accepted and ignored.
-  decode_block_sizes: accepted and ignored.
-  prefill_block_sizes: accepted and ignored.
-  decode_query_size: accepted and ignored.
-  num_kv_pages_per_block: accepted and ignored.
-  num_queries_per_block: accepted and ignored.
-  vmem_limit_bytes: accepted and ignored.
-  debug_mode: accepted and ignored.
-  disable_bounds_checks: accepted and ignored.
-  disable_semaphore_checks: accepted and ignored.
-
-Returns:
-  (out, kv_cache), or with return_lse (out, kv_cache, lse): out [num_tokens, num_heads, head_dim], rows past the live
-  sequences 0; the updated cache; lse float32[num_tokens, num_heads], natural logarithm, -inf for rows that see no key.
-
-Raises:
-  TypeError: an argument has another dtype or type.
-  ValueError: an argument has another shape, or a number is out of its range.
-
-  Wrong numbers on the device are handled as reshape_and_cache and paged_attention say.
-"""
-
-_ALIGNMENT = 128  # of head_dim in the cache: lanes of a TPU's vector registers
-
-_check = Checks("ragged_paged_attention_v3")
-
-
-class _Shape(NamedTuple):
-    """What follows from the shapes."""
-
-    num_pages: int
-    page_size: int
-    num_kv_heads: int  # in the cache: its padding included
-    head_dim: int  # likewise
-    pages_per_seq: int
-
-
-class _Options(NamedTuple):
-    """The arguments that are no arrays; hashable, since each combination is a program of its own."""
-
-    scale: float
-    sliding_window: int | None
-    soft_cap: float | None
-    out_dtype: Any
-    q_scale: float | None
-    k_scale: float
-    v_scale: float
-    update_kv_cache: bool
-    return_lse: bool
-    check_inputs: bool  # is read from the environment while the program is traced, and so belongs to its key
+from .ragged_paged_attention_v3_arguments import Options, Shape, check, checked_options, checked_shape, packing
 
 
 def ragged_paged_attention_v3(arrays: dict[str, Any], **options: Any) -> tuple[jax.Array, ...]:
-    """See DOCSTRING; ``arrays`` holds all array arguments by name, None for no attention_sink."""
+    """The call; ``arrays`` holds all array arguments by name, None for no attention_sink."""
     arrays = {
-        name: call.as_array(f"{_check.name}: {name}", x)
+        name: call.as_array(f"{check.name}: {name}", x)
         for name, x in arrays.items()
         if x is not None or name != "attention_sink"
     }
-    _checked_shape(_specs(arrays))
-    results: tuple[jax.Array, ...] = _program(arrays.pop("kv_cache"), arrays, _checked_options(**options))
+    checked_shape(_specs(arrays))
+    results: tuple[jax.Array, ...] = _program(arrays.pop("kv_cache"), arrays, checked_options(**options))
     return results
 
 
@@ -130,104 +41,11 @@ def _specs(arrays: dict[str, Any]) -> dict[str, ArraySpec]:
     return {name: ArraySpec(tuple(x.shape), x.dtype.name) for name, x in arrays.items()}
 
 
-# ---- Checks ----------------------------------------------------------------------------------------------------------
-
-
-def _checked_shape(specs: dict[str, ArraySpec]) -> _Shape:
-    queries, keys, cache = specs["queries"], specs["keys"], specs["kv_cache"]
-    _check.dtype("queries", queries, FLOATS)
-    num_tokens, num_heads, head_dim = _check.rank("queries", queries, "num_tokens, num_heads, head_dim")
-    if head_dim % 8 != 0 or not 8 <= head_dim <= paged_attention.MAX_HEAD_DIM:
-        raise _check.value_error(
-            "queries", f"head_dim a multiple of 8 from 8 to {paged_attention.MAX_HEAD_DIM}", queries
-        )
-    _check.dtype("kv_cache", cache, (queries.dtype, *FLOAT8S), f" ({queries.dtype} as queries)")
-    axes = "num_tokens, num_kv_heads, head_dim"
-    _check.dtype("keys", keys, tuple({cache.dtype: 0, queries.dtype: 0}), " (as kv_cache or queries)")
-    num_kv_heads = _check.rank("keys", keys, axes)[1]
-    _check.shape("keys", keys, (num_tokens, num_kv_heads, head_dim), axes)
-    if num_kv_heads < 1 or num_heads < 1 or num_heads % num_kv_heads != 0:
-        raise _check.value_error("queries", f"num_heads a multiple of num_kv_heads = {num_kv_heads}", queries)
-    _check.dtype("values", specs["values"], (keys.dtype,), " (as keys)")
-    _check.shape("values", specs["values"], keys.shape, axes)
-
-    packing = _packing(cache)
-    padded_heads, padded_dim = _aligned(2 * num_kv_heads, packing), _aligned(head_dim, _ALIGNMENT)
-    if len(cache.shape) != 5 or cache.shape[2:] != (padded_heads // packing, packing, padded_dim) or cache.shape[1] < 1:
-        raise _check.value_error(
-            "kv_cache", f"shape [num_pages, page_size, {padded_heads // packing}, {packing}, {padded_dim}]", cache
-        )
-    if (cache.shape[0] + 1) * cache.shape[1] > 2**31:
-        raise _check.value_error("kv_cache", "fewer than 2**31 slots", cache)
-
-    for argument in ("kv_lens", "page_indices", "cu_q_lens", "distribution"):
-        _check.dtype(argument, specs[argument], ("int32",))
-    (max_seqs,) = _check.rank("kv_lens", specs["kv_lens"], "max_seqs")
-    _check.rank("page_indices", specs["page_indices"], "max_seqs * pages_per_seq")
-    entries = specs["page_indices"].shape[0]
-    if entries % max(max_seqs, 1) != 0 or (max_seqs == 0 and entries != 0):
-        raise _check.value_error("page_indices", f"a multiple of max_seqs = {max_seqs} entries", specs["page_indices"])
-    _check.shape("cu_q_lens", specs["cu_q_lens"], (max_seqs + 1,), "max_seqs + 1")
-    _check.shape("distribution", specs["distribution"], (3,), "3")
-    if (sink := specs.get("attention_sink")) is not None:
-        _check.dtype("attention_sink", sink, FLOATS)
-        _check.shape("attention_sink", sink, (num_heads,), "num_heads")
-    return _Shape(*cache.shape[:2], padded_heads // 2, padded_dim, entries // max(max_seqs, 1))
-
-
-def _checked_options(
-    *,
-    sm_scale: float,
-    sliding_window: int | None,
-    soft_cap: float | None,
-    out_dtype: Any,
-    q_scale: float | None,
-    k_scale: float | None,
-    v_scale: float | None,
-    update_kv_cache: bool,
-    return_lse: bool,
-    use_causal_mask: bool,
-    skip_kv_mask: bool,
-) -> _Options:
-    if not use_causal_mask:
-        raise _check.value_error("use_causal_mask", "True: the kernels are causal", use_causal_mask)
-    if skip_kv_mask:
-        raise _check.value_error("skip_kv_mask", "False with a causal mask", skip_kv_mask)
-    if out_dtype is not None and jnp.dtype(out_dtype).name not in FLOATS:
-        raise _check.type_error("out_dtype", " or ".join(FLOATS), jnp.dtype(out_dtype).name)
-
-    def factor(argument: str, value: float | None) -> float:
-        expected = "a float32 number > 0"
-        return 1.0 if value is None else float(_check.float32(argument, value, SMALLEST_FLOAT32, expected=expected))
-
-    return _Options(
-        scale=float(_check.float32("sm_scale", sm_scale)),
-        sliding_window=None if sliding_window is None else _check.integer("sliding_window", sliding_window, 1),
-        soft_cap=None if soft_cap is None else float(paged_attention.check_soft_cap(_check, soft_cap)),
-        out_dtype=None if out_dtype is None else jnp.dtype(out_dtype),
-        q_scale=None if q_scale is None else factor("q_scale", q_scale),
-        k_scale=factor("k_scale", k_scale),
-        v_scale=factor("v_scale", v_scale),
-        update_kv_cache=bool(update_kv_cache),
-        return_lse=bool(return_lse),
-        check_inputs=check_inputs_requested(),
-    )
-
-
-def _packing(kv_cache: ArraySpec) -> int:
-    """Rows of K and V that stand in one row of the cache, side by side in 32 bits."""
-    return 4 // np.dtype(kv_cache.dtype).itemsize
-
-
-def _aligned(size: int, alignment: int) -> int:
-    return math.ceil(size / alignment) * alignment
-
-
 # ---- The program -----------------------------------------------------------------------------------------------------
 
 
 @functools.partial(jax.jit, static_argnums=2, donate_argnums=0)
-def _program(kv_cache: jax.Array, arrays: dict[str, jax.Array], options: _Options) -> tuple[jax.Array, ...]:
+def _program(kv_cache: jax.Array, arrays: dict[str, jax.Array], options: Options) -> tuple[jax.Array, ...]:
     arrays = {"kv_cache": kv_cache, **arrays}
     if call.varying_axes(list(arrays.values())):  # inside jax.shard_map: the arrays are a device's own
         return _attention(arrays, options)
@@ -241,7 +59,7 @@ def _program(kv_cache: jax.Array, arrays: dict[str, jax.Array], options: _Option
 
 
 @functools.lru_cache(maxsize=CACHED_CALLS)
-def _divided(specs: tuple[tuple[str, ArraySpec], ...], options: _Options) -> tuple[OpCall, Any]:
+def _divided(specs: tuple[tuple[str, ArraySpec], ...], options: Options) -> tuple[OpCall, Any]:
     """The program's description, and the program as a function of its arrays: it divides over devices as a whole.
 
     XLA does not divide a layout constraint, and would gather the cache for it.
@@ -260,12 +78,12 @@ def _divided(specs: tuple[tuple[str, ArraySpec], ...], options: _Options) -> tup
         },
         results=(of_heads, of_cache, of_heads[:2])[: 2 + len(lse)],
         # float8 packs two heads side by side; where the cache has padding it cannot be divided.
-        sizes={"kv_heads": 1 if 2 * num_kv_heads % _packing(kv_cache) else math.gcd(num_kv_heads, packs)},
+        sizes={"kv_heads": 1 if 2 * num_kv_heads % packing(kv_cache) else math.gcd(num_kv_heads, packs)},
         never_gathered=("kv_cache",),
     )
     described = OpCall(
-        name=_check.name,
-        target=f"xla_gpu_{_check.name}",
+        name=check.name,
+        target=f"xla_gpu_{check.name}",
         operand_names=tuple(operands),
         operands=tuple(operands.values()),
         results=(out, kv_cache, *lse),
@@ -279,9 +97,9 @@ def _divided(specs: tuple[tuple[str, ArraySpec], ...], options: _Options) -> tup
     return described, with_derivative(described, sequential_vmap(partitioned(described, partitioning, local)))
 
 
-def _attention(arrays: dict[str, jax.Array], options: _Options) -> tuple[jax.Array, ...]:
+def _attention(arrays: dict[str, jax.Array], options: Options) -> tuple[jax.Array, ...]:
     """The program of one device."""
-    shape = _checked_shape(_specs(arrays))
+    shape = checked_shape(_specs(arrays))
     queries, kv_cache = arrays["queries"], arrays["kv_cache"]
     _, num_heads, head_dim = queries.shape
     group = num_heads // arrays["keys"].shape[1]
@@ -338,12 +156,12 @@ def _attention(arrays: dict[str, jax.Array], options: _Options) -> tuple[jax.Arr
     return results if lse is None else (*results, lse[:, :num_heads])
 
 
-def _padded(x: jax.Array, heads: int, shape: _Shape) -> jax.Array:
+def _padded(x: jax.Array, heads: int, shape: Shape) -> jax.Array:
     """X [num_tokens, heads, head_dim] with as many heads, of the cache's head_dim."""
     return jnp.pad(x, ((0, 0), (0, heads - x.shape[1]), (0, shape.head_dim - x.shape[2])))
 
 
-def _updated(cache: jax.Array, arrays: dict[str, jax.Array], shape: _Shape, options: _Options) -> jax.Array:
+def _updated(cache: jax.Array, arrays: dict[str, jax.Array], shape: Shape, options: Options) -> jax.Array:
     """The cache with the new keys and values."""
     queries, keys, values = (arrays[name] for name in ("queries", "keys", "values"))
     scales = {}
@@ -361,7 +179,7 @@ def _updated(cache: jax.Array, arrays: dict[str, jax.Array], shape: _Shape, opti
     )
 
 
-def _slots(arrays: dict[str, jax.Array], num_tokens: int, shape: _Shape) -> jax.Array:
+def _slots(arrays: dict[str, jax.Array], num_tokens: int, shape: Shape) -> jax.Array:
     """The cache slot of each token, -1 for padding and for tokens that have no place in their sequence's pages."""
     kv_lens, num_seqs = arrays["kv_lens"], arrays["distribution"][2]
     max_seqs = kv_lens.shape[0]

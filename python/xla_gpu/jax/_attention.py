@@ -11,6 +11,7 @@ import jax.typing
 from .._core.docstrings import docstring
 from .._jax import context_parallel
 from .._jax import ragged_paged_attention_v3 as _ragged_paged_attention_v3
+from .._jax import ragged_paged_attention_v3_arguments as _ragged_paged_attention_v3_arguments
 from .._jax.call import function, ragged
 from .._jax.device_group import DeviceGroup
 from ..ops import merge_attention_states as _merge_attention_states
@@ -108,7 +109,7 @@ def ragged_paged_attention(
     """Computes paged_attention, with the name and the parameters of torch_xla's operator for TPUs."""
 
 
-@docstring(_ragged_paged_attention_v3.DOCSTRING)
+@docstring(_ragged_paged_attention_v3_arguments.DOCSTRING)
 def ragged_paged_attention_v3(
     queries: jax.typing.ArrayLike,
     keys: jax.typing.ArrayLike,
