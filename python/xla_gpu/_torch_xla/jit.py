@@ -18,7 +18,8 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.autograd import forward_ad
 from torch_xla import runtime
 
-from .program import _XLAC, Program, compute_pending, fallback_error, fallbacks
+from .counters import fallback_error, fallbacks, values_taken
+from .program import _XLAC, Program, compute_pending
 from .proxy_programs import ProxyProgram
 from .structures import Result, flatten, refuse_unhashable, with_tensors
 from .traced_tensors import (
@@ -30,7 +31,6 @@ from .traced_tensors import (
     is_changed,
     is_updated,
     of_dtype,
-    values_taken,
 )
 
 # What torch_xla counts with the operations that it has no lowering for.

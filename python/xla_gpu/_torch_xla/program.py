@@ -12,7 +12,7 @@ import dataclasses
 import logging
 import operator
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -25,6 +25,7 @@ from torch_xla._dynamo.dynamo_bridge import alias_with_buffer_donor_config
 
 from .._runtime import executable_cache
 from . import direct_launch
+from .counters import fallback_error, fallbacks
 from .direct_launch import Array, DirectLaunch
 
 _XLAC = torch_xla._XLAC
@@ -136,10 +137,6 @@ def _launch_directly(programs: Sequence[Program]) -> None:
             return
     for program, launch in launches:
         program.direct = launch
-
-
-class FallbackError(RuntimeError):
-    """A program needs an operation that torch_xla cannot run on the device."""
 
 
 class Program:
@@ -377,18 +374,6 @@ def compute_pending(tensors: Sequence[torch.Tensor]) -> None:
     """Computes what is pending, these tensors among it: of a view torch_xla learns so where it is looked at."""
     _XLAC._check_tensor_need_materialization(list(tensors))
     torch_xla.sync()
-
-
-def fallbacks() -> dict[str, int]:
-    """How often each operation without a lowering has run on the host in this process."""
-    return {name: metrics.counter_value(name) for name in metrics.counter_names() if name.startswith("aten::")}
-
-
-def fallback_error(where: str, names: Iterable[str]) -> FallbackError:
-    """The error for these operations."""
-    return FallbackError(
-        f"{where}: torch_xla has no lowering for {', '.join(sorted(names))}, which would run on the host in every call"
-    )
 
 
 def compilations() -> int:

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 import torch_xla
-import torch_xla.debug.metrics as metrics
 from torch.overrides import TorchFunctionMode
 
 from .program import _XLAC, Program
@@ -126,12 +125,6 @@ def compute(tensor: torch.Tensor) -> None:
         new = tensor.clone()
     _XLAC._xla_optimization_barrier_([new])
     tensor.copy_(new)
-
-
-def values_taken() -> int:
-    """How often this process has run a program or read a tensor."""
-    timed = map(metrics.metric_data, ("ExecuteTime", "TransferFromDeviceTime"))
-    return sum(data[0] for data in timed if data)
 
 
 def distinct(tensors: Sequence[torch.Tensor], donated: Sequence[int]) -> list[torch.Tensor]:

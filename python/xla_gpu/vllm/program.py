@@ -8,7 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from .._torch_xla import direct_launch, program
-from .._torch_xla.program import FallbackError, compilations
+from .._torch_xla.counters import FallbackError
+from .._torch_xla.program import compilations
 from . import tensor_parallel
 
 __all__ = ["FallbackError", "Program", "compilations", "compiled_together"]
