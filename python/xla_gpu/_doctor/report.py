@@ -79,7 +79,7 @@ def run(as_json: bool) -> int:
 
 
 def examine() -> dict[str, Any]:
-    """The report. Takes a minute or so: six processes that each import a framework."""
+    """The report. Takes a minute or so: a process for each front end, which imports its framework."""
     library, device = _library_report(), _device_report()
     with ThreadPoolExecutor(max_workers=2) as pool:
         frontends = list(pool.map(lambda frontend: try_frontend(frontend, library, device), FRONTENDS))
