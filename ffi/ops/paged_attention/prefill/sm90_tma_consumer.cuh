@@ -10,8 +10,8 @@
 #include "ffi/ops/paged_attention/prefill/late_soft_cap.cuh"
 #include "ffi/ops/paged_attention/prefill/online_softmax.cuh"
 #include "ffi/ops/paged_attention/prefill/pipeline.cuh"
+#include "ffi/ops/paged_attention/prefill/sm90_tma_epilogue.cuh"
 #include "ffi/ops/paged_attention/prefill/sm90_tma_traits.cuh"
-#include "ffi/ops/paged_attention/prefill/store_sectors.cuh"
 
 namespace xla_gpu::prefill {
 
@@ -23,6 +23,7 @@ struct TmaConsumer {
   using QueryState = typename Traits::QueryState;
   using TileState = typename Traits::TileState;
   using ValueState = typename Traits::ValueState;
+  using Epilogue = TmaEpilogue<Traits>;
   // Numerators up to 2^8 fit float16 and bfloat16.
   using Softmax = std::conditional_t<Traits::kHeadDim == 256, LateSoftCap<Traits::kTreeMask>,
                                      OnlineSoftmax</*kRowTiles=*/1, /*kRescaleThreshold=*/8, Traits::kTreeMask,
@@ -113,7 +114,7 @@ struct TmaConsumer {
       SkipKeyTiles(first - cta.Tile(work).first_key_tile, &key, &value);
       if (mine->last < first) cta.Arrive(cta.query.Empty(query, warpgroup));
       uint32_t accumulated = 0;
-      Store(work, warpgroup, softmax, transform, &accumulated, o);
+      Epilogue{cta}.Store(work, warpgroup, softmax, transform, &accumulated, o);
     }
   }
 
@@ -127,7 +128,7 @@ struct TmaConsumer {
     ValueState value;
     uint32_t next_alone = 0;   // the warpgroup that takes the next work tile of up to 64 rows; parity of their number
     bool was_alone = true;     // the work tile before had up to 64 rows
-    uint32_t accumulated = 0;  // parity of the work tiles whose accumulators have been stored by this CTA: see Store
+    uint32_t accumulated = 0;  // parity of the work tiles whose accumulators this CTA has stored: see TmaEpilogue
     do {
       cta.tiles.WaitFull(work);
       int left = cta.Tile(work).key_tiles;  // whose scores have not been started
@@ -146,7 +147,7 @@ struct TmaConsumer {
             value.Skip(left);
             query.Advance();
             const SplitMode mode = cta.Tile(work).mode;
-            if (StoresForThisCta(mode)) accumulated ^= 1;
+            if (Epilogue::StoresForThisCta(mode)) accumulated ^= 1;
             // NOTE: an arrival does not wait for loads in front of it, but for its address, which depends on this one.
             cta.Arrive(cta.tiles.Empty(work) + mode / (2 * kCrossCta));
             work.Advance();
@@ -230,7 +231,7 @@ struct TmaConsumer {
         Release(cta.values.Empty(value), alone);
         value.Advance();
         if (ends) {
-          Store(ended, part, before, transform, &accumulated, o);
+          Epilogue{cta}.Store(ended, part, before, transform, &accumulated, o);
           Clear(o[0]);
         } else if (softmax.NeedsRescale()) {
           softmax.Rescale(o);
@@ -253,7 +254,7 @@ struct TmaConsumer {
         Release(cta.values.Empty(value), alone);
         value.Advance();
       }
-      Store(ended, part, softmax, transform, &accumulated, o);
+      Epilogue{cta}.Store(ended, part, softmax, transform, &accumulated, o);
     } while (Traits::kAlternates);
   }
 
@@ -347,65 +348,10 @@ struct TmaConsumer {
     }
   }
 
-  // ---- Mask and results
+  // ---- Mask
   __device__ bool NeedsMask(TileState work, int position) const {
     const typename Traits::Rows& rows = cta.Tile(work).rows;
     return position + kTileKeys - 1 > rows.first_row_last_key || position < rows.last_row_first_key;
-  }
-
-  // Whether a work tile's accumulator is one of this CTA's, which the next split of its rows reads or writes.
-  static __device__ bool StoresForThisCta(SplitMode mode) {
-    const bool one_of_several = Traits::kTakesSomeSplits && (mode & kAccumulate) != 0;
-    return mode != 0 && ((mode & kCrossCta) == 0 || one_of_several);
-  }
-
-  // `part`: of the work tile's rows. `latest`: the transform of the latest work tile, which may be another one.
-  // `accumulated`: parity of the work tiles before of which StoresForThisCta. With Traits::kAlternates the other
-  // warpgroup may have computed the split before: the CTA's accumulators are read and written in the order of the
-  // work tiles.
-  __device__ void Store(TileState work, int part, Softmax softmax, const LogitTransform& latest, uint32_t* accumulated,
-                        float (&o)[1][kDimTiles][4]) const {
-    cta.checked.WaitFull(work);
-    const LogitTransform transform = Traits::kFloat8Cache ? TransformOf(work) : latest;
-    const typename Traits::TileStage& tile = cta.Tile(work);
-    const bool invalid_page = tile.invalid_page;
-    const SplitMode mode = tile.mode;
-    const bool crosses = (mode & kCrossCta) != 0;
-    if (mode != 0 && cta.params.behind_decode) WaitForPreviousKernel();  // that one reads the scratch
-    if (crosses && !StoresForThisCta(mode)) {
-      softmax.Spill(tile.rows, cta.params.accumulators, tile.accum_row, invalid_page, o);
-    } else {
-      if (mode != 0) {
-        const uint32_t barrier = cta.Address(offsetof(typename Traits::SharedStorage, accumulated));
-        // NOTE: not by the rows of part 1, which nobody else reads or writes: part 0 may have stored this work tile's
-        // too, so that a wait by parity would be for the next ones.
-        if (Traits::kAlternates && part == 0) WaitBarrier(barrier, *accumulated ^ 1);
-        const bool small = kRowWarpgroups == 1 || tile.rows.count <= 64;
-        if constexpr (Traits::kSharedAccumulators) {
-          auto& shared = cta.Storage().accumulators;
-          if (small) {
-            softmax.template AccumulateAndSpill<true>(transform, {shared.o_accum, shared.max_sum_accum, 0}, 0,
-                                                      crosses ? kAccumulate : mode, invalid_page, o);
-          }
-        }
-        if (!Traits::kSharedAccumulators || !small) {
-          softmax.template AccumulateAndSpill<false>(transform, cta.params.accumulators, tile.accum_row, mode,
-                                                     invalid_page, o);
-        }
-        if (Traits::kAlternates && part == 0) cta.Arrive(barrier);
-        *accumulated ^= 1;
-      }
-      if (Traits::kTakesSomeSplits && crosses) {
-        softmax.Spill(tile.rows, cta.params.accumulators, tile.accum_row, invalid_page, o);
-      } else if ((mode & kSpill) == 0) {
-        if constexpr (Traits::kOverlap == Overlap::kIntraWarpgroup) {
-          StoreSectors<T>(softmax, cta.attention, tile.rows, transform, o, invalid_page);
-        } else {  // where sectors would cost local loads in the loop over key tiles
-          softmax.template StoreFromRegisters<T>(cta.attention, tile.rows, transform, o, invalid_page);
-        }
-      }
-    }
-    cta.Arrive(cta.tiles.Empty(work));
   }
 };
 

@@ -12,7 +12,7 @@
 #include "ffi/ops/paged_attention/prefill/heuristics.h"
 #include "ffi/ops/paged_attention/prefill/online_softmax.cuh"
 #include "ffi/ops/paged_attention/prefill/sm90_tma.cuh"
-#include "ffi/ops/paged_attention/prefill/store_sectors.cuh"
+#include "ffi/ops/paged_attention/prefill/store_rows.cuh"
 
 namespace xla_gpu::prefill {
 
