@@ -11,7 +11,6 @@
 #include "ffi/base/cuda_status.h"
 #include "ffi/ops/paged_attention/decode/decode.h"
 #include "ffi/ops/paged_attention/prefill/combine.cuh"
-#include "ffi/ops/paged_attention/prefill/combine_both.cuh"
 #include "ffi/ops/paged_attention/prefill/heuristics.h"
 #include "ffi/ops/paged_attention/prefill/launch_config.cuh"
 #include "ffi/ops/paged_attention/prefill/prefill.h"
@@ -153,6 +152,13 @@ Status LaunchTmaAndDecode(const TmaParams& tma, const SplitAccumulatorLayout& la
                 decode->args);
 }
 
+// The kernel that merges splits, of so many CTAs: launch_combine.cuh, which one source file for each T and
+// kLongestFirst includes. `decode`: the decode path's part of the call, or null. `shares_last_round`: see
+// SplitKvPolicy.
+template <typename T, bool kLongestFirst>
+Status LaunchCombine(const TmaParams& tma, decode::SharedCall* decode, bool shares_last_round, unsigned ctas,
+                     Stream stream);
+
 template <typename Traits>
 Status LaunchTma(const TmaParams& call, const SplitAccumulatorLayout& layout, int64_t sms, Stream stream) {
   using Layout = SplitAccumulatorLayout;
@@ -194,36 +200,11 @@ Status LaunchTma(const TmaParams& call, const SplitAccumulatorLayout& layout, in
   }
   if (layout.pool_rows == 0 || layout.kernels == PrefillKernels::kAllButCombine) return Status::Ok();
 
-  void (*combine)(PagedAttentionParams, SplitKvPolicy, SplitAccumulators);
-  if constexpr (Traits::kLongestFirst) {
-    combine = PrefillCombineLongestFirstKernel<typename Traits::Element, Traits::kHeadDim>;
-  } else {
-    combine = PrefillCombineKernel<typename Traits::Element, Traits::kHeadDim, false>;
-    if constexpr (Traits::kTakesSomeSplits) {
-      if (shares_last_round) combine = PrefillCombineKernel<typename Traits::Element, Traits::kHeadDim, true>;
-    }
-  }
-  // The same carveout as the kernels before and behind: an SM must be idle to change it.
-  XLA_GPU_RETURN_IF_CUDA(
-      cudaFuncSetAttribute(combine, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared));
   const int ctas_per_sm = Traits::kRows == 64 && tma.behind_decode ? kIdleCombineCtasPerSm : 8;
-  const dim3 combine_grid(static_cast<unsigned>(CombineCtas(params, kCombineThreads / 32, ctas_per_sm, sms)));
-  // See PathsShareCombine.
-  if constexpr (Traits::kHeadDim == 128 && !Traits::kFloat8Cache && !Traits::kLongestFirst) {
-    decode::SharedCall* const decode = layout.decode_work;
-    if (decode != nullptr && decode->combines) {
-      decode->combines = false;
-      const auto both = CombineBothKernel<typename Traits::Element, Traits::kHeadDim>;
-      constexpr int kSharedBytes = static_cast<int>(sizeof(decode::CombineSharedStorage<>));
-      XLA_GPU_RETURN_IF_CUDA(
-          cudaFuncSetAttribute(both, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared));
-      const dim3 both_grid(decode->combine_ctas + combine_grid.x);
-      return Launch({both_grid, kCombineThreads, kSharedBytes, /*programmatic=*/true}, stream, both, decode->args,
-                    tma.split_kv, tma.accumulators, decode->combine_ctas, decode->prefill_ctas);
-    }
-  }
-  return Launch({combine_grid, kCombineThreads, /*shared_bytes=*/0, /*programmatic=*/true}, stream, combine, params,
-                tma.split_kv, tma.accumulators);
+  const auto ctas = static_cast<unsigned>(CombineCtas(params, kCombineThreads / 32, ctas_per_sm, sms));
+  // With a float8 cache the decode path's splits have a kernel of their own.
+  decode::SharedCall* const decode = Traits::kFloat8Cache ? nullptr : layout.decode_work;
+  return LaunchCombine<typename Traits::Element, Traits::kLongestFirst>(tma, decode, shares_last_round, ctas, stream);
 }
 
 template <typename Traits>

@@ -2,6 +2,7 @@
 #include <cuda_bf16.h>
 
 #include "ffi/ops/paged_attention/prefill/launch.cuh"
+#include "ffi/ops/paged_attention/prefill/launch_combine.cuh"
 #include "ffi/ops/paged_attention/prefill/prefill.h"
 
 namespace xla_gpu::prefill {
@@ -13,5 +14,9 @@ Status LaunchBF16(const PagedAttentionCall& params, Stream stream) {
 Status SplitsKeysBF16(const PagedAttentionParams& shapes, bool* splits) {
   return SplitsKeys<__nv_bfloat16>(shapes, splits);
 }
+
+template Status LaunchCombine<__nv_bfloat16, /*kLongestFirst=*/false>(const TmaParams& tma, decode::SharedCall* decode,
+                                                                      bool shares_last_round, unsigned ctas,
+                                                                      Stream stream);
 
 }  // namespace xla_gpu::prefill

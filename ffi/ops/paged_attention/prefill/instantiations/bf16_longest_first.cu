@@ -2,6 +2,7 @@
 #include <cuda_bf16.h>
 
 #include "ffi/ops/paged_attention/prefill/launch.cuh"
+#include "ffi/ops/paged_attention/prefill/launch_combine.cuh"
 
 namespace xla_gpu::prefill {
 
@@ -12,5 +13,9 @@ Status LaunchLongestFirst<__nv_bfloat16>(const TmaParams& tma, const SplitAccumu
   if (tma.attention.head_dim == 128) return LaunchTma<Instances::OfLongestFirst, 128>(tma, layout, stream);
   return LaunchTma<Instances::OfLongestFirst, 256>(tma, layout, stream);
 }
+
+template Status LaunchCombine<__nv_bfloat16, /*kLongestFirst=*/true>(const TmaParams& tma, decode::SharedCall* decode,
+                                                                     bool shares_last_round, unsigned ctas,
+                                                                     Stream stream);
 
 }  // namespace xla_gpu::prefill

@@ -1,0 +1,69 @@
+// Launches of the kernels that merge KV splits. They are the same for all kernels that make splits: included by one
+// source file for each dtype alone.
+#ifndef XLA_GPU_OPS_PAGED_ATTENTION_PREFILL_LAUNCH_COMBINE_CUH_
+#define XLA_GPU_OPS_PAGED_ATTENTION_PREFILL_LAUNCH_COMBINE_CUH_
+
+#include "ffi/base/cuda_status.h"
+#include "ffi/ops/paged_attention/decode/params.h"
+#include "ffi/ops/paged_attention/prefill/combine.cuh"
+#include "ffi/ops/paged_attention/prefill/combine_both.cuh"
+#include "ffi/ops/paged_attention/prefill/launch.cuh"
+#include "ffi/ops/paged_attention/prefill/launch_config.cuh"
+
+namespace xla_gpu::prefill {
+
+// The same carveout as the kernels before and behind: an SM must be idle to change it.
+template <typename... Params>
+Status SetCarveout(void (*kernel)(Params...)) {
+  XLA_GPU_RETURN_IF_CUDA(
+      cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared));
+  return Status::Ok();
+}
+
+// The splits of both paths: see PathsShareCombine. `ctas`: of the prefill path's.
+template <typename T, int kDim>
+Status LaunchCombineBoth(const TmaParams& tma, const decode::SharedCall& decode, unsigned ctas, Stream stream) {
+  const auto kernel = CombineBothKernel<T, kDim>;
+  if (Status status = SetCarveout(kernel); !status.ok()) return status;
+  constexpr int kSharedBytes = static_cast<int>(sizeof(decode::CombineSharedStorage<>));
+  const dim3 grid(decode.combine_ctas + ctas);
+  return Launch({grid, kCombineThreads, kSharedBytes, /*programmatic=*/true}, stream, kernel, decode.args, tma.split_kv,
+                tma.accumulators, decode.combine_ctas, decode.prefill_ctas);
+}
+
+// Arguments as LaunchCombine's.
+template <typename T, int kDim, bool kLongestFirst>
+Status LaunchCombineDim(const TmaParams& tma, decode::SharedCall* decode, bool shares_last_round, unsigned ctas,
+                        Stream stream) {
+  void (*kernel)(PagedAttentionParams, SplitKvPolicy, SplitAccumulators);
+  if constexpr (kLongestFirst) {
+    kernel = PrefillCombineLongestFirstKernel<T, kDim>;
+  } else {
+    kernel = PrefillCombineKernel<T, kDim, false>;
+    if constexpr (kDim <= 128) {
+      if (shares_last_round) kernel = PrefillCombineKernel<T, kDim, true>;
+    }
+    if constexpr (kDim == 128) {
+      if (decode != nullptr && decode->combines) {
+        decode->combines = false;
+        return LaunchCombineBoth<T, kDim>(tma, *decode, ctas, stream);
+      }
+    }
+  }
+  if (Status status = SetCarveout(kernel); !status.ok()) return status;
+  return Launch({dim3(ctas), kCombineThreads, /*shared_bytes=*/0, /*programmatic=*/true}, stream, kernel, tma.attention,
+                tma.split_kv, tma.accumulators);
+}
+
+template <typename T, bool kLongestFirst>
+Status LaunchCombine(const TmaParams& tma, decode::SharedCall* decode, bool shares_last_round, unsigned ctas,
+                     Stream stream) {
+  const auto launch = tma.attention.head_dim == 64    ? LaunchCombineDim<T, 64, kLongestFirst>
+                      : tma.attention.head_dim == 128 ? LaunchCombineDim<T, 128, kLongestFirst>
+                                                      : LaunchCombineDim<T, 256, kLongestFirst>;
+  return launch(tma, decode, shares_last_round, ctas, stream);
+}
+
+}  // namespace xla_gpu::prefill
+
+#endif  // XLA_GPU_OPS_PAGED_ATTENTION_PREFILL_LAUNCH_COMBINE_CUH_
