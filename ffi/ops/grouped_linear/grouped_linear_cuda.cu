@@ -2,7 +2,6 @@
 #include <cuda_runtime.h>
 
 #include <algorithm>
-#include <limits>
 
 #include "ffi/base/cuda_status.h"
 #include "ffi/device/launch.cuh"
@@ -48,10 +47,7 @@ Status LaunchGroupedRows(const GroupedLinearParams& p, Stream stream) {
   args.chunks = static_cast<int>((p.k + Config::kChunkK - 1) / Config::kChunkK);
   args.feature_tiles = static_cast<int>((p.n + Config::kTileN - 1) / Config::kTileN);
   const int64_t row_tiles = p.rows / Config::kRowTile + std::min(p.rows, p.num_groups);
-  const int64_t tiles = row_tiles * args.feature_tiles;
-  if (tiles > std::numeric_limits<int32_t>::max() / 2) {
-    return Status::InvalidArgument("grouped_linear: x: too many rows for this weight");
-  }
+  const int64_t tiles = row_tiles * args.feature_tiles;  // fit an int: 2^30 of them have 1 TB of weights or results
   // As many CTAs of an SM as have three stages each, or one with two; each has 1 KB beside them.
   const int plan_bytes = grouped_linear::PlanBytes(args.num_groups);
   int ctas = Config::kCtas;
