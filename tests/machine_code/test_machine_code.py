@@ -21,6 +21,8 @@ from tests.machine_code.kernels import (
     read_build,
     tool,
 )
+from tests.machine_code.sizes import duplicates, size, template, templates
+from tests.machine_code.sizes import report as report_sizes
 
 USAGE = """
 Resource usage:
@@ -128,6 +130,32 @@ def test_gone_and_new_and_other_architectures():
     result = compare(before, after)
     assert {k.name for k in result.gone} == {"f", "g"} and {k.name for k in result.new} == {"f", "h"}
     assert "2 kernels gone" in report(result) and "2 kernels new" in report(result)
+
+
+def test_sizes_by_template():
+    kernels = [
+        kernel("void a::(anonymous namespace)::Add<b::Traits<(b::Format)3, c::Mul<float> > >(b::Params)", "1"),
+        kernel("a::Mul(float*)", "2", opcodes={0x221: 300}),
+        kernel("void a::Mul<float>(float*)", "3", opcodes={0x221: 20}),
+    ]
+    assert [template(k) for k in kernels] == ["Add", "Mul", "Mul"]
+    assert [(name, size(group)) for (_, name), group in templates(kernels).items()] == [("Mul", 5120), ("Add", 160)]
+    assert report_sizes(kernels).splitlines()[:2] == ["5280 bytes in 3 kernels", "      5120    2 sm_90a Mul"]
+
+
+def test_duplicates_are_of_one_architecture_and_have_code():
+    large, huge = {0x221: 100}, {0x221: 1000}
+    kernels = [
+        kernel("f", "1", "a.cu.o", large), kernel("g", "1", "b.cu.o", large),
+        kernel("f", "1", "a.cu.o", large, architecture="sm_80"),
+        kernel("h", "2", "a.cu.o", huge), kernel("h", "2", "b.cu.o", huge), kernel("i", "3", "a.cu.o", huge),
+        kernel("empty<1>", "4"), kernel("empty<2>", "4"),
+    ]  # fmt: skip
+    assert [[k.name for k in group] for group in duplicates(kernels).values()] == [["h", "h"], ["f", "g"]]
+    text = report_sizes(kernels)
+    assert (
+        "2 times the same 16000 bytes\n  h  [sm_90a, a.cu.o]\n  h  [sm_90a, b.cu.o]" in text and "empty<1>" not in text
+    )
 
 
 def test_a_folder_without_objects_is_named(tmp_path):
