@@ -23,10 +23,11 @@ def float32_products():
 @pytest.mark.parametrize("renormalize", [False, True])
 def test_experts(rows, block, skew, renormalize, monkeypatch):
     """Rows through their own experts alone, whatever the others hold."""
-    from xla_gpu.vllm import moe, routing
+    from xla_gpu.vllm import expert_products, routing
+    from xla_gpu.vllm.expert_matrices import Matrices
 
-    monkeypatch.setattr(moe, "block_size", lambda *_: block)
-    monkeypatch.setattr(moe, "_GATHERED_BYTES", 20_000)  # of weights: some blocks at a time
+    monkeypatch.setattr(expert_products, "block_size", lambda *_: block)
+    monkeypatch.setattr(expert_products, "_GATHERED_BYTES", 20_000)  # of weights: some blocks at a time
     torch.manual_seed(0)
     num_experts, top_k, hidden, intermediate = 8, 2, 16, 24
     x = torch.randn(rows, hidden)
@@ -46,7 +47,7 @@ def test_experts(rows, block, skew, renormalize, monkeypatch):
             expected[row] += probability / scale * (w2[expert].double() @ (torch.nn.functional.silu(gate) * up))
     device = torch_xla.device()
     x, w13, w2, weights, chosen = (tensor.to(device) for tensor in (x, w13, w2, weights, chosen))
-    got = moe.experts(x, moe.Matrices(w13), moe.Matrices(w2), weights, chosen, "silu").cpu()
+    got = expert_products.weighted_sum(x, Matrices(w13), Matrices(w2), weights, chosen, "silu").cpu()
     torch.testing.assert_close(got.double(), expected, rtol=1e-4, atol=1e-4)
 
 
@@ -106,9 +107,10 @@ def test_routing_of_a_models_own():
 def test_quantised_experts(rows, block, form, monkeypatch):
     """As with the weights that the stored ones mean, in each of the three ways."""
     from xla_gpu import quantization
-    from xla_gpu.vllm import moe, routing
+    from xla_gpu.vllm import expert_products, routing
+    from xla_gpu.vllm.expert_matrices import Matrices
 
-    monkeypatch.setattr(moe, "block_size", lambda *_: block)
+    monkeypatch.setattr(expert_products, "block_size", lambda *_: block)
     torch.manual_seed(0)
     num_experts, hidden, intermediate, device = 4, 256, 128, torch_xla.device()
     x, router = torch.randn(rows, hidden).to(device), torch.randn(rows, num_experts).to(device)
@@ -117,12 +119,14 @@ def test_quantised_experts(rows, block, form, monkeypatch):
         made = [quantization.quantize(torch.randn(n, k) / 16, form.removesuffix("-block")) for _ in range(num_experts)]
         if form == "float8-block":
             made = [one._replace(weight_scale=torch.rand(n // 128, k // 128)) for one in made]
-        meant.append(moe.Matrices(torch.stack([quantization.dequantize(one) for one in made]).to(device)))
+        meant.append(Matrices(torch.stack([quantization.dequantize(one) for one in made]).to(device)))
         bits = torch.stack([one.weight.view(torch.uint8) for one in made]).view(made[0].weight.dtype)
-        stored.append(moe.Matrices(bits.to(device), torch.stack([one.weight_scale for one in made]).to(device)))
+        stored.append(Matrices(bits.to(device), torch.stack([one.weight_scale for one in made]).to(device)))
     weights, chosen = routing.softmax(router, 2, True)
-    got, expected = (moe.experts(x, *weights_of, weights, chosen, "silu").cpu() for weights_of in (stored, meant))
-    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+    got, expected = (
+        expert_products.weighted_sum(x, *weights_of, weights, chosen, "silu").cpu() for weights_of in (stored, meant)
+    )
+    torch.testing.assert_close(*outs, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("form", ["plain", "float8", "float8-block", "int8", "int4", "mxfp4"])
@@ -131,9 +135,10 @@ def test_quantised_experts(rows, block, form, monkeypatch):
 def test_grouped_experts(form, dtype, bias, monkeypatch):
     """In 16 bits: as in float32 with the weights that are meant; rows are ordered in both ways."""
     from xla_gpu import quantization
-    from xla_gpu.vllm import moe, mxfp4, routing
+    from xla_gpu.vllm import expert_products, mxfp4, routing
+    from xla_gpu.vllm.expert_matrices import Matrices
 
-    monkeypatch.setattr(moe, "_COMPARED_PAIRS", 100)
+    monkeypatch.setattr(expert_products, "_COMPARED_PAIRS", 100)
     torch.manual_seed(0)
     num_experts, hidden, intermediate, device = 4, 256, 128, torch_xla.device()
     x, router = torch.randn(128, hidden).to(dtype), torch.randn(128, num_experts)
@@ -157,12 +162,12 @@ def test_grouped_experts(form, dtype, bias, monkeypatch):
             parts = [bits, torch.stack([one.weight_scale for one in made])]
             means = torch.stack([quantization.dequantize(one) for one in made])
         given = [None if part is None else part.to(device) for part in (*parts, None, added)]
-        stored.append(moe.Matrices(*given))
-        meant.append(moe.Matrices(means.float().to(device), bias=None if added is None else added.float().to(device)))
+        stored.append(Matrices(*given))
+        meant.append(Matrices(means.float().to(device), bias=None if added is None else added.float().to(device)))
     weights, chosen = routing.softmax(router, 2, True)
 
     def run(rows, of, x):
-        return moe.experts(x[:rows], *of, weights[:rows], chosen[:rows], "silu").cpu()
+        return expert_products.weighted_sum(x[:rows], *of, weights[:rows], chosen[:rows], "silu").cpu()
 
     whole, expected = run(128, stored, x), run(128, meant, x.float())
     assert ((whole.float() - expected).norm() < 1e-2 * expected.norm()).item()
@@ -172,17 +177,17 @@ def test_grouped_experts(form, dtype, bias, monkeypatch):
         part, scale = run(rows, stored, x).float(), expected.abs().max().item()
         torch.testing.assert_close(part, whole[:rows].float(), rtol=0, atol=1e-2 * scale)
     called = []
-    monkeypatch.setattr(moe, "_by_groups", lambda *operands: called.append(operands) or operands[0])
+    monkeypatch.setattr(expert_products, "_by_groups", lambda *operands: called.append(operands) or operands[0])
     run(128, stored, x)
     assert len(called) == 1
 
 
 def test_experts_that_groups_do_not_take():
     """float32, sizes that are no multiple of 16, and int4 whose scales have another dtype than the rows."""
-    from xla_gpu.vllm import moe
+    from xla_gpu.vllm.expert_matrices import Matrices
 
     def takes(weight, dtype, scale=None):
-        return moe.Matrices(weight, scale).takes_groups(dtype)
+        return Matrices(weight, scale).takes_groups(dtype)
 
     plain, packed = torch.zeros(2, 32, 64, dtype=torch.bfloat16), torch.zeros(2, 32, 64, dtype=torch.uint8)
     groups = torch.zeros(2, 32, 1, dtype=torch.bfloat16)
@@ -195,10 +200,10 @@ def test_experts_that_groups_do_not_take():
 
 def test_blocks_of_experts():
     """Where they are used; and that a step's memory is counted."""
-    from xla_gpu.vllm import moe
+    from xla_gpu.vllm import expert_products
 
-    assert [moe.block_size(rows, 8, 128) for rows in (32, 512, 2048, 8192)] == [None, None, 256, 512]
-    assert [moe.block_size(rows, 2, 8) for rows in (512, 2048, 8192)] == [None, None, 1024]
+    assert [expert_products.block_size(rows, 8, 128) for rows in (32, 512, 2048, 8192)] == [None, None, 256, 512]
+    assert [expert_products.block_size(rows, 2, 8) for rows in (512, 2048, 8192)] == [None, None, 1024]
     # 8 pairs spread over 3 experts as 1, 1 and 6 take 4 blocks of 4; the bound is one more.
-    assert moe.num_blocks(8, 3, 4) == 5 and moe.num_blocks(2, 3, 4) == 2
-    assert moe.elements_of_step(8192, 8, 128, 2048, 768, 2) * 2 > 256 * 512 * 2048 * 2 + (1 << 30)
+    assert expert_products.num_blocks(8, 3, 4) == 5 and expert_products.num_blocks(2, 3, 4) == 2
+    assert expert_products.elements_of_step(8192, 8, 128, 2048, 768, 2) * 2 > 256 * 512 * 2048 * 2 + (1 << 30)

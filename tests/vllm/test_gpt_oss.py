@@ -13,7 +13,8 @@ from safetensors.torch import load_file, save_file
 from transformers.models.gpt_oss import modeling_gpt_oss
 
 from tests.vllm import engines, test_quantization, tiny
-from xla_gpu.vllm import moe, mxfp4, routing
+from xla_gpu.vllm import expert_products, moe, mxfp4, routing
+from xla_gpu.vllm.expert_matrices import Matrices
 
 SETTINGS = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
 NUMBERS = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
@@ -116,7 +117,7 @@ def test_random_weights(tmp_path):
 @pytest.mark.parametrize(("rows", "block"), [(1, None), (3, None), (70, None), (70, 32)])
 def test_experts_with_biases(rows, block, monkeypatch):
     """As transformers' of gpt-oss, whose rows of gate and up come in turn."""
-    monkeypatch.setattr(moe, "block_size", lambda *_: block)
+    monkeypatch.setattr(expert_products, "block_size", lambda *_: block)
     torch.manual_seed(0)
     config = transformers.GptOssConfig(hidden_size=16, intermediate_size=24, num_local_experts=8, num_experts_per_tok=2)
     reference = modeling_gpt_oss.GptOssExperts(config).eval()
@@ -131,7 +132,7 @@ def test_experts_with_biases(rows, block, monkeypatch):
     x, weights, chosen, w13, b13, w2, b2 = (
         tensor.to(device) for tensor in (x, weights, chosen, *parts, reference.down_proj_bias.data)
     )
-    w13, w2 = moe.Matrices(w13, bias=b13), moe.Matrices(w2, bias=b2)
-    out = moe.experts(x, w13, w2, weights, chosen, "swigluoai")
-    got = moe.bias_of_sum(w2, weights, chosen, out).cpu()
+    w13, w2 = Matrices(w13, bias=b13), Matrices(w2, bias=b2)
+    out = expert_products.weighted_sum(x, w13, w2, weights, chosen, "swigluoai")
+    got = expert_products.bias_of_sum(w2, weights, chosen, out).cpu()
     torch.testing.assert_close(got, expected, rtol=1e-3, atol=1e-3)

@@ -241,7 +241,7 @@ def test_memory_is_left_to_experts(name, tmp_path, monkeypatch):
     """Which configurations call by different names: num_local_experts, num_experts, n_routed_experts."""
     from vllm.engine.arg_utils import EngineArgs
 
-    from xla_gpu.vllm import memory, moe
+    from xla_gpu.vllm import expert_products, memory
 
     config = EngineArgs(model=tiny.save(name, tmp_path), max_num_batched_tokens=512, max_num_seqs=8)
     config = config.create_engine_config()
@@ -249,7 +249,7 @@ def test_memory_is_left_to_experts(name, tmp_path, monkeypatch):
     text = config.model_config.hf_text_config  # some have a size for each layer
     text.moe_intermediate_size = [8, getattr(text, "moe_intermediate_size", None) or text.intermediate_size]
     assert memory.step_bytes(config) == with_experts
-    monkeypatch.setattr(moe, "elements_of_step", lambda *_: 0)
+    monkeypatch.setattr(expert_products, "elements_of_step", lambda *_: 0)
     assert with_experts > memory.step_bytes(config)
 
 

@@ -148,13 +148,13 @@ def step_bytes(config: Any) -> int:
     tokens = scheduler.max_num_batched_tokens
     experts = 0
     if num_experts := model.get_num_experts():  # whatever the configuration calls them
-        from . import moe
+        from . import expert_products
 
         intermediate = _size(text, "moe_intermediate_size", width)
         top_k = _size(text, "num_experts_per_tok", 0) or _size(text, "moe_k", num_experts)
         sizes = (tokens, top_k, num_experts, model.get_hidden_size(), intermediate)
         quantised = config.quant_config is not None
-        experts = moe.elements_of_step(*sizes, item, quantised) * item
+        experts = expert_products.elements_of_step(*sizes, item, quantised) * item
     # Of LoRA, the products between an adapter's two matrices, for each of up to three layers that vLLM joins.
     lora = config.lora_config
     between = 0 if lora is None else 2 * 3 * lora.max_loras * lora.max_lora_rank

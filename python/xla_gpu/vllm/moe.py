@@ -1,336 +1,19 @@
-"""Mixture-of-experts layers in plain operations; registered with vLLM when imported.
-
-Every row gets what its own experts compute for it and nothing else. In 16 bits the rows are brought into the order of
-their experts, and ``grouped_linear`` multiplies them. There are three ways in plain operations, chosen by the number of
-rows: in float32, for sizes that ``grouped_linear`` does not take, and for many rows.
-
-- A few rows gather the weights of their experts.
-- More rows go through all experts, and what an expert computed for rows that are not its own is dropped before the sum.
-  While that is bound by reading the weights it costs no more than the experts that were chosen.
-- Many rows are sorted by expert and cut into blocks, each with the rows of one expert, which gather its weights.
-
-Quantised weights are read as they are stored; plain operations dequantise them for the product. They are loaded by
-quantized_experts.py and mxfp4_experts.py.
-"""
+"""vLLM's layers of experts, whose products are expert_products.py's; registered with vLLM when imported."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from vllm.model_executor.layers.fused_moe.layer import FusedMoE
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 
-import xla_gpu.torch as xg
+from . import routing, tensor_parallel
+from .expert_matrices import Matrices
+from .expert_products import ACTIVATIONS, bias_of_sum, weighted_sum
 
-from .._torch import dense_linear
-from ..ops import grouped_linear
-from ..ops.linear import GROUP
-from . import mxfp4, routing, tensor_parallel
-
-# Rows that go through all experts at once: bounds the memory of what they compute.
-_MAX_ROWS = 512
-
-# Bytes of the weights that blocks gather at once.
-_GATHERED_BYTES = 1 << 30
-
-# Of what a row costs an expert of a size: what gathering its weights costs. On an H200 they are written once and read
-# twice at 4.5 TB/s, and multiplied at 700 TFLOP/s in 16 bits.
-_ROWS_PER_GATHER = 466
-
-# Blocks also sort, and move rows: they are to save this share of what all rows through all experts would cost.
-_SAVED = 0.3
-
-# Rows of an expert on average up to which grouped_linear takes less time. On an H200 4096 rows of 128 experts of width
-# 768, 256 for each, take it 2.2 ms a layer in bfloat16 where blocks take 2.7; 8192 rows take 4.1, with blocks 3.8.
-_ROWS_OF_GROUP = 256
-
-# Pairs of a row and an expert up to which comparing them all takes less time than sorting them.
-_COMPARED_PAIRS = 1024
-
-_Function = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-
-
-def _clamped(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """Of gpt-oss."""
-    gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
-    return gate * torch.sigmoid(gate * 1.702) * (up + 1)
-
-
-# Of the products with gate and up, by vLLM's names.
-_ACTIVATIONS: dict[str, _Function] = {
-    "silu": lambda gate, up: F.silu(gate) * up,
-    "gelu": lambda gate, up: F.gelu(gate) * up,
-    "swigluoai": _clamped,
-}
-
-# Those whose matrices have the rows of gate and up in turn in vLLM, and one behind the other here.
+# Activations whose matrices have the rows of gate and up in turn in vLLM, and one behind the other here.
 IN_TURN = ("swigluoai",)
-
-
-class Matrices(NamedTuple):
-    """One matrix of every expert.
-
-    Attributes:
-      weight: [num_experts, n, k], stored as ``linear`` stores it: packed int4 is [num_experts, n, k / 2].
-      scale: of a quantised weight, as ``linear`` has it, of every expert; one for each row at least. Of mxfp4, which
-        ``linear`` has not, uint8[num_experts, n, k / 32].
-      zero_point: of int4, likewise.
-      bias: [num_experts, n].
-    """
-
-    weight: torch.Tensor
-    scale: torch.Tensor | None = None
-    zero_point: torch.Tensor | None = None
-    bias: torch.Tensor | None = None
-
-    @property
-    def group(self) -> int:
-        """Numbers along k, and rows where scales are of blocks, that must not be divided."""
-        if self.scale is None or self.scale.dim() < 3:
-            return 1
-        return mxfp4.GROUP if self.scale.dtype is mxfp4.SCALE else GROUP
-
-    def takes_groups(self, dtype: torch.dtype) -> bool:
-        """Whether ``grouped_linear`` takes it beside rows of a dtype."""
-        num_experts, n, stored = self.weight.shape
-        packed = self.weight.dtype is torch.uint8
-        k = 2 * stored if packed else stored
-        multiple = self.group if packed else 16
-        scales = {dtype, mxfp4.SCALE} if packed else {torch.float32}
-        return (
-            dtype in (torch.float16, torch.bfloat16)
-            and (self.weight.dtype is dtype if self.scale is None else self.scale.dtype in scales)
-            and num_experts <= grouped_linear.MAX_GROUPS
-            and n % 16 == 0
-            and k % multiple == 0
-        )
-
-    def of_groups(self, x: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
-        """T[rows, n] of x: T[rows, k] in the order of experts, which have ``sizes`` of the rows; with the bias."""
-        return xg.grouped_linear(
-            x,
-            self.weight,
-            sizes,
-            weight_scale=self.scale,
-            weight_zero_point=self.zero_point,
-            bias=None if self.bias is None else self.bias.to(x.dtype),
-        )
-
-    def added(self, products: torch.Tensor, of: torch.Tensor | None = None) -> torch.Tensor:
-        """Products of each expert's, T[count, rows, n], with its bias; ``of``: int[count], None: all."""
-        if self.bias is None:
-            return products
-        bias = self.bias if of is None else self.bias.index_select(0, of)
-        return products + bias[:, None].to(products.dtype)
-
-    def values(self, dtype: torch.dtype, of: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """T[count, n, k], and what scales the rows of the products, float32[count, n], if that is not in it yet.
-
-        Args:
-          dtype: T.
-          of: int[count], experts; None: all.
-        """
-        parts = self.weight, self.scale, self.zero_point
-        weight, scale, zero_point = (part if of is None or part is None else part.index_select(0, of) for part in parts)
-        assert weight is not None
-        if scale is None:
-            return weight, None
-        if scale.dtype is mxfp4.SCALE:
-            return mxfp4.dequantized(dtype, weight, scale), None
-        count, n = weight.shape[:2]
-        zeros = None if zero_point is None else zero_point.flatten(0, 1)
-        made, scale = dense_linear.dequantized(dtype, weight.flatten(0, 1), scale.flatten(0, 1), zeros)
-        return made.view(count, n, -1), None if scale is None else scale.view(count, n)
-
-
-def _scaled(out: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
-    """Products T[..., n], scaled by float32[..., n]."""
-    return out if scale is None else (out.float() * scale).to(out.dtype)
-
-
-def _of_rows(scale: torch.Tensor | None) -> torch.Tensor | None:
-    """For several rows of each matrix."""
-    return None if scale is None else scale[:, None]
-
-
-def experts(
-    x: torch.Tensor,
-    w13: Matrices,
-    w2: Matrices,
-    weights: torch.Tensor,
-    chosen: torch.Tensor,
-    activation: str,
-) -> torch.Tensor:
-    """The weighted sum of what each row's experts compute, but for the bias of the second product.
-
-    Args:
-      x: T[rows, hidden].
-      w13: [num_experts, 2 * intermediate, hidden], gate and up.
-      w2: [num_experts, hidden, intermediate], down.
-      weights: float32[rows, top_k], of routing.of_layer.
-      chosen: int64[rows, top_k], of routing.of_layer.
-      activation: vLLM's name of the function of the gate.
-    """
-    act = _ACTIVATIONS[activation]
-    rows, top_k = chosen.shape
-    num_experts = w13.weight.shape[0]
-    if rows * top_k <= _ROWS_OF_GROUP * num_experts and all(matrix.takes_groups(x.dtype) for matrix in (w13, w2)):
-        return _by_groups(x, w13, w2, weights, chosen, act)
-    if rows * top_k < num_experts:
-        return _by_own_weights(x, w13, w2, weights, chosen, act)
-    if size := block_size(rows, top_k, num_experts):
-        return _by_blocks(x, w13, w2, weights, chosen, act, size)
-    parts = zip(x.split(_MAX_ROWS), weights.split(_MAX_ROWS), chosen.split(_MAX_ROWS), strict=True)
-    return torch.cat([_by_all(x, w13, w2, weights, chosen, act) for x, weights, chosen in parts])
-
-
-def block_size(rows: int, top_k: int, num_experts: int) -> int | None:
-    """Rows of a block for the least time; None where all rows through all experts are about as fast."""
-
-    def cost(size: int) -> float:
-        return num_blocks(rows * top_k, num_experts, size) * (size + _ROWS_PER_GATHER)
-
-    best = min((1 << exponent for exponent in range(5, 13)), key=cost)
-    return best if cost(best) < (1 - _SAVED) * rows * num_experts else None
-
-
-def num_blocks(pairs: int, num_experts: int, size: int) -> int:
-    """How many blocks hold that many pairs of a row and an expert, however they are spread over the experts."""
-    return pairs // size + min(num_experts, pairs)
-
-
-def elements_of_step(
-    rows: int, top_k: int, num_experts: int, hidden: int, intermediate: int, item: int, quantised: bool = False
-) -> int:
-    """An upper bound of what a layer of experts keeps beside its weights, in elements of ``item`` bytes."""
-    by_all = min(rows, _MAX_ROWS) * num_experts * (4 * intermediate + 2 * hidden)
-    if quantised:
-        by_all += num_experts * 3 * hidden * intermediate
-    if (size := block_size(rows, top_k, num_experts)) is None:
-        return by_all
-    in_blocks = num_blocks(rows * top_k, num_experts, size) * size * (3 * hidden + 3 * intermediate)
-    # XLA may gather for the next blocks before the last ones are done.
-    return max(by_all, in_blocks + 2 * max(_GATHERED_BYTES // item, 3 * hidden * intermediate))
-
-
-def _by_groups(
-    x: torch.Tensor, w13: Matrices, w2: Matrices, weights: torch.Tensor, chosen: torch.Tensor, act: _Function
-) -> torch.Tensor:
-    (rows, top_k), num_experts = chosen.shape, w13.weight.shape[0]
-    expert_of_pair = chosen.reshape(-1).to(torch.int32)
-    everyone = torch.arange(num_experts, dtype=torch.int32, device=x.device)
-    sizes = (expert_of_pair[:, None] == everyone).to(torch.int32).sum(0, dtype=torch.int32)
-    pair_at, place_of = _in_order(expert_of_pair, num_experts)
-    gate, up = w13.of_groups(x.index_select(0, pair_at // top_k), sizes).chunk(2, -1)
-    out = w2._replace(bias=None).of_groups(act(gate, up), sizes)
-    chosen_out = out.index_select(0, place_of).view(rows, top_k, -1)
-    return (chosen_out * weights[..., None].to(x.dtype)).sum(1)
-
-
-def _in_order(expert_of_pair: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Which pair comes at each place in the order of experts, and the place of each pair: int[pairs]."""
-    pairs = expert_of_pair.shape[0]
-    index = torch.arange(pairs, dtype=torch.int32, device=expert_of_pair.device)
-    if pairs <= _COMPARED_PAIRS:
-        key = expert_of_pair * pairs + index
-        place_of = (key[None] < key[:, None]).to(torch.int32).sum(1, dtype=torch.int32)
-        pair_at = torch.where(place_of[None] == index[:, None], index, torch.zeros_like(index))
-        return pair_at.sum(1, dtype=torch.int32), place_of
-    pair_at = expert_of_pair.sort()[1] + 0  # an index that is one of several results of a node aborts torch_xla 2.9
-    return pair_at, torch.zeros_like(index).scatter(0, pair_at, index)
-
-
-def _by_own_weights(
-    x: torch.Tensor, w13: Matrices, w2: Matrices, weights: torch.Tensor, chosen: torch.Tensor, act: _Function
-) -> torch.Tensor:
-    rows, top_k = chosen.shape
-    own13, scale13 = w13.values(x.dtype, chosen.reshape(-1))  # [rows * top_k, 2 * intermediate, hidden]
-    own2, scale2 = w2.values(x.dtype, chosen.reshape(-1))
-    repeated = x[:, None].expand(rows, top_k, x.shape[1]).reshape(rows * top_k, x.shape[1], 1)
-    products = _scaled(torch.bmm(own13, repeated)[..., 0], scale13)
-    gate, up = w13.added(products[:, None], chosen.reshape(-1))[:, 0].chunk(2, -1)
-    out = _scaled(torch.bmm(own2, act(gate, up)[..., None])[..., 0], scale2).view(rows, top_k, -1)
-    return (out * weights[..., None].to(x.dtype)).sum(1)
-
-
-def _by_all(
-    x: torch.Tensor, w13: Matrices, w2: Matrices, weights: torch.Tensor, chosen: torch.Tensor, act: _Function
-) -> torch.Tensor:
-    (all13, scale13), (all2, scale2) = w13.values(x.dtype), w2.values(x.dtype)
-    if x.dtype is torch.float32:  # torch_xla's einsum does not pass on that products are to be in float32, not TF32
-        products = F.linear(x, all13.flatten(0, 1)).view(x.shape[0], *all13.shape[:2]).transpose(0, 1)
-        gate, up = w13.added(_scaled(products, _of_rows(scale13))).chunk(2, -1)
-        out = _scaled(torch.bmm(act(gate, up), all2.transpose(1, 2)), _of_rows(scale2))
-    else:
-        products = torch.einsum("th,eoh->eto", x, all13)
-        gate, up = w13.added(_scaled(products, _of_rows(scale13))).chunk(2, -1)
-        out = _scaled(torch.einsum("eti,ehi->eth", act(gate, up), all2), _of_rows(scale2))
-    is_own = chosen[..., None] == torch.arange(out.shape[0], device=x.device)  # [rows, top_k, num_experts]
-    share = torch.where(is_own, weights[..., None], torch.zeros_like(weights)[..., None]).sum(1)
-    own = is_own.any(1).t()[..., None]
-    # where, not a product with 0: what is infinite for others must not become NaN here.
-    weighted = torch.where(own, out * share.t()[..., None].to(x.dtype), torch.zeros_like(out))
-    return weighted.sum(0)
-
-
-def _by_blocks(
-    x: torch.Tensor,
-    w13: Matrices,
-    w2: Matrices,
-    weights: torch.Tensor,
-    chosen: torch.Tensor,
-    act: _Function,
-    size: int,
-) -> torch.Tensor:
-    (rows, top_k), (num_experts, hidden, _) = chosen.shape, w2.weight.shape
-    intermediate = w13.weight.shape[1] // 2
-    pairs, blocks = rows * top_k, num_blocks(rows * top_k, num_experts, size)
-
-    def count(end: int) -> torch.Tensor:
-        return torch.arange(end, dtype=torch.int32, device=x.device)
-
-    # Pairs of a row and an expert, in the order of experts.
-    sorted_experts, pair_at = chosen.reshape(-1).to(torch.int32).sort()
-    expert_of_pair = sorted_experts + 0  # an index that is one of several results of a node aborts torch_xla 2.9
-    counts = (expert_of_pair[:, None] == count(num_experts)).to(torch.int32).sum(0, dtype=torch.int32)
-    starts = counts.cumsum(0, dtype=torch.int32) - counts
-    blocks_of = (counts + (size - 1)) // size
-    block_ends = blocks_of.cumsum(0, dtype=torch.int32)
-    first_blocks = block_ends - blocks_of
-    # The expert of each block; of those that are left over any.
-    expert = (count(blocks)[:, None] >= block_ends).to(torch.int32).sum(1, dtype=torch.int32).clamp(max=num_experts - 1)
-    # Which pair each row of the blocks is; padding rows compute what is not read.
-    first_pair = (count(blocks) - first_blocks.index_select(0, expert)) * size + starts.index_select(0, expert)
-    pair_index = (first_pair[:, None] + count(size)).clamp(0, pairs - 1).reshape(-1)
-    gathered = x.index_select(0, pair_at.index_select(0, pair_index) // top_k).view(blocks, size, -1)
-    at_once = max(1, _GATHERED_BYTES // (3 * hidden * intermediate * x.element_size()))
-    parts = []
-    for begin in range(0, blocks, at_once):
-        # Slices, not split, for the same reason.
-        part, part_expert = gathered[begin : begin + at_once], expert[begin : begin + at_once]
-        (own13, scale13), (own2, scale2) = w13.values(x.dtype, part_expert), w2.values(x.dtype, part_expert)
-        products = _scaled(torch.bmm(part, own13.transpose(1, 2)), _of_rows(scale13))
-        gate, up = w13.added(products, part_expert).chunk(2, -1)
-        parts.append(_scaled(torch.bmm(act(gate, up), own2.transpose(1, 2)), _of_rows(scale2)))
-    out = torch.cat(parts).view(blocks * size, -1)
-    # Where each pair's result is, in the order of rows again.
-    first_row = first_blocks * size - starts
-    result_at = first_row.index_select(0, expert_of_pair) + count(pairs)
-    result_of = torch.zeros_like(result_at).scatter(0, pair_at, result_at)
-    chosen_out = out.index_select(0, result_of).view(rows, top_k, -1)
-    return (chosen_out * weights[..., None].to(x.dtype)).sum(1)
-
-
-def bias_of_sum(w2: Matrices, weights: torch.Tensor, chosen: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """``out`` with the biases of the second products, weighted as these."""
-    if w2.bias is None:
-        return out
-    is_own = chosen[..., None] == torch.arange(w2.bias.shape[0], device=chosen.device)  # [rows, top_k, num_experts]
-    share = torch.where(is_own, weights[..., None], torch.zeros_like(weights)[..., None]).sum(1)
-    return out + (share @ w2.bias.float()).to(out.dtype)
 
 
 def apply(layer: Any, x: torch.Tensor, router_logits: torch.Tensor) -> torch.Tensor:
@@ -351,14 +34,14 @@ def apply(layer: Any, x: torch.Tensor, router_logits: torch.Tensor) -> torch.Ten
     refused = {
         "zero experts": bool(getattr(layer, "zero_expert_num", 0)),
         "apply_router_weight_on_input": layer.apply_router_weight_on_input,
-        f"activation={layer.activation}": layer.activation not in _ACTIVATIONS,
+        f"activation={layer.activation}": layer.activation not in ACTIVATIONS,
     }
     if names := [name for name, given in refused.items() if given]:
         raise NotImplementedError(f"xla_gpu.vllm: experts with {', '.join(names)} are not supported")
     weights, chosen = routing.of_layer(layer, x, router_logits)
     w13, w2 = matrices(layer, "w13"), matrices(layer, "w2")
     if (devices := tensor_parallel.active()) is None:
-        return bias_of_sum(w2, weights, chosen, experts(x, w13, w2, weights, chosen, layer.activation))
+        return bias_of_sum(w2, weights, chosen, weighted_sum(x, w13, w2, weights, chosen, layer.activation))
     # Each device has a part of every expert's width.
     operands: list[tuple[torch.Tensor, int | None]] = [(x, None), (weights, None), (chosen, None)]
     given_of: list[tuple[str, ...]] = []
@@ -371,7 +54,7 @@ def apply(layer: Any, x: torch.Tensor, router_logits: torch.Tensor) -> torch.Ten
         count = len(given_of[0])
         own13 = Matrices(**dict(zip(given_of[0], parts[:count], strict=True)))
         own2 = Matrices(**dict(zip(given_of[1], parts[count:], strict=True)))
-        return experts(x, own13, own2, weights, chosen, layer.activation)[None]
+        return weighted_sum(x, own13, own2, weights, chosen, layer.activation)[None]
 
     return bias_of_sum(w2, weights, chosen, devices.sum(devices.on_each(on_one, operands, 0)))
 
@@ -388,7 +71,7 @@ def in_halves(rows: torch.Tensor) -> torch.Tensor:
 
 
 def order_halves(layer: Any) -> None:
-    """Brings the rows of gate and up of plain experts into the order of ``experts``."""
+    """Brings the rows of gate and up of plain experts into the order of ``weighted_sum``."""
     if layer.activation in IN_TURN:
         for parameter in (layer.w13_weight, getattr(layer, "w13_bias", None)):
             if parameter is not None:
@@ -409,7 +92,7 @@ class XlaGpuMoEMethod(UnquantizedFusedMoEMethod):  # type: ignore[misc]
     forward_native = forward_oot
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Brings the rows of gate and up into the order of ``experts``."""
+        """Brings the rows of gate and up into the order of ``weighted_sum``."""
         super().process_weights_after_loading(layer)
         order_halves(layer)
 

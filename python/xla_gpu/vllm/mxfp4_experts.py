@@ -1,4 +1,4 @@
-"""Experts in mxfp4: vLLM's loaders hand over their tensors, and moe.py multiplies by them.
+"""Experts in mxfp4: vLLM's loaders hand over their tensors, and expert_products.py multiplies by them.
 
 They stay as they are stored.
 """
@@ -33,7 +33,7 @@ class Mxfp4Quantization(OwnQuantization):
 
 
 class Mxfp4MoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
-    """Experts with the checkpoint's tensors, whose rows of gate and up are brought into moe.py's order."""
+    """Experts with the checkpoint's tensors, whose rows of gate and up are brought into expert_products.py's order."""
 
     def create_weights(
         self,

@@ -1,4 +1,4 @@
-"""Quantised experts: vLLM's loaders hand over their tensors, and moe.py multiplies by them.
+"""Quantised experts: vLLM's loaders hand over their tensors, and expert_products.py multiplies by them.
 
 The gates of all experts, or their down projections, are one layer of the checkpoint's format, longer along n. So what
 ``xla_gpu.quantization`` reads from a checkpoint it reads from them when all are there.
