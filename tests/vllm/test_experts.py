@@ -123,9 +123,7 @@ def test_quantised_experts(rows, block, form, monkeypatch):
         bits = torch.stack([one.weight.view(torch.uint8) for one in made]).view(made[0].weight.dtype)
         stored.append(Matrices(bits.to(device), torch.stack([one.weight_scale for one in made]).to(device)))
     weights, chosen = routing.softmax(router, 2, True)
-    got, expected = (
-        expert_products.weighted_sum(x, *weights_of, weights, chosen, "silu").cpu() for weights_of in (stored, meant)
-    )
+    outs = [expert_products.weighted_sum(x, *of, weights, chosen, "silu").cpu() for of in (stored, meant)]
     torch.testing.assert_close(*outs, rtol=1e-4, atol=1e-4)
 
 
@@ -207,3 +205,19 @@ def test_blocks_of_experts():
     # 8 pairs spread over 3 experts as 1, 1 and 6 take 4 blocks of 4; the bound is one more.
     assert expert_products.num_blocks(8, 3, 4) == 5 and expert_products.num_blocks(2, 3, 4) == 2
     assert expert_products.elements_of_step(8192, 8, 128, 2048, 768, 2) * 2 > 256 * 512 * 2048 * 2 + (1 << 30)
+
+
+def test_memory_of_a_step():
+    """Steps by groups have rows of the pairs alone: no weights that are gathered or dequantised, nothing of others."""
+    from xla_gpu.vllm.expert_products import elements_of_step, goes_by_groups
+
+    sizes = 4, 128, 2880, 2880, 2  # of gpt-oss
+    matrices = 3 * 2880 * 2880
+    assert goes_by_groups(8192, 4, 128) and not goes_by_groups(8193, 4, 128)
+    for rows in (1, 31, 512, 8192):
+        pairs = rows * 4
+        assert pairs * 2 * 2880 <= elements_of_step(rows, *sizes, True, True) == pairs * 6 * 2880
+        assert elements_of_step(rows, *sizes, True) > elements_of_step(rows, *sizes, True, True)
+    assert elements_of_step(8193, *sizes, True, True) == elements_of_step(8193, *sizes, True)
+    assert elements_of_step(31, *sizes) > 31 * 4 * matrices  # each row's own weights
+    assert elements_of_step(512, *sizes, True) > 128 * matrices > elements_of_step(512, *sizes)

@@ -14,7 +14,7 @@ import torch_xla.backends
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
 
-from tests.vllm import tiny
+from tests.vllm import test_gpt_oss, test_quantization, tiny
 from vllm import SamplingParams
 from xla_gpu.vllm import buckets, request_checks
 from xla_gpu.vllm.attention import StepMetadata
@@ -247,10 +247,43 @@ def test_memory_is_left_to_experts(name, tmp_path, monkeypatch):
     config = config.create_engine_config()
     with_experts = memory.step_bytes(config)
     text = config.model_config.hf_text_config  # some have a size for each layer
-    text.moe_intermediate_size = [8, getattr(text, "moe_intermediate_size", None) or text.intermediate_size]
+    text.moe_intermediate_size = [16, getattr(text, "moe_intermediate_size", None) or text.intermediate_size]
     assert memory.step_bytes(config) == with_experts
     monkeypatch.setattr(expert_products, "elements_of_step", lambda *_: 0)
     assert with_experts > memory.step_bytes(config)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "devices", "takes"),
+    [
+        ("qwen3_moe", "bfloat16", 1, True),  # of width 48
+        ("qwen3_moe", "bfloat16", 2, False),
+        ("qwen3_moe", "float32", 1, False),
+        ("mxfp4", "bfloat16", 1, True),  # of width 96
+        ("mxfp4", "bfloat16", 3, True),
+        ("mxfp4", "float16", 2, False),
+        ("awq", "float16", 2, True),  # of width 256
+        ("awq", "float16", 4, False),
+    ],
+)
+def test_memory_of_grouped_experts(name, dtype, devices, takes, tmp_path, monkeypatch):
+    """Less, where all matrices of a device are grouped_linear's."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    from xla_gpu.vllm import expert_products, memory
+
+    if name == "mxfp4":
+        model, _ = test_gpt_oss.save(tmp_path)
+    elif name == "awq":
+        model, _ = test_quantization.save(tmp_path, name, test_quantization.EXPERTS["qwen3_moe"], "qwen3_moe")
+    else:
+        model = tiny.save(name, tmp_path)
+    config = EngineArgs(model=str(model), dtype=dtype, max_num_batched_tokens=512, max_num_seqs=8)
+    config = config.create_engine_config()
+    config.parallel_config.tensor_parallel_size = devices
+    found = memory.step_bytes(config)
+    monkeypatch.setattr(expert_products, "goes_by_groups", lambda *_: False)
+    assert (memory.step_bytes(config) > found) == takes
 
 
 def test_caches_of_one_form_lie_in_one_tensor(monkeypatch):

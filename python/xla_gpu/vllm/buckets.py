@@ -6,6 +6,8 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from typing import Any
 
+from .options import Options
+
 # Sampling works on whole rows of logits and is compiled once per number of rows, half a dozen programs each time: for
 # this many, eight times as many, and so on to the most sequences that a step has.
 MIN_LOGITS_ROWS = 8
@@ -59,6 +61,12 @@ def token_buckets(max_tokens: int, max_seqs: int, chosen: Sequence[int] | None =
             )
         sizes = set(chosen)
     return sorted(sizes | {min(max_seqs, max_tokens), max_tokens})
+
+
+def of_steps(config: Any) -> list[int]:
+    """The numbers of tokens of a VllmConfig's steps."""
+    chosen = Options.of(config).token_buckets
+    return token_buckets(config.scheduler_config.max_num_batched_tokens, most_rows(config), chosen)
 
 
 def compile_order(sizes: Sequence[int], max_seqs: int) -> list[int]:

@@ -17,6 +17,12 @@ from ..ops.linear import GROUP
 from . import mxfp4
 
 
+def groups_take(dtype: torch.dtype, num_experts: int, n: int, k: int, multiple: int = 16) -> bool:
+    """Whether ``grouped_linear`` takes rows of a dtype and matrices [num_experts, n, k]; multiple: what k is to be."""
+    sizes_fit = num_experts <= grouped_linear.MAX_GROUPS and n % 16 == 0 and k % multiple == 0
+    return dtype in (torch.float16, torch.bfloat16) and sizes_fit
+
+
 class Matrices(NamedTuple):
     """One matrix of every expert.
 
@@ -45,15 +51,9 @@ class Matrices(NamedTuple):
         num_experts, n, stored = self.weight.shape
         packed = self.weight.dtype is torch.uint8
         k = 2 * stored if packed else stored
-        multiple = self.group if packed else 16
         scales = {dtype, mxfp4.SCALE} if packed else {torch.float32}
-        return (
-            dtype in (torch.float16, torch.bfloat16)
-            and (self.weight.dtype is dtype if self.scale is None else self.scale.dtype in scales)
-            and num_experts <= grouped_linear.MAX_GROUPS
-            and n % 16 == 0
-            and k % multiple == 0
-        )
+        fits = self.weight.dtype is dtype if self.scale is None else self.scale.dtype in scales
+        return fits and groups_take(dtype, num_experts, n, k, self.group if packed else 16)
 
     def of_groups(self, x: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
         """T[rows, n] of x: T[rows, k] in the order of experts, which have ``sizes`` of the rows; with the bias."""

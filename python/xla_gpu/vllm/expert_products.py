@@ -89,7 +89,7 @@ def weighted_sum(
     act = ACTIVATIONS[activation]
     rows, top_k = chosen.shape
     num_experts = w13.weight.shape[0]
-    if rows * top_k <= _ROWS_OF_GROUP * num_experts and all(matrix.takes_groups(x.dtype) for matrix in (w13, w2)):
+    if goes_by_groups(rows, top_k, num_experts) and all(matrix.takes_groups(x.dtype) for matrix in (w13, w2)):
         return _by_groups(x, w13, w2, weights, chosen, act)
     if rows * top_k < num_experts:
         return _by_own_weights(x, w13, w2, weights, chosen, act)
@@ -97,6 +97,11 @@ def weighted_sum(
         return _by_blocks(x, w13, w2, weights, chosen, act, size)
     parts = zip(x.split(_MAX_ROWS), weights.split(_MAX_ROWS), chosen.split(_MAX_ROWS), strict=True)
     return torch.cat([_by_all(x, w13, w2, weights, chosen, act) for x, weights, chosen in parts])
+
+
+def goes_by_groups(rows: int, top_k: int, num_experts: int) -> bool:
+    """Whether ``grouped_linear`` takes the least time."""
+    return rows * top_k <= _ROWS_OF_GROUP * num_experts
 
 
 def block_size(rows: int, top_k: int, num_experts: int) -> int | None:
@@ -115,17 +120,38 @@ def num_blocks(pairs: int, num_experts: int, size: int) -> int:
 
 
 def elements_of_step(
-    rows: int, top_k: int, num_experts: int, hidden: int, intermediate: int, item: int, quantised: bool = False
+    rows: int,
+    top_k: int,
+    num_experts: int,
+    hidden: int,
+    intermediate: int,
+    item: int,
+    quantised: bool = False,
+    takes_groups: bool = False,
 ) -> int:
-    """An upper bound of what a layer of experts keeps beside its weights, in elements of ``item`` bytes."""
-    by_all = min(rows, _MAX_ROWS) * num_experts * (4 * intermediate + 2 * hidden)
-    if quantised:
-        by_all += num_experts * 3 * hidden * intermediate
+    """An upper bound of what experts keep beside their weights in a step of ``rows``, in elements of ``item`` bytes.
+
+    Args:
+      rows: of the step.
+      top_k: experts of a row.
+      num_experts: of a layer.
+      hidden: the experts' inputs.
+      intermediate: their width.
+      item: bytes of an element.
+      quantised: their weights, which plain operations dequantise.
+      takes_groups: whether ``grouped_linear`` takes them.
+    """
+    if takes_groups and goes_by_groups(rows, top_k, num_experts):
+        return rows * top_k * (3 * hidden + 3 * intermediate)
+    matrices = 3 * hidden * intermediate  # of an expert
+    if (pairs := rows * top_k) < num_experts:
+        return pairs * (matrices + 3 * hidden + 3 * intermediate)
     if (size := block_size(rows, top_k, num_experts)) is None:
-        return by_all
-    in_blocks = num_blocks(rows * top_k, num_experts, size) * size * (3 * hidden + 3 * intermediate)
+        by_all = min(rows, _MAX_ROWS) * num_experts * (4 * intermediate + 2 * hidden)
+        return by_all + num_experts * matrices if quantised else by_all
+    in_blocks = num_blocks(pairs, num_experts, size) * size * (3 * hidden + 3 * intermediate)
     # XLA may gather for the next blocks before the last ones are done.
-    return max(by_all, in_blocks + 2 * max(_GATHERED_BYTES // item, 3 * hidden * intermediate))
+    return in_blocks + 2 * max(_GATHERED_BYTES // item, matrices)
 
 
 def _by_groups(

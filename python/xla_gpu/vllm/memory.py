@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import MutableMapping
+from collections.abc import MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,9 @@ _GIB = 1 << 30
 
 # For kernels, command buffers and the runtime beside what is computed below.
 _RESERVE = _GIB // 2
+
+# Of which the sizes of plain experts are to be for grouped_linear.
+_PLAIN_MULTIPLE = 16
 
 _DISABLED_PASSES = "--xla_disable_hlo_passes"
 
@@ -127,10 +130,25 @@ def timing_bytes(config: Any) -> int:
     return int(2 * largest * model.get_hidden_size() * item)
 
 
-def _size(text: Any, name: str, default: int) -> int:
-    """A size in a model's configuration, the largest one where each layer has its own."""
+def _sizes(text: Any, name: str, default: int) -> list[int]:
+    """A size in a model's configuration; some have one for each layer."""
     value = getattr(text, name, None)
-    return int(max(value) if isinstance(value, (list, tuple)) else value or default)
+    return [int(size) for size in value] if isinstance(value, (list, tuple)) else [int(value or default)]
+
+
+def _size(text: Any, name: str, default: int) -> int:
+    """The largest of these."""
+    return max(_sizes(text, name, default))
+
+
+def _takes_groups(config: Any, num_experts: int, widths: Sequence[int]) -> bool:
+    """Whether ``grouped_linear`` takes the experts of all layers, as a device has them."""
+    from .expert_matrices import groups_take
+
+    model, quantisation, size = config.model_config, config.quant_config, config.parallel_config.tensor_parallel_size
+    hidden, multiple = model.get_hidden_size(), _PLAIN_MULTIPLE if quantisation is None else quantisation.multiple
+    shapes = [shape for width in widths for shape in ((2 * (width // size), hidden), (hidden, width // size))]
+    return all(groups_take(model.dtype, num_experts, n, k, multiple) for n, k in shapes)
 
 
 def step_bytes(config: Any) -> int:
@@ -150,11 +168,11 @@ def step_bytes(config: Any) -> int:
     if num_experts := model.get_num_experts():  # whatever the configuration calls them
         from . import expert_products
 
-        intermediate = _size(text, "moe_intermediate_size", width)
+        widths = _sizes(text, "moe_intermediate_size", width)
         top_k = _size(text, "num_experts_per_tok", 0) or _size(text, "moe_k", num_experts)
-        sizes = (tokens, top_k, num_experts, model.get_hidden_size(), intermediate)
-        quantised = config.quant_config is not None
-        experts = expert_products.elements_of_step(*sizes, item, quantised) * item
+        sizes = (top_k, num_experts, model.get_hidden_size(), max(widths))
+        given = *sizes, item, config.quant_config is not None, _takes_groups(config, num_experts, widths)
+        experts = max(expert_products.elements_of_step(rows, *given) for rows in buckets.of_steps(config)) * item
     # Of LoRA, the products between an adapter's two matrices, for each of up to three layers that vLLM joins.
     lora = config.lora_config
     between = 0 if lora is None else 2 * 3 * lora.max_loras * lora.max_lora_rank

@@ -74,9 +74,8 @@ class ModelRunner:
         self._max_seqs = config.scheduler_config.max_num_seqs
         self._max_tokens = config.scheduler_config.max_num_batched_tokens
         self._asynchronous = config.scheduler_config.async_scheduling
-        chosen = Options.of(config).token_buckets
         self._most_rows = buckets.most_rows(config)
-        self.token_buckets = buckets.token_buckets(self._max_tokens, self._most_rows, chosen)
+        self.token_buckets = buckets.of_steps(config)
         self._launched: Launched | None = None
         self._layouts: dict[int, StepLayout] = {}
         # What the requests of the last batch need besides the most likely token; most steps have the same batch.

@@ -25,6 +25,8 @@ _NO_SCALE = 255
 class Mxfp4Quantization(OwnQuantization):
     """Of a checkpoint whose experts are in mxfp4, and all else is plain."""
 
+    multiple = mxfp4.GROUP
+
     def get_quant_method(self, layer: nn.Module, prefix: str) -> QuantizeMethodBase | None:
         """Experts have the method below."""
         if isinstance(layer, FusedMoE):

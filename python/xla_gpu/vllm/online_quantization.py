@@ -35,6 +35,8 @@ _UNIT = 16  # linear takes multiples of it
 class OnlineFloat8(OwnQuantization):
     """Rounds linear layers and experts."""
 
+    multiple = _UNIT
+
     def get_quant_method(self, layer: nn.Module, prefix: str) -> QuantizeMethodBase | None:
         """The method of a linear layer or of experts."""
         if isinstance(layer, FusedMoE):

@@ -7,11 +7,19 @@ from typing import Any, Self
 import torch
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 
+from ..ops.linear import GROUP
+
 NAME = "xla_gpu"
 
 
 class OwnQuantization(QuantizationConfig):  # type: ignore[misc]
-    """Without settings; get_quant_method() is the subclass's."""
+    """Without settings; get_quant_method() is the subclass's.
+
+    Attributes:
+      multiple: of which the sizes of experts are to be for ``grouped_linear``, in every format of the quantisation.
+    """
+
+    multiple = GROUP
 
     @classmethod
     def get_name(cls) -> str:
