@@ -1,16 +1,22 @@
 """What engines over several CPU devices do. SPMD is for a whole process, so this is one: test_tensor_parallel.py.
 
     PJRT_DEVICE=CPU python -m tests.vllm.tensor_parallel DEVICES FOLDER [OTHER ...]
+    PJRT_DEVICE=CPU python -m tests.vllm.tensor_parallel --enable-expert-parallel DEVICES FOLDER [FOLDER ...]
 
 One line of output starts with "RESULT " and is JSON: of the first model all that ``generate`` has, of others the greedy
-tokens, or why they were refused.
+tokens, or why they were refused; with whole experts on each device that of all models, and what ``grouped`` has.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
 
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 
@@ -55,13 +61,84 @@ def main(devices: int, folder: str, *others: str) -> None:
     print("RESULT " + json.dumps(result))
 
 
-def greedy_tokens(folder: str, devices: int) -> list[list[int]] | str:
+def with_whole_experts(devices: int, *folders: str) -> None:
+    result = {
+        "tokens": [greedy_tokens(folder, devices, enable_expert_parallel=True) for folder in folders],
+        "sharding": SHARDING,
+        "grouped": grouped(),
+    }
+    print("RESULT " + json.dumps(result))
+
+
+# Of the experts' parameters of all models, as torch_xla says it.
+SHARDING: list[str] = []
+
+
+def greedy_tokens(folder: str, devices: int, **options: object) -> list[list[int]] | str:
+    import torch_xla
+
     try:
-        llm = make(folder, tensor_parallel_size=devices)
+        llm = make(folder, tensor_parallel_size=devices, **options)
     except Exception as error:
         return str(error)
+    spec = torch_xla._XLAC._get_xla_sharding_spec
+    parameters = runner_of(llm).model.named_parameters()
+    SHARDING.extend(f"{name} {spec(parameter)}" for name, parameter in parameters if ".experts.w" in name)
     return tokens(llm, PROMPTS, greedy(NEW_TOKENS))
 
 
+def grouped() -> float:
+    """What experts by grouped_linear, in bfloat16, each device's with the others', differ by from those of one device.
+
+    With what must not reach other rows infinite: an expert that no row is sent to, and one row.
+    """
+    import torch_xla
+
+    from xla_gpu.vllm import expert_products, moe, routing, tensor_parallel
+    from xla_gpu.vllm.expert_matrices import Matrices
+
+    devices, device = tensor_parallel.active(), torch_xla.device()
+    torch.manual_seed(0)
+    num_experts, hidden, width, rows = 8, 64, 48, 40
+    shapes = {"w13_weight": (2 * width, hidden), "w2_weight": (hidden, width), "w13_bias": (2 * width,)}
+    made = {name: (torch.randn(num_experts, *shape) / 8).bfloat16() for name, shape in shapes.items()}
+    made["w2_weight"][5] = float("inf")
+    x, router = torch.randn(rows, hidden).bfloat16(), torch.randn(rows, num_experts)
+    x[3], router[:, 5] = float("inf"), -1e9
+    weights, chosen = routing.softmax(router, 2, True)
+    placed = {name: devices.mark(tensor.to(device), 0) for name, tensor in made.items()}
+    placed = {name: torch.nn.Parameter(tensor, requires_grad=False) for name, tensor in placed.items()}
+    layer = SimpleNamespace(activation="silu", has_whole_experts=True)
+    operands = [devices.mark(tensor.to(device)) for tensor in (x, weights, chosen)]
+    w13 = Matrices(placed["w13_weight"], bias=placed["w13_bias"])
+    parts = moe._on_each(devices, layer, operands[0], w13, Matrices(placed["w2_weight"]), *operands[1:])
+    got = devices.mark(devices.sum(parts)).cpu().float()
+    wide = {name: tensor.float() for name, tensor in made.items()}
+    matrices = Matrices(wide["w13_weight"], bias=wide["w13_bias"]), Matrices(wide["w2_weight"])
+    expected = expert_products.weighted_sum(x.float(), *matrices, weights, chosen, "silu")
+    others = [row for row in range(rows) if row != 3]
+    return ((got - expected)[others].norm() / expected[others].norm()).item()
+
+
+def run_on(devices: int, folders: list[str], dump: Path, *options: str) -> dict:
+    """What this program says with ``options`` and ``folders``, and the texts of the programs that hold attention."""
+    root = Path(__file__).parents[2]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")]),
+        "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} --xla_dump_to={dump} --xla_dump_hlo_as_text",
+    }
+    command = [sys.executable, "-m", "tests.vllm.tensor_parallel", *options, str(devices), *folders]
+    done = subprocess.run(command, env=environment, cwd=root, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-3000:]
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+    texts = [path.read_text() for path in dump.glob("*after_optimizations.txt")]
+    programs = [text for text in texts if "xla_gpu_paged_attention" in text]
+    return {**json.loads(line.removeprefix("RESULT ")), "programs": programs}
+
+
 if __name__ == "__main__":
-    main(int(sys.argv[1]), *sys.argv[2:])
+    if sys.argv[1] == "--enable-expert-parallel":
+        with_whole_experts(int(sys.argv[2]), *sys.argv[3:])
+    else:
+        main(int(sys.argv[1]), *sys.argv[2:])

@@ -180,6 +180,51 @@ def test_grouped_experts(form, dtype, bias, monkeypatch):
     assert len(called) == 1
 
 
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(
+    ("rows", "block", "dtype", "sizes"),
+    [
+        (1, None, torch.float32, (16, 24)),  # by their experts' weights
+        (24, None, torch.float32, (16, 24)),  # through all
+        (24, 4, torch.float32, (16, 24)),  # in blocks
+        (24, None, torch.bfloat16, (32, 48)),  # by groups
+    ],
+)
+def test_experts_of_several_devices(rows, block, dtype, sizes, bias, monkeypatch):
+    """The sum of what each device adds, whatever its experts hold that no row is sent to."""
+    from xla_gpu.vllm import expert_products, routing
+    from xla_gpu.vllm.expert_matrices import Matrices
+
+    monkeypatch.setattr(expert_products, "block_size", lambda *_: block)
+    torch.manual_seed(0)
+    num_experts, devices, device, (hidden, width) = 12, 3, torch_xla.device(), sizes
+    own = num_experts // devices
+    x, w13 = torch.randn(rows, hidden).to(dtype), torch.randn(num_experts, 2 * width, hidden).to(dtype)
+    w2, added = torch.randn(num_experts, hidden, width).to(dtype), torch.randn(num_experts, 2 * width).to(dtype)
+    router = torch.randn(rows, num_experts)
+    router[:, own - 1 :: own] = -1e9  # the last one of each device
+    w2[own - 1 :: own] = float("inf")
+    weights, chosen = routing.softmax(router, 2, True)
+
+    def run(dtype, begin, end, of):
+        part = [tensor[begin:end].to(dtype).to(device) for tensor in (w13, w2, added)]
+        matrices = Matrices(part[0], bias=part[2] if bias else None), Matrices(part[1])
+        others = (weights.to(device), of.to(device), "silu", end - begin < num_experts)
+        return expert_products.weighted_sum(x.to(dtype).to(device), *matrices, *others).float().cpu()
+
+    total = torch.zeros(rows, hidden)
+    for begin in range(0, num_experts, own):
+        local = expert_products.local_experts(chosen, torch.tensor([begin]), own)
+        assert local[(chosen >= begin) & (chosen < begin + own)].lt(own).all() and local.max() <= own
+        part = run(dtype, begin, begin + own, local)
+        without = (local == own).all(1)
+        assert (part[without] == 0).all() and part.isfinite().all()
+        total += part
+    tolerance = 1e-4 if dtype is torch.float32 else 2e-2
+    expected = run(torch.float32, 0, num_experts, chosen)
+    torch.testing.assert_close(total, expected, rtol=0, atol=tolerance * expected.abs().max().item())
+
+
 def test_experts_that_groups_do_not_take():
     """float32, sizes that are no multiple of 16, and int4 whose scales have another dtype than the rows."""
     from xla_gpu.vllm.expert_matrices import Matrices
@@ -219,5 +264,6 @@ def test_memory_of_a_step():
         assert pairs * 2 * 2880 <= elements_of_step(rows, *sizes, True, True) == pairs * 6 * 2880
         assert elements_of_step(rows, *sizes, True) > elements_of_step(rows, *sizes, True, True)
     assert elements_of_step(8193, *sizes, True, True) == elements_of_step(8193, *sizes, True)
+    assert elements_of_step(8193, *sizes, True, True, True) == 8193 * 4 * 6 * 2880  # over devices by groups, always
     assert elements_of_step(31, *sizes) > 31 * 4 * matrices  # each row's own weights
     assert elements_of_step(512, *sizes, True) > 128 * matrices > elements_of_step(512, *sizes)

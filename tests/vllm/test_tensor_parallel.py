@@ -5,25 +5,21 @@ All layouts of quantised weights and all models with experts with XLA_GPU_TEST_A
 
 from __future__ import annotations
 
-import json
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 from tests.vllm import engines, test_quantization, tiny
-from tests.vllm.tensor_parallel import NEW_TOKENS, PROMPTS, draft, generate
+from tests.vllm.tensor_parallel import NEW_TOKENS, PROMPTS, draft, generate, run_on
 from xla_gpu.vllm.divided_layers import Joined
 from xla_gpu.vllm.divided_sums import PendingSum, take_sums
 
 LAYERS = 2
 LAYER_SUMS = 2 * LAYERS
 SHARED = {"glm4_moe": 1, "qwen2_moe": 2}  # layers with shared experts, whose sum is one more
-ROOT = Path(__file__).parents[2]
 EVERY_TIME = ("awq", "fp8-blocks", "mixtral", "awq of qwen3_moe", "glm4_moe")
 OTHERS = EVERY_TIME
 if os.environ.get("XLA_GPU_TEST_ALL_MODELS"):
@@ -59,22 +55,8 @@ def too_narrow(tmp_path_factory) -> str:
 @pytest.fixture(scope="module")
 def two_devices(llama, others, too_narrow, tmp_path_factory) -> dict:
     """What tensor_parallel.py says, and the text of the programs that hold attention."""
-    dump = tmp_path_factory.mktemp("hlo")
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
-        "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} --xla_dump_to={dump} --xla_dump_hlo_as_text",
-    }
     folders = [llama, *(stored for stored, _ in others.values()), too_narrow]
-    command = [sys.executable, "-m", "tests.vllm.tensor_parallel", "2", *folders]
-    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr[-3000:]
-    (line,) = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-    texts = [path.read_text() for path in dump.glob("*after_optimizations.txt")]
-    return {
-        **json.loads(line.removeprefix("RESULT ")),
-        "programs": [t for t in texts if "xla_gpu_paged_attention" in t],
-    }
+    return run_on(2, folders, tmp_path_factory.mktemp("hlo"))
 
 
 def test_same_tokens_as_one_device(two_devices, engine):

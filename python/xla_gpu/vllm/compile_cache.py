@@ -124,6 +124,8 @@ def configuration_hash(config: Any) -> str:
     described.pop("_name_or_path", None)
     numbers = [model.max_model_len, model.max_logprobs, scheduler.max_num_seqs, scheduler.max_num_batched_tokens]
     numbers += [cache.block_size, cache.gpu_memory_utilization, config.parallel_config.tensor_parallel_size]
+    if config.parallel_config.enable_expert_parallel:
+        described["whole_experts"] = True
     if config.speculative_config is not None:
         numbers.append(config.speculative_config.num_speculative_tokens)
         if eagle.has_head(config):

@@ -1,8 +1,8 @@
 """The layers of a model that several devices share: how their weights are divided, and what each device computes.
 
 Attention and the matrices that are multiplied before it are divided by heads, the MLP and each expert by their width,
-the head by the vocabulary. The sums after attention, MLP and experts are xla_gpu's all_reduce and
-all_reduce_add_rms_norm.
+the head by the vocabulary; or each device has whole experts. The sums after attention, MLP and experts are xla_gpu's
+all_reduce and all_reduce_add_rms_norm.
 """
 
 from __future__ import annotations
@@ -35,13 +35,14 @@ from .tensor_parallel import TensorParallel
 _UNIT = 16
 
 
-def divide(devices: TensorParallel, model: nn.Module, random: bool = False) -> None:
+def divide(devices: TensorParallel, model: nn.Module, random: bool = False, whole_experts: bool = False) -> None:
     """Arranges a model on the host to be divided, and has its layers compute so.
 
     Args:
       devices: between which it is divided.
       model: whole, as for one device, its weights in the form that they have on the device.
       random: the numbers of weights that are not quantised are to be drawn, and do not matter here.
+      whole_experts: each device is to have experts of its own, instead of a part of every expert's width.
 
     Raises:
       ValueError: a layer cannot be divided.
@@ -56,7 +57,11 @@ def divide(devices: TensorParallel, model: nn.Module, random: bool = False) -> N
         elif isinstance(module, RowParallelLinear):
             _divide_inputs(devices, name, module, random)
         elif isinstance(module, FusedMoE):
-            _divide_experts(devices, name, module, random)
+            module.has_whole_experts = whole_experts
+            if whole_experts:
+                _divide_by_experts(devices, name, module)
+            else:
+                _divide_experts(devices, name, module, random)
         elif isinstance(module, ParallelLMHead) and id(module.weight) not in embeddings:
             # One that is the embedding too stays whole on each device.
             _is_quantised(name, module)
@@ -126,6 +131,14 @@ def _divide_experts(devices: TensorParallel, name: str, layer: Any, random: bool
     for part in w2._replace(bias=None):  # the bias is whole on each: it is added to the sum
         if part is not None and part.dim() == 3:
             devices.divide(part, 2)
+
+
+def _divide_by_experts(devices: TensorParallel, name: str, layer: Any) -> None:
+    w13, w2 = moe.matrices(layer, "w13"), moe.matrices(layer, "w2")
+    _check(devices, name, "experts", [w13.weight.shape[0]])
+    for part in (*w13, *w2._replace(bias=None)):
+        if part is not None:
+            devices.divide(part, 0)
 
 
 def _check(devices: TensorParallel, name: str, what: str, sizes: Sequence[int], unit: int = 1) -> None:

@@ -75,6 +75,7 @@ def weighted_sum(
     weights: torch.Tensor,
     chosen: torch.Tensor,
     activation: str,
+    others: bool = False,
 ) -> torch.Tensor:
     """The weighted sum of what each row's experts compute, but for the bias of the second product.
 
@@ -85,23 +86,30 @@ def weighted_sum(
       weights: float32[rows, top_k], of routing.of_layer.
       chosen: int64[rows, top_k], of routing.of_layer.
       activation: vLLM's name of the function of the gate.
+      others: whether devices have experts of their own, and those of others are in ``chosen`` as num_experts. They add
+        nothing.
     """
     act = ACTIVATIONS[activation]
     rows, top_k = chosen.shape
     num_experts = w13.weight.shape[0]
-    if goes_by_groups(rows, top_k, num_experts) and all(matrix.takes_groups(x.dtype) for matrix in (w13, w2)):
+    takes_groups = all(matrix.takes_groups(x.dtype) for matrix in (w13, w2))
+    if takes_groups and goes_by_groups(rows, top_k, num_experts, others):
         return _by_groups(x, w13, w2, weights, chosen, act)
+    own = chosen < num_experts if others else None
     if rows * top_k < num_experts:
-        return _by_own_weights(x, w13, w2, weights, chosen, act)
+        return _by_own_weights(x, w13, w2, weights, chosen, act, own)
     if size := block_size(rows, top_k, num_experts):
-        return _by_blocks(x, w13, w2, weights, chosen, act, size)
+        return _by_blocks(x, w13, w2, weights, chosen, act, size, own)
     parts = zip(x.split(_MAX_ROWS), weights.split(_MAX_ROWS), chosen.split(_MAX_ROWS), strict=True)
     return torch.cat([_by_all(x, w13, w2, weights, chosen, act) for x, weights, chosen in parts])
 
 
-def goes_by_groups(rows: int, top_k: int, num_experts: int) -> bool:
-    """Whether ``grouped_linear`` takes the least time."""
-    return rows * top_k <= _ROWS_OF_GROUP * num_experts
+def goes_by_groups(rows: int, top_k: int, num_experts: int, others: bool = False) -> bool:
+    """Whether ``grouped_linear`` takes the least time.
+
+    Blocks would have room for the pairs of all devices' experts on each, and compute it.
+    """
+    return others or rows * top_k <= _ROWS_OF_GROUP * num_experts
 
 
 def block_size(rows: int, top_k: int, num_experts: int) -> int | None:
@@ -128,20 +136,22 @@ def elements_of_step(
     item: int,
     quantised: bool = False,
     takes_groups: bool = False,
+    others: bool = False,
 ) -> int:
     """An upper bound of what experts keep beside their weights in a step of ``rows``, in elements of ``item`` bytes.
 
     Args:
       rows: of the step.
       top_k: experts of a row.
-      num_experts: of a layer.
+      num_experts: of a layer, that a device has.
       hidden: the experts' inputs.
       intermediate: their width.
       item: bytes of an element.
       quantised: their weights, which plain operations dequantise.
       takes_groups: whether ``grouped_linear`` takes them.
+      others: whether other devices have others.
     """
-    if takes_groups and goes_by_groups(rows, top_k, num_experts):
+    if takes_groups and goes_by_groups(rows, top_k, num_experts, others):
         return rows * top_k * (3 * hidden + 3 * intermediate)
     matrices = 3 * hidden * intermediate  # of an expert
     if (pairs := rows * top_k) < num_experts:
@@ -164,8 +174,8 @@ def _by_groups(
     pair_at, place_of = _in_order(expert_of_pair, num_experts)
     gate, up = w13.of_groups(x.index_select(0, pair_at // top_k), sizes).chunk(2, -1)
     out = w2._replace(bias=None).of_groups(act(gate, up), sizes)
-    chosen_out = out.index_select(0, place_of).view(rows, top_k, -1)
-    return (chosen_out * weights[..., None].to(x.dtype)).sum(1)
+    # Pairs of other devices' experts come last, behind the sum of the sizes, where grouped_linear's results are 0.
+    return _sum_of_pairs(out.index_select(0, place_of).view(rows, top_k, -1), weights)
 
 
 def _in_order(expert_of_pair: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -182,16 +192,24 @@ def _in_order(expert_of_pair: torch.Tensor, num_experts: int) -> tuple[torch.Ten
 
 
 def _by_own_weights(
-    x: torch.Tensor, w13: Matrices, w2: Matrices, weights: torch.Tensor, chosen: torch.Tensor, act: _Function
+    x: torch.Tensor,
+    w13: Matrices,
+    w2: Matrices,
+    weights: torch.Tensor,
+    chosen: torch.Tensor,
+    act: _Function,
+    own: torch.Tensor | None,
 ) -> torch.Tensor:
     rows, top_k = chosen.shape
+    if own is not None:
+        chosen = chosen.clamp(max=w13.weight.shape[0] - 1)
     own13, scale13 = w13.values(x.dtype, chosen.reshape(-1))  # [rows * top_k, 2 * intermediate, hidden]
     own2, scale2 = w2.values(x.dtype, chosen.reshape(-1))
     repeated = x[:, None].expand(rows, top_k, x.shape[1]).reshape(rows * top_k, x.shape[1], 1)
     products = _scaled(torch.bmm(own13, repeated)[..., 0], scale13)
     gate, up = w13.added(products[:, None], chosen.reshape(-1))[:, 0].chunk(2, -1)
-    out = _scaled(torch.bmm(own2, act(gate, up)[..., None])[..., 0], scale2).view(rows, top_k, -1)
-    return (out * weights[..., None].to(x.dtype)).sum(1)
+    out = _scaled(torch.bmm(own2, act(gate, up)[..., None])[..., 0], scale2)
+    return _sum_of_pairs(out.view(rows, top_k, -1), weights, own)
 
 
 def _by_all(
@@ -222,6 +240,7 @@ def _by_blocks(
     chosen: torch.Tensor,
     act: _Function,
     size: int,
+    own: torch.Tensor | None,
 ) -> torch.Tensor:
     (rows, top_k), (num_experts, hidden, _) = chosen.shape, w2.weight.shape
     intermediate = w13.weight.shape[1] // 2
@@ -256,10 +275,27 @@ def _by_blocks(
     out = torch.cat(parts).view(blocks * size, -1)
     # Where each pair's result is, in the order of rows again.
     first_row = first_blocks * size - starts
+    if own is not None:
+        expert_of_pair = expert_of_pair.clamp(max=num_experts - 1)
     result_at = first_row.index_select(0, expert_of_pair) + count(pairs)
+    if own is not None:
+        result_at = result_at.clamp(max=blocks * size - 1)
     result_of = torch.zeros_like(result_at).scatter(0, pair_at, result_at)
-    chosen_out = out.index_select(0, result_of).view(rows, top_k, -1)
-    return (chosen_out * weights[..., None].to(x.dtype)).sum(1)
+    return _sum_of_pairs(out.index_select(0, result_of).view(rows, top_k, -1), weights, own)
+
+
+def _sum_of_pairs(out: torch.Tensor, weights: torch.Tensor, own: torch.Tensor | None = None) -> torch.Tensor:
+    """T[rows, hidden] of T[rows, top_k, hidden]; own: bool[rows, top_k], which count, None: all."""
+    if own is not None:
+        # where, not a product with 0: what was computed for the others may be infinite.
+        out = torch.where(own[..., None], out, torch.zeros_like(out))
+    return (out * weights[..., None].to(out.dtype)).sum(1)
+
+
+def local_experts(chosen: torch.Tensor, first: torch.Tensor, num_experts: int) -> torch.Tensor:
+    """``chosen`` as the device has them whose ``num_experts`` begin at ``first``, int[1]; others are num_experts."""
+    local = chosen - first
+    return torch.where((local >= 0) & (local < num_experts), local, torch.full_like(local, num_experts))
 
 
 def bias_of_sum(w2: Matrices, weights: torch.Tensor, chosen: torch.Tensor, out: torch.Tensor) -> torch.Tensor:

@@ -147,7 +147,8 @@ def _takes_groups(config: Any, num_experts: int, widths: Sequence[int]) -> bool:
 
     model, quantisation, size = config.model_config, config.quant_config, config.parallel_config.tensor_parallel_size
     hidden, multiple = model.get_hidden_size(), _PLAIN_MULTIPLE if quantisation is None else quantisation.multiple
-    shapes = [shape for width in widths for shape in ((2 * (width // size), hidden), (hidden, width // size))]
+    own = widths if config.parallel_config.enable_expert_parallel else [width // size for width in widths]
+    shapes = [shape for width in own for shape in ((2 * width, hidden), (hidden, width))]
     return all(groups_take(model.dtype, num_experts, n, k, multiple) for n, k in shapes)
 
 
@@ -170,8 +171,13 @@ def step_bytes(config: Any) -> int:
 
         widths = _sizes(text, "moe_intermediate_size", width)
         top_k = _size(text, "num_experts_per_tok", 0) or _size(text, "moe_k", num_experts)
+        parallel = config.parallel_config
+        others = parallel.enable_expert_parallel and parallel.tensor_parallel_size > 1
+        if others:
+            num_experts //= parallel.tensor_parallel_size
         sizes = (top_k, num_experts, model.get_hidden_size(), max(widths))
-        given = *sizes, item, config.quant_config is not None, _takes_groups(config, num_experts, widths)
+        traits = config.quant_config is not None, _takes_groups(config, num_experts, widths), others
+        given = *sizes, item, *traits
         experts = max(expert_products.elements_of_step(rows, *given) for rows in buckets.of_steps(config)) * item
     # Of LoRA, the products between an adapter's two matrices, for each of up to three layers that vLLM joins.
     lora = config.lora_config

@@ -10,7 +10,8 @@ from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import Un
 
 from . import routing, tensor_parallel
 from .expert_matrices import Matrices
-from .expert_products import ACTIVATIONS, bias_of_sum, weighted_sum
+from .expert_products import ACTIVATIONS, bias_of_sum, local_experts, weighted_sum
+from .tensor_parallel import TensorParallel
 
 # Activations whose matrices have the rows of gate and up in turn in vLLM, and one behind the other here.
 IN_TURN = ("swigluoai",)
@@ -21,7 +22,8 @@ def apply(layer: Any, x: torch.Tensor, router_logits: torch.Tensor) -> torch.Ten
 
     Args:
       layer: with the matrices as parameters ``w13_weight`` and ``w2_weight``, and where they are quantised
-        ``w13_weight_scale``, ``w13_weight_zero_point`` and so on; biases as ``w13_bias`` and ``w2_bias``.
+        ``w13_weight_scale``, ``w13_weight_zero_point`` and so on; biases as ``w13_bias`` and ``w2_bias``. Over several
+        devices with ``has_whole_experts``, of divided_layers.divide.
       x: T[rows, hidden].
       router_logits: [rows, num_experts].
 
@@ -42,21 +44,40 @@ def apply(layer: Any, x: torch.Tensor, router_logits: torch.Tensor) -> torch.Ten
     w13, w2 = matrices(layer, "w13"), matrices(layer, "w2")
     if (devices := tensor_parallel.active()) is None:
         return bias_of_sum(w2, weights, chosen, weighted_sum(x, w13, w2, weights, chosen, layer.activation))
-    # Each device has a part of every expert's width.
+    parts = _on_each(devices, layer, x, w13, w2._replace(bias=None), weights, chosen)
+    return bias_of_sum(w2, weights, chosen, devices.sum(parts))
+
+
+def _on_each(
+    devices: TensorParallel,
+    layer: Any,
+    x: torch.Tensor,
+    w13: Matrices,
+    w2: Matrices,
+    weights: torch.Tensor,
+    chosen: torch.Tensor,
+) -> torch.Tensor:
+    """T[devices, rows, hidden]: what each device's experts add to the sum, or its part of every expert's width."""
+    whole, num_experts = layer.has_whole_experts, w13.weight.shape[0]
+    own = num_experts // devices.size
     operands: list[tuple[torch.Tensor, int | None]] = [(x, None), (weights, None), (chosen, None)]
+    if whole:
+        operands.append((torch.arange(0, num_experts, own, device=x.device), 0))
     given_of: list[tuple[str, ...]] = []
-    for matrix, dim in ((w13, 1), (w2._replace(bias=None), 2)):
+    for matrix, dim in ((w13, 0 if whole else 1), (w2, 0 if whole else 2)):
         given = {name: part for name, part in matrix._asdict().items() if part is not None}
         operands += [(part, dim if part.dim() > dim else None) for part in given.values()]
         given_of.append(tuple(given))
 
     def on_one(x: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor, *parts: torch.Tensor) -> torch.Tensor:
+        if whole:
+            chosen, parts = local_experts(chosen, parts[0], own), parts[1:]
         count = len(given_of[0])
         own13 = Matrices(**dict(zip(given_of[0], parts[:count], strict=True)))
         own2 = Matrices(**dict(zip(given_of[1], parts[count:], strict=True)))
-        return weighted_sum(x, own13, own2, weights, chosen, layer.activation)[None]
+        return weighted_sum(x, own13, own2, weights, chosen, layer.activation, whole)[None]
 
-    return bias_of_sum(w2, weights, chosen, devices.sum(devices.on_each(on_one, operands, 0)))
+    return devices.on_each(on_one, operands, 0)
 
 
 def matrices(layer: Any, name: str) -> Matrices:

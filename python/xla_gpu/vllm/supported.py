@@ -96,7 +96,6 @@ def _parallel_refusals(config: Any) -> list[str]:
     found += _unexpected("--prefill-context-parallel-size", 1, parallel.prefill_context_parallel_size)
     found += _unexpected("--decode-context-parallel-size", 1, parallel.decode_context_parallel_size)
     found += _unexpected("--nnodes", 1, parallel.nnodes)
-    found += _given("--enable-expert-parallel", parallel.enable_expert_parallel)
     found += _given("--enable-eplb", parallel.enable_eplb)
     found += _given("--enable-dbo", parallel.enable_dbo)
     if (rows := getattr(parallel, "ubatch_size", 0)) > 1:  # of vLLM 0.14
@@ -151,6 +150,11 @@ def _tensor_parallel_refusals(config: Any) -> list[str]:
         found.append(f"additional_config: compile_threads: expected 1 with --tensor-parallel-size {size}")
     if model is None:
         return found
+    if parallel.enable_expert_parallel and (experts := model.get_num_experts()) % size:
+        found.append(
+            f"--enable-expert-parallel: expected --tensor-parallel-size to divide the model's {experts} experts, "
+            f"got {size}"
+        )
     if (kv_heads := model.get_total_num_kv_heads()) % size:
         found.append(
             f"--tensor-parallel-size: expected a number that divides the model's {kv_heads} kv heads, got {size}"

@@ -41,7 +41,8 @@ def load_model(config: VllmConfig, device: torch.device) -> tuple[nn.Module, nn.
     if random:
         torch_xla.manual_seed(config.model_config.seed)
     # Together: what they share is moved once.
-    move(model if head is None else nn.ModuleList([model, head]), device, random)
+    both = model if head is None else nn.ModuleList([model, head])
+    move(both, device, random, config.parallel_config.enable_expert_parallel)
     return model.eval(), head
 
 
@@ -93,7 +94,7 @@ def take_operators(model: nn.Module, max_model_len: int) -> None:
         layer_operators.take(model, max_model_len)
 
 
-def move(model: nn.Module, device: torch.device, random: bool = False) -> None:
+def move(model: nn.Module, device: torch.device, random: bool = False, whole_experts: bool = False) -> None:
     """Puts parameters and buffers on ``device``, one after the other, so that the host's copies go early.
 
     A parameter that several modules share stays shared, which nn.Module.to does not promise across devices.
@@ -102,10 +103,11 @@ def move(model: nn.Module, device: torch.device, random: bool = False) -> None:
       model: on the host.
       device: an XLA device.
       random: draw the floating-point parameters on the device instead of copying them.
+      whole_experts: of several devices, each is to have experts of its own.
     """
     devices = tensor_parallel.active()
     if devices is not None:
-        divided_layers.divide(devices, model, random)
+        divided_layers.divide(devices, model, random, whole_experts)
     moved: dict[int, torch.Tensor] = {}
     kept: list[torch.Tensor] = []  # so that no id is used twice
 
