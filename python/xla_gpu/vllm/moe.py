@@ -59,7 +59,7 @@ def _on_each(
 ) -> torch.Tensor:
     """T[devices, rows, hidden]: what each device's experts add to the sum, or its part of every expert's width."""
     whole, num_experts = layer.has_whole_experts, w13.weight.shape[0]
-    own = num_experts // devices.size
+    own = num_experts // devices.size  # of whole experts
     operands: list[tuple[torch.Tensor, int | None]] = [(x, None), (weights, None), (chosen, None)]
     if whole:
         operands.append((torch.arange(0, num_experts, own, device=x.device), 0))
