@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -121,7 +122,10 @@ def grouped() -> float:
 
 
 def run_on(devices: int, folders: list[str], dump: Path, *options: str) -> dict:
-    """What this program says with ``options`` and ``folders``, and the texts of the programs that hold attention."""
+    """What this program says with ``options`` and ``folders``, and the texts of XLA's programs.
+
+    Those that hold attention, and that of the layer of ``grouped``.
+    """
     root = Path(__file__).parents[2]
     environment = {
         **os.environ,
@@ -134,7 +138,14 @@ def run_on(devices: int, folders: list[str], dump: Path, *options: str) -> dict:
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
     texts = [path.read_text() for path in dump.glob("*after_optimizations.txt")]
     programs = [text for text in texts if "xla_gpu_paged_attention" in text]
-    return {**json.loads(line.removeprefix("RESULT ")), "programs": programs}
+    layers = [text for text in texts if "xla_gpu_grouped_linear" in text]
+    return {**json.loads(line.removeprefix("RESULT ")), "programs": programs, "grouped_layers": layers}
+
+
+def exchanged(program: str) -> list[tuple[str, str]]:
+    """What goes between the devices: shapes, and the operations that move them."""
+    kinds = "all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter"
+    return re.findall(rf"= (\S+)\{{\S* ({kinds})\(", program)
 
 
 if __name__ == "__main__":

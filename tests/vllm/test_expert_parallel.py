@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.vllm import engines, test_gpt_oss, test_quantization, tiny
-from tests.vllm.tensor_parallel import NEW_TOKENS, PROMPTS, run_on
+from tests.vllm.tensor_parallel import NEW_TOKENS, PROMPTS, exchanged, run_on
 
 LAYERS = 2
 
@@ -96,20 +96,22 @@ def test_each_device_has_whole_experts(devices, found):
 def test_devices_exchange_sums_alone(devices, found):
     programs, counts = found(devices)["programs"], []
     assert len(programs) == 2 * len(NAMES_OF[devices])  # of 8 and 64 tokens
-    kinds = "all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter"
     for text in programs:
-        exchanged = re.findall(rf"= (\S+)\{{\S* ({kinds})\(", text)
-        sums = [shape for shape, _ in exchanged if re.fullmatch(rf"f32\[{devices},(8|64),(64|256)\]", shape)]
+        moved = exchanged(text)
+        sums = [shape for shape, _ in moved if re.fullmatch(rf"f32\[{devices},(8|64),(64|256)\]", shape)]
         # On the CPU all_reduce is an all-gather and a call. The last one is of each device's most likely tokens.
-        assert {kind for _, kind in exchanged} == {"all-gather"}, exchanged
-        assert [shape for shape, _ in exchanged if shape not in sums] == [f"f32[{devices},{devices},2,8]"], exchanged
+        assert {kind for _, kind in moved} == {"all-gather"}, moved
+        assert [shape for shape, _ in moved if shape not in sums] == [f"f32[{devices},{devices},2,8]"], moved
         counts.append(len(sums))
     assert sorted(counts) == sorted(2 * [SUMS[name] for name in NAMES_OF[devices]])
 
 
 @pytest.mark.parametrize("devices", NAMES_OF)
 def test_grouped_experts(devices, found):
+    """In bfloat16, in a layer by itself."""
+    (program,) = found(devices)["grouped_layers"]
     assert found(devices)["grouped"] < 1e-2
+    assert exchanged(program) == [(f"f32[{devices},40,64]", "all-gather")]  # on a CPU XLA moves bfloat16 as float32
 
 
 def test_refused(tmp_path, llama):

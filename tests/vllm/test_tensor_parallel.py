@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tests.vllm import engines, test_quantization, tiny
-from tests.vllm.tensor_parallel import NEW_TOKENS, PROMPTS, draft, generate, run_on
+from tests.vllm.tensor_parallel import NEW_TOKENS, PROMPTS, draft, exchanged, generate, run_on
 from xla_gpu.vllm.divided_layers import Joined
 from xla_gpu.vllm.divided_sums import PendingSum, take_sums
 
@@ -88,7 +88,7 @@ def test_devices_exchange_sums_alone(two_devices):
     assert len(two_devices["programs"]) == 2 * (1 + len(OTHERS)) + 3
     counts, gathered = [], []
     for text in two_devices["programs"]:
-        found = re.findall(r"= (\S+)\{\S* (all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)\(", text)
+        found = exchanged(text)
         sums = [shape for shape, _ in found if re.fullmatch(r"f32\[2,(8|32|64),\d+\]", shape)]
         chosen = [shape for shape, _ in found if shape not in sums]
         # On the CPU all_reduce is an all-gather and a call. The last one is of each device's most likely tokens, where
