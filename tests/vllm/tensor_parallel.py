@@ -133,7 +133,7 @@ def run_on(devices: int, folders: list[str], dump: Path, *options: str) -> dict:
         "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} --xla_dump_to={dump} --xla_dump_hlo_as_text",
     }
     command = [sys.executable, "-m", "tests.vllm.tensor_parallel", *options, str(devices), *folders]
-    done = subprocess.run(command, env=environment, cwd=root, capture_output=True, text=True, timeout=600)
+    done = subprocess.run(command, env=environment, cwd=root, capture_output=True, text=True, timeout=1200)
     assert done.returncode == 0, done.stderr[-3000:]
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
     texts = [path.read_text() for path in dump.glob("*after_optimizations.txt")]
