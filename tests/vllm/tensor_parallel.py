@@ -112,7 +112,7 @@ def grouped() -> float:
     layer = SimpleNamespace(activation="silu", has_whole_experts=True)
     operands = [devices.mark(tensor.to(device)) for tensor in (x, weights, chosen)]
     w13 = Matrices(placed["w13_weight"], bias=placed["w13_bias"])
-    parts = moe._on_each(devices, layer, operands[0], w13, Matrices(placed["w2_weight"]), *operands[1:])
+    parts = moe.on_each(devices, layer, operands[0], w13, Matrices(placed["w2_weight"]), *operands[1:])
     got = devices.mark(devices.sum(parts)).cpu().float()
     wide = {name: tensor.float() for name, tensor in made.items()}
     matrices = Matrices(wide["w13_weight"], bias=wide["w13_bias"]), Matrices(wide["w2_weight"])

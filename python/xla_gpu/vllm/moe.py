@@ -44,11 +44,11 @@ def apply(layer: Any, x: torch.Tensor, router_logits: torch.Tensor) -> torch.Ten
     w13, w2 = matrices(layer, "w13"), matrices(layer, "w2")
     if (devices := tensor_parallel.active()) is None:
         return bias_of_sum(w2, weights, chosen, weighted_sum(x, w13, w2, weights, chosen, layer.activation))
-    parts = _on_each(devices, layer, x, w13, w2._replace(bias=None), weights, chosen)
+    parts = on_each(devices, layer, x, w13, w2._replace(bias=None), weights, chosen)
     return bias_of_sum(w2, weights, chosen, devices.sum(parts))
 
 
-def _on_each(
+def on_each(
     devices: TensorParallel,
     layer: Any,
     x: torch.Tensor,
