@@ -28,6 +28,7 @@ from ._attention import (
 from ._collectives import all_reduce, all_reduce_add_rms_norm
 from ._layers import (
     attention_block,
+    experts_mlp,
     gated_mlp,
     gelu_and_mul,
     grouped_linear,
@@ -51,6 +52,7 @@ __all__ = [
     "context_parallel_paged_attention",
     "context_parallel_slots",
     "cuda_kernel",
+    "experts_mlp",
     "gated_mlp",
     "gelu_and_mul",
     "grouped_linear",

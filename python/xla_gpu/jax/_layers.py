@@ -10,9 +10,12 @@ from typing import overload
 import jax
 import jax.typing
 
+from .._core.docstrings import docstring
 from .._jax import by_parts
+from .._jax import experts_mlp as experts
 from .._jax.call import function
 from ..ops import attention_block as _attention_block
+from ..ops import experts_mlp as _experts_mlp
 from ..ops import gated_mlp as _gated_mlp
 from ..ops import grouped_linear as _grouped_linear
 from ..ops import linear as _linear
@@ -53,6 +56,39 @@ def grouped_linear(
     bias: jax.typing.ArrayLike | None = None,
 ) -> jax.Array:
     """Computes products of groups of rows, each with a weight matrix of its own, plain or quantised."""
+
+
+@docstring(_experts_mlp.DOCSTRING)
+def experts_mlp(
+    x: jax.typing.ArrayLike,
+    gate_up_weight: jax.typing.ArrayLike,
+    down_weight: jax.typing.ArrayLike,
+    topk_weights: jax.typing.ArrayLike,
+    topk_ids: jax.typing.ArrayLike,
+    *,
+    gate_up_scale: jax.typing.ArrayLike | None = None,
+    gate_up_zero_point: jax.typing.ArrayLike | None = None,
+    gate_up_bias: jax.typing.ArrayLike | None = None,
+    down_scale: jax.typing.ArrayLike | None = None,
+    down_zero_point: jax.typing.ArrayLike | None = None,
+    down_bias: jax.typing.ArrayLike | None = None,
+    activation: str = "silu_and_mul",
+) -> jax.Array:
+    """Computes the experts of a mixture-of-experts layer: each row through those chosen for it, and their weighted sum."""
+    arrays = {
+        "x": x,
+        "gate_up_weight": gate_up_weight,
+        "down_weight": down_weight,
+        "topk_weights": topk_weights,
+        "topk_ids": topk_ids,
+        "gate_up_scale": gate_up_scale,
+        "gate_up_zero_point": gate_up_zero_point,
+        "gate_up_bias": gate_up_bias,
+        "down_scale": down_scale,
+        "down_zero_point": down_zero_point,
+        "down_bias": down_bias,
+    }
+    return experts.experts_mlp(arrays, activation)
 
 
 @function(_gated_mlp.OPERATOR, by_parts.gated_mlp)

@@ -69,31 +69,9 @@ def _signature(
     del check_inputs  # every size of a group has a defined result, and zero points past 127 give NaN
     _check.dtype("x", x, ("float16", "bfloat16"))
     rows, k = _check.rank("x", x, "rows, k")
-    _check.dtype("weight", weight, (x.dtype, "float8_e4m3fn", "int8", "uint8"), " (as x, or quantised)")
-    packed = weight.dtype == "uint8"
-    num_groups, n, stored = _check.rank("weight", weight, f"num_groups, n, {'k / 2' if packed else 'k'}")
-    mxfp4 = packed and _is_mxfp4(x, weight_scale)
-    multiple = MXFP4_GROUP if mxfp4 else GROUP if packed else _MULTIPLE
-    if k < multiple or k % multiple:
-        raise _check.value_error("x", f"k a multiple of {multiple}", x)
-    if not 1 <= num_groups <= MAX_GROUPS:
-        raise _check.value_error("weight", f"1 to {MAX_GROUPS} groups", weight)
-    if n < _MULTIPLE or n % _MULTIPLE:
-        raise _check.value_error("weight", f"n a multiple of {_MULTIPLE}", weight)
-    if stored != (k // 2 if packed else k):
-        expected = f"shape [num_groups, n, {k // 2 if packed else k}] (k = {k}, from x)"
-        raise _check.value_error("weight", expected, weight)
+    num_groups, n = check_weight(_check, x, k, weight, weight_scale, weight_zero_point, bias)
     _check.dtype("group_sizes", group_sizes, ("int32",))
     _check.shape("group_sizes", group_sizes, (num_groups,), "num_groups")
-    _check_scale(x, weight, num_groups, n, k, weight_scale)
-    if weight_zero_point is not None:
-        if not packed or mxfp4:
-            raise _check.value_error("weight_zero_point", "None, since weight is not packed int4", weight_zero_point)
-        _check.dtype("weight_zero_point", weight_zero_point, ("uint8",))
-        _check.shape("weight_zero_point", weight_zero_point, (num_groups, n, k // GROUP), "num_groups, n, k / 128")
-    if bias is not None:
-        _check.dtype("bias", bias, (x.dtype,), " (as x)")
-        _check.shape("bias", bias, (num_groups, n), "num_groups, n")
     attributes = {
         "bias": np.bool_(bias is not None),
         "weight_scale": np.bool_(weight_scale is not None),
@@ -104,31 +82,82 @@ def _signature(
     return Signature((ArraySpec((rows, n), x.dtype),), attributes, partitioning=partitioning)
 
 
-def _is_mxfp4(x: ArraySpec, scale: ArraySpec | None) -> bool:
+def check_weight(
+    check: Checks,
+    x: ArraySpec,
+    k: int,
+    weight: ArraySpec,
+    scale: ArraySpec | None,
+    zero_point: ArraySpec | None,
+    bias: ArraySpec | None,
+) -> tuple[int, int]:
+    """Checks the weights [num_groups, n, k] of groups, in any format, to be multiplied by rows of x's dtype.
+
+    ``check`` names the arguments as of linear.check_weight. Returns num_groups and n.
+    """
+    check.dtype("weight", weight, (x.dtype, "float8_e4m3fn", "int8", "uint8"), " (as x, or quantised)")
+    packed = weight.dtype == "uint8"
+    num_groups, n, stored = check.rank("weight", weight, f"num_groups, n, {'k / 2' if packed else 'k'}")
+    mxfp4 = packed and _is_mxfp4(check, x, scale)
+    multiple = multiple_of_k(check, x, weight, scale)
+    if k < multiple or k % multiple:
+        raise check.value_error("x", f"k a multiple of {multiple}", x)
+    if not 1 <= num_groups <= MAX_GROUPS:
+        raise check.value_error("weight", f"1 to {MAX_GROUPS} groups", weight)
+    if n < _MULTIPLE or n % _MULTIPLE:
+        raise check.value_error("weight", f"n a multiple of {_MULTIPLE}", weight)
+    if stored != (k // 2 if packed else k):
+        of = check.argument("x")
+        expected = f"shape [num_groups, n, {k // 2 if packed else k}] (k = {k}, from {of})"
+        raise check.value_error("weight", expected, weight)
+    _check_scale(check, x, weight, (num_groups, n, k), scale)
+    if zero_point is not None:
+        if not packed or mxfp4:
+            raise check.value_error("weight_zero_point", "None, since weight is not packed int4", zero_point)
+        check.dtype("weight_zero_point", zero_point, ("uint8",))
+        check.shape("weight_zero_point", zero_point, (num_groups, n, k // GROUP), "num_groups, n, k / 128")
+    if bias is not None:
+        check.dtype("bias", bias, (x.dtype,), " (as x)")
+        check.shape("bias", bias, (num_groups, n), "num_groups, n")
+    return num_groups, n
+
+
+def multiple_of_k(check: Checks, x: ArraySpec, weight: ArraySpec, scale: ArraySpec | None) -> int:
+    """Of which number k is a multiple in the format of a weight."""
+    if weight.dtype != "uint8":
+        return _MULTIPLE
+    return MXFP4_GROUP if _is_mxfp4(check, x, scale) else GROUP
+
+
+def _is_mxfp4(check: Checks, x: ArraySpec, scale: ArraySpec | None) -> bool:
     """Whether a weight in uint8 is, else it is packed int4; checked before k, whose multiple depends on it."""
     if scale is None:
-        raise _check.value_error("weight_scale", "an array, since weight is uint8", None)
-    _check.dtype("weight_scale", scale, (x.dtype, "uint8"), " (of packed int4, or of mxfp4)")
+        raise check.value_error("weight_scale", "an array, since weight is uint8", None)
+    check.dtype("weight_scale", scale, (x.dtype, "uint8"), " (of packed int4, or of mxfp4)")
     return scale.dtype == "uint8"
 
 
-def _check_scale(x: ArraySpec, weight: ArraySpec, num_groups: int, n: int, k: int, scale: ArraySpec | None) -> None:
+def _check_scale(
+    check: Checks, x: ArraySpec, weight: ArraySpec, sizes: tuple[int, int, int], scale: ArraySpec | None
+) -> None:
+    """``sizes``: num_groups, n and k."""
+    num_groups, n, k = sizes
     if weight.dtype == x.dtype:
         if scale is not None:
-            raise _check.value_error("weight_scale", "None, since weight is of x's dtype", scale)
+            raise check.value_error("weight_scale", "None, since weight is of x's dtype", scale)
         return
     if scale is None:
-        raise _check.value_error("weight_scale", f"an array, since weight is {weight.dtype}", None)
+        raise check.value_error("weight_scale", f"an array, since weight is {weight.dtype}", None)
     if weight.dtype == "uint8":
         size = MXFP4_GROUP if scale.dtype == "uint8" else GROUP
-        _check.shape("weight_scale", scale, (num_groups, n, k // size), f"num_groups, n, k / {size}")
+        check.shape("weight_scale", scale, (num_groups, n, k // size), f"num_groups, n, k / {size}")
         return
-    _check.dtype("weight_scale", scale, ("float32",))
+    check.dtype("weight_scale", scale, ("float32",))
     if weight.dtype == "float8_e4m3fn" and len(scale.shape) == 3:
         blocks = (num_groups, -(-n // GROUP), -(-k // GROUP))
-        _check.shape("weight_scale", scale, blocks, "num_groups, ceil(n / 128), ceil(k / 128)")
+        check.shape("weight_scale", scale, blocks, "num_groups, ceil(n / 128), ceil(k / 128)")
         return
-    _check.shape("weight_scale", scale, (num_groups, n), "num_groups, n")
+    check.shape("weight_scale", scale, (num_groups, n), "num_groups, n")
 
 
 def _partitioning(n: int, unit: int, scale: ArraySpec | None) -> Partitioning:

@@ -47,6 +47,7 @@ from ._jit import jit
 from ._layers import (
     attention_block,
     attention_block_,
+    experts_mlp,
     gated_mlp,
     gelu_and_mul,
     grouped_linear,
@@ -72,6 +73,7 @@ __all__ = [
     "compile_options",
     "cuda_kernel",
     "executable_cache_info",
+    "experts_mlp",
     "ffi_call",
     "gated_mlp",
     "gelu_and_mul",

@@ -1,0 +1,126 @@
+"""experts_mlp in JAX's operations and grouped_linear; see ops/experts_mlp.py."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from .._core.operator import ArraySpec, OpCall
+from .._core.partitioning import Partitioning
+from ..ops import experts_mlp as declaration
+from ..ops import grouped_linear, silu_and_mul
+from . import call
+from .partition import explicit_shardings
+
+Arrays = dict[str, jax.Array]
+
+
+def experts_mlp(arrays: dict[str, Any], activation: str) -> jax.Array:
+    """See ops/experts_mlp.py; ``arrays`` holds all array arguments by name."""
+    given = {
+        name: call.as_array(f"{declaration.NAME}: {name}", array)
+        for name, array in arrays.items()
+        if array is not None or name not in declaration.OPTIONAL
+    }
+    declaration.check(_specs(given), activation)
+    if any(isinstance(array, jax.core.Tracer) for array in given.values()):
+        return _divided(given, activation)
+    result: jax.Array = _program(given, activation)
+    return result
+
+
+def _specs(arrays: Arrays) -> dict[str, ArraySpec]:
+    return {name: ArraySpec(tuple(array.shape), array.dtype.name) for name, array in arrays.items()}
+
+
+def _divided(arrays: Arrays, activation: str) -> jax.Array:
+    """The result, divided by rows as x is where types say so; XLA divides the operations."""
+    function = functools.partial(_experts, activation=activation)
+    if not call.varying_axes(list(arrays.values())):  # else inside jax.shard_map: the arrays are a device's own
+        shardings = explicit_shardings(_described(arrays, activation), list(arrays.values()))
+        if shardings is not None:
+            function = jax.sharding.auto_axes(function, out_sharding=shardings[0])
+    return function(arrays)
+
+
+def _described(arrays: Arrays, activation: str) -> OpCall:
+    specs = _specs(arrays)
+    out, by_rows = declaration.check(specs, activation), ("rows", None)
+    partitioning = Partitioning({"x": by_rows}, (by_rows,), {"rows": out.shape[0]})
+    return OpCall(declaration.NAME, "", tuple(specs), tuple(specs.values()), (out,), partitioning=partitioning)
+
+
+# Outside of jax.jit: a program that later calls find.
+_program = jax.jit(_divided, static_argnums=1)
+
+
+def _experts(arrays: Arrays, activation: str) -> jax.Array:
+    x, ids = arrays["x"], arrays["topk_ids"]
+    num_experts = arrays["gate_up_weight"].shape[0]
+    is_expert = (ids >= 0) & (ids < num_experts)
+    # Pairs without an expert are the last ones: grouped_linear gives them 0.
+    expert_of_pair = jnp.where(is_expert, ids, num_experts).astype(jnp.int32).reshape(-1)
+    sizes = jnp.sum(expert_of_pair[:, None] == jnp.arange(num_experts, dtype=jnp.int32)[None], 0, dtype=jnp.int32)
+    pair_at, place_of = _in_order(expert_of_pair)
+    row_at = pair_at // jnp.int32(max(ids.shape[1], 1))
+    hidden = _product(arrays, "gate_up", x.at[row_at].get(mode="promise_in_bounds"), sizes)
+    out = _product(arrays, "down", _activated(hidden, activation), sizes)
+    weights = jnp.where(is_expert, arrays["topk_weights"], jnp.zeros((), arrays["topk_weights"].dtype))
+    return _weighted_sum(out, place_of.reshape(ids.shape), weights)
+
+
+def _in_order(expert_of_pair: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Which pair comes at each place in the order of experts, and the place of each pair: int32[pairs]."""
+    index = jnp.arange(expert_of_pair.shape[0], dtype=jnp.int32)
+    if len(index) <= declaration.COMPARED_PAIRS:
+        key = expert_of_pair * jnp.int32(len(index)) + index
+        place_of = jnp.sum(key[None] < key[:, None], 1, dtype=jnp.int32)
+        is_at = place_of[None] == index[:, None]
+        return jnp.sum(jnp.where(is_at, index[None], jnp.int32(0)), 1, dtype=jnp.int32), place_of
+    pair_at = jnp.argsort(expert_of_pair).astype(jnp.int32)
+    return pair_at, jnp.zeros_like(index).at[pair_at].set(index, unique_indices=True, mode="promise_in_bounds")
+
+
+def _product(arrays: Arrays, prefix: str, x: jax.Array, sizes: jax.Array) -> jax.Array:
+    scale, zero_point, bias = (arrays.get(f"{prefix}_{name}") for name in ("scale", "zero_point", "bias"))
+    out: jax.Array = call.call(
+        grouped_linear.OPERATOR,
+        x=x,
+        weight=arrays[f"{prefix}_weight"],
+        group_sizes=sizes,
+        weight_scale=scale,
+        weight_zero_point=zero_point,
+        bias=bias,
+    )
+    return out
+
+
+def _activated(hidden: jax.Array, activation: str) -> jax.Array:
+    operators = {"silu_and_mul": silu_and_mul.OPERATOR, "gelu_and_mul": silu_and_mul.OPERATOR_GELU}
+    if activation in operators:
+        out: jax.Array = call.call(operators[activation], x=hidden)
+        return out
+    gate, up = jnp.split(hidden.astype(jnp.float32), 2, -1)
+    limit = declaration.SWIGLU_LIMIT
+    gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
+    return (gate * jax.nn.sigmoid(gate * declaration.SWIGLU_ALPHA) * (up + 1)).astype(hidden.dtype)
+
+
+def _weighted_sum(out: jax.Array, places: jax.Array, weights: jax.Array) -> jax.Array:
+    """T[rows, out_features] of out: T[pairs, out_features]; the places in it, and weights, are [rows, top_k]."""
+    wide = weights.astype(jnp.float32)
+    if weights.dtype == jnp.float32:
+        bits = jax.lax.bitcast_convert_type(wide, jnp.int32)
+        upper = jax.lax.bitcast_convert_type(bits & jnp.int32(declaration.UPPER_BITS), jnp.float32)
+        parts = [wide - upper, upper]
+    else:
+        parts = [wide]
+    total = jnp.zeros((len(places), out.shape[1]), jnp.float32)
+    for j in range(places.shape[1]):  # a sum along an axis has no order
+        chosen = out.at[places[:, j]].get(mode="promise_in_bounds").astype(jnp.float32)
+        for part in parts:  # each product is a float32 number: fused with the addition it is the same
+            total = total + chosen * part[:, j, None]
+    return total.astype(out.dtype)

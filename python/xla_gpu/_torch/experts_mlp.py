@@ -1,0 +1,85 @@
+"""experts_mlp in PyTorch's operations and grouped_linear; see ops/experts_mlp.py."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..ops import experts_mlp as declaration
+from .tensors import check_no_gradient, check_operands, spec
+
+Tensors = dict[str, torch.Tensor]
+
+
+def experts_mlp(tensors: dict[str, Any], activation: str) -> torch.Tensor:
+    """See ops/experts_mlp.py; ``tensors`` holds all array arguments by name."""
+    given = {name: x for name, x in tensors.items() if x is not None or name not in declaration.OPTIONAL}
+    _check(given, activation)
+    x, ids = given["x"], given["topk_ids"]
+    num_experts = given["gate_up_weight"].shape[0]
+    is_expert = (ids >= 0) & (ids < num_experts)
+    # Pairs without an expert are the last ones: grouped_linear gives them 0.
+    expert_of_pair = torch.where(is_expert, ids, num_experts).to(torch.int32).reshape(-1)
+    experts = torch.arange(num_experts, dtype=torch.int32, device=x.device)
+    sizes = (expert_of_pair[:, None] == experts).sum(0, dtype=torch.int32)
+    pair_at, place_of = _in_order(expert_of_pair)
+    hidden = _product(given, "gate_up", x.index_select(0, pair_at // max(ids.shape[1], 1)), sizes)
+    out = _product(given, "down", _activated(hidden, activation), sizes)
+    weights = given["topk_weights"]
+    return _weighted_sum(out, place_of.view(ids.shape), torch.where(is_expert, weights, torch.zeros_like(weights)))
+
+
+def _check(given: dict[str, Any], activation: str) -> None:
+    tensors = {name: x for name, x in given.items() if isinstance(x, torch.Tensor)}
+    check_operands(declaration.NAME, tuple(tensors), tuple(tensors.values()))
+    specs = {name: spec(f"{declaration.NAME}: {name}", x) for name, x in tensors.items()}
+    declaration.check({**given, **specs}, activation)
+    for name, tensor in tensors.items():
+        if name != "topk_weights":
+            check_no_gradient(declaration.NAME, name, tensor)
+
+
+def _in_order(expert_of_pair: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Which pair comes at each place in the order of experts, and the place of each pair: int[pairs]."""
+    pairs = expert_of_pair.shape[0]
+    index = torch.arange(pairs, dtype=torch.int32, device=expert_of_pair.device)
+    if pairs <= declaration.COMPARED_PAIRS:
+        key = expert_of_pair * pairs + index
+        place_of = (key[None] < key[:, None]).sum(1, dtype=torch.int32)
+        is_at = place_of[None] == index[:, None]
+        return torch.where(is_at, index, torch.zeros_like(index)).sum(1, dtype=torch.int32), place_of
+    pair_at = expert_of_pair.sort()[1] + 0  # an index that is one of several results of a node aborts torch_xla 2.9
+    return pair_at, torch.zeros_like(index).scatter(0, pair_at, index)
+
+
+def _product(given: Tensors, prefix: str, x: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
+    scale, zero_point, bias = (given.get(f"{prefix}_{name}") for name in ("scale", "zero_point", "bias"))
+    out: torch.Tensor = torch.ops.xla_gpu.grouped_linear(
+        x, given[f"{prefix}_weight"], sizes, weight_scale=scale, weight_zero_point=zero_point, bias=bias
+    )
+    return out
+
+
+def _activated(hidden: torch.Tensor, activation: str) -> torch.Tensor:
+    if activation != "swigluoai_and_mul":
+        out: torch.Tensor = getattr(torch.ops.xla_gpu, activation)(hidden)
+        return out
+    gate, up = hidden.float().chunk(2, -1)
+    limit = declaration.SWIGLU_LIMIT
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return (gate * torch.sigmoid(gate * declaration.SWIGLU_ALPHA) * (up + 1)).to(hidden.dtype)
+
+
+def _weighted_sum(out: torch.Tensor, places: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """T[rows, out_features] of out: T[pairs, out_features]; the places in it, and weights, are [rows, top_k]."""
+    parts = [weights.float()]
+    if weights.dtype is torch.float32:
+        upper = (weights.detach().view(torch.int32) & declaration.UPPER_BITS).view(torch.float32)
+        parts = [weights - upper, upper]
+    total = torch.zeros(len(places), out.shape[1], dtype=torch.float32, device=out.device)
+    for j in range(places.shape[1]):  # a sum along an axis has no order
+        chosen = out.index_select(0, places[:, j]).float()
+        for part in parts:  # each product is a float32 number: fused with the addition it is the same
+            total = total + chosen * part[:, j, None]
+    return total.to(out.dtype)
