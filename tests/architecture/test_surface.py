@@ -41,8 +41,9 @@ def operator_folders() -> list[str]:
     return re.search(r"set\(XLA_GPU_OPS\s+([\w\s]+)\)", text).group(1).split()
 
 
-# Operators with another's target: a second name and signature for the same handler.
-WITHOUT_TARGET = {"ragged_paged_attention"}
+# Operators without a handler of their own: ragged_paged_attention is a second name and signature for another's target,
+# experts_mlp is made of other operators and the framework's operations.
+WITHOUT_TARGET = {"ragged_paged_attention", "experts_mlp"}
 # Handlers that run users' kernels (ffi/user_kernels), and are no operators.
 USER_KERNELS = {"kernel_call"}
 

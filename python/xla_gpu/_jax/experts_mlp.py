@@ -3,58 +3,46 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from .._core.operator import ArraySpec, OpCall
-from .._core.partitioning import Partitioning
+from .._core.operator import CACHED_CALLS, OpCall
 from ..ops import experts_mlp as declaration
 from ..ops import grouped_linear, silu_and_mul
-from . import call
+from . import call as operators
+from .gradients import with_derivative
 from .partition import explicit_shardings
 
 Arrays = dict[str, jax.Array]
 
 
-def experts_mlp(arrays: dict[str, Any], activation: str) -> jax.Array:
-    """See ops/experts_mlp.py; ``arrays`` holds all array arguments by name."""
-    given = {
-        name: call.as_array(f"{declaration.NAME}: {name}", array)
-        for name, array in arrays.items()
-        if array is not None or name not in declaration.OPTIONAL
-    }
-    declaration.check(_specs(given), activation)
-    if any(isinstance(array, jax.core.Tracer) for array in given.values()):
-        return _divided(given, activation)
-    result: jax.Array = _program(given, activation)
-    return result
-
-
-def _specs(arrays: Arrays) -> dict[str, ArraySpec]:
-    return {name: ArraySpec(tuple(array.shape), array.dtype.name) for name, array in arrays.items()}
-
-
-def _divided(arrays: Arrays, activation: str) -> jax.Array:
-    """The result, divided by rows as x is where types say so; XLA divides the operations."""
-    function = functools.partial(_experts, activation=activation)
-    if not call.varying_axes(list(arrays.values())):  # else inside jax.shard_map: the arrays are a device's own
-        shardings = explicit_shardings(_described(arrays, activation), list(arrays.values()))
-        if shardings is not None:
-            function = jax.sharding.auto_axes(function, out_sharding=shardings[0])
-    return function(arrays)
-
-
-def _described(arrays: Arrays, activation: str) -> OpCall:
-    specs = _specs(arrays)
-    out, by_rows = declaration.check(specs, activation), ("rows", None)
-    partitioning = Partitioning({"x": by_rows}, (by_rows,), {"rows": out.shape[0]})
-    return OpCall(declaration.NAME, "", tuple(specs), tuple(specs.values()), (out,), partitioning=partitioning)
+def run(call: OpCall, arrays: list[Any], arguments: dict[str, Any]) -> Any:
+    """See ops/experts_mlp.py; the arguments have been checked."""
+    function = _program if not any(isinstance(array, jax.core.Tracer) for array in arrays) else _function
+    return function(call, arguments["activation"])(*arrays)[0]
 
 
 # Outside of jax.jit: a program that later calls find.
-_program = jax.jit(_divided, static_argnums=1)
+@functools.lru_cache(maxsize=CACHED_CALLS)
+def _program(call: OpCall, activation: str) -> Callable[..., Any]:
+    return operators.program(call, _function(call, activation))
+
+
+def _function(call: OpCall, activation: str) -> Callable[..., Any]:
+    def experts(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+        return (_experts(dict(zip(call.operand_names, arrays, strict=True)), activation),)
+
+    function = with_derivative(call, experts)
+
+    def divided(*arrays: jax.Array) -> Any:
+        if operators.varying_axes(list(arrays)) or (shardings := explicit_shardings(call, arrays)) is None:
+            return function(*arrays)
+        return jax.sharding.auto_axes(function, out_sharding=shardings)(*arrays)
+
+    return divided
 
 
 def _experts(arrays: Arrays, activation: str) -> jax.Array:
@@ -74,9 +62,10 @@ def _experts(arrays: Arrays, activation: str) -> jax.Array:
 
 def _in_order(expert_of_pair: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Which pair comes at each place in the order of experts, and the place of each pair: int32[pairs]."""
-    index = jnp.arange(expert_of_pair.shape[0], dtype=jnp.int32)
-    if len(index) <= declaration.COMPARED_PAIRS:
-        key = expert_of_pair * jnp.int32(len(index)) + index
+    pairs = expert_of_pair.shape[0]
+    index = jnp.arange(pairs, dtype=jnp.int32)
+    if isinstance(pairs, int) and pairs <= declaration.COMPARED_PAIRS:  # not a symbol of jax.export
+        key = expert_of_pair * jnp.int32(pairs) + index
         place_of = jnp.sum(key[None] < key[:, None], 1, dtype=jnp.int32)
         is_at = place_of[None] == index[:, None]
         return jnp.sum(jnp.where(is_at, index[None], jnp.int32(0)), 1, dtype=jnp.int32), place_of
@@ -86,7 +75,7 @@ def _in_order(expert_of_pair: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 def _product(arrays: Arrays, prefix: str, x: jax.Array, sizes: jax.Array) -> jax.Array:
     scale, zero_point, bias = (arrays.get(f"{prefix}_{name}") for name in ("scale", "zero_point", "bias"))
-    out: jax.Array = call.call(
+    out: jax.Array = operators.call(
         grouped_linear.OPERATOR,
         x=x,
         weight=arrays[f"{prefix}_weight"],
@@ -99,9 +88,9 @@ def _product(arrays: Arrays, prefix: str, x: jax.Array, sizes: jax.Array) -> jax
 
 
 def _activated(hidden: jax.Array, activation: str) -> jax.Array:
-    operators = {"silu_and_mul": silu_and_mul.OPERATOR, "gelu_and_mul": silu_and_mul.OPERATOR_GELU}
-    if activation in operators:
-        out: jax.Array = call.call(operators[activation], x=hidden)
+    by_name = {"silu_and_mul": silu_and_mul.OPERATOR, "gelu_and_mul": silu_and_mul.OPERATOR_GELU}
+    if activation in by_name:
+        out: jax.Array = operators.call(by_name[activation], x=hidden)
         return out
     gate, up = jnp.split(hidden.astype(jnp.float32), 2, -1)
     limit = declaration.SWIGLU_LIMIT
@@ -118,7 +107,7 @@ def _weighted_sum(out: jax.Array, places: jax.Array, weights: jax.Array) -> jax.
         parts = [wide - upper, upper]
     else:
         parts = [wide]
-    total = jnp.zeros((len(places), out.shape[1]), jnp.float32)
+    total = jnp.zeros((places.shape[0], out.shape[1]), jnp.float32)
     for j in range(places.shape[1]):  # a sum along an axis has no order
         chosen = out.at[places[:, j]].get(mode="promise_in_bounds").astype(jnp.float32)
         for part in parts:  # each product is a float32 number: fused with the addition it is the same

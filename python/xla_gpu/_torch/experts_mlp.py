@@ -6,16 +6,23 @@ from typing import Any
 
 import torch
 
+from .._core.operator import OpCall
+from .._torch_xla import float_bits
 from ..ops import experts_mlp as declaration
-from .tensors import check_no_gradient, check_operands, spec
+from .dispatch import Results
+from .tensors import check_operands
 
 Tensors = dict[str, torch.Tensor]
 
 
-def experts_mlp(tensors: dict[str, Any], activation: str) -> torch.Tensor:
-    """See ops/experts_mlp.py; ``tensors`` holds all array arguments by name."""
-    given = {name: x for name, x in tensors.items() if x is not None or name not in declaration.OPTIONAL}
-    _check(given, activation)
+def run(call: OpCall, tensors: list[torch.Tensor], arguments: dict[str, Any]) -> Results:
+    """See ops/experts_mlp.py; the arguments have been checked."""
+    check_operands(call.name, call.operand_names, tensors)
+    given = dict(zip(call.operand_names, tensors, strict=True))
+    return (_experts(given, arguments.get("activation", "silu_and_mul")),)
+
+
+def _experts(given: Tensors, activation: str) -> torch.Tensor:
     x, ids = given["x"], given["topk_ids"]
     num_experts = given["gate_up_weight"].shape[0]
     is_expert = (ids >= 0) & (ids < num_experts)
@@ -28,16 +35,6 @@ def experts_mlp(tensors: dict[str, Any], activation: str) -> torch.Tensor:
     out = _product(given, "down", _activated(hidden, activation), sizes)
     weights = given["topk_weights"]
     return _weighted_sum(out, place_of.view(ids.shape), torch.where(is_expert, weights, torch.zeros_like(weights)))
-
-
-def _check(given: dict[str, Any], activation: str) -> None:
-    tensors = {name: x for name, x in given.items() if isinstance(x, torch.Tensor)}
-    check_operands(declaration.NAME, tuple(tensors), tuple(tensors.values()))
-    specs = {name: spec(f"{declaration.NAME}: {name}", x) for name, x in tensors.items()}
-    declaration.check({**given, **specs}, activation)
-    for name, tensor in tensors.items():
-        if name != "topk_weights":
-            check_no_gradient(declaration.NAME, name, tensor)
 
 
 def _in_order(expert_of_pair: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -75,7 +72,7 @@ def _weighted_sum(out: torch.Tensor, places: torch.Tensor, weights: torch.Tensor
     """T[rows, out_features] of out: T[pairs, out_features]; the places in it, and weights, are [rows, top_k]."""
     parts = [weights.float()]
     if weights.dtype is torch.float32:
-        upper = (weights.detach().view(torch.int32) & declaration.UPPER_BITS).view(torch.float32)
+        upper = _upper_bits(weights)
         parts = [weights - upper, upper]
     total = torch.zeros(len(places), out.shape[1], dtype=torch.float32, device=out.device)
     for j in range(places.shape[1]):  # a sum along an axis has no order
@@ -83,3 +80,9 @@ def _weighted_sum(out: torch.Tensor, places: torch.Tensor, weights: torch.Tensor
         for part in parts:  # each product is a float32 number: fused with the addition it is the same
             total = total + chosen * part[:, j, None]
     return total.to(out.dtype)
+
+
+def _upper_bits(weights: torch.Tensor) -> torch.Tensor:
+    if weights.device.type == "xla":
+        return float_bits.with_bits(weights, declaration.UPPER_BITS)
+    return (weights.view(torch.int32) & declaration.UPPER_BITS).view(torch.float32)

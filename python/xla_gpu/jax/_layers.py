@@ -10,7 +10,6 @@ from typing import overload
 import jax
 import jax.typing
 
-from .._core.docstrings import docstring
 from .._jax import by_parts
 from .._jax import experts_mlp as experts
 from .._jax.call import function
@@ -58,7 +57,7 @@ def grouped_linear(
     """Computes products of groups of rows, each with a weight matrix of its own, plain or quantised."""
 
 
-@docstring(_experts_mlp.DOCSTRING)
+@function(_experts_mlp.OPERATOR, experts.run)
 def experts_mlp(
     x: jax.typing.ArrayLike,
     gate_up_weight: jax.typing.ArrayLike,
@@ -75,20 +74,6 @@ def experts_mlp(
     activation: str = "silu_and_mul",
 ) -> jax.Array:
     """Computes the experts of a mixture-of-experts layer: each row through those chosen for it, and their weighted sum."""
-    arrays = {
-        "x": x,
-        "gate_up_weight": gate_up_weight,
-        "down_weight": down_weight,
-        "topk_weights": topk_weights,
-        "topk_ids": topk_ids,
-        "gate_up_scale": gate_up_scale,
-        "gate_up_zero_point": gate_up_zero_point,
-        "gate_up_bias": gate_up_bias,
-        "down_scale": down_scale,
-        "down_zero_point": down_zero_point,
-        "down_bias": down_bias,
-    }
-    return experts.experts_mlp(arrays, activation)
 
 
 @function(_gated_mlp.OPERATOR, by_parts.gated_mlp)

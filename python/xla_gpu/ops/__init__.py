@@ -17,7 +17,8 @@ from . import (
     simple_add,
 )
 
-# Those with handlers of their own. ragged_paged_attention is another face of paged_attention's.
+# Those with handlers of their own. ragged_paged_attention is another face of paged_attention's, experts_mlp is made of
+# grouped_linear.
 OPERATORS: tuple[Operator, ...] = (
     simple_add.OPERATOR,
     paged_attention.OPERATOR,

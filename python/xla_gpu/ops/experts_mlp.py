@@ -1,16 +1,16 @@
-"""experts_mlp: the experts of a layer, made of grouped_linear and the framework's operations; no handler of its own."""
+"""experts_mlp: the experts of a layer, by grouped_linear and the framework's operations, without a handler of its own."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from .._core.checks import Checks
-from .._core.operator import ArraySpec
+from .._core.operator import ArraySpec, Operator, Signature
+from .._core.partitioning import Partitioning
 from . import grouped_linear
 from .gated_mlp import weight_checks
 
-DOCSTRING = """
+_DOCSTRING = """
 ``out[i] = sum over j of topk_weights[i, j] * mlp[topk_ids[i, j]](x[i])``, where the mlp of an expert is
 ``grouped_linear`` with gate_up_weight, the activation, and ``grouped_linear`` with down_weight. vLLM calls it
 ``fused_experts``, FlashInfer a fused MoE with selected experts. Which experts a row goes to is the caller's: see
@@ -49,7 +49,7 @@ Raises:
   ValueError: an argument has another shape, or activation is another string.
 
 Note: Zero points past 127
-  As of grouped_linear: an error on a CPU and NaN on CUDA.
+  As of grouped_linear: an error on a CPU, which names grouped_linear, and NaN on CUDA.
 """
 
 ACTIVATIONS = ("silu_and_mul", "gelu_and_mul", "swigluoai_and_mul")
@@ -64,37 +64,25 @@ COMPARED_PAIRS = 1024
 # What keeps 12 bits of a float32 number's 24. Such a number times one of T, of 11 bits at most, is a float32 number.
 UPPER_BITS = ~0xFFF
 
-NAME = "experts_mlp"
-OPTIONAL = ("gate_up_scale", "gate_up_zero_point", "gate_up_bias", "down_scale", "down_zero_point", "down_bias")
+_OPTIONAL = ("gate_up_scale", "gate_up_zero_point", "gate_up_bias", "down_scale", "down_zero_point", "down_bias")
 
-_check = Checks(NAME)
-_check_gate_up = weight_checks(NAME, "gate_up", "x")
-_check_down = weight_checks(NAME, "down", "gate_up_weight")
-
-
-def check(arrays: Mapping[str, Any], activation: str) -> ArraySpec:
-    """Checks the arguments, arrays as ArraySpec and without optional ones that are None; returns the result's.
-
-    Raises:
-      TypeError, ValueError: as DOCSTRING says.
-    """
-    out = _checked(**arrays)
-    if not isinstance(activation, str):
-        raise _check.type_error("activation", " or ".join(ACTIVATIONS), type(activation).__name__)
-    if activation not in ACTIVATIONS:
-        raise _check.value_error("activation", " or ".join(ACTIVATIONS), repr(activation))
-    return out
+_check = Checks("experts_mlp")
+_check_gate_up = weight_checks("experts_mlp", "gate_up", "x")
+_check_down = weight_checks("experts_mlp", "down", "gate_up_weight")
 
 
-def _checked(
+def _signature(
     x: ArraySpec,
     gate_up_weight: ArraySpec,
     down_weight: ArraySpec,
     topk_weights: ArraySpec,
     topk_ids: ArraySpec,
-    **optional: ArraySpec,
-) -> ArraySpec:
-    """The result's shape and dtype."""
+    *,
+    activation: str = "silu_and_mul",
+    check_inputs: bool = False,
+    **optional: ArraySpec | None,
+) -> Signature:
+    del check_inputs  # that of grouped_linear
     _check.dtype("x", x, ("float16", "bfloat16"))
     rows, hidden = _check.rank("x", x, "rows, hidden")
     num_experts, n = _check_weight(_check_gate_up, "gate_up", x, hidden, gate_up_weight, optional)
@@ -111,11 +99,27 @@ def _checked(
     _check.shape("topk_weights", topk_weights, (rows, top_k), "rows, top_k")
     _check.dtype("topk_ids", topk_ids, ("int32", "int64"))
     _check.shape("topk_ids", topk_ids, (rows, top_k), "rows, top_k")
-    return ArraySpec((rows, out_features), x.dtype)
+    if not isinstance(activation, str):
+        raise _check.type_error("activation", " or ".join(ACTIVATIONS), type(activation).__name__)
+    if activation not in ACTIVATIONS:
+        raise _check.value_error("activation", " or ".join(ACTIVATIONS), repr(activation))
+    by_rows = ("rows", None)  # where types have shardings; else XLA divides the operations
+    partitioning = Partitioning({"x": by_rows}, (by_rows,), {"rows": rows})
+    return Signature((ArraySpec((rows, out_features), x.dtype),), {"activation": activation}, partitioning=partitioning)
 
 
 def _check_weight(
-    check: Checks, prefix: str, x: ArraySpec, k: int, weight: ArraySpec, optional: Mapping[str, ArraySpec]
+    check: Checks, prefix: str, x: ArraySpec, k: int, weight: ArraySpec, optional: Mapping[str, ArraySpec | None]
 ) -> tuple[int, int]:
     scale, zero_point, bias = (optional.get(f"{prefix}_{name}") for name in ("scale", "zero_point", "bias"))
     return grouped_linear.check_weight(check, x, k, weight, scale, zero_point, bias)
+
+
+OPERATOR = Operator(
+    "experts_mlp",
+    "(Tensor x, Tensor gate_up_weight, Tensor down_weight, Tensor topk_weights, Tensor topk_ids, *, "
+    + "".join(f"Tensor? {name}=None, " for name in _OPTIONAL)
+    + 'str activation="silu_and_mul") -> Tensor',
+    _signature,
+    _DOCSTRING,
+)

@@ -9,8 +9,6 @@ from typing import overload
 
 import torch
 
-from .._core.docstrings import docstring
-from .._torch import experts_mlp as experts
 from .._torch.functions import function
 from ..ops import attention_block as _attention_block
 from ..ops import experts_mlp as _experts_mlp
@@ -56,7 +54,7 @@ def grouped_linear(
     """Computes products of groups of rows, each with a weight matrix of its own, plain or quantised."""
 
 
-@docstring(_experts_mlp.DOCSTRING)
+@function(_experts_mlp.OPERATOR)
 def experts_mlp(
     x: torch.Tensor,
     gate_up_weight: torch.Tensor,
@@ -73,20 +71,6 @@ def experts_mlp(
     activation: str = "silu_and_mul",
 ) -> torch.Tensor:
     """Computes the experts of a mixture-of-experts layer: each row through those chosen for it, and their weighted sum."""
-    arrays = {
-        "x": x,
-        "gate_up_weight": gate_up_weight,
-        "down_weight": down_weight,
-        "topk_weights": topk_weights,
-        "topk_ids": topk_ids,
-        "gate_up_scale": gate_up_scale,
-        "gate_up_zero_point": gate_up_zero_point,
-        "gate_up_bias": gate_up_bias,
-        "down_scale": down_scale,
-        "down_zero_point": down_zero_point,
-        "down_bias": down_bias,
-    }
-    return experts.experts_mlp(arrays, activation)
 
 
 @function(_gated_mlp.OPERATOR)
