@@ -105,7 +105,7 @@ def test_the_same_words_for_what_is_no_array(argument, value):
 def test_one_device_is_named(frontend):
     tensors = frontend.tensors(small())
     tensors["topk_ids"] = tensors["topk_ids"].to("meta")
-    with pytest.raises(ValueError, match="experts_mlp: topk_ids: expected a tensor on .* got one on meta"):
+    with pytest.raises(ValueError, match=r"experts_mlp: topk_ids: expected a tensor on .* got one on meta"):
         frontend.module().experts_mlp(**tensors)
 
 
@@ -235,7 +235,11 @@ def test_torch_vmap(frontend):
     tensors, ops = frontend.tensors(arrays), frontend.module()
     by_row = ("x", "topk_weights", "topk_ids")
     split = {name: tensors.pop(name).reshape(3, 2, -1) for name in by_row}
-    got = torch.vmap(lambda *given: ops.experts_mlp(**dict(zip(by_row, given, strict=True)), **tensors))(*split.values())
+
+    def experts(*given):
+        return ops.experts_mlp(**dict(zip(by_row, given, strict=True)), **tensors)
+
+    got = torch.vmap(experts)(*split.values())
     assert torch.equal(got.reshape(6, -1), frontend.tensors({"want": want})["want"])
 
 
@@ -244,7 +248,7 @@ def test_torch_vmap(frontend):
 def test_torch_gradients_are_refused(frontend, argument):
     tensors = frontend.tensors(small())
     tensors[argument].requires_grad_()
-    with pytest.raises(ValueError, match=f"experts_mlp: {argument}: expected a tensor that does not require a gradient"):
+    with pytest.raises(ValueError, match=f"experts_mlp: {argument}: expected .* not require a gradient"):
         frontend.module().experts_mlp(**tensors)
 
 

@@ -1,4 +1,4 @@
-"""experts_mlp: the experts of a layer, by grouped_linear and the framework's operations, without a handler of its own."""
+"""experts_mlp: the experts of a layer, made of grouped_linear and the framework's operations."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ def experts_mlp(
     down_bias: torch.Tensor | None = None,
     activation: str = "silu_and_mul",
 ) -> torch.Tensor:
-    """Computes the experts of a mixture-of-experts layer: each row through those chosen for it, and their weighted sum."""
+    """Computes the experts of a layer: each row through those that were chosen for it, and their weighted sum."""
 
 
 @function(_gated_mlp.OPERATOR)
