@@ -19,19 +19,22 @@ def run(call: OpCall, tensors: list[torch.Tensor], arguments: dict[str, Any]) ->
     """See ops/experts_mlp.py; the arguments have been checked."""
     check_operands(call.name, call.operand_names, tensors)
     given = dict(zip(call.operand_names, tensors, strict=True))
-    return (_experts(given, arguments.get("activation", "silu_and_mul")),)
+    return (experts(given, arguments.get("activation", "silu_and_mul")),)
 
 
-def _experts(given: Tensors, activation: str) -> torch.Tensor:
+def experts(given: Tensors, activation: str) -> torch.Tensor:
+    """The result; tensors by the names of their arguments."""
     x, ids = given["x"], given["topk_ids"]
-    num_experts = given["gate_up_weight"].shape[0]
+    num_experts, out_features = given["gate_up_weight"].shape[0], given["down_weight"].shape[1]
+    if ids.numel() == 0:  # torch_xla has no sort or sum of nothing
+        return torch.zeros(x.shape[0], out_features, dtype=x.dtype, device=x.device)
     is_expert = (ids >= 0) & (ids < num_experts)
     # Pairs without an expert are the last ones: grouped_linear gives them 0.
     expert_of_pair = torch.where(is_expert, ids, num_experts).to(torch.int32).reshape(-1)
-    experts = torch.arange(num_experts, dtype=torch.int32, device=x.device)
-    sizes = (expert_of_pair[:, None] == experts).sum(0, dtype=torch.int32)
+    everyone = torch.arange(num_experts, dtype=torch.int32, device=x.device)
+    sizes = (expert_of_pair[:, None] == everyone).sum(0, dtype=torch.int32)
     pair_at, place_of = _in_order(expert_of_pair)
-    hidden = _product(given, "gate_up", x.index_select(0, pair_at // max(ids.shape[1], 1)), sizes)
+    hidden = _product(given, "gate_up", x.index_select(0, pair_at // ids.shape[1]), sizes)
     out = _product(given, "down", _activated(hidden, activation), sizes)
     weights = given["topk_weights"]
     return _weighted_sum(out, place_of.view(ids.shape), torch.where(is_expert, weights, torch.zeros_like(weights)))
@@ -64,7 +67,9 @@ def _activated(hidden: torch.Tensor, activation: str) -> torch.Tensor:
         return out
     gate, up = hidden.float().chunk(2, -1)
     limit = declaration.SWIGLU_LIMIT
-    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    # clamp makes a number of NaN on torch_xla.
+    gate, up = torch.where(gate > limit, limit, gate), torch.where(up > limit, limit, up)
+    up = torch.where(up < -limit, -limit, up)
     return (gate * torch.sigmoid(gate * declaration.SWIGLU_ALPHA) * (up + 1)).to(hidden.dtype)
 
 
