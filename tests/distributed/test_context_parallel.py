@@ -110,7 +110,9 @@ def test_num_seqs_may_be_an_int():
             given = (a["query"], cache[0], metadata[0], table[0], metadata[1], num_seqs)
             return xg.context_parallel_paged_attention(*given, axis="cp", scale=0.2)
 
-        mapped = jax.shard_map(attend, mesh=mesh, in_specs=(P("cp"), P("cp"), P(), P()), out_specs=P())
+        specs = (P("cp"), P("cp"), P(), P())
+        check_vma = devices.infers_replication()
+        mapped = jax.shard_map(attend, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=check_vma)
         outs.append(np.asarray(jax.jit(mapped)(caches, tables, a["context_lens"], a["query_start_loc"])))
     compare.assert_bitwise_equal(*outs, "num_seqs")
 
