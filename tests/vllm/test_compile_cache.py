@@ -24,7 +24,9 @@ def config(**changes):
         ),
         cache_config=SimpleNamespace(block_size=16, gpu_memory_utilization=0.9, cache_dtype="auto"),
         scheduler_config=SimpleNamespace(max_num_seqs=sizes["max_num_seqs"], max_num_batched_tokens=64),
-        parallel_config=SimpleNamespace(tensor_parallel_size=1),
+        parallel_config=SimpleNamespace(
+            tensor_parallel_size=1, enable_expert_parallel=sizes.get("whole_experts", False)
+        ),
         speculative_config=sizes.get("drafts")
         and SimpleNamespace(method="ngram", num_speculative_tokens=sizes["drafts"]),
         lora_config=None,
@@ -57,7 +59,8 @@ def test_the_next_start_loads_what_this_one_used(preloaded, tmp_path):
         assert compile_cache.Start(folder, config()).choose_cache_bytes(available) == size
     for available in (size - 65 * mib, size + 500 * mib):
         assert compile_cache.Start(folder, config()).choose_cache_bytes(available) == available
-    for others in ({"max_num_seqs": 9}, {"hidden_size": 65}, {"max_model_len": 128}, {"drafts": 3}):
+    sizes = [{"max_num_seqs": 9}, {"hidden_size": 65}, {"max_model_len": 128}]
+    for others in (*sizes, {"drafts": 3}, {"whole_experts": True}):
         assert compile_cache.Start(folder, config(**others)).executables == []
 
 
