@@ -13,7 +13,7 @@ import pytest
 import xla_gpu
 from tests.common import cases  # noqa: F401 - what the tests of all operators import must be importable
 from xla_gpu._runtime import abi, library, targets
-from xla_gpu.ops import OPERATORS
+from xla_gpu.ops import COMPOSITES, OPERATORS
 
 ROOT = Path(__file__).resolve().parents[2]
 FFI, PACKAGE = ROOT / "ffi", ROOT / "python" / "xla_gpu"
@@ -42,8 +42,8 @@ def operator_folders() -> list[str]:
 
 
 # Operators without a handler of their own: ragged_paged_attention is a second name and signature for another's target,
-# experts_mlp is made of other operators and the framework's operations.
-WITHOUT_TARGET = {"ragged_paged_attention", "experts_mlp"}
+# composites are made of other operators and the framework's operations.
+WITHOUT_TARGET = {"ragged_paged_attention"} | {op.name for op in COMPOSITES}
 # Handlers that run users' kernels (ffi/user_kernels), and are no operators.
 USER_KERNELS = {"kernel_call"}
 
@@ -91,7 +91,7 @@ def test_operators_in_both_frontends():
         in_place = [f"{op.name}_" for op in OPERATORS if op.in_place and module == "torch"]
         for name in in_place:
             assert getattr(imported, name, None).__doc__, f"xla_gpu.{module} has no {name}, or it has no docstring"
-        for op in OPERATORS:
+        for op in (*OPERATORS, *COMPOSITES):
             assert callable(getattr(imported, op.name, None)), f"{frontend} has no {op.name}"
             assert getattr(imported, op.name).__doc__, f"xla_gpu.{module}.{op.name} has no docstring"
 
@@ -106,7 +106,7 @@ def test_same_signatures_in_both_frontends():
         found = inspect.signature(function).parameters.values()
         return [(p.name, p.kind, p.default) for p in found if p.name != "group"]  # a mesh axis in JAX, and required
 
-    for op in OPERATORS:
+    for op in (*OPERATORS, *COMPOSITES):
         function = getattr(torch_frontend, op.name)
         assert list(inspect.signature(function).parameters) == list(op.arguments), op.name
         assert parameters(function) == parameters(getattr(jax_frontend, op.name)), op.name

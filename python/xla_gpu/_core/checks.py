@@ -88,7 +88,7 @@ class Checks:
         """An int given for ``operand``; ``bounding_shape`` is that of the array that bounds it."""
         if len(bounding_shape) != 1:  # which is an error of that array's, with a text of its own
             return self.integer(operand.name, value, 0)
-        return self.integer(operand.name, value, 0, bounding_shape[0])
+        return self.integer(operand.name, value, 0, max(bounding_shape[0] - operand.others, 0))
 
     def float32(
         self,

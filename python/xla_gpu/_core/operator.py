@@ -105,7 +105,8 @@ class IntOperand(NamedTuple):
     """An operand int32[1] that the front ends' functions take as an int too."""
 
     name: str
-    bounded_by: str  # the array [n] whose n is the largest value
+    bounded_by: str  # the array [n + others] whose n is the largest value
+    others: int = 0
 
 
 _ARGUMENT = re.compile(r"(?P<type>\w+)\??(?:\[\])? (?P<name>\w+)(?:=[^,)]*)?(?=[,)])")

@@ -2,47 +2,23 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from .._core.operator import CACHED_CALLS, OpCall
+from .._core.operator import OpCall
 from ..ops import experts_mlp as declaration
 from ..ops import grouped_linear, silu_and_mul
 from . import call as operators
-from .gradients import with_derivative
-from .partition import explicit_shardings
+from . import composite
 
 Arrays = dict[str, jax.Array]
 
 
 def run(call: OpCall, arrays: list[Any], arguments: dict[str, Any]) -> Any:
     """See ops/experts_mlp.py; the arguments have been checked."""
-    function = _program if not any(isinstance(array, jax.core.Tracer) for array in arrays) else _function
-    return function(call, arguments["activation"])(*arrays)[0]
-
-
-# Outside of jax.jit: a program that later calls find.
-@functools.lru_cache(maxsize=CACHED_CALLS)
-def _program(call: OpCall, activation: str) -> Callable[..., Any]:
-    return operators.program(call, _function(call, activation))
-
-
-def _function(call: OpCall, activation: str) -> Callable[..., Any]:
-    def experts(*arrays: jax.Array) -> tuple[jax.Array, ...]:
-        return (_experts(dict(zip(call.operand_names, arrays, strict=True)), activation),)
-
-    function = with_derivative(call, experts)
-
-    def divided(*arrays: jax.Array) -> Any:
-        if operators.varying_axes(list(arrays)) or (shardings := explicit_shardings(call, arrays)) is None:
-            return function(*arrays)
-        return jax.sharding.auto_axes(function, out_sharding=shardings)(*arrays)
-
-    return divided
+    return composite.run(_experts, call, arrays, arguments)
 
 
 def _experts(arrays: Arrays, activation: str) -> jax.Array:

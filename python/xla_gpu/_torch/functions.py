@@ -129,8 +129,8 @@ class _IntOperand:
 
     def __init__(self, operator: Operator, operand: IntOperand) -> None:
         self._checks, self._operand = Checks(operator.name), operand
-        self._name, self._bounding_name = operand
-        self._index, self._bounding_index = map(operator.arguments.index, operand)
+        self._name, self._bounding_name = operand.name, operand.bounded_by
+        self._index, self._bounding_index = map(operator.arguments.index, (self._name, self._bounding_name))
 
     def as_tensor(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments, with an int as int32[1] on the device of the array that bounds it; a tensor has one axis."""

@@ -16,7 +16,7 @@ from .. import jax as jax_front_end
 from .. import torch as torch_front_end  # noqa: F401 - defines torch.ops.xla_gpu
 from .._core.operator import Operator
 from .._torch.tensors import check_no_tangent, requires_gradient
-from ..ops import OPERATORS, experts_mlp, ragged_paged_attention
+from ..ops import COMPOSITES, OPERATORS, ragged_paged_attention
 
 Implementation = Callable[..., Any]
 
@@ -26,7 +26,7 @@ _FFI_CALLS = ("ffi_call", "ffi_call_with_side_effect")
 def implementations() -> dict[Any, Implementation]:
     """What torchax calls instead of each operator packet in torch.ops.xla_gpu."""
     found: dict[Any, Implementation] = {}
-    for operator in (*OPERATORS, ragged_paged_attention.OPERATOR, experts_mlp.OPERATOR):
+    for operator in (*OPERATORS, *COMPOSITES, ragged_paged_attention.OPERATOR):
         if "group" in operator.arguments:  # of processes there, of a mesh's devices in JAX
             found[getattr(torch.ops.xla_gpu, operator.name)] = functools.partial(_refuse_group, operator)
             continue

@@ -16,6 +16,7 @@ from .._jax.user_kernels import kernel_call, register_tvm_ffi_target, triton_cal
 from .._user_kernels.cuda_kernel import CudaKernel, cuda_kernel
 from .._user_kernels.launch import Result, Scratch
 from ._attention import (
+    bidirectional_attention,
     context_parallel_paged_attention,
     context_parallel_slots,
     merge_attention_states,
@@ -49,6 +50,7 @@ __all__ = [
     "all_reduce",
     "all_reduce_add_rms_norm",
     "attention_block",
+    "bidirectional_attention",
     "context_parallel_paged_attention",
     "context_parallel_slots",
     "cuda_kernel",

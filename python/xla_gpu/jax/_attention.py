@@ -9,11 +9,13 @@ import jax
 import jax.typing
 
 from .._core.docstrings import docstring
+from .._jax import bidirectional_attention as bidirectional_attention_parts
 from .._jax import context_parallel
 from .._jax import ragged_paged_attention_v3 as _ragged_paged_attention_v3
 from .._jax import ragged_paged_attention_v3_arguments as _ragged_paged_attention_v3_arguments
 from .._jax.call import function, ragged
 from .._jax.device_group import DeviceGroup
+from ..ops import bidirectional_attention as _bidirectional_attention
 from ..ops import merge_attention_states as _merge_attention_states
 from ..ops import paged_attention as _paged_attention
 from ..ops import ragged_paged_attention as _ragged_paged_attention
@@ -58,6 +60,21 @@ def paged_attention_with_lse(
     tree_mask: jax.typing.ArrayLike | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Computes paged_attention and the log-sum-exp of each row's scores."""
+
+
+@function(_bidirectional_attention.OPERATOR, bidirectional_attention_parts.run)
+def bidirectional_attention(
+    query: jax.typing.ArrayLike,
+    key: jax.typing.ArrayLike,
+    value: jax.typing.ArrayLike,
+    query_start_loc: jax.typing.ArrayLike,
+    num_seqs: jax.typing.ArrayLike,
+    *,
+    scale: float,
+    sliding_window: int | None = None,
+    soft_cap: float | None = None,
+) -> jax.Array:
+    """Computes attention of all tokens of a ragged batch over all tokens of their sequence, without a cache."""
 
 
 @function(_merge_attention_states.OPERATOR)

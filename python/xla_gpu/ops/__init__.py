@@ -4,6 +4,8 @@ from .._core.operator import Operator
 from . import (
     all_reduce,
     attention_block,
+    bidirectional_attention,
+    experts_mlp,
     gated_mlp,
     grouped_linear,
     linear,
@@ -17,8 +19,7 @@ from . import (
     simple_add,
 )
 
-# Those with handlers of their own. ragged_paged_attention is another face of paged_attention's, experts_mlp is made of
-# grouped_linear.
+# Those with handlers of their own. ragged_paged_attention is another face of paged_attention's.
 OPERATORS: tuple[Operator, ...] = (
     simple_add.OPERATOR,
     paged_attention.OPERATOR,
@@ -38,3 +39,6 @@ OPERATORS: tuple[Operator, ...] = (
     rotary_embedding.OPERATOR,
     rotary_embedding.OPERATOR_AND_CACHE,
 )
+
+# Made of others and the framework's operations, without a handler of their own.
+COMPOSITES: tuple[Operator, ...] = (bidirectional_attention.OPERATOR, experts_mlp.OPERATOR)

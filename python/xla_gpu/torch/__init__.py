@@ -32,6 +32,7 @@ from .._torch_xla.functions import openxla, register_targets, to_cuda, to_xla
 from .._user_kernels.cuda_kernel import CudaKernel, cuda_kernel
 from .._user_kernels.launch import Result, Scratch
 from ._attention import (
+    bidirectional_attention,
     merge_attention_states,
     paged_attention,
     paged_attention_with_lse,
@@ -70,6 +71,7 @@ __all__ = [
     "all_reduce_add_rms_norm",
     "attention_block",
     "attention_block_",
+    "bidirectional_attention",
     "compile_options",
     "cuda_kernel",
     "executable_cache_info",

@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 
 from .._torch.functions import function
+from ..ops import bidirectional_attention as _bidirectional_attention
 from ..ops import merge_attention_states as _merge_attention_states
 from ..ops import paged_attention as _paged_attention
 from ..ops import ragged_paged_attention as _ragged_paged_attention
@@ -52,6 +53,21 @@ def paged_attention_with_lse(
     tree_mask: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Computes paged_attention and the log-sum-exp of each row's scores."""
+
+
+@function(_bidirectional_attention.OPERATOR)
+def bidirectional_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    num_seqs: torch.Tensor | int,
+    *,
+    scale: float,
+    sliding_window: int | None = None,
+    soft_cap: float | None = None,
+) -> torch.Tensor:
+    """Computes attention of all tokens of a ragged batch over all tokens of their sequence, without a cache."""
 
 
 @function(_merge_attention_states.OPERATOR)
