@@ -179,6 +179,32 @@ def test_jax_gradients_are_refused(frontend, argument):
         jax.grad(total)(arrays[argument])
 
 
+@JAX
+def test_export(frontend):
+    """Of known sizes; those of the temporary pages depend on them."""
+    pytest.importorskip("flatbuffers")
+    import jax
+    from jax import export
+
+    import xla_gpu.jax as ops
+
+    arrays = small()
+    described = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in arrays.items()}
+    targets = ("paged_attention_with_lse", "merge_attention_states")
+    checks = [export.DisabledSafetyCheck.custom_call(f"xla_gpu_{name}") for name in targets]
+    platform = "cuda" if frontend.platform == "cuda" else "cpu"
+    attend = jax.jit(lambda a: ops.bidirectional_attention(**a, **SMALL.options()))
+    made = export.export(attend, platforms=[platform], disabled_checks=checks)
+    program = export.deserialize(made(described).serialize())
+    got = program.call(jax.device_put(arrays, frontend.device()))
+    compare.assert_bitwise_equal(np.asarray(got), called(frontend)[0])
+    (tokens,) = export.symbolic_shape("tokens")
+    for name in ("query", "key", "value"):
+        described[name] = jax.ShapeDtypeStruct((tokens, *arrays[name].shape[1:]), arrays[name].dtype)
+    with pytest.raises(ValueError, match="bidirectional_attention: query: expected known sizes"):
+        made(described)
+
+
 # ---- PyTorch ---------------------------------------------------------------------------------------------------------
 @EAGER
 def test_torch_vmap(frontend):

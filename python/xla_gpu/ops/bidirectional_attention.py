@@ -103,5 +103,6 @@ OPERATOR = Operator(
     "int? sliding_window=None, float? soft_cap=None) -> Tensor",
     _signature,
     _DOCSTRING,
+    needs_sizes=True,
     int_operands=(IntOperand("num_seqs", bounded_by="query_start_loc", others=1),),
 )
