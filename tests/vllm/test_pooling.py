@@ -253,7 +253,6 @@ REFUSED = [
         {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}},
         "--speculative-config: expected a model that generates",
     ),
-    ({"hf_overrides": {"is_causal": False}, **WHOLE}, "attention in both directions: not supported"),
 ]
 
 

@@ -18,8 +18,9 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 
-from tests.vllm import heads, tiny
+from tests.vllm import heads, tiny, tiny_encoders
 from xla_gpu._runtime import cuda_driver
 
 START_SECONDS = 300
@@ -228,3 +229,21 @@ def test_embeddings(llama, tmp_path):
             with failure.value:
                 assert 400 <= failure.value.code < 500, failure.value.read()
         assert len(embed(prompts[0])) == 64  # and it lives
+
+
+def test_pairs_of_an_encoder(tmp_path):
+    """Scores of pairs that are told by token types, through the engine's process."""
+    folder, model = tiny_encoders.save(
+        "bert", tmp_path / "model", transformers.AutoModelForSequenceClassification, num_labels=1
+    )
+    options = ("--runner", "pooling", "--max-num-batched-tokens", "256")
+    query, documents = "which of them", ["the second one", "not this one, which is a longer one", "x"]
+    with running(folder, tmp_path / "log", *options) as server:
+        body = {"query": query, "documents": documents}
+        with server.open(body, path="/rerank") as response:
+            results = {entry["index"]: entry["relevance_score"] for entry in json.load(response)["results"]}
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    for index, document in enumerate(documents):
+        with torch.no_grad():
+            expected = model(**tokenizer(query, document, return_tensors="pt")).logits.sigmoid().item()
+        assert results[index] == pytest.approx(expected, abs=2e-5)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 import transformers as t
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers.models.llama import modeling_llama
 
 VOCAB_SIZE = 320
@@ -152,15 +152,33 @@ def save(name: str, folder: Path, sizes: Mapping[str, int] | None = None) -> str
     if name.startswith("gemma") and name not in WITH_IMAGES:
         model.config.hidden_act = "gelu_pytorch_tanh"  # as in the files of real checkpoints
     model.save_pretrained(folder)
+    save_tokenizer(folder)
+    return str(folder)
+
+
+def save_tokenizer(folder: Path, *, types: bool = False) -> None:
+    """Writes a tokenizer with a token for each byte; types: with BERT's form of one text and of two, told by types."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {token: index for index, token in enumerate(["<unk>", "<s>", "</s>", *alphabet])}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
+    names = ["input_ids", "attention_mask"]
+    if types:
+        names.append("token_type_ids")
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single="<s>:0 $A:0 </s>:0",
+            pair="<s>:0 $A:0 </s>:0 $B:1 </s>:1",
+            special_tokens=[("<s>", 1), ("</s>", 2)],
+        )
     t.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, unk_token="<unk>", bos_token="<s>", eos_token="</s>"
+        tokenizer_object=tokenizer,
+        unk_token="<unk>",
+        bos_token="<s>",
+        eos_token="</s>",
+        pad_token="<unk>",
+        model_input_names=names,
     ).save_pretrained(folder)
-    return str(folder)
 
 
 def prompts(lengths: tuple[int, ...], seed: int = 1) -> list[list[int]]:

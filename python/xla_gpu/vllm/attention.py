@@ -27,14 +27,20 @@ MAX_BLOCK_ROWS = 32
 
 
 @dataclasses.dataclass
-class StepMetadata:
+class BatchMetadata:
+    """What attention layers without a cache need of a step; see xla_gpu.torch.bidirectional_attention."""
+
+    query_start_loc: torch.Tensor
+    num_seqs: torch.Tensor
+
+
+@dataclasses.dataclass
+class StepMetadata(BatchMetadata):
     """What the attention layers of one KV-cache group need of a step; see xla_gpu.torch.paged_attention."""
 
     slot_mapping: torch.Tensor
     context_lens: torch.Tensor
     block_tables: torch.Tensor
-    query_start_loc: torch.Tensor
-    num_seqs: torch.Tensor
 
 
 class XlaGpuAttentionBackend(AttentionBackend):  # type: ignore[misc]
@@ -55,8 +61,12 @@ class XlaGpuAttentionBackend(AttentionBackend):  # type: ignore[misc]
 
     @staticmethod
     def get_builder_cls() -> Any:
-        """VLLM's own runners alone ask for a metadata builder."""
-        raise NotImplementedError("the runner of xla_gpu.vllm makes the metadata itself")
+        """What vLLM derives the builder of an encoder's layers from; its own runners alone make one."""
+        try:
+            from vllm.v1.attention.backend import AttentionMetadataBuilder
+        except ImportError:  # of earlier versions
+            from vllm.v1.attention.backends.utils import AttentionMetadataBuilder
+        return AttentionMetadataBuilder
 
     @staticmethod
     def get_kv_cache_shape(
@@ -84,9 +94,11 @@ class XlaGpuAttention(AttentionImpl):  # type: ignore[misc]
         sinks: torch.Tensor | None = None,
         **others: Any,
     ) -> None:
+        self.is_bidirectional = attn_type == AttentionType.ENCODER_ONLY
         refused = {
             "alibi_slopes": alibi_slopes,
-            "attn_type": attn_type if attn_type != AttentionType.DECODER else None,
+            "attn_type": attn_type if attn_type != AttentionType.DECODER and not self.is_bidirectional else None,
+            "sinks in both directions": sinks if self.is_bidirectional else None,
             **others,
         }
         for name, value in refused.items():
@@ -104,7 +116,7 @@ class XlaGpuAttention(AttentionImpl):  # type: ignore[misc]
         self.sliding_window = sliding_window
         self.soft_cap = logits_soft_cap or None
         self.sinks = sinks
-        self.stores_keys = kv_sharing_target_layer_name is None
+        self.stores_keys = kv_sharing_target_layer_name is None and not self.is_bidirectional
         self.float8_cache = kv_cache_dtype in CACHE_DTYPES
 
     def forward(
@@ -126,6 +138,8 @@ class XlaGpuAttention(AttentionImpl):  # type: ignore[misc]
         num_tokens = query.shape[0]
         if attn_metadata is None:
             return query.reshape(num_tokens, self.num_heads * self.head_size)
+        if self.is_bidirectional:
+            return self._attend_to_all(query, key, value, attn_metadata)
         scales = self._scales(layer, query.device)
         if self.stores_keys:
             shape = (num_tokens, self.num_kv_heads, self.head_size)
@@ -200,6 +214,22 @@ class XlaGpuAttention(AttentionImpl):  # type: ignore[misc]
             **rotation,
             **others,
         )
+
+    def _attend_to_all(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, step: BatchMetadata
+    ) -> torch.Tensor:
+        num_tokens = query.shape[0]
+        attended = xg.bidirectional_attention(
+            query.reshape(num_tokens, self.num_heads, self.head_size),
+            key.reshape(num_tokens, self.num_kv_heads, self.head_size),
+            value.reshape(num_tokens, self.num_kv_heads, self.head_size),
+            step.query_start_loc,
+            step.num_seqs,
+            scale=self.scale,
+            sliding_window=self.sliding_window,
+            soft_cap=self.soft_cap,
+        )
+        return attended.reshape(num_tokens, self.num_heads * self.head_size)
 
     def _scores(self) -> dict[str, Any]:
         """What is done to scores, of both of attention's operators."""

@@ -22,11 +22,12 @@ class BlockTables:
 
     def __init__(self, max_seqs: int, max_model_len: int, block_sizes: Sequence[int], device: torch.device) -> None:
         """block_sizes: tokens of a page, for each group."""
-        pages_per_seq = -(-max_model_len // min(block_sizes))
+        pages_per_seq = -(-max_model_len // min(block_sizes)) if block_sizes else 0
         self.shape = (len(block_sizes), max_seqs + 1, pages_per_seq)
         self.unused_entry = max_seqs * pages_per_seq
         self._block_sizes = tuple(block_sizes)
-        self.device_tables = torch.zeros(int(np.prod(self.shape)), dtype=torch.int32).to(device)
+        # Without a group one entry, which nobody reads.
+        self.device_tables = torch.zeros(max(int(np.prod(self.shape)), 1), dtype=torch.int32).to(device)
         self._device = device
         self._tables = np.zeros(self.shape, np.int32)
         self._used = np.zeros(self.shape[:2], np.int32)

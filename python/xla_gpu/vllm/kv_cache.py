@@ -13,18 +13,32 @@ from vllm.config import VllmConfig, get_layers_from_vllm_config
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, SlidingWindowSpec
 
-from . import tensor_parallel
-from .attention import CACHE_DTYPES, StepMetadata, XlaGpuAttentionBackend
+from . import supported, tensor_parallel
+from .attention import CACHE_DTYPES, BatchMetadata, StepMetadata, XlaGpuAttention, XlaGpuAttentionBackend
 
 
 def layer_specs(config: VllmConfig) -> dict[str, Any]:
     """VLLM's cache specification of each layer that has a cache of its own.
 
     Raises:
-      ValueError: a layer is neither full nor sliding-window attention.
+      ValueError: a layer is neither full nor sliding-window attention; one that attends in both directions would be
+        given a part of a prompt; one looks back alone, although the model's configuration says otherwise.
     """
-    specs = {}
+    specs, model = {}, config.model_config
+    in_both_directions = supported.pools(model) and model.attn_type == "encoder_only"
     for name, layer in get_layers_from_vllm_config(config, AttentionLayerBase).items():
+        if is_bidirectional(layer):
+            if config.scheduler_config.enable_chunked_prefill or config.cache_config.enable_prefix_caching:
+                raise ValueError(
+                    f"xla_gpu.vllm: layer {name} attends in both directions: expected --no-enable-chunked-prefill and "
+                    "--no-enable-prefix-caching"
+                )
+            continue
+        if in_both_directions:
+            raise ValueError(
+                f"xla_gpu.vllm: layer {name}: expected attention in both directions (is_causal: false), which vLLM's "
+                f"{model.architecture} does not have"
+            )
         if getattr(layer, "kv_sharing_target_layer_name", None) is not None:
             continue
         spec = layer.get_kv_cache_spec(config)
@@ -35,6 +49,12 @@ def layer_specs(config: VllmConfig) -> dict[str, Any]:
             )
         specs[name] = spec
     return specs
+
+
+def is_bidirectional(layer: Any) -> bool:
+    """Whether an attention layer of vLLM's attends in both directions, and keeps nothing."""
+    implementation = getattr(layer, "impl", None)
+    return isinstance(implementation, XlaGpuAttention) and implementation.is_bidirectional
 
 
 class KVCaches:
@@ -55,6 +75,7 @@ class KVCaches:
 
     def __init__(self, config: VllmConfig, cache_config: KVCacheConfig, device: torch.device) -> None:
         self._layers = get_layers_from_vllm_config(config, AttentionLayerBase)
+        self._without_cache = [name for name, layer in self._layers.items() if is_bidirectional(layer)]
         specs: dict[str, Any] = {}
         self._group_of_layer: dict[str, int] = {}
         self.block_sizes = []
@@ -112,8 +133,11 @@ class KVCaches:
         tensors = [_zeros((count * shape[0], *shape[1:]), dtype, device) for (shape, dtype), count in together]
         return tensors, {name: places[index] for name, index in cache_of_layer.items()}
 
-    def metadata(self, groups: Sequence[StepMetadata]) -> dict[str, StepMetadata]:
-        """What each layer is given of a step, from what its KV-cache group has, where pages begin at 0."""
+    def metadata(self, groups: Sequence[StepMetadata], batch: BatchMetadata | None = None) -> dict[str, BatchMetadata]:
+        """What each layer is given of a step, from what its KV-cache group has, where pages begin at 0.
+
+        batch: what layers without a cache are given, if there are such.
+        """
         found: dict[tuple[int, int], StepMetadata] = {}
         first_pages = self._first_pages
         for group, (step, block_size) in enumerate(zip(groups, self.block_sizes, strict=True)):
@@ -123,7 +147,10 @@ class KVCaches:
             for first, index in self._index_of_first_page.items():
                 moved = {"block_tables": tables[index], "slot_mapping": slots[index]} if first else {}
                 found[group, first] = dataclasses.replace(step, **moved)
-        return {name: found[group, self._place_of_layer[name][1]] for name, group in self._group_of_layer.items()}
+        of_layers: dict[str, BatchMetadata] = {} if batch is None else dict.fromkeys(self._without_cache, batch)
+        for name, group in self._group_of_layer.items():
+            of_layers[name] = found[group, self._place_of_layer[name][1]]
+        return of_layers
 
     def groups_of(self, layers: Sequence[str]) -> list[int]:
         """The KV-cache groups of layers."""

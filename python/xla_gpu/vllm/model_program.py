@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,7 +14,7 @@ from vllm.forward_context import set_forward_context
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 
 from . import eagle, layer_operators, tensor_parallel
-from .attention import StepMetadata
+from .attention import BatchMetadata, StepMetadata
 from .block_tables import BlockTables
 from .buckets import logits_rows, most_rows
 from .kv_cache import KVCaches
@@ -67,6 +68,12 @@ class ModelPrograms:
         if self._states_are_read:
             self._stored = caches.indices_of(attention_names(model))
         self._programs: dict[StepLayout, Program] = {}
+        parameters = inspect.signature(model.forward).parameters
+        # Which text of a pair a token is of.
+        self.takes_token_types = "token_type_ids" in parameters
+        # Some of vLLM's models have no default for what pipeline stages hand on.
+        needed = {name for name, parameter in parameters.items() if parameter.default is parameter.empty}
+        self._unused: dict[str, None] = dict.fromkeys(needed & {"intermediate_tensors"})
 
     def compile(self, layout: StepLayout, last_tokens: torch.Tensor) -> list[tuple[torch.Size, torch.dtype]]:
         """Compiles the program of ``layout``; returns shape and dtype of its results, see ``launch``."""
@@ -158,9 +165,14 @@ class ModelPrograms:
         sources = parts["sources"]
         ids = torch.where(sources < 0, parts["tokens"], last_tokens.index_select(0, sources.clamp(min=0)))
         tables.index_put_((parts["update_indices"],), parts["update_pages"])
-        groups = step_metadata(parts, tables.view(self._tables.shape))
-        with forward(self._config, layout.num_tokens, self._caches.metadata(groups)):
-            hidden: torch.Tensor = self._model(input_ids=ids, positions=parts["positions"])
+        groups = step_metadata(parts, tables.view(self._tables.shape)) if layout.num_groups else []
+        batch = BatchMetadata(parts["query_start_loc"], parts["num_seqs"])
+        others: dict[str, Any] = {"token_type_ids": parts["token_types"]} if layout.has_token_types else {}
+        with forward(self._config, layout.num_tokens, self._caches.metadata(groups, batch)):
+            # RoBERTa's positions are changed in place.
+            hidden: torch.Tensor = self._model(
+                input_ids=ids, positions=parts["positions"].clone(), **others, **self._unused
+            )
         return hidden
 
     def logits(self, states: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -214,7 +226,7 @@ def step_metadata(parts: dict[str, Any], tables: torch.Tensor) -> list[StepMetad
 
 
 @contextlib.contextmanager
-def forward(config: VllmConfig, num_tokens: int, metadata: dict[str, StepMetadata] | None) -> Iterator[None]:
+def forward(config: VllmConfig, num_tokens: int, metadata: Mapping[str, BatchMetadata] | None) -> Iterator[None]:
     """The context that vLLM's models are called in.
 
     Parts of some are torch.compile functions, which are traced with the rest: inductor knows no XLA tensors.

@@ -126,10 +126,11 @@ class ModelRunner:
         if num_tokens not in self._layouts:
             max_seqs = min(num_tokens, self._max_seqs)
             groups = len(self.caches.block_sizes)
-            pages = sum(max_seqs + num_tokens // size for size in self.caches.block_sizes)
+            pages = max(1, sum(max_seqs + num_tokens // size for size in self.caches.block_sizes))
             draft_rows = 0 if self._drafter is None else min(num_tokens, self._most_rows)
             adapters = self.adapters is not None
-            self._layouts[num_tokens] = StepLayout(num_tokens, max_seqs, groups, pages, draft_rows, adapters)
+            types = self._programs.takes_token_types
+            self._layouts[num_tokens] = StepLayout(num_tokens, max_seqs, groups, pages, draft_rows, adapters, types)
         return self._layouts[num_tokens]
 
     @torch.no_grad()  # type: ignore[untyped-decorator]

@@ -43,6 +43,8 @@ class XlaGpuPlatform(Platform):  # type: ignore[misc]
     # The model's tokens; of several models in a process the most, since a request does not say whose it is. None in a
     # process that got its VllmConfig from another one.
     _vocab_size: int | None = None
+    # Whether one of the models takes token types; None like the above.
+    _token_types: bool | None = None
 
     @classmethod
     def pre_register_and_update(cls, parser: Any = None) -> None:
@@ -79,6 +81,8 @@ class XlaGpuPlatform(Platform):  # type: ignore[misc]
             parallel.worker_cls = "xla_gpu.vllm.worker.Worker"
         if vllm_config.model_config is not None:
             cls._vocab_size = max(cls._vocab_size or 0, vllm_config.model_config.get_vocab_size())
+            if supported.pools(vllm_config.model_config):
+                cls._token_types = cls._token_types or supported.takes_token_types(vllm_config.model_config)
         # The tokens of a step are what drafts of the next one are made from (vLLM decides the same), and what a prompt
         # is pooled to ends its request.
         waits = vllm_config.speculative_config is not None or supported.pools(vllm_config.model_config)
@@ -100,6 +104,7 @@ class XlaGpuPlatform(Platform):  # type: ignore[misc]
             request_checks.check(params, prompt_token_ids, cls._vocab_size)
         else:  # of a pooling model
             request_checks.check_prompt(prompt_token_ids, cls._vocab_size)
+            request_checks.check_token_types(params, prompt_token_ids, cls._token_types)
 
     @classmethod
     def import_kernels(cls) -> None:

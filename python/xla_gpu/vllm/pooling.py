@@ -1,8 +1,8 @@
 """Pooling models: steps that read prompts, whose rows the host makes embeddings, classes and scores of.
 
-The model's programs return the last row of each sequence, and all rows. vLLM's poolers get what they read on the host,
-request by request: a result's bits follow from its rows, not from what else is in the step. They are small beside the
-model, and take rows of any number and options, each of which would be a program of its own on the device.
+The model's programs return the first and the last row of each sequence, and all rows. vLLM's poolers get what they read
+on the host, request by request: a result's bits follow from its rows, not from what else is in the step. They are small
+beside the model, and take rows of any number and options, each of which would be a program of its own on the device.
 """
 
 from __future__ import annotations
@@ -27,6 +27,9 @@ from .step_layout import StepLayout
 # What build_pooling_cursor is told, which each version of vLLM says otherwise.
 _OF_CURSOR = frozenset(inspect.signature(pool.PoolingMetadata.build_pooling_cursor).parameters) - {"self"}
 
+# What vLLM's poolings of one row read.
+_ROWS = {"CLSPool": "first", "LastPool": "last"}
+
 # Made by a plug-in for a model, from what it likes.
 _OF_PLUGINS = "plugin"
 
@@ -34,18 +37,28 @@ _OF_PLUGINS = "plugin"
 class PoolingPrograms(ModelPrograms):
     """Programs that end with the model's states."""
 
-    def states(self, layout: StepLayout, packed: Any, unused: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Runs a step; T[max_seqs, n], each sequence's last row, and T[num_tokens, n]. unused: no sampled tokens."""
-        last, every = self._run(layout, packed, unused)
-        return last, every
+    def states(
+        self, layout: StepLayout, packed: Any, unused: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Runs a step; T[max_seqs, n], each sequence's first and last row, and T[num_tokens, n].
+
+        unused: no sampled tokens.
+        """
+        first, last, every = self._run(layout, packed, unused)
+        return first, last, every
 
     def _step(
         self, layout: StepLayout, packed: torch.Tensor, last_tokens: torch.Tensor, tables: torch.Tensor
     ) -> list[torch.Tensor]:
         parts = layout.unpack(packed)
         hidden = self._hidden(layout, parts, last_tokens, tables)
-        ends = (parts["query_start_loc"][1:] - 1).clamp(min=0)
-        return [hidden.index_select(0, ends), hidden]
+        starts = parts["query_start_loc"]
+        ends = (starts[1:] - 1).clamp(min=0)
+        return [
+            hidden.index_select(0, starts[:-1].clamp(max=layout.num_tokens - 1)),
+            hidden.index_select(0, ends),
+            hidden,
+        ]
 
 
 class PoolingRunner(ModelRunner):
@@ -86,7 +99,7 @@ class PoolingRunner(ModelRunner):
         counts = np.fromiter(scheduled.num_scheduled_tokens.values(), np.int32, len(batch.slots))
         layout = self.layout(buckets.next_bucket(self.token_buckets, int(counts.sum())))
         packed = self._packer.pack(layout, batch, counts)
-        last, every = self._programs.states(layout, packed, self._last_tokens)
+        first, last, every = self._programs.states(layout, packed, self._last_tokens)
         req_ids = [request.req_id for request in batch.requests]
         return ModelRunnerOutput(
             req_ids=req_ids,
@@ -94,27 +107,31 @@ class PoolingRunner(ModelRunner):
             sampled_token_ids=[[] for _ in req_ids],
             logprobs=None,
             prompt_logprobs_dict={},
-            pooler_output=self._pool(batch, counts, last, every),
+            pooler_output=self._pool(batch, counts, {"first": first, "last": last, "all": every}),
         )
 
     def _pool(
-        self, batch: Batch, counts: npt.NDArray[np.int32], last: torch.Tensor, every: torch.Tensor
+        self, batch: Batch, counts: npt.NDArray[np.int32], states: dict[str, torch.Tensor]
     ) -> list[torch.Tensor | None]:
-        """Of each request its result, or None while its prompt is not read to the end."""
+        """Of each request its result, or None while its prompt is not read to the end; states: of the step, by rows."""
         computed = self.requests.num_computed[batch.slots]
         ended = computed + counts == self.requests.num_prompt[batch.slots]
-        of_all = [not self._pooler.reads_last_row(request.params.task) for request in batch.requests]
-        every_row = every.cpu() if any(of_all) else None
-        last_rows = last.cpu() if any(end and not rows for end, rows in zip(ended, of_all, strict=True)) else None
+        # The first row of a prompt is one of the step's in which all of it is read.
+        whole = ended & (computed == 0)
+        reads = [self._pooler.rows_read(request.params.task) for request in batch.requests]
+        reads = ["all" if rows == "first" and not known else rows for rows, known in zip(reads, whole, strict=True)]
+        # Of prompts that go on those of all rows are kept.
+        needed = {rows for rows, end in zip(reads, ended, strict=True) if end or rows == "all"}
+        on_host = {rows: states[rows].cpu() for rows in needed}
         ends = np.cumsum(counts)
         results: list[torch.Tensor | None] = []
         for index, request in enumerate(batch.requests):
             rows = None
-            if every_row is not None and of_all[index]:
-                new = every_row[int(ends[index] - counts[index]) : int(ends[index])]
+            if reads[index] == "all":
+                new = on_host["all"][int(ends[index] - counts[index]) : int(ends[index])]
                 rows = self._joined(request, int(computed[index]), new, bool(ended[index]))
-            elif last_rows is not None and ended[index]:
-                rows = last_rows[index : index + 1]
+            elif ended[index]:
+                rows = on_host[reads[index]][index : index + 1]
             results.append(self._pooler(rows, request) if rows is not None and ended[index] else None)
         return results
 
@@ -141,10 +158,12 @@ class Pooler:
         for part in (pooler, *self._by_task.values()):
             _bring_to_host(part)
 
-    def reads_last_row(self, task: str) -> bool:
-        """Whether a result of this task needs no other row of its prompt."""
-        of_task = self._by_task.get(task, self._pooler)
-        return type(getattr(of_task, "pooling", None)).__name__ == "LastPool"
+    def rows_read(self, task: str) -> str:
+        """Which rows of its prompt a result of this task needs: "first", "last" or "all"."""
+        pooling = self._by_task.get(task, self._pooler)
+        while hasattr(pooling, "pooling"):  # those of BERT's classifiers stand behind a layer of their own
+            pooling = pooling.pooling
+        return _ROWS.get(type(pooling).__name__, "all")
 
     def __call__(self, rows: torch.Tensor, request: Request) -> torch.Tensor:
         """The result of one request, of its last row or of all."""

@@ -55,6 +55,22 @@ def check_prompt(token_ids: list[int], vocab_size: int | None) -> None:
     _expect_tokens("prompt", token_ids, vocab_size)
 
 
+def check_token_types(params: Any, token_ids: list[int], takes_types: bool | None) -> None:
+    """Raises ValueError for a pair of texts that are told by token types, of a model that would not be told.
+
+    Args:
+      params: vLLM's PoolingParams.
+      token_ids: of the prompt.
+      takes_types: whether the model does; None where this process does not know it.
+    """
+    begin = (getattr(params, "extra_kwargs", None) or {}).get("compressed_token_type_ids")
+    if takes_types is False and begin is not None and begin < len(token_ids):
+        raise ValueError(
+            "prompt: expected tokens of one type, since this model has no token types, got a second one from token "
+            f"{begin} on: its tokenizer belongs to another model"
+        )
+
+
 def _expect_tokens(name: str, token_ids: list[int], vocab_size: int | None) -> None:
     known = _MOST_TOKENS if vocab_size is None else vocab_size
     for token in (min(token_ids), max(token_ids)) if token_ids else ():

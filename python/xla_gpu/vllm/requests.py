@@ -51,6 +51,11 @@ class Request:
     prompt_is_scored: bool = False
     adapter: Any = None
 
+    @property
+    def is_pooled(self) -> bool:
+        """Whether the prompt is pooled, and nothing is sampled."""
+        return isinstance(self.params, PoolingParams)
+
 
 @dataclasses.dataclass(frozen=True)
 class Batch:
@@ -78,6 +83,7 @@ class RequestTable:
         tokens were sampled since the request got its slot; only the last of them is ever an input, and that one is on
         the device.
       adapters: int32[max_seqs + 1], by slot too: the slot of the request's LoRA adapter in this step; -1: none.
+      second_text: by slot: where the second one of a pair of texts begins, if a prompt is one; else behind every token.
     """
 
     def __init__(self, max_seqs: int, max_model_len: int, tables: BlockTables, seed: int) -> None:
@@ -85,6 +91,7 @@ class RequestTable:
         self.token_ids = np.zeros((max_seqs + 1, max_model_len), np.int32)
         self.num_prompt, self.num_tokens, self.num_computed, self.known = np.zeros((4, max_seqs + 1), np.int32)
         self.adapters = np.full(max_seqs + 1, -1, np.int32)
+        self.second_text = np.full(max_seqs + 1, max_model_len, np.int32)
         self._requests: dict[str, Request] = {}
         self._free = list(range(max_seqs - 1, -1, -1))
         # For requests without a seed.
@@ -171,6 +178,9 @@ class RequestTable:
         slot = request.slot = self._free.pop()
         self._last_ids = None
         self.num_prompt[slot] = request.num_prompt
+        # vLLM's name, of a pair that its tokenizer gave types.
+        begin = (request.params.extra_kwargs or {}).get("compressed_token_type_ids") if request.is_pooled else None
+        self.second_text[slot] = self.token_ids.shape[1] if begin is None else begin
         self.num_tokens[slot] = self.known[slot] = len(token_ids)
         request.outputs = list(token_ids[request.num_prompt :])
         self.token_ids[slot, : len(token_ids)] = token_ids

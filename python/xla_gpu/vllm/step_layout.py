@@ -28,6 +28,7 @@ class StepLayout:
       max_updates: new entries of block tables.
       max_draft_rows: rows of which logits are computed; 0: of each sequence the last one.
       has_adapters: rows may have LoRA adapters.
+      has_token_types: the model is told which rows are of a pair's second text.
     """
 
     num_tokens: int
@@ -36,6 +37,7 @@ class StepLayout:
     max_updates: int
     max_draft_rows: int = 0
     has_adapters: bool = False
+    has_token_types: bool = False
 
     @property
     def logits_rows(self) -> int:
@@ -63,6 +65,8 @@ class StepLayout:
             **({"draft_rows": self.max_draft_rows} if self.max_draft_rows else {}),
             # Of each row, the slot of its request's LoRA adapter; -1: none.
             **({"adapters": self.num_tokens} if self.has_adapters else {}),
+            # Of each row, 1 in a pair's second text, else 0.
+            **({"token_types": self.num_tokens} if self.has_token_types else {}),
         }
 
     @functools.cached_property

@@ -49,6 +49,8 @@ class StepPacker:
             parts["draft_rows"][: len(draft_rows)] = draft_rows
         if layout.has_adapters:
             parts["adapters"][:total] = requests.adapters[row_slots]
+        if layout.has_token_types:
+            parts["token_types"][:total] = positions >= requests.second_text[row_slots]
         self._store_updates(layout, parts)
         return packed
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -64,12 +65,26 @@ def pools(model: Any) -> bool:
     return model is not None and model.runner_type == "pooling"
 
 
+def takes_token_types(model: Any) -> bool:
+    """Whether the model of a ModelConfig is told which text of a pair a token is of."""
+    from vllm.model_executor.model_loader import get_model_cls
+
+    return "token_type_ids" in inspect.signature(get_model_cls(model).forward).parameters
+
+
 def _pooling_refusals(config: Any) -> list[str]:
     model, found = config.model_config, []
+    reason = "a pooling that reads all rows"
     if model.attn_type == "encoder_only":
-        found.append(f"{model.architecture}: attention in both directions: not supported")
-    elif config.cache_config.enable_prefix_caching and not model.is_prefix_caching_supported:
-        found.append("--enable-prefix-caching: expected false with a pooling that reads all rows, got true")
+        reason = "attention in both directions"
+        if getattr(model.hf_config, "moe_every_n_layers", 0):  # of Nomic's, by a kernel of vLLM's own
+            found.append(f"a mixture of experts in {model.architecture}: not supported")
+        if config.scheduler_config.enable_chunked_prefill:
+            found.append(f"--enable-chunked-prefill: expected false with {reason}, got true")
+        if (size := config.parallel_config.tensor_parallel_size) > 1:
+            found.append(f"--tensor-parallel-size: expected 1 with {reason}, got {size}")
+    if config.cache_config.enable_prefix_caching and not model.is_prefix_caching_supported:
+        found.append(f"--enable-prefix-caching: expected false with {reason}, got true")
     if config.lora_config is not None:
         found.append("--enable-lora: expected a model that generates, got --runner pooling")
     if config.speculative_config is not None:

@@ -12,13 +12,13 @@ from vllm.model_executor.model_loader import get_model_loader
 from vllm.model_executor.model_loader.utils import initialize_model, process_weights_after_loading
 from vllm.utils.torch_utils import set_default_torch_dtype
 
-from . import divided_layers, eagle, layer_operators, tensor_parallel
+from . import divided_layers, eagle, encoders, layer_operators, tensor_parallel
 
 # vLLM's range of random weights (load format "dummy").
 _DUMMY_RANGE = 1e-3
 
 # What vLLM's models call an embedding of positions.
-_LEARNED_POSITIONS = ("wpe", "embed_positions")
+_LEARNED_POSITIONS = ("wpe", "embed_positions", "position_embeddings")
 
 
 def load_model(config: VllmConfig, device: torch.device) -> tuple[nn.Module, nn.Module | None]:
@@ -32,6 +32,7 @@ def load_model(config: VllmConfig, device: torch.device) -> tuple[nn.Module, nn.
     length = config.model_config.max_model_len
     check_positions(model, length)
     take_operators(model, length)
+    encoders.take(model, config.model_config.dtype)
     head = None
     if eagle.has_head(config):
         head = _on_host(config, config.speculative_config.draft_model_config)
@@ -77,8 +78,10 @@ def check_positions(model: nn.Module, max_model_len: int) -> None:
             positions = int(table.shape[0])
         elif hasattr(module, "long_short_cos_sin_cache"):  # two tables, one behind the other
             positions = int(module.max_position_embeddings)
-        elif isinstance(module, nn.Embedding) and name.rpartition(".")[2] in _LEARNED_POSITIONS:
+        elif hasattr(module, "num_embeddings") and name.rpartition(".")[2] in _LEARNED_POSITIONS:
             positions = module.num_embeddings - int(getattr(module, "offset", 0))
+            if (padding := getattr(module, "padding_idx", None)) is not None:  # RoBERTa's positions begin behind it
+                positions -= padding + 1
         else:
             continue
         if positions < max_model_len:
