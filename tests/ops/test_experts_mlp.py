@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tests.common import compare, experts_cases, grouped_cases
+from tests.common import cases, compare, experts_cases, grouped_cases
 
 
 def check(frontend, arrays, activation="silu_and_mul"):
@@ -73,6 +73,20 @@ def test_what_has_no_expert_is_not_read(frontend):
     got = check(frontend, arrays)
     compare.assert_bitwise_equal(got[2], np.zeros_like(got[2]), frontend.name)
     assert np.isfinite(got.astype(np.float64)).all()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_infinite_weights(frontend, dtype):
+    """A result is infinite where one chosen expert's weight is; where infinities of both signs meet it is NaN."""
+    arrays = experts_cases.inputs("plain", 4, 4, 2, 64, 32)
+    arrays["topk_weights"] = arrays["topk_weights"].astype(cases.DTYPES[dtype])
+    arrays["topk_weights"][1, 0], arrays["topk_weights"][2] = -np.inf, [np.inf, np.inf]
+    (got,) = frontend.call("experts_mlp", arrays)
+    with np.errstate(invalid="ignore"):
+        want = experts_cases.expected(arrays)
+    assert np.isinf(want[1]).all() and np.isinf(want[2]).any() and np.isnan(want[2]).any()
+    np.testing.assert_array_equal(got[1:3].astype(np.float64), want[1:3])
+    assert np.isfinite(got[[0, 3]].astype(np.float64)).all()
 
 
 @pytest.mark.parametrize(("rows", "top_k"), [(0, 2), (3, 0)])

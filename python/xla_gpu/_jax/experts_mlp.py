@@ -80,7 +80,8 @@ def _weighted_sum(out: jax.Array, places: jax.Array, weights: jax.Array) -> jax.
     if weights.dtype == jnp.float32:
         bits = jax.lax.bitcast_convert_type(wide, jnp.int32)
         upper = jax.lax.bitcast_convert_type(bits & jnp.int32(declaration.UPPER_BITS), jnp.float32)
-        parts = [wide - upper, upper]
+        # Of an infinity 0, not NaN.
+        parts = [jnp.where(jnp.isinf(wide), jnp.float32(0), wide - upper), upper]
     else:
         parts = [wide]
     total = jnp.zeros((places.shape[0], out.shape[1]), jnp.float32)

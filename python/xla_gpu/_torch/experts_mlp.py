@@ -78,7 +78,8 @@ def _weighted_sum(out: torch.Tensor, places: torch.Tensor, weights: torch.Tensor
     parts = [weights.float()]
     if weights.dtype is torch.float32:
         upper = _upper_bits(weights)
-        parts = [weights - upper, upper]
+        # Of an infinity 0, not NaN.
+        parts = [torch.where(weights.isinf(), torch.zeros_like(weights), weights - upper), upper]
     total = torch.zeros(len(places), out.shape[1], dtype=torch.float32, device=out.device)
     for j in range(places.shape[1]):  # a sum along an axis has no order
         chosen = out.index_select(0, places[:, j]).float()
