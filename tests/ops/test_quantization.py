@@ -242,6 +242,6 @@ def test_a_weight_is_not_an_array(frontend):
     def linear(ops, x, weight, scale):
         return ops.linear(x, LinearWeight(weight, scale))
 
-    text = "got LinearWeight, whose arrays are arguments of their own: linear(x, **weight.arguments())"
+    text = "got LinearWeight, whose arrays are arguments of their own, as in linear(x, **weight.arguments())"
     with pytest.raises(TypeError, match=f"linear: weight: expected .*, {re.escape(text)}"):
         frontend.run(linear, arrays)

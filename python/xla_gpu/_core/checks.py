@@ -21,7 +21,7 @@ def type_name(value: object) -> str:
     """The type of what was given for an array, with a way on where it holds several."""
     name = type(value).__name__
     if isinstance(value, tuple) and hasattr(value, "arguments"):  # quantization.LinearWeight
-        return f"{name}, whose arrays are arguments of their own: linear(x, **weight.arguments())"
+        return f"{name}, whose arrays are arguments of their own, as in linear(x, **weight.arguments())"
     return name
 
 
