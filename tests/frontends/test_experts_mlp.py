@@ -75,6 +75,26 @@ def test_wrong_arguments(frontend, case):
     assert case.got in str(error.value).partition(", got ")[2]
 
 
+@pytest.mark.parametrize("rows", [2**27, 2**31])
+def test_more_pairs_than_a_kernel_takes(rows):
+    """Of arrays without memory."""
+    jax, torch = pytest.importorskip("jax"), pytest.importorskip("torch")
+    import xla_gpu.jax
+    import xla_gpu.torch
+
+    arrays = small()
+    by_row = {"x": (64,), "topk_weights": (8,), "topk_ids": (8,)}
+    shapes = {name: (rows, *by_row[name]) if name in by_row else x.shape for name, x in arrays.items()}
+    text = r"^experts_mlp: topk_ids: expected up to 1073741823 pairs of a row and an expert, got int32\[\d+, 8\]"
+    with pytest.raises(ValueError, match=text):
+        described = {name: jax.ShapeDtypeStruct(shape, arrays[name].dtype) for name, shape in shapes.items()}
+        jax.eval_shape(lambda a: xla_gpu.jax.experts_mlp(**a), described)
+    with pytest.raises(ValueError, match=text):
+        dtypes = {name: getattr(torch, x.dtype.name) for name, x in arrays.items()}
+        tensors = {name: torch.empty(shape, dtype=dtypes[name], device="meta") for name, shape in shapes.items()}
+        xla_gpu.torch.experts_mlp(**tensors)
+
+
 @pytest.mark.frontends("eager", "torch_xla", "jax", "torchax")
 def test_the_unchanged_arguments_are_valid(frontend):
     frontend.call("experts_mlp", small(5, "int4-zero-point"))
@@ -221,6 +241,37 @@ def test_export_with_any_number_of_rows(frontend):
     (want,) = frontend.call("experts_mlp", arrays)
     got = program.call(jax.device_put(arrays, frontend.device()))
     compare.assert_bitwise_equal(np.asarray(got), want)
+
+
+@pytest.mark.parametrize(
+    ("symbols", "text"),
+    [
+        (
+            {"topk_ids": "rows, k", "topk_weights": "rows, k"},
+            r"experts_mlp: topk_ids: expected a known top_k, got .*k\]",
+        ),
+        ({"x": "rows, h"}, r"experts_mlp: expected known sizes .* got x bfloat16\[rows, h\], .*'h' < '16'"),
+        ({"gate_up_weight": "e, 64, 64"}, r"experts_mlp: expected known sizes .* got .*weight bfloat16\[e, 64, 64\]"),
+    ],
+    ids=["top-k", "hidden", "experts"],
+)
+@pytest.mark.frontends("jax")
+def test_export_with_other_symbolic_sizes_is_refused(frontend, symbols, text):
+    import jax
+    from jax import export
+
+    import xla_gpu.jax as ops
+
+    scope = export.SymbolicScope()
+    described = {
+        name: jax.ShapeDtypeStruct(export.symbolic_shape(symbols.get(name, "..."), like=x.shape, scope=scope), x.dtype)
+        for name, x in small(6).items()
+    }
+    for name in {"x", "topk_weights", "topk_ids"} - set(symbols):
+        shape = export.symbolic_shape("rows, ...", like=described[name].shape, scope=scope)
+        described[name] = jax.ShapeDtypeStruct(shape, described[name].dtype)
+    with pytest.raises(ValueError, match=f"^{text}"):
+        export.export(jax.jit(lambda a: ops.experts_mlp(**a)))(described)
 
 
 # ---- PyTorch ---------------------------------------------------------------------------------------------------------

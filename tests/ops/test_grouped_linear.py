@@ -96,6 +96,35 @@ def test_no_rows(frontend, weight_format):
     assert got.shape == (0, 32)
 
 
+@pytest.mark.frontends("jax")
+def test_more_rows_than_a_kernel_takes(frontend):
+    """An array without memory."""
+    import jax
+
+    from xla_gpu.jax import grouped_linear
+
+    arrays = grouped_cases.inputs("plain", [1, 1], 32, 64)
+    arrays["x"] = jax.ShapeDtypeStruct((2**30, 64), arrays["x"].dtype)
+    with pytest.raises(
+        ValueError, match=r"^grouped_linear: x: expected up to 1073741823 rows, got .*\[1073741824, 64\]"
+    ):
+        jax.eval_shape(lambda x: grouped_linear(**{**arrays, "x": x}), arrays["x"])
+
+
+@pytest.mark.frontends("jax")
+@pytest.mark.parametrize("symbols", ["groups, 32, 64", "2, n, 64"])
+def test_symbolic_sizes_of_weights_are_named(frontend, symbols):
+    import jax
+    from jax import export
+
+    from xla_gpu.jax import grouped_linear
+
+    arrays = grouped_cases.inputs("plain", [1, 1], 32, 64)
+    weight = jax.ShapeDtypeStruct(export.symbolic_shape(symbols), arrays["weight"].dtype)
+    with pytest.raises(ValueError, match=r"^grouped_linear: expected known sizes .* got .*weight bfloat16\["):
+        export.export(jax.jit(lambda weight: grouped_linear(**{**arrays, "weight": weight})))(weight)
+
+
 @pytest.mark.frontends(platform="host")
 def test_zero_point_out_of_range_is_an_error(frontend):
     """Of a group without rows too."""

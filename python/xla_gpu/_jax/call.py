@@ -127,7 +127,14 @@ def _bind(operator: Operator, arguments: dict[str, Any]) -> tuple[OpCall, list[A
                     f"{array.dtype.name}{list(array.shape)}"
                 )
             values[name] = ArraySpec(tuple(array.shape), array.dtype.name)
-    return operator.bind(**values, check_inputs=check_inputs_requested()), arrays
+    try:
+        return operator.bind(**values, check_inputs=check_inputs_requested()), arrays
+    except jax.errors.InconclusiveDimensionOperation as error:
+        specs = {name: spec for name in operator.operands if (spec := values.get(name)) is not None}
+        raise ValueError(
+            f"{operator.name}: expected known sizes where checks compare them, got "
+            f"{', '.join(f'{name} {spec}' for name, spec in specs.items())}: {str(error).partition('.')[0]}"
+        ) from None
 
 
 def _run(call: OpCall, arrays: list[Any], reduced_axes: frozenset[str] = frozenset()) -> Any:

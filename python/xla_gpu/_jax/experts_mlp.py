@@ -18,6 +18,9 @@ Arrays = dict[str, jax.Array]
 
 def run(call: OpCall, arrays: list[Any], arguments: dict[str, Any]) -> Any:
     """See ops/experts_mlp.py; the arguments have been checked."""
+    ids = arrays[call.operand_names.index("topk_ids")]
+    if not isinstance(ids.shape[1], int):  # the sum is unrolled
+        raise ValueError(f"{call.name}: topk_ids: expected a known top_k, got {ids.dtype.name}{list(ids.shape)}")
     return composite.run(_experts, call, arrays, arguments)
 
 

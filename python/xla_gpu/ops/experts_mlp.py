@@ -31,7 +31,8 @@ Args:
   down_weight: [num_experts, out_features, intermediate]; out_features is usually hidden.
   topk_weights: float32[rows, top_k] or T[rows, top_k], what each chosen expert's result is multiplied by.
   topk_ids: int32[rows, top_k] or int64[rows, top_k], the chosen experts. A number outside of 0 to num_experts - 1 is no
-    expert, and adds nothing: so are padding rows marked, and experts that another device has.
+    expert, and adds nothing: so are padding rows marked, and experts that another device has. There are fewer than 2^30
+    pairs.
   gate_up_scale: grouped_linear's weight_scale of gate_up_weight.
   gate_up_zero_point: grouped_linear's weight_zero_point of gate_up_weight.
   gate_up_bias: T[num_experts, 2 * intermediate].
@@ -99,6 +100,10 @@ def _signature(
     _check.shape("topk_weights", topk_weights, (rows, top_k), "rows, top_k")
     _check.dtype("topk_ids", topk_ids, ("int32", "int64"))
     _check.shape("topk_ids", topk_ids, (rows, top_k), "rows, top_k")
+    # Symbols of tracers are not ints.
+    if isinstance(rows, int) and isinstance(top_k, int) and rows * top_k > grouped_linear.MAX_ROWS:
+        expected = f"up to {grouped_linear.MAX_ROWS} pairs of a row and an expert"
+        raise _check.value_error("topk_ids", expected, topk_ids)
     if not isinstance(activation, str):
         raise _check.type_error("activation", " or ".join(ACTIVATIONS), type(activation).__name__)
     if activation not in ACTIVATIONS:

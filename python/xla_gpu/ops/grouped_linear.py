@@ -30,7 +30,8 @@ Which rows belong to which group is read on the device: calls of the same shapes
 row depend on it and on its group's weight alone.
 
 Args:
-  x: T[rows, k]. T is float16 or bfloat16. k is a multiple of 16, with mxfp4 of 32, with packed int4 of 128.
+  x: T[rows, k]. T is float16 or bfloat16. k is a multiple of 16, with mxfp4 of 32, with packed int4 of 128. Rows are
+    fewer than 2^30.
   weight: as above; n is a multiple of 16, and G is 1 to 1024.
   group_sizes: int32[G], how many rows each group has. Their sum may be less than rows: results of rows behind
     it are 0. Sizes below 0 count as 0, and rows past the last one are not there.
@@ -51,6 +52,7 @@ Note: Zero points past 127
 
 MXFP4_GROUP = 32  # values with one scale
 MAX_GROUPS = 1024
+MAX_ROWS = (1 << 30) - 1
 _MULTIPLE = 16  # of n and k
 
 _check = Checks("grouped_linear")
@@ -69,6 +71,8 @@ def _signature(
     del check_inputs  # every size of a group has a defined result, and zero points past 127 give NaN
     _check.dtype("x", x, ("float16", "bfloat16"))
     rows, k = _check.rank("x", x, "rows, k")
+    if isinstance(rows, int) and rows > MAX_ROWS:  # not a symbol of a tracer, which handlers check
+        raise _check.value_error("x", f"up to {MAX_ROWS} rows", x)
     num_groups, n = check_weight(_check, x, k, weight, weight_scale, weight_zero_point, bias)
     _check.dtype("group_sizes", group_sizes, ("int32",))
     _check.shape("group_sizes", group_sizes, (num_groups,), "num_groups")
