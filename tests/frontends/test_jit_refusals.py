@@ -170,6 +170,30 @@ def test_dataclasses_are_refused():
         xg.jit(lambda x: [Output(x + 1)])(on_device([1.0]))
 
 
+@pytest.mark.parametrize(
+    ("make", "kind"),
+    [(lambda x: {x}, "set"), (lambda x: (y for y in [x]), "generator"), (lambda x: iter([x]), "list_ite")],
+)
+def test_results_whose_tensors_are_not_found_are_refused(make, kind):
+    """A second call would have those of the first."""
+    with pytest.raises(TypeError, match=f"result: expected tensors, lists, .* got a {kind}"):
+        xg.jit(lambda x: [make(x + 1)])(on_device([1.0]))
+    plain = frozenset(["a", 1])
+    assert xg.jit(lambda x: (x + 1, plain))(on_device([1.0]))[1] is plain
+
+
+def test_tensors_that_are_not_dense_are_refused():
+    step, dense = xg.jit(lambda x: x + 1), torch.ones(2, 2)
+    given = {
+        "torch.sparse_coo": dense.to_sparse(),
+        "quantised": torch.quantize_per_tensor(dense, 1.0, 0, torch.qint8),
+        "nested": torch.nested.nested_tensor([dense, dense[:1]], layout=torch.jagged),
+    }
+    for kind, tensor in given.items():
+        with pytest.raises(ValueError, match=rf"jit\(<lambda>\): expected dense tensors, got a {kind} one of torch\."):
+            step(tensor)
+
+
 def test_what_a_function_keeps_of_its_trace_has_no_value():
     """It would end the process in torch_xla, which looks for its memory without asking whether there is one."""
     kept = SimpleNamespace()

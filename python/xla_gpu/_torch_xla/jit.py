@@ -174,6 +174,9 @@ class JitFunction:
             return tensor
         if not tensor.is_cpu:
             raise ValueError(f"{self._where}: expected tensors on an XLA device or the CPU, got one on {tensor.device}")
+        if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
+            kind = "nested" if tensor.is_nested else "quantised" if tensor.is_quantized else str(tensor.layout)
+            raise ValueError(f"{self._where}: expected dense tensors, got a {kind} one of {tensor.dtype}")
         (on_device,) = _XLAC._xla_tensors_from_aten([tensor.detach()], [_XLAC._xla_get_default_device()], None)
         if on_device.dtype != tensor.dtype:  # uint32 comes as int32 of the same bits
             return tensor.detach().to(torch_xla.device())

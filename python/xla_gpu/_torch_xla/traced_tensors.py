@@ -39,7 +39,7 @@ def is_buffer(tensor: torch.Tensor) -> bool:
 
 
 def tensors_of(value: Any, where: str | None = None) -> Iterator[torch.Tensor]:
-    """The tensors in a result; with ``where`` its dataclasses, whose tensors would not be found, are refused."""
+    """The tensors in a result; with ``where`` parts of it whose tensors would not be found are refused."""
     if isinstance(value, torch.Tensor):
         yield value
     elif where is not None and dataclasses.is_dataclass(value):
@@ -47,9 +47,17 @@ def tensors_of(value: Any, where: str | None = None) -> Iterator[torch.Tensor]:
             f"{where}: result: expected tensors, lists, tuples, dicts and other values, got the dataclass "
             f"{type(value).__name__}"
         )
+    elif where is not None and (isinstance(value, Iterator) or _is_set_of_tensors(value)):
+        raise TypeError(
+            f"{where}: result: expected tensors, lists, tuples, dicts and other values, got a {type(value).__name__}"
+        )
     elif isinstance(value, (list, tuple, dict)):
         for part in value.values() if isinstance(value, dict) else value:
             yield from tensors_of(part, where)
+
+
+def _is_set_of_tensors(value: Any) -> bool:
+    return isinstance(value, (set, frozenset)) and any(isinstance(part, torch.Tensor) for part in value)
 
 
 class Captured(TorchFunctionMode):  # type: ignore[misc]

@@ -51,10 +51,11 @@ def jit(
         are none, as for compile_options.
 
     Raises (when called):
-      TypeError: an argument, or a part of one, is neither a tensor nor hashable; the function returns a dataclass.
-      ValueError: a tensor is on another device, requires a gradient, has a tangent, or stands in the places of two
-        arguments; the function returns a tensor that is not on the XLA device, or updates one in place that is no
-        argument or not on that device; a number in donate_argnums is no argument's.
+      TypeError: an argument, or a part of one, is neither a tensor nor hashable; the function returns a dataclass,
+        an iterator or a set of tensors.
+      ValueError: a tensor is on another device, is sparse, nested or quantised by PyTorch, requires a gradient, has a
+        tangent, or stands in the places of two arguments; the function returns a tensor that is not on the XLA device,
+        or updates one in place that is no argument or not on that device; a number in donate_argnums is no argument's.
       RuntimeError: the call is under torch.vmap or torch.func, traced by torch.export or make_fx, or has fake tensors;
         the function needs the value of a tensor, for item(), bool() or cpu() for example, or another thread ran
         programs of torch_xla or read tensors beside three traces of it, which looks the same; an operation of it would
