@@ -219,6 +219,12 @@ def test_concatenate():
         q.concatenate([])
     with pytest.raises(TypeError, match="expected LinearWeights, got ndarray"):
         q.concatenate([stored])
+    for wrong in (None, 5):
+        with pytest.raises(TypeError, match=f"concatenate: parts: expected LinearWeights, got {type(wrong).__name__}"):
+            q.concatenate(wrong)
+    longer = [parts[0]._replace(weight_scale=np.ones(len(parts[0].weight) + more, np.float32)) for more in (1, -1)]
+    with pytest.raises(ValueError, match=r"concatenate: weight_scale: expected shape \[\d+\], got float32\[\d+\]"):
+        q.concatenate(longer)  # as many scales as rows
     blocks = LinearWeight(stored, np.ones((1, 1), np.float32))
     with pytest.raises(ValueError, match="concatenate: parts: expected a multiple of 128 rows"):
         q.concatenate([blocks, blocks])

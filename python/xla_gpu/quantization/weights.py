@@ -164,7 +164,7 @@ def dequantize(weight: LinearWeight) -> Array:
     """
     if not isinstance(weight, LinearWeight):
         raise TypeError(f"dequantize: weight: expected a LinearWeight, got {type(weight).__name__}")
-    _check_scales(weight)
+    _check_scales("dequantize", weight)
     stored, scale, zero_point = weight
     values = unpack_weight(stored) if arrays.dtype_name(stored) == "uint8" else stored
     n, columns = values.shape
@@ -180,14 +180,14 @@ def dequantize(weight: LinearWeight) -> Array:
     return values * arrays.repeat(arrays.repeat(wide, GROUP, 0)[:n], GROUP, 1)[:, :columns]
 
 
-def _check_scales(weight: LinearWeight) -> None:
-    """Raises where scales are not what linear takes: broadcasting would make other numbers of them."""
+def _check_scales(where: str, weight: LinearWeight) -> None:
+    """Raises where scales are not what linear takes: rows would have those of others. ``where`` begins error texts."""
     specs = {}
     for name, array in weight.arguments().items():
-        arrays.library(array, f"dequantize: {name}")
+        arrays.library(array, f"{where}: {name}")
         specs[name] = ArraySpec(tuple(array.shape), arrays.dtype_name(array))
     stored, scale = specs["weight"], specs.get("weight_scale")
-    check = Checks("dequantize")
+    check = Checks(where)
     check.dtype("weight", stored, (*FLOATS, "float8_e4m3fn", "int8", "uint8"))
     n, columns = check.rank("weight", stored, "n, k / 2" if stored.dtype == "uint8" else "n, k")
     dtype = stored.dtype if stored.dtype in FLOATS else "float32"  # of the rows that it is for
@@ -207,12 +207,15 @@ def concatenate(parts: Iterable[LinearWeight]) -> LinearWeight:
       The weight [sum of n_i, k].
 
     Raises:
-      TypeError: a part is no LinearWeight, or holds something else than arrays.
-      ValueError: there is no part, the libraries of arrays, the formats or k differ, or blocks of float8 scales do not
-        end where a part does.
+      TypeError: parts are not several, one is no LinearWeight, or holds something else than arrays of dtypes that
+        linear takes.
+      ValueError: there is no part, the libraries of arrays, the formats or k differ, a part has not the scales that
+        linear takes, or blocks of float8 scales do not end where a part does.
     """
     if isinstance(parts, LinearWeight):  # itself a tuple
         raise TypeError("concatenate: parts: expected LinearWeights, got one of them alone")
+    if not isinstance(parts, Iterable):
+        raise TypeError(f"concatenate: parts: expected LinearWeights, got {type(parts).__name__}")
     parts = list(parts)
     for part in parts:
         if not isinstance(part, LinearWeight):
@@ -224,15 +227,19 @@ def concatenate(parts: Iterable[LinearWeight]) -> LinearWeight:
     _check_same("library of arrays", [arrays.library(part.weight).__name__ for part in parts])
     _check_same("dtype", [arrays.dtype_name(part.weight) for part in parts])
     is_int4 = arrays.dtype_name(parts[0].weight) == "uint8"
-    _check_same("k", [part.weight.shape[1] * (2 if is_int4 else 1) for part in parts])
+    _check_same("rank", [len(part.weight.shape) for part in parts])
+    _check_same("k", [part.weight.shape[-1] * (2 if is_int4 else 1) for part in parts])
+    scales: list[Array] = [part.weight_scale for part in parts]
+    _check_same("kind of scale", [None if scale is None else f"rank {len(scale.shape)}" for scale in scales])
+    if scales[0] is not None:
+        _check_same("dtype of scales", [arrays.dtype_name(scale) for scale in scales])
+    for part in parts:
+        _check_scales("concatenate", part)
     if len(parts) == 1:
         return parts[0]
     weight = arrays.concatenate([part.weight for part in parts])
-    scales: list[Array] = [part.weight_scale for part in parts]
-    _check_same("kind of scale", [None if scale is None else f"rank {len(scale.shape)}" for scale in scales])
     if scales[0] is None:
         return LinearWeight(weight)
-    _check_same("dtype of scales", [arrays.dtype_name(scale) for scale in scales])
     if len(scales[0].shape) == 1:  # one scale for a whole part becomes one for each of its rows
         scales = [
             arrays.repeat(scale, part.weight.shape[0], 0) if scale.shape[0] == 1 else scale
