@@ -36,6 +36,17 @@ def test_a_run_says_what_it_needs(frontend):
         frontend.run(lambda ops, x: call(x, x, 1000), {"x": X})
 
 
+@pytest.mark.frontends("jax")
+def test_outside_of_jit(frontend):
+    import jax
+
+    from xla_gpu.jax import triton_call
+
+    call = triton_call(functions.add, FLOATS_LIKE, grid=blocks, BLOCK=256)
+    with pytest.raises(Exception, match=NEEDS_GPU):
+        jax.block_until_ready(call(X, X, 1000))
+
+
 class FLOATS_LIKE:
     shape, dtype = (1000,), np.dtype(np.float32)
 

@@ -178,7 +178,8 @@ def program(call: OpCall, function: Callable[..., Any]) -> Callable[..., Any]:
     # As JAX's errors name them: arrays on several devices, for example.
     program.__name__ = program.__qualname__ = call.name
     kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
-    parameters = [inspect.Parameter(name, kind) for name in call.operand_names]
+    names = [name if name.isidentifier() else f"operand_{i}" for i, name in enumerate(call.operand_names)]
+    parameters = [inspect.Parameter(name, kind) for name in names]  # those of users' kernels have no names
     program.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     return cast(Callable[..., Any], jax.jit(program))
 
