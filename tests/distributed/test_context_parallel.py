@@ -122,8 +122,9 @@ def test_misuse_is_named():
     metadata = (a["context_lens"], a["block_tables"], a["query_start_loc"], a["num_seqs"])
     with pytest.raises(ValueError, match=r"context_parallel_paged_attention: axis: expected the name of a mesh axis"):
         xg.context_parallel_paged_attention(a["query"], a["kv_cache"], *metadata, axis="cp", scale=1.0)
-    with pytest.raises(ValueError, match=r"context_parallel_slots: axis: expected"):
-        xg.context_parallel_slots(a["context_lens"], a["block_tables"], page_size=PAGE, axis="cp")
+    for axis in ("cp", 0):
+        with pytest.raises(ValueError, match=f"context_parallel_slots: axis: expected the name .* got {axis!r}"):
+            xg.context_parallel_slots(a["context_lens"], a["block_tables"], page_size=PAGE, axis=axis)
     mesh = devices.mesh("cpu", cp=2)
 
     def attend(query, *rest):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import jax
@@ -90,9 +91,7 @@ def _gather(
 
 def _place(name: str, axis: str) -> tuple[int, Any]:
     """The axis's size, and this device's place on it."""
-    try:
-        return jax.lax.psum(1, axis), jax.lax.axis_index(axis)
-    except NameError:
-        raise ValueError(
-            f"{name}: axis: expected the name of a mesh axis of an enclosing jax.shard_map, got {axis!r}"
-        ) from None
+    with contextlib.suppress(NameError):
+        if isinstance(axis, str):  # psum takes a number for an axis of its array
+            return jax.lax.psum(1, axis), jax.lax.axis_index(axis)
+    raise ValueError(f"{name}: axis: expected the name of a mesh axis of an enclosing jax.shard_map, got {axis!r}")
