@@ -284,9 +284,12 @@ def test_aliases_that_are_no_indices(module, aliases):
         xg.triton_call(functions.add, FLOATS_LIKE, grid=1, BLOCK=128, input_output_aliases=aliases)
 
 
-def test_a_number_of_warps_that_triton_has_not():
-    with pytest.raises(ValueError, match="triton_call: add: num_warps: expected a power of 2, got 3"):
-        bound(functions.add, [FLOATS, FLOATS, 7], options={**OPTIONS, "num_warps": 3}, BLOCK=128)
+@pytest.mark.parametrize("num_warps", [3, 64])
+def test_a_number_of_warps_that_triton_has_not(num_warps):
+    with pytest.raises(
+        ValueError, match=f"triton_call: add: num_warps: expected a power of 2 up to 32, got {num_warps}"
+    ):
+        bound(functions.add, [FLOATS, FLOATS, 7], options={**OPTIONS, "num_warps": num_warps}, BLOCK=128)
 
 
 def test_functions_that_are_refused():
@@ -296,6 +299,8 @@ def test_functions_that_are_refused():
     hooked = triton.Config({"BLOCK": 64}, pre_hook=print)
     with pytest.raises(ValueError, match="tuned: config: expected one without pre_hook"):
         bound(functions.tuned, [FLOATS, 8], config=hooked)
+    with pytest.raises(TypeError, match=r"tuned: config: expected a triton\.Config, got int"):
+        bound(functions.tuned, [FLOATS, 8], config=64)
     only = triton.autotune([hooked], key=[])(functions.add)
     with pytest.raises(ValueError, match="add: config: expected one without pre_hook"):
         bound(only, [FLOATS, FLOATS, 8])

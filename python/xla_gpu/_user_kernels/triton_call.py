@@ -72,6 +72,7 @@ class TritonCall:
         return make_call(self.function, self.grid, self.options, self.constexprs, config)
 
 
+_MAX_WARPS = 32  # of a CTA
 _SMALL = 16  # elements of an array on the host that a grid function may take numbers from
 
 
@@ -127,8 +128,10 @@ def make_call(
     for name, value in options.items():
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ValueError(f"{where}: {name}: expected a positive int, got {value!r}")
-        if name == "num_warps" and value & (value - 1):
-            raise ValueError(f"{where}: num_warps: expected a power of 2, got {value}")
+        if name == "num_warps" and (value & (value - 1) or value > _MAX_WARPS):
+            raise ValueError(f"{where}: num_warps: expected a power of 2 up to {_MAX_WARPS}, got {value}")
+    if config is not None and not hasattr(config, "all_kwargs"):
+        raise TypeError(f"{where}: config: expected a triton.Config, got {type(config).__name__}")
     if config is None and len(function.configs) == 1:
         (config,) = function.configs
     if config is not None and getattr(config, "pre_hook", None) is not None:
