@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers as t
@@ -12,6 +13,7 @@ from transformers.models.llama import modeling_llama
 
 VOCAB_SIZE = 320
 MAX_POSITIONS = 512
+FIRST_TOKEN = 3 + 256  # of those that are no bytes
 
 _COMMON = {
     "vocab_size": VOCAB_SIZE,
@@ -152,15 +154,20 @@ def save(name: str, folder: Path, sizes: Mapping[str, int] | None = None) -> str
     if name.startswith("gemma") and name not in WITH_IMAGES:
         model.config.hidden_act = "gelu_pytorch_tanh"  # as in the files of real checkpoints
     model.save_pretrained(folder)
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {token: index for index, token in enumerate(["<unk>", "<s>", "</s>", *alphabet])}
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    t.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, unk_token="<unk>", bos_token="<s>", eos_token="</s>"
-    ).save_pretrained(folder)
+    tokenizer().save_pretrained(folder)
     return str(folder)
+
+
+def tokenizer(tokens: Sequence[str] = (), **options: Any) -> t.PreTrainedTokenizerFast:
+    """A token for each byte, and behind them ``tokens``, the first of which is FIRST_TOKEN."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: index for index, token in enumerate(["<unk>", "<s>", "</s>", *alphabet, *tokens])}
+    found = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token="<unk>"))
+    found.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    found.decoder = decoders.ByteLevel()
+    return t.PreTrainedTokenizerFast(
+        tokenizer_object=found, unk_token="<unk>", bos_token="<s>", eos_token="</s>", **options
+    )
 
 
 def prompts(lengths: tuple[int, ...], seed: int = 1) -> list[list[int]]:

@@ -100,6 +100,7 @@ class XlaGpuPlatform(Platform):  # type: ignore[misc]
             request_checks.check(params, prompt_token_ids, cls._vocab_size)
         else:  # of a pooling model
             request_checks.check_prompt(prompt_token_ids, cls._vocab_size)
+        request_checks.check_images(prompt, processed_inputs)
 
     @classmethod
     def import_kernels(cls) -> None:

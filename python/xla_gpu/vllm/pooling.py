@@ -40,10 +40,15 @@ class PoolingPrograms(ModelPrograms):
         return last, every
 
     def _step(
-        self, layout: StepLayout, packed: torch.Tensor, last_tokens: torch.Tensor, tables: torch.Tensor
+        self,
+        layout: StepLayout,
+        packed: torch.Tensor,
+        last_tokens: torch.Tensor,
+        tables: torch.Tensor,
+        image_rows: torch.Tensor | None,
     ) -> list[torch.Tensor]:
         parts = layout.unpack(packed)
-        hidden = self._hidden(layout, parts, last_tokens, tables)
+        hidden = self._hidden(layout, parts, last_tokens, tables, image_rows)
         ends = (parts["query_start_loc"][1:] - 1).clamp(min=0)
         return [hidden.index_select(0, ends), hidden]
 

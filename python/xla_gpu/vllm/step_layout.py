@@ -28,6 +28,7 @@ class StepLayout:
       max_updates: new entries of block tables.
       max_draft_rows: rows of which logits are computed; 0: of each sequence the last one.
       has_adapters: rows may have LoRA adapters.
+      has_images: rows may be images'.
     """
 
     num_tokens: int
@@ -36,6 +37,7 @@ class StepLayout:
     max_updates: int
     max_draft_rows: int = 0
     has_adapters: bool = False
+    has_images: bool = False
 
     @property
     def logits_rows(self) -> int:
@@ -63,6 +65,8 @@ class StepLayout:
             **({"draft_rows": self.max_draft_rows} if self.max_draft_rows else {}),
             # Of each row, the slot of its request's LoRA adapter; -1: none.
             **({"adapters": self.num_tokens} if self.has_adapters else {}),
+            # Of each row, its row among the images'; -1: it is a token.
+            **({"image_rows": self.num_tokens} if self.has_images else {}),
         }
 
     @functools.cached_property
@@ -109,4 +113,6 @@ def _padding(layout: StepLayout, unused_slot: int, unused_entry: int) -> Int32Ar
     parts["update_indices"][:] = unused_entry
     if layout.has_adapters:
         parts["adapters"][:] = -1
+    if layout.has_images:
+        parts["image_rows"][:] = -1
     return packed

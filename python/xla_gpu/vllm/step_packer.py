@@ -21,11 +21,17 @@ class StepPacker:
         self._template: tuple[StepLayout | None, Batch | None, Int32Array] = None, None, np.empty(0, np.int32)
 
     def pack(
-        self, layout: StepLayout, batch: Batch, counts: Int32Array, draft_rows: Int32Array | None = None
+        self,
+        layout: StepLayout,
+        batch: Batch,
+        counts: Int32Array,
+        draft_rows: Int32Array | None = None,
+        image_rows: Int32Array | None = None,
     ) -> Int32Array:
         """The array of a step with ``counts[i]`` tokens of the i-th request.
 
-        draft_rows: of a layout that has them, the rows of which logits are computed.
+        draft_rows: of a layout that has them, the rows of which logits are computed. image_rows: of a layout that has
+        them, of each row its row among the images', or -1.
         """
         packed, parts = layout.empty(self._unused_slot, self._tables.unused_entry)
         requests, slots = self._requests, batch.slots
@@ -49,6 +55,8 @@ class StepPacker:
             parts["draft_rows"][: len(draft_rows)] = draft_rows
         if layout.has_adapters:
             parts["adapters"][:total] = requests.adapters[row_slots]
+        if image_rows is not None:
+            parts["image_rows"][:total] = image_rows
         self._store_updates(layout, parts)
         return packed
 

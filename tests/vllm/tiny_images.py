@@ -1,0 +1,112 @@
+"""Tiny models that read images, with their processors, and what transformers generates with them."""
+
+from __future__ import annotations
+
+import base64
+import io
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers as t
+from PIL import Image
+
+from tests.vllm import tiny
+
+IMAGE = "<image>"
+IMAGE_TOKEN = tiny.FIRST_TOKEN
+SIZE, PATCH = 56, 14
+_TOWER = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "image_size": SIZE,
+    "patch_size": PATCH,
+}
+_LLAMA = t.LlamaConfig(**tiny._COMMON, architectures=["LlamaForCausalLM"])
+
+# A model's own template, with which the server's chat makes a prompt of messages.
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{% for part in message['content'] %}"
+    "{% if part['type'] == 'text' %}{{ part['text'] }}{% else %}<image>{% endif %}{% endfor %}{% endfor %}"
+)
+
+
+def _llava(tower: t.PretrainedConfig, strategy: str) -> t.LlavaConfig:
+    return t.LlavaConfig(
+        text_config=_LLAMA,
+        vision_config=tower,
+        image_token_index=IMAGE_TOKEN,
+        vision_feature_select_strategy=strategy,
+    )
+
+
+CONFIGS = {
+    "llava": lambda: _llava(t.CLIPVisionConfig(**_TOWER, projection_dim=32), "default"),
+    "llava_siglip": lambda: _llava(t.SiglipVisionConfig(**_TOWER), "full"),
+}
+
+
+def _processor(name: str, config: Any) -> Any:
+    names = {"model_input_names": ["input_ids", "attention_mask"]}
+    tokenizer = tiny.tokenizer([IMAGE], **names, extra_special_tokens={"image_token": IMAGE})
+    size = {"height": SIZE, "width": SIZE}
+    if name == "llava_siglip":
+        pixels = t.SiglipImageProcessor(size=size)
+    else:
+        pixels = t.CLIPImageProcessor(size={"shortest_edge": SIZE}, crop_size=size)
+    return t.LlavaProcessor(
+        pixels,
+        tokenizer,
+        patch_size=PATCH,
+        vision_feature_select_strategy=config.vision_feature_select_strategy,
+        image_token=IMAGE,
+        num_additional_image_tokens=int(name == "llava"),
+        chat_template=CHAT_TEMPLATE,
+    )
+
+
+def save(name: str, folder: Path) -> str:
+    """Writes a model and its processor."""
+    torch.manual_seed(0)
+    config = CONFIGS[name]()
+    model = t.AutoModelForImageTextToText.from_config(config).float().eval()
+    for tensor_name, tensor in model.named_parameters():
+        # Otherwise all images were nearly the same to the model.
+        if "language_model" not in tensor_name and "lm_head" not in tensor_name and tensor.dim() > 1:
+            tensor.data.normal_(std=0.3)
+    model.save_pretrained(folder)
+    _processor(name, config).save_pretrained(folder)
+    return str(folder)
+
+
+def pictures(count: int, seed: int = 0) -> list[Image.Image]:
+    """Different pictures, of different sizes."""
+    generator = np.random.default_rng(seed)
+    sizes = generator.integers(30, 90, (count, 2)).tolist()
+    return [Image.fromarray(generator.integers(0, 256, (*size, 3), dtype=np.uint8)) for size in sizes]
+
+
+def data_url(picture: Image.Image) -> str:
+    """A picture as an address that holds it."""
+    written = io.BytesIO()
+    picture.save(written, "PNG")
+    return f"data:image/png;base64,{base64.b64encode(written.getvalue()).decode()}"
+
+
+class Reference:
+    """transformers' model of a folder, in float32."""
+
+    def __init__(self, folder: str) -> None:
+        self._processor = t.AutoProcessor.from_pretrained(folder)
+        self._model = t.AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
+        self._model.generation_config.eos_token_id = None
+
+    @torch.no_grad()
+    def greedy(self, text: str, images: list[Image.Image], new: int) -> list[int]:
+        """Tokens after a prompt in which IMAGE stands for each of ``images``."""
+        given = self._processor(text=text, images=images or None, return_tensors="pt")
+        options = {"max_new_tokens": new, "min_new_tokens": new, "do_sample": False, "pad_token_id": 0}
+        return self._model.generate(**given, **options)[0, given["input_ids"].shape[1] :].tolist()
