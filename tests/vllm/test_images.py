@@ -87,15 +87,15 @@ def test_tokens_equal_transformers(name, tmp_path):
 def test_an_image_may_be_split_over_steps(llm, reference, monkeypatch):
     """Where a step ends in an image the next one goes on in it, at each of its rows."""
     encoder, parts = engines.runner_of(llm).images, []
-    rows_of = encoder.rows_of
+    of_step = encoder.of_step
 
     def noted(*arguments):
-        rows = rows_of(*arguments)
-        if rows is not None:
-            parts.append(int((rows >= 0).sum()))
-        return rows
+        found = of_step(*arguments)
+        if found is not None:
+            parts.append(int((found.rows >= 0).sum()))
+        return found
 
-    monkeypatch.setattr(encoder, "rows_of", noted)
+    monkeypatch.setattr(encoder, "of_step", noted)
     (image,) = tiny_images.pictures(1, seed=2)
     for before in range(64 - TOKENS, 65):
         llm.reset_prefix_cache()
@@ -104,6 +104,38 @@ def test_an_image_may_be_split_over_steps(llm, reference, monkeypatch):
         assert ask(llm, [(text, [image])])[0] == reference.greedy(text, [image], NEW)
         in_first = 64 - before
         assert parts == [part for part in (in_first, TOKENS - in_first) if part]
+    assert engines.compiled_since_start(llm) == 0
+
+
+def test_images_whose_tokens_see_each_other_are_read_whole(tmp_path, monkeypatch):
+    """Gemma 3's: each image in one step, or what the prefix cache has not of it, whatever else is in the steps."""
+    folder = tiny_images.save("gemma3", tmp_path)
+    reference, llm = tiny_images.Reference(folder), make(folder)
+    encoder, ends = engines.runner_of(llm).images, []
+    of_step = encoder.of_step
+
+    def noted(batch, counts, requests):
+        for slot, count, request in zip(batch.slots, counts.tolist(), batch.requests, strict=True):
+            begin = int(requests.num_computed[slot])
+            for image in request.images:
+                read = (image.positions >= begin) & (image.positions < begin + count)
+                if read.any():
+                    ends.append((int(read.sum()), bool(read[-1])))
+        return of_step(batch, counts, requests)
+
+    monkeypatch.setattr(encoder, "of_step", noted)
+    one, two = tiny_images.pictures(2, seed=8)
+    prompts = [(f"{'x' * before}{IMAGE}{before}", [one]) for before in range(30, 62, 3)]
+    expected = [reference.greedy(*prompt, NEW) for prompt in prompts]
+    assert ask(llm, prompts) == expected
+    assert all(last for _, last in ends) and {count for count, _ in ends} == {16}
+    # Pages of 16 tokens: of a prompt with the same beginning a part of the image's tokens is in the cache.
+    ends.clear()
+    again = [(f"{text} again", images) for text, images in prompts]
+    assert ask(llm, again) == [reference.greedy(*prompt, NEW) for prompt in again]
+    assert all(last for _, last in ends) and {count for count, _ in ends} - {16}
+    # What an image's tokens see of it depends on all of it.
+    assert ask(llm, [(prompts[0][0], [two])])[0] == reference.greedy(prompts[0][0], [two], NEW) != expected[0]
     assert engines.compiled_since_start(llm) == 0
 
 

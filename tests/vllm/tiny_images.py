@@ -45,11 +45,34 @@ def _llava(tower: t.PretrainedConfig, strategy: str) -> t.LlavaConfig:
 
 CONFIGS = {
     "llava": lambda: _llava(t.CLIPVisionConfig(**_TOWER, projection_dim=32), "default"),
-    "llava_siglip": lambda: _llava(t.SiglipVisionConfig(**_TOWER), "full"),
+    "llava_siglip": lambda: _llava(t.SiglipVisionConfig(**_TOWER, vision_use_head=False), "full"),
+    # Tokens of an image attend to each other, and layers with a window are between the others.
+    "gemma3": lambda: t.Gemma3Config(
+        text_config={**tiny._COMMON, **tiny._GEMMA, "num_hidden_layers": 6},
+        vision_config=t.SiglipVisionConfig(**{**_TOWER, "image_size": 2 * SIZE}, vision_use_head=False),
+        mm_tokens_per_image=16,
+        boi_token_index=IMAGE_TOKEN,
+        image_token_index=IMAGE_TOKEN + 1,
+        eoi_token_index=IMAGE_TOKEN + 2,
+        initializer_range=0.2,
+    ),
 }
 
 
+def _gemma_processor() -> Any:
+    lines = ["\n" * count for count in (1, 2, 3, 4)]
+    tokens = {"boi_token": IMAGE, "image_token": "<part>", "eoi_token": "<end>"}
+    tokenizer = tiny.tokenizer(
+        [*tokens.values(), *lines], extra_special_tokens=tokens, additional_special_tokens=[*lines]
+    )
+    size = {"height": 2 * SIZE, "width": 2 * SIZE}
+    pixels = t.Gemma3ImageProcessor(size=size, image_seq_length=16)
+    return t.Gemma3Processor(pixels, tokenizer, chat_template=CHAT_TEMPLATE, image_seq_length=16)
+
+
 def _processor(name: str, config: Any) -> Any:
+    if name == "gemma3":
+        return _gemma_processor()
     names = {"model_input_names": ["input_ids", "attention_mask"]}
     tokenizer = tiny.tokenizer([IMAGE], **names, extra_special_tokens={"image_token": IMAGE})
     size = {"height": SIZE, "width": SIZE}
@@ -77,6 +100,10 @@ def save(name: str, folder: Path) -> str:
         # Otherwise all images were nearly the same to the model.
         if "language_model" not in tensor_name and "lm_head" not in tensor_name and tensor.dim() > 1:
             tensor.data.normal_(std=0.3)
+        if tensor_name.endswith(("post_attention_layernorm.weight", "post_feedforward_layernorm.weight")) and (
+            name == "gemma3"
+        ):
+            tensor.data.fill_(2.0)  # otherwise a token's own embedding would decide over the next one
     model.save_pretrained(folder)
     _processor(name, config).save_pretrained(folder)
     return str(folder)

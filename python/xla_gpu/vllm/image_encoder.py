@@ -14,7 +14,7 @@ from vllm.multimodal import MULTIMODAL_REGISTRY
 from vllm.v1.core.encoder_cache_manager import compute_encoder_budget
 
 from . import images
-from .images import Image
+from .images import Image, StepImages
 from .program import Program
 from .requests import Batch, RequestTable
 from .step_layout import Int32Array
@@ -117,20 +117,25 @@ class ImageEncoder:
                 places.append(self._take(image, len(found)))
         self._encode(np.concatenate(pixels), np.concatenate(places))
 
-    def rows_of(self, batch: Batch, counts: Int32Array, requests: RequestTable) -> Int32Array | None:
-        """int32[sum(counts)], of each row of a step its row in ``rows``; -1: a token. None: the step has no image."""
+    def of_step(self, batch: Batch, counts: Int32Array, requests: RequestTable) -> StepImages | None:
+        """Which rows of a step are images', counts[i] of the i-th request; None: none is."""
         computed = requests.num_computed[batch.slots]
         if not (computed < requests.image_ends[batch.slots]).any():
             return None
-        found, first = np.full(int(counts.sum()), -1, np.int32), 0
+        rows, runs = np.full((2, int(counts.sum())), -1, np.int32)
+        first = num_runs = 0
         for request, begin, count in zip(batch.requests, computed.tolist(), counts.tolist(), strict=True):
             for image in request.images:
                 at = np.searchsorted(image.positions, (begin, begin + count))
                 if at[0] < at[1]:
                     in_step = slice(at[0], at[1])
-                    found[image.positions[in_step] - begin + first] = self._known(image)[in_step]
+                    positions = image.positions[in_step]
+                    here = positions - begin + first
+                    rows[here] = self._known(image)[in_step]
+                    runs[here] = num_runs + np.cumsum(np.diff(positions, prepend=positions[0] - 1) != 1)
+                    num_runs = int(runs[here[-1]]) + 1
             first += count
-        return found if (found >= 0).any() else None
+        return StepImages(rows, runs) if num_runs else None
 
     def _known(self, image: Image) -> Int32Array:
         if image.identifier not in self._rows_of:

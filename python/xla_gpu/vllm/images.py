@@ -15,7 +15,7 @@ import numpy as np
 from .step_layout import Int32Array
 
 # Models whose encoder takes tiles of one size, and its configurations.
-MODELS = ("LlavaForConditionalGeneration",)
+MODELS = ("LlavaForConditionalGeneration", "Gemma3ForConditionalGeneration")
 _TOWERS = ("clip_vision_model", "siglip_vision_model")
 
 # A row that is no row of a tile: the model's vector behind each line of tiles.
@@ -42,6 +42,19 @@ class Image:
         return int(self.positions[-1]) + 1
 
 
+@dataclasses.dataclass(frozen=True)
+class StepImages:
+    """The rows of a step that are images'.
+
+    Attributes:
+      rows: int32[num_tokens], of each its row among those of all images; -1: it is a token.
+      runs: int32[num_tokens], equal for rows that stand one behind the other in one image; -1: it is a token.
+    """
+
+    rows: Int32Array
+    runs: Int32Array
+
+
 def of_request(features: Sequence[Any]) -> tuple[Image, ...]:
     """The images of a request, in the prompt's order, from vLLM's MultiModalFeatureSpecs."""
     images = []
@@ -56,9 +69,17 @@ def are_served(model: Any) -> bool:
     """Whether requests of vLLM's ModelConfig, or None, may have images."""
     from vllm.multimodal import MULTIMODAL_REGISTRY
 
-    return bool(
-        model is not None and model.is_multimodal_model and MULTIMODAL_REGISTRY.supports_multimodal_inputs(model)
-    )
+    # The configuration of the text in such a model says that it is one, too.
+    if model is None or not model.is_multimodal_model or model.architecture not in (model.architectures or ()):
+        return False
+    return bool(MULTIMODAL_REGISTRY.supports_multimodal_inputs(model))
+
+
+def tokens_of_block(model: Any) -> int:
+    """Of vLLM's ModelConfig or None: tokens of an image of which each attends to all others; 0: to those before it."""
+    if not are_served(model) or model.architecture != "Gemma3ForConditionalGeneration":
+        return 0
+    return int(model.hf_config.mm_tokens_per_image)
 
 
 def tile_form(model: Any) -> tuple[int, int, int]:
@@ -112,11 +133,27 @@ def refusals(config: Any) -> list[str]:
         found.append(f"--runner pooling: {text_only} with {model.architecture}")
     if (size := config.parallel_config.tensor_parallel_size) > 1:
         found.append(f"--tensor-parallel-size {size}: {text_only} with {model.architecture}")
+    if block := tokens_of_block(model):
+        found += _block_refusals(config, block)
     if (token := _image_token(model.hf_config)) >= model.get_vocab_size():
         found.append(
             f"the image token of {model.architecture}: expected a token below {model.get_vocab_size()}, the model's "
             f"vocabulary, got {token}"
         )
+    return found
+
+
+def _block_refusals(config: Any, block: int) -> list[str]:
+    """Of a model whose images are read whole, in blocks of ``block`` tokens."""
+    scheduler, found = config.scheduler_config, []
+    name = config.model_config.architecture
+    if (most := scheduler.long_prefill_token_threshold) > 0:
+        found.append(f"--long-prefill-token-threshold: expected 0 with images of {name}, got {most}")
+    if not str(scheduler.scheduler_cls or __package__).startswith(str(__package__)):
+        found.append(f"--scheduler-cls: expected none with images of {name}, got {scheduler.scheduler_cls}")
+    window = getattr(config.model_config.hf_text_config, "sliding_window", None)
+    if window is not None and window < block:
+        found.append(f"{name}: sliding_window: expected at least the {block} tokens of an image, got {window}")
     return found
 
 

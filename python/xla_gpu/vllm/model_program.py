@@ -16,6 +16,7 @@ from . import eagle, layer_operators, tensor_parallel
 from .attention import StepMetadata
 from .block_tables import BlockTables
 from .buckets import logits_rows, most_rows
+from .image_attention import ImageBlocks
 from .kv_cache import KVCaches
 from .last_layer import LastLayer
 from .norms import NormWeights
@@ -181,7 +182,7 @@ class ModelPrograms:
         sources = parts["sources"]
         ids = torch.where(sources < 0, parts["tokens"], last_tokens.index_select(0, sources.clamp(min=0)))
         tables.index_put_((parts["update_indices"],), parts["update_pages"])
-        groups = step_metadata(parts, tables.view(self._tables.shape))
+        groups = step_metadata(parts, tables.view(self._tables.shape), layout.image_tokens)
         given: dict[str, torch.Tensor] = {}
         with forward(self._config, layout.num_tokens, self._caches.metadata(groups)):
             if image_rows is not None:
@@ -231,8 +232,12 @@ def attention_names(model: nn.Module) -> list[str]:
     return [module.layer_name for module in model.modules() if isinstance(module, AttentionLayerBase)]
 
 
-def step_metadata(parts: dict[str, Any], tables: torch.Tensor) -> list[StepMetadata]:
-    """What attention needs of a step, for each KV-cache group; tables: of all request slots."""
+def step_metadata(parts: dict[str, Any], tables: torch.Tensor, image_tokens: int = 0) -> list[StepMetadata]:
+    """What attention needs of a step, for each KV-cache group; tables: of all request slots.
+
+    image_tokens: the layout's.
+    """
+    blocks = ImageBlocks(parts["image_runs"], image_tokens) if image_tokens else None
     return [
         StepMetadata(
             slot_mapping=slot_mapping,
@@ -240,6 +245,7 @@ def step_metadata(parts: dict[str, Any], tables: torch.Tensor) -> list[StepMetad
             block_tables=tables[group].index_select(0, parts["request_slots"]),
             query_start_loc=parts["query_start_loc"],
             num_seqs=parts["num_seqs"],
+            blocks=blocks,
         )
         for group, slot_mapping in enumerate(parts["slot_mapping"])
     ]

@@ -137,7 +137,10 @@ class ModelRunner:
             pages = sum(max_seqs + num_tokens // size for size in self.caches.block_sizes)
             draft_rows = 0 if self._drafter is None else min(num_tokens, self._most_rows)
             adapters = self.adapters is not None
-            self._layouts[key] = StepLayout(num_tokens, max_seqs, groups, pages, draft_rows, adapters, has_images)
+            block = images.tokens_of_block(self.config.model_config) if has_images else 0
+            self._layouts[key] = StepLayout(
+                num_tokens, max_seqs, groups, pages, draft_rows, adapters, has_images, block
+            )
         return self._layouts[key]
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
@@ -227,14 +230,14 @@ class ModelRunner:
         drafts, drafted = None, scheduled.scheduled_spec_decode_tokens
         decodes = total == len(batch.slots) and not drafted  # one token of each request
         counts = batch.ones if decodes else self._counts(scheduled)
-        image_rows = None if self.images is None else self.images.rows_of(batch, counts, self.requests)
+        of_images = None if self.images is None else self.images.of_step(batch, counts, self.requests)
         failed = frozenset() if self.adapters is None else self._give_adapters(self.adapters, batch)
-        sizes = self.token_buckets if image_rows is None else self.image_buckets
-        layout = self.layout(buckets.next_bucket(sizes, total), image_rows is not None)
+        sizes = self.token_buckets if of_images is None else self.image_buckets
+        layout = self.layout(buckets.next_bucket(sizes, total), of_images is not None)
         previous = self._last_tokens
         if self._drafter is not None:
             drafts = self._drafter.begin(batch, drafted)
-        if decodes and image_rows is None:
+        if decodes and of_images is None:
             if (ahead := self.ahead.take(batch)) is not None:
                 self._launched = dataclasses.replace(ahead, drafts=drafts, failed=failed)
                 return None
@@ -242,7 +245,7 @@ class ModelRunner:
         else:
             self.ahead.drop()
             draft_rows = None if drafts is None else drafts.step_rows(counts)
-            packed = self._packer.pack(layout, batch, counts, draft_rows, image_rows)
+            packed = self._packer.pack(layout, batch, counts, draft_rows, of_images)
         launched = self._launch(layout, packed)
         self._launched = Launched(batch, counts, previous, *launched, drafts, failed)
         return None

@@ -12,7 +12,7 @@ from vllm.logger import init_logger
 from vllm.platforms.interface import Platform, PlatformEnum
 
 from .._core.environment import pjrt_device
-from . import request_checks, supported
+from . import images, request_checks, supported
 from .options import Options
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM shows what is below its own name
@@ -87,6 +87,10 @@ class XlaGpuPlatform(Platform):  # type: ignore[misc]
             from . import scheduler
 
             scheduler.choose(vllm_config)
+        if images.tokens_of_block(vllm_config.model_config):
+            from . import scheduler
+
+            scheduler.read_images_whole(vllm_config)
         choose_start_method(os.environ)
         logger.info_once("xla_gpu.vllm: serving through torch_xla, PJRT_DEVICE=%s", pjrt_device())
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from .block_tables import BlockTables
+from .images import StepImages
 from .requests import Batch, RequestTable
 from .step_layout import Int32Array, StepLayout
 
@@ -26,12 +27,12 @@ class StepPacker:
         batch: Batch,
         counts: Int32Array,
         draft_rows: Int32Array | None = None,
-        image_rows: Int32Array | None = None,
+        images: StepImages | None = None,
     ) -> Int32Array:
         """The array of a step with ``counts[i]`` tokens of the i-th request.
 
-        draft_rows: of a layout that has them, the rows of which logits are computed. image_rows: of a layout that has
-        them, of each row its row among the images', or -1.
+        draft_rows: of a layout that has them, the rows of which logits are computed. images: of a layout that has
+        images.
         """
         packed, parts = layout.empty(self._unused_slot, self._tables.unused_entry)
         requests, slots = self._requests, batch.slots
@@ -55,8 +56,10 @@ class StepPacker:
             parts["draft_rows"][: len(draft_rows)] = draft_rows
         if layout.has_adapters:
             parts["adapters"][:total] = requests.adapters[row_slots]
-        if image_rows is not None:
-            parts["image_rows"][:total] = image_rows
+        if images is not None:
+            parts["image_rows"][:total] = images.rows
+            if layout.image_tokens:
+                parts["image_runs"][:total] = images.runs
         self._store_updates(layout, parts)
         return packed
 
