@@ -17,7 +17,7 @@ TOKENS = (tiny_images.SIZE // tiny_images.PATCH) ** 2
 
 
 def make(folder: str, **options: Any) -> Any:
-    return engines.make(folder, **{"limit_mm_per_prompt": {"image": 5}, **options})
+    return engines.make(folder, **{"limit_mm_per_prompt": {"image": 5}, "max_model_len": 512, **options})
 
 
 def ask(llm: Any, prompts: list[tuple[str, list[Any]]], params: Any = None) -> list[list[int]]:

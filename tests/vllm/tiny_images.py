@@ -27,6 +27,8 @@ _TOWER = {
 }
 _LLAMA = t.LlamaConfig(**tiny._COMMON, architectures=["LlamaForCausalLM"])
 
+_PINPOINTS = [[SIZE, 2 * SIZE], [2 * SIZE, SIZE], [2 * SIZE, 2 * SIZE], [SIZE, 3 * SIZE]]
+
 # A model's own template, with which the server's chat makes a prompt of messages.
 CHAT_TEMPLATE = (
     "{% for message in messages %}{% for part in message['content'] %}"
@@ -46,6 +48,20 @@ def _llava(tower: t.PretrainedConfig, strategy: str) -> t.LlavaConfig:
 CONFIGS = {
     "llava": lambda: _llava(t.CLIPVisionConfig(**_TOWER, projection_dim=32), "default"),
     "llava_siglip": lambda: _llava(t.SiglipVisionConfig(**_TOWER, vision_use_head=False), "full"),
+    # Tiles in a grid.
+    "llava_next": lambda: t.LlavaNextConfig(
+        text_config=_LLAMA,
+        vision_config=t.CLIPVisionConfig(**_TOWER, projection_dim=32),
+        image_token_index=IMAGE_TOKEN,
+        image_grid_pinpoints=_PINPOINTS,
+    ),
+    # Tiles one behind the other, with text between their rows.
+    "aya_vision": lambda: t.AyaVisionConfig(
+        text_config=t.Cohere2Config(**tiny._COMMON, sliding_window=24, architectures=["Cohere2ForCausalLM"]),
+        vision_config=t.SiglipVisionConfig(**_TOWER, vision_use_head=False),
+        image_token_index=IMAGE_TOKEN + 1,
+        downsample_factor=2,
+    ),
     # Tokens of an image attend to each other, and layers with a window are between the others.
     "gemma3": lambda: t.Gemma3Config(
         text_config={**tiny._COMMON, **tiny._GEMMA, "num_hidden_layers": 6},
@@ -70,23 +86,56 @@ def _gemma_processor() -> Any:
     return t.Gemma3Processor(pixels, tokenizer, chat_template=CHAT_TEMPLATE, image_seq_length=16)
 
 
+def _aya_processor() -> Any:
+    tokens = [IMAGE, "<part>", "<start>", "<end>", "<whole>", "<tile>", *(f"<tile>_{index}" for index in range(1, 5))]
+    tokenizer = tiny.tokenizer(
+        tokens,
+        model_input_names=["input_ids", "attention_mask"],
+        additional_special_tokens=tokens,
+        pad_token="<unk>",
+    )
+    pixels = t.GotOcr2ImageProcessor(
+        size={"height": SIZE, "width": SIZE}, crop_to_patches=True, min_patches=1, max_patches=4
+    )
+    return t.AyaVisionProcessor(
+        pixels,
+        tokenizer,
+        patch_size=PATCH,
+        img_size=SIZE,
+        downsample_factor=2,
+        start_of_img_token="<start>",
+        end_of_img_token="<end>",
+        img_patch_token="<part>",
+        tile_token="<tile>",
+        tile_global_token="<whole>",
+        chat_template=CHAT_TEMPLATE,
+    )
+
+
 def _processor(name: str, config: Any) -> Any:
     if name == "gemma3":
         return _gemma_processor()
+    if name == "aya_vision":
+        return _aya_processor()
     names = {"model_input_names": ["input_ids", "attention_mask"]}
     tokenizer = tiny.tokenizer([IMAGE], **names, extra_special_tokens={"image_token": IMAGE})
     size = {"height": SIZE, "width": SIZE}
     if name == "llava_siglip":
         pixels = t.SiglipImageProcessor(size=size)
+    elif name == "llava_next":
+        pixels = t.LlavaNextImageProcessor(
+            size={"shortest_edge": SIZE}, crop_size=size, image_grid_pinpoints=_PINPOINTS
+        )
     else:
         pixels = t.CLIPImageProcessor(size={"shortest_edge": SIZE}, crop_size=size)
-    return t.LlavaProcessor(
+    kind = t.LlavaNextProcessor if name == "llava_next" else t.LlavaProcessor
+    return kind(
         pixels,
         tokenizer,
         patch_size=PATCH,
         vision_feature_select_strategy=config.vision_feature_select_strategy,
         image_token=IMAGE,
-        num_additional_image_tokens=int(name == "llava"),
+        num_additional_image_tokens=int(name != "llava_siglip"),
         chat_template=CHAT_TEMPLATE,
     )
 

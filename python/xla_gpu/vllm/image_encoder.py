@@ -22,6 +22,9 @@ from .step_layout import Int32Array
 # Tiles that a program takes: as many as there are, and the rest one by one.
 BATCHES = (4, 1)
 
+# Its features are those in front of the tower's last norm, as transformers has it; vLLM takes those behind.
+_WITHOUT_LAST_NORM = "AyaVisionForConditionalGeneration"
+
 # No batch is larger than this many rows of the encoder: one tile alone fills a GPU then.
 _MOST_PATCHES = 4096
 
@@ -49,10 +52,12 @@ class ImageEncoder:
         model = config.model_config
         # What the scheduler lets images have at once, in tokens of prompts: no image has more rows than tokens.
         _, num_rows = compute_encoder_budget(model, config.scheduler_config, MULTIMODAL_REGISTRY)
-        self._tower = tower
+        self._model, self._tower = model, tower
         for module in tower.modules():
             if getattr(module, "enable_linear", False):
                 module.forward = functools.partial(_of_patches, module)
+        if model.architecture == _WITHOUT_LAST_NORM:
+            tower.vision_tower.vision_model.post_layernorm = None
         self._device = device
         self._form = images.tile_form(model)
         self._batches = batches(model.hf_config.vision_config)
@@ -71,9 +76,14 @@ class ImageEncoder:
     # ---- Start -------------------------------------------------------------------------------------------------------
 
     def compile(self) -> None:
-        """Compiles the programs."""
+        """Compiles the programs.
+
+        Raises:
+          ValueError: the encoder's rows are others than the model's code is for.
+        """
         # Never computed.
         self._rows_per_tile = int(self._features(torch.zeros(1, *self._form, device=self._device)).shape[1])
+        images.check_rows(self._model, self._rows_per_tile)
 
         def encode(pixels: torch.Tensor, places: torch.Tensor, rows: torch.Tensor) -> list[torch.Tensor]:
             rows.index_put_((places,), self._features(pixels).flatten(0, 1))
@@ -113,8 +123,9 @@ class ImageEncoder:
                 image = requests[req_id].images[index]
                 self._let_go(image.identifier)
                 found = images.tiles(image.data, self._form)
-                pixels.append(found)
-                places.append(self._take(image, len(found)))
+                own = self._take(image, len(found))
+                pixels.append(found[: len(own) // self._rows_per_tile])
+                places.append(own)
         self._encode(np.concatenate(pixels), np.concatenate(places))
 
     def of_step(self, batch: Batch, counts: Int32Array, requests: RequestTable) -> StepImages | None:
@@ -150,8 +161,13 @@ class ImageEncoder:
             self._num_free += len(own)
 
     def _take(self, image: Image, num_tiles: int) -> Int32Array:
-        """Gives an image rows; int32[num_tiles * rows_per_tile]: where the encoder puts the rows of its tiles."""
-        order = images.row_order(self._rows_per_tile, num_tiles, len(image.positions))
+        """Gives an image rows; int32[n * rows_per_tile]: where the encoder puts the rows of the n tiles that it needs."""
+        order = images.row_order(self._model, image.data, self._rows_per_tile, num_tiles)
+        if len(order) != len(image.positions):
+            raise RuntimeError(
+                f"xla_gpu.vllm: an image of {num_tiles} tiles: expected {len(image.positions)} rows, as its prompt has "
+                f"tokens for it, got {len(order)}"
+            )
         own = order != images.NEWLINE
         count = int(own.sum())
         if count > self._num_free:
@@ -162,7 +178,8 @@ class ImageEncoder:
         rows = np.full(len(order), self._newline_row, np.int32)
         rows[own] = self._free[self._num_free : self._num_free + count]
         self._rows_of[image.identifier] = rows
-        places = np.full(num_tiles * self._rows_per_tile, self._unused_row, np.int32)
+        needed = int(order.max()) // self._rows_per_tile + 1
+        places = np.full(needed * self._rows_per_tile, self._unused_row, np.int32)
         places[order[own]] = rows[own]
         return places
 

@@ -11,12 +11,21 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import torch
 
 from .step_layout import Int32Array
 
 # Models whose encoder takes tiles of one size, and its configurations.
-MODELS = ("LlavaForConditionalGeneration", "Gemma3ForConditionalGeneration")
+MODELS = (
+    "LlavaForConditionalGeneration",
+    "LlavaNextForConditionalGeneration",
+    "Gemma3ForConditionalGeneration",
+    "AyaVisionForConditionalGeneration",
+)
 _TOWERS = ("clip_vision_model", "siglip_vision_model")
+
+# Of these the one whose tiles lie in a grid.
+_GRIDS = "LlavaNextForConditionalGeneration"
 
 # A row that is no row of a tile: the model's vector behind each line of tiles.
 NEWLINE = -1
@@ -88,30 +97,57 @@ def tile_form(model: Any) -> tuple[int, int, int]:
     return (int(getattr(vision, "num_channels", 3)), int(vision.image_size), int(vision.image_size))
 
 
+def check_rows(model: Any, num_rows: int) -> None:
+    """Raises ValueError where the encoder of vLLM's ModelConfig makes ``num_rows`` rows of a tile, and others fit."""
+    vision = model.hf_config.vision_config
+    expected = (vision.image_size // vision.patch_size) ** 2
+    if model.architecture == _GRIDS and num_rows != expected:
+        raise ValueError(
+            f"xla_gpu.vllm: {model.architecture}: expected {expected} rows of a tile, one for each patch, got {num_rows}; "
+            "start with --limit-mm-per-prompt '{\"image\": 0}'"
+        )
+
+
 def tiles(data: Any, form: tuple[int, int, int]) -> np.ndarray[Any, Any]:
     """float32[n, *form], the tiles of an image."""
     pixels: np.ndarray[Any, Any] = data["pixel_values"].data.float().numpy().reshape(-1, *form)
     return pixels
 
 
-def row_order(num_rows: int, num_tiles: int, positions: int) -> Int32Array:
-    """int32[positions]: which row each of an image's rows is, of the rows of all its tiles one behind the other.
+def row_order(model: Any, data: Any, num_rows: int, num_tiles: int) -> Int32Array:
+    """int32[n]: which row each of an image's rows is, of the rows of all its tiles one behind the other; or NEWLINE.
 
     Args:
+      model: vLLM's ModelConfig.
+      data: vLLM's MultiModalKwargsItem of the image.
       num_rows: of a tile.
       num_tiles: of the image.
-      positions: rows that the prompt has room for.
-
-    Raises:
-      ValueError: the tiles have another number of rows.
     """
-    order = np.arange(num_rows * num_tiles, dtype=np.int32)
-    if len(order) != positions:
-        raise ValueError(
-            f"xla_gpu.vllm: an image of {num_tiles} tiles: expected {positions} rows, as its prompt has tokens for it, "
-            f"got {len(order)}"
-        )
-    return order
+    if model.architecture == _GRIDS:
+        height, width = (int(size) for size in data["image_sizes"].data.tolist())
+        return _rows_of_grid(model.hf_config, (height, width), num_rows, num_tiles)
+    return np.arange(num_rows * num_tiles, dtype=np.int32)
+
+
+def _rows_of_grid(hf_config: Any, size: tuple[int, int], num_rows: int, num_tiles: int) -> Int32Array:
+    """Of LLaVA-NeXT: the whole image, and behind it lines through a grid of tiles, less what pads them, and NEWLINEs.
+
+    size: height and width of the image.
+    """
+    from transformers.models.llava_next.modeling_llava_next import get_anyres_image_grid_shape, unpad_image
+
+    vision = hf_config.vision_config
+    side = vision.image_size // vision.patch_size
+    whole = np.arange(num_rows, dtype=np.int32)
+    if num_tiles == 1:
+        return np.append(whole, np.int32(NEWLINE))
+    # Of images that are prepared together those with fewer tiles than others have padding behind them.
+    high, wide = get_anyres_image_grid_shape(size, hf_config.image_grid_pinpoints, vision.image_size)
+    grid = np.arange(num_rows, num_rows * (1 + high * wide), dtype=np.int32).reshape(high, wide, side, side)
+    lines = torch.from_numpy(grid.transpose(0, 2, 1, 3).reshape(1, high * side, wide * side).copy())
+    kept: Int32Array = unpad_image(lines, size)[0].numpy()
+    ends = np.full((len(kept), 1), NEWLINE, np.int32)
+    return np.concatenate([whole, np.concatenate([kept, ends], 1).reshape(-1)])
 
 
 def refusals(config: Any) -> list[str]:
