@@ -9,6 +9,7 @@ import pytest
 
 from tests.vllm import engines, tiny_images
 from tests.vllm.tiny_images import IMAGE
+from xla_gpu.vllm import images
 
 NEW = 12
 NAMES = sorted(tiny_images.CONFIGS) if os.environ.get("XLA_GPU_TEST_ALL_MODELS") else ("llava",)
@@ -109,6 +110,7 @@ def test_an_image_may_be_split_over_steps(llm, reference, monkeypatch):
 
 def test_images_whose_tokens_see_each_other_are_read_whole(tmp_path, monkeypatch):
     """Gemma 3's: each image in one step, or what the prefix cache has not of it, whatever else is in the steps."""
+    monkeypatch.setattr(images, "MOST_QUERIES", 24)  # of 64, so that the encoder's attention is in parts
     folder = tiny_images.save("gemma3", tmp_path)
     reference, llm = tiny_images.Reference(folder), make(folder)
     encoder, ends = engines.runner_of(llm).images, []
@@ -146,9 +148,9 @@ def test_an_image_is_encoded_once(llm, reference, encoded):
     expected = reference.greedy(*first, NEW)
     assert ask(llm, [first])[0] == expected
     assert encoded == [1]
-    hits = engines.metric(llm, "vllm:prefix_cache_hits")
-    assert ask(llm, [first])[0] == expected
-    assert engines.metric(llm, "vllm:prefix_cache_hits") > hits
+    given = {"prompt": first[0], "multi_modal_data": {"image": first[1]}}
+    (again,) = llm.generate([given], engines.greedy(NEW), use_tqdm=False)
+    assert again.num_cached_tokens == 16 and list(again.outputs[0].token_ids) == expected
     others = [(f"Is {IMAGE} a dog, {IMAGE} too?", [one, one]), (f"And {IMAGE} then {IMAGE}", [two, one])]
     assert ask(llm, others) == [reference.greedy(*other, NEW) for other in others]
     assert encoded == [1, 1]
@@ -180,15 +182,15 @@ def test_images_make_room_for_others(llm, reference, encoded):
 
 def test_preemption_and_abort(folder, reference, monkeypatch):
     """With pages for two of six requests; one of them is aborted while it is read."""
-    llm = make(folder, num_gpu_blocks_override=18, enable_prefix_caching=False)
+    llm = make(folder, max_model_len=256, num_gpu_blocks_override=18, enable_prefix_caching=False)
     pictures = tiny_images.pictures(6, seed=6)
     prompts = [(f"{'y' * 20 * index}{IMAGE} and so on", [image]) for index, image in enumerate(pictures)]
     long = engines.greedy(60)
     assert ask(llm, prompts, long) == [reference.greedy(*prompt, 60) for prompt in prompts]
     assert engines.metric(llm, "vllm:num_preemptions") > 0
     engine, finished, steps = llm.llm_engine, {}, 0
-    for index, (text, images) in enumerate(prompts[:3]):
-        engine.add_request(str(index), {"prompt": text, "multi_modal_data": {"image": images}}, engines.greedy(NEW))
+    for index, (text, shown) in enumerate(prompts[:3]):
+        engine.add_request(str(index), {"prompt": text, "multi_modal_data": {"image": shown}}, engines.greedy(NEW))
     while engine.has_unfinished_requests():
         if steps == 1:
             engine.abort_request(["1"])
@@ -243,3 +245,17 @@ def test_what_is_refused(folder, options, message):
 
     with pytest.raises(Exception, match=message):
         EngineArgs(model=folder, **options).create_engine_config()
+
+
+def test_memory_for_the_encoder(folder, llm):
+    """Room for its largest batch, and none where requests have no images."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    from xla_gpu.vllm import memory
+
+    config = llm.llm_engine.vllm_config
+    encoder, vision = engines.runner_of(llm).images, config.model_config.hf_config.vision_config
+    tiles, rows = max(encoder._programs), TOKENS + 1
+    assert memory.image_bytes(config) >= tiles * 4 * rows * (vision.num_attention_heads * rows + vision.hidden_size)
+    text = EngineArgs(model=folder, limit_mm_per_prompt={"image": 0}, dtype="float32").create_engine_config()
+    assert memory.image_bytes(text) == 0

@@ -228,11 +228,18 @@ class XlaGpuAttention(AttentionImpl):  # type: ignore[misc]
     def _attend(
         self, query: torch.Tensor, kv_cache: torch.Tensor, step: StepMetadata, scales: dict[str, torch.Tensor]
     ) -> torch.Tensor:
-        where = step.context_lens, step.block_tables, step.query_start_loc, step.num_seqs
+        where = {
+            "context_lens": step.context_lens,
+            "block_tables": step.block_tables,
+            "query_start_loc": step.query_start_loc,
+            "num_seqs": step.num_seqs,
+            **self._scores(),
+            **scales,
+        }
         if step.blocks is None:
-            attended = xg.paged_attention(query, kv_cache, *where, **self._scores(), **scales)
+            attended = xg.paged_attention(query, kv_cache, **where)
         else:
-            before, lse = xg.paged_attention_with_lse(query, kv_cache, *where, **self._scores(), **scales)
+            before, lse = xg.paged_attention_with_lse(query, kv_cache, **where)
             behind, their_lse = step.blocks.attend_behind(
                 query, kv_cache, step.slot_mapping, scale=self.scale, soft_cap=self.soft_cap, **scales
             )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -19,24 +20,11 @@ from .program import Program
 from .requests import Batch, RequestTable
 from .step_layout import Int32Array
 
-# Tiles that a program takes: as many as there are, and the rest one by one.
-BATCHES = (4, 1)
-
 # Its features are those in front of the tower's last norm, as transformers has it; vLLM takes those behind.
 _WITHOUT_LAST_NORM = "AyaVisionForConditionalGeneration"
 
-# No batch is larger than this many rows of the encoder: one tile alone fills a GPU then.
-_MOST_PATCHES = 4096
-
-
-def patches(vision: Any) -> int:
-    """Rows that the encoder computes of a tile."""
-    return int((vision.image_size // vision.patch_size) ** 2 + 1)
-
-
-def batches(vision: Any) -> list[int]:
-    """Numbers of tiles that programs are compiled for, the largest first."""
-    return [size for size in BATCHES if size == 1 or size * patches(vision) <= _MOST_PATCHES]
+# vLLM's attention of encoders: until 0.12, and from 0.13 on.
+_ATTENTION = ("MultiHeadAttention", "MMEncoderAttention")
 
 
 class ImageEncoder:
@@ -56,11 +44,13 @@ class ImageEncoder:
         for module in tower.modules():
             if getattr(module, "enable_linear", False):
                 module.forward = functools.partial(_of_patches, module)
+            elif type(module).__name__ in _ATTENTION:
+                module.forward = functools.partial(_attend_in_parts, module.forward)
         if model.architecture == _WITHOUT_LAST_NORM:
             tower.vision_tower.vision_model.post_layernorm = None
         self._device = device
         self._form = images.tile_form(model)
-        self._batches = batches(model.hf_config.vision_config)
+        self._batches = images.batches(model.hf_config.vision_config)
         self._unused_row, self._newline_row = num_rows, num_rows + 1
         newline = getattr(tower, "image_newline", None)
         last = torch.zeros(model.get_hidden_size(), dtype=model.dtype, device=device) if newline is None else newline
@@ -161,7 +151,7 @@ class ImageEncoder:
             self._num_free += len(own)
 
     def _take(self, image: Image, num_tiles: int) -> Int32Array:
-        """Gives an image rows; int32[n * rows_per_tile]: where the encoder puts the rows of the n tiles that it needs."""
+        """Gives an image rows; int32[n * rows_per_tile]: where those of its n tiles go that it has a use for."""
         order = images.row_order(self._model, image.data, self._rows_per_tile, num_tiles)
         if len(order) != len(image.positions):
             raise RuntimeError(
@@ -193,6 +183,14 @@ class ImageEncoder:
 
     def _launch(self, pixels: np.ndarray[Any, Any], places: Int32Array) -> None:
         _, (self.rows,) = self._programs[len(pixels)]([pixels, places], [self.rows])
+
+
+def _attend_in_parts(
+    alone: Callable[..., torch.Tensor], query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+) -> torch.Tensor:
+    """T[n, rows, hidden_size], vLLM's attention of an encoder, for some queries at a time: XLA keeps all scores."""
+    most, rows = images.MOST_QUERIES, query.shape[1]
+    return torch.cat([alone(query[:, at : at + most], key, value) for at in range(0, rows, most)], 1)
 
 
 def _of_patches(layer: Any, pixels: torch.Tensor) -> torch.Tensor:

@@ -27,6 +27,14 @@ _TOWERS = ("clip_vision_model", "siglip_vision_model")
 # Of these the one whose tiles lie in a grid.
 _GRIDS = "LlavaNextForConditionalGeneration"
 
+# Tiles that a program of the encoder takes: as many as there are, and the rest one by one. No batch has more patches
+# than this: one tile alone fills a GPU then.
+_BATCHES = (4, 1)
+_MOST_PATCHES = 4096
+
+# Rows of an encoder's attention that are computed at a time: its scores take memory.
+MOST_QUERIES = 1024
+
 # A row that is no row of a tile: the model's vector behind each line of tiles.
 NEWLINE = -1
 
@@ -97,14 +105,28 @@ def tile_form(model: Any) -> tuple[int, int, int]:
     return (int(getattr(vision, "num_channels", 3)), int(vision.image_size), int(vision.image_size))
 
 
+def patches(vision: Any) -> int:
+    """Rows that the encoder computes of a tile; vision: its configuration."""
+    return int((vision.image_size // vision.patch_size) ** 2 + 1)
+
+
+def batches(vision: Any) -> list[int]:
+    """Numbers of tiles that the encoder's programs are compiled for, the largest first."""
+    return [size for size in _BATCHES if size == 1 or size * patches(vision) <= _MOST_PATCHES]
+
+
 def check_rows(model: Any, num_rows: int) -> None:
     """Raises ValueError where the encoder of vLLM's ModelConfig makes ``num_rows`` rows of a tile, and others fit."""
     vision = model.hf_config.vision_config
     expected = (vision.image_size // vision.patch_size) ** 2
-    if model.architecture == _GRIDS and num_rows != expected:
+    wrong = ""
+    if num_rows == 1:
+        wrong = "expected an encoder that does not pool an image (vision_use_head)"
+    elif model.architecture == _GRIDS and num_rows != expected:
+        wrong = f"expected a row for each of a tile's {expected} patches, got {num_rows} rows"
+    if wrong:
         raise ValueError(
-            f"xla_gpu.vllm: {model.architecture}: expected {expected} rows of a tile, one for each patch, got {num_rows}; "
-            "start with --limit-mm-per-prompt '{\"image\": 0}'"
+            f"xla_gpu.vllm: {model.architecture}: {wrong}; start with --limit-mm-per-prompt '{{\"image\": 0}}'"
         )
 
 
@@ -134,18 +156,19 @@ def _rows_of_grid(hf_config: Any, size: tuple[int, int], num_rows: int, num_tile
 
     size: height and width of the image.
     """
-    from transformers.models.llava_next.modeling_llava_next import get_anyres_image_grid_shape, unpad_image
+    from transformers.models.llava_next import modeling_llava_next
 
+    functions: Any = modeling_llava_next
     vision = hf_config.vision_config
     side = vision.image_size // vision.patch_size
     whole = np.arange(num_rows, dtype=np.int32)
     if num_tiles == 1:
         return np.append(whole, np.int32(NEWLINE))
     # Of images that are prepared together those with fewer tiles than others have padding behind them.
-    high, wide = get_anyres_image_grid_shape(size, hf_config.image_grid_pinpoints, vision.image_size)
+    high, wide = functions.get_anyres_image_grid_shape(size, hf_config.image_grid_pinpoints, vision.image_size)
     grid = np.arange(num_rows, num_rows * (1 + high * wide), dtype=np.int32).reshape(high, wide, side, side)
     lines = torch.from_numpy(grid.transpose(0, 2, 1, 3).reshape(1, high * side, wide * side).copy())
-    kept: Int32Array = unpad_image(lines, size)[0].numpy()
+    kept: Int32Array = functions.unpad_image(lines, size)[0].numpy()
     ends = np.full((len(kept), 1), NEWLINE, np.int32)
     return np.concatenate([whole, np.concatenate([kept, ends], 1).reshape(-1)])
 
