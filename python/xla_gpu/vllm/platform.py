@@ -87,6 +87,10 @@ class XlaGpuPlatform(Platform):  # type: ignore[misc]
             from . import scheduler
 
             scheduler.choose(vllm_config)
+        if images.are_served(vllm_config.model_config):
+            # The engine's process would be told of an image once. Where that request is refused the engine has no image
+            # for the next one, which ends its input (vLLM 0.12, 0.13) or is an error (0.14).
+            vllm_config.model_config.multimodal_config.mm_processor_cache_gb = 0
         if images.tokens_of_block(vllm_config.model_config):
             from . import scheduler
 
