@@ -20,7 +20,7 @@ import pytest
 import torch
 import transformers
 
-from tests.vllm import heads, tiny, tiny_encoders
+from tests.vllm import heads, tiny, tiny_encoders, tiny_images
 from xla_gpu._runtime import cuda_driver
 
 START_SECONDS = 300
@@ -247,3 +247,44 @@ def test_pairs_of_an_encoder(tmp_path):
         with torch.no_grad():
             expected = model(**tokenizer(query, document, return_tensors="pt")).logits.sigmoid().item()
         assert results[index] == pytest.approx(expected, abs=2e-5)
+
+
+def test_chat_with_images(tmp_path):
+    """Images in a chat's messages, as addresses that hold them; and requests that are refused, of the same images."""
+    folder = tiny_images.save("llava", tmp_path / "model")
+    options = ("--limit-mm-per-prompt", '{"image": 2}')
+    pictures = tiny_images.pictures(6)
+
+    def message(*shown, text="What is it?"):
+        parts = [{"type": "image_url", "image_url": {"url": tiny_images.data_url(picture)}} for picture in shown]
+        return {"messages": [{"role": "user", "content": [*parts, {"type": "text", "text": text}]}]}
+
+    with running(folder, tmp_path / "log", *options) as server, ThreadPoolExecutor(6) as pool:
+
+        def chat(body, **others):
+            with server.open({**body, "max_tokens": 12, **GREEDY, **others}, path="/v1/chat/completions") as response:
+                return json.load(response)["choices"][0]["token_ids"]
+
+        refused = [
+            message(*pictures[:3]),  # more than two
+            message(pictures[0], text="too long " * 60),
+            {**message(pictures[1]), "temperature": 1e39},
+            {**message(pictures[2]), "mm_processor_kwargs": {"crop_size": {"height": 28, "width": 28}}},
+            {
+                "messages": [
+                    {
+                        "role": "user",
+                        "content": [{"type": "image_url", "image_url": {"url": "data:image/png;base64,AA"}}],
+                    }
+                ]
+            },
+        ]
+        for body in refused:
+            with pytest.raises(urllib.error.HTTPError) as failure:
+                chat(body, **({"temperature": body["temperature"]} if "temperature" in body else {}))
+            with failure.value:
+                assert 400 <= failure.value.code < 500, failure.value.read()
+        shown = [[picture] for picture in pictures] + [[pictures[0], pictures[1]], [pictures[1]]]
+        got = list(pool.map(lambda images: chat(message(*images)), shown))
+    reference = tiny_images.Reference(folder)
+    assert got == [reference.greedy(f"{tiny_images.IMAGE * len(images)}What is it?", images, 12) for images in shown]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers as t
@@ -12,6 +13,7 @@ from transformers.models.llama import modeling_llama
 
 VOCAB_SIZE = 320
 MAX_POSITIONS = 512
+FIRST_TOKEN = 3 + 256  # of those that are no bytes
 
 _COMMON = {
     "vocab_size": VOCAB_SIZE,
@@ -158,27 +160,27 @@ def save(name: str, folder: Path, sizes: Mapping[str, int] | None = None) -> str
 
 def save_tokenizer(folder: Path, *, types: bool = False) -> None:
     """Writes a tokenizer with a token for each byte; types: with BERT's form of one text and of two, told by types."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {token: index for index, token in enumerate(["<unk>", "<s>", "</s>", *alphabet])}
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    names = ["input_ids", "attention_mask"]
+    names = ["input_ids", "attention_mask", *(["token_type_ids"] if types else [])]
+    saved = tokenizer(pad_token="<unk>", model_input_names=names)
     if types:
-        names.append("token_type_ids")
-        tokenizer.post_processor = processors.TemplateProcessing(
+        saved.backend_tokenizer.post_processor = processors.TemplateProcessing(
             single="<s>:0 $A:0 </s>:0",
             pair="<s>:0 $A:0 </s>:0 $B:1 </s>:1",
             special_tokens=[("<s>", 1), ("</s>", 2)],
         )
-    t.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        unk_token="<unk>",
-        bos_token="<s>",
-        eos_token="</s>",
-        pad_token="<unk>",
-        model_input_names=names,
-    ).save_pretrained(folder)
+    saved.save_pretrained(folder)
+
+
+def tokenizer(tokens: Sequence[str] = (), **options: Any) -> t.PreTrainedTokenizerFast:
+    """A token for each byte, and behind them ``tokens``, the first of which is FIRST_TOKEN."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: index for index, token in enumerate(["<unk>", "<s>", "</s>", *alphabet, *tokens])}
+    found = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token="<unk>"))
+    found.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    found.decoder = decoders.ByteLevel()
+    return t.PreTrainedTokenizerFast(
+        tokenizer_object=found, unk_token="<unk>", bos_token="<s>", eos_token="</s>", **options
+    )
 
 
 def prompts(lengths: tuple[int, ...], seed: int = 1) -> list[list[int]]:

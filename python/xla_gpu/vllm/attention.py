@@ -9,6 +9,8 @@ import torch
 
 import xla_gpu.torch as xg
 
+from .image_attention import ImageBlocks
+
 try:
     from vllm.v1.attention.backend import AttentionBackend, AttentionImpl, AttentionType
 except ImportError:  # before vLLM 0.14
@@ -36,11 +38,15 @@ class BatchMetadata:
 
 @dataclasses.dataclass
 class StepMetadata(BatchMetadata):
-    """What the attention layers of one KV-cache group need of a step; see xla_gpu.torch.paged_attention."""
+    """What the attention layers of one KV-cache group need of a step; see xla_gpu.torch.paged_attention.
+
+    blocks: rows that attend to each other, whichever comes first; None: there are none.
+    """
 
     slot_mapping: torch.Tensor
     context_lens: torch.Tensor
     block_tables: torch.Tensor
+    blocks: ImageBlocks | None = None
 
 
 class XlaGpuAttentionBackend(AttentionBackend):  # type: ignore[misc]
@@ -160,7 +166,7 @@ class XlaGpuAttention(AttentionImpl):  # type: ignore[misc]
 
         ``rotation``: options of xla_gpu.torch.rotary_and_cache_, as ``table`` is its.
         """
-        if qkv.shape[0] <= MAX_BLOCK_ROWS:
+        if qkv.shape[0] <= MAX_BLOCK_ROWS and attn_metadata.blocks is None:
             return self.forward_block(layer, qkv, {}, positions, table, kv_cache, attn_metadata, **rotation)
         scales = self._scales(layer, qkv.device)
         slots = attn_metadata.slot_mapping
@@ -252,14 +258,20 @@ class XlaGpuAttention(AttentionImpl):  # type: ignore[misc]
     def _attend(
         self, query: torch.Tensor, kv_cache: torch.Tensor, step: StepMetadata, scales: dict[str, torch.Tensor]
     ) -> torch.Tensor:
-        attended = xg.paged_attention(
-            query,
-            kv_cache,
-            step.context_lens,
-            step.block_tables,
-            step.query_start_loc,
-            step.num_seqs,
+        where = {
+            "context_lens": step.context_lens,
+            "block_tables": step.block_tables,
+            "query_start_loc": step.query_start_loc,
+            "num_seqs": step.num_seqs,
             **self._scores(),
             **scales,
-        )
+        }
+        if step.blocks is None:
+            attended = xg.paged_attention(query, kv_cache, **where)
+        else:
+            before, lse = xg.paged_attention_with_lse(query, kv_cache, **where)
+            behind, their_lse = step.blocks.attend_behind(
+                query, kv_cache, step.slot_mapping, scale=self.scale, soft_cap=self.soft_cap, **scales
+            )
+            attended, _ = xg.merge_attention_states(before, lse, behind, their_lse)
         return attended.reshape(query.shape[0], self.num_heads * self.head_size)

@@ -21,6 +21,9 @@ _HALVED_FROM = 512
 _DECODE_HALVED_FROM = 64
 _DECODE_QUARTERED_FROM = 128
 
+# Tokens of the smallest step with images, where steps may have as many.
+_IMAGE_TOKENS = 256
+
 
 def powers_of_two(most: int) -> list[int]:
     """1, 2, 4, ... below ``most``, and ``most``."""
@@ -67,6 +70,14 @@ def of_steps(config: Any) -> list[int]:
     """The numbers of tokens of a VllmConfig's steps."""
     chosen = Options.of(config).token_buckets
     return token_buckets(config.scheduler_config.max_num_batched_tokens, most_rows(config), chosen)
+
+
+def of_images(sizes: Sequence[int]) -> list[int]:
+    """Of the numbers of tokens of a step those of steps with images, which have programs of their own.
+
+    An image has hundreds of tokens: what is left of one after a hit in the prefix cache alone has fewer.
+    """
+    return [size for size in sizes if size >= _IMAGE_TOKENS] or [sizes[-1]]
 
 
 def compile_order(sizes: Sequence[int], max_seqs: int) -> list[int]:

@@ -143,8 +143,11 @@ def _attend(
             rotation |= {f"{name}_weight": of_heads.weight.data, "norm_eps": of_heads.variance_epsilon}
             rotation |= {"weight_offset": float(gemma), "round_once": gemma}
     cache = attention.kv_cache[context.virtual_engine]
-    where = positions, getattr(rotary, _TABLE), cache, context.attn_metadata[attention.layer_name]
-    weights = layer_blocks.operands(hidden_states, qkv=module.qkv_proj, out=module.o_proj)
+    step = context.attn_metadata[attention.layer_name]
+    where = positions, getattr(rotary, _TABLE), cache, step
+    weights = None
+    if step.blocks is None:
+        weights = layer_blocks.operands(hidden_states, qkv=module.qkv_proj, out=module.o_proj)
     if weights is not None:
         if norm is not None:
             weights |= {"norm_weight": norm["norm_weight"], "residual": residual}

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from .._core.environment import pjrt_device
-from . import buckets, eagle, supported, tensor_parallel
+from . import buckets, eagle, images, supported, tensor_parallel
 
 _GIB = 1 << 30
 
@@ -63,7 +63,7 @@ class Room:
         self._held: torch.Tensor | None = None
         fills = config.cache_config.kv_cache_memory_bytes is None and pjrt_device() == "GPU"
         if fills and tensor_parallel.active() is None:
-            size = max(step_bytes(config), timing_bytes(config))
+            size = _work_bytes(config)
             limit = int(xm.get_memory_info(device)["bytes_limit"])
             if size < limit // 2:  # else the weights do not fit either, and the error is theirs
                 self._held = torch.zeros(size, dtype=torch.int8, device=device)
@@ -108,7 +108,7 @@ def for_kv_caches(config: Any, device: torch.device, held: int = 0) -> int:
         limit, used = int(info["bytes_limit"]), int(info["bytes_used"]) - held
     else:
         limit, used = tensor_parallel.pool_bytes(os.environ), devices.bytes_per_device
-    steps = max(step_bytes(config), timing_bytes(config))
+    steps = _work_bytes(config)
     available = limit - used - steps - _RESERVE
     if available <= 0:
         raise ValueError(
@@ -117,6 +117,10 @@ def for_kv_caches(config: Any, device: torch.device, held: int = 0) -> int:
             "--max-num-batched-tokens or --max-num-seqs"
         )
     return available * size  # every device has its part of each page
+
+
+def _work_bytes(config: Any) -> int:
+    return max(step_bytes(config), timing_bytes(config), image_bytes(config))
 
 
 def timing_bytes(config: Any) -> int:
@@ -152,6 +156,20 @@ def _takes_groups(config: Any, num_experts: int, widths: Sequence[int]) -> bool:
     return all(groups_take(model.dtype, num_experts, n, k, multiple) for n, k in shapes)
 
 
+def image_bytes(config: Any) -> int:
+    """An upper bound of what the encoder of images needs at once, beside its weights and the rows that it stores."""
+    model = config.model_config
+    if not images.are_served(model):
+        return 0
+    vision, item = model.hf_config.vision_config, torch.tensor([], dtype=model.dtype).element_size()
+    tiles, rows = max(images.batches(vision)), images.patches(vision)
+    pixels = 3 * vision.image_size**2 * (4 + 2 * item)
+    # Scores as they are, as float32, and what their softmax is.
+    scores = vision.num_attention_heads * min(rows, images.MOST_QUERIES) * rows * (4 + 2 * item)
+    widths = 8 * vision.hidden_size + 3 * vision.intermediate_size + 4 * model.get_hidden_size()
+    return int(tiles * (pixels + scores + rows * widths * item))
+
+
 def step_bytes(config: Any) -> int:
     """An upper bound of what the programs of a step need at once: activations, logits, the sampler's rows.
 
@@ -185,6 +203,8 @@ def step_bytes(config: Any) -> int:
     # Of a head that drafts, what it reads of the model, and its first layer's row, which is that and an embedding.
     states = 0 if not eagle.has_head(config) else 2 * (eagle.NUM_STREAMS + 1) * model.get_hidden_size()
     rows = tokens * (8 * model.get_hidden_size() + attention + 3 * width + between + states) * item + experts
+    if block := images.tokens_of_block(model):  # scores and their softmax, and keys, values and results as float32
+        rows += tokens * heads * (3 * 2 * block + 8 * model.get_head_size()) * 4
     if supported.pools(model):
         return int(rows)
     # Logits as they are and as float32, and four arrays of their size for sampling; the penalties' counts.

@@ -17,6 +17,7 @@ from . import eagle, layer_operators, tensor_parallel
 from .attention import BatchMetadata, StepMetadata
 from .block_tables import BlockTables
 from .buckets import logits_rows, most_rows
+from .image_attention import ImageBlocks
 from .kv_cache import KVCaches
 from .last_layer import LastLayer
 from .norms import NormWeights
@@ -25,6 +26,7 @@ from .sampler.sampler import store_last_tokens
 from .step_layout import StepLayout
 
 if TYPE_CHECKING:
+    from .image_encoder import ImageEncoder
     from .lora_layers import LoraLayers
 
 # Of longer steps XLA takes cuBLASLt's kernels alone for matrix products. Triton's are dozens for each product, which it
@@ -44,14 +46,16 @@ class ModelPrograms:
         tables: BlockTables,
         device: Any,
         adapters: LoraLayers | None = None,
+        images: ImageEncoder | None = None,
     ) -> None:
-        """adapters: where the model's layers have LoRA adapters."""
+        """adapters: where the model's layers have LoRA adapters. images: where prompts may have images."""
         self._config = config
         self._model = model
         self._caches = caches
         self._tables = tables
         self._device = device
         self._adapters = adapters
+        self._images = images
         # A program over several devices takes its parameters as they are.
         divided = tensor_parallel.active() is not None
         self._norms = None if divided else NormWeights(model, layer_operators.own_norms(model))
@@ -81,19 +85,20 @@ class ModelPrograms:
         unused_slot = self._tables.shape[1] - 1
         packed = torch.from_numpy(layout.empty(unused_slot, self._tables.unused_entry)[0]).to(self._device)
 
-        adapters = [] if self._adapters is None else self._adapters.tensors
+        lasting = self._lasting(layout)
+        num = len(lasting)
 
         def step(packed: torch.Tensor, last: torch.Tensor, *others: torch.Tensor) -> list[torch.Tensor]:
-            with self._norm_weights(layout.num_tokens), self._with_adapters(layout, packed, others[: len(adapters)]):
-                return self._step(layout, packed, last, others[len(adapters)])
+            with self._norm_weights(layout.num_tokens), self._with_adapters(layout, packed, others[:num]):
+                return self._step(layout, packed, last, others[num], others[0] if layout.has_images else None)
 
         program = self._programs[layout] = Program(
-            f"model, {layout.num_tokens} tokens",
+            f"model, {layout.num_tokens} tokens{' and images' if layout.has_images else ''}",
             step,
-            [packed, last_tokens, *adapters],
+            [packed, last_tokens, *lasting],
             self._state(),
             WITHOUT_TRITON if layout.num_tokens > TRITON_TOKENS else {},
-            lasting=range(2, 2 + len(adapters)),
+            lasting=range(2, 2 + num),
         )
         return program.outputs[: len(program.outputs) - (self._streams is not None)]
 
@@ -116,17 +121,28 @@ class ModelPrograms:
 
     def _run(self, layout: StepLayout, packed: torch.Tensor, last_tokens: torch.Tensor) -> Sequence[torch.Tensor]:
         """The results of ``_step``."""
-        adapters = () if self._adapters is None else self._adapters.tensors
-        outputs, (tables, *caches) = self._programs[layout]([packed, last_tokens, *adapters], self._state())
+        given = [packed, last_tokens, *self._lasting(layout)]
+        outputs, (tables, *caches) = self._programs[layout](given, self._state())
         self._tables.device_tables = tables
         self._caches.replace(self._stored, caches)
         return outputs
+
+    def _lasting(self, layout: StepLayout) -> list[torch.Tensor]:
+        """What steps read beside their own arrays: the adapters, or the rows of images."""
+        if layout.has_images and self._images is not None:
+            return [self._images.rows]
+        return [] if self._adapters is None else self._adapters.tensors
 
     def _state(self) -> list[torch.Tensor]:
         return [self._tables.device_tables, *(self._caches.tensors[index] for index in self._stored)]
 
     def _step(
-        self, layout: StepLayout, packed: torch.Tensor, last_tokens: torch.Tensor, tables: torch.Tensor
+        self,
+        layout: StepLayout,
+        packed: torch.Tensor,
+        last_tokens: torch.Tensor,
+        tables: torch.Tensor,
+        image_rows: torch.Tensor | None,
     ) -> list[torch.Tensor]:
         parts = layout.unpack(packed)
         slots, starts = parts["request_slots"], parts["query_start_loc"]
@@ -140,7 +156,7 @@ class ModelPrograms:
         streams = contextlib.nullcontext() if self._streams is None else self._streams.noted()
         rows_of_last = contextlib.nullcontext() if last_layer is None else last_layer.rows(choose, choose)
         with streams as noted, rows_of_last as found:
-            hidden = self._hidden(layout, parts, last_tokens, tables)
+            hidden = self._hidden(layout, parts, last_tokens, tables, image_rows)
         states = [hidden] if found is None else [found.attended, found.residual]
         if noted is not None:
             states.append(torch.cat(noted, -1))
@@ -159,21 +175,37 @@ class ModelPrograms:
         return [tokens, last_tokens, logits, *states]
 
     def _hidden(
-        self, layout: StepLayout, parts: dict[str, Any], last_tokens: torch.Tensor, tables: torch.Tensor
+        self,
+        layout: StepLayout,
+        parts: dict[str, Any],
+        last_tokens: torch.Tensor,
+        tables: torch.Tensor,
+        image_rows: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """The model's result for the rows of a step; the new entries of the block tables are stored before."""
+        """The model's result for the rows of a step; the new entries of the block tables are stored before.
+
+        image_rows: of all images, in a layout that has images.
+        """
         sources = parts["sources"]
         ids = torch.where(sources < 0, parts["tokens"], last_tokens.index_select(0, sources.clamp(min=0)))
         tables.index_put_((parts["update_indices"],), parts["update_pages"])
-        groups = step_metadata(parts, tables.view(self._tables.shape)) if layout.num_groups else []
+        groups = step_metadata(parts, tables.view(self._tables.shape), layout.image_tokens) if layout.num_groups else []
         batch = BatchMetadata(parts["query_start_loc"], parts["num_seqs"])
         others: dict[str, Any] = {"token_type_ids": parts["token_types"]} if layout.has_token_types else {}
         with forward(self._config, layout.num_tokens, self._caches.metadata(groups, batch)):
+            if image_rows is not None:
+                others["inputs_embeds"] = self._embedded(ids, parts["image_rows"], image_rows)
             # RoBERTa's positions are changed in place.
             hidden: torch.Tensor = self._model(
                 input_ids=ids, positions=parts["positions"].clone(), **others, **self._unused
             )
         return hidden
+
+    def _embedded(self, ids: torch.Tensor, chosen: torch.Tensor, image_rows: torch.Tensor) -> torch.Tensor:
+        """T[num_tokens, hidden_size]: of each row the embedding of its token, or the row of an image."""
+        embedded: torch.Tensor = self._model.embed_input_ids(ids)
+        of_images = image_rows.index_select(0, chosen.clamp(min=0)).to(embedded.dtype)
+        return torch.where((chosen >= 0)[:, None], of_images, embedded)
 
     def logits(self, states: Sequence[torch.Tensor]) -> torch.Tensor:
         """Logits of rows from their states, as a step returns them. For tracing."""
@@ -211,8 +243,12 @@ def attention_names(model: nn.Module) -> list[str]:
     return [module.layer_name for module in model.modules() if isinstance(module, AttentionLayerBase)]
 
 
-def step_metadata(parts: dict[str, Any], tables: torch.Tensor) -> list[StepMetadata]:
-    """What attention needs of a step, for each KV-cache group; tables: of all request slots."""
+def step_metadata(parts: dict[str, Any], tables: torch.Tensor, image_tokens: int = 0) -> list[StepMetadata]:
+    """What attention needs of a step, for each KV-cache group; tables: of all request slots.
+
+    image_tokens: the layout's.
+    """
+    blocks = ImageBlocks(parts["image_runs"], image_tokens) if image_tokens else None
     return [
         StepMetadata(
             slot_mapping=slot_mapping,
@@ -220,6 +256,7 @@ def step_metadata(parts: dict[str, Any], tables: torch.Tensor) -> list[StepMetad
             block_tables=tables[group].index_select(0, parts["request_slots"]),
             query_start_loc=parts["query_start_loc"],
             num_seqs=parts["num_seqs"],
+            blocks=blocks,
         )
         for group, slot_mapping in enumerate(parts["slot_mapping"])
     ]
@@ -273,6 +310,8 @@ class PromptPrograms:
             return list(logprobs.gather(scores, packed[self.rows :], self._max_logprobs))
 
         num_tokens = forms[0][0][0]
+        if num_tokens in self._choose:  # steps with images have states of the same form
+            return
         self._choose[num_tokens] = Program(f"prompt rows, {num_tokens} tokens", choose, [packed, *zeros()])
         if len(forms) not in self._score:
             self._score[len(forms)] = Program("prompt logprobs", score, [packed, *zeros(self.rows)])

@@ -17,11 +17,12 @@ from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT
 
 import xla_gpu.torch as xg
 
-from . import buckets, weights
+from . import buckets, images, weights
 from .ahead import QUIET_STEPS, LaunchedAhead
 from .block_tables import BlockTables
 from .draft_programs import DraftPrograms
 from .eagle_drafter import EagleDrafter, StepOfHead
+from .image_encoder import ImageEncoder
 from .kv_cache import KVCaches
 from .model_program import ModelPrograms, PromptPrograms
 from .options import Options
@@ -76,12 +77,14 @@ class ModelRunner:
         self._asynchronous = config.scheduler_config.async_scheduling
         self._most_rows = buckets.most_rows(config)
         self.token_buckets = buckets.of_steps(config)
+        self.image_buckets = buckets.of_images(self.token_buckets) if images.are_served(config.model_config) else []
         self._launched: Launched | None = None
-        self._layouts: dict[int, StepLayout] = {}
+        self._layouts: dict[tuple[int, bool], StepLayout] = {}
         # What the requests of the last batch need besides the most likely token; most steps have the same batch.
         self._flagged: tuple[Batch | None, dict[str, npt.NDArray[np.bool_]]] = None, {}
         self._sampler: Sampler | None = None
         self.adapters: Adapters | None = None
+        self.images: ImageEncoder | None = None
         # Of which batch, after which of their changes, and which of its requests have none that could be read.
         self._with_adapters: tuple[Batch | None, int, frozenset[str]] = None, 0, frozenset()
 
@@ -91,7 +94,9 @@ class ModelRunner:
     def load_model(self) -> None:
         """Loads the weights."""
         start = time.perf_counter()
-        self.model, self.head = weights.load_model(self.config, self.device)
+        self.model, self.head, tower = weights.load_model(self.config, self.device)
+        if tower is not None:
+            self.images = ImageEncoder(self.config, tower, self.device)
         if self.config.lora_config is not None:
             from .lora import Adapters
 
@@ -111,7 +116,9 @@ class ModelRunner:
         self.ahead = LaunchedAhead(self.requests, self.tables, model.max_model_len)
         self._last_tokens = torch.zeros(self._max_seqs + 1, dtype=torch.int32).to(self.device)
         layers = None if self.adapters is None else self.adapters.layers
-        self._programs = self._programs_of(self.config, self.model, self.caches, self.tables, self.device, layers)
+        self._programs = self._programs_of(
+            self.config, self.model, self.caches, self.tables, self.device, layers, self.images
+        )
 
     def _make_drafter(self) -> Drafter | None:
         if self.config.speculative_config is None:
@@ -121,17 +128,21 @@ class ModelRunner:
         programs = DraftPrograms(self.config, self.head, self.caches, self.tables, self.device)
         return EagleDrafter(programs, self.requests, self.tables, self.config.model_config.max_model_len)
 
-    def layout(self, num_tokens: int) -> StepLayout:
+    def layout(self, num_tokens: int, has_images: bool = False) -> StepLayout:
         """The layout of steps of up to ``num_tokens`` tokens, which is one of the buckets."""
-        if num_tokens not in self._layouts:
+        key = num_tokens, has_images
+        if key not in self._layouts:
             max_seqs = min(num_tokens, self._max_seqs)
             groups = len(self.caches.block_sizes)
             pages = max(1, sum(max_seqs + num_tokens // size for size in self.caches.block_sizes))
             draft_rows = 0 if self._drafter is None else min(num_tokens, self._most_rows)
             adapters = self.adapters is not None
             types = self._programs.takes_token_types
-            self._layouts[num_tokens] = StepLayout(num_tokens, max_seqs, groups, pages, draft_rows, adapters, types)
-        return self._layouts[num_tokens]
+            block = images.tokens_of_block(self.config.model_config) if has_images else 0
+            self._layouts[key] = StepLayout(
+                num_tokens, max_seqs, groups, pages, draft_rows, adapters, types, has_images, block
+            )
+        return self._layouts[key]
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
     def warm_up(self) -> None:
@@ -141,14 +152,21 @@ class ModelRunner:
             self.tables.compile()
             if self.adapters is not None:
                 self.adapters.layers.compile()
+            if self.images is not None:
+                self.images.compile()
             for num_tokens in buckets.compile_order(self.token_buckets, self._most_rows):
                 began = time.perf_counter()
                 self._compile(self.layout(num_tokens))
+                if num_tokens in self.image_buckets:
+                    self._compile(self.layout(num_tokens, has_images=True))
                 logger.info("Steps of %d tokens: captured in %.1f s", num_tokens, time.perf_counter() - began)
         if self.adapters is not None:
             self.adapters.layers.start()
-        for num_tokens in reversed(self.token_buckets):
-            layout = self.layout(num_tokens)
+        if self.images is not None:
+            self.images.start()
+        sizes = [(size, has) for has, of in ((True, self.image_buckets), (False, self.token_buckets)) for size in of]
+        for num_tokens, has_images in reversed(sizes):
+            layout = self.layout(num_tokens, has_images)
             self._wait_for(layout, layout.empty(self._max_seqs, self.tables.unused_entry)[0])
         self.compiled = compilations()
         logger.info(
@@ -204,29 +222,37 @@ class ModelRunner:
         for request in self.requests.update(scheduled):
             known = self.requests.known[request.slot]
             self._sampler.admit(request, self.requests.token_ids[request.slot, :known])
+        if self.images is not None:
+            self.images.update(scheduled, self.requests)
         if not scheduled.total_num_scheduled_tokens:
             return EMPTY_MODEL_RUNNER_OUTPUT
         batch = self.requests.batch(scheduled)
-        failed = frozenset() if self.adapters is None else self._give_adapters(self.adapters, batch)
         total = scheduled.total_num_scheduled_tokens
-        layout = self.layout(buckets.next_bucket(self.token_buckets, total))
-        previous = self._last_tokens
         drafts, drafted = None, scheduled.scheduled_spec_decode_tokens
+        decodes = total == len(batch.slots) and not drafted  # one token of each request
+        counts = batch.ones if decodes else self._counts(scheduled)
+        of_images = None if self.images is None else self.images.of_step(batch, counts, self.requests)
+        failed = frozenset() if self.adapters is None else self._give_adapters(self.adapters, batch)
+        sizes = self.token_buckets if of_images is None else self.image_buckets
+        layout = self.layout(buckets.next_bucket(sizes, total), of_images is not None)
+        previous = self._last_tokens
         if self._drafter is not None:
             drafts = self._drafter.begin(batch, drafted)
-        if total == len(batch.slots) and not drafted:  # one token of each request
+        if decodes and of_images is None:
             if (ahead := self.ahead.take(batch)) is not None:
                 self._launched = dataclasses.replace(ahead, drafts=drafts, failed=failed)
                 return None
-            counts = batch.ones
             packed = self._packer.decode(layout, batch)
         else:
             self.ahead.drop()
-            counts = np.fromiter(scheduled.num_scheduled_tokens.values(), np.int32, len(batch.slots))
-            packed = self._packer.pack(layout, batch, counts, None if drafts is None else drafts.step_rows(counts))
+            draft_rows = None if drafts is None else drafts.step_rows(counts)
+            packed = self._packer.pack(layout, batch, counts, draft_rows, of_images)
         launched = self._launch(layout, packed)
         self._launched = Launched(batch, counts, previous, *launched, drafts, failed)
         return None
+
+    def _counts(self, scheduled: Any) -> npt.NDArray[np.int32]:
+        return np.fromiter(scheduled.num_scheduled_tokens.values(), np.int32, len(scheduled.num_scheduled_tokens))
 
     def sample_tokens(self, grammar_output: Any) -> Any:
         """Chooses the tokens of the step launched last; grammar_output: a GrammarOutput of vLLM, or None."""

@@ -12,7 +12,7 @@ from vllm.logger import init_logger
 from vllm.platforms.interface import Platform, PlatformEnum
 
 from .._core.environment import pjrt_device
-from . import request_checks, supported
+from . import images, request_checks, supported
 from .options import Options
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM shows what is below its own name
@@ -91,6 +91,14 @@ class XlaGpuPlatform(Platform):  # type: ignore[misc]
             from . import scheduler
 
             scheduler.choose(vllm_config)
+        if images.are_served(vllm_config.model_config):
+            # The engine's process would be told of an image once. Where that request is refused the engine has no image
+            # for the next one, which ends its input (vLLM 0.12, 0.13) or is an error (0.14).
+            vllm_config.model_config.multimodal_config.mm_processor_cache_gb = 0
+        if images.tokens_of_block(vllm_config.model_config):
+            from . import scheduler
+
+            scheduler.read_images_whole(vllm_config)
         choose_start_method(os.environ)
         logger.info_once("xla_gpu.vllm: serving through torch_xla, PJRT_DEVICE=%s", pjrt_device())
 
@@ -105,6 +113,7 @@ class XlaGpuPlatform(Platform):  # type: ignore[misc]
         else:  # of a pooling model
             request_checks.check_prompt(prompt_token_ids, cls._vocab_size)
             request_checks.check_token_types(params, prompt_token_ids, cls._token_types)
+        request_checks.check_images(prompt, processed_inputs)
 
     @classmethod
     def import_kernels(cls) -> None:

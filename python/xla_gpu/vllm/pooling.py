@@ -48,10 +48,15 @@ class PoolingPrograms(ModelPrograms):
         return first, last, every
 
     def _step(
-        self, layout: StepLayout, packed: torch.Tensor, last_tokens: torch.Tensor, tables: torch.Tensor
+        self,
+        layout: StepLayout,
+        packed: torch.Tensor,
+        last_tokens: torch.Tensor,
+        tables: torch.Tensor,
+        image_rows: torch.Tensor | None,
     ) -> list[torch.Tensor]:
         parts = layout.unpack(packed)
-        hidden = self._hidden(layout, parts, last_tokens, tables)
+        hidden = self._hidden(layout, parts, last_tokens, tables, image_rows)
         starts = parts["query_start_loc"]
         ends = (starts[1:] - 1).clamp(min=0)
         return [

@@ -71,6 +71,19 @@ def check_token_types(params: Any, token_ids: list[int], takes_types: bool | Non
         )
 
 
+def check_images(prompt: Any, processed_inputs: Any) -> None:
+    """Raises ValueError for a request whose images are made otherwise than the model's processor says.
+
+    They could have another size than the encoder was compiled for.
+
+    Args:
+      prompt: as vLLM was given it.
+      processed_inputs: what vLLM made of it.
+    """
+    if processed_inputs.get("type") == "multimodal" and isinstance(prompt, dict) and prompt.get("mm_processor_kwargs"):
+        raise ValueError(f"mm_processor_kwargs: expected none, got {prompt['mm_processor_kwargs']}")
+
+
 def _expect_tokens(name: str, token_ids: list[int], vocab_size: int | None) -> None:
     known = _MOST_TOKENS if vocab_size is None else vocab_size
     for token in (min(token_ids), max(token_ids)) if token_ids else ():

@@ -16,7 +16,9 @@ import torch
 from vllm.pooling_params import PoolingParams
 from vllm.sampling_params import SamplingParams
 
+from . import images
 from .block_tables import BlockTables
+from .images import Image
 from .sampler.request import SamplingState
 
 NO_SLOT = -1
@@ -38,6 +40,7 @@ class Request:
       prompt_logprobs: of the prompt's chunks that were read, until the last one.
       prompt_is_scored: the last of them were launched.
       adapter: its LoRARequest, or None.
+      images: of the prompt, in its order.
     """
 
     req_id: str
@@ -50,6 +53,7 @@ class Request:
     prompt_logprobs: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
     prompt_is_scored: bool = False
     adapter: Any = None
+    images: tuple[Image, ...] = ()
 
     @property
     def is_pooled(self) -> bool:
@@ -84,6 +88,7 @@ class RequestTable:
         the device.
       adapters: int32[max_seqs + 1], by slot too: the slot of the request's LoRA adapter in this step; -1: none.
       second_text: by slot: where the second one of a pair of texts begins, if a prompt is one; else behind every token.
+      image_ends: int32[max_seqs + 1], by slot too: the position behind the last row of an image; 0: none.
     """
 
     def __init__(self, max_seqs: int, max_model_len: int, tables: BlockTables, seed: int) -> None:
@@ -92,6 +97,7 @@ class RequestTable:
         self.num_prompt, self.num_tokens, self.num_computed, self.known = np.zeros((4, max_seqs + 1), np.int32)
         self.adapters = np.full(max_seqs + 1, -1, np.int32)
         self.second_text = np.full(max_seqs + 1, max_model_len, np.int32)
+        self.image_ends = np.zeros(max_seqs + 1, np.int32)
         self._requests: dict[str, Request] = {}
         self._free = list(range(max_seqs - 1, -1, -1))
         # For requests without a seed.
@@ -168,6 +174,7 @@ class RequestTable:
             num_prompt=len(new.prompt_token_ids),
             prompt_token_ids=np.asarray(new.prompt_token_ids, np.int32),
             adapter=new.lora_request,
+            images=images.of_request(new.mm_features),
         )
         self._requests[new.req_id] = request
         self._admit(request, new.prompt_token_ids, new.block_ids)
@@ -181,6 +188,7 @@ class RequestTable:
         # vLLM's name, of a pair that its tokenizer gave types.
         begin = (request.params.extra_kwargs or {}).get("compressed_token_type_ids") if request.is_pooled else None
         self.second_text[slot] = self.token_ids.shape[1] if begin is None else begin
+        self.image_ends[slot] = request.images[-1].end if request.images else 0
         self.num_tokens[slot] = self.known[slot] = len(token_ids)
         request.outputs = list(token_ids[request.num_prompt :])
         self.token_ids[slot, : len(token_ids)] = token_ids

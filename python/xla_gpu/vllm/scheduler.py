@@ -1,4 +1,7 @@
-"""vLLM's schedulers, but for requests that a step cannot take: these end with an error, and the engine goes on."""
+"""vLLM's schedulers, with what this back end needs of them.
+
+Requests that a step cannot take end with an error, and the engine goes on. Images that are to be read whole are.
+"""
 
 from __future__ import annotations
 
@@ -53,6 +56,44 @@ class EndsFailed(_EndsFailed, Scheduler):  # type: ignore[misc]
 
 class AsyncEndsFailed(_EndsFailed, AsyncScheduler):  # type: ignore[misc]
     """Where it does not."""
+
+
+class _ReadsImagesWhole:
+    def _try_schedule_encoder_inputs(self, request: Any, computed: int, count: int, *others: Any, **named: Any) -> Any:
+        """Which images a step is to encode, and how many tokens it reads of a request; vLLM's own arguments.
+
+        A step never ends in an image: vLLM sees to that (--disable-chunked-mm-input) where it begins before the image
+        alone.
+        """
+        found = super()._try_schedule_encoder_inputs(  # type: ignore[misc]
+            request, computed, count, *others, **named
+        )
+        end = computed + found[1]
+        for feature in request.mm_features:
+            place = feature.mm_position
+            if place.offset < end < place.offset + place.length:
+                before = max(place.offset - computed, 0)
+                return super()._try_schedule_encoder_inputs(  # type: ignore[misc]
+                    request, computed, before, *others, **named
+                )
+        return found
+
+
+class ReadsImagesWhole(_ReadsImagesWhole, Scheduler):  # type: ignore[misc]
+    """Where vLLM waits for each step."""
+
+
+class AsyncReadsImagesWhole(_ReadsImagesWhole, AsyncScheduler):  # type: ignore[misc]
+    """Where it does not."""
+
+
+def read_images_whole(config: Any) -> None:
+    """Has an engine use these."""
+    scheduler = config.scheduler_config
+    scheduler.disable_chunked_mm_input = True  # then vLLM wants steps that are large enough
+    scheduler.scheduler_cls = (
+        f"{__name__}.{'AsyncReadsImagesWhole' if scheduler.async_scheduling else 'ReadsImagesWhole'}"
+    )
 
 
 def choose(config: Any) -> None:

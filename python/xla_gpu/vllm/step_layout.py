@@ -29,6 +29,8 @@ class StepLayout:
       max_draft_rows: rows of which logits are computed; 0: of each sequence the last one.
       has_adapters: rows may have LoRA adapters.
       has_token_types: the model is told which rows are of a pair's second text.
+      has_images: rows may be images'.
+      image_tokens: rows, at most, of which each attends to all others, as parts of one image; 0: to those before alone.
     """
 
     num_tokens: int
@@ -38,6 +40,8 @@ class StepLayout:
     max_draft_rows: int = 0
     has_adapters: bool = False
     has_token_types: bool = False
+    has_images: bool = False
+    image_tokens: int = 0
 
     @property
     def logits_rows(self) -> int:
@@ -67,6 +71,10 @@ class StepLayout:
             **({"adapters": self.num_tokens} if self.has_adapters else {}),
             # Of each row, 1 in a pair's second text, else 0.
             **({"token_types": self.num_tokens} if self.has_token_types else {}),
+            # Of each row, its row among the images'; -1: it is a token.
+            **({"image_rows": self.num_tokens} if self.has_images else {}),
+            # Equal for the rows of which each attends to all others; -1: a row of text.
+            **({"image_runs": self.num_tokens} if self.image_tokens else {}),
         }
 
     @functools.cached_property
@@ -113,4 +121,8 @@ def _padding(layout: StepLayout, unused_slot: int, unused_entry: int) -> Int32Ar
     parts["update_indices"][:] = unused_entry
     if layout.has_adapters:
         parts["adapters"][:] = -1
+    if layout.has_images:
+        parts["image_rows"][:] = -1
+    if layout.image_tokens:
+        parts["image_runs"][:] = -1
     return packed

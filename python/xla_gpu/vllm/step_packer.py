@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from .block_tables import BlockTables
+from .images import StepImages
 from .requests import Batch, RequestTable
 from .step_layout import Int32Array, StepLayout
 
@@ -21,11 +22,17 @@ class StepPacker:
         self._template: tuple[StepLayout | None, Batch | None, Int32Array] = None, None, np.empty(0, np.int32)
 
     def pack(
-        self, layout: StepLayout, batch: Batch, counts: Int32Array, draft_rows: Int32Array | None = None
+        self,
+        layout: StepLayout,
+        batch: Batch,
+        counts: Int32Array,
+        draft_rows: Int32Array | None = None,
+        images: StepImages | None = None,
     ) -> Int32Array:
         """The array of a step with ``counts[i]`` tokens of the i-th request.
 
-        draft_rows: of a layout that has them, the rows of which logits are computed.
+        draft_rows: of a layout that has them, the rows of which logits are computed. images: of a layout that has
+        images.
         """
         packed, parts = layout.empty(self._unused_slot, self._tables.unused_entry)
         requests, slots = self._requests, batch.slots
@@ -51,6 +58,10 @@ class StepPacker:
             parts["adapters"][:total] = requests.adapters[row_slots]
         if layout.has_token_types:
             parts["token_types"][:total] = positions >= requests.second_text[row_slots]
+        if images is not None:
+            parts["image_rows"][:total] = images.rows
+            if layout.image_tokens:
+                parts["image_runs"][:total] = images.runs
         self._store_updates(layout, parts)
         return packed
 

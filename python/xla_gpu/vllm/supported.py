@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from . import buckets, eagle, ngram
+from . import buckets, eagle, images, ngram
 from .options import Options
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -49,7 +49,7 @@ def refusals(config: Any) -> list[str]:
     if scheduler.enable_chunked_prefill is False and not pools(model):  # vLLM's default for some poolers
         found += _unexpected("--enable-chunked-prefill", True, False)
     if model is not None:
-        found += _model_refusals(model)
+        found += _model_refusals(config)
         if pools(model):
             found += _pooling_refusals(config)
     try:
@@ -177,8 +177,9 @@ def _tensor_parallel_refusals(config: Any) -> list[str]:
     return found
 
 
-def _model_refusals(model: Any) -> list[str]:
+def _model_refusals(config: Any) -> list[str]:
     found: list[str] = []
+    model = config.model_config
     own = model.architecture in (model.architectures or ())
     if model.is_multimodal_model and model.architecture in TEXT_OF and not own:
         return found  # of the text in a model with images, whose own configuration was checked before
@@ -201,7 +202,7 @@ def _model_refusals(model: Any) -> list[str]:
     if model.dtype not in DTYPES:
         found.append(f"--dtype: expected float32, float16 or bfloat16, got {model.dtype}")
     if model.is_multimodal_model:
-        found += _multimodal_refusals(model)
+        found += _multimodal_refusals(config)
     traits = {
         "--enable-prompt-embeds": model.enable_prompt_embeds,
         "--enable-sleep-mode": model.enable_sleep_mode,
@@ -222,14 +223,10 @@ def _model_refusals(model: Any) -> list[str]:
     return found
 
 
-def _multimodal_refusals(model: Any) -> list[str]:
-    from vllm.multimodal import MULTIMODAL_REGISTRY
-
-    if (name := model.architecture) not in TEXT_OF:
+def _multimodal_refusals(config: Any) -> list[str]:
+    if (name := config.model_config.architecture) not in TEXT_OF:
         return [f"a model with images or sound ({name}): expected text alone"]
-    if MULTIMODAL_REGISTRY.supports_multimodal_inputs(model):
-        return [f"--limit-mm-per-prompt: expected '{{\"image\": 0}}' with {name}, of which the text alone is served"]
-    return []
+    return images.refusals(config) if images.are_served(config.model_config) else []
 
 
 def check(config: Any) -> None:

@@ -12,7 +12,7 @@ from vllm.model_executor.model_loader import get_model_loader
 from vllm.model_executor.model_loader.utils import initialize_model, process_weights_after_loading
 from vllm.utils.torch_utils import set_default_torch_dtype
 
-from . import divided_layers, eagle, encoders, layer_operators, tensor_parallel
+from . import divided_layers, eagle, encoders, images, layer_operators, tensor_parallel
 
 # vLLM's range of random weights (load format "dummy").
 _DUMMY_RANGE = 1e-3
@@ -21,14 +21,16 @@ _DUMMY_RANGE = 1e-3
 _LEARNED_POSITIONS = ("wpe", "embed_positions", "position_embeddings")
 
 
-def load_model(config: VllmConfig, device: torch.device) -> tuple[nn.Module, nn.Module | None]:
-    """The model of ``config`` with its weights on ``device``, and the head that drafts tokens, if there is one.
+def load_model(config: VllmConfig, device: torch.device) -> tuple[nn.Module, nn.Module | None, nn.Module | None]:
+    """The model of ``config`` with its weights on ``device``, the head that drafts tokens, and the encoder of images.
+
+    The last two are None where there is none, or no request may have images.
 
     Raises:
       ValueError: the model has fewer positions than --max-model-len.
     """
     random = config.load_config.load_format == "dummy"
-    model = _of_text(_on_host(config, config.model_config), config)
+    model, tower = _parts(_on_host(config, config.model_config), config)
     length = config.model_config.max_model_len
     check_positions(model, length)
     take_operators(model, length)
@@ -44,7 +46,9 @@ def load_model(config: VllmConfig, device: torch.device) -> tuple[nn.Module, nn.
     # Together: what they share is moved once.
     both = model if head is None else nn.ModuleList([model, head])
     move(both, device, random, config.parallel_config.enable_expert_parallel)
-    return model.eval(), head
+    if tower is not None:
+        move(tower.eval(), device, random)
+    return model.eval(), head, tower
 
 
 def _on_host(config: VllmConfig, model_config: Any) -> nn.Module:
@@ -62,10 +66,20 @@ def _on_host(config: VllmConfig, model_config: Any) -> nn.Module:
     return model
 
 
-def _of_text(model: Any, config: VllmConfig) -> nn.Module:
-    """Of a model that takes images too the one of text: no request has others, and theirs takes no memory."""
-    of_text: nn.Module = model.get_language_model() if config.model_config.is_multimodal_model else model
-    return of_text
+def _parts(model: Any, config: VllmConfig) -> tuple[nn.Module, nn.Module | None]:
+    """Of a model that takes images too the model of text, and the rest of it.
+
+    Where no request has images the rest is left out, and takes no memory.
+    """
+    if not config.model_config.is_multimodal_model:
+        return model, None
+    of_text: nn.Module = model.get_language_model()
+    if not images.are_served(config.model_config):
+        return of_text, None
+    for name, module in model._modules.items():
+        if module is of_text:
+            model._modules[name] = None
+    return of_text, model
 
 
 def check_positions(model: nn.Module, max_model_len: int) -> None:

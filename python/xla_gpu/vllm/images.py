@@ -1,0 +1,221 @@
+"""Images of prompts: which models take them, and which rows of the encoder's results stand where in a prompt.
+
+An image is one or several tiles of one size. The encoder makes a fixed number of rows of each tile, and the image's
+rows are some of these, in an order that follows from the image's size; see image_encoder.py.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from .step_layout import Int32Array
+
+# Models whose encoder takes tiles of one size, and its configurations.
+MODELS = (
+    "LlavaForConditionalGeneration",
+    "LlavaNextForConditionalGeneration",
+    "Gemma3ForConditionalGeneration",
+    "AyaVisionForConditionalGeneration",
+)
+_TOWERS = ("clip_vision_model", "siglip_vision_model")
+
+# Of these the one whose tiles lie in a grid.
+_GRIDS = "LlavaNextForConditionalGeneration"
+
+# Tiles that a program of the encoder takes: as many as there are, and the rest one by one. No batch has more patches
+# than this: one tile alone fills a GPU then.
+_BATCHES = (4, 1)
+_MOST_PATCHES = 4096
+
+# Rows of an encoder's attention that are computed at a time: its scores take memory.
+MOST_QUERIES = 1024
+
+# A row that is no row of a tile: the model's vector behind each line of tiles.
+NEWLINE = -1
+
+
+@dataclasses.dataclass(frozen=True)
+class Image:
+    """An image of a request's prompt.
+
+    Attributes:
+      identifier: equal for equal images.
+      positions: int32[n], increasing: the tokens of the prompt whose embeddings are the image's rows.
+      data: vLLM's MultiModalKwargsItem.
+    """
+
+    identifier: str
+    positions: Int32Array
+    data: Any
+
+    @property
+    def end(self) -> int:
+        """The position behind its last row."""
+        return int(self.positions[-1]) + 1
+
+
+@dataclasses.dataclass(frozen=True)
+class StepImages:
+    """The rows of a step that are images'.
+
+    Attributes:
+      rows: int32[num_tokens], of each its row among those of all images; -1: it is a token.
+      runs: int32[num_tokens], equal for rows that stand one behind the other in one image; -1: it is a token.
+    """
+
+    rows: Int32Array
+    runs: Int32Array
+
+
+def of_request(features: Sequence[Any]) -> tuple[Image, ...]:
+    """The images of a request, in the prompt's order, from vLLM's MultiModalFeatureSpecs."""
+    images = []
+    for feature in features:
+        place = feature.mm_position
+        rows = np.arange(place.length) if place.is_embed is None else np.flatnonzero(place.is_embed.numpy())
+        images.append(Image(feature.identifier, (place.offset + rows).astype(np.int32), feature.data))
+    return tuple(images)
+
+
+def are_served(model: Any) -> bool:
+    """Whether requests of vLLM's ModelConfig, or None, may have images."""
+    from vllm.multimodal import MULTIMODAL_REGISTRY
+
+    # The configuration of the text in such a model says that it is one, too.
+    if model is None or not model.is_multimodal_model or model.architecture not in (model.architectures or ()):
+        return False
+    return bool(MULTIMODAL_REGISTRY.supports_multimodal_inputs(model))
+
+
+def tokens_of_block(model: Any) -> int:
+    """Of vLLM's ModelConfig or None: tokens of an image of which each attends to all others; 0: to those before it."""
+    if not are_served(model) or model.architecture != "Gemma3ForConditionalGeneration":
+        return 0
+    return int(model.hf_config.mm_tokens_per_image)
+
+
+def tile_form(model: Any) -> tuple[int, int, int]:
+    """Channels, height and width of a tile of vLLM's ModelConfig."""
+    vision = model.hf_config.vision_config
+    return (int(getattr(vision, "num_channels", 3)), int(vision.image_size), int(vision.image_size))
+
+
+def patches(vision: Any) -> int:
+    """Rows that the encoder computes of a tile; vision: its configuration."""
+    return int((vision.image_size // vision.patch_size) ** 2 + 1)
+
+
+def batches(vision: Any) -> list[int]:
+    """Numbers of tiles that the encoder's programs are compiled for, the largest first."""
+    return [size for size in _BATCHES if size == 1 or size * patches(vision) <= _MOST_PATCHES]
+
+
+def check_rows(model: Any, num_rows: int) -> None:
+    """Raises ValueError where the encoder of vLLM's ModelConfig makes ``num_rows`` rows of a tile, and others fit."""
+    vision = model.hf_config.vision_config
+    expected = (vision.image_size // vision.patch_size) ** 2
+    wrong = ""
+    if num_rows == 1:
+        wrong = "expected an encoder that does not pool an image (vision_use_head)"
+    elif model.architecture == _GRIDS and num_rows != expected:
+        wrong = f"expected a row for each of a tile's {expected} patches, got {num_rows} rows"
+    if wrong:
+        raise ValueError(
+            f"xla_gpu.vllm: {model.architecture}: {wrong}; start with --limit-mm-per-prompt '{{\"image\": 0}}'"
+        )
+
+
+def tiles(data: Any, form: tuple[int, int, int]) -> np.ndarray[Any, Any]:
+    """float32[n, *form], the tiles of an image."""
+    pixels: np.ndarray[Any, Any] = data["pixel_values"].data.float().numpy().reshape(-1, *form)
+    return pixels
+
+
+def row_order(model: Any, data: Any, num_rows: int, num_tiles: int) -> Int32Array:
+    """int32[n]: which row each of an image's rows is, of the rows of all its tiles one behind the other; or NEWLINE.
+
+    Args:
+      model: vLLM's ModelConfig.
+      data: vLLM's MultiModalKwargsItem of the image.
+      num_rows: of a tile.
+      num_tiles: of the image.
+    """
+    if model.architecture == _GRIDS:
+        height, width = (int(size) for size in data["image_sizes"].data.tolist())
+        return _rows_of_grid(model.hf_config, (height, width), num_rows, num_tiles)
+    return np.arange(num_rows * num_tiles, dtype=np.int32)
+
+
+def _rows_of_grid(hf_config: Any, size: tuple[int, int], num_rows: int, num_tiles: int) -> Int32Array:
+    """Of LLaVA-NeXT: the whole image, and behind it lines through a grid of tiles, less what pads them, and NEWLINEs.
+
+    size: height and width of the image.
+    """
+    from transformers.models.llava_next import modeling_llava_next
+
+    functions: Any = modeling_llava_next
+    vision = hf_config.vision_config
+    side = vision.image_size // vision.patch_size
+    whole = np.arange(num_rows, dtype=np.int32)
+    if num_tiles == 1:
+        return np.append(whole, np.int32(NEWLINE))
+    # Of images that are prepared together those with fewer tiles than others have padding behind them.
+    high, wide = functions.get_anyres_image_grid_shape(size, hf_config.image_grid_pinpoints, vision.image_size)
+    grid = np.arange(num_rows, num_rows * (1 + high * wide), dtype=np.int32).reshape(high, wide, side, side)
+    lines = torch.from_numpy(grid.transpose(0, 2, 1, 3).reshape(1, high * side, wide * side).copy())
+    kept: Int32Array = functions.unpad_image(lines, size)[0].numpy()
+    ends = np.full((len(kept), 1), NEWLINE, np.int32)
+    return np.concatenate([whole, np.concatenate([kept, ends], 1).reshape(-1)])
+
+
+def refusals(config: Any) -> list[str]:
+    """What of a VllmConfig whose requests may have images is not supported."""
+    model = config.model_config
+    vision = model.hf_config.vision_config
+    if model.architecture not in MODELS or vision.model_type not in _TOWERS:
+        return [
+            f"--limit-mm-per-prompt: expected '{{\"image\": 0}}' with {model.architecture} and an encoder of "
+            f"{vision.model_type}, of which the text alone is served"
+        ]
+    found = []
+    text_only = "expected --limit-mm-per-prompt '{\"image\": 0}'"
+    if model.multimodal_config.enable_mm_embeds:
+        found.append("--enable-mm-embeds: not supported")
+    if model.multimodal_config.mm_processor_kwargs:
+        found.append("--mm-processor-kwargs: not supported")
+    if model.runner_type == "pooling":
+        found.append(f"--runner pooling: {text_only} with {model.architecture}")
+    if (size := config.parallel_config.tensor_parallel_size) > 1:
+        found.append(f"--tensor-parallel-size {size}: {text_only} with {model.architecture}")
+    if block := tokens_of_block(model):
+        found += _block_refusals(config, block)
+    if (token := _image_token(model.hf_config)) >= model.get_vocab_size():
+        found.append(
+            f"the image token of {model.architecture}: expected a token below {model.get_vocab_size()}, the model's "
+            f"vocabulary, got {token}"
+        )
+    return found
+
+
+def _block_refusals(config: Any, block: int) -> list[str]:
+    """Of a model whose images are read whole, in blocks of ``block`` tokens."""
+    scheduler, found = config.scheduler_config, []
+    name = config.model_config.architecture
+    if (most := scheduler.long_prefill_token_threshold) > 0:
+        found.append(f"--long-prefill-token-threshold: expected 0 with images of {name}, got {most}")
+    if not str(scheduler.scheduler_cls or __package__).startswith(str(__package__)):
+        found.append(f"--scheduler-cls: expected none with images of {name}, got {scheduler.scheduler_cls}")
+    window = getattr(config.model_config.hf_text_config, "sliding_window", None)
+    if window is not None and window < block:
+        found.append(f"{name}: sliding_window: expected at least the {block} tokens of an image, got {window}")
+    return found
+
+
+def _image_token(hf_config: Any) -> int:
+    names = ("image_token_index", "image_token_id")
+    return next(int(token) for name in names if (token := getattr(hf_config, name, None)) is not None)

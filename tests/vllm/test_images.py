@@ -1,0 +1,261 @@
+"""Prompts with images: greedy tokens equal to transformers' in float32, and what vLLM's scheduler does with images."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+
+from tests.vllm import engines, tiny_images
+from tests.vllm.tiny_images import IMAGE
+from xla_gpu.vllm import images
+
+NEW = 12
+NAMES = sorted(tiny_images.CONFIGS) if os.environ.get("XLA_GPU_TEST_ALL_MODELS") else ("llava",)
+# Of these models' images.
+TOKENS = (tiny_images.SIZE // tiny_images.PATCH) ** 2
+
+
+def make(folder: str, **options: Any) -> Any:
+    return engines.make(folder, **{"limit_mm_per_prompt": {"image": 5}, "max_model_len": 512, **options})
+
+
+def ask(llm: Any, prompts: list[tuple[str, list[Any]]], params: Any = None) -> list[list[int]]:
+    """Tokens of prompts that are read together."""
+    given = [{"prompt": text, "multi_modal_data": {"image": images}} if images else text for text, images in prompts]
+    outputs = llm.generate(given, params or engines.greedy(NEW), use_tqdm=False)
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> str:
+    return tiny_images.save("llava", tmp_path_factory.mktemp("llava"))
+
+
+@pytest.fixture(scope="module")
+def reference(folder) -> tiny_images.Reference:
+    return tiny_images.Reference(folder)
+
+
+@pytest.fixture(scope="module")
+def llm(folder) -> Any:
+    return make(folder)
+
+
+@pytest.fixture
+def encoded(llm, monkeypatch) -> list[int]:
+    """Tiles of each launch of the encoder."""
+    return count_tiles(llm, monkeypatch)
+
+
+def count_tiles(llm: Any, monkeypatch) -> list[int]:
+    found: list[int] = []
+    encoder = engines.runner_of(llm).images
+    launch = encoder._launch
+    monkeypatch.setattr(encoder, "_launch", lambda pixels, places: (found.append(len(pixels)), launch(pixels, places)))
+    return found
+
+
+def check(llm: Any, reference: Any, prompts: list[tuple[str, list[Any]]]) -> None:
+    """Tokens are transformers', one prompt at a time and together, and nothing is compiled."""
+    expected = [reference.greedy(text, images, NEW) for text, images in prompts]
+    assert [ask(llm, [prompt])[0] for prompt in prompts] == expected
+    llm.reset_prefix_cache()
+    assert ask(llm, prompts) == expected
+    assert engines.compiled_since_start(llm) == 0
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_tokens_equal_transformers(name, tmp_path):
+    """One image, none, several, at the beginning and at the end, read in steps of up to 64 tokens."""
+    folder = tiny_images.save(name, tmp_path)
+    one, two, three, *five = tiny_images.pictures(8, seed=1)
+    prompts = [
+        (f"Describe {IMAGE} in one word.", [one]),
+        ("No image here, only text that goes on.", []),
+        (f"{IMAGE}", [two]),
+        (f"{IMAGE}{IMAGE} and {IMAGE}: which one is brighter?", [three, one, two]),
+        (f"{'a long beginning ' * 4}{IMAGE}", [three]),
+        (" ".join([IMAGE] * 5), five),
+    ]
+    llm = make(folder)
+    check(llm, tiny_images.Reference(folder), prompts)
+    others = ask(llm, [(prompts[0][0], [image]) for image in (one, two, three)])
+    assert len({tuple(tokens) for tokens in others}) == 3  # the image is what they follow from
+
+
+def test_an_image_may_be_split_over_steps(llm, reference, monkeypatch):
+    """Where a step ends in an image the next one goes on in it, at each of its rows."""
+    encoder, parts = engines.runner_of(llm).images, []
+    of_step = encoder.of_step
+
+    def noted(*arguments):
+        found = of_step(*arguments)
+        if found is not None:
+            parts.append(int((found.rows >= 0).sum()))
+        return found
+
+    monkeypatch.setattr(encoder, "of_step", noted)
+    (image,) = tiny_images.pictures(1, seed=2)
+    for before in range(64 - TOKENS, 65):
+        llm.reset_prefix_cache()
+        parts.clear()
+        text = f"{'x' * before}{IMAGE}{before}"
+        assert ask(llm, [(text, [image])])[0] == reference.greedy(text, [image], NEW)
+        in_first = 64 - before
+        assert parts == [part for part in (in_first, TOKENS - in_first) if part]
+    assert engines.compiled_since_start(llm) == 0
+
+
+def test_images_whose_tokens_see_each_other_are_read_whole(tmp_path, monkeypatch):
+    """Gemma 3's: each image in one step, or what the prefix cache has not of it, whatever else is in the steps."""
+    monkeypatch.setattr(images, "MOST_QUERIES", 24)  # of 64, so that the encoder's attention is in parts
+    folder = tiny_images.save("gemma3", tmp_path)
+    reference, llm = tiny_images.Reference(folder), make(folder)
+    encoder, ends = engines.runner_of(llm).images, []
+    of_step = encoder.of_step
+
+    def noted(batch, counts, requests):
+        for slot, count, request in zip(batch.slots, counts.tolist(), batch.requests, strict=True):
+            begin = int(requests.num_computed[slot])
+            for image in request.images:
+                read = (image.positions >= begin) & (image.positions < begin + count)
+                if read.any():
+                    ends.append((int(read.sum()), bool(read[-1])))
+        return of_step(batch, counts, requests)
+
+    monkeypatch.setattr(encoder, "of_step", noted)
+    one, two = tiny_images.pictures(2, seed=8)
+    prompts = [(f"{'x' * before}{IMAGE}{before}", [one]) for before in range(30, 62, 3)]
+    expected = [reference.greedy(*prompt, NEW) for prompt in prompts]
+    assert ask(llm, prompts) == expected
+    assert all(last for _, last in ends) and {count for count, _ in ends} == {16}
+    # Pages of 16 tokens: of a prompt with the same beginning a part of the image's tokens is in the cache.
+    ends.clear()
+    again = [(f"{text} again", images) for text, images in prompts]
+    assert ask(llm, again) == [reference.greedy(*prompt, NEW) for prompt in again]
+    assert all(last for _, last in ends) and {count for count, _ in ends} - {16}
+    # What an image's tokens see of it depends on all of it.
+    assert ask(llm, [(prompts[0][0], [two])])[0] == reference.greedy(prompts[0][0], [two], NEW) != expected[0]
+    assert engines.compiled_since_start(llm) == 0
+
+
+def test_an_image_is_encoded_once(llm, reference, encoded):
+    """Of other prompts, twice in one, and where the prefix cache has all of it."""
+    one, two = tiny_images.pictures(2, seed=3)
+    first = (f"What is {IMAGE}?", [one])
+    expected = reference.greedy(*first, NEW)
+    assert ask(llm, [first])[0] == expected
+    assert encoded == [1]
+    given = {"prompt": first[0], "multi_modal_data": {"image": first[1]}}
+    (again,) = llm.generate([given], engines.greedy(NEW), use_tqdm=False)
+    assert again.num_cached_tokens == 16 and list(again.outputs[0].token_ids) == expected
+    others = [(f"Is {IMAGE} a dog, {IMAGE} too?", [one, one]), (f"And {IMAGE} then {IMAGE}", [two, one])]
+    assert ask(llm, others) == [reference.greedy(*other, NEW) for other in others]
+    assert encoded == [1, 1]
+    # The same text with another image shares no page with it.
+    assert ask(llm, [(first[0], [two])])[0] == reference.greedy(first[0], [two], NEW) != expected
+
+
+def test_images_of_a_step_are_encoded_together(folder, reference, monkeypatch):
+    llm = make(folder, max_num_batched_tokens=256, additional_config={"token_buckets": [8, 256]})
+    encoded = count_tiles(llm, monkeypatch)
+    prompts = [(f"{index}{IMAGE}", [image]) for index, image in enumerate(tiny_images.pictures(6, seed=4))]
+    assert ask(llm, prompts) == [reference.greedy(*prompt, NEW) for prompt in prompts]
+    assert sorted(encoded) == [1, 1, 4]
+    assert engines.compiled_since_start(llm) == 0
+
+
+def test_images_make_room_for_others(llm, reference, encoded):
+    """The encoder's rows are for four images here: of more the oldest ones go, and come back."""
+    encoder = engines.runner_of(llm).images
+    assert encoder.rows.shape[0] - 2 == 4 * TOKENS
+    prompts = [(f"{IMAGE} {index}", [image]) for index, image in enumerate(tiny_images.pictures(9, seed=5))]
+    for _ in range(2):
+        llm.reset_prefix_cache()
+        assert ask(llm, prompts) == [reference.greedy(*prompt, NEW) for prompt in prompts]
+    assert sum(encoded) >= 9 + 5
+    kept = sum(len(rows) for rows in encoder._rows_of.values())
+    assert encoder._num_free + kept == 4 * TOKENS
+
+
+def test_preemption_and_abort(folder, reference, monkeypatch):
+    """With pages for two of six requests; one of them is aborted while it is read."""
+    llm = make(folder, max_model_len=256, num_gpu_blocks_override=18, enable_prefix_caching=False)
+    pictures = tiny_images.pictures(6, seed=6)
+    prompts = [(f"{'y' * 20 * index}{IMAGE} and so on", [image]) for index, image in enumerate(pictures)]
+    long = engines.greedy(60)
+    assert ask(llm, prompts, long) == [reference.greedy(*prompt, 60) for prompt in prompts]
+    assert engines.metric(llm, "vllm:num_preemptions") > 0
+    engine, finished, steps = llm.llm_engine, {}, 0
+    for index, (text, shown) in enumerate(prompts[:3]):
+        engine.add_request(str(index), {"prompt": text, "multi_modal_data": {"image": shown}}, engines.greedy(NEW))
+    while engine.has_unfinished_requests():
+        if steps == 1:
+            engine.abort_request(["1"])
+        for output in engine.step():
+            if output.finished:
+                finished[output.request_id] = list(output.outputs[0].token_ids)
+        steps += 1
+    expected = [reference.greedy(*prompt, NEW) for prompt in prompts[:3]]
+    assert finished["0"] == expected[0] and finished["2"] == expected[2] and "1" not in finished
+    assert engines.compiled_since_start(llm) == 0
+
+
+def test_sampling_and_drafts(folder, reference):
+    """Prompt log-probabilities, penalties and drafts beside images."""
+    llm = make(
+        folder,
+        speculative_config={
+            "method": "ngram",
+            "num_speculative_tokens": 3,
+            "prompt_lookup_max": 3,
+            "prompt_lookup_min": 1,
+        },
+    )
+    prompts = [(f"ab ab ab {IMAGE} ab ab", [image]) for image in tiny_images.pictures(3, seed=7)]
+    assert ask(llm, prompts) == [reference.greedy(*prompt, NEW) for prompt in prompts]
+    given = {"prompt": prompts[0][0], "multi_modal_data": {"image": prompts[0][1]}}
+    output = llm.generate([given], engines.greedy(4, prompt_logprobs=0, repetition_penalty=1.3), use_tqdm=False)[0]
+    assert len(output.prompt_logprobs) == len(output.prompt_token_ids) == len(prompts[0][0]) - len(IMAGE) + TOKENS
+    assert engines.compiled_since_start(llm) == 0
+
+
+def test_requests_that_change_the_processor_are_refused(llm):
+    (image,) = tiny_images.pictures(1)
+    given = {"prompt": IMAGE, "multi_modal_data": {"image": [image]}}
+    with pytest.raises(ValueError, match="mm_processor_kwargs: expected none"):
+        llm.generate([{**given, "mm_processor_kwargs": {"crop_size": {"height": 28, "width": 28}}}], use_tqdm=False)
+    assert len(ask(llm, [(IMAGE, [image])])[0]) == NEW
+
+
+REFUSED = [
+    ({"enable_mm_embeds": True}, "--enable-mm-embeds: not supported"),
+    ({"tensor_parallel_size": 2}, "--tensor-parallel-size 2: expected --limit-mm-per-prompt"),
+    ({"runner": "pooling"}, "--runner pooling: expected --limit-mm-per-prompt"),
+    ({"enable_lora": True}, "--enable-lora: expected a model of text alone"),
+    ({"mm_processor_kwargs": {"crop_size": 28}}, "--mm-processor-kwargs: not supported"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), REFUSED, ids=lambda value: str(value)[:40])
+def test_what_is_refused(folder, options, message):
+    from vllm.engine.arg_utils import EngineArgs
+
+    with pytest.raises(Exception, match=message):
+        EngineArgs(model=folder, **options).create_engine_config()
+
+
+def test_memory_for_the_encoder(folder, llm):
+    """Room for its largest batch, and none where requests have no images."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    from xla_gpu.vllm import memory
+
+    config = llm.llm_engine.vllm_config
+    encoder, vision = engines.runner_of(llm).images, config.model_config.hf_config.vision_config
+    tiles, rows = max(encoder._programs), TOKENS + 1
+    assert memory.image_bytes(config) >= tiles * 4 * rows * (vision.num_attention_heads * rows + vision.hidden_size)
+    text = EngineArgs(model=folder, limit_mm_per_prompt={"image": 0}, dtype="float32").create_engine_config()
+    assert memory.image_bytes(text) == 0
