@@ -226,7 +226,7 @@ def test_requests_that_change_the_processor_are_refused(llm):
     (image,) = tiny_images.pictures(1)
     given = {"prompt": IMAGE, "multi_modal_data": {"image": [image]}}
     with pytest.raises(ValueError, match="mm_processor_kwargs: expected none"):
-        llm.generate([{**given, "mm_processor_kwargs": {"crop_size": {"height": 28, "width": 28}}}], use_tqdm=False)
+        llm.generate([{**given, "mm_processor_kwargs": {"do_rescale": True}}], use_tqdm=False)
     assert len(ask(llm, [(IMAGE, [image])])[0]) == NEW
 
 
