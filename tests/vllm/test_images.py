@@ -247,6 +247,18 @@ def test_what_is_refused(folder, options, message):
         EngineArgs(model=folder, **options).create_engine_config()
 
 
+def test_pan_and_scan_is_refused(tmp_path):
+    import json
+
+    from vllm.engine.arg_utils import EngineArgs
+
+    folder = tiny_images.save("gemma3", tmp_path)
+    settings = tmp_path / "preprocessor_config.json"
+    settings.write_text(json.dumps({**json.loads(settings.read_text()), "do_pan_and_scan": True}))
+    with pytest.raises(Exception, match="do_pan_and_scan: expected false"):
+        EngineArgs(model=folder).create_engine_config()
+
+
 def test_memory_for_the_encoder(folder, llm):
     """Room for its largest batch, and none where requests have no images."""
     from vllm.engine.arg_utils import EngineArgs
