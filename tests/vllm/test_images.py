@@ -226,7 +226,7 @@ def test_requests_that_change_the_processor_are_refused(llm):
     (image,) = tiny_images.pictures(1)
     given = {"prompt": IMAGE, "multi_modal_data": {"image": [image]}}
     with pytest.raises(ValueError, match="mm_processor_kwargs: expected none"):
-        llm.generate([{**given, "mm_processor_kwargs": {"crop_size": {"height": 28, "width": 28}}}], use_tqdm=False)
+        llm.generate([{**given, "mm_processor_kwargs": {"do_rescale": True}}], use_tqdm=False)
     assert len(ask(llm, [(IMAGE, [image])])[0]) == NEW
 
 
@@ -245,6 +245,18 @@ def test_what_is_refused(folder, options, message):
 
     with pytest.raises(Exception, match=message):
         EngineArgs(model=folder, **options).create_engine_config()
+
+
+def test_pan_and_scan_is_refused(tmp_path):
+    import json
+
+    from vllm.engine.arg_utils import EngineArgs
+
+    folder = tiny_images.save("gemma3", tmp_path)
+    settings = tmp_path / "preprocessor_config.json"
+    settings.write_text(json.dumps({**json.loads(settings.read_text()), "do_pan_and_scan": True}))
+    with pytest.raises(Exception, match="do_pan_and_scan: expected false"):
+        EngineArgs(model=folder).create_engine_config()
 
 
 def test_memory_for_the_encoder(folder, llm):

@@ -269,7 +269,7 @@ def test_chat_with_images(tmp_path):
             message(*pictures[:3]),  # more than two
             message(pictures[0], text="too long " * 60),
             {**message(pictures[1]), "temperature": 1e39},
-            {**message(pictures[2]), "mm_processor_kwargs": {"crop_size": {"height": 28, "width": 28}}},
+            {**message(pictures[2]), "mm_processor_kwargs": {"do_rescale": True}},
             {
                 "messages": [
                     {

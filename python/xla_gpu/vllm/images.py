@@ -210,6 +210,10 @@ def _block_refusals(config: Any, block: int) -> list[str]:
         found.append(f"--long-prefill-token-threshold: expected 0 with images of {name}, got {most}")
     if not str(scheduler.scheduler_cls or __package__).startswith(str(__package__)):
         found.append(f"--scheduler-cls: expected none with images of {name}, got {scheduler.scheduler_cls}")
+    from vllm.transformers_utils.processor import cached_image_processor_from_config
+
+    if getattr(cached_image_processor_from_config(config.model_config), "do_pan_and_scan", None):
+        found.append(f"{name}: do_pan_and_scan: expected false in the checkpoint's processor, got true")
     window = getattr(config.model_config.hf_text_config, "sliding_window", None)
     if window is not None and window < block:
         found.append(f"{name}: sliding_window: expected at least the {block} tokens of an image, got {window}")
