@@ -26,13 +26,13 @@ def pages(num_tokens: int, max_seqs: int, bytes_of_token: int) -> Pages:
     """Room for any max_seqs sequences of num_tokens tokens in all, with K and V of ``bytes_of_token`` each.
 
     A sequence may have all of the tokens, so that the block tables are large where there are many of both. Pages are as
-    large as it takes for them to have no more bytes than the cache.
+    large as it takes for them to have no more bytes than the cache, or one page for each sequence.
     """
     size = SMALLEST_PAGE
     while True:
         num_pages = (num_tokens + min(max_seqs, num_tokens) * (size - 1)) // size
         pages_per_seq = math.ceil(num_tokens / size)
-        if 4 * max_seqs * pages_per_seq <= num_pages * size * bytes_of_token:
+        if pages_per_seq <= 1 or 4 * max_seqs * pages_per_seq <= num_pages * size * bytes_of_token:
             return Pages(size, num_pages, pages_per_seq)
         size *= 2
 
