@@ -29,6 +29,11 @@ from .partition import explicit_shardings, partitioned
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _Run = Callable[[OpCall, list[Any], dict[str, Any]], Any]
 
+# What a comparison of symbolic sizes raises; JAX 0.7 has it in jax.core alone.
+_InconclusiveError: type[Exception] = (
+    getattr(jax.errors, "InconclusiveDimensionOperation", None) or jax.core.InconclusiveDimensionOperation
+)
+
 
 def call(operator: Operator, *, reduced_axes: frozenset[str] = frozenset(), **arguments: Any) -> Any:
     """The results of ``operator``; arguments by the names of its declaration."""
@@ -129,7 +134,7 @@ def _bind(operator: Operator, arguments: dict[str, Any]) -> tuple[OpCall, list[A
             values[name] = ArraySpec(tuple(array.shape), array.dtype.name)
     try:
         return operator.bind(**values, check_inputs=check_inputs_requested()), arrays
-    except jax.errors.InconclusiveDimensionOperation as error:
+    except _InconclusiveError as error:
         specs = {name: spec for name in operator.operands if (spec := values.get(name)) is not None}
         raise ValueError(
             f"{operator.name}: expected known sizes where checks compare them, got "
