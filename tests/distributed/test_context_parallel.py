@@ -117,6 +117,29 @@ def test_num_seqs_may_be_an_int():
     compare.assert_bitwise_equal(*outs, "num_seqs")
 
 
+@pytest.mark.parametrize(
+    ("change", "error", "text"),
+    [
+        ({"positions": [1, 2]}, TypeError, "positions: expected a JAX or NumPy array, got list"),
+        ({"positions": np.zeros((2, 1), np.int32)}, ValueError, r"positions: expected rank 1 .* got int32\[2, 1\]"),
+        ({"positions": np.zeros(2, np.float32)}, TypeError, r"positions: expected dtype int32 or int64, got float32\[2\]"),
+        ({"block_tables": np.zeros(2, np.int32)}, ValueError, r"block_tables: expected rank 2 .* got int32\[2\]"),
+        ({"block_tables": np.zeros((3, 4), np.int32)}, ValueError, r"block_tables: expected shape \[2, 4\] .*\[3, 4\]"),
+        ({"page_size": 0}, ValueError, "page_size: expected a positive int, got 0"),
+        ({"page_size": 2.0}, ValueError, r"page_size: expected a positive int, got 2\.0"),
+    ],
+)
+def test_wrong_arguments_of_slots(change, error, text):
+    given = {"positions": np.zeros(2, np.int32), "block_tables": np.zeros((2, 4), np.int32), "page_size": 8} | change
+
+    def slots(_):
+        return xg.context_parallel_slots(**given, axis="cp")
+
+    mapped = jax.shard_map(slots, mesh=devices.mesh("cpu", cp=2), in_specs=P(), out_specs=P("cp"), check_vma=False)
+    with pytest.raises(error, match=f"^context_parallel_slots: {text}"):
+        mapped(np.zeros(1))
+
+
 def test_misuse_is_named():
     a = inputs("float32", "combined")
     metadata = (a["context_lens"], a["block_tables"], a["query_start_loc"], a["num_seqs"])

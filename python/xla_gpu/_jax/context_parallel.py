@@ -7,7 +7,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
+from .._core.checks import Checks
+from .._core.operator import ArraySpec
 from ..ops.all_reduce import OPERATOR as ALL_REDUCE
 from ..ops.merge_attention_states import OPERATOR as MERGE
 from ..ops.paged_attention import OPERATOR_WITH_LSE
@@ -15,10 +18,22 @@ from . import call, device_group
 
 NAME = "context_parallel_paged_attention"
 
+_check = Checks("context_parallel_slots")
+
 
 def slots(positions: Any, block_tables: Any, page_size: int, axis: str) -> jax.Array:
     """See xla_gpu.jax.context_parallel_slots."""
     devices, device = _place("context_parallel_slots", axis)
+    given = {"positions": positions, "block_tables": block_tables}
+    for name, axes in (("positions", "max_seqs"), ("block_tables", "max_seqs, pages_per_seq")):
+        array = given[name] = call.as_array(f"context_parallel_slots: {name}", given[name])
+        spec = ArraySpec(array.shape, array.dtype.name)
+        _check.dtype(name, spec, ("int32", "int64"))
+        sizes = _check.rank(name, spec, axes)
+    positions, block_tables = given.values()
+    _check.shape("block_tables", spec, (positions.shape[0], sizes[1]), "max_seqs, pages_per_seq")
+    if isinstance(page_size, bool) or not isinstance(page_size, (int, np.integer)) or page_size < 1:
+        raise ValueError(f"context_parallel_slots: page_size: expected a positive int, got {page_size!r}")
     page = positions // page_size
     own = (positions >= 0) & (page % devices == device)
     entry = jnp.clip(page // devices, 0, max(block_tables.shape[1] - 1, 0))

@@ -269,6 +269,8 @@ def context_parallel_slots(positions: jax.Array, block_tables: jax.Array, *, pag
       int32[max_seqs], a slot of this device's cache, or -1 where another device holds the token's page.
 
     Raises:
-      ValueError: the call is not inside jax.shard_map over ``axis``.
+      TypeError: positions or block_tables is no array, or not of integers.
+      ValueError: the call is not inside jax.shard_map over ``axis``, an array has another shape, or page_size is no
+        positive int.
     """
     return context_parallel.slots(positions, block_tables, page_size, axis)
