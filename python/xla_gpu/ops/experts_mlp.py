@@ -9,6 +9,7 @@ from .._core.operator import ArraySpec, Operator, Signature
 from .._core.partitioning import Partitioning
 from . import grouped_linear
 from .gated_mlp import weight_checks
+from .linear import check_activation
 
 _DOCSTRING = """
 ``out[i] = sum over j of topk_weights[i, j] * mlp[topk_ids[i, j]](x[i])``, where the mlp of an expert is
@@ -104,10 +105,7 @@ def _signature(
     if isinstance(rows, int) and isinstance(top_k, int) and rows * top_k > grouped_linear.MAX_ROWS:
         expected = f"up to {grouped_linear.MAX_ROWS} pairs of a row and an expert"
         raise _check.value_error("topk_ids", expected, topk_ids)
-    if not isinstance(activation, str):
-        raise _check.type_error("activation", " or ".join(ACTIVATIONS), type(activation).__name__)
-    if activation not in ACTIVATIONS:
-        raise _check.value_error("activation", " or ".join(ACTIVATIONS), repr(activation))
+    check_activation(_check, activation, ACTIVATIONS)
     by_rows = ("rows", None)  # where types have shardings; else XLA divides the operations
     partitioning = Partitioning({"x": by_rows}, (by_rows,), {"rows": rows})
     return Signature((ArraySpec((rows, out_features), x.dtype),), {"activation": activation}, partitioning=partitioning)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from .._core.checks import FLOATS, Checks
@@ -120,12 +122,12 @@ def check_weight(
     return n, scale_axes
 
 
-def check_activation(check: Checks, activation: str) -> str:
+def check_activation(check: Checks, activation: str, known: Sequence[str] = ACTIVATIONS) -> str:
     """Returns the name of an activation, checked."""
     if not isinstance(activation, str):
-        raise check.type_error("activation", " or ".join(ACTIVATIONS), type(activation).__name__)
-    if activation not in ACTIVATIONS:
-        raise check.value_error("activation", " or ".join(ACTIVATIONS), repr(activation))
+        raise check.type_error("activation", " or ".join(known), type(activation).__name__)
+    if activation not in known:
+        raise check.value_error("activation", " or ".join(known), repr(activation))
     return activation
 
 
