@@ -133,10 +133,11 @@ def test_quantised_experts(rows, block, form, monkeypatch):
 def test_grouped_experts(form, dtype, bias, monkeypatch):
     """In 16 bits: as in float32 with the weights that are meant; rows are ordered in both ways."""
     from xla_gpu import quantization
+    from xla_gpu.ops import experts_mlp
     from xla_gpu.vllm import expert_products, mxfp4, routing
     from xla_gpu.vllm.expert_matrices import Matrices
 
-    monkeypatch.setattr(expert_products, "_COMPARED_PAIRS", 100)
+    monkeypatch.setattr(experts_mlp, "COMPARED_PAIRS", 100)
     torch.manual_seed(0)
     num_experts, hidden, intermediate, device = 4, 256, 128, torch_xla.device()
     x, router = torch.randn(128, hidden).to(dtype), torch.randn(128, num_experts)

@@ -31,17 +31,30 @@ def experts(given: Tensors, activation: str) -> torch.Tensor:
     is_expert = (ids >= 0) & (ids < num_experts)
     # Pairs without an expert are the last ones: grouped_linear gives them 0.
     expert_of_pair = torch.where(is_expert, ids, num_experts).to(torch.int32).reshape(-1)
-    everyone = torch.arange(num_experts, dtype=torch.int32, device=x.device)
-    sizes = (expert_of_pair[:, None] == everyone).sum(0, dtype=torch.int32)
-    pair_at, place_of = _in_order(expert_of_pair)
+    sizes, pair_at, place_of = in_order(expert_of_pair, num_experts)
     hidden = _product(given, "gate_up", x.index_select(0, pair_at // ids.shape[1]), sizes)
     out = _product(given, "down", _activated(hidden, activation), sizes)
     weights = given["topk_weights"]
     return _weighted_sum(out, place_of.view(ids.shape), torch.where(is_expert, weights, torch.zeros_like(weights)))
 
 
-def _in_order(expert_of_pair: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Which pair comes at each place in the order of experts, and the place of each pair: int[pairs]."""
+def in_order(expert_of_pair: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Pairs of a row and an expert in the order of experts; those of the number num_experts are the last ones.
+
+    Args:
+      expert_of_pair: int32[pairs], numbers from 0 to num_experts, which is none of the experts.
+      num_experts: how many there are.
+
+    Returns:
+      How many pairs each expert has, int32[num_experts], which pair comes at each place, int[pairs], and the place of
+      each pair, int[pairs].
+    """
+    everyone = torch.arange(num_experts, dtype=torch.int32, device=expert_of_pair.device)
+    sizes = (expert_of_pair[:, None] == everyone).sum(0, dtype=torch.int32)
+    return sizes, *_places(expert_of_pair)
+
+
+def _places(expert_of_pair: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     pairs = expert_of_pair.shape[0]
     index = torch.arange(pairs, dtype=torch.int32, device=expert_of_pair.device)
     if pairs <= declaration.COMPARED_PAIRS:

@@ -19,6 +19,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
+from .._torch.experts_mlp import in_order
 from .expert_matrices import Matrices
 
 # Rows that go through all experts at once: bounds the memory of what they compute.
@@ -37,9 +38,6 @@ _SAVED = 0.3
 # Rows of an expert on average up to which grouped_linear takes less time. On an H200 4096 rows of 128 experts of width
 # 768, 256 for each, take it 2.2 ms a layer in bfloat16 where blocks take 2.7; 8192 rows take 4.1, with blocks 3.8.
 _ROWS_OF_GROUP = 256
-
-# Pairs of a row and an expert up to which comparing them all takes less time than sorting them.
-_COMPARED_PAIRS = 1024
 
 _Function = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -168,27 +166,11 @@ def _by_groups(
     x: torch.Tensor, w13: Matrices, w2: Matrices, weights: torch.Tensor, chosen: torch.Tensor, act: _Function
 ) -> torch.Tensor:
     (rows, top_k), num_experts = chosen.shape, w13.weight.shape[0]
-    expert_of_pair = chosen.reshape(-1).to(torch.int32)
-    everyone = torch.arange(num_experts, dtype=torch.int32, device=x.device)
-    sizes = (expert_of_pair[:, None] == everyone).to(torch.int32).sum(0, dtype=torch.int32)
-    pair_at, place_of = _in_order(expert_of_pair, num_experts)
+    sizes, pair_at, place_of = in_order(chosen.reshape(-1).to(torch.int32), num_experts)
     gate, up = w13.of_groups(x.index_select(0, pair_at // top_k), sizes).chunk(2, -1)
     out = w2._replace(bias=None).of_groups(act(gate, up), sizes)
     # Pairs of other devices' experts come last, behind the sum of the sizes, where grouped_linear's results are 0.
     return _sum_of_pairs(out.index_select(0, place_of).view(rows, top_k, -1), weights)
-
-
-def _in_order(expert_of_pair: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Which pair comes at each place in the order of experts, and the place of each pair: int[pairs]."""
-    pairs = expert_of_pair.shape[0]
-    index = torch.arange(pairs, dtype=torch.int32, device=expert_of_pair.device)
-    if pairs <= _COMPARED_PAIRS:
-        key = expert_of_pair * pairs + index
-        place_of = (key[None] < key[:, None]).to(torch.int32).sum(1, dtype=torch.int32)
-        pair_at = torch.where(place_of[None] == index[:, None], index, torch.zeros_like(index))
-        return pair_at.sum(1, dtype=torch.int32), place_of
-    pair_at = expert_of_pair.sort()[1] + 0  # an index that is one of several results of a node aborts torch_xla 2.9
-    return pair_at, torch.zeros_like(index).scatter(0, pair_at, index)
 
 
 def _by_own_weights(
