@@ -20,7 +20,7 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 import jax
 import jax.numpy as jnp
 import numpy as np
-from benchmarks.argument_types import positive
+from benchmarks.argument_types import add_devices, positive
 
 import xla_gpu.jax as xg
 from xla_gpu._jax import device_group
@@ -98,9 +98,7 @@ def microseconds(step: Callable[[jax.Array], jax.Array], x: jax.Array, repeats: 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--devices", type=positive, default=len(jax.devices()), help="of them, the first ones (default %(default)s)"
-    )
+    add_devices(parser, len(jax.devices()))
     parser.add_argument(
         "--kilobytes",
         type=positive,

@@ -13,6 +13,12 @@ def positive(text: str) -> int:
     return number
 
 
+def add_devices(parser: argparse.ArgumentParser, default: int) -> None:
+    parser.add_argument(
+        "--devices", type=positive, default=default, help="of them, the first ones (default %(default)s)"
+    )
+
+
 def load_size(text: str) -> tuple[int, int]:
     """Sequences and tokens of each: "64x2048"."""
     try:

@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from benchmarks import memory
-from benchmarks.argument_types import positive
+from benchmarks.argument_types import add_devices, positive
 
 import xla_gpu.jax as xg
 
@@ -54,9 +54,7 @@ def chained(attend: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--devices", type=positive, default=len(jax.devices()), help="of them, the first ones (default %(default)s)"
-    )
+    add_devices(parser, len(jax.devices()))
     parser.add_argument(
         "--contexts",
         type=positive,

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
-from benchmarks.argument_types import positive
+from benchmarks.argument_types import add_devices, positive
 
 import xla_gpu.torch as xg
 
@@ -126,7 +126,7 @@ def measure(rank: int, arguments: argparse.Namespace) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--vllm", help="its _C.abi3.so; default: without")
-    parser.add_argument("--devices", type=positive, default=2, help="of them, the first ones (default %(default)s)")
+    add_devices(parser, 2)
     parser.add_argument(
         "--kilobytes",
         type=positive,

@@ -122,7 +122,11 @@ def test_num_seqs_may_be_an_int():
     [
         ({"positions": [1, 2]}, TypeError, "positions: expected a JAX or NumPy array, got list"),
         ({"positions": np.zeros((2, 1), np.int32)}, ValueError, r"positions: expected rank 1 .* got int32\[2, 1\]"),
-        ({"positions": np.zeros(2, np.float32)}, TypeError, r"positions: expected dtype int32 or int64, got float32\[2\]"),
+        (
+            {"positions": np.zeros(2, np.float32)},
+            TypeError,
+            r"positions: expected dtype int32 or int64, got float32\[2\]",
+        ),
         ({"block_tables": np.zeros(2, np.int32)}, ValueError, r"block_tables: expected rank 2 .* got int32\[2\]"),
         ({"block_tables": np.zeros((3, 4), np.int32)}, ValueError, r"block_tables: expected shape \[2, 4\] .*\[3, 4\]"),
         ({"page_size": 0}, ValueError, "page_size: expected a positive int, got 0"),
