@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -232,7 +234,6 @@ def test_requests_that_change_the_processor_are_refused(llm):
 
 REFUSED = [
     ({"enable_mm_embeds": True}, "--enable-mm-embeds: not supported"),
-    ({"tensor_parallel_size": 2}, "--tensor-parallel-size 2: expected --limit-mm-per-prompt"),
     ({"runner": "pooling"}, "--runner pooling: expected --limit-mm-per-prompt"),
     ({"enable_lora": True}, "--enable-lora: expected a model of text alone"),
     ({"mm_processor_kwargs": {"crop_size": 28}}, "--mm-processor-kwargs: not supported"),
@@ -245,6 +246,28 @@ def test_what_is_refused(folder, options, message):
 
     with pytest.raises(Exception, match=message):
         EngineArgs(model=folder, **options).create_engine_config()
+
+
+# SPMD is for a whole process.
+OVER_TWO_DEVICES = """
+import sys
+from tests.vllm import engines, test_images, tiny_images
+folder, reference = sys.argv[1], tiny_images.Reference(sys.argv[1])
+one, two, three = tiny_images.pictures(3)
+prompts = [("a <image> b", [one]), ("<image> and <image>", [two, three]), ("no image", [])]
+expected = [reference.greedy(*prompt, test_images.NEW) for prompt in prompts]
+llm = test_images.make(folder, tensor_parallel_size=2)
+print("RESULT", test_images.ask(llm, prompts) == expected, engines.compiled_since_start(llm))
+"""
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_over_two_devices(name, tmp_path):
+    """--tensor-parallel-size: each device has the whole encoder."""
+    command = [sys.executable, "-c", OVER_TWO_DEVICES, tiny_images.save(name, tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT")]
+    assert lines == ["RESULT True 0"], done.stderr[-3000:]
 
 
 def test_pan_and_scan_is_refused(tmp_path):

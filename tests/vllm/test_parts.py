@@ -198,6 +198,7 @@ def test_memory_is_left_to_compile_in(monkeypatch):
     text = SimpleNamespace(intermediate_size=14336)
     model = SimpleNamespace(
         runner_type="generate",
+        is_multimodal_model=False,
         dtype=torch.bfloat16,
         hf_text_config=text,
         get_num_attention_heads=lambda _: 32,

@@ -91,6 +91,7 @@ def test_steps_without_drafts():
             sampling_params=SamplingParams(),
             prompt_token_ids=prompt,
             lora_request=None,
+            mm_features=[],
             block_ids=[[1 + 2 * index, 2 + 2 * index]],
             num_computed_tokens=0,
         )

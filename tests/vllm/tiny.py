@@ -15,7 +15,7 @@ VOCAB_SIZE = 320
 MAX_POSITIONS = 512
 FIRST_TOKEN = 3 + 256  # of those that are no bytes
 
-_COMMON = {
+COMMON = {
     "vocab_size": VOCAB_SIZE,
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -28,7 +28,7 @@ _COMMON = {
     # Large weights, so that no two logits are close: equal tokens then mean equal models.
     "initializer_range": 0.2,
 }
-_GEMMA = {"head_dim": 32, "sliding_window": 24, "query_pre_attn_scalar": 32, "hidden_activation": "gelu_pytorch_tanh"}
+GEMMA = {"head_dim": 32, "sliding_window": 24, "query_pre_attn_scalar": 32, "hidden_activation": "gelu_pytorch_tanh"}
 _LLAMA3_ROPE = {
     "rope_type": "llama3",
     "factor": 4.0,
@@ -38,26 +38,26 @@ _LLAMA3_ROPE = {
 }
 
 CONFIGS = {
-    "llama": lambda: t.LlamaConfig(**_COMMON, tie_word_embeddings=False),
+    "llama": lambda: t.LlamaConfig(**COMMON, tie_word_embeddings=False),
     # Sizes that quantised weights have: whole blocks of 128, also of each of two devices.
     "llama_wide": lambda: t.LlamaConfig(
-        **{**_COMMON, "hidden_size": 256, "intermediate_size": 512, "num_key_value_heads": 4, "head_dim": 64}
+        **{**COMMON, "hidden_size": 256, "intermediate_size": 512, "num_key_value_heads": 4, "head_dim": 64}
     ),
-    "llama3": lambda: t.LlamaConfig(**_COMMON, rope_scaling=_LLAMA3_ROPE),
-    "qwen2": lambda: t.Qwen2Config(**_COMMON, tie_word_embeddings=True),
-    "qwen3": lambda: t.Qwen3Config(**_COMMON, head_dim=32),
-    "mistral": lambda: t.MistralConfig(**_COMMON, sliding_window=24),
-    "gemma2": lambda: t.Gemma2Config(**_COMMON, **_GEMMA),
+    "llama3": lambda: t.LlamaConfig(**COMMON, rope_scaling=_LLAMA3_ROPE),
+    "qwen2": lambda: t.Qwen2Config(**COMMON, tie_word_embeddings=True),
+    "qwen3": lambda: t.Qwen3Config(**COMMON, head_dim=32),
+    "mistral": lambda: t.MistralConfig(**COMMON, sliding_window=24),
+    "gemma2": lambda: t.Gemma2Config(**COMMON, **GEMMA),
     # Layers of both kinds: five of six have the window.
-    "gemma3": lambda: t.Gemma3TextConfig(**{**_COMMON, "num_hidden_layers": 6}, **_GEMMA),
-    "phi3": lambda: t.Phi3Config(**_COMMON, pad_token_id=0),
-    "mixtral": lambda: t.MixtralConfig(**_COMMON, num_local_experts=4, num_experts_per_tok=2),
+    "gemma3": lambda: t.Gemma3TextConfig(**{**COMMON, "num_hidden_layers": 6}, **GEMMA),
+    "phi3": lambda: t.Phi3Config(**COMMON, pad_token_id=0),
+    "mixtral": lambda: t.MixtralConfig(**COMMON, num_local_experts=4, num_experts_per_tok=2),
     "qwen3_moe": lambda: t.Qwen3MoeConfig(
-        **_COMMON, head_dim=32, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=48
+        **COMMON, head_dim=32, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=48
     ),
     # Shared experts behind a gate.
     "qwen2_moe": lambda: t.Qwen2MoeConfig(
-        **_COMMON,
+        **COMMON,
         num_experts=8,
         num_experts_per_tok=2,
         moe_intermediate_size=48,
@@ -65,7 +65,7 @@ CONFIGS = {
     ),
     # Routing by groups with sigmoid, bias and scale; shared experts; a first layer without experts.
     "glm4_moe": lambda: t.Glm4MoeConfig(
-        **_COMMON,
+        **COMMON,
         head_dim=16,
         pad_token_id=0,
         n_routed_experts=8,
@@ -77,7 +77,7 @@ CONFIGS = {
     ),
     # Latent attention, served with whole keys and values.
     "deepseek_v3": lambda: t.DeepseekV3Config(
-        **{**_COMMON, "num_key_value_heads": 4},
+        **{**COMMON, "num_key_value_heads": 4},
         kv_lora_rank=32,
         q_lora_rank=48,
         qk_nope_head_dim=16,
@@ -95,19 +95,19 @@ CONFIGS = {
     ),
     # Experts with biases, whose products with gate and up are clamped; sinks; windows in every other layer.
     "gpt_oss": lambda: t.GptOssConfig(
-        **_COMMON, head_dim=16, num_local_experts=8, num_experts_per_tok=2, sliding_window=24, pad_token_id=0
+        **COMMON, head_dim=16, num_local_experts=8, num_experts_per_tok=2, sliding_window=24, pad_token_id=0
     ),
     # A function of vLLM's model that torch.compile decorates; parallel attention and MLP; windows.
-    "cohere2": lambda: t.Cohere2Config(**{**_COMMON, "num_hidden_layers": 4}, sliding_window=24),
-    "olmo3": lambda: t.Olmo3Config(**{**_COMMON, "num_hidden_layers": 4}, pad_token_id=0, sliding_window=24),
+    "cohere2": lambda: t.Cohere2Config(**{**COMMON, "num_hidden_layers": 4}, sliding_window=24),
+    "olmo3": lambda: t.Olmo3Config(**{**COMMON, "num_hidden_layers": 4}, pad_token_id=0, sliding_window=24),
     "granite": lambda: t.GraniteConfig(
-        **_COMMON, embedding_multiplier=2.0, logits_scaling=2.0, residual_multiplier=0.5, attention_multiplier=0.3
+        **COMMON, embedding_multiplier=2.0, logits_scaling=2.0, residual_multiplier=0.5, attention_multiplier=0.3
     ),
     "gpt2": lambda: t.GPT2Config(
         vocab_size=VOCAB_SIZE, n_embd=64, n_layer=2, n_head=4, n_positions=MAX_POSITIONS, initializer_range=0.2
     ),
-    "gpt_neox": lambda: t.GPTNeoXConfig(**_COMMON),
-    "falcon": lambda: t.FalconConfig(**_COMMON, new_decoder_architecture=True, num_kv_heads=2),
+    "gpt_neox": lambda: t.GPTNeoXConfig(**COMMON),
+    "falcon": lambda: t.FalconConfig(**COMMON, new_decoder_architecture=True, num_kv_heads=2),
 }
 
 # Models with images, of which the text is served.
@@ -121,7 +121,7 @@ _VISION = {
 }
 WITH_IMAGES = {
     "gemma3_images": lambda: t.Gemma3Config(
-        text_config={**_COMMON, **_GEMMA, "num_hidden_layers": 6},
+        text_config={**COMMON, **GEMMA, "num_hidden_layers": 6},
         vision_config=_VISION,
         mm_tokens_per_image=4,
         image_token_index=300,
@@ -130,7 +130,7 @@ WITH_IMAGES = {
         initializer_range=0.2,
     ),
     "mistral3_images": lambda: t.Mistral3Config(
-        text_config=t.MistralConfig(**_COMMON, sliding_window=None, head_dim=16),
+        text_config=t.MistralConfig(**COMMON, sliding_window=None, head_dim=16),
         vision_config=t.PixtralVisionConfig(**_VISION),
         image_token_index=300,
     ),

@@ -25,7 +25,7 @@ _TOWER = {
     "image_size": SIZE,
     "patch_size": PATCH,
 }
-_LLAMA = t.LlamaConfig(**tiny._COMMON, architectures=["LlamaForCausalLM"])
+_LLAMA = t.LlamaConfig(**tiny.COMMON, architectures=["LlamaForCausalLM"])
 
 _PINPOINTS = [[SIZE, 2 * SIZE], [2 * SIZE, SIZE], [2 * SIZE, 2 * SIZE], [SIZE, 3 * SIZE]]
 
@@ -57,14 +57,14 @@ CONFIGS = {
     ),
     # Tiles one behind the other, with text between their rows.
     "aya_vision": lambda: t.AyaVisionConfig(
-        text_config=t.Cohere2Config(**tiny._COMMON, sliding_window=24, architectures=["Cohere2ForCausalLM"]),
+        text_config=t.Cohere2Config(**tiny.COMMON, sliding_window=24, architectures=["Cohere2ForCausalLM"]),
         vision_config=t.SiglipVisionConfig(**_TOWER, vision_use_head=False),
         image_token_index=IMAGE_TOKEN + 1,
         downsample_factor=2,
     ),
     # Tokens of an image attend to each other, and layers with a window are between the others.
     "gemma3": lambda: t.Gemma3Config(
-        text_config={**tiny._COMMON, **tiny._GEMMA, "num_hidden_layers": 6},
+        text_config={**tiny.COMMON, **tiny.GEMMA, "num_hidden_layers": 6},
         vision_config=t.SiglipVisionConfig(**{**_TOWER, "image_size": 2 * SIZE}, vision_use_head=False),
         mm_tokens_per_image=16,
         boi_token_index=IMAGE_TOKEN,

@@ -14,7 +14,7 @@ from vllm.config import VllmConfig
 from vllm.multimodal import MULTIMODAL_REGISTRY
 from vllm.v1.core.encoder_cache_manager import compute_encoder_budget
 
-from . import images
+from . import images, tensor_parallel
 from .images import Image, StepImages
 from .program import Program
 from .requests import Batch, RequestTable
@@ -56,6 +56,9 @@ class ImageEncoder:
         last = torch.zeros(model.get_hidden_size(), dtype=model.dtype, device=device) if newline is None else newline
         none = torch.zeros(num_rows + 1, model.get_hidden_size(), dtype=model.dtype, device=device)
         self.rows: Any = torch.cat([none, last[None].to(model.dtype)])
+        if (devices := tensor_parallel.active()) is not None:  # whole on each, as the tower is
+            devices.mark(self.rows)
+            devices.bytes_per_device += self.rows.nbytes
         torch_xla.sync()
         self._free = np.arange(num_rows - 1, -1, -1, dtype=np.int32)
         self._num_free = num_rows

@@ -190,8 +190,6 @@ def refusals(config: Any) -> list[str]:
         found.append("--mm-processor-kwargs: not supported")
     if model.runner_type == "pooling":
         found.append(f"--runner pooling: {text_only} with {model.architecture}")
-    if (size := config.parallel_config.tensor_parallel_size) > 1:
-        found.append(f"--tensor-parallel-size {size}: {text_only} with {model.architecture}")
     if block := tokens_of_block(model):
         found += _block_refusals(config, block)
     if (token := _image_token(model.hf_config)) >= model.get_vocab_size():

@@ -47,7 +47,7 @@ def load_model(config: VllmConfig, device: torch.device) -> tuple[nn.Module, nn.
     both = model if head is None else nn.ModuleList([model, head])
     move(both, device, random, config.parallel_config.enable_expert_parallel)
     if tower is not None:
-        move(tower.eval(), device, random)
+        move(tower.eval(), device, random, divided=False)
     return model.eval(), head, tower
 
 
@@ -111,7 +111,9 @@ def take_operators(model: nn.Module, max_model_len: int) -> None:
         layer_operators.take(model, max_model_len)
 
 
-def move(model: nn.Module, device: torch.device, random: bool = False, whole_experts: bool = False) -> None:
+def move(
+    model: nn.Module, device: torch.device, random: bool = False, whole_experts: bool = False, divided: bool = True
+) -> None:
     """Puts parameters and buffers on ``device``, one after the other, so that the host's copies go early.
 
     A parameter that several modules share stays shared, which nn.Module.to does not promise across devices.
@@ -121,9 +123,10 @@ def move(model: nn.Module, device: torch.device, random: bool = False, whole_exp
       device: an XLA device.
       random: draw the floating-point parameters on the device instead of copying them.
       whole_experts: of several devices, each is to have experts of its own.
+      divided: several devices share the model; else each has all of it.
     """
     devices = tensor_parallel.active()
-    if devices is not None:
+    if devices is not None and divided:
         divided_layers.divide(devices, model, random, whole_experts)
     moved: dict[int, torch.Tensor] = {}
     kept: list[torch.Tensor] = []  # so that no id is used twice
