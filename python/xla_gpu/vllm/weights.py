@@ -40,9 +40,7 @@ def load_model(config: VllmConfig, device: torch.device) -> tuple[nn.Module, nn.
         take_operators(head, eagle.head_length(config))
     if random:
         torch_xla.manual_seed(config.model_config.seed)
-    # Together: what they share is moved once.
-    both = model if head is None else nn.ModuleList([model, head])
-    move(both, device, random, config.parallel_config.enable_expert_parallel)
+    move(model, device, random, config.parallel_config.enable_expert_parallel, head)
     return model.eval(), head
 
 
@@ -94,7 +92,13 @@ def take_operators(model: nn.Module, max_model_len: int) -> None:
         layer_operators.take(model, max_model_len)
 
 
-def move(model: nn.Module, device: torch.device, random: bool = False, whole_experts: bool = False) -> None:
+def move(
+    model: nn.Module,
+    device: torch.device,
+    random: bool = False,
+    whole_experts: bool = False,
+    head: nn.Module | None = None,
+) -> None:
     """Puts parameters and buffers on ``device``, one after the other, so that the host's copies go early.
 
     A parameter that several modules share stays shared, which nn.Module.to does not promise across devices.
@@ -104,10 +108,11 @@ def move(model: nn.Module, device: torch.device, random: bool = False, whole_exp
       device: an XLA device.
       random: draw the floating-point parameters on the device instead of copying them.
       whole_experts: of several devices, each is to have experts of its own.
+      head: one that drafts tokens, moved beside the model: what they share once.
     """
     devices = tensor_parallel.active()
     if devices is not None:
-        divided_layers.divide(devices, model, random, whole_experts)
+        divided_layers.divide(devices, model, random, whole_experts, head)
     moved: dict[int, torch.Tensor] = {}
     kept: list[torch.Tensor] = []  # so that no id is used twice
 
@@ -129,7 +134,7 @@ def move(model: nn.Module, device: torch.device, random: bool = False, whole_exp
                     tensor.data = torch.empty(0, dtype=tensor.dtype)
         return moved[id(tensor)]
 
-    for module in model.modules():
+    for module in (model if head is None else nn.ModuleList([model, head])).modules():
         for name, parameter in module._parameters.items():
             if parameter is not None:
                 module._parameters[name] = on_device(parameter, random)
