@@ -25,9 +25,11 @@ def config_of(folder: str) -> t.PretrainedConfig:
 
 def save(method: str, target: str, folder: Path, **settings: Any) -> str:
     """A head with random weights for the model in ``target``; settings: of config.json."""
+    own = settings.get("draft_vocab_size", OWN_VOCABULARY)
     generator = torch.Generator().manual_seed(7)
     model = config_of(target)
-    hidden, width = settings.get("hidden_size", model.hidden_size), model.intermediate_size
+    hidden = settings.get("hidden_size", model.hidden_size)
+    width = settings.get("intermediate_size", model.intermediate_size)
     size = settings.get("head_dim") or getattr(model, "head_dim", None) or hidden // model.num_attention_heads
     heads = model.num_attention_heads * size
     kv_heads = settings.get("num_key_value_heads", model.num_key_value_heads) * size
@@ -46,15 +48,15 @@ def save(method: str, target: str, folder: Path, **settings: Any) -> str:
     weights["fc.weight"] = (hidden, 3 * model.hidden_size if method == "eagle3" else 2 * hidden)
     norms = [f"{layer}.post_attention_layernorm"]
     if method == "eagle3":
-        weights["lm_head.weight"] = (OWN_VOCABULARY, hidden)
+        weights["lm_head.weight"] = (own, hidden)
         if hidden != model.hidden_size:
             weights["embed_tokens.weight"] = (model.vocab_size, hidden)
         norms += [f"{layer}.input_layernorm", f"{layer}.hidden_norm", "norm"]
     tensors = {name: torch.randn(shape, generator=generator) * 0.2 for name, shape in weights.items()}
     tensors |= {f"{name}.weight": 1 + 0.1 * torch.randn(hidden, generator=generator) for name in norms}
     if method == "eagle3":
-        chosen = torch.randperm(model.vocab_size, generator=generator)[:OWN_VOCABULARY].sort().values
-        tensors["d2t"] = chosen - torch.arange(OWN_VOCABULARY)
+        chosen = torch.randperm(model.vocab_size, generator=generator)[:own].sort().values
+        tensors["d2t"] = chosen - torch.arange(own)
         known = torch.zeros(model.vocab_size, dtype=torch.bool)
         known[chosen] = True
         tensors["t2d"] = known

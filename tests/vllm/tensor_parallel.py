@@ -126,20 +126,30 @@ def run_on(devices: int, folders: list[str], dump: Path, *options: str) -> dict:
 
     Those that hold attention, and that of the layer of ``grouped``.
     """
+    result, texts = run_module("tensor_parallel", [*options, str(devices), *folders], dump)
+    programs = [text for text in texts.values() if "xla_gpu_paged_attention" in text]
+    layers = [text for text in texts.values() if "xla_gpu_grouped_linear" in text]
+    return {**result, "programs": programs, "grouped_layers": layers}
+
+
+def run_module(name: str, arguments: list[str], dump: Path) -> tuple[dict, dict[str, str]]:
+    """What a module of this folder says in a process of its own, and the texts of XLA's programs by file name."""
     root = Path(__file__).parents[2]
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")]),
         "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} --xla_dump_to={dump} --xla_dump_hlo_as_text",
     }
-    command = [sys.executable, "-m", "tests.vllm.tensor_parallel", *options, str(devices), *folders]
+    command = [sys.executable, "-m", f"tests.vllm.{name}", *arguments]
     done = subprocess.run(command, env=environment, cwd=root, capture_output=True, text=True, timeout=1200)
     assert done.returncode == 0, done.stderr[-3000:]
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-    texts = [path.read_text() for path in dump.glob("*after_optimizations.txt")]
-    programs = [text for text in texts if "xla_gpu_paged_attention" in text]
-    layers = [text for text in texts if "xla_gpu_grouped_linear" in text]
-    return {**json.loads(line.removeprefix("RESULT ")), "programs": programs, "grouped_layers": layers}
+    return json.loads(line.removeprefix("RESULT ")), {path.name: path.read_text() for path in dumped(dump)}
+
+
+def dumped(folder: Path) -> list[Path]:
+    """The texts of XLA's programs in a folder."""
+    return list(folder.glob("*after_optimizations.txt"))
 
 
 def exchanged(program: str) -> list[tuple[str, str]]:

@@ -10,6 +10,14 @@ import torch_xla
 from xla_gpu.vllm import compile_cache
 
 
+def drafts_of(number, width):
+    """Of n-grams; with a width, of a head that has it."""
+    if width is None:
+        return SimpleNamespace(method="ngram", num_speculative_tokens=number)
+    head = SimpleNamespace(hf_config=SimpleNamespace(to_dict=lambda: {"hidden_size": width}))
+    return SimpleNamespace(method="eagle", num_speculative_tokens=number, draft_model_config=head)
+
+
 def config(**changes):
     sizes = {"max_model_len": 256, "path": "/a", "max_num_seqs": 8, "hidden_size": 64, **changes}
     hf_config = SimpleNamespace(to_dict=lambda: {"_name_or_path": sizes["path"], "hidden_size": sizes["hidden_size"]})
@@ -25,10 +33,9 @@ def config(**changes):
         cache_config=SimpleNamespace(block_size=16, gpu_memory_utilization=0.9, cache_dtype="auto"),
         scheduler_config=SimpleNamespace(max_num_seqs=sizes["max_num_seqs"], max_num_batched_tokens=64),
         parallel_config=SimpleNamespace(
-            tensor_parallel_size=1, enable_expert_parallel=sizes.get("whole_experts", False)
+            tensor_parallel_size=sizes.get("devices", 1), enable_expert_parallel=sizes.get("whole_experts", False)
         ),
-        speculative_config=sizes.get("drafts")
-        and SimpleNamespace(method="ngram", num_speculative_tokens=sizes["drafts"]),
+        speculative_config=sizes.get("drafts") and drafts_of(sizes["drafts"], sizes.get("head")),
         lora_config=None,
         additional_config={},
     )
@@ -62,6 +69,11 @@ def test_the_next_start_loads_what_this_one_used(preloaded, tmp_path):
     sizes = [{"max_num_seqs": 9}, {"hidden_size": 65}, {"max_model_len": 128}]
     for others in (*sizes, {"drafts": 3}, {"whole_experts": True}):
         assert compile_cache.Start(folder, config(**others)).executables == []
+    with_head = {"drafts": 3, "head": 64, "devices": 2}
+    compile_cache.Start(folder, config(**with_head)).finish()
+    assert compile_cache.Start(folder, config(**with_head)).executables == ["a", "b"]
+    for changed in ({"devices": 1}, {"devices": 4}, {"head": 65}, {"head": None}, {"drafts": 2}):
+        assert compile_cache.Start(folder, config(**{**with_head, **changed})).executables == []
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{", '{"executables": 1}', '{"kv_cache_bytes": "x"}'])

@@ -319,7 +319,6 @@ def test_refusals(tmp_path):
 
     gemma = tiny.save("gemma2", tmp_path / "gemma2")
     refused(options(gemma), "eagle: expected a model of LlamaForCausalLM", "got Gemma2ForCausalLM")
-    refused(options(tensor_parallel_size=2), "eagle: expected --tensor-parallel-size 1, got 2")
     tree = {**drafts, "speculative_token_tree": "[(0,), (1,)]"}
     refused(options(speculative_config=tree), "speculative_token_tree: expected none")
     wide = tiny.save("llama_wide", tmp_path / "wide")

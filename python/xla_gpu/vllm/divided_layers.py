@@ -35,7 +35,13 @@ from .tensor_parallel import TensorParallel
 _UNIT = 16
 
 
-def divide(devices: TensorParallel, model: nn.Module, random: bool = False, whole_experts: bool = False) -> None:
+def divide(
+    devices: TensorParallel,
+    model: nn.Module,
+    random: bool = False,
+    whole_experts: bool = False,
+    head: nn.Module | None = None,
+) -> None:
     """Arranges a model on the host to be divided, and has its layers compute so.
 
     Args:
@@ -43,16 +49,21 @@ def divide(devices: TensorParallel, model: nn.Module, random: bool = False, whol
       model: whole, as for one device, its weights in the form that they have on the device.
       random: the numbers of weights that are not quantised are to be drawn, and do not matter here.
       whole_experts: each device is to have experts of its own, instead of a part of every expert's width.
+      head: one that drafts tokens, see eagle.py; what it shares with the model is divided once.
 
     Raises:
       ValueError: a layer cannot be divided.
     """
-    devices.logits_dim = None
-    embeddings = {id(module.weight) for module in model.modules() if _is_embedding(module)}
-    for name, module in model.named_modules():
-        if isinstance(module, ReplicatedLinear):
+    layers = _named_layers(model, head)
+    embeddings = {id(module.weight) for _, module in layers if _is_embedding(module)}
+    for name, module in layers:
+        if head is not None and module is head.model.fc:
+            # A sum more, and 1 / size of the matrix to read.
+            _divide_inputs(devices, name, module, random)
+            module.quant_method = _DividedInputsOfWhole(devices)
+        elif isinstance(module, ReplicatedLinear):
             continue
-        if isinstance(module, ColumnParallelLinear):
+        elif isinstance(module, ColumnParallelLinear):
             _divide_outputs(devices, name, module, random)
         elif isinstance(module, RowParallelLinear):
             _divide_inputs(devices, name, module, random)
@@ -69,10 +80,25 @@ def divide(devices: TensorParallel, model: nn.Module, random: bool = False, whol
             whole = module.num_embeddings_padded == module.org_vocab_size
             # vLLM leaves the logits of padding out: they would have to be moved between the devices.
             module.quant_method = _DividedHead(devices, gather=not whole)
-            devices.logits_dim = 1 if whole else None
             devices.divide(module.weight, 0)
         else:
             take_sums(module)
+    devices.logits_dim = logits_dim(getattr(model, "lm_head", None))
+
+
+def logits_dim(lm_head: nn.Module | None) -> int | None:
+    """The dimension along which the logits of an output matrix are divided; None: each device has all."""
+    method = getattr(lm_head, "quant_method", None)
+    return 1 if isinstance(method, _DividedHead) and not method.gather else None
+
+
+def _named_layers(model: nn.Module, head: nn.Module | None) -> list[tuple[str, Any]]:
+    """The modules of both, each once, by what they are called in error texts."""
+    layers: list[tuple[str, Any]] = list(model.named_modules())
+    if head is not None:
+        known = {module for _, module in layers}
+        layers += [(f"the head's {name}", module) for name, module in head.named_modules() if module not in known]
+    return layers
 
 
 def _divide_outputs(devices: TensorParallel, name: str, layer: Any, random: bool) -> None:
@@ -273,6 +299,15 @@ class DividedInputs(_Divided):
         return PendingSum(self._devices, torch.bmm(divided, layer.weight.transpose(1, 2)), bias)
 
 
+class _DividedInputsOfWhole(DividedInputs):
+    """The same of rows that are whole on each device, of which each takes its columns."""
+
+    def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> PendingSum:
+        """T[rows, n] from x: T[rows, k]."""
+        # Noted so: otherwise XLA may divide what x is made of, and move parts of it between the devices.
+        return super().apply(layer, self._devices.mark(x.clone()), bias)
+
+
 class _DividedQuantisedInputs(DividedInputs):
     """Multiplies by a quantised matrix [n, k] of which each device has the columns of its inputs."""
 
@@ -318,10 +353,10 @@ class _DividedHead(_Divided):
     def __init__(self, devices: TensorParallel, gather: bool) -> None:
         """gather: all devices get all."""
         super().__init__(devices)
-        self._gather = gather
+        self.gather = gather
 
     def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """T[rows, vocab_size] from x: T[rows, k]."""
         # Noted as divided first: otherwise XLA would gather the matrix, and multiply by all of it on each device.
         divided = self._devices.mark(F.linear(x, layer.weight, bias), 1)
-        return self._devices.mark(divided.clone()) if self._gather else divided
+        return self._devices.mark(divided.clone()) if self.gather else divided

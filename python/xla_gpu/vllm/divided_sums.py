@@ -25,6 +25,7 @@ class PendingSum:
         self._parts = parts
         self._bias = bias
         self._total: torch.Tensor | None = None
+        self._normed: tuple[torch.Tensor, torch.Tensor] | None = None  # a residual, and its sum with this
         self.shape, self.dtype, self.device = parts.shape[1:], parts.dtype, parts.device
 
     def plus(self, parts: torch.Tensor) -> PendingSum:
@@ -40,9 +41,16 @@ class PendingSum:
 
     def add_and_norm(self, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, Any]:
         """The norm of the sum with the residual, T[rows, n], and that sum."""
-        if self._bias is not None:
-            residual = residual + self._bias
-        return self._devices.sum_add_norm(self._parts, residual, weight, eps)
+        with_bias = residual if self._bias is None else residual + self._bias
+        normed, total = self._devices.sum_add_norm(self._parts, with_bias, weight, eps)
+        self._normed = residual, total
+        return normed, total
+
+    def plus_residual(self, residual: torch.Tensor | None) -> torch.Tensor:
+        """T[rows, n], the sum with a residual: what a norm has made of both, where one did."""
+        if self._normed is not None and self._normed[0] is residual:
+            return self._normed[1]
+        return self.tensor() if residual is None else self.tensor() + residual
 
     @property
     def can_be_normed(self) -> bool:

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from vllm.config import VllmConfig
 
-from . import eagle
+from . import divided_layers, eagle, tensor_parallel
 from .attention import StepMetadata
 from .block_tables import BlockTables
 from .kv_cache import KVCaches
@@ -236,7 +236,11 @@ class DraftPrograms:
 
     def _most_likely(self, hidden: torch.Tensor) -> torch.Tensor:
         head = self._head
-        tokens = head.logits_processor(head.lm_head, hidden).argmax(-1).to(torch.int32)
+        logits, devices = head.logits_processor(head.lm_head, hidden), tensor_parallel.active()
+        if devices is not None and divided_layers.logits_dim(head.lm_head) is not None:
+            tokens = devices.most_likely(logits)
+        else:
+            tokens = logits.argmax(-1).to(torch.int32)
         offsets = getattr(head, "draft_id_to_target_id", None)
         if offsets is None:
             return tokens

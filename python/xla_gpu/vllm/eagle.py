@@ -7,12 +7,9 @@ that the model's logits are computed from, EAGLE-3 heads the residual stream in 
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import nn
 
 METHODS = ("eagle", "eagle3")  # vLLM's names
 
@@ -42,8 +39,8 @@ def refusals(config: Any) -> list[str]:
     model, speculative = config.model_config, config.speculative_config
     name = f"--speculative-config: {speculative.method}"
     found = []
-    if config.parallel_config.tensor_parallel_size > 1:
-        found.append(f"{name}: expected --tensor-parallel-size 1, got {config.parallel_config.tensor_parallel_size}")
+    if (size := config.parallel_config.tensor_parallel_size) > 1:
+        found += _tensor_parallel_refusals(speculative, size)
     chain = [(0,) * (i + 1) for i in range(speculative.num_speculative_tokens)]
     if speculative.speculative_token_tree not in (None, str(chain)):
         found.append("--speculative-config: speculative_token_tree: expected none, got a tree")
@@ -52,6 +49,22 @@ def refusals(config: Any) -> list[str]:
     if model.architecture not in TARGETS:
         found.append(f"{name}: expected a model of {', '.join(TARGETS)}, got {model.architecture}")
     return found + _head_refusals(model, speculative)
+
+
+def _tensor_parallel_refusals(speculative: Any, size: int) -> list[str]:
+    """Of a head over several devices, which is divided as the model is."""
+    head, found = speculative.draft_model_config, []
+    if speculative.draft_tensor_parallel_size not in (None, size):
+        found.append(
+            f"--speculative-config: draft_tensor_parallel_size: expected --tensor-parallel-size, {size}, got "
+            f"{speculative.draft_tensor_parallel_size}"
+        )
+    if (kv_heads := head.get_total_num_kv_heads()) % size:
+        found.append(
+            f"--speculative-config: model {head.model}: expected a head whose kv heads (self_attn.k_proj, v_proj) "
+            f"--tensor-parallel-size {size} divides, got {kv_heads}"
+        )
+    return found
 
 
 def _head_refusals(model: Any, speculative: Any) -> list[str]:
@@ -126,26 +139,3 @@ def stream_layers(config: Any, model: Any) -> tuple[int, ...]:
             f"model's {count} layers, got {list(chosen)}"
         )
     return layers
-
-
-class ResidualStreams:
-    """The residual streams in front of some layers of a model."""
-
-    def __init__(self, model: Any, layers: Sequence[int]) -> None:
-        self._layers = [model.model.layers[index] for index in layers]
-
-    @contextlib.contextmanager
-    def noted(self) -> Iterator[list[torch.Tensor]]:
-        """Gives a list to which a model that is called in here appends T[num_tokens, hidden_size] of each layer."""
-        found: list[torch.Tensor] = []
-
-        def before(_: nn.Module, arguments: tuple[Any, ...]) -> None:
-            _, hidden, residual = arguments[:3]
-            found.append(hidden if residual is None else hidden + residual)
-
-        hooks = [layer.register_forward_pre_hook(before) for layer in self._layers]
-        try:
-            yield found
-        finally:
-            for hook in hooks:
-                hook.remove()

@@ -22,6 +22,7 @@ from .kv_cache import KVCaches
 from .last_layer import LastLayer
 from .norms import NormWeights
 from .program import Program
+from .residual_streams import ResidualStreams
 from .sampler.sampler import store_last_tokens
 from .step_layout import StepLayout
 
@@ -63,7 +64,7 @@ class ModelPrograms:
         # adapters the chosen rows would need their own.
         self._last_layer = None if divided or adapters is not None else LastLayer.of(model)
         layers = eagle.stream_layers(config, model)
-        self._streams = eagle.ResidualStreams(model, layers) if layers else None
+        self._streams = ResidualStreams(model, layers) if layers else None
         self._states_are_read = eagle.has_head(config)
         if self._states_are_read and self._streams is None:  # by the head, which needs the result of every row
             self._last_layer = None

@@ -43,9 +43,7 @@ def load_model(config: VllmConfig, device: torch.device) -> tuple[nn.Module, nn.
         take_operators(head, eagle.head_length(config))
     if random:
         torch_xla.manual_seed(config.model_config.seed)
-    # Together: what they share is moved once.
-    both = model if head is None else nn.ModuleList([model, head])
-    move(both, device, random, config.parallel_config.enable_expert_parallel)
+    move(model, device, random, config.parallel_config.enable_expert_parallel, head)
     if tower is not None:
         move(tower.eval(), device, random, divided=False)
     return model.eval(), head, tower
@@ -112,7 +110,12 @@ def take_operators(model: nn.Module, max_model_len: int) -> None:
 
 
 def move(
-    model: nn.Module, device: torch.device, random: bool = False, whole_experts: bool = False, divided: bool = True
+    model: nn.Module,
+    device: torch.device,
+    random: bool = False,
+    whole_experts: bool = False,
+    head: nn.Module | None = None,
+    divided: bool = True,
 ) -> None:
     """Puts parameters and buffers on ``device``, one after the other, so that the host's copies go early.
 
@@ -123,11 +126,12 @@ def move(
       device: an XLA device.
       random: draw the floating-point parameters on the device instead of copying them.
       whole_experts: of several devices, each is to have experts of its own.
+      head: one that drafts tokens, moved beside the model: what they share once.
       divided: several devices share the model; else each has all of it.
     """
     devices = tensor_parallel.active()
     if devices is not None and divided:
-        divided_layers.divide(devices, model, random, whole_experts)
+        divided_layers.divide(devices, model, random, whole_experts, head)
     moved: dict[int, torch.Tensor] = {}
     kept: list[torch.Tensor] = []  # so that no id is used twice
 
@@ -149,7 +153,7 @@ def move(
                     tensor.data = torch.empty(0, dtype=tensor.dtype)
         return moved[id(tensor)]
 
-    for module in model.modules():
+    for module in (model if head is None else nn.ModuleList([model, head])).modules():
         for name, parameter in module._parameters.items():
             if parameter is not None:
                 module._parameters[name] = on_device(parameter, random)
