@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch_xla.debug.metrics as metrics
 
@@ -14,6 +14,11 @@ class FallbackError(RuntimeError):
 def fallbacks() -> dict[str, int]:
     """How often each operation without a lowering has run on the host in this process."""
     return {name: metrics.counter_value(name) for name in metrics.counter_names() if name.startswith("aten::")}
+
+
+def fallbacks_since(before: Mapping[str, int]) -> set[str]:
+    """The operations that have run on the host since ``before``, of fallbacks(); in earlier traces, too, perhaps."""
+    return {name for name, count in fallbacks().items() if count != before.get(name)}
 
 
 def fallback_error(where: str, names: Iterable[str]) -> FallbackError:

@@ -18,7 +18,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.autograd import forward_ad
 from torch_xla import runtime
 
-from .counters import fallback_error, fallbacks, values_taken
+from .counters import fallback_error, fallbacks, fallbacks_since, values_taken
 from .program import _XLAC, Program, compute_pending
 from .proxy_programs import ProxyProgram
 from .structures import Result, flatten, refuse_unhashable, with_tensors
@@ -263,7 +263,7 @@ class JitFunction:
                 f"{self._where}: expected updates in place of arguments alone, got one of another tensor, "
                 f"{tensor.dtype}{list(tensor.shape)}"
             )
-        if on_host := {name for name, count in fallbacks().items() if count != before.get(name)} - _READING:
+        if on_host := fallbacks_since(before) - _READING:
             raise fallback_error(self._where, on_host)
         if values_taken() != taken:
             raise _ValueTakenError(

@@ -25,7 +25,7 @@ from torch_xla._dynamo.dynamo_bridge import alias_with_buffer_donor_config
 
 from .._runtime import executable_cache
 from . import direct_launch
-from .counters import fallback_error, fallbacks
+from .counters import fallback_error, fallbacks, fallbacks_since
 from .direct_launch import Array, DirectLaunch
 
 _XLAC = torch_xla._XLAC
@@ -266,7 +266,7 @@ class Program:
     def _capture(
         self, function: Callable[..., Sequence[torch.Tensor]], inputs: Sequence[torch.Tensor], state: Sequence[Any]
     ) -> None:
-        known, began = fallbacks().keys(), time.perf_counter()
+        before, began = fallbacks(), time.perf_counter()
         given = [*inputs, *state]
         devices = self._devices
         if devices is not None:
@@ -299,8 +299,8 @@ class Program:
             self._places = [(at, position[tensor_id]) for at, tensor_id in enumerate(ids) if tensor_id in position]
             for at, _ in self._places:
                 self._arguments[at] = None
-            if new := fallbacks().keys() - known:
-                raise fallback_error(self.name, new)
+            if on_host := fallbacks_since(before):
+                raise fallback_error(self.name, on_host)
             self._traced = True
             with alias_with_buffer_donor_config():
                 self._hash = _XLAC._get_graph_hash(roots)

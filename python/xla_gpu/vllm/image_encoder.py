@@ -86,8 +86,6 @@ class ImageEncoder:
             pixels = torch.zeros(size, *self._form, dtype=torch.float32).to(self._device)
             places = torch.full((size * self._rows_per_tile,), self._unused_row, dtype=torch.int32).to(self._device)
             self._programs[size] = Program(f"images, {size} tiles", encode, [pixels, places], [self.rows])
-            if len(self._programs[size].places()) < 3:
-                raise RuntimeError(f"xla_gpu.vllm: {type(self._tower).__name__}: its encoder does not read its images")
 
     def start(self) -> None:
         """Runs each program once: from then on ``rows`` is none that the programs were made with."""
@@ -199,7 +197,7 @@ def _attend_in_parts(
 def _of_patches(layer: Any, pixels: torch.Tensor) -> torch.Tensor:
     """T[n, channels, rows, columns], vLLM's convolution whose kernel is as large as its stride.
 
-    vLLM's own takes Tensor.unfold, behind which a captured program does not know its argument any more.
+    vLLM's own takes Tensor.unfold, which torch_xla would run on the host.
     """
     (n, channels, *sizes), (high, wide) = pixels.shape, layer.kernel_size
     rows, columns = sizes[0] // high, sizes[1] // wide
