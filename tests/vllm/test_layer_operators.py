@@ -63,7 +63,10 @@ def test_silu_of_large_steps(called, monkeypatch):
 
 
 def test_attention_of_a_model(engine):
-    """Each layer of the tests' Llama rotates and stores in one operator; they share a table of the rows in use."""
+    """Each layer of the tests' Llama rotates and stores in one operator; they share a table of the rows in use.
+
+    vLLM shares it with other engines of a process, which may have more rows.
+    """
     from tests.vllm.engines import runner_of
 
     runner = runner_of(engine)
@@ -71,7 +74,8 @@ def test_attention_of_a_model(engine):
     tables = {id(layer.self_attn.rotary_emb.xla_gpu_table) for layer in layers}
     assert len(tables) == 1 and all("forward" in vars(layer.self_attn) for layer in layers)
     table = layers[0].self_attn.rotary_emb.xla_gpu_table
-    assert table.device.type == "xla" and list(table.shape) == [runner.config.model_config.max_model_len, 8, 2]
+    assert table.device.type == "xla" and list(table.shape[1:]) == [8, 2]
+    assert table.shape[0] >= runner.config.model_config.max_model_len
 
 
 def test_attention_of_the_same_name_elsewhere_is_left_alone(engine):
