@@ -18,6 +18,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import torch
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 
@@ -55,6 +56,8 @@ def main(devices: int, folder: str, *others: str) -> None:
 
         runner, spec = runner_of(llm), torch_xla._XLAC._get_xla_sharding_spec
         result["caches"] = [spec(tensor) for tensor in runner.caches.tensors]
+        layers = runner.model.modules()
+        result["kv_heads"] = [layer.num_kv_heads for layer in layers if isinstance(layer, AttentionLayerBase)]
         result["weights"] = {name: spec(parameter) for name, parameter in runner.model.named_parameters()}
     drafting = make(folder, tensor_parallel_size=devices, speculative_config=DRAFTS)
     result["drafted"] = draft(drafting), metric(drafting, ACCEPTED) > 0

@@ -25,7 +25,11 @@ from xla_gpu.vllm.residual_streams import ResidualStreams
 LAYERS = {"eagle": 2, "eagle3": 6}
 FOUR_HEADS = {"num_key_value_heads": 4}
 # Models of one form have programs in common, which XLA compiles once for a process: no two cases have.
-SIZES = {"others": {}, "eagle3": {**FOUR_HEADS, "intermediate_size": 128}}
+SIZES = {
+    "others": {},
+    "eagle3": {**FOUR_HEADS, "intermediate_size": 128},
+    "fewer heads": {"intermediate_size": 192},  # two, of which four devices have copies
+}
 # A vocabulary of its own that vLLM does not pad, another width than the model's, a padded vocabulary, whose logits are
 # gathered, more kv heads than the model, positions that end before the longest sequence.
 OWN = {"draft_vocab_size": 128}
@@ -39,7 +43,7 @@ OTHERS = {
 
 RANDOM = ("eagle", "eagle3", "others", "tied", "quantised")
 COPIES = ("copy of eagle", "copy of eagle3")
-NAMES_OF = {2: (*RANDOM, *COPIES, "16 bits"), 4: ("eagle", "eagle3", "quantised", "copy of eagle3")}
+NAMES_OF = {2: (*RANDOM, *COPIES, "16 bits"), 4: ("eagle", "eagle3", "fewer heads", "quantised", "copy of eagle3")}
 CASES = [(devices, name) for devices, names in NAMES_OF.items() for name in names]
 EXACT = [(devices, name) for devices, name in CASES if name != "16 bits"]
 
@@ -237,9 +241,11 @@ def test_residual_streams_are_those_in_front_of_the_layers():
 
 def test_refused_before_anything_is_loaded(tmp_path):
     target = tiny.save("llama", tmp_path / "target", FOUR_HEADS)
-    head = heads.save("eagle", target, tmp_path / "head", num_key_value_heads=2)
+    head = heads.save("eagle", target, tmp_path / "head", num_key_value_heads=3)
     drafts = {"method": "eagle", "model": head, "num_speculative_tokens": 2}
-    text = r"expected a head whose kv heads \(self_attn.k_proj, v_proj\) --tensor-parallel-size 4 divides, got 2"
+    text = (
+        r"a number that divides the head's 3 kv heads \(self_attn.k_proj and v_proj\), or is a multiple of them, got 4"
+    )
     with pytest.raises(Exception, match=text):
         engines.make(target, tensor_parallel_size=4, speculative_config=drafts)
     one = {**drafts, "draft_tensor_parallel_size": 1}

@@ -271,6 +271,9 @@ MODELS = [
     ("mistral", ATTENTION + MLP, {"tensor_parallel_size": 2, "max_loras": 2}),
     ("phi3", ("qkv_proj", "o_proj", "gate_up_proj", "down_proj"), {"tensor_parallel_size": 2}),
     ("fp8-blocks", ATTENTION + MLP, {"tensor_parallel_size": 2}),
+    # Copies of kv heads; in the second one's checkpoint q, k and v are one matrix.
+    ("llama", ATTENTION + MLP, {"tensor_parallel_size": 4}),
+    ("phi3", ("qkv_proj", "o_proj"), {"tensor_parallel_size": 4}),
 ]
 
 

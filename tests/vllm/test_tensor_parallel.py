@@ -176,8 +176,6 @@ def test_one_number_of_devices_for_a_process(engine, llama):
 
 
 def test_refused_models(engine, llama, two_devices):
-    with pytest.raises(Exception, match="expected a number that divides the model's 2 kv heads, got 4"):
-        engines.make(llama, tensor_parallel_size=4)
     text = "expected a number that divides model.layers.0.self_attn.o_proj's inputs, 128, into multiples of 128, got 2"
     assert text in two_devices["others"][-1]
 

@@ -1,6 +1,7 @@
 """The layers of a model that several devices share: how their weights are divided, and what each device computes.
 
-Attention and the matrices that are multiplied before it are divided by heads, the MLP and each expert by their width,
+Attention and the matrices that are multiplied before it are divided by heads, of which there are copies where they are
+fewer than the devices (repeated_kv_heads.py), the MLP and each expert by their width,
 the head by the vocabulary; or each device has whole experts. The sums after attention, MLP and experts are xla_gpu's
 all_reduce and all_reduce_add_rms_norm.
 """
@@ -26,7 +27,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, 
 import xla_gpu.torch as xg
 
 from ..quantization.weights import GROUP
-from . import moe
+from . import moe, repeated_kv_heads
 from .divided_sums import PendingSum, take_sums
 from .quantization import CheckpointLinearMethod
 from .tensor_parallel import TensorParallel
@@ -57,6 +58,7 @@ def divide(
     layers = _named_layers(model, head)
     embeddings = {id(module.weight) for _, module in layers if _is_embedding(module)}
     for name, module in layers:
+        repeated_kv_heads.repeat(devices.size, name, module, random)
         if head is not None and module is head.model.fc:
             # A sum more, and 1 / size of the matrix to read.
             _divide_inputs(devices, name, module, random)
@@ -111,11 +113,7 @@ def _divide_outputs(devices: TensorParallel, name: str, layer: Any, random: bool
     else:
         _check(devices, name, "outputs", sizes)
         layer.quant_method = DividedOutputs(devices, sizes)
-    for part in ("weight", "weight_scale", "weight_zero_point", "bias"):
-        parameter = getattr(layer, part, None)
-        if parameter is None or parameter.shape[0] == 1:  # one scale for all
-            continue
-        rows = sum(sizes) // parameter.shape[0]  # of the matrix, that one of a scale of blocks is for
+    for parameter, rows in repeated_kv_heads.by_outputs(layer, sum(sizes)):
         if not drawn:
             parameter.data = _by_device(parameter.data, [size // rows for size in sizes], devices.size, 0)
         devices.divide(parameter, 0)

@@ -20,7 +20,7 @@ from vllm.config import VllmConfig
 from vllm.model_executor.layers.linear import LinearBase, LinearMethodBase
 from vllm.model_executor.utils import get_packed_modules_mapping
 
-from . import tensor_parallel
+from . import repeated_kv_heads, tensor_parallel
 from .divided_layers import DividedInputs, DividedOutputs
 from .program import Program
 
@@ -47,17 +47,20 @@ class _Layer:
     Attributes:
       parts: the modules of the checkpoint that vLLM joined in it, each with its first output and its number of them.
       inputs: of the layer.
-      outputs: of all parts.
+      outputs: of all parts, as the checkpoint has them.
+      made_outputs: of the layer, which over several devices may have copies of kv heads.
       divided: how several devices share it, if they do.
     """
 
     def __init__(self, name: str, layer: Any, joined: Mapping[str, Sequence[str]]) -> None:
         parent, _, last = name.rpartition(".")
         names = list(joined.get(last) or [last])
-        self.inputs, self.outputs = int(layer.input_size), int(layer.output_size)
+        own = repeated_kv_heads.output_sizes(layer)
+        self.inputs, self.outputs, self.made_outputs = int(layer.input_size), sum(own), int(layer.output_size)
+        self._layer = layer
         method = layer.quant_method
         self.divided = method if isinstance(method, (DividedOutputs, DividedInputs)) else None
-        sizes = [self.outputs] if len(names) == 1 else [int(size) for size in layer.output_sizes]
+        sizes = [self.outputs] if len(names) == 1 else own
         firsts = np.cumsum([0, *sizes]).tolist()
         self.parts = {
             f"{parent}.{part}" if parent else part: (first, size)
@@ -67,15 +70,15 @@ class _Layer:
     @property
     def key(self) -> tuple[Any, ...]:
         """Equal for layers whose adapters one program stores."""
-        return len(self.parts), self.inputs, self.outputs, type(self.divided)
+        return len(self.parts), self.inputs, self.made_outputs, type(self.divided)
 
     def forms(self, slots: int, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Shapes of its two arrays. Where devices divide the inputs, the first one has a part for each of them."""
         rows = len(self.parts) * rank
         devices = tensor_parallel.active()
         if isinstance(self.divided, DividedInputs) and devices is not None:
-            return (devices.size, slots, rows, self.inputs // devices.size), (slots, rows, self.outputs)
-        return (slots, rows, self.inputs), (slots, rows, self.outputs)
+            return (devices.size, slots, rows, self.inputs // devices.size), (slots, rows, self.made_outputs)
+        return (slots, rows, self.inputs), (slots, rows, self.made_outputs)
 
     def divided_dims(self) -> tuple[int | None, int | None]:
         """Along which dimension each is divided between devices."""
@@ -93,7 +96,7 @@ class _Layer:
                 a[begin:end] = matrices.a
                 b[begin:end, first : first + size] = matrices.b.t()
         if isinstance(self.divided, DividedOutputs):
-            b = self.divided.by_device(b)
+            b = self.divided.by_device(repeated_kv_heads.of_outputs(self._layer, b))
         elif self.divided is not None:
             own = self.forms(1, rank)[0][-1]
             a = a.view(rows, -1, own).transpose(0, 1)

@@ -170,10 +170,18 @@ def _tensor_parallel_refusals(config: Any) -> list[str]:
             f"--enable-expert-parallel: expected --tensor-parallel-size to divide the model's {experts} experts, "
             f"got {size}"
         )
-    if (kv_heads := model.get_total_num_kv_heads()) % size:
-        found.append(
-            f"--tensor-parallel-size: expected a number that divides the model's {kv_heads} kv heads, got {size}"
-        )
+    parts = {"the model's": (model, "kv heads")}
+    if eagle.has_head(config):
+        # What divides them would divide these matrices.
+        head = config.speculative_config.draft_model_config
+        parts["the head's"] = head, "kv heads (self_attn.k_proj and v_proj)"
+    for owner, (part, name) in parts.items():
+        kv_heads = part.get_total_num_kv_heads()
+        if kv_heads % size and size % kv_heads:
+            found.append(
+                f"--tensor-parallel-size: expected a number that divides {owner} {kv_heads} {name}, or is a "
+                f"multiple of them, got {size}"
+            )
     return found
 
 
