@@ -136,3 +136,14 @@ def test_experts_with_biases(rows, block, monkeypatch):
     out = expert_products.weighted_sum(x, w13, w2, weights, chosen, "swigluoai")
     got = expert_products.bias_of_sum(w2, weights, chosen, out).cpu()
     torch.testing.assert_close(got, expected, rtol=1e-3, atol=1e-3)
+
+
+def test_a_nan_stays_one():
+    """On torch_xla clamp makes a number of it."""
+    x = torch.tensor([[1.0, torch.nan, 20.0, -20.0]])
+    activation = expert_products.ACTIVATIONS["swigluoai"]
+    for gate, up in ((x, torch.ones_like(x)), (torch.ones_like(x), x)):
+        expected = activation(gate, up)
+        got = activation(gate.to(torch_xla.device()), up.to(torch_xla.device())).cpu()
+        assert got.isnan().tolist() == [[False, True, False, False]]
+        torch.testing.assert_close(got, expected, equal_nan=True)

@@ -78,12 +78,17 @@ def _activated(hidden: torch.Tensor, activation: str) -> torch.Tensor:
     if activation != "swigluoai_and_mul":
         out: torch.Tensor = getattr(torch.ops.xla_gpu, activation)(hidden)
         return out
-    gate, up = hidden.float().chunk(2, -1)
-    limit = declaration.SWIGLU_LIMIT
+    return swigluoai_and_mul(*hidden.chunk(2, -1))
+
+
+def swigluoai_and_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """gpt-oss's activation of two tensors of one dtype and shape, in float32 and rounded to their dtype."""
+    dtype, limit = gate.dtype, declaration.SWIGLU_LIMIT
+    gate, up = gate.float(), up.float()
     # clamp makes a number of NaN on torch_xla.
     gate, up = torch.where(gate > limit, limit, gate), torch.where(up > limit, limit, up)
     up = torch.where(up < -limit, -limit, up)
-    return (gate * torch.sigmoid(gate * declaration.SWIGLU_ALPHA) * (up + 1)).to(hidden.dtype)
+    return (gate * torch.sigmoid(gate * declaration.SWIGLU_ALPHA) * (up + 1)).to(dtype)
 
 
 def _weighted_sum(out: torch.Tensor, places: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:

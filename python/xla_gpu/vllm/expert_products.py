@@ -19,7 +19,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
-from .._torch.experts_mlp import in_order
+from .._torch.experts_mlp import in_order, swigluoai_and_mul
 from .expert_matrices import Matrices
 
 # Rows that go through all experts at once: bounds the memory of what they compute.
@@ -42,17 +42,11 @@ _ROWS_OF_GROUP = 256
 _Function = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
-def _clamped(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """Of gpt-oss."""
-    gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
-    return gate * torch.sigmoid(gate * 1.702) * (up + 1)
-
-
 # Of the products with gate and up, by vLLM's names.
 ACTIVATIONS: dict[str, _Function] = {
     "silu": lambda gate, up: F.silu(gate) * up,
     "gelu": lambda gate, up: F.gelu(gate) * up,
-    "swigluoai": _clamped,
+    "swigluoai": swigluoai_and_mul,
 }
 
 
