@@ -269,10 +269,6 @@ def test_another_engine_with_longer_sequences(llama, reference):
     ("options", "text"),
     [
         (
-            {"tensor_parallel_size": 4},
-            "--tensor-parallel-size: expected a number that divides the model's 2 kv heads, got 4",
-        ),
-        (
             {"tensor_parallel_size": 2, "additional_config": {"compile_threads": 2}},
             "compile_threads: expected 1 with --t",
         ),
