@@ -1,9 +1,9 @@
 """The layers of a model that several devices share: how their weights are divided, and what each device computes.
 
 Attention and the matrices that are multiplied before it are divided by heads, of which there are copies where they are
-fewer than the devices (repeated_kv_heads.py), the MLP and each expert by their width,
-the head by the vocabulary; or each device has whole experts. The sums after attention, MLP and experts are xla_gpu's
-all_reduce and all_reduce_add_rms_norm.
+fewer than the devices (repeated_kv_heads.py), the MLP and each expert by their width, the head by the vocabulary; or
+each device has whole experts. The sums after attention, MLP and experts are xla_gpu's all_reduce and
+all_reduce_add_rms_norm.
 """
 
 from __future__ import annotations
