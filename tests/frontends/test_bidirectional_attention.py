@@ -246,10 +246,7 @@ def test_nothing_waits_for_the_device(frontend, window):
 @pytest.mark.frontends("torch_xla", "torch_xla-cuda")
 def test_lazy_graphs_stay_on_the_device(frontend):
     """None of its operations is one that torch_xla computes on the host."""
-    from torch_xla.debug import metrics
-
-    def fallbacks() -> dict[str, int]:
-        return {name: metrics.counter_value(name) for name in metrics.counter_names() if name.startswith("aten::")}
+    from xla_gpu._torch_xla.counters import fallbacks
 
     before = fallbacks()
     for window in (None, 1, 5):
