@@ -17,11 +17,13 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import pytest
 import torch
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 
+from tests.common import machine
 from tests.vllm import tiny
 from tests.vllm.engines import compiled_since_start, greedy, make, metric, random, run, runner_of, tokens
 
@@ -129,14 +131,19 @@ def run_on(devices: int, folders: list[str], dump: Path, *options: str) -> dict:
 
     Those that hold attention, and that of the layer of ``grouped``.
     """
-    result, texts = run_module("tensor_parallel", [*options, str(devices), *folders], dump)
+    result, texts = run_module("tensor_parallel", devices, [*options, str(devices), *folders], dump)
     programs = [text for text in texts.values() if "xla_gpu_paged_attention" in text]
     layers = [text for text in texts.values() if "xla_gpu_grouped_linear" in text]
     return {**result, "programs": programs, "grouped_layers": layers}
 
 
-def run_module(name: str, arguments: list[str], dump: Path) -> tuple[dict, dict[str, str]]:
-    """What a module of this folder says in a process of its own, and the texts of XLA's programs by file name."""
+def run_module(name: str, devices: int, arguments: list[str], dump: Path) -> tuple[dict, dict[str, str]]:
+    """What a module of this folder says in a process of its own, and the texts of XLA's programs by file name.
+
+    ``arguments`` say over how many devices; a machine with fewer GPUs skips the test.
+    """
+    if os.environ.get("PJRT_DEVICE", "").upper() == "GPU" and machine.gpu_count() < devices:
+        pytest.skip(f"{devices} GPUs are needed, this machine has {machine.gpu_count()}")
     root = Path(__file__).parents[2]
     environment = {
         **os.environ,

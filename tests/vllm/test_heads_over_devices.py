@@ -88,7 +88,9 @@ def found(saved, tmp_path_factory) -> Callable[[int, str], dict]:
             case = saved(name)
             described = {"target": case.target, "method": case.method, "head": case.head, **case.options}
             cases.append(json.dumps(described))
-        result, texts = run_module("heads_over_devices", [str(devices), *cases], tmp_path_factory.mktemp("hlo"))
+        result, texts = run_module(
+            "heads_over_devices", devices, [str(devices), *cases], tmp_path_factory.mktemp("hlo")
+        )
         for case in result["cases"]:
             assert isinstance(case, dict), case
             programs = [texts[name] for name in case["programs"]]
@@ -258,6 +260,6 @@ def test_a_matrix_that_cannot_be_divided(tmp_path):
     target = tiny.save("llama", tmp_path / "target", FOUR_HEADS)
     head = heads.save("eagle", target, tmp_path / "head", intermediate_size=98)
     case = json.dumps({"target": target, "method": "eagle", "head": head})
-    result, _ = run_module("heads_over_devices", ["4", case], tmp_path / "hlo")
+    result, _ = run_module("heads_over_devices", 4, ["4", case], tmp_path / "hlo")
     text = "expected a number that divides the head's model.layers.0.mlp.gate_up_proj's outputs, 98, 98, got 4"
     assert f"--tensor-parallel-size: {text}" in result["cases"][0]
