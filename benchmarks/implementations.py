@@ -50,7 +50,7 @@ class FlashAttention3:
         k, v = inputs.kv_cache
         return self.call(inputs, k, v, inputs.context_lens, inputs.block_tables, None)
 
-    def call(self, inputs: Inputs, k, v, used, tables, k_starts) -> Call:
+    def call(self, inputs: Inputs, k, v, used, tables, k_starts, causal: bool = True) -> Call:
         case = inputs.case
         longest_query = max(rows for rows, _ in case.sequences)
         longest = max(context for _, context in case.sequences)
@@ -62,9 +62,9 @@ class FlashAttention3:
             *(inputs.query, k, v, None, None, None, None, inputs.query_start_loc, k_starts, None, None, used),
             *(longest_query, longest, tables, None, None, None, None, None, None, None, None, case.softmax_scale),
             *(
-                True,
+                causal,
                 window,
-                0 if case.sliding_window else -1,
+                (0 if causal else window) if case.sliding_window else -1,
                 case.soft_cap or 0.0,
                 True,
                 None,
