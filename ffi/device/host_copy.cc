@@ -14,7 +14,7 @@ Status CheckNotCapturing(Stream stream) {
   if (capture != cudaStreamCaptureStatusNone) {
     return Status::InvalidArgument(
         "XLA_GPU_CHECK_INPUTS=1 cannot look at device memory while its work is captured into a CUDA graph: run outside "
-        "of the capture, under XLA with XLA_FLAGS=--xla_gpu_enable_command_buffer=");
+        "of the capture, under XLA with the variable set when the process starts");
   }
   return Status::Ok();
 }

@@ -1,5 +1,7 @@
 #include "ffi/handlers/context.h"
 
+#include <cstdlib>
+#include <cstring>
 #include <stdexcept>
 
 namespace xla_gpu {
@@ -13,6 +15,14 @@ Stream CallContext::stream() const {
 
 ::xla::ffi::ThreadPool CallContext::thread_pool() const {
   return *::xla::ffi::CtxDecoding<::xla::ffi::ThreadPool>::Decode(api_, context_, *diagnostic_);
+}
+
+std::initializer_list<::xla::ffi::Traits> CaptureTraits() {
+  // Static lists, whose arrays live as long as they do.
+  static const std::initializer_list<::xla::ffi::Traits> capturable = {::xla::ffi::Traits::kCmdBufferCompatible};
+  static const std::initializer_list<::xla::ffi::Traits> none = {};
+  const char* check_inputs = std::getenv("XLA_GPU_CHECK_INPUTS");
+  return check_inputs != nullptr && std::strcmp(check_inputs, "1") == 0 ? none : capturable;
 }
 
 }  // namespace xla_gpu

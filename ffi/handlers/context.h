@@ -3,6 +3,7 @@
 #define XLA_GPU_HANDLERS_CONTEXT_H_
 
 #include <functional>
+#include <initializer_list>
 #include <optional>
 #include <utility>
 
@@ -29,6 +30,10 @@ class CallContext {
   XLA_FFI_ExecutionContext* context_;
   ::xla::ffi::DiagnosticEngine* diagnostic_;
 };
+
+// Traits of CUDA handlers: XLA may capture them into CUDA graphs. Not so where XLA_GPU_CHECK_INPUTS is 1 when a handler
+// is first asked, which is when it is registered: checks read device memory, which no capture allows.
+std::initializer_list<::xla::ffi::Traits> CaptureTraits();
 
 // XLA's own thread pool, or in eager calls the library's, behind the same interface.
 class XlaExecutor final : public Executor {

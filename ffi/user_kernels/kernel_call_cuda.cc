@@ -255,7 +255,7 @@ Status WaitForKernel(const KernelLaunch& launch, Stream stream) {
     return Status::InvalidArgument(
         Name(launch) +
         "XLA_GPU_CHECK_INPUTS=1 cannot wait for a kernel that is captured into a CUDA graph: "
-        "run outside of the capture, under XLA with XLA_FLAGS=--xla_gpu_enable_command_buffer=");
+        "run outside of the capture, under XLA with the variable set when the process starts");
   }
   const cudaError_t error = cudaStreamSynchronize(stream);
   if (error == cudaSuccess) return Status::Ok();

@@ -142,7 +142,7 @@ XLA_GPU_DEFINE_HANDLER(xla_gpu_kernel_call_host, (KernelCallHost<XLA_GPU_KERNEL_
                        XLA_GPU_BIND().XLA_GPU_KERNEL_CALL_SIGNATURE);
 #ifdef XLA_GPU_WITH_CUDA
 XLA_GPU_DEFINE_HANDLER(xla_gpu_kernel_call_cuda, (KernelCallCuda<XLA_GPU_KERNEL_CALL_ATTRIBUTES>),
-                       XLA_GPU_BIND().XLA_GPU_KERNEL_CALL_SIGNATURE, {ffi::Traits::kCmdBufferCompatible});
+                       XLA_GPU_BIND().XLA_GPU_KERNEL_CALL_SIGNATURE, CaptureTraits());
 #endif
 
 }  // namespace xla_gpu

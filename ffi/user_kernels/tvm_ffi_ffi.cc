@@ -172,8 +172,7 @@ ffi::Error CallOnCuda(CallContext context, ffi::RemainingArgs operands, ffi::Rem
 
 XLA_FFI_DEFINE_HANDLER(CudaHandler, CallOnCuda, XLA_GPU_BIND().RemainingArgs().RemainingRets().Attrs<RawAttributes>());
 XLA_FFI_DEFINE_HANDLER(CapturedHandler, CallOnCuda,
-                       XLA_GPU_BIND().RemainingArgs().RemainingRets().Attrs<RawAttributes>(),
-                       {ffi::Traits::kCmdBufferCompatible});
+                       XLA_GPU_BIND().RemainingArgs().RemainingRets().Attrs<RawAttributes>(), CaptureTraits());
 #endif
 
 // ---- Handlers of the slots ----

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import os
+import subprocess
+import sys
 
 import numpy as np
 import pytest
 
-from tests.common import bidirectional_cases, cases, compare
+from tests.common import bidirectional_cases, cases, compare, machine
 from tests.common.bidirectional_cases import Case
 
 ERRORS = (ValueError, RuntimeError)
@@ -201,10 +204,38 @@ def test_cuda_rows_are_nan(frontend, name, dtype, window):
 
 
 @pytest.mark.parametrize("name", VALUES)
-@pytest.mark.frontends(platform="cuda")
+@pytest.mark.frontends("eager-cuda")
 def test_cuda_error_where_asked_for(frontend, name, monkeypatch):
     monkeypatch.setenv("XLA_GPU_CHECK_INPUTS", "1")
     assert_error(frontend, name)
+
+
+ALL_ERRORS = """
+import os, sys
+from tests.common import frontends
+from tests.ops import test_bidirectional_attention as tests
+
+frontend = frontends.ALL[sys.argv[1]]
+assert not frontend.unavailable()
+for name in tests.VALUES:
+    tests.assert_error(frontend, name)
+print("all errors were raised", flush=True)
+os._exit(0)
+"""
+
+
+@pytest.mark.frontends(platform="cuda")
+def test_cuda_errors_where_asked_for_at_the_start(frontend):
+    """In programs of several calls too, which XLA would run as a CUDA graph."""
+    result = subprocess.run(
+        [sys.executable, "-c", ALL_ERRORS, frontend.name],
+        cwd=machine.ROOT,
+        env={**os.environ, "XLA_GPU_CHECK_INPUTS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert "all errors were raised" in result.stdout, result.stderr[-3000:]
 
 
 @pytest.mark.parametrize("dtype", cases.FLOATS)

@@ -188,7 +188,7 @@ os._exit(0)
 
 @pytest.mark.frontends("eager-cuda", "jax-cuda", "torch_xla-cuda")
 def test_a_kernel_that_faults_is_named(frontend):
-    environment = {**os.environ, "XLA_GPU_CHECK_INPUTS": "1", "XLA_FLAGS": "--xla_gpu_enable_command_buffer="}
+    environment = {**os.environ, "XLA_GPU_CHECK_INPUTS": "1"}
     process = subprocess.run(
         [sys.executable, "-c", FAULT, frontend.name],
         cwd=ROOT,

@@ -161,9 +161,9 @@ XLA_GPU_DEFINE_HANDLER(xla_gpu_all_reduce_add_rms_norm_host, AddRmsNormHost,
                        XLA_GPU_BIND().XLA_GPU_ALL_REDUCE_ADD_RMS_NORM_SIGNATURE);
 #ifdef XLA_GPU_WITH_CUDA
 XLA_GPU_DEFINE_HANDLER(xla_gpu_all_reduce_cuda, AllReduceCuda, XLA_GPU_BIND().XLA_GPU_ALL_REDUCE_SIGNATURE,
-                       {ffi::Traits::kCmdBufferCompatible});
+                       CaptureTraits());
 XLA_GPU_DEFINE_HANDLER(xla_gpu_all_reduce_add_rms_norm_cuda, AddRmsNormCuda,
-                       XLA_GPU_BIND().XLA_GPU_ALL_REDUCE_ADD_RMS_NORM_SIGNATURE, {ffi::Traits::kCmdBufferCompatible});
+                       XLA_GPU_BIND().XLA_GPU_ALL_REDUCE_ADD_RMS_NORM_SIGNATURE, CaptureTraits());
 #endif
 
 }  // namespace xla_gpu

@@ -304,7 +304,7 @@ XLA_GPU_DEFINE_SCRATCH(
     ffi::Ffi::Bind().RemainingArgs().Ret<ffi::BufferR0<ffi::S64>>().Attrs<AttentionBlockAttributes>());
 #ifdef XLA_GPU_WITH_CUDA
 XLA_GPU_DEFINE_HANDLER(xla_gpu_attention_block_cuda, AttentionBlockCuda,
-                       XLA_GPU_BIND().XLA_GPU_ATTENTION_BLOCK_SIGNATURE, {ffi::Traits::kCmdBufferCompatible});
+                       XLA_GPU_BIND().XLA_GPU_ATTENTION_BLOCK_SIGNATURE, CaptureTraits());
 #endif
 
 }  // namespace xla_gpu

@@ -158,7 +158,7 @@ XLA_GPU_DEFINE_SCRATCH(xla_gpu_gated_mlp_scratch_bytes, GatedMlpScratch,
                        ffi::Ffi::Bind().RemainingArgs().Ret<ffi::BufferR0<ffi::S64>>().Attrs<GatedMlpAttributes>());
 #ifdef XLA_GPU_WITH_CUDA
 XLA_GPU_DEFINE_HANDLER(xla_gpu_gated_mlp_cuda, GatedMlpCuda, XLA_GPU_BIND().XLA_GPU_GATED_MLP_SIGNATURE,
-                       {ffi::Traits::kCmdBufferCompatible});
+                       CaptureTraits());
 #endif
 
 }  // namespace xla_gpu

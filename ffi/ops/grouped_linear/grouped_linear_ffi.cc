@@ -203,7 +203,7 @@ ffi::Error GroupedLinearCuda(CallContext context, ffi::RemainingArgs args, ffi::
 XLA_GPU_DEFINE_HANDLER(xla_gpu_grouped_linear_host, GroupedLinearHost, XLA_GPU_BIND().XLA_GPU_GROUPED_LINEAR_SIGNATURE);
 #ifdef XLA_GPU_WITH_CUDA
 XLA_GPU_DEFINE_HANDLER(xla_gpu_grouped_linear_cuda, GroupedLinearCuda, XLA_GPU_BIND().XLA_GPU_GROUPED_LINEAR_SIGNATURE,
-                       {ffi::Traits::kCmdBufferCompatible});
+                       CaptureTraits());
 #endif
 
 }  // namespace xla_gpu

@@ -241,8 +241,7 @@ XLA_GPU_DEFINE_HANDLER(xla_gpu_linear_host, LinearHost, XLA_GPU_BIND().XLA_GPU_L
 XLA_GPU_DEFINE_SCRATCH(xla_gpu_linear_scratch_bytes, LinearScratch,
                        ffi::Ffi::Bind().RemainingArgs().Ret<ffi::BufferR0<ffi::S64>>().Attrs<LinearAttributes>());
 #ifdef XLA_GPU_WITH_CUDA
-XLA_GPU_DEFINE_HANDLER(xla_gpu_linear_cuda, LinearCuda, XLA_GPU_BIND().XLA_GPU_LINEAR_SIGNATURE,
-                       {ffi::Traits::kCmdBufferCompatible});
+XLA_GPU_DEFINE_HANDLER(xla_gpu_linear_cuda, LinearCuda, XLA_GPU_BIND().XLA_GPU_LINEAR_SIGNATURE, CaptureTraits());
 #endif
 
 }  // namespace xla_gpu

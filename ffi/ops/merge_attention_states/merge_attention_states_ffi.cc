@@ -75,7 +75,7 @@ XLA_GPU_DEFINE_HANDLER(xla_gpu_merge_attention_states_host, MergeAttentionStates
                        XLA_GPU_BIND().XLA_GPU_MERGE_ATTENTION_STATES_SIGNATURE);
 #ifdef XLA_GPU_WITH_CUDA
 XLA_GPU_DEFINE_HANDLER(xla_gpu_merge_attention_states_cuda, MergeAttentionStatesCuda,
-                       XLA_GPU_BIND().XLA_GPU_MERGE_ATTENTION_STATES_SIGNATURE, {ffi::Traits::kCmdBufferCompatible});
+                       XLA_GPU_BIND().XLA_GPU_MERGE_ATTENTION_STATES_SIGNATURE, CaptureTraits());
 #endif
 
 }  // namespace xla_gpu

@@ -279,9 +279,9 @@ XLA_GPU_DEFINE_SCRATCH(xla_gpu_paged_attention_with_lse_scratch_bytes, PagedAtte
                        XLA_GPU_PAGED_ATTENTION_SCRATCH_BINDING);
 #ifdef XLA_GPU_WITH_CUDA
 XLA_GPU_DEFINE_HANDLER(xla_gpu_paged_attention_cuda, PagedAttentionCuda<false>,
-                       XLA_GPU_BIND().XLA_GPU_PAGED_ATTENTION_SIGNATURE, {ffi::Traits::kCmdBufferCompatible});
+                       XLA_GPU_BIND().XLA_GPU_PAGED_ATTENTION_SIGNATURE, CaptureTraits());
 XLA_GPU_DEFINE_HANDLER(xla_gpu_paged_attention_with_lse_cuda, PagedAttentionCuda<true>,
-                       XLA_GPU_BIND().XLA_GPU_PAGED_ATTENTION_SIGNATURE, {ffi::Traits::kCmdBufferCompatible});
+                       XLA_GPU_BIND().XLA_GPU_PAGED_ATTENTION_SIGNATURE, CaptureTraits());
 #endif
 
 }  // namespace xla_gpu

@@ -127,7 +127,7 @@ XLA_GPU_DEFINE_HANDLER(xla_gpu_reshape_and_cache_host, ReshapeAndCacheHost,
                        XLA_GPU_BIND().XLA_GPU_RESHAPE_AND_CACHE_SIGNATURE);
 #ifdef XLA_GPU_WITH_CUDA
 XLA_GPU_DEFINE_HANDLER(xla_gpu_reshape_and_cache_cuda, ReshapeAndCacheCuda,
-                       XLA_GPU_BIND().XLA_GPU_RESHAPE_AND_CACHE_SIGNATURE, {ffi::Traits::kCmdBufferCompatible});
+                       XLA_GPU_BIND().XLA_GPU_RESHAPE_AND_CACHE_SIGNATURE, CaptureTraits());
 #endif
 
 }  // namespace xla_gpu

@@ -129,8 +129,7 @@ ffi::Error RmsNormCuda(CallContext context, ffi::AnyBuffer x, ffi::AnyBuffer wei
 
 XLA_GPU_DEFINE_HANDLER(xla_gpu_rms_norm_host, RmsNormHost, XLA_GPU_BIND().XLA_GPU_RMS_NORM_SIGNATURE);
 #ifdef XLA_GPU_WITH_CUDA
-XLA_GPU_DEFINE_HANDLER(xla_gpu_rms_norm_cuda, RmsNormCuda, XLA_GPU_BIND().XLA_GPU_RMS_NORM_SIGNATURE,
-                       {ffi::Traits::kCmdBufferCompatible});
+XLA_GPU_DEFINE_HANDLER(xla_gpu_rms_norm_cuda, RmsNormCuda, XLA_GPU_BIND().XLA_GPU_RMS_NORM_SIGNATURE, CaptureTraits());
 #endif
 
 }  // namespace xla_gpu

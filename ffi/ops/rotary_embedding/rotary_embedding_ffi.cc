@@ -333,9 +333,9 @@ XLA_GPU_DEFINE_HANDLER(xla_gpu_rotary_embedding_host, EmbedHost, XLA_GPU_BIND().
 XLA_GPU_DEFINE_HANDLER(xla_gpu_rotary_and_cache_host, AndCacheHost, XLA_GPU_BIND().XLA_GPU_ROTARY_AND_CACHE_SIGNATURE);
 #ifdef XLA_GPU_WITH_CUDA
 XLA_GPU_DEFINE_HANDLER(xla_gpu_rotary_embedding_cuda, EmbedCuda, XLA_GPU_BIND().XLA_GPU_ROTARY_EMBEDDING_SIGNATURE,
-                       {ffi::Traits::kCmdBufferCompatible});
+                       CaptureTraits());
 XLA_GPU_DEFINE_HANDLER(xla_gpu_rotary_and_cache_cuda, AndCacheCuda, XLA_GPU_BIND().XLA_GPU_ROTARY_AND_CACHE_SIGNATURE,
-                       {ffi::Traits::kCmdBufferCompatible});
+                       CaptureTraits());
 #endif
 
 }  // namespace xla_gpu

@@ -123,8 +123,7 @@ ffi::Error SampleCuda(CallContext context, ffi::AnyBuffer logits, ffi::AnyBuffer
 
 XLA_GPU_DEFINE_HANDLER(xla_gpu_sample_host, SampleHost, XLA_GPU_BIND().XLA_GPU_SAMPLE_SIGNATURE);
 #ifdef XLA_GPU_WITH_CUDA
-XLA_GPU_DEFINE_HANDLER(xla_gpu_sample_cuda, SampleCuda, XLA_GPU_BIND().XLA_GPU_SAMPLE_SIGNATURE,
-                       {ffi::Traits::kCmdBufferCompatible});
+XLA_GPU_DEFINE_HANDLER(xla_gpu_sample_cuda, SampleCuda, XLA_GPU_BIND().XLA_GPU_SAMPLE_SIGNATURE, CaptureTraits());
 #endif
 
 }  // namespace xla_gpu

@@ -72,9 +72,9 @@ XLA_GPU_DEFINE_HANDLER(xla_gpu_gelu_and_mul_host, Host<GatedActivation::kGeluTan
                        XLA_GPU_BIND().XLA_GPU_ACTIVATION_AND_MUL_SIGNATURE);
 #ifdef XLA_GPU_WITH_CUDA
 XLA_GPU_DEFINE_HANDLER(xla_gpu_silu_and_mul_cuda, Cuda<GatedActivation::kSilu>,
-                       XLA_GPU_BIND().XLA_GPU_ACTIVATION_AND_MUL_SIGNATURE, {ffi::Traits::kCmdBufferCompatible});
+                       XLA_GPU_BIND().XLA_GPU_ACTIVATION_AND_MUL_SIGNATURE, CaptureTraits());
 XLA_GPU_DEFINE_HANDLER(xla_gpu_gelu_and_mul_cuda, Cuda<GatedActivation::kGeluTanh>,
-                       XLA_GPU_BIND().XLA_GPU_ACTIVATION_AND_MUL_SIGNATURE, {ffi::Traits::kCmdBufferCompatible});
+                       XLA_GPU_BIND().XLA_GPU_ACTIVATION_AND_MUL_SIGNATURE, CaptureTraits());
 #endif
 
 }  // namespace xla_gpu

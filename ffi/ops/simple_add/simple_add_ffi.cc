@@ -52,7 +52,7 @@ ffi::Error SimpleAddCuda(CallContext context, ffi::AnyBuffer a, ffi::AnyBuffer b
 XLA_GPU_DEFINE_HANDLER(xla_gpu_simple_add_host, SimpleAddHost, XLA_GPU_BIND().XLA_GPU_SIMPLE_ADD_SIGNATURE);
 #ifdef XLA_GPU_WITH_CUDA
 XLA_GPU_DEFINE_HANDLER(xla_gpu_simple_add_cuda, SimpleAddCuda, XLA_GPU_BIND().XLA_GPU_SIMPLE_ADD_SIGNATURE,
-                       {ffi::Traits::kCmdBufferCompatible});
+                       CaptureTraits());
 #endif
 
 }  // namespace xla_gpu
