@@ -1,5 +1,5 @@
-// TMA loads (sm_90) of boxes of a matrix in row-major order, 128 bytes wide and in the 128-byte swizzle that wgmma
-// reads.
+// TMA loads (sm_90) of boxes of a matrix in row-major order: 128 bytes wide and in the 128-byte swizzle that wgmma
+// reads, or wider and as they are.
 #ifndef XLA_GPU_DEVICE_TMA_MATRIX_CUH_
 #define XLA_GPU_DEVICE_TMA_MATRIX_CUH_
 
@@ -31,9 +31,21 @@ inline bool EncodeMatrixColumns(const void* start, uint64_t rows, uint64_t row_b
                       map);
 }
 
+// The same matrix, of elements of 2 bytes, in boxes of `box_rows` rows by `box_columns` times 128 bytes, at most 4,
+// which lie in shared memory as in global memory: row behind row, without a swizzle.
+inline bool EncodeMatrixRows(const void* start, uint64_t rows, uint64_t row_bytes, uint32_t box_rows,
+                             uint32_t box_columns, CUtensorMap* map) {
+  const cuuint64_t sizes[2] = {row_bytes / 2, rows};
+  const cuuint64_t stride_bytes[1] = {row_bytes};
+  const cuuint32_t box[2] = {64 * box_columns, box_rows};
+  return EncodeTensor(start, 2, sizes, stride_bytes, box, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, CU_TENSOR_MAP_SWIZZLE_NONE,
+                      map);
+}
+
 #ifdef __CUDACC__
 
-// Starts the load of the box of 128 bytes whose first is number `128 * column`, from row `row` on. By one thread.
+// Starts the load of the box whose first byte is number `128 * column`, from row `row` on, as EncodeMatrix or
+// EncodeMatrixRows describe it. By one thread.
 __device__ inline void TmaLoadMatrixBox(uint32_t shared, const CUtensorMap& map, uint32_t barrier, int column, int row,
                                         uint64_t l2_policy) {
   asm volatile(

@@ -38,7 +38,8 @@ __device__ __forceinline__ void MultiplyInt4Ahead(const Sm90Int4Args& args, int 
   const int lane = static_cast<int>(threadIdx.x) % 32, g = lane / 4, t = lane % 4, row = Int4RowOfLanes(g);
   uint32_t magic = kInt4Magic<T>;
   asm volatile("" : "+r"(magic));
-  Int4Scales<Config> scales(args, work_tile, first_tile, row, t, range);
+  const int chunks = range.end - range.begin;
+  Int4Scales<Config> scales(args, work_tile, first_tile, row, t, range, ZeroUnknown(args) | kPairOfOnes<T>);
 #pragma unroll
   for (int m = 0; m < kTiles; ++m) {
 #pragma unroll
@@ -52,7 +53,7 @@ __device__ __forceinline__ void MultiplyInt4Ahead(const Sm90Int4Args& args, int 
   uint4 b[2][kUnitBlocks];  // [unit % 2]
   uint32_t a[2][2][4];      // [(step * kTiles + m) % 2]
   Int4Offsets offsets[kTiles][2];
-  uint32_t scale[kTiles][2], zero_points[kTiles];
+  Int4ChunkScales<kTiles> of_chunk;
   const auto load_panel = [&](int stage, int panel) {
     const char* const from = shared + stages.Weights(part, stage);
 #pragma unroll
@@ -87,18 +88,18 @@ __device__ __forceinline__ void MultiplyInt4Ahead(const Sm90Int4Args& args, int 
 #pragma unroll
     for (int m = 0; m < kTiles; ++m) {
 #pragma unroll
-      for (int r = 0; r < 2; ++r) offsets[m][r] = OffsetsOf<T>(zero_points[m], 2 * r + group);
+      for (int r = 0; r < 2; ++r) offsets[m][r] = of_chunk.offsets[m][r].Of(group);
     }
   };
 
   PipelineState ring;
-  if (range.begin < range.end) {
+  if (chunks > 0) {
     WaitBarrier(barriers.Full(0), 0);
     load_panel(0, 0);
     load_x(0, 0);
   }
-  for (int chunk = range.begin; chunk < range.end; ++chunk) {
-    scales.Of(chunk, scale, zero_points);
+  for (int chunk = 0; chunk < chunks; ++chunk) {
+    scales.Of(chunk, chunks, &of_chunk);
     set_offsets(0);
     const int stage = ring.stage;
     float sum[kTiles][kRowBlocks][4];
@@ -116,7 +117,7 @@ __device__ __forceinline__ void MultiplyInt4Ahead(const Sm90Int4Args& args, int 
         __syncwarp();
         if (lane == 0) ArriveBarrier(barriers.Empty(stage));
         ring.Advance(args.stages);
-        if (chunk + 1 < range.end) {
+        if (chunk + 1 < chunks) {
           WaitBarrier(barriers.Full(ring.stage), ring.phase);
           load_panel(ring.stage, 0);
           load_x(ring.stage, 0);
@@ -150,8 +151,8 @@ __device__ __forceinline__ void MultiplyInt4Ahead(const Sm90Int4Args& args, int 
           float factor[2];
 #pragma unroll
           for (int r = 0; r < 2; ++r) {
-            const float2 pair = Unpack<T>(scale[m][r]);
-            factor[r] = (group == 0 ? pair.x : pair.y) * kInt4Unit<T>;
+            const float2 pair = Unpack<T>(of_chunk.scale[m][r]);
+            factor[r] = group == 0 ? pair.x : pair.y;
           }
 #pragma unroll
           for (int block = first_block; block < first_block + kUnitBlocks; ++block) {

@@ -66,13 +66,28 @@ __device__ inline void LoadInt4(const Sm90Int4Args& args, int tile, int rank, in
       const Int4Barriers of_part = {barriers + part * args.stages * 16};
       const uint32_t full = of_part.Full(ring.stage);
       if (i >= args.stages) WaitBarrier(of_part.Empty(ring.stage), ring.phase ^ 1);
-      TmaLoadMatrixColumns(start + stages.X(part, ring.stage), args.x_map, full, chunk * 4, 0, kEvictNormal);
+      const uint32_t x = start + stages.X(part, ring.stage);
+      if constexpr (Config::kRowTile == 8) {
+        TmaLoadMatrixBox(x, args.x_map, full, chunk * 4, 0, kEvictNormal);
+      } else {
+        TmaLoadMatrixColumns(x, args.x_map, full, chunk * 4, 0, kEvictNormal);
+      }
       if (i >= ahead) load_weights(part, chunk, ring.stage, full);
     }
     if (i == args.launch_at) AllowDependentLaunch();
     if (!any) break;
     ring.Advance(args.stages);
   }
+}
+
+// Up to so many rows, columns 2 i and 2 i + 1 of the products both are row i: 8 lanes that load 16 bytes of x at once
+// then have one row. The bytes of two rows are in the same banks.
+inline constexpr int kRowsInPairs = 4;
+
+// The row of x that lanes load whose number divided by 4 is `column`. Columns past the last row have it, which costs
+// least, and nothing reads what becomes of them.
+__device__ inline int FewXRow(int x_rows, int column) {
+  return min(x_rows <= kRowsInPairs ? column / 2 : column, x_rows - 1);
 }
 
 // The products of a warp: kTilesOfWarp times 16 weight rows, the first of which is number `first_tile` of the CTA's.
@@ -84,31 +99,29 @@ __device__ __forceinline__ void MultiplyInt4(const Sm90Int4Args& args, int work_
   using T = typename Config::T;
   constexpr int kTiles = Config::kTilesOfWarp, kRowBlocks = Config::kRowBlocks;
   const int lane = static_cast<int>(threadIdx.x) % 32, g = lane / 4, t = lane % 4, row = Int4RowOfLanes(g);
+  const uint32_t none = ZeroUnknown(args);
   uint32_t magic = kInt4Magic<T>;
   asm volatile("" : "+r"(magic));
-  Int4Scales<Config> scales(args, work_tile, first_tile, row, t, range);
+  Int4Scales<Config> scales(args, work_tile, first_tile, row, t, range, none | kPairOfOnes<T>);
 #pragma unroll
   for (int m = 0; m < kTiles; ++m) {
 #pragma unroll
     for (auto& block : total[m]) block[0] = block[1] = block[2] = block[3] = 0.0f;
   }
-  // Rows past those of the box are read as the last one, which costs least, and nothing reads what becomes of them.
-  int x_of_lane[4];
-#pragma unroll
-  for (int panel = 0; panel < 4; ++panel) {
-    const int x_row = panel * args.x_rows + min(g, args.x_rows - 1);
-    x_of_lane[panel] = x_row * 128 + ((2 * t ^ x_row % 8) << 4);
-  }
+  int weights_of_lane =
+      stages.Weights(part, 0) + first_tile * Config::kTileBytes + row * 128 + ((t / 2 ^ row) << 4) + t % 2 * 8;
+  int x_of_lane = stages.X(part, 0) + FewXRow(args.x_rows, g) * 512 + t * 32;
+  uint32_t first_barrier = barriers.start;
+  asm volatile("" : "+r"(first_barrier), "+r"(weights_of_lane), "+r"(x_of_lane));
   PipelineState ring;
-  const int weights_of_lane = first_tile * Config::kTileBytes + row * 128 + t % 2 * 8;
-  for (int chunk = range.begin; chunk < range.end; ++chunk) {
-    uint32_t scale[kTiles][2], zero_points[kTiles];
-    scales.Of(chunk, scale, zero_points);
-    WaitBarrier(barriers.Full(ring.stage), ring.phase);
-    const char* const weights = shared + stages.Weights(part, ring.stage) + weights_of_lane;
-    const int x_stage = part * stages.stages + ring.stage;
-    const char* const x = shared + stages.X(x_stage);
-    const int phase = (x_stage & args.x_rows & 1) << 6;  // of the swizzle: 4 rows of 128 bytes further
+  const int chunks = range.end - range.begin;
+  for (int i = 0; i < chunks; ++i) {
+    Int4ChunkScales<kTiles> of_chunk;
+    scales.Of(i, chunks, &of_chunk);
+    const Int4Barriers of_stage = {first_barrier + ring.stage * 16};
+    WaitBarrier(of_stage.Full(0), ring.phase);
+    const int weights = weights_of_lane + ring.stage * stages.weight_bytes;
+    const char* const x = shared + (x_of_lane + ring.stage * stages.x_bytes);
 #pragma unroll
     for (int group = 0; group < 2; ++group) {
       Int4Offsets offsets[kTiles][2];
@@ -117,21 +130,21 @@ __device__ __forceinline__ void MultiplyInt4(const Sm90Int4Args& args, int work_
       for (int m = 0; m < kTiles; ++m) {
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-          offsets[m][r] = OffsetsOf<T>(zero_points[m], 2 * r + group);
-          const float2 pair = Unpack<T>(scale[m][r]);
-          factor[m][r] = (group == 0 ? pair.x : pair.y) * kInt4Unit<T>;
+          offsets[m][r] = of_chunk.offsets[m][r].Of(group);
+          const float2 pair = Unpack<T>(of_chunk.scale[m][r]);
+          factor[m][r] = group == 0 ? pair.x : pair.y;
         }
       }
       float sum[kTiles][kRowBlocks][4] = {};
 #pragma unroll
       for (int panel = 2 * group; panel < 2 * group + 2; ++panel) {
+        const char* const of_panel = shared + (weights ^ panel << 5);
         uint2 raw[kTiles][2];
 #pragma unroll
         for (int m = 0; m < kTiles; ++m) {
 #pragma unroll
           for (int r = 0; r < 2; ++r) {
-            const int at = m * Config::kTileBytes + r * 1024 + (((2 * panel + t / 2) ^ row) << 4);
-            raw[m][r] = *reinterpret_cast<const uint2*>(weights + at);
+            raw[m][r] = *reinterpret_cast<const uint2*>(of_panel + m * Config::kTileBytes + r * 1024);
           }
         }
 #pragma unroll
@@ -139,7 +152,7 @@ __device__ __forceinline__ void MultiplyInt4(const Sm90Int4Args& args, int work_
           uint4 b[kRowBlocks];
 #pragma unroll
           for (int block = 0; block < kRowBlocks; ++block) {
-            b[block] = *reinterpret_cast<const uint4*>(x + (x_of_lane[panel] ^ (half << 4 | phase)) + block * 1024);
+            b[block] = *reinterpret_cast<const uint4*>(x + panel * 128 + half * 16 + block * 4096);
           }
           uint32_t a[kTiles][2][4];
 #pragma unroll
@@ -168,10 +181,6 @@ __device__ __forceinline__ void MultiplyInt4(const Sm90Int4Args& args, int work_
           }
         }
       }
-      if (group == 1) {
-        __syncwarp();
-        if (lane == 0) ArriveBarrier(barriers.Empty(ring.stage));
-      }
 #pragma unroll
       for (int m = 0; m < kTiles; ++m) {
 #pragma unroll
@@ -183,13 +192,27 @@ __device__ __forceinline__ void MultiplyInt4(const Sm90Int4Args& args, int work_
         }
       }
     }
+    // An arrival does not wait for loads in front of it: this one needs what became of them all.
+    uint32_t read = __float_as_uint(total[0][0][0]);
+#pragma unroll
+    for (int m = 1; m < kTiles; ++m) read |= __float_as_uint(total[m][0][0]);
+    __syncwarp();
+    read = of_stage.Empty(0) | (read & none);
+    if (lane == 0) ArriveBarrier(read);
     ring.Advance(args.stages);
   }
 }
 
+// NOTE: launch bounds, which may not stand beside a number of registers, would not allow between 96 and 128 of them. In
+// code for other targets they say that the kernel is empty (RunsSm90a).
+#if XLA_GPU_HAS_WGMMA
+#define XLA_GPU_INT4_REGISTERS __maxnreg__(Config::kRegisters)
+#else
+#define XLA_GPU_INT4_REGISTERS __launch_bounds__(32)
+#endif
+
 template <typename Config>
-__global__ void __launch_bounds__(XLA_GPU_HAS_WGMMA ? Config::kThreads : 32, Config::kCtasOfSm)
-    Int4Sm90Kernel(const __grid_constant__ Sm90Int4Args args) {
+__global__ void XLA_GPU_INT4_REGISTERS Int4Sm90Kernel(const __grid_constant__ Sm90Int4Args args) {
 #if XLA_GPU_HAS_WGMMA
   using T = typename Config::T;
   extern __shared__ __align__(1024) char shared[];
@@ -246,11 +269,12 @@ __global__ void __launch_bounds__(XLA_GPU_HAS_WGMMA ? Config::kThreads : 32, Con
   if (!Config::kSumsBesideRing) NamedBarrierSync(1, consumers * 32);
   const int part_floats = (Config::kRowTile == 8 ? args.linear.rows : Config::kRowTile) * pitch;
   float* const to = sums + part * part_floats + first_tile * 16 + Int4RowOfLanes(lane / 4);
+  const bool in_pairs = Config::kRowTile == 8 && args.linear.rows <= kRowsInPairs;
 #pragma unroll
   for (int block = 0; block < Config::kRowBlocks; ++block) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const int row = block * 8 + lane % 4 * 2 + i;
+      const int row = in_pairs ? lane % 4 : block * 8 + lane % 4 * 2 + i;
       if (row >= args.linear.rows) continue;
 #pragma unroll
       for (int m = 0; m < Config::kTilesOfWarp; ++m) {

@@ -91,10 +91,11 @@ Status LaunchInt4Sm90(const LinearArgs& linear, Stream stream, LaunchOrder order
   int bytes = ring_bytes + Config::kBarrierBytes;
   bytes = Config::kSumsBesideRing ? bytes + sum_bytes : std::max(bytes, sum_bytes);
   bytes = std::max(bytes, least);
+  const auto encode_x = Config::kRowTile == 8 ? EncodeMatrixRows : EncodeMatrixColumns;
   if (!EncodeMatrix(linear.weight, static_cast<uint64_t>(linear.n), static_cast<uint64_t>(linear.weight_row_bytes),
                     static_cast<uint32_t>(args.box_rows), &args.weight_map) ||
-      !EncodeMatrixColumns(linear.x, static_cast<uint64_t>(linear.rows), static_cast<uint64_t>(linear.k) * 2,
-                           static_cast<uint32_t>(args.x_rows), Config::kChunkK / 64, &args.x_map)) {
+      !encode_x(linear.x, static_cast<uint64_t>(linear.rows), static_cast<uint64_t>(linear.k) * 2,
+                static_cast<uint32_t>(args.x_rows), Config::kChunkK / 64, &args.x_map)) {
     return Status::Internal(
         "linear: no tensor map of weight or x: expected memory aligned to 16 bytes, and a driver that has tensor maps");
   }

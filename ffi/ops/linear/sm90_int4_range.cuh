@@ -15,6 +15,9 @@ struct ChunkRange {
       : begin(args.part_begin[rank * args.parts + part]), end(args.part_begin[rank * args.parts + part + 1]) {}
 };
 
+// 0, which the compiler does not know: what is added to it, or masked by it, is in a register.
+__device__ inline uint32_t ZeroUnknown(const Sm90Int4Args& args) { return args.parts < 0 ? 1 : 0; }
+
 // Shared memory: the weights of all parts' stages, and their x behind them.
 struct Int4Stages {
   int weight_bytes;  // of a stage

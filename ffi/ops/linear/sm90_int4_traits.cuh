@@ -29,17 +29,20 @@ struct Int4Traits {
   static constexpr int kTilesOfWarp = kTilesOfWarp_;             // of 16 weight rows
   static constexpr int kMostWarps = kTilesOfWarp == 1 ? 14 : 8;  // that multiply
   static constexpr int kLoadingWarps = 2;                        // at most, one for a part
-  // With two the next kernel's CTA fits an SM beside this one's, and loads while this one ends.
-  static constexpr int kCtasOfSm = kRowTile == 8 ? 2 : 1;
-  // Otherwise a CTA has no more warps than it needs: one of gate_up then fits an SM beside one of warps of 16 features.
-  static constexpr bool kFixedWarps = kTilesOfWarp == 1;
+  // The next kernel's CTA fits an SM beside this one's, and loads while this one ends.
+  static constexpr bool kFitsBesideNext = kRowTile == 8;
+  // Then a CTA has no more warps than it needs.
+  static constexpr bool kFixedWarps = !kFitsBesideNext;
   static constexpr int kThreads = (kMostWarps + kLoadingWarps) * 32;
+  // Of a thread, at most. Up to 8 rows as many as the loop needs: a quarter of an SM has 512 of each lane, for four
+  // warps of 16 features and two of gate_up's of 32.
+  static constexpr int kRegisters = !kFitsBesideNext ? 128 : kTilesOfWarp == 1 ? 72 : 112;
   static constexpr int kChunkK = 256;          // 128 bytes of a weight row: a stage's
   static constexpr int kTileBytes = 16 * 128;  // of a stage
   static constexpr int kMaxStages = 8;
-  static constexpr int kBarrierBytes = 2 * 8 * kMaxStages * 8;            // of up to 8 parts
-  static constexpr int kRingBytes = (kCtasOfSm == 2 ? 102 : 216) * 1024;  // at most
-  static constexpr int kLeastBytes = kCtasOfSm == 2 ? 0 : 116 * 1024;     // no two CTAs of a kernel on an SM
+  static constexpr int kBarrierBytes = 2 * 8 * kMaxStages * 8;             // of up to 8 parts
+  static constexpr int kRingBytes = (kFitsBesideNext ? 102 : 216) * 1024;  // at most
+  static constexpr int kLeastBytes = kFitsBesideNext ? 0 : 116 * 1024;     // no two CTAs of a kernel on an SM
 };
 
 // Of a chunk's x.

@@ -22,6 +22,9 @@ template <typename T>
 inline constexpr float kInt4Unit = std::is_same_v<T, __half> ? 1.0f : 4.0f;
 
 template <typename T>
+inline constexpr uint32_t kPairOfOnes = std::is_same_v<T, __half> ? 0x3c003c00u : 0x3f803f80u;
+
+template <typename T>
 __device__ inline uint32_t FmaPair(uint32_t a, uint32_t b, uint32_t c) {
   uint32_t d;
   if constexpr (std::is_same_v<T, __half>) {
@@ -41,6 +44,43 @@ __device__ inline Int4Offsets OffsetsOf(uint32_t zero_points, int byte) {
   uint32_t low = __byte_perm(zero_points, kHalf ? 0xe4e4e4e4u : 0xc2c2c2c2u, 0x4040 | byte << 8 | byte);
   if (zero_points >> (8 * byte) & 0x80) low = 0x7fff7fffu;
   return {low, FmaPair<T>(low, kHalf ? 0x3c003c00u : 0x3f803f80u, kHalf ? 0x63806380u : 0x42004200u)};  // + 960, + 32
+}
+
+// The same of two groups at once, a pair of each: what is added to pairs in the lower and in the upper half of a byte.
+struct Int4GroupOffsets {
+  uint32_t low;
+  uint32_t high;
+
+  // Of one of the two groups.
+  __device__ Int4Offsets Of(int group) const { return {TwiceHalf(low, group), TwiceHalf(high, group)}; }
+
+ private:
+  // As two halves, which HFMA2 takes out of a register without another instruction.
+  static __device__ uint32_t TwiceHalf(uint32_t pair, int half) {
+    uint32_t twice;
+    if (half == 0) {
+      asm("{ .reg .b16 a, b; mov.b32 {a, b}, %1; mov.b32 %0, {a, a}; }" : "=r"(twice) : "r"(pair));
+    } else {
+      asm("{ .reg .b16 a, b; mov.b32 {a, b}, %1; mov.b32 %0, {b, b}; }" : "=r"(twice) : "r"(pair));
+    }
+    return twice;
+  }
+};
+
+// `Int4GroupOffsets::low` of the zero points in the lower two bytes of `zero_points`: those of OffsetsOf.
+template <typename T>
+__device__ inline uint32_t LowOffsetsOf(uint32_t zero_points) {
+  // NOTE: not __byte_perm, which ignores the upper bit of a selector. With it each byte is the sign of the one
+  // selected.
+  uint32_t invalid;
+  asm("prmt.b32 %0, %1, %1, 0x9988;" : "=r"(invalid) : "r"(zero_points));
+  return __byte_perm(zero_points, std::is_same_v<T, __half> ? 0xe4e4e4e4u : 0xc2c2c2c2u, 0x4140) | invalid;
+}
+
+// Those of the upper halves, from those of the lower ones. one: a pair of 1, in a register.
+template <typename T>
+__device__ inline uint32_t HighOffsetsOf(uint32_t low, uint32_t one) {
+  return FmaPair<T>(low, one, std::is_same_v<T, __half> ? 0x63806380u : 0x42004200u);  // + 960, + 32
 }
 
 // Values 4 * half to 4 * half + 3 of a word, whose offset is that of the lower half of a byte.
