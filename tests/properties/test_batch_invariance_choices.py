@@ -121,6 +121,27 @@ def test_few_tokens_behind_short_contexts_in_the_kernel_of_their_neighbours_do_n
 
 
 @pytest.mark.frontends("eager-cuda", "jax-cuda")
+@pytest.mark.parametrize(
+    "shape", ["gqa-bf16", "gqa-fp8", "group-7-f16", "head-64-bf16", "head-256-bf16", "one-kv-head-bf16"]
+)
+@pytest.mark.parametrize("name", ["decode", "two-behind-few"])
+def test_whole_work_tiles_of_many_short_sequences_do_not_change_bits(frontend, name, shape):
+    """On CUDA, of more than 32 sequences in a table of up to 128, each CTA group takes one whole work tile where there
+    are no more of these, which 33 are of 8 kv heads on an H100 or H200, and none is much longer than the others. Else
+    equal parts of all, which a second kernel merges."""
+    short = tuple((1, 129 + 7 * i) for i in range(32))
+    batches = [
+        ("whole", short[:9], short[9:]),
+        ("with empty ones", ((0, 0), (1, 0), *short[:9]), ((0, 50), *short[12:])),
+        ("in a table of more", short[:9], short[9:], {"spare_seqs": 40}),
+        ("beside a longer one", ((1, 3000), *short[:9]), short[10:]),
+        ("more work tiles", short[:9], short * 2),
+        ("in a large table", short[:9], short[9:], {"spare_seqs": 300}),
+    ]
+    assert_same_bits(frontend, name, shape, batches)
+
+
+@pytest.mark.frontends("eager-cuda", "jax-cuda")
 @pytest.mark.parametrize("name", ["twelve-tokens", "forty-tokens", "speculative-short", "speculative-2900"])
 def test_work_tiles_at_head_dim_64_do_not_change_bits(frontend, name):
     """On CUDA sequences of few rows have work tiles of 64, computed in turns by two warpgroups, others of 192."""

@@ -100,6 +100,7 @@ Status LaunchKernels(const PagedAttentionCall& params, const KernelConfig& confi
   args.prompt_sms = TakesLead(params, args, occupancy.sms) ? occupancy.sms : 0;
   // Not behind the prefill path, which has waited for everything before it, unless that uses the same scratch.
   args.wait_at_start = !args.behind_prefill || PathsShareScratch(params);
+  args.whole_tile_excess = WholeTileExcess(config, args);
 
   // A warp for each row of a split tile. There is at most one split tile for each boundary between intervals, and for
   // each work tile of a KV-head group.

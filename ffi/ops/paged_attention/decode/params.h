@@ -59,9 +59,10 @@ struct DecodeArgs {
   // where CTA groups take whole segments of splits, by CTA and segment.
   bool by_split : 1;
   bool whole_segments : 1;
-  int window;         // sliding_window in keys; 0 where it hides no key
-  float cap;          // soft_cap * log2(e), in units of log2; 0: no soft cap
-  float cap_inverse;  // 1 / soft_cap
+  uint8_t whole_tile_excess;  // KV blocks: see TileScheduler::SuitsWholeTiles; 0: not in this call
+  int window;                 // sliding_window in keys; 0 where it hides no key
+  float cap;                  // soft_cap * log2(e), in units of log2; 0: no soft cap
+  float cap_inverse;          // 1 / soft_cap
   int num_tokens;
   int max_seqs;
   uint32_t pages_per_seq;
@@ -304,6 +305,18 @@ inline void PartitionWork(const KernelConfig& config, int ctas, DecodeArgs* args
   while (work_tiles * ((length >> args->block_shift) + 1 + kFixedOverheadBlocks) >> 30 != 0 && args->block_shift < 30) {
     ++args->block_shift;
   }
+}
+
+// DecodeArgs::whole_tile_excess of a call: KV blocks that take about as long as the combine kernel. 0 where up to 32
+// sequences are planned by other code, and where a full table has more work tiles than there are CTA groups, unless it
+// is small: then it may hold a few sequences of many as well.
+inline uint8_t WholeTileExcess(const KernelConfig& config, const DecodeArgs& args) {
+  constexpr int kFewSequences = 32, kSmallTable = 128;
+  const bool may_suit =
+      args.max_seqs <= kSmallTable || int64_t{args.max_seqs} * args.num_kv_head_groups <= args.num_cta_groups;
+  const bool divides = !config.wide && !config.whole_tiles && !config.store_every_split && args.block_shift == 0;
+  if (args.max_seqs <= kFewSequences || !may_suit || !divides || args.behind_prefill) return 0;
+  return config.head_dim <= 128 ? 8 : 4;  // blocks of a larger head_dim have twice the bytes
 }
 
 }  // namespace xla_gpu::decode

@@ -81,16 +81,22 @@ struct SequenceMetadata {
 // Keys of a KV block and query rows of a work tile, which the kernel is compiled for.
 template <int kBlockKeysLog2, int kRowsLog2>
 struct FixedTileShape {
+  // Whether DecodeArgs::whole_tile_excess may be set, and whether the kernel combines what another one has split.
+  static constexpr bool kMayTakeWholeTiles = true;
+  static constexpr bool kCombines = false;
   __device__ static constexpr int BlockKeysLog2(const DecodeArgs&) { return kBlockKeysLog2; }
   __device__ static constexpr int RowsLog2(const DecodeArgs&) { return kRowsLog2; }
   __device__ static constexpr bool WholeSegments(const DecodeArgs&) { return false; }
 };
 template <int kBlockKeysLog2, int kRowsLog2>
 struct WideTileShape : FixedTileShape<kBlockKeysLog2, kRowsLog2> {
+  static constexpr bool kMayTakeWholeTiles = false;
   __device__ static bool WholeSegments(const DecodeArgs& args) { return args.whole_segments; }
 };
 // The same from the arguments, for kernels that serve every shape.
 struct AnyTileShape {
+  static constexpr bool kMayTakeWholeTiles = true;
+  static constexpr bool kCombines = true;
   __device__ static int BlockKeysLog2(const DecodeArgs& args) { return args.block_keys_log2; }
   __device__ static int RowsLog2(const DecodeArgs& args) { return args.tile_rows_log2; }
   __device__ static bool WholeSegments(const DecodeArgs& args) { return args.whole_segments; }

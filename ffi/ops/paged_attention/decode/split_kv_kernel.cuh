@@ -3,6 +3,7 @@
 #ifndef XLA_GPU_OPS_PAGED_ATTENTION_DECODE_SPLIT_KV_KERNEL_CUH_
 #define XLA_GPU_OPS_PAGED_ATTENTION_DECODE_SPLIT_KV_KERNEL_CUH_
 
+#include <cstddef>
 #include <cstdint>
 #include <type_traits>
 
@@ -272,6 +273,9 @@ __global__ void __maxnreg__(Traits::kHeadDim <= 128 && Traits::kRowTiles == 1 ? 
 #ifdef __CUDA_ARCH__
   // Each architecture launches one of the two variants: no code for the other.
   if constexpr (HasLargeSharedMemory(__CUDA_ARCH__) == Traits::kLargeSharedMemory) {
+    using Shared = SplitKvSharedStorage<Traits>;
+    static_assert(offsetof(Shared, batch) == offsetof(Shared, scheduler) + sizeof(Shared::scheduler),
+                  "as TileScheduler::HasWholeTiles expects");
     extern __shared__ __align__(16) char dynamic_shared[];
     // Behind the prefill path, which has waited for the metadata, the rows are looked for first.
     if (args.wait_at_start && !args.behind_prefill) {
@@ -284,7 +288,7 @@ __global__ void __maxnreg__(Traits::kHeadDim <= 128 && Traits::kRowTiles == 1 ? 
     if ((Traits::kWide && args.tree_mask != nullptr) || MayHaveDecodeRows(args)) {
       // Prompts that are split use the scratch.
       if (args.wait_at_start && args.behind_prefill && PromptsMayBeSplit(args)) WaitForPreviousKernel();
-      SplitKvCta<Traits>(args, *reinterpret_cast<SplitKvSharedStorage<Traits>*>(dynamic_shared), WholeCta{}, 0).Run();
+      SplitKvCta<Traits>(args, *reinterpret_cast<Shared*>(dynamic_shared), WholeCta{}, 0).Run();
     }
     // Programmatic-launch wait: one CTA waits, so that the kernel before has ended when this one has.
     if (blockIdx.x == 0 && blockIdx.y == 0) WaitForPreviousKernel();

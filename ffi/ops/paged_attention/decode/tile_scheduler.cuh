@@ -41,6 +41,7 @@ template <typename TileShape, typename Cta = WholeCta>
 class TileScheduler {
   static constexpr int kMeasuredSlices = 32;  // whose lengths are kept
   static constexpr int kMaxWarps = 8;         // of a CTA
+  static constexpr bool kMayTakeWholeTiles = TileShape::kMayTakeWholeTiles && !Cta::kGroupsVary;
 
   // The work tiles of a slice.
   struct SliceExtent {
@@ -200,7 +201,10 @@ class TileScheduler {
       batch.work_tiles = __reduce_add_sync(0xffffffffu, batch.slice.work_tiles + others.work_tiles);
       batch.length = __reduce_add_sync(0xffffffffu, batch.slice.length + others.length);
       batch.prompts = (Lane() < Warps() ? warp.prompts : PromptExtent{0, 0, 0}).OfWarp();
-      if (__all_sync(0xffffffffu, warp.in_order) || !batch.in_order) return batch;
+      if (__all_sync(0xffffffffu, warp.in_order) || !batch.in_order) {
+        if constexpr (kMayTakeWholeTiles) TakeWholeTiles(args, storage, &batch);
+        return batch;
+      }
       // Once more, now with a look at the entries before each sequence's.
       batch.in_order = false;
       Cta::Sync();  // `storage` is no longer read
@@ -240,10 +244,45 @@ class TileScheduler {
     return {__reduce_max_sync(0xffffffffu, longest), __reduce_min_sync(0xffffffffu, shortest), others, prompts.OfWarp(),
             __all_sync(0xffffffffu, ok) != 0};
   }
+
+  // Whether each CTA group takes no more than one work tile, a whole one: where there are as many CTA groups, and the
+  // longest work tile is at most args.whole_tile_excess KV blocks longer than an equal share. The combine kernel costs
+  // more.
+  __device__ static bool SuitsWholeTiles(const DecodeArgs& args, const BatchExtent& batch) {
+    if (batch.work_tiles > static_cast<unsigned>(args.num_cta_groups)) return false;
+    const uint32_t total = batch.length + batch.lengths.FixedOverhead() * batch.work_tiles;
+    const uint32_t share = args.cta_group_divisor.Divide(total + static_cast<unsigned>(args.num_cta_groups) - 1);
+    return batch.lengths.longest <= share + args.whole_tile_excess;
+  }
+  // Has all work tiles stand in the KV-block space with a length of 1 where SuitsWholeTiles, so that the intervals have
+  // it too. For the combine kernel there are none. All of this stands in functions that calls of up to 32 sequences do
+  // not run: the code around them is the same.
+  __device__ static void TakeWholeTiles(const DecodeArgs& args, BatchStorage& storage, BatchExtent* batch) {
+    if (args.whole_tile_excess == 0) return;
+    const bool suits = SuitsWholeTiles(args, *batch);
+    if constexpr (!TileShape::kCombines) storage.slices[WholeTilesIndex()].work_tiles = suits ? 1 : 0;
+    if (!suits) return;
+    if constexpr (TileShape::kCombines) batch->work_tiles = 0;
+    batch->length = batch->work_tiles;
+    batch->slice.length = batch->slice.work_tiles;
+    batch->lengths.longest = batch->lengths.shortest = 1;
+  }
+  // Whether TakeWholeTiles has. shared: of the warp; behind it and those of the warps after it stands BatchStorage.
+  __device__ static bool HasWholeTiles(const DecodeArgs& args, const SharedStorage& shared) {
+    if constexpr (!kMayTakeWholeTiles || TileShape::kCombines) return false;
+    if (args.whole_tile_excess == 0) return false;
+    const auto* const storage = reinterpret_cast<const BatchStorage*>(&shared + (Warps() - Warp()));
+    return storage->slices[WholeTilesIndex()].work_tiles != 0;
+  }
+  // Where a warp stores that: in the place of a slice that batches of so few sequences do not have.
+  __device__ static int WholeTilesIndex() { return kMeasuredSlices - 1 - Warp(); }
+  static_assert(32 * (kMeasuredSlices - kMaxWarps) >= kMaxSms * kCtasPerSm, "see WholeTileExcess");
+
   __device__ __noinline__ static uint32_t BuildSlice(const DecodeArgs& args, SharedStorage& shared, int live,
                                                      bool in_order, int slice, uint32_t overhead, uint32_t begin) {
-    return StoreSlice(args, shared, PlanOf(args, slice + Lane(), live, in_order), min(live - slice, 32), overhead,
-                      begin);
+    SequencePlan plan = PlanOf(args, slice + Lane(), live, in_order);
+    if (HasWholeTiles(args, shared)) plan.length = 1;
+    return StoreSlice(args, shared, plan, min(live - slice, 32), overhead, begin);
   }
 
   __device__ static SequencePlan PlanOf(const DecodeArgs& args, int sequence, int live, bool in_order) {

@@ -116,8 +116,9 @@ __device__ CrossCtaSums SumOfSequences(const PagedAttentionParams& params, const
 }
 
 // Merges cross-CTA splits: each warp takes one row of `out` after the other. By CTA `cta` of `ctas`.
-// kSharesLastRound: policy.last_round_ctas is set. kLongestFirst: as SplitAccumulatorLayout's.
-template <typename T, int kDim, bool kSharesLastRound, bool kLongestFirst = false>
+// kSharesLastRound: policy.last_round_ctas is set. kLongestFirst: as SplitAccumulatorLayout's. The dtype is an
+// argument: it matters where a row is stored, and nowhere else.
+template <int kDim, bool kSharesLastRound, bool kLongestFirst = false>
 __device__ __forceinline__ void CombinePrefillSplits(const PagedAttentionParams& params, const SplitKvPolicy& policy,
                                                      const SplitAccumulators& accumulators, unsigned cta,
                                                      unsigned ctas) {
@@ -262,10 +263,11 @@ __device__ __forceinline__ void CombinePrefillSplits(const PagedAttentionParams&
       const AttentionState state = {weights.max, sum};
       const RowNormalization norm = transform.NormalizeFast(state, head);
       if (params.lse != nullptr && lane == 0) params.lse[row] = norm.lse;
-      uint32_t* const out = reinterpret_cast<uint32_t*>(static_cast<T*>(params.out) + int64_t{row} * kDim) + lane;
+      uint32_t* const out = static_cast<uint32_t*>(params.out) + int64_t{row} * (kDim / 2) + lane;
 #pragma unroll
       for (int i = 0; i < kDim / 64; ++i) {
-        out[i * 32] = Pack<T>(o[i].x * norm.factor, o[i].y * norm.factor);
+        const float low = o[i].x * norm.factor, high = o[i].y * norm.factor;
+        out[i * 32] = params.dtype == DType::kBF16 ? Pack<__nv_bfloat16>(low, high) : Pack<__half>(low, high);
       }
     }
   }
@@ -273,21 +275,21 @@ __device__ __forceinline__ void CombinePrefillSplits(const PagedAttentionParams&
   if (!waited && cta == 0) WaitForPreviousKernel();
 }
 
-template <typename T, int kDim, bool kSharesLastRound>
+template <int kDim, bool kSharesLastRound>
 __global__ void __launch_bounds__(kCombineThreads, kCombineCtasPerSm)
     PrefillCombineKernel(const __grid_constant__ PagedAttentionParams params,
                          const __grid_constant__ SplitKvPolicy policy,
                          const __grid_constant__ SplitAccumulators accumulators) {
-  CombinePrefillSplits<T, kDim, kSharesLastRound>(params, policy, accumulators, blockIdx.x, gridDim.x);
+  CombinePrefillSplits<kDim, kSharesLastRound>(params, policy, accumulators, blockIdx.x, gridDim.x);
 }
 
 // The same for SplitAccumulatorLayout::longest_first.
-template <typename T, int kDim>
+template <int kDim>
 __global__ void __launch_bounds__(kCombineThreads, kCombineCtasPerSm)
     PrefillCombineLongestFirstKernel(const __grid_constant__ PagedAttentionParams params,
                                      const __grid_constant__ SplitKvPolicy policy,
                                      const __grid_constant__ SplitAccumulators accumulators) {
-  CombinePrefillSplits<T, kDim, false, /*kLongestFirst=*/true>(params, policy, accumulators, blockIdx.x, gridDim.x);
+  CombinePrefillSplits<kDim, false, /*kLongestFirst=*/true>(params, policy, accumulators, blockIdx.x, gridDim.x);
 }
 
 }  // namespace xla_gpu::prefill

@@ -12,7 +12,7 @@ namespace xla_gpu::prefill {
 // The first `decode_ctas` CTAs merge the splits of the decode path, the others those of the prefill path. Behind the
 // decode path's split-KV kernel, which ends behind the prefill path's, or behind the kernel of both, with
 // `prefill_ctas` CTAs; else 0.
-template <typename T, int kDim>
+template <int kDim>
 __global__ void __maxnreg__(decode::kCombineRegisters)
     CombineBothKernel(const __grid_constant__ decode::DecodeArgs args, const __grid_constant__ SplitKvPolicy policy,
                       const __grid_constant__ SplitAccumulators accumulators, unsigned decode_ctas,
@@ -20,8 +20,8 @@ __global__ void __maxnreg__(decode::kCombineRegisters)
   static_assert(kCombineThreads == decode::kCombineThreads);
   extern __shared__ __align__(16) char dynamic_shared[];
   if (blockIdx.x >= decode_ctas) {
-    return CombinePrefillSplits<T, kDim, false>(args.params, policy, accumulators, blockIdx.x - decode_ctas,
-                                                gridDim.x - decode_ctas);
+    return CombinePrefillSplits<kDim, false>(args.params, policy, accumulators, blockIdx.x - decode_ctas,
+                                             gridDim.x - decode_ctas);
   }
   AllowDependentLaunch();
   if (!decode::MayHaveDecodeRows(args)) return decode::ProgrammaticLaunchWait();

@@ -152,10 +152,10 @@ Status LaunchTmaAndDecode(const TmaParams& tma, const SplitAccumulatorLayout& la
                 decode->args);
 }
 
-// The kernel that merges splits, of so many CTAs: launch_combine.cuh, which one source file for each T and
-// kLongestFirst includes. `decode`: the decode path's part of the call, or null. `shares_last_round`: see
+// The kernel that merges splits, of so many CTAs: launch_combine.cuh, which one source file for each kLongestFirst
+// includes. `decode`: the decode path's part of the call, or null. `shares_last_round`: see
 // SplitKvPolicy.
-template <typename T, bool kLongestFirst>
+template <bool kLongestFirst>
 Status LaunchCombine(const TmaParams& tma, decode::SharedCall* decode, bool shares_last_round, unsigned ctas,
                      Stream stream);
 
@@ -204,7 +204,7 @@ Status LaunchTma(const TmaParams& call, const SplitAccumulatorLayout& layout, in
   const auto ctas = static_cast<unsigned>(CombineCtas(params, kCombineThreads / 32, ctas_per_sm, sms));
   // With a float8 cache the decode path's splits have a kernel of their own.
   decode::SharedCall* const decode = Traits::kFloat8Cache ? nullptr : layout.decode_work;
-  return LaunchCombine<typename Traits::Element, Traits::kLongestFirst>(tma, decode, shares_last_round, ctas, stream);
+  return LaunchCombine<Traits::kLongestFirst>(tma, decode, shares_last_round, ctas, stream);
 }
 
 template <typename Traits>

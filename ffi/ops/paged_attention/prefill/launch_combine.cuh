@@ -1,5 +1,5 @@
-// Launches of the kernels that merge KV splits. They are the same for all kernels that make splits: included by one
-// source file for each dtype alone.
+// Launches of the kernels that merge KV splits. They are the same for all kernels that make splits, of both dtypes:
+// included by one source file for each kLongestFirst alone.
 #ifndef XLA_GPU_OPS_PAGED_ATTENTION_PREFILL_LAUNCH_COMBINE_CUH_
 #define XLA_GPU_OPS_PAGED_ATTENTION_PREFILL_LAUNCH_COMBINE_CUH_
 
@@ -21,9 +21,9 @@ Status SetCarveout(void (*kernel)(Params...)) {
 }
 
 // The splits of both paths: see PathsShareCombine. `ctas`: of the prefill path's.
-template <typename T, int kDim>
+template <int kDim>
 Status LaunchCombineBoth(const TmaParams& tma, const decode::SharedCall& decode, unsigned ctas, Stream stream) {
-  const auto kernel = CombineBothKernel<T, kDim>;
+  const auto kernel = CombineBothKernel<kDim>;
   if (Status status = SetCarveout(kernel); !status.ok()) return status;
   constexpr int kSharedBytes = static_cast<int>(sizeof(decode::CombineSharedStorage<>));
   const dim3 grid(decode.combine_ctas + ctas);
@@ -32,21 +32,21 @@ Status LaunchCombineBoth(const TmaParams& tma, const decode::SharedCall& decode,
 }
 
 // Arguments as LaunchCombine's.
-template <typename T, int kDim, bool kLongestFirst>
+template <int kDim, bool kLongestFirst>
 Status LaunchCombineDim(const TmaParams& tma, decode::SharedCall* decode, bool shares_last_round, unsigned ctas,
                         Stream stream) {
   void (*kernel)(PagedAttentionParams, SplitKvPolicy, SplitAccumulators);
   if constexpr (kLongestFirst) {
-    kernel = PrefillCombineLongestFirstKernel<T, kDim>;
+    kernel = PrefillCombineLongestFirstKernel<kDim>;
   } else {
-    kernel = PrefillCombineKernel<T, kDim, false>;
+    kernel = PrefillCombineKernel<kDim, false>;
     if constexpr (kDim <= 128) {
-      if (shares_last_round) kernel = PrefillCombineKernel<T, kDim, true>;
+      if (shares_last_round) kernel = PrefillCombineKernel<kDim, true>;
     }
     if constexpr (kDim == 128) {
       if (decode != nullptr && decode->combines) {
         decode->combines = false;
-        return LaunchCombineBoth<T, kDim>(tma, *decode, ctas, stream);
+        return LaunchCombineBoth<kDim>(tma, *decode, ctas, stream);
       }
     }
   }
@@ -55,12 +55,12 @@ Status LaunchCombineDim(const TmaParams& tma, decode::SharedCall* decode, bool s
                 tma.split_kv, tma.accumulators);
 }
 
-template <typename T, bool kLongestFirst>
+template <bool kLongestFirst>
 Status LaunchCombine(const TmaParams& tma, decode::SharedCall* decode, bool shares_last_round, unsigned ctas,
                      Stream stream) {
-  const auto launch = tma.attention.head_dim == 64    ? LaunchCombineDim<T, 64, kLongestFirst>
-                      : tma.attention.head_dim == 128 ? LaunchCombineDim<T, 128, kLongestFirst>
-                                                      : LaunchCombineDim<T, 256, kLongestFirst>;
+  const auto launch = tma.attention.head_dim == 64    ? LaunchCombineDim<64, kLongestFirst>
+                      : tma.attention.head_dim == 128 ? LaunchCombineDim<128, kLongestFirst>
+                                                      : LaunchCombineDim<256, kLongestFirst>;
   return launch(tma, decode, shares_last_round, ctas, stream);
 }
 

@@ -15,8 +15,8 @@ Status SplitsKeysBF16(const PagedAttentionParams& shapes, bool* splits) {
   return SplitsKeys<__nv_bfloat16>(shapes, splits);
 }
 
-template Status LaunchCombine<__nv_bfloat16, /*kLongestFirst=*/false>(const TmaParams& tma, decode::SharedCall* decode,
-                                                                      bool shares_last_round, unsigned ctas,
-                                                                      Stream stream);
+// Of both dtypes.
+template Status LaunchCombine</*kLongestFirst=*/false>(const TmaParams& tma, decode::SharedCall* decode,
+                                                       bool shares_last_round, unsigned ctas, Stream stream);
 
 }  // namespace xla_gpu::prefill

@@ -14,8 +14,8 @@ Status LaunchLongestFirst<__nv_bfloat16>(const TmaParams& tma, const SplitAccumu
   return LaunchTma<Instances::OfLongestFirst, 256>(tma, layout, stream);
 }
 
-template Status LaunchCombine<__nv_bfloat16, /*kLongestFirst=*/true>(const TmaParams& tma, decode::SharedCall* decode,
-                                                                     bool shares_last_round, unsigned ctas,
-                                                                     Stream stream);
+// Of both dtypes.
+template Status LaunchCombine</*kLongestFirst=*/true>(const TmaParams& tma, decode::SharedCall* decode,
+                                                      bool shares_last_round, unsigned ctas, Stream stream);
 
 }  // namespace xla_gpu::prefill

@@ -2,7 +2,6 @@
 #include <cuda_fp16.h>
 
 #include "ffi/ops/paged_attention/prefill/launch.cuh"
-#include "ffi/ops/paged_attention/prefill/launch_combine.cuh"
 #include "ffi/ops/paged_attention/prefill/prefill.h"
 
 namespace xla_gpu::prefill {
@@ -10,8 +9,5 @@ namespace xla_gpu::prefill {
 Status LaunchF16(const PagedAttentionCall& params, Stream stream) { return Launch16Bit<__half>(params, stream); }
 
 Status SplitsKeysF16(const PagedAttentionParams& shapes, bool* splits) { return SplitsKeys<__half>(shapes, splits); }
-
-template Status LaunchCombine<__half, /*kLongestFirst=*/false>(const TmaParams& tma, decode::SharedCall* decode,
-                                                               bool shares_last_round, unsigned ctas, Stream stream);
 
 }  // namespace xla_gpu::prefill

@@ -2,7 +2,6 @@
 #include <cuda_fp16.h>
 
 #include "ffi/ops/paged_attention/prefill/launch.cuh"
-#include "ffi/ops/paged_attention/prefill/launch_combine.cuh"
 
 namespace xla_gpu::prefill {
 
@@ -13,8 +12,5 @@ Status LaunchLongestFirst<__half>(const TmaParams& tma, const SplitAccumulatorLa
   if (tma.attention.head_dim == 128) return LaunchTma<Instances::OfLongestFirst, 128>(tma, layout, stream);
   return LaunchTma<Instances::OfLongestFirst, 256>(tma, layout, stream);
 }
-
-template Status LaunchCombine<__half, /*kLongestFirst=*/true>(const TmaParams& tma, decode::SharedCall* decode,
-                                                              bool shares_last_round, unsigned ctas, Stream stream);
 
 }  // namespace xla_gpu::prefill
