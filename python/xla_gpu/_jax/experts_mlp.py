@@ -79,17 +79,18 @@ def _activated(hidden: jax.Array, activation: str) -> jax.Array:
 
 def _weighted_sum(out: jax.Array, places: jax.Array, weights: jax.Array) -> jax.Array:
     """T[rows, out_features] of out: T[pairs, out_features]; the places in it, and weights, are [rows, top_k]."""
-    wide = weights.astype(jnp.float32)
+    wide, lower = weights.astype(jnp.float32), None
     if weights.dtype == jnp.float32:
         bits = jax.lax.bitcast_convert_type(wide, jnp.int32)
         upper = jax.lax.bitcast_convert_type(bits & jnp.int32(declaration.UPPER_BITS), jnp.float32)
         # Of an infinity 0, not NaN.
-        parts = [jnp.where(jnp.isinf(wide), jnp.float32(0), wide - upper), upper]
-    else:
-        parts = [wide]
+        wide, lower = upper, jnp.where(jnp.isinf(wide), jnp.float32(0), wide - upper)
     total = jnp.zeros((places.shape[0], out.shape[1]), jnp.float32)
     for j in range(places.shape[1]):  # a sum along an axis has no order
         chosen = out.at[places[:, j]].get(mode="promise_in_bounds").astype(jnp.float32)
-        for part in parts:  # each product is a float32 number: fused with the addition it is the same
-            total = total + chosen * part[:, j, None]
+        # Each product is a float32 number: fused with the addition it is the same.
+        if lower is not None:  # which may be 0: infinities are left to the upper part
+            finite = jnp.where(jnp.isinf(chosen), jnp.float32(0), chosen)
+            total = total + finite * lower[:, j, None]
+        total = total + chosen * wide[:, j, None]
     return total.astype(out.dtype)
