@@ -63,6 +63,13 @@ class Checks:
         if spec.shape != tuple(shape):
             raise self.value_error(argument, f"shape [{', '.join(map(str, shape))}] ([{axes}])", spec)
 
+    def size(self, argument: str, name: str, value: int, spec: ArraySpec, multiple: int, maximum: int) -> None:
+        """A dimension of ``spec``, which ``name`` names."""
+        if value < multiple or value % multiple:
+            raise self.value_error(argument, f"{name} a multiple of {multiple}", spec)
+        if isinstance(value, int) and value > maximum:  # not a symbol of a tracer, which handlers check
+            raise self.value_error(argument, f"{name} up to {maximum}", spec)
+
     def integer(self, argument: str, value: Any, minimum: int, maximum: int = 2**63 - 1) -> int:
         try:
             # index() would take a bool, which is a slip wherever a count is meant.
