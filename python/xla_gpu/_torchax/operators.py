@@ -69,6 +69,7 @@ def _in_place(operator: Operator, *args: Any, **kwargs: Any) -> Any:
     if target is not None and not isinstance(target, torch.Tensor):
         raise TypeError(f"{operator.name}: {operator.in_place}: expected a tensor, got {type(target).__name__}")
     result = _call(operator, arguments)
+    assert target is not None  # which the call has refused
     other, result = result if isinstance(result, tuple) else (None, result)
     if isinstance(target, View):
         target.update(result)
