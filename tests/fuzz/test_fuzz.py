@@ -26,7 +26,7 @@ ALL_FRONTENDS = {"attention": 25, "hostile": 40, "update": 25, "merge": 15, "add
 ALL_FRONTENDS |= {"grouped_linear": 6}
 ALL_FRONTENDS |= {"linear": 8, "rms_norm": 8, "gated": 5, "sample": 5, "rotary": 12, "all_reduce": 6}
 ALL_FRONTENDS |= {"gated_mlp": 4, "attention_block": 5}
-ALL_FRONTENDS |= {"bidirectional": 4, "hostile_bidirectional": 8, "experts": 4, "hostile_experts": 4}
+ALL_FRONTENDS |= {"bidirectional": 3, "hostile_bidirectional": 4, "experts": 4, "hostile_experts": 4}
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, about the overflows that inputs ask for
 
