@@ -161,3 +161,33 @@ def test_misuse_is_named():
     mapped = jax.shard_map(attend, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
     with pytest.raises(ValueError, match=r"query: expected at most max_seqs = 8 rows, one for each sequence, got 16"):
         jax.jit(mapped)(a["query"], a["kv_cache"], *metadata)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "text"),
+    [
+        ({"num_seqs": -1}, ValueError, "num_seqs: expected an int >= 0, got -1"),
+        ({"num_seqs": 9}, ValueError, "num_seqs: expected an int <= 8, got 9"),
+        ({"num_seqs": None}, TypeError, r"num_seqs: expected a tensor int32\[1\], or an int .*, got NoneType"),
+        ({"query": None}, TypeError, "query: expected a JAX or NumPy array, got NoneType"),
+        ({"kv_cache": np.zeros((4, 4, 4, 16), np.float32)}, ValueError, r"kv_cache: expected head_dim 32 .*, 16\]"),
+        ({"context_lens": np.zeros(8, np.float32)}, TypeError, r"context_lens: expected dtype int32, got float32\[8\]"),
+        ({"block_tables": np.zeros(8, np.int32)}, ValueError, r"block_tables: expected rank 2 .* got int32\[8\]"),
+        ({"query_start_loc": np.zeros(8, np.int32)}, ValueError, r"query_start_loc: expected shape \[9\] .*\[8\]"),
+        ({"scale": "1"}, TypeError, "scale: expected a number known when the call is traced, got str"),
+        ({"soft_cap": 0.0}, ValueError, r"soft_cap: expected a number from .*, got 0\.0"),
+        ({"k_scale": np.ones(1, np.float32)}, ValueError, r"k_scale: expected None .*, got float32\[1\]"),
+    ],
+)
+def test_wrong_arguments_of_attention(change, error, text):
+    """They name the function that was called, and not those that it is made of."""
+    a = inputs("float32", "combined")
+    names = ("query", "kv_cache", "context_lens", "block_tables", "query_start_loc", "num_seqs")
+    given = {name: a[name] for name in names} | {"scale": 1.0} | change
+
+    def attend(_):
+        return xg.context_parallel_paged_attention(**given, axis="cp")
+
+    mapped = jax.shard_map(attend, mesh=devices.mesh("cpu", cp=2), in_specs=P(), out_specs=P(), check_vma=False)
+    with pytest.raises(error, match=f"^context_parallel_paged_attention: {text}"):
+        mapped(np.zeros(1))

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import functools
 import math
+import re
 
 import numpy as np
 import pytest
 
-from tests.common import cases, frontends
+from tests.common import bidirectional_cases, cases, experts_cases, frontends
 from tests.ops import test_ragged_paged_attention as ragged
 from tests.properties.bad import Bad, drop
 from tests.properties.test_bad_inputs import ATTENTION, valid
-from xla_gpu.ops import OPERATORS, ragged_paged_attention
+from xla_gpu.ops import COMPOSITES, OPERATORS, ragged_paged_attention
 
 MISSING = object()
 VALUES = {
@@ -39,13 +40,18 @@ NUMPY_VALUES = {
 }
 # Of all_reduce the group is another thing in each framework, and is tested in tests/distributed.
 TESTED = [operator for operator in OPERATORS if not operator.name.startswith("all_reduce")]
-TESTED.append(ragged_paged_attention.OPERATOR)
+TESTED += [ragged_paged_attention.OPERATOR, *COMPOSITES]
 
 
 def sound(operator: str) -> tuple[dict, dict]:
     """Arrays and options."""
     if operator == "ragged_paged_attention":
         return ragged.renamed(cases.build(ATTENTION)), ragged.options(ATTENTION)
+    if operator == "bidirectional_attention":
+        case = bidirectional_cases.Case("errors", (3, 4))
+        return bidirectional_cases.build(case), case.options()
+    if operator == "experts_mlp":
+        return experts_cases.inputs("int4-zero-point", 5, 4, 2, bias=True), {}
     return valid(Bad(operator, "", "", "", drop("")))
 
 
@@ -98,3 +104,24 @@ def test_the_same_words_without_names(value):
     for frontend in usable():
         text = outcome(frontend, operator.name, arrays, wrong, positional)
         assert text.startswith("TypeError: ragged_paged_attention: sliding_window: expected an int known"), text
+
+
+@pytest.mark.parametrize("operator", [op for op in TESTED if len(op.operands) > 1], ids=lambda operator: operator.name)
+@pytest.mark.frontends("eager", "torch_xla")
+def test_operands_of_two_devices_are_named(frontend, operator):
+    """Also where an operand is updated in place, for which PyTorch's dispatcher has errors of its own."""
+    eager, lazy = frontends.ALL["eager"], frontends.ALL["torch_xla"]
+    if reason := eager.unavailable() or lazy.unavailable():
+        pytest.skip(reason)
+    other = lazy if frontend is eager else eager
+    arrays, options = sound(operator.name)
+    tensors, elsewhere = frontend.tensors(arrays), other.tensors(arrays)
+    first = operator.operands[0]
+    names = [operator.name, f"{operator.name}_"] if operator.in_place else [operator.name]
+    for argument in arrays:
+        wrong = operator.operands[1] if argument == first else argument  # the first one says which device is meant
+        given = {**tensors, argument: elsewhere[argument]}
+        expected = f"expected a tensor on {given[first].device} (as {first}), got one on {given[wrong].device}"
+        for name in names:
+            with pytest.raises(ValueError, match=f"^{re.escape(f'{operator.name}: {wrong}: {expected}')}$"):
+                getattr(frontend.module(), name)(**given, **options)

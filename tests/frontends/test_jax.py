@@ -370,3 +370,13 @@ def test_later_eager_calls_find_a_program(frontend, monkeypatch):
     name = "under a transformation"
     jax.vmap(lambda x: xg.linear(x, weight))(x[None])
     assert products == [name]
+
+
+def test_names_of_pytorchs_updates_in_place_lead_to_jaxs(frontend):
+    import xla_gpu.jax
+
+    for name in ("rotary_and_cache", "kernel_call"):
+        with pytest.raises(AttributeError, match=f"no attribute '{name}_': .* donate .* {name} updates it in place"):
+            getattr(xla_gpu.jax, f"{name}_")
+    with pytest.raises(AttributeError, match=r"no attribute 'rms_norms'$"):
+        _ = xla_gpu.jax.rms_norms

@@ -169,6 +169,18 @@ def test_a_cache_on_another_device_is_not_updated(frontend, environment):
     assert not cache.any()
 
 
+def test_a_cache_of_numpy_is_not_updated(frontend, environment):
+    """Its other operands may be NumPy's, as in JAX."""
+    import xla_gpu.torch
+
+    key, slots = np.ones((1, 1, 8), np.float32), np.zeros(1, np.int32)
+    cache = np.zeros((2, 2, 2, 8), np.float32)
+    with pytest.raises(TypeError, match="reshape_and_cache: kv_cache: expected a tensor, got ndarray"):
+        xla_gpu.torch.reshape_and_cache_(on_torchax(frontend, key), key, cache, slots)
+    updated = xla_gpu.torch.reshape_and_cache_(on_torchax(frontend, key), key, on_torchax(frontend, cache), slots)
+    assert updated[0, 0].abs().sum() == 16 and not cache.any()
+
+
 def test_outside_of_an_environment_torchax_says_so(frontend):
     import xla_gpu.torch
 

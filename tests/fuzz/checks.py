@@ -11,7 +11,7 @@ import numpy as np
 
 from tests.common import baseline, cases, compare, parts, reference
 from tests.common.frontends import Frontend
-from tests.fuzz import hostile, layer
+from tests.fuzz import composites, hostile, layer
 from tests.fuzz.inputs import Add, Attention, Hostile, Merge, Update
 from tests.fuzz.programs import program
 from xla_gpu.ops.linear import MAX_KERNEL_ROWS
@@ -158,6 +158,13 @@ def of_layer(x, frontends: Sequence[Frontend]) -> None:
     _through(frontends, steps, arrays, check, same_bits=not own_products)
 
 
+def bidirectional(x: composites.Bidirectional, frontends: Sequence[Frontend]) -> None:
+    steps = {frontend.name: program(frontend, x.operator, x.options()) for frontend in frontends}
+    for arrays in x.built():
+        inputs[x.operator] += 1
+        _through(frontends, steps, arrays, lambda frontend, got, a=arrays: x.check(frontend.name, a, got))
+
+
 def of_parts(x: layer.AllReduce, frontends: Sequence[Frontend]) -> None:
     """all_reduce and all_reduce_add_rms_norm of gathered parts. torchax has JAX's functions, over meshes."""
     inputs[x.operator] += 1
@@ -178,12 +185,23 @@ def wrong_metadata(x: Hostile, frontends: Sequence[Frontend]) -> None:
         calls[frontend.name] += 1
 
 
+def wrong_values(x: composites.Wrong, frontends: Sequence[Frontend]) -> None:
+    inputs[f"wrong values of {x.operator}"] += 1
+    for frontend in frontends:
+        composites.check_wrong(x, frontend)
+        calls[frontend.name] += 1
+
+
 CHECKS = {
     Attention: attention,
     Update: update,
     Merge: merge,
     Add: add,
     Hostile: wrong_metadata,
+    composites.Bidirectional: bidirectional,
+    composites.HostileBidirectional: wrong_values,
+    composites.ExpertsMlp: of_layer,
+    composites.HostileExperts: wrong_values,
     layer.AllReduce: of_parts,
     layer.Linear: of_layer,
     layer.GroupedLinear: of_layer,

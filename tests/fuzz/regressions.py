@@ -3,13 +3,17 @@ prints the expression to put here."""
 
 from __future__ import annotations
 
+from tests.common.bidirectional_cases import Case
 from tests.common.cache_cases import CacheCase
 from tests.common.cases import AttentionCase
+from tests.fuzz.composites import Bidirectional, ExpertsMlp, HostileBidirectional
 from tests.fuzz.inputs import Add, Attention, Hostile, Merge, Update
 from tests.fuzz.layer import Linear, RotaryAndCache
 
 # fmt: off
-CASES: dict[str, Add | Attention | Hostile | Linear | Merge | RotaryAndCache | Update] = {
+CASES: dict[
+    str, Add | Attention | ExpertsMlp | Hostile | HostileBidirectional | Linear | Merge | RotaryAndCache | Update
+] = {
     # The lse of a batch without rows is a null pointer, by which the check took the call for one without lse.
     "the-error-names-the-operator-without-rows": Hostile(
         Attention(
@@ -104,5 +108,17 @@ CASES: dict[str, Add | Attention | Hostile | Linear | Merge | RotaryAndCache | U
         rotary_dim=512,
         norms=True,
         seed=1,
+    ),
+    # An expert's result that is infinite, times the lower part of a weight, which is 0: NaN.
+    "an-infinite-result-and-a-weight-of-few-bits": ExpertsMlp(
+        "plain", rows=2, num_experts=1, top_k=5, hidden=16, intermediate=16, bias=True, infinities=True
+    ),
+    # XLA leaves out the addition to 0 that made a 0 of a weight of 0 times a negative number.
+    "a-weight-of-0-times-a-negative-number": ExpertsMlp(
+        "plain", rows=4, num_experts=2, top_k=1, hidden=16, intermediate=16, infinities=True
+    ),
+    # torch_xla, whose operations do not take operands of nothing, returned NaN where a CPU raises an error.
+    "sequences-where-there-is-room-for-none": HostileBidirectional(
+        Bidirectional(Case("fuzz", (), spare_seqs=0, padding=(0, 1)), batches=((),)), damage=(("num_seqs", 0, 1),)
     ),
 }

@@ -9,7 +9,7 @@ import hypothesis
 from hypothesis import HealthCheck, Phase, Verbosity
 
 from tests.common.frontends import Frontend
-from tests.fuzz import checks, strategies
+from tests.fuzz import checks, composite_strategies, strategies
 
 KINDS = {
     "attention": strategies.attentions(),
@@ -29,6 +29,10 @@ KINDS = {
     "all_reduce": strategies.all_reduces,
     "sample": strategies.samples,
     "rotary": strategies.rotaries,
+    "bidirectional": composite_strategies.bidirectionals(),
+    "hostile_bidirectional": composite_strategies.hostile_bidirectionals(),
+    "experts": composite_strategies.experts(),
+    "hostile_experts": composite_strategies.hostile_experts(),
 }
 # Of the time; attention has the most to get wrong.
 WEIGHTS = {
@@ -49,6 +53,10 @@ WEIGHTS = {
     "all_reduce": 1,
     "sample": 2,
     "rotary": 3,
+    "bidirectional": 3,
+    "hostile_bidirectional": 2,
+    "experts": 2,
+    "hostile_experts": 1,
 }
 
 

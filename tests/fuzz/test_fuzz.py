@@ -6,11 +6,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections import Counter
 
 import pytest
 
 from tests.common import frontends
 from tests.fuzz import checks, regressions
+from xla_gpu.ops import COMPOSITES, OPERATORS
 
 SEED = int(os.environ.get("XLA_GPU_FUZZ_SEED", "2026"))
 # Numbers of inputs: with eager tensors, where one takes a millisecond, and through all front ends, which compile each.
@@ -19,10 +21,12 @@ EAGER |= {"grouped_linear": 100}
 EAGER |= {"linear": 150, "rms_norm": 200, "gated": 100, "sample": 100, "rotary": 200, "all_reduce": 100}
 EAGER |= {"gated_mlp": 60, "attention_block": 60, "large_attention": 12}
 EAGER |= {"large_linear": 6, "large_gated_mlp": 4}
+EAGER |= {"bidirectional": 60, "hostile_bidirectional": 150, "experts": 80, "hostile_experts": 80}
 ALL_FRONTENDS = {"attention": 25, "hostile": 40, "update": 25, "merge": 15, "add": 15}
 ALL_FRONTENDS |= {"grouped_linear": 6}
 ALL_FRONTENDS |= {"linear": 8, "rms_norm": 8, "gated": 5, "sample": 5, "rotary": 12, "all_reduce": 6}
 ALL_FRONTENDS |= {"gated_mlp": 4, "attention_block": 5}
+ALL_FRONTENDS |= {"bidirectional": 3, "hostile_bidirectional": 4, "experts": 4, "hostile_experts": 4}
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, about the overflows that inputs ask for
 
@@ -92,3 +96,70 @@ def test_a_fault_is_found_and_made_small(monkeypatch):
         run.run("attention", 1, 200, [frontend])
     (batch,) = caught.value.input.batches
     assert len(batch) == 1
+
+
+def of_program(monkeypatch, change):
+    """Every program gets the options that ``change`` makes of its own."""
+    right = checks.program
+    monkeypatch.setattr(checks, "program", lambda frontend, name, options=None: right(frontend, name, change(options)))
+
+
+def eager_or_skip():
+    frontend = frontends.ALL["eager"]
+    if reason := frontend.unavailable():
+        pytest.skip(reason)
+    return frontend
+
+
+def test_a_fault_of_bidirectional_attention_is_found_and_made_small(monkeypatch):
+    """Windows of over 3 keys that are one key wider."""
+    run, frontend = pytest.importorskip("tests.fuzz.run"), eager_or_skip()
+
+    def wider(options):
+        window = options["sliding_window"]
+        return options | {"sliding_window": window + 1 if (window or 0) > 3 else window}
+
+    of_program(monkeypatch, wider)
+    with pytest.raises(run.Failure, match=r"bidirectional, seed 1: [^\n]* error ") as caught:
+        run.run("bidirectional", 1, 200, [frontend])
+    found = caught.value.input
+    assert found.program.sliding_window == 4
+    assert len(found.batches) == 1 and sum(found.batches[0]) <= 6
+
+
+def test_a_fault_of_experts_mlp_is_found_and_made_small(monkeypatch):
+    """The other gelu."""
+    run, frontend = pytest.importorskip("tests.fuzz.run"), eager_or_skip()
+    of_program(monkeypatch, lambda options: {"activation": options["activation"].replace("gelu", "silu")})
+    with pytest.raises(run.Failure, match=r"experts, seed 1: [^\n]* error ") as caught:
+        run.run("experts", 1, 200, [frontend])
+    found = caught.value.input
+    assert (found.activation, found.rows, found.num_experts, found.top_k) == ("gelu_and_mul", 1, 1, 1)
+
+
+def test_a_missing_error_is_found_and_made_small(monkeypatch):
+    """A front end that calls too many sequences as many as there may be."""
+    run, frontend = pytest.importorskip("tests.fuzz.run"), eager_or_skip()
+
+    class Lenient(type(frontend)):
+        def call(self, operator, arrays, **options):
+            most = len(arrays["query_start_loc"]) - 1
+            return super().call(operator, arrays | {"num_seqs": arrays["num_seqs"].clip(None, most)}, **options)
+
+    with pytest.raises(
+        run.Failure, match="no error, where one must name 'paged_attention_with_lse: num_seqs"
+    ) as caught:
+        run.run("hostile_bidirectional", 1, 200, [Lenient()])
+    ((argument, _, number),) = caught.value.input.damage
+    assert argument == "num_seqs" and number > 0
+
+
+def test_every_kind_and_every_operator_is_drawn(monkeypatch):
+    run, frontend = pytest.importorskip("tests.fuzz.run"), eager_or_skip()
+    assert set(EAGER) == set(run.KINDS) == set(run.WEIGHTS)
+    assert set(ALL_FRONTENDS) == {kind for kind in run.KINDS if not kind.startswith("large_")}
+    monkeypatch.setattr(checks, "inputs", Counter())
+    for kind in ALL_FRONTENDS:
+        run.run(kind, SEED, 12, [frontend])
+    wrong = {"wrong metadata", *(f"wrong values of {operator.name}" for operator in COMPOSITES)}
+    assert set(checks.inputs) == {operator.name for operator in (*OPERATORS, *COMPOSITES)} | wrong

@@ -190,6 +190,19 @@ def test_host_names_what_is_wrong(frontend, name):
     assert_error(frontend, name)
 
 
+@pytest.mark.parametrize("num_seqs", [-1, 1])
+def test_no_room_for_the_sequences_that_there_are(frontend, num_seqs):
+    case = next(case for case in bidirectional_cases.CASES if case.name == "no-room-for-a-sequence")
+    arrays = bidirectional_cases.build(case)
+    arrays["num_seqs"][0] = num_seqs
+    if frontend.platform == "host":
+        text = f"(?s)paged_attention_with_lse: num_seqs: expected .* max_seqs = 0, got {num_seqs}"
+        with pytest.raises(ERRORS, match=text):
+            frontend.call("bidirectional_attention", arrays, **case.options())
+    else:
+        assert np.isnan(frontend.call("bidirectional_attention", arrays, **case.options())[0]).all()
+
+
 @pytest.mark.parametrize("window", [None, 1, 3])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", VALUES)

@@ -89,6 +89,21 @@ def test_infinite_weights(frontend, dtype):
     assert np.isfinite(got[[0, 3]].astype(np.float64)).all()
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_infinite_results_of_experts(frontend, dtype):
+    """As the products are: weights of few bits, of which the lower part is 0, weights of all, zeros, and NaN."""
+    arrays = experts_cases.inputs("plain", 6, 4, 2, 64, 32, bias=True)
+    weights = [[0.5, 0.25], [0.3, 0.7], [0.0, 1.0], [-1.0, 0.5], [np.nan, 0.5], [np.inf, 1.0]]
+    arrays["topk_weights"] = np.array(weights, cases.DTYPES[dtype])
+    arrays["down_bias"][:, 0], arrays["down_bias"][:, 1] = np.inf, -np.inf
+    (got,) = frontend.call("experts_mlp", arrays)
+    with np.errstate(invalid="ignore"):
+        want = experts_cases.expected(arrays)
+    np.testing.assert_array_equal(got[:, :2].astype(np.float64), want[:, :2])
+    assert np.isinf(want[[0, 1, 5], :2]).all() and np.isnan(want[2:5, :2]).all()
+    assert np.isfinite(got[:4, 2:].astype(np.float64)).all()
+
+
 @pytest.mark.parametrize(("rows", "top_k"), [(0, 2), (3, 0)])
 def test_no_pairs(frontend, rows, top_k):
     arrays = experts_cases.inputs("plain", rows, 3, top_k, 64, 32)

@@ -117,6 +117,21 @@ def test_handler_takes_the_unchanged_inputs(frontend):
         call(frontend, operator, *bad_inputs.valid(Bad(operator, "", "", "", lambda a, o: None, base=base)))
 
 
+@pytest.mark.parametrize(("operator", "most"), [("linear", 2**31 - 1), ("grouped_linear", 2**29 - 1)])
+def test_sizes_past_a_limit_are_told_so(frontend, operator, most):
+    """By Python and by the handler; not as sizes of another multiple."""
+    past = [bad for bad in HERE if bad.operator == operator and "-past-" in bad.name]
+    assert [bad.argument for bad in past] == ["x", "weight"]
+    for bad, size in zip(past, "kn", strict=True):
+        arrays, options = bad_inputs.valid(bad)
+        bad.change(arrays, options)
+        text = f"{operator}: {bad.argument}: expected {size} up to {most}, got .*{most + 1}"
+        with pytest.raises(ValueError, match=text):
+            frontend.call(operator, arrays, **options)
+        with pytest.raises(ValueError, match=text):
+            call(frontend, operator, arrays, options)
+
+
 ATTENTION = Bad("paged_attention", "", "", "", lambda a, o: None)
 
 

@@ -310,7 +310,12 @@ def decode_grid(count: int = 120) -> list[cases.AttentionCase]:
 
 
 def all_calls(memory) -> list:
-    """Functions without arguments, the most telling first."""
+    """Functions without arguments, the most telling first.
+
+    bidirectional_attention and experts_mlp have no handlers. They call those of paged_attention_with_lse and
+    merge_attention_states, and of grouped_linear, silu_and_mul and gelu_and_mul, which are called here; their other
+    operations are the frameworks' own.
+    """
     calls = []
 
     def add(function, *arguments):

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import collections
+import weakref
 from typing import Any
+
+from vllm.v1.metrics.stats import IterationStats, SchedulerStats
 
 from vllm import LLM, SamplingParams, TokensPrompt
 from xla_gpu.vllm.program import compilations
@@ -22,7 +26,7 @@ def make(folder: str, **options: Any) -> LLM:
         "additional_config": {"token_buckets": [8, 64]},
         **options,
     }
-    llm = LLM(model=folder, **settings)
+    llm = count(LLM(model=folder, **settings))
     if "speculative_config" in options:
         take_drafts(llm)
     return llm
@@ -54,8 +58,41 @@ def random(new: int, **others: Any) -> SamplingParams:
     return SamplingParams(max_tokens=new, ignore_eos=True, **{"temperature": 1.0, **others})
 
 
-def metric(llm: LLM, name: str) -> float:
-    return sum(entry.value for entry in llm.get_metrics() if entry.name == name)
+METRICS = {
+    "vllm:num_preemptions",
+    "vllm:prefix_cache_hits",
+    "vllm:spec_decode_num_accepted_tokens",
+    "vllm:spec_decode_num_draft_tokens",
+}
+# By engine: vLLM's own metrics are of a process, and begin anew with each engine that is made.
+_counts: weakref.WeakKeyDictionary[LLM, collections.Counter[str]] = weakref.WeakKeyDictionary()
+
+
+def count(llm: LLM) -> LLM:
+    """Counts what this engine's steps report from now on, for ``metric``."""
+    counts = _counts[llm] = collections.Counter()
+    manager = llm.llm_engine.logger_manager
+    record = manager.record
+
+    def counting(*args: Any, **kwargs: Any) -> Any:
+        for stats in (*args, *kwargs.values()):
+            if isinstance(stats, SchedulerStats):
+                counts["vllm:prefix_cache_hits"] += stats.prefix_cache_stats.hits
+                if drafts := stats.spec_decoding_stats:
+                    counts["vllm:spec_decode_num_draft_tokens"] += drafts.num_draft_tokens
+                    counts["vllm:spec_decode_num_accepted_tokens"] += drafts.num_accepted_tokens
+            elif isinstance(stats, IterationStats):
+                counts["vllm:num_preemptions"] += stats.num_preempted_reqs
+        return record(*args, **kwargs)
+
+    manager.record = counting
+    return llm
+
+
+def metric(llm: LLM, name: str) -> int:
+    """What vLLM counts by this name, of one engine."""
+    assert name in METRICS
+    return _counts[llm][name]
 
 
 def state_is_released(llm: LLM) -> None:

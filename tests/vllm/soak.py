@@ -217,6 +217,7 @@ def main() -> int:
             additional_config={"token_buckets": [8, max_seqs, 256]},
             **({"speculative_config": drafts} if arguments.drafts else {}),
         )
+    engines.count(llm)
     if arguments.drafts:
         take_drafts(llm)
     soak = Soak(llm, arguments.requests, arguments.concurrency, arguments.seed)

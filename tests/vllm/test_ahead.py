@@ -18,7 +18,7 @@ NEW = 60
 
 @pytest.fixture(scope="module")
 def drafting(engine, llama):
-    """Made after the other one: vLLM's metrics are those of a process's last engine."""
+    """Made after the other one, whose programs are compiled before tests count."""
     return engines.make(llama, speculative_config=RARE)
 
 

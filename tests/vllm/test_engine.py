@@ -49,6 +49,18 @@ def test_tokens_equal_transformers(engine, reference):
     engines.state_is_released(engine)
 
 
+def test_counts_are_those_of_one_engine(llama):
+    """Also after another one was made, with which vLLM's own metrics of a process begin anew."""
+    engine, other = engines.make(llama), engines.make(llama)
+    prompts = tiny.prompts((100,))
+    tokens(engine, prompts, greedy(2))
+    before = engines.metric(engine, "vllm:prefix_cache_hits")
+    tokens(engine, prompts, greedy(2))
+    assert engines.metric(engine, "vllm:prefix_cache_hits") - before == 96  # of whole pages
+    tokens(other, prompts, greedy(2))
+    assert engines.metric(other, "vllm:prefix_cache_hits") == 0
+
+
 def test_a_program_takes_few_arguments(engine):
     """Each costs the host time: matrices, but neither a cache for each layer nor a weight for each norm."""
     runner = engines.runner_of(engine)

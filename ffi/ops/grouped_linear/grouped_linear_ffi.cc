@@ -3,6 +3,7 @@
 #include <iterator>
 #include <limits>
 #include <optional>
+#include <string>
 
 #include "ffi/handlers/check.h"
 #include "ffi/handlers/context.h"
@@ -29,6 +30,7 @@ namespace {
 constexpr char kGroupedOp[] = "grouped_linear";
 constexpr int64_t kGroupedMultiple = 16;  // of n and k
 constexpr int64_t kGroupedMaxRows = (1 << 30) - 1;
+constexpr int64_t kGroupedMaxSize = std::numeric_limits<int32_t>::max() / 4;  // of n and k
 
 using OptionalBuffer = std::optional<ffi::AnyBuffer>;
 
@@ -55,19 +57,20 @@ ffi::Error GetGroupedFormat(const ffi::AnyBuffer& weight, const OptionalBuffer& 
   const int64_t multiple = p.format == GroupedFormat::kInt4    ? kQuantGroup
                            : p.format == GroupedFormat::kMxfp4 ? kMxfp4Group
                                                                : kGroupedMultiple;
-  if (p.k < multiple || p.k % multiple != 0 || p.k > std::numeric_limits<int32_t>::max() / 4) {
+  if (p.k < multiple || p.k % multiple != 0) {
     return Mismatch(kGroupedOp, "x", StrCat("k a multiple of ", multiple), StrCat("k = ", p.k));
   }
+  if (p.k > kGroupedMaxSize) return Mismatch(kGroupedOp, "x", StrCat("k up to ", kGroupedMaxSize), StrCat("k = ", p.k));
   p.num_groups = weight.dimensions()[0];
   p.n = weight.dimensions()[1];
+  const std::string shape = StrCat("shape ", ShapeText(weight.dimensions()));
   if (p.num_groups < 1 || p.num_groups > kMaxGroups) {
-    return Mismatch(kGroupedOp, "weight", StrCat("1 to ", kMaxGroups, " groups"),
-                    StrCat("shape ", ShapeText(weight.dimensions())));
+    return Mismatch(kGroupedOp, "weight", StrCat("1 to ", kMaxGroups, " groups"), shape);
   }
-  if (p.n < kGroupedMultiple || p.n % kGroupedMultiple != 0 || p.n > std::numeric_limits<int32_t>::max() / 4) {
-    return Mismatch(kGroupedOp, "weight", StrCat("n a multiple of ", kGroupedMultiple),
-                    StrCat("shape ", ShapeText(weight.dimensions())));
+  if (p.n < kGroupedMultiple || p.n % kGroupedMultiple != 0) {
+    return Mismatch(kGroupedOp, "weight", StrCat("n a multiple of ", kGroupedMultiple), shape);
   }
+  if (p.n > kGroupedMaxSize) return Mismatch(kGroupedOp, "weight", StrCat("n up to ", kGroupedMaxSize), shape);
   p.weight = weight.untyped_data();
   return CheckShape(kGroupedOp, "weight", weight, {p.num_groups, p.n, stored == ffi::DataType::U8 ? p.k / 2 : p.k});
 }

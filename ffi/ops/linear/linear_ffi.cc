@@ -40,6 +40,7 @@ namespace {
 
 constexpr char kOp[] = "linear";
 constexpr int64_t kMultiple = 16;  // of n and k
+constexpr int64_t kMaxSize = std::numeric_limits<int32_t>::max();
 
 constexpr LinearNames kNames = {kOp, "x", "weight", "weight_scale", "weight_zero_point", "bias"};
 
@@ -63,13 +64,15 @@ ffi::Error GetFormat(const LinearNames& names, const ffi::AnyBuffer& weight, Lin
   }
   const bool int4 = p.format == WeightFormat::kInt4;
   const int64_t multiple = int4 ? kQuantGroup : kMultiple;
-  if (p.k < multiple || p.k % multiple != 0 || p.k > std::numeric_limits<int32_t>::max()) {
+  if (p.k < multiple || p.k % multiple != 0) {
     return Mismatch(names.op, names.k, StrCat("k a multiple of ", multiple), StrCat("k = ", p.k));
   }
-  if (p.n < kMultiple || p.n % kMultiple != 0 || p.n > std::numeric_limits<int32_t>::max()) {
-    return Mismatch(names.op, names.weight, StrCat("n a multiple of ", kMultiple),
-                    StrCat("shape ", ShapeText(weight.dimensions())));
+  if (p.k > kMaxSize) return Mismatch(names.op, names.k, StrCat("k up to ", kMaxSize), StrCat("k = ", p.k));
+  const std::string shape = StrCat("shape ", ShapeText(weight.dimensions()));
+  if (p.n < kMultiple || p.n % kMultiple != 0) {
+    return Mismatch(names.op, names.weight, StrCat("n a multiple of ", kMultiple), shape);
   }
+  if (p.n > kMaxSize) return Mismatch(names.op, names.weight, StrCat("n up to ", kMaxSize), shape);
   return CheckShape(names.op, names.weight, weight, {p.n, int4 ? p.k / 2 : p.k});
 }
 

@@ -63,7 +63,21 @@ class Checks:
         if spec.shape != tuple(shape):
             raise self.value_error(argument, f"shape [{', '.join(map(str, shape))}] ([{axes}])", spec)
 
-    def integer(self, argument: str, value: Any, minimum: int, maximum: int = 2**63 - 1) -> int:
+    def size(self, argument: str, name: str, value: int, spec: ArraySpec, multiple: int, maximum: int) -> None:
+        """A dimension of ``spec``, which ``name`` names."""
+        if value < multiple or value % multiple:
+            raise self.value_error(argument, f"{name} a multiple of {multiple}", spec)
+        if isinstance(value, int) and value > maximum:  # not a symbol of a tracer, which handlers check
+            raise self.value_error(argument, f"{name} up to {maximum}", spec)
+
+    def integer(
+        self,
+        argument: str,
+        value: Any,
+        minimum: int,
+        maximum: int = 2**63 - 1,
+        expected: str = "an int known when the call is traced",
+    ) -> int:
         try:
             # index() would take a bool, which is a slip wherever a count is meant.
             # NOTE: torch.compile traces isinstance with a tuple, but not with a union.
@@ -71,7 +85,7 @@ class Checks:
         except TypeError:
             number = None
         if number is None:
-            raise self.type_error(argument, "an int known when the call is traced", type(value).__name__)
+            raise self.type_error(argument, expected, type(value).__name__)
         if number < minimum:
             raise self.value_error(argument, f"an int >= {minimum}", number)
         if number > maximum:
@@ -86,9 +100,10 @@ class Checks:
 
     def int_operand(self, operand: IntOperand, value: Any, bounding_shape: Sequence[int]) -> int:
         """An int given for ``operand``; ``bounding_shape`` is that of the array that bounds it."""
+        expected = "a tensor int32[1], or an int known when the call is traced"
         if len(bounding_shape) != 1:  # which is an error of that array's, with a text of its own
-            return self.integer(operand.name, value, 0)
-        return self.integer(operand.name, value, 0, max(bounding_shape[0] - operand.others, 0))
+            return self.integer(operand.name, value, 0, expected=expected)
+        return self.integer(operand.name, value, 0, max(bounding_shape[0] - operand.others, 0), expected)
 
     def float32(
         self,

@@ -13,10 +13,10 @@ from .._core.checks import Checks
 from .._core.operator import ArraySpec
 from ..ops.all_reduce import OPERATOR as ALL_REDUCE
 from ..ops.merge_attention_states import OPERATOR as MERGE
-from ..ops.paged_attention import OPERATOR_WITH_LSE
+from ..ops.paged_attention import OPERATOR_OF_CONTEXT_PARALLEL as ATTENTION
 from . import call, device_group
 
-NAME = "context_parallel_paged_attention"
+NAME = ATTENTION.name
 
 _check = Checks("context_parallel_slots")
 
@@ -69,7 +69,7 @@ def attention(
     pages = (full - device + devices - 1) // devices  # full ones of this device
     local_lens = pages * page_size + jnp.where(full % devices == device, rest, 0)
     out, lse = call.call(
-        OPERATOR_WITH_LSE,
+        ATTENTION,
         query=query,
         kv_cache=kv_cache,
         context_lens=local_lens.astype(context_lens.dtype),

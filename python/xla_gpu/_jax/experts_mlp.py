@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 from typing import Any
 
 import jax
@@ -79,17 +81,23 @@ def _activated(hidden: jax.Array, activation: str) -> jax.Array:
 
 def _weighted_sum(out: jax.Array, places: jax.Array, weights: jax.Array) -> jax.Array:
     """T[rows, out_features] of out: T[pairs, out_features]; the places in it, and weights, are [rows, top_k]."""
-    wide = weights.astype(jnp.float32)
+    wide, lower = weights.astype(jnp.float32), None
     if weights.dtype == jnp.float32:
         bits = jax.lax.bitcast_convert_type(wide, jnp.int32)
         upper = jax.lax.bitcast_convert_type(bits & jnp.int32(declaration.UPPER_BITS), jnp.float32)
         # Of an infinity 0, not NaN.
-        parts = [jnp.where(jnp.isinf(wide), jnp.float32(0), wide - upper), upper]
-    else:
-        parts = [wide]
-    total = jnp.zeros((places.shape[0], out.shape[1]), jnp.float32)
-    for j in range(places.shape[1]):  # a sum along an axis has no order
+        wide, lower = upper, jnp.where(jnp.isinf(wide), jnp.float32(0), wide - upper)
+    products = []
+    for j in range(places.shape[1]):
         chosen = out.at[places[:, j]].get(mode="promise_in_bounds").astype(jnp.float32)
-        for part in parts:  # each product is a float32 number: fused with the addition it is the same
-            total = total + chosen * part[:, j, None]
+        # Each product is a float32 number: fused with the addition it is the same.
+        if lower is not None:  # which may be 0: infinities are left to the upper part
+            finite = jnp.where(jnp.isinf(chosen), jnp.float32(0), chosen)
+            products.append(finite * lower[:, j, None])
+        products.append(chosen * wide[:, j, None])
+    if not products:
+        return jnp.zeros((places.shape[0], out.shape[1]), out.dtype)
+    # One by one, since a sum along an axis has no order; not from 0, to which XLA leaves out additions, which make a 0
+    # of a -0.
+    total: jax.Array = functools.reduce(operator.add, products)
     return total.astype(out.dtype)

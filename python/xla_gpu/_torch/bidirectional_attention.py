@@ -35,7 +35,7 @@ def attention(
     """The result."""
     num_tokens, max_seqs = query.shape[0], query_start_loc.shape[0] - 1
     if query.device.type == "xla" and not (num_tokens and max_seqs):  # torch_xla has no gathers and slices of nothing
-        return torch.where(num_seqs == 0, torch.zeros_like(query), math.nan)
+        return _without_sequences(query, key, query_start_loc, num_seqs, scale)
     both = torch.stack([key, value], 2).flatten(1, 2)  # K of head h at 2h, V at 2h + 1
     size = bidirectional_plan.pages(num_tokens, max_seqs, math.prod(both.shape[1:]) * both.itemsize)
     plan = bidirectional_plan.plan(_arrays(query.device), size, num_tokens, query_start_loc, num_seqs)
@@ -68,6 +68,21 @@ def attention(
     lse, lse_behind = (torch.where(plan.is_sound, x, math.nan) for x in (lse, lse_behind))
     merged: torch.Tensor = torch.ops.xla_gpu.merge_attention_states(out, lse, out_behind, lse_behind)[0]
     return merged
+
+
+def _without_sequences(
+    query: torch.Tensor, key: torch.Tensor, query_start_loc: torch.Tensor, num_seqs: torch.Tensor, scale: float
+) -> torch.Tensor:
+    """Zeros, of a call over an empty cache that fails as others do where num_seqs is wrong."""
+    if not len(query):
+        return torch.zeros_like(query)
+    cache = query.new_zeros(1, bidirectional_plan.SMALLEST_PAGE, 2 * key.shape[1], key.shape[2])
+    lengths = query_start_loc[1:]
+    states = torch.ops.xla_gpu.paged_attention_with_lse(
+        query, cache, lengths, lengths[:, None], query_start_loc, num_seqs, scale=scale
+    )
+    out: torch.Tensor = states[0]
+    return out
 
 
 def _arrays(device: torch.device) -> bidirectional_plan.Arrays:

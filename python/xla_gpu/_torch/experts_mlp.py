@@ -93,17 +93,26 @@ def swigluoai_and_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
 
 def _weighted_sum(out: torch.Tensor, places: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """T[rows, out_features] of out: T[pairs, out_features]; the places in it, and weights, are [rows, top_k]."""
-    parts = [weights.float()]
+    wide = weights.float()
+    lower = None
     if weights.dtype is torch.float32:
         upper = _upper_bits(weights)
         # Of an infinity 0, not NaN.
-        parts = [torch.where(weights.isinf(), torch.zeros_like(weights), weights - upper), upper]
-    total = torch.zeros(len(places), out.shape[1], dtype=torch.float32, device=out.device)
+        wide, lower = upper, torch.where(weights.isinf(), torch.zeros_like(weights), weights - upper)
+    total = None  # not 0: XLA leaves out additions to it, which make a 0 of a -0
     for j in range(places.shape[1]):  # a sum along an axis has no order
         chosen = out.index_select(0, places[:, j]).float()
-        for part in parts:  # each product is a float32 number: fused with the addition it is the same
-            total = total + chosen * part[:, j, None]
+        # Each product is a float32 number: fused with the addition it is the same.
+        if lower is not None:  # which may be 0: infinities are left to the upper part
+            finite = torch.where(chosen.isinf(), 0.0, chosen)
+            total = _plus_product(total, finite, lower[:, j, None])
+        total = _plus_product(total, chosen, wide[:, j, None])
+    assert total is not None
     return total.to(out.dtype)
+
+
+def _plus_product(total: torch.Tensor | None, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return a * b if total is None else total.addcmul(a, b)
 
 
 def _upper_bits(weights: torch.Tensor) -> torch.Tensor:

@@ -15,7 +15,7 @@ from .._core.checks import Checks
 from .._core.docstrings import docstring
 from .._core.operator import IntOperand, Operator
 from . import operators  # noqa: F401 - defines torch.ops.xla_gpu.*
-from .tensors import check_dense, spec
+from .tensors import check_dense, check_operands, spec
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -117,11 +117,12 @@ def _check(operator: Operator, signature: inspect.Signature, args: tuple[Any, ..
 
 def check_values(operator: Operator, values: dict[str, Any]) -> None:
     """Raises what the declaration says against the arguments of these names, if anything."""
-    for name in operator.operands:
-        if isinstance(values.get(name), torch.Tensor):
-            check_dense(operator.name, name, values[name])
-            values[name] = spec(f"{operator.name}: {name}", values[name])
+    tensors = {name: values[name] for name in operator.operands if isinstance(values.get(name), torch.Tensor)}
+    for name, tensor in tensors.items():
+        check_dense(operator.name, name, tensor)
+        values[name] = spec(f"{operator.name}: {name}", tensor)
     operator.bind(**values)
+    check_operands(operator.name, tuple(tensors), tuple(tensors.values()))
 
 
 class _IntOperand:

@@ -65,9 +65,12 @@ def _in_place(operator: Operator, *args: Any, **kwargs: Any) -> Any:
     environment = _check(name, operator, arguments)
     if environment is None:
         return _below_torchax(name, args, kwargs)
+    target = arguments.get(operator.in_place or "")
+    if target is not None and not isinstance(target, torch.Tensor):
+        raise TypeError(f"{operator.name}: {operator.in_place}: expected a tensor, got {type(target).__name__}")
     result = _call(operator, arguments)
+    assert target is not None  # which the call has refused
     other, result = result if isinstance(result, tuple) else (None, result)
-    target = arguments[operator.in_place or ""]
     if isinstance(target, View):
         target.update(result)
     else:

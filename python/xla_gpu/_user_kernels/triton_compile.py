@@ -48,6 +48,39 @@ def compile_function(
     from triton.compiler import ASTSource
 
     given = dict(zip(names, zip(encoded[::2], encoded[1::2], strict=True), strict=True))
+    specialized = _specialized(jit, where, given, constants, operands, results)
+    arch = cuda_kernel.default_arch()
+    capability = int(re.sub(r"\D", "", arch))
+    source = ASTSource(jit, specialized.signature, specialized.constexprs, specialized.attributes)
+    try:
+        compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=dict(options))
+    except triton.TritonError as error:
+        raise ValueError(
+            f"{where}: Triton does not compile it for compute capability {capability}:\n{error}"
+        ) from error
+    metadata = compiled.metadata
+    kernel = cuda_kernel.from_cubin(compiled.asm["cubin"], jit.fn.__name__, metadata.name, arch)
+    return Compiled(kernel, metadata, tuple(specialized.arguments))
+
+
+class _Specialized(NamedTuple):
+    """What Triton compiles a function for, and what is left to pass to the kernel."""
+
+    signature: dict[str, str]
+    constexprs: dict[tuple[int, ...], Any]
+    attributes: dict[tuple[int, ...], Any]
+    arguments: list[int]
+
+
+def _specialized(
+    jit: Any,
+    where: str,
+    given: Mapping[str, tuple[int, int]],
+    constants: Mapping[str, Any],
+    operands: Sequence[ArraySpec],
+    results: Sequence[ArraySpec],
+) -> _Specialized:
+    """See compile_function; ``given``: kind and value of the parameters that are no constants."""
     signature: dict[str, str] = {}
     constexprs: dict[tuple[int, ...], Any] = {}
     attributes: dict[tuple[int, ...], Any] = {}
@@ -69,18 +102,7 @@ def compile_function(
         if divisible:
             attributes[(i,)] = [["tt.divisibility", ALIGNED]]
         arguments += argument
-    arch = cuda_kernel.default_arch()
-    capability = int(re.sub(r"\D", "", arch))
-    source = ASTSource(jit, signature, constexprs, attributes)
-    try:
-        compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=dict(options))
-    except triton.TritonError as error:
-        raise ValueError(
-            f"{where}: Triton does not compile it for compute capability {capability}:\n{error}"
-        ) from error
-    metadata = compiled.metadata
-    kernel = cuda_kernel.from_cubin(compiled.asm["cubin"], jit.fn.__name__, metadata.name, arch)
-    return Compiled(kernel, metadata, tuple(arguments))
+    return _Specialized(signature, constexprs, attributes, arguments)
 
 
 def _parameter(

@@ -8,6 +8,8 @@ An error of a kernel is raised where JAX first waits for a result.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from .. import _jax  # noqa: F401 - first: it says which jax is needed
 
 # isort: split
@@ -75,3 +77,12 @@ __all__ = [
     "simple_add",
     "triton_call",
 ]
+
+
+if not TYPE_CHECKING:  # to whose eyes every name would be here
+
+    def __getattr__(name: str) -> object:
+        text = f"module {__name__!r} has no attribute {name!r}"
+        if name[:-1] in __all__ and name.endswith("_"):
+            text += f": JAX's arrays do not change; donate the operand to jax.jit, and {name[:-1]} updates it in place"
+        raise AttributeError(text)

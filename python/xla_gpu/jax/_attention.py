@@ -239,6 +239,9 @@ def context_parallel_paged_attention(
     Raises:
       TypeError: an argument is of another type or dtype.
       ValueError: an argument has another shape, or the call is not inside jax.shard_map over ``axis``.
+
+    Note: Wrong values on the device
+      As of paged_attention; errors name paged_attention_with_lse.
     """
     return context_parallel.attention(
         query,

@@ -23,7 +23,9 @@ there.
 
 Roundings: both products and the activation round to T. What topk_weights multiply is added in float32, in the order of
 the columns, and rounds to T once. The sum does not depend on whether a compiler fuses multiplications with additions,
-so the bits of a row depend on it, on its experts' weights and on its rows of topk_weights and topk_ids alone.
+so the bits of a row depend on it, on its experts' weights and on its rows of topk_weights and topk_ids alone. What is
+infinite, of either, makes the sum infinite or NaN as the product is; numbers of topk_weights below 2^-126 may count as
+0.
 
 Args:
   x: T[rows, hidden]. T is float16 or bfloat16.

@@ -54,6 +54,7 @@ MXFP4_GROUP = 32  # values with one scale
 MAX_GROUPS = 1024
 MAX_ROWS = (1 << 30) - 1
 _MULTIPLE = 16  # of n and k
+_MAX_SIZE = (1 << 29) - 1
 
 _check = Checks("grouped_linear")
 
@@ -103,13 +104,10 @@ def check_weight(
     packed = weight.dtype == "uint8"
     num_groups, n, stored = check.rank("weight", weight, f"num_groups, n, {'k / 2' if packed else 'k'}")
     mxfp4 = packed and _is_mxfp4(check, x, scale)
-    multiple = multiple_of_k(check, x, weight, scale)
-    if k < multiple or k % multiple:
-        raise check.value_error("x", f"k a multiple of {multiple}", x)
+    check.size("x", "k", k, x, multiple_of_k(check, x, weight, scale), _MAX_SIZE)
     if not 1 <= num_groups <= MAX_GROUPS:
         raise check.value_error("weight", f"1 to {MAX_GROUPS} groups", weight)
-    if n < _MULTIPLE or n % _MULTIPLE:
-        raise check.value_error("weight", f"n a multiple of {_MULTIPLE}", weight)
+    check.size("weight", "n", n, weight, _MULTIPLE, _MAX_SIZE)
     if stored != (k // 2 if packed else k):
         of = check.argument("x")
         expected = f"shape [num_groups, n, {k // 2 if packed else k}] (k = {k}, from {of})"

@@ -55,6 +55,7 @@ Note: Zero points past 127
 MAX_KERNEL_ROWS = 64  # above, the front ends use their framework's matrix product
 GROUP = 128  # elements of a quantisation group, and of a side of a float8 block
 _MULTIPLE = 16  # of n and k
+_MAX_SIZE = (1 << 31) - 1
 
 ACTIVATIONS = ("silu_and_mul", "gelu_and_mul")
 
@@ -107,11 +108,8 @@ def check_weight(
     check.dtype("weight", weight, (x.dtype, "float8_e4m3fn", "int8", "uint8"), " (as x, or quantised)")
     n, stored = check.rank("weight", weight, "n, k / 2" if weight.dtype == "uint8" else "n, k")
     int4 = weight.dtype == "uint8"
-    multiple = GROUP if int4 else _MULTIPLE
-    if k < multiple or k % multiple:
-        raise check.value_error("x", f"k a multiple of {multiple}", x)
-    if n < _MULTIPLE or n % _MULTIPLE:
-        raise check.value_error("weight", f"n a multiple of {_MULTIPLE}", weight)
+    check.size("x", "k", k, x, GROUP if int4 else _MULTIPLE, _MAX_SIZE)
+    check.size("weight", "n", n, weight, _MULTIPLE, _MAX_SIZE)
     if stored != (k // 2 if int4 else k):
         of = check.argument("x")  # in a block the second product's k is another argument's
         raise check.value_error("weight", f"shape [n, {k // 2 if int4 else k}] (k = {k}, from {of})", weight)

@@ -195,7 +195,7 @@ def check_soft_cap(check: Checks, soft_cap: float) -> np.float32:
     return check.float32("soft_cap", soft_cap, 2.0**-100, 2.0**13, expected)
 
 
-def _operator(name: str, returns: str, docstring: str, *, with_lse: bool) -> Operator:
+def _operator(name: str, returns: str, docstring: str, *, with_lse: bool, target: str = "") -> Operator:
     return Operator(
         name,
         f"{_ARGUMENTS} -> {returns}",
@@ -203,8 +203,13 @@ def _operator(name: str, returns: str, docstring: str, *, with_lse: bool) -> Ope
         docstring,
         has_scratch=True,
         int_operands=(IntOperand("num_seqs", bounded_by="context_lens"),),
+        target=target,
     )
 
 
 OPERATOR = _operator("paged_attention", "Tensor", _DOCSTRING, with_lse=False)
 OPERATOR_WITH_LSE = _operator("paged_attention_with_lse", "(Tensor, Tensor)", _DOCSTRING_WITH_LSE, with_lse=True)
+# The same, as part of another function, which errors name.
+OPERATOR_OF_CONTEXT_PARALLEL = _operator(
+    "context_parallel_paged_attention", "(Tensor, Tensor)", "", with_lse=True, target=OPERATOR_WITH_LSE.target
+)

@@ -7,6 +7,7 @@ behind it in its own image. An image is read whole, so that all of these stand i
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import torch
 
@@ -61,12 +62,7 @@ class ImageBlocks:
         if k_scale is not None and v_scale is not None:
             key, value = key * k_scale, value * v_scale
 
-        def pairs(rows: torch.Tensor, unused: float) -> torch.Tensor:
-            """[pieces, 2 * size, ...]: each piece and the one behind it."""
-            end = rows.new_full((padding + size, *rows.shape[1:]), unused)
-            cut = torch.cat([rows, end]).reshape(pieces + 1, size, *rows.shape[1:])
-            return torch.cat([cut[:-1], cut[1:]], 1)
-
+        pairs = functools.partial(_pairs, size=size, pieces=pieces)
         runs = pairs(self.runs, -1)
         numbers = torch.arange(2 * size, dtype=torch.int32, device=query.device)
         seen = (runs[:, :size, None] == runs[:, None]) & (runs[:, None] >= 0) & (numbers[:size, None] < numbers)
@@ -78,14 +74,25 @@ class ImageBlocks:
             scores = soft_cap * torch.tanh(scores / soft_cap)
         # [pieces, num_kv_heads, group, size, 2 * size]
         scores = scores.reshape(pieces, num_kv_heads, group, size, 2 * size)
-        scores = torch.where(seen[:, None, None], scores, float("-inf"))
-        largest = scores.amax(-1, keepdim=True)
-        largest = torch.where(largest == float("-inf"), 0.0, largest)
-        weights = (scores - largest).exp()
-        total = weights.sum(-1, keepdim=True)
+        weights, total, largest = _softmax(torch.where(seen[:, None, None], scores, float("-inf")))
         out = weights.flatten(2, 3) @ pairs(value, 0.0).permute(0, 2, 1, 3)
         out = out.reshape(pieces, num_kv_heads, group, size, head_size) / torch.where(total == 0.0, 1.0, total)
         lse = (total.log() + largest)[..., 0]
         out = out.permute(0, 3, 1, 2, 4).reshape(pieces * size, num_heads, head_size)[:num_tokens]
         lse = lse.permute(0, 3, 1, 2).reshape(pieces * size, num_heads)[:num_tokens]
         return out.to(query.dtype), lse
+
+
+def _pairs(rows: torch.Tensor, unused: float, *, size: int, pieces: int) -> torch.Tensor:
+    """[pieces, 2 * size, ...] of rows [num_tokens, ...]: each piece of ``size`` rows, and the one behind it."""
+    end = rows.new_full(((pieces + 1) * size - len(rows), *rows.shape[1:]), unused)
+    cut = torch.cat([rows, end]).reshape(pieces + 1, size, *rows.shape[1:])
+    return torch.cat([cut[:-1], cut[1:]], 1)
+
+
+def _softmax(scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Weights, their sum, and the score whose weight is 1, along the last axis; of -inf alone: zeros."""
+    largest = scores.amax(-1, keepdim=True)
+    largest = torch.where(largest == float("-inf"), 0.0, largest)
+    weights = (scores - largest).exp()
+    return weights, weights.sum(-1, keepdim=True), largest

@@ -13,7 +13,7 @@ A step of greedy requests alone runs none: the model's own program takes the mos
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -87,6 +87,25 @@ class Sampler:
         tokens = torch.zeros(rows, dtype=torch.int32).to(device)
         mask = torch.zeros((rows, masks.words(options.vocab_size)), dtype=torch.int32).to(device)
         self._all_allowed[rows] = torch.from_numpy(masks.all_allowed(rows, options.vocab_size)).to(device)
+        functions = self._functions(rows, devices)
+
+        def add(name: str, inputs: Sequence[torch.Tensor], state: Sequence[torch.Tensor] = ()) -> None:
+            self._programs[name, rows] = Program(f"sampler: {name}, {rows} rows", functions[name], inputs, state)
+
+        add("random", [logits, *params, last])
+        add("edit", [logits, *edit, *params, last])
+        if options.logits_dtype == torch.float32 and devices is None:
+            self._programs["edit again", rows] = self._programs["edit", rows]
+        else:
+            add("edit again", [wide, *edit, *params, last])
+        add("full", [wide, mask, *params, last], [self.counts])
+        add("logprobs", [wide, tokens] if self._returns_processed else [logits, mask, tokens])
+
+    def _functions(
+        self, rows: int, devices: tensor_parallel.TensorParallel | None
+    ) -> dict[str, Callable[..., list[torch.Tensor]]]:
+        """What the programs for ``rows`` rows of logits compute, by their names."""
+        options = self._options
 
         def whole(logits: torch.Tensor) -> torch.Tensor:
             return logits if devices is None else devices.gather(logits)
@@ -121,23 +140,8 @@ class Sampler:
         def processed(values: torch.Tensor, tokens: torch.Tensor) -> list[torch.Tensor]:
             return list(logprobs.gather(values, tokens, options.max_logprobs))
 
-        def add(
-            name: str, function: object, inputs: Sequence[torch.Tensor], state: Sequence[torch.Tensor] = ()
-        ) -> None:
-            assert callable(function)
-            self._programs[name, rows] = Program(f"sampler: {name}, {rows} rows", function, inputs, state)
-
-        add("random", random, [logits, *params, last])
-        add("edit", edited, [logits, *edit, *params, last])
-        if options.logits_dtype == torch.float32 and devices is None:
-            self._programs["edit again", rows] = self._programs["edit", rows]
-        else:
-            add("edit again", edited_again, [wide, *edit, *params, last])
-        add("full", full, [wide, mask, *params, last], [self.counts])
-        if self._returns_processed:
-            add("logprobs", processed, [wide, tokens])
-        else:
-            add("logprobs", scores, [logits, mask, tokens])
+        chosen = processed if self._returns_processed else scores
+        return {"random": random, "edit": edited, "edit again": edited_again, "full": full, "logprobs": chosen}
 
     def compile_load(self) -> None:
         """Compiles the program that makes a request's row of counts."""
