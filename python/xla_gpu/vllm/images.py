@@ -1,7 +1,8 @@
 """Images of prompts: which models take them, and which rows of the encoder's results stand where in a prompt.
 
 An image is one or several tiles of one size. The encoder makes a fixed number of rows of each tile, and the image's
-rows are some of these, in an order that follows from the image's size; see image_encoder.py.
+rows are some of these, in an order that follows from the image's size; see image_encoder.py. Or it is a grid of patches
+of any size; see patches.py.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import torch
 from .step_layout import Int32Array
 
 # Models whose encoder takes tiles of one size, and its configurations.
-MODELS = (
+TILES = (
     "LlavaForConditionalGeneration",
     "LlavaNextForConditionalGeneration",
     "Gemma3ForConditionalGeneration",
@@ -24,7 +25,10 @@ MODELS = (
 )
 _TOWERS = ("clip_vision_model", "siglip_vision_model")
 
-# Of these the one whose tiles lie in a grid.
+# Models whose encoder takes images of any size, as patches, and whose positions are M-RoPE.
+PATCHES = ("Qwen2VLForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration")
+
+# Of those with tiles the one whose tiles lie in a grid.
 _GRIDS = "LlavaNextForConditionalGeneration"
 
 # Tiles that a program of the encoder takes: as many as there are, and the rest one by one. No batch has more patches
@@ -34,6 +38,9 @@ _MOST_PATCHES = 4096
 
 # Rows of an encoder's attention that are computed at a time: its scores take memory.
 MOST_QUERIES = 1024
+
+# What users may say of the sizes of images that are no tiles.
+_PIXELS = ("min_pixels", "max_pixels")
 
 # A row that is no row of a tile: the model's vector behind each line of tiles.
 NEWLINE = -1
@@ -47,11 +54,13 @@ class Image:
       identifier: equal for equal images.
       positions: int32[n], increasing: the tokens of the prompt whose embeddings are the image's rows.
       data: vLLM's MultiModalKwargsItem.
+      grid: of an image of any size its times, lines and columns of patches.
     """
 
     identifier: str
     positions: Int32Array
     data: Any
+    grid: tuple[int, int, int] = (1, 1, 1)
 
     @property
     def end(self) -> int:
@@ -78,7 +87,10 @@ def of_request(features: Sequence[Any]) -> tuple[Image, ...]:
     for feature in features:
         place = feature.mm_position
         rows = np.arange(place.length) if place.is_embed is None else np.flatnonzero(place.is_embed.numpy())
-        images.append(Image(feature.identifier, (place.offset + rows).astype(np.int32), feature.data))
+        image = Image(feature.identifier, (place.offset + rows).astype(np.int32), feature.data)
+        if (grid := (feature.data or {}).get("image_grid_thw")) is not None:
+            image = dataclasses.replace(image, grid=tuple(grid.data.tolist()))
+        images.append(image)
     return tuple(images)
 
 
@@ -90,6 +102,21 @@ def are_served(model: Any) -> bool:
     if model is None or not model.is_multimodal_model or model.architecture not in (model.architectures or ()):
         return False
     return bool(MULTIMODAL_REGISTRY.supports_multimodal_inputs(model))
+
+
+def takes_patches(model: Any) -> bool:
+    """Whether images of vLLM's ModelConfig, or None, are of any size, and their tokens' rotary positions their own."""
+    return are_served(model) and model.architecture in PATCHES
+
+
+def leave_out_videos(model: Any) -> None:
+    """Has vLLM refuse requests with videos, of vLLM's ModelConfig or None, where no option says how many there are."""
+    if model is not None and model.is_multimodal_model and model.architecture in PATCHES:
+        limits = model.multimodal_config.limit_per_prompt
+        if "video" not in limits:
+            from vllm.config.multimodal import VideoDummyOptions
+
+            limits["video"] = VideoDummyOptions(count=0)
 
 
 def tokens_of_block(model: Any) -> int:
@@ -177,7 +204,8 @@ def refusals(config: Any) -> list[str]:
     """What of a VllmConfig whose requests may have images is not supported."""
     model = config.model_config
     vision = model.hf_config.vision_config
-    if model.architecture not in MODELS or vision.model_type not in _TOWERS:
+    of_patches = model.architecture in PATCHES
+    if not of_patches and (model.architecture not in TILES or vision.model_type not in _TOWERS):
         return [
             f"--limit-mm-per-prompt: expected '{{\"image\": 0}}' with {model.architecture} and an encoder of "
             f"{vision.model_type}, of which the text alone is served"
@@ -186,7 +214,9 @@ def refusals(config: Any) -> list[str]:
     text_only = "expected --limit-mm-per-prompt '{\"image\": 0}'"
     if model.multimodal_config.enable_mm_embeds:
         found.append("--enable-mm-embeds: not supported")
-    if model.multimodal_config.mm_processor_kwargs:
+    if of_patches:
+        found += _patch_refusals(model.multimodal_config)
+    elif model.multimodal_config.mm_processor_kwargs:
         found.append("--mm-processor-kwargs: not supported")
     if model.runner_type == "pooling":
         found.append(f"--runner pooling: {text_only} with {model.architecture}")
@@ -197,6 +227,18 @@ def refusals(config: Any) -> list[str]:
             f"the image token of {model.architecture}: expected a token below {model.get_vocab_size()}, the model's "
             f"vocabulary, got {token}"
         )
+    return found
+
+
+def _patch_refusals(multimodal: Any) -> list[str]:
+    """Of a model with images of any size; multimodal: vLLM's MultiModalConfig."""
+    found = []
+    if others := sorted(set(multimodal.mm_processor_kwargs or {}) - set(_PIXELS)):
+        found.append(f"--mm-processor-kwargs: expected {' and '.join(_PIXELS)} alone, got {', '.join(others)}")
+    if (videos := multimodal.get_limit_per_prompt("video")) > 0:
+        found.append(f"--limit-mm-per-prompt: video: expected 0, got {videos}")
+    if multimodal.video_pruning_rate:
+        found.append("--video-pruning-rate: not supported")
     return found
 
 

@@ -16,10 +16,11 @@ from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.activation import SiluAndMul
 from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
+from vllm.model_executor.layers.rotary_embedding.mrope import MRotaryEmbedding
 
 import xla_gpu.torch as xg
 
-from . import layer_blocks
+from . import layer_blocks, mrope
 from .attention import XlaGpuAttention
 
 MIN_ROWS = 512
@@ -89,16 +90,24 @@ def is_known_attention(kind: type[nn.Module]) -> bool:
 def _can_be_taken(module: Any, max_model_len: int) -> bool:
     rotary, attention = module.rotary_emb, module.attn
     return (
-        isinstance(rotary, RotaryEmbedding)
-        # Others compute the angles of a step elsewhere than in their table.
-        and type(rotary).forward_native is RotaryEmbedding.forward_native
-        and type(rotary).forward is RotaryEmbedding.forward
+        _is_known_rotary(rotary)
         and rotary.cos_sin_cache.shape[0] >= max_model_len
         and rotary.cos_sin_cache.shape[1] <= module.head_dim == attention.head_size
         and isinstance(attention.impl, XlaGpuAttention)
         and attention.impl.stores_keys
         and not getattr(module, "do_llama_4_scaling", False)
         and all(_is_head_norm(getattr(module, name, None), rotary.cos_sin_cache.dtype) for name in ("q_norm", "k_norm"))
+    )
+
+
+def _is_known_rotary(rotary: Any) -> bool:
+    """Whether its angles are those of its table: others compute a step's elsewhere."""
+    if type(rotary) is MRotaryEmbedding:
+        return bool(rotary.mrope_section) and not rotary.mrope_interleaved
+    return (
+        isinstance(rotary, RotaryEmbedding)
+        and type(rotary).forward_native is RotaryEmbedding.forward_native
+        and type(rotary).forward is RotaryEmbedding.forward
     )
 
 
@@ -144,7 +153,10 @@ def _attend(
             rotation |= {"weight_offset": float(gemma), "round_once": gemma}
     cache = attention.kv_cache[context.virtual_engine]
     step = context.attn_metadata[attention.layer_name]
-    where = positions, getattr(rotary, _TABLE), cache, step
+    table = getattr(rotary, _TABLE)
+    if positions.dim() > 1:
+        positions, table = mrope.table_of_step(positions, table, rotary.mrope_section)
+    where = positions, table, cache, step
     weights = None
     if step.blocks is None:
         weights = layer_blocks.operands(hidden_states, qkv=module.qkv_proj, out=module.o_proj)

@@ -27,7 +27,7 @@ from .sampler.sampler import store_last_tokens
 from .step_layout import StepLayout
 
 if TYPE_CHECKING:
-    from .image_encoder import ImageEncoder
+    from .image_rows import ImageRows
     from .lora_layers import LoraLayers
 
 # Of longer steps XLA takes cuBLASLt's kernels alone for matrix products. Triton's are dozens for each product, which it
@@ -47,7 +47,7 @@ class ModelPrograms:
         tables: BlockTables,
         device: Any,
         adapters: LoraLayers | None = None,
-        images: ImageEncoder | None = None,
+        images: ImageRows | None = None,
     ) -> None:
         """adapters: where the model's layers have LoRA adapters. images: where prompts may have images."""
         self._config = config

@@ -17,16 +17,18 @@ from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT
 
 import xla_gpu.torch as xg
 
-from . import buckets, images, weights
+from . import buckets, images, mrope, weights
 from .ahead import QUIET_STEPS, LaunchedAhead
 from .block_tables import BlockTables
 from .draft_programs import DraftPrograms
 from .eagle_drafter import EagleDrafter, StepOfHead
-from .image_encoder import ImageEncoder
+from .image_encoder import TileEncoder
+from .image_rows import ImageRows
 from .kv_cache import KVCaches
 from .model_program import ModelPrograms, PromptPrograms
 from .options import Options
 from .output import PromptLogprobs, StepOutput
+from .patch_encoder import PatchEncoder
 from .program import compilations, compiled_together
 from .requests import Batch, RequestTable
 from .sampler.sampler import Sampled, Sampler, SamplerOptions
@@ -84,7 +86,9 @@ class ModelRunner:
         self._flagged: tuple[Batch | None, dict[str, npt.NDArray[np.bool_]]] = None, {}
         self._sampler: Sampler | None = None
         self.adapters: Adapters | None = None
-        self.images: ImageEncoder | None = None
+        self.images: ImageRows | None = None
+        # Whether rows of images have rotary positions of their own.
+        self._mrope = images.takes_patches(config.model_config)
         # Of which batch, after which of their changes, and which of its requests have none that could be read.
         self._with_adapters: tuple[Batch | None, int, frozenset[str]] = None, 0, frozenset()
 
@@ -96,7 +100,8 @@ class ModelRunner:
         start = time.perf_counter()
         self.model, self.head, tower = weights.load_model(self.config, self.device)
         if tower is not None:
-            self.images = ImageEncoder(self.config, tower, self.device)
+            encoder = PatchEncoder if self._mrope else TileEncoder
+            self.images = encoder(self.config, tower, self.device)
         if self.config.lora_config is not None:
             from .lora import Adapters
 
@@ -110,7 +115,8 @@ class ModelRunner:
         model = self.config.model_config
         self.caches = KVCaches(self.config, cache_config, self.device)
         self.tables = BlockTables(self._max_seqs, model.max_model_len, self.caches.block_sizes, self.device)
-        self.requests = RequestTable(self._max_seqs, model.max_model_len, self.tables, model.seed)
+        rotary = mrope.RotaryPositions(self._max_seqs) if self._mrope else None
+        self.requests = RequestTable(self._max_seqs, model.max_model_len, self.tables, model.seed, rotary)
         self._packer = StepPacker(self.requests, self.tables, self._max_seqs)
         self._drafter = self._make_drafter()
         self.ahead = LaunchedAhead(self.requests, self.tables, model.max_model_len)
@@ -139,8 +145,9 @@ class ModelRunner:
             adapters = self.adapters is not None
             types = self._programs.takes_token_types
             block = images.tokens_of_block(self.config.model_config) if has_images else 0
+            axes = mrope.AXES if has_images and self._mrope else 1
             self._layouts[key] = StepLayout(
-                num_tokens, max_seqs, groups, pages, draft_rows, adapters, types, has_images, block
+                num_tokens, max_seqs, groups, pages, draft_rows, adapters, types, has_images, block, axes
             )
         return self._layouts[key]
 

@@ -27,11 +27,14 @@ class Options:
 
     Attributes:
       token_buckets: numbers of tokens of a step that programs are compiled for, in the place of the powers of two.
+      encoder_buckets: numbers of tokens of images that programs of an encoder for any size are compiled for, in the
+        place of the powers of two.
       async_scheduling: whether the next step is prepared while the device works.
       compile_threads: programs that are compiled at a time at start, on a GPU.
     """
 
     token_buckets: list[int] | None = None
+    encoder_buckets: list[int] | None = None
     async_scheduling: bool = True
     compile_threads: int = dataclasses.field(default_factory=default_compile_threads)
 
@@ -50,6 +53,10 @@ class Options:
             if key not in names:
                 raise ValueError(f"xla_gpu.vllm: additional_config: expected keys {', '.join(names)}, got {key!r}")
         options = cls(**given)
+        if (sizes := options.encoder_buckets) is not None and not _are_sizes(sizes):
+            raise ValueError(
+                f"xla_gpu.vllm: additional_config: encoder_buckets: expected a list of positive integers, got {sizes!r}"
+            )
         if not isinstance(options.async_scheduling, bool):
             raise ValueError(
                 "xla_gpu.vllm: additional_config: async_scheduling: expected true or false, got "
@@ -62,3 +69,8 @@ class Options:
                 f"{MAX_COMPILE_THREADS}, got {threads!r}"
             )
         return options
+
+
+def _are_sizes(sizes: object) -> bool:
+    integers = isinstance(sizes, (list, tuple)) and all(type(size) is int for size in sizes)
+    return integers and all(size > 0 for size in sizes)

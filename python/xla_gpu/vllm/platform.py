@@ -43,6 +43,8 @@ class XlaGpuPlatform(Platform):  # type: ignore[misc]
     # The model's tokens; of several models in a process the most, since a request does not say whose it is. None in a
     # process that got its VllmConfig from another one.
     _vocab_size: int | None = None
+    # Tokens of an image, at most, of models whose images have any size. None like the above.
+    _image_tokens: int | None = None
     # Whether one of the models takes token types; None like the above.
     _token_types: bool | None = None
 
@@ -68,6 +70,7 @@ class XlaGpuPlatform(Platform):  # type: ignore[misc]
             from . import online_quantization
 
             online_quantization.take(vllm_config)
+        images.leave_out_videos(vllm_config.model_config)
         supported.check(vllm_config)
         compilation = vllm_config.compilation_config
         # The runner compiles whole steps itself.
@@ -95,6 +98,12 @@ class XlaGpuPlatform(Platform):  # type: ignore[misc]
             # The engine's process would be told of an image once. Where that request is refused the engine has no image
             # for the next one, which ends its input (vLLM 0.12, 0.13) or is an error (0.14).
             vllm_config.model_config.multimodal_config.mm_processor_cache_gb = 0
+        if images.takes_patches(vllm_config.model_config):
+            from .image_rows import most_rows
+            from .patches import most_tokens
+
+            most = most_tokens(vllm_config, most_rows(vllm_config))
+            cls._image_tokens = max(cls._image_tokens or 0, most)
         if images.tokens_of_block(vllm_config.model_config):
             from . import scheduler
 
@@ -113,7 +122,7 @@ class XlaGpuPlatform(Platform):  # type: ignore[misc]
         else:  # of a pooling model
             request_checks.check_prompt(prompt_token_ids, cls._vocab_size)
             request_checks.check_token_types(params, prompt_token_ids, cls._token_types)
-        request_checks.check_images(prompt, processed_inputs)
+        request_checks.check_images(prompt, processed_inputs, cls._image_tokens)
 
     @classmethod
     def import_kernels(cls) -> None:

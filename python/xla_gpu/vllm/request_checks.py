@@ -71,17 +71,26 @@ def check_token_types(params: Any, token_ids: list[int], takes_types: bool | Non
         )
 
 
-def check_images(prompt: Any, processed_inputs: Any) -> None:
-    """Raises ValueError for a request whose images are made otherwise than the model's processor says.
+def check_images(prompt: Any, processed_inputs: Any, most_tokens: int | None) -> None:
+    """Raises ValueError for a request with an image of another size than the encoder was compiled for.
 
-    They could have another size than the encoder was compiled for.
+    Or with one that could be, since it is made otherwise than the model's processor says.
 
     Args:
       prompt: as vLLM was given it.
       processed_inputs: what vLLM made of it.
+      most_tokens: of an image of any size; None where this process does not know it.
     """
-    if processed_inputs.get("type") == "multimodal" and isinstance(prompt, dict) and prompt.get("mm_processor_kwargs"):
+    if processed_inputs.get("type") != "multimodal":
+        return
+    if isinstance(prompt, dict) and prompt.get("mm_processor_kwargs"):
         raise ValueError(f"mm_processor_kwargs: expected none, got {prompt['mm_processor_kwargs']}")
+    for place in processed_inputs.get("mm_placeholders", {}).get("image", ()):
+        if most_tokens is not None and place.length > most_tokens:
+            raise ValueError(
+                f"image: expected one of at most {most_tokens} tokens, got {place.length}; see max_pixels of "
+                "--mm-processor-kwargs, --max-model-len and --max-num-batched-tokens"
+            )
 
 
 def _expect_tokens(name: str, token_ids: list[int], vocab_size: int | None) -> None:

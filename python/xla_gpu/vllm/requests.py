@@ -19,6 +19,7 @@ from vllm.sampling_params import SamplingParams
 from . import images
 from .block_tables import BlockTables
 from .images import Image
+from .mrope import RotaryPositions
 from .sampler.request import SamplingState
 
 NO_SLOT = -1
@@ -89,9 +90,18 @@ class RequestTable:
       adapters: int32[max_seqs + 1], by slot too: the slot of the request's LoRA adapter in this step; -1: none.
       second_text: by slot: where the second one of a pair of texts begins, if a prompt is one; else behind every token.
       image_ends: int32[max_seqs + 1], by slot too: the position behind the last row of an image; 0: none.
+      rotary: where the model's rotary positions are others than a token's number.
     """
 
-    def __init__(self, max_seqs: int, max_model_len: int, tables: BlockTables, seed: int) -> None:
+    def __init__(
+        self,
+        max_seqs: int,
+        max_model_len: int,
+        tables: BlockTables,
+        seed: int,
+        rotary: RotaryPositions | None = None,
+    ) -> None:
+        self.rotary = rotary
         self.tables = tables
         self.token_ids = np.zeros((max_seqs + 1, max_model_len), np.int32)
         self.num_prompt, self.num_tokens, self.num_computed, self.known = np.zeros((4, max_seqs + 1), np.int32)
@@ -189,6 +199,8 @@ class RequestTable:
         begin = (request.params.extra_kwargs or {}).get("compressed_token_type_ids") if request.is_pooled else None
         self.second_text[slot] = self.token_ids.shape[1] if begin is None else begin
         self.image_ends[slot] = request.images[-1].end if request.images else 0
+        if self.rotary is not None:
+            self.rotary.admit(slot, request.images)
         self.num_tokens[slot] = self.known[slot] = len(token_ids)
         request.outputs = list(token_ids[request.num_prompt :])
         self.token_ids[slot, : len(token_ids)] = token_ids

@@ -31,6 +31,7 @@ class StepLayout:
       has_token_types: the model is told which rows are of a pair's second text.
       has_images: rows may be images'.
       image_tokens: rows, at most, of which each attends to all others, as parts of one image; 0: to those before alone.
+      position_axes: rotary positions of a row.
     """
 
     num_tokens: int
@@ -42,6 +43,7 @@ class StepLayout:
     has_token_types: bool = False
     has_images: bool = False
     image_tokens: int = 0
+    position_axes: int = 1
 
     @property
     def logits_rows(self) -> int:
@@ -55,7 +57,7 @@ class StepLayout:
             # Of each row:
             "tokens": self.num_tokens,  # token id, where the host knows it
             "sources": self.num_tokens,  # else the slot of the request whose last sampled token it is; or -1
-            "positions": self.num_tokens,
+            "positions": self.position_axes * self.num_tokens,
             "slot_mapping": self.num_groups * self.num_tokens,  # of each group; -1: padding
             # Of each sequence:
             "context_lens": self.max_seqs,
@@ -86,6 +88,8 @@ class StepLayout:
         """Cuts an array or tensor of ``size`` elements into its parts, by name; they are views."""
         parts = unpack(packed, self.fields)
         parts["slot_mapping"] = parts["slot_mapping"].reshape(self.num_groups, self.num_tokens)
+        if self.position_axes > 1:
+            parts["positions"] = parts["positions"].reshape(self.position_axes, self.num_tokens)
         return parts
 
     def empty(self, unused_slot: int, unused_entry: int) -> tuple[Int32Array, dict[str, Int32Array]]:

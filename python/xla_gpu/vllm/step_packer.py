@@ -42,7 +42,11 @@ class StepPacker:
         rows = np.repeat(np.arange(n), counts)
         positions = np.arange(total, dtype=np.int32) - np.repeat(ends - counts - computed, counts)
         row_slots = slots[rows]
-        parts["positions"][:total] = positions
+        if requests.rotary is None:
+            parts["positions"][:total] = positions
+        else:
+            of_rows = requests.rotary.of_rows(slots, computed, counts)
+            parts["positions"][..., :total] = of_rows if layout.position_axes > 1 else of_rows[0]
         parts["tokens"][:total] = requests.token_ids[row_slots, positions]
         parts["sources"][:total] = np.where(positions < requests.known[row_slots], -1, row_slots)
         for group, slot_mapping in enumerate(parts["slot_mapping"]):
@@ -97,7 +101,8 @@ class StepPacker:
             return packed
         n, packed = len(slots), template.copy()
         parts = layout.unpack(packed)
-        parts["positions"][:n] = computed
+        rotary = self._requests.rotary
+        parts["positions"][:n] = computed if rotary is None else rotary.of_next(slots, computed)
         if drafts:
             parts["tokens"][:n] = self._requests.token_ids[slots, computed]
         if layout.has_adapters:  # an adapter may have been read again

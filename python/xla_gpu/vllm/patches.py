@@ -1,0 +1,187 @@
+"""Images of any size as patches (Qwen-VL): how many a program of the encoder takes, and in which order.
+
+An image is a grid of patches, of which a square makes one token. Layers with windows attend within squares of tokens,
+so that the patches of each stand one behind the other; the others attend to all of the image.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from . import buckets
+from .images import Image
+from .mrope import merged_grid
+from .options import Options
+from .step_layout import Int32Array, unpack
+
+# Images, at most, that a launch of the encoder takes.
+MOST_IMAGES = 8
+
+# Tokens of the smallest program: an image of 448 x 448 pixels. Larger ones have twice as many each.
+_LEAST_TOKENS = 256
+
+
+@dataclasses.dataclass(frozen=True)
+class PatchForm:
+    """What the encoder's configuration says of images.
+
+    Attributes:
+      merged: patches of a token.
+      values: numbers of a patch.
+      pixels: of an image, which have a token.
+      window: tokens on each side of a window; 0: layers have none.
+    """
+
+    merged: int
+    values: int
+    pixels: int
+    window: int
+
+    @classmethod
+    def of(cls, vision: Any) -> PatchForm:
+        """vision: the encoder's configuration."""
+        side, size = int(vision.spatial_merge_size), int(vision.patch_size)
+        values = int(vision.in_channels) * int(vision.temporal_patch_size) * size * size
+        window = int(getattr(vision, "window_size", 0)) // (side * size)
+        return cls(side * side, values, (side * size) ** 2, window)
+
+
+@dataclasses.dataclass(frozen=True)
+class PatchLayout:
+    """The static shape of a launch: one array of integers beside the patches.
+
+    Attributes:
+      num_tokens: of all of its images.
+      form: of patches.
+    """
+
+    num_tokens: int
+    form: PatchForm
+
+    @property
+    def num_patches(self) -> int:
+        """Of all of its images."""
+        return self.num_tokens * self.form.merged
+
+    @property
+    def max_windows(self) -> int:
+        """No images have more. One of h by w tokens has at most (h + s - 1) * (w + s - 1) / s**2, and h + w <= hw + 1."""
+        side = max(self.form.window, 1)
+        return (self.num_tokens + MOST_IMAGES * (side - 1)) // side
+
+    @functools.cached_property
+    def fields(self) -> dict[str, int]:
+        """Lengths of the parts, in the order in which they stand in the array."""
+        return {
+            # Of each patch:
+            "lines": self.num_patches,
+            "columns": self.num_patches,
+            # Of each token, the row of all images' that it goes to:
+            "places": self.num_tokens,
+            "image_starts": MOST_IMAGES + 1,
+            "num_images": 1,
+            **({"window_starts": self.max_windows + 1, "num_windows": 1} if self.form.window else {}),
+        }
+
+    def pack(self, found: Sequence[Image], rows: Sequence[Int32Array], unused_row: int) -> tuple[Any, Int32Array]:
+        """Patches float32[num_patches, values] and the array of some images.
+
+        Args:
+          found: the images, of num_tokens tokens at most.
+          rows: of each image where the rows of its tokens go.
+          unused_row: where those of padding go.
+        """
+        pixels = np.zeros((self.num_patches, self.form.values), np.float32)
+        packed = np.zeros(sum(self.fields.values()), np.int32)
+        parts = unpack(packed, self.fields)
+        parts["places"][:] = unused_row
+        at, windows = 0, [np.zeros(1, np.int32)]
+        for index, (image, own_rows) in enumerate(zip(found, rows, strict=True)):
+            order, ends = window_order(merged_grid(image), self.form.window)
+            patches = (order[:, None] * self.form.merged + np.arange(self.form.merged)).reshape(-1)
+            here = slice(at, at + len(patches))
+            pixels[here] = image.data["pixel_values"].data.float().numpy()[patches]
+            parts["lines"][here], parts["columns"][here] = _places_of_patches(image, self.form.merged)[:, patches]
+            parts["places"][at // self.form.merged :][: len(order)] = own_rows[order]
+            windows.append(ends * self.form.merged + at)
+            at += len(patches)
+            parts["image_starts"][index + 1 :] = at
+        parts["num_images"][0] = len(found)
+        if self.form.window:
+            starts = np.concatenate(windows)
+            parts["window_starts"][:] = at
+            parts["window_starts"][: len(starts)] = starts
+            parts["num_windows"][0] = len(starts) - 1
+        return pixels, packed
+
+
+def window_order(grid: tuple[int, int, int], side: int) -> tuple[Int32Array, Int32Array]:
+    """The tokens of a grid in the order of windows, and where each window ends in it.
+
+    Args:
+      grid: times, lines and columns of tokens.
+      side: tokens on each side of a window; 0: there is one.
+    """
+    times, lines, columns = np.indices(grid, np.int32).reshape(3, -1)
+    if not side:
+        return np.arange(len(times), dtype=np.int32), np.full(1, len(times), np.int32)
+    high, wide = (-(-size // side) for size in grid[1:])
+    windows = (times * high + lines // side) * wide + columns // side
+    order = np.argsort(windows, kind="stable").astype(np.int32)
+    return order, np.cumsum(np.bincount(windows), dtype=np.int32)
+
+
+def _places_of_patches(image: Image, merged: int) -> Int32Array:
+    """int32[2, n], line and column of each patch, in the processor's order: token by token, and line by line in each."""
+    side = round(merged**0.5)
+    _, lines, columns = np.indices(merged_grid(image), np.int32).reshape(3, -1, 1) * side
+    within = np.indices((side, side), np.int32).reshape(2, 1, -1)
+    return np.stack([lines + within[0], columns + within[1]]).reshape(2, -1)
+
+
+def most_tokens(config: Any, num_rows: int) -> int:
+    """Tokens of the largest image that requests of a VllmConfig may have.
+
+    That is what the processor makes images of, unless ``--max-model-len`` or ``num_rows``, the rows that the scheduler
+    has for images, are less.
+    """
+    from vllm.transformers_utils.processor import cached_image_processor_from_config
+
+    model = config.model_config
+    processor = cached_image_processor_from_config(model)
+    pixels = processor.max_pixels or processor.size["longest_edge"]
+    of_pixels = int(pixels) // PatchForm.of(model.hf_config.vision_config).pixels
+    return min(max(of_pixels, 1), model.max_model_len, num_rows)
+
+
+def token_buckets(config: Any, num_rows: int) -> list[int]:
+    """Numbers of tokens that the encoder's programs are compiled for; the arguments are those of ``most_tokens``."""
+    most = most_tokens(config, num_rows)
+    chosen = Options.of(config).encoder_buckets
+    sizes = [size for size in buckets.powers_of_two(most) if size >= _LEAST_TOKENS] if chosen is None else chosen
+    return sorted({size for size in sizes if size < most} | {most})
+
+
+def launches(found: Sequence[Image], most: int) -> list[list[Image]]:
+    """Images that go through the encoder together, of up to ``most`` tokens, in their order.
+
+    Raises:
+      RuntimeError: an image has more.
+    """
+    together: list[list[Image]] = []
+    room = 0
+    for image in found:
+        count = len(image.positions)
+        if count > most:
+            raise RuntimeError(f"xla_gpu.vllm: an image of {count} tokens: expected at most {most}")
+        if count > room or len(together[-1]) == MOST_IMAGES:
+            together.append([])
+            room = most
+        together[-1].append(image)
+        room -= count
+    return together

@@ -1,0 +1,70 @@
+"""Tiny Qwen 2 VL and Qwen 2.5 VL models with their processors."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers as t
+
+from tests.vllm import tiny
+
+IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
+_TOKENS = ["<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "<|video_pad|>"]
+PATCH, MERGED = 14, 2
+MOST_TOKENS = 40  # of an image
+_PIXELS = {"min_pixels": 4 * (PATCH * MERGED) ** 2, "max_pixels": MOST_TOKENS * (PATCH * MERGED) ** 2}
+_TEXT = {**tiny.COMMON, "rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]}}
+_SPECIAL = {
+    "vision_start_token_id": tiny.FIRST_TOKEN,
+    "image_token_id": tiny.FIRST_TOKEN + 1,
+    "vision_end_token_id": tiny.FIRST_TOKEN + 2,
+    "video_token_id": tiny.FIRST_TOKEN + 3,
+}
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{% for part in message['content'] %}"
+    "{% if part['type'] == 'text' %}{{ part['text'] }}{% else %}" + IMAGE + "{% endif %}{% endfor %}{% endfor %}"
+)
+
+CONFIGS = {
+    # Windows of 2 by 2 tokens in two of three layers.
+    "qwen2_5_vl": lambda: t.Qwen2_5_VLConfig(
+        text_config=_TEXT,
+        vision_config={
+            "depth": 3,
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_heads": 2,
+            "out_hidden_size": 64,
+            "window_size": 2 * MERGED * PATCH,
+            "fullatt_block_indexes": [1],
+        },
+        **_SPECIAL,
+    ),
+    "qwen2_vl": lambda: t.Qwen2VLConfig(
+        text_config=_TEXT,
+        vision_config={"depth": 2, "embed_dim": 32, "hidden_size": 64, "num_heads": 2, "mlp_ratio": 2},
+        **_SPECIAL,
+    ),
+}
+
+
+def save(name: str, folder: Path) -> str:
+    """Writes a model and its processor."""
+    torch.manual_seed(0)
+    config = CONFIGS[name]()
+    model = t.AutoModelForImageTextToText.from_config(config).float().eval()
+    for tensor_name, tensor in model.named_parameters():
+        # Otherwise all images were nearly the same to the model.
+        if "visual" in tensor_name and tensor.dim() > 1:
+            tensor.data.normal_(std=0.3 if "patch_embed" not in tensor_name else 0.05)
+    model.save_pretrained(folder)
+    bytes_and_tokens = tiny.tokenizer(_TOKENS).backend_tokenizer
+    names = {"unk_token": "<unk>", "eos_token": "</s>", "pad_token": "<unk>"}
+    tokenizer = t.Qwen2TokenizerFast(tokenizer_object=bytes_and_tokens, additional_special_tokens=_TOKENS, **names)
+    kind: Any = t.Qwen2_5_VLProcessor if name == "qwen2_5_vl" else t.Qwen2VLProcessor
+    parts = t.Qwen2VLImageProcessorFast(**_PIXELS), tokenizer, t.Qwen2VLVideoProcessor(**_PIXELS)
+    kind(*parts, chat_template=CHAT_TEMPLATE).save_pretrained(folder)
+    return str(folder)
