@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from .._core import bidirectional_plan
 from .._core.environment import pjrt_device
 from . import buckets, eagle, images, supported, tensor_parallel
 
@@ -162,12 +163,31 @@ def image_bytes(config: Any) -> int:
     if not images.are_served(model):
         return 0
     vision, item = model.hf_config.vision_config, torch.tensor([], dtype=model.dtype).element_size()
+    if images.takes_patches(model):
+        return _patch_bytes(config, item)
     tiles, rows = max(images.batches(vision)), images.patches(vision)
     pixels = 3 * vision.image_size**2 * (4 + 2 * item)
     # Scores as they are, as float32, and what their softmax is.
     scores = vision.num_attention_heads * min(rows, images.MOST_QUERIES) * rows * (4 + 2 * item)
     widths = 8 * vision.hidden_size + 3 * vision.intermediate_size + 4 * model.get_hidden_size()
     return int(tiles * (pixels + scores + rows * widths * item))
+
+
+def _patch_bytes(config: Any, item: int) -> int:
+    """The same of an encoder for images of any size: of its largest program."""
+    from .image_rows import most_rows
+    from .patches import PatchForm, PatchLayout, token_buckets
+
+    vision = config.model_config.hf_config.vision_config
+    layout = PatchLayout(token_buckets(config, most_rows(config))[-1], PatchForm.of(vision))
+    width = int(getattr(vision, "embed_dim", None) or vision.hidden_size)
+    between = int(getattr(vision, "intermediate_size", 0) or width * vision.mlp_ratio)
+    # The residual stream, the projection and its parts as they are and as float32, and both states of attention.
+    of_patch = (12 * width + 3 * between) * item + 6 * width * 4 + layout.form.values * (4 + item)
+    # Two caches of keys and values, whose sequences end in pages of their own, and block tables of at most their size.
+    slots = layout.num_patches + bidirectional_plan.SMALLEST_PAGE * (layout.max_windows + 1)
+    of_token = 4 * config.model_config.get_hidden_size() * item
+    return int(layout.num_patches * of_patch + 3 * slots * 2 * width * item + layout.num_tokens * of_token)
 
 
 def step_bytes(config: Any) -> int:
