@@ -289,3 +289,38 @@ def test_chat_with_images(tmp_path):
         got = list(pool.map(lambda images: chat(message(*images)), shown))
     reference = tiny_images.Reference(folder)
     assert got == [reference.greedy(f"{tiny_images.IMAGE * len(images)}What is it?", images, 12) for images in shown]
+
+
+def test_chat_with_images_of_any_size(tmp_path):
+    """Of Qwen 2.5 VL, eight requests at a time; videos and images that are too long are refused."""
+    pytest.importorskip("torchvision", reason="the processor of this model")
+    from tests.vllm import tiny_qwen_vl
+
+    folder = tiny_qwen_vl.save("qwen2_5_vl", tmp_path / "model")
+    sizes = [(60, 60), (230, 70), (28, 400), (300, 300), (150, 130), (90, 400)]
+    pictures = [picture.resize(size) for picture, size in zip(tiny_images.pictures(6), sizes, strict=True)]
+
+    def message(*shown, kind="image_url"):
+        parts = [{"type": kind, kind: {"url": tiny_images.data_url(picture)}} for picture in shown]
+        return {"messages": [{"role": "user", "content": [*parts, {"type": "text", "text": "What is it?"}]}]}
+
+    with running(folder, tmp_path / "log") as server, ThreadPoolExecutor(8) as pool:
+
+        def chat(body):
+            with server.open({**body, "max_tokens": 12, **GREEDY}, path="/v1/chat/completions") as response:
+                return json.load(response)["choices"][0]["token_ids"]
+
+        refused = {
+            "at most 40 tokens": message(pictures[0].resize((2000, 20))),
+            "At most 0 video": message(pictures[0], kind="video_url"),
+            "mm_processor_kwargs": {**message(pictures[1]), "mm_processor_kwargs": {"max_pixels": 10000}},
+        }
+        for text, body in refused.items():
+            with pytest.raises(urllib.error.HTTPError) as failure:
+                chat(body)
+            with failure.value:
+                assert failure.value.code == 400 and text in failure.value.read().decode()
+        shown = [[picture] for picture in pictures] + [[pictures[0], pictures[3]], [pictures[1]], []]
+        got = list(pool.map(lambda images: chat(message(*images)), shown))
+    reference = tiny_images.Reference(folder)
+    assert got == [reference.greedy(f"{tiny_qwen_vl.IMAGE * len(images)}What is it?", images, 12) for images in shown]
