@@ -303,9 +303,10 @@ def test_windows_are_vllms():
         assert order.tolist() == theirs.tolist() and (4 * ends).tolist() == their_ends.tolist()
         layout = patches.PatchLayout(len(order), form)
         # The other images of a launch may be of one token each.
-        assert len(ends) + patches.MOST_IMAGES - 1 <= patches.PatchLayout(
-            len(order) + patches.MOST_IMAGES - 1, form
-        ).max_windows
+        assert (
+            len(ends) + patches.MOST_IMAGES - 1
+            <= patches.PatchLayout(len(order) + patches.MOST_IMAGES - 1, form).max_windows
+        )
         assert len(ends) <= layout.max_windows
 
 

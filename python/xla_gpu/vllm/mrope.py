@@ -46,7 +46,8 @@ class RotaryPositions:
 
     def of_next(self, slots: Int32Array, computed: Int32Array) -> Int32Array:
         """int32[len(slots)], of one token of text of each request."""
-        return self.of_rows(slots, computed, np.ones_like(computed))[0]
+        positions: Int32Array = self.of_rows(slots, computed, np.ones_like(computed))[0]
+        return positions
 
 
 def of_prompt(images: Sequence[Image]) -> tuple[Int32Array, int]:

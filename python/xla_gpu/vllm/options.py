@@ -72,5 +72,4 @@ class Options:
 
 
 def _are_sizes(sizes: object) -> bool:
-    integers = isinstance(sizes, (list, tuple)) and all(type(size) is int for size in sizes)
-    return integers and all(size > 0 for size in sizes)
+    return isinstance(sizes, (list, tuple)) and all(type(size) is int and size > 0 for size in sizes)

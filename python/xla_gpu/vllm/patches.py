@@ -70,7 +70,7 @@ class PatchLayout:
 
     @property
     def max_windows(self) -> int:
-        """No images have more. One of h by w tokens has at most (h + s - 1) * (w + s - 1) / s**2, and h + w <= hw + 1."""
+        """No images have more: one of h by w tokens has up to (h + s - 1) * (w + s - 1) / s**2, and h + w <= hw + 1."""
         side = max(self.form.window, 1)
         return (self.num_tokens + MOST_IMAGES * (side - 1)) // side
 
@@ -137,7 +137,7 @@ def window_order(grid: tuple[int, int, int], side: int) -> tuple[Int32Array, Int
 
 
 def _places_of_patches(image: Image, merged: int) -> Int32Array:
-    """int32[2, n], line and column of each patch, in the processor's order: token by token, and line by line in each."""
+    """int32[2, n], line and column of each patch, in the processor's order: those of a token together, by lines."""
     side = round(merged**0.5)
     _, lines, columns = np.indices(merged_grid(image), np.int32).reshape(3, -1, 1) * side
     within = np.indices((side, side), np.int32).reshape(2, 1, -1)
@@ -156,7 +156,7 @@ def most_tokens(config: Any, num_rows: int) -> int:
     processor = cached_image_processor_from_config(model)
     pixels = processor.max_pixels or processor.size["longest_edge"]
     of_pixels = int(pixels) // PatchForm.of(model.hf_config.vision_config).pixels
-    return min(max(of_pixels, 1), model.max_model_len, num_rows)
+    return min(max(of_pixels, 1), int(model.max_model_len), num_rows)
 
 
 def token_buckets(config: Any, num_rows: int) -> list[int]:
