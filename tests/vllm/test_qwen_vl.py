@@ -288,6 +288,7 @@ def test_positions_are_transformers(reference):
             behind = torch.arange(len(tokens), all_of) + delta[0]
             every = torch.cat([expected[:, 0], behind.expand(3, -1)], 1)
             assert rows[:, :2].tolist() == [[7, 8]] * 3 and rows[:, 2:].tolist() == every[:, begin:].tolist()
+            assert rotary.of_next(slots, np.array([7, begin], np.int32)).tolist() == [7, int(every[0, begin])]
         assert rotary.of_next(slots, np.array([0, all_of], np.int32)).tolist() == [0, all_of + int(delta[0])]
 
 

@@ -46,8 +46,9 @@ class RotaryPositions:
 
     def of_next(self, slots: Int32Array, computed: Int32Array) -> Int32Array:
         """int32[len(slots)], of one token of text of each request."""
-        positions: Int32Array = self.of_rows(slots, computed, np.ones_like(computed))[0]
-        return positions
+        if (computed < self._ends[slots]).any():
+            return np.asarray(self.of_rows(slots, computed, np.ones_like(computed))[0])
+        return np.add(computed, self._differences[slots])
 
 
 def of_prompt(images: Sequence[Image]) -> tuple[Int32Array, int]:
