@@ -43,6 +43,26 @@ CONFIGS = {
         },
         **_SPECIAL,
     ),
+    # Learned positions, results of two of the encoder's layers for two of the model's, axes in turn.
+    "qwen3_vl": lambda: t.Qwen3VLConfig(
+        text_config={
+            **tiny.COMMON,
+            "num_hidden_layers": 3,
+            "head_dim": 16,
+            "rope_scaling": {"rope_type": "default", "mrope_section": [4, 2, 2], "mrope_interleaved": True},
+        },
+        vision_config={
+            "depth": 3,
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_heads": 2,
+            "out_hidden_size": 64,
+            "patch_size": 14,
+            "num_position_embeddings": 49,
+            "deepstack_visual_indexes": [0, 1],
+        },
+        **_SPECIAL,
+    ),
     "qwen2_vl": lambda: t.Qwen2VLConfig(
         text_config=_TEXT,
         vision_config={"depth": 2, "embed_dim": 32, "hidden_size": 64, "num_heads": 2, "mlp_ratio": 2},
@@ -64,7 +84,12 @@ def save(name: str, folder: Path) -> str:
     bytes_and_tokens = tiny.tokenizer(_TOKENS).backend_tokenizer
     names = {"unk_token": "<unk>", "eos_token": "</s>", "pad_token": "<unk>"}
     tokenizer = t.Qwen2TokenizerFast(tokenizer_object=bytes_and_tokens, additional_special_tokens=_TOKENS, **names)
-    kind: Any = t.Qwen2_5_VLProcessor if name == "qwen2_5_vl" else t.Qwen2VLProcessor
-    parts = t.Qwen2VLImageProcessorFast(**_PIXELS), tokenizer, t.Qwen2VLVideoProcessor(**_PIXELS)
+    kinds: dict[str, Any] = {
+        "qwen2_vl": (t.Qwen2VLProcessor, t.Qwen2VLVideoProcessor),
+        "qwen2_5_vl": (t.Qwen2_5_VLProcessor, t.Qwen2VLVideoProcessor),
+        "qwen3_vl": (t.Qwen3VLProcessor, t.Qwen3VLVideoProcessor),
+    }
+    kind, of_videos = kinds[name]
+    parts = t.Qwen2VLImageProcessorFast(**_PIXELS), tokenizer, of_videos(patch_size=PATCH)
     kind(*parts, chat_template=CHAT_TEMPLATE).save_pretrained(folder)
     return str(folder)

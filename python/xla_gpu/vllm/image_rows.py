@@ -24,8 +24,8 @@ class ImageRows:
     What computes them, ``compile``, ``start`` and ``_encode``, is an encoder's.
 
     Attributes:
-      rows: T[num_rows + 2, hidden_size], what the programs of steps read. The row behind the images' is nobody's, the
-        last one the model's vector behind a line of tiles.
+      rows: T[num_rows + 2, images.num_streams * hidden_size], what the programs of steps read. The row behind the
+        images' is nobody's, the last one the model's vector behind a line of tiles.
     """
 
     _PARTS = "tiles"  # what an image consists of
@@ -36,8 +36,9 @@ class ImageRows:
         num_rows = most_rows(config)
         self._model, self._device = model, device
         self._unused_row, self._newline_row = num_rows, num_rows + 1
-        last = torch.zeros(model.get_hidden_size(), dtype=model.dtype, device=device) if newline is None else newline
-        none = torch.zeros(num_rows + 1, model.get_hidden_size(), dtype=model.dtype, device=device)
+        width = images.num_streams(model) * model.get_hidden_size()
+        last = torch.zeros(width, dtype=model.dtype, device=device) if newline is None else newline
+        none = torch.zeros(num_rows + 1, width, dtype=model.dtype, device=device)
         self.rows: Any = torch.cat([none, last[None].to(model.dtype)])
         if (devices := tensor_parallel.active()) is not None:  # whole on each, as the tower is
             devices.mark(self.rows)

@@ -26,7 +26,11 @@ TILES = (
 _TOWERS = ("clip_vision_model", "siglip_vision_model")
 
 # Models whose encoder takes images of any size, as patches, and whose positions are M-RoPE.
-PATCHES = ("Qwen2VLForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration")
+PATCHES = (
+    "Qwen2VLForConditionalGeneration",
+    "Qwen2_5_VLForConditionalGeneration",
+    "Qwen3VLForConditionalGeneration",
+)
 
 # Of those with tiles the one whose tiles lie in a grid.
 _GRIDS = "LlavaNextForConditionalGeneration"
@@ -107,6 +111,12 @@ def are_served(model: Any) -> bool:
 def takes_patches(model: Any) -> bool:
     """Whether images of vLLM's ModelConfig, or None, are of any size, and their tokens' rotary positions their own."""
     return are_served(model) and model.architecture in PATCHES
+
+
+def num_streams(model: Any) -> int:
+    """Rows that the encoder of vLLM's ModelConfig makes of a token: its embedding, and what first layers add to it."""
+    vision = getattr(model.hf_config, "vision_config", None)
+    return 1 + len(getattr(vision, "deepstack_visual_indexes", ()))
 
 
 def leave_out_videos(model: Any) -> None:

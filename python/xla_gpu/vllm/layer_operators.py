@@ -103,7 +103,7 @@ def _can_be_taken(module: Any, max_model_len: int) -> bool:
 def _is_known_rotary(rotary: Any) -> bool:
     """Whether its angles are those of its table: others compute a step's elsewhere."""
     if type(rotary) is MRotaryEmbedding:
-        return bool(rotary.mrope_section) and not rotary.mrope_interleaved
+        return bool(rotary.mrope_section)
     return (
         isinstance(rotary, RotaryEmbedding)
         and type(rotary).forward_native is RotaryEmbedding.forward_native
@@ -155,7 +155,8 @@ def _attend(
     step = context.attn_metadata[attention.layer_name]
     table = getattr(rotary, _TABLE)
     if positions.dim() > 1:
-        positions, table = mrope.table_of_step(positions, table, rotary.mrope_section)
+        sections = rotary.mrope_section, rotary.mrope_interleaved
+        positions, table = mrope.table_of_step(positions, table, *sections)
     where = positions, table, cache, step
     weights = None
     if step.blocks is None:

@@ -186,7 +186,8 @@ def _patch_bytes(config: Any, item: int) -> int:
     of_patch = (12 * width + 3 * between) * item + 6 * width * 4 + layout.form.values * (4 + item)
     # Two caches of keys and values, whose sequences end in pages of their own, and block tables of at most their size.
     slots = layout.num_patches + bidirectional_plan.SMALLEST_PAGE * (layout.max_windows + 1)
-    of_token = 4 * config.model_config.get_hidden_size() * item
+    streams = images.num_streams(config.model_config)
+    of_token = 4 * streams * config.model_config.get_hidden_size() * item
     return int(layout.num_patches * of_patch + 3 * slots * 2 * width * item + layout.num_tokens * of_token)
 
 
@@ -222,7 +223,9 @@ def step_bytes(config: Any) -> int:
     between = 0 if lora is None else 2 * 3 * lora.max_loras * lora.max_lora_rank
     # Of a head that drafts, what it reads of the model, and its first layer's row, which is that and an embedding.
     states = 0 if not eagle.has_head(config) else 2 * (eagle.NUM_STREAMS + 1) * model.get_hidden_size()
-    rows = tokens * (8 * model.get_hidden_size() + attention + 3 * width + between + states) * item + experts
+    # Of images, what the first layers add.
+    added = 2 * (images.num_streams(model) - 1) * model.get_hidden_size() if images.are_served(model) else 0
+    rows = tokens * (8 * model.get_hidden_size() + attention + 3 * width + between + states + added) * item + experts
     if block := images.tokens_of_block(model):  # scores and their softmax, and keys, values and results as float32
         rows += tokens * heads * (3 * 2 * block + 8 * model.get_head_size()) * 4
     if supported.pools(model):

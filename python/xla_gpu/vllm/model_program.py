@@ -194,19 +194,30 @@ class ModelPrograms:
         batch = BatchMetadata(parts["query_start_loc"], parts["num_seqs"])
         others: dict[str, Any] = {"token_type_ids": parts["token_types"]} if layout.has_token_types else {}
         with forward(self._config, layout.num_tokens, self._caches.metadata(groups, batch)):
+            model = self._model
             if image_rows is not None:
-                others["inputs_embeds"] = self._embedded(ids, parts["image_rows"], image_rows)
+                others["inputs_embeds"], added = self._embedded(ids, parts["image_rows"], image_rows)
+                if added:  # which vLLM hands to the model below its head
+                    model = self._model.model
+                    others["deepstack_input_embeds"] = {
+                        f"deepstack_input_embeds_{layer}": rows for layer, rows in enumerate(added)
+                    }
             # RoBERTa's positions are changed in place.
-            hidden: torch.Tensor = self._model(
-                input_ids=ids, positions=parts["positions"].clone(), **others, **self._unused
-            )
+            hidden: torch.Tensor = model(input_ids=ids, positions=parts["positions"].clone(), **others, **self._unused)
         return hidden
 
-    def _embedded(self, ids: torch.Tensor, chosen: torch.Tensor, image_rows: torch.Tensor) -> torch.Tensor:
-        """T[num_tokens, hidden_size]: of each row the embedding of its token, or the row of an image."""
+    def _embedded(
+        self, ids: torch.Tensor, chosen: torch.Tensor, image_rows: torch.Tensor
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """T[num_tokens, hidden_size]: of each row the embedding of its token, or the row of an image.
+
+        And what the first layers add to it: zeros, or what the encoder made for each.
+        """
         embedded: torch.Tensor = self._model.embed_input_ids(ids)
         of_images = image_rows.index_select(0, chosen.clamp(min=0)).to(embedded.dtype)
-        return torch.where((chosen >= 0)[:, None], of_images, embedded)
+        is_image, width = (chosen >= 0)[:, None], embedded.shape[1]
+        streams = [of_images[:, at : at + width] for at in range(0, of_images.shape[1], width)]
+        return torch.where(is_image, streams[0], embedded), [torch.where(is_image, rows, 0.0) for rows in streams[1:]]
 
     def logits(self, states: Sequence[torch.Tensor]) -> torch.Tensor:
         """Logits of rows from their states, as a step returns them. For tracing."""

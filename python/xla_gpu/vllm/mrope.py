@@ -74,7 +74,7 @@ def merged_grid(image: Image) -> tuple[int, int, int]:
 
 
 def table_of_step(
-    positions: torch.Tensor, table: torch.Tensor, sections: Sequence[int]
+    positions: torch.Tensor, table: torch.Tensor, sections: Sequence[int], interleaved: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Positions and table of xla_gpu.torch.rotary_and_cache for a step whose rows have three positions each.
 
@@ -82,11 +82,16 @@ def table_of_step(
       positions: int32[AXES, num_tokens].
       table: float32[max_positions, rotary_dim / 2, 2].
       sections: how many of the pairs are turned by each axis.
+      interleaved: in turn, as long as an axis has pairs left and then by the first one; else one axis after the other.
     """
-    begins = np.cumsum([0, *sections])
-    of_axes = [
-        table[:, begin : begin + size].index_select(0, positions[axis])
-        for axis, (begin, size) in enumerate(zip(begins.tolist(), sections, strict=False))
-    ]
+    pairs = torch.arange(table.shape[1], dtype=torch.int32, device=positions.device)[None, :, None]
+    found, begin = table.index_select(0, positions[0]), sections[0]
+    for axis in range(1, AXES):
+        size = sections[axis]
+        if interleaved:
+            own = (pairs % AXES == axis) & (pairs < AXES * size)
+        else:
+            own = (pairs >= begin) & (pairs < begin + size)
+        found, begin = torch.where(own, table.index_select(0, positions[axis]), found), begin + size
     rows = torch.arange(positions.shape[1], dtype=torch.int32, device=positions.device)
-    return rows, torch.cat(of_axes, 1)
+    return rows, found

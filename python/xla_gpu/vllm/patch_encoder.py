@@ -1,4 +1,4 @@
-"""The encoder of images of any size (Qwen 2 VL, Qwen 2.5 VL): programs for some numbers of patches.
+"""The encoder of images of any size (Qwen 2 VL, 2.5 VL, 3 VL): programs for some numbers of patches.
 
 The layers are vLLM's; what goes through them is one row for each patch of several images, and padding. Attention is
 this library's, of sequences that are whole images or windows of them.
@@ -47,6 +47,8 @@ class PatchEncoder(ImageRows):
         self._whole = set(vision.fullatt_block_indexes) if self._form.window else set(range(len(tower.visual.blocks)))
         for block in tower.visual.blocks:
             block.attn.forward = functools.partial(_attend, block.attn, vision.num_heads)
+        # Those whose results go to layers of the model.
+        self._noted = list(getattr(vision, "deepstack_visual_indexes", ()))
         self._head_size = _head_size(vision)
         sizes = patches.token_buckets(config, most_rows(config))
         self._layouts = {size: PatchLayout(size, self._form) for size in sizes}
@@ -86,23 +88,43 @@ class PatchEncoder(ImageRows):
         _, (self.rows,) = self._programs[size](list(inputs), [self.rows])
 
     def _features(self, pixels: torch.Tensor, parts: dict[str, torch.Tensor]) -> torch.Tensor:
-        """T[num_tokens, hidden_size] of float32[num_patches, values]; parts: of the layout."""
+        """T[num_tokens, images.num_streams * hidden_size] of float32[num_patches, values]; parts: of the layout."""
         layers, dtype = self._layers, self.rows.dtype
         projection = layers.patch_embed.proj
         # Whose kernel is as large as a patch. vLLM's own takes Tensor.unfold, which torch_xla would run on the host.
         hidden = F.linear(pixels.to(dtype), projection.weight.flatten(1), projection.bias)
+        if self._form.side:
+            hidden = hidden + self._learned_positions(parts)
         whole = BatchMetadata(parts["image_starts"], parts["num_images"])
         windows = BatchMetadata(parts["window_starts"], parts["num_windows"]) if self._form.window else whole
         angles = _angles(parts["lines"], parts["columns"], self._head_size)
         turns = {"rotary_pos_emb_cos": angles.cos(), "rotary_pos_emb_sin": angles.sin()}
+        streams = []
         for index, block in enumerate(layers.blocks):
             sequences = whole if index in self._whole else windows
             hidden = block(hidden, cu_seqlens=sequences, max_seqlen=None, **turns)
+            if index in self._noted:
+                streams.append(layers.deepstack_merger_list[self._noted.index(index)](hidden))
         if dtype == torch.float16:
             largest = torch.finfo(dtype).max - _FLOAT16_ROOM
             hidden = hidden.clamp(-largest, largest)
-        features: torch.Tensor = layers.merger(hidden).to(dtype)
-        return features
+        return torch.cat([layers.merger(hidden), *streams], 1).to(dtype)
+
+    def _learned_positions(self, parts: dict[str, torch.Tensor]) -> torch.Tensor:
+        """T[num_patches, width], between the four learned positions around each patch's place in a square."""
+        side, table = self._form.side, self._layers.pos_embed.weight
+        ends = []
+        for axis in ("lines", "columns"):
+            at = parts[axis].float() * ((side - 1) / parts[f"last_{axis}"].clamp(min=1).float())
+            first = at.to(torch.int32).clamp(max=side - 1)
+            second = (first + 1).clamp(max=side - 1)
+            ends.append(((first, 1 - (at - first)), (second, at - first)))
+        corners = [
+            table.index_select(0, line * side + column).float() * (of_line * of_column)[:, None]
+            for line, of_line in ends[0]
+            for column, of_column in ends[1]
+        ]
+        return torch.stack(corners).sum(0).to(table.dtype)
 
 
 def _head_size(vision: Any) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -35,12 +36,14 @@ class PatchForm:
       values: numbers of a patch.
       pixels: of an image, which have a token.
       window: tokens on each side of a window; 0: layers have none.
+      side: of the square of learned positions, which an image's are interpolated between; 0: there are none.
     """
 
     merged: int
     values: int
     pixels: int
     window: int
+    side: int = 0
 
     @classmethod
     def of(cls, vision: Any) -> PatchForm:
@@ -48,7 +51,8 @@ class PatchForm:
         side, size = int(vision.spatial_merge_size), int(vision.patch_size)
         values = int(vision.in_channels) * int(vision.temporal_patch_size) * size * size
         window = int(getattr(vision, "window_size", 0)) // (side * size)
-        return cls(side * side, values, (side * size) ** 2, window)
+        learned = math.isqrt(int(getattr(vision, "num_position_embeddings", 0)))
+        return cls(side * side, values, (side * size) ** 2, window, learned)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,6 +85,8 @@ class PatchLayout:
             # Of each patch:
             "lines": self.num_patches,
             "columns": self.num_patches,
+            # And the last line and column of its image:
+            **({"last_lines": self.num_patches, "last_columns": self.num_patches} if self.form.side else {}),
             # Of each token, the row of all images' that it goes to:
             "places": self.num_tokens,
             "image_starts": MOST_IMAGES + 1,
@@ -107,6 +113,8 @@ class PatchLayout:
             here = slice(at, at + len(patches))
             pixels[here] = image.data["pixel_values"].data.float().numpy()[patches]
             parts["lines"][here], parts["columns"][here] = _places_of_patches(image, self.form.merged)[:, patches]
+            if self.form.side:
+                parts["last_lines"][here], parts["last_columns"][here] = (size - 1 for size in image.grid[1:])
             parts["places"][at // self.form.merged :][: len(order)] = own_rows[order]
             windows.append(ends * self.form.merged + at)
             at += len(patches)
