@@ -1,4 +1,7 @@
-"""Qwen 2 VL and Qwen 2.5 VL: images of any size, M-RoPE positions; greedy tokens equal to transformers' in float32."""
+"""Qwen 2, 2.5 and 3 VL: images of any size, M-RoPE positions; greedy tokens equal to transformers' in float32.
+
+All of them with XLA_GPU_TEST_ALL_MODELS=1.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,8 @@ from tests.vllm.tiny_qwen_vl import IMAGE, MOST_TOKENS
 from xla_gpu.vllm import images, mrope, patches
 
 NEW = test_images.NEW
-NAMES = sorted(tiny_qwen_vl.CONFIGS) if os.environ.get("XLA_GPU_TEST_ALL_MODELS") else ("qwen2_5_vl",)
+EVERY_TIME = ("qwen2_5_vl", "qwen3_vl")
+NAMES = sorted(tiny_qwen_vl.CONFIGS) if os.environ.get("XLA_GPU_TEST_ALL_MODELS") else EVERY_TIME
 SMALL = 16  # tokens of the smaller of two programs of the encoder
 ask, check = test_images.ask, test_images.check
 
@@ -201,11 +205,13 @@ def test_sizes_of_images_are_an_option(folder):
     assert ask(llm, [(IMAGE, [image])])[0] == expected
 
 
-def test_text_alone(folder, reference):
-    """Without images there is no encoder, and steps of text are the programs of an engine with images."""
+@pytest.mark.parametrize("name", NAMES)
+def test_text_alone(name, tmp_path):
+    """Without images there is no encoder."""
+    folder = tiny_qwen_vl.save(name, tmp_path)
     llm = make(folder, limit_mm_per_prompt={"image": 0})
     assert engines.runner_of(llm).images is None
-    check(llm, reference, [("Only text, of which there is enough for two steps. " * 2, []), ("And some more.", [])])
+    check(llm, tiny_images.Reference(folder), [("Only text, of which there is enough for two steps. " * 2, []), ("And some more.", [])])
 
 
 def test_requests_that_are_refused(llm, reference):

@@ -1,4 +1,4 @@
-"""Tiny Qwen 2 VL and Qwen 2.5 VL models with their processors."""
+"""Tiny Qwen 2, 2.5 and 3 VL models with their processors."""
 
 from __future__ import annotations
 
