@@ -192,10 +192,16 @@ def test_sampling_and_drafts(folder, reference):
     assert engines.compiled_since_start(llm) == 0
 
 
-def test_sizes_of_images_are_an_option(folder):
+@pytest.mark.parametrize("name", EVERY_TIME)
+def test_sizes_of_images_are_an_option(name, tmp_path):
     """--mm-processor-kwargs: smaller images, and smaller programs."""
-    most = 9
-    llm = make(folder, mm_processor_kwargs={"max_pixels": most * 28 * 28}, additional_config={"token_buckets": [8, 64]})
+    folder, most = tiny_qwen_vl.save(name, tmp_path), 9
+    pixels = {"max_pixels": most * 28 * 28}
+    if name == "qwen3_vl":
+        with pytest.raises(Exception, match="expected both of min_pixels and max_pixels"):
+            make(folder, mm_processor_kwargs=pixels)
+        pixels["min_pixels"] = 4 * 28 * 28
+    llm = make(folder, mm_processor_kwargs=pixels, additional_config={"token_buckets": [8, 64]})
     assert list(engines.runner_of(llm).images._layouts) == [most]
     (image,) = (picture.resize((200, 190)) for picture in pictures(1))
     reference = tiny_images.Reference(folder)
@@ -211,7 +217,8 @@ def test_text_alone(name, tmp_path):
     folder = tiny_qwen_vl.save(name, tmp_path)
     llm = make(folder, limit_mm_per_prompt={"image": 0})
     assert engines.runner_of(llm).images is None
-    check(llm, tiny_images.Reference(folder), [("Only text, of which there is enough for two steps. " * 2, []), ("And some more.", [])])
+    prompts = [("Only text, of which there is enough for two steps. " * 2, []), ("And some more.", [])]
+    check(llm, tiny_images.Reference(folder), prompts)
 
 
 def test_requests_that_are_refused(llm, reference):

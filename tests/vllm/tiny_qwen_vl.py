@@ -90,6 +90,9 @@ def save(name: str, folder: Path) -> str:
         "qwen3_vl": (t.Qwen3VLProcessor, t.Qwen3VLVideoProcessor),
     }
     kind, of_videos = kinds[name]
-    parts = t.Qwen2VLImageProcessorFast(**_PIXELS), tokenizer, of_videos(patch_size=PATCH)
+    pixels: dict[str, Any] = dict(_PIXELS)
+    if name == "qwen3_vl":  # as in the files of real checkpoints
+        pixels = {"size": {"shortest_edge": pixels["min_pixels"], "longest_edge": pixels["max_pixels"]}}
+    parts = t.Qwen2VLImageProcessorFast(**pixels), tokenizer, of_videos(patch_size=PATCH)
     kind(*parts, chat_template=CHAT_TEMPLATE).save_pretrained(folder)
     return str(folder)

@@ -225,7 +225,7 @@ def refusals(config: Any) -> list[str]:
     if model.multimodal_config.enable_mm_embeds:
         found.append("--enable-mm-embeds: not supported")
     if of_patches:
-        found += _patch_refusals(model.multimodal_config)
+        found += _patch_refusals(model)
     elif model.multimodal_config.mm_processor_kwargs:
         found.append("--mm-processor-kwargs: not supported")
     if model.runner_type == "pooling":
@@ -240,11 +240,22 @@ def refusals(config: Any) -> list[str]:
     return found
 
 
-def _patch_refusals(multimodal: Any) -> list[str]:
-    """Of a model with images of any size; multimodal: vLLM's MultiModalConfig."""
-    found = []
-    if others := sorted(set(multimodal.mm_processor_kwargs or {}) - set(_PIXELS)):
+def _patch_refusals(model: Any) -> list[str]:
+    """Of a model with images of any size."""
+    from vllm.transformers_utils.processor import cached_image_processor_from_config
+
+    multimodal, found = model.multimodal_config, []
+    given = set(multimodal.mm_processor_kwargs or {})
+    if others := sorted(given - set(_PIXELS)):
         found.append(f"--mm-processor-kwargs: expected {' and '.join(_PIXELS)} alone, got {', '.join(others)}")
+    elif len(given) == 1:
+        processor = cached_image_processor_from_config(model)
+        if any(getattr(processor, name, None) is None for name in _PIXELS):
+            # It would go on with its own size.
+            found.append(
+                f"--mm-processor-kwargs: expected both of {' and '.join(_PIXELS)}, since the checkpoint's processor "
+                f"has neither, got {given.pop()}"
+            )
     if (videos := multimodal.get_limit_per_prompt("video")) > 0:
         found.append(f"--limit-mm-per-prompt: video: expected 0, got {videos}")
     if multimodal.video_pruning_rate:
