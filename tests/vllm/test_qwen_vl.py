@@ -281,7 +281,7 @@ def grids(count: int) -> list[tuple[int, int, int]]:
 
 def test_positions_are_transformers(reference):
     """Of prompts with up to three images, and of what is generated behind."""
-    start, pad, end = (tiny_qwen_vl._SPECIAL[f"{name}_token_id"] for name in ("vision_start", "image", "vision_end"))
+    start, pad, end = (tiny_qwen_vl.TOKEN_IDS[f"{name}_token_id"] for name in ("vision_start", "image", "vision_end"))
     generator = np.random.default_rng(1)
     for count in (0, 1, 1, 2, 3, 3):
         shown, found, tokens = grids(20)[:count], [], [3, 4]

@@ -16,7 +16,7 @@ PATCH, MERGED = 14, 2
 MOST_TOKENS = 40  # of an image
 _PIXELS = {"min_pixels": 4 * (PATCH * MERGED) ** 2, "max_pixels": MOST_TOKENS * (PATCH * MERGED) ** 2}
 _TEXT = {**tiny.COMMON, "rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]}}
-_SPECIAL = {
+TOKEN_IDS = {
     "vision_start_token_id": tiny.FIRST_TOKEN,
     "image_token_id": tiny.FIRST_TOKEN + 1,
     "vision_end_token_id": tiny.FIRST_TOKEN + 2,
@@ -41,7 +41,7 @@ CONFIGS = {
             "window_size": 2 * MERGED * PATCH,
             "fullatt_block_indexes": [1],
         },
-        **_SPECIAL,
+        **TOKEN_IDS,
     ),
     # Learned positions, results of two of the encoder's layers for two of the model's, axes in turn.
     "qwen3_vl": lambda: t.Qwen3VLConfig(
@@ -61,12 +61,12 @@ CONFIGS = {
             "num_position_embeddings": 49,
             "deepstack_visual_indexes": [0, 1],
         },
-        **_SPECIAL,
+        **TOKEN_IDS,
     ),
     "qwen2_vl": lambda: t.Qwen2VLConfig(
         text_config=_TEXT,
         vision_config={"depth": 2, "embed_dim": 32, "hidden_size": 64, "num_heads": 2, "mlp_ratio": 2},
-        **_SPECIAL,
+        **TOKEN_IDS,
     ),
 }
 
