@@ -27,16 +27,16 @@ class Options:
 
     Attributes:
       token_buckets: numbers of tokens of a step that programs are compiled for, in the place of the powers of two.
-      encoder_buckets: numbers of tokens of images that programs of an encoder for any size are compiled for, in the
-        place of the powers of two.
       async_scheduling: whether the next step is prepared while the device works.
       compile_threads: programs that are compiled at a time at start, on a GPU.
+      encoder_buckets: numbers of tokens of images that programs of an encoder for any size are compiled for, in the
+        place of the powers of two.
     """
 
     token_buckets: list[int] | None = None
-    encoder_buckets: list[int] | None = None
     async_scheduling: bool = True
     compile_threads: int = dataclasses.field(default_factory=default_compile_threads)
+    encoder_buckets: list[int] | None = None
 
     @classmethod
     def of(cls, config: Any) -> Options:
