@@ -3,31 +3,18 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from typing import Any
 
 import pytest
 
-from tests.vllm import engines, tiny_images
-from tests.vllm.tiny_images import IMAGE
+from tests.vllm import engines, image_checks, tiny_images
+from tests.vllm.image_checks import NEW, ask, make
+from tests.vllm.tiny_images import IMAGE, pictures
 from xla_gpu.vllm import images
 
-NEW = 12
 NAMES = sorted(tiny_images.CONFIGS) if os.environ.get("XLA_GPU_TEST_ALL_MODELS") else ("llava",)
 # Of these models' images.
 TOKENS = (tiny_images.SIZE // tiny_images.PATCH) ** 2
-
-
-def make(folder: str, **options: Any) -> Any:
-    return engines.make(folder, **{"limit_mm_per_prompt": {"image": 5}, "max_model_len": 512, **options})
-
-
-def ask(llm: Any, prompts: list[tuple[str, list[Any]]], params: Any = None) -> list[list[int]]:
-    """Tokens of prompts that are read together."""
-    given = [{"prompt": text, "multi_modal_data": {"image": images}} if images else text for text, images in prompts]
-    outputs = llm.generate(given, params or engines.greedy(NEW), use_tqdm=False)
-    return [list(output.outputs[0].token_ids) for output in outputs]
 
 
 @pytest.fixture(scope="module")
@@ -59,47 +46,17 @@ def count_tiles(llm: Any, monkeypatch) -> list[int]:
     return found
 
 
-def check(llm: Any, reference: Any, prompts: list[tuple[str, list[Any]]]) -> None:
-    """Tokens are transformers', one prompt at a time and together, and nothing is compiled."""
-    expected = [reference.greedy(text, images, NEW) for text, images in prompts]
-    assert [ask(llm, [prompt])[0] for prompt in prompts] == expected
-    llm.reset_prefix_cache()
-    assert ask(llm, prompts) == expected
-    assert engines.compiled_since_start(llm) == 0
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_tokens_equal_transformers(name, tmp_path):
-    """One image, none, several, at the beginning and at the end, read in steps of up to 64 tokens."""
+    """Read in steps of up to 64 tokens."""
     folder = tiny_images.save(name, tmp_path)
-    one, two, three, *five = tiny_images.pictures(8, seed=1)
-    prompts = [
-        (f"Describe {IMAGE} in one word.", [one]),
-        ("No image here, only text that goes on.", []),
-        (f"{IMAGE}", [two]),
-        (f"{IMAGE}{IMAGE} and {IMAGE}: which one is brighter?", [three, one, two]),
-        (f"{'a long beginning ' * 4}{IMAGE}", [three]),
-        (" ".join([IMAGE] * 5), five),
-    ]
-    llm = make(folder)
-    check(llm, tiny_images.Reference(folder), prompts)
-    others = ask(llm, [(prompts[0][0], [image]) for image in (one, two, three)])
-    assert len({tuple(tokens) for tokens in others}) == 3  # the image is what they follow from
+    image_checks.check_prompts(make(folder), tiny_images.Reference(folder), IMAGE, pictures(8, seed=1))
 
 
 def test_an_image_may_be_split_over_steps(llm, reference, monkeypatch):
     """Where a step ends in an image the next one goes on in it, at each of its rows."""
-    encoder, parts = engines.runner_of(llm).images, []
-    of_step = encoder.of_step
-
-    def noted(*arguments):
-        found = of_step(*arguments)
-        if found is not None:
-            parts.append(int((found.rows >= 0).sum()))
-        return found
-
-    monkeypatch.setattr(encoder, "of_step", noted)
-    (image,) = tiny_images.pictures(1, seed=2)
+    parts = image_checks.note_parts(llm, monkeypatch)
+    (image,) = pictures(1, seed=2)
     for before in range(64 - TOKENS, 65):
         llm.reset_prefix_cache()
         parts.clear()
@@ -128,7 +85,7 @@ def test_images_whose_tokens_see_each_other_are_read_whole(tmp_path, monkeypatch
         return of_step(batch, counts, requests)
 
     monkeypatch.setattr(encoder, "of_step", noted)
-    one, two = tiny_images.pictures(2, seed=8)
+    one, two = pictures(2, seed=8)
     prompts = [(f"{'x' * before}{IMAGE}{before}", [one]) for before in range(30, 62, 3)]
     expected = [reference.greedy(*prompt, NEW) for prompt in prompts]
     assert ask(llm, prompts) == expected
@@ -145,7 +102,7 @@ def test_images_whose_tokens_see_each_other_are_read_whole(tmp_path, monkeypatch
 
 def test_an_image_is_encoded_once(llm, reference, encoded):
     """Of other prompts, twice in one, and where the prefix cache has all of it."""
-    one, two = tiny_images.pictures(2, seed=3)
+    one, two = pictures(2, seed=3)
     first = (f"What is {IMAGE}?", [one])
     expected = reference.greedy(*first, NEW)
     assert ask(llm, [first])[0] == expected
@@ -163,7 +120,7 @@ def test_an_image_is_encoded_once(llm, reference, encoded):
 def test_images_of_a_step_are_encoded_together(folder, reference, monkeypatch):
     llm = make(folder, max_num_batched_tokens=256, additional_config={"token_buckets": [8, 256]})
     encoded = count_tiles(llm, monkeypatch)
-    prompts = [(f"{index}{IMAGE}", [image]) for index, image in enumerate(tiny_images.pictures(6, seed=4))]
+    prompts = [(f"{index}{IMAGE}", [image]) for index, image in enumerate(pictures(6, seed=4))]
     assert ask(llm, prompts) == [reference.greedy(*prompt, NEW) for prompt in prompts]
     assert sorted(encoded) == [1, 1, 4]
     assert engines.compiled_since_start(llm) == 0
@@ -173,7 +130,7 @@ def test_images_make_room_for_others(llm, reference, encoded):
     """The encoder's rows are for four images here: of more the oldest ones go, and come back."""
     encoder = engines.runner_of(llm).images
     assert encoder.rows.shape[0] - 2 == 4 * TOKENS
-    prompts = [(f"{IMAGE} {index}", [image]) for index, image in enumerate(tiny_images.pictures(9, seed=5))]
+    prompts = [(f"{IMAGE} {index}", [image]) for index, image in enumerate(pictures(9, seed=5))]
     for _ in range(2):
         llm.reset_prefix_cache()
         assert ask(llm, prompts) == [reference.greedy(*prompt, NEW) for prompt in prompts]
@@ -182,27 +139,11 @@ def test_images_make_room_for_others(llm, reference, encoded):
     assert encoder._num_free + kept == 4 * TOKENS
 
 
-def test_preemption_and_abort(folder, reference, monkeypatch):
-    """With pages for two of six requests; one of them is aborted while it is read."""
+def test_preemption_and_abort(folder, reference):
+    """With pages for two of six requests."""
     llm = make(folder, max_model_len=256, num_gpu_blocks_override=18, enable_prefix_caching=False)
-    pictures = tiny_images.pictures(6, seed=6)
-    prompts = [(f"{'y' * 20 * index}{IMAGE} and so on", [image]) for index, image in enumerate(pictures)]
-    long = engines.greedy(60)
-    assert ask(llm, prompts, long) == [reference.greedy(*prompt, 60) for prompt in prompts]
-    assert engines.metric(llm, "vllm:num_preemptions") > 0
-    engine, finished, steps = llm.llm_engine, {}, 0
-    for index, (text, shown) in enumerate(prompts[:3]):
-        engine.add_request(str(index), {"prompt": text, "multi_modal_data": {"image": shown}}, engines.greedy(NEW))
-    while engine.has_unfinished_requests():
-        if steps == 1:
-            engine.abort_request(["1"])
-        for output in engine.step():
-            if output.finished:
-                finished[output.request_id] = list(output.outputs[0].token_ids)
-        steps += 1
-    expected = [reference.greedy(*prompt, NEW) for prompt in prompts[:3]]
-    assert finished["0"] == expected[0] and finished["2"] == expected[2] and "1" not in finished
-    assert engines.compiled_since_start(llm) == 0
+    prompts = [(f"{'y' * 20 * index}{IMAGE} and so on", [image]) for index, image in enumerate(pictures(6, seed=6))]
+    image_checks.check_preemption_and_abort(llm, reference, prompts)
 
 
 def test_sampling_and_drafts(folder, reference):
@@ -216,7 +157,7 @@ def test_sampling_and_drafts(folder, reference):
             "prompt_lookup_min": 1,
         },
     )
-    prompts = [(f"ab ab ab {IMAGE} ab ab", [image]) for image in tiny_images.pictures(3, seed=7)]
+    prompts = [(f"ab ab ab {IMAGE} ab ab", [image]) for image in pictures(3, seed=7)]
     assert ask(llm, prompts) == [reference.greedy(*prompt, NEW) for prompt in prompts]
     given = {"prompt": prompts[0][0], "multi_modal_data": {"image": prompts[0][1]}}
     output = llm.generate([given], engines.greedy(4, prompt_logprobs=0, repetition_penalty=1.3), use_tqdm=False)[0]
@@ -225,7 +166,7 @@ def test_sampling_and_drafts(folder, reference):
 
 
 def test_requests_that_change_the_processor_are_refused(llm):
-    (image,) = tiny_images.pictures(1)
+    (image,) = pictures(1)
     given = {"prompt": IMAGE, "multi_modal_data": {"image": [image]}}
     with pytest.raises(ValueError, match="mm_processor_kwargs: expected none"):
         llm.generate([{**given, "mm_processor_kwargs": {"do_rescale": True}}], use_tqdm=False)
@@ -248,26 +189,10 @@ def test_what_is_refused(folder, options, message):
         EngineArgs(model=folder, **options).create_engine_config()
 
 
-# SPMD is for a whole process.
-OVER_TWO_DEVICES = """
-import sys
-from tests.vllm import engines, test_images, tiny_images
-folder, reference = sys.argv[1], tiny_images.Reference(sys.argv[1])
-one, two, three = tiny_images.pictures(3)
-prompts = [("a <image> b", [one]), ("<image> and <image>", [two, three]), ("no image", [])]
-expected = [reference.greedy(*prompt, test_images.NEW) for prompt in prompts]
-llm = test_images.make(folder, tensor_parallel_size=2)
-print("RESULT", test_images.ask(llm, prompts) == expected, engines.compiled_since_start(llm))
-"""
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_over_two_devices(name, tmp_path):
     """--tensor-parallel-size: each device has the whole encoder."""
-    command = [sys.executable, "-c", OVER_TWO_DEVICES, tiny_images.save(name, tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
-    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT")]
-    assert lines == ["RESULT True 0"], done.stderr[-3000:]
+    image_checks.check_two_devices("test_images", tiny_images.save(name, tmp_path))
 
 
 def test_pan_and_scan_is_refused(tmp_path):

@@ -6,8 +6,6 @@ All of them with XLA_GPU_TEST_ALL_MODELS=1.
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +14,8 @@ import pytest
 import torch
 from PIL import Image
 
-from tests.vllm import engines, test_images, tiny_images
+from tests.vllm import engines, image_checks, tiny_images
+from tests.vllm.image_checks import NEW, ask, check
 
 pytest.importorskip("torchvision", reason="the processors of these models")
 
@@ -24,16 +23,14 @@ from tests.vllm import tiny_qwen_vl
 from tests.vllm.tiny_qwen_vl import IMAGE, MOST_TOKENS
 from xla_gpu.vllm import images, mrope, patches
 
-NEW = test_images.NEW
 EVERY_TIME = ("qwen2_5_vl", "qwen3_vl")
 NAMES = sorted(tiny_qwen_vl.CONFIGS) if os.environ.get("XLA_GPU_TEST_ALL_MODELS") else EVERY_TIME
 SMALL = 16  # tokens of the smaller of two programs of the encoder
-ask, check = test_images.ask, test_images.check
 
 
 def make(folder: str, **options: Any) -> Any:
     sizes = {"token_buckets": [8, 64], "encoder_buckets": [SMALL]}
-    return test_images.make(folder, **{"additional_config": sizes, **options})
+    return image_checks.make(folder, **{"additional_config": sizes, **options})
 
 
 def pictures(count: int, seed: int = 0) -> list[Image.Image]:
@@ -76,35 +73,14 @@ def count_launches(llm: Any, monkeypatch) -> list[tuple[int, int]]:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_tokens_equal_transformers(name, tmp_path):
-    """One image, none, several, at the beginning and at the end, read in steps of up to 64 tokens."""
+    """Read in steps of up to 64 tokens."""
     folder = tiny_qwen_vl.save(name, tmp_path)
-    one, two, three, *five = pictures(8, seed=1)
-    prompts = [
-        (f"Describe {IMAGE} in one word.", [one]),
-        ("No image here, only text that goes on.", []),
-        (f"{IMAGE}", [two]),
-        (f"{IMAGE}{IMAGE} and {IMAGE}: which one is brighter?", [three, one, two]),
-        (f"{'a long beginning ' * 4}{IMAGE}", [three]),
-        (" ".join([IMAGE] * 5), five),
-    ]
-    llm = make(folder)
-    check(llm, tiny_images.Reference(folder), prompts)
-    others = ask(llm, [(prompts[0][0], [image]) for image in (one, two, three)])
-    assert len({tuple(tokens) for tokens in others}) == 3  # the image is what they follow from
+    image_checks.check_prompts(make(folder), tiny_images.Reference(folder), IMAGE, pictures(8, seed=1))
 
 
 def test_an_image_may_be_split_over_steps(llm, reference, monkeypatch):
     """Where a step ends in an image the next one goes on in it, with its lines' and columns' positions."""
-    encoder, parts = engines.runner_of(llm).images, []
-    of_step = encoder.of_step
-
-    def noted(*arguments):
-        found = of_step(*arguments)
-        if found is not None:
-            parts.append(int((found.rows >= 0).sum()))
-        return found
-
-    monkeypatch.setattr(encoder, "of_step", noted)
+    parts = image_checks.note_parts(llm, monkeypatch)
     image = pictures(1)[0].resize((130, 120))
     tokens = 20  # 5 columns in 4 lines
     for before in range(64 - tokens - 2, 64, 3):
@@ -152,24 +128,10 @@ def test_images_of_a_step_are_encoded_together(folder, reference, monkeypatch):
 
 
 def test_preemption_and_abort(folder, reference):
-    """With pages for some of six requests; one of three is aborted while it is read."""
+    """With pages for some of six requests."""
     llm = make(folder, max_model_len=256, num_gpu_blocks_override=18, enable_prefix_caching=False)
     prompts = [(f"{'y' * 20 * index}{IMAGE} and so on", [image]) for index, image in enumerate(pictures(6, seed=6))]
-    assert ask(llm, prompts, engines.greedy(60)) == [reference.greedy(*prompt, 60) for prompt in prompts]
-    assert engines.metric(llm, "vllm:num_preemptions") > 0
-    engine, finished, steps = llm.llm_engine, {}, 0
-    for index, (text, shown) in enumerate(prompts[:3]):
-        engine.add_request(str(index), {"prompt": text, "multi_modal_data": {"image": shown}}, engines.greedy(NEW))
-    while engine.has_unfinished_requests():
-        if steps == 1:
-            engine.abort_request(["1"])
-        for output in engine.step():
-            if output.finished:
-                finished[output.request_id] = list(output.outputs[0].token_ids)
-        steps += 1
-    expected = [reference.greedy(*prompt, NEW) for prompt in prompts[:3]]
-    assert finished["0"] == expected[0] and finished["2"] == expected[2] and "1" not in finished
-    assert engines.compiled_since_start(llm) == 0
+    image_checks.check_preemption_and_abort(llm, reference, prompts)
 
 
 def test_sampling_and_drafts(folder, reference):
@@ -354,24 +316,7 @@ def test_launches_of_the_encoder():
         together(101)
 
 
-# SPMD is for a whole process.
-OVER_TWO_DEVICES = """
-import sys
-from tests.vllm import engines, test_qwen_vl, tiny_images
-from tests.vllm.tiny_qwen_vl import IMAGE
-folder, reference = sys.argv[1], tiny_images.Reference(sys.argv[1])
-one, two, three = test_qwen_vl.pictures(3)
-prompts = [(f"a {IMAGE} b", [one]), (f"{IMAGE} and {IMAGE}", [two, three]), ("no image", [])]
-expected = [reference.greedy(*prompt, test_qwen_vl.NEW) for prompt in prompts]
-llm = test_qwen_vl.make(folder, tensor_parallel_size=2)
-print("RESULT", test_qwen_vl.ask(llm, prompts) == expected, engines.compiled_since_start(llm))
-"""
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_over_two_devices(name, tmp_path):
     """--tensor-parallel-size: each device has the whole encoder."""
-    command = [sys.executable, "-c", OVER_TWO_DEVICES, tiny_qwen_vl.save(name, tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
-    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT")]
-    assert lines == ["RESULT True 0"], done.stderr[-3000:]
+    image_checks.check_two_devices("test_qwen_vl", tiny_qwen_vl.save(name, tmp_path))

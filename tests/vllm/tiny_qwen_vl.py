@@ -28,16 +28,14 @@ CHAT_TEMPLATE = (
     "{% if part['type'] == 'text' %}{{ part['text'] }}{% else %}" + IMAGE + "{% endif %}{% endfor %}{% endfor %}"
 )
 
+_VISION = {"depth": 3, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "out_hidden_size": 64}
+
 CONFIGS = {
     # Windows of 2 by 2 tokens in two of three layers.
     "qwen2_5_vl": lambda: t.Qwen2_5_VLConfig(
         text_config=_TEXT,
         vision_config={
-            "depth": 3,
-            "hidden_size": 32,
-            "intermediate_size": 48,
-            "num_heads": 2,
-            "out_hidden_size": 64,
+            **_VISION,
             "window_size": 2 * MERGED * PATCH,
             "fullatt_block_indexes": [1],
         },
@@ -52,11 +50,7 @@ CONFIGS = {
             "rope_scaling": {"rope_type": "default", "mrope_section": [4, 2, 2], "mrope_interleaved": True},
         },
         vision_config={
-            "depth": 3,
-            "hidden_size": 32,
-            "intermediate_size": 48,
-            "num_heads": 2,
-            "out_hidden_size": 64,
+            **_VISION,
             "patch_size": 14,
             "num_position_embeddings": 49,
             "deepstack_visual_indexes": [0, 1],
