@@ -20,6 +20,7 @@ from tests.common import machine
 from tests.vllm import engines, tiny_images
 
 NEW = 12
+DRAFTS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
 
 Prompt = tuple[str, list[Image.Image]]
 

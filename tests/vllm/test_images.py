@@ -148,15 +148,7 @@ def test_preemption_and_abort(folder, reference):
 
 def test_sampling_and_drafts(folder, reference):
     """Prompt log-probabilities, penalties and drafts beside images."""
-    llm = make(
-        folder,
-        speculative_config={
-            "method": "ngram",
-            "num_speculative_tokens": 3,
-            "prompt_lookup_max": 3,
-            "prompt_lookup_min": 1,
-        },
-    )
+    llm = make(folder, speculative_config=image_checks.DRAFTS)
     prompts = [(f"ab ab ab {IMAGE} ab ab", [image]) for image in pictures(3, seed=7)]
     assert ask(llm, prompts) == [reference.greedy(*prompt, NEW) for prompt in prompts]
     given = {"prompt": prompts[0][0], "multi_modal_data": {"image": prompts[0][1]}}

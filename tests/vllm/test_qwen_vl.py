@@ -136,15 +136,7 @@ def test_preemption_and_abort(folder, reference):
 
 def test_sampling_and_drafts(folder, reference):
     """Drafts behind images, whose positions are less than their numbers; prompt log-probabilities."""
-    llm = make(
-        folder,
-        speculative_config={
-            "method": "ngram",
-            "num_speculative_tokens": 3,
-            "prompt_lookup_max": 3,
-            "prompt_lookup_min": 1,
-        },
-    )
+    llm = make(folder, speculative_config=image_checks.DRAFTS)
     prompts = [(f"ab ab ab {IMAGE} ab ab", [image]) for image in pictures(3, seed=7)]
     assert ask(llm, prompts, engines.greedy(40)) == [reference.greedy(*prompt, 40) for prompt in prompts]
     assert engines.metric(llm, "vllm:spec_decode_num_draft_tokens") > 0
