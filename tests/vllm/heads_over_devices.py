@@ -20,7 +20,7 @@ os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 import torch
 
 from tests.vllm import engines, heads, tiny
-from tests.vllm.tensor_parallel import dumped
+from tests.vllm.tensor_parallel import cache_shardings, dumped
 
 NUM_DRAFTS = 3
 NEW_TOKENS = 24
@@ -43,7 +43,8 @@ def draft(devices: int, target: str, method: str, head: str, **options: object) 
     placed = 0 if (active := tensor_parallel.active()) is None else active.bytes_per_device
     drafts = {"method": method, "model": head, "num_speculative_tokens": NUM_DRAFTS}
     try:
-        llm = engines.make(target, tensor_parallel_size=devices, speculative_config=drafts, **options)
+        with cache_shardings() as caches:
+            llm = engines.make(target, tensor_parallel_size=devices, speculative_config=drafts, **options)
     except Exception as error:
         return str(error)
     runner = engines.runner_of(llm)
@@ -60,7 +61,7 @@ def draft(devices: int, target: str, method: str, head: str, **options: object) 
         "sampled": engines.tokens(llm, PROMPTS[: len(SAMPLED)], SAMPLED),
         "compiled": engines.compiled_since_start(llm),
         "weights": {name: spec(parameter) for name, parameter in runner.head.named_parameters()},
-        "caches": [spec(tensor) for tensor in runner.caches.tensors],
+        "caches": caches,
         "programs": sorted(path.name for path in set(dumped(folder)) - before),
     }
 

@@ -9,11 +9,13 @@ tokens, or why they were refused; with whole experts on each device that of all 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -50,14 +52,39 @@ def draft(llm) -> list[list[int]]:
     return tokens(llm, PROMPTS, [greedy(24, **few), random(24, **few, seed=3), *[greedy(24)] * 2])
 
 
+@contextlib.contextmanager
+def cache_shardings() -> Iterator[list[str]]:
+    """How the KV caches that are made meanwhile are divided, as torch_xla says it.
+
+    On a GPU they are torch_xla's tensors until the first programs have run.
+    """
+    import torch_xla
+
+    from xla_gpu.vllm.kv_cache import KVCaches
+
+    found: list[str] = []
+    make_caches = KVCaches.__init__
+
+    def made(self: KVCaches, *arguments: object) -> None:
+        make_caches(self, *arguments)
+        found.extend(torch_xla._XLAC._get_xla_sharding_spec(tensor) for tensor in self.tensors)
+
+    KVCaches.__init__ = made
+    try:
+        yield found
+    finally:
+        KVCaches.__init__ = make_caches
+
+
 def main(devices: int, folder: str, *others: str) -> None:
-    llm = make(folder, tensor_parallel_size=devices)
+    with cache_shardings() as caches:
+        llm = make(folder, tensor_parallel_size=devices)
     result = {**generate(llm), "compiled": compiled_since_start(llm)}
     if devices > 1:
         import torch_xla
 
         runner, spec = runner_of(llm), torch_xla._XLAC._get_xla_sharding_spec
-        result["caches"] = [spec(tensor) for tensor in runner.caches.tensors]
+        result["caches"] = caches
         layers = runner.model.modules()
         result["kv_heads"] = [layer.num_kv_heads for layer in layers if isinstance(layer, AttentionLayerBase)]
         result["weights"] = {name: spec(parameter) for name, parameter in runner.model.named_parameters()}
