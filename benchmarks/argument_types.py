@@ -31,7 +31,8 @@ def load_size(text: str) -> tuple[int, int]:
 def containing(option: str, texts: Iterable[str], names: Iterable[str]) -> list[str]:
     """The names that contain one of the texts, each of which some name must contain."""
     names = list(names)
+    some = ", ".join(names[:40]) + (f" and {len(names) - 40} more" if len(names) > 40 else "")
     for text in texts:
         if not any(text in name for name in names):
-            raise SystemExit(f"{option}: expected a part of one of {', '.join(names)}, got {text}")
+            raise SystemExit(f"{option}: expected a part of one of {some}, got {text}")
     return [name for name in names if any(text in name for text in texts)]

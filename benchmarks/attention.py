@@ -61,7 +61,7 @@ def check(out: torch.Tensor, rows: list[int], want: torch.Tensor) -> None:
 
 def measure(case, peers, repeats: int, minimum_calls: int = 20) -> dict:
     amount, operations = loads.bytes_moved(case), loads.operations(case)
-    minimum_calls = 3 if operations > 1e11 else minimum_calls
+    minimum_calls = loads.calls_to_time(case, minimum_calls)
     sets = [gpu_inputs.build(case, seed) for seed in range(timing.sets_needed(amount))]
     tokens = sets[0].query.shape[0]
     rows = sorted({0, tokens // 3, tokens // 2, tokens - 1})

@@ -144,6 +144,17 @@ def _decode_head_dim_64(draw: Draw) -> AttentionCase:
     return draw.case(lengths, draw.of(1, 4, 8), draw.of(2, 4, 8), 64)
 
 
+def _short_decode(draw: Draw) -> AttentionCase:
+    """Sequences of a few tiles of keys each, of unequal lengths."""
+    group, kv_heads = draw.of((7, 4), (4, 8), (8, 8), (8, 1), (8, 2), (6, 4), (1, 16), (2, 8))
+    least = draw.number(60, 350)
+    most = least + draw.of(0, 200, 500, 900)
+    case = draw.case([(1, draw.number(least, most)) for _ in range(draw.number(12, 200))], group, kv_heads, 128)
+    lengths = f"{least}" if least == most else f"{least}..{most}"
+    heads = f"{case.num_heads}/{kv_heads}, {case.head_dim}"
+    return dataclasses.replace(case, name=f"{len(case.sequences)}x1 of {lengths} {heads}")
+
+
 def _short_prompt(draw: Draw) -> AttentionCase:
     tokens = draw.number(64, 256)
     return draw.case([(tokens, tokens)], draw.of(4, 8), 8, 128)
@@ -204,6 +215,7 @@ CLASSES = {
     "several-rows": _several_rows,
     "odd-groups": _odd_groups,
     "decode-head-dim-64": _decode_head_dim_64,
+    "short-decode": _short_decode,
     "short-prompt": _short_prompt,
     "prompt-1k-2k": _prompt_1k_2k,
     "short-prompts": _short_prompts,
@@ -241,6 +253,11 @@ def bytes_moved(case: AttentionCase) -> int:
     keys = sum(min(context, (case.sliding_window or context) + rows - 1) for rows, context in case.sequences)
     rows = sum(rows for rows, _ in case.sequences)
     return keys * 2 * case.num_kv_heads * case.head_dim * cache_size + 2 * rows * case.num_heads * case.head_dim * size
+
+
+def calls_to_time(case: AttentionCase, usual: int = 20) -> int:
+    """How many calls a CUDA graph takes: fewer where each lasts long."""
+    return 3 if operations(case) > 1e11 else usual
 
 
 def limit(case: AttentionCase) -> float:

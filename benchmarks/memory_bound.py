@@ -14,8 +14,6 @@ from __future__ import annotations
 import argparse
 import json
 import pathlib
-import statistics
-import time
 from collections.abc import Callable
 
 import torch
@@ -156,15 +154,7 @@ LOADS = {
 
 
 def microseconds(calls: list[Call], device: str) -> float:
-    if device == "cuda":
-        return timing.microseconds(calls)
-    times = []
-    for _ in range(10):
-        begin = time.perf_counter()
-        for call in calls:
-            call()
-        times.append((time.perf_counter() - begin) / len(calls) * 1e6)
-    return statistics.median(times)
+    return timing.microseconds(calls) if device == "cuda" else timing.WallTimes(calls).microseconds(repeats=10)
 
 
 @torch.no_grad()

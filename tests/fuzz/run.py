@@ -72,6 +72,33 @@ class Failure(AssertionError):
         self.input = x
 
 
+def _settings(examples: int, *phases: Phase) -> hypothesis.settings:
+    return hypothesis.settings(
+        max_examples=examples,
+        database=None,
+        deadline=None,
+        phases=phases,
+        suppress_health_check=list(HealthCheck),
+        report_multiple_bugs=False,
+        print_blob=False,
+        verbosity=Verbosity.quiet,
+    )
+
+
+def draw(kind: str, seed: int, examples: int) -> list:
+    """`examples` inputs of a kind, or fewer where there are no more: the same for the same seed."""
+    drawn = []
+
+    @hypothesis.seed(seed)
+    @_settings(examples, Phase.generate)
+    @hypothesis.given(KINDS[kind])
+    def keep(x):
+        drawn.append(x)
+
+    keep()
+    return drawn
+
+
 def run(kind: str, seed: int, examples: int, frontends: Sequence[Frontend]) -> None:
     """Checks `examples` inputs of a kind, the same for the same seed. Raises Failure."""
     if importlib.util.find_spec("torch"):
@@ -82,16 +109,7 @@ def run(kind: str, seed: int, examples: int, frontends: Sequence[Frontend]) -> N
     last = None
 
     @hypothesis.seed(seed)
-    @hypothesis.settings(
-        max_examples=examples,
-        database=None,
-        deadline=None,
-        phases=(Phase.generate, Phase.shrink),
-        suppress_health_check=list(HealthCheck),
-        report_multiple_bugs=False,
-        print_blob=False,
-        verbosity=Verbosity.quiet,
-    )
+    @_settings(examples, Phase.generate, Phase.shrink)
     @hypothesis.given(KINDS[kind])
     def test(x):
         nonlocal last

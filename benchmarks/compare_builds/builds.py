@@ -1,0 +1,70 @@
+"""A build of the library in a process of its own, which loads it; a process that dies is replaced."""
+
+from __future__ import annotations
+
+import multiprocessing
+from pathlib import Path
+from typing import Any
+
+from benchmarks.compare_builds import worker
+
+
+class Failed(Exception):
+    """What the process could not do, or how it ended."""
+
+
+class Build:
+    def __init__(self, name: str, path: Path, device: str) -> None:
+        self.name, self.path, self.device = name, path, device
+        self._start()
+
+    def _start(self) -> None:
+        """Raises Failed where the library does not load."""
+        context = multiprocessing.get_context("spawn")  # frameworks and CUDA do not survive a fork
+        self._connection, theirs = context.Pipe()
+        self._process = context.Process(target=worker.serve, args=(theirs, str(self.path), self.device), daemon=True)
+        self._process.start()
+        theirs.close()
+        self.info: dict[str, Any] = self.answer()
+
+    def ask(self, method: str, *arguments: Any) -> None:
+        if not self._process.is_alive():
+            self._start()
+        self._connection.send((method, arguments))
+
+    def answer(self) -> Any:
+        """Raises Failed."""
+        try:
+            well, result = self._connection.recv()
+        except (EOFError, ConnectionResetError):
+            self._process.join(10)
+            code = self._process.exitcode
+            ended = f"died of signal {-code}" if code is not None and code < 0 else f"ended with {code}"
+            raise Failed(f"the process {ended}") from None
+        if not well:
+            self._process.join(0.05)  # one that has lost CUDA ends by itself
+            raise Failed(result)
+        return result
+
+    def call(self, method: str, *arguments: Any) -> Any:
+        self.ask(method, *arguments)
+        return self.answer()
+
+    def close(self) -> None:
+        self._connection.close()
+        self._process.join(5)
+        if self._process.is_alive():
+            self._process.kill()
+
+
+def both(before: Build, now: Build, method: str, *arguments: Any) -> list[Any]:
+    """Their answers, which they work on at the same time; a Failed in the place of one."""
+    for build in (before, now):
+        build.ask(method, *arguments)
+    found: list[Any] = []
+    for build in (before, now):
+        try:
+            found.append(build.answer())
+        except Failed as error:
+            found.append(error)
+    return found
