@@ -7,7 +7,6 @@
 #include <limits>
 #include <random>
 #include <string>
-#include <type_traits>
 
 #include "ffi/base/cuda_status.h"
 #include "ffi/device/launch.cuh"
@@ -15,12 +14,8 @@
 #include "ffi/ops/linear/linear.h"
 #include "ffi/ops/linear/normed_linear.h"
 #include "ffi/ops/linear/simt_f32.cuh"
-#include "ffi/ops/linear/sm90_converted_launch.cuh"
-#include "ffi/ops/linear/sm90_few_launch.cuh"
-#include "ffi/ops/linear/sm90_float8_launch.cuh"
 #include "ffi/ops/linear/sm90_float8_norm.cuh"
-#include "ffi/ops/linear/sm90_int4_launch.cuh"
-#include "ffi/ops/linear/sm90_launch.cuh"
+#include "ffi/ops/linear/sm90_tile_launch.cuh"
 
 namespace xla_gpu {
 namespace {
@@ -85,70 +80,9 @@ Status LaunchRows(const LinearParams& p, LinearArgs args, int shared_bytes, Stre
 // Of the kernels for this format and as many rows as `args` says.
 template <typename T, WeightFormat kFormat, int kRowTile>
 Status LaunchTile(const LinearParams& p, const LinearArgs& args, int shared_bytes, Stream stream, LaunchOrder order) {
-  bool sm90a = false;
-  if constexpr (kFormat == WeightFormat::kPlain) {
-    bool launched = false;
-    Status status;
-    if constexpr (kRowTile == 8) {
-      status = linear::LaunchFewSm90<linear::FewTraits<T, 8>>(args, stream, order, &launched);
-    } else if (args.rows <= 16) {
-      status = linear::LaunchFewSm90<linear::FewTraits<T, 16>>(args, stream, order, &launched);
-    } else if (args.rows <= 32) {
-      status = linear::LaunchFewSm90<linear::FewTraits<T, 32>>(args, stream, order, &launched);
-    } else if (args.rows <= 48) {
-      status = linear::LaunchFewSm90<linear::FewTraits<T, 48>>(args, stream, order, &launched);
-    }
-    if (!status.ok() || launched) return status;
-    using Config = linear::Sm90Traits<T, kRowTile>;
-    if (Status status = linear::RunsSm90a(linear::LinearSm90Kernel<Config>, Config::kThreads, &sm90a); !status.ok())
-      return status;
-    if (sm90a) return linear::LaunchSm90<Config>(args, stream, order);
-  } else if constexpr (kFormat == WeightFormat::kInt4 && kRowTile == 8) {
-    const Status status = linear::HasWideWarps(args)
-                              ? linear::LaunchInt4Sm90<linear::Int4Traits<T, 8, 2>>(args, stream, order, &sm90a)
-                              : linear::LaunchInt4Sm90<linear::Int4Traits<T, 8, 1>>(args, stream, order, &sm90a);
-    if (!status.ok() || sm90a) return status;
-  } else {
-    if constexpr (kFormat == WeightFormat::kInt4 && kRowTile == 32) {
-      Status status;
-      if (args.rows <= 16) {
-        status = linear::LaunchInt4Sm90<linear::Int4Traits<T, 16>>(args, stream, order, &sm90a);
-      } else if (linear::Int4Parts(args) > 1) {  // wgmma is faster where one CTA has all of k
-        status = args.rows <= 24 ? linear::LaunchInt4Sm90<linear::Int4Traits<T, 24>>(args, stream, order, &sm90a)
-                                 : linear::LaunchInt4Sm90<linear::Int4Traits<T, 32>>(args, stream, order, &sm90a);
-      }
-      if (!status.ok() || sm90a) return status;
-    }
-    if constexpr (kFormat == WeightFormat::kFloat8 && std::is_same_v<T, __nv_bfloat16>) {
-      if (args.scale != WeightScale::kBlock) {
-        Status status;
-        // Row tiles in between: a product's columns, its rows of x and its sums are as few as its rows.
-        if (kRowTile == 32 && args.rows <= 16) {
-          status = linear::LaunchFloat8Sm90<linear::Float8Traits<16>>(args, stream, order, &sm90a);
-        } else if (kRowTile == 32 && args.rows <= 24) {
-          status = linear::LaunchFloat8Sm90<linear::Float8Traits<24>>(args, stream, order, &sm90a);
-        } else if (kRowTile == 64 && args.rows <= 48) {
-          status = linear::LaunchFloat8Sm90<linear::Float8Traits<48>>(args, stream, order, &sm90a);
-        } else {
-          status = linear::LaunchFloat8Sm90<linear::Float8Traits<kRowTile>>(args, stream, order, &sm90a);
-        }
-        if (!status.ok() || sm90a) return status;
-      }
-    }
-    if (args.x_is_split) {
-      return Status::Internal(
-          "linear: x: split by a norm, for the kernel of sm_90a for float8 weights, which does not run");
-    }
-    Status status;
-    if (kRowTile == 32 && args.rows <= 24) {
-      status = linear::LaunchConvertedSm90<linear::ConvertedTraits<T, kFormat, 24>>(args, stream, order, &sm90a);
-    } else if (kRowTile == 64 && args.rows <= 48) {
-      status = linear::LaunchConvertedSm90<linear::ConvertedTraits<T, kFormat, 48>>(args, stream, order, &sm90a);
-    } else {
-      status = linear::LaunchConvertedSm90<linear::ConvertedTraits<T, kFormat, kRowTile>>(args, stream, order, &sm90a);
-    }
-    if (!status.ok() || sm90a) return status;
-  }
+  bool launched = false;
+  Status status = linear::LaunchTileSm90<T, kFormat, kRowTile>(args, stream, order, &launched);
+  if (!status.ok() || launched) return status;
   return LaunchRows<linear::Traits<T, kFormat, kRowTile>>(p, args, shared_bytes, stream, order);
 }
 

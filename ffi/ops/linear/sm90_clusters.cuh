@@ -1,4 +1,4 @@
-// What the launches of both kernels of sm_90a share: how many CTAs divide k, the tensor maps, a launch in clusters.
+// What the launches of the kernels of sm_90a share: how many CTAs divide k, the tensor maps, a launch in clusters.
 #ifndef XLA_GPU_OPS_LINEAR_SM90_CLUSTERS_CUH_
 #define XLA_GPU_OPS_LINEAR_SM90_CLUSTERS_CUH_
 
@@ -18,6 +18,8 @@ namespace xla_gpu::linear {
 // says (15 of 8 on some). Constants: the parts of k, and so the bits, are the same on every GPU.
 inline constexpr int kMostClusters[9] = {0, 132, 66, 39, 30, 22, 17, 15, 14};
 
+constexpr int DivideUp(int value, int by) { return value / by + (value % by != 0); }
+
 // The number of CTAs that divide the chunks of k: as many as leave no SM with two of them, each with two chunks.
 constexpr int ClusterSize(int tiles, int chunks) {
   int cluster = 8;
@@ -28,17 +30,14 @@ constexpr int ClusterSize(int tiles, int chunks) {
 // The parts of k of a product with plain or float8 weights, [n, k], k in `chunks`: those of work tiles of so many
 // features, whatever a kernel's are.
 inline constexpr int kFeaturesOfParts = 256;
-constexpr int PartsOfK(int n, int chunks) {
-  return ClusterSize(n / kFeaturesOfParts + (n % kFeaturesOfParts != 0), chunks);
-}
+constexpr int PartsOfK(int n, int chunks) { return ClusterSize(DivideUp(n, kFeaturesOfParts), chunks); }
 
 // The parts of k, and so the bits, depend on n and k alone. Not five: clusters of two do not divide them, and up to 8
 // rows so many warps have fewer features than lets each CTA have an SM.
 inline int Int4Parts(const LinearArgs& linear) {
   const bool gated = linear.activation != Activation::kNone;
   const int out_features = gated ? linear.n / 2 : linear.n, features = gated ? 128 : 256;
-  const int parts =
-      ClusterSize(out_features / features + (out_features % features != 0), linear.k / 256 + (linear.k % 256 != 0));
+  const int parts = ClusterSize(DivideUp(out_features, features), DivideUp(linear.k, 256));
   return parts == 5 ? 4 : parts;
 }
 
@@ -51,16 +50,29 @@ Status RunsSm90a(void (*kernel)(Args), int threads, bool* runs) {
   return Status::Ok();
 }
 
+inline Status NoTensorMap() {
+  return Status::Internal(
+      "linear: no tensor map of weight or x: expected memory aligned to 16 bytes, and a driver that has tensor maps");
+}
+
 // The tensor maps of args->linear's weight, in boxes of `box_rows`, and of its x.
 inline Status EncodeMaps(int box_rows, int row_tile, Sm90Args* args) {
   const LinearArgs& linear = args->linear;
-  if (!EncodeMatrix(linear.weight, static_cast<uint64_t>(linear.n), static_cast<uint64_t>(linear.weight_row_bytes),
-                    static_cast<uint32_t>(box_rows), &args->weight_map) ||
-      !EncodeMatrix(linear.x, static_cast<uint64_t>(linear.rows), static_cast<uint64_t>(linear.k) * 2,
-                    static_cast<uint32_t>(row_tile), &args->x_map)) {
-    return Status::Internal(
-        "linear: no tensor map of weight or x: expected memory aligned to 16 bytes, and a driver that has tensor maps");
-  }
+  const bool encoded =
+      EncodeMatrix(linear.weight, static_cast<uint64_t>(linear.n), static_cast<uint64_t>(linear.weight_row_bytes),
+                   static_cast<uint32_t>(box_rows), &args->weight_map) &&
+      EncodeMatrix(linear.x, static_cast<uint64_t>(linear.rows), static_cast<uint64_t>(linear.k) * 2,
+                   static_cast<uint32_t>(row_tile), &args->x_map);
+  return encoded ? Status::Ok() : NoTensorMap();
+}
+
+// Lets a kernel have so much dynamic shared memory. The same for all sizes of a kernel: another thread may launch it in
+// between.
+template <typename Args>
+Status AllowSharedMemory(void (*kernel)(Args), int bytes) {
+  XLA_GPU_RETURN_IF_CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
+  XLA_GPU_RETURN_IF_CUDA(
+      cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared));
   return Status::Ok();
 }
 

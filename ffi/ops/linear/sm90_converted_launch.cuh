@@ -20,10 +20,10 @@ Status LaunchConvertedSm90(const LinearArgs& linear, Stream stream, LaunchOrder 
   const bool gated = linear.activation != Activation::kNone;
   const int out_features = gated ? linear.n / 2 : linear.n;
   const int tile_features = gated ? Config::kTileFeatures / 2 : Config::kTileFeatures;
-  const int tiles = out_features / tile_features + (out_features % tile_features != 0);
+  const int tiles = DivideUp(out_features, tile_features);
   Sm90Args args = {};
   args.linear = linear;
-  args.chunks = linear.k / Config::kStageK + (linear.k % Config::kStageK != 0);
+  args.chunks = DivideUp(linear.k, Config::kStageK);
   args.cluster = Config::kInt4 ? Int4Parts(linear) : ClusterSize(tiles, args.chunks);
   DivideColumns(tile_features, &args);
   args.weight_stages = Config::kWeightStages;

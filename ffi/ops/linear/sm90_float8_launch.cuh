@@ -43,7 +43,7 @@ Status LaunchFloat8Sm90(const LinearArgs& linear, Stream stream, LaunchOrder ord
   if (Status status = RunsSm90a(kernel, Config::kThreads, launched); !status.ok() || !*launched) return status;
   Sm90Args args = {};
   args.linear = linear;
-  args.chunks = linear.k / Config::kStageK + (linear.k % Config::kStageK != 0);
+  args.chunks = DivideUp(linear.k, Config::kStageK);
   Sm90Plan plan = {};
   const bool gated = linear.activation != Activation::kNone;
   Divide<Config>(linear.n, args.chunks, gated, &plan);

@@ -35,17 +35,15 @@ template <typename Config>
 void Divide(int n, int chunks, bool gated, Sm90Plan* plan) {
   static_assert(Config::kTileFeatures == kFeaturesOfParts);
   int features = Config::kTileFeatures;
-  const auto tiles_of = [&](int size) { return n / size + (n % size != 0); };
   plan->cluster = PartsOfK(n, chunks);
   if (plan->cluster == 1) {
     // Up to 8 rows work tiles beyond the SMs are no faster in equal rounds.
-    const int rounds = Config::kRowTile == 8 ? 1 : (tiles_of(features) - 1) / kMostClusters[1] + 1;
-    while (features > Config::kBoxRows && tiles_of(features - 16) <= rounds * kMostClusters[1]) features -= 16;
+    const int rounds = Config::kRowTile == 8 ? 1 : (DivideUp(n, features) - 1) / kMostClusters[1] + 1;
+    while (features > Config::kBoxRows && DivideUp(n, features - 16) <= rounds * kMostClusters[1]) features -= 16;
   }
   plan->boxes = gated || features > Config::kBoxRows ? 2 : 1;
   plan->box_rows = features / plan->boxes;
-  const int rows = gated ? n / 2 : n, tile_rows = gated ? plan->box_rows : features;
-  plan->tiles = rows / tile_rows + (rows % tile_rows != 0);
+  plan->tiles = gated ? DivideUp(n / 2, plan->box_rows) : DivideUp(n, features);
 }
 
 template <typename Config>
@@ -81,16 +79,13 @@ Status LaunchPlan(const LinearArgs& linear, const Sm90Plan& plan, int chunks, St
   // wgmma reads the last stage as if it had all its rows.
   const int read = (plan.weight_stages - 1) * stage_bytes + Config::kStageRows * 128;
   const int bytes = std::max({ring + Config::kBarrierBytes, read, Config::kSumBytes});
-  // The same for all plans: another thread may launch this kernel in between.
-  XLA_GPU_RETURN_IF_CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSm90MostBytes));
-  XLA_GPU_RETURN_IF_CUDA(
-      cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared));
+  if (Status status = AllowSharedMemory(kernel, kSm90MostBytes); !status.ok()) return status;
   return LaunchClusters(kernel, args, plan.tiles, Config::kThreads, bytes, stream);
 }
 
 template <typename Config>
 Status LaunchSm90(const LinearArgs& linear, Stream stream, LaunchOrder order) {
-  const int chunks = linear.k / Config::kStageK + (linear.k % Config::kStageK != 0);
+  const int chunks = DivideUp(linear.k, Config::kStageK);
   const auto plan = MakePlan<Config>(linear.n, chunks, linear.activation != Activation::kNone);
   return LaunchPlan<Config>(linear, plan, chunks, stream, order);
 }

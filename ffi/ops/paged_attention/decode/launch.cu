@@ -81,16 +81,8 @@ bool TakesLead(const PagedAttentionCall& params, const DecodeArgs& args, int sms
              prefill::TmaInstance::kRows192;
 }
 
-}  // namespace
-
-Status LaunchKernels(const PagedAttentionCall& params, const KernelConfig& config, const SplitKvVariants& variants,
-                     Stream stream) {
-  const CombineKernels combine_kernels = CombineKernelsFor(config.head_dim);
-  Occupancy occupancy;
-  if (Status status = GetOccupancy(variants, combine_kernels, &occupancy); !status.ok()) return status;
-  const SplitKvKernel& kernel = occupancy.large_shared_memory ? variants.large : variants.small;
-  if (config.wide && !occupancy.large_shared_memory) return LaunchSimt(params, stream);
-
+DecodeArgs ArgsFor(const PagedAttentionCall& params, const KernelConfig& config, const SplitKvKernel& kernel,
+                   const Occupancy& occupancy) {
   DecodeArgs args = MakeArgs(params, config);
   args.kv_l2_policy = kEvictFirst;
   args.slot_stride_bytes = static_cast<uint32_t>(params.slot_stride * kernel.element_bytes);
@@ -101,17 +93,44 @@ Status LaunchKernels(const PagedAttentionCall& params, const KernelConfig& confi
   // Not behind the prefill path, which has waited for everything before it, unless that uses the same scratch.
   args.wait_at_start = !args.behind_prefill || PathsShareScratch(params);
   args.whole_tile_excess = WholeTileExcess(config, args);
+  return args;
+}
 
-  // A warp for each row of a split tile. There is at most one split tile for each boundary between intervals, and for
-  // each work tile of a KV-head group.
+// A warp for each row of a split tile. There is at most one split tile for each boundary between intervals, and for
+// each work tile of a KV-head group.
+unsigned CombineCtas(const PagedAttentionCall& params, const KernelConfig& config, const DecodeArgs& args, int sms) {
   const int64_t tile_rows = int64_t{args.cta_group_size} * config.accum_rows;
   const int64_t rows = std::min<int64_t>(args.num_cta_groups - 1, config.work_tiles / args.cta_group_size) * tile_rows;
   // Where the prefill path follows, one CTA on each SM leaves registers for a small prefill CTA. Not where a warp would
   // then merge more than one row: a second one takes as long as the first.
-  const bool one_turn = rows <= int64_t{occupancy.sms} * kCombineWarps;
+  const bool one_turn = rows <= int64_t{sms} * kCombineWarps;
   const bool leave_room = one_turn && !args.fill_padding_rows && DecodeComesFirst(params);
-  const int64_t most = int64_t{occupancy.sms} * (leave_room ? 1 : 2);
-  const auto combine_ctas = static_cast<unsigned>(std::clamp<int64_t>(rows, 1, most));
+  const int64_t most = int64_t{sms} * (leave_room ? 1 : 2);
+  return static_cast<unsigned>(std::clamp<int64_t>(rows, 1, most));
+}
+
+// What the split-KV kernel's launch and the combine kernel's behind it have in common.
+cudaLaunchConfig_t DependentLaunch(Stream stream, const Occupancy& occupancy, cudaLaunchAttribute* attribute) {
+  attribute->id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute->val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t launch = {};
+  launch.stream = stream;
+  launch.attrs = attribute;
+  launch.numAttrs = occupancy.dependent ? 1 : 0;
+  return launch;
+}
+
+}  // namespace
+
+Status LaunchKernels(const PagedAttentionCall& params, const KernelConfig& config, const SplitKvVariants& variants,
+                     Stream stream) {
+  const CombineKernels combine_kernels = CombineKernelsFor(config.head_dim);
+  Occupancy occupancy;
+  if (Status status = GetOccupancy(variants, combine_kernels, &occupancy); !status.ok()) return status;
+  const SplitKvKernel& kernel = occupancy.large_shared_memory ? variants.large : variants.small;
+  if (config.wide && !occupancy.large_shared_memory) return LaunchSimt(params, stream);
+  const DecodeArgs args = ArgsFor(params, config, kernel, occupancy);
+  const unsigned combine_ctas = CombineCtas(params, config, args, occupancy.sms);
   SharedCall* const shared = params.decode_work;
   if (shared != nullptr && !shared->planned) {
     // The prefill path's kernel has code for work tiles of 8 rows.
@@ -122,23 +141,17 @@ Status LaunchKernels(const PagedAttentionCall& params, const KernelConfig& confi
   }
 
   cudaLaunchAttribute attribute;
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t split_kv = {};
+  cudaLaunchConfig_t split_kv = DependentLaunch(stream, occupancy, &attribute);
   split_kv.gridDim = dim3(static_cast<unsigned>(args.cta_group_size), static_cast<unsigned>(args.num_cta_groups));
   split_kv.blockDim = dim3(static_cast<unsigned>(kernel.threads));
   split_kv.dynamicSmemBytes = static_cast<size_t>(kernel.shared_bytes);
-  split_kv.stream = stream;
-  split_kv.attrs = &attribute;
-  split_kv.numAttrs = occupancy.dependent ? 1 : 0;
   XLA_GPU_RETURN_IF_CUDA(cudaLaunchKernelEx(&split_kv, kernel.kernel, args));
   if (config.whole_tiles || shared != nullptr) return Status::Ok();
 
-  cudaLaunchConfig_t combine = split_kv;
+  cudaLaunchConfig_t combine = DependentLaunch(stream, occupancy, &attribute);
   if (args.store_every_split) {
     combine.gridDim = dim3(static_cast<unsigned>(config.work_tiles * config.accum_rows));
     combine.blockDim = dim3(kCombineSmallThreads);
-    combine.dynamicSmemBytes = 0;
     XLA_GPU_RETURN_IF_CUDA(cudaLaunchKernelEx(&combine, combine_kernels.combine_small, args));
     return Status::Ok();
   }
