@@ -10,6 +10,11 @@ def bits(x: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(x).view(f"u{x.dtype.itemsize}")
 
 
+def without_nan(x: np.ndarray, number: float = 0) -> np.ndarray:
+    """x with a number in the places of NaN. (np.nan_to_num leaves ml_dtypes' types as they are.)"""
+    return np.where(np.isnan(x), x.dtype.type(number), x)
+
+
 def _first(mask: np.ndarray) -> tuple[int, ...]:
     return tuple(int(i) for i in np.argwhere(mask)[0])
 

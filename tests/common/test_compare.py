@@ -48,6 +48,18 @@ def test_numbers_are_equal_where_bits_of_nan_differ(dtype):
         compare.assert_equal_numbers(got, want)
 
 
+@pytest.mark.parametrize("dtype", [*cases.FLOATS, *cases.FLOAT8S])
+def test_without_nan_keeps_the_type_and_all_numbers(dtype):
+    dtype = cases.DTYPES[dtype]
+    x = np.array([np.nan, -1.5, 0.0, 448.0], dtype)
+    got = compare.without_nan(x)
+    compare.assert_bitwise_equal(got, np.array([0.0, -1.5, 0.0, 448.0], dtype))
+    assert compare.without_nan(x, 2)[0] == 2 and np.isnan(x[0])
+    if dtype.itemsize > 1:
+        infinite = np.array([-np.inf, np.inf], dtype)
+        compare.assert_bitwise_equal(compare.without_nan(infinite), infinite)
+
+
 @pytest.mark.parametrize("dtype", cases.FLOATS)
 def test_ulps_are_counted_across_zero(dtype):
     dtype = cases.DTYPES[dtype]

@@ -113,7 +113,7 @@ def merge(x: Merge, frontends: Sequence[Frontend]) -> None:
     arrays = x.arrays()
     want = reference.merge_attention_states(**arrays)
     # The baseline's product of weight 0 and a NaN that has no part would be NaN.
-    base = baseline.merge_attention_states(**{k: np.nan_to_num(v, neginf=-np.inf) for k, v in arrays.items()})
+    base = baseline.merge_attention_states(**{k: compare.without_nan(v) for k, v in arrays.items()})
     base = (base[0], np.where(np.isnan(base[1]), -np.inf, base[1]))
 
     def check(frontend, got):

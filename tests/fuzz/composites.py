@@ -93,8 +93,7 @@ class HostileBidirectional:
     def arrays(self) -> Arrays:
         arrays = self.attention.built()[0]
         for name in ("query", "key", "value"):  # wrong numbers may be sound, and name rows of padding
-            values = arrays[name]  # np.nan_to_num leaves bfloat16 as it is
-            arrays[name] = np.where(np.isnan(values), values.dtype.type(1), values)
+            arrays[name] = compare.without_nan(arrays[name], 1)
         for argument, index, number in self.damage:
             arrays[argument][index % arrays[argument].size] = number
         return arrays
