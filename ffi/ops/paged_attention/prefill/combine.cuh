@@ -6,7 +6,6 @@
 
 #include "ffi/device/attention_state.cuh"
 #include "ffi/device/dependent_launch.cuh"
-#include "ffi/device/fetch_parameters.cuh"
 #include "ffi/device/mma.cuh"
 #include "ffi/ops/paged_attention/prefill/longest_first_plan.cuh"
 #include "ffi/ops/paged_attention/prefill/rows.cuh"
@@ -125,9 +124,6 @@ __device__ __forceinline__ void CombinePrefillSplits(const PagedAttentionParams&
   // Splits of a row whose accumulators a warp loads at once, as registers allow.
   constexpr int kAtOnce = kDim <= 128 ? 8 : 4;
   AllowDependentLaunch();  // of the decode path, if that comes second
-  FetchParameters(params);
-  FetchParameters(policy);
-  FetchParameters(accumulators);
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const int warp = static_cast<int>(cta * (kCombineThreads / 32) + threadIdx.x / 32);
   const int warps = static_cast<int>(ctas * (kCombineThreads / 32));

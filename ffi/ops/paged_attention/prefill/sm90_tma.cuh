@@ -11,7 +11,6 @@
 
 #include "ffi/device/async_copy.cuh"
 #include "ffi/device/dependent_launch.cuh"
-#include "ffi/device/fetch_parameters.cuh"
 #include "ffi/device/mbarrier.cuh"
 #include "ffi/device/wgmma.cuh"
 #include "ffi/ops/paged_attention/decode/decode.h"
@@ -197,11 +196,8 @@ __device__ __forceinline__ void RunPrefillTma(const TmaParams& params, const dec
   const bool behind_decode = params.behind_decode;
   const bool probably_empty = kPlansFirst && behind_decode;
   if (behind_decode) AllowDependentLaunch();  // of the combine kernel
-  if (probably_empty) {
-    FetchParameters(attention);
-  } else {
+  if (!probably_empty) {
     if (threadIdx.x / 32 == 3) InitBarriers(cta);
-    FetchParameters(params);
     PrefetchMetadata(params);
     __syncthreads();  // the barriers are there
   }
@@ -296,10 +292,7 @@ __device__ __forceinline__ void RunPrefillTma(const TmaParams& params, const dec
     }
     if (!has_decode_rows()) return;
   } else {
-    if (probably_empty) {
-      if (threadIdx.x / 32 == 3) InitBarriers(cta);
-      FetchParameters(params);
-    }
+    if (probably_empty && threadIdx.x / 32 == 3) InitBarriers(cta);
     if (behind_decode && params.waits_for_inputs) WaitForPreviousKernel();
     if (!few || probably_empty) __syncthreads();
 
