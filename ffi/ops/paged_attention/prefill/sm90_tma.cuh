@@ -189,31 +189,42 @@ __device__ __forceinline__ void RunPrefillTma(const TmaParams& params, const dec
   const TmaCta<Traits> cta(params, shared);
   const PagedAttentionParams& attention = params.attention;
 
+  // ---- Metadata
+  // Where there are few sequences, each warp plans by itself. CTAs plan while the kernel before may still run, from
+  // metadata that this one may still write, and again behind the wait where they have changed.
+  using Scheduler = typename Traits::Scheduler;
+  using WarpScheduler = typename Traits::WarpScheduler;
+  constexpr bool kPlansManyEarly = Traits::kTakesSomeSplits;  // instances for many sequences of few rows
+  const bool behind_decode = params.behind_decode;
+  const int64_t early_sequences = kPlansManyEarly ? Scheduler::kEarlySequences : WarpScheduler::kSequences;
+  ThreadMetadata metadata;
+  // They are under way while barriers are initialised, since all threads meet behind the plan.
+  bool meets_late = false;
+  if constexpr (Traits::kShortPlan) {
+    meets_late = !behind_decode && attention.max_seqs <= early_sequences;
+    const bool few = Traits::kLongestFirst || attention.max_seqs <= WarpScheduler::kSequences;
+    const int seq = static_cast<int>(few ? threadIdx.x % 32 : threadIdx.x);
+    if (meets_late) metadata = ThreadMetadata::Load(attention, seq, /*early=*/true);
+  }
+
   // ---- Barriers
   // Whether the first work tile is planned before the launch wait too. It costs registers.
   constexpr bool kPlansFirst = Traits::kHeadDim != 64 || Traits::kAlternates;
   // Behind the decode path there is probably no work. What only CTAs with a work tile need comes later then.
-  const bool behind_decode = params.behind_decode;
   const bool probably_empty = kPlansFirst && behind_decode;
   if (behind_decode) AllowDependentLaunch();  // of the combine kernel
   if (!probably_empty) {
     if (threadIdx.x / 32 == 3) InitBarriers(cta);
     PrefetchMetadata(params);
-    __syncthreads();  // the barriers are there
+    if (!meets_late) __syncthreads();  // the barriers are there
   }
 
   // ---- Dependent launch, and work tiles
   // All CTAs wait, also those without a work tile: then this kernel ends after the one before. Behind the decode path,
   // which has waited for all that came before, one CTA waits before it ends, and others only before they use the
   // scratch, which the decode path may still read: those without a work tile make room for the next kernel.
-  // Where there are few sequences, each warp plans by itself. CTAs plan while the kernel before may still run, from
-  // metadata that this one may still write, and again behind the wait where they have changed.
-  using Scheduler = typename Traits::Scheduler;
-  using WarpScheduler = typename Traits::WarpScheduler;
   using SchedulerWarp = TmaSchedulerWarp<Traits>;
   const bool few = Traits::kLongestFirst || attention.max_seqs <= WarpScheduler::kSequences;
-  constexpr bool kPlansManyEarly = Traits::kTakesSomeSplits;  // instances for many sequences of few rows
-  const int64_t early_sequences = kPlansManyEarly ? Scheduler::kEarlySequences : WarpScheduler::kSequences;
   const bool early = !behind_decode && attention.max_seqs <= early_sequences;
   bool settled = !early;  // nobody writes the metadata any more
   if (settled && !behind_decode) {
@@ -229,7 +240,7 @@ __device__ __forceinline__ void RunPrefillTma(const TmaParams& params, const dec
   };
   const auto is_empty = [&] { return few ? warp_scheduler.IsEmpty() : scheduler.IsEmpty(); };
   const int seq = static_cast<int>(few ? threadIdx.x % 32 : threadIdx.x);  // whose metadata this thread reads
-  auto metadata = ThreadMetadata::Load(attention, seq, !settled);
+  if (!meets_late) metadata = ThreadMetadata::Load(attention, seq, !settled);
 #pragma unroll 1
   while (true) {
     bool in_order;
@@ -253,6 +264,7 @@ __device__ __forceinline__ void RunPrefillTma(const TmaParams& params, const dec
     }
     if (settled) break;
     settled = true;
+    if constexpr (Traits::kShortPlan) __syncthreads();  // all threads meet: the barriers are there
     WaitForPreviousKernel();
     AllowDependentLaunch();
     const auto now = ThreadMetadata::Load(attention, seq, /*early=*/false);

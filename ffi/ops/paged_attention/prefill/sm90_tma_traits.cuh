@@ -78,6 +78,8 @@ struct TmaKernelTraits : Config {
       kTakesWholeTiles && kConsumerWarpgroups == 1 && Config::kProducerWarpgroups == 1;
   static constexpr decode::CacheFormat kDecodeFormat =
       std::is_same_v<T, __half> ? decode::CacheFormat::kF16 : decode::CacheFormat::kBF16;
+  // Whether the plan is made in the fewest instructions. Not at head_dim 256, which has no registers for it.
+  static constexpr bool kShortPlan = kHeadDim != 256;
   // Whether there is a kernel that also computes the sequences of the decode path, behind its own.
   static constexpr bool kSharesDecodeRows = kTakesFirstSplits && kConsumerWarpgroups == 1 && !kLongestFirst;
   static constexpr int kWarpgroupThreads = 128;
