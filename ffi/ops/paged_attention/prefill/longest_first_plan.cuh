@@ -30,11 +30,15 @@ class LongestFirstPlan {
  public:
   // part_rows: of the split accumulators. The first ones, which `policy.pool_rows` do not count, are the decode path's.
   __device__ LongestFirstPlan(const SplitKvPolicy& policy, int64_t part_rows, int q_len, int context_len)
+      : LongestFirstPlan(policy, part_rows, q_len, context_len, policy.Of(q_len, context_len)) {}
+  // `splits`: the sequence's.
+  __device__ LongestFirstPlan(const SplitKvPolicy& policy, int64_t part_rows, int q_len, int context_len,
+                              const KvSplits& splits)
       : policy_(policy),
         part_rows_(static_cast<unsigned>(part_rows)),
         q_len_(q_len),
         context_len_(context_len),
-        splits_(policy.Of(q_len, context_len)),
+        splits_(splits),
         splits_keys_(splits_.count > 1),
         rows_(static_cast<unsigned>(q_len * policy.group)),
         of_split_(splits_keys_ ? rows_ * static_cast<unsigned>(policy.kv_heads) : 0) {}

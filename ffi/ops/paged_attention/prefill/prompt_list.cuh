@@ -137,7 +137,9 @@ class PromptList {
   }
 
   // Tile number `row_tile`, which must be below CountTiles(). By a warp; the result is the same in all lanes.
-  __device__ WorkTile Find(unsigned row_tile, unsigned kv_head) const {
+  // kCarriesSplits: also KvSplits::Packed of its sequence.
+  template <bool kCarriesSplits = false>
+  __device__ WorkTile Find(unsigned row_tile, unsigned kv_head, int* packed_splits = nullptr) const {
     const int lane = static_cast<int>(threadIdx.x) % 32;
     int found = 0;  // the tile's class
 #pragma unroll
@@ -148,14 +150,25 @@ class PromptList {
     int owner = 0;
     unsigned index = 0;
     int base = 0;
+    Prompt mine{};  // with kCarriesSplits
+    KvSplits my_splits{1, 0, 0};
     for (;; base += 32) {
       unsigned first = 0, last = 0;  // this lane's prompt has tiles [first, last) in the class
       if (base + lane < count_) {
-        const Prompt prompt = At(base + lane);
+        Prompt prompt;
+        if constexpr (kCarriesSplits) {
+          prompt = mine = At(base + lane, &my_splits);
+        } else {
+          prompt = At(base + lane);
+        }
         first = tiles_.FirstEndingAt(prompt, ClassEnd(found));
         last = found == 0 ? tiles_.Count(prompt) : tiles_.FirstEndingAt(prompt, ClassEnd(found - 1));
       }
       if (FindAmongLanes(first, last, &left, &owner, &index)) break;
+    }
+    if constexpr (kCarriesSplits) {
+      *packed_splits = __shfl_sync(~0u, my_splits.Packed(), owner);
+      return PromptOfLane(mine, owner).Tile(tiles_, index, kv_head);
     }
     return At(base + owner).Tile(tiles_, index, kv_head);
   }
@@ -189,12 +202,18 @@ class PromptList {
     return count_;
   }
 
-  __device__ Prompt At(int index) const {
+  // `splits`: null, or for the sequence's KV splits, also where these are no work tiles of their own.
+  __device__ Prompt At(int index, KvSplits* splits = nullptr) const {
     const int4 stored = storage_.prompts[index];
     Prompt prompt{stored.x, stored.y, stored.z, stored.w, 1, 0, 0};
     if constexpr (Split::kSplits) {
       // NOTE: where it has too many tokens, Collect has already stored that it is invalid.
-      if (index < crossing_) split_kv_(&prompt);
+      if (splits != nullptr) {
+        *splits = split_kv_(&prompt);
+        if (index >= crossing_) prompt.splits = 1;
+      } else if (index < crossing_) {
+        split_kv_(&prompt);
+      }
       prompt.seq =
           static_cast<int>(blockIdx.y) * kCapacity + static_cast<int>(static_cast<unsigned>(stored.x) % kCapacity);
       prompt.accum_begin = static_cast<int>(static_cast<unsigned>(stored.x) / kCapacity);

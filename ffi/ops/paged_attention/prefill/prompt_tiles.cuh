@@ -77,12 +77,13 @@ struct SplitPromptKv {
   static constexpr bool kSplits = true;
   static constexpr bool kSharesRound = kSharesLastRound;
   const SplitKvPolicy& policy;
-  __device__ void operator()(Prompt* prompt) const {
+  __device__ KvSplits operator()(Prompt* prompt) const {
     if (prompt->q_len > policy.max_tokens) prompt->context_len = -1;
-    if (!policy.enabled) return;
+    if (!policy.enabled) return {1, 0, 0};
     const KvSplits splits = policy.Of(prompt->q_len, prompt->context_len);
     prompt->splits = splits.count;
     prompt->split_keys = splits.Begin(1) * static_cast<int>(policy.tile_keys.divisor);
+    return splits;
   }
 };
 struct WholePromptKv {
@@ -167,6 +168,14 @@ __device__ inline bool IsLateChunk(const Prompt& prompt) { return prompt.q_len <
 // Whether two prompts' work tiles take about the same time.
 __device__ inline bool AreAlike(const Prompt& a, const Prompt& b) {
   return a.q_len == b.q_len && a.splits == b.splits && abs(a.context_len - b.context_len) <= a.context_len / 8;
+}
+
+// What lane `lane` has.
+__device__ inline Prompt PromptOfLane(const Prompt& mine, int lane) {
+  const auto of_lane = [lane](int value) { return __shfl_sync(~0u, value, lane); };
+  return {of_lane(mine.seq),         of_lane(mine.q_begin),     of_lane(mine.q_len),
+          of_lane(mine.context_len), of_lane(mine.splits),      0,
+          of_lane(mine.accum_begin), of_lane(mine.first_splits)};
 }
 
 // The sum of the values in this lane and those before it.

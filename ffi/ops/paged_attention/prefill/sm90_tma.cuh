@@ -235,8 +235,8 @@ __device__ __forceinline__ void RunPrefillTma(const TmaParams& params, const dec
   Scheduler scheduler(attention, params.group.divisor, params.kv_heads, params.split_kv, cta.Storage().scheduler);
   typename SchedulerWarp::Planned first{};
   const bool is_scheduler = threadIdx.x < 32;
-  const auto find = [&](unsigned n, WorkTile* tile) {
-    return few ? warp_scheduler.Find(n, tile) : scheduler.Find(n, tile);
+  const auto find = [&](unsigned n, WorkTile* tile, int* splits) {
+    return few ? warp_scheduler.Find(n, tile, splits) : scheduler.Find(n, tile, splits);
   };
   const auto is_empty = [&] { return few ? warp_scheduler.IsEmpty() : scheduler.IsEmpty(); };
   const int seq = static_cast<int>(few ? threadIdx.x % 32 : threadIdx.x);  // whose metadata this thread reads
@@ -258,8 +258,9 @@ __device__ __forceinline__ void RunPrefillTma(const TmaParams& params, const dec
     }
     if constexpr (kPlansFirst) {
       if (is_scheduler && !is_empty() && (few || kPlansManyEarly)) {
-        first = SchedulerWarp{cta}.PlanFirst(
-            [&](unsigned n, WorkTile* tile) { return kPlansManyEarly ? find(n, tile) : warp_scheduler.Find(n, tile); });
+        first = SchedulerWarp{cta}.PlanFirst([&](unsigned n, WorkTile* tile, int* splits) {
+          return kPlansManyEarly ? find(n, tile, splits) : warp_scheduler.Find(n, tile, splits);
+        });
       }
     }
     if (settled) break;

@@ -80,6 +80,9 @@ struct TmaKernelTraits : Config {
       std::is_same_v<T, __half> ? decode::CacheFormat::kF16 : decode::CacheFormat::kBF16;
   // Whether the plan is made in the fewest instructions. Not at head_dim 256, which has no registers for it.
   static constexpr bool kShortPlan = kHeadDim != 256;
+  // Whether a work tile comes with the KV splits of its sequence. Else they are computed again for each: in work tiles
+  // of 192 rows too, whose scheduler warp has no registers for them.
+  static constexpr bool kCarriesSplits = kShortPlan && kRowWarpgroups < 3;
   // Whether there is a kernel that also computes the sequences of the decode path, behind its own.
   static constexpr bool kSharesDecodeRows = kTakesFirstSplits && kConsumerWarpgroups == 1 && !kLongestFirst;
   static constexpr int kWarpgroupThreads = 128;
@@ -110,10 +113,11 @@ struct TmaKernelTraits : Config {
 
   // A work tile that is not full takes less time where warpgroups compute independently of each other.
   static constexpr bool kShrinksTail = Config::kOverlap == Overlap::kInterWarpgroup;
-  using Scheduler = std::conditional_t<
-      Config::kProducerWarpgroups == 0, PersistentFlatTileScheduler<kThreads, kRows, Config::kMaxSequences>,
-      PersistentTileScheduler<kThreads, kRows, Config::kMaxSequences, Config::kClasses, kTakesSomeSplits>>;
-  using WarpScheduler = PersistentWarpTileScheduler<kRows, kShrinksTail, kLongestFirst>;
+  using Scheduler = std::conditional_t<Config::kProducerWarpgroups == 0,
+                                       PersistentFlatTileScheduler<kThreads, kRows, Config::kMaxSequences>,
+                                       PersistentTileScheduler<kThreads, kRows, Config::kMaxSequences, Config::kClasses,
+                                                               kTakesSomeSplits, kCarriesSplits>>;
+  using WarpScheduler = PersistentWarpTileScheduler<kRows, kShrinksTail, kLongestFirst, kCarriesSplits>;
   using Rows = TileRows<FastDivisor>;
 
   // Key tiles of a warpgroup's rows: those that some row sees, and those that all rows see whole.

@@ -32,6 +32,13 @@ struct KvSplits {
 
   // The first key tile of a split; of split `count`, the end of the last one.
   XLA_GPU_HOST_DEVICE int Begin(int split) const { return split * tiles + (split < longer ? split : longer); }
+
+  // In one register, without the count: 0 where the sequence is not split. There are at most kMaxSplits, and a key tile
+  // has more than 64 keys, of fewer than 2^31.
+  XLA_GPU_HOST_DEVICE int Packed() const { return tiles * 32 + longer; }
+  XLA_GPU_HOST_DEVICE static KvSplits Unpacked(int packed) {
+    return {0, static_cast<int>(static_cast<unsigned>(packed) / 32), packed & 31};
+  }
 };
 
 // What sequences would have with cross-CTA splits, or without: sums over the sequences.
