@@ -184,7 +184,7 @@ __device__ __forceinline__ void CombinePrefillSplits(const PagedAttentionParams&
       const bool has_decode_rows =
           __any_sync(~0u, lane < num_live && HasDecodeRows(__ldg(begin), __ldg(begin + 1), policy.max_decode_tokens));
       const int q_len = info.q_len > policy.max_decode_tokens ? info.q_len : 0;
-      LongestFirstPlan plan(policy, accumulators.part_rows, q_len, info.valid ? info.context_len : 0);
+      LongestFirstPlan<> plan(policy, accumulators.part_rows, q_len, info.valid ? info.context_len : 0);
       const SplitPlacement placed = plan.Place(has_decode_rows);
       my_splits -= placed.first - 1;
       my_accum_begin = placed.accum_begin;

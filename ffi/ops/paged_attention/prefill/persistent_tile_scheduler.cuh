@@ -6,6 +6,7 @@
 #define XLA_GPU_OPS_PAGED_ATTENTION_PREFILL_PERSISTENT_TILE_SCHEDULER_CUH_
 
 #include <cstdint>
+#include <type_traits>
 
 #include "ffi/device/dependent_launch.cuh"
 #include "ffi/ops/paged_attention/prefill/longest_first_plan.cuh"
@@ -45,15 +46,16 @@ struct ThreadMetadata {
 };
 
 // For any number of sequences, by the threads of a CTA together, through shared memory.
-// kCarriesSplits: Find gives KvSplits::Packed too.
-template <int kThreads, int kRows, int kMaxSequences, int kClasses, bool kSharesLastRound, bool kCarriesSplits>
+// kCarriesSplits: Find gives KvSplits::Packed too. Division: how it divides.
+template <int kThreads, int kRows, int kMaxSequences, int kClasses, bool kSharesLastRound, bool kCarriesSplits,
+          typename Division>
 class PersistentTileScheduler {
  public:
   // Sequences of one row of the grid: row y has those from y * kSequences on.
   static constexpr int kSequences = kMaxSequences;
   // Sequences of a call whose metadata Plan is given.
   static constexpr int kEarlySequences = kThreads;
-  using Split = SplitPromptKv<kSharesLastRound>;
+  using Split = SplitPromptKv<kSharesLastRound, Division>;
   using List = PromptList<kThreads, kRows, kSequences, kClasses, Split>;
   struct Storage {
     typename List::Storage list;
@@ -64,8 +66,11 @@ class PersistentTileScheduler {
   };
 
   __device__ PersistentTileScheduler(const PagedAttentionParams& params, unsigned group, FastDivisor kv_heads,
-                                     const SplitKvPolicy& policy, Storage& storage)
-      : params_(params), storage_(storage), list_(params, group, Split{policy}, storage.list), kv_heads_(kv_heads) {}
+                                     const SplitKvPolicy& policy, const Division& division, Storage& storage)
+      : params_(params),
+        storage_(storage),
+        list_(params, group, Split{policy, division}, storage.list),
+        kv_heads_(kv_heads) {}
 
   // Must come first, by all threads. `metadata`: of sequence threadIdx.x. Returns whether all sequences are in order.
   // If not, there is a plan only if the metadata are `settled`: behind the launch wait. So they have to be with more
@@ -141,8 +146,8 @@ class PersistentTileScheduler {
 
 // For up to kWarpPlannedSequences: each warp plans on its own, a sequence to a lane. Without the barriers and shared
 // memory of PersistentTileScheduler, a prompt of 1024 tokens takes 24 µs instead of 26. kShrinksTail: as PromptTiles'.
-// kLongestFirst: splits are placed as LongestFirstPlan says. kCarriesSplits: as PersistentTileScheduler's.
-template <int kRows, bool kShrinksTail, bool kLongestFirst, bool kCarriesSplits>
+// kLongestFirst: splits are placed as LongestFirstPlan says. The others: as PersistentTileScheduler's.
+template <int kRows, bool kShrinksTail, bool kLongestFirst, bool kCarriesSplits, typename Division>
 class PersistentWarpTileScheduler {
  public:
   static constexpr int kSequences = kWarpPlannedSequences;
@@ -188,13 +193,13 @@ class PersistentWarpTileScheduler {
   // Must come before Find where sequences may be split. part_rows: of the split accumulators. kFirstSplits: asks
   // SplitKvPolicy::FirstSplits, of which one CTA takes all, or with kSome also some.
   template <bool kFirstSplits, bool kSome>
-  __device__ void Split(const SplitKvPolicy& policy, int64_t part_rows) {
-    const KvSplits splits = SplitPromptKv</*kSharesLastRound=*/false>{policy}(&prompt_);
+  __device__ void Split(const SplitKvPolicy& policy, int64_t part_rows, const Division& division) {
+    const KvSplits splits = SplitPromptKv</*kSharesLastRound=*/false, Division>{policy, division}(&prompt_);
     if constexpr (kCarriesSplits) packed_splits_ = splits.Packed();
     if (!__any_sync(~0u, prompt_.splits > 1)) return;
     if constexpr (kLongestFirst) {
-      const KvSplits again = kCarriesSplits ? splits : policy.Of(prompt_.q_len, prompt_.context_len);
-      LongestFirstPlan plan(policy, part_rows, prompt_.q_len, prompt_.context_len, again);
+      const KvSplits again = kCarriesSplits ? splits : policy.template Of<Division>(prompt_.q_len, prompt_.context_len);
+      LongestFirstPlan<Division> plan(policy, part_rows, prompt_.q_len, prompt_.context_len, again, division);
       const SplitPlacement placed = plan.Place(has_decode_rows_);
       prompt_.first_splits = placed.first;
       prompt_.splits -= placed.first - 1;
@@ -203,8 +208,8 @@ class PersistentWarpTileScheduler {
       return;
     }
     if constexpr (kFirstSplits) {
-      const KvSplits again = kCarriesSplits ? splits : policy.Of(prompt_.q_len, prompt_.context_len);
-      prompt_.first_splits = policy.FirstSplits(prompt_.q_len, prompt_.context_len, again);
+      const KvSplits again = kCarriesSplits ? splits : policy.template Of<Division>(prompt_.q_len, prompt_.context_len);
+      prompt_.first_splits = policy.FirstSplits(prompt_.q_len, prompt_.context_len, again, division);
       prompt_.splits -= prompt_.first_splits - 1;
     }
     const unsigned rows = policy.RowsOf(prompt_.splits, prompt_.q_len);
@@ -303,7 +308,7 @@ class PersistentWarpTileScheduler {
   // other CTAs take the other splits.
   __device__ bool FindBesideFirstSplits(unsigned n, WorkTile* tile, int* packed_splits) const {
     const unsigned all = tiles_.Count(prompt_);
-    const unsigned row_tiles = all / static_cast<unsigned>(prompt_.splits);
+    const unsigned row_tiles = Division::Quotient(all, static_cast<unsigned>(prompt_.splits));
     const unsigned first_ctas = __reduce_add_sync(~0u, row_tiles) * kv_heads_.divisor;
     const bool first = blockIdx.x < first_ctas;
     if (first && n > 0) return false;
@@ -318,7 +323,7 @@ class PersistentWarpTileScheduler {
     const Prompt prompt = PromptOf(owner);
     unsigned index = left * prompt.splits;
     if (!first) {
-      const unsigned row_tile = left / static_cast<unsigned>(prompt.splits - 1);
+      const unsigned row_tile = Division::Quotient(left, static_cast<unsigned>(prompt.splits - 1));
       index = left + row_tile + 1;
     }
     *tile = prompt.Tile(tiles_, index, kv_head);
@@ -337,7 +342,7 @@ class PersistentWarpTileScheduler {
             __shfl_sync(~0u, prompt_.first_splits, lane)};
   }
 
-  PromptTiles<kRows, kShrinksTail, kLongestFirst> tiles_;
+  PromptTiles<kRows, kShrinksTail, kLongestFirst, !std::is_same_v<Division, PlainDivision>> tiles_;
   const FastDivisor kv_heads_;
   Prompt prompt_ = {0, 0, 0, -1, 1, 0, 0};  // this lane's; no rows where it has none
   int packed_splits_ = 0;                   // its KV splits, with kCarriesSplits

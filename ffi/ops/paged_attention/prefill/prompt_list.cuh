@@ -65,7 +65,8 @@ class PromptList {
       rows_up_to = SumUpToLane(rows);
     }
     if constexpr (Split::kSharesRound) {
-      sums = split_kv_.policy.SumsOf(mine ? prompt.q_len : 0, prompt.context_len, prompt.splits).OfWarp();
+      const int q_len = mine ? prompt.q_len : 0;
+      sums = split_kv_.policy.SumsOf(q_len, prompt.context_len, prompt.splits, split_kv_.division).OfWarp();
     }
     if (!__syncthreads_or(mine)) return;
     const unsigned votes = __ballot_sync(~0u, mine);
@@ -178,7 +179,7 @@ class PromptList {
   __device__ int CountCrossing() const {
     const SplitKvPolicy& policy = split_kv_.policy;
     if constexpr (!Split::kSharesRound) return policy.Fits(all_.rows) ? count_ : 0;
-    const unsigned row_tiles = policy.CrossCtaRowTiles(all_);
+    const unsigned row_tiles = policy.CrossCtaRowTiles(all_, split_kv_.division);
     if (row_tiles == 0) return 0;
     if (row_tiles == SplitKvPolicy::kAllRowTiles) return count_;
     const int lane = static_cast<int>(threadIdx.x) % 32;
@@ -235,7 +236,7 @@ class PromptList {
   const PagedAttentionParams& params_;
   const Split split_kv_;
   Storage& storage_;
-  const PromptTiles<kRows> tiles_;
+  const PromptTiles<kRows, /*kShrinksTail=*/false, /*kOwnRows=*/false, Split::kShortPlan> tiles_;
   int count_ = 0;
   int crossing_ = 0;       // prompts with cross-CTA splits
   CrossCtaSums all_ = {};  // of all prompts

@@ -194,6 +194,7 @@ __device__ __forceinline__ void RunPrefillTma(const TmaParams& params, const dec
   // metadata that this one may still write, and again behind the wait where they have changed.
   using Scheduler = typename Traits::Scheduler;
   using WarpScheduler = typename Traits::WarpScheduler;
+  using Division = typename Traits::Division;
   constexpr bool kPlansManyEarly = Traits::kTakesSomeSplits;  // instances for many sequences of few rows
   const bool behind_decode = params.behind_decode;
   const int64_t early_sequences = kPlansManyEarly ? Scheduler::kEarlySequences : WarpScheduler::kSequences;
@@ -232,7 +233,14 @@ __device__ __forceinline__ void RunPrefillTma(const TmaParams& params, const dec
     AllowDependentLaunch();  // of the combine kernel, or of the decode path
   }
   WarpScheduler warp_scheduler(params.group.divisor, params.kv_heads);
-  Scheduler scheduler(attention, params.group.divisor, params.kv_heads, params.split_kv, cta.Storage().scheduler);
+  Division division;
+  if constexpr (Traits::kShortPlan) {
+    division = {params.ctas};
+  } else {
+    division = {params.split_kv.tile_rows, params.split_kv.ctas};
+  }
+  Scheduler scheduler(attention, params.group.divisor, params.kv_heads, params.split_kv, division,
+                      cta.Storage().scheduler);
   typename SchedulerWarp::Planned first{};
   const bool is_scheduler = threadIdx.x < 32;
   const auto find = [&](unsigned n, WorkTile* tile, int* splits) {
@@ -249,7 +257,7 @@ __device__ __forceinline__ void RunPrefillTma(const TmaParams& params, const dec
       if (is_scheduler && !warp_scheduler.IsEmpty()) {
         if (params.split_kv.enabled) {
           warp_scheduler.template Split<Traits::kTakesFirstSplits, Traits::kTakesSomeSplits>(
-              params.split_kv, params.accumulators.part_rows);
+              params.split_kv, params.accumulators.part_rows, division);
         }
         warp_scheduler.Compare();
       }

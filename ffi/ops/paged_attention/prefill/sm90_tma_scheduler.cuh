@@ -135,7 +135,7 @@ struct TmaSchedulerWarp {
       if constexpr (Traits::kCarriesSplits) {
         splits = KvSplits::Unpacked(planned->packed_splits);
       } else {
-        splits = params.split_kv.Of(tile.q_len, tile.context_len);
+        splits = params.split_kv.template Of<typename Traits::Division>(tile.q_len, tile.context_len);
       }
       if (Traits::kCarriesSplits ? splits.tiles > 0 : splits.count > 1) {
         int64_t accum_row;

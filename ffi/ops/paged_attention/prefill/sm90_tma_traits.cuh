@@ -38,6 +38,7 @@ struct TmaParams {
   int tree_words;
   SplitKvPolicy split_kv;
   SplitAccumulators accumulators;
+  FastDivisor ctas;   // in a row of the grid
   CUtensorMap k_map;  // K as PagedTensor, in boxes of box_slots slots and head_dim columns
   CUtensorMap v_map;  // V likewise
   CUtensorMap q_map;  // [num_tokens][num_heads][head_dim], in boxes of the 64 rows of a warpgroup
@@ -113,11 +114,12 @@ struct TmaKernelTraits : Config {
 
   // A work tile that is not full takes less time where warpgroups compute independently of each other.
   static constexpr bool kShrinksTail = Config::kOverlap == Overlap::kInterWarpgroup;
+  using Division = std::conditional_t<kShortPlan, ShortDivision<kRows>, PlainDivision>;  // of the plan
   using Scheduler = std::conditional_t<Config::kProducerWarpgroups == 0,
                                        PersistentFlatTileScheduler<kThreads, kRows, Config::kMaxSequences>,
                                        PersistentTileScheduler<kThreads, kRows, Config::kMaxSequences, Config::kClasses,
-                                                               kTakesSomeSplits, kCarriesSplits>>;
-  using WarpScheduler = PersistentWarpTileScheduler<kRows, kShrinksTail, kLongestFirst, kCarriesSplits>;
+                                                               kTakesSomeSplits, kCarriesSplits, Division>>;
+  using WarpScheduler = PersistentWarpTileScheduler<kRows, kShrinksTail, kLongestFirst, kCarriesSplits, Division>;
   using Rows = TileRows<FastDivisor>;
 
   // Key tiles of a warpgroup's rows: those that some row sees, and those that all rows see whole.
