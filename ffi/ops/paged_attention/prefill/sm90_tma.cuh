@@ -109,10 +109,11 @@ __device__ inline void PrefetchMetadata(const TmaParams& params) {
 template <typename Traits, bool kIsValues>
 using KvWarp = std::conditional_t<Traits::kAnyPages, CpAsyncKvWarp<Traits, kIsValues>, TmaKvWarp<Traits, kIsValues>>;
 
-// What the four producer warps do once their work tiles are planned. Arguments as TmaSchedulerWarp::Run's.
+// What the four producer warps do once their work tiles are planned. Arguments as TmaSchedulerWarp::Run's and
+// TmaKvWarp::Run's.
 template <typename Traits, typename Find>
 __device__ void RunProducerWarp(const TmaCta<Traits>& cta, int warp, Find find, bool has_first,
-                                const typename TmaSchedulerWarp<Traits>::Planned& first) {
+                                const typename TmaSchedulerWarp<Traits>::Planned& first, EarlyPage early) {
   // NOTE: opaque to the compiler, which would make a jump table of this, which has to come from memory first.
   const auto is_next = [&warp] {
     asm("" : "+r"(warp));
@@ -121,9 +122,9 @@ __device__ void RunProducerWarp(const TmaCta<Traits>& cta, int warp, Find find, 
   if (is_next()) {
     TmaSchedulerWarp<Traits>{cta}.Run(find, [] {}, has_first, first);
   } else if (is_next()) {
-    KvWarp<Traits, /*kIsValues=*/false>{cta}.Run();
+    KvWarp<Traits, /*kIsValues=*/false>{cta}.Run(early);
   } else if (is_next()) {
-    KvWarp<Traits, /*kIsValues=*/true>{cta}.Run();
+    KvWarp<Traits, /*kIsValues=*/true>{cta}.Run(early);
   } else {
     TmaQueryWarp<Traits>{cta}.Run();
   }
@@ -209,8 +210,7 @@ __device__ __forceinline__ void RunPrefillTma(const TmaParams& params, const dec
   }
 
   // ---- Barriers
-  // Whether the first work tile is planned before the launch wait too. It costs registers.
-  constexpr bool kPlansFirst = Traits::kHeadDim != 64 || Traits::kAlternates;
+  constexpr bool kPlansFirst = Traits::kPlansFirst;
   // Behind the decode path there is probably no work. What only CTAs with a work tile need comes later then.
   const bool probably_empty = kPlansFirst && behind_decode;
   if (behind_decode) AllowDependentLaunch();  // of the combine kernel
@@ -242,6 +242,7 @@ __device__ __forceinline__ void RunPrefillTma(const TmaParams& params, const dec
   Scheduler scheduler(attention, params.group.divisor, params.kv_heads, params.split_kv, division,
                       cta.Storage().scheduler);
   typename SchedulerWarp::Planned first{};
+  EarlyPage early_page;  // of the warps that load K and V
   const bool is_scheduler = threadIdx.x < 32;
   const auto find = [&](unsigned n, WorkTile* tile, int* splits) {
     return few ? warp_scheduler.Find(n, tile, splits) : scheduler.Find(n, tile, splits);
@@ -270,12 +271,25 @@ __device__ __forceinline__ void RunPrefillTma(const TmaParams& params, const dec
           return kPlansManyEarly ? find(n, tile, splits) : warp_scheduler.Find(n, tile, splits);
         });
       }
+      if (Traits::kLooksUpEarly && threadIdx.x == 0 && !first.found) cta.Storage().tiles[0].key_tiles = 0;
     }
     if (settled) break;
     settled = true;
     if constexpr (Traits::kShortPlan) __syncthreads();  // all threads meet: the barriers are there
+    // NOTE: the scheduler warp may be behind the wait and describe another work tile. Of any mixture of two the entry
+    // lies in the block table, and it is compared with the one that is needed.
+    if constexpr (Traits::kLooksUpEarly) {
+      const typename Traits::TileStage& stage = cta.Storage().tiles[0];
+      const auto warp = threadIdx.x / 32;
+      if ((warp == 1 || warp == 2) && stage.key_tiles > 0) {
+        early_page.entry = TmaKvWarp<Traits, /*kIsValues=*/false>{cta}.Entry({}, max(stage.last_key_tile, 0));
+      }
+    }
     WaitForPreviousKernel();
     AllowDependentLaunch();
+    if constexpr (Traits::kLooksUpEarly) {
+      if (early_page.entry != nullptr) early_page.page = LoadBehindWait(early_page.entry);
+    }
     const auto now = ThreadMetadata::Load(attention, seq, /*early=*/false);
     const bool unchanged = in_order && now == metadata;
     if (few ? __all_sync(~0u, unchanged) : __syncthreads_and(unchanged)) break;
@@ -327,7 +341,7 @@ __device__ __forceinline__ void RunPrefillTma(const TmaParams& params, const dec
       if constexpr (Traits::kFloat8Cache) {
         TmaFloat8Warp<Traits>{{cta}, warpgroup * 4 + warp, {}, {}, {}}.Run(find, has_first, first);
       } else {
-        RunProducerWarp(cta, warp, find, has_first, first);
+        RunProducerWarp(cta, warp, find, has_first, first, early_page);
       }
       if (!shares_decode_rows) return;
       if constexpr (kSharesDecodeRows) {

@@ -81,6 +81,10 @@ struct TmaKernelTraits : Config {
       std::is_same_v<T, __half> ? decode::CacheFormat::kF16 : decode::CacheFormat::kBF16;
   // Whether the plan is made in the fewest instructions. Not at head_dim 256, which has no registers for it.
   static constexpr bool kShortPlan = kHeadDim != 256;
+  // Whether the first work tile is planned before the launch wait too. It costs registers.
+  static constexpr bool kPlansFirst = kHeadDim != 64 || kAlternates;
+  // Whether the warps that load read its first page numbers right behind the wait.
+  static constexpr bool kLooksUpEarly = kShortPlan && kPlansFirst && !kFloat8Cache && !kAnyPages;
   // Whether a work tile comes with the KV splits of its sequence. Else they are computed again for each: in work tiles
   // of 192 rows too, whose scheduler warp has no registers for them.
   static constexpr bool kCarriesSplits = kShortPlan && kRowWarpgroups < 3;
