@@ -40,6 +40,18 @@ struct SmallDivisor {
 #endif
 };
 
+#ifdef __CUDACC__
+// x / y, exact for x below 2^21 and y of 1 or more, in a quarter of the instructions of a division. (x + 0.5) / y is
+// 0.5 / y or more from the next whole numbers, and its product with the reciprocal is off by half of that at most,
+// since the reciprocal is off by 2^-23 of itself at most. Added to 2^23 and rounded down, it stands in the lowest bits.
+__device__ inline uint32_t SmallQuotient(uint32_t x, uint32_t y) {
+  float reciprocal;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(reciprocal) : "f"(__uint2float_rn(y)));
+  constexpr float kOne = 8388608.0f;
+  return __float_as_uint(__fmaf_rd(__uint2float_rn(x) + 0.5f, reciprocal, kOne)) & 0x7fffff;
+}
+#endif
+
 }  // namespace xla_gpu
 
 #endif  // XLA_GPU_DEVICE_FAST_DIVISOR_H_

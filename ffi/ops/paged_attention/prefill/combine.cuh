@@ -6,7 +6,6 @@
 
 #include "ffi/device/attention_state.cuh"
 #include "ffi/device/dependent_launch.cuh"
-#include "ffi/device/fetch_parameters.cuh"
 #include "ffi/device/mma.cuh"
 #include "ffi/ops/paged_attention/prefill/longest_first_plan.cuh"
 #include "ffi/ops/paged_attention/prefill/rows.cuh"
@@ -125,9 +124,6 @@ __device__ __forceinline__ void CombinePrefillSplits(const PagedAttentionParams&
   // Splits of a row whose accumulators a warp loads at once, as registers allow.
   constexpr int kAtOnce = kDim <= 128 ? 8 : 4;
   AllowDependentLaunch();  // of the decode path, if that comes second
-  FetchParameters(params);
-  FetchParameters(policy);
-  FetchParameters(accumulators);
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const int warp = static_cast<int>(cta * (kCombineThreads / 32) + threadIdx.x / 32);
   const int warps = static_cast<int>(ctas * (kCombineThreads / 32));
@@ -188,7 +184,7 @@ __device__ __forceinline__ void CombinePrefillSplits(const PagedAttentionParams&
       const bool has_decode_rows =
           __any_sync(~0u, lane < num_live && HasDecodeRows(__ldg(begin), __ldg(begin + 1), policy.max_decode_tokens));
       const int q_len = info.q_len > policy.max_decode_tokens ? info.q_len : 0;
-      LongestFirstPlan plan(policy, accumulators.part_rows, q_len, info.valid ? info.context_len : 0);
+      LongestFirstPlan<> plan(policy, accumulators.part_rows, q_len, info.valid ? info.context_len : 0);
       const SplitPlacement placed = plan.Place(has_decode_rows);
       my_splits -= placed.first - 1;
       my_accum_begin = placed.accum_begin;

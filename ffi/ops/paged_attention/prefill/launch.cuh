@@ -177,6 +177,7 @@ Status LaunchTma(const TmaParams& call, const SplitAccumulatorLayout& layout, in
   const dim3 grid(static_cast<unsigned>(PersistentCtas(params, layout, Traits::kRows, sms)),
                   static_cast<unsigned>(PersistentGridRows(params)));
   TmaParams tma = call;
+  tma.ctas = FastDivisor::Make(grid.x);
   tma.split_kv.tile_rows = Traits::kRows;
   const bool fill = Traits::kTakesFirstSplits && params.max_seqs <= Traits::WarpScheduler::kSequences &&
                     layout.pool_rows > 0 && layout.part_rows >= Layout::kMaxCtas * Traits::kRows;

@@ -26,15 +26,22 @@ struct SplitPlacement {
 
 // By a warp, of up to kWarpPlannedSequences: a sequence of the prefill path to a lane, with q_len 0 where it has none.
 // The prefill kernel and the combine kernel find the same. It changes no bits: the splits merge in the same order.
+template <typename Division = PlainDivision>
 class LongestFirstPlan {
  public:
   // part_rows: of the split accumulators. The first ones, which `policy.pool_rows` do not count, are the decode path's.
   __device__ LongestFirstPlan(const SplitKvPolicy& policy, int64_t part_rows, int q_len, int context_len)
+      : LongestFirstPlan(policy, part_rows, q_len, context_len, policy.Of(q_len, context_len),
+                         PlainDivision{policy.tile_rows, policy.ctas}) {}
+  // `splits`: the sequence's.
+  __device__ LongestFirstPlan(const SplitKvPolicy& policy, int64_t part_rows, int q_len, int context_len,
+                              const KvSplits& splits, const Division& division)
       : policy_(policy),
+        division_(division),
         part_rows_(static_cast<unsigned>(part_rows)),
         q_len_(q_len),
         context_len_(context_len),
-        splits_(policy.Of(q_len, context_len)),
+        splits_(splits),
         splits_keys_(splits_.count > 1),
         rows_(static_cast<unsigned>(q_len * policy.group)),
         of_split_(splits_keys_ ? rows_ * static_cast<unsigned>(policy.kv_heads) : 0) {}
@@ -43,7 +50,8 @@ class LongestFirstPlan {
   __device__ SplitPlacement Place(bool has_decode_rows) {
     const unsigned decode_rows = part_rows_ - policy_.pool_rows;
     if (Fit(1, policy_.pool_rows)) {
-      const int first = policy_.asks_first_splits ? policy_.FirstSplits(q_len_, context_len_, splits_) : 1;
+      int first = 1;
+      if (policy_.asks_first_splits) first = policy_.FirstSplits(q_len_, context_len_, splits_, division_);
       return PlaceBehind(first, decode_rows);
     }
     const SplitPlacement none = {splits_.count, -1};
@@ -67,12 +75,12 @@ class LongestFirstPlan {
   __device__ bool Sum() {
     const bool has_keys = q_len_ > 0 && context_len_ > 0 && q_len_ <= policy_.max_tokens;
     tiles_ = has_keys ? policy_.tile_keys.Divide(static_cast<unsigned>(context_len_) - 1) + 1 : 0;
-    row_tiles_ = (rows_ + policy_.tile_rows - 1) / policy_.tile_rows * static_cast<unsigned>(policy_.kv_heads);
+    row_tiles_ = division_.ByTileRows(rows_ + policy_.tile_rows - 1) * static_cast<unsigned>(policy_.kv_heads);
     all_ = __reduce_add_sync(~0u, min(row_tiles_, kMost));
     longest_ = __reduce_max_sync(~0u, tiles_);
     if (longest_ >= kMostTiles || all_ >= kMostTiles) return false;
     work_ = __reduce_add_sync(~0u, row_tiles_ * tiles_);
-    share_ = work_ / policy_.ctas;
+    share_ = division_.ByCtas(work_);
     return true;
   }
 
@@ -95,7 +103,7 @@ class LongestFirstPlan {
   __device__ int FirstOf(unsigned key_tiles) const {
     if (!splits_keys_) return 1;
     const int nearest = static_cast<int>(key_tiles) + splits_.tiles / 2;
-    int first = min(nearest / splits_.tiles, splits_.count);
+    int first = min(Division::Quotient(nearest, splits_.tiles), splits_.count);
     if (splits_.Begin(first) > nearest) --first;
     return max(first, 1);
   }
@@ -105,7 +113,7 @@ class LongestFirstPlan {
     const unsigned others = __reduce_add_sync(~0u, splits_keys_ ? row_tiles_ * (tiles_ - splits_.Begin(first)) : 0);
     return others * 4 <= (policy_.ctas - all_) * (key_tiles + 1) * 5;
   }
-  __device__ unsigned Rounds() const { return (all_ + policy_.ctas - 1) / policy_.ctas; }
+  __device__ unsigned Rounds() const { return division_.ByCtas(all_ + policy_.ctas - 1); }
   // As SplitKvPolicy::FirstSplits: whether work tiles that are not split keep all CTAs busy nearly to the end.
   __device__ bool IsBusyWithoutCrossing() const {
     return uint64_t{Rounds() * longest_} * policy_.ctas * 7 <= uint64_t{work_} * 8;
@@ -169,6 +177,7 @@ class LongestFirstPlan {
   }
 
   const SplitKvPolicy& policy_;
+  const Division division_;
   const unsigned part_rows_;
   const int q_len_, context_len_;
   const KvSplits splits_;

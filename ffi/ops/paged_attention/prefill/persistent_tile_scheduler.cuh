@@ -6,6 +6,7 @@
 #define XLA_GPU_OPS_PAGED_ATTENTION_PREFILL_PERSISTENT_TILE_SCHEDULER_CUH_
 
 #include <cstdint>
+#include <type_traits>
 
 #include "ffi/device/dependent_launch.cuh"
 #include "ffi/ops/paged_attention/prefill/longest_first_plan.cuh"
@@ -45,14 +46,16 @@ struct ThreadMetadata {
 };
 
 // For any number of sequences, by the threads of a CTA together, through shared memory.
-template <int kThreads, int kRows, int kMaxSequences, int kClasses, bool kSharesLastRound>
+// kCarriesSplits: Find gives KvSplits::Packed too. Division: how it divides.
+template <int kThreads, int kRows, int kMaxSequences, int kClasses, bool kSharesLastRound, bool kCarriesSplits,
+          typename Division>
 class PersistentTileScheduler {
  public:
   // Sequences of one row of the grid: row y has those from y * kSequences on.
   static constexpr int kSequences = kMaxSequences;
   // Sequences of a call whose metadata Plan is given.
   static constexpr int kEarlySequences = kThreads;
-  using Split = SplitPromptKv<kSharesLastRound>;
+  using Split = SplitPromptKv<kSharesLastRound, Division>;
   using List = PromptList<kThreads, kRows, kSequences, kClasses, Split>;
   struct Storage {
     typename List::Storage list;
@@ -63,8 +66,11 @@ class PersistentTileScheduler {
   };
 
   __device__ PersistentTileScheduler(const PagedAttentionParams& params, unsigned group, FastDivisor kv_heads,
-                                     const SplitKvPolicy& policy, Storage& storage)
-      : params_(params), storage_(storage), list_(params, group, Split{policy}, storage.list), kv_heads_(kv_heads) {}
+                                     const SplitKvPolicy& policy, const Division& division, Storage& storage)
+      : params_(params),
+        storage_(storage),
+        list_(params, group, Split{policy, division}, storage.list),
+        kv_heads_(kv_heads) {}
 
   // Must come first, by all threads. `metadata`: of sequence threadIdx.x. Returns whether all sequences are in order.
   // If not, there is a plan only if the metadata are `settled`: behind the launch wait. So they have to be with more
@@ -119,12 +125,13 @@ class PersistentTileScheduler {
   // Whether there may be padding rows: rows that no sequence owns.
   __device__ bool HasPaddingRows() const { return has_padding_rows_; }
 
-  // The `n`th work tile of this CTA; false if it has no more. By one warp; the result is the same in all lanes.
-  __device__ bool Find(unsigned n, WorkTile* tile) const {
+  // The `n`th work tile of this CTA; false if it has no more. With kCarriesSplits also KvSplits::Packed of its
+  // sequence. By one warp; the result is the same in all lanes.
+  __device__ bool Find(unsigned n, WorkTile* tile, int* packed_splits) const {
     const unsigned rank = PersistentRank(n);
     if (rank >= total_) return false;
     const unsigned row_tile = kv_heads_.Divide(rank);
-    *tile = list_.Find(row_tile, rank - row_tile * kv_heads_.divisor);
+    *tile = list_.template Find<kCarriesSplits>(row_tile, rank - row_tile * kv_heads_.divisor, packed_splits);
     return true;
   }
 
@@ -139,8 +146,8 @@ class PersistentTileScheduler {
 
 // For up to kWarpPlannedSequences: each warp plans on its own, a sequence to a lane. Without the barriers and shared
 // memory of PersistentTileScheduler, a prompt of 1024 tokens takes 24 µs instead of 26. kShrinksTail: as PromptTiles'.
-// kLongestFirst: splits are placed as LongestFirstPlan says.
-template <int kRows, bool kShrinksTail, bool kLongestFirst>
+// kLongestFirst: splits are placed as LongestFirstPlan says. The others: as PersistentTileScheduler's.
+template <int kRows, bool kShrinksTail, bool kLongestFirst, bool kCarriesSplits, typename Division>
 class PersistentWarpTileScheduler {
  public:
   static constexpr int kSequences = kWarpPlannedSequences;
@@ -186,11 +193,13 @@ class PersistentWarpTileScheduler {
   // Must come before Find where sequences may be split. part_rows: of the split accumulators. kFirstSplits: asks
   // SplitKvPolicy::FirstSplits, of which one CTA takes all, or with kSome also some.
   template <bool kFirstSplits, bool kSome>
-  __device__ void Split(const SplitKvPolicy& policy, int64_t part_rows) {
-    SplitPromptKv</*kSharesLastRound=*/false>{policy}(&prompt_);
+  __device__ void Split(const SplitKvPolicy& policy, int64_t part_rows, const Division& division) {
+    const KvSplits splits = SplitPromptKv</*kSharesLastRound=*/false, Division>{policy, division}(&prompt_);
+    if constexpr (kCarriesSplits) packed_splits_ = splits.Packed();
     if (!__any_sync(~0u, prompt_.splits > 1)) return;
     if constexpr (kLongestFirst) {
-      LongestFirstPlan plan(policy, part_rows, prompt_.q_len, prompt_.context_len);
+      const KvSplits again = kCarriesSplits ? splits : policy.template Of<Division>(prompt_.q_len, prompt_.context_len);
+      LongestFirstPlan<Division> plan(policy, part_rows, prompt_.q_len, prompt_.context_len, again, division);
       const SplitPlacement placed = plan.Place(has_decode_rows_);
       prompt_.first_splits = placed.first;
       prompt_.splits -= placed.first - 1;
@@ -199,8 +208,8 @@ class PersistentWarpTileScheduler {
       return;
     }
     if constexpr (kFirstSplits) {
-      prompt_.first_splits =
-          policy.FirstSplits(prompt_.q_len, prompt_.context_len, policy.Of(prompt_.q_len, prompt_.context_len));
+      const KvSplits again = kCarriesSplits ? splits : policy.template Of<Division>(prompt_.q_len, prompt_.context_len);
+      prompt_.first_splits = policy.FirstSplits(prompt_.q_len, prompt_.context_len, again, division);
       prompt_.splits -= prompt_.first_splits - 1;
     }
     const unsigned rows = policy.RowsOf(prompt_.splits, prompt_.q_len);
@@ -234,8 +243,8 @@ class PersistentWarpTileScheduler {
   }
 
   // As PersistentTileScheduler::Find.
-  __device__ bool Find(unsigned n, WorkTile* tile) const {
-    if (has_first_splits_) return FindBesideFirstSplits(n, tile);
+  __device__ bool Find(unsigned n, WorkTile* tile, int* packed_splits) const {
+    if (has_first_splits_) return FindBesideFirstSplits(n, tile, packed_splits);
     const unsigned rank = PersistentRank(n);
     const unsigned row_tile = kv_heads_.Divide(rank);
     const unsigned count = tiles_.Count(prompt_);
@@ -254,7 +263,7 @@ class PersistentWarpTileScheduler {
         const int lane = static_cast<int>(threadIdx.x) % 32;
         const bool is_owner = prompt_.q_len > 0 && __popc(prompts_ & ((1u << lane) - 1)) == number;
         owner = __ffs(static_cast<int>(__ballot_sync(~0u, is_owner))) - 1;
-        *tile = PromptOf(owner).Tile(tiles_, index, rank - row_tile * kv_heads_.divisor);
+        Take(owner, index, rank - row_tile * kv_heads_.divisor, tile, packed_splits);
         return true;
       }
       // More than row_tile tiles end at `begin` or later, but no more than that at `end` or later.
@@ -285,16 +294,21 @@ class PersistentWarpTileScheduler {
       unsigned left = row_tile - later;
       FindAmongLanes(tiles_.FirstEndingAt(prompt_, begin), tiles_.FirstEndingAt(prompt_, end), &left, &owner, &index);
     }
-    *tile = PromptOf(owner).Tile(tiles_, index, rank - row_tile * kv_heads_.divisor);
+    Take(owner, index, rank - row_tile * kv_heads_.divisor, tile, packed_splits);
     return true;
   }
 
  private:
+  __device__ void Take(int owner, unsigned index, unsigned kv_head, WorkTile* tile, int* packed_splits) const {
+    *tile = PromptOf(owner).Tile(tiles_, index, kv_head);
+    if constexpr (kCarriesSplits) *packed_splits = __shfl_sync(~0u, packed_splits_, owner);
+  }
+
   // Where row tiles' first splits, which are fewer than CTAs, are about a CTA's share: they have a CTA each, and the
   // other CTAs take the other splits.
-  __device__ bool FindBesideFirstSplits(unsigned n, WorkTile* tile) const {
+  __device__ bool FindBesideFirstSplits(unsigned n, WorkTile* tile, int* packed_splits) const {
     const unsigned all = tiles_.Count(prompt_);
-    const unsigned row_tiles = all / static_cast<unsigned>(prompt_.splits);
+    const unsigned row_tiles = Division::Quotient(all, static_cast<unsigned>(prompt_.splits));
     const unsigned first_ctas = __reduce_add_sync(~0u, row_tiles) * kv_heads_.divisor;
     const bool first = blockIdx.x < first_ctas;
     if (first && n > 0) return false;
@@ -309,10 +323,11 @@ class PersistentWarpTileScheduler {
     const Prompt prompt = PromptOf(owner);
     unsigned index = left * prompt.splits;
     if (!first) {
-      const unsigned row_tile = left / static_cast<unsigned>(prompt.splits - 1);
+      const unsigned row_tile = Division::Quotient(left, static_cast<unsigned>(prompt.splits - 1));
       index = left + row_tile + 1;
     }
     *tile = prompt.Tile(tiles_, index, kv_head);
+    if constexpr (kCarriesSplits) *packed_splits = __shfl_sync(~0u, packed_splits_, owner);
     return true;
   }
 
@@ -327,9 +342,10 @@ class PersistentWarpTileScheduler {
             __shfl_sync(~0u, prompt_.first_splits, lane)};
   }
 
-  PromptTiles<kRows, kShrinksTail, kLongestFirst> tiles_;
+  PromptTiles<kRows, kShrinksTail, kLongestFirst, !std::is_same_v<Division, PlainDivision>> tiles_;
   const FastDivisor kv_heads_;
   Prompt prompt_ = {0, 0, 0, -1, 1, 0, 0};  // this lane's; no rows where it has none
+  int packed_splits_ = 0;                   // its KV splits, with kCarriesSplits
   unsigned prompts_ = 0;                    // bit per lane: it has a prompt
   bool has_padding_rows_ = false;
   bool are_same_ = false;          // with kFindsFast: all prompts have the same lengths, and none is split

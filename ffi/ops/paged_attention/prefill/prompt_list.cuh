@@ -65,7 +65,8 @@ class PromptList {
       rows_up_to = SumUpToLane(rows);
     }
     if constexpr (Split::kSharesRound) {
-      sums = split_kv_.policy.SumsOf(mine ? prompt.q_len : 0, prompt.context_len, prompt.splits).OfWarp();
+      const int q_len = mine ? prompt.q_len : 0;
+      sums = split_kv_.policy.SumsOf(q_len, prompt.context_len, prompt.splits, split_kv_.division).OfWarp();
     }
     if (!__syncthreads_or(mine)) return;
     const unsigned votes = __ballot_sync(~0u, mine);
@@ -137,7 +138,9 @@ class PromptList {
   }
 
   // Tile number `row_tile`, which must be below CountTiles(). By a warp; the result is the same in all lanes.
-  __device__ WorkTile Find(unsigned row_tile, unsigned kv_head) const {
+  // kCarriesSplits: also KvSplits::Packed of its sequence.
+  template <bool kCarriesSplits = false>
+  __device__ WorkTile Find(unsigned row_tile, unsigned kv_head, int* packed_splits = nullptr) const {
     const int lane = static_cast<int>(threadIdx.x) % 32;
     int found = 0;  // the tile's class
 #pragma unroll
@@ -148,14 +151,25 @@ class PromptList {
     int owner = 0;
     unsigned index = 0;
     int base = 0;
+    Prompt mine{};  // with kCarriesSplits
+    KvSplits my_splits{1, 0, 0};
     for (;; base += 32) {
       unsigned first = 0, last = 0;  // this lane's prompt has tiles [first, last) in the class
       if (base + lane < count_) {
-        const Prompt prompt = At(base + lane);
+        Prompt prompt;
+        if constexpr (kCarriesSplits) {
+          prompt = mine = At(base + lane, &my_splits);
+        } else {
+          prompt = At(base + lane);
+        }
         first = tiles_.FirstEndingAt(prompt, ClassEnd(found));
         last = found == 0 ? tiles_.Count(prompt) : tiles_.FirstEndingAt(prompt, ClassEnd(found - 1));
       }
       if (FindAmongLanes(first, last, &left, &owner, &index)) break;
+    }
+    if constexpr (kCarriesSplits) {
+      *packed_splits = __shfl_sync(~0u, my_splits.Packed(), owner);
+      return PromptOfLane(mine, owner).Tile(tiles_, index, kv_head);
     }
     return At(base + owner).Tile(tiles_, index, kv_head);
   }
@@ -165,7 +179,7 @@ class PromptList {
   __device__ int CountCrossing() const {
     const SplitKvPolicy& policy = split_kv_.policy;
     if constexpr (!Split::kSharesRound) return policy.Fits(all_.rows) ? count_ : 0;
-    const unsigned row_tiles = policy.CrossCtaRowTiles(all_);
+    const unsigned row_tiles = policy.CrossCtaRowTiles(all_, split_kv_.division);
     if (row_tiles == 0) return 0;
     if (row_tiles == SplitKvPolicy::kAllRowTiles) return count_;
     const int lane = static_cast<int>(threadIdx.x) % 32;
@@ -189,12 +203,18 @@ class PromptList {
     return count_;
   }
 
-  __device__ Prompt At(int index) const {
+  // `splits`: null, or for the sequence's KV splits, also where these are no work tiles of their own.
+  __device__ Prompt At(int index, KvSplits* splits = nullptr) const {
     const int4 stored = storage_.prompts[index];
     Prompt prompt{stored.x, stored.y, stored.z, stored.w, 1, 0, 0};
     if constexpr (Split::kSplits) {
       // NOTE: where it has too many tokens, Collect has already stored that it is invalid.
-      if (index < crossing_) split_kv_(&prompt);
+      if (splits != nullptr) {
+        *splits = split_kv_(&prompt);
+        if (index >= crossing_) prompt.splits = 1;
+      } else if (index < crossing_) {
+        split_kv_(&prompt);
+      }
       prompt.seq =
           static_cast<int>(blockIdx.y) * kCapacity + static_cast<int>(static_cast<unsigned>(stored.x) % kCapacity);
       prompt.accum_begin = static_cast<int>(static_cast<unsigned>(stored.x) / kCapacity);
@@ -216,7 +236,7 @@ class PromptList {
   const PagedAttentionParams& params_;
   const Split split_kv_;
   Storage& storage_;
-  const PromptTiles<kRows> tiles_;
+  const PromptTiles<kRows, /*kShrinksTail=*/false, /*kOwnRows=*/false, Split::kShortPlan> tiles_;
   int count_ = 0;
   int crossing_ = 0;       // prompts with cross-CTA splits
   CrossCtaSums all_ = {};  // of all prompts

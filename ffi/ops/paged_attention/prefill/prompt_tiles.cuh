@@ -3,7 +3,9 @@
 #define XLA_GPU_OPS_PAGED_ATTENTION_PREFILL_PROMPT_TILES_CUH_
 
 #include <cstdint>
+#include <type_traits>
 
+#include "ffi/device/fast_divisor.h"
 #include "ffi/ops/paged_attention/prefill/split_kv.h"
 
 namespace xla_gpu::prefill {
@@ -48,7 +50,12 @@ struct Prompt {
     const bool valid = context_len >= 0;
     unsigned split = 0;
     if (splits > 1) {
-      const unsigned row_tile = index < static_cast<unsigned>(splits) ? 0 : index / splits;
+      unsigned row_tile;
+      if constexpr (Tiles::kShortPlan) {
+        row_tile = SmallQuotient(index, static_cast<unsigned>(splits));
+      } else {
+        row_tile = index < static_cast<unsigned>(splits) ? 0 : index / splits;
+      }
       split = index - row_tile * splits;
       index = row_tile;
     }
@@ -71,33 +78,38 @@ struct Prompt {
 };
 
 // How a PromptList learns of KV splits: from a SplitKvPolicy, or not at all.
-// kSharesLastRound: SplitKvPolicy::last_round_ctas may be set.
-template <bool kSharesLastRound>
+// kSharesLastRound: SplitKvPolicy::last_round_ctas may be set. PlanDivision: how it divides.
+template <bool kSharesLastRound, typename PlanDivision>
 struct SplitPromptKv {
   static constexpr bool kSplits = true;
   static constexpr bool kSharesRound = kSharesLastRound;
+  static constexpr bool kShortPlan = !std::is_same_v<PlanDivision, PlainDivision>;
   const SplitKvPolicy& policy;
-  __device__ void operator()(Prompt* prompt) const {
+  const PlanDivision division;
+  __device__ KvSplits operator()(Prompt* prompt) const {
     if (prompt->q_len > policy.max_tokens) prompt->context_len = -1;
-    if (!policy.enabled) return;
-    const KvSplits splits = policy.Of(prompt->q_len, prompt->context_len);
+    if (!policy.enabled) return {1, 0, 0};
+    const KvSplits splits = policy.template Of<PlanDivision>(prompt->q_len, prompt->context_len);
     prompt->splits = splits.count;
     prompt->split_keys = splits.Begin(1) * static_cast<int>(policy.tile_keys.divisor);
+    return splits;
   }
 };
 struct WholePromptKv {
   static constexpr bool kSplits = false;
   static constexpr bool kSharesRound = false;
+  static constexpr bool kShortPlan = false;
   __device__ void operator()(Prompt* /*prompt*/) const {}
 };
 
 // How many work tiles a prompt has, and where they end: one past the position of a tile's last row.
 // kShrinksTail: the first row tiles of a prompt, which come last, may have fewer rows. kOwnRows: row tiles may have
 // split accumulators of their own, of a prompt with one of Prompt::splits, from Prompt::accum_begin on where that is
-// not -1.
-template <int kRows, bool kShrinksTail = false, bool kOwnRows = false>
+// not -1. kIsShort: in few instructions, for a plan that CTAs wait for.
+template <int kRows, bool kShrinksTail = false, bool kOwnRows = false, bool kIsShort = false>
 struct PromptTiles {
   static constexpr bool kHasOwnRows = kOwnRows;
+  static constexpr bool kShortPlan = kIsShort;
   unsigned group;
   unsigned tail_tiles = 0;  // with kShrinksTail: number of smaller row tiles at the beginning of a prompt
   unsigned tail_rows = kRows;
@@ -125,6 +137,12 @@ struct PromptTiles {
 
   // The first tile that ends at `end` or later.
   __device__ unsigned FirstEndingAt(const Prompt& prompt, int end) const {
+    if constexpr (kShortPlan) {  // without branches
+      const int past = end - prompt.End();
+      const int before = max(past + prompt.q_len - 1, 0);  // tokens
+      const unsigned first = prompt.splits > 1 ? 0 : static_cast<unsigned>(before) * group / kRows;
+      return past > 0 ? Count(prompt) : first;
+    }
     if (prompt.splits > 1) return end > prompt.split_keys ? Count(prompt) : 0;
     const int tokens = end - (prompt.End() - prompt.q_len);
     if (tokens > prompt.q_len) return Count(prompt);
@@ -167,6 +185,14 @@ __device__ inline bool IsLateChunk(const Prompt& prompt) { return prompt.q_len <
 // Whether two prompts' work tiles take about the same time.
 __device__ inline bool AreAlike(const Prompt& a, const Prompt& b) {
   return a.q_len == b.q_len && a.splits == b.splits && abs(a.context_len - b.context_len) <= a.context_len / 8;
+}
+
+// What lane `lane` has.
+__device__ inline Prompt PromptOfLane(const Prompt& mine, int lane) {
+  const auto of_lane = [lane](int value) { return __shfl_sync(~0u, value, lane); };
+  return {of_lane(mine.seq),         of_lane(mine.q_begin),     of_lane(mine.q_len),
+          of_lane(mine.context_len), of_lane(mine.splits),      0,
+          of_lane(mine.accum_begin), of_lane(mine.first_splits)};
 }
 
 // The sum of the values in this lane and those before it.

@@ -11,7 +11,6 @@
 
 #include "ffi/device/async_copy.cuh"
 #include "ffi/device/dependent_launch.cuh"
-#include "ffi/device/fetch_parameters.cuh"
 #include "ffi/device/mbarrier.cuh"
 #include "ffi/device/wgmma.cuh"
 #include "ffi/ops/paged_attention/decode/decode.h"
@@ -20,6 +19,7 @@
 #include "ffi/ops/paged_attention/padding_rows.cuh"
 #include "ffi/ops/paged_attention/prefill/decode_share.cuh"
 #include "ffi/ops/paged_attention/prefill/sm90_tma_any_pages.cuh"
+#include "ffi/ops/paged_attention/prefill/sm90_tma_barriers.cuh"
 #include "ffi/ops/paged_attention/prefill/sm90_tma_consumer.cuh"
 #include "ffi/ops/paged_attention/prefill/sm90_tma_float8.cuh"
 #include "ffi/ops/paged_attention/prefill/sm90_tma_producer.cuh"
@@ -27,72 +27,6 @@
 #include "ffi/ops/paged_attention/prefill/sm90_tma_traits.cuh"
 
 namespace xla_gpu::prefill {
-
-// Calls visit(address, arrivals) for each barrier of the CTA, unrolled.
-template <typename Traits, typename Visit>
-__device__ void VisitBarriers(const TmaCta<Traits>& cta, Visit visit) {
-  using SharedStorage = typename Traits::SharedStorage;
-  // Of a key tile: each warp of a work tile's rows.
-  constexpr int kReaderWarps = Traits::kRowWarpgroups * 4;
-  constexpr int kQueryBarriers = Traits::kQueryStages * Traits::kRowWarpgroups;
-  constexpr auto kEmpty = static_cast<uint32_t>(offsetof(StageBarriers, empty));
-  const auto each = [&](size_t offset, int stages, int full_arrivals, int empty_arrivals) {
-#pragma unroll
-    for (int stage = 0; stage < stages; ++stage) {
-      const uint32_t barrier = cta.Address(offset + stage * sizeof(StageBarriers));
-      visit(barrier, full_arrivals);
-      if (empty_arrivals > 0) visit(barrier + kEmpty, empty_arrivals);
-    }
-  };
-  // Q arrives from each lane of its warp, for which cp.async copies count; a stage is read by one warpgroup.
-  each(offsetof(SharedStorage, q_barriers), kQueryBarriers, 32, 4);
-  // K and V of a float8 cache come from all producer warps, and by cp.async from each lane of one warp.
-  constexpr int kKvArrivals = Traits::kFloat8Cache ? Traits::kProducerWarps : Traits::kAnyPages ? 32 : 1;
-  each(offsetof(SharedStorage, kv_barriers), Traits::kKvStages, kKvArrivals, kReaderWarps);
-  each(offsetof(SharedStorage, tile_barriers), Traits::kTileStages, 1, Traits::kTileReaders);
-  each(offsetof(SharedStorage, checked_barriers), Traits::kTileStages, 1, 0);
-  each(offsetof(SharedStorage, unmasked_values), 1, 1, 0);
-  if constexpr (Traits::kAlternates) each(offsetof(SharedStorage, accumulated), 3, 4, 0);
-  if constexpr (Traits::kFloat8Cache) {
-    each(Traits::kRawTilesBegin + offsetof(typename Traits::RawTiles, barriers), 2 * Traits::kRawStages, 1,
-         Traits::kProducerWarps);
-  }
-}
-
-// By one warp. One elected lane initialises all barriers: with a lane for each, the compiler makes a loop over lanes of
-// every instruction, since they take uniform operands.
-template <typename Traits>
-__device__ void InitBarriers(const TmaCta<Traits>& cta) {
-  if (ElectOne()) {
-    if constexpr (!Traits::kAnyPages) {
-      PrefetchTensorMap(cta.params.k_map);
-      PrefetchTensorMap(cta.params.v_map);
-    }
-    if (cta.params.query_by_tma) PrefetchTensorMap(cta.params.q_map);
-    VisitBarriers(cta, [](uint32_t barrier, int arrivals) { InitBarrier(barrier, arrivals); });
-    FenceProxyAsync();
-  }
-  __syncwarp();
-}
-
-// By all threads, producers and consumers each in their own branch. Each side arrives at the barrier that the other
-// waits for: one barrier of all threads must be one instruction, by compute-sanitizer's synccheck.
-template <typename Traits>
-__device__ __forceinline__ void MeetBehindWork(bool is_producer) {
-  using Consumer = TmaConsumer<Traits>;
-  constexpr int kOfProducers = Consumer::kTurnBarrier + Consumer::kWarpgroups + 1, kOfConsumers = kOfProducers + 1;
-  NamedBarrierArrive(is_producer ? kOfConsumers : kOfProducers, Traits::kThreads);
-  NamedBarrierSync(is_producer ? kOfProducers : kOfConsumers, Traits::kThreads);
-}
-
-// By all threads, when none waits for a barrier any more: from now on shared memory may be used for something else.
-template <typename Traits>
-__device__ void InvalidateBarriers(const TmaCta<Traits>& cta) {
-  if (threadIdx.x == 0) {
-    VisitBarriers(cta, [](uint32_t barrier, int) { InvalidateBarrier(barrier); });
-  }
-  __syncthreads();
-}
 
 // Brings the metadata into L2 while the kernel before may still run. That one may write them: its writes arrive in L2
 // too.
@@ -110,10 +44,11 @@ __device__ inline void PrefetchMetadata(const TmaParams& params) {
 template <typename Traits, bool kIsValues>
 using KvWarp = std::conditional_t<Traits::kAnyPages, CpAsyncKvWarp<Traits, kIsValues>, TmaKvWarp<Traits, kIsValues>>;
 
-// What the four producer warps do once their work tiles are planned. Arguments as TmaSchedulerWarp::Run's.
+// What the four producer warps do once their work tiles are planned. Arguments as TmaSchedulerWarp::Run's and
+// TmaKvWarp::Run's.
 template <typename Traits, typename Find>
 __device__ void RunProducerWarp(const TmaCta<Traits>& cta, int warp, Find find, bool has_first,
-                                const typename TmaSchedulerWarp<Traits>::Planned& first) {
+                                const typename TmaSchedulerWarp<Traits>::Planned& first, EarlyPage early) {
   // NOTE: opaque to the compiler, which would make a jump table of this, which has to come from memory first.
   const auto is_next = [&warp] {
     asm("" : "+r"(warp));
@@ -122,9 +57,9 @@ __device__ void RunProducerWarp(const TmaCta<Traits>& cta, int warp, Find find, 
   if (is_next()) {
     TmaSchedulerWarp<Traits>{cta}.Run(find, [] {}, has_first, first);
   } else if (is_next()) {
-    KvWarp<Traits, /*kIsValues=*/false>{cta}.Run();
+    KvWarp<Traits, /*kIsValues=*/false>{cta}.Run(early);
   } else if (is_next()) {
-    KvWarp<Traits, /*kIsValues=*/true>{cta}.Run();
+    KvWarp<Traits, /*kIsValues=*/true>{cta}.Run(early);
   } else {
     TmaQueryWarp<Traits>{cta}.Run();
   }
@@ -190,34 +125,42 @@ __device__ __forceinline__ void RunPrefillTma(const TmaParams& params, const dec
   const TmaCta<Traits> cta(params, shared);
   const PagedAttentionParams& attention = params.attention;
 
-  // ---- Barriers
-  // Whether the first work tile is planned before the launch wait too. It costs registers.
-  constexpr bool kPlansFirst = Traits::kHeadDim != 64 || Traits::kAlternates;
-  // Behind the decode path there is probably no work. What only CTAs with a work tile need comes later then.
+  // ---- Metadata
+  // Where there are few sequences, each warp plans by itself. CTAs plan while the kernel before may still run, from
+  // metadata that this one may still write, and again behind the wait where they have changed.
+  using Scheduler = typename Traits::Scheduler;
+  using WarpScheduler = typename Traits::WarpScheduler;
+  using Division = typename Traits::Division;
+  constexpr bool kPlansManyEarly = Traits::kTakesSomeSplits;  // instances for many sequences of few rows
   const bool behind_decode = params.behind_decode;
+  const int64_t early_sequences = kPlansManyEarly ? Scheduler::kEarlySequences : WarpScheduler::kSequences;
+  ThreadMetadata metadata;
+  // They are under way while barriers are initialised, since all threads meet behind the plan.
+  bool meets_late = false;
+  if constexpr (Traits::kShortPlan) {
+    meets_late = !behind_decode && attention.max_seqs <= early_sequences;
+    const bool few = Traits::kLongestFirst || attention.max_seqs <= WarpScheduler::kSequences;
+    const int seq = static_cast<int>(few ? threadIdx.x % 32 : threadIdx.x);
+    if (meets_late) metadata = ThreadMetadata::Load(attention, seq, /*early=*/true);
+  }
+
+  // ---- Barriers
+  constexpr bool kPlansFirst = Traits::kPlansFirst;
+  // Behind the decode path there is probably no work. What only CTAs with a work tile need comes later then.
   const bool probably_empty = kPlansFirst && behind_decode;
   if (behind_decode) AllowDependentLaunch();  // of the combine kernel
-  if (probably_empty) {
-    FetchParameters(attention);
-  } else {
+  if (!probably_empty) {
     if (threadIdx.x / 32 == 3) InitBarriers(cta);
-    FetchParameters(params);
     PrefetchMetadata(params);
-    __syncthreads();  // the barriers are there
+    if (!meets_late) __syncthreads();  // the barriers are there
   }
 
   // ---- Dependent launch, and work tiles
   // All CTAs wait, also those without a work tile: then this kernel ends after the one before. Behind the decode path,
   // which has waited for all that came before, one CTA waits before it ends, and others only before they use the
   // scratch, which the decode path may still read: those without a work tile make room for the next kernel.
-  // Where there are few sequences, each warp plans by itself. CTAs plan while the kernel before may still run, from
-  // metadata that this one may still write, and again behind the wait where they have changed.
-  using Scheduler = typename Traits::Scheduler;
-  using WarpScheduler = typename Traits::WarpScheduler;
   using SchedulerWarp = TmaSchedulerWarp<Traits>;
   const bool few = Traits::kLongestFirst || attention.max_seqs <= WarpScheduler::kSequences;
-  constexpr bool kPlansManyEarly = Traits::kTakesSomeSplits;  // instances for many sequences of few rows
-  const int64_t early_sequences = kPlansManyEarly ? Scheduler::kEarlySequences : WarpScheduler::kSequences;
   const bool early = !behind_decode && attention.max_seqs <= early_sequences;
   bool settled = !early;  // nobody writes the metadata any more
   if (settled && !behind_decode) {
@@ -225,15 +168,23 @@ __device__ __forceinline__ void RunPrefillTma(const TmaParams& params, const dec
     AllowDependentLaunch();  // of the combine kernel, or of the decode path
   }
   WarpScheduler warp_scheduler(params.group.divisor, params.kv_heads);
-  Scheduler scheduler(attention, params.group.divisor, params.kv_heads, params.split_kv, cta.Storage().scheduler);
+  Division division;
+  if constexpr (Traits::kShortPlan) {
+    division = {params.ctas};
+  } else {
+    division = {params.split_kv.tile_rows, params.split_kv.ctas};
+  }
+  Scheduler scheduler(attention, params.group.divisor, params.kv_heads, params.split_kv, division,
+                      cta.Storage().scheduler);
   typename SchedulerWarp::Planned first{};
+  EarlyPage early_page;  // of the warps that load K and V
   const bool is_scheduler = threadIdx.x < 32;
-  const auto find = [&](unsigned n, WorkTile* tile) {
-    return few ? warp_scheduler.Find(n, tile) : scheduler.Find(n, tile);
+  const auto find = [&](unsigned n, WorkTile* tile, int* splits) {
+    return few ? warp_scheduler.Find(n, tile, splits) : scheduler.Find(n, tile, splits);
   };
   const auto is_empty = [&] { return few ? warp_scheduler.IsEmpty() : scheduler.IsEmpty(); };
   const int seq = static_cast<int>(few ? threadIdx.x % 32 : threadIdx.x);  // whose metadata this thread reads
-  auto metadata = ThreadMetadata::Load(attention, seq, !settled);
+  if (!meets_late) metadata = ThreadMetadata::Load(attention, seq, !settled);
 #pragma unroll 1
   while (true) {
     bool in_order;
@@ -242,7 +193,7 @@ __device__ __forceinline__ void RunPrefillTma(const TmaParams& params, const dec
       if (is_scheduler && !warp_scheduler.IsEmpty()) {
         if (params.split_kv.enabled) {
           warp_scheduler.template Split<Traits::kTakesFirstSplits, Traits::kTakesSomeSplits>(
-              params.split_kv, params.accumulators.part_rows);
+              params.split_kv, params.accumulators.part_rows, division);
         }
         warp_scheduler.Compare();
       }
@@ -251,14 +202,29 @@ __device__ __forceinline__ void RunPrefillTma(const TmaParams& params, const dec
     }
     if constexpr (kPlansFirst) {
       if (is_scheduler && !is_empty() && (few || kPlansManyEarly)) {
-        first = SchedulerWarp{cta}.PlanFirst(
-            [&](unsigned n, WorkTile* tile) { return kPlansManyEarly ? find(n, tile) : warp_scheduler.Find(n, tile); });
+        first = SchedulerWarp{cta}.PlanFirst([&](unsigned n, WorkTile* tile, int* splits) {
+          return kPlansManyEarly ? find(n, tile, splits) : warp_scheduler.Find(n, tile, splits);
+        });
       }
+      if (Traits::kLooksUpEarly && threadIdx.x == 0 && !first.found) cta.Storage().tiles[0].key_tiles = 0;
     }
     if (settled) break;
     settled = true;
+    if constexpr (Traits::kShortPlan) __syncthreads();  // all threads meet: the barriers are there
+    // NOTE: the scheduler warp may be behind the wait and describe another work tile. Of any mixture of two the entry
+    // lies in the block table, and it is compared with the one that is needed.
+    if constexpr (Traits::kLooksUpEarly) {
+      const typename Traits::TileStage& stage = cta.Storage().tiles[0];
+      const auto warp = threadIdx.x / 32;
+      if ((warp == 1 || warp == 2) && stage.key_tiles > 0) {
+        early_page.entry = TmaKvWarp<Traits, /*kIsValues=*/false>{cta}.Entry({}, max(stage.last_key_tile, 0));
+      }
+    }
     WaitForPreviousKernel();
     AllowDependentLaunch();
+    if constexpr (Traits::kLooksUpEarly) {
+      if (early_page.entry != nullptr) early_page.page = LoadBehindWait(early_page.entry);
+    }
     const auto now = ThreadMetadata::Load(attention, seq, /*early=*/false);
     const bool unchanged = in_order && now == metadata;
     if (few ? __all_sync(~0u, unchanged) : __syncthreads_and(unchanged)) break;
@@ -296,10 +262,7 @@ __device__ __forceinline__ void RunPrefillTma(const TmaParams& params, const dec
     }
     if (!has_decode_rows()) return;
   } else {
-    if (probably_empty) {
-      if (threadIdx.x / 32 == 3) InitBarriers(cta);
-      FetchParameters(params);
-    }
+    if (probably_empty && threadIdx.x / 32 == 3) InitBarriers(cta);
     if (behind_decode && params.waits_for_inputs) WaitForPreviousKernel();
     if (!few || probably_empty) __syncthreads();
 
@@ -313,7 +276,7 @@ __device__ __forceinline__ void RunPrefillTma(const TmaParams& params, const dec
       if constexpr (Traits::kFloat8Cache) {
         TmaFloat8Warp<Traits>{{cta}, warpgroup * 4 + warp, {}, {}, {}}.Run(find, has_first, first);
       } else {
-        RunProducerWarp(cta, warp, find, has_first, first);
+        RunProducerWarp(cta, warp, find, has_first, first, early_page);
       }
       if (!shares_decode_rows) return;
       if constexpr (kSharesDecodeRows) {

@@ -143,7 +143,7 @@ struct CpAsyncKvWarp {
 
   const TmaCta<Traits>& cta;
 
-  __device__ void Run() const {
+  __device__ void Run(EarlyPage /*early*/) const {
     const Copies copies{cta};
     TileState work;
     State state;

@@ -65,8 +65,8 @@ struct TmaFloat8Warp : TmaKvWarp<Traits, /*kIsValues=*/false> {
   __device__ void Schedule(Find find, bool has_first, const typename TmaSchedulerWarp<Traits>::Planned& first) {
     int described = 0;  // work tiles that this warp has not converted
     TileState next;
-    const auto find_and_convert = [&](unsigned n, WorkTile* tile) {
-      const bool found = find(n, tile);
+    const auto find_and_convert = [&](unsigned n, WorkTile* tile, int* splits) {
+      const bool found = find(n, tile, splits);
       for (const int left = found ? 1 : 0; described > left; --described, next.Advance()) Convert(next);
       return found;
     };

@@ -14,6 +14,12 @@
 
 namespace xla_gpu::prefill {
 
+// The page number of the first box of a lane, read before the work tile is known for certain.
+struct EarlyPage {
+  const int32_t* entry = nullptr;  // of the block table; null: not read
+  int32_t page = -1;
+};
+
 // ---- The warps that load K and V: page by page, a TMA box for each piece of a key tile that lies in one page
 template <typename Traits, bool kIsValues>
 struct TmaKvWarp {
@@ -31,7 +37,8 @@ struct TmaKvWarp {
 
   const TmaCta<Traits>& cta;
 
-  __device__ void Run() const {
+  // early: of the first work tile's first key tile, probably.
+  __device__ void Run(EarlyPage early) const {
     const CUtensorMap& map = kIsValues ? cta.params.v_map : cta.params.k_map;
     TileState work;
     State state;
@@ -43,7 +50,15 @@ struct TmaKvWarp {
       int left = cta.Tile(work).key_tiles;
       if (left == 0) break;
       int tile = cta.Tile(work).last_key_tile;
-      if (!Traits::kAlternates || !looked_up) next = LookUp(work, tile);
+      if (!Traits::kAlternates || !looked_up) {
+        if constexpr (Traits::kLooksUpEarly) {
+          next = LookUp(work, tile, early);
+          early.entry = nullptr;
+          early.page = -1;
+        } else {
+          next = LookUp(work, tile);
+        }
+      }
       looked_up = false;
       const uint64_t l2_policy = L2Policy(work);
       for (; left > 0; --left, --tile) {
@@ -83,11 +98,36 @@ struct TmaKvWarp {
     }
   }
 
+  // Where the page number of this lane's box of a key tile is; null if it is not read.
+  __device__ const int32_t* Entry(TileState work, int tile) const {
+    int begin, end;
+    SeenRows(work, tile, &begin, &end);
+    const int row = cta.lane * cta.params.box_slots;
+    if (row >= end || row + cta.params.box_slots <= begin) return nullptr;
+    const unsigned index = cta.params.page.Divide(static_cast<unsigned>(tile) * kTileKeys + row);
+    return cta.attention.block_tables + cta.Tile(work).rows.seq * cta.attention.pages_per_seq + index;
+  }
+
  protected:
   // Some row of the work tile sees the rows [*begin, *end) of a key tile.
   __device__ void SeenRows(TileState work, int tile, int* begin, int* end) const {
     *begin = max(cta.Tile(work).rows.key_begin - tile * kTileKeys, 0);
     *end = min(cta.Tile(work).rows.key_end - tile * kTileKeys, kTileKeys);
+  }
+
+  // The same as below where `early` may have been read.
+  __device__ Box LookUp(TileState work, int tile, const EarlyPage& early) const {
+    int begin, end;
+    SeenRows(work, tile, &begin, &end);
+    const int row = cta.lane * cta.params.box_slots;
+    const int row_end = row + cta.params.box_slots;
+    const unsigned position = static_cast<unsigned>(tile) * kTileKeys + row;
+    const unsigned slot = position - cta.params.page.Divide(position) * cta.params.page.divisor;
+    const bool partial = (begin > row && begin < row_end) || (end > row && end < row_end);
+    const int32_t* const entry = Entry(work, tile);
+    int page = early.page;
+    if (entry != early.entry) page = entry == nullptr ? -1 : __ldg(entry);
+    return {page, static_cast<int>(slot), partial};
   }
 
   __device__ Box LookUp(TileState work, int tile) const {

@@ -25,8 +25,9 @@ struct TmaSchedulerWarp {
   // A work tile that has been described in a stage of TmaCta::tiles.
   struct Planned {
     WorkTile tile;
-    bool found;     // false: the CTA has no work tile, or it was not looked for
-    bool computed;  // by the other warps; false: some row is written without them
+    int packed_splits;  // with kCarriesSplits: KvSplits::Packed of its sequence
+    bool found;         // false: the CTA has no work tile, or it was not looked for
+    bool computed;      // by the other warps; false: some row is written without them
     SplitMode mode;
     int next_split;  // of the same work tile, where this CTA takes several; else 0
   };
@@ -35,7 +36,7 @@ struct TmaSchedulerWarp {
   template <typename Find>
   __device__ Planned PlanFirst(Find find) const {
     Planned planned{};
-    planned.found = find(0, &planned.tile);
+    planned.found = find(0, &planned.tile, &planned.packed_splits);
     if (planned.found) Plan({}, &planned);
     return planned;
   }
@@ -53,7 +54,7 @@ struct TmaSchedulerWarp {
 #pragma unroll 1
     for (unsigned n = 0;; has_first = false) {
       if (!has_first) {
-        planned.found = find(n, &planned.tile);
+        planned.found = find(n, &planned.tile, &planned.packed_splits);
         if (planned.found) {
           cta.tiles.WaitEmpty(state);
           Plan(state, &planned);
@@ -130,8 +131,13 @@ struct TmaSchedulerWarp {
     SplitMode mode = 0;
     int first_tile = 0, split_tiles = 0;  // of the KV split
     if (params.split_kv.enabled) {
-      const KvSplits splits = params.split_kv.Of(tile.q_len, tile.context_len);
-      if (splits.count > 1) {
+      KvSplits splits;
+      if constexpr (Traits::kCarriesSplits) {
+        splits = KvSplits::Unpacked(planned->packed_splits);
+      } else {
+        splits = params.split_kv.template Of<typename Traits::Division>(tile.q_len, tile.context_len);
+      }
+      if (Traits::kCarriesSplits ? splits.tiles > 0 : splits.count > 1) {
         int64_t accum_row;
         const int64_t part = blockIdx.y * params.accumulators.part_rows;
         const auto cross_row = [&] {

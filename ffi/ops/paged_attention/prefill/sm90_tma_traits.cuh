@@ -38,6 +38,7 @@ struct TmaParams {
   int tree_words;
   SplitKvPolicy split_kv;
   SplitAccumulators accumulators;
+  FastDivisor ctas;   // in a row of the grid
   CUtensorMap k_map;  // K as PagedTensor, in boxes of box_slots slots and head_dim columns
   CUtensorMap v_map;  // V likewise
   CUtensorMap q_map;  // [num_tokens][num_heads][head_dim], in boxes of the 64 rows of a warpgroup
@@ -78,6 +79,15 @@ struct TmaKernelTraits : Config {
       kTakesWholeTiles && kConsumerWarpgroups == 1 && Config::kProducerWarpgroups == 1;
   static constexpr decode::CacheFormat kDecodeFormat =
       std::is_same_v<T, __half> ? decode::CacheFormat::kF16 : decode::CacheFormat::kBF16;
+  // Whether the plan is made in the fewest instructions. Not at head_dim 256, which has no registers for it.
+  static constexpr bool kShortPlan = kHeadDim != 256;
+  // Whether the first work tile is planned before the launch wait too. It costs registers.
+  static constexpr bool kPlansFirst = kHeadDim != 64 || kAlternates;
+  // Whether the warps that load read its first page numbers right behind the wait.
+  static constexpr bool kLooksUpEarly = kShortPlan && kPlansFirst && !kFloat8Cache && !kAnyPages;
+  // Whether a work tile comes with the KV splits of its sequence. Else they are computed again for each: in work tiles
+  // of 192 rows too, whose scheduler warp has no registers for them.
+  static constexpr bool kCarriesSplits = kShortPlan && kRowWarpgroups < 3;
   // Whether there is a kernel that also computes the sequences of the decode path, behind its own.
   static constexpr bool kSharesDecodeRows = kTakesFirstSplits && kConsumerWarpgroups == 1 && !kLongestFirst;
   static constexpr int kWarpgroupThreads = 128;
@@ -108,10 +118,12 @@ struct TmaKernelTraits : Config {
 
   // A work tile that is not full takes less time where warpgroups compute independently of each other.
   static constexpr bool kShrinksTail = Config::kOverlap == Overlap::kInterWarpgroup;
-  using Scheduler = std::conditional_t<
-      Config::kProducerWarpgroups == 0, PersistentFlatTileScheduler<kThreads, kRows, Config::kMaxSequences>,
-      PersistentTileScheduler<kThreads, kRows, Config::kMaxSequences, Config::kClasses, kTakesSomeSplits>>;
-  using WarpScheduler = PersistentWarpTileScheduler<kRows, kShrinksTail, kLongestFirst>;
+  using Division = std::conditional_t<kShortPlan, ShortDivision<kRows>, PlainDivision>;  // of the plan
+  using Scheduler = std::conditional_t<Config::kProducerWarpgroups == 0,
+                                       PersistentFlatTileScheduler<kThreads, kRows, Config::kMaxSequences>,
+                                       PersistentTileScheduler<kThreads, kRows, Config::kMaxSequences, Config::kClasses,
+                                                               kTakesSomeSplits, kCarriesSplits, Division>>;
+  using WarpScheduler = PersistentWarpTileScheduler<kRows, kShrinksTail, kLongestFirst, kCarriesSplits, Division>;
   using Rows = TileRows<FastDivisor>;
 
   // Key tiles of a warpgroup's rows: those that some row sees, and those that all rows see whole.

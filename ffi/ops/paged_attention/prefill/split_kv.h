@@ -32,7 +32,39 @@ struct KvSplits {
 
   // The first key tile of a split; of split `count`, the end of the last one.
   XLA_GPU_HOST_DEVICE int Begin(int split) const { return split * tiles + (split < longer ? split : longer); }
+
+  // In one register, without the count: 0 where the sequence is not split. There are at most kMaxSplits, and a key tile
+  // has more than 64 keys, of fewer than 2^31.
+  XLA_GPU_HOST_DEVICE int Packed() const { return tiles * 32 + longer; }
+  XLA_GPU_HOST_DEVICE static KvSplits Unpacked(int packed) {
+    return {0, static_cast<int>(static_cast<unsigned>(packed) / 32), packed & 31};
+  }
 };
+
+// How a plan divides: any numbers.
+struct PlainDivision {
+  unsigned tile_rows, ctas;  // SplitKvPolicy's
+  XLA_GPU_HOST_DEVICE unsigned ByTileRows(unsigned x) const { return x / tile_rows; }
+  XLA_GPU_HOST_DEVICE unsigned ByCtas(unsigned x) const { return x / ctas; }
+  template <typename Number>
+  XLA_GPU_HOST_DEVICE static Number Quotient(Number x, Number y) {
+    return x / y;
+  }
+};
+#ifdef __CUDACC__
+// In few instructions, for a plan that CTAs wait for before their first load. Quotients as SmallQuotient's, of numbers
+// that are not negative.
+template <int kTileRows>
+struct ShortDivision {
+  FastDivisor ctas;
+  __device__ unsigned ByTileRows(unsigned x) const { return x / kTileRows; }
+  __device__ unsigned ByCtas(unsigned x) const { return ctas.Divide(x); }
+  template <typename Number>
+  __device__ static Number Quotient(Number x, Number y) {
+    return static_cast<Number>(SmallQuotient(static_cast<unsigned>(x), static_cast<unsigned>(y)));
+  }
+};
+#endif
 
 // What sequences would have with cross-CTA splits, or without: sums over the sequences.
 struct CrossCtaSums {
@@ -120,12 +152,13 @@ struct SplitKvPolicy {
   static SplitKvPolicy Make(const PagedAttentionCall& shapes);
 
 #ifdef __CUDACC__
+  template <typename Division = PlainDivision>
   __device__ KvSplits Of(int q_len, int context_len) const {
     // Each CTA waits for this before its first load: no division that can be avoided.
     const unsigned tiles = context_len > 0 ? tile_keys.Divide(static_cast<unsigned>(context_len) - 1) + 1 : 0;
-    const unsigned count = CountOf(q_len, context_len, tiles);
+    const unsigned count = CountOf<Division>(q_len, context_len, tiles);
     if (count < 2) return {1, 0, 0};
-    const unsigned length = tiles / count;
+    const unsigned length = tiles < 1u << 21 ? Division::Quotient(tiles, count) : tiles / count;
     return {static_cast<int>(count), static_cast<int>(length), static_cast<int>(tiles - length * count)};
   }
   // How many of a row tile's splits one CTA takes, the first ones of `splits`. All, where work tiles that are not split
@@ -133,8 +166,12 @@ struct SplitKvPolicy {
   // Some, where the row tiles' are a third of the CTAs or more: about a CTA's share of all keys; the other CTAs take
   // the other splits. By a warp, a sequence of the prefill path to a lane, with q_len 0 where it has none.
   __device__ int FirstSplits(int q_len, int context_len, const KvSplits& splits) const {
+    return FirstSplits(q_len, context_len, splits, PlainDivision{tile_rows, ctas});
+  }
+  template <typename Division>
+  __device__ int FirstSplits(int q_len, int context_len, const KvSplits& splits, const Division& division) const {
     if (ctas == 0) return 1;
-    const unsigned row_tiles = (static_cast<unsigned>(q_len * group) + tile_rows - 1) / tile_rows * kv_heads;
+    const unsigned row_tiles = division.ByTileRows(static_cast<unsigned>(q_len * group) + tile_rows - 1) * kv_heads;
     const bool has_keys = row_tiles > 0 && context_len > 0 && q_len <= max_tokens;
     const unsigned tiles = has_keys ? tile_keys.Divide(static_cast<unsigned>(context_len) - 1) + 1 : 0;
     constexpr unsigned kMost = 1u << 18;  // no overflow below
@@ -142,13 +179,14 @@ struct SplitKvPolicy {
     const unsigned longest = __reduce_max_sync(~0u, tiles);
     if (longest >= 1u << 13 || all >= 1u << 13) return 1;
     const unsigned work = __reduce_add_sync(~0u, row_tiles * tiles);
-    const unsigned rounds = (all + ctas - 1) / ctas;
+    const unsigned rounds = division.ByCtas(all + ctas - 1);
     if (uint64_t{rounds * longest} * ctas * 7 <= uint64_t{work} * 8) return splits.count;
     if (!takes_first_splits || all >= ctas || all * 3 < ctas) return 1;
     const bool split = splits.count > 1;
-    const unsigned share = work / ctas;
+    const unsigned share = division.ByCtas(work);
     const int nearest = static_cast<int>(share) + splits.tiles / 2;
-    int first = split ? min(nearest / splits.tiles, splits.count) : 1;
+    int first = 1;
+    if (split) first = min(Division::Quotient(nearest, splits.tiles), splits.count);
     if (split && splits.Begin(first) > nearest) --first;
     first = max(first, 1);
     // The other CTAs have about as much to do, or else all splits are cross-CTA splits, if they fit.
@@ -157,19 +195,23 @@ struct SplitKvPolicy {
     const bool fits = Fits(__reduce_add_sync(~0u, rows < kMost ? rows : kMost));
     if (fits && others * 4 > (ctas - all) * (share + 1) * 5) return 1;
     // The accumulators of the others have to fit, and of all first ones together.
-    const unsigned of_split = split ? rows / splits.count : 0;
+    const unsigned of_split = split ? Division::Quotient(rows, static_cast<unsigned>(splits.count)) : 0;
     const unsigned all_rows = __reduce_add_sync(~0u, of_split < kMost ? of_split : kMost);
     if (all_rows == 0) return 1;
-    const int room = static_cast<int>(pool_rows / all_rows);
+    const int room = static_cast<int>(Division::Quotient(pool_rows, all_rows));
     if (room < 2) return splits.count;
     return max(first, splits.count + 1 - room);
   }
   // What a sequence adds to CrossCtaSums; q_len: 0 where it has no rows of the prefill path.
   __device__ CrossCtaSums SumsOf(int q_len, int context_len, int splits) const {
+    return SumsOf(q_len, context_len, splits, PlainDivision{tile_rows, last_round_ctas});
+  }
+  template <typename Division>
+  __device__ CrossCtaSums SumsOf(int q_len, int context_len, int splits, const Division& division) const {
     CrossCtaSums sums{RowsOf(splits, q_len), 0, 0, 0, 0};
     if (last_round_ctas == 0) return sums;
     constexpr unsigned kMostRowTiles = 1u << 10, kMostKeyTiles = 1u << 12;  // no overflow of `work`
-    sums.row_tiles = (static_cast<unsigned>(q_len * group) + tile_rows - 1) / tile_rows;
+    sums.row_tiles = division.ByTileRows(static_cast<unsigned>(q_len * group) + tile_rows - 1);
     sums.splits = sums.row_tiles * static_cast<unsigned>(splits);
     const unsigned tiles = context_len > 0 ? tile_keys.Divide(static_cast<unsigned>(context_len) - 1) + 1 : 0;
     sums.longest = q_len > 0 ? min(tiles, kMostKeyTiles) : 0;
@@ -182,6 +224,10 @@ struct SplitKvPolicy {
   // whole rounds over the CTAs, and a part of one: if few, the row tiles of the last round have cross-CTA splits, in
   // which all CTAs share. `sums`: of the sequences of a row of the grid.
   __device__ unsigned CrossCtaRowTiles(const CrossCtaSums& sums) const {
+    return CrossCtaRowTiles(sums, PlainDivision{tile_rows, last_round_ctas});
+  }
+  template <typename Division>
+  __device__ unsigned CrossCtaRowTiles(const CrossCtaSums& sums, const Division& division) const {
     const bool fits = Fits(sums.rows);
     if (last_round_ctas == 0) return fits ? kAllRowTiles : 0;
     const unsigned heads = static_cast<unsigned>(kv_heads), row_tiles = sums.row_tiles * heads;
@@ -189,15 +235,16 @@ struct SplitKvPolicy {
         row_tiles >= last_round_ctas && uint64_t{sums.longest} * last_round_ctas <= uint64_t{sums.work} * heads;
     if (fits && !even) return kAllRowTiles;
     if (row_tiles < last_round_ctas) return 0;
-    const unsigned left = row_tiles % last_round_ctas;
+    const unsigned left = row_tiles - division.ByCtas(row_tiles) * last_round_ctas;
     const unsigned average = sums.splits / sums.row_tiles;  // splits of a row tile
-    const unsigned rounds = (left * average + last_round_ctas - 1) / last_round_ctas;
+    const unsigned rounds = division.ByCtas(left * average + last_round_ctas - 1);
     const bool gains = average > 1 && rounds * 5 <= average * 4;
     const bool has_room = uint64_t{sums.rows} * left <= uint64_t{pool_rows} * row_tiles;  // about
     return gains && has_room ? (left + heads - 1) / heads : 0;
   }
 #endif
   // The number of splits, 0 or 1 where there are none, of a sequence whose keys are in so many key tiles.
+  template <typename Division = PlainDivision>
   XLA_GPU_HOST_DEVICE unsigned CountOf(int q_len, int context_len, unsigned tiles) const {
     if (!enabled || q_len > kMostTokens || q_len > max_tokens || q_len <= max_decode_tokens ||
         (window > 0 && window < context_len)) {
@@ -207,16 +254,17 @@ struct SplitKvPolicy {
     unsigned row_tiles = (rows + kSmallTileRows - 1) / kSmallTileRows;
     const bool large = q_len > kSmallTileTokens || row_tiles * kv_heads * 2 > kTargetWorkTiles;
     if (large) row_tiles = large_tile_rows == 128 ? (rows + 127) / 128 : (rows + 191) / 192;
-    unsigned count = row_tiles <= 1 ? one_tile_splits : SplitsFor(static_cast<int>(row_tiles), kv_heads);
+    unsigned count = row_tiles <= 1 ? one_tile_splits : SplitsFor<Division>(static_cast<int>(row_tiles), kv_heads);
     if (large && tiles >= kManyKeyTiles && count * row_tiles * kv_heads * 10 < kTargetWorkTiles * 9) {
-      count = SplitsFor(static_cast<int>(row_tiles), kv_heads, 2 * kTargetWorkTiles);
+      count = SplitsFor<Division>(static_cast<int>(row_tiles), kv_heads, 2 * kTargetWorkTiles);
     }
     const unsigned most = MostSplits(tiles, q_len, large);
     return count < most ? count : most;
   }
   // The splits of a sequence that make so many work tiles.
+  template <typename Division = PlainDivision>
   XLA_GPU_HOST_DEVICE static unsigned SplitsFor(int row_tiles, int kv_heads, int work_tiles = kTargetWorkTiles) {
-    const int count = work_tiles / (row_tiles * kv_heads);
+    const int count = Division::Quotient(work_tiles, row_tiles * kv_heads);
     return static_cast<unsigned>(count < kMaxSplits ? count : kMaxSplits);
   }
   // Rows of split accumulators that a sequence needs: MostRows at most, behind kManyKeyTiles twice as many.
