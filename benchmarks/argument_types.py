@@ -19,6 +19,15 @@ def add_devices(parser: argparse.ArgumentParser, default: int) -> None:
     )
 
 
+def require_gpu(parser: argparse.ArgumentParser) -> None:
+    """Ends where PyTorch reaches no GPU, with the reason."""
+    from tests.common import frontends
+
+    if reason := frontends.ALL["eager-cuda"].unavailable():
+        cpu = ", or --device cpu" if any("--device" in action.option_strings for action in parser._actions) else ""
+        parser.error(f"expected a GPU that PyTorch reaches{cpu}: {reason}")
+
+
 def load_size(text: str) -> tuple[int, int]:
     """Sequences and tokens of each: "64x2048"."""
     try:

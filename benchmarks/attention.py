@@ -25,7 +25,7 @@ import sys
 
 import torch
 from benchmarks import gpu_inputs, implementations, loads, memory, sweep, timing
-from benchmarks.argument_types import containing, positive
+from benchmarks.argument_types import containing, positive, require_gpu
 
 TOLERANCE = 2e-2  # of a row's largest number: five roundings of a bfloat16 result
 
@@ -49,7 +49,10 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--repeats", type=positive, help="replays timed; default: 30, 10 for prefill, 5 for sweep")
     parser.add_argument("--json", type=pathlib.Path, metavar="FILE", help="also writes the figures there, as JSON")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: to try this script")
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    if arguments.device == "cuda":
+        require_gpu(parser)
+    return arguments
 
 
 def check(out: torch.Tensor, rows: list[int], want: torch.Tensor) -> None:

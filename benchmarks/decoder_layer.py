@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from benchmarks import memory, timing
-from benchmarks.argument_types import positive
+from benchmarks.argument_types import positive, require_gpu
 from benchmarks.linear import TorchArrays, make
 
 import xla_gpu.torch as xg
@@ -113,6 +113,7 @@ def main() -> None:
         "--rows", nargs="+", type=positive, default=[1, 8, 32, 64], help="tokens of a call (default: %(default)s)"
     )
     arguments = parser.parse_args()
+    require_gpu(parser)
     for operator, weight_format, rows in cases(arguments):
         with memory.left_out_if_too_large(f"{operator} {weight_format} {rows} rows"):
             _, _, amount = first = OPERATORS[operator](weight_format, rows, 0)

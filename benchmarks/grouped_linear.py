@@ -17,7 +17,7 @@ import pathlib
 from typing import Any
 
 from benchmarks import memory
-from benchmarks.argument_types import positive
+from benchmarks.argument_types import positive, require_gpu
 
 MODELS = {  # name: experts, top_k, products with their n and k
     "gpt-oss-20b": (32, 4, {"gate_up": (5760, 2880), "down": (2880, 2880)}),
@@ -148,6 +148,7 @@ def main() -> None:
     parser.add_argument("--rows", nargs="+", type=positive, default=list(ROWS), help="of the batch")
     parser.add_argument("--json", type=pathlib.Path, metavar="FILE", help="also writes the figures there, as JSON")
     arguments = parser.parse_args()
+    require_gpu(parser)
     table = []
     for model in arguments.models:
         for weight_format in arguments.formats:

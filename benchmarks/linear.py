@@ -20,7 +20,7 @@ from collections.abc import Callable
 from typing import Any
 
 from benchmarks import memory
-from benchmarks.argument_types import positive
+from benchmarks.argument_types import positive, require_gpu
 
 SHAPES = {  # name: n, k
     "qkv": (6144, 4096),
@@ -174,6 +174,8 @@ def main() -> None:
     )
     parser.add_argument("--json", type=pathlib.Path, metavar="FILE", help="also writes the figures there, as JSON")
     arguments = parser.parse_args()
+    if not arguments.jax:
+        require_gpu(parser)
     measure = with_jax if arguments.jax else with_torch
     rows_of_table = []
     for weight_format in arguments.formats:

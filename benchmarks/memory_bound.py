@@ -18,7 +18,7 @@ from collections.abc import Callable
 
 import torch
 from benchmarks import memory, timing
-from benchmarks.argument_types import containing
+from benchmarks.argument_types import containing, require_gpu
 
 import xla_gpu.torch as xla_gpu
 
@@ -164,6 +164,8 @@ def main() -> None:
     parser.add_argument("--loads", default="", metavar="TEXT", help="those whose names contain it")
     parser.add_argument("--json", type=pathlib.Path, metavar="FILE", help="also writes the figures there, as JSON")
     arguments = parser.parse_args()
+    if arguments.device == "cuda":
+        require_gpu(parser)
     rate, unit = (1e6, "TB/s") if arguments.device == "cuda" else (1e3, "GB/s")
     rows = []
     for name in containing("--loads", [arguments.loads], LOADS):

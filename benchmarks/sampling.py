@@ -16,7 +16,7 @@ from collections.abc import Callable
 
 import torch
 from benchmarks import memory, timing
-from benchmarks.argument_types import positive
+from benchmarks.argument_types import positive, require_gpu
 
 import xla_gpu.torch as xla_gpu
 
@@ -100,6 +100,7 @@ def main() -> None:
     parser.add_argument("--flashinfer", action="store_true", help="beside FlashInfer's sampler too")
     parser.add_argument("--json", type=pathlib.Path, metavar="FILE", help="also writes the figures there, as JSON")
     arguments = parser.parse_args()
+    require_gpu(parser)
     rows_of_json = []
     for dtype in arguments.dtypes:
         for rows in arguments.rows:

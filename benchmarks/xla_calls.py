@@ -19,7 +19,7 @@ from collections.abc import Callable
 
 import numpy as np
 from benchmarks import loads
-from tests.common import cases
+from tests.common import cases, machine
 
 CALLS = 32
 REPEATS = 20
@@ -105,6 +105,8 @@ def main() -> None:
     for name in arguments.load:
         if name not in known:
             parser.error(f"--load: expected some of {', '.join(known)}, got {name}")
+    if arguments.device == "cuda" and (reason := machine.no_gpu()):
+        parser.error(f"expected a GPU, or --device cpu: {reason}")
     for name in arguments.load:
         case = known[name]
         inputs = cases.build(case, poison=False)

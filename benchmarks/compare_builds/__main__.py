@@ -25,10 +25,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import memory
-from benchmarks.argument_types import containing, positive
+from benchmarks.argument_types import containing, positive, require_gpu
 from benchmarks.compare_builds import compare, random_calls, timed_loads
 from benchmarks.compare_builds.builds import Build, Failed
-from tests.common import frontends
 
 
 def from_zero(text: str) -> int:
@@ -68,9 +67,8 @@ def parse_arguments() -> argparse.Namespace:
             parser.error(f"--{name}: expected a library, got {getattr(arguments, name)}, which is not a file")
     if arguments.before.samefile(arguments.now):
         parser.error(f"--before, --now: expected two libraries, got {arguments.now} twice")
-    frontend = frontends.ALL["eager-cuda" if arguments.device == "cuda" else "eager"]
-    if reason := frontend.unavailable():
-        parser.error(f"--device: {arguments.device} cannot be used: {reason}")
+    if arguments.device == "cuda":
+        require_gpu(parser)
     return arguments
 
 

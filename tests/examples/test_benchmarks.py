@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import itertools
 import json
 import os
@@ -12,6 +13,8 @@ from pathlib import Path
 
 import pytest
 from benchmarks import memory
+
+from tests.common import machine
 
 ROOT = Path(__file__).parents[2]
 
@@ -111,8 +114,11 @@ def test_wrong_options_of_a_step(options, expected, monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        (["decode", "--cases", "1x1k", "9x9k"], "--cases: expected a part of one of 1x1k llama3-8b, "),
-        (["decode", "--peer", "FA9"], "--peer: expected what is installed here, "),
+        (
+            ["decode", "--device", "cpu", "--cases", "1x1k", "9x9k"],
+            "--cases: expected a part of one of 1x1k llama3-8b, ",
+        ),
+        (["decode", "--device", "cpu", "--peer", "FA9"], "--peer: expected what is installed here, "),
         (["prefill", "--repeats", "0"], "--repeats: expected a whole number from 1, got 0"),
     ],
 )
@@ -121,10 +127,34 @@ def test_wrong_options_of_attention(options, expected, monkeypatch, capsys):
     pytest.importorskip("torch")
     from benchmarks import attention
 
-    monkeypatch.setattr(sys, "argv", ["attention", *options])
+    monkeypatch.setattr(sys, "argv", ["attention", *options, "--device", "cpu"])
     with pytest.raises(SystemExit) as ended:
         attention.main()
     assert expected in f"{capsys.readouterr().err}{ended.value}"
+
+
+@pytest.mark.skipif(bool(machine.gpu_count()), reason="of a machine without a GPU")
+@pytest.mark.parametrize(
+    ("name", "options", "or_cpu"),
+    [
+        ("attention", ["decode"], True),
+        ("memory_bound", [], True),
+        ("linear", [], False),
+        ("grouped_linear", [], False),
+        ("decoder_layer", [], False),
+        ("sampling", [], False),
+    ],
+)
+def test_without_a_gpu_a_benchmark_says_so(name, options, or_cpu, monkeypatch, capsys):
+    pytest.importorskip("torch")
+    module = importlib.import_module(f"benchmarks.{name}")
+    monkeypatch.setattr(sys, "argv", [name, *options])
+    with pytest.raises(SystemExit):
+        module.main()
+    wanted = (
+        "expected a GPU that PyTorch reaches, or --device cpu: " if or_cpu else "expected a GPU that PyTorch reaches: "
+    )
+    assert f"{wanted}no NVIDIA GPU on this machine" in capsys.readouterr().err
 
 
 def test_the_sweep_draws_the_same_loads_on_every_machine():
