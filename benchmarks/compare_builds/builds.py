@@ -28,6 +28,7 @@ class Build:
         self.info: dict[str, Any] = self.answer()
 
     def ask(self, method: str, *arguments: Any) -> None:
+        """Raises Failed where the process had died, and another one does not start."""
         if not self._process.is_alive():
             self._start()
         self._connection.send((method, arguments))
@@ -35,14 +36,16 @@ class Build:
     def answer(self) -> Any:
         """Raises Failed."""
         try:
-            well, result = self._connection.recv()
+            well, result, ends = self._connection.recv()
         except (EOFError, ConnectionResetError):
             self._process.join(10)
             code = self._process.exitcode
             ended = f"died of signal {-code}" if code is not None and code < 0 else f"ended with {code}"
             raise Failed(f"the process {ended}") from None
+        if ends:  # where CUDA failed, which takes a while
+            self._process.join(60)
+            self._process.kill()
         if not well:
-            self._process.join(0.05)  # one that has lost CUDA ends by itself
             raise Failed(result)
         return result
 
@@ -59,12 +62,13 @@ class Build:
 
 def both(before: Build, now: Build, method: str, *arguments: Any) -> list[Any]:
     """Their answers, which they work on at the same time; a Failed in the place of one."""
-    for build in (before, now):
-        build.ask(method, *arguments)
-    found: list[Any] = []
-    for build in (before, now):
-        try:
-            found.append(build.answer())
-        except Failed as error:
-            found.append(error)
+    found: list[Any] = [None, None]
+    for step in ("ask", "answer"):
+        for i, build in enumerate((before, now)):
+            if isinstance(found[i], Failed):
+                continue
+            try:
+                found[i] = build.ask(method, *arguments) if step == "ask" else build.answer()
+            except Failed as error:
+                found[i] = error
     return found

@@ -13,29 +13,29 @@ REPEATS = 2  # of each random call, whose results must be the same
 
 
 def serve(connection: Connection, library: str, device: str) -> None:
-    """Answers requests (method, arguments) with (whether it went well, result or the error's text)."""
+    """Answers requests (method, arguments) with (whether it went well, result or the error's text, whether it ends)."""
     os.environ["XLA_GPU_LIBRARY"] = library  # before anything loads one
     warnings.simplefilter("ignore", RuntimeWarning)  # NumPy's, about the overflows that inputs ask for
     try:
         worker = Worker(device)
     except Exception as error:
-        connection.send((False, str(error)))
+        connection.send((False, str(error), True))
         return
-    connection.send((True, worker.build))
+    connection.send((True, worker.build, False))
     while True:
         try:
             name, arguments = connection.recv()
         except EOFError:
             return
         try:
-            answer, lost = (True, getattr(worker, name)(*arguments)), False
+            answer = (True, getattr(worker, name)(*arguments), False)
         except Exception as error:
             text = f"{type(error).__name__}: {error}"
             place = traceback.extract_tb(error.__traceback__)[-1]
-            answer = (False, f"{text} ({os.path.basename(place.filename)}:{place.lineno})")
-            lost = is_lost(text)
+            text = f"{text} ({os.path.basename(place.filename)}:{place.lineno})"
+            answer = (False, text, is_lost(text))  # every later call would fail as well
         connection.send(answer)
-        if lost:  # every later call would fail as well
+        if answer[2]:
             return
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -145,7 +146,17 @@ def test_a_process_that_died_is_replaced(copies):
     assert builds.both(before, now, "outcomes", drawn) == first
     with pytest.raises(builds.Failed, match="AttributeError: 'Worker' object has no attribute 'nothing'"):
         now.call("nothing")
-    before.close(), now.close()
+    with pytest.raises(builds.Failed, match=r"KeyError: 'CUDA error'"):  # with which a context is lost
+        now.call("measure", "CUDA error", 1)
+    assert not now._process.is_alive()
+    assert builds.both(before, now, "outcomes", drawn) == first
+    os.kill(now._process.pid, signal.SIGKILL)
+    now._process.join()
+    now.path = Path("gone.so")
+    same, failed = builds.both(before, now, "outcomes", drawn)
+    assert same == first[0] and re.search("names .*gone.so, which is not a file", str(failed))
+    before.close()
+    now.close()
 
 
 # ---- Parts of it
