@@ -1,4 +1,4 @@
-"""Qwen 2, 2.5 and 3 VL: images of any size, M-RoPE positions; greedy tokens equal to transformers' in float32.
+"""Qwen 2, 2.5 and 3 VL, with experts too: images of any size, M-RoPE positions; greedy tokens equal to transformers' in float32.
 
 All of them with XLA_GPU_TEST_ALL_MODELS=1.
 """
@@ -71,7 +71,7 @@ def count_launches(llm: Any, monkeypatch) -> list[tuple[int, int]]:
     return noted
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", sorted({*NAMES, "qwen3_vl_moe"}))
 def test_tokens_equal_transformers(name, tmp_path):
     """Read in steps of up to 64 tokens."""
     folder = tiny_qwen_vl.save(name, tmp_path)
@@ -123,7 +123,7 @@ def test_images_of_a_step_are_encoded_together(folder, reference, monkeypatch):
     llm.reset_prefix_cache()
     nine = [(f"{index}{IMAGE}", [small.rotate(index)]) for index in range(9, 18)]
     assert ask(llm, nine) == [reference.greedy(*prompt, NEW) for prompt in nine]
-    assert sum(count for _, count in launched) == 9 and max(count for _, count in launched) == patches.MOST_IMAGES
+    assert sum(count for _, count in launched) == 9 and max(count for _, count in launched) == patches.MOST_FRAMES
     assert engines.compiled_since_start(llm) == 0
 
 
@@ -272,8 +272,8 @@ def test_windows_are_vllms():
         layout = patches.PatchLayout(len(order), form)
         # The other images of a launch may be of one token each.
         assert (
-            len(ends) + patches.MOST_IMAGES - 1
-            <= patches.PatchLayout(len(order) + patches.MOST_IMAGES - 1, form).max_windows
+            len(ends) + patches.MOST_FRAMES - 1
+            <= patches.PatchLayout(len(order) + patches.MOST_FRAMES - 1, form).max_windows
         )
         assert len(ends) <= layout.max_windows
 
@@ -295,11 +295,11 @@ def test_sizes_of_the_encoders_programs(folder):
 
 
 def test_launches_of_the_encoder():
-    def of_tokens(*sizes: int) -> list[images.Image]:
-        return [images.Image(str(size), np.arange(size, dtype=np.int32), {}) for size in sizes]
+    def of_tokens(*sizes: int) -> list[patches.Frame]:
+        return [patches.Frame(None, 2, 2 * size, np.arange(size, dtype=np.int32)) for size in sizes]
 
     def together(*sizes: int) -> list[list[int]]:
-        return [[len(image.positions) for image in launch] for launch in patches.launches(of_tokens(*sizes), 100)]
+        return [[len(frame.rows) for frame in launch] for launch in patches.launches(of_tokens(*sizes), 100)]
 
     assert together() == []
     assert together(60, 40, 1, 99, 100) == [[60, 40], [1, 99], [100]]

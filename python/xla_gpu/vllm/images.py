@@ -26,11 +26,16 @@ TILES = (
 _TOWERS = ("clip_vision_model", "siglip_vision_model")
 
 # Models whose encoder takes images of any size, as patches, and whose positions are M-RoPE.
-PATCHES = (
+MROPE = (
     "Qwen2VLForConditionalGeneration",
     "Qwen2_5_VLForConditionalGeneration",
     "Qwen3VLForConditionalGeneration",
+    "Qwen3VLMoeForConditionalGeneration",
 )
+
+# Models whose encoder may be one that takes images of any size, whose lines have a token of the text behind each.
+LINES = ("Mistral3ForConditionalGeneration", "LlavaForConditionalGeneration")
+_OF_LINES = "pixtral"
 
 # Of those with tiles the one whose tiles lie in a grid.
 _GRIDS = "LlavaNextForConditionalGeneration"
@@ -108,9 +113,19 @@ def are_served(model: Any) -> bool:
     return bool(MULTIMODAL_REGISTRY.supports_multimodal_inputs(model))
 
 
+def has_lines(model: Any) -> bool:
+    """Whether the encoder of vLLM's ModelConfig is Pixtral's."""
+    return model.architecture in LINES and model.hf_config.vision_config.model_type == _OF_LINES
+
+
 def takes_patches(model: Any) -> bool:
-    """Whether images of vLLM's ModelConfig, or None, are of any size, and their tokens' rotary positions their own."""
-    return are_served(model) and model.architecture in PATCHES
+    """Whether images of vLLM's ModelConfig, or None, are of any size."""
+    return are_served(model) and (model.architecture in MROPE or has_lines(model))
+
+
+def has_mrope(model: Any) -> bool:
+    """Whether the tokens of images of vLLM's ModelConfig, or None, have rotary positions of their own."""
+    return are_served(model) and model.architecture in MROPE
 
 
 def num_streams(model: Any) -> int:
@@ -121,7 +136,7 @@ def num_streams(model: Any) -> int:
 
 def leave_out_videos(model: Any) -> None:
     """Has vLLM refuse requests with videos, of vLLM's ModelConfig or None, where no option says how many there are."""
-    if model is not None and model.is_multimodal_model and model.architecture in PATCHES:
+    if model is not None and model.is_multimodal_model and model.architecture in MROPE:
         limits = model.multimodal_config.limit_per_prompt
         if "video" not in limits:
             from vllm.config.multimodal import VideoDummyOptions
@@ -214,7 +229,7 @@ def refusals(config: Any) -> list[str]:
     """What of a VllmConfig whose requests may have images is not supported."""
     model = config.model_config
     vision = model.hf_config.vision_config
-    of_patches = model.architecture in PATCHES
+    of_patches = takes_patches(model)
     if not of_patches and (model.architecture not in TILES or vision.model_type not in _TOWERS):
         return [
             f"--limit-mm-per-prompt: expected '{{\"image\": 0}}' with {model.architecture} and an encoder of "
@@ -224,8 +239,10 @@ def refusals(config: Any) -> list[str]:
     text_only = "expected --limit-mm-per-prompt '{\"image\": 0}'"
     if model.multimodal_config.enable_mm_embeds:
         found.append("--enable-mm-embeds: not supported")
-    if of_patches:
+    if model.architecture in MROPE:
         found += _patch_refusals(model)
+    elif of_patches:
+        found += _line_refusals(model)
     elif model.multimodal_config.mm_processor_kwargs:
         found.append("--mm-processor-kwargs: not supported")
     if model.runner_type == "pooling":
@@ -260,6 +277,30 @@ def _patch_refusals(model: Any) -> list[str]:
         found.append(f"--limit-mm-per-prompt: video: expected 0, got {videos}")
     if multimodal.video_pruning_rate:
         found.append("--video-pruning-rate: not supported")
+    return found
+
+
+def _line_refusals(model: Any) -> list[str]:
+    """Of a model with Pixtral's encoder."""
+    from vllm.transformers_utils.processor import cached_image_processor_from_config
+
+    hf_config, found = model.hf_config, []
+    given = model.multimodal_config.mm_processor_kwargs or {}
+    if others := sorted(set(given) - {"size"}):
+        found.append(f"--mm-processor-kwargs: expected size alone, got {', '.join(others)}")
+    # vLLM counts an image's tokens by the one, the processor makes it by the other.
+    side = hf_config.vision_config.image_size
+    edge = dict(given.get("size") or cached_image_processor_from_config(model).size).get("longest_edge")
+    if edge != side:
+        found.append(
+            f"{model.architecture}: expected the processor's size.longest_edge to be the encoder's image_size, {side}, "
+            f"got {edge}; for smaller images set both, by --mm-processor-kwargs '{{\"size\": {{\"longest_edge\": n}}}}' "
+            "and --hf-overrides '{\"vision_config\": {\"image_size\": n}}'"
+        )
+    if not isinstance(hf_config.vision_feature_layer, int):
+        found.append(f"vision_feature_layer: expected one layer, got {hf_config.vision_feature_layer}")
+    if (strategy := getattr(hf_config, "vision_feature_select_strategy", "full")) != "full":
+        found.append(f"vision_feature_select_strategy: expected full with Pixtral's encoder, got {strategy}")
     return found
 
 

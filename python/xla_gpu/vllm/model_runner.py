@@ -88,7 +88,7 @@ class ModelRunner:
         self.adapters: Adapters | None = None
         self.images: ImageRows | None = None
         # Whether rows of images have rotary positions of their own.
-        self._mrope = images.takes_patches(config.model_config)
+        self._mrope = images.has_mrope(config.model_config)
         # Of which batch, after which of their changes, and which of its requests have none that could be read.
         self._with_adapters: tuple[Batch | None, int, frozenset[str]] = None, 0, frozenset()
 
@@ -100,7 +100,7 @@ class ModelRunner:
         start = time.perf_counter()
         self.model, self.head, tower = weights.load_model(self.config, self.device)
         if tower is not None:
-            encoder = PatchEncoder if self._mrope else TileEncoder
+            encoder = PatchEncoder if images.takes_patches(self.config.model_config) else TileEncoder
             self.images = encoder(self.config, tower, self.device)
         if self.config.lora_config is not None:
             from .lora import Adapters

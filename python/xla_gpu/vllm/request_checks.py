@@ -86,9 +86,9 @@ def check_images(prompt: Any, processed_inputs: Any, most_tokens: int | None) ->
     if isinstance(prompt, dict) and prompt.get("mm_processor_kwargs"):
         raise ValueError(f"mm_processor_kwargs: expected none, got {prompt['mm_processor_kwargs']}")
     for place in processed_inputs.get("mm_placeholders", {}).get("image", ()):
-        if most_tokens is not None and place.length > most_tokens:
+        if most_tokens is not None and (tokens := place.get_num_embeds()) > most_tokens:
             raise ValueError(
-                f"image: expected one of at most {most_tokens} tokens, got {place.length}; see max_pixels of "
+                f"image: expected one of at most {most_tokens} tokens, got {tokens}; see max_pixels of "
                 "--mm-processor-kwargs, --max-model-len and --max-num-batched-tokens"
             )
 

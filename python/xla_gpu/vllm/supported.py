@@ -24,7 +24,7 @@ TEXT_OF = (
     "LlavaNextForConditionalGeneration",
     "Mistral3ForConditionalGeneration",
     "AyaVisionForConditionalGeneration",
-    *images.PATCHES,
+    *images.MROPE,
 )
 
 
@@ -220,7 +220,7 @@ def _model_refusals(config: Any) -> list[str]:
         "a state-space or hybrid model": model.is_hybrid or model.has_inner_state,
         "an encoder-decoder model": model.is_encoder_decoder,
         "a model without attention": model.is_attention_free,
-        "M-RoPE positions": model.uses_mrope and model.architecture not in images.PATCHES,
+        "M-RoPE positions": model.uses_mrope and model.architecture not in images.MROPE,
         "chunked local attention": bool(getattr(model, "attention_chunk_size", None)),
     }
     found += [f"{name}: not supported" for name, given in traits.items() if given]
