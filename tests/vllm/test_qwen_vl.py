@@ -194,7 +194,6 @@ def test_requests_that_are_refused(llm, reference):
 REFUSED = [
     ({"enable_mm_embeds": True}, "--enable-mm-embeds: not supported"),
     ({"runner": "pooling"}, "--runner pooling: expected --limit-mm-per-prompt"),
-    ({"enable_lora": True}, "--enable-lora: expected a model of text alone"),
     ({"mm_processor_kwargs": {"fps": 2}}, "--mm-processor-kwargs: expected min_pixels and max_pixels alone, got fps"),
     ({"limit_mm_per_prompt": {"image": 1, "video": 1}}, "--limit-mm-per-prompt: video: expected 0, got 1"),
     ({"video_pruning_rate": 0.5}, "--video-pruning-rate: not supported"),

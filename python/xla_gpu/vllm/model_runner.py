@@ -105,7 +105,7 @@ class ModelRunner:
         if self.config.lora_config is not None:
             from .lora import Adapters
 
-            self.adapters = Adapters(self.model, self.config, self.device)
+            self.adapters = Adapters(self.model, self.config, self.device, tower)
         xm.wait_device_ops()
         logger.info("Loading the model took %.1f s", time.perf_counter() - start)
 

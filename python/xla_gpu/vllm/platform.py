@@ -90,10 +90,6 @@ class XlaGpuPlatform(Platform):  # type: ignore[misc]
         # is pooled to ends its request.
         waits = vllm_config.speculative_config is not None or supported.pools(vllm_config.model_config)
         vllm_config.scheduler_config.async_scheduling = Options.of(vllm_config).async_scheduling and not waits
-        if vllm_config.lora_config is not None:
-            from . import scheduler
-
-            scheduler.choose(vllm_config)
         if images.are_served(vllm_config.model_config):
             # The engine's process would be told of an image once. Where that request is refused the engine has no image
             # for the next one, which ends its input (vLLM 0.12, 0.13) or is an error (0.14).
@@ -104,10 +100,11 @@ class XlaGpuPlatform(Platform):  # type: ignore[misc]
 
             most = most_tokens(vllm_config, most_rows(vllm_config))
             cls._image_tokens = max(cls._image_tokens or 0, most)
-        if images.tokens_of_block(vllm_config.model_config):
+        images_whole = images.tokens_of_block(vllm_config.model_config) > 0
+        if vllm_config.lora_config is not None or images_whole:
             from . import scheduler
 
-            scheduler.read_images_whole(vllm_config)
+            scheduler.choose(vllm_config, images_whole)
         choose_start_method(os.environ)
         logger.info_once("xla_gpu.vllm: serving through torch_xla, PJRT_DEVICE=%s", pjrt_device())
 

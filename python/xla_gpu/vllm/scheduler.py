@@ -87,17 +87,26 @@ class AsyncReadsImagesWhole(_ReadsImagesWhole, AsyncScheduler):  # type: ignore[
     """Where it does not."""
 
 
-def read_images_whole(config: Any) -> None:
-    """Has an engine use these."""
-    scheduler = config.scheduler_config
-    scheduler.disable_chunked_mm_input = True  # then vLLM wants steps that are large enough
-    scheduler.scheduler_cls = (
-        f"{__name__}.{'AsyncReadsImagesWhole' if scheduler.async_scheduling else 'ReadsImagesWhole'}"
-    )
+class ReadsImagesWholeAndEndsFailed(_ReadsImagesWhole, _EndsFailed, Scheduler):  # type: ignore[misc]
+    """Both, where vLLM waits for each step."""
 
 
-def choose(config: Any) -> None:
-    """Has an engine with adapters use these: an adapter's files may be gone when a request's turn comes."""
+class AsyncReadsImagesWholeAndEndsFailed(_ReadsImagesWhole, _EndsFailed, AsyncScheduler):  # type: ignore[misc]
+    """Both, where it does not."""
+
+
+def choose(config: Any, images_whole: bool) -> None:
+    """Has an engine use these where it needs one.
+
+    With adapters it does, whose files may be gone when a request's turn comes. ``images_whole``: and where each image
+    is to be read in one step.
+    """
     scheduler = config.scheduler_config
-    if config.lora_config is not None and scheduler.scheduler_cls is None:
-        scheduler.scheduler_cls = f"{__name__}.{'AsyncEndsFailed' if scheduler.async_scheduling else 'EndsFailed'}"
+    wanted = ["ReadsImagesWhole"] if images_whole else []
+    if config.lora_config is not None and (images_whole or scheduler.scheduler_cls is None):
+        wanted.append("EndsFailed")
+    if images_whole:
+        scheduler.disable_chunked_mm_input = True  # then vLLM wants steps that are large enough
+    if wanted:
+        name = "And".join(wanted)
+        scheduler.scheduler_cls = f"{__name__}.{'Async' if scheduler.async_scheduling else ''}{name}"

@@ -153,7 +153,11 @@ def _lora_refusals(config: Any) -> list[str]:
     if lora.lora_dtype not in ("auto", None, model.dtype, str(model.dtype).removeprefix("torch.")):
         found.append(f"--lora-dtype: expected the model's, {model.dtype}, got {lora.lora_dtype}")
     if model.is_multimodal_model:
-        found.append(f"--enable-lora: expected a model of text alone, got {model.architecture}")
+        from vllm.model_executor.model_loader import get_model_cls
+        from vllm.model_executor.models import supports_lora
+
+        if not supports_lora(get_model_cls(model)):
+            found.append(f"--enable-lora: expected a model that vLLM has LoRA for, got {model.architecture}")
     return found
 
 
