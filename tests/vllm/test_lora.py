@@ -59,8 +59,6 @@ def add(model, adapter: str) -> None:
 
 def expected(folder: str, adapter: str | None, prompts, new: int = NEW) -> list[list[int]]:
     """Greedy tokens of transformers with an adapter."""
-    from safetensors.torch import load_file
-
     reference = tiny.Reference(folder)
     if adapter is not None:
         add(reference.model, adapter)

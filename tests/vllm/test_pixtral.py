@@ -1,7 +1,11 @@
-"""Mistral 3 and LLaVA with Pixtral's encoder: greedy tokens equal to transformers' in float32."""
+"""Mistral 3 and LLaVA with Pixtral's encoder: greedy tokens equal to transformers' in float32.
+
+All tests with XLA_GPU_TEST_ALL_MODELS=1.
+"""
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import numpy as np
@@ -16,6 +20,7 @@ pytest.importorskip("torchvision", reason="the processor of these models")
 from tests.vllm import tiny_pixtral
 from tests.vllm.tiny_pixtral import IMAGE, LARGEST, MOST_TOKENS, SIDE
 
+ALL = bool(os.environ.get("XLA_GPU_TEST_ALL_MODELS"))
 SMALL = 16  # tokens of the smaller of two programs of the encoder
 
 
@@ -90,6 +95,7 @@ def test_tokens_of_llava_equal_transformers(tmp_path):
     image_checks.check_prompts(make(folder), tiny_images.Reference(folder), IMAGE, pictures(8, seed=1))
 
 
+@pytest.mark.skipif(not ALL, reason="as with other encoders")
 def test_preemption_and_abort(folder, reference):
     """With pages for some of six requests."""
     llm = make(folder, max_model_len=256, num_gpu_blocks_override=18, enable_prefix_caching=False)
@@ -146,6 +152,7 @@ def test_memory_for_the_encoder(folder, llm):
     assert memory.image_bytes(text) == 0
 
 
+@pytest.mark.skipif(not ALL, reason="as with other encoders")
 def test_over_two_devices(folder):
     """--tensor-parallel-size: each device has the whole encoder."""
     image_checks.check_two_devices("test_pixtral", folder)

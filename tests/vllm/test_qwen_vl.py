@@ -1,4 +1,4 @@
-"""Qwen 2, 2.5 and 3 VL, with experts too: images of any size, M-RoPE positions; greedy tokens equal to transformers' in float32.
+"""Qwen 2, 2.5 and 3 VL: images of any size, M-RoPE positions; greedy tokens equal to transformers' in float32.
 
 All of them with XLA_GPU_TEST_ALL_MODELS=1.
 """
@@ -195,7 +195,10 @@ REFUSED = [
     ({"enable_mm_embeds": True}, "--enable-mm-embeds: not supported"),
     ({"runner": "pooling"}, "--runner pooling: expected --limit-mm-per-prompt"),
     ({"mm_processor_kwargs": {"fps": 2}}, "--mm-processor-kwargs: expected min_pixels and max_pixels alone, got fps"),
-    ({"limit_mm_per_prompt": {"image": 1, "video": 1}}, "--limit-mm-per-prompt: video: expected 0, got 1"),
+    (
+        {"limit_mm_per_prompt": {"video": 1}, "scheduler_cls": "vllm.v1.core.sched.scheduler.Scheduler"},
+        "--scheduler-cls: expected none with videos of Qwen2_5_VLForConditionalGeneration, got vllm",
+    ),
     ({"video_pruning_rate": 0.5}, "--video-pruning-rate: not supported"),
     ({"additional_config": {"encoder_buckets": [0]}}, "encoder_buckets: expected a list of positive integers"),
 ]

@@ -71,9 +71,7 @@ def save(name: str, folder: Path) -> str:
     tokenizer = tiny.tokenizer(
         _TOKENS, model_input_names=["input_ids", "attention_mask"], additional_special_tokens=_TOKENS
     )
-    pixels = t.PixtralImageProcessorFast(
-        size={"longest_edge": LARGEST}, patch_size={"height": side, "width": side}
-    )
+    pixels = t.PixtralImageProcessorFast(size={"longest_edge": LARGEST}, patch_size={"height": side, "width": side})
     options = {"patch_size": side, "spatial_merge_size": _MERGED[name]}
     t.PixtralProcessor(pixels, tokenizer, chat_template=CHAT_TEMPLATE, **options).save_pretrained(folder)
     return str(folder)

@@ -14,6 +14,8 @@ IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
 _TOKENS = ["<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "<|video_pad|>"]
 PATCH, MERGED = 14, 2
 MOST_TOKENS = 40  # of an image
+MOST_OF_FRAMES = 12  # tokens of two frames of a video
+VIDEO = "<|vision_start|><|video_pad|><|vision_end|>"
 _PIXELS = {"min_pixels": 4 * (PATCH * MERGED) ** 2, "max_pixels": MOST_TOKENS * (PATCH * MERGED) ** 2}
 _TEXT = {**tiny.COMMON, "rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]}}
 TOKEN_IDS = {
@@ -25,7 +27,8 @@ TOKEN_IDS = {
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}{% for part in message['content'] %}"
-    "{% if part['type'] == 'text' %}{{ part['text'] }}{% else %}" + IMAGE + "{% endif %}{% endfor %}{% endfor %}"
+    "{% if part['type'] == 'text' %}{{ part['text'] }}{% elif part['type'] == 'video' %}" + VIDEO + "{% else %}"
+    "" + IMAGE + "{% endif %}{% endfor %}{% endfor %}"
 )
 
 _QWEN3_TEXT = {
@@ -88,6 +91,9 @@ def save(name: str, folder: Path) -> str:
     pixels: dict[str, Any] = dict(_PIXELS)
     if name.startswith("qwen3_vl"):  # as in the files of real checkpoints
         pixels = {"size": {"shortest_edge": pixels["min_pixels"], "longest_edge": pixels["max_pixels"]}}
-    parts = t.Qwen2VLImageProcessorFast(**pixels), tokenizer, of_videos(patch_size=PATCH)
+    # Qwen 3 VL's sizes are for all frames of a video, of which these tests have eight at most.
+    most = MOST_OF_FRAMES * (8 if name.startswith("qwen3_vl") else 1)
+    sizes = {"shortest_edge": _PIXELS["min_pixels"], "longest_edge": most * (PATCH * MERGED) ** 2}
+    parts = t.Qwen2VLImageProcessorFast(**pixels), tokenizer, of_videos(patch_size=PATCH, size=sizes)
     kind(*parts, chat_template=CHAT_TEMPLATE).save_pretrained(folder)
     return str(folder)

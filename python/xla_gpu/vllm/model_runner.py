@@ -115,7 +115,10 @@ class ModelRunner:
         model = self.config.model_config
         self.caches = KVCaches(self.config, cache_config, self.device)
         self.tables = BlockTables(self._max_seqs, model.max_model_len, self.caches.block_sizes, self.device)
-        rotary = mrope.RotaryPositions(self._max_seqs) if self._mrope else None
+        rotary = None
+        if self._mrope:
+            per_second = getattr(model.hf_config.vision_config, "tokens_per_second", 1.0)
+            rotary = mrope.RotaryPositions(self._max_seqs, per_second)
         self.requests = RequestTable(self._max_seqs, model.max_model_len, self.tables, model.seed, rotary)
         self._packer = StepPacker(self.requests, self.tables, self._max_seqs)
         self._drafter = self._make_drafter()

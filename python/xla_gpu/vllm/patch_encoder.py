@@ -14,9 +14,9 @@ import torch
 from vllm.config import VllmConfig
 
 from . import buckets, images, patches
-from .image_rows import ImageRows, most_rows
+from .image_rows import ImageRows
 from .images import Image
-from .patches import Frame, PatchForm, PatchLayout
+from .patches import Frame, PatchForm, PatchLayout, frames_of
 from .pixtral_tower import PixtralTower
 from .program import Program
 from .qwen_tower import QwenTower
@@ -24,7 +24,7 @@ from .step_layout import unpack
 
 
 class PatchEncoder(ImageRows):
-    """Of images that are grids of patches."""
+    """Of images that are grids of patches, and of videos, each of whose times is as an image."""
 
     _PARTS = "patches"
 
@@ -34,7 +34,7 @@ class PatchEncoder(ImageRows):
         self._form = PatchForm.of(self._model)
         layers = PixtralTower if images.has_lines(self._model) else QwenTower
         self._tower: PixtralTower | QwenTower = layers(self._model.hf_config, tower, self._form)
-        sizes = patches.token_buckets(config, most_rows(config))
+        sizes = patches.token_buckets(config, images.most_rows(config))
         self._layouts = {size: PatchLayout(size, self._form) for size in sizes}
         self._programs: dict[int, Program] = {}
 
@@ -63,7 +63,7 @@ class PatchEncoder(ImageRows):
         for image in found:
             count = len(image.positions)
             rows = self._take(image, np.arange(count, dtype=np.int32), count * self._form.merged)
-            frames.append(Frame.of(image, rows, self._form))
+            frames += frames_of(image, rows, self._form)
         sizes = list(self._layouts)
         for together in patches.launches(frames, sizes[-1]):
             self._launch(buckets.next_bucket(sizes, sum(len(frame.rows) for frame in together)), together)

@@ -22,6 +22,9 @@ from .step_layout import Int32Array, unpack
 # Frames, at most, that a launch of the encoder takes.
 MOST_FRAMES = 8
 
+# Processors of videos, for which a number of pixels is that of all frames.
+_OF_ALL_FRAMES = ("Qwen3VLVideoProcessor",)
+
 # Tokens of the smallest program: an image of 448 x 448 pixels. Larger ones have twice as many each.
 _LEAST_TOKENS = 256
 
@@ -63,7 +66,7 @@ class PatchForm:
 
 @dataclasses.dataclass(frozen=True)
 class Frame:
-    """An image: what patches attend to.
+    """An image, or two frames of a video, which make patches together: what patches attend to.
 
     Attributes:
       pixels: float32[lines * columns, values], patches: those of a token together, and tokens by lines.
@@ -76,14 +79,6 @@ class Frame:
     lines: int
     columns: int
     rows: Int32Array
-
-    @classmethod
-    def of(cls, image: Image, rows: Int32Array, form: PatchForm) -> Frame:
-        """rows: where those of the image's tokens go."""
-        pixels = image.data["pixel_values"].data.float().numpy()
-        if form.cut:
-            return cls(_cut(pixels, form), *(size // form.cut for size in pixels.shape[1:]), rows)
-        return cls(pixels, *image.grid[1:], rows)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -161,6 +156,18 @@ class PatchLayout:
         return pixels, packed
 
 
+def frames_of(image: Image, rows: Int32Array, form: PatchForm) -> list[Frame]:
+    """One of an image, one for each time of a video; rows: where those of its tokens go."""
+    name = next(name for name in ("pixel_values", "pixel_values_videos") if name in image.data)
+    pixels = image.data[name].data.float().numpy()
+    if form.cut:
+        _, height, width = pixels.shape
+        return [Frame(_cut(pixels, form), height // form.cut, width // form.cut, rows)]
+    times, lines, columns = image.grid
+    each = zip(np.split(pixels, times), np.split(rows, times), strict=True)
+    return [Frame(own, lines, columns, own_rows) for own, own_rows in each]
+
+
 def window_order(grid: tuple[int, int, int], side: int) -> tuple[Int32Array, Int32Array]:
     """The tokens of a grid in the order of windows, and where each window ends in it.
 
@@ -193,12 +200,15 @@ def _cut(pixels: Any, form: PatchForm) -> Any:
 
 
 def most_tokens(config: Any, num_rows: int) -> int:
-    """Tokens of the largest image that requests of a VllmConfig may have.
+    """Tokens of the largest image, or time of a video, that requests of a VllmConfig may have.
 
-    That is what the processor makes images of, unless ``--max-model-len`` or ``num_rows``, the rows that the scheduler
+    That is what the processors make them of, unless ``--max-model-len`` or ``num_rows``, the rows that the scheduler
     has for images, are less.
     """
-    from vllm.transformers_utils.processor import cached_image_processor_from_config
+    from vllm.transformers_utils.processor import (
+        cached_image_processor_from_config,
+        cached_video_processor_from_config,
+    )
 
     model = config.model_config
     form = PatchForm.of(model)
@@ -206,7 +216,12 @@ def most_tokens(config: Any, num_rows: int) -> int:
         largest = (-(-int(model.hf_config.vision_config.image_size) // math.isqrt(form.pixels))) ** 2
     else:
         processor = cached_image_processor_from_config(model)
-        largest = max(int(processor.max_pixels or processor.size["longest_edge"]) // form.pixels, 1)
+        pixels = int(processor.max_pixels or processor.size["longest_edge"])
+        if images.takes_videos(model):
+            # Qwen 3 VL's is for all frames together, of which there are two or more.
+            frames = 2 if type(processor := cached_video_processor_from_config(model)).__name__ in _OF_ALL_FRAMES else 1
+            pixels = max(pixels, int(processor.size["longest_edge"]) // frames)
+        largest = max(pixels // form.pixels, 1)
     return min(largest, int(model.max_model_len), num_rows)
 
 

@@ -219,7 +219,6 @@ def _model_refusals(config: Any) -> list[str]:
     traits = {
         "--enable-prompt-embeds": model.enable_prompt_embeds,
         "--enable-sleep-mode": model.enable_sleep_mode,
-        "--logits-processors": bool(model.logits_processors),
         "--enable-return-routed-experts": getattr(model, "enable_return_routed_experts", False),  # of vLLM 0.14
         "a state-space or hybrid model": model.is_hybrid or model.has_inner_state,
         "an encoder-decoder model": model.is_encoder_decoder,
@@ -228,6 +227,11 @@ def _model_refusals(config: Any) -> list[str]:
         "chunked local attention": bool(getattr(model, "attention_chunk_size", None)),
     }
     found += [f"{name}: not supported" for name, given in traits.items() if given]
+    if model.logits_processors:
+        found.append(
+            "--logits-processors: not supported: logits are results of an XLA program, and stay on the device; of "
+            "requests logit_bias, allowed_token_ids, bad_words, min_p and structured outputs are"
+        )
     if model.use_mla:
         found.append(
             "multi-head latent attention (MLA): not supported; with VLLM_MLA_DISABLE=1 the model keeps whole keys and "
