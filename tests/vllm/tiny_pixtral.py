@@ -42,7 +42,7 @@ def _text(**options: float) -> t.MistralConfig:
 CONFIGS = {
     # Four patches make a token.
     "mistral3": lambda: t.Mistral3Config(
-        text_config=_text(rms_norm_eps=1e-3),  # that of the norm behind the encoder, too
+        text_config=_text(rms_norm_eps=0.5),  # that of the norm behind the encoder, too
         vision_config=_tower("mistral3"),
         image_token_index=tiny.FIRST_TOKEN,
         spatial_merge_size=_MERGED["mistral3"],

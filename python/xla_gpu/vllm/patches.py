@@ -139,7 +139,7 @@ class PatchLayout:
             order, ends = window_order((1, lines, columns), self.form.window)
             patches = (order[:, None] * self.form.merged + np.arange(self.form.merged)).reshape(-1)
             here = slice(at, at + len(patches))
-            pixels[here] = frame.pixels[patches]
+            pixels[here] = frame.pixels[patches] if self.form.window else frame.pixels
             parts["lines"][here], parts["columns"][here] = _places_of_patches(lines, columns, side)[:, patches]
             if self.form.side:
                 parts["last_lines"][here], parts["last_columns"][here] = frame.lines - 1, frame.columns - 1

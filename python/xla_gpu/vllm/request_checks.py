@@ -94,10 +94,10 @@ def check_images(prompt: Any, processed_inputs: Any, most_tokens: int | None, ro
     for modality, places in processed_inputs.get("mm_placeholders", {}).items():
         for place, data in zip(places, processed_inputs["mm_kwargs"][modality], strict=True):
             times, *_ = images.grid_of(data, modality) or (1,)
-            tokens, what = place.get_num_embeds() // times, f"{modality}: expected {_OF_TIMES.get(modality, 'one')}"
-            if most_tokens is not None and tokens > most_tokens:
+            rows = place.length if place.is_embed is None else int(place.is_embed.sum())
+            if most_tokens is not None and (tokens := rows // times) > most_tokens:
                 raise ValueError(
-                    f"{what} of at most {most_tokens} tokens, got {tokens}; see max_pixels of --mm-processor-kwargs, "
+                    f"{modality}: expected {_OF_TIMES.get(modality, 'one')} of at most {most_tokens} tokens, got {tokens}; see max_pixels of --mm-processor-kwargs, "
                     "--max-model-len and --max-num-batched-tokens"
                 )
             if room is not None and place.length > room:  # it would wait for ever
