@@ -97,8 +97,8 @@ def check_images(prompt: Any, processed_inputs: Any, most_tokens: int | None, ro
             rows = place.length if place.is_embed is None else int(place.is_embed.sum())
             if most_tokens is not None and (tokens := rows // times) > most_tokens:
                 raise ValueError(
-                    f"{modality}: expected {_OF_TIMES.get(modality, 'one')} of at most {most_tokens} tokens, got {tokens}; see max_pixels of --mm-processor-kwargs, "
-                    "--max-model-len and --max-num-batched-tokens"
+                    f"{modality}: expected {_OF_TIMES.get(modality, 'one')} of at most {most_tokens} tokens, got "
+                    f"{tokens}; see max_pixels of --mm-processor-kwargs, --max-model-len and --max-num-batched-tokens"
                 )
             if room is not None and place.length > room:  # it would wait for ever
                 raise ValueError(
