@@ -300,6 +300,7 @@ def test_another_engine_with_longer_sequences(llama, reference):
             "--speculative-config: disable_by_batch_size: not supported",
         ),
         ({"cpu_offload_gb": 1}, "--cpu-offload-gb: expected 0, got 1"),
+        ({"logits_processors": ["a:B"]}, "--logits-processors: not supported: logits are results of an XLA program"),
         ({"load_format": "tensorizer"}, "--load-format: expected none of bitsandbytes, .* got tensorizer"),
         ({"model_impl": "transformers"}, "--model-impl: expected a model of vLLM's own, got transformers' Llama"),
         ({"seed": -1}, "--seed: expected a number from 0, got -1"),

@@ -168,7 +168,7 @@ def test_requests_that_change_the_processor_are_refused(llm):
 REFUSED = [
     ({"enable_mm_embeds": True}, "--enable-mm-embeds: not supported"),
     ({"runner": "pooling"}, "--runner pooling: expected --limit-mm-per-prompt"),
-    ({"enable_lora": True}, "--enable-lora: expected a model of text alone"),
+    ({"enable_lora": True}, "--enable-lora: expected a model that vLLM has LoRA for, got Llava"),
     ({"mm_processor_kwargs": {"crop_size": 28}}, "--mm-processor-kwargs: not supported"),
 ]
 

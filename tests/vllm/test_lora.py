@@ -28,13 +28,13 @@ LENGTHS = (5, 37, 130, 12)
 NEW = 16
 
 
-def write(folder: Path, model, modules, rank: int, seed: int, **settings) -> str:
-    """An adapter for ``modules`` of a transformers model, as PEFT writes it."""
+def write(folder: Path, model, modules, rank: int, seed: int, part: str = "", **settings) -> str:
+    """An adapter for ``modules`` of a transformers model, or of a part of it, as PEFT writes it."""
     folder.mkdir(parents=True, exist_ok=True)
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
     for name, module in model.named_modules():
-        if isinstance(module, torch.nn.Linear) and name.endswith(tuple(modules)):
+        if isinstance(module, torch.nn.Linear) and name.endswith(tuple(modules)) and part in name:
             n, k = module.weight.shape
             prefix = f"base_model.model.{name}"
             tensors[f"{prefix}.lora_A.weight"] = torch.randn(rank, k, generator=generator) * 0.2
@@ -46,18 +46,22 @@ def write(folder: Path, model, modules, rank: int, seed: int, **settings) -> str
     return str(folder)
 
 
-def expected(folder: str, adapter: str | None, prompts, new: int = NEW) -> list[list[int]]:
-    """Greedy tokens of transformers with an adapter."""
+def add(model, adapter: str) -> None:
+    """Adds an adapter's product to the weights of transformers' model."""
     from safetensors.torch import load_file
 
+    scale, found = 2.0, load_file(str(Path(adapter) / "adapter_model.safetensors"))
+    modules = dict(model.named_modules())
+    for name in {key.partition(".lora_")[0] for key in found}:
+        weight = modules[name.removeprefix("base_model.model.")].weight
+        weight.data += scale * found[f"{name}.lora_B.weight"] @ found[f"{name}.lora_A.weight"]
+
+
+def expected(folder: str, adapter: str | None, prompts, new: int = NEW) -> list[list[int]]:
+    """Greedy tokens of transformers with an adapter."""
     reference = tiny.Reference(folder)
     if adapter is not None:
-        scale = 2.0
-        found = load_file(str(Path(adapter) / "adapter_model.safetensors"))
-        modules = dict(reference.model.named_modules())
-        for name in {key.partition(".lora_")[0] for key in found}:
-            weight = modules[name.removeprefix("base_model.model.")].weight
-            weight.data += scale * found[f"{name}.lora_B.weight"] @ found[f"{name}.lora_A.weight"]
+        add(reference.model, adapter)
     return [reference.greedy(prompt, new) for prompt in prompts]
 
 

@@ -71,7 +71,7 @@ def count_launches(llm: Any, monkeypatch) -> list[tuple[int, int]]:
     return noted
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", sorted({*NAMES, "qwen3_vl_moe"}))
 def test_tokens_equal_transformers(name, tmp_path):
     """Read in steps of up to 64 tokens."""
     folder = tiny_qwen_vl.save(name, tmp_path)
@@ -123,7 +123,7 @@ def test_images_of_a_step_are_encoded_together(folder, reference, monkeypatch):
     llm.reset_prefix_cache()
     nine = [(f"{index}{IMAGE}", [small.rotate(index)]) for index in range(9, 18)]
     assert ask(llm, nine) == [reference.greedy(*prompt, NEW) for prompt in nine]
-    assert sum(count for _, count in launched) == 9 and max(count for _, count in launched) == patches.MOST_IMAGES
+    assert sum(count for _, count in launched) == 9 and max(count for _, count in launched) == patches.MOST_FRAMES
     assert engines.compiled_since_start(llm) == 0
 
 
@@ -194,9 +194,11 @@ def test_requests_that_are_refused(llm, reference):
 REFUSED = [
     ({"enable_mm_embeds": True}, "--enable-mm-embeds: not supported"),
     ({"runner": "pooling"}, "--runner pooling: expected --limit-mm-per-prompt"),
-    ({"enable_lora": True}, "--enable-lora: expected a model of text alone"),
     ({"mm_processor_kwargs": {"fps": 2}}, "--mm-processor-kwargs: expected min_pixels and max_pixels alone, got fps"),
-    ({"limit_mm_per_prompt": {"image": 1, "video": 1}}, "--limit-mm-per-prompt: video: expected 0, got 1"),
+    (
+        {"limit_mm_per_prompt": {"video": 1}, "scheduler_cls": "vllm.v1.core.sched.scheduler.Scheduler"},
+        "--scheduler-cls: expected none with videos of Qwen2_5_VLForConditionalGeneration, got vllm",
+    ),
     ({"video_pruning_rate": 0.5}, "--video-pruning-rate: not supported"),
     ({"additional_config": {"encoder_buckets": [0]}}, "encoder_buckets: expected a list of positive integers"),
 ]
@@ -272,8 +274,8 @@ def test_windows_are_vllms():
         layout = patches.PatchLayout(len(order), form)
         # The other images of a launch may be of one token each.
         assert (
-            len(ends) + patches.MOST_IMAGES - 1
-            <= patches.PatchLayout(len(order) + patches.MOST_IMAGES - 1, form).max_windows
+            len(ends) + patches.MOST_FRAMES - 1
+            <= patches.PatchLayout(len(order) + patches.MOST_FRAMES - 1, form).max_windows
         )
         assert len(ends) <= layout.max_windows
 
@@ -295,11 +297,11 @@ def test_sizes_of_the_encoders_programs(folder):
 
 
 def test_launches_of_the_encoder():
-    def of_tokens(*sizes: int) -> list[images.Image]:
-        return [images.Image(str(size), np.arange(size, dtype=np.int32), {}) for size in sizes]
+    def of_tokens(*sizes: int) -> list[patches.Frame]:
+        return [patches.Frame(None, 2, 2 * size, np.arange(size, dtype=np.int32)) for size in sizes]
 
     def together(*sizes: int) -> list[list[int]]:
-        return [[len(image.positions) for image in launch] for launch in patches.launches(of_tokens(*sizes), 100)]
+        return [[len(frame.rows) for frame in launch] for launch in patches.launches(of_tokens(*sizes), 100)]
 
     assert together() == []
     assert together(60, 40, 1, 99, 100) == [[60, 40], [1, 99], [100]]

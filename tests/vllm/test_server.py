@@ -16,6 +16,7 @@ import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -292,7 +293,7 @@ def test_chat_with_images(tmp_path):
 
 
 def test_chat_with_images_of_any_size(tmp_path):
-    """Of Qwen 2.5 VL, eight requests at a time; videos and images that are too long are refused."""
+    """Of Qwen 2.5 VL, eight requests at a time, and a video; images that are too long are refused."""
     pytest.importorskip("torchvision", reason="the processor of this model")
     from tests.vllm import tiny_qwen_vl
 
@@ -300,11 +301,17 @@ def test_chat_with_images_of_any_size(tmp_path):
     sizes = [(60, 60), (230, 70), (28, 400), (300, 300), (150, 130), (90, 400)]
     pictures = [picture.resize(size) for picture, size in zip(tiny_images.pictures(6), sizes, strict=True)]
 
-    def message(*shown, kind="image_url"):
-        parts = [{"type": kind, kind: {"url": tiny_images.data_url(picture)}} for picture in shown]
+    def of_parts(*parts):
         return {"messages": [{"role": "user", "content": [*parts, {"type": "text", "text": "What is it?"}]}]}
 
-    with running(folder, tmp_path / "log") as server, ThreadPoolExecutor(8) as pool:
+    def message(*shown):
+        return of_parts(*({"type": "image_url", "image_url": {"url": tiny_images.data_url(one)}} for one in shown))
+
+    frames = [picture.resize((90, 60)) for picture in pictures[:4]]
+    together = ",".join(tiny_images.data_url(frame).partition(",")[2] for frame in frames)
+    video = {"type": "video_url", "video_url": {"url": f"data:video/jpeg;base64,{together}"}}
+    options = ("--limit-mm-per-prompt", '{"image": 2, "video": 1}')
+    with running(folder, tmp_path / "log", *options) as server, ThreadPoolExecutor(8) as pool:
 
         def chat(body):
             with server.open({**body, "max_tokens": 12, **GREEDY}, path="/v1/chat/completions") as response:
@@ -312,7 +319,7 @@ def test_chat_with_images_of_any_size(tmp_path):
 
         refused = {
             "at most 40 tokens": message(pictures[0].resize((2000, 20))),
-            "At most 0 video": message(pictures[0], kind="video_url"),
+            "At most 1 video": of_parts(video, video),
             "mm_processor_kwargs": {**message(pictures[1]), "mm_processor_kwargs": {"max_pixels": 10000}},
         }
         for text, body in refused.items():
@@ -322,5 +329,8 @@ def test_chat_with_images_of_any_size(tmp_path):
                 assert failure.value.code == 400 and text in failure.value.read().decode()
         shown = [[picture] for picture in pictures] + [[pictures[0], pictures[3]], [pictures[1]], []]
         got = list(pool.map(lambda images: chat(message(*images)), shown))
+        of_video = chat(of_parts(video))
     reference = tiny_images.Reference(folder)
     assert got == [reference.greedy(f"{tiny_qwen_vl.IMAGE * len(images)}What is it?", images, 12) for images in shown]
+    played = np.stack([np.asarray(frame) for frame in frames])
+    assert of_video == reference.greedy(f"{tiny_qwen_vl.VIDEO}What is it?", [], 12, videos=[played])

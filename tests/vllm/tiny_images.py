@@ -181,8 +181,8 @@ class Reference:
         self._model.generation_config.eos_token_id = None
 
     @torch.no_grad()
-    def greedy(self, text: str, images: list[Image.Image], new: int) -> list[int]:
-        """Tokens after a prompt in which IMAGE stands for each of ``images``."""
-        given = self._processor(text=text, images=images or None, return_tensors="pt")
+    def greedy(self, text: str, images: list[Image.Image], new: int, **others: Any) -> list[int]:
+        """Tokens after a prompt in which IMAGE stands for each of ``images``; others: of the processor."""
+        given = self._processor(text=text, images=images or None, return_tensors="pt", **others)
         options = {"max_new_tokens": new, "min_new_tokens": new, "do_sample": False, "pad_token_id": 0}
         return self._model.generate(**given, **options)[0, given["input_ids"].shape[1] :].tolist()

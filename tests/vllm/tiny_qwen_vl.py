@@ -1,4 +1,4 @@
-"""Tiny Qwen 2, 2.5 and 3 VL models with their processors."""
+"""Tiny Qwen 2, 2.5 and 3 VL models, with experts too, with their processors."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
 _TOKENS = ["<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "<|video_pad|>"]
 PATCH, MERGED = 14, 2
 MOST_TOKENS = 40  # of an image
+MOST_OF_FRAMES = 12  # tokens of two frames of a video
+VIDEO = "<|vision_start|><|video_pad|><|vision_end|>"
 _PIXELS = {"min_pixels": 4 * (PATCH * MERGED) ** 2, "max_pixels": MOST_TOKENS * (PATCH * MERGED) ** 2}
 _TEXT = {**tiny.COMMON, "rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]}}
 TOKEN_IDS = {
@@ -25,10 +27,20 @@ TOKEN_IDS = {
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}{% for part in message['content'] %}"
-    "{% if part['type'] == 'text' %}{{ part['text'] }}{% else %}" + IMAGE + "{% endif %}{% endfor %}{% endfor %}"
+    "{% if part['type'] == 'text' %}{{ part['text'] }}{% elif part['type'] == 'video' %}" + VIDEO + "{% else %}"
+    "" + IMAGE + "{% endif %}{% endfor %}{% endfor %}"
 )
 
+_QWEN3_TEXT = {
+    **tiny.COMMON,
+    "num_hidden_layers": 3,
+    "head_dim": 16,
+    "rope_scaling": {"rope_type": "default", "mrope_section": [4, 2, 2], "mrope_interleaved": True},
+}
+
 _VISION = {"depth": 3, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "out_hidden_size": 64}
+
+_QWEN3_VISION = {**_VISION, "patch_size": 14, "num_position_embeddings": 49, "deepstack_visual_indexes": [0, 1]}
 
 CONFIGS = {
     # Windows of 2 by 2 tokens in two of three layers.
@@ -42,19 +54,10 @@ CONFIGS = {
         **TOKEN_IDS,
     ),
     # Learned positions, results of two of the encoder's layers for two of the model's, axes in turn.
-    "qwen3_vl": lambda: t.Qwen3VLConfig(
-        text_config={
-            **tiny.COMMON,
-            "num_hidden_layers": 3,
-            "head_dim": 16,
-            "rope_scaling": {"rope_type": "default", "mrope_section": [4, 2, 2], "mrope_interleaved": True},
-        },
-        vision_config={
-            **_VISION,
-            "patch_size": 14,
-            "num_position_embeddings": 49,
-            "deepstack_visual_indexes": [0, 1],
-        },
+    "qwen3_vl": lambda: t.Qwen3VLConfig(text_config=_QWEN3_TEXT, vision_config=_QWEN3_VISION, **TOKEN_IDS),
+    "qwen3_vl_moe": lambda: t.Qwen3VLMoeConfig(
+        text_config={**_QWEN3_TEXT, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48},
+        vision_config=_QWEN3_VISION,
         **TOKEN_IDS,
     ),
     "qwen2_vl": lambda: t.Qwen2VLConfig(
@@ -82,11 +85,15 @@ def save(name: str, folder: Path) -> str:
         "qwen2_vl": (t.Qwen2VLProcessor, t.Qwen2VLVideoProcessor),
         "qwen2_5_vl": (t.Qwen2_5_VLProcessor, t.Qwen2VLVideoProcessor),
         "qwen3_vl": (t.Qwen3VLProcessor, t.Qwen3VLVideoProcessor),
+        "qwen3_vl_moe": (t.Qwen3VLProcessor, t.Qwen3VLVideoProcessor),
     }
     kind, of_videos = kinds[name]
     pixels: dict[str, Any] = dict(_PIXELS)
-    if name == "qwen3_vl":  # as in the files of real checkpoints
+    if name.startswith("qwen3_vl"):  # as in the files of real checkpoints
         pixels = {"size": {"shortest_edge": pixels["min_pixels"], "longest_edge": pixels["max_pixels"]}}
-    parts = t.Qwen2VLImageProcessorFast(**pixels), tokenizer, of_videos(patch_size=PATCH)
+    # Qwen 3 VL's sizes are for all frames of a video, of which these tests have eight at most.
+    most = MOST_OF_FRAMES * (8 if name.startswith("qwen3_vl") else 1)
+    sizes = {"shortest_edge": _PIXELS["min_pixels"], "longest_edge": most * (PATCH * MERGED) ** 2}
+    parts = t.Qwen2VLImageProcessorFast(**pixels), tokenizer, of_videos(patch_size=PATCH, size=sizes)
     kind(*parts, chat_template=CHAT_TEMPLATE).save_pretrained(folder)
     return str(folder)

@@ -9,8 +9,6 @@ import numpy as np
 import torch
 import torch_xla
 from vllm.config import VllmConfig
-from vllm.multimodal import MULTIMODAL_REGISTRY
-from vllm.v1.core.encoder_cache_manager import compute_encoder_budget
 
 from . import images, tensor_parallel
 from .images import Image, StepImages
@@ -33,7 +31,7 @@ class ImageRows:
     def __init__(self, config: VllmConfig, newline: torch.Tensor | None, device: torch.device) -> None:
         """newline: T[hidden_size], of a model that has such a vector."""
         model = config.model_config
-        num_rows = most_rows(config)
+        num_rows = images.most_rows(config)
         self._model, self._device = model, device
         self._unused_row, self._newline_row = num_rows, num_rows + 1
         width = images.num_streams(model) * model.get_hidden_size()
@@ -131,9 +129,3 @@ class ImageRows:
         rows[own] = self._free[self._num_free : self._num_free + count]
         self._rows_of[image.identifier] = rows
         return rows
-
-
-def most_rows(config: VllmConfig) -> int:
-    """What the scheduler lets images have at once, in tokens of prompts: no image has more rows than tokens."""
-    _, num_rows = compute_encoder_budget(config.model_config, config.scheduler_config, MULTIMODAL_REGISTRY)
-    return int(num_rows)

@@ -1,4 +1,4 @@
-"""Images of prompts: which models take them, and which rows of the encoder's results stand where in a prompt.
+"""Images and videos of prompts: which models take them, which rows of the encoder's results stand where in a prompt.
 
 An image is one or several tiles of one size. The encoder makes a fixed number of rows of each tile, and the image's
 rows are some of these, in an order that follows from the image's size; see image_encoder.py. Or it is a grid of patches
@@ -26,11 +26,16 @@ TILES = (
 _TOWERS = ("clip_vision_model", "siglip_vision_model")
 
 # Models whose encoder takes images of any size, as patches, and whose positions are M-RoPE.
-PATCHES = (
+MROPE = (
     "Qwen2VLForConditionalGeneration",
     "Qwen2_5_VLForConditionalGeneration",
     "Qwen3VLForConditionalGeneration",
+    "Qwen3VLMoeForConditionalGeneration",
 )
+
+# Models whose encoder may be one that takes images of any size, whose lines have a token of the text behind each.
+LINES = ("Mistral3ForConditionalGeneration", "LlavaForConditionalGeneration")
+_OF_LINES = "pixtral"
 
 # Of those with tiles the one whose tiles lie in a grid.
 _GRIDS = "LlavaNextForConditionalGeneration"
@@ -46,25 +51,30 @@ MOST_QUERIES = 1024
 # What users may say of the sizes of images that are no tiles.
 _PIXELS = ("min_pixels", "max_pixels")
 
+# And of videos, whose frames per second follow from nothing else.
+_OF_VIDEOS = ("fps",)
+
 # A row that is no row of a tile: the model's vector behind each line of tiles.
 NEWLINE = -1
 
 
 @dataclasses.dataclass(frozen=True)
 class Image:
-    """An image of a request's prompt.
+    """An image of a request's prompt, or a video.
 
     Attributes:
       identifier: equal for equal images.
       positions: int32[n], increasing: the tokens of the prompt whose embeddings are the image's rows.
       data: vLLM's MultiModalKwargsItem.
       grid: of an image of any size its times, lines and columns of patches.
+      seconds: of a video, between two of its times, where the model is told.
     """
 
     identifier: str
     positions: Int32Array
     data: Any
     grid: tuple[int, int, int] = (1, 1, 1)
+    seconds: float = 1.0
 
     @property
     def end(self) -> int:
@@ -92,10 +102,18 @@ def of_request(features: Sequence[Any]) -> tuple[Image, ...]:
         place = feature.mm_position
         rows = np.arange(place.length) if place.is_embed is None else np.flatnonzero(place.is_embed.numpy())
         image = Image(feature.identifier, (place.offset + rows).astype(np.int32), feature.data)
-        if (grid := (feature.data or {}).get("image_grid_thw")) is not None:
-            image = dataclasses.replace(image, grid=tuple(grid.data.tolist()))
+        if (grid := grid_of(feature.data, feature.modality)) is not None:
+            image = dataclasses.replace(image, grid=grid)
+        if (seconds := (feature.data or {}).get("second_per_grid_ts")) is not None:
+            image = dataclasses.replace(image, seconds=float(seconds.data))
         images.append(image)
     return tuple(images)
+
+
+def grid_of(data: Any, modality: str) -> tuple[int, int, int] | None:
+    """Times, lines and columns of patches of vLLM's MultiModalKwargsItem; None: it is not of any size."""
+    grid = (data or {}).get(f"{modality}_grid_thw")
+    return None if grid is None else tuple(grid.data.tolist())
 
 
 def are_served(model: Any) -> bool:
@@ -108,9 +126,39 @@ def are_served(model: Any) -> bool:
     return bool(MULTIMODAL_REGISTRY.supports_multimodal_inputs(model))
 
 
+def has_lines(model: Any) -> bool:
+    """Whether the encoder of vLLM's ModelConfig is Pixtral's."""
+    return model.architecture in LINES and model.hf_config.vision_config.model_type == _OF_LINES
+
+
 def takes_patches(model: Any) -> bool:
-    """Whether images of vLLM's ModelConfig, or None, are of any size, and their tokens' rotary positions their own."""
-    return are_served(model) and model.architecture in PATCHES
+    """Whether images of vLLM's ModelConfig, or None, are of any size."""
+    return are_served(model) and (model.architecture in MROPE or has_lines(model))
+
+
+def has_mrope(model: Any) -> bool:
+    """Whether the tokens of images of vLLM's ModelConfig, or None, have rotary positions of their own."""
+    return are_served(model) and model.architecture in MROPE
+
+
+def takes_videos(model: Any) -> bool:
+    """Whether requests of vLLM's ModelConfig, or None, may have videos."""
+    return has_mrope(model) and model.multimodal_config.get_limit_per_prompt("video") > 0
+
+
+def most_rows(config: Any) -> int:
+    """What the scheduler of a VllmConfig lets images have at once, in tokens: none has more rows than tokens.
+
+    vLLM's largest video may have more tokens than a prompt; see scheduler.py.
+    """
+    from vllm.multimodal import MULTIMODAL_REGISTRY
+    from vllm.v1.core.encoder_cache_manager import compute_encoder_budget
+
+    model, scheduler = config.model_config, config.scheduler_config
+    _, num_rows = compute_encoder_budget(model, scheduler, MULTIMODAL_REGISTRY)
+    if takes_videos(model):
+        num_rows = min(num_rows, max(model.max_model_len, scheduler.max_num_batched_tokens))
+    return int(num_rows)
 
 
 def num_streams(model: Any) -> int:
@@ -121,7 +169,7 @@ def num_streams(model: Any) -> int:
 
 def leave_out_videos(model: Any) -> None:
     """Has vLLM refuse requests with videos, of vLLM's ModelConfig or None, where no option says how many there are."""
-    if model is not None and model.is_multimodal_model and model.architecture in PATCHES:
+    if model is not None and model.is_multimodal_model and model.architecture in MROPE:
         limits = model.multimodal_config.limit_per_prompt
         if "video" not in limits:
             from vllm.config.multimodal import VideoDummyOptions
@@ -214,7 +262,7 @@ def refusals(config: Any) -> list[str]:
     """What of a VllmConfig whose requests may have images is not supported."""
     model = config.model_config
     vision = model.hf_config.vision_config
-    of_patches = model.architecture in PATCHES
+    of_patches = takes_patches(model)
     if not of_patches and (model.architecture not in TILES or vision.model_type not in _TOWERS):
         return [
             f"--limit-mm-per-prompt: expected '{{\"image\": 0}}' with {model.architecture} and an encoder of "
@@ -224,14 +272,20 @@ def refusals(config: Any) -> list[str]:
     text_only = "expected --limit-mm-per-prompt '{\"image\": 0}'"
     if model.multimodal_config.enable_mm_embeds:
         found.append("--enable-mm-embeds: not supported")
-    if of_patches:
+    if model.architecture in MROPE:
         found += _patch_refusals(model)
+    elif of_patches:
+        found += _line_refusals(model)
     elif model.multimodal_config.mm_processor_kwargs:
         found.append("--mm-processor-kwargs: not supported")
     if model.runner_type == "pooling":
         found.append(f"--runner pooling: {text_only} with {model.architecture}")
     if block := tokens_of_block(model):
         found += _block_refusals(config, block)
+    own = config.scheduler_config.scheduler_cls
+    if (block or takes_videos(model)) and not str(own or __package__).startswith(str(__package__)):
+        what = f"{'images' if block else 'videos'} of {model.architecture}"
+        found.append(f"--scheduler-cls: expected none with {what}, got {own}")
     if (token := _image_token(model.hf_config)) >= model.get_vocab_size():
         found.append(
             f"the image token of {model.architecture}: expected a token below {model.get_vocab_size()}, the model's "
@@ -246,9 +300,10 @@ def _patch_refusals(model: Any) -> list[str]:
 
     multimodal, found = model.multimodal_config, []
     given = set(multimodal.mm_processor_kwargs or {})
-    if others := sorted(given - set(_PIXELS)):
-        found.append(f"--mm-processor-kwargs: expected {' and '.join(_PIXELS)} alone, got {', '.join(others)}")
-    elif len(given) == 1:
+    taken = _PIXELS + (_OF_VIDEOS if takes_videos(model) else ())
+    if others := sorted(given - set(taken)):
+        found.append(f"--mm-processor-kwargs: expected {' and '.join(taken)} alone, got {', '.join(others)}")
+    elif len(given := given & set(_PIXELS)) == 1:
         processor = cached_image_processor_from_config(model)
         if any(getattr(processor, name, None) is None for name in _PIXELS):
             # It would go on with its own size.
@@ -256,10 +311,32 @@ def _patch_refusals(model: Any) -> list[str]:
                 f"--mm-processor-kwargs: expected both of {' and '.join(_PIXELS)}, since the checkpoint's processor "
                 f"has neither, got {given.pop()}"
             )
-    if (videos := multimodal.get_limit_per_prompt("video")) > 0:
-        found.append(f"--limit-mm-per-prompt: video: expected 0, got {videos}")
     if multimodal.video_pruning_rate:
         found.append("--video-pruning-rate: not supported")
+    return found
+
+
+def _line_refusals(model: Any) -> list[str]:
+    """Of a model with Pixtral's encoder."""
+    from vllm.transformers_utils.processor import cached_image_processor_from_config
+
+    hf_config, found = model.hf_config, []
+    given = model.multimodal_config.mm_processor_kwargs or {}
+    if others := sorted(set(given) - {"size"}):
+        found.append(f"--mm-processor-kwargs: expected size alone, got {', '.join(others)}")
+    # vLLM counts an image's tokens by the one, the processor makes it by the other.
+    side = hf_config.vision_config.image_size
+    edge = dict(given.get("size") or cached_image_processor_from_config(model).size).get("longest_edge")
+    if edge != side:
+        found.append(
+            f"{model.architecture}: expected the processor's size.longest_edge to be the encoder's image_size, {side}, "
+            f"got {edge}; for smaller images set both, by --mm-processor-kwargs "
+            '\'{"size": {"longest_edge": n}}\' and --hf-overrides \'{"vision_config": {"image_size": n}}\''
+        )
+    if not isinstance(hf_config.vision_feature_layer, int):
+        found.append(f"vision_feature_layer: expected one layer, got {hf_config.vision_feature_layer}")
+    if (strategy := getattr(hf_config, "vision_feature_select_strategy", "full")) != "full":
+        found.append(f"vision_feature_select_strategy: expected full with Pixtral's encoder, got {strategy}")
     return found
 
 
@@ -269,8 +346,6 @@ def _block_refusals(config: Any, block: int) -> list[str]:
     name = config.model_config.architecture
     if (most := scheduler.long_prefill_token_threshold) > 0:
         found.append(f"--long-prefill-token-threshold: expected 0 with images of {name}, got {most}")
-    if not str(scheduler.scheduler_cls or __package__).startswith(str(__package__)):
-        found.append(f"--scheduler-cls: expected none with images of {name}, got {scheduler.scheduler_cls}")
     from vllm.transformers_utils.processor import cached_image_processor_from_config
 
     if getattr(cached_image_processor_from_config(config.model_config), "do_pan_and_scan", None):

@@ -14,6 +14,7 @@ from vllm.config import VllmConfig
 from vllm.logger import init_logger
 from vllm.lora.peft_helper import PEFTHelper
 from vllm.lora.utils import get_adapter_absolute_path
+from vllm.model_executor.model_loader import get_model_cls
 from vllm.model_executor.models import supports_lora
 
 from .lora_layers import LoraLayers, Matrices
@@ -31,6 +32,9 @@ FAILED = -2
 # Of adapter_config.json: what changes an adapter's numbers, and vLLM's loader does not read.
 _NOT_READ = ("rank_pattern", "alpha_pattern", "layer_replication", "trainable_token_indices", "alora_invocation_tokens")
 
+# What vLLM calls the model of text in one that takes images too.
+_OF_TEXT = "language_model."
+
 Adapter = dict[str, Matrices]
 
 
@@ -42,14 +46,27 @@ class Adapters:
       changes: counts what may have changed an adapter's slot.
     """
 
-    def __init__(self, model: nn.Module, config: VllmConfig, device: torch.device) -> None:
-        """Raises ValueError for a model that vLLM has no adapters for."""
-        if not supports_lora(model):
-            raise ValueError(
-                f"xla_gpu.vllm: --enable-lora: expected a model that vLLM has LoRA for, got {type(model).__name__}"
-            )
+    def __init__(
+        self, model: nn.Module, config: VllmConfig, device: torch.device, tower: nn.Module | None = None
+    ) -> None:
+        """Raises ValueError for a model that vLLM has no adapters for.
+
+        Args:
+          model: of text.
+          config: vLLM's.
+          device: an XLA device.
+          tower: what is beside the model in one that takes images too; None: no image is taken.
+        """
+        whole: Any = get_model_cls(config.model_config) if config.model_config.is_multimodal_model else model
+        if not supports_lora(whole):
+            name = getattr(whole, "__name__", type(whole).__name__)
+            raise ValueError(f"xla_gpu.vllm: --enable-lora: expected a model that vLLM has LoRA for, got {name}")
         self._config = config
-        self._mapper = getattr(model, "hf_to_vllm_mapper", None)
+        # Names in an adapter are those of the whole model.
+        self._mapper = getattr(whole, "hf_to_vllm_mapper", None)
+        self._prefix = "" if whole is model else _OF_TEXT
+        beside = [] if tower is None else [name for name, _ in tower.named_modules()]
+        self._beside = {name.rpartition(".")[2] for name in beside}
         self.layers = LoraLayers(model, config, device)
         self._capacity = max(config.lora_config.max_cpu_loras or 0, self.layers.slots)
         # By id, those that were used last at the end.
@@ -160,14 +177,20 @@ class Adapters:
         parts = self.layers.parts()
         model = LoRAModel.from_local_checkpoint(
             path,
-            {name.rpartition(".")[2] for name in parts},
+            {name.rpartition(".")[2] for name in parts} | self._beside,
             peft,
             lora_model_id=request.lora_int_id,
             device="cpu",
             weights_mapper=self._mapper,
         )
         dtype = self._config.model_config.dtype
-        return {name: _checked(where, name, weights, parts, dtype) for name, weights in model.loras.items()}
+        found = {}
+        for name, weights in model.loras.items():
+            if not name.startswith(self._prefix):
+                raise ValueError(f"{where}: expected modules of the language model alone, got {name}")
+            own = name.removeprefix(self._prefix)
+            found[own] = _checked(where, own, weights, parts, dtype)
+        return found
 
 
 def _checked(where: str, name: str, weights: Any, parts: dict[str, tuple[int, int]], dtype: torch.dtype) -> Matrices:

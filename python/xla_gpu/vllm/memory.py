@@ -175,11 +175,10 @@ def image_bytes(config: Any) -> int:
 
 def _patch_bytes(config: Any, item: int) -> int:
     """The same of an encoder for images of any size: of its largest program."""
-    from .image_rows import most_rows
     from .patches import PatchForm, PatchLayout, token_buckets
 
     vision = config.model_config.hf_config.vision_config
-    layout = PatchLayout(token_buckets(config, most_rows(config))[-1], PatchForm.of(vision))
+    layout = PatchLayout(token_buckets(config, images.most_rows(config))[-1], PatchForm.of(config.model_config))
     width = int(getattr(vision, "embed_dim", None) or vision.hidden_size)
     between = int(getattr(vision, "intermediate_size", 0) or width * vision.mlp_ratio)
     # The residual stream, the projection and its parts as they are and as float32, and both states of attention.

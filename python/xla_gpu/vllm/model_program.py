@@ -87,11 +87,12 @@ class ModelPrograms:
         packed = torch.from_numpy(layout.empty(unused_slot, self._tables.unused_entry)[0]).to(self._device)
 
         lasting = self._lasting(layout)
-        num = len(lasting)
+        num, adapters = len(lasting), 0 if self._adapters is None else len(self._adapters.tensors)
 
         def step(packed: torch.Tensor, last: torch.Tensor, *others: torch.Tensor) -> list[torch.Tensor]:
-            with self._norm_weights(layout.num_tokens), self._with_adapters(layout, packed, others[:num]):
-                return self._step(layout, packed, last, others[num], others[0] if layout.has_images else None)
+            with self._norm_weights(layout.num_tokens), self._with_adapters(layout, packed, others[:adapters]):
+                image_rows = others[adapters] if layout.has_images else None
+                return self._step(layout, packed, last, others[num], image_rows)
 
         program = self._programs[layout] = Program(
             f"model, {layout.num_tokens} tokens{' and images' if layout.has_images else ''}",
@@ -129,10 +130,11 @@ class ModelPrograms:
         return outputs
 
     def _lasting(self, layout: StepLayout) -> list[torch.Tensor]:
-        """What steps read beside their own arrays: the adapters, or the rows of images."""
+        """What steps read beside their own arrays: the adapters, and the rows of images."""
+        found = [] if self._adapters is None else list(self._adapters.tensors)
         if layout.has_images and self._images is not None:
-            return [self._images.rows]
-        return [] if self._adapters is None else self._adapters.tensors
+            found.append(self._images.rows)
+        return found
 
     def _state(self) -> list[torch.Tensor]:
         return [self._tables.device_tables, *(self._caches.tensors[index] for index in self._stored)]

@@ -88,7 +88,7 @@ class ModelRunner:
         self.adapters: Adapters | None = None
         self.images: ImageRows | None = None
         # Whether rows of images have rotary positions of their own.
-        self._mrope = images.takes_patches(config.model_config)
+        self._mrope = images.has_mrope(config.model_config)
         # Of which batch, after which of their changes, and which of its requests have none that could be read.
         self._with_adapters: tuple[Batch | None, int, frozenset[str]] = None, 0, frozenset()
 
@@ -100,12 +100,12 @@ class ModelRunner:
         start = time.perf_counter()
         self.model, self.head, tower = weights.load_model(self.config, self.device)
         if tower is not None:
-            encoder = PatchEncoder if self._mrope else TileEncoder
+            encoder = PatchEncoder if images.takes_patches(self.config.model_config) else TileEncoder
             self.images = encoder(self.config, tower, self.device)
         if self.config.lora_config is not None:
             from .lora import Adapters
 
-            self.adapters = Adapters(self.model, self.config, self.device)
+            self.adapters = Adapters(self.model, self.config, self.device, tower)
         xm.wait_device_ops()
         logger.info("Loading the model took %.1f s", time.perf_counter() - start)
 
@@ -115,7 +115,10 @@ class ModelRunner:
         model = self.config.model_config
         self.caches = KVCaches(self.config, cache_config, self.device)
         self.tables = BlockTables(self._max_seqs, model.max_model_len, self.caches.block_sizes, self.device)
-        rotary = mrope.RotaryPositions(self._max_seqs) if self._mrope else None
+        rotary = None
+        if self._mrope:
+            per_second = getattr(model.hf_config.vision_config, "tokens_per_second", 1.0)
+            rotary = mrope.RotaryPositions(self._max_seqs, per_second)
         self.requests = RequestTable(self._max_seqs, model.max_model_len, self.tables, model.seed, rotary)
         self._packer = StepPacker(self.requests, self.tables, self._max_seqs)
         self._drafter = self._make_drafter()

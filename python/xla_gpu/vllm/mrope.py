@@ -22,14 +22,16 @@ AXES = 3
 class RotaryPositions:
     """Of all requests, by their slots in RequestTable."""
 
-    def __init__(self, max_seqs: int) -> None:
+    def __init__(self, max_seqs: int, per_second: float = 1.0) -> None:
+        """per_second: positions of a video's second."""
+        self._per_second = per_second
         # Of each token in front of ``ends``, and what is added to the number of those behind.
         self._of_prompt: list[Int32Array] = [np.empty((AXES, 0), np.int32)] * (max_seqs + 1)
         self._ends, self._differences = np.zeros((2, max_seqs + 1), np.int32)
 
     def admit(self, slot: int, images: Sequence[Image]) -> None:
         """Notes the images of the request that got ``slot``."""
-        self._of_prompt[slot], self._differences[slot] = of_prompt(images)
+        self._of_prompt[slot], self._differences[slot] = of_prompt(images, self._per_second)
         self._ends[slot] = self._of_prompt[slot].shape[1]
 
     def of_rows(self, slots: Int32Array, computed: Int32Array, counts: Int32Array) -> Int32Array:
@@ -51,19 +53,32 @@ class RotaryPositions:
         return np.add(computed, self._differences[slots])
 
 
-def of_prompt(images: Sequence[Image]) -> tuple[Int32Array, int]:
+def of_prompt(images: Sequence[Image], per_second: float = 1.0) -> tuple[Int32Array, int]:
     """Positions int32[AXES, n] of a prompt's tokens up to the end of its last image, and what is added behind."""
     parts: list[Int32Array] = []
     end = following = 0
     for image in images:
-        begin = int(image.positions[0])
-        text = np.arange(following, following + begin - end, dtype=np.int32)
-        following += begin - end
-        grid = np.indices(merged_grid(image), np.int32).reshape(AXES, -1)
-        parts += [np.repeat(text[None], AXES, 0), grid + following]
-        following += int(grid.max()) + 1
-        end = image.end
+        for begin, sizes in _runs(image):
+            text = np.arange(following, following + begin - end, dtype=np.int32)
+            following += begin - end
+            grid = np.indices(sizes, np.int32).reshape(AXES, -1)
+            grid[0] = grid[0] * (image.seconds * per_second)
+            parts += [np.repeat(text[None], AXES, 0), grid + following]
+            following += int(grid.max()) + 1
+            end = begin + grid.shape[1]
     return (np.concatenate(parts, 1) if parts else np.empty((AXES, 0), np.int32)), following - end
+
+
+def _runs(image: Image) -> list[tuple[int, tuple[int, int, int]]]:
+    """Where tokens of an image begin that stand one behind the other, and their times, lines and columns.
+
+    A video's are together, or have text between any two of its times, which are images then.
+    """
+    begins = np.flatnonzero(np.diff(image.positions, prepend=-2) != 1)
+    sizes = merged_grid(image)
+    if len(begins) > 1:
+        sizes = (1, *sizes[1:])
+    return [(int(begin), sizes) for begin in image.positions[begins]]
 
 
 def merged_grid(image: Image) -> tuple[int, int, int]:

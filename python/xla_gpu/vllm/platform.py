@@ -45,6 +45,8 @@ class XlaGpuPlatform(Platform):  # type: ignore[misc]
     _vocab_size: int | None = None
     # Tokens of an image, at most, of models whose images have any size. None like the above.
     _image_tokens: int | None = None
+    # And what the scheduler has room for, tokens of the text between those of an image or a video included.
+    _image_room: int | None = None
     # Whether one of the models takes token types; None like the above.
     _token_types: bool | None = None
 
@@ -90,24 +92,19 @@ class XlaGpuPlatform(Platform):  # type: ignore[misc]
         # is pooled to ends its request.
         waits = vllm_config.speculative_config is not None or supported.pools(vllm_config.model_config)
         vllm_config.scheduler_config.async_scheduling = Options.of(vllm_config).async_scheduling and not waits
-        if vllm_config.lora_config is not None:
-            from . import scheduler
-
-            scheduler.choose(vllm_config)
         if images.are_served(vllm_config.model_config):
             # The engine's process would be told of an image once. Where that request is refused the engine has no image
             # for the next one, which ends its input (vLLM 0.12, 0.13) or is an error (0.14).
             vllm_config.model_config.multimodal_config.mm_processor_cache_gb = 0
         if images.takes_patches(vllm_config.model_config):
-            from .image_rows import most_rows
             from .patches import most_tokens
 
-            most = most_tokens(vllm_config, most_rows(vllm_config))
-            cls._image_tokens = max(cls._image_tokens or 0, most)
-        if images.tokens_of_block(vllm_config.model_config):
-            from . import scheduler
+            room = images.most_rows(vllm_config)
+            cls._image_tokens = max(cls._image_tokens or 0, most_tokens(vllm_config, room))
+            cls._image_room = max(cls._image_room or 0, room)
+        from . import scheduler
 
-            scheduler.read_images_whole(vllm_config)
+        scheduler.choose(vllm_config)
         choose_start_method(os.environ)
         logger.info_once("xla_gpu.vllm: serving through torch_xla, PJRT_DEVICE=%s", pjrt_device())
 
@@ -122,7 +119,7 @@ class XlaGpuPlatform(Platform):  # type: ignore[misc]
         else:  # of a pooling model
             request_checks.check_prompt(prompt_token_ids, cls._vocab_size)
             request_checks.check_token_types(params, prompt_token_ids, cls._token_types)
-        request_checks.check_images(prompt, processed_inputs, cls._image_tokens)
+        request_checks.check_images(prompt, processed_inputs, cls._image_tokens, cls._image_room)
 
     @classmethod
     def import_kernels(cls) -> None:

@@ -12,6 +12,11 @@ from typing import Any
 
 import numpy as np
 
+from . import images
+
+# Of a video, which the encoder reads by parts.
+_OF_TIMES = {"video": "pairs of frames"}
+
 _FLOAT32 = np.finfo(np.float32)
 _SMALLEST, _LARGEST = float(_FLOAT32.tiny), float(_FLOAT32.max)
 
@@ -71,8 +76,8 @@ def check_token_types(params: Any, token_ids: list[int], takes_types: bool | Non
         )
 
 
-def check_images(prompt: Any, processed_inputs: Any, most_tokens: int | None) -> None:
-    """Raises ValueError for a request with an image of another size than the encoder was compiled for.
+def check_images(prompt: Any, processed_inputs: Any, most_tokens: int | None, room: int | None) -> None:
+    """Raises ValueError for a request with an image or a video of another size than the encoder was compiled for.
 
     Or with one that could be, since it is made otherwise than the model's processor says.
 
@@ -80,17 +85,26 @@ def check_images(prompt: Any, processed_inputs: Any, most_tokens: int | None) ->
       prompt: as vLLM was given it.
       processed_inputs: what vLLM made of it.
       most_tokens: of an image of any size; None where this process does not know it.
+      room: tokens that the scheduler has for one, with the text between; None like the above.
     """
     if processed_inputs.get("type") != "multimodal":
         return
     if isinstance(prompt, dict) and prompt.get("mm_processor_kwargs"):
         raise ValueError(f"mm_processor_kwargs: expected none, got {prompt['mm_processor_kwargs']}")
-    for place in processed_inputs.get("mm_placeholders", {}).get("image", ()):
-        if most_tokens is not None and place.length > most_tokens:
-            raise ValueError(
-                f"image: expected one of at most {most_tokens} tokens, got {place.length}; see max_pixels of "
-                "--mm-processor-kwargs, --max-model-len and --max-num-batched-tokens"
-            )
+    for modality, places in processed_inputs.get("mm_placeholders", {}).items():
+        for place, data in zip(places, processed_inputs["mm_kwargs"][modality], strict=True):
+            times, *_ = images.grid_of(data, modality) or (1,)
+            rows = place.length if place.is_embed is None else int(place.is_embed.sum())
+            if most_tokens is not None and (tokens := rows // times) > most_tokens:
+                raise ValueError(
+                    f"{modality}: expected {_OF_TIMES.get(modality, 'one')} of at most {most_tokens} tokens, got "
+                    f"{tokens}; see max_pixels of --mm-processor-kwargs, --max-model-len and --max-num-batched-tokens"
+                )
+            if room is not None and place.length > room:  # it would wait for ever
+                raise ValueError(
+                    f"{modality}: expected one of at most {room} tokens in all, got {place.length}; see "
+                    "--max-num-batched-tokens"
+                )
 
 
 def _expect_tokens(name: str, token_ids: list[int], vocab_size: int | None) -> None:

@@ -24,7 +24,7 @@ TEXT_OF = (
     "LlavaNextForConditionalGeneration",
     "Mistral3ForConditionalGeneration",
     "AyaVisionForConditionalGeneration",
-    *images.PATCHES,
+    *images.MROPE,
 )
 
 
@@ -153,7 +153,11 @@ def _lora_refusals(config: Any) -> list[str]:
     if lora.lora_dtype not in ("auto", None, model.dtype, str(model.dtype).removeprefix("torch.")):
         found.append(f"--lora-dtype: expected the model's, {model.dtype}, got {lora.lora_dtype}")
     if model.is_multimodal_model:
-        found.append(f"--enable-lora: expected a model of text alone, got {model.architecture}")
+        from vllm.model_executor.model_loader import get_model_cls
+        from vllm.model_executor.models import supports_lora
+
+        if not supports_lora(get_model_cls(model)):
+            found.append(f"--enable-lora: expected a model that vLLM has LoRA for, got {model.architecture}")
     return found
 
 
@@ -215,15 +219,19 @@ def _model_refusals(config: Any) -> list[str]:
     traits = {
         "--enable-prompt-embeds": model.enable_prompt_embeds,
         "--enable-sleep-mode": model.enable_sleep_mode,
-        "--logits-processors": bool(model.logits_processors),
         "--enable-return-routed-experts": getattr(model, "enable_return_routed_experts", False),  # of vLLM 0.14
         "a state-space or hybrid model": model.is_hybrid or model.has_inner_state,
         "an encoder-decoder model": model.is_encoder_decoder,
         "a model without attention": model.is_attention_free,
-        "M-RoPE positions": model.uses_mrope and model.architecture not in images.PATCHES,
+        "M-RoPE positions": model.uses_mrope and model.architecture not in images.MROPE,
         "chunked local attention": bool(getattr(model, "attention_chunk_size", None)),
     }
     found += [f"{name}: not supported" for name, given in traits.items() if given]
+    if model.logits_processors:
+        found.append(
+            "--logits-processors: not supported: logits are results of an XLA program, and stay on the device; of "
+            "requests logit_bias, allowed_token_ids, bad_words, min_p and structured outputs are"
+        )
     if model.use_mla:
         found.append(
             "multi-head latent attention (MLA): not supported; with VLLM_MLA_DISABLE=1 the model keeps whole keys and "
