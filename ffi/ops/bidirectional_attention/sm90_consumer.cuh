@@ -3,6 +3,7 @@
 #define XLA_GPU_OPS_BIDIRECTIONAL_ATTENTION_SM90_CONSUMER_CUH_
 
 #include <cstdint>
+#include <type_traits>
 
 #include "ffi/device/mbarrier.cuh"
 #include "ffi/device/wgmma.cuh"
@@ -62,12 +63,13 @@ struct Sm90Consumer {
  private:
   // ---- One warpgroup: scores, softmax and values of one key tile after the other. Other CTAs' overlap with them.
   __device__ void ComputeAlone() const {
+    TileState work;
     QueryState query;
-    KeyState key;
-    ValueState value;
+    KeyState ring;  // of V, too
+    static_assert(!Traits::kSmall || Traits::kKeyStages == Traits::kValueStages);
     const LogitTransform transform = TransformOf(cta.params);
 #pragma unroll 1
-    for (TileState work;; work.Advance()) {
+    for (;; work.Advance()) {
       cta.tiles.WaitFull(work);
       const WorkTile& tile = cta.Tile(work);
       int left = tile.key_tiles;
@@ -78,37 +80,59 @@ struct Sm90Consumer {
       Clear(o[0]);
       cta.query.WaitFull(query);
 #pragma unroll 1
-      while (true) {
-        float s[1][kKeyTiles][4];
-        uint32_t p[kKeySteps][4];
-        cta.keys.WaitFull(key);
-        WgmmaFence();
-        StartScores(query.stage, key.stage, s[0]);
-        WgmmaCommit();
-        WgmmaWait<0>();
-        WgmmaFenceOperand(s[0]);
-        cta.Arrive(cta.keys.Empty(key));
-        key.Advance();
-        if (--left == 0) cta.Arrive(cta.query.Empty(query));
-        softmax.Update(tile, transform, position, NeedsMask(tile, position), s);
-        PackNumerators<T>(s[0], p);
-        if (softmax.NeedsRescale()) softmax.Rescale(o);
-        cta.values.WaitFull(value);
-        ClearTail(tile.length - position, value.stage);
-        WgmmaFence();
-        StartValues(value.stage, p, o[0]);
-        WgmmaCommit();
-        WgmmaWait<0>();
-        WgmmaFenceOperand(o[0]);
-        cta.Arrive(cta.values.Empty(value));
-        value.Advance();
-        if (left == 0) break;
+      while (left > 0) {
+        --left;
+        const auto compute = [&](auto keys) {
+          ComputeKeyTile<keys>(tile, transform, position, left == 0, query, &ring, &softmax, o);
+        };
+        // A sequence may end inside the first tile. Numerators of keys behind it would be zeros, which change no sum,
+        // so they are left out: the bits are those of the other instance. (Of the tests the most frequent one first: in
+        // other orders, the instance for head_dim 64 has no registers enough.)
+        const int keys = tile.length - position;
+        if (keys > (kTileKeys == 128 ? 96 : 64)) {
+          compute(std::integral_constant<int, kTileKeys>());
+        } else if (kTileKeys == 128 && keys > 64) {
+          compute(std::integral_constant<int, kTileKeys == 128 ? 96 : 64>());
+        } else if (keys > 32) {
+          compute(std::integral_constant<int, 64>());
+        } else {
+          compute(std::integral_constant<int, 32>());
+        }
         position -= kTileKeys;
       }
       query.Advance();
       Store(tile, softmax, transform, o[0]);
       cta.Arrive(cta.tiles.Empty(work));
     }
+  }
+
+  // The first kKeys keys of the key tile at `position`. `last`: of the work tile.
+  template <int kKeys>
+  __device__ void ComputeKeyTile(const WorkTile& tile, const LogitTransform& transform, int position, bool last,
+                                 QueryState query, KeyState* ring, Softmax* softmax,
+                                 float (&o)[1][kDimTiles][4]) const {
+    float s[1][kKeys / 8][4];
+    uint32_t p[kKeys / 16][4];
+    cta.keys.WaitFull(*ring);
+    WgmmaFence();
+    StartScores(query.stage, ring->stage, s[0]);
+    WgmmaCommit();
+    WgmmaWait<0>();
+    WgmmaFenceOperand(s[0]);
+    cta.Arrive(cta.keys.Empty(*ring));
+    if (last) cta.Arrive(cta.query.Empty(query));
+    softmax->Update(tile, transform, position, NeedsMask(tile, position, kKeys), s);
+    PackNumerators<T>(s[0], p);
+    if (softmax->NeedsRescale()) softmax->Rescale(o);
+    cta.values.WaitFull(*ring);
+    ClearTail<kKeys>(tile.length - position, ring->stage);
+    WgmmaFence();
+    StartValues(ring->stage, p, o[0]);
+    WgmmaCommit();
+    WgmmaWait<0>();
+    WgmmaFenceOperand(o[0]);
+    cta.Arrive(cta.values.Empty(*ring));
+    ring->Advance();
   }
 
   // ---- Several: the scores of each key tile beside the values of the one before, and the first scores of a work tile
@@ -219,7 +243,8 @@ struct Sm90Consumer {
 
   // ---- Products
   // s = Q · Kᵀ, in the background.
-  __device__ void StartScores(int query_stage, int key_stage, float (&s)[kKeyTiles][4]) const {
+  template <int kTiles>
+  __device__ void StartScores(int query_stage, int key_stage, float (&s)[kTiles][4]) const {
     const uint64_t q = MakeSmemDescKMajor(cta.Query(query_stage) + warpgroup * 64 * 128);
     const uint64_t k = MakeSmemDescKMajor(cta.Keys(key_stage));
 #pragma unroll
@@ -230,17 +255,19 @@ struct Sm90Consumer {
   }
 
   // o += p · V, in the background.
-  __device__ void StartValues(int stage, const uint32_t (&p)[kKeySteps][4], float (&o)[kDimTiles][4]) const {
+  template <int kSteps>
+  __device__ void StartValues(int stage, const uint32_t (&p)[kSteps][4], float (&o)[kDimTiles][4]) const {
     const uint64_t v = MakeSmemDescMnMajor(cta.Values(stage), Traits::kTileColumnBytes);
 #pragma unroll
-    for (int step = 0; step < kKeySteps; ++step) WgmmaRS<T>(o, p[step], AdvanceSmemDesc(v, step * 16 * 128));
+    for (int step = 0; step < kSteps; ++step) WgmmaRS<T>(o, p[step], AdvanceSmemDesc(v, step * 16 * 128));
   }
 
-  // Where a tile of V has only `keys` rows of the sequence: clears the others, which may hold NaN that 0 would not
-  // hide. Each warpgroup clears all of them, so that none waits for another: they write the same.
+  // Where of kKeys rows of a tile of V only `keys` are of the sequence: clears the others, which may hold NaN that 0
+  // would not hide. Each warpgroup clears all of them, so that none waits for another: they write the same.
+  template <int kKeys = kTileKeys>
   __device__ void ClearTail(int keys, int stage) const {
-    if (keys >= kTileKeys) return;
-    const int vectors = (kTileKeys - keys) * 8;  // of a column of atoms
+    if (keys >= kKeys) return;
+    const int vectors = (kKeys - keys) * 8;  // of a column of atoms
 #pragma unroll 1
     for (int i = thread; i < vectors * Traits::kColumns; i += Traits::kWarpgroupThreads) {
       const int column = i / vectors;
@@ -260,8 +287,8 @@ struct Sm90Consumer {
     }
   }
 
-  static __device__ bool NeedsMask(const WorkTile& tile, int position) {
-    return position + kTileKeys - 1 > tile.first_row_last_key || position < tile.last_row_first_key;
+  static __device__ bool NeedsMask(const WorkTile& tile, int position, int keys = kTileKeys) {
+    return position + keys - 1 > tile.first_row_last_key || position < tile.last_row_first_key;
   }
 
   // ---- Results

@@ -70,8 +70,8 @@ Status LaunchSm90Dim(const BidirectionalAttentionParams& params, int warpgroups,
 template <typename T>
 Status LaunchSm90As(const BidirectionalAttentionParams& params, int warpgroups, int sms, Stream stream) {
   if (params.head_dim <= 64) return LaunchSm90Dim<T, 64, 3>(params, warpgroups, sms, stream);
-  if (params.head_dim <= 80) return LaunchSm90Dim<T, 80, 2>(params, warpgroups, sms, stream);
-  if (params.head_dim <= 96) return LaunchSm90Dim<T, 96, 2>(params, warpgroups, sms, stream);
+  if (params.head_dim <= 80) return LaunchSm90Dim<T, 80, 3>(params, warpgroups, sms, stream);
+  if (params.head_dim <= 96) return LaunchSm90Dim<T, 96, 3>(params, warpgroups, sms, stream);
   if (params.head_dim <= 128) return LaunchSm90Dim<T, 128, 2>(params, warpgroups, sms, stream);
   return LaunchSm90Dim<T, 256, 2>(params, warpgroups, sms, stream);
 }

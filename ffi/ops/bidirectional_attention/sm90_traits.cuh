@@ -36,16 +36,20 @@ struct Sm90Params {
 // ---- Configurations
 // All of a head_dim give the same bits: key tiles are the same, and so is what is done with each row.
 // kWarpgroups: of consumers, 64 rows each. With one, several CTAs share an SM, and overlap with each other.
+// Key tiles of 112 keys at head_dim 72 to 96 are those with which three warpgroups have registers enough.
 template <int kColumns, int kConsumers>
 struct Sm90Config {
   static constexpr int kDim = kColumns;  // head_dim, rounded up to this
   static constexpr int kWarpgroups = kConsumers;
   static constexpr bool kSmall = kConsumers == 1;
-  static constexpr int kTileKeys = kColumns == 256 ? 80 : 128;
+  static constexpr int kTileKeys = kColumns == 256 ? 80 : kColumns == 80 || kColumns == 96 ? 112 : 128;
   static constexpr int kQueryStages = kSmall || kColumns == 256 ? 1 : 2;
-  static constexpr int kKeyStages = kColumns == 64 ? (kSmall ? 2 : 4) : kColumns == 256 ? 2 : kSmall ? 1 : 3;
+  static constexpr int kKeyStages = kColumns == 64               ? (kSmall ? 2 : 4)
+                                    : kColumns == 128 && !kSmall ? 3
+                                    : kColumns != 256 && kSmall  ? 1
+                                                                 : 2;
   static constexpr int kValueStages = kColumns == 64 ? (kSmall ? 2 : 4) : kColumns != 256 && kSmall ? 1 : 2;
-  static constexpr int kCtas = !kSmall || kColumns == 256 ? 1 : kColumns == 64 ? 3 : 2;  // of an SM
+  static constexpr int kCtas = !kSmall || kColumns == 256 ? 1 : kColumns <= 80 ? 3 : 2;  // of an SM
 };
 
 // ---- Work tiles
