@@ -5,7 +5,7 @@ from __future__ import annotations
 import ml_dtypes
 import numpy as np
 
-from tests.common import cache_cases, cases, compare, grouped_cases, reference
+from tests.common import bidirectional_cases, cache_cases, cases, compare, grouped_cases, reference
 
 
 def rms_norm(dtype: str, shape: tuple[int, ...], with_residual: bool, seed: int = 0) -> dict[str, np.ndarray]:
@@ -212,7 +212,7 @@ def attention_block(
 # The operators of samples(); each folder's name stands in the tests that list them.
 NAMES = (
     *("linear", "grouped_linear", "gated_mlp", "attention_block", "rms_norm", "silu_and_mul", "gelu_and_mul"),
-    *("sample", "rotary_embedding", "rotary_and_cache"),
+    *("sample", "rotary_embedding", "rotary_and_cache", "bidirectional_attention"),
 )
 
 
@@ -249,7 +249,14 @@ def samples() -> dict[str, tuple[dict[str, np.ndarray], dict]]:
             rotary_and_cache(cache_cases.CacheCase("layer", dtype="bfloat16", num_tokens=9), norms=True, bias=True),
             {"norm_eps": 1e-5},
         ),
+        "bidirectional_attention": bidirectional("layer", (5, 1, 20), sliding_window=7, soft_cap=4.0),
     }
+
+
+def bidirectional(name: str, lengths: tuple[int, ...], **fields) -> tuple[dict[str, np.ndarray], dict]:
+    """Of 4 query and 2 KV heads of 16, in float32; 2 padding rows in front, 3 behind, 2 spare sequences."""
+    case = bidirectional_cases.Case(name, lengths, **fields)
+    return bidirectional_cases.build(case), case.options()
 
 
 def grid() -> list[tuple[str, tuple[dict[str, np.ndarray], dict]]]:
@@ -298,4 +305,15 @@ def grid() -> list[tuple[str, tuple[dict[str, np.ndarray], dict]]]:
         case = cache_cases.CacheCase("layer-prompt", num_tokens=600, num_pages=40, dtype=dtype, head_dim=128, skipped=9)
         made.append(("rotary_and_cache", (rotary_and_cache(case, norms=dtype != "float16"), {})))
         made += [("sample", (sampling(dtype, rows, vocab), {})) for rows, vocab in ((1, 7), (9, 1000), (2, 9001))]
+        for lengths, head_dim, window in (
+            ((5, 0, 70), 64, None),
+            ((130, 1), 80, 1),
+            ((200,), 128, 65),
+            ((9,) * 20, 64, 3),
+            ((33, 64, 65), 256, None),
+            ((), 64, None),
+            ((400, 3), 72, 100),
+        ):
+            fields = dict(head_dim=head_dim, dtype=dtype, sliding_window=window, soft_cap=5.0 if window == 3 else None)
+            made.append(("bidirectional_attention", bidirectional("layer-grid", lengths, **fields)))
     return made

@@ -237,6 +237,22 @@ def test_rotary_and_cache_refuses_a_sharded_cache():
         jax.jit(lambda arrays: xg.rotary_and_cache(**arrays, **options))(placed)
 
 
+@pytest.mark.parametrize("spec", [(None, "tp"), ("dp", "tp")], ids=str)
+def test_bidirectional_attention_by_heads(spec):
+    """Heads over devices; tokens are gathered, of which a sequence needs all."""
+    mesh = devices.mesh("cpu", dp=2, tp=2)
+    arrays, options = layer_cases.bidirectional("sharded", (20, 1, 9), padding=(1, 1))
+    attend = jax.jit(lambda arrays: xg.bidirectional_attention(**arrays, **options))
+    want = np.asarray(attend(arrays))
+    placed = {n: devices.shard(mesh, x, *(spec if x.ndim == 3 else ())) for n, x in arrays.items()}
+    compiled = attend.lower(placed).compile()
+    collectives = {kind for kind, *_ in re.findall(COLLECTIVES, compiled.as_text())}
+    assert collectives == ({"all-gather"} if spec[0] else set())
+    got = compiled(placed)
+    assert got.sharding.shard_shape(got.shape)[1] == 2
+    compare.assert_bitwise_equal(np.asarray(got), want, str(spec))
+
+
 def test_sample_by_rows():
     mesh = devices.mesh("cpu", tp=4)
     arrays = layer_cases.sampling("float32", 8, 300)

@@ -315,7 +315,8 @@ def operator_samples() -> dict[str, tuple[tuple, dict]]:
         "ragged_paged_attention": (tuple(tensors.values()), {"sm_scale": 0.2}),
         **{
             name: ((), layer_sample(name)) for name in layer_cases.NAMES
-        },  # rms_norm, silu_and_mul, rotary_embedding, sample, linear, grouped_linear, gated_mlp, attention_block
+        },  # rms_norm, silu_and_mul, rotary_embedding, sample, linear, grouped_linear, gated_mlp, attention_block,
+        # bidirectional_attention
     }
 
 

@@ -159,6 +159,7 @@ def of_layer(x, frontends: Sequence[Frontend]) -> None:
 
 
 def bidirectional(x: composites.Bidirectional, frontends: Sequence[Frontend]) -> None:
+    """bidirectional_attention, of several batches in one program."""
     steps = {frontend.name: program(frontend, x.operator, x.options()) for frontend in frontends}
     for arrays in x.built():
         inputs[x.operator] += 1

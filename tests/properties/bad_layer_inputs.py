@@ -247,6 +247,39 @@ def rotary_cases() -> list[Bad]:
     ]
 
 
+def bidirectional_cases() -> list[Bad]:
+    """31 rows of 4 query and 2 KV heads of 16, float32; 5 sequences at most."""
+
+    def bad(*args, **kwargs):
+        return Bad("bidirectional_attention", *args, **kwargs)
+
+    bfloat16 = cases.DTYPES["bfloat16"]
+    return [
+        bad("int32", "query", "int32", put("query", dtype=np.int32), T),
+        bad("rank-4", "query", "[1, 31, 4, 16]", put("query", (1, 31, 4, 16))),
+        bad("head-dim-12", "query", "[31, 4, 12]", put("query", (31, 4, 12))),
+        bad("head-dim-264", "query", "[31, 4, 264]", put("query", (31, 4, 264))),
+        bad("three-heads", "query", "[31, 3, 16]", put("query", (31, 3, 16))),
+        bad("no-heads", "query", "[31, 0, 16]", put("query", (31, 0, 16))),
+        bad("other-float", "key", "bfloat16", put("key", dtype=bfloat16), T),
+        bad("rank-2", "key", "[31, 32]", put("key", (31, 32))),
+        bad("other-tokens", "key", "[30, 2, 16]", put("key", (30, 2, 16))),
+        bad("other-head-dim", "key", "[31, 2, 8]", put("key", (31, 2, 8))),
+        bad("other-float", "value", "bfloat16", put("value", dtype=bfloat16), T),
+        bad("other-heads", "value", "[31, 1, 16]", put("value", (31, 1, 16))),
+        bad("int64", "query_start_loc", "int64", put("query_start_loc", dtype=np.int64), T),
+        bad("rank-2", "query_start_loc", "[1, 6]", put("query_start_loc", (1, 6))),
+        bad("no-entry", "query_start_loc", "[0]", put("query_start_loc", (0,))),
+        bad("float32", "num_seqs", "float32", put("num_seqs", dtype=np.float32), T),
+        bad("two", "num_seqs", "[2]", put("num_seqs", (2,))),
+        bad("nan", "scale", "nan", option("scale", math.nan)),
+        bad("zero", "sliding_window", "0", option("sliding_window", 0)),
+        bad("negative", "sliding_window", "-4", option("sliding_window", -4)),
+        bad("zero", "soft_cap", "0", option("soft_cap", 0.0)),
+        bad("too-small", "soft_cap", "1e-31", option("soft_cap", 1e-31)),
+    ]
+
+
 LAYER = [
     *linear_cases(),
     *grouped_linear_cases(),
@@ -257,4 +290,5 @@ LAYER = [
     *gated_cases("gelu_and_mul"),
     *sample_cases(),
     *rotary_cases(),
+    *bidirectional_cases(),
 ]

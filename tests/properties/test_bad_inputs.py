@@ -264,7 +264,8 @@ UNCHANGED = (
     ("merge_attention_states", "float32"),
     ("paged_attention", "float32"),
     ("paged_attention", "fp8"),
-    # rms_norm, silu_and_mul, rotary_embedding, sample, linear, grouped_linear, gated_mlp, attention_block
+    # rms_norm, silu_and_mul, rotary_embedding, sample, linear, grouped_linear, gated_mlp, attention_block,
+    # bidirectional_attention
     *((operator, "float32") for operator in layer_cases.NAMES),
 )
 

@@ -74,7 +74,8 @@ def call(frontend, operator: str, arrays: dict, options: dict, **changes):
         attributes, aliases = {"check_inputs": False, "kv_scales": "k_scale" in arrays}, {2: 0}
     elif (
         operator in layer_cases.NAMES
-    ):  # rms_norm, silu_and_mul, rotary_embedding, sample, linear, grouped_linear, gated_mlp, attention_block
+    ):  # rms_norm, silu_and_mul, rotary_embedding, sample, linear, grouped_linear, gated_mlp, attention_block,
+        # bidirectional_attention
         sound = bound(operator)
         attributes = {name: numpy_value(attribute) for name, attribute in sound.attributes}
         attributes |= {n: type(attributes[n])(options[n]) for n in attributes if options.get(n) is not None}

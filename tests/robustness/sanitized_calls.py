@@ -9,7 +9,7 @@ import time
 
 import numpy as np
 
-from tests.common import cache_cases, cases, grouped_cases, layer_cases, reference
+from tests.common import bidirectional_cases, cache_cases, cases, grouped_cases, layer_cases, reference
 from tests.user_kernels import sources
 from xla_gpu._core.operator import ArraySpec, check_inputs_requested
 from xla_gpu._runtime import call_frame, scratch, targets
@@ -165,10 +165,13 @@ def merging(memory, dtype: str, rows: int, heads: int, head_dim: int) -> None:
 
 
 def of_layer(memory, name: str, arrays: dict, options: dict) -> None:
-    """rms_norm, silu_and_mul, rotary_embedding, sample, linear, grouped_linear, gated_mlp, attention_block."""
+    """rms_norm, silu_and_mul, rotary_embedding, sample, linear, grouped_linear, gated_mlp, attention_block,
+    bidirectional_attention."""
     (operator,) = (op for op in OPERATORS if op.name == name)
     if name == "grouped_linear":
         want = (grouped_cases.expected(arrays),)
+    elif name == "bidirectional_attention":
+        want = (bidirectional_cases.expected(arrays, **options),)
     else:
         want = getattr(reference, name)(**arrays, **options)
     for i, (g, w) in enumerate(zip(call(memory, operator, arrays, **options), want, strict=True)):
@@ -247,6 +250,25 @@ def hostile_attention(memory, case, argument: str, value, checked: bool = False)
         del os.environ["XLA_GPU_CHECK_INPUTS"]
 
 
+def hostile_bidirectional(memory, dtype: str, argument: str, index: int, value: int) -> None:
+    """As hostile_attention; where the handler does not look, all rows are NaN."""
+    arrays, options = layer_cases.bidirectional("hostile", (70, 5, 130), dtype=dtype, head_dim=64)
+    arrays[argument][index] = value
+    (operator,) = (op for op in OPERATORS if op.name == "bidirectional_attention")
+    for checked in (False, True):
+        os.environ["XLA_GPU_CHECK_INPUTS"] = "01"[checked]
+        try:
+            (out,) = call(memory, operator, arrays, **options)
+        except ValueError:
+            if memory.platform == "CUDA" and not checked:  # there, a handler does not look
+                raise
+        else:
+            if checked or not np.isnan(out.astype(np.float32)).all():
+                raise SystemExit(f"bidirectional_attention: {argument}[{index}] of {value} has no effect")
+        finally:
+            del os.environ["XLA_GPU_CHECK_INPUTS"]
+
+
 def hostile_slots(memory, case) -> None:
     arrays = cache_cases.build_cache(case)
     slots = arrays["slot_mapping"]
@@ -312,9 +334,8 @@ def decode_grid(count: int = 120) -> list[cases.AttentionCase]:
 def all_calls(memory) -> list:
     """Functions without arguments, the most telling first.
 
-    bidirectional_attention and experts_mlp have no handlers. They call those of paged_attention_with_lse and
-    merge_attention_states, and of grouped_linear, silu_and_mul and gelu_and_mul, which are called here; their other
-    operations are the frameworks' own.
+    experts_mlp has no handler. It calls those of grouped_linear, silu_and_mul and gelu_and_mul, which are called here;
+    its other operations are the frameworks' own.
     """
     calls = []
 
@@ -349,6 +370,12 @@ def all_calls(memory) -> list:
             for value in values:
                 add(hostile_attention, case, argument, value)
             add(hostile_attention, case, argument, values[0], True)
+    for dtype in cases.FLOATS:
+        for argument, index, value in (
+            *(("query_start_loc", i, value) for i in (0, 1, 3) for value in (-1, 10**6, 2**31 - 1, -(2**31))),
+            *(("num_seqs", 0, value) for value in (-1, 6, 2**31 - 1)),
+        ):
+            add(hostile_bidirectional, dtype, argument, index, value)
     for case in cache_cases.CACHE_CASES:
         add(hostile_slots, case)
     # Neighbours in the grid are alike: every seventh first, so that whatever the time allows is a spread.

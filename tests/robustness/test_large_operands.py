@@ -86,6 +86,30 @@ def test_merge_attention_states(frontend):
 
 
 @ALL
+@pytest.mark.parametrize("window", [None, 3])
+def test_bidirectional_attention(frontend, window):
+    """Of sequences of 16 rows."""
+    room(frontend, 40)
+    heads, dim, length = 64, 128, 16
+    tokens = (OVER // (heads * dim) // length + 1) * length
+    query, key, value = (random(frontend, tokens, heads, dim, seed=i) for i in range(3))
+
+    def metadata(rows):
+        starts = torch.arange(0, rows + 1, length, dtype=torch.int32, device=query.device)
+        num_seqs = torch.tensor([rows // length], dtype=torch.int32, device=query.device)
+        return {"query_start_loc": starts, "num_seqs": num_seqs, "scale": dim**-0.5, "sliding_window": window}
+
+    results = call(frontend, "bidirectional_attention", query=query, key=key, value=value, **metadata(tokens))
+
+    def of_rows(first, last):
+        begin, end = first // length * length, -(-last // length) * length
+        parts = (x[begin:end] for x in (query, key, value))
+        return [eager().bidirectional_attention(*parts, **metadata(end - begin))[first - begin : last - begin]]
+
+    assert_rows(results, tokens, heads * dim, of_rows)
+
+
+@ALL
 def test_rotary_embedding(frontend):
     room(frontend, 40)
     tokens, heads, kv_heads, dim = OVER // (64 * 128) + 1, 64, 8, 128

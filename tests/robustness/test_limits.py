@@ -174,6 +174,10 @@ def test_more_tokens_than_16_bits_count(frontend, dtype):
     (out,) = frontend.call("paged_attention", prompt, scale=0.25, sliding_window=1)
     assert_is_the_value(frontend, out, value)
 
+    whole = {"query": key, "key": key, "value": value, **{n: prompt[n] for n in ("query_start_loc", "num_seqs")}}
+    (out,) = frontend.call("bidirectional_attention", whole, scale=0.25, sliding_window=1)
+    assert_is_the_value(frontend, out, value)
+
     lse = np.zeros((rows, 2), np.float32)
     nothing = np.full_like(lse, -np.inf)
     (merged, _) = frontend.call(
@@ -311,6 +315,7 @@ from xla_gpu._runtime import targets
 from xla_gpu._runtime.call_frame import Frame
 from xla_gpu._runtime.scratch import all_results
 from xla_gpu._core.operator import ArraySpec
+from xla_gpu.ops.bidirectional_attention import OPERATOR as BIDIRECTIONAL
 from xla_gpu.ops.paged_attention import OPERATOR
 
 def spec(dtype, *shape): return ArraySpec(shape, dtype)
@@ -326,6 +331,13 @@ try:
     Frame(call, targets.lookup(call.target, "CUDA"), all_results(call)).run([4096] * 6, [4096] * 2, 0, 0)
 except ValueError as e:
     print(e)
+call = BIDIRECTIONAL.bind(
+    **{name: spec("bfloat16", num_tokens, num_heads, 8) for name in ("query", "key", "value")},
+    query_start_loc=spec("int32", 3), num_seqs=spec("int32", 1), scale=1.0)
+try:
+    Frame(call, targets.lookup(call.target, "CUDA"), all_results(call)).run([4096] * 5, [4096], 0, 0)
+except ValueError as e:
+    print(e)
 torch.cuda.synchronize()
 """
 
@@ -334,4 +346,6 @@ torch.cuda.synchronize()
 @pytest.mark.frontends("eager-cuda")
 def test_more_rows_than_a_grid_counts_is_an_error(frontend):
     del frontend
-    assert "paged_attention: query: expected fewer than 2^31 rows" in process.run(TOO_MANY_ROWS, timeout=120)
+    text = process.run(TOO_MANY_ROWS, timeout=120)
+    for operator in ("paged_attention", "bidirectional_attention"):
+        assert f"\n{operator}: query: expected fewer than 2^31 rows" in f"\n{text}"

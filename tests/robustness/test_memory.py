@@ -87,7 +87,8 @@ def test_merge_and_add(frontend, dtype, garbage):
 @pytest.mark.parametrize("garbage", memory.GARBAGE)
 @pytest.mark.parametrize("operator", layer_cases.NAMES)
 def test_layer(frontend, operator, garbage):
-    """rms_norm, silu_and_mul, rotary_embedding, sample, linear, grouped_linear, gated_mlp, attention_block."""
+    """rms_norm, silu_and_mul, rotary_embedding, sample, linear, grouped_linear, gated_mlp, attention_block,
+    bidirectional_attention."""
     arrays, options = layer_cases.samples()[operator]
     want = frontend.call(operator, arrays, **options)
     for i, (g, w) in enumerate(
@@ -118,6 +119,25 @@ def test_wrong_metadata_writes_nothing_outside(frontend, dtype, sequences, wrong
     else:
         (out,) = memory.run(frontend, "paged_attention", inputs.arrays(), case.options(), garbage="zeros")
         assert np.isnan(out.astype(np.float32)).any()
+
+
+@pytest.mark.parametrize("wrong", ["starts", "starts-below", "num_seqs"])
+@pytest.mark.parametrize("window", [None, 9])
+@pytest.mark.parametrize("dtype", cases.FLOATS)
+def test_wrong_metadata_of_bidirectional_attention_writes_nothing_outside(frontend, dtype, window, wrong):
+    arrays, options = layer_cases.bidirectional("outside", (70, 5, 9), dtype=dtype, sliding_window=window)
+    argument, place, value = {
+        "starts": ("query_start_loc", 2, 2**31 - 1),
+        "starts-below": ("query_start_loc", 1, -(2**31)),
+        "num_seqs": ("num_seqs", 0, 2**31 - 1),
+    }[wrong]
+    arrays[argument][place] = value
+    if frontend.platform == "host":
+        with pytest.raises(ValueError, match=f"bidirectional_attention: {argument}"):
+            memory.run(frontend, "bidirectional_attention", arrays, options)
+    else:
+        (out,) = memory.run(frontend, "bidirectional_attention", arrays, options, garbage="zeros")
+        assert np.isnan(out.astype(np.float32)).all()
 
 
 def test_canaries_sing(frontend):

@@ -30,7 +30,8 @@ def samples() -> dict[str, tuple[dict, dict]]:
         "merge_attention_states": (state, {}),
         "reshape_and_cache": (cache_cases.build_cache(UPDATE), {}),
         "paged_attention_with_lse": (cases.build(FP8, poison=False).arrays(), FP8.options()),
-        # rms_norm, silu_and_mul, rotary_embedding, sample, linear, grouped_linear, gated_mlp, attention_block
+        # rms_norm, silu_and_mul, rotary_embedding, sample, linear, grouped_linear, gated_mlp, attention_block,
+        # bidirectional_attention
         **layer_cases.samples(),
     }
 

@@ -74,6 +74,8 @@ struct PagedAttentionCall : PagedAttentionParams {
   decode::SharedCall* decode_work = nullptr;
   // CUDA: where not null, LaunchPrefill may take the sequences of the decode path too.
   decode::RareDecodeRows* rare_decode_rows = nullptr;
+  // Host: keys behind its own that each query sees too, where there is no tree_mask (bidirectional_attention).
+  int64_t keys_behind = 0;
 
   // New tokens of a sequence, at most, where there is a tree_mask.
   int64_t MaxTreeTokens() const { return 32 * tree_words; }

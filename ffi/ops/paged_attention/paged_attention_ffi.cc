@@ -54,20 +54,6 @@ ffi::Error GetOperands(const char* op, const ffi::RemainingArgs& args, const Pag
   return Mismatch(op, "operands", StrCat(count, " at most for these attributes"), StrCat(args.size()));
 }
 
-ffi::Error CheckNumbers(const char* op, const AttentionNumbers& attributes) {
-  if (!std::isfinite(attributes.scale)) {
-    return Mismatch(op, "scale", "a finite number", StrCat(attributes.scale));
-  }
-  if (attributes.sliding_window < 0) {
-    return Mismatch(op, "sliding_window", "at least 1, or 0 for none", StrCat(attributes.sliding_window));
-  }
-  // Kernels compute it within 1e-7 of the cap: above, scores would be lost. Below, scores / cap would overflow.
-  if (attributes.soft_cap != 0 && !(attributes.soft_cap >= 0x1p-100f && attributes.soft_cap <= 0x1p13f)) {
-    return Mismatch(op, "soft_cap", "a number from 2^-100 to 2^13, or 0 for none", StrCat(attributes.soft_cap));
-  }
-  return ffi::Error::Success();
-}
-
 // Reads the shapes and pointers of the query and of the cache.
 ffi::Error GetQueryAndCache(const char* op, const Operands& operands, PagedAttentionParams* params) {
   PagedAttentionParams& p = *params;
@@ -139,6 +125,20 @@ ffi::Error GetMetadata(const char* op, const Operands& operands, PagedAttentionP
 
 }  // namespace
 
+ffi::Error CheckAttentionNumbers(const char* op, const AttentionNumbers& numbers) {
+  if (!std::isfinite(numbers.scale)) {
+    return Mismatch(op, "scale", "a finite number", StrCat(numbers.scale));
+  }
+  if (numbers.sliding_window < 0) {
+    return Mismatch(op, "sliding_window", "at least 1, or 0 for none", StrCat(numbers.sliding_window));
+  }
+  // Kernels compute it within 1e-7 of the cap: above, scores would be lost. Below, scores / cap would overflow.
+  if (numbers.soft_cap != 0 && !(numbers.soft_cap >= 0x1p-100f && numbers.soft_cap <= 0x1p13f)) {
+    return Mismatch(op, "soft_cap", "a number from 2^-100 to 2^13, or 0 for none", StrCat(numbers.soft_cap));
+  }
+  return ffi::Error::Success();
+}
+
 ffi::Error GetPagedAttentionParams(const char* op, const AttentionOperands& operands, const AttentionNumbers& numbers,
                                    PagedAttentionCall* params) {
   PagedAttentionCall& p = *params;
@@ -159,7 +159,7 @@ ffi::Error GetPagedAttentionParams(const char* op, const AttentionOperands& oper
     }
     p.tree_mask = static_cast<const uint32_t*>(tree_mask->untyped_data());
   }
-  XLA_GPU_RETURN_IF_ERROR(CheckNumbers(op, numbers));
+  XLA_GPU_RETURN_IF_ERROR(CheckAttentionNumbers(op, numbers));
   p.scale = numbers.scale;
   p.sliding_window = numbers.sliding_window;
   p.soft_cap = numbers.soft_cap;

@@ -33,6 +33,8 @@ struct AttentionNumbers {
   float soft_cap;
 };
 
+ffi::Error CheckAttentionNumbers(const char* op, const AttentionNumbers& numbers);
+
 // Everything but the results.
 ffi::Error GetPagedAttentionParams(const char* op, const AttentionOperands& operands, const AttentionNumbers& numbers,
                                    PagedAttentionCall* params);

@@ -117,6 +117,10 @@ void Call::AddNumbers(int32_t dtype, const Shape& shape, int64_t end) {
 void Call::AddSequences(int64_t tokens, int64_t max_seqs, int64_t pages_per_seq, int64_t pages, int64_t page_size) {
   AddNumbers(XLA_FFI_DataType_S32, {max_seqs}, pages_per_seq * page_size + 1);
   AddNumbers(XLA_FFI_DataType_S32, {max_seqs, pages_per_seq}, pages);
+  AddStarts(tokens, max_seqs);
+}
+
+void Call::AddStarts(int64_t tokens, int64_t max_seqs) {
   AddNumbers(XLA_FFI_DataType_S32, {max_seqs + 1}, tokens + 1);
   if (input_.Once(2)) {  // in order, as in a batch that is sound
     auto* starts = static_cast<int32_t*>(operands_.back().data);
@@ -296,6 +300,22 @@ void Call::ReshapeAndCache() {
   AddScalar("kv_scales", XLA_FFI_DataType_PRED, scales);
 }
 
+void Call::BidirectionalAttention() {
+  target_ = "xla_gpu_bidirectional_attention";
+  const int32_t dtype = kFloats[input_.Below(3)];
+  // More keys than a tile has, now and then.
+  const int64_t tokens = input_.Below(100), kv_heads = 1 + input_.Below(2), heads = kv_heads * (1 + input_.Below(4));
+  const int64_t head_dim = 8 * (1 + input_.Below(2)), max_seqs = input_.Below(4);
+  Add(&operands_, dtype, {tokens, heads, head_dim});
+  for (int i = 0; i < 2; ++i) Add(&operands_, dtype, {tokens, kv_heads, head_dim});
+  AddStarts(tokens, max_seqs);
+  Add(&results_, dtype, {tokens, heads, head_dim});
+  AddScalar("scale", XLA_FFI_DataType_F32, input_.Once(8) ? input_.Raw<float>() : 0.25f);
+  AddScalar("sliding_window", XLA_FFI_DataType_S64, input_.Once(8) ? input_.Raw<int64_t>() : input_.Number(70));
+  AddScalar("soft_cap", XLA_FFI_DataType_F32, input_.Once(8) ? input_.Raw<float>() : input_.Once(2) ? 5.0f : 0.0f);
+  AddScalar("check_inputs", XLA_FFI_DataType_PRED, input_.Once(2));
+}
+
 // Removes something, adds something, or changes a field such that the memory still covers the buffer.
 void Call::Change() {
   auto* buffers = input_.Once(3) ? &results_ : &operands_;
@@ -346,11 +366,12 @@ void Call::Change() {
 }
 
 void Call::Operator() {
-  constexpr void (Call::* kOperators[])() = {&Call::PagedAttention, &Call::ReshapeAndCache, &Call::MergeAttentionStates,
-                                             &Call::SimpleAdd,      &Call::RmsNorm,         &Call::SiluAndMul,
-                                             &Call::Sample,         &Call::RotaryAndCache,  &Call::RotaryEmbedding,
-                                             &Call::Linear,         &Call::KernelCall,      &Call::GatedMlp,
-                                             &Call::AttentionBlock, &Call::GroupedLinear};
+  constexpr void (Call::* kOperators[])() = {
+      &Call::PagedAttention, &Call::ReshapeAndCache, &Call::MergeAttentionStates,
+      &Call::SimpleAdd,      &Call::RmsNorm,         &Call::SiluAndMul,
+      &Call::Sample,         &Call::RotaryAndCache,  &Call::RotaryEmbedding,
+      &Call::Linear,         &Call::KernelCall,      &Call::GatedMlp,
+      &Call::AttentionBlock, &Call::GroupedLinear,   &Call::BidirectionalAttention};
   (this->*kOperators[input_.Below(std::size(kOperators))])();
   for (int64_t i = input_.Once(2) ? input_.Below(4) : 0; i > 0; --i) Change();
 }

@@ -46,6 +46,8 @@ class Call {
   size_t SoundBytes(const std::vector<xla_gpu_buffer>& buffers, int32_t dtype, const Shape& shape) const;
   void Add(std::vector<xla_gpu_buffer>* buffers, int32_t dtype, const Shape& shape);
   void AddNumbers(int32_t dtype, const Shape& shape, int64_t end);  // an operand of numbers mostly below `end`
+  // query_start_loc and num_seqs.
+  void AddStarts(int64_t tokens, int64_t max_seqs);
   // paged_attention's context_lens, block_tables, query_start_loc and num_seqs.
   void AddSequences(int64_t tokens, int64_t max_seqs, int64_t pages_per_seq, int64_t pages, int64_t page_size);
   template <typename T>
@@ -68,6 +70,7 @@ class Call {
   void PagedAttention();
   void ReshapeAndCache();
   void MergeAttentionStates();
+  void BidirectionalAttention();
   // In call_layer.cc:
   void Linear();
   void GroupedLinear();

@@ -126,7 +126,6 @@ class Operator:
       in_place: the operand whose memory the last result replaces. The custom call aliases the two, and PyTorch gets
         ``<name>_``, which updates that operand, and returns it or, if there are two results, the first.
       has_scratch: the target takes scratch memory as a last result, of the size that its handler table row computes.
-      needs_sizes: sizes must be known where a call is traced, not symbols of jax.export, as with scratch memory.
       int_operands: the operands that may be ints.
       rows: the operands [rows, n] that may have any other number of axes before the last in the public functions, which
         make one of them, and give the result theirs. The first one is the schema's first argument, which has them
@@ -142,7 +141,6 @@ class Operator:
     docstring: str = ""
     in_place: str | None = None
     has_scratch: bool = False
-    needs_sizes: bool = False
     int_operands: tuple[IntOperand, ...] = ()
     rows: tuple[str, ...] = ()
     differentiable: tuple[str, ...] = ()

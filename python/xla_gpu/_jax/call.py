@@ -125,8 +125,7 @@ def _bind(operator: Operator, arguments: dict[str, Any]) -> tuple[OpCall, list[A
         if value is not None:
             array = as_array(f"{operator.name}: {name}", value)
             arrays.append(array)
-            needs_sizes = operator.has_scratch or operator.needs_sizes
-            if needs_sizes and not all(isinstance(size, int) for size in array.shape):
+            if operator.has_scratch and not all(isinstance(size, int) for size in array.shape):
                 raise ValueError(
                     f"{operator.name}: {name}: expected known sizes, on which its scratch memory depends, got "
                     f"{array.dtype.name}{list(array.shape)}"

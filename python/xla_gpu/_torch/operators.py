@@ -13,13 +13,11 @@ from ..ops import (
     OPERATORS,
     all_reduce,
     attention_block,
-    bidirectional_attention,
     experts_mlp,
     gated_mlp,
     linear,
     ragged_paged_attention,
 )
-from . import bidirectional_attention as bidirectional
 from . import by_parts, dense_linear, gradients, reference
 from . import experts_mlp as experts
 from .dispatch import Results, bind, define, define_operator, fake_results, run, unpacked
@@ -71,7 +69,6 @@ for _operator in OPERATORS:
     define_operator(_operator, _RUN.get(_operator), _differentiate)
 define_operator(ragged_paged_attention.OPERATOR, _ragged)
 define_operator(experts_mlp.OPERATOR, experts.run)
-define_operator(bidirectional_attention.OPERATOR, bidirectional.run)
 
 # ---- all_reduce over a group of torch_xla's SPMD mesh: the parts of all ranks, one on each device --------------------
 

@@ -9,7 +9,6 @@ import jax
 import jax.typing
 
 from .._core.docstrings import docstring
-from .._jax import bidirectional_attention as bidirectional_attention_parts
 from .._jax import context_parallel
 from .._jax import ragged_paged_attention_v3 as _ragged_paged_attention_v3
 from .._jax import ragged_paged_attention_v3_arguments as _ragged_paged_attention_v3_arguments
@@ -62,7 +61,7 @@ def paged_attention_with_lse(
     """Computes paged_attention and the log-sum-exp of each row's scores."""
 
 
-@function(_bidirectional_attention.OPERATOR, bidirectional_attention_parts.run)
+@function(_bidirectional_attention.OPERATOR)
 def bidirectional_attention(
     query: jax.typing.ArrayLike,
     key: jax.typing.ArrayLike,

@@ -32,6 +32,7 @@ OPERATORS: tuple[Operator, ...] = (
     grouped_linear.OPERATOR,
     gated_mlp.OPERATOR,
     attention_block.OPERATOR,
+    bidirectional_attention.OPERATOR,
     rms_norm.OPERATOR,
     silu_and_mul.OPERATOR,
     silu_and_mul.OPERATOR_GELU,
@@ -41,4 +42,4 @@ OPERATORS: tuple[Operator, ...] = (
 )
 
 # Made of others and the framework's operations, without a handler of their own.
-COMPOSITES: tuple[Operator, ...] = (bidirectional_attention.OPERATOR, experts_mlp.OPERATOR)
+COMPOSITES: tuple[Operator, ...] = (experts_mlp.OPERATOR,)

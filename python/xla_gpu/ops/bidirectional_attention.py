@@ -1,4 +1,4 @@
-"""bidirectional_attention: attention over whole sequences without a cache, made of paged_attention_with_lse."""
+"""bidirectional_attention: attention over whole sequences without a cache, each query to all keys of its sequence."""
 
 from __future__ import annotations
 
@@ -12,11 +12,8 @@ from .paged_attention import MAX_HEAD_DIM, check_soft_cap
 _DOCSTRING = """
 Each query sees all keys of its sequence, those behind it too, as in an encoder (BERT and its kin, embedding models).
 Sequences of any length share one call. Query head h uses KV head ``h // (num_heads // num_kv_heads)``. Scores, softmax
-and sums are computed in float32.
-
-It is made of two calls of paged_attention_with_lse and one of merge_attention_states: of the keys up to a query's own,
-and, over the sequences in reverse order, of the keys behind it. Both results round to T before they are merged in
-float32. Keys and values are copied twice, into pages of temporary caches.
+and sums are computed in float32, and the result rounds to T once. It is one kernel, which reads queries, keys and
+values where they lie and takes no scratch memory. The bits of a sequence's rows do not depend on the other sequences.
 
 Args:
   query: T[num_tokens, num_heads, head_dim], the tokens of all sequences, one sequence after the other. T is float32,
@@ -30,7 +27,7 @@ Args:
   sliding_window: a Python int of at least 1. Query i sees key j where ``abs(i - j) < sliding_window``: on either side
     as many keys as in paged_attention. vLLM's encoders count alike; FlashAttention's ``window_size=(w, w)`` is w + 1
     here, and ModernBERT's ``local_attention=n`` is ``n // 2 + 1``. None: all keys.
-  soft_cap: as in paged_attention.
+  soft_cap: as in paged_attention. For float16 and bfloat16 on CUDA tanh is the GPU's instruction, as there.
 
 Returns:
   T[num_tokens, num_heads, head_dim]. Padding rows, those before ``query_start_loc[0]`` and from
@@ -44,9 +41,9 @@ Note: Values that are never read
   Entries of query_start_loc past num_seqs, and padding rows of query, key and value, may hold anything, NaN included.
 
 Note: Wrong values in query_start_loc or num_seqs
-  They never cause an access out of bounds. On a CPU the call fails with an error that names the sequence, and
-  paged_attention_with_lse. On CUDA all rows are NaN; with ``XLA_GPU_CHECK_INPUTS=1`` in the environment when the call
-  is traced, it fails as on a CPU.
+  They never cause an access out of bounds. On a CPU the call fails with an error that names the sequence. On CUDA all
+  rows are NaN; with ``XLA_GPU_CHECK_INPUTS=1`` in the environment when the call is traced, the handler waits for the
+  device, checks the values and returns the error.
 """
 
 _check = Checks("bidirectional_attention")
@@ -64,7 +61,6 @@ def _signature(
     soft_cap: float | None = None,
     check_inputs: bool = False,
 ) -> Signature:
-    del check_inputs  # that of paged_attention_with_lse
     axes = "num_tokens, num_kv_heads, head_dim"
     _check.dtype("query", query, FLOATS)
     num_tokens, num_heads, head_dim = _check.rank("query", query, "num_tokens, num_heads, head_dim")
@@ -91,8 +87,9 @@ def _signature(
             0 if sliding_window is None else _check.integer("sliding_window", sliding_window, 1)
         ),
         "soft_cap": np.float32(0) if soft_cap is None else check_soft_cap(_check, soft_cap),
+        "check_inputs": np.bool_(check_inputs),
     }
-    heads = (None, "kv_heads", None)  # where types have shardings; else XLA divides the operations
+    heads = (None, "kv_heads", None)
     partitioning = Partitioning(dict.fromkeys(("query", "key", "value"), heads), (heads,), {"kv_heads": num_kv_heads})
     return Signature((query,), attributes, partitioning=partitioning)
 
@@ -103,6 +100,5 @@ OPERATOR = Operator(
     "int? sliding_window=None, float? soft_cap=None) -> Tensor",
     _signature,
     _DOCSTRING,
-    needs_sizes=True,
     int_operands=(IntOperand("num_seqs", bounded_by="query_start_loc", others=1),),
 )

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from .._core import bidirectional_plan
 from .._core.environment import pjrt_device
 from . import buckets, eagle, images, supported, tensor_parallel
 
@@ -181,13 +180,11 @@ def _patch_bytes(config: Any, item: int) -> int:
     layout = PatchLayout(token_buckets(config, images.most_rows(config))[-1], PatchForm.of(config.model_config))
     width = int(getattr(vision, "embed_dim", None) or vision.hidden_size)
     between = int(getattr(vision, "intermediate_size", 0) or width * vision.mlp_ratio)
-    # The residual stream, the projection and its parts as they are and as float32, and both states of attention.
+    # The residual stream, the projection and its parts as they are and as float32, and what attention makes of them.
     of_patch = (12 * width + 3 * between) * item + 6 * width * 4 + layout.form.values * (4 + item)
-    # Two caches of keys and values, whose sequences end in pages of their own, and block tables of at most their size.
-    slots = layout.num_patches + bidirectional_plan.SMALLEST_PAGE * (layout.max_windows + 1)
     streams = images.num_streams(config.model_config)
     of_token = 4 * streams * config.model_config.get_hidden_size() * item
-    return int(layout.num_patches * of_patch + 3 * slots * 2 * width * item + layout.num_tokens * of_token)
+    return int(layout.num_patches * of_patch + layout.num_tokens * of_token)
 
 
 def step_bytes(config: Any) -> int:

@@ -22,7 +22,8 @@ struct AttentionTile {
   int64_t key_end;
   const uint32_t* tree_mask;  // the first query's row of tree_mask; null: causal
   int64_t tree_words;
-  int64_t first_new;  // with a tree_mask: the position of the sequence's new token 0
+  int64_t first_new;    // with a tree_mask: the position of the sequence's new token 0
+  int64_t keys_behind;  // keys behind its own that each query sees
 };
 
 // The attention states of a tile's rows over the keys so far: out = acc / sum, lse = max + log(sum). Rows of a head lie

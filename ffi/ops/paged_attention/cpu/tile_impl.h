@@ -26,7 +26,9 @@ XLA_GPU_INLINE Visible VisibleKeys(const PagedAttentionParams& params, const Att
   const int64_t position = tile.position + query;
   const int64_t begin =
       params.sliding_window > 0 ? Larger(position + 1 - params.sliding_window - first_key, 0) : int64_t{0};
-  if (tile.tree_mask == nullptr) return {begin, Smaller(position + 1 - first_key, num_keys), ~uint64_t{0}};
+  if (tile.tree_mask == nullptr) {
+    return {begin, Smaller(position + 1 + tile.keys_behind - first_key, num_keys), ~uint64_t{0}};
+  }
   const uint32_t* const words = tile.tree_mask + query * tile.tree_words;
   const uint64_t tokens = words[0] | (tile.tree_words > 1 ? uint64_t{words[1]} << 32 : uint64_t{0});
   const int64_t new_begin = tile.first_new - first_key;  // of the new tokens in the tile of keys

@@ -141,7 +141,9 @@ struct SimtWorkTile {
     }
   }
 
-  __device__ void Run(const WorkTile& /*tile*/, const TileRows<>& rows) {
+  // Rows: TileRows<>, or a class derived from it with VisibleKeys of its own.
+  template <typename Rows>
+  __device__ void Run(const WorkTile& /*tile*/, const Rows& rows) {
     const char* const key_cache = HeadStart(params, params.k_cache, rows.kv_head);
     const char* const value_cache = HeadStart(params, params.v_cache, rows.kv_head);
     const LogitTransform transform(params, rows.kv_head);

@@ -216,7 +216,9 @@ struct MmaWorkTile {
     }
   }
 
-  __device__ void Run(const WorkTile& /*tile*/, const TileRows<>& rows) {
+  // Rows: TileRows<>, or a class derived from it with VisibleKeys of its own.
+  template <typename Rows>
+  __device__ void Run(const WorkTile& /*tile*/, const Rows& rows) {
     const int vec_start = thread % kRowVectors * (kFp8 ? 8 : 16);
     const char* const key_cache = HeadStart(params, params.k_cache, rows.kv_head) + vec_start;
     const char* const value_cache = HeadStart(params, params.v_cache, rows.kv_head) + vec_start;
