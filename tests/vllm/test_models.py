@@ -5,9 +5,11 @@ All of them with XLA_GPU_TEST_ALL_MODELS=1; otherwise those whose layers differ 
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -82,11 +84,16 @@ def test_text_of_a_model_with_images(name, tmp_path):
     assert compiled == "0"
 
 
-def test_images_of_any_size_are_refused(tmp_path):
+def test_images_by_another_encoder_are_refused(tmp_path):
     from vllm.engine.arg_utils import EngineArgs
 
-    folder = tiny.save("mistral3_images", tmp_path)
-    with pytest.raises(Exception, match=r"--limit-mm-per-prompt: expected '{\"image\": 0}' with Mistral3"):
+    folder = tiny.save("gemma3_images", tmp_path)
+    path = Path(folder) / "config.json"
+    config = json.loads(path.read_text())
+    config["vision_config"] = {"model_type": "pixtral"}
+    path.write_text(json.dumps(config))
+    text = r"--limit-mm-per-prompt: expected '{\"image\": 0}' with Gemma3\w+ and an encoder of pixtral"
+    with pytest.raises(Exception, match=text):
         EngineArgs(model=folder).create_engine_config()
 
 
