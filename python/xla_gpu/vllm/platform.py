@@ -45,7 +45,7 @@ class XlaGpuPlatform(Platform):  # type: ignore[misc]
     _vocab_size: int | None = None
     # Tokens of an image, at most, of models whose images have any size. None like the above.
     _image_tokens: int | None = None
-    # And what the scheduler has room for, tokens of the text between those of an image or a video included.
+    # And what the scheduler has room for.
     _image_room: int | None = None
     # Whether one of the models takes token types; None like the above.
     _token_types: bool | None = None

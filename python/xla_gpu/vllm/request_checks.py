@@ -85,7 +85,7 @@ def check_images(prompt: Any, processed_inputs: Any, most_tokens: int | None, ro
       prompt: as vLLM was given it.
       processed_inputs: what vLLM made of it.
       most_tokens: of an image of any size; None where this process does not know it.
-      room: tokens that the scheduler has for one, with the text between; None like the above.
+      room: tokens that the scheduler has for one; None like the above.
     """
     if processed_inputs.get("type") != "multimodal":
         return
@@ -100,11 +100,19 @@ def check_images(prompt: Any, processed_inputs: Any, most_tokens: int | None, ro
                     f"{modality}: expected {_OF_TIMES.get(modality, 'one')} of at most {most_tokens} tokens, got "
                     f"{tokens}; see max_pixels of --mm-processor-kwargs, --max-model-len and --max-num-batched-tokens"
                 )
-            if room is not None and place.length > room:  # it would wait for ever
+            counted = place.length if _counts_text_between() else rows
+            if room is not None and counted > room:  # it would wait for ever
                 raise ValueError(
-                    f"{modality}: expected one of at most {room} tokens in all, got {place.length}; see "
+                    f"{modality}: expected one of at most {room} tokens in all, got {counted}; see "
                     "--max-num-batched-tokens"
                 )
+
+
+def _counts_text_between() -> bool:
+    """Whether vLLM's scheduler counts the tokens of the text between an image's or a video's too, as that of 0.12."""
+    from vllm.v1.request import Request
+
+    return not hasattr(Request, "get_num_encoder_embeds")
 
 
 def _expect_tokens(name: str, token_ids: list[int], vocab_size: int | None) -> None:
