@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from tests.vllm import engines, tiny_images
 from tests.vllm.image_checks import NEW
@@ -19,7 +21,7 @@ pytest.importorskip("torchvision", reason="the processors of these models")
 
 from tests.vllm import tiny_qwen_vl
 from tests.vllm.tiny_qwen_vl import IMAGE, MOST_TOKENS, VIDEO
-from xla_gpu.vllm import images, mrope
+from xla_gpu.vllm import images, mrope, request_checks
 from xla_gpu.vllm.platform import XlaGpuPlatform
 
 EVERY_TIME = ("qwen2_5_vl", "qwen3_vl")
@@ -164,6 +166,24 @@ def test_frames_per_second(model):
 # ---- Without an engine -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("counts_text", [True, False])
+def test_room_is_what_the_scheduler_counts(counts_text, monkeypatch):
+    """vLLM 0.12 counts the text between an item's tokens, later ones do not."""
+    from vllm.v1.request import Request
+
+    if counts_text:
+        monkeypatch.delattr(Request, "get_num_encoder_embeds", raising=False)
+    else:
+        monkeypatch.setattr(Request, "get_num_encoder_embeds", None, raising=False)
+    is_embed = torch.tensor([True, True, False] * 4)  # 8 of 12
+    place = SimpleNamespace(length=len(is_embed), is_embed=is_embed)
+    given = {"type": "multimodal", "mm_placeholders": {"image": [place]}, "mm_kwargs": {"image": [{}]}}
+    most, refused = (12, 11) if counts_text else (8, 7)
+    request_checks.check_images("", given, None, most)
+    with pytest.raises(ValueError, match=f"image: expected one of at most {refused} tokens in all, got {most};"):
+        request_checks.check_images("", given, None, refused)
+
+
 def test_positions():
     """Times are as far apart as the model has positions for the seconds between them, rounded down."""
     numbers = np.arange(3, 9, dtype=np.int32)
@@ -171,6 +191,12 @@ def test_positions():
     found, difference = mrope.of_prompt([video], per_second=25)
     assert found.tolist() == [[0, 1, 2, 3, 3, 5, 5, 7, 7], [0, 1, 2, *[3] * 6], [0, 1, 2, *[3, 4] * 3]]
     assert difference == 8 - 9
+    # At 25 frames a second, in float32 as vLLM has it: time 25 is at 2 * 2, which would be 3 in float64.
+    second = float(np.float32(2 / 25))
+    long = images.Image("", np.arange(26, dtype=np.int32), {}, grid=(26, 2, 2), seconds=second)
+    expected = (torch.arange(26) * torch.tensor(second) * 2).long()
+    assert mrope.of_prompt([long], per_second=2)[0][0].tolist() == expected.tolist()
+    assert expected[-1] == 4 != int(25 * second * 2)
     # With text between them they are images.
     apart = images.Image("", np.array([3, 4, 6, 7, 9, 10], np.int32), {}, grid=(3, 2, 4))
     found, difference = mrope.of_prompt([apart])
