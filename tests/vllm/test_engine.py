@@ -327,6 +327,7 @@ def test_models_with_images_are_refused_by_transformers(tmp_path):
     [
         ({"ubatch_size": 2}, "--ubatch-size: expected 0, got 2"),
         ({"enable_return_routed_experts": True}, "--enable-return-routed-experts: not supported"),
+        ({"enable_lora": True, "enable_tower_connector_lora": True}, "--enable-tower-connector-lora: not supported"),
     ],
 )
 def test_newer_options_refused_at_start(llama, options, text):

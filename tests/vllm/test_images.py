@@ -168,7 +168,6 @@ def test_requests_that_change_the_processor_are_refused(llm):
 REFUSED = [
     ({"enable_mm_embeds": True}, "--enable-mm-embeds: not supported"),
     ({"runner": "pooling"}, "--runner pooling: expected --limit-mm-per-prompt"),
-    ({"enable_lora": True}, "--enable-lora: expected a model that vLLM has LoRA for, got Llava"),
     ({"mm_processor_kwargs": {"crop_size": 28}}, "--mm-processor-kwargs: not supported"),
 ]
 
@@ -179,6 +178,15 @@ def test_what_is_refused(folder, options, message):
 
     with pytest.raises(Exception, match=message):
         EngineArgs(model=folder, **options).create_engine_config()
+
+
+def test_adapters_for_a_model_that_has_none_are_refused(tmp_path):
+    """LLaVA has them in vLLM 0.14, LLaVA-NeXT in none."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    folder = tiny_images.save("llava_next", tmp_path)
+    with pytest.raises(Exception, match="--enable-lora: expected a model that vLLM has LoRA for, got LlavaNext"):
+        EngineArgs(model=folder, enable_lora=True).create_engine_config()
 
 
 @pytest.mark.parametrize("name", NAMES)

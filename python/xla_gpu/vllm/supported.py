@@ -148,6 +148,8 @@ def _lora_refusals(config: Any) -> list[str]:
     model, lora, found = config.model_config, config.lora_config, []
     if lora.default_mm_loras:
         found.append("--default-mm-loras: not supported")
+    # Of vLLM 0.14.
+    found += _given("--enable-tower-connector-lora", getattr(lora, "enable_tower_connector_lora", None))
     if model is None:
         return found
     if lora.lora_dtype not in ("auto", None, model.dtype, str(model.dtype).removeprefix("torch.")):
