@@ -40,11 +40,12 @@ class Build:
         except (EOFError, ConnectionResetError):
             self._process.join(10)
             code = self._process.exitcode
+            self._end()  # one that takes longer than that would be asked again
             ended = f"died of signal {-code}" if code is not None and code < 0 else f"ended with {code}"
             raise Failed(f"the process {ended}") from None
         if ends:  # where CUDA failed, which takes a while
             self._process.join(60)
-            self._process.kill()
+            self._end()
         if not well:
             raise Failed(result)
         return result
@@ -56,8 +57,12 @@ class Build:
     def close(self) -> None:
         self._connection.close()
         self._process.join(5)
-        if self._process.is_alive():
-            self._process.kill()
+        self._end()
+
+    def _end(self) -> None:
+        """Ends the process, if it runs, and waits until it has ended."""
+        self._process.kill()
+        self._process.join()
 
 
 def both(before: Build, now: Build, method: str, *arguments: Any) -> list[Any]:
