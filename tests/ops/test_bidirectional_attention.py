@@ -70,6 +70,18 @@ def test_windows_that_end_where_tiles_do(frontend, dtype, window):
         check(frontend, Case(f"edges-{head_dim}", (64, 129, 31, 128, 300), sliding_window=window, **shape))
 
 
+@pytest.mark.parametrize("window", [300, 2**31, 2**63 - 1])
+@pytest.mark.frontends("eager", "eager-cuda", "jax", "jax-cuda")
+def test_windows_that_hide_nothing(frontend, window):
+    """Up to the largest that an attribute holds: no position minus it may overflow."""
+    for dtype in cases.FLOATS:
+        case = Case(f"all-{dtype}", (300, 17, 140), num_heads=2, num_kv_heads=1, head_dim=64, dtype=dtype)
+        arrays, options = bidirectional_cases.build(case), case.options()
+        (want,) = frontend.call("bidirectional_attention", arrays, **options)
+        (got,) = frontend.call("bidirectional_attention", arrays, **options | {"sliding_window": window})
+        compare.assert_bitwise_equal(got, want, f"{frontend.name} {case.name}: window {window}")
+
+
 @pytest.mark.frontends("eager", "eager-cuda")
 def test_as_pytorchs_own_attention(frontend):
     """Each sequence by scaled_dot_product_attention."""

@@ -33,12 +33,12 @@ inline PagedAttentionCall AsPagedAttention(const BidirectionalAttentionParams& p
   call.max_seqs = params.max_seqs;
   call.pages_per_seq = 1;
   call.scale = params.scale;
-  call.sliding_window = params.sliding_window;
+  // A larger window hides nothing either, and might overflow where positions are subtracted from it.
+  call.sliding_window = std::min(params.sliding_window, params.num_tokens);
   call.soft_cap = params.soft_cap;
   call.dtype = params.dtype;
   call.cache_dtype = params.dtype;
-  call.keys_behind =
-      params.sliding_window > 0 ? std::min(params.sliding_window - 1, params.num_tokens) : params.num_tokens;
+  call.keys_behind = call.sliding_window > 0 ? call.sliding_window - 1 : params.num_tokens;
   return call;
 }
 

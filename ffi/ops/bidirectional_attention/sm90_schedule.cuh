@@ -69,7 +69,8 @@ class Sm90Schedule {
   // Work tile `index`, by a warp.
   __device__ WorkTile Find(unsigned index) const {
     const Sm90Params& params = cta_.params;
-    const unsigned row_tile = params.heads.Divide(index);  // if heads were the inner loop: in the same sequence
+    // Some row tile of the work tile's sequence: the one that `index` would have if heads were the inner loop.
+    const unsigned row_tile = params.heads.Divide(index);
     unsigned first_tile;
     int seq = FindThread(row_tile, &first_tile) * params.thread_seqs;
     int begin, end;

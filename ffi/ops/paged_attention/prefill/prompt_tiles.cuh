@@ -187,7 +187,7 @@ __device__ inline bool AreAlike(const Prompt& a, const Prompt& b) {
   return a.q_len == b.q_len && a.splits == b.splits && abs(a.context_len - b.context_len) <= a.context_len / 8;
 }
 
-// What lane `lane` has.
+// What lane `lane` has, but for split_keys, which Prompt::Tile does not read.
 __device__ inline Prompt PromptOfLane(const Prompt& mine, int lane) {
   const auto of_lane = [lane](int value) { return __shfl_sync(~0u, value, lane); };
   return {of_lane(mine.seq),         of_lane(mine.q_begin),     of_lane(mine.q_len),
