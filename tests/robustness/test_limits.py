@@ -331,13 +331,14 @@ try:
     Frame(call, targets.lookup(call.target, "CUDA"), all_results(call)).run([4096] * 6, [4096] * 2, 0, 0)
 except ValueError as e:
     print(e)
-call = BIDIRECTIONAL.bind(
-    **{name: spec("bfloat16", num_tokens, num_heads, 8) for name in ("query", "key", "value")},
-    query_start_loc=spec("int32", 3), num_seqs=spec("int32", 1), scale=1.0)
-try:
-    Frame(call, targets.lookup(call.target, "CUDA"), all_results(call)).run([4096] * 5, [4096], 0, 0)
-except ValueError as e:
-    print(e)
+for tokens, heads in ((num_tokens, num_heads), (2**31 - 128, 1)):
+    call = BIDIRECTIONAL.bind(
+        **{name: spec("bfloat16", tokens, heads, 8) for name in ("query", "key", "value")},
+        query_start_loc=spec("int32", 3), num_seqs=spec("int32", 1), scale=1.0)
+    try:
+        Frame(call, targets.lookup(call.target, "CUDA"), all_results(call)).run([4096] * 5, [4096], 0, 0)
+    except ValueError as e:
+        print(e)
 torch.cuda.synchronize()
 """
 
@@ -349,3 +350,4 @@ def test_more_rows_than_a_grid_counts_is_an_error(frontend):
     text = process.run(TOO_MANY_ROWS, timeout=120)
     for operator in ("paged_attention", "bidirectional_attention"):
         assert f"\n{operator}: query: expected fewer than 2^31 rows" in f"\n{text}"
+    assert f"bidirectional_attention: query: expected at most {2**31 - 129} tokens, got {2**31 - 128}" in text

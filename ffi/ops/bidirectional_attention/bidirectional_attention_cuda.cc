@@ -9,6 +9,9 @@
 namespace xla_gpu {
 namespace {
 
+// Positions are counted in 32 bits up to the end of a sequence's last key tile, of at most 128 keys.
+constexpr int64_t kMostTokens = (int64_t{1} << 31) - 129;
+
 // Vectors of 16 bytes are read and written whole. Rows are counted in 32 bits.
 Status CheckLayout(const BidirectionalAttentionParams& params) {
   const struct {
@@ -24,6 +27,10 @@ Status CheckLayout(const BidirectionalAttentionParams& params) {
   if (const int64_t rows = params.num_tokens * params.num_heads; rows >= int64_t{1} << 31) {
     return Status::InvalidArgument("bidirectional_attention: query: expected fewer than 2^31 rows of head_dim, got " +
                                    std::to_string(rows));
+  }
+  if (params.num_tokens > kMostTokens) {
+    return Status::InvalidArgument("bidirectional_attention: query: expected at most " + std::to_string(kMostTokens) +
+                                   " tokens, got " + std::to_string(params.num_tokens));
   }
   if (params.max_seqs >= int64_t{1} << 30) {
     return Status::InvalidArgument("bidirectional_attention: query_start_loc: expected max_seqs below 2^30, got " +
