@@ -195,18 +195,6 @@ def test_over_two_devices(name, tmp_path):
     image_checks.check_two_devices("test_images", tiny_images.save(name, tmp_path))
 
 
-def test_an_engine_for_smaller_images_in_the_same_process(folder, monkeypatch):
-    """What it takes is no limit of images of tiles: requests do not say which engine they are for."""
-    from vllm.engine.arg_utils import EngineArgs
-
-    from xla_gpu.vllm.platform import XlaGpuPlatform
-
-    for name in ("_image_tokens", "_image_room"):
-        monkeypatch.setattr(XlaGpuPlatform, name, TOKENS - 1)
-    EngineArgs(model=folder).create_engine_config()
-    assert XlaGpuPlatform._image_tokens >= TOKENS <= XlaGpuPlatform._image_room
-
-
 def test_pan_and_scan_is_refused(tmp_path):
     import json
 

@@ -102,8 +102,6 @@ class XlaGpuPlatform(Platform):  # type: ignore[misc]
             room = images.most_rows(vllm_config)
             cls._image_tokens = max(cls._image_tokens or 0, most_tokens(vllm_config, room))
             cls._image_room = max(cls._image_room or 0, room)
-        elif images.are_served(vllm_config.model_config):  # tiles, whose numbers are the processor's
-            cls._image_tokens = cls._image_room = sys.maxsize
         from . import scheduler
 
         scheduler.choose(vllm_config)
