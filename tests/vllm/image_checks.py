@@ -13,6 +13,7 @@ import subprocess
 import sys
 from typing import Any
 
+import numpy as np
 import pytest
 from PIL import Image
 
@@ -20,6 +21,7 @@ from tests.common import machine
 from tests.vllm import engines, tiny_images
 
 NEW = 12
+SMALL = 16  # tokens of the smaller of two programs of an encoder for images of any size
 DRAFTS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
 
 Prompt = tuple[str, list[Image.Image]]
@@ -27,6 +29,19 @@ Prompt = tuple[str, list[Image.Image]]
 
 def make(folder: str, **options: Any) -> Any:
     return engines.make(folder, **{"limit_mm_per_prompt": {"image": 5}, "max_model_len": 512, **options})
+
+
+def make_any_size(folder: str, **options: Any) -> Any:
+    """Of a model with images of any size: with few sizes of steps, and two programs of the encoder."""
+    sizes = {"token_buckets": [8, 64], "encoder_buckets": [SMALL]}
+    return make(folder, **{"additional_config": sizes, **options})
+
+
+def pictures_of_any_size(count: int, seed: int = 0, *, least: int) -> list[Image.Image]:
+    """Of sides of ``least`` to 259 pixels, some of them long."""
+    generator = np.random.default_rng(seed)
+    sizes = generator.integers(least, 260, (count, 2)).tolist()
+    return [Image.fromarray(generator.integers(0, 256, (*size, 3), dtype=np.uint8)) for size in sizes]
 
 
 def ask(llm: Any, prompts: list[Prompt], params: Any = None) -> list[list[int]]:

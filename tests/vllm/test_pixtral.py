@@ -5,15 +5,15 @@ All tests with XLA_GPU_TEST_ALL_MODELS=1.
 
 from __future__ import annotations
 
+import functools
 import os
 from typing import Any
 
 import numpy as np
 import pytest
-from PIL import Image
 
 from tests.vllm import engines, image_checks, tiny_images
-from tests.vllm.image_checks import NEW, ask
+from tests.vllm.image_checks import NEW, SMALL, ask
 
 pytest.importorskip("torchvision", reason="the processor of these models")
 
@@ -21,19 +21,9 @@ from tests.vllm import tiny_pixtral
 from tests.vllm.tiny_pixtral import IMAGE, LARGEST, MOST_TOKENS, SIDE
 
 ALL = bool(os.environ.get("XLA_GPU_TEST_ALL_MODELS"))
-SMALL = 16  # tokens of the smaller of two programs of the encoder
-
-
-def make(folder: str, **options: Any) -> Any:
-    sizes = {"token_buckets": [8, 64], "encoder_buckets": [SMALL]}
-    return image_checks.make(folder, **{"additional_config": sizes, **options})
-
-
-def pictures(count: int, seed: int = 0) -> list[Image.Image]:
-    """Of different sizes, from one token to more than the most, some of them long."""
-    generator = np.random.default_rng(seed)
-    sizes = generator.integers(10, 260, (count, 2)).tolist()
-    return [Image.fromarray(generator.integers(0, 256, (*size, 3), dtype=np.uint8)) for size in sizes]
+# What image_checks.main takes of this module, too.
+make = image_checks.make_any_size
+pictures = functools.partial(image_checks.pictures_of_any_size, least=10)  # from one token to more than the most
 
 
 @pytest.fixture(scope="module")

@@ -5,6 +5,7 @@ All of them with XLA_GPU_TEST_ALL_MODELS=1.
 
 from __future__ import annotations
 
+import functools
 import os
 from types import SimpleNamespace
 from typing import Any
@@ -12,10 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 
 from tests.vllm import engines, image_checks, tiny_images
-from tests.vllm.image_checks import NEW, ask, check
+from tests.vllm.image_checks import NEW, SMALL, ask, check
 
 pytest.importorskip("torchvision", reason="the processors of these models")
 
@@ -25,19 +25,9 @@ from xla_gpu.vllm import images, mrope, patches
 
 EVERY_TIME = ("qwen2_5_vl", "qwen3_vl")
 NAMES = sorted(tiny_qwen_vl.CONFIGS) if os.environ.get("XLA_GPU_TEST_ALL_MODELS") else EVERY_TIME
-SMALL = 16  # tokens of the smaller of two programs of the encoder
-
-
-def make(folder: str, **options: Any) -> Any:
-    sizes = {"token_buckets": [8, 64], "encoder_buckets": [SMALL]}
-    return image_checks.make(folder, **{"additional_config": sizes, **options})
-
-
-def pictures(count: int, seed: int = 0) -> list[Image.Image]:
-    """Of different sizes, from the fewest tokens to the most, some of them long."""
-    generator = np.random.default_rng(seed)
-    sizes = generator.integers(20, 260, (count, 2)).tolist()
-    return [Image.fromarray(generator.integers(0, 256, (*size, 3), dtype=np.uint8)) for size in sizes]
+# What image_checks.main takes of this module, too.
+make = image_checks.make_any_size
+pictures = functools.partial(image_checks.pictures_of_any_size, least=20)  # from the fewest tokens to the most
 
 
 @pytest.fixture(scope="module")

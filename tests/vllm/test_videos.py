@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.vllm import engines, tiny_images
+from tests.vllm import engines, image_checks, tiny_images
 from tests.vllm.image_checks import NEW
 
 pytest.importorskip("torchvision", reason="the processors of these models")
@@ -33,10 +33,7 @@ Prompt = tuple[str, list[Any], list[Any]]  # text, images, videos
 
 def make(folder: str, **options: Any) -> Any:
     limits = {"image": 2, "video": 2}
-    sizes = {"token_buckets": [8, 64], "encoder_buckets": [16]}
-    return engines.make(
-        folder, **{"limit_mm_per_prompt": limits, "max_model_len": 512, "additional_config": sizes, **options}
-    )
+    return image_checks.make_any_size(folder, **{"limit_mm_per_prompt": limits, **options})
 
 
 def videos(*forms: tuple[int, int, int], seed: int = 0) -> list[Any]:
