@@ -2,6 +2,8 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
+#include <string>
+
 #include "ffi/ops/bidirectional_attention/portable.cuh"
 #include "ffi/ops/bidirectional_attention/portable.h"
 #include "ffi/ops/paged_attention/prefill/sm80_mma.cuh"
@@ -33,7 +35,12 @@ Status LaunchMma(const BidirectionalAttentionParams& params, Stream stream) {
   const auto kernel = BidirectionalMmaKernel<T, kDim>;
   bool has = false;
   if (Status status = HasKernel<MmaTile<T, kDim>>(kernel, &has); !status.ok()) return status;
-  if (!has) return Status::Internal("bidirectional_attention: query: the driver makes no tensor maps for it");
+  if (!has) {
+    return Status::Internal(
+        "bidirectional_attention: query: expected less than 2^40 bytes of all heads of a token, and a driver that has "
+        "tensor maps, got " +
+        std::to_string(params.num_heads * params.head_dim * 2) + " bytes, and no tensor map");
+  }
   return LaunchPortable<MmaTile<T, kDim>>(kernel, params, stream);
 }
 
