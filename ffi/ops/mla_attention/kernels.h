@@ -33,8 +33,10 @@ inline PagedAttentionParams MetadataOf(const MlaAttentionParams& params) {
 }
 
 // For the shapes in split_layout.h. Whether the current device has the kernel, and the driver what it needs.
-Status SuitsSm90(const MlaAttentionParams& params, bool* suits);
-Status LaunchSm90(const MlaAttentionParams& params, Stream stream);
+Status SuitsSm90BF16(const MlaAttentionParams& params, bool* suits);
+Status SuitsSm90F16(const MlaAttentionParams& params, bool* suits);
+Status LaunchSm90BF16(const MlaAttentionParams& params, Stream stream);
+Status LaunchSm90F16(const MlaAttentionParams& params, Stream stream);
 
 // For every GPU: 16-bit elements by mma.sync, float32 by fused multiply-adds.
 Status LaunchPortable16Bit(const MlaAttentionParams& params, Stream stream);
