@@ -156,20 +156,14 @@ def test_a_failing_in_place_update_changes_nothing(frontend):
     compare.assert_bitwise_equal(to_numpy(tensors["kv_cache"]), arrays["kv_cache"], "the cache after an error")
 
 
+@pytest.mark.parametrize("alias", [True, False])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.frontends("eager", "eager-cuda")
-def test_memory_that_is_not_aligned_to_vectors(frontend):
-    """Of the target itself, as of a program whose buffers begin anywhere: ffi_call copies nothing that is row-major."""
-    import torch
+def test_memory_that_is_not_aligned_to_vectors(frontend, dtype, alias):
+    """Of the target itself: buffers that begin at any multiple of 4 bytes."""
+    from tests.robustness import memory
 
-    import xla_gpu.torch as ops
-
-    case = LatentCase("unaligned", num_tokens=70, kv_lora_rank=24, dtype="bfloat16")
+    case = LatentCase("unaligned", num_tokens=700, num_pages=90, kv_lora_rank=24, dtype=dtype)
     arrays = mla_cases.build_latents(case)
-    tensors = frontend.tensors(arrays)
-    shifted = {}
-    for name in ("kv_c", "k_pe", "kv_cache"):
-        memory = torch.empty(tensors[name].numel() + 1, dtype=torch.bfloat16, device=tensors[name].device)
-        shifted[name] = memory[1:].view(tensors[name].shape).copy_(tensors[name])
-    got = ops.concat_and_cache_mla(**shifted, slot_mapping=tensors["slot_mapping"])
-    want = ops.concat_and_cache_mla(**tensors)
-    assert torch.equal(got.view(torch.int16), want.view(torch.int16))
+    (cache,) = memory.run(frontend, "concat_and_cache_mla", arrays, alias=alias, shift=4)
+    compare.assert_bitwise_equal(cache, mla_cases.stored(**arrays), frontend.name)
