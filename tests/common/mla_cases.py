@@ -7,7 +7,7 @@ import math
 
 import numpy as np
 
-from tests.common import baseline, cases
+from tests.common import cases, reference
 
 Arrays = dict[str, np.ndarray]
 
@@ -104,12 +104,34 @@ def expected(arrays: Arrays, *, scale: float, value_dim: int) -> tuple[np.ndarra
 
 
 def rounded(arrays: Arrays, *, scale: float, value_dim: int) -> tuple[np.ndarray, np.ndarray]:
-    """(out in T, lse) by plain PyTorch in T, or NumPy with its roundings."""
-    cache = arrays["kv_cache"][:, :, None]
-    both = np.stack([x.view(f"u{x.dtype.itemsize}") for x in (cache, cache)]).view(cache.dtype)
-    inputs = cases.AttentionInputs(**{**arrays, "kv_cache": both})
-    out, lse = baseline.paged_attention(inputs, scale=scale)
-    return out[..., :value_dim], lse
+    """(out in T, lse float32), each step rounded to T as plain PyTorch's are."""
+    query, kv_cache = (arrays[name] for name in ("query", "kv_cache"))
+    num_tokens, num_heads, head_dim = query.shape
+
+    def step(x):
+        return x.astype(query.dtype).astype(np.float32)
+
+    out = np.zeros((num_tokens, num_heads, value_dim), query.dtype)
+    lse = np.full((num_tokens, num_heads), -np.inf, np.float32)
+    for s in range(int(arrays["num_seqs"].reshape(()))):
+        context = int(arrays["context_lens"][s])
+        first, last = arrays["query_start_loc"][s : s + 2].tolist()
+        first = max(first, last - context)  # rows in front of it see no key
+        if first == last:
+            continue
+        keys = kv_cache[arrays["block_tables"][s, : math.ceil(context / kv_cache.shape[1])]]
+        keys = keys.reshape(-1, head_dim)[:context].astype(np.float32)
+        scores = query[first:last].astype(np.float32).reshape(-1, head_dim) @ keys.T
+        scores = step(step(scores) * np.float32(scale)).reshape(last - first, num_heads, context)
+        hidden = reference.hidden_keys(last - first, context, None, None)
+        scores = np.where(hidden[:, None], np.float32(-np.inf), scores)
+        largest = scores.max(-1, keepdims=True)
+        weights = np.exp(scores - largest)
+        total = weights.sum(-1, keepdims=True)
+        rows = step(weights / total).reshape(-1, context) @ keys[:, :value_dim]
+        out[first:last] = rows.reshape(last - first, num_heads, value_dim).astype(query.dtype)
+        lse[first:last] = (largest + np.log(total))[..., 0]
+    return out, lse
 
 
 # ---- concat_and_cache_mla ----------------------------------------------------------------------------------------
