@@ -182,7 +182,8 @@ def _tensor_parallel_refusals(config: Any) -> list[str]:
             f"--enable-expert-parallel: expected --tensor-parallel-size to divide the model's {experts} experts, "
             f"got {size}"
         )
-    parts = {"the model's": (model, "kv heads")}
+    # Latents have no heads, and vLLM sees to it that queries' can be divided.
+    parts = {} if model.use_mla else {"the model's": (model, "kv heads")}
     if eagle.has_head(config):
         # What divides them would divide these matrices.
         head = config.speculative_config.draft_model_config
