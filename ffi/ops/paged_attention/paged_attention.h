@@ -76,6 +76,11 @@ struct PagedAttentionCall : PagedAttentionParams {
   decode::RareDecodeRows* rare_decode_rows = nullptr;
   // Host: keys behind its own that each query sees too, where there is no tree_mask (bidirectional_attention).
   int64_t keys_behind = 0;
+  // Host: elements of a value, and so of a row of `out`, at most head_dim and kMaxHostValueDim (mla_attention); 0: as
+  // many as of a key. The host's tiles take any head_dim.
+  int64_t value_dim = 0;
+
+  int64_t ValueDim() const { return value_dim > 0 ? value_dim : head_dim; }
 
   // New tokens of a sequence, at most, where there is a tree_mask.
   int64_t MaxTreeTokens() const { return 32 * tree_words; }
@@ -83,6 +88,7 @@ struct PagedAttentionCall : PagedAttentionParams {
 
 // The largest head_dim; any multiple of 8 up to it is supported.
 inline constexpr int64_t kMaxHeadDim = 256;
+inline constexpr int64_t kMaxHostValueDim = 512;
 
 // Bytes of scratch that LaunchPagedAttention needs. Depends on shapes and dtype alone (never on the values in device
 // memory, nor on the GPU), so that it can be a result of the custom call.

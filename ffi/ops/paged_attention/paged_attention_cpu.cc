@@ -77,15 +77,16 @@ void StoreRow(const float* values, int64_t count, int64_t row, void* out) {
   for (int64_t i = 0; i < count; ++i) to[i] = Element::Store(values[i]);
 }
 
-void StoreOutput(const PagedAttentionParams& params, const float* values, int64_t row) {
+void StoreOutput(const PagedAttentionCall& params, const float* values, int64_t row) {
   WithElement(params.dtype,
-              [&](auto element) { StoreRow<decltype(element)>(values, params.head_dim, row, params.out); });
+              [&](auto element) { StoreRow<decltype(element)>(values, params.ValueDim(), row, params.out); });
 }
 
 // Combines one row's states, which lie `rows_apart` rows apart, in the order of their keys, and writes its result.
-void CombineRow(const PagedAttentionParams& params, const TileStates& first, int64_t num_states, int64_t rows_apart,
+void CombineRow(const PagedAttentionCall& params, const TileStates& first, int64_t num_states, int64_t rows_apart,
                 int64_t head, int64_t out_row) {
-  const int64_t stride = AccStride(params.head_dim);
+  const int64_t value_dim = params.ValueDim();
+  const int64_t stride = AccStride(value_dim);
   const float* const sink = params.sinks != nullptr ? params.sinks + out_row % params.num_heads : nullptr;
   bool sees_a_key = false;
   float largest = -kInfinity;
@@ -94,7 +95,7 @@ void CombineRow(const PagedAttentionParams& params, const TileStates& first, int
     sees_a_key |= max_sum[1] != 0;  // NaN counts
     largest = std::max(largest, max_sum[0]);
   }
-  float merged[kMaxHeadDim] = {};
+  float merged[kMaxHostValueDim] = {};
   float lse = -kInfinity;
   if (sees_a_key) {
     if (sink != nullptr) largest = std::max(largest, *sink);
@@ -105,10 +106,10 @@ void CombineRow(const PagedAttentionParams& params, const TileStates& first, int
       const float* const acc = first.acc + i * rows_apart * stride;
       const float weight = std::exp(max_sum[0] - shift);
       total += weight * max_sum[1];
-      for (int64_t d = 0; d < params.head_dim; ++d) merged[d] += weight * acc[d];
+      for (int64_t d = 0; d < value_dim; ++d) merged[d] += weight * acc[d];
     }
     const float v_scale = params.v_scale != nullptr ? params.v_scale[params.scale_per_head ? head : 0] : 1.0f;
-    for (int64_t d = 0; d < params.head_dim; ++d) merged[d] = merged[d] / total * v_scale;
+    for (int64_t d = 0; d < value_dim; ++d) merged[d] = merged[d] / total * v_scale;
     lse = shift + std::log(total);
   }
   StoreOutput(params, merged, out_row);
@@ -116,11 +117,11 @@ void CombineRow(const PagedAttentionParams& params, const TileStates& first, int
 }
 
 // Combines the KV splits of a block. `first`: the states of the first split; those of the next splits follow.
-void CombineSplits(const PagedAttentionParams& params, const AttentionBlock& block, const TileStates& first) {
+void CombineSplits(const PagedAttentionCall& params, const AttentionBlock& block, const TileStates& first) {
   const AttentionTile& tile = block.tile;
   const int64_t group = params.num_heads / params.num_kv_heads;
   const int64_t rows_per_split = (tile.head_end - tile.head_begin) * RowsOf(params, tile);
-  const int64_t stride = AccStride(params.head_dim);
+  const int64_t stride = AccStride(params.ValueDim());
   int64_t row = 0;
   for (int64_t head = tile.head_begin; head < tile.head_end; ++head) {
     for (int64_t i = 0; i < tile.num_queries; ++i) {
@@ -134,8 +135,8 @@ void CombineSplits(const PagedAttentionParams& params, const AttentionBlock& blo
 }
 
 // Writes the padding rows [begin, end), which belong to no sequence.
-void ClearTokens(const PagedAttentionParams& params, int64_t begin, int64_t end) {
-  const int64_t row_bytes = params.num_heads * params.head_dim * static_cast<int64_t>(SizeOf(params.dtype));
+void ClearTokens(const PagedAttentionCall& params, int64_t begin, int64_t end) {
+  const int64_t row_bytes = params.num_heads * params.ValueDim() * static_cast<int64_t>(SizeOf(params.dtype));
   if (end <= begin) return;
   std::memset(static_cast<char*>(params.out) + begin * row_bytes, 0, (end - begin) * row_bytes);
   if (params.lse != nullptr) {
@@ -147,7 +148,7 @@ void Attend(const PagedAttentionCall& params, const Executor& executor) {
   const int64_t num_threads = executor.num_threads() + 1;
   const AttentionPlan plan = PlanAttention(params, num_threads);
   const int64_t num_work_tiles = plan.work_tiles.size();
-  const int64_t stride = AccStride(params.head_dim);
+  const int64_t stride = AccStride(params.ValueDim());
 
   // The states of blocks with several KV splits. Those of blocks with one split lie behind their work tile's workspace.
   const AlignedFloats split_acc = AllocateFloats(plan.state_rows * stride);

@@ -109,7 +109,9 @@ constexpr Metadata kMetadata[] = {{kContextLens, 1, &PagedAttentionParams::conte
                                   {kQueryStartLoc, 1, &PagedAttentionParams::query_start_loc},
                                   {kNumSeqs, 1, &PagedAttentionParams::num_seqs}};
 
-ffi::Error GetMetadata(const char* op, const Operands& operands, PagedAttentionParams* p) {
+}  // namespace
+
+ffi::Error GetAttentionMetadata(const char* op, const AttentionOperands& operands, PagedAttentionParams* p) {
   for (const Metadata& m : kMetadata) {
     const ffi::AnyBuffer& buffer = *operands[m.operand];
     XLA_GPU_RETURN_IF_ERROR(CheckDType(op, kOperandNames[m.operand], buffer, ffi::DataType::S32));
@@ -122,8 +124,6 @@ ffi::Error GetMetadata(const char* op, const Operands& operands, PagedAttentionP
   XLA_GPU_RETURN_IF_ERROR(CheckShape(op, "query_start_loc", *operands[kQueryStartLoc], {p->max_seqs + 1}));
   return CheckShape(op, "num_seqs", *operands[kNumSeqs], {1});
 }
-
-}  // namespace
 
 ffi::Error CheckAttentionNumbers(const char* op, const AttentionNumbers& numbers) {
   if (!std::isfinite(numbers.scale)) {
@@ -143,7 +143,7 @@ ffi::Error GetPagedAttentionParams(const char* op, const AttentionOperands& oper
                                    PagedAttentionCall* params) {
   PagedAttentionCall& p = *params;
   XLA_GPU_RETURN_IF_ERROR(GetQueryAndCache(op, operands, params));
-  XLA_GPU_RETURN_IF_ERROR(GetMetadata(op, operands, params));
+  XLA_GPU_RETURN_IF_ERROR(GetAttentionMetadata(op, operands, params));
   if (const auto& sinks = operands[kSinks]) {
     XLA_GPU_RETURN_IF_ERROR(CheckDType(op, "sinks", *sinks, ffi::DataType::F32));
     XLA_GPU_RETURN_IF_ERROR(CheckShape(op, "sinks", *sinks, {p.num_heads}));

@@ -35,6 +35,9 @@ struct AttentionNumbers {
 
 ffi::Error CheckAttentionNumbers(const char* op, const AttentionNumbers& numbers);
 
+// The operands from context_lens to num_seqs, which say what the sequences are.
+ffi::Error GetAttentionMetadata(const char* op, const AttentionOperands& operands, PagedAttentionParams* params);
+
 // Everything but the results.
 ffi::Error GetPagedAttentionParams(const char* op, const AttentionOperands& operands, const AttentionNumbers& numbers,
                                    PagedAttentionCall* params);

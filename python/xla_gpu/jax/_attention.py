@@ -15,7 +15,9 @@ from .._jax import ragged_paged_attention_v3_arguments as _ragged_paged_attentio
 from .._jax.call import function, ragged
 from .._jax.device_group import DeviceGroup
 from ..ops import bidirectional_attention as _bidirectional_attention
+from ..ops import concat_and_cache_mla as _concat_and_cache_mla
 from ..ops import merge_attention_states as _merge_attention_states
+from ..ops import mla_attention as _mla_attention
 from ..ops import paged_attention as _paged_attention
 from ..ops import ragged_paged_attention as _ragged_paged_attention
 from ..ops import reshape_and_cache as _reshape_and_cache
@@ -74,6 +76,50 @@ def bidirectional_attention(
     soft_cap: float | None = None,
 ) -> jax.Array:
     """Computes attention of all tokens of a ragged batch over all tokens of their sequence, without a cache."""
+
+
+@function(_mla_attention.OPERATOR)
+def mla_attention(
+    query: jax.typing.ArrayLike,
+    kv_cache: jax.typing.ArrayLike,
+    context_lens: jax.typing.ArrayLike,
+    block_tables: jax.typing.ArrayLike,
+    query_start_loc: jax.typing.ArrayLike,
+    num_seqs: jax.typing.ArrayLike,
+    *,
+    scale: float,
+    value_dim: int,
+) -> jax.Array:
+    """Computes multi-head latent attention of the new tokens of a ragged batch over a paged cache of latents."""
+
+
+@function(_mla_attention.OPERATOR_WITH_LSE)
+def mla_attention_with_lse(
+    query: jax.typing.ArrayLike,
+    kv_cache: jax.typing.ArrayLike,
+    context_lens: jax.typing.ArrayLike,
+    block_tables: jax.typing.ArrayLike,
+    query_start_loc: jax.typing.ArrayLike,
+    num_seqs: jax.typing.ArrayLike,
+    *,
+    scale: float,
+    value_dim: int,
+) -> tuple[jax.Array, jax.Array]:
+    """Computes mla_attention and the log-sum-exp of each row's scores."""
+
+
+@function(_concat_and_cache_mla.OPERATOR)
+def concat_and_cache_mla(
+    kv_c: jax.typing.ArrayLike,
+    k_pe: jax.typing.ArrayLike,
+    kv_cache: jax.typing.ArrayLike,
+    slot_mapping: jax.typing.ArrayLike,
+) -> jax.Array:
+    """Returns a paged cache of latents with new ones stored.
+
+    The cache is updated in place, without a copy, where XLA may reuse its buffer: donate it
+    (``jax.jit(step, donate_argnames="kv_cache")``), or carry it through jax.lax.scan.
+    """
 
 
 @function(_merge_attention_states.OPERATOR)

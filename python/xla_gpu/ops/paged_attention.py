@@ -118,7 +118,7 @@ def signature(
     if num_heads < 1 or num_heads % cache.num_kv_heads != 0:
         raise check.value_error("query", f"num_heads a multiple of num_kv_heads = {cache.num_kv_heads}", query)
 
-    _check_metadata(check, context_lens, block_tables, query_start_loc, num_seqs)
+    check_metadata(check, context_lens, block_tables, query_start_loc, num_seqs)
     kv_scales = check_scales(check, kv_cache, cache.num_kv_heads, k_scale, v_scale)
     if sinks is not None:
         check.dtype("sinks", sinks, ("float32",))
@@ -160,13 +160,14 @@ def _partitioning(
     )
 
 
-def _check_metadata(
+def check_metadata(
     check: Checks,
     context_lens: ArraySpec,
     block_tables: ArraySpec,
     query_start_loc: ArraySpec,
     num_seqs: ArraySpec,
 ) -> None:
+    """Checks the sequences' metadata, as every attention over a paged cache takes it."""
     for argument, spec in (
         ("context_lens", context_lens),
         ("block_tables", block_tables),

@@ -9,7 +9,9 @@ import torch
 
 from .._torch.functions import function
 from ..ops import bidirectional_attention as _bidirectional_attention
+from ..ops import concat_and_cache_mla as _concat_and_cache_mla
 from ..ops import merge_attention_states as _merge_attention_states
+from ..ops import mla_attention as _mla_attention
 from ..ops import paged_attention as _paged_attention
 from ..ops import ragged_paged_attention as _ragged_paged_attention
 from ..ops import reshape_and_cache as _reshape_and_cache
@@ -68,6 +70,59 @@ def bidirectional_attention(
     soft_cap: float | None = None,
 ) -> torch.Tensor:
     """Computes attention of all tokens of a ragged batch over all tokens of their sequence, without a cache."""
+
+
+@function(_mla_attention.OPERATOR)
+def mla_attention(
+    query: torch.Tensor,
+    kv_cache: torch.Tensor,
+    context_lens: torch.Tensor,
+    block_tables: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    num_seqs: torch.Tensor | int,
+    *,
+    scale: float,
+    value_dim: int,
+) -> torch.Tensor:
+    """Computes multi-head latent attention of the new tokens of a ragged batch over a paged cache of latents."""
+
+
+@function(_mla_attention.OPERATOR_WITH_LSE)
+def mla_attention_with_lse(
+    query: torch.Tensor,
+    kv_cache: torch.Tensor,
+    context_lens: torch.Tensor,
+    block_tables: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    num_seqs: torch.Tensor | int,
+    *,
+    scale: float,
+    value_dim: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Computes mla_attention and the log-sum-exp of each row's scores."""
+
+
+@function(_concat_and_cache_mla.OPERATOR)
+def concat_and_cache_mla(
+    kv_c: torch.Tensor,
+    k_pe: torch.Tensor,
+    kv_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+) -> torch.Tensor:
+    """Returns a paged cache of latents with new ones stored; ``concat_and_cache_mla_`` updates it in place."""
+
+
+@function(_concat_and_cache_mla.OPERATOR, in_place=True)
+def concat_and_cache_mla_(
+    kv_c: torch.Tensor,
+    k_pe: torch.Tensor,
+    kv_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+) -> torch.Tensor:
+    """Stores new latents and rotary keys into a paged cache in place, and returns that cache.
+
+    The cache is not copied; reshape_and_cache_ says what holds for its tensor.
+    """
 
 
 @function(_merge_attention_states.OPERATOR)

@@ -35,6 +35,7 @@ void AddSequence(const PagedAttentionCall& params, int64_t s, std::vector<Attent
     tile.head_begin = 0;
     tile.head_end = params.num_kv_heads;
     tile.keys_behind = params.keys_behind;
+    tile.value_dim = params.ValueDim();
     tile.key_end = std::max<int64_t>(0, tile.position + tile.num_queries);
     if (params.keys_behind > 0) {
       tile.key_end = std::min<int64_t>(tile.key_end + params.keys_behind, params.context_lens[s]);

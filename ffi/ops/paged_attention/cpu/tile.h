@@ -24,12 +24,13 @@ struct AttentionTile {
   int64_t tree_words;
   int64_t first_new;    // with a tree_mask: the position of the sequence's new token 0
   int64_t keys_behind;  // keys behind its own that each query sees
+  int64_t value_dim;    // elements of a value: at most head_dim
 };
 
 // The attention states of a tile's rows over the keys so far: out = acc / sum, lse = max + log(sum). Rows of a head lie
 // together.
 struct TileStates {
-  float* acc;      // [heads of the tile, rows, AccStride(head_dim)]
+  float* acc;      // [heads of the tile, rows, AccStride(value_dim)]
   float* max_sum;  // [heads of the tile, rows, 2]; the largest score, then the sum of exp(score - largest)
 };
 
@@ -39,7 +40,7 @@ inline constexpr int64_t kTileKeys = 64;
 inline constexpr int64_t kMaxDirectRows = 8;
 
 // Floats from one row of an accumulator to the next: a whole number of the widest vectors.
-static inline int64_t AccStride(int64_t head_dim) { return (head_dim + 15) / 16 * 16; }
+static inline int64_t AccStride(int64_t dim) { return (dim + 15) / 16 * 16; }
 
 // Floats of working memory, 64-byte aligned, that a tile of so many heads and rows needs.
 static inline int64_t TileWorkspaceFloats(int64_t heads, int64_t rows, int64_t head_dim) {

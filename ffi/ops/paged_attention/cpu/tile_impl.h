@@ -147,7 +147,7 @@ XLA_GPU_INLINE void SoftmaxRow(const Scoring& scoring, Visible visible, int64_t 
 inline bool SoftmaxTile(const PagedAttentionParams& params, const AttentionTile& tile, const Scoring& scoring,
                         int64_t first_key, int64_t num_keys, float* scores, float* max_sum, float* acc) {
   const int64_t group = params.num_heads / params.num_kv_heads;
-  const int64_t stride = AccStride(params.head_dim);
+  const int64_t stride = AccStride(tile.value_dim);
   bool hidden = false;
   for (int64_t i = 0, row = 0; i < tile.num_queries; ++i) {
     const Visible visible = VisibleKeys(params, tile, i, first_key, num_keys);
@@ -170,7 +170,7 @@ void AddVisibleValues(const PagedAttentionParams& params, const AttentionTile& t
                       int64_t num_keys, const float* weights, const typename Element::Stored* v, const int64_t* offsets,
                       int64_t width, float* acc) {
   const int64_t group = params.num_heads / params.num_kv_heads;
-  const int64_t stride = AccStride(params.head_dim);
+  const int64_t stride = AccStride(tile.value_dim);
   for (int64_t i = 0, row = 0; i < tile.num_queries; ++i) {
     const Visible visible = VisibleKeys(params, tile, i, first_key, num_keys);
     for (int64_t g = 0; g < group; ++g, ++row) {
@@ -193,7 +193,9 @@ void AttendTileAs(const PagedAttentionParams& params, const AttentionTile& tile,
                   float* workspace) {
   using Stored = typename Element::Stored;
   const int64_t head_dim = params.head_dim;
+  const int64_t value_dim = tile.value_dim;
   const int64_t stride = AccStride(head_dim);
+  const int64_t acc_stride = AccStride(value_dim);
   const int64_t heads = tile.head_end - tile.head_begin;
   const int64_t rows = tile.num_queries * (params.num_heads / params.num_kv_heads);
   const bool direct = rows <= kMaxDirectRows;
@@ -207,15 +209,15 @@ void AttendTileAs(const PagedAttentionParams& params, const AttentionTile& tile,
 
   LoadQueries(params, tile, q);
   memset(scores, 0, rows * kTileKeys * sizeof(float));
-  memset(state.acc, 0, heads * rows * stride * sizeof(float));
+  memset(state.acc, 0, heads * rows * acc_stride * sizeof(float));
   for (int64_t row = 0; row < heads * rows; ++row) {
     state.max_sum[2 * row] = -kInfinity;
     state.max_sum[2 * row + 1] = 0;
   }
 
-  const int64_t packed_width = (head_dim + kLanes - 1) / kLanes * kLanes;
+  const int64_t packed_width = (value_dim + kLanes - 1) / kLanes * kLanes;
   int64_t packed_offsets[kTileKeys];
-  for (int64_t n = 0; n < kTileKeys; ++n) packed_offsets[n] = n * stride;
+  for (int64_t n = 0; n < kTileKeys; ++n) packed_offsets[n] = n * acc_stride;
   int64_t offset_sets[2][kTileKeys];
   int64_t* offsets = offset_sets[0];
   int64_t* next_offsets = offset_sets[1];
@@ -236,7 +238,7 @@ void AttendTileAs(const PagedAttentionParams& params, const AttentionTile& tile,
       const Stored* const k = first_k + h * params.head_stride;
       const Stored* const v = first_v + h * params.head_stride;
       const float* const q_head = q + h * rows * stride;
-      float* const acc = state.acc + h * rows * stride;
+      float* const acc = state.acc + h * rows * acc_stride;
       float* const max_sum = state.max_sum + 2 * h * rows;
       const int64_t scale_index = params.scale_per_head ? head : 0;
       const float k_scale = params.k_scale != nullptr ? params.k_scale[scale_index] : 1.0f;
@@ -247,7 +249,7 @@ void AttendTileAs(const PagedAttentionParams& params, const AttentionTile& tile,
       } else {
         TransposeKeys<Element>(k, offsets, num_keys, head_dim, k_t);
         for (int64_t r = 0; r < rows; r += kBlockRows) {
-          PrefetchShare(v, offsets, head_dim, r, rows);
+          PrefetchShare(v, offsets, value_dim, r, rows);
           ScoreTransposed(q_head + r * stride, stride, rows - r, k_t, head_dim, scores + r * kTileKeys);
         }
       }
@@ -257,16 +259,16 @@ void AttendTileAs(const PagedAttentionParams& params, const AttentionTile& tile,
       // What the next round of this loop begins with.
       const bool last_head = h + 1 == heads;
       const Ahead<Element> ahead = {last_head ? first_k : k + params.head_stride, last_head ? next_offsets : offsets};
-      if (hidden && !AllFinite<Element>(v, offsets, num_keys, head_dim)) {
-        AddVisibleValues<Element>(params, tile, key, num_keys, scores, v, offsets, head_dim, acc);
+      if (hidden && !AllFinite<Element>(v, offsets, num_keys, value_dim)) {
+        AddVisibleValues<Element>(params, tile, key, num_keys, scores, v, offsets, value_dim, acc);
       } else if (direct) {
-        AddValues<Element>(scores, rows, v, offsets, num_keys, head_dim, acc, stride, ahead);
+        AddValues<Element>(scores, rows, v, offsets, num_keys, value_dim, acc, acc_stride, ahead);
       } else {
-        PackValues<Element>(v, offsets, num_keys, head_dim, v_packed);
+        PackValues<Element>(v, offsets, num_keys, value_dim, v_packed);
         for (int64_t r = 0; r < rows; r += kBlockRows) {
           PrefetchShare(ahead.base, ahead.offsets, head_dim, r, rows);
           AddValues<Float32>(scores + r * kTileKeys, Smaller(kBlockRows, rows - r), v_packed, packed_offsets, num_keys,
-                             packed_width, acc + r * stride, stride, Ahead<Float32>{});
+                             packed_width, acc + r * acc_stride, acc_stride, Ahead<Float32>{});
         }
       }
     }
