@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from vllm.engine.arg_utils import EngineArgs
 from vllm.lora.request import LoRARequest
 
@@ -139,6 +140,22 @@ def test_quantised_weights(layout, tmp_path):
     assert engines.compiled_since_start(llm) == 0
 
 
+def test_weights_rounded_at_load(folder):
+    """All but what is multiplied by in the model's dtype whatever is stored."""
+    llm, config = engines.make(folder, dtype="bfloat16", quantization="fp8"), tiny.Reference(folder).model.config
+    layer = engines.runner_of(llm).model.model.layers[1].self_attn
+    assert layer.q_b_proj.weight.dtype is layer.o_proj.weight.dtype is torch.float8_e4m3fn
+    stored = load_file(f"{folder}/model.safetensors")["model.layers.1.self_attn.kv_b_proj.weight"].bfloat16()
+    of_heads = stored.unflatten(0, (config.num_attention_heads, -1))
+    attention = layer.mla_attn.mla_attn
+    for weight, part in (
+        (attention.key_weight, of_heads[:, : config.qk_nope_head_dim]),
+        (attention.value_weight, of_heads[:, config.qk_nope_head_dim :]),
+    ):
+        torch.testing.assert_close(weight.cpu(), part, rtol=0, atol=0)
+    assert len(tokens(llm, tiny.prompts((20,)), greedy(4))[0]) == 4
+
+
 def test_random_weights(folder):
     """Drawn on the device: those of the host are never touched."""
     llm = engines.make(folder, load_format="dummy")
@@ -180,7 +197,7 @@ def test_embeddings(folder):
 
 @pytest.fixture(scope="module")
 def over_two(tmp_path_factory):
-    """What latent_over_devices.py says of a plain model and of a quantised one, the weights that both mean, programs."""
+    """What latent_over_devices.py says of a plain model and a quantised one, the weights that they mean, programs."""
     made = tmp_path_factory.mktemp("models")
     plain = tiny.save("deepseek_v3", made / "plain")
     stored, meant = test_quantization.save(made / "fp8", "fp8-blocks", WIDE, "deepseek_v3")
@@ -251,6 +268,17 @@ def test_heads_that_draft_are_refused(folder, llama, tmp_path):
     drafts = {"method": "eagle", "model": head, "num_speculative_tokens": 2}
     with pytest.raises(Exception, match=r"eagle: expected a model of LlamaForCausalLM, .* got DeepseekV2ForCausalLM"):
         engines.make(folder, speculative_config=drafts)
+
+
+def test_layers_that_predict_more_tokens_are_refused(tmp_path):
+    """MTP layers, which a checkpoint of DeepSeek V3 has, are left out otherwise."""
+    folder = tiny.save("deepseek_v3", tmp_path)
+    options = {
+        "hf_overrides": {"num_nextn_predict_layers": 1},
+        "speculative_config": {"method": "deepseek_mtp", "num_speculative_tokens": 1},
+    }
+    with pytest.raises(Exception, match=r"method: expected ngram, eagle or eagle3, got \w*mtp"):
+        engines.make(folder, **options)
 
 
 def test_float8_caches_of_whole_keys_and_values(folder):

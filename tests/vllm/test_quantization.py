@@ -92,7 +92,7 @@ def one_scale(weight):
 
 
 def blocks(weight):
-    n, k = weight.shape
+    n = len(weight)
     whole = torch.nn.functional.pad(weight, (0, 0, 0, -n % GROUP))
     tiles = whole.unflatten(1, (-1, GROUP)).unflatten(0, (-1, GROUP))  # [n / 128, 128, k / 128, 128]
     scale = tiles.abs().amax((1, 3)) / 448

@@ -22,8 +22,8 @@ def layer_specs(config: VllmConfig) -> dict[str, Any]:
     """VLLM's cache specification of each layer that has a cache of its own.
 
     Raises:
-      ValueError: a layer is neither full, sliding-window nor latent attention; one that attends in both directions would be
-        given a part of a prompt; one looks back alone, although the model's configuration says otherwise.
+      ValueError: a layer is neither full, sliding-window nor latent attention; one that attends in both directions
+        would be given a part of a prompt; one looks back alone, although the model's configuration says otherwise.
     """
     specs, model = {}, config.model_config
     in_both_directions = supported.pools(model) and model.attn_type == "encoder_only"
@@ -95,9 +95,7 @@ class KVCaches:
                 spec = specs[name]
                 num_blocks = tensor.size // spec.page_size_bytes
                 backend = XlaGpuLatentBackend if isinstance(spec, MLAAttentionSpec) else XlaGpuAttentionBackend
-                shapes.add(
-                    backend.get_kv_cache_shape(num_blocks, spec.block_size, spec.num_kv_heads, spec.head_size)
-                )
+                shapes.add(backend.get_kv_cache_shape(num_blocks, spec.block_size, spec.num_kv_heads, spec.head_size))
                 cache_of_layer[name] = len(forms)
             if len(shapes) != 1:
                 raise ValueError(

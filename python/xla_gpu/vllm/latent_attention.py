@@ -35,7 +35,7 @@ class XlaGpuLatentBackend(XlaGpuAttentionBackend):
     """What vLLM asks about the backend of these layers."""
 
     @staticmethod
-    def get_impl_cls() -> type[XlaGpuLatentAttention]:  # type: ignore[override]
+    def get_impl_cls() -> type[XlaGpuLatentAttention]:
         """The layers' implementation."""
         return XlaGpuLatentAttention
 

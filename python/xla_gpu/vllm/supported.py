@@ -133,8 +133,8 @@ def _cache_refusals(config: Any) -> list[str]:
     bfloat16 = cache.cache_dtype == "bfloat16" and model is not None and model.dtype == torch.bfloat16
     if model is not None and model.use_mla and cache.cache_dtype != "auto" and not bfloat16:
         found.append(
-            "--kv-cache-dtype: expected auto with multi-head latent attention (MLA), whose caches have the model's dtype, "
-            f"got {cache.cache_dtype}"
+            "--kv-cache-dtype: expected auto with multi-head latent attention (MLA), whose caches have the model's "
+            f"dtype, got {cache.cache_dtype}"
         )
     elif cache.cache_dtype not in CACHE_DTYPES and not bfloat16:
         found += _unexpected("--kv-cache-dtype", " or ".join(CACHE_DTYPES), cache.cache_dtype)
