@@ -50,6 +50,24 @@ def cache_updates(device: str, tokens: int) -> tuple[Call, Call, int]:
     return lambda: xla_gpu.reshape_and_cache_(key, value, cache, slots), theirs, 4 * key.nbytes + slots.nbytes
 
 
+def latent_updates(device: str, tokens: int) -> tuple[Call, Call, int]:
+    """DeepSeek's: latents of 512, rotary keys of 64."""
+    kv_c, k_pe = (torch.randn(tokens, width, device=device, dtype=torch.bfloat16) for width in (512, 64))
+    pages = 2 * tokens // PAGE + 1
+    cache = torch.randn(pages, PAGE, 576, device=device, dtype=torch.bfloat16)
+    slots = torch.randperm(pages * PAGE, device=device)[:tokens]
+    flat = cache.clone().view(-1, 576)
+
+    def theirs() -> None:
+        flat.index_copy_(0, slots, torch.cat([kv_c, k_pe], 1))
+
+    theirs()
+    xla_gpu.concat_and_cache_mla_(kv_c, k_pe, cache, slots)
+    torch.testing.assert_close(cache.view_as(flat), flat, rtol=0, atol=0)
+    amount = 2 * (kv_c.nbytes + k_pe.nbytes) + slots.nbytes
+    return lambda: xla_gpu.concat_and_cache_mla_(kv_c, k_pe, cache, slots), theirs, amount
+
+
 def merges(device: str, tokens: int) -> tuple[Call, Call, int]:
     outs = [torch.randn(tokens, HEADS, HEAD_DIM, device=device, dtype=torch.bfloat16) for _ in range(2)]
     lses = [torch.randn(tokens, HEADS, device=device) for _ in range(2)]
@@ -139,6 +157,8 @@ LOADS = {
     "simple_add 64 Ki": lambda device: adds(device, 64 << 10),
     "reshape_and_cache 16k tokens": lambda device: cache_updates(device, 16 << 10),
     "reshape_and_cache 64 tokens": lambda device: cache_updates(device, 64),
+    "concat_and_cache_mla 16k tokens": lambda device: latent_updates(device, 16 << 10),
+    "concat_and_cache_mla 64 tokens": lambda device: latent_updates(device, 64),
     "merge_attention_states 8k tokens": lambda device: merges(device, 8 << 10),
     "merge_attention_states 64 tokens": lambda device: merges(device, 64),
     **{

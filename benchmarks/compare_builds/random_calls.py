@@ -10,7 +10,7 @@ from typing import Any
 
 from benchmarks import sweep
 from tests.common.cases import AttentionCase
-from tests.fuzz import composites, inputs, layer, run
+from tests.fuzz import composites, inputs, latents, layer, run
 
 # The fuzzer's kinds of input, by what a kernel's author names. Layer operators of one file have one kind.
 KINDS = {
@@ -21,6 +21,8 @@ KINDS = {
     "attention_block": ("attention_block",),
     "experts_mlp": ("experts", "hostile_experts"),
     "bidirectional_attention": ("bidirectional", "hostile_bidirectional"),
+    "mla_attention": ("latents", "hostile_latents"),
+    "concat_and_cache_mla": ("latent_update",),
     "rms_norm": ("rms_norm",),
     "silu_and_mul": ("gated",),
     "rotary_and_cache": ("rotary",),
@@ -70,7 +72,7 @@ def calls(x: Any) -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]]:
             yield "merge_attention_states", x.arrays(), {}
         case inputs.Add():
             yield "simple_add", x.arrays(), {}
-        case composites.Bidirectional():
+        case composites.Bidirectional() | latents.Latents():
             for arrays in x.built():
                 yield x.operator, arrays, x.options()
         case _:

@@ -184,7 +184,7 @@ SOURCES = {
         name: Source(_memory_loads(name), _memory, on_cpu=True)
         for name in (
             *("rms_norm", "silu_and_mul", "rotary_and_cache"),
-            *("reshape_and_cache", "merge_attention_states", "simple_add"),
+            *("reshape_and_cache", "concat_and_cache_mla", "merge_attention_states", "simple_add"),
         )
     },
     "sample": Source(_sampling_loads, _sampling),

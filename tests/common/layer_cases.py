@@ -5,7 +5,7 @@ from __future__ import annotations
 import ml_dtypes
 import numpy as np
 
-from tests.common import bidirectional_cases, cache_cases, cases, compare, grouped_cases, reference
+from tests.common import bidirectional_cases, cache_cases, cases, compare, grouped_cases, mla_cases, reference
 
 
 def rms_norm(dtype: str, shape: tuple[int, ...], with_residual: bool, seed: int = 0) -> dict[str, np.ndarray]:
@@ -213,6 +213,7 @@ def attention_block(
 NAMES = (
     *("linear", "grouped_linear", "gated_mlp", "attention_block", "rms_norm", "silu_and_mul", "gelu_and_mul"),
     *("sample", "rotary_embedding", "rotary_and_cache", "bidirectional_attention"),
+    *("mla_attention", "mla_attention_with_lse", "concat_and_cache_mla"),
 )
 
 
@@ -250,6 +251,9 @@ def samples() -> dict[str, tuple[dict[str, np.ndarray], dict]]:
             {"norm_eps": 1e-5},
         ),
         "bidirectional_attention": bidirectional("layer", (5, 1, 20), sliding_window=7, soft_cap=4.0),
+        "mla_attention": latent_attention("layer", ((1, 20), (3, 9)), dtype="bfloat16"),
+        "mla_attention_with_lse": latent_attention("layer", ((1, 20), (3, 9))),
+        "concat_and_cache_mla": (mla_cases.build_latents(mla_cases.LatentCase("layer", dtype="bfloat16")), {}),
     }
 
 
@@ -257,6 +261,12 @@ def bidirectional(name: str, lengths: tuple[int, ...], **fields) -> tuple[dict[s
     """Of 4 query and 2 KV heads of 16, in float32; 2 padding rows in front, 3 behind, 2 spare sequences."""
     case = bidirectional_cases.Case(name, lengths, **fields)
     return bidirectional_cases.build(case), case.options()
+
+
+def latent_attention(name: str, sequences: tuple[tuple[int, int], ...], **fields) -> tuple[dict[str, np.ndarray], dict]:
+    """Of 4 heads of 40, whose values have 32; 3 padding rows, 2 spare sequences."""
+    case = mla_cases.Case(name, sequences, **fields)
+    return mla_cases.build(case), case.options()
 
 
 def grid() -> list[tuple[str, tuple[dict[str, np.ndarray], dict]]]:
@@ -316,4 +326,15 @@ def grid() -> list[tuple[str, tuple[dict[str, np.ndarray], dict]]]:
         ):
             fields = dict(head_dim=head_dim, dtype=dtype, sliding_window=window, soft_cap=5.0 if window == 3 else None)
             made.append(("bidirectional_attention", bidirectional("layer-grid", lengths, **fields)))
+        for sequences, heads, head_dim, value_dim in (
+            (((1, 70), (1, 300), (0, 4)), 16, 576, 512),
+            (((1, 70), (3, 9)), 128, 576, 512),
+            (((40, 90), (7, 3)), 20, 192, 128),
+            (((1, 33),), 1, 8, 8),
+        ):
+            fields = dict(num_heads=heads, head_dim=head_dim, value_dim=value_dim, dtype=dtype)
+            name = "mla_attention" if heads == 128 else "mla_attention_with_lse"
+            made.append((name, latent_attention("layer-grid", sequences, **fields)))
+    for case in (*mla_cases.LATENT_CASES, *mla_cases.latent_grid()):
+        made.append(("concat_and_cache_mla", (mla_cases.build_latents(case), {})))
     return made

@@ -253,6 +253,20 @@ def test_bidirectional_attention_by_heads(spec):
     compare.assert_bitwise_equal(np.asarray(got), want, str(spec))
 
 
+def test_mla_attention_by_heads():
+    """Over both axes of a mesh; test_mla_attention.py has the rest, and concat_and_cache_mla."""
+    mesh = devices.mesh("cpu", dp=2, tp=2)
+    arrays, options = layer_cases.latent_attention("sharded", ((1, 20), (3, 9)), num_heads=64)
+    attend = jax.jit(lambda arrays: xg.mla_attention(**arrays, **options))
+    want = np.asarray(attend(arrays))
+    placed = {n: devices.shard(mesh, x, *((None, ("dp", "tp")) if n == "query" else ())) for n, x in arrays.items()}
+    compiled = attend.lower(placed).compile()
+    assert not re.findall(COLLECTIVES, compiled.as_text())
+    got = compiled(placed)
+    assert got.sharding.shard_shape(got.shape)[1] == 16
+    compare.assert_bitwise_equal(np.asarray(got), want, "mla_attention")
+
+
 def test_sample_by_rows():
     mesh = devices.mesh("cpu", tp=4)
     arrays = layer_cases.sampling("float32", 8, 300)

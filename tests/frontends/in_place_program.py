@@ -5,7 +5,8 @@ test_in_place.py runs it in a process of its own, since XLA reads XLA_FLAGS once
     python -m tests.frontends.in_place_program FRONTEND LAYOUT:OPERATOR ...
 
 The operators: reshape_and_cache; rotary_and_cache, by which keys and values are turned by angles of 0; attention_block,
-whose weights take query, key and value from x as they are. (layout, operator) pairs run one after the other.
+whose weights take query, key and value from x as they are; concat_and_cache_mla, with the layout "latents". (layout,
+operator) pairs run one after the other.
 """
 
 from __future__ import annotations
@@ -14,15 +15,19 @@ import sys
 
 import numpy as np
 
-from tests.common import cases, frontends, reference
+from tests.common import cases, frontends, mla_cases, reference
 
 LAYERS, STEPS = 2, 3
 CASE = cases.AttentionCase("in-place", ((1, 30), (5, 21)), num_heads=4, num_kv_heads=2, page_size=8, head_dim=64)
 OPTIONS = CASE.options()
+LATENT_OPTIONS = {"scale": CASE.softmax_scale, "value_dim": CASE.head_dim}  # so that a result is a query
 
 
 def build(layout: str):
-    inputs = cases.build(CASE.but(layout=layout), poison=False)
+    latents = layout == "latents"
+    inputs = cases.build(CASE.but(layout="split" if latents else layout), poison=False)
+    if latents:
+        inputs.kv_cache = np.ascontiguousarray(inputs.kv_cache[0, :, :, 0])
     rng = cases.rng_for("in-place")
     shape = (CASE.num_tokens, CASE.num_kv_heads, CASE.head_dim)
     new = [[rng.standard_normal(shape).astype(np.float32) for _ in range(2 * LAYERS)] for _ in range(STEPS)]
@@ -42,9 +47,20 @@ def expected(layout: str):
     for step in new:
         x = query
         for layer in range(LAYERS):
+            if layout == "latents":
+                new_latents = latent_arguments(step[2 * layer], step[2 * layer + 1])
+                caches[layer] = mla_cases.stored(*new_latents, caches[layer], slots)
+                arrays = {"query": x.astype(np.float32), "kv_cache": caches[layer], **metadata}
+                x, _ = mla_cases.expected(arrays, **LATENT_OPTIONS)
+                continue
             caches[layer] = reference.reshape_and_cache(step[2 * layer], step[2 * layer + 1], caches[layer], slots)
             x, _ = reference.paged_attention(x.astype(np.float32), caches[layer], **metadata, **OPTIONS)
     return x, caches
+
+
+def latent_arguments(key, value):
+    """Latents and rotary keys of new tokens."""
+    return key[:, 0, : CASE.head_dim - 16], value[:, 0, :16]
 
 
 def qkv_arguments(numpy, x, key, value):
@@ -85,6 +101,10 @@ def run_torch(frontend, layout: str, operator: str = "reshape_and_cache"):
                 given = block_arguments(torch, x, new[2 * layer], new[2 * layer + 1])
                 x = ops.attention_block_(*given, cache, slots, **metadata, **OPTIONS).reshape(x.shape)
                 continue
+            if operator == "concat_and_cache_mla":
+                ops.concat_and_cache_mla_(*latent_arguments(new[2 * layer], new[2 * layer + 1]), cache, slots)
+                x = ops.mla_attention(x, cache, **metadata, **LATENT_OPTIONS)
+                continue
             if operator == "rotary_and_cache":
                 x = ops.rotary_and_cache_(*qkv_arguments(torch, x, new[2 * layer], new[2 * layer + 1]), cache, slots)
             else:
@@ -119,6 +139,11 @@ def run_jax(frontend, layout: str, donate: bool, operator: str = "reshape_and_ca
                 given = block_arguments(jnp, x, new[2 * layer], new[2 * layer + 1])
                 out, cache = ops.attention_block(*given, cache, slots, **metadata, **OPTIONS)
                 x = out.reshape(x.shape)
+                updated.append(cache)
+                continue
+            if operator == "concat_and_cache_mla":
+                cache = ops.concat_and_cache_mla(*latent_arguments(new[2 * layer], new[2 * layer + 1]), cache, slots)
+                x = ops.mla_attention(x, cache, **metadata, **LATENT_OPTIONS)
                 updated.append(cache)
                 continue
             if operator == "rotary_and_cache":

@@ -316,7 +316,7 @@ def operator_samples() -> dict[str, tuple[tuple, dict]]:
         **{
             name: ((), layer_sample(name)) for name in layer_cases.NAMES
         },  # rms_norm, silu_and_mul, rotary_embedding, sample, linear, grouped_linear, gated_mlp, attention_block,
-        # bidirectional_attention
+        # bidirectional_attention, mla_attention, concat_and_cache_mla
     }
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.common import cache_cases, cases
+from tests.common import cache_cases
 from tests.frontends import in_place_program
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -23,7 +23,7 @@ NO_MEMORY = {"parameter", "get-tuple-element", "tuple", "bitcast", "custom-call"
 
 # What a front end's program runs, one after the other: (layout, operator that stores).
 LAYOUTS = (("combined", "reshape_and_cache"), ("split", "reshape_and_cache"))
-OTHERS = (("combined", "rotary_and_cache"), ("combined", "attention_block"))
+OTHERS = (("combined", "rotary_and_cache"), ("combined", "attention_block"), ("latents", "concat_and_cache_mla"))
 RUN_OTHERS = ("torch_xla", "torch_xla-compiled", "jax", "torch_xla-cuda-compiled", "jax-cuda")
 
 
@@ -58,7 +58,8 @@ def storing(texts: list[str], layout: str, operator: str) -> list[str]:
 
 
 def cache_shape(layout: str) -> str:
-    return ",".join(map(str, cases.build(in_place_program.CASE.but(layout=layout)).kv_cache.shape))
+    _, _, (cache, *_), _, _ = in_place_program.build(layout)
+    return ",".join(map(str, cache.shape))
 
 
 def makers(text: str, shape: str) -> list[str]:
@@ -81,16 +82,17 @@ def test_no_copy_of_the_cache(frontend, layout, modules):
 
 
 @pytest.mark.frontends(*RUN_OTHERS)
-@pytest.mark.parametrize("operator", ["rotary_and_cache", "attention_block"])
-def test_no_copy_of_the_cache_by_others(frontend, operator, modules):
-    check(modules(frontend.name, "combined", operator), "combined", operator)
+@pytest.mark.parametrize(("layout", "operator"), OTHERS)
+def test_no_copy_of_the_cache_by_others(frontend, layout, operator, modules):
+    check(modules(frontend.name, layout, operator), layout, operator)
 
 
 def check(texts: list[str], layout: str, operator: str) -> None:
     assert texts, f"no module with xla_gpu_{operator}"
     for text in texts:
         stores = [line for line in text.splitlines() if f'custom_call_target="xla_gpu_{operator}"' in line]
-        reads = [line for line in text.splitlines() if 'custom_call_target="xla_gpu_paged_attention"' in line]
+        attention = "xla_gpu_mla_attention" if layout == "latents" else "xla_gpu_paged_attention"
+        reads = [line for line in text.splitlines() if f'custom_call_target="{attention}"' in line]
         assert len(stores) == in_place_program.LAYERS
         assert len(reads) == (0 if operator == "attention_block" else in_place_program.LAYERS)
         for line in stores + reads:

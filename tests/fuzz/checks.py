@@ -11,7 +11,7 @@ import numpy as np
 
 from tests.common import baseline, cases, compare, parts, reference
 from tests.common.frontends import Frontend
-from tests.fuzz import composites, hostile, layer
+from tests.fuzz import composites, hostile, latents, layer
 from tests.fuzz.inputs import Add, Attention, Hostile, Merge, Update
 from tests.fuzz.programs import program
 from xla_gpu.ops.linear import MAX_KERNEL_ROWS
@@ -158,8 +158,8 @@ def of_layer(x, frontends: Sequence[Frontend]) -> None:
     _through(frontends, steps, arrays, check, same_bits=not own_products)
 
 
-def bidirectional(x: composites.Bidirectional, frontends: Sequence[Frontend]) -> None:
-    """bidirectional_attention, of several batches in one program."""
+def of_batches(x: composites.Bidirectional | latents.Latents, frontends: Sequence[Frontend]) -> None:
+    """bidirectional_attention and mla_attention, of several batches in one program."""
     steps = {frontend.name: program(frontend, x.operator, x.options()) for frontend in frontends}
     for arrays in x.built():
         inputs[x.operator] += 1
@@ -186,7 +186,7 @@ def wrong_metadata(x: Hostile, frontends: Sequence[Frontend]) -> None:
         calls[frontend.name] += 1
 
 
-def wrong_values(x: composites.Wrong, frontends: Sequence[Frontend]) -> None:
+def wrong_values(x: composites.Wrong | latents.HostileLatents, frontends: Sequence[Frontend]) -> None:
     inputs[f"wrong values of {x.operator}"] += 1
     for frontend in frontends:
         composites.check_wrong(x, frontend)
@@ -199,7 +199,10 @@ CHECKS = {
     Merge: merge,
     Add: add,
     Hostile: wrong_metadata,
-    composites.Bidirectional: bidirectional,
+    composites.Bidirectional: of_batches,
+    latents.Latents: of_batches,
+    latents.HostileLatents: wrong_values,
+    latents.LatentUpdate: of_layer,  # concat_and_cache_mla
     composites.HostileBidirectional: wrong_values,
     composites.ExpertsMlp: of_layer,
     composites.HostileExperts: wrong_values,

@@ -14,6 +14,7 @@ import numpy as np
 from tests.common import bidirectional_cases, cases, compare, experts_cases
 from tests.common.frontends import Frontend
 from tests.fuzz.inputs import put_specials, text
+from tests.fuzz.latents import HostileLatents
 
 Arrays = dict[str, np.ndarray]
 
@@ -268,7 +269,7 @@ Wrong = HostileBidirectional | HostileExperts
 ERRORS = (ValueError, RuntimeError)
 
 
-def check_wrong(x: Wrong, frontend: Frontend) -> None:
+def check_wrong(x: Wrong | HostileLatents, frontend: Frontend) -> None:
     """The host's error names what is wrong first; on CUDA nothing is raised, and NaN says where it matters."""
     arrays = x.arrays()
     pattern = x.error(arrays)

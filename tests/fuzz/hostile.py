@@ -111,9 +111,7 @@ def expected_rows(case: AttentionCase, inputs: AttentionInputs) -> Rows:
     return rows
 
 
-def _assert_rows(
-    frontend: Frontend, got: np.ndarray, want: np.ndarray, free: np.ndarray, tolerance: float, what: str
-) -> None:
+def assert_rows(name: str, got: np.ndarray, want: np.ndarray, free: np.ndarray, tolerance: float, what: str) -> None:
     got = got.astype(np.float64)
     shape = (len(free),) + (1,) * (got.ndim - 1)
     allowed = np.isnan(got) & free.reshape(shape)
@@ -121,7 +119,7 @@ def _assert_rows(
         same = np.isclose(got, want, rtol=tolerance, atol=tolerance * 4, equal_nan=True) | allowed
     if not same.all():
         at = tuple(int(i) for i in np.argwhere(~same)[0])
-        raise AssertionError(f"{frontend.name}: {what} at {at}: {got[at]} instead of {want[at]}")
+        raise AssertionError(f"{name}: {what} at {at}: {got[at]} instead of {want[at]}")
 
 
 def check(x: Hostile, frontend: Frontend) -> None:
@@ -143,8 +141,8 @@ def check(x: Hostile, frontend: Frontend) -> None:
     out, lse = frontend.call("paged_attention_with_lse", inputs.arrays(), **case.options())
     # Sound numbers may still name slots of the cache that hold NaN, as other sequences' ends do.
     tolerance = TOLERANCES[case.dtype]
-    _assert_rows(frontend, out, rows.out, rows.free, tolerance * _largest_value(inputs), "out")
-    _assert_rows(frontend, lse, rows.lse, rows.free, tolerance * 4, "lse")
+    assert_rows(frontend.name, out, rows.out, rows.free, tolerance * _largest_value(inputs), "out")
+    assert_rows(frontend.name, lse, rows.lse, rows.free, tolerance * 4, "lse")
 
 
 def _largest_value(inputs: AttentionInputs) -> float:

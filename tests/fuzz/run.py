@@ -9,7 +9,7 @@ import hypothesis
 from hypothesis import HealthCheck, Phase, Verbosity
 
 from tests.common.frontends import Frontend
-from tests.fuzz import checks, composite_strategies, strategies
+from tests.fuzz import checks, composite_strategies, latent_strategies, strategies
 
 KINDS = {
     "attention": strategies.attentions(),
@@ -31,6 +31,9 @@ KINDS = {
     "rotary": strategies.rotaries,
     "bidirectional": composite_strategies.bidirectionals(),
     "hostile_bidirectional": composite_strategies.hostile_bidirectionals(),
+    "latents": latent_strategies.latents(),
+    "hostile_latents": latent_strategies.hostile_latents(),
+    "latent_update": latent_strategies.latent_updates(),
     "experts": composite_strategies.experts(),
     "hostile_experts": composite_strategies.hostile_experts(),
 }
@@ -55,6 +58,9 @@ WEIGHTS = {
     "rotary": 3,
     "bidirectional": 3,
     "hostile_bidirectional": 2,
+    "latents": 3,
+    "hostile_latents": 2,
+    "latent_update": 1,
     "experts": 2,
     "hostile_experts": 1,
 }

@@ -385,8 +385,8 @@ def attention_blocks(draw) -> layer.AttentionBlock:
 
 
 @st.composite
-def hostiles(draw) -> Hostile:
-    attention = draw(attentions(max_batches=1))
+def damages(draw, attention: Attention) -> tuple[tuple[str, int, int], ...]:
+    """Numbers to write over entries of the metadata: edges, about the largest sound ones, and any."""
     (_, inputs), *_ = attention.built()
     pages = inputs.kv_cache.shape[1 if attention.program.layout == "split" else 0]
     capacity = inputs.block_tables.shape[1] * attention.program.page_size
@@ -400,4 +400,10 @@ def hostiles(draw) -> Hostile:
     damage = []
     for argument in draw(st.lists(st.sampled_from(sorted(numbers)), min_size=1, max_size=3)):
         damage.append((argument, draw(st.integers(0, 40)), draw(numbers[argument])))
-    return Hostile(attention, tuple(damage))
+    return tuple(damage)
+
+
+@st.composite
+def hostiles(draw) -> Hostile:
+    attention = draw(attentions(max_batches=1))
+    return Hostile(attention, draw(damages(attention)))

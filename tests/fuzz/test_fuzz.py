@@ -21,11 +21,13 @@ EAGER |= {"grouped_linear": 100}
 EAGER |= {"linear": 150, "rms_norm": 200, "gated": 100, "sample": 100, "rotary": 200, "all_reduce": 100}
 EAGER |= {"gated_mlp": 60, "attention_block": 60, "large_attention": 12}
 EAGER |= {"large_linear": 6, "large_gated_mlp": 4}
+EAGER |= {"latents": 40, "hostile_latents": 150, "latent_update": 200}
 EAGER |= {"bidirectional": 60, "hostile_bidirectional": 150, "experts": 80, "hostile_experts": 80}
 ALL_FRONTENDS = {"attention": 25, "hostile": 40, "update": 25, "merge": 15, "add": 15}
 ALL_FRONTENDS |= {"grouped_linear": 6}
 ALL_FRONTENDS |= {"linear": 8, "rms_norm": 8, "gated": 5, "sample": 5, "rotary": 12, "all_reduce": 6}
 ALL_FRONTENDS |= {"gated_mlp": 4, "attention_block": 5}
+ALL_FRONTENDS |= {"latents": 6, "hostile_latents": 8, "latent_update": 8}
 ALL_FRONTENDS |= {"bidirectional": 3, "hostile_bidirectional": 4, "experts": 4, "hostile_experts": 4}
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, about the overflows that inputs ask for
@@ -159,6 +161,6 @@ def test_every_kind_and_every_operator_is_drawn(monkeypatch):
     monkeypatch.setattr(checks, "inputs", Counter())
     for kind in ALL_FRONTENDS:
         run.run(kind, SEED, 12, [frontend])
-    wrong = {"wrong metadata", "wrong values of bidirectional_attention"}
+    wrong = {"wrong metadata", "wrong values of bidirectional_attention", "wrong values of mla_attention_with_lse"}
     wrong |= {f"wrong values of {operator.name}" for operator in COMPOSITES}
     assert set(checks.inputs) == {operator.name for operator in (*OPERATORS, *COMPOSITES)} | wrong

@@ -280,6 +280,66 @@ def bidirectional_cases() -> list[Bad]:
     ]
 
 
+def mla_cases(operator: str) -> list[Bad]:
+    """7 rows of 4 heads of 40, in bfloat16 or, with the log-sum-exps, float32; values of 32, 4 sequences at most."""
+    dtype, other = ("float32", "bfloat16") if operator.endswith("_with_lse") else ("bfloat16", "float32")
+
+    def bad(*args, **kwargs):
+        return Bad(operator, *args, **kwargs)
+
+    return [
+        bad("int32", "query", "int32", put("query", dtype=np.int32), T),
+        bad("rank-2", "query", f"{dtype}[7, 160]", put("query", (7, 160))),
+        bad("head-dim-12", "query", "[7, 4, 12]", put("query", (7, 4, 12))),
+        bad("head-dim-584", "query", "[7, 4, 584]", put("query", (7, 4, 584))),
+        bad("no-heads", "query", "[7, 0, 40]", put("query", (7, 0, 40))),
+        bad("other-float", "kv_cache", other, put("kv_cache", dtype=cases.DTYPES[other]), T),
+        bad("rank-4", "kv_cache", "[8, 8, 1, 40]", put("kv_cache", (8, 8, 1, 40))),
+        bad("rank-2", "kv_cache", "[64, 40]", put("kv_cache", (64, 40))),
+        bad("page-size-0", "kv_cache", "[8, 0, 40]", put("kv_cache", (8, 0, 40))),
+        bad("head-dim", "kv_cache", "[8, 8, 32]", put("kv_cache", (8, 8, 32))),
+        bad("rank-2", "context_lens", "[4, 1]", put("context_lens", (4, 1))),
+        bad("int64", "context_lens", "int64", put("context_lens", dtype=np.int64), T),
+        bad("rank-1", "block_tables", "[20]", put("block_tables", (20,))),
+        bad("rows", "block_tables", "[3, 5]", put("block_tables", (3, 5))),
+        bad("one-too-short", "query_start_loc", "[4]", put("query_start_loc", (4,))),
+        bad("float32", "query_start_loc", "float32", put("query_start_loc", dtype=np.float32), T),
+        bad("two", "num_seqs", "[2]", put("num_seqs", (2,))),
+        bad("int64", "num_seqs", "int64", put("num_seqs", dtype=np.int64), T),
+        bad("nan", "scale", "nan", option("scale", math.nan)),
+        bad("past-float32", "scale", "1e+39", option("scale", 1e39)),
+        bad("negative", "value_dim", "-8", option("value_dim", -8)),
+        bad("none", "value_dim", "0", option("value_dim", 0)),
+        bad("not-of-8", "value_dim", "12", option("value_dim", 12)),
+        bad("wider-than-keys", "value_dim", "48", option("value_dim", 48)),
+    ]
+
+
+def latent_cases() -> list[Bad]:
+    """12 tokens of 32 and 8 elements in bfloat16, 9 pages of 16."""
+
+    def bad(*args, **kwargs):
+        return Bad("concat_and_cache_mla", *args, **kwargs)
+
+    return [
+        bad("rank-3", "kv_c", "[12, 1, 32]", put("kv_c", (12, 1, 32))),
+        bad("float64", "kv_c", "float64", put("kv_c", dtype=np.float64), T),
+        bad("not-of-8", "kv_c", "[12, 30]", put("kv_c", (12, 30))),
+        bad("nothing", "kv_c", "[12, 0]", put("kv_c", (12, 0))),
+        bad("rank-3", "k_pe", "[12, 1, 8]", put("k_pe", (12, 1, 8))),
+        bad("other-tokens", "k_pe", "[11, 8]", put("k_pe", (11, 8))),
+        bad("not-of-8", "k_pe", "[12, 10]", put("k_pe", (12, 10))),
+        bad("other-float", "k_pe", "float16", put("k_pe", dtype=np.float16), T),
+        bad("rank-4", "kv_cache", "[9, 16, 1, 40]", put("kv_cache", (9, 16, 1, 40))),
+        bad("other-width", "kv_cache", "[9, 16, 48]", put("kv_cache", (9, 16, 48))),
+        bad("page-size-0", "kv_cache", "[9, 0, 40]", put("kv_cache", (9, 0, 40))),
+        bad("other-float", "kv_cache", "float16", put("kv_cache", dtype=np.float16), T),
+        bad("rank-2", "slot_mapping", "[12, 1]", put("slot_mapping", (12, 1))),
+        bad("too-many", "slot_mapping", "[13]", put("slot_mapping", (13,))),
+        bad("float32", "slot_mapping", "float32", put("slot_mapping", dtype=np.float32), T),
+    ]
+
+
 LAYER = [
     *linear_cases(),
     *grouped_linear_cases(),
@@ -291,4 +351,7 @@ LAYER = [
     *sample_cases(),
     *rotary_cases(),
     *bidirectional_cases(),
+    *mla_cases("mla_attention"),
+    *mla_cases("mla_attention_with_lse"),
+    *latent_cases(),
 ]

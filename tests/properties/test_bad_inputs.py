@@ -166,6 +166,9 @@ BAD = [*add_cases(), *cache_cases(), *merge_cases(), *attention_cases("paged_att
 BAD += [b for b in attention_cases("paged_attention_with_lse") if b.name in ("rank-2", "nan", "missing", "zero")]
 
 
+IN_PLACE = ("reshape_and_cache", "rotary_and_cache", "concat_and_cache_mla")
+
+
 def wrong_types(operator: str) -> list[Bad]:
     """Options of a wrong Python type."""
     T = TypeError
@@ -205,7 +208,7 @@ def test_wrong_type_raises(frontend, bad):
     check_raises(frontend, bad, (TypeError,))
 
 
-@pytest.mark.parametrize("bad", [b for b in BAD if b.operator in ("reshape_and_cache", "rotary_and_cache")], ids=str)
+@pytest.mark.parametrize("bad", [b for b in BAD if b.operator in IN_PLACE], ids=str)
 @pytest.mark.frontends("eager", "eager-cuda", "torch_xla", "torch_xla-cuda")
 def test_the_in_place_form_raises_the_same(frontend, bad):
     arrays, options = valid(bad)
@@ -265,7 +268,7 @@ UNCHANGED = (
     ("paged_attention", "float32"),
     ("paged_attention", "fp8"),
     # rms_norm, silu_and_mul, rotary_embedding, sample, linear, grouped_linear, gated_mlp, attention_block,
-    # bidirectional_attention
+    # bidirectional_attention, mla_attention, concat_and_cache_mla
     *((operator, "float32") for operator in layer_cases.NAMES),
 )
 

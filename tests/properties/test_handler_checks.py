@@ -75,7 +75,7 @@ def call(frontend, operator: str, arrays: dict, options: dict, **changes):
     elif (
         operator in layer_cases.NAMES
     ):  # rms_norm, silu_and_mul, rotary_embedding, sample, linear, grouped_linear, gated_mlp, attention_block,
-        # bidirectional_attention
+        # bidirectional_attention, mla_attention, concat_and_cache_mla
         sound = bound(operator)
         attributes = {name: numpy_value(attribute) for name, attribute in sound.attributes}
         attributes |= {n: type(attributes[n])(options[n]) for n in attributes if options.get(n) is not None}

@@ -26,21 +26,22 @@ def bind(operator: str, arrays: dict[str, np.ndarray], options: dict):
 class Memory:
     """One buffer for each array, EDGE bytes of canary around it."""
 
-    def __init__(self, frontend: Frontend) -> None:
+    def __init__(self, frontend: Frontend, shift: int = 0) -> None:
+        self._shift = shift
         self._device = torch.device(frontend.device())
         self._blocks: list[tuple[str, torch.Tensor, int]] = []
 
     def place(self, name: str, size: int) -> torch.Tensor:
-        """`size` bytes at an aligned address."""
+        """`size` bytes at an aligned address, or `shift` bytes behind one."""
         block = torch.full((2 * EDGE + size + 256,), CANARY, dtype=torch.uint8, device=self._device)
-        start = EDGE + -(block.data_ptr() + EDGE) % 256
+        start = EDGE + -(block.data_ptr() + EDGE) % 256 + self._shift
         self._blocks.append((name, block, start + size))
         block = block[start : start + size]
         return block
 
     def check(self) -> None:
         for name, block, end in self._blocks:
-            start = EDGE + -(block.data_ptr() + EDGE) % 256
+            start = EDGE + -(block.data_ptr() + EDGE) % 256 + self._shift
             for edge in (block[:start], block[end:]):
                 assert bool((edge == CANARY).all()), f"something was written beside {name}"
 
@@ -61,9 +62,11 @@ def run(
     *,
     garbage: str = "ones",
     alias: bool = True,
+    shift: int = 0,
 ) -> tuple[np.ndarray, ...]:
     """The operator's results, computed in buffers that held garbage; scratch left out. With `alias` a result that may
-    share an operand's buffer does. The canaries are looked at, also where the handler returns an error."""
+    share an operand's buffer does. Buffers begin `shift` bytes behind aligned addresses. The canaries are looked at,
+    also where the handler returns an error."""
     from xla_gpu._runtime import targets
     from xla_gpu._runtime.call_frame import Frame
     from xla_gpu._runtime.scratch import all_results
@@ -71,7 +74,7 @@ def run(
     rng = np.random.default_rng(1)
     call = bind(operator, arrays, options or {})
     cuda = frontend.platform == "cuda"
-    memory = Memory(frontend)
+    memory = Memory(frontend, shift)
 
     def placed(name, spec):
         dtype = getattr(torch, spec.dtype)

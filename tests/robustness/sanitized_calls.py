@@ -9,7 +9,7 @@ import time
 
 import numpy as np
 
-from tests.common import bidirectional_cases, cache_cases, cases, grouped_cases, layer_cases, reference
+from tests.common import bidirectional_cases, cache_cases, cases, grouped_cases, layer_cases, mla_cases, reference
 from tests.robustness.decode_cases import decode_grid
 from tests.user_kernels import sources
 from xla_gpu._core.operator import ArraySpec, check_inputs_requested
@@ -17,7 +17,15 @@ from xla_gpu._runtime import call_frame, scratch, targets
 from xla_gpu._user_kernels import launch, nvrtc
 from xla_gpu._user_kernels.cuda_kernel import cuda_kernel
 from xla_gpu.errors import CompatibilityError
-from xla_gpu.ops import OPERATORS, merge_attention_states, paged_attention, reshape_and_cache, simple_add
+from xla_gpu.ops import (
+    OPERATORS,
+    concat_and_cache_mla,
+    merge_attention_states,
+    mla_attention,
+    paged_attention,
+    reshape_and_cache,
+    simple_add,
+)
 
 
 # ---- Memory ----------------------------------------------------------------------------------------------------------
@@ -167,12 +175,16 @@ def merging(memory, dtype: str, rows: int, heads: int, head_dim: int) -> None:
 
 def of_layer(memory, name: str, arrays: dict, options: dict) -> None:
     """rms_norm, silu_and_mul, rotary_embedding, sample, linear, grouped_linear, gated_mlp, attention_block,
-    bidirectional_attention."""
+    bidirectional_attention, mla_attention, concat_and_cache_mla."""
     (operator,) = (op for op in OPERATORS if op.name == name)
     if name == "grouped_linear":
         want = (grouped_cases.expected(arrays),)
     elif name == "bidirectional_attention":
         want = (bidirectional_cases.expected(arrays, **options),)
+    elif name.startswith("mla_attention"):
+        want = mla_cases.expected(arrays, **options)[: 2 if name.endswith("_with_lse") else 1]
+    elif name == "concat_and_cache_mla":
+        want = (mla_cases.stored(**arrays),)
     else:
         want = getattr(reference, name)(**arrays, **options)
     for i, (g, w) in enumerate(zip(call(memory, operator, arrays, **options), want, strict=True)):
@@ -231,24 +243,31 @@ WRONG = {
 }
 
 
-def hostile_attention(memory, case, argument: str, value, checked: bool = False) -> None:
+def hostile_metadata(memory, operator, arrays: dict, options: dict, wrong: tuple, checked: bool) -> None:
     """Only the tool judges: rows may be NaN, as properties/test_bad_values.py checks. `checked`: the handler looks."""
-    arrays = cases.build(case).arrays()
-    array = arrays[argument].reshape(-1)
-    pages = arrays["kv_cache"].shape[case.layout == "split"]
-    place = len(case.sequences) // 2 if argument in ("context_lens", "query_start_loc") else 0  # an entry that is used
-    array[place] = pages if value == "num_pages" else value
+    argument, place, value = wrong
+    arrays[argument].reshape(-1)[place] = value
     os.environ["XLA_GPU_CHECK_INPUTS"] = "01"[checked]
     try:
-        call(memory, paged_attention.OPERATOR, arrays, **case.options())
+        call(memory, operator, arrays, **options)
     except ValueError:
         if memory.platform == "CUDA" and not checked:  # there, a handler does not look
             raise
     else:
         if checked:
-            raise SystemExit(f"{case.name}: {argument} of {value} is no error with XLA_GPU_CHECK_INPUTS=1")
+            raise SystemExit(f"{operator.name}: {argument} of {value} is no error with XLA_GPU_CHECK_INPUTS=1")
     finally:
         del os.environ["XLA_GPU_CHECK_INPUTS"]
+
+
+def hostile_attention(memory, case, argument: str, value, checked: bool = False) -> None:
+    latents = isinstance(case, mla_cases.Case)
+    arrays = mla_cases.build(case) if latents else cases.build(case).arrays()
+    operator = mla_attention.OPERATOR if latents else paged_attention.OPERATOR
+    pages = arrays["kv_cache"].shape[0 if latents else case.layout == "split"]
+    place = len(case.sequences) // 2 if argument in ("context_lens", "query_start_loc") else 0  # an entry that is used
+    wrong = argument, place, pages if value == "num_pages" else value
+    hostile_metadata(memory, operator, arrays, case.options(), wrong, checked)
 
 
 def hostile_bidirectional(memory, dtype: str, argument: str, index: int, value: int) -> None:
@@ -271,14 +290,15 @@ def hostile_bidirectional(memory, dtype: str, argument: str, index: int, value: 
 
 
 def hostile_slots(memory, case) -> None:
-    arrays = cache_cases.build_cache(case)
+    latents = isinstance(case, mla_cases.LatentCase)
+    arrays = mla_cases.build_latents(case) if latents else cache_cases.build_cache(case)
     slots = arrays["slot_mapping"]
     if slots.size < 3:
         return
     largest = np.iinfo(slots.dtype).max
     slots[:3] = case.num_pages * case.page_size, largest, largest - 7
     try:
-        call(memory, reshape_and_cache.OPERATOR, arrays)
+        call(memory, concat_and_cache_mla.OPERATOR if latents else reshape_and_cache.OPERATOR, arrays)
     except ValueError:
         if memory.platform == "CUDA":
             raise
@@ -318,7 +338,9 @@ def all_calls(memory) -> list:
     lengths = (*((tokens, tokens) for tokens in range(9, 110, 6)), (60, 0), (1, 40))
     prompts = alone.but(sequences=lengths, num_heads=8, num_kv_heads=2, page_size=16)
     add(attention, prompts)
-    for case in (cases.COMMON[1], cases.COMMON[2], cases.COMMON[9], alone, several, prompts):
+    latents = mla_cases.Case("latents", ((1, 40), (9, 70), (1, 9)), num_heads=16, head_dim=576, value_dim=512)
+    of_latents = [latents.but(dtype=dtype) for dtype in cases.FLOATS]
+    for case in (cases.COMMON[1], cases.COMMON[2], cases.COMMON[9], alone, several, prompts, *of_latents):
         for argument, values in WRONG.items():
             for value in values:
                 add(hostile_attention, case, argument, value)
@@ -329,7 +351,7 @@ def all_calls(memory) -> list:
             *(("num_seqs", 0, value) for value in (-1, 6, 2**31 - 1)),
         ):
             add(hostile_bidirectional, dtype, argument, index, value)
-    for case in cache_cases.CACHE_CASES:
+    for case in (*cache_cases.CACHE_CASES, *mla_cases.LATENT_CASES):
         add(hostile_slots, case)
     # Neighbours in the grid are alike: every seventh first, so that whatever the time allows is a spread.
     spread = [case for start in range(7) for case in grid[start::7]]

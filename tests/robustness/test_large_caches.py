@@ -6,7 +6,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tests.common import cases, compare, reference
+from tests.common import cases, compare, mla_cases, reference
 from tests.common.arrays import to_numpy
 
 torch = pytest.importorskip("torch")
@@ -59,3 +59,36 @@ def test_the_last_pages_are_written_and_read(frontend, layout):
     arrays = {k: x for k, x in small.arrays().items() if k != "kv_cache"} | {"block_tables": tables}
     out = ops.paged_attention(kv_cache=cache, **frontend.tensors(arrays), **CASE.options())
     compare.assert_bitwise_equal(to_numpy(out), want, f"{frontend.name} {layout}")
+
+
+LATENTS = mla_cases.Case(
+    "large", ((1, 60), (4, 33)), num_heads=16, head_dim=576, value_dim=512, page_size=16, dtype="bfloat16"
+)
+
+
+def test_the_last_pages_of_latents_are_written_and_read(frontend):
+    """concat_and_cache_mla and mla_attention."""
+    small = mla_cases.build(LATENTS)
+    (want,) = frontend.call("mla_attention", small, **LATENTS.options())
+    num_pages = 2**32 // (16 * 576) + 5  # 2**32 elements, 8 GiB and a little
+    try:
+        cache = torch.empty((num_pages, 16, 576), dtype=torch.bfloat16, device=frontend.device())
+    except RuntimeError as e:
+        pytest.skip(f"no 8 GiB to reserve: {str(e)[:100]}")
+    places = np.array([i if i % 2 else num_pages - 1 - i for i in range(len(small["kv_cache"]))])
+    latents = small["kv_cache"].reshape(-1, 576)
+    new = {"kv_c": np.ascontiguousarray(latents[:, :512]), "k_pe": np.ascontiguousarray(latents[:, 512:])}
+    new["slot_mapping"] = (places[:, None] * 16 + np.arange(16)).reshape(-1)
+    ops = frontend.module()
+    ops.concat_and_cache_mla_(kv_cache=cache, **frontend.tensors(new))
+    for page, place in enumerate(places):
+        compare.assert_bitwise_equal(to_numpy(cache[place]), small["kv_cache"][page], f"page {place}")
+
+    tables = small["block_tables"].copy()
+    for s, (_, context) in enumerate(LATENTS.sequences):
+        used = -(-context // 16)
+        tables[s, :used] = places[tables[s, :used]]
+    assert tables[:2].max() > 2**31 // (16 * 576)
+    arrays = {name: x for name, x in small.items() if name != "kv_cache"} | {"block_tables": tables}
+    out = ops.mla_attention(kv_cache=cache, **frontend.tensors(arrays), **LATENTS.options())
+    compare.assert_bitwise_equal(to_numpy(out), want, frontend.name)

@@ -138,6 +138,33 @@ def test_rotary_embedding_of_a_large_table(frontend):
     assert torch.equal(turned[0], query[0]) and torch.equal(turned[2], query[2]) and not turned[1].any()
 
 
+@ALL
+def test_mla_attention(frontend):
+    """Of sequences of one row and 8 keys."""
+    room(frontend, 40)
+    heads, dim, value_dim, pages = 64, 576, 512, 1024
+    rows = OVER // (heads * value_dim) + 1
+    query, cache = random(frontend, rows, heads, dim), random(frontend, pages, 8, dim, seed=1)
+
+    def metadata(first, last):
+        count, device = last - first, query.device
+        return {
+            "kv_cache": cache,
+            "context_lens": torch.full((count,), 8, dtype=torch.int32, device=device),
+            "block_tables": (torch.arange(first, last, device=device) % pages).int()[:, None].contiguous(),
+            "query_start_loc": torch.arange(count + 1, dtype=torch.int32, device=device),
+            "num_seqs": torch.tensor([count], dtype=torch.int32, device=device),
+            "scale": dim**-0.5,
+            "value_dim": value_dim,
+        }
+
+    def of_rows(first, last):
+        return [eager().mla_attention(query[first:last], **metadata(first, last))]
+
+    results = call(frontend, "mla_attention", query=query, **metadata(0, rows))
+    assert_rows(results, rows, heads * value_dim, of_rows)
+
+
 @GPU
 def test_reshape_and_cache_and_rotary_and_cache(frontend):
     """Tokens, keys and a cache of more than 2**32 elements. A token's K and V stand where its slot says."""

@@ -186,6 +186,29 @@ def test_more_tokens_than_16_bits_count(frontend, dtype):
     compare.assert_bitwise_equal(merged, key, frontend.name)
 
 
+@pytest.mark.parametrize("dtype", cases.FLOATS)
+@pytest.mark.frontends("eager", "eager-cuda")
+def test_more_latents_than_16_bits_count(frontend, dtype):
+    """concat_and_cache_mla of 70 000 tokens, and mla_attention of as many sequences of one token."""
+    rows = 70_000
+    rng = cases.rng_for("latents")
+    new = {name: rng.standard_normal((rows, 8)).astype(cases.DTYPES[dtype]) for name in ("kv_c", "k_pe")}
+    slots = rng.permutation(100_000)[:rows].astype(np.int32)
+    cache = np.zeros((100_000, 1, 16), cases.DTYPES[dtype])
+    (stored,) = frontend.call("concat_and_cache_mla", new | {"kv_cache": cache, "slot_mapping": slots})
+    compare.assert_bitwise_equal(stored[slots, 0], np.concatenate([new["kv_c"], new["k_pe"]], 1), frontend.name)
+    arrays = {
+        "query": np.ones((rows, 2, 16), cases.DTYPES[dtype]),
+        "kv_cache": np.array(stored),
+        "context_lens": np.ones(rows, np.int32),
+        "block_tables": slots[:, None].copy(),
+        "query_start_loc": np.arange(rows + 1, dtype=np.int32),
+        "num_seqs": np.array([rows], np.int32),
+    }
+    (out,) = frontend.call("mla_attention", arrays, scale=0.25, value_dim=8)
+    assert_is_the_value(frontend, out, np.repeat(new["kv_c"][:, None], 2, 1))
+
+
 @pytest.mark.frontends("eager", "eager-cuda")
 def test_layer_rows_of_more_than_16_bits_count(frontend):
     """More rows than a grid has CTAs. All rows are one, so their results are."""

@@ -88,7 +88,7 @@ def test_merge_and_add(frontend, dtype, garbage):
 @pytest.mark.parametrize("operator", layer_cases.NAMES)
 def test_layer(frontend, operator, garbage):
     """rms_norm, silu_and_mul, rotary_embedding, sample, linear, grouped_linear, gated_mlp, attention_block,
-    bidirectional_attention."""
+    bidirectional_attention, mla_attention, concat_and_cache_mla."""
     arrays, options = layer_cases.samples()[operator]
     want = frontend.call(operator, arrays, **options)
     for i, (g, w) in enumerate(

@@ -31,7 +31,7 @@ def samples() -> dict[str, tuple[dict, dict]]:
         "reshape_and_cache": (cache_cases.build_cache(UPDATE), {}),
         "paged_attention_with_lse": (cases.build(FP8, poison=False).arrays(), FP8.options()),
         # rms_norm, silu_and_mul, rotary_embedding, sample, linear, grouped_linear, gated_mlp, attention_block,
-        # bidirectional_attention
+        # bidirectional_attention, mla_attention, concat_and_cache_mla
         **layer_cases.samples(),
     }
 

@@ -11,7 +11,8 @@ namespace {
 constexpr int32_t kCaches[] = {XLA_FFI_DataType_F32, XLA_FFI_DataType_F16, XLA_FFI_DataType_BF16,
                                XLA_FFI_DataType_F8E4M3FN, XLA_FFI_DataType_F8E5M2};
 constexpr const char* kNames[] = {
-    "scale", "sliding_window", "soft_cap", "check_inputs", "kv_scales", "has_sinks", "", "a", "a.b", "nested"};
+    "scale", "sliding_window", "soft_cap", "check_inputs", "kv_scales", "has_sinks", "value_dim", "", "a",
+    "a.b",   "nested"};
 
 // Bytes of an element as the tests' handlers count them; 0 for what they do not know.
 int64_t SizeOf(int32_t dtype) {
@@ -367,11 +368,12 @@ void Call::Change() {
 
 void Call::Operator() {
   constexpr void (Call::* kOperators[])() = {
-      &Call::PagedAttention, &Call::ReshapeAndCache, &Call::MergeAttentionStates,
-      &Call::SimpleAdd,      &Call::RmsNorm,         &Call::SiluAndMul,
-      &Call::Sample,         &Call::RotaryAndCache,  &Call::RotaryEmbedding,
-      &Call::Linear,         &Call::KernelCall,      &Call::GatedMlp,
-      &Call::AttentionBlock, &Call::GroupedLinear,   &Call::BidirectionalAttention};
+      &Call::PagedAttention, &Call::ReshapeAndCache,  &Call::MergeAttentionStates,
+      &Call::SimpleAdd,      &Call::RmsNorm,          &Call::SiluAndMul,
+      &Call::Sample,         &Call::RotaryAndCache,   &Call::RotaryEmbedding,
+      &Call::Linear,         &Call::KernelCall,       &Call::GatedMlp,
+      &Call::AttentionBlock, &Call::GroupedLinear,    &Call::BidirectionalAttention,
+      &Call::MlaAttention,   &Call::ConcatAndCacheMla};
   (this->*kOperators[input_.Below(std::size(kOperators))])();
   for (int64_t i = input_.Once(2) ? input_.Below(4) : 0; i > 0; --i) Change();
 }

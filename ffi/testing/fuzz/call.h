@@ -71,6 +71,9 @@ class Call {
   void ReshapeAndCache();
   void MergeAttentionStates();
   void BidirectionalAttention();
+  // In call_latents.cc:
+  void MlaAttention();
+  void ConcatAndCacheMla();
   // In call_layer.cc:
   void Linear();
   void GroupedLinear();
