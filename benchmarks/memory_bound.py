@@ -1,5 +1,6 @@
 """The operators that only move bytes, beside PyTorch's way of doing the same: simple_add, reshape_and_cache,
-merge_attention_states, rms_norm, rotary_and_cache, silu_and_mul; for a decode step's rows, and for a prompt's.
+concat_and_cache_mla, merge_attention_states, rms_norm, rotary_and_cache, silu_and_mul; for a decode step's rows, and
+for a prompt's.
 
     python -m benchmarks.memory_bound                  # on a GPU: CUDA graphs over rotating inputs
     python -m benchmarks.memory_bound --loads rotary   # those whose names contain it

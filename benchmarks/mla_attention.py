@@ -21,6 +21,7 @@ from types import SimpleNamespace
 import torch
 from benchmarks import memory, timing
 from benchmarks.argument_types import positive
+from tests.common import cases
 
 import xla_gpu.torch as xla_gpu
 
@@ -107,7 +108,7 @@ def main() -> None:
     parser.add_argument("--head-dim", type=positive, default=576, help="of a latent and its key (default: %(default)s)")
     parser.add_argument("--value-dim", type=positive, default=512, help="of a latent (default: %(default)s)")
     parser.add_argument("--page-size", type=positive, default=64, help="(default: %(default)s)")
-    parser.add_argument("--dtype", default="bfloat16", choices=["float16", "bfloat16", "float32"])
+    parser.add_argument("--dtype", default="bfloat16", choices=list(cases.FLOATS), help="(default: %(default)s)")
     parser.add_argument("--terabytes", type=float, default=4.8, help="a second, of the limit (default: %(default)s)")
     parser.add_argument("--teraflops", type=float, default=989.0, help="of the limit (default: %(default)s)")
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"], help="(default: %(default)s)")
