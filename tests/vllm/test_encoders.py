@@ -8,7 +8,6 @@ import transformers as t
 from safetensors.torch import load_file, save_file
 
 from tests.vllm import engines, tiny, tiny_encoders
-from xla_gpu.vllm.platform import XlaGpuPlatform as platform
 
 PROMPTS = tiny.prompts((5, 37, 130, 1))
 TOLERANCE = {"rtol": 0, "atol": 2e-5}
@@ -227,16 +226,10 @@ def test_token_types_that_would_be_ignored_are_refused(tmp_path):
     """A tokenizer that tells the texts of a pair by types, of a model that has none."""
     folder, _ = tiny_encoders.save("modernbert", tmp_path, t.AutoModelForSequenceClassification, num_labels=1)
     tiny.save_tokenizer(tmp_path, types=True)
-    platform._token_types, before = None, platform._token_types  # that of other models of this process
-    try:
-        llm = make(folder)
-        with pytest.raises(
-            ValueError, match=r"prompt: expected tokens of one type, .* got a second one from token 3 on"
-        ):
-            llm.score("a", "b", use_tqdm=False)
-        assert len(llm.classify(wrapped(PROMPTS), use_tqdm=False)) == len(PROMPTS)
-    finally:
-        platform._token_types = before
+    llm = make(folder)
+    with pytest.raises(ValueError, match=r"prompt: expected tokens of one type, .* got a second one from token 3 on"):
+        llm.score("a", "b", use_tqdm=False)
+    assert len(llm.classify(wrapped(PROMPTS), use_tqdm=False)) == len(PROMPTS)
 
 
 # ---- Refused ---------------------------------------------------------------------------------------------------------

@@ -181,6 +181,23 @@ def test_requests_that_are_refused(llm, reference):
         assert ask(llm, [(text, [])])[0] == reference.greedy(text, [], NEW)
 
 
+def test_limits_are_those_of_the_engine_that_is_asked(llm, folder):
+    """Another one in the process takes smaller images."""
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.v1.engine.input_processor import InputProcessor
+
+    from vllm import SamplingParams
+
+    smaller = {"mm_processor_kwargs": {"min_pixels": 56 * 56, "max_pixels": 56 * 56}}
+    config = EngineArgs(model=folder, limit_mm_per_prompt={"image": 1}, **smaller).create_engine_config()
+    other = InputProcessor(config, llm.get_tokenizer())
+    long = {"prompt": IMAGE, "multi_modal_data": {"image": [pictures(1)[0].resize((2000, 20))]}}
+    with pytest.raises(ValueError, match="image: expected one of at most 4 tokens, got"):
+        other.process_inputs("0", long, SamplingParams())
+    with pytest.raises(ValueError, match=f"image: expected one of at most {MOST_TOKENS} tokens, got"):
+        llm.generate([long], use_tqdm=False)
+
+
 REFUSED = [
     ({"enable_mm_embeds": True}, "--enable-mm-embeds: not supported"),
     ({"runner": "pooling"}, "--runner pooling: expected --limit-mm-per-prompt"),

@@ -12,7 +12,7 @@ from vllm.logger import init_logger
 from vllm.platforms.interface import Platform, PlatformEnum
 
 from .._core.environment import pjrt_device
-from . import images, request_checks, supported
+from . import images, request_checks, request_limits, supported
 from .options import Options
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM shows what is below its own name
@@ -39,16 +39,6 @@ class XlaGpuPlatform(Platform):  # type: ignore[misc]
     dispatch_key = "XLA"
     dist_backend = "gloo"
     device_control_env_var = "CUDA_VISIBLE_DEVICES"
-
-    # The model's tokens; of several models in a process the most, since a request does not say whose it is. None in a
-    # process that got its VllmConfig from another one.
-    _vocab_size: int | None = None
-    # Tokens of an image, at most, of models whose images have any size. None like the above.
-    _image_tokens: int | None = None
-    # And what the scheduler has room for.
-    _image_room: int | None = None
-    # Whether one of the models takes token types; None like the above.
-    _token_types: bool | None = None
 
     @classmethod
     def pre_register_and_update(cls, parser: Any = None) -> None:
@@ -84,10 +74,6 @@ class XlaGpuPlatform(Platform):  # type: ignore[misc]
         parallel.distributed_executor_backend = "uni"
         if parallel.worker_cls == "auto":
             parallel.worker_cls = "xla_gpu.vllm.worker.Worker"
-        if vllm_config.model_config is not None:
-            cls._vocab_size = max(cls._vocab_size or 0, vllm_config.model_config.get_vocab_size())
-            if supported.pools(vllm_config.model_config):
-                cls._token_types = cls._token_types or supported.takes_token_types(vllm_config.model_config)
         # The tokens of a step are what drafts of the next one are made from (vLLM decides the same), and what a prompt
         # is pooled to ends its request.
         waits = vllm_config.speculative_config is not None or supported.pools(vllm_config.model_config)
@@ -96,12 +82,7 @@ class XlaGpuPlatform(Platform):  # type: ignore[misc]
             # The engine's process would be told of an image once. Where that request is refused the engine has no image
             # for the next one, which ends its input (vLLM 0.12, 0.13) or is an error (0.14).
             vllm_config.model_config.multimodal_config.mm_processor_cache_gb = 0
-        if images.takes_patches(vllm_config.model_config):
-            from .patches import most_tokens
-
-            room = images.most_rows(vllm_config)
-            cls._image_tokens = max(cls._image_tokens or 0, most_tokens(vllm_config, room))
-            cls._image_room = max(cls._image_room or 0, room)
+        request_limits.RequestLimits.keep(vllm_config)
         from . import scheduler
 
         scheduler.choose(vllm_config)
@@ -114,12 +95,13 @@ class XlaGpuPlatform(Platform):  # type: ignore[misc]
         from vllm.sampling_params import SamplingParams
 
         prompt_token_ids = processed_inputs.get("prompt_token_ids") or []
+        limits = request_limits.of_the_request_being_processed()
         if isinstance(params, SamplingParams):
-            request_checks.check(params, prompt_token_ids, cls._vocab_size)
+            request_checks.check(params, prompt_token_ids, limits.vocab_size)
         else:  # of a pooling model
-            request_checks.check_prompt(prompt_token_ids, cls._vocab_size)
-            request_checks.check_token_types(params, prompt_token_ids, cls._token_types)
-        request_checks.check_images(prompt, processed_inputs, cls._image_tokens, cls._image_room)
+            request_checks.check_prompt(prompt_token_ids, limits.vocab_size)
+            request_checks.check_token_types(params, prompt_token_ids, limits.takes_token_types)
+        request_checks.check_images(prompt, processed_inputs, limits.image_tokens, limits.image_room)
 
     @classmethod
     def import_kernels(cls) -> None:

@@ -34,7 +34,7 @@ def check(params: Any, prompt_token_ids: list[int], vocab_size: int | None) -> N
     Args:
       params: vLLM's SamplingParams, which have been checked by vLLM.
       prompt_token_ids: of the prompt; empty where there are none.
-      vocab_size: the model's; None where this process does not know it.
+      vocab_size: the model's; None where it is not known.
     """
     if params.n > _MOST_OUTPUTS:
         raise ValueError(f"n: expected at most {_MOST_OUTPUTS}, got {params.n}")
@@ -66,7 +66,7 @@ def check_token_types(params: Any, token_ids: list[int], takes_types: bool | Non
     Args:
       params: vLLM's PoolingParams.
       token_ids: of the prompt.
-      takes_types: whether the model does; None where this process does not know it.
+      takes_types: whether the model does; None where that is not known.
     """
     begin = (getattr(params, "extra_kwargs", None) or {}).get("compressed_token_type_ids")
     if takes_types is False and begin is not None and begin < len(token_ids):
@@ -84,7 +84,7 @@ def check_images(prompt: Any, processed_inputs: Any, most_tokens: int | None, ro
     Args:
       prompt: as vLLM was given it.
       processed_inputs: what vLLM made of it.
-      most_tokens: of an image of any size; None where this process does not know it.
+      most_tokens: of an image; None for models whose images do not have any size.
       room: tokens that the scheduler has for one; None like the above.
     """
     if processed_inputs.get("type") != "multimodal":

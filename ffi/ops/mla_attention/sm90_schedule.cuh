@@ -1,0 +1,292 @@
+// Which work a CTA of the sm_90a kernel takes. Units, the row tiles of a sequence that a team of CTAs takes at a time,
+// lie behind each other on a line, sequence by sequence; a unit is as long as its key tiles and kUnitCost. Each team
+// takes an equal share of the line, so that a unit may belong to several teams, which then share its keys; or a unit
+// each, where there are so few units that sharing keys would cost more than it saves.
+#ifndef XLA_GPU_OPS_MLA_ATTENTION_SM90_SCHEDULE_CUH_
+#define XLA_GPU_OPS_MLA_ATTENTION_SM90_SCHEDULE_CUH_
+
+#include <cstdint>
+
+#include "ffi/ops/mla_attention/sm90_traits.cuh"
+#include "ffi/ops/paged_attention/sequence_metadata.cuh"
+
+namespace xla_gpu::mla {
+
+// In the time of a key tile: to begin and to end a unit, and to share its keys.
+inline constexpr int kUnitCost = 3;
+inline constexpr int kSplitCost = 5;
+
+// How a unit's length follows from its key tiles.
+struct UnitLength {
+  int per_key_tile;  // 0 or 1
+  int constant;
+
+  __device__ int Of(int key_tiles) const { return per_key_tile * key_tiles + constant; }
+};
+
+__device__ inline int KeyTilesOf(int keys) {
+  return static_cast<int>((static_cast<unsigned>(keys) + kTileKeys - 1) / kTileKeys);
+}
+
+// The units of a sequence. Unit u has the rows [u * rows, (u + 1) * rows) of `rows` = kTileRows * team_ctas rows, and
+// key tiles up to the one with the key that its last row sees. For all but the last unit these are
+// ⌊(u + base) / heads⌋, heads = num_heads / team_ctas, but no less than 0.
+class SequenceUnits {
+ public:
+  int count;
+  int last_key_tiles;  // of the last unit, which has the most
+
+  __device__ SequenceUnits(const Sm90Params& params, const SequenceInfo& sequence) {
+    const int64_t unit_rows = kTileRows * params.team_ctas;
+    const int64_t num_heads = params.attention.num_heads;
+    heads_ = static_cast<int>(num_heads) / params.team_ctas;
+    count = static_cast<int>((sequence.q_len * num_heads + unit_rows - 1) / unit_rows);
+    last_key_tiles = KeyTilesOf(sequence.context_len);
+    const int64_t ahead = unit_rows - 1 + num_heads * (int64_t{sequence.context_len} - sequence.q_len + kTileKeys);
+    base_ = ahead >= 0 ? ahead / unit_rows : -((unit_rows - 1 - ahead) / unit_rows);
+    if (!sequence.valid) base_ = -int64_t{count};  // no key tiles at all
+  }
+
+  __device__ int KeyTiles(int unit) const {
+    if (unit == count - 1) return last_key_tiles;
+    return unit + base_ > 0 ? static_cast<int>((unit + base_) / heads_) : 0;
+  }
+  // Of all units before `unit`.
+  __device__ int64_t LengthBefore(int unit, UnitLength length) const {
+    const int64_t constant = int64_t{unit} * length.constant;
+    return unit == 0 || length.per_key_tile == 0 ? constant : constant + SumBelow(unit + base_) - SumBelow(base_);
+  }
+  __device__ int64_t Length(UnitLength length) const {
+    return count == 0 ? 0 : LengthBefore(count - 1, length) + length.Of(last_key_tiles);
+  }
+  // The unit in which `position` lies, counted from the first unit's begin.
+  __device__ int Find(int64_t position, UnitLength length) const {
+    int low = 0, high = count - 1;
+    while (low < high) {
+      const int middle = low + (high - low + 1) / 2;
+      if (LengthBefore(middle, length) <= position) {
+        low = middle;
+      } else {
+        high = middle - 1;
+      }
+    }
+    return low;
+  }
+
+ private:
+  // The sum of ⌊i / heads⌋ over 0 <= i < n.
+  __device__ int64_t SumBelow(int64_t n) const {
+    if (n <= 0) return 0;
+    const int64_t quotient = n / heads_;
+    return heads_ * (quotient * (quotient - 1) / 2) + quotient * (n - quotient * heads_);
+  }
+
+  int heads_;
+  int64_t base_;
+};
+
+template <typename Int>
+__device__ inline Int InclusiveWarpSum(Int value, int lane) {
+#pragma unroll
+  for (int step = 1; step < 32; step *= 2) {
+    const Int before = __shfl_up_sync(~0u, value, step);
+    if (lane >= step) value += before;
+  }
+  return value;
+}
+
+// As LoadSequence, but inlined where metadata is wrong, too: behind setmaxnreg there is no calling of functions.
+__device__ inline SequenceInfo LoadSequenceInline(const PagedAttentionParams& params, int s, bool in_order) {
+  SequenceInfo info = LoadSequence(params, s, /*in_order=*/true);
+  if (in_order) return info;
+#pragma unroll 1
+  for (int i = 0; i < s; ++i) {
+    const int earlier = __ldg(params.query_start_loc + i);
+    if (earlier > info.q_begin && earlier <= params.num_tokens) {
+      info.q_len = 0;
+      info.owned = false;
+    }
+  }
+  return info;
+}
+
+class Schedule {
+ public:
+  int num_live;  // -1: no sequence is live, since num_seqs is wrong
+  bool in_order;
+  UnitLength length;
+  int64_t share;       // of a team
+  int64_t begin, end;  // this team's; nothing to do where begin >= end
+  int sequence;        // in which `begin` lies
+  int64_t start;       // of that sequence
+
+  // By all threads of the CTA. Contains barriers of all of them.
+  __device__ explicit Schedule(const Cta& cta)
+      : num_live(LiveSequences(cta.params.attention)),
+        in_order(QueryStartsInOrder(cta.params.attention, max(num_live, 0))),
+        length{1, kUnitCost} {
+    const Sm90Params& params = cta.params;
+    SharedStorage& shared = cta.Storage();
+    const int warp = static_cast<int>(threadIdx.x) / 32;
+
+    // ---- How much there is
+    int64_t cost = 0, units = 0;
+    int longest = 0;
+    for (int s = static_cast<int>(threadIdx.x); s < num_live; s += kThreads) {
+      const SequenceUnits mine(params, LoadSequenceInline(params.attention, s, in_order));
+      if (mine.count == 0) continue;
+      cost += mine.Length(length);
+      units += mine.count;
+      longest = max(longest, length.Of(mine.last_key_tiles));
+    }
+    cost = InclusiveWarpSum(cost, cta.lane);
+    units = InclusiveWarpSum(units, cta.lane);
+    longest = static_cast<int>(__reduce_max_sync(~0u, static_cast<unsigned>(longest)));
+    if (cta.lane == 31) {
+      shared.warp_costs[warp] = cost;
+      shared.warp_units[warp] = units;
+      shared.warp_longest[warp] = longest;
+    }
+    __syncthreads();
+    int64_t total = 0, all_units = 0;
+    longest = 0;
+    for (int w = 0; w < kThreads / 32; ++w) {
+      total += shared.warp_costs[w];
+      all_units += shared.warp_units[w];
+      longest = max(longest, shared.warp_longest[w]);
+    }
+
+    // ---- This team's share
+    const int teams = static_cast<int>(gridDim.x) / params.team_ctas;
+    const int team = static_cast<int>(blockIdx.x) / params.team_ctas;
+    share = (total + teams - 1) / teams;
+    if (all_units <= teams && longest <= share + kSplitCost) {
+      length = {0, 1};
+      total = all_units;
+      share = 1;
+    }
+    begin = team * share;
+    end = min(begin + share, total);
+    sequence = 0;
+    start = 0;
+    if (begin >= end) return;
+
+    // ---- The sequence in which it begins
+    int64_t before = 0;
+    for (int first = 0; first < num_live; first += kThreads) {
+      const int s = first + static_cast<int>(threadIdx.x);
+      int64_t mine = 0;
+      if (s < num_live) mine = SequenceUnits(params, LoadSequenceInline(params.attention, s, in_order)).Length(length);
+      const int64_t up_to = InclusiveWarpSum(mine, cta.lane);
+      __syncthreads();
+      if (cta.lane == 31) shared.warp_costs[warp] = up_to;
+      __syncthreads();
+      int64_t base = before, batch = 0;
+      for (int w = 0; w < kThreads / 32; ++w) {
+        if (w < warp) base += shared.warp_costs[w];
+        batch += shared.warp_costs[w];
+      }
+      if (base + up_to - mine <= begin && begin < base + up_to) {
+        shared.found_sequence = s;
+        shared.found_start = base + up_to - mine;
+      }
+      before += batch;
+      if (begin < before) break;  // the same in all threads
+    }
+    __syncthreads();
+    sequence = shared.found_sequence;
+    start = shared.found_start;
+  }
+};
+
+// Walks over a CTA's work tiles. By one warp.
+class TileCursor {
+ public:
+  __device__ TileCursor(const Cta& cta, const Schedule& schedule)
+      : cta_(cta),
+        schedule_(schedule),
+        info_(LoadInfo(schedule.sequence)),
+        units_(cta.params, info_),
+        sequence_(schedule.sequence),
+        unit_(units_.Find(schedule.begin - schedule.start, schedule.length)),
+        start_(schedule.start + units_.LengthBefore(unit_, schedule.length)) {}
+
+  // The next work tile; false if there are no more. *split is set if its keys are shared and this CTA has the first.
+  __device__ bool Next(WorkTile* tile, SplitTile* split) {
+    while (start_ < schedule_.end && sequence_ < schedule_.num_live) {
+      const bool found = MakeTile(tile, split);
+      Advance();
+      if (found) return true;
+    }
+    return false;
+  }
+
+ private:
+  __device__ SequenceInfo LoadInfo(int s) const {
+    return LoadSequenceInline(cta_.params.attention, s, schedule_.in_order);
+  }
+
+  __device__ void Advance() {
+    start_ += schedule_.length.Of(units_.KeyTiles(unit_));
+    if (++unit_ < units_.count) return;
+    unit_ = 0;
+    while (++sequence_ < schedule_.num_live) {
+      info_ = LoadInfo(sequence_);
+      units_ = SequenceUnits(cta_.params, info_);
+      if (units_.count > 0) return;
+    }
+  }
+
+  // This CTA's work tile of the current unit; false if it has none.
+  __device__ bool MakeTile(WorkTile* tile, SplitTile* split) const {
+    const Sm90Params& params = cta_.params;
+    const int num_heads = static_cast<int>(params.attention.num_heads);
+    const int unit_tiles = units_.KeyTiles(unit_);
+    int key_begin = 0, key_end = unit_tiles;  // key tiles of the unit that are this team's
+    if (schedule_.length.per_key_tile != 0) {
+      const int64_t low = max(schedule_.begin - start_, int64_t{0});
+      const int64_t high = min(schedule_.end - start_, int64_t{unit_tiles + kUnitCost});
+      key_begin = max(static_cast<int>(low) - kUnitCost, 0);
+      key_end = max(static_cast<int>(high) - kUnitCost, 0);
+      if (key_begin == key_end && (unit_tiles > 0 || low > 0)) return false;
+    }
+    const int team_cta = static_cast<int>(blockIdx.x) % params.team_ctas;
+    tile->sequence_row = (unit_ * params.team_ctas + team_cta) * kTileRows;
+    const int sequence_rows = info_.q_len * num_heads;
+    if (tile->sequence_row >= sequence_rows) return false;
+    tile->rows = min(kTileRows, sequence_rows - tile->sequence_row);
+    tile->first_row = info_.q_begin * num_heads + tile->sequence_row;
+    tile->kind = info_.valid ? WorkTile::kAttention : WorkTile::kNan;
+    tile->offset = info_.context_len - info_.q_len;
+    const auto last_row = static_cast<uint32_t>(tile->sequence_row + tile->rows - 1);
+    tile->key_end = max(tile->offset + static_cast<int>(params.heads.Divide(last_row)) + 1, 0);
+    tile->first_key_tile = key_begin;
+    tile->key_tiles = info_.valid ? max(min(KeyTilesOf(tile->key_end), key_end) - key_begin, 0) : 0;
+    tile->block_table = sequence_;
+    const auto context = static_cast<uint32_t>(info_.context_len);
+    tile->pages = context == 0 ? 0 : static_cast<int>(params.page.Divide(context - 1)) + 1;
+    const bool begins_here = key_begin == 0, ends_here = key_end == unit_tiles;
+    tile->slot = begins_here && ends_here ? -1 : static_cast<int>(blockIdx.x) * 2 + (begins_here ? 1 : 0);
+    if (begins_here && !ends_here) {
+      const int64_t unit_end = start_ + schedule_.length.Of(unit_tiles);
+      const int team = static_cast<int>(blockIdx.x) / params.team_ctas;
+      split->first_row = tile->first_row;
+      split->rows = tile->rows;
+      split->parts = static_cast<int>((unit_end - 1) / schedule_.share) - team + 1;
+      split->cta_step = params.team_ctas;
+    }
+    return true;
+  }
+
+  const Cta& cta_;
+  const Schedule& schedule_;
+  SequenceInfo info_;
+  SequenceUnits units_;
+  int sequence_;
+  int unit_;
+  int64_t start_;  // of the unit
+};
+
+}  // namespace xla_gpu::mla
+
+#endif  // XLA_GPU_OPS_MLA_ATTENTION_SM90_SCHEDULE_CUH_

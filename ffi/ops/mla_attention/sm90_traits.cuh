@@ -1,0 +1,127 @@
+// What the sm_90a kernel of mla_attention (sm90.cuh) takes, its work tiles, and its shared memory.
+#ifndef XLA_GPU_OPS_MLA_ATTENTION_SM90_TRAITS_CUH_
+#define XLA_GPU_OPS_MLA_ATTENTION_SM90_TRAITS_CUH_
+
+#include <cstddef>
+#include <cstdint>
+
+#include "ffi/device/async_copy.cuh"
+#include "ffi/device/attention_state.cuh"
+#include "ffi/device/fast_divisor.h"
+#include "ffi/device/tensor_map.cuh"
+#include "ffi/ops/mla_attention/split_layout.h"
+#include "ffi/ops/paged_attention/paged_attention.h"
+#include "ffi/ops/paged_attention/prefill/pipeline.cuh"
+
+namespace xla_gpu::mla {
+
+struct Sm90Params {
+  PagedAttentionParams attention;  // as paged_attention's metadata functions take it; head_dim is that of `out`
+  float* accumulators;             // [SplitLayout::kSlots][slot_rows][kLatentDim]
+  AttentionState* states;          // [SplitLayout::kSlots][slot_rows], scores in units of log2
+  SplitTile* split_tiles;          // [gridDim.x]
+  int slot_rows;
+  int team_ctas;           // 1, or 2 where CTAs 2i and 2i + 1 take the two row tiles of a unit at a time
+  int box_rows;            // slots of a page that are loaded together: 8 to 64
+  FastDivisor heads;       // num_heads
+  FastDivisor page;        // page_size
+  float scale_log2;        // scale · log2(e)
+  CUtensorMap q_map;       // [num_tokens * num_heads][kSlotDim], in boxes of kTileRows rows
+  CUtensorMap latent_map;  // the cache in boxes of box_rows slots and half a latent
+  CUtensorMap rope_map;    // the same of 64 columns
+};
+
+inline constexpr int kTileKeys = 64;
+inline constexpr int kProducerThreads = 128;  // a warpgroup, of which warp 0 loads
+inline constexpr int kConsumerThreads = 256;  // two warpgroups
+inline constexpr int kThreads = kProducerThreads + kConsumerThreads;
+// Registers of a thread after setmaxnreg; together no more than the launch has allocated.
+inline constexpr int kProducerRegisters = 72, kConsumerRegisters = 216;
+inline constexpr int kHalfDim = kLatentDim / 2;  // of the values that a warpgroup accumulates
+
+// Rows [first_row, first_row + rows) of `out` as [num_tokens * num_heads][kLatentDim], and the key tiles
+// [first_key_tile, first_key_tile + key_tiles) of their sequence.
+struct WorkTile {
+  enum Kind { kEnd, kAttention, kNan };
+  Kind kind;  // kEnd: there are no more
+  int first_row;
+  int rows;
+  int sequence_row;  // of first_row in its sequence
+  int offset;        // row i of the tile sees the keys up to offset + (sequence_row + i) / num_heads
+  int first_key_tile;
+  int key_tiles;
+  int key_end;      // no row sees a key from here on
+  int block_table;  // of the sequence
+  int pages;        // of the sequence's context
+  int slot;         // of scratch memory; -1: all keys of the rows are here
+};
+
+// ---- Shared memory
+inline constexpr int kStages = 2;  // key tiles
+inline constexpr int kAtomBytes = 1024;
+// Q lies as columns of swizzle atoms: [kSlotDim / 64][kTileRows] rows of 128 bytes.
+inline constexpr int kQueryColumnBytes = kTileRows * 128;
+inline constexpr int kQueryBytes = kSlotDim / 64 * kQueryColumnBytes;
+// A key tile lies in three parts, each [kTileKeys / 8][columns / 64] swizzle atoms: the halves of the latents, which
+// are values too, and the rotated columns. Where these were, the numerators lie after the scores.
+inline constexpr int kParts = 3, kRopePart = 2;
+inline constexpr int kHalfRowBytes = kHalfDim / 64 * kAtomBytes;  // from 8 keys to the next 8 keys
+inline constexpr int kHalfBytes = kTileKeys / 8 * kHalfRowBytes;
+inline constexpr int kRopeBytes = kTileKeys * 128;
+inline constexpr int kStageBytes = 2 * kHalfBytes + kRopeBytes;
+static_assert(kRopeDim == 64);
+
+using KeyState = prefill::PipelineState<kStages>;
+using QueryState = prefill::PipelineState<1>;
+using TileState = prefill::PipelineState<2>;
+
+struct SharedStorage {
+  char q[kQueryBytes];
+  char keys[kStages][kStageBytes];
+  WorkTile tiles[2];
+  prefill::StageBarriers key_barriers[kStages][kParts];
+  prefill::StageBarriers q_barriers[1];
+  prefill::StageBarriers tile_barriers[2];
+  float row_max[2][kTileRows];      // behind the key tiles of each warpgroup
+  float row_sums[2][2][kTileRows];  // [work tile % 2][warpgroup]
+  int64_t warp_costs[kThreads / 32];
+  int64_t warp_units[kThreads / 32];
+  int warp_longest[kThreads / 32];
+  int64_t found_start;
+  int found_sequence;
+};
+inline constexpr int kSharedBytes = static_cast<int>(sizeof(SharedStorage));
+static_assert(kSharedBytes <= 227 * 1024);
+
+// What all warps of a CTA know.
+struct Cta {
+  const Sm90Params& params;
+  char* const shared;             // SharedStorage, aligned to 1024 bytes
+  const uint32_t shared_address;  // wgmma, TMA and barriers take 32-bit shared-memory addresses
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+
+  const prefill::Pipeline<KeyState, kParts> keys;
+  const prefill::Pipeline<QueryState> query;
+  const prefill::Pipeline<TileState> tiles;
+
+  __device__ Cta(const Sm90Params& params, char* shared)
+      : params(params),
+        shared(shared),
+        shared_address(SharedAddress(shared)),
+        keys{Address(offsetof(SharedStorage, key_barriers))},
+        query{Address(offsetof(SharedStorage, q_barriers))},
+        tiles{Address(offsetof(SharedStorage, tile_barriers))} {}
+
+  __device__ uint32_t Address(size_t offset) const { return shared_address + static_cast<uint32_t>(offset); }
+  __device__ SharedStorage& Storage() const { return *reinterpret_cast<SharedStorage*>(shared); }
+  __device__ WorkTile& Tile(TileState state) const { return Storage().tiles[state.stage]; }
+  __device__ uint32_t Query() const { return Address(offsetof(SharedStorage, q)); }
+  __device__ uint32_t Part(int stage, int part) const {
+    return Address(offsetof(SharedStorage, keys)) + stage * kStageBytes + part * kHalfBytes;
+  }
+  __device__ void Arrive(uint32_t barrier) const { prefill::ArriveFromWarp(barrier, lane); }
+};
+
+}  // namespace xla_gpu::mla
+
+#endif  // XLA_GPU_OPS_MLA_ATTENTION_SM90_TRAITS_CUH_
