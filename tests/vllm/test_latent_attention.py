@@ -249,12 +249,15 @@ def test_devices_exchange_sums_alone(over_two):
         ({"hf_overrides": {"index_topk": 64}}, r"sparse attention \(index_topk, DeepSeek V3.2\): not supported"),
         (
             {"hf_overrides": {"qk_rope_head_dim": 12}},
-            "kv_lora_rank and qk_rope_head_dim: expected multiples of 8, .* got 32 and 12",
+            "kv_lora_rank and qk_rope_head_dim: expected positive multiples of 8, .* got 32 and 12",
         ),
         (
             {"hf_overrides": {"kv_lora_rank": 520}},
-            "expected multiples of 8, up to 512 and together up to 576, got 520 and 8",
+            "expected positive multiples of 8, up to 512 and together up to 576, got 520 and 8",
         ),
+        ({"hf_overrides": {"kv_lora_rank": 512, "qk_rope_head_dim": 72}}, "together up to 576, got 512 and 72"),
+        ({"hf_overrides": {"kv_lora_rank": 0}}, "expected positive multiples of 8, .* got 0 and 8"),
+        ({"hf_overrides": {"qk_rope_head_dim": 0}}, "expected positive multiples of 8, .* got 32 and 0"),
     ],
     ids=str,
 )
