@@ -21,7 +21,7 @@ from vllm.lora.request import LoRARequest
 from tests.vllm import engines, heads, test_lora, test_pooling, test_quantization, tiny
 from tests.vllm.engines import greedy, metric, run, tokens
 from tests.vllm.latent_over_devices import NEW_TOKENS, PROMPTS
-from tests.vllm.tensor_parallel import exchanged, run_module
+from tests.vllm.tensor_parallel import ON_A_CPU, exchanged, run_module
 
 LENGTHS = (5, 17, 33, 1, 70, 12, 130)
 NEW = 24
@@ -35,6 +35,15 @@ WIDE = {
     "moe_intermediate_size": 256,
     "q_lora_rank": 128,
     "kv_lora_rank": 128,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "qk_head_dim": 192,
+    "head_dim": 64,
+    "v_head_dim": 128,
+}
+# Of a head and a latent of DeepSeek V2 and V3.
+OF_DEEPSEEK = {
+    "kv_lora_rank": 512,
     "qk_nope_head_dim": 128,
     "qk_rope_head_dim": 64,
     "qk_head_dim": 192,
@@ -115,9 +124,14 @@ def test_drafts(folder, llm):
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [("bfloat16", 0.5), ("float16", 0.06)])
-def test_16_bits(dtype, tolerance, tmp_path):
-    """By how much the logit of a token may fall short of the largest one that transformers has in that dtype."""
-    folder = tiny.save("deepseek_v2_lite", tmp_path, {"first_k_dense_replace": 2})  # of experts two may be as likely
+@pytest.mark.parametrize("sizes", [{}, OF_DEEPSEEK], ids=["tiny", "deepseek"])
+def test_16_bits(sizes, dtype, tolerance, tmp_path):
+    """By how much the logit of a token may fall short of the largest one that transformers has in that dtype.
+
+    GPUs of compute capability 9.0 have kernels of their own for DeepSeek's sizes.
+    """
+    # Of experts two may be as likely.
+    folder = tiny.save("deepseek_v2_lite", tmp_path, {"first_k_dense_replace": 2, **sizes})
     llm = engines.make(folder, dtype=dtype)
     assert {cache.dtype for cache in engines.runner_of(llm).caches.tensors} == {getattr(torch, dtype)}
     prompts = tiny.prompts((5, 37, 130))
@@ -225,6 +239,7 @@ def test_heads_are_divided_and_latents_are_not(over_two):
             assert "self_attn" not in name or spec == "{replicated}", (name, spec)
 
 
+@ON_A_CPU
 def test_devices_exchange_sums_alone(over_two):
     """Those of layers, of shared experts, and the most likely tokens; each device attends with two of four heads."""
     programs = over_two[2]
