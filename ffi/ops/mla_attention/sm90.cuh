@@ -31,7 +31,7 @@ __device__ inline void InitBarriers(const Cta& cta) {
         InitBarrier(full + static_cast<int>(offsetof(prefill::StageBarriers, empty)), readers);
       }
     };
-    init(cta.keys.barriers, kStages * kParts, 4);
+    init(cta.keys.barriers, kStages * kPieces, 4);
     init(cta.query.barriers, 1, 8);
     init(cta.tiles.barriers, 2, 8);
     FenceProxyAsync();

@@ -101,68 +101,65 @@ class Consumer {
     keys_before_ += count;
   }
 
-  // Scores and softmax of key tile i, beside the values of the one before; then its own values.
+  // Scores and softmax of key tile i, and the values of the one before; then its own values.
+  // NOTE: the scores of this warpgroup's half come first, since that half was given back and loaded first; the products
+  // with the values before follow when their numerators are there, and give back what the other warpgroup's next key
+  // tile waits for. The other pieces arrive meanwhile.
   template <bool kFirst>
   __device__ void ComputeKeyTile(const WorkTile& tile, int i, float (&o)[kDimTiles][4]) {
     float s[kKeyTiles][4];
     uint32_t p[kKeyTiles / 2][4];
     float rescale[2];
     const KeyState state = State(i);
-    StartScores(state, s);
+    StartScores<kHalfPieces>(state, warpgroup_ * kHalfPieces, s, /*add=*/false);
     WgmmaCommit();
     if constexpr (!kFirst) {
       StartOthersValues(tile, i - 1, o);
       WgmmaCommit();
+      WgmmaWait<0>();
+      WgmmaFenceOperand(o);
+      ReleaseOthers(i - 1);
     }
-    WgmmaWait<kFirst ? 0 : 1>();
+    StartScores<kHalfPieces>(state, (1 - warpgroup_) * kHalfPieces, s, /*add=*/true);
+    StartScores<1>(state, kRopePart * kHalfPieces, s, /*add=*/true);
+    WgmmaCommit();
+    WgmmaWait<0>();
     WgmmaFenceOperand(s);
     if (i + 2 >= tile.key_tiles) cta_.Arrive(cta_.query.Empty(query_));
     Softmax(tile, i, s, rescale);
     prefill::PackNumerators<T>(s, p);
     Publish(tile, i, state, p);
-    if constexpr (!kFirst) {
-      WgmmaWait<0>();
-      WgmmaFenceOperand(o);
-      ReleaseOthers(i - 1);
-      Rescale(rescale, o);
-    }
+    if constexpr (!kFirst) Rescale(rescale, o);
     WgmmaFence();
     const uint64_t values = Values(state);
 #pragma unroll
     for (int step = 0; step < kTileKeys / 16; ++step) {
-      WgmmaRS<T>(o, p[step], AdvanceSmemDesc(values, step * 2 * kHalfRowBytes));
+      WgmmaRS<T>(o, p[step], AdvanceSmemDesc(values, step * 2 * kAtomBytes));
     }
     WgmmaCommit();
     WgmmaWait<0>();
     WgmmaFenceOperand(o);
-    cta_.Arrive(cta_.keys.Empty(state, warpgroup_));
+    cta_.Arrive(cta_.EmptyPart(state, warpgroup_));
   }
 
   // ---- Scores
-  // s = Q · Kᵀ, in the background.
-  __device__ void StartScores(KeyState state, float (&s)[kKeyTiles][4]) const {
-    const int other = 1 - warpgroup_;
-    cta_.keys.WaitFull(state, warpgroup_);
-    WgmmaFence();
-    StartScores<kHalfDim / 16>(state, warpgroup_, kHalfRowBytes, s, false);
-    cta_.keys.WaitFull(state, other);
-    WgmmaFence();
-    StartScores<kHalfDim / 16>(state, other, kHalfRowBytes, s, true);
-    cta_.keys.WaitFull(state, kRopePart);
-    WgmmaFence();
-    StartScores<kRopeDim / 16>(state, kRopePart, kAtomBytes, s, true);
-  }
-  template <int kSteps>
-  __device__ void StartScores(KeyState state, int part, int row_bytes, float (&s)[kKeyTiles][4], bool add) const {
-    uint32_t q_address = cta_.Query() + part * (kHalfDim / 64) * kQueryColumnBytes;
+  // s = Q · Kᵀ of kCount pieces, or s += Q · Kᵀ where `add`, each once it is there. In the background.
+  template <int kCount>
+  __device__ void StartScores(KeyState state, int first_piece, float (&s)[kKeyTiles][4], bool add) const {
+    uint32_t q_address = cta_.Query() + first_piece * kQueryColumnBytes;
     // Opaque, so that no descriptors are computed before the loop over key tiles: there are no registers for them.
     asm volatile("" : "+r"(q_address));
     const uint64_t q = MakeSmemDescKMajor(q_address);
-    const uint64_t k = MakeSmemDescKMajor(cta_.Part(state.stage, part), row_bytes);
+    const uint64_t k = MakeSmemDescKMajor(cta_.Piece(state.stage, first_piece));
 #pragma unroll
-    for (int step = 0; step < kSteps; ++step) {
-      WgmmaSS<T>(s, AdvanceSmemDesc(q, step / 4 * kQueryColumnBytes + step % 4 * 32),
-                 AdvanceSmemDesc(k, step / 4 * kAtomBytes + step % 4 * 32), add || step > 0);
+    for (int piece = 0; piece < kCount; ++piece) {
+      cta_.keys.WaitFull(state, first_piece + piece);
+      WgmmaFence();
+#pragma unroll
+      for (int step = 0; step < kPieceDim / 16; ++step) {
+        WgmmaSS<T>(s, AdvanceSmemDesc(q, piece * kQueryColumnBytes + step * 32),
+                   AdvanceSmemDesc(k, piece * kPieceBytes + step * 32), add || piece > 0 || step > 0);
+      }
     }
   }
 
@@ -254,7 +251,7 @@ class Consumer {
   // ---- Values
   // The descriptor of this warpgroup's half.
   __device__ uint64_t Values(KeyState state) const {
-    return MakeSmemDescMnMajor(cta_.Part(state.stage, warpgroup_), kAtomBytes, kHalfRowBytes);
+    return MakeSmemDescMnMajor(cta_.Part(state.stage, warpgroup_), kPieceBytes, kAtomBytes);
   }
 
   // o += numerators · values of key tile i, whose scores the other warpgroup has computed, in the background. Nothing
@@ -262,7 +259,10 @@ class Consumer {
   __device__ void StartOthersValues(const WorkTile& tile, int i, float (&o)[kDimTiles][4]) {
     const KeyState state = State(i);
     const int other = 1 - warpgroup_;
-    cta_.keys.WaitFull(state, warpgroup_);
+#pragma unroll
+    for (int piece = 0; piece < kHalfPieces; ++piece) {
+      cta_.keys.WaitFull(state, warpgroup_ * kHalfPieces + piece);
+    }
     NamedBarrierSync(kReadyBarrier + other, kConsumerThreads);
     const float* const row_max = cta_.Storage().row_max[other];
     float rescale[2];
@@ -283,7 +283,7 @@ class Consumer {
     WgmmaFence();
 #pragma unroll
     for (int step = 0; step < kTileKeys / 16; ++step) {
-      WgmmaSSMnMajor<T>(o, AdvanceSmemDesc(numerators, step * 32), AdvanceSmemDesc(values, step * 2 * kHalfRowBytes));
+      WgmmaSSMnMajor<T>(o, AdvanceSmemDesc(numerators, step * 32), AdvanceSmemDesc(values, step * 2 * kAtomBytes));
     }
   }
   // The other warpgroup has no more use for its numerators, which it has in registers too.
@@ -291,8 +291,8 @@ class Consumer {
     const KeyState state = State(i);
     __syncwarp();
     if (cta_.lane == 0) {
-      ArriveBarrier(cta_.keys.Empty(state, warpgroup_));
-      ArriveBarrier(cta_.keys.Empty(state, kRopePart));
+      ArriveBarrier(cta_.EmptyPart(state, warpgroup_));
+      ArriveBarrier(cta_.EmptyPart(state, kRopePart));
     }
   }
 
@@ -304,8 +304,7 @@ class Consumer {
     const uint32_t half = cta_.Part(state.stage, warpgroup_);
 #pragma unroll 1
     for (int vector = thread_; vector < kHalfBytes / 16; vector += 128) {
-      const int key = vector * 16 / kHalfRowBytes * 8 + vector / 8 % 8;
-      if (key < keys) continue;
+      if (vector / 8 % kTileKeys < keys) continue;
       asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(half + vector * 16), "r"(0) : "memory");
     }
     return true;

@@ -28,7 +28,7 @@ inline bool EncodeTensors(const MlaAttentionParams& params, Sm90Params* sm90) {
   cache.box_columns = kHalfDim;
   cache.bfloat16 = bfloat16;
   if (!EncodePagedTensor(cache, &sm90->latent_map)) return false;
-  cache.box_columns = kRopeDim;
+  cache.box_columns = kPieceDim;
   return EncodePagedTensor(cache, &sm90->rope_map) &&
          EncodeQueryTensor(params.query, static_cast<uint64_t>(params.num_tokens * params.num_heads), /*heads=*/1,
                            kSlotDim, kTileRows, /*box_heads=*/1, bfloat16, &sm90->q_map);
