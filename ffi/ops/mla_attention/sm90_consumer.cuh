@@ -116,11 +116,16 @@ class Consumer {
     if constexpr (!kFirst) {
       StartOthersValues(tile, i - 1, o);
       WgmmaCommit();
-      WgmmaWait<0>();
+    }
+    const int others_half = (1 - warpgroup_) * kHalfPieces;
+    StartScores<1>(state, others_half, s, /*add=*/true);
+    WgmmaCommit();
+    if constexpr (!kFirst) {
+      WgmmaWait<1>();
       WgmmaFenceOperand(o);
       ReleaseOthers(i - 1);
     }
-    StartScores<kHalfPieces>(state, (1 - warpgroup_) * kHalfPieces, s, /*add=*/true);
+    StartScores<kHalfPieces - 1>(state, others_half + 1, s, /*add=*/true);
     StartScores<1>(state, kRopePart * kHalfPieces, s, /*add=*/true);
     WgmmaCommit();
     WgmmaWait<0>();
