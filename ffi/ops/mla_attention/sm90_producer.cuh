@@ -11,6 +11,23 @@
 
 namespace xla_gpu::mla {
 
+// Lane i loads box i of a key tile. Boxes behind the last key that a row sees are not loaded.
+struct CacheBox {
+  bool used;
+  int page, atom_row;
+};
+__device__ inline CacheBox FindBox(const Sm90Params& params, int lane, const WorkTile& tile, int key_tile) {
+  const auto in_tile = static_cast<uint32_t>(lane * params.box_rows);
+  const uint32_t key = static_cast<uint32_t>(key_tile) * kTileKeys + in_tile;
+  CacheBox box{in_tile < kTileKeys && key < static_cast<uint32_t>(tile.key_end), 0, 0};
+  if (!box.used) return box;
+  const uint32_t page = params.page.Divide(key);
+  const int64_t table = int64_t{tile.block_table} * params.attention.pages_per_seq;
+  box.page = __ldg(params.attention.block_tables + table + page);
+  box.atom_row = static_cast<int>(key - page * params.page.divisor) / 8;
+  return box;
+}
+
 class Producer {
  public:
   __device__ explicit Producer(const Cta& cta) : cta_(cta), params_(cta.params) {}
@@ -19,7 +36,7 @@ class Producer {
     SplitTile split{};
     TileState work;
     if (schedule.begin < schedule.end) {
-      TileCursor cursor(cta_, schedule);
+      TileCursor cursor(params_, schedule);
       WorkTile tile{};
 #pragma unroll 1
       while (cursor.Next(&tile, &split)) {
@@ -55,30 +72,13 @@ class Producer {
     query_.Advance();
   }
 
-  // Lane i loads box i of a key tile. Boxes behind the last key that a row sees are not loaded.
-  struct Box {
-    bool used;
-    int page, atom_row;
-  };
-  __device__ Box FindBox(const WorkTile& tile, int key_tile) const {
-    const auto in_tile = static_cast<uint32_t>(cta_.lane * params_.box_rows);
-    const uint32_t key = static_cast<uint32_t>(key_tile) * kTileKeys + in_tile;
-    Box box{in_tile < kTileKeys && key < static_cast<uint32_t>(tile.key_end), 0, 0};
-    if (!box.used) return box;
-    const uint32_t page = params_.page.Divide(key);
-    const int64_t table = int64_t{tile.block_table} * params_.attention.pages_per_seq;
-    box.page = __ldg(params_.attention.block_tables + table + page);
-    box.atom_row = static_cast<int>(key - page * params_.page.divisor) / 8;
-    return box;
-  }
-
   __device__ void LoadKeys(const WorkTile& tile) {
     const int end = tile.first_key_tile + tile.key_tiles;
-    Box next = FindBox(tile, tile.first_key_tile);
+    CacheBox next = FindBox(params_, cta_.lane, tile, tile.first_key_tile);
 #pragma unroll 1
     for (int i = tile.first_key_tile; i < end; ++i) {
-      const Box box = next;
-      if (i + 1 < end) next = FindBox(tile, i + 1);
+      const CacheBox box = next;
+      if (i + 1 < end) next = FindBox(params_, cta_.lane, tile, i + 1);
       const int boxes = __popc(__ballot_sync(~0u, box.used));
       // The warpgroup that computes the scores begins with its own half of the latents, which it is also the first to
       // have no more use for.
@@ -96,7 +96,7 @@ class Producer {
     }
   }
 
-  __device__ void LoadHalf(int half, int boxes, const Box& box) const {
+  __device__ void LoadHalf(int half, int boxes, const CacheBox& box) const {
     const int box_bytes = params_.box_rows * kHalfDim * 2;
     const uint32_t barrier = BeginPart(half, boxes * box_bytes);
     // A page outside the cache reads nothing: the consumers find it.
