@@ -78,7 +78,8 @@ struct RowParts {
 
 __device__ inline float ResultFactor(AttentionState state) { return state.sum == 0.0f ? 0.0f : state.Normalize(1.0f); }
 
-// What a CTA merges at a time: kCombineWarps rows of a work tile in few parts, or kItemColumns columns of a row in many.
+// What a CTA merges at a time: kCombineWarps rows of a work tile in few parts, or kItemColumns columns of a row in
+// many.
 __device__ inline int ItemsOf(const SplitTile& tile) {
   if (tile.rows <= 0) return 0;
   return tile.parts <= kPartsOfOneWarp ? (tile.rows + kCombineWarps - 1) / kCombineWarps

@@ -140,7 +140,8 @@ class FewRowsConsumer {
 #pragma unroll
       for (int step = 0; step < kPartColumns / 16; ++step) {
         const uint64_t k = AdvanceSmemDesc(keys, step / 4 * kAtomBytes + step % 4 * 32);
-        const uint64_t q = AdvanceSmemDesc(query, (part * kPartAtoms + step / 4) * Traits::kColumnBytes + step % 4 * 32);
+        const uint64_t q =
+            AdvanceSmemDesc(query, (part * kPartAtoms + step / 4) * Traits::kColumnBytes + step % 4 * 32);
         WgmmaNarrow<T>(step % 2 == 0 ? s : odd, k, q, part > 0 || step > 1);
       }
     }

@@ -27,7 +27,8 @@ struct FewRowsTraits {
   static constexpr bool kMovesRegisters = kRows > 16;
   static constexpr int kThreads = kConsumerThreads + (kMovesRegisters ? kProducerThreads : 32);
   static constexpr int kStages = kRows == 16 ? 8 : 7;  // parts
-  // Q lies as columns of swizzle atoms: [kSlotDim / 64][kRows] rows of 128 bytes. A tile's numerators are such a column.
+  // Q lies as columns of swizzle atoms: [kSlotDim / 64][kRows] rows of 128 bytes. A tile's numerators are such a
+  // column.
   static constexpr int kColumnBytes = kRows * 128;
   static constexpr int kQueryBytes = kSlotDim / 64 * kColumnBytes;
   using PartState = prefill::PipelineState<kStages>;

@@ -227,9 +227,7 @@ class TileCursor {
   }
 
  private:
-  __device__ SequenceInfo LoadInfo(int s) const {
-    return LoadSequenceInline(params_.attention, s, schedule_.in_order);
-  }
+  __device__ SequenceInfo LoadInfo(int s) const { return LoadSequenceInline(params_.attention, s, schedule_.in_order); }
 
   __device__ void Advance() {
     start_ += schedule_.length.Of(units_.KeyTiles(unit_));

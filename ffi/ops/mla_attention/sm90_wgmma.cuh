@@ -46,20 +46,20 @@ __device__ inline void WgmmaSSMnMajor(float (&c)[32][4], uint64_t a, uint64_t b)
 }
 
 // c += a · b; A from shared memory, MN-major (stored as rows of the inner dimension), B from shared memory, K-major.
-#define XLA_GPU_WGMMA_MN_MAJOR_A(kBlocks, SHAPE, REGISTERS, D0, D1, ...)                                          \
-  template <typename T>                                                                                           \
-  __device__ inline void WgmmaMnMajorA(float(&c)[kBlocks][4], uint64_t a, uint64_t b) {                           \
-    if constexpr (std::is_same_v<T, __half>) {                                                                    \
-      asm volatile("{ .reg .pred add; setp.eq.b32 add, 0, 0; wgmma.mma_async.sync.aligned." SHAPE                 \
-                   ".f32.f16.f16 {" REGISTERS "}, " D0 ", " D1 ", add, 1, 1, 1, 0; }"                             \
-                   : __VA_ARGS__                                                                                  \
-                   : "l"(a), "l"(b));                                                                             \
-    } else {                                                                                                      \
-      asm volatile("{ .reg .pred add; setp.eq.b32 add, 0, 0; wgmma.mma_async.sync.aligned." SHAPE                 \
-                   ".f32.bf16.bf16 {" REGISTERS "}, " D0 ", " D1 ", add, 1, 1, 1, 0; }"                           \
-                   : __VA_ARGS__                                                                                  \
-                   : "l"(a), "l"(b));                                                                             \
-    }                                                                                                             \
+#define XLA_GPU_WGMMA_MN_MAJOR_A(kBlocks, SHAPE, REGISTERS, D0, D1, ...)                          \
+  template <typename T>                                                                           \
+  __device__ inline void WgmmaMnMajorA(float(&c)[kBlocks][4], uint64_t a, uint64_t b) {           \
+    if constexpr (std::is_same_v<T, __half>) {                                                    \
+      asm volatile("{ .reg .pred add; setp.eq.b32 add, 0, 0; wgmma.mma_async.sync.aligned." SHAPE \
+                   ".f32.f16.f16 {" REGISTERS "}, " D0 ", " D1 ", add, 1, 1, 1, 0; }"             \
+                   : __VA_ARGS__                                                                  \
+                   : "l"(a), "l"(b));                                                             \
+    } else {                                                                                      \
+      asm volatile("{ .reg .pred add; setp.eq.b32 add, 0, 0; wgmma.mma_async.sync.aligned." SHAPE \
+                   ".f32.bf16.bf16 {" REGISTERS "}, " D0 ", " D1 ", add, 1, 1, 1, 0; }"           \
+                   : __VA_ARGS__                                                                  \
+                   : "l"(a), "l"(b));                                                             \
+    }                                                                                             \
   }
 
 XLA_GPU_WGMMA_MN_MAJOR_A(2, "m64n16k16", "%0,%1,%2,%3,%4,%5,%6,%7", "%8", "%9", XLA_GPU_C4(0), XLA_GPU_C4(1))

@@ -26,8 +26,8 @@ constexpr bool HasSm90Shape(const MlaAttentionParams& shapes) {
          shapes.page_size > 0 && BoxRows(shapes.page_size) >= kMinBoxRows;
 }
 
-// The rows of a work tile. Fewer than kTileRows where sequences have so few of them on average: 16 heads and a new token
-// each, for example. Longer sequences are several work tiles then, which together are no more than max_seqs.
+// The rows of a work tile. Fewer than kTileRows where sequences have so few of them on average: 16 heads and a new
+// token each, for example. Longer sequences are several work tiles then, which together are no more than max_seqs.
 constexpr int TileRows(const MlaAttentionParams& shapes) {
   const int64_t rows = shapes.num_tokens * shapes.num_heads;
   return rows <= 16 * shapes.max_seqs ? 16 : rows <= 32 * shapes.max_seqs ? 32 : kTileRows;
