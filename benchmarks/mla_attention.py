@@ -4,6 +4,9 @@
     python -m benchmarks.mla_attention 128x64x4096 --tokens 2           # two new tokens of each sequence
     python -m benchmarks.mla_attention 16x8x1024 --device cpu           # the host's implementation
 
+FlashMLA as vLLM builds it is timed beside where FLASHMLA_LIBRARY names `_flashmla_C.abi3.so` out of vllm's wheel: in
+pages of 64, with the plan that it makes of the lengths made before.
+
 A load 128x64x4096 is 64 sequences of 4096 tokens, the new ones included, and 128 heads. TB/s count the latents that the
 sequences have, queries and results once each; FLOP/s the products with the keys that a token sees. The limit is the
 larger one of both times, by the rates of --terabytes and --teraflops: an H200's data sheet has 4.8 TB/s, and 989
@@ -14,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import pathlib
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -21,6 +25,7 @@ from types import SimpleNamespace
 import torch
 from benchmarks import memory, timing
 from benchmarks.argument_types import positive
+from tests.common import cases
 
 import xla_gpu.torch as xla_gpu
 
@@ -68,6 +73,19 @@ def call_of(made: SimpleNamespace, options: argparse.Namespace) -> Callable[[], 
     return lambda: xla_gpu.mla_attention(made.query, made.cache, *made.metadata, **settings)
 
 
+def flash_mla(made: SimpleNamespace, options: argparse.Namespace) -> Callable[[], torch.Tensor]:
+    lens, tables, *_ = made.metadata
+    query = made.query.unflatten(0, (len(lens), options.tokens))
+    cache = made.cache[:, :, None]
+
+    def call(plan: torch.Tensor | None, splits: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
+        given = (query, cache, options.value_dim, lens, tables, options.head_dim**-0.5, options.tokens > 1)
+        return torch.ops._flashmla_C.dense_decode_fwd(*given, plan, splits, None)
+
+    *_, plan, splits = call(None, None)
+    return lambda: call(plan, splits)[0].flatten(0, 1)
+
+
 def largest_error(out: torch.Tensor, made: SimpleNamespace, context: int, options: argparse.Namespace) -> float:
     """Of the last rows of three sequences, relative to the largest element of each."""
     worst, tables = 0.0, made.metadata[1]
@@ -91,11 +109,18 @@ def measured(load: tuple[int, int, int], options: argparse.Namespace) -> dict[st
     keys = sequences * sum(context - i for i in range(options.tokens))
     operations = 2 * keys * heads * (options.head_dim + options.value_dim)
     seeds = range(1, timing.sets_needed(moved) if options.device == "cuda" else 1)
-    calls = [call_of(each, options) for each in (made, *(inputs_of(load, options, seed) for seed in seeds))]
+    inputs = [made, *(inputs_of(load, options, seed) for seed in seeds)]
+    calls = [call_of(each, options) for each in inputs]
     microseconds = timing.microseconds(calls) if options.device == "cuda" else timing.WallTimes(calls).microseconds()
     found = {"us": microseconds, "TB/s": moved / microseconds / 1e6, "TFLOP/s": operations / microseconds / 1e6}
     if options.device == "cuda":
         found["limit us"] = max(moved / options.terabytes, operations / options.teraflops) / 1e6
+        if os.environ.get("FLASHMLA_LIBRARY") and options.page_size == 64:
+            peers = [flash_mla(each, options) for each in inputs]
+            if (error := largest_error(peers[0](), made, context, options)) > TOLERANCE:
+                raise SystemExit(f"FlashMLA: off by {error:.3g} of the largest element")
+            found["FlashMLA us"] = timing.microseconds(peers)
+            found["ratio"] = found["FlashMLA us"] / microseconds
     return found
 
 
@@ -107,12 +132,14 @@ def main() -> None:
     parser.add_argument("--head-dim", type=positive, default=576, help="of a latent and its key (default: %(default)s)")
     parser.add_argument("--value-dim", type=positive, default=512, help="of a latent (default: %(default)s)")
     parser.add_argument("--page-size", type=positive, default=64, help="(default: %(default)s)")
-    parser.add_argument("--dtype", default="bfloat16", choices=["float16", "bfloat16", "float32"])
+    parser.add_argument("--dtype", default="bfloat16", choices=list(cases.FLOATS), help="(default: %(default)s)")
     parser.add_argument("--terabytes", type=float, default=4.8, help="a second, of the limit (default: %(default)s)")
     parser.add_argument("--teraflops", type=float, default=989.0, help="of the limit (default: %(default)s)")
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"], help="(default: %(default)s)")
     parser.add_argument("--json", type=pathlib.Path, metavar="FILE", help="also writes the figures there, as JSON")
     options = parser.parse_args()
+    if library := os.environ.get("FLASHMLA_LIBRARY"):
+        torch.ops.load_library(library)
     rows = []
     for load in options.loads:
         if options.tokens > load[2]:

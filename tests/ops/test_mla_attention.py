@@ -200,7 +200,8 @@ def test_states_of_parts_are_merged(frontend):
 @pytest.mark.parametrize("rows", [1, 3, 40])
 @pytest.mark.parametrize("dtype", cases.FLOATS)
 def test_bits_do_not_depend_on_the_batch(frontend, dtype, rows):
-    """A sequence alone, among others, on other pages, and where there is room for more sequences."""
+    """A sequence alone, among others, on other pages, and where there is room for more sequences. Not of the one shape
+    whose keys CTAs of sm_90a share by the whole batch."""
     shape = dict(num_heads=16, head_dim=96, value_dim=64, dtype=dtype)
     alone = Case("subject", ((rows, 130),), spare_seqs=0, padding_tokens=0, **shape)
     arrays = mla_cases.build(alone)
@@ -338,6 +339,63 @@ def test_cuda_error_where_asked_for(frontend, name, monkeypatch):
     arrays = wrong(case, name)
     with pytest.raises(ERRORS, match=f"mla_attention: {hostile.error_pattern(as_paged_attention(arrays))}"):
         frontend.call("mla_attention", arrays, **case.options())
+
+
+# ---- The target itself -----------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("with_lse", [False, True])
+@pytest.mark.frontends("eager", "eager-cuda")
+def test_handler_refuses_other_results(frontend, with_lse):
+    """Another shape or dtype of the result or the log-sum-exps, and too little scratch memory, which DeepSeek's shape
+    takes."""
+    import torch
+
+    import xla_gpu.torch as ops
+
+    operator = "mla_attention_with_lse" if with_lse else "mla_attention"
+    case = NAMES["deepseek-v3-decode-bf16"]
+    arrays = mla_cases.build(case)
+    rows, heads, _ = arrays["query"].shape
+
+    def call(out=(rows, heads, 512), dtype=torch.bfloat16, lse=(rows, heads), scratch=1 << 26):
+        results = [torch.empty(out, dtype=dtype, device="meta"), torch.empty(lse, device="meta")][: 1 + with_lse]
+        results.append(torch.empty(scratch, dtype=torch.uint8, device="meta"))
+        target = ops.ffi_call(f"xla_gpu_{operator}", tuple(results))
+        attributes = {"scale": np.float32(1), "value_dim": np.int64(512), "check_inputs": False}
+        return target(*frontend.tensors(arrays).values(), **attributes)
+
+    call()
+    wrong = {
+        "out: expected shape": {"out": (rows, heads, 576)},
+        "out: expected bfloat16": {"dtype": torch.float16},
+        "scratch: expected": {"scratch": 0},
+    }
+    for text, changes in (wrong | ({"lse: expected shape": {"lse": (rows, 1)}} if with_lse else {})).items():
+        with pytest.raises(ValueError, match=f"{operator}: {text}.*, got"):
+            call(**changes)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.frontends("eager")
+def test_scratch_memory_is_bounded(frontend, dtype):
+    """34 MiB, whatever the sequences do."""
+    from xla_gpu._core.operator import ArraySpec
+    from xla_gpu._runtime.scratch import scratch_bytes
+    from xla_gpu.ops.mla_attention import OPERATOR
+
+    sizes = []
+    for heads in (1, 16, 64, 128):
+        for tokens in (0, 1, 8, 64, 256, 4096, 16384):
+            for max_seqs in (0, 1, 64, 256):
+                arrays = {
+                    "query": ArraySpec((tokens, heads, 576), dtype),
+                    "kv_cache": ArraySpec((4096, 64, 576), dtype),
+                    "context_lens": ArraySpec((max_seqs,), "int32"),
+                    "block_tables": ArraySpec((max_seqs, 2048), "int32"),
+                    "query_start_loc": ArraySpec((max_seqs + 1,), "int32"),
+                    "num_seqs": ArraySpec((1,), "int32"),
+                }
+                sizes.append(scratch_bytes(OPERATOR.bind(**arrays, scale=1.0, value_dim=512)))
+    assert 1 << 20 < max(sizes) <= 34 << 20
 
 
 # ---- Programs --------------------------------------------------------------------------------------------------------

@@ -33,17 +33,30 @@ PROMPTS = tiny.prompts((5, 70, 33, 1))
 NEW_TOKENS = 12
 PENALISED = {"temperature": 0.8, "top_p": 0.9, "seed": 7, "presence_penalty": 0.5}
 DRAFTS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
+# Of tests that read in XLA's programs what goes between devices.
+ON_A_CPU = pytest.mark.skipif(
+    os.environ.get("PJRT_DEVICE", "").upper() == "GPU",
+    reason="on GPUs sums are calls of this library, and what XLA moves has other names",
+)
 ACCEPTED = "vllm:spec_decode_num_accepted_tokens"
 
 
 def generate(llm) -> dict:
     """Tokens and log-probabilities: greedy, with all kinds of sampling, prompts read in chunks."""
     outputs = run(llm, PROMPTS[:2], greedy(2, logprobs=3))
+    (prompt,) = run(llm, PROMPTS[2:3], greedy(1, prompt_logprobs=3))
     return {
         "greedy": tokens(llm, PROMPTS, greedy(NEW_TOKENS)),
         "sampled": tokens(llm, PROMPTS[:2], [random(8, seed=3), random(8, **PENALISED)]),
-        "logprobs": [[sorted(e.logprob for e in step.values()) for step in o.outputs[0].logprobs] for o in outputs],
+        "logprobs": [[likely(step) for step in o.outputs[0].logprobs] for o in outputs],
+        "prompt_logprobs": [likely(step) for step in prompt.prompt_logprobs[1:]],
     }
+
+
+def likely(step) -> list[list[float]]:
+    """Of vLLM's log-probabilities at one place the three highest, and their tokens."""
+    ranked = sorted(step.items(), key=lambda entry: entry[1].rank)[:3]
+    return [[token, entry.logprob] for token, entry in ranked]
 
 
 def draft(llm) -> list[list[int]]:

@@ -16,7 +16,7 @@ from vllm.model_executor.layers.layernorm import RMSNorm
 
 from tests.vllm import engines, heads, test_quantization, tiny
 from tests.vllm.heads_over_devices import NEW_TOKENS, NUM_DRAFTS, PROMPTS, SAMPLED
-from tests.vllm.tensor_parallel import exchanged, run_module
+from tests.vllm.tensor_parallel import ON_A_CPU, exchanged, run_module
 from tests.vllm.test_eagle import CLOSE
 from tests.vllm.test_tensor_parallel import Devices
 from xla_gpu.vllm.divided_sums import PendingSum, take_sums
@@ -174,6 +174,7 @@ def expected_traffic(devices: int, name: str, made: SimpleNamespace) -> list[tup
     return sorted(3 * [(2 * layers, int(not whole), 0)] + 3 * [(sums, choices, NUM_DRAFTS if padded else 0)])
 
 
+@ON_A_CPU
 @pytest.mark.parametrize(("devices", "name"), CASES)
 def test_devices_exchange_sums_alone(devices, name, found, saved):
     counts, normed = [], 0

@@ -18,7 +18,7 @@ from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.layers.linear import QKVParallelLinear
 
 from tests.vllm import engines, test_quantization, tiny
-from tests.vllm.tensor_parallel import NEW_TOKENS, PROMPTS, draft, exchanged, generate, run_on
+from tests.vllm.tensor_parallel import NEW_TOKENS, ON_A_CPU, PROMPTS, draft, exchanged, generate, run_on
 from xla_gpu.vllm import repeated_kv_heads
 
 LAYERS = 2
@@ -95,6 +95,7 @@ def test_each_device_has_one_head(devices, found):
     assert case["kv_heads"] == [devices] * LAYERS
 
 
+@ON_A_CPU
 @pytest.mark.parametrize("devices", NAMES_OF)
 def test_devices_exchange_sums_alone(devices, found):
     """As with a head for each device."""

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tests.vllm import engines, test_quantization, tiny
-from tests.vllm.tensor_parallel import NEW_TOKENS, PROMPTS, draft, exchanged, generate, run_on
+from tests.vllm.tensor_parallel import NEW_TOKENS, ON_A_CPU, PROMPTS, draft, exchanged, generate, run_on
 from xla_gpu.vllm.divided_layers import Joined
 from xla_gpu.vllm.divided_sums import PendingSum, take_sums
 
@@ -63,7 +63,8 @@ def test_same_tokens_as_one_device(two_devices, engine):
     expected = generate(engine)
     assert two_devices["greedy"] == expected["greedy"]
     assert two_devices["sampled"] == expected["sampled"]
-    torch.testing.assert_close(torch.tensor(two_devices["logprobs"]), torch.tensor(expected["logprobs"]))
+    for name in ("logprobs", "prompt_logprobs"):
+        torch.testing.assert_close(torch.tensor(two_devices[name]), torch.tensor(expected[name]))
     assert two_devices["compiled"] == 0
     assert two_devices["drafted"] == [draft(engine), True]
 
@@ -83,6 +84,7 @@ def test_quantised_weights_and_experts(name, two_devices, others):
     assert two_devices["others"][list(others).index(name)] == expected
 
 
+@ON_A_CPU
 def test_devices_exchange_sums_alone(two_devices):
     # Each model's, of 8 and 64 tokens; the first one's with drafts too, of 8, 32 and 64, with up to 32 rows of logits.
     assert len(two_devices["programs"]) == 2 * (1 + len(OTHERS)) + 3

@@ -1,7 +1,7 @@
 // Which work a CTA of the sm_90a kernel takes. Units, the row tiles of a sequence that a team of CTAs takes at a time,
 // lie behind each other on a line, sequence by sequence; a unit is as long as its key tiles and unit_cost. Each team
-// takes an equal share of the line, so that a unit may belong to several teams, which then share its keys; or a unit
-// each, where there are so few units that sharing keys would cost more than it saves.
+// takes an equal share of the line, so that a unit may belong to several teams, which then share its keys; or as many
+// whole units as any other, where sharing keys would cost more than it saves.
 #ifndef XLA_GPU_OPS_MLA_ATTENTION_SM90_SCHEDULE_CUH_
 #define XLA_GPU_OPS_MLA_ATTENTION_SM90_SCHEDULE_CUH_
 
@@ -165,10 +165,11 @@ class Schedule {
     const int teams = static_cast<int>(gridDim.x) / params.team_ctas;
     const int team = static_cast<int>(blockIdx.x) / params.team_ctas;
     share = (total + teams - 1) / teams;
-    if (all_units <= teams && longest <= share + kSplitCost) {
+    const int64_t whole_units = (all_units + teams - 1) / teams;
+    if (whole_units * longest <= share + kSplitCost) {
       length = {0, 1};
       total = all_units;
-      share = 1;
+      share = whole_units;
     }
     begin = team * share;
     end = min(begin + share, total);
