@@ -45,6 +45,10 @@ CASES = (
     Case("deepseek-v3-decode-bf16", ((1, 70), (1, 200)), num_heads=128, head_dim=576, value_dim=512, page_size=64,
          dtype="bfloat16"),
     Case("kimi-k2-mixed-f16", ((1, 40), (19, 19), (6, 90)), num_heads=64, head_dim=576, value_dim=512, dtype="float16"),
+    Case("16-rows-bf16", ((1, 37), (1, 128), (1, 1), (1, 333)), num_heads=16, head_dim=576, value_dim=512, page_size=16,
+         dtype="bfloat16", padding_tokens=1),
+    Case("32-rows-f16", ((1, 170), (2, 90), (1, 700)), num_heads=20, head_dim=576, value_dim=512, dtype="float16",
+         padding_tokens=1),
     Case("speculative-2-rows-bf16", ((2, 60), (2, 2), (2, 129)), num_heads=8, head_dim=192, value_dim=128, page_size=1,
          dtype="bfloat16"),
     Case("empty-sequences-in-the-middle", ((3, 20), (0, 31), (0, 0), (1, 9), (0, 5)), page_size=3),
@@ -55,6 +59,13 @@ CASES = (
 
 MORE = (
     Case("prefill-whole-prompt-bf16", ((200, 200),), num_heads=16, head_dim=576, value_dim=512, dtype="bfloat16"),
+    # Hopper's kernels divide a row's keys among CTAs.
+    Case("long-contexts-bf16", ((1, 5000), (1, 64), (2, 2900)), num_heads=16, head_dim=576, value_dim=512, page_size=16,
+         dtype="bfloat16"),
+    Case("long-contexts-of-many-heads-f16", ((1, 40), (1, 3300)), num_heads=128, head_dim=576, value_dim=512,
+         page_size=64, dtype="float16"),
+    Case("chunk-behind-long-context-bf16", ((90, 2300), (1, 700)), num_heads=16, head_dim=576, value_dim=512,
+         page_size=16, dtype="bfloat16"),
     Case("prefill-behind-long-context", ((33, 700), (1, 1500)), num_heads=8, dtype="bfloat16"),
     Case("long-tail-of-lengths", tuple((1, c) for c in (2, 3, 5, 8, 13, 21, 34, 55, 610, 1200)), num_heads=16),
     Case("one-head", ((1, 70), (5, 9)), num_heads=1),

@@ -15,7 +15,7 @@ import pytest
 
 from tests.vllm import tiny
 
-EVERY_TIME = ("qwen3", "gemma3", "mixtral", "glm4_moe", "gpt_oss", "deepseek_v3", "cohere2")
+EVERY_TIME = ("qwen3", "gemma3", "mixtral", "glm4_moe", "gpt_oss", "deepseek_v2_lite", "deepseek_v3", "cohere2")
 NAMES = sorted(tiny.CONFIGS) if os.environ.get("XLA_GPU_TEST_ALL_MODELS") else EVERY_TIME
 
 # Whose layers are two calls each in steps of few rows.
@@ -46,10 +46,11 @@ print("RESULT", got == expected, groups, engines.compiled_since_start(llm), len(
 """
 
 
-def serve(name: str, folder, program: str = PROGRAM, **options) -> list[str]:
+def serve(name: str, folder, program: str = PROGRAM, latents: bool = True, **options) -> list[str]:
+    """latents: where the model has latent attention, its caches have latents, and not whole keys and values."""
     saved = tiny.save(name, folder)
     command = [sys.executable, "-c", program, saved, repr(options)]
-    environment = {**os.environ, "VLLM_MLA_DISABLE": "1"}  # of the models with latent attention
+    environment = {**os.environ, "VLLM_MLA_DISABLE": str(int(not latents))}
     result = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment)
     lines = [line for line in result.stdout.splitlines() if line.startswith("RESULT")]
     assert lines, result.stderr[-3000:]
@@ -66,12 +67,11 @@ def test_tokens_equal_transformers(name, tmp_path):
     assert (int(groups) > 1) == (name in ("gemma2", "gemma3", "gpt_oss", "cohere2", "olmo3"))
 
 
-def test_latent_attention_is_refused(tmp_path):
-    from vllm.engine.arg_utils import EngineArgs
-
-    folder = tiny.save("deepseek_v3", tmp_path)
-    with pytest.raises(Exception, match=r"\(MLA\): not supported; with VLLM_MLA_DISABLE=1"):
-        EngineArgs(model=folder).create_engine_config()
+@pytest.mark.parametrize("name", ["deepseek_v3"])
+def test_whole_keys_and_values_in_the_place_of_latents(name, tmp_path):
+    equal, _, compiled, _, tokens = serve(name, tmp_path, latents=False)
+    assert equal == "True", tokens
+    assert compiled == "0"
 
 
 WITH_IMAGES = sorted(tiny.WITH_IMAGES) if os.environ.get("XLA_GPU_TEST_ALL_MODELS") else ("gemma3_images",)

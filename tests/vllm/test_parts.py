@@ -198,6 +198,7 @@ def test_memory_is_left_to_compile_in(monkeypatch):
     text = SimpleNamespace(intermediate_size=14336)
     model = SimpleNamespace(
         runner_type="generate",
+        use_mla=False,
         is_multimodal_model=False,
         dtype=torch.bfloat16,
         hf_text_config=text,

@@ -92,11 +92,13 @@ def one_scale(weight):
 
 
 def blocks(weight):
-    tiles = weight.unflatten(1, (-1, GROUP)).unflatten(0, (-1, GROUP))  # [n / 128, 128, k / 128, 128]
+    n = len(weight)
+    whole = torch.nn.functional.pad(weight, (0, 0, 0, -n % GROUP))
+    tiles = whole.unflatten(1, (-1, GROUP)).unflatten(0, (-1, GROUP))  # [n / 128, 128, k / 128, 128]
     scale = tiles.abs().amax((1, 3)) / 448
     stored = (tiles / scale[:, None, :, None]).to(torch.float8_e4m3fn)
-    meaning = (stored.float() * scale[:, None, :, None]).reshape(weight.shape)
-    return {"weight": stored.reshape(weight.shape), "weight_scale_inv": scale}, meaning
+    meaning = (stored.float() * scale[:, None, :, None]).reshape(whole.shape)[:n].contiguous()
+    return {"weight": stored.reshape(whole.shape)[:n].contiguous(), "weight_scale_inv": scale}, meaning
 
 
 def compressed(form: str, weights: dict) -> dict:

@@ -36,6 +36,36 @@ _LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 128,
 }
+_YARN = {
+    "rope_type": "yarn",
+    "factor": 4.0,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "original_max_position_embeddings": 128,
+}
+_LATENT = {
+    **COMMON,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 32,
+    "q_lora_rank": 48,
+    "qk_nope_head_dim": 24,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+}
+_DEEPSEEK_V3 = {
+    **_LATENT,
+    "n_group": 4,
+    "topk_group": 2,
+    "topk_method": "noaux_tc",
+    "scoring_func": "sigmoid",
+}
 
 CONFIGS = {
     "llama": lambda: t.LlamaConfig(**COMMON, tie_word_embeddings=False),
@@ -75,24 +105,13 @@ CONFIGS = {
         topk_group=2,
         routed_scaling_factor=2.5,
     ),
-    # Latent attention, served with whole keys and values.
-    "deepseek_v3": lambda: t.DeepseekV3Config(
-        **{**COMMON, "num_key_value_heads": 4},
-        kv_lora_rank=32,
-        q_lora_rank=48,
-        qk_nope_head_dim=16,
-        qk_rope_head_dim=8,
-        v_head_dim=16,
-        n_routed_experts=8,
-        num_experts_per_tok=2,
-        moe_intermediate_size=48,
-        n_shared_experts=1,
-        first_k_dense_replace=1,
-        n_group=4,
-        topk_group=2,
-        topk_method="noaux_tc",
-        scoring_func="sigmoid",
+    # Latent attention, with and without a latent of queries too.
+    "deepseek_v2": lambda: t.DeepseekV2Config(**_LATENT, topk_method="group_limited_greedy", n_group=4, topk_group=2),
+    "deepseek_v2_lite": lambda: t.DeepseekV2Config(
+        **{**_LATENT, "q_lora_rank": None}, topk_method="greedy", n_group=1, topk_group=1
     ),
+    "deepseek_v3": lambda: t.DeepseekV3Config(**_DEEPSEEK_V3),
+    "deepseek_v3_yarn": lambda: t.DeepseekV3Config(**_DEEPSEEK_V3, rope_scaling=_YARN),
     # Experts with biases, whose products with gate and up are clamped; sinks; windows in every other layer.
     "gpt_oss": lambda: t.GptOssConfig(
         **COMMON, head_dim=16, num_local_experts=8, num_experts_per_tok=2, sliding_window=24, pad_token_id=0

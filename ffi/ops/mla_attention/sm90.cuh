@@ -48,7 +48,7 @@ __global__ void __launch_bounds__(XLA_GPU_HAS_WGMMA ? kThreads : 32, 1)
   if (threadIdx.x < 32) InitBarriers(cta);
   WaitForPreviousKernel();
   AllowDependentLaunch();
-  const Schedule schedule(cta);  // its barriers also show the mbarriers to all threads
+  const Schedule schedule(params, cta.Storage().schedule);  // its barriers also show the mbarriers to all threads
   // By a shuffle, so that the compiler knows it to be uniform in a warp.
   const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0);
   if (warp < kProducerThreads / 32) {

@@ -11,6 +11,23 @@
 
 namespace xla_gpu::mla {
 
+// Lane i loads box i of a key tile. Boxes behind the last key that a row sees are not loaded.
+struct CacheBox {
+  bool used;
+  int page, atom_row;
+};
+__device__ inline CacheBox FindBox(const Sm90Params& params, int lane, const WorkTile& tile, int key_tile) {
+  const auto in_tile = static_cast<uint32_t>(lane * params.box_rows);
+  const uint32_t key = static_cast<uint32_t>(key_tile) * kTileKeys + in_tile;
+  CacheBox box{in_tile < kTileKeys && key < static_cast<uint32_t>(tile.key_end), 0, 0};
+  if (!box.used) return box;
+  const uint32_t page = params.page.Divide(key);
+  const int64_t table = int64_t{tile.block_table} * params.attention.pages_per_seq;
+  box.page = __ldg(params.attention.block_tables + table + page);
+  box.atom_row = static_cast<int>(key - page * params.page.divisor) / 8;
+  return box;
+}
+
 class Producer {
  public:
   __device__ explicit Producer(const Cta& cta) : cta_(cta), params_(cta.params) {}
@@ -19,7 +36,7 @@ class Producer {
     SplitTile split{};
     TileState work;
     if (schedule.begin < schedule.end) {
-      TileCursor cursor(cta_, schedule);
+      TileCursor cursor(params_, schedule);
       WorkTile tile{};
 #pragma unroll 1
       while (cursor.Next(&tile, &split)) {
@@ -55,48 +72,30 @@ class Producer {
     query_.Advance();
   }
 
-  // Lane i loads box i of a key tile. Boxes behind the last key that a row sees are not loaded.
-  struct Box {
-    int page = 0, atom_row = -1;  // -1: nothing is to be loaded
-    __device__ bool Used() const { return atom_row >= 0; }
-  };
-  __device__ Box FindBox(const int32_t* pages, int key_end, int key_tile) const {
-    const auto in_tile = static_cast<uint32_t>(cta_.lane * params_.box_rows);
-    const uint32_t key = static_cast<uint32_t>(key_tile) * kTileKeys + in_tile;
-    Box box;
-    if (in_tile >= kTileKeys || key >= static_cast<uint32_t>(key_end)) return box;
-    const uint32_t page = params_.page.Divide(key);
-    box.page = __ldg(pages + page);
-    box.atom_row = static_cast<int>(key - page * params_.page.divisor) / 8;
-    return box;
-  }
-
   __device__ void LoadKeys(const WorkTile& tile) {
-    const int32_t* const pages =
-        params_.attention.block_tables + int64_t{tile.block_table} * params_.attention.pages_per_seq;
     const int end = tile.first_key_tile + tile.key_tiles;
 #pragma unroll 1
     for (int i = tile.first_key_tile; i < end; ++i) {
-      const Box box = FindBox(pages, tile.key_end, i);
+      const CacheBox box = FindBox(params_, cta_.lane, tile, i);
       // The warpgroup that computes the scores begins with its own half of the latents, which it is also the first to
       // have no more use for; the rotated columns come last.
       const int first_piece = (i - tile.first_key_tile) % 2 * kHalfPieces;
 #pragma unroll 1
       for (int n = 0; n < kPieces; ++n) LoadPiece(n < 2 * kHalfPieces ? n ^ first_piece : n, box);
       key_.Advance();
-      if (i + kStages < end) Prefetch(FindBox(pages, tile.key_end, i + kStages));
+      if (i + kStages < end) Prefetch(FindBox(params_, cta_.lane, tile, i + kStages));
     }
   }
 
-  __device__ void LoadPiece(int piece, const Box& box) const {
+  __device__ void LoadPiece(int piece, const CacheBox& box) const {
     if (piece % kHalfPieces == 0) cta_.keys.WaitEmpty(key_, piece);
     const uint32_t barrier = cta_.keys.Full(key_, piece);
     const int box_bytes = params_.box_rows * kPieceDim * 2;
-    const int bytes = __popc(__ballot_sync(~0u, box.Used())) * box_bytes;
+    const int bytes = __popc(__ballot_sync(~0u, box.used)) * box_bytes;
     if (cta_.lane == 0) ArriveExpectTx(barrier, bytes);
     __syncwarp();
     // A page outside the cache reads nothing: the consumers find it.
-    if (box.Used()) {
+    if (box.used) {
       TmaLoadCacheBox(cta_.Piece(key_.stage, piece) + cta_.lane * box_bytes, params_.rope_map, barrier, piece,
                       box.atom_row, box.page);
     }
@@ -104,8 +103,8 @@ class Producer {
   }
 
   // Brings a key tile from memory to L2 while the stages are still in use.
-  __device__ void Prefetch(const Box& box) const {
-    if (box.Used()) {
+  __device__ void Prefetch(const CacheBox& box) const {
+    if (box.used) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         TmaPrefetchCacheBox(params_.latent_map, half * kHalfPieces, box.atom_row, box.page);

@@ -21,13 +21,16 @@ struct Sm90Params {
   AttentionState* states;          // [SplitLayout::kSlots][slot_rows], scores in units of log2
   SplitTile* split_tiles;          // [gridDim.x]
   int slot_rows;
+  int ctas;                // that compute work tiles
+  int tile_rows;           // of a work tile: kTileRows, or fewer (sm90_few_rows.cuh)
+  int unit_cost;           // sm90_schedule.cuh
   int team_ctas;           // 1, or 2 where CTAs 2i and 2i + 1 take the two row tiles of a unit at a time
   int box_rows;            // slots of a page that are loaded together: 8 to 64
   FastDivisor heads;       // num_heads
   FastDivisor page;        // page_size
   float scale_log2;        // scale · log2(e)
-  CUtensorMap q_map;       // [num_tokens * num_heads][kSlotDim], in boxes of kTileRows rows
-  CUtensorMap latent_map;  // the cache in boxes of box_rows slots and half a latent
+  CUtensorMap q_map;       // [num_tokens * num_heads][kSlotDim], in boxes of tile_rows rows
+  CUtensorMap latent_map;  // the cache in boxes of box_rows slots and half a latent; of few rows a third of a slot
   CUtensorMap rope_map;    // the same of kPieceDim columns: the rotated ones, or a piece of a latent
 };
 
@@ -77,6 +80,15 @@ using KeyState = prefill::PipelineState<kStages>;
 using QueryState = prefill::PipelineState<1>;
 using TileState = prefill::PipelineState<2>;
 
+// Of all threads that plan a CTA's share (sm90_schedule.cuh).
+struct ScheduleStorage {
+  int64_t warp_costs[kThreads / 32];
+  int64_t warp_units[kThreads / 32];
+  int warp_longest[kThreads / 32];
+  int64_t found_start;
+  int found_sequence;
+};
+
 struct SharedStorage {
   char q[kQueryBytes];
   char keys[kStages][kStageBytes];
@@ -86,11 +98,7 @@ struct SharedStorage {
   prefill::StageBarriers tile_barriers[2];
   float row_max[2][kTileRows];      // behind the key tiles of each warpgroup
   float row_sums[2][2][kTileRows];  // [work tile % 2][warpgroup]
-  int64_t warp_costs[kThreads / 32];
-  int64_t warp_units[kThreads / 32];
-  int warp_longest[kThreads / 32];
-  int64_t found_start;
-  int found_sequence;
+  ScheduleStorage schedule;
 };
 inline constexpr int kSharedBytes = static_cast<int>(sizeof(SharedStorage));
 static_assert(kSharedBytes <= 227 * 1024);

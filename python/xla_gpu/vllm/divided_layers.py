@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
+from vllm.attention.layer import MLAAttention
 from vllm.model_executor.layers.fused_moe.layer import FusedMoE
 from vllm.model_executor.layers.linear import (
     ColumnParallelLinear,
@@ -63,8 +64,12 @@ def divide(
             # A sum more, and 1 / size of the matrix to read.
             _divide_inputs(devices, name, module, random)
             module.quant_method = _DividedInputsOfWhole(devices)
-        elif isinstance(module, ReplicatedLinear):
-            continue
+        elif isinstance(module, ReplicatedLinear) or getattr(module, "disable_tp", False):
+            continue  # of latents, which all heads read, too
+        elif isinstance(module, MLAAttention):
+            _check(devices, name, "heads", [module.num_heads])
+            for parameter in (module.key_weight, module.value_weight):
+                devices.divide(parameter, 0)
         elif isinstance(module, ColumnParallelLinear):
             _divide_outputs(devices, name, module, random)
         elif isinstance(module, RowParallelLinear):

@@ -11,18 +11,19 @@ import torch
 import torch_xla
 from vllm.config import VllmConfig, get_layers_from_vllm_config
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, MLAAttentionSpec, SlidingWindowSpec
 
 from . import supported, tensor_parallel
 from .attention import CACHE_DTYPES, BatchMetadata, StepMetadata, XlaGpuAttention, XlaGpuAttentionBackend
+from .latent_attention import XlaGpuLatentBackend
 
 
 def layer_specs(config: VllmConfig) -> dict[str, Any]:
     """VLLM's cache specification of each layer that has a cache of its own.
 
     Raises:
-      ValueError: a layer is neither full nor sliding-window attention; one that attends in both directions would be
-        given a part of a prompt; one looks back alone, although the model's configuration says otherwise.
+      ValueError: a layer is neither full, sliding-window nor latent attention; one that attends in both directions
+        would be given a part of a prompt; one looks back alone, although the model's configuration says otherwise.
     """
     specs, model = {}, config.model_config
     in_both_directions = supported.pools(model) and model.attn_type == "encoder_only"
@@ -42,10 +43,10 @@ def layer_specs(config: VllmConfig) -> dict[str, Any]:
         if getattr(layer, "kv_sharing_target_layer_name", None) is not None:
             continue
         spec = layer.get_kv_cache_spec(config)
-        if type(spec) not in (FullAttentionSpec, SlidingWindowSpec):
+        if type(spec) not in (FullAttentionSpec, SlidingWindowSpec, MLAAttentionSpec):
             raise ValueError(
-                f"xla_gpu.vllm: layer {name}: expected full or sliding-window attention, got {type(spec).__name__}: "
-                "this model is not supported"
+                f"xla_gpu.vllm: layer {name}: expected full, sliding-window or latent attention, got "
+                f"{type(spec).__name__}: this model is not supported"
             )
         specs[name] = spec
     return specs
@@ -66,8 +67,8 @@ class KVCaches:
     to time kernels in, and the start failed.
 
     Attributes:
-      tensors: T[caches * num_blocks, block_size, 2 * num_kv_heads, head_size] each. Programs take them over and return
-        new ones.
+      tensors: T[caches * num_blocks, block_size, 2 * num_kv_heads, head_size] each, of latents T[caches * num_blocks,
+        block_size, head_size]. Programs take them over and return new ones.
       block_sizes: of each KV-cache group.
     """
 
@@ -93,11 +94,8 @@ class KVCaches:
             for name in tensor.shared_by:
                 spec = specs[name]
                 num_blocks = tensor.size // spec.page_size_bytes
-                shapes.add(
-                    XlaGpuAttentionBackend.get_kv_cache_shape(
-                        num_blocks, spec.block_size, spec.num_kv_heads, spec.head_size
-                    )
-                )
+                backend = XlaGpuLatentBackend if isinstance(spec, MLAAttentionSpec) else XlaGpuAttentionBackend
+                shapes.add(backend.get_kv_cache_shape(num_blocks, spec.block_size, spec.num_kv_heads, spec.head_size))
                 cache_of_layer[name] = len(forms)
             if len(shapes) != 1:
                 raise ValueError(
@@ -172,7 +170,7 @@ class KVCaches:
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """An empty cache; over several devices each has its kv heads' part."""
+    """An empty cache; over several devices each has its kv heads' part, of latents all."""
     cache = torch.zeros(shape, dtype=dtype, device=device)
     devices = tensor_parallel.active()
     return cache if devices is None else devices.mark_cache(cache)

@@ -98,9 +98,10 @@ def for_kv_caches(config: Any, device: torch.device, held: int = 0) -> int:
     import torch_xla.core.xla_model as xm
 
     devices = tensor_parallel.active()
-    size = 1 if devices is None else devices.size
+    # Every device has its part of each page, of latents the whole page.
+    parts = 1 if devices is None or config.model_config.use_mla else devices.size
     if (fixed := config.cache_config.kv_cache_memory_bytes) is not None:
-        return int(fixed) * size
+        return int(fixed) * parts
     if pjrt_device() == "CPU":
         return int(float(os.environ.get("VLLM_CPU_KVCACHE_SPACE") or _CPU_GIB) * _GIB)
     if devices is None:
@@ -116,7 +117,7 @@ def for_kv_caches(config: Any, device: torch.device, held: int = 0) -> int:
             f"{used / _GIB:.1f} and a step {steps / _GIB:.1f}. Raise --gpu-memory-utilization, or lower "
             "--max-num-batched-tokens or --max-num-seqs"
         )
-    return available * size  # every device has its part of each page
+    return available * parts
 
 
 def _work_bytes(config: Any) -> int:
@@ -198,6 +199,9 @@ def step_bytes(config: Any) -> int:
     heads = model.get_num_attention_heads(config.parallel_config)
     kv_heads = model.get_num_kv_heads(config.parallel_config)
     attention = (2 * heads + 2 * kv_heads) * model.get_head_size()
+    if model.use_mla:  # queries as they are and by latents, in two parts and joined; results by latents and by values
+        of_head = 2 * text.qk_nope_head_dim + text.v_head_dim + 3 * text.kv_lora_rank + 2 * text.qk_rope_head_dim
+        attention = heads * of_head + 2 * model.get_head_size()
     width = _size(text, "intermediate_size", 4 * model.get_hidden_size())
     tokens = scheduler.max_num_batched_tokens
     experts = 0

@@ -30,6 +30,7 @@ from .quantization_config import NAME, OwnQuantization
 
 _FORMAT = "float8"
 _UNIT = 16  # linear takes multiples of it
+_OF_LATENTS = ".kv_b_proj"
 
 
 class OnlineFloat8(OwnQuantization):
@@ -44,6 +45,8 @@ class OnlineFloat8(OwnQuantization):
         if not isinstance(layer, LinearBase):
             return None
         plain = isinstance(layer, ReplicatedLinear) or layer.input_size % _UNIT or layer.output_size % _UNIT
+        if prefix.endswith(_OF_LATENTS) and get_current_vllm_config().model_config.use_mla:
+            plain = True  # it is multiplied by in the model's dtype, see latent_attention.py
         return UnquantizedLinearMethod() if plain else OnlineLinearMethod()
 
 

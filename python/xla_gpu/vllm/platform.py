@@ -108,8 +108,12 @@ class XlaGpuPlatform(Platform):  # type: ignore[misc]
         """VLLM's own kernels are for CUDA tensors."""
 
     @classmethod
-    def get_attn_backend_cls(cls, *args: Any, **kwargs: Any) -> str:
-        """The attention backend, for every model."""
+    def get_attn_backend_cls(cls, selected_backend: Any, attn_selector_config: Any, *others: Any, **named: Any) -> str:
+        """The attention backend of a layer; the second argument was the head's size before vLLM 0.13."""
+        before = ("dtype", "kv_cache_dtype", "block_size", "use_mla")
+        named = dict(zip(before, others, strict=False)) | named
+        if getattr(attn_selector_config, "use_mla", named.get("use_mla", False)):
+            return "xla_gpu.vllm.latent_attention.XlaGpuLatentBackend"
         return "xla_gpu.vllm.attention.XlaGpuAttentionBackend"
 
     @classmethod

@@ -91,7 +91,7 @@ class CheckpointMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
         Raises:
           ValueError: an expert lacks a tensor, or one has another shape than its format has.
         """
-        for name in [name for name, _ in layer.named_parameters(recurse=False)]:
+        for name in layer.stored_tensors:  # not the router's bias, which is the layer's too
             delattr(layer, name)
         for matrix, shape in layer.shapes_of_matrices.items():
             made = self._random(shape, layer.params_dtype) if layer.is_random else self._loaded(layer, matrix, shape)

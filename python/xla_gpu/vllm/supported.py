@@ -131,7 +131,12 @@ def _cache_refusals(config: Any) -> list[str]:
     found += _given("--kv-sharing-fast-prefill", cache.kv_sharing_fast_prefill)
     # vLLM's "bfloat16" is what the caches of such a model have anyway.
     bfloat16 = cache.cache_dtype == "bfloat16" and model is not None and model.dtype == torch.bfloat16
-    if cache.cache_dtype not in CACHE_DTYPES and not bfloat16:
+    if model is not None and model.use_mla and cache.cache_dtype != "auto" and not bfloat16:
+        found.append(
+            "--kv-cache-dtype: expected auto with multi-head latent attention (MLA), whose caches have the model's "
+            f"dtype, got {cache.cache_dtype}"
+        )
+    elif cache.cache_dtype not in CACHE_DTYPES and not bfloat16:
         found += _unexpected("--kv-cache-dtype", " or ".join(CACHE_DTYPES), cache.cache_dtype)
     if model is not None and (blocks := cache.num_gpu_blocks_override) is not None:
         # One block is nobody's.
@@ -177,7 +182,8 @@ def _tensor_parallel_refusals(config: Any) -> list[str]:
             f"--enable-expert-parallel: expected --tensor-parallel-size to divide the model's {experts} experts, "
             f"got {size}"
         )
-    parts = {"the model's": (model, "kv heads")}
+    # Latents have no heads, and vLLM sees to it that queries' can be divided.
+    parts = {} if model.use_mla else {"the model's": (model, "kv heads")}
     if eagle.has_head(config):
         # What divides them would divide these matrices.
         head = config.speculative_config.draft_model_config
@@ -234,11 +240,8 @@ def _model_refusals(config: Any) -> list[str]:
             "--logits-processors: not supported: logits are results of an XLA program, and stay on the device; of "
             "requests logit_bias, allowed_token_ids, bad_words, min_p and structured outputs are"
         )
-    if model.use_mla:
-        found.append(
-            "multi-head latent attention (MLA): not supported; with VLLM_MLA_DISABLE=1 the model keeps whole keys and "
-            "values, and is"
-        )
+    if getattr(model.hf_text_config, "index_topk", None) is not None:
+        found.append("sparse attention (index_topk, DeepSeek V3.2): not supported")
     return found
 
 

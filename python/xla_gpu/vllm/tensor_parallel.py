@@ -120,8 +120,8 @@ class TensorParallel:
         return self.mark(tensor, dim)
 
     def mark_cache(self, cache: torch.Tensor) -> torch.Tensor:
-        """Divides a KV cache by its kv heads, of which K and V are neighbours; returns it."""
-        return self.mark(cache, 2)
+        """Divides a KV cache by its kv heads, of which K and V are neighbours, unless it is of latents; returns it."""
+        return self.mark(cache, 2 if cache.dim() == 4 else None)
 
     def sum(self, parts: torch.Tensor) -> torch.Tensor:
         """The sum of T[size, ...], a part of which each device has."""

@@ -12,7 +12,7 @@ from vllm.model_executor.model_loader import get_model_loader
 from vllm.model_executor.model_loader.utils import initialize_model, process_weights_after_loading
 from vllm.utils.torch_utils import set_default_torch_dtype
 
-from . import divided_layers, eagle, encoders, images, layer_operators, tensor_parallel
+from . import divided_layers, eagle, encoders, images, latent_attention, layer_operators, tensor_parallel
 
 # vLLM's range of random weights (load format "dummy").
 _DUMMY_RANGE = 1e-3
@@ -33,6 +33,7 @@ def load_model(config: VllmConfig, device: torch.device) -> tuple[nn.Module, nn.
     model, tower = _parts(_on_host(config, config.model_config), config)
     length = config.model_config.max_model_len
     check_positions(model, length)
+    latent_attention.take(model, config.model_config.dtype, random)
     take_operators(model, length)
     encoders.take(model, config.model_config.dtype)
     head = None
