@@ -67,18 +67,19 @@ class FewRowsProducer {
     query_.Advance();
   }
 
-  // Loads Q before key tile `query_at`, or behind the last one.
-  __device__ void Load(const WorkTile& tile, int query_at) {
-    const int first = tile.first_key_tile;
-    CacheBox next = FindBox(params_, cta_.lane, tile, first);
+  // Q behind the first `before_query` key tiles, or behind all.
+  __device__ void Load(const WorkTile& tile, int before_query) {
+    const int end = tile.first_key_tile + tile.key_tiles;
+    const int query_at = min(tile.first_key_tile + before_query, end);
+    CacheBox next = FindBox(params_, cta_.lane, tile, tile.first_key_tile);
 #pragma unroll 1
-    for (int i = 0; i < tile.key_tiles; ++i) {
+    for (int i = tile.first_key_tile;; ++i) {
       if (i == query_at) LoadQuery(tile);
+      if (i == end) return;
       const CacheBox box = next;
-      if (i + 1 < tile.key_tiles) next = FindBox(params_, cta_.lane, tile, first + i + 1);
+      if (i + 1 < end) next = FindBox(params_, cta_.lane, tile, i + 1);
       LoadKeyTile(box);
     }
-    if (query_at >= tile.key_tiles) LoadQuery(tile);
   }
 
   __device__ void LoadKeyTile(const CacheBox& box) {
