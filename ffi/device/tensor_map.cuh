@@ -124,15 +124,7 @@ __device__ inline void TmaLoadCacheBox(uint32_t shared, const CUtensorMap& map, 
       : "memory");
 }
 
-// Starts to bring a box of a paged cache into L2. Of a box outside the cache it does nothing.
-__device__ inline void TmaPrefetchCacheBox(const CUtensorMap& map, int atom_column, int atom_row, int page) {
-  asm volatile("cp.async.bulk.prefetch.tensor.5d.L2.global.tile [%0, {%1, %1, %2, %3, %4}];" ::"l"(
-                   reinterpret_cast<uint64_t>(&map)),
-               "r"(0), "r"(atom_column), "r"(atom_row), "r"(page)
-               : "memory");
-}
-
-// The same as TmaLoadCacheBox for a cache as EncodePagedBytes describes it, from byte `column` of slot `slot` on.
+// The same for a cache as EncodePagedBytes describes it, from byte `column` of slot `slot` on.
 __device__ inline void TmaLoadCacheBytes(uint32_t shared, const CUtensorMap& map, uint32_t barrier, int column,
                                          int slot, int page) {
   asm volatile(

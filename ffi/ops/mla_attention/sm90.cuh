@@ -21,8 +21,7 @@ namespace xla_gpu::mla {
 __device__ inline void InitBarriers(const Cta& cta) {
   if (ElectOne()) {
     PrefetchTensorMap(cta.params.q_map);
-    PrefetchTensorMap(cta.params.latent_map);
-    PrefetchTensorMap(cta.params.rope_map);
+    PrefetchTensorMap(cta.params.cache_map);
     // An arrival for each consumer warp that reads a stage last.
     const auto init = [](uint32_t barriers, int stages, int readers) {
       for (int stage = 0; stage < stages; ++stage) {

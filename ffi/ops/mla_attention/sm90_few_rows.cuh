@@ -1,5 +1,5 @@
 // mla_attention in float16 and bfloat16 on sm_90a for sequences of few rows, (token, head): one new token and a GPU's
-// share of the heads. As sm90.cuh, but work tiles have 16 or 32 rows, and keys are what the 64 rows of a wgmma hold.
+// share of the heads. As sm90.cuh, but work tiles have 16 rows, and keys are what the 64 rows of a wgmma hold.
 // So decode is bound by memory. The kernel in sm90_combine.cuh follows.
 #ifndef XLA_GPU_OPS_MLA_ATTENTION_SM90_FEW_ROWS_CUH_
 #define XLA_GPU_OPS_MLA_ATTENTION_SM90_FEW_ROWS_CUH_
@@ -18,11 +18,10 @@
 namespace xla_gpu::mla {
 
 // By one warp.
-template <int kRows>
-__device__ inline void InitBarriers(const FewRowsCta<kRows>& cta) {
+__device__ inline void InitBarriers(const FewRowsCta& cta) {
   if (ElectOne()) {
     PrefetchTensorMap(cta.params.q_map);
-    PrefetchTensorMap(cta.params.latent_map);
+    PrefetchTensorMap(cta.params.cache_map);
     // An arrival for each consumer warp that reads a stage last.
     const auto init = [](uint32_t barriers, int stages, int readers) {
       for (int stage = 0; stage < stages; ++stage) {
@@ -31,7 +30,7 @@ __device__ inline void InitBarriers(const FewRowsCta<kRows>& cta) {
         InitBarrier(full + static_cast<int>(offsetof(prefill::StageBarriers, empty)), readers);
       }
     };
-    init(cta.parts.barriers, FewRowsTraits<kRows>::kStages, 4);
+    init(cta.parts.barriers, FewRowsTraits::kStages, 4);
     init(cta.query.barriers, 1, 8);
     init(cta.tiles.barriers, 2, 8);
     FenceProxyAsync();
@@ -39,25 +38,22 @@ __device__ inline void InitBarriers(const FewRowsCta<kRows>& cta) {
   __syncwarp();
 }
 
-template <typename T, int kRows>
-__global__ void __launch_bounds__(XLA_GPU_HAS_WGMMA ? FewRowsTraits<kRows>::kThreads : 32, 1)
+template <typename T>
+__global__ void __launch_bounds__(XLA_GPU_HAS_WGMMA ? FewRowsTraits::kThreads : 32, 1)
     MlaSm90FewRowsKernel(const __grid_constant__ Sm90Params params) {
 #if XLA_GPU_HAS_WGMMA
   extern __shared__ __align__(1024) char shared[];
-  const FewRowsCta<kRows> cta(params, shared);
+  const FewRowsCta cta(params, shared);
   if (threadIdx.x < 32) InitBarriers(cta);
   WaitForPreviousKernel();
   AllowDependentLaunch();
   const Schedule schedule(params, cta.Storage().schedule);  // its barriers also show the mbarriers to all threads
   // By a shuffle, so that the compiler knows it to be uniform in a warp.
   const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0);
-  using Traits = FewRowsTraits<kRows>;
   if (warp < kConsumerThreads / 32) {
-    if constexpr (Traits::kMovesRegisters) IncreaseRegisters<Traits::kConsumerRegisters>();
-    FewRowsConsumer<T, kRows>(cta, warp / 4).Run();
+    FewRowsConsumer<T>(cta, warp / 4).Run();
   } else {
-    if constexpr (Traits::kMovesRegisters) DecreaseRegisters<Traits::kProducerRegisters>();
-    if (warp == kConsumerThreads / 32) FewRowsProducer<kRows>(cta).Run(schedule);
+    FewRowsProducer(cta).Run(schedule);
   }
 #endif
 }

@@ -19,10 +19,10 @@
 
 namespace xla_gpu::mla {
 
-template <typename T, int kRows>
+template <typename T>
 class FewRowsConsumer {
  public:
-  using Cta = FewRowsCta<kRows>;
+  using Cta = FewRowsCta;
   using Traits = typename Cta::Traits;
   using PartState = typename Cta::PartState;
 
@@ -52,7 +52,7 @@ class FewRowsConsumer {
   }
 
  private:
-  static constexpr int kBlocks = kRows / 8;           // of 8 query rows
+  static constexpr int kBlocks = kFewRows / 8;        // of 8 query rows
   static constexpr int kDimTiles = kLatentDim / 64;   // of 64 columns of the values
   static constexpr int kOwnDimTiles = kDimTiles / 2;  // that a warpgroup stores
   // Of 64 keys or columns of values, a thread has (16 * warp + group_) and the one 8 further on, as halves h, and in
@@ -179,7 +179,7 @@ class FewRowsConsumer {
         }
       }
     }
-    float(&warp_max)[4][kRows] = cta_.Storage().warp_max[warpgroup_];
+    float(&warp_max)[4][kFewRows] = cta_.Storage().warp_max[warpgroup_];
 #pragma unroll
     for (int n = 0; n < kBlocks; ++n) {
       float largest[2];
@@ -380,7 +380,7 @@ class FewRowsConsumer {
       for (int j = 0; j < 2; ++j) {
         const int row = n * 8 + column_ + j;
         const auto state_of = [&](int warpgroup) {
-          const float(&sums)[4][kRows] = storage.warp_sums[warpgroup];
+          const float(&sums)[4][kFewRows] = storage.warp_sums[warpgroup];
           return AttentionState{storage.row_max[warpgroup][row],
                                 (sums[0][row] + sums[1][row]) + (sums[2][row] + sums[3][row])};
         };

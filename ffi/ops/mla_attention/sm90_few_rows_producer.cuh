@@ -13,10 +13,9 @@
 
 namespace xla_gpu::mla {
 
-template <int kRows>
 class FewRowsProducer {
  public:
-  using Cta = FewRowsCta<kRows>;
+  using Cta = FewRowsCta;
   using Traits = typename Cta::Traits;
 
   __device__ explicit FewRowsProducer(const Cta& cta) : cta_(cta), params_(cta.params) {}
@@ -93,7 +92,7 @@ class FewRowsProducer {
       __syncwarp();
       // A page outside the cache reads nothing: the consumers find it.
       if (box.used) {
-        TmaLoadCacheBox(cta_.Part(part_) + cta_.lane * box_bytes, params_.latent_map, barrier, part * kPartAtoms,
+        TmaLoadCacheBox(cta_.Part(part_) + cta_.lane * box_bytes, params_.cache_map, barrier, part * kPartAtoms,
                         box.atom_row, box.page);
       }
       __syncwarp();

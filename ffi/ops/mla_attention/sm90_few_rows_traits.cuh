@@ -20,17 +20,13 @@ inline constexpr int kPartRowBytes = kPartAtoms * kAtomBytes;  // from 8 keys to
 inline constexpr int kPartBytes = kTileKeys / 8 * kPartRowBytes;
 static_assert(kPartColumns % 64 == 0);
 
-template <int kRows>
 struct FewRowsTraits {
-  static_assert(kRows == 16 || kRows == 32);
-  // Two warpgroups of consumers, then a warp that loads: of a warpgroup, where that has registers to give away.
-  static constexpr bool kMovesRegisters = kRows > 16;
-  static constexpr int kProducerRegisters = 72, kConsumerRegisters = 216;  // where it does
-  static constexpr int kThreads = kConsumerThreads + (kMovesRegisters ? kProducerThreads : 32);
-  static constexpr int kStages = kRows == 16 ? 8 : 7;  // parts
-  // Q lies as columns of swizzle atoms: [kSlotDim / 64][kRows] rows of 128 bytes. A tile's numerators are such a
+  // Two warpgroups of consumers, then a warp that loads.
+  static constexpr int kThreads = kConsumerThreads + 32;
+  static constexpr int kStages = 8;  // parts
+  // Q lies as columns of swizzle atoms: [kSlotDim / 64][kFewRows] rows of 128 bytes. A tile's numerators are such a
   // column.
-  static constexpr int kColumnBytes = kRows * 128;
+  static constexpr int kColumnBytes = kFewRows * 128;
   static constexpr int kQueryBytes = kSlotDim / 64 * kColumnBytes;
   using PartState = prefill::PipelineState<kStages>;
 
@@ -43,9 +39,9 @@ struct FewRowsTraits {
     prefill::StageBarriers part_barriers[kStages];
     prefill::StageBarriers q_barriers[1];
     prefill::StageBarriers tile_barriers[2];
-    float warp_max[2][4][kRows];   // [warpgroup][warp], of a key tile
-    float warp_sums[2][4][kRows];  // the same of a work tile
-    float row_max[2][kRows];       // [warpgroup], of a work tile
+    float warp_max[2][4][kFewRows];   // [warpgroup][warp], of a key tile
+    float warp_sums[2][4][kFewRows];  // the same of a work tile
+    float row_max[2][kFewRows];       // [warpgroup], of a work tile
     ScheduleStorage schedule;
   };
   static constexpr int kSharedBytes = static_cast<int>(sizeof(Storage));
@@ -53,11 +49,10 @@ struct FewRowsTraits {
 };
 
 // What all warps of a CTA know.
-template <int kRows>
 struct FewRowsCta {
-  using Traits = FewRowsTraits<kRows>;
-  using SharedStorage = typename Traits::Storage;
-  using PartState = typename Traits::PartState;
+  using Traits = FewRowsTraits;
+  using SharedStorage = Traits::Storage;
+  using PartState = Traits::PartState;
 
   const Sm90Params& params;
   char* const shared;             // SharedStorage, aligned to 1024 bytes

@@ -27,11 +27,9 @@ inline bool EncodeTensors(const MlaAttentionParams& params, Sm90Params* sm90) {
   cache.row_stride = kSlotDim;
   cache.page_stride = static_cast<uint64_t>(params.page_size) * kSlotDim;
   cache.box_rows = static_cast<uint32_t>(BoxRows(params.page_size));
-  cache.box_columns = tile_rows == kTileRows ? kHalfDim : kPartColumns;
+  cache.box_columns = tile_rows == kTileRows ? kPieceDim : kPartColumns;
   cache.bfloat16 = bfloat16;
-  if (!EncodePagedTensor(cache, &sm90->latent_map)) return false;
-  cache.box_columns = kPieceDim;
-  return EncodePagedTensor(cache, &sm90->rope_map) &&
+  return EncodePagedTensor(cache, &sm90->cache_map) &&
          EncodeQueryTensor(params.query, static_cast<uint64_t>(params.num_tokens * params.num_heads), /*heads=*/1,
                            kSlotDim, static_cast<uint32_t>(tile_rows), /*box_heads=*/1, bfloat16, &sm90->q_map);
 }
@@ -57,17 +55,8 @@ inline Status LaunchTiles(void (*kernel)(Sm90Params), int threads, int shared_by
 
 template <typename T>
 Status LaunchTilesAs(const Sm90Params& sm90, Stream stream) {
-  const auto few_rows = [&](auto kernel, auto traits) {
-    return LaunchTiles(kernel, decltype(traits)::kThreads, decltype(traits)::kSharedBytes, sm90, stream);
-  };
-  switch (sm90.tile_rows) {
-    case 16:
-      return few_rows(MlaSm90FewRowsKernel<T, 16>, FewRowsTraits<16>());
-    case 32:
-      return few_rows(MlaSm90FewRowsKernel<T, 32>, FewRowsTraits<32>());
-    default:
-      return LaunchTiles(MlaSm90Kernel<T>, kThreads, kSharedBytes, sm90, stream);
-  }
+  if (sm90.tile_rows == kTileRows) return LaunchTiles(MlaSm90Kernel<T>, kThreads, kSharedBytes, sm90, stream);
+  return LaunchTiles(MlaSm90FewRowsKernel<T>, FewRowsTraits::kThreads, FewRowsTraits::kSharedBytes, sm90, stream);
 }
 
 template <typename T>

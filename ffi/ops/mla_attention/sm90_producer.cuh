@@ -83,7 +83,6 @@ class Producer {
 #pragma unroll 1
       for (int n = 0; n < kPieces; ++n) LoadPiece(n < 2 * kHalfPieces ? n ^ first_piece : n, box);
       key_.Advance();
-      if (i + kStages < end) Prefetch(FindBox(params_, cta_.lane, tile, i + kStages));
     }
   }
 
@@ -96,20 +95,8 @@ class Producer {
     __syncwarp();
     // A page outside the cache reads nothing: the consumers find it.
     if (box.used) {
-      TmaLoadCacheBox(cta_.Piece(key_.stage, piece) + cta_.lane * box_bytes, params_.rope_map, barrier, piece,
+      TmaLoadCacheBox(cta_.Piece(key_.stage, piece) + cta_.lane * box_bytes, params_.cache_map, barrier, piece,
                       box.atom_row, box.page);
-    }
-    __syncwarp();
-  }
-
-  // Brings a key tile from memory to L2 while the stages are still in use.
-  __device__ void Prefetch(const CacheBox& box) const {
-    if (box.used) {
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        TmaPrefetchCacheBox(params_.latent_map, half * kHalfPieces, box.atom_row, box.page);
-      }
-      TmaPrefetchCacheBox(params_.rope_map, kLatentDim / kPieceDim, box.atom_row, box.page);
     }
     __syncwarp();
   }

@@ -21,17 +21,16 @@ struct Sm90Params {
   AttentionState* states;          // [SplitLayout::kSlots][slot_rows], scores in units of log2
   SplitTile* split_tiles;          // [gridDim.x]
   int slot_rows;
-  int ctas;                // that compute work tiles
-  int tile_rows;           // of a work tile: kTileRows, or fewer (sm90_few_rows.cuh)
-  int unit_cost;           // sm90_schedule.cuh
-  int team_ctas;           // 1, or 2 where CTAs 2i and 2i + 1 take the two row tiles of a unit at a time
-  int box_rows;            // slots of a page that are loaded together: 8 to 64
-  FastDivisor heads;       // num_heads
-  FastDivisor page;        // page_size
-  float scale_log2;        // scale · log2(e)
-  CUtensorMap q_map;       // [num_tokens * num_heads][kSlotDim], in boxes of tile_rows rows
-  CUtensorMap latent_map;  // the cache in boxes of box_rows slots and half a latent; of few rows a third of a slot
-  CUtensorMap rope_map;    // the same of kPieceDim columns: the rotated ones, or a piece of a latent
+  int ctas;               // that compute work tiles
+  int tile_rows;          // of a work tile: kTileRows, or fewer (sm90_few_rows.cuh)
+  int unit_cost;          // sm90_schedule.cuh
+  int team_ctas;          // 1, or 2 where CTAs 2i and 2i + 1 take the two row tiles of a unit at a time
+  int box_rows;           // slots of a page that are loaded together: 8 to 64
+  FastDivisor heads;      // num_heads
+  FastDivisor page;       // page_size
+  float scale_log2;       // scale · log2(e)
+  CUtensorMap q_map;      // [num_tokens * num_heads][kSlotDim], in boxes of tile_rows rows
+  CUtensorMap cache_map;  // in boxes of box_rows slots and kPieceDim columns; for tiles of few rows kPartColumns
 };
 
 inline constexpr int kTileKeys = 64;

@@ -15,6 +15,7 @@ inline constexpr int kLatentDim = 512;                   // value_dim
 inline constexpr int kRopeDim = 64;                      // of a key, behind the latent
 inline constexpr int kSlotDim = kLatentDim + kRopeDim;   // head_dim
 inline constexpr int kTileRows = 64;                     // query rows, (token, head), of a CTA's work tile, at most
+inline constexpr int kFewRows = 16;                      // the same where sequences have few
 inline constexpr int kMaxCtas = 132;                     // of a launch
 inline constexpr int kMinBoxRows = 8, kMaxBoxRows = 64;  // slots of a page that are loaded together
 
@@ -29,8 +30,7 @@ constexpr bool HasSm90Shape(const MlaAttentionParams& shapes) {
 // The rows of a work tile. Fewer than kTileRows where sequences have so few of them on average: 16 heads and a new
 // token each, for example. Longer sequences are several work tiles then, which together are no more than max_seqs.
 constexpr int TileRows(const MlaAttentionParams& shapes) {
-  const int64_t rows = shapes.num_tokens * shapes.num_heads;
-  return rows <= 16 * shapes.max_seqs ? 16 : rows <= 32 * shapes.max_seqs ? 32 : kTileRows;
+  return shapes.num_tokens * shapes.num_heads <= kFewRows * shapes.max_seqs ? kFewRows : kTileRows;
 }
 
 // A work tile whose keys several CTAs share, as the first of them has written it down.
