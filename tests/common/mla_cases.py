@@ -1,4 +1,4 @@
-"""mla_attention and concat_and_cache_mla: inputs with poison where nothing may be read,, meaning in float64."""
+"""mla_attention and concat_and_cache_mla: inputs with poison where nothing may be read, meaning in float64."""
 
 from __future__ import annotations
 

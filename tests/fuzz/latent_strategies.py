@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from tests.common import cases, mla_cases
 from tests.fuzz.latents import HostileLatents, Latents, LatentUpdate
-from tests.fuzz.strategies import PAGE_SIZES, SEEDS, batches, damages
+from tests.fuzz.strategies import PAGE_SIZES, SEEDS, batches, damages, large_batches
 
 
 @st.composite
@@ -38,6 +38,21 @@ def latents(draw, max_batches: int = 3) -> Latents:
     batch = batches(draw(st.sampled_from([60, 100, 300])))
     drawn = draw(st.lists(batch, min_size=1, max_size=max_batches))
     return Latents(draw(programs()), tuple(drawn), seed=draw(SEEDS), with_lse=draw(st.booleans()))
+
+
+@st.composite
+def large_latents(draw) -> Latents:
+    """DeepSeek's sizes and contexts so long that the CUDA kernel for sm_90a divides the keys of a row among CTAs."""
+    program = draw(programs()).but(
+        num_heads=draw(st.sampled_from([16, 128, 1, 20])),
+        head_dim=576,
+        value_dim=512,
+        page_size=draw(st.sampled_from([64, 16, 24, 128])),
+        dtype=draw(st.sampled_from(["bfloat16", "float16"])),
+        shared_prefix=0,
+    )
+    batch = draw(large_batches(6_000_000 // (program.num_heads * 8)))
+    return Latents(program, (batch,), seed=draw(SEEDS), with_lse=draw(st.booleans()))
 
 
 @st.composite

@@ -21,7 +21,7 @@ EAGER |= {"grouped_linear": 100}
 EAGER |= {"linear": 150, "rms_norm": 200, "gated": 100, "sample": 100, "rotary": 200, "all_reduce": 100}
 EAGER |= {"gated_mlp": 60, "attention_block": 60, "large_attention": 12}
 EAGER |= {"large_linear": 6, "large_gated_mlp": 4}
-EAGER |= {"latents": 40, "hostile_latents": 150, "latent_update": 200}
+EAGER |= {"latents": 40, "large_latents": 8, "hostile_latents": 150, "latent_update": 200}
 EAGER |= {"bidirectional": 60, "hostile_bidirectional": 150, "experts": 80, "hostile_experts": 80}
 ALL_FRONTENDS = {"attention": 25, "hostile": 40, "update": 25, "merge": 15, "add": 15}
 ALL_FRONTENDS |= {"grouped_linear": 6}
@@ -65,12 +65,12 @@ def test_all_frontends(platform, kind):
 
 @pytest.mark.parametrize("isa", ["baseline", "avx2"])
 def test_other_instruction_sets(isa):
-    """The host kernels that this processor would not choose, which attention alone has, in a process of its own, and
-    with one thread."""
+    """The host kernels that this processor would not choose, which attention alone has, over latents too, in a process
+    of its own, and with one thread."""
     pytest.importorskip("tests.fuzz.run")
     if reason := frontends.ALL["eager"].unavailable():
         pytest.skip(reason)
-    kinds = ["--kind=attention", "--kind=attention_block"]
+    kinds = ["--kind=attention", "--kind=attention_block", "--kind=latents"]
     result = subprocess.run(
         [sys.executable, "-m", "tests.fuzz", "--frontend=eager", f"--seed={SEED + 2}", "--examples=60", *kinds],
         env=os.environ | {"XLA_GPU_HOST_ISA": isa, "XLA_GPU_NUM_THREADS": "1"},

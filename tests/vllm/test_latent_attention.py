@@ -6,6 +6,7 @@ Whole models are in test_models.py, those with whole keys and values in the plac
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import subprocess
@@ -144,6 +145,25 @@ def test_16_bits(sizes, dtype, tolerance, tmp_path):
     assert engines.compiled_since_start(llm) == 0
 
 
+def test_yarn_of_deepseek_v2(tmp_path):
+    """Its scale has YaRN's factor in DeepSeek's code and in vLLM, but not in transformers' model of V2."""
+    yarn = {
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "mscale": 0.707,
+        "mscale_all_dim": 0.707,
+    }
+    scaling = {**yarn, "original_max_position_embeddings": 64}
+    folder = tiny.save("deepseek_v2", tmp_path, {"rope_scaling": scaling})
+    reference = tiny.Reference(folder)
+    for layer in reference.model.model.layers:
+        layer.self_attn.scaling = layer.self_attn.qk_head_dim**-0.5 * (0.1 * 0.707 * math.log(4.0) + 1) ** 2
+    prompts = tiny.prompts((5, 37, 130))
+    assert tokens(engines.make(folder), prompts, greedy(16)) == [reference.greedy(prompt, 16) for prompt in prompts]
+
+
 @pytest.mark.parametrize("layout", ["fp8-blocks", "compressed-tensors-int4"])
 def test_quantised_weights(layout, tmp_path):
     """The matrix that makes keys and values is quantised too."""
@@ -264,12 +284,15 @@ def test_devices_exchange_sums_alone(over_two):
         ({"hf_overrides": {"index_topk": 64}}, r"sparse attention \(index_topk, DeepSeek V3.2\): not supported"),
         (
             {"hf_overrides": {"qk_rope_head_dim": 12}},
-            "kv_lora_rank and qk_rope_head_dim: expected multiples of 8, .* got 32 and 12",
+            "kv_lora_rank and qk_rope_head_dim: expected positive multiples of 8, .* got 32 and 12",
         ),
         (
             {"hf_overrides": {"kv_lora_rank": 520}},
-            "expected multiples of 8, up to 512 and together up to 576, got 520 and 8",
+            "expected positive multiples of 8, up to 512 and together up to 576, got 520 and 8",
         ),
+        ({"hf_overrides": {"kv_lora_rank": 512, "qk_rope_head_dim": 72}}, "together up to 576, got 512 and 72"),
+        ({"hf_overrides": {"kv_lora_rank": 0}}, "expected positive multiples of 8, .* got 0 and 8"),
+        ({"hf_overrides": {"qk_rope_head_dim": 0}}, "expected positive multiples of 8, .* got 32 and 0"),
     ],
     ids=str,
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import re
 import sys
 from types import SimpleNamespace
@@ -11,12 +12,13 @@ import pytest
 import torch
 import torch_xla
 import torch_xla.backends
+from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
 
 from tests.vllm import test_gpt_oss, test_quantization, tiny
 from vllm import SamplingParams
-from xla_gpu.vllm import buckets, request_checks
+from xla_gpu.vllm import buckets, request_checks, request_limits
 from xla_gpu.vllm.attention import StepMetadata
 from xla_gpu.vllm.block_tables import BlockTables
 from xla_gpu.vllm.kv_cache import KVCaches
@@ -322,3 +324,14 @@ def test_caches_of_one_form_lie_in_one_tensor(monkeypatch):
     made = KVCaches(config, caches, torch.device("cpu"))
     assert [len(tensor) for tensor in made.tensors] == [2 * pages, pages, pages]
     assert made.metadata([step, step])["c"].block_tables.tolist() == [[5, 1]]
+
+
+def test_limits_of_requests_go_with_the_configuration(llama, monkeypatch):
+    """A server's processes get it pickled; what they check requests by is what the engine was made with."""
+    config = EngineArgs(model=llama).create_engine_config()
+    limits, vocab_size = request_limits.RequestLimits.of(config), config.model_config.get_vocab_size()
+    assert limits == request_limits.RequestLimits(vocab_size=vocab_size)
+    sent = pickle.loads(pickle.dumps(config))
+    monkeypatch.setattr(type(config.model_config), "get_vocab_size", lambda _: 0)
+    assert request_limits.RequestLimits.of(sent) == limits
+    assert request_limits.of_the_request_being_processed() == request_limits.RequestLimits()  # nobody's

@@ -10,7 +10,7 @@
 namespace xla_gpu::mla {
 
 // Query heads that share a tile of the host: the largest divisor of num_heads up to 16. More would leave too few tiles
-// for the threads, and where a model's heads are divided over devices each has this many still, and so the same bits.
+// for the threads. Where 16 divides a device's share of a model's heads, its tiles and their bits are one device's.
 inline int64_t HeadsPerTile(int64_t num_heads) {
   int64_t heads = 16;
   while (num_heads % heads != 0) --heads;

@@ -13,10 +13,11 @@ from .paged_attention import check_metadata
 
 _DOCSTRING = """
 Attention of DeepSeek V2, V3 and R1 and of Kimi K2 in its absorbed form (DeepSeek-AI, 2024, "DeepSeek-V2: A Strong,
-Economical, and Efficient Mixture-of-Experts Language Model"). All heads share one key for each token, the latent and
-behind it the rotary key; the key's first value_dim elements are its value. What makes keys and values of heads out of
-latents belongs into the projections before and after: multiply each head's ``q_nope`` by its share of ``kv_b_proj``'s
-K, put ``q_pe`` behind it, and multiply the result by its share of V.
+Economical, and Efficient Mixture-of-Experts Language Model", arXiv:2405.04434, section 2.1). All heads share one key
+for each token, the latent and behind it the rotary key; the key's first value_dim elements are its value. The matrix
+``kv_b_proj``, which makes each head's keys and values of latents, is absorbed into the query and the output: multiply
+each head's ``q_nope`` by the head's part of kv_b_proj for keys, put ``q_pe`` behind it, and multiply the result by the
+head's part for values.
 
 Sequences of any length share one call: prefill, chunked prefill and decode rows may be mixed. Attention is causal, and
 aligned to the end of the context: row i of a sequence with q_len new tokens has position ``context_len - q_len + i``

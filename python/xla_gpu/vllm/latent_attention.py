@@ -17,6 +17,7 @@ from vllm.model_executor.layers.mla import MultiHeadLatentAttentionWrapper
 import xla_gpu.torch as xg
 
 from .. import quantization
+from ..ops.mla_attention import MAX_HEAD_DIM, MAX_VALUE_DIM
 from . import tensor_parallel
 from .attention import StepMetadata, XlaGpuAttentionBackend
 from .quantization import CheckpointLinearMethod
@@ -25,10 +26,6 @@ try:
     from vllm.v1.attention.backend import MLAAttentionImpl
 except ImportError:  # before vLLM 0.14
     from vllm.attention.backends.abstract import MLAAttentionImpl
-
-# Of mla_attention.
-MAX_HEAD_SIZE = 576
-MAX_RANK = 512
 
 
 class XlaGpuLatentBackend(XlaGpuAttentionBackend):
@@ -65,10 +62,11 @@ class XlaGpuLatentAttention(MLAAttentionImpl):  # type: ignore[misc]
         if indexer is not None:
             raise ValueError("xla_gpu.vllm: sparse attention (an indexer, DeepSeek V3.2): not supported")
         rope = head_size - kv_lora_rank
-        if kv_lora_rank % 8 or rope % 8 or kv_lora_rank > MAX_RANK or head_size > MAX_HEAD_SIZE:
+        are_multiples = all(width > 0 and width % 8 == 0 for width in (kv_lora_rank, rope))
+        if not are_multiples or kv_lora_rank > MAX_VALUE_DIM or head_size > MAX_HEAD_DIM:
             raise ValueError(
-                f"xla_gpu.vllm: kv_lora_rank and qk_rope_head_dim: expected multiples of 8, up to {MAX_RANK} and "
-                f"together up to {MAX_HEAD_SIZE}, got {kv_lora_rank} and {rope}"
+                "xla_gpu.vllm: kv_lora_rank and qk_rope_head_dim: expected positive multiples of 8, up to "
+                f"{MAX_VALUE_DIM} and together up to {MAX_HEAD_DIM}, got {kv_lora_rank} and {rope}"
             )
         self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
         self.rank, self.nope, self.value = kv_lora_rank, qk_nope_head_dim, v_head_dim
