@@ -191,6 +191,8 @@ HOSTILE = {
     "decode": Case("hostile", ((2, 40), (3, 33), (1, 17)), num_heads=8, head_dim=96, value_dim=64, dtype="bfloat16"),
     "prefill": Case("hostile", ((2, 40), (30, 33), (1, 17)), num_heads=8, head_dim=96, value_dim=64, dtype="float16"),
     "float32": Case("hostile", ((2, 40), (3, 33), (1, 17))),
+    "latents": Case("hostile", ((2, 40), (3, 33), (1, 17)), num_heads=32, head_dim=576, value_dim=512, dtype="float16"),
+    "few rows": Case("hostile", ((2, 40), (3, 33), (1, 17)), head_dim=576, value_dim=512, dtype="bfloat16"),
     "many": Case("hostile", ((2, 40), (3, 33), (1, 17), *((1, 9),) * 40), num_heads=16, dtype="bfloat16"),
 }
 

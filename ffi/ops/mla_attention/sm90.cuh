@@ -21,8 +21,7 @@ namespace xla_gpu::mla {
 __device__ inline void InitBarriers(const Cta& cta) {
   if (ElectOne()) {
     PrefetchTensorMap(cta.params.q_map);
-    PrefetchTensorMap(cta.params.latent_map);
-    PrefetchTensorMap(cta.params.rope_map);
+    PrefetchTensorMap(cta.params.cache_map);
     // An arrival for each consumer warp that reads a stage last.
     const auto init = [](uint32_t barriers, int stages, int readers) {
       for (int stage = 0; stage < stages; ++stage) {
@@ -31,7 +30,7 @@ __device__ inline void InitBarriers(const Cta& cta) {
         InitBarrier(full + static_cast<int>(offsetof(prefill::StageBarriers, empty)), readers);
       }
     };
-    init(cta.keys.barriers, kStages * kParts, 4);
+    init(cta.keys.barriers, kStages * kPieces, 4);
     init(cta.query.barriers, 1, 8);
     init(cta.tiles.barriers, 2, 8);
     FenceProxyAsync();
@@ -48,7 +47,7 @@ __global__ void __launch_bounds__(XLA_GPU_HAS_WGMMA ? kThreads : 32, 1)
   if (threadIdx.x < 32) InitBarriers(cta);
   WaitForPreviousKernel();
   AllowDependentLaunch();
-  const Schedule schedule(cta);  // its barriers also show the mbarriers to all threads
+  const Schedule schedule(params, cta.Storage().schedule);  // its barriers also show the mbarriers to all threads
   // By a shuffle, so that the compiler knows it to be uniform in a warp.
   const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0);
   if (warp < kProducerThreads / 32) {

@@ -101,82 +101,90 @@ class Consumer {
     keys_before_ += count;
   }
 
-  // Scores and softmax of key tile i, beside the values of the one before; then its own values.
+  // Scores and softmax of key tile i, and the values of the one before; then its own values.
+  // NOTE: the scores of this warpgroup's half come first, since that half was given back and loaded first; the products
+  // with the values before follow when their numerators are there, and give back what the other warpgroup's next key
+  // tile waits for. The other pieces arrive meanwhile.
   template <bool kFirst>
   __device__ void ComputeKeyTile(const WorkTile& tile, int i, float (&o)[kDimTiles][4]) {
     float s[kKeyTiles][4];
     uint32_t p[kKeyTiles / 2][4];
     float rescale[2];
     const KeyState state = State(i);
-    StartScores(state, s);
+    // Here, since nothing may wait for shared memory behind the scores.
+    const bool last = i + 2 >= tile.key_tiles;
+    const bool all_seen = RowsSeeAllKeys(tile, i);
+    const int keys_seen = KeysSeen(tile, i);
+    StartScores<kHalfPieces>(state, warpgroup_ * kHalfPieces, s, /*add=*/false);
     WgmmaCommit();
     if constexpr (!kFirst) {
       StartOthersValues(tile, i - 1, o);
       WgmmaCommit();
     }
-    WgmmaWait<kFirst ? 0 : 1>();
-    WgmmaFenceOperand(s);
-    if (i + 2 >= tile.key_tiles) cta_.Arrive(cta_.query.Empty(query_));
-    Softmax(tile, i, s, rescale);
-    prefill::PackNumerators<T>(s, p);
-    Publish(tile, i, state, p);
+    const int others_half = (1 - warpgroup_) * kHalfPieces;
+    StartScores<1>(state, others_half, s, /*add=*/true);
+    WgmmaCommit();
     if constexpr (!kFirst) {
-      WgmmaWait<0>();
+      WgmmaWait<1>();
       WgmmaFenceOperand(o);
       ReleaseOthers(i - 1);
-      Rescale(rescale, o);
     }
+    StartScores<kHalfPieces - 1>(state, others_half + 1, s, /*add=*/true);
+    StartScores<1>(state, kRopePart * kHalfPieces, s, /*add=*/true);
+    WgmmaCommit();
+    WgmmaWait<0>();
+    WgmmaFenceOperand(s);
+    if (last) cta_.Arrive(cta_.query.Empty(query_));
+    Softmax(tile, i, all_seen, s, rescale);
+    prefill::PackNumerators<T>(s, p);
+    Publish(keys_seen, state, p);
+    if constexpr (!kFirst) Rescale(rescale, o);
     WgmmaFence();
     const uint64_t values = Values(state);
 #pragma unroll
     for (int step = 0; step < kTileKeys / 16; ++step) {
-      WgmmaRS<T>(o, p[step], AdvanceSmemDesc(values, step * 2 * kHalfRowBytes));
+      WgmmaRS<T>(o, p[step], AdvanceSmemDesc(values, step * 2 * kAtomBytes));
     }
     WgmmaCommit();
     WgmmaWait<0>();
     WgmmaFenceOperand(o);
-    cta_.Arrive(cta_.keys.Empty(state, warpgroup_));
+    cta_.Arrive(cta_.EmptyPart(state, warpgroup_));
   }
 
   // ---- Scores
-  // s = Q · Kᵀ, in the background.
-  __device__ void StartScores(KeyState state, float (&s)[kKeyTiles][4]) const {
-    const int other = 1 - warpgroup_;
-    cta_.keys.WaitFull(state, warpgroup_);
-    WgmmaFence();
-    StartScores<kHalfDim / 16>(state, warpgroup_, kHalfRowBytes, s, false);
-    cta_.keys.WaitFull(state, other);
-    WgmmaFence();
-    StartScores<kHalfDim / 16>(state, other, kHalfRowBytes, s, true);
-    cta_.keys.WaitFull(state, kRopePart);
-    WgmmaFence();
-    StartScores<kRopeDim / 16>(state, kRopePart, kAtomBytes, s, true);
-  }
-  template <int kSteps>
-  __device__ void StartScores(KeyState state, int part, int row_bytes, float (&s)[kKeyTiles][4], bool add) const {
-    uint32_t q_address = cta_.Query() + part * (kHalfDim / 64) * kQueryColumnBytes;
+  // s = Q · Kᵀ of kCount pieces, or s += Q · Kᵀ where `add`, each once it is there. In the background.
+  template <int kCount>
+  __device__ void StartScores(KeyState state, int first_piece, float (&s)[kKeyTiles][4], bool add) const {
+    uint32_t q_address = cta_.Query() + first_piece * kQueryColumnBytes;
     // Opaque, so that no descriptors are computed before the loop over key tiles: there are no registers for them.
     asm volatile("" : "+r"(q_address));
     const uint64_t q = MakeSmemDescKMajor(q_address);
-    const uint64_t k = MakeSmemDescKMajor(cta_.Part(state.stage, part), row_bytes);
+    const uint64_t k = MakeSmemDescKMajor(cta_.Piece(state.stage, first_piece));
 #pragma unroll
-    for (int step = 0; step < kSteps; ++step) {
-      WgmmaSS<T>(s, AdvanceSmemDesc(q, step / 4 * kQueryColumnBytes + step % 4 * 32),
-                 AdvanceSmemDesc(k, step / 4 * kAtomBytes + step % 4 * 32), add || step > 0);
+    for (int piece = 0; piece < kCount; ++piece) {
+      cta_.keys.WaitFull(state, first_piece + piece);
+      WgmmaFence();
+#pragma unroll
+      for (int step = 0; step < kPieceDim / 16; ++step) {
+        WgmmaSS<T>(s, AdvanceSmemDesc(q, piece * kQueryColumnBytes + step * 32),
+                   AdvanceSmemDesc(k, piece * kPieceBytes + step * 32), add || piece > 0 || step > 0);
+      }
     }
   }
 
   // Turns scores into numerators. rescale: what the results so far are to be multiplied by.
-  __device__ void Softmax(const WorkTile& tile, int i, float (&s)[kKeyTiles][4], float (&rescale)[2]) {
-    const int first_key = (tile.first_key_tile + i) * kTileKeys;
-    const int first_row_last_key = tile.offset + LastToken(tile, 0);
+  __device__ void Softmax(const WorkTile& tile, int i, bool all_seen, float (&s)[kKeyTiles][4], float (&rescale)[2]) {
+    // A score times a scale that is positive keeps its place in the order: it is multiplied in Exp2's argument alone.
+    const float scale = params_.scale_log2 > 0.0f ? params_.scale_log2 : 1.0f;
+    if (params_.scale_log2 <= 0.0f) {
 #pragma unroll
-    for (int n = 0; n < kKeyTiles; ++n) {
+      for (int n = 0; n < kKeyTiles; ++n) {
 #pragma unroll
-      for (int j = 0; j < 4; ++j) s[n][j] *= params_.scale_log2;
+        for (int j = 0; j < 4; ++j) s[n][j] *= params_.scale_log2;
+      }
     }
-    if (first_key + kTileKeys - 1 > first_row_last_key) {
-      const int column = first_key + cta_.lane % 4 * 2;
+    if (!all_seen) {
+      const int column = (tile.first_key_tile + i) * kTileKeys + cta_.lane % 4 * 2;
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         const int last_key = tile.offset + LastToken(tile, min(row_ + h * 8, tile.rows - 1));
@@ -196,6 +204,7 @@ class Consumer {
       for (int n = 0; n < kKeyTiles; ++n) largest = fmaxf(largest, fmaxf(s[n][h * 2], s[n][h * 2 + 1]));
       largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
       largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
+      largest *= scale;
       const float before = max_[h];
       if (largest > before + kRescaleThreshold) max_[h] = largest;
       const float shift = max_[h] == -CUDART_INF_F ? 0.0f : max_[h];
@@ -205,12 +214,19 @@ class Consumer {
       for (int n = 0; n < kKeyTiles; ++n) {
 #pragma unroll
         for (int j = 0; j < 2; ++j) {
-          s[n][h * 2 + j] = Exp2(s[n][h * 2 + j] - shift);
+          s[n][h * 2 + j] = Exp2(fmaf(s[n][h * 2 + j], scale, -shift));
           sum += s[n][h * 2 + j];
         }
       }
       sum_[h] = sum_[h] * rescale[h] + sum;
     }
+  }
+  __device__ bool RowsSeeAllKeys(const WorkTile& tile, int i) const {
+    return (tile.first_key_tile + i + 1) * kTileKeys - 1 <= tile.offset + LastToken(tile, 0);
+  }
+  // Of key tile i: keys that some row sees, where below kTileKeys.
+  __device__ int KeysSeen(const WorkTile& tile, int i) const {
+    return tile.key_end - (tile.first_key_tile + i) * kTileKeys;
   }
   // The last token of the sequence, counted from its first new one, whose key a row sees.
   __device__ int LastToken(const WorkTile& tile, int row) const {
@@ -226,8 +242,8 @@ class Consumer {
     }
   }
 
-  // Shows the other warpgroup the numerators of key tile i and the maximum that they belong to.
-  __device__ void Publish(const WorkTile& tile, int i, KeyState state, const uint32_t (&p)[kKeyTiles / 2][4]) const {
+  // Shows the other warpgroup the numerators of a key tile and the maximum that they belong to.
+  __device__ void Publish(int keys_seen, KeyState state, const uint32_t (&p)[kKeyTiles / 2][4]) const {
     // All warps have read what lies where the numerators go.
     NamedBarrierSync(kGroupBarrier + warpgroup_, 128);
     const uint32_t rope = cta_.Part(state.stage, kRopePart) + row_ * 128 + cta_.lane % 4 * 4;
@@ -242,7 +258,7 @@ class Consumer {
       row_max[row_] = max_[0];
       row_max[row_ + 8] = max_[1];
     }
-    const bool cleared = ClearTail(tile, i, state);
+    const bool cleared = ClearTail(keys_seen, state);
     FenceProxyAsync();
     NamedBarrierArrive(kReadyBarrier + warpgroup_, kConsumerThreads);
     if (cleared) NamedBarrierSync(kGroupBarrier + warpgroup_, 128);
@@ -254,15 +270,19 @@ class Consumer {
   // ---- Values
   // The descriptor of this warpgroup's half.
   __device__ uint64_t Values(KeyState state) const {
-    return MakeSmemDescMnMajor(cta_.Part(state.stage, warpgroup_), kAtomBytes, kHalfRowBytes);
+    return MakeSmemDescMnMajor(cta_.Part(state.stage, warpgroup_), kPieceBytes, kAtomBytes);
   }
 
   // o += numerators · values of key tile i, whose scores the other warpgroup has computed, in the background. Nothing
   // else accumulates into `o` meanwhile.
   __device__ void StartOthersValues(const WorkTile& tile, int i, float (&o)[kDimTiles][4]) {
     const KeyState state = State(i);
+    const int keys_seen = KeysSeen(tile, i);
     const int other = 1 - warpgroup_;
-    cta_.keys.WaitFull(state, warpgroup_);
+#pragma unroll
+    for (int piece = 0; piece < kHalfPieces; ++piece) {
+      cta_.keys.WaitFull(state, warpgroup_ * kHalfPieces + piece);
+    }
     NamedBarrierSync(kReadyBarrier + other, kConsumerThreads);
     const float* const row_max = cta_.Storage().row_max[other];
     float rescale[2];
@@ -274,7 +294,7 @@ class Consumer {
       sum_[h] *= rescale[h];
     }
     Rescale(rescale, o);
-    if (ClearTail(tile, i, state)) {
+    if (ClearTail(keys_seen, state)) {
       FenceProxyAsync();
       NamedBarrierSync(kGroupBarrier + warpgroup_, 128);
     }
@@ -283,7 +303,7 @@ class Consumer {
     WgmmaFence();
 #pragma unroll
     for (int step = 0; step < kTileKeys / 16; ++step) {
-      WgmmaSSMnMajor<T>(o, AdvanceSmemDesc(numerators, step * 32), AdvanceSmemDesc(values, step * 2 * kHalfRowBytes));
+      WgmmaSSMnMajor<T>(o, AdvanceSmemDesc(numerators, step * 32), AdvanceSmemDesc(values, step * 2 * kAtomBytes));
     }
   }
   // The other warpgroup has no more use for its numerators, which it has in registers too.
@@ -291,21 +311,19 @@ class Consumer {
     const KeyState state = State(i);
     __syncwarp();
     if (cta_.lane == 0) {
-      ArriveBarrier(cta_.keys.Empty(state, warpgroup_));
-      ArriveBarrier(cta_.keys.Empty(state, kRopePart));
+      ArriveBarrier(cta_.EmptyPart(state, warpgroup_));
+      ArriveBarrier(cta_.EmptyPart(state, kRopePart));
     }
   }
 
   // Clears this warpgroup's half of the latents that no row sees, which may hold NaN that 0 would not hide. Returns
   // whether there are any.
-  __device__ bool ClearTail(const WorkTile& tile, int i, KeyState state) const {
-    const int keys = tile.key_end - (tile.first_key_tile + i) * kTileKeys;
-    if (keys >= kTileKeys) return false;
+  __device__ bool ClearTail(int keys_seen, KeyState state) const {
+    if (keys_seen >= kTileKeys) return false;
     const uint32_t half = cta_.Part(state.stage, warpgroup_);
 #pragma unroll 1
     for (int vector = thread_; vector < kHalfBytes / 16; vector += 128) {
-      const int key = vector * 16 / kHalfRowBytes * 8 + vector / 8 % 8;
-      if (key < keys) continue;
+      if (vector / 8 % kTileKeys < keys_seen) continue;
       asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(half + vector * 16), "r"(0) : "memory");
     }
     return true;

@@ -11,6 +11,23 @@
 
 namespace xla_gpu::mla {
 
+// Lane i loads box i of a key tile. Boxes behind the last key that a row sees are not loaded.
+struct CacheBox {
+  bool used;
+  int page, atom_row;
+};
+__device__ inline CacheBox FindBox(const Sm90Params& params, int lane, const WorkTile& tile, int key_tile) {
+  const auto in_tile = static_cast<uint32_t>(lane * params.box_rows);
+  const uint32_t key = static_cast<uint32_t>(key_tile) * kTileKeys + in_tile;
+  CacheBox box{in_tile < kTileKeys && key < static_cast<uint32_t>(tile.key_end), 0, 0};
+  if (!box.used) return box;
+  const uint32_t page = params.page.Divide(key);
+  const int64_t table = int64_t{tile.block_table} * params.attention.pages_per_seq;
+  box.page = __ldg(params.attention.block_tables + table + page);
+  box.atom_row = static_cast<int>(key - page * params.page.divisor) / 8;
+  return box;
+}
+
 class Producer {
  public:
   __device__ explicit Producer(const Cta& cta) : cta_(cta), params_(cta.params) {}
@@ -19,7 +36,7 @@ class Producer {
     SplitTile split{};
     TileState work;
     if (schedule.begin < schedule.end) {
-      TileCursor cursor(cta_, schedule);
+      TileCursor cursor(params_, schedule);
       WorkTile tile{};
 #pragma unroll 1
       while (cursor.Next(&tile, &split)) {
@@ -55,65 +72,33 @@ class Producer {
     query_.Advance();
   }
 
-  // Lane i loads box i of a key tile. Boxes behind the last key that a row sees are not loaded.
-  struct Box {
-    bool used;
-    int page, atom_row;
-  };
-  __device__ Box FindBox(const WorkTile& tile, int key_tile) const {
-    const auto in_tile = static_cast<uint32_t>(cta_.lane * params_.box_rows);
-    const uint32_t key = static_cast<uint32_t>(key_tile) * kTileKeys + in_tile;
-    Box box{in_tile < kTileKeys && key < static_cast<uint32_t>(tile.key_end), 0, 0};
-    if (!box.used) return box;
-    const uint32_t page = params_.page.Divide(key);
-    const int64_t table = int64_t{tile.block_table} * params_.attention.pages_per_seq;
-    box.page = __ldg(params_.attention.block_tables + table + page);
-    box.atom_row = static_cast<int>(key - page * params_.page.divisor) / 8;
-    return box;
-  }
-
   __device__ void LoadKeys(const WorkTile& tile) {
     const int end = tile.first_key_tile + tile.key_tiles;
-    Box next = FindBox(tile, tile.first_key_tile);
 #pragma unroll 1
     for (int i = tile.first_key_tile; i < end; ++i) {
-      const Box box = next;
-      if (i + 1 < end) next = FindBox(tile, i + 1);
-      const int boxes = __popc(__ballot_sync(~0u, box.used));
+      const CacheBox box = FindBox(params_, cta_.lane, tile, i);
       // The warpgroup that computes the scores begins with its own half of the latents, which it is also the first to
-      // have no more use for.
-      const int half = (i - tile.first_key_tile) % 2;
-      LoadHalf(half, boxes, box);
-      LoadHalf(1 - half, boxes, box);
-      const int box_bytes = params_.box_rows * 128;
-      const uint32_t barrier = BeginPart(kRopePart, boxes * box_bytes);
-      if (box.used) {
-        TmaLoadCacheBox(cta_.Part(key_.stage, kRopePart) + cta_.lane * box_bytes, params_.rope_map, barrier,
-                        kLatentDim / 64, box.atom_row, box.page);
-      }
-      __syncwarp();
+      // have no more use for; the rotated columns come last.
+      const int first_piece = (i - tile.first_key_tile) % 2 * kHalfPieces;
+#pragma unroll 1
+      for (int n = 0; n < kPieces; ++n) LoadPiece(n < 2 * kHalfPieces ? n ^ first_piece : n, box);
       key_.Advance();
     }
   }
 
-  __device__ void LoadHalf(int half, int boxes, const Box& box) const {
-    const int box_bytes = params_.box_rows * kHalfDim * 2;
-    const uint32_t barrier = BeginPart(half, boxes * box_bytes);
-    // A page outside the cache reads nothing: the consumers find it.
-    if (box.used) {
-      TmaLoadCacheBox(cta_.Part(key_.stage, half) + cta_.lane * box_bytes, params_.latent_map, barrier,
-                      half * (kHalfDim / 64), box.atom_row, box.page);
-    }
-    __syncwarp();
-  }
-
-  // Returns the barrier at which `bytes` are to arrive.
-  __device__ uint32_t BeginPart(int part, int bytes) const {
-    cta_.keys.WaitEmpty(key_, part);
-    const uint32_t barrier = cta_.keys.Full(key_, part);
+  __device__ void LoadPiece(int piece, const CacheBox& box) const {
+    if (piece % kHalfPieces == 0) cta_.keys.WaitEmpty(key_, piece);
+    const uint32_t barrier = cta_.keys.Full(key_, piece);
+    const int box_bytes = params_.box_rows * kPieceDim * 2;
+    const int bytes = __popc(__ballot_sync(~0u, box.used)) * box_bytes;
     if (cta_.lane == 0) ArriveExpectTx(barrier, bytes);
     __syncwarp();
-    return barrier;
+    // A page outside the cache reads nothing: the consumers find it.
+    if (box.used) {
+      TmaLoadCacheBox(cta_.Piece(key_.stage, piece) + cta_.lane * box_bytes, params_.cache_map, barrier, piece,
+                      box.atom_row, box.page);
+    }
+    __syncwarp();
   }
 
   const Cta& cta_;

@@ -1,5 +1,5 @@
 // Which work a CTA of the sm_90a kernel takes. Units, the row tiles of a sequence that a team of CTAs takes at a time,
-// lie behind each other on a line, sequence by sequence; a unit is as long as its key tiles and kUnitCost. Each team
+// lie behind each other on a line, sequence by sequence; a unit is as long as its key tiles and unit_cost. Each team
 // takes an equal share of the line, so that a unit may belong to several teams, which then share its keys; or as many
 // whole units as any other, where sharing keys would cost more than it saves.
 #ifndef XLA_GPU_OPS_MLA_ATTENTION_SM90_SCHEDULE_CUH_
@@ -12,8 +12,8 @@
 
 namespace xla_gpu::mla {
 
-// In the time of a key tile: to begin and to end a unit, and to share its keys.
-inline constexpr int kUnitCost = 3;
+// In the time of a key tile: to begin and to end a unit (unit_cost), and to share its keys.
+inline constexpr int kUnitCost = 3, kFewRowsUnitCost = 1;
 inline constexpr int kSplitCost = 5;
 
 // How a unit's length follows from its key tiles.
@@ -28,20 +28,25 @@ __device__ inline int KeyTilesOf(int keys) {
   return static_cast<int>((static_cast<unsigned>(keys) + kTileKeys - 1) / kTileKeys);
 }
 
-// The units of a sequence. Unit u has the rows [u * rows, (u + 1) * rows) of `rows` = kTileRows * team_ctas rows, and
+// The units of a sequence. Unit u has the rows [u * rows, (u + 1) * rows) of `rows` = tile_rows * team_ctas rows, and
 // key tiles up to the one with the key that its last row sees. For all but the last unit these are
-// ⌊(u + base) / heads⌋, heads = num_heads / team_ctas, but no less than 0.
+// ⌊(u + base) / units_per_tile⌋, units_per_tile = num_heads * kTileKeys / rows, but no less than 0.
 class SequenceUnits {
  public:
   int count;
   int last_key_tiles;  // of the last unit, which has the most
 
   __device__ SequenceUnits(const Sm90Params& params, const SequenceInfo& sequence) {
-    const int64_t unit_rows = kTileRows * params.team_ctas;
+    const int unit_rows = params.tile_rows * params.team_ctas;
     const int64_t num_heads = params.attention.num_heads;
-    heads_ = static_cast<int>(num_heads) / params.team_ctas;
-    count = static_cast<int>((sequence.q_len * num_heads + unit_rows - 1) / unit_rows);
+    // There are fewer than 2^31 rows.
+    count = static_cast<int>((static_cast<unsigned>(sequence.q_len * num_heads) + unit_rows - 1) /
+                             static_cast<unsigned>(unit_rows));
     last_key_tiles = KeyTilesOf(sequence.context_len);
+    units_per_tile_ = 1;
+    base_ = 0;
+    if (count <= 1) return;  // the rest takes many slow divisions
+    units_per_tile_ = static_cast<int>(num_heads * kTileKeys / unit_rows);
     const int64_t ahead = unit_rows - 1 + num_heads * (int64_t{sequence.context_len} - sequence.q_len + kTileKeys);
     base_ = ahead >= 0 ? ahead / unit_rows : -((unit_rows - 1 - ahead) / unit_rows);
     if (!sequence.valid) base_ = -int64_t{count};  // no key tiles at all
@@ -49,7 +54,7 @@ class SequenceUnits {
 
   __device__ int KeyTiles(int unit) const {
     if (unit == count - 1) return last_key_tiles;
-    return unit + base_ > 0 ? static_cast<int>((unit + base_) / heads_) : 0;
+    return unit + base_ > 0 ? static_cast<int>((unit + base_) / units_per_tile_) : 0;
   }
   // Of all units before `unit`.
   __device__ int64_t LengthBefore(int unit, UnitLength length) const {
@@ -74,14 +79,14 @@ class SequenceUnits {
   }
 
  private:
-  // The sum of ⌊i / heads⌋ over 0 <= i < n.
+  // The sum of ⌊i / units_per_tile⌋ over 0 <= i < n.
   __device__ int64_t SumBelow(int64_t n) const {
     if (n <= 0) return 0;
-    const int64_t quotient = n / heads_;
-    return heads_ * (quotient * (quotient - 1) / 2) + quotient * (n - quotient * heads_);
+    const int64_t quotient = n / units_per_tile_;
+    return units_per_tile_ * (quotient * (quotient - 1) / 2) + quotient * (n - quotient * units_per_tile_);
   }
 
-  int heads_;
+  int units_per_tile_;  // units after which there is a key tile more
   int64_t base_;
 };
 
@@ -121,28 +126,28 @@ class Schedule {
   int64_t start;       // of that sequence
 
   // By all threads of the CTA. Contains barriers of all of them.
-  __device__ explicit Schedule(const Cta& cta)
-      : num_live(LiveSequences(cta.params.attention)),
-        in_order(QueryStartsInOrder(cta.params.attention, max(num_live, 0))),
-        length{1, kUnitCost} {
-    const Sm90Params& params = cta.params;
-    SharedStorage& shared = cta.Storage();
+  __device__ Schedule(const Sm90Params& params, ScheduleStorage& shared)
+      : num_live(LiveSequences(params.attention)),
+        in_order(QueryStartsInOrder(params.attention, max(num_live, 0))),
+        length{1, params.unit_cost} {
+    const int threads = static_cast<int>(blockDim.x), warps = threads / 32;
+    const int lane = static_cast<int>(threadIdx.x) % 32;
     const int warp = static_cast<int>(threadIdx.x) / 32;
 
     // ---- How much there is
     int64_t cost = 0, units = 0;
     int longest = 0;
-    for (int s = static_cast<int>(threadIdx.x); s < num_live; s += kThreads) {
+    for (int s = static_cast<int>(threadIdx.x); s < num_live; s += threads) {
       const SequenceUnits mine(params, LoadSequenceInline(params.attention, s, in_order));
       if (mine.count == 0) continue;
       cost += mine.Length(length);
       units += mine.count;
       longest = max(longest, length.Of(mine.last_key_tiles));
     }
-    cost = InclusiveWarpSum(cost, cta.lane);
-    units = InclusiveWarpSum(units, cta.lane);
+    cost = InclusiveWarpSum(cost, lane);
+    units = InclusiveWarpSum(units, lane);
     longest = static_cast<int>(__reduce_max_sync(~0u, static_cast<unsigned>(longest)));
-    if (cta.lane == 31) {
+    if (lane == 31) {
       shared.warp_costs[warp] = cost;
       shared.warp_units[warp] = units;
       shared.warp_longest[warp] = longest;
@@ -150,7 +155,7 @@ class Schedule {
     __syncthreads();
     int64_t total = 0, all_units = 0;
     longest = 0;
-    for (int w = 0; w < kThreads / 32; ++w) {
+    for (int w = 0; w < warps; ++w) {
       total += shared.warp_costs[w];
       all_units += shared.warp_units[w];
       longest = max(longest, shared.warp_longest[w]);
@@ -174,16 +179,16 @@ class Schedule {
 
     // ---- The sequence in which it begins
     int64_t before = 0;
-    for (int first = 0; first < num_live; first += kThreads) {
+    for (int first = 0; first < num_live; first += threads) {
       const int s = first + static_cast<int>(threadIdx.x);
       int64_t mine = 0;
       if (s < num_live) mine = SequenceUnits(params, LoadSequenceInline(params.attention, s, in_order)).Length(length);
-      const int64_t up_to = InclusiveWarpSum(mine, cta.lane);
+      const int64_t up_to = InclusiveWarpSum(mine, lane);
       __syncthreads();
-      if (cta.lane == 31) shared.warp_costs[warp] = up_to;
+      if (lane == 31) shared.warp_costs[warp] = up_to;
       __syncthreads();
       int64_t base = before, batch = 0;
-      for (int w = 0; w < kThreads / 32; ++w) {
+      for (int w = 0; w < warps; ++w) {
         if (w < warp) base += shared.warp_costs[w];
         batch += shared.warp_costs[w];
       }
@@ -203,11 +208,11 @@ class Schedule {
 // Walks over a CTA's work tiles. By one warp.
 class TileCursor {
  public:
-  __device__ TileCursor(const Cta& cta, const Schedule& schedule)
-      : cta_(cta),
+  __device__ TileCursor(const Sm90Params& params, const Schedule& schedule)
+      : params_(params),
         schedule_(schedule),
         info_(LoadInfo(schedule.sequence)),
-        units_(cta.params, info_),
+        units_(params, info_),
         sequence_(schedule.sequence),
         unit_(units_.Find(schedule.begin - schedule.start, schedule.length)),
         start_(schedule.start + units_.LengthBefore(unit_, schedule.length)) {}
@@ -223,9 +228,7 @@ class TileCursor {
   }
 
  private:
-  __device__ SequenceInfo LoadInfo(int s) const {
-    return LoadSequenceInline(cta_.params.attention, s, schedule_.in_order);
-  }
+  __device__ SequenceInfo LoadInfo(int s) const { return LoadSequenceInline(params_.attention, s, schedule_.in_order); }
 
   __device__ void Advance() {
     start_ += schedule_.length.Of(units_.KeyTiles(unit_));
@@ -233,29 +236,29 @@ class TileCursor {
     unit_ = 0;
     while (++sequence_ < schedule_.num_live) {
       info_ = LoadInfo(sequence_);
-      units_ = SequenceUnits(cta_.params, info_);
+      units_ = SequenceUnits(params_, info_);
       if (units_.count > 0) return;
     }
   }
 
   // This CTA's work tile of the current unit; false if it has none.
   __device__ bool MakeTile(WorkTile* tile, SplitTile* split) const {
-    const Sm90Params& params = cta_.params;
+    const Sm90Params& params = params_;
     const int num_heads = static_cast<int>(params.attention.num_heads);
     const int unit_tiles = units_.KeyTiles(unit_);
     int key_begin = 0, key_end = unit_tiles;  // key tiles of the unit that are this team's
     if (schedule_.length.per_key_tile != 0) {
       const int64_t low = max(schedule_.begin - start_, int64_t{0});
-      const int64_t high = min(schedule_.end - start_, int64_t{unit_tiles + kUnitCost});
-      key_begin = max(static_cast<int>(low) - kUnitCost, 0);
-      key_end = max(static_cast<int>(high) - kUnitCost, 0);
+      const int64_t high = min(schedule_.end - start_, int64_t{unit_tiles + params.unit_cost});
+      key_begin = max(static_cast<int>(low) - params.unit_cost, 0);
+      key_end = max(static_cast<int>(high) - params.unit_cost, 0);
       if (key_begin == key_end && (unit_tiles > 0 || low > 0)) return false;
     }
     const int team_cta = static_cast<int>(blockIdx.x) % params.team_ctas;
-    tile->sequence_row = (unit_ * params.team_ctas + team_cta) * kTileRows;
+    tile->sequence_row = (unit_ * params.team_ctas + team_cta) * params.tile_rows;
     const int sequence_rows = info_.q_len * num_heads;
     if (tile->sequence_row >= sequence_rows) return false;
-    tile->rows = min(kTileRows, sequence_rows - tile->sequence_row);
+    tile->rows = min(params.tile_rows, sequence_rows - tile->sequence_row);
     tile->first_row = info_.q_begin * num_heads + tile->sequence_row;
     tile->kind = info_.valid ? WorkTile::kAttention : WorkTile::kNan;
     tile->offset = info_.context_len - info_.q_len;
@@ -279,7 +282,7 @@ class TileCursor {
     return true;
   }
 
-  const Cta& cta_;
+  const Sm90Params& params_;
   const Schedule& schedule_;
   SequenceInfo info_;
   SequenceUnits units_;

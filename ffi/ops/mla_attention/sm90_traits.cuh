@@ -21,14 +21,16 @@ struct Sm90Params {
   AttentionState* states;          // [SplitLayout::kSlots][slot_rows], scores in units of log2
   SplitTile* split_tiles;          // [gridDim.x]
   int slot_rows;
-  int team_ctas;           // 1, or 2 where CTAs 2i and 2i + 1 take the two row tiles of a unit at a time
-  int box_rows;            // slots of a page that are loaded together: 8 to 64
-  FastDivisor heads;       // num_heads
-  FastDivisor page;        // page_size
-  float scale_log2;        // scale · log2(e)
-  CUtensorMap q_map;       // [num_tokens * num_heads][kSlotDim], in boxes of kTileRows rows
-  CUtensorMap latent_map;  // the cache in boxes of box_rows slots and half a latent
-  CUtensorMap rope_map;    // the same of 64 columns
+  int ctas;               // that compute work tiles
+  int tile_rows;          // of a work tile: kTileRows, or fewer (sm90_few_rows.cuh)
+  int unit_cost;          // sm90_schedule.cuh
+  int team_ctas;          // 1, or 2 where CTAs 2i and 2i + 1 take the two row tiles of a unit at a time
+  int box_rows;           // slots of a page that are loaded together: 8 to 64
+  FastDivisor heads;      // num_heads
+  FastDivisor page;       // page_size
+  float scale_log2;       // scale · log2(e)
+  CUtensorMap q_map;      // [num_tokens * num_heads][kSlotDim], in boxes of tile_rows rows
+  CUtensorMap cache_map;  // in boxes of box_rows slots and kPieceDim columns; for tiles of few rows kPartColumns
 };
 
 inline constexpr int kTileKeys = 64;
@@ -36,7 +38,7 @@ inline constexpr int kProducerThreads = 128;  // a warpgroup, of which warp 0 lo
 inline constexpr int kConsumerThreads = 256;  // two warpgroups
 inline constexpr int kThreads = kProducerThreads + kConsumerThreads;
 // Registers of a thread after setmaxnreg; together no more than the launch has allocated.
-inline constexpr int kProducerRegisters = 72, kConsumerRegisters = 216;
+inline constexpr int kProducerRegisters = 88, kConsumerRegisters = 208;
 inline constexpr int kHalfDim = kLatentDim / 2;  // of the values that a warpgroup accumulates
 
 // Rows [first_row, first_row + rows) of `out` as [num_tokens * num_heads][kLatentDim], and the key tiles
@@ -62,33 +64,40 @@ inline constexpr int kAtomBytes = 1024;
 // Q lies as columns of swizzle atoms: [kSlotDim / 64][kTileRows] rows of 128 bytes.
 inline constexpr int kQueryColumnBytes = kTileRows * 128;
 inline constexpr int kQueryBytes = kSlotDim / 64 * kQueryColumnBytes;
-// A key tile lies in three parts, each [kTileKeys / 8][columns / 64] swizzle atoms: the halves of the latents, which
-// are values too, and the rotated columns. Where these were, the numerators lie after the scores.
-inline constexpr int kParts = 3, kRopePart = 2;
-inline constexpr int kHalfRowBytes = kHalfDim / 64 * kAtomBytes;  // from 8 keys to the next 8 keys
-inline constexpr int kHalfBytes = kTileKeys / 8 * kHalfRowBytes;
-inline constexpr int kRopeBytes = kTileKeys * 128;
-inline constexpr int kStageBytes = 2 * kHalfBytes + kRopeBytes;
-static_assert(kRopeDim == 64);
+// A key tile lies in pieces of 64 columns, each [kTileKeys / 8] swizzle atoms, which are filled one by one. They are
+// given back in three parts: the halves of the latents, which are values too, and the piece of the rotated columns.
+// Where these were, the numerators lie after the scores.
+inline constexpr int kPieceDim = 64;
+inline constexpr int kPieces = kSlotDim / kPieceDim, kHalfPieces = kHalfDim / kPieceDim;
+inline constexpr int kRopePart = 2;
+inline constexpr int kPieceBytes = kTileKeys * 128;
+inline constexpr int kHalfBytes = kHalfPieces * kPieceBytes;
+inline constexpr int kStageBytes = kPieces * kPieceBytes;
+static_assert(kRopeDim == kPieceDim && kPieces == 2 * kHalfPieces + 1 && kPieceBytes == kTileKeys / 8 * kAtomBytes);
 
 using KeyState = prefill::PipelineState<kStages>;
 using QueryState = prefill::PipelineState<1>;
 using TileState = prefill::PipelineState<2>;
 
-struct SharedStorage {
-  char q[kQueryBytes];
-  char keys[kStages][kStageBytes];
-  WorkTile tiles[2];
-  prefill::StageBarriers key_barriers[kStages][kParts];
-  prefill::StageBarriers q_barriers[1];
-  prefill::StageBarriers tile_barriers[2];
-  float row_max[2][kTileRows];      // behind the key tiles of each warpgroup
-  float row_sums[2][2][kTileRows];  // [work tile % 2][warpgroup]
+// Of all threads that plan a CTA's share (sm90_schedule.cuh).
+struct ScheduleStorage {
   int64_t warp_costs[kThreads / 32];
   int64_t warp_units[kThreads / 32];
   int warp_longest[kThreads / 32];
   int64_t found_start;
   int found_sequence;
+};
+
+struct SharedStorage {
+  char q[kQueryBytes];
+  char keys[kStages][kStageBytes];
+  WorkTile tiles[2];
+  prefill::StageBarriers key_barriers[kStages][kPieces];  // `empty` of the first piece of each part alone
+  prefill::StageBarriers q_barriers[1];
+  prefill::StageBarriers tile_barriers[2];
+  float row_max[2][kTileRows];      // behind the key tiles of each warpgroup
+  float row_sums[2][2][kTileRows];  // [work tile % 2][warpgroup]
+  ScheduleStorage schedule;
 };
 inline constexpr int kSharedBytes = static_cast<int>(sizeof(SharedStorage));
 static_assert(kSharedBytes <= 227 * 1024);
@@ -100,7 +109,7 @@ struct Cta {
   const uint32_t shared_address;  // wgmma, TMA and barriers take 32-bit shared-memory addresses
   const int lane = static_cast<int>(threadIdx.x) % 32;
 
-  const prefill::Pipeline<KeyState, kParts> keys;
+  const prefill::Pipeline<KeyState, kPieces> keys;
   const prefill::Pipeline<QueryState> query;
   const prefill::Pipeline<TileState> tiles;
 
@@ -116,9 +125,12 @@ struct Cta {
   __device__ SharedStorage& Storage() const { return *reinterpret_cast<SharedStorage*>(shared); }
   __device__ WorkTile& Tile(TileState state) const { return Storage().tiles[state.stage]; }
   __device__ uint32_t Query() const { return Address(offsetof(SharedStorage, q)); }
-  __device__ uint32_t Part(int stage, int part) const {
-    return Address(offsetof(SharedStorage, keys)) + stage * kStageBytes + part * kHalfBytes;
+  __device__ uint32_t Piece(int stage, int piece) const {
+    return Address(offsetof(SharedStorage, keys)) + stage * kStageBytes + piece * kPieceBytes;
   }
+  __device__ uint32_t Part(int stage, int part) const { return Piece(stage, part * kHalfPieces); }
+  // Of a part of a key tile.
+  __device__ uint32_t EmptyPart(KeyState state, int part) const { return keys.Empty(state, part * kHalfPieces); }
   __device__ void Arrive(uint32_t barrier) const { prefill::ArriveFromWarp(barrier, lane); }
 };
 

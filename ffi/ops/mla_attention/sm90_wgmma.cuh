@@ -1,4 +1,5 @@
-// wgmma in the form that this kernel alone has, as in ffi/device/wgmma.cuh: values with numerators from shared memory.
+// wgmma in the forms that these kernels alone have, as in ffi/device/wgmma.cuh: values with numerators from shared
+// memory.
 #ifndef XLA_GPU_OPS_MLA_ATTENTION_SM90_WGMMA_CUH_
 #define XLA_GPU_OPS_MLA_ATTENTION_SM90_WGMMA_CUH_
 
@@ -44,9 +45,31 @@ __device__ inline void WgmmaSSMnMajor(float (&c)[32][4], uint64_t a, uint64_t b)
   }
 }
 
+// c += a · b; A from shared memory, MN-major (stored as rows of the inner dimension), B from shared memory, K-major.
+#define XLA_GPU_WGMMA_MN_MAJOR_A(kBlocks, SHAPE, REGISTERS, D0, D1, ...)                          \
+  template <typename T>                                                                           \
+  __device__ inline void WgmmaMnMajorA(float(&c)[kBlocks][4], uint64_t a, uint64_t b) {           \
+    if constexpr (std::is_same_v<T, __half>) {                                                    \
+      asm volatile("{ .reg .pred add; setp.eq.b32 add, 0, 0; wgmma.mma_async.sync.aligned." SHAPE \
+                   ".f32.f16.f16 {" REGISTERS "}, " D0 ", " D1 ", add, 1, 1, 1, 0; }"             \
+                   : __VA_ARGS__                                                                  \
+                   : "l"(a), "l"(b));                                                             \
+    } else {                                                                                      \
+      asm volatile("{ .reg .pred add; setp.eq.b32 add, 0, 0; wgmma.mma_async.sync.aligned." SHAPE \
+                   ".f32.bf16.bf16 {" REGISTERS "}, " D0 ", " D1 ", add, 1, 1, 1, 0; }"           \
+                   : __VA_ARGS__                                                                  \
+                   : "l"(a), "l"(b));                                                             \
+    }                                                                                             \
+  }
+
+XLA_GPU_WGMMA_MN_MAJOR_A(2, "m64n16k16", "%0,%1,%2,%3,%4,%5,%6,%7", "%8", "%9", XLA_GPU_C4(0), XLA_GPU_C4(1))
+XLA_GPU_WGMMA_MN_MAJOR_A(4, "m64n32k16", "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15", "%16", "%17",
+                         XLA_GPU_C4(0), XLA_GPU_C4(1), XLA_GPU_C4(2), XLA_GPU_C4(3))
+
 #undef XLA_GPU_C4
 #undef XLA_GPU_C32
 #undef XLA_GPU_REGISTERS_128
+#undef XLA_GPU_WGMMA_MN_MAJOR_A
 
 }  // namespace xla_gpu
 

@@ -14,7 +14,8 @@ namespace xla_gpu::mla {
 inline constexpr int kLatentDim = 512;                   // value_dim
 inline constexpr int kRopeDim = 64;                      // of a key, behind the latent
 inline constexpr int kSlotDim = kLatentDim + kRopeDim;   // head_dim
-inline constexpr int kTileRows = 64;                     // query rows, (token, head), of a CTA's work tile
+inline constexpr int kTileRows = 64;                     // query rows, (token, head), of a CTA's work tile, at most
+inline constexpr int kFewRows = 16;                      // the same where sequences have few
 inline constexpr int kMaxCtas = 132;                     // of a launch
 inline constexpr int kMinBoxRows = 8, kMaxBoxRows = 64;  // slots of a page that are loaded together
 
@@ -24,6 +25,12 @@ constexpr int64_t BoxRows(int64_t page_size) { return std::min<int64_t>(page_siz
 constexpr bool HasSm90Shape(const MlaAttentionParams& shapes) {
   return shapes.dtype != DType::kF32 && shapes.head_dim == kSlotDim && shapes.value_dim == kLatentDim &&
          shapes.page_size > 0 && BoxRows(shapes.page_size) >= kMinBoxRows;
+}
+
+// The rows of a work tile. Fewer than kTileRows where sequences have so few of them on average: 16 heads and a new
+// token each, for example. Longer sequences are several work tiles then, which together are no more than max_seqs.
+constexpr int TileRows(const MlaAttentionParams& shapes) {
+  return shapes.num_tokens * shapes.num_heads <= kFewRows * shapes.max_seqs ? kFewRows : kTileRows;
 }
 
 // A work tile whose keys several CTAs share, as the first of them has written it down.
