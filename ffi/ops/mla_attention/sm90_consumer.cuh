@@ -37,7 +37,7 @@ class Consumer {
       if (tile.kind == WorkTile::kEnd) return;
       float o[kDimTiles][4];
       Clear(o);
-      const bool wrong = IsWrong(tile);
+      const bool wrong = IsWrong(params_, tile, thread_, kGroupBarrier + warpgroup_);
       Compute(tile, o);
       Store(tile, index % 2, wrong, o);
       cta_.Arrive(cta_.tiles.Empty(work));
@@ -48,8 +48,6 @@ class Consumer {
  private:
   static constexpr int kKeyTiles = kTileKeys / 8;  // accumulator tiles of 8 columns, as the next
   static constexpr int kDimTiles = kHalfDim / 8;
-  // A larger maximum is taken over only where numerators would grow past 2^8, which float16 and bfloat16 hold.
-  static constexpr float kRescaleThreshold = 8;
   // Named barriers. kReadyBarrier + i: warpgroup i has published a key tile's numerators. kGroupBarrier + i: its warps.
   static constexpr int kReadyBarrier = 1, kGroupBarrier = 3, kSumsBarrier = 5;
 
@@ -338,20 +336,6 @@ class Consumer {
   }
 
   // ---- Results
-  // Whether a page of the sequence lies outside the cache, or its context is wrong: then its rows are NaN. The same in
-  // all threads of the warpgroup.
-  __device__ bool IsWrong(const WorkTile& tile) const {
-    bool wrong = tile.kind == WorkTile::kNan;
-    const int32_t* const table = params_.attention.block_tables + tile.block_table * params_.attention.pages_per_seq;
-    const auto num_pages = static_cast<uint64_t>(params_.attention.num_pages);
-#pragma unroll 4
-    for (int page = wrong ? tile.pages : thread_; page < tile.pages; page += 128) {
-      const int32_t number = __ldg(table + page);
-      wrong |= number < 0 || static_cast<uint64_t>(number) >= num_pages;
-    }
-    return NamedBarrierSyncOr(kGroupBarrier + warpgroup_, 128, wrong);
-  }
-
   __device__ void Store(const WorkTile& tile, int parity, bool wrong, const float (&o)[kDimTiles][4]) {
     float* const row_sums = cta_.Storage().row_sums[parity][warpgroup_];
 #pragma unroll

@@ -23,7 +23,12 @@ static_assert(kPartColumns % 64 == 0);
 struct FewRowsTraits {
   // Two warpgroups of consumers, then a warp that loads.
   static constexpr int kThreads = kConsumerThreads + 32;
-  static constexpr int kStages = 8;  // parts
+  static constexpr int kStages = 8;                   // parts
+  static constexpr int kBlocks = kFewRows / 8;        // of 8 query rows
+  static constexpr int kDimTiles = kLatentDim / 64;   // of 64 columns of the values
+  static constexpr int kOwnDimTiles = kDimTiles / 2;  // that a warpgroup stores
+  // Named barriers of the consumers. kGroupBarrier + i: the warps of warpgroup i.
+  static constexpr int kGroupBarrier = 1, kExchangeBarrier = 3;
   // Q lies as columns of swizzle atoms: [kSlotDim / 64][kFewRows] rows of 128 bytes. A tile's numerators are such a
   // column.
   static constexpr int kColumnBytes = kFewRows * 128;
@@ -47,6 +52,18 @@ struct FewRowsTraits {
   static constexpr int kSharedBytes = static_cast<int>(sizeof(Storage));
   static_assert(kSharedBytes <= 227 * 1024);
 };
+
+// A consumer's place. Of 64 keys or columns of values, a thread has (16 * warp + group) and the one 8 further on, as
+// halves h, and in block n the query rows (8 * n + column + j) of them: element [n][h * 2 + j] of an accumulator.
+struct FewRowsThread {
+  int warpgroup;
+  int thread;  // of the warpgroup
+  int warp;    // of the warpgroup
+  int group;
+  int column;
+};
+using FewRowsAccumulators = float[FewRowsTraits::kDimTiles][FewRowsTraits::kBlocks][4];
+using FewRowsOfThread = float[FewRowsTraits::kBlocks][2];  // something of each of a thread's query rows, [n][j]
 
 // What all warps of a CTA know.
 struct FewRowsCta {

@@ -8,6 +8,7 @@
 #include "ffi/device/async_copy.cuh"
 #include "ffi/device/attention_state.cuh"
 #include "ffi/device/fast_divisor.h"
+#include "ffi/device/mbarrier.cuh"
 #include "ffi/device/tensor_map.cuh"
 #include "ffi/ops/mla_attention/split_layout.h"
 #include "ffi/ops/paged_attention/paged_attention.h"
@@ -41,6 +42,9 @@ inline constexpr int kThreads = kProducerThreads + kConsumerThreads;
 inline constexpr int kProducerRegisters = 88, kConsumerRegisters = 208;
 inline constexpr int kHalfDim = kLatentDim / 2;  // of the values that a warpgroup accumulates
 
+// A larger maximum is taken over only where numerators would grow past 2^8, which float16 and bfloat16 hold.
+inline constexpr float kRescaleThreshold = 8;
+
 // Rows [first_row, first_row + rows) of `out` as [num_tokens * num_heads][kLatentDim], and the key tiles
 // [first_key_tile, first_key_tile + key_tiles) of their sequence.
 struct WorkTile {
@@ -57,6 +61,20 @@ struct WorkTile {
   int pages;        // of the sequence's context
   int slot;         // of scratch memory; -1: all keys of the rows are here
 };
+
+// Whether a page of the sequence lies outside the cache, or its context is wrong: then its rows are NaN. By the threads
+// of a warpgroup, in all of which it is the same; `barrier` is a named barrier of theirs.
+__device__ inline bool IsWrong(const Sm90Params& params, const WorkTile& tile, int thread, int barrier) {
+  bool wrong = tile.kind == WorkTile::kNan;
+  const int32_t* const table = params.attention.block_tables + tile.block_table * params.attention.pages_per_seq;
+  const auto num_pages = static_cast<uint64_t>(params.attention.num_pages);
+#pragma unroll 4
+  for (int page = wrong ? tile.pages : thread; page < tile.pages; page += 128) {
+    const int32_t number = __ldg(table + page);
+    wrong |= number < 0 || static_cast<uint64_t>(number) >= num_pages;
+  }
+  return NamedBarrierSyncOr(barrier, 128, wrong);
+}
 
 // ---- Shared memory
 inline constexpr int kStages = 2;  // key tiles
