@@ -23,6 +23,7 @@ from tests.vllm import engines, heads, test_lora, test_pooling, test_quantizatio
 from tests.vllm.engines import greedy, metric, run, tokens
 from tests.vllm.latent_over_devices import NEW_TOKENS, PROMPTS
 from tests.vllm.tensor_parallel import ON_A_CPU, exchanged, run_module
+from xla_gpu.vllm import latent_attention
 
 LENGTHS = (5, 17, 33, 1, 70, 12, 130)
 NEW = 24
@@ -323,7 +324,7 @@ def test_float8_caches_of_whole_keys_and_values(folder):
     """With VLLM_MLA_DISABLE=1, which vLLM reads when it is imported."""
     program = (
         "import sys\nfrom tests.vllm import engines\nllm = engines.make(sys.argv[1], kv_cache_dtype='fp8')\n"
-        "print('RESULT', engines.runner_of(llm).caches.tensors[0].dim())"
+        "print('RESULT', len(engines.runner_of(llm).caches.tensors[0].shape))"
     )
     environment = {**os.environ, "VLLM_MLA_DISABLE": "1"}
     command = [sys.executable, "-c", program, folder]
@@ -356,6 +357,18 @@ def test_another_device_needs_all_latents(folder, monkeypatch):
     config = EngineArgs(model=folder, kv_cache_memory_bytes=1 << 20).create_engine_config()
     monkeypatch.setattr(tensor_parallel, "active", lambda: SimpleNamespace(size=4))
     assert memory.for_kv_caches(config, torch.device("cpu")) == 1 << 20
+
+
+def test_products_in_float32(llm):
+    """Not in TF32, which the engine has told torch_xla."""
+    import torch_xla
+
+    x, weight = torch.ones(5, 4, 6), torch.arange(4.0 * 6 * 7).view(4, 6, 7)
+    made = latent_attention.by_heads(x.to(torch_xla.device()), weight.to(torch_xla.device()))
+    assert "operand_precision={highest,highest}" in torch_xla._XLAC._get_xla_tensors_hlo([made])
+    expected = torch.einsum("thk,hkn->thn", x, weight)
+    torch.testing.assert_close(made.cpu(), expected)
+    torch.testing.assert_close(latent_attention.by_heads(x.half(), weight.half()), expected.half())
 
 
 def test_settings_of_a_real_model(tmp_path):

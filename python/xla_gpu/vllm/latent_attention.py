@@ -104,9 +104,9 @@ class XlaGpuLatentAttention(MLAAttentionImpl):  # type: ignore[misc]
             kv_c, k_pe = devices.mark(kv_c.clone()), devices.mark(k_pe.clone())
         xg.concat_and_cache_mla_(kv_c, k_pe, kv_cache, attn_metadata.slot_mapping)
         of_keys, rotated = query.split([self.nope, self.head_size - self.rank], -1)
-        latent = torch.cat([torch.einsum("thn,hnr->thr", of_keys, layer.key_weight), rotated], -1)
+        latent = torch.cat([by_heads(of_keys, layer.key_weight), rotated], -1)
         attended = self._attend(latent, kv_cache, attn_metadata)
-        values = torch.einsum("thr,hvr->thv", attended, layer.value_weight)
+        values = by_heads(attended, layer.value_weight.transpose(1, 2))
         return values.reshape(num_tokens, self.num_heads * self.value)
 
     def _attend(self, query: torch.Tensor, kv_cache: torch.Tensor, step: StepMetadata) -> torch.Tensor:
@@ -116,6 +116,13 @@ class XlaGpuLatentAttention(MLAAttentionImpl):  # type: ignore[misc]
         if (devices := tensor_parallel.active()) is None:
             return attend(*operands)
         return devices.on_each(attend, [(tensor, 1 if tensor is query else None) for tensor in operands], 1)
+
+
+def by_heads(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """T[num_tokens, heads, n]: of x T[num_tokens, heads, k] each head's part times its matrix of T[heads, k, n]."""
+    if x.dtype is torch.float32:  # torch_xla's einsum does not pass on that products are to be in float32, not TF32
+        return torch.bmm(x.transpose(0, 1), weight).transpose(0, 1)
+    return torch.einsum("thk,hkn->thn", x, weight)
 
 
 def take(model: nn.Module, dtype: torch.dtype, random: bool = False) -> None:
