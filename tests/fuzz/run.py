@@ -9,7 +9,7 @@ import hypothesis
 from hypothesis import HealthCheck, Phase, Verbosity
 
 from tests.common.frontends import Frontend
-from tests.fuzz import checks, composite_strategies, latent_strategies, strategies
+from tests.fuzz import checks, composite_strategies, latent_strategies, product_strategies, strategies
 
 KINDS = {
     "attention": strategies.attentions(),
@@ -18,12 +18,12 @@ KINDS = {
     "merge": strategies.merges,
     "add": strategies.adds,
     "hostile": strategies.hostiles(),
-    "linear": strategies.linears(),
-    "large_linear": strategies.large_linears(),
-    "grouped_linear": strategies.grouped_linears(),
-    "gated_mlp": strategies.gated_mlps(),
-    "large_gated_mlp": strategies.large_gated_mlps(),
-    "attention_block": strategies.attention_blocks(),
+    "linear": product_strategies.linears(),
+    "large_linear": product_strategies.large_linears(),
+    "grouped_linear": product_strategies.grouped_linears(),
+    "gated_mlp": product_strategies.gated_mlps(),
+    "large_gated_mlp": product_strategies.large_gated_mlps(),
+    "attention_block": product_strategies.attention_blocks(),
     "rms_norm": strategies.norms,
     "gated": strategies.gated,
     "all_reduce": strategies.all_reduces,
