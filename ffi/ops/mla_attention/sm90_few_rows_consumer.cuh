@@ -116,7 +116,7 @@ class FewRowsConsumer {
     AddValues(i, o);
   }
 
-  // s = K · Qᵀ. Even and odd steps add up apart, since each waits for the one before.
+  // s = K · Qᵀ. Even and odd steps have accumulators of their own, since each waits for the one before.
   __device__ void Scores(int i, float (&s)[kBlocks][4]) const {
     float odd[kBlocks][4];
     const uint64_t query = MakeSmemDescKMajor(cta_.Query());

@@ -78,8 +78,8 @@ Status LaunchSm90As(const MlaAttentionParams& params, Stream stream) {
   sm90.tile_rows = TileRows(params);
   sm90.unit_cost = sm90.tile_rows == kTileRows ? kUnitCost : kFewRowsUnitCost;
   // Two row tiles read the same keys at about the same time, the second one from L2.
-  sm90.team_ctas = sm90.tile_rows == kTileRows && params.num_heads > kTileRows && params.num_heads % 2 == 0 ? 2 : 1;
-  sm90.ctas = std::max(std::min(sms, kMaxCtas) / sm90.team_ctas, 1) * sm90.team_ctas;
+  sm90.group_ctas = sm90.tile_rows == kTileRows && params.num_heads > kTileRows && params.num_heads % 2 == 0 ? 2 : 1;
+  sm90.ctas = std::max(std::min(sms, kMaxCtas) / sm90.group_ctas, 1) * sm90.group_ctas;
   sm90.box_rows = static_cast<int>(BoxRows(params.page_size));
   sm90.heads = FastDivisor::Make(params.num_heads);
   sm90.page = FastDivisor::Make(params.page_size);

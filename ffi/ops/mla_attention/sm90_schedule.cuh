@@ -1,7 +1,7 @@
-// Which work a CTA of the sm_90a kernel takes. Units, the row tiles of a sequence that a team of CTAs takes at a time,
-// lie behind each other on a line, sequence by sequence; a unit is as long as its key tiles and unit_cost. Each team
-// takes an equal share of the line, so that a unit may belong to several teams, which then share its keys; or as many
-// whole units as any other, where sharing keys would cost more than it saves.
+// Which work a CTA of the sm_90a kernels takes. Units, the row tiles of a sequence that a CTA group takes at a time,
+// lie behind each other in a linearised space of key tiles, sequence by sequence; a unit is as long as its key tiles
+// and unit_cost. Each CTA group takes an equal share of the space, so that a unit may belong to several, which then
+// share its keys; or as many whole units as any other, where sharing keys would cost more than it saves.
 #ifndef XLA_GPU_OPS_MLA_ATTENTION_SM90_SCHEDULE_CUH_
 #define XLA_GPU_OPS_MLA_ATTENTION_SM90_SCHEDULE_CUH_
 
@@ -28,7 +28,7 @@ __device__ inline int KeyTilesOf(int keys) {
   return static_cast<int>((static_cast<unsigned>(keys) + kTileKeys - 1) / kTileKeys);
 }
 
-// The units of a sequence. Unit u has the rows [u * rows, (u + 1) * rows) of `rows` = tile_rows * team_ctas rows, and
+// The units of a sequence. Unit u has the rows [u * rows, (u + 1) * rows) of `rows` = tile_rows * group_ctas rows, and
 // key tiles up to the one with the key that its last row sees. For all but the last unit these are
 // ⌊(u + base) / units_per_tile⌋, units_per_tile = num_heads * kTileKeys / rows, but no less than 0.
 class SequenceUnits {
@@ -37,7 +37,7 @@ class SequenceUnits {
   int last_key_tiles;  // of the last unit, which has the most
 
   __device__ SequenceUnits(const Sm90Params& params, const SequenceInfo& sequence) {
-    const int unit_rows = params.tile_rows * params.team_ctas;
+    const int unit_rows = params.tile_rows * params.group_ctas;
     const int64_t num_heads = params.attention.num_heads;
     // There are fewer than 2^31 rows.
     count = static_cast<int>((static_cast<unsigned>(sequence.q_len * num_heads) + unit_rows - 1) /
@@ -120,8 +120,8 @@ class Schedule {
   int num_live;  // -1: no sequence is live, since num_seqs is wrong
   bool in_order;
   UnitLength length;
-  int64_t share;       // of a team
-  int64_t begin, end;  // this team's; nothing to do where begin >= end
+  int64_t share;       // of a CTA group
+  int64_t begin, end;  // this CTA group's; nothing to do where begin >= end
   int sequence;        // in which `begin` lies
   int64_t start;       // of that sequence
 
@@ -161,17 +161,17 @@ class Schedule {
       longest = max(longest, shared.warp_longest[w]);
     }
 
-    // ---- This team's share
-    const int teams = static_cast<int>(gridDim.x) / params.team_ctas;
-    const int team = static_cast<int>(blockIdx.x) / params.team_ctas;
-    share = (total + teams - 1) / teams;
-    const int64_t whole_units = (all_units + teams - 1) / teams;
+    // ---- This CTA group's share
+    const int groups = static_cast<int>(gridDim.x) / params.group_ctas;
+    const int group = static_cast<int>(blockIdx.x) / params.group_ctas;
+    share = (total + groups - 1) / groups;
+    const int64_t whole_units = (all_units + groups - 1) / groups;
     if (whole_units * longest <= share + kSplitCost) {
       length = {0, 1};
       total = all_units;
       share = whole_units;
     }
-    begin = team * share;
+    begin = group * share;
     end = min(begin + share, total);
     sequence = 0;
     start = 0;
@@ -246,7 +246,7 @@ class TileCursor {
     const Sm90Params& params = params_;
     const int num_heads = static_cast<int>(params.attention.num_heads);
     const int unit_tiles = units_.KeyTiles(unit_);
-    int key_begin = 0, key_end = unit_tiles;  // key tiles of the unit that are this team's
+    int key_begin = 0, key_end = unit_tiles;  // key tiles of the unit that are this CTA group's
     if (schedule_.length.per_key_tile != 0) {
       const int64_t low = max(schedule_.begin - start_, int64_t{0});
       const int64_t high = min(schedule_.end - start_, int64_t{unit_tiles + params.unit_cost});
@@ -254,8 +254,8 @@ class TileCursor {
       key_end = max(static_cast<int>(high) - params.unit_cost, 0);
       if (key_begin == key_end && (unit_tiles > 0 || low > 0)) return false;
     }
-    const int team_cta = static_cast<int>(blockIdx.x) % params.team_ctas;
-    tile->sequence_row = (unit_ * params.team_ctas + team_cta) * params.tile_rows;
+    const int group_cta = static_cast<int>(blockIdx.x) % params.group_ctas;
+    tile->sequence_row = (unit_ * params.group_ctas + group_cta) * params.tile_rows;
     const int sequence_rows = info_.q_len * num_heads;
     if (tile->sequence_row >= sequence_rows) return false;
     tile->rows = min(params.tile_rows, sequence_rows - tile->sequence_row);
@@ -273,11 +273,11 @@ class TileCursor {
     tile->slot = begins_here && ends_here ? -1 : static_cast<int>(blockIdx.x) * 2 + (begins_here ? 1 : 0);
     if (begins_here && !ends_here) {
       const int64_t unit_end = start_ + schedule_.length.Of(unit_tiles);
-      const int team = static_cast<int>(blockIdx.x) / params.team_ctas;
+      const int group = static_cast<int>(blockIdx.x) / params.group_ctas;
       split->first_row = tile->first_row;
       split->rows = tile->rows;
-      split->parts = static_cast<int>((unit_end - 1) / schedule_.share) - team + 1;
-      split->cta_step = params.team_ctas;
+      split->parts = static_cast<int>((unit_end - 1) / schedule_.share) - group + 1;
+      split->cta_step = params.group_ctas;
     }
     return true;
   }

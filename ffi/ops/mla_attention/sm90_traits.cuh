@@ -25,7 +25,7 @@ struct Sm90Params {
   int ctas;               // that compute work tiles
   int tile_rows;          // of a work tile: kTileRows, or fewer (sm90_few_rows.cuh)
   int unit_cost;          // sm90_schedule.cuh
-  int team_ctas;          // 1, or 2 where CTAs 2i and 2i + 1 take the two row tiles of a unit at a time
+  int group_ctas;         // 1, or 2 where CTAs 2i and 2i + 1 take the two row tiles of a unit at a time
   int box_rows;           // slots of a page that are loaded together: 8 to 64
   FastDivisor heads;      // num_heads
   FastDivisor page;       // page_size
