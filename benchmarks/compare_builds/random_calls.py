@@ -21,7 +21,7 @@ KINDS = {
     "attention_block": ("attention_block",),
     "experts_mlp": ("experts", "hostile_experts"),
     "bidirectional_attention": ("bidirectional", "hostile_bidirectional"),
-    "mla_attention": ("latents", "hostile_latents"),
+    "mla_attention": ("latents", "large_latents", "hostile_latents"),
     "concat_and_cache_mla": ("latent_update",),
     "rms_norm": ("rms_norm",),
     "silu_and_mul": ("gated",),
