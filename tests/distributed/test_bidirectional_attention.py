@@ -9,9 +9,8 @@ import pytest
 
 from tests.common import bidirectional_cases, compare
 from tests.distributed import devices
-from tests.distributed.partitioners import COLLECTIVES, partitioner
 from tests.distributed.test_explicit_sharding import explicit, set_mesh
-from tests.distributed.test_sharding import P
+from tests.distributed.test_sharding import COLLECTIVES, P, partitioner
 
 jax = pytest.importorskip("jax")
 xg = pytest.importorskip("xla_gpu.jax", exc_type=ImportError)

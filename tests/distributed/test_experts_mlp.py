@@ -7,9 +7,8 @@ import pytest
 
 from tests.common import compare, experts_cases
 from tests.distributed import devices
-from tests.distributed.partitioners import partitioner
 from tests.distributed.test_explicit_sharding import explicit, set_mesh
-from tests.distributed.test_sharding import P
+from tests.distributed.test_sharding import P, partitioner
 
 jax = pytest.importorskip("jax")
 xg = pytest.importorskip("xla_gpu.jax", exc_type=ImportError)

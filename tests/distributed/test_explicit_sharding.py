@@ -10,8 +10,7 @@ import pytest
 
 from tests.common import compare
 from tests.distributed import devices
-from tests.distributed.partitioners import COLLECTIVES
-from tests.distributed.test_sharding import CASE, P, arguments, placed, step
+from tests.distributed.test_sharding import CASE, COLLECTIVES, P, arguments, placed, step
 
 jax = pytest.importorskip("jax")
 xg = pytest.importorskip("xla_gpu.jax", exc_type=ImportError)

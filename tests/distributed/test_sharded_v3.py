@@ -9,9 +9,8 @@ import pytest
 
 from tests.common import cases, compare
 from tests.distributed import devices
-from tests.distributed.partitioners import COLLECTIVES, partitioner
 from tests.distributed.test_explicit_sharding import explicit, set_mesh
-from tests.distributed.test_sharding import CASE, P
+from tests.distributed.test_sharding import CASE, COLLECTIVES, P, partitioner
 from tests.frontends import rpa_v3
 
 jax = pytest.importorskip("jax")

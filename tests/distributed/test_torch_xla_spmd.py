@@ -13,7 +13,7 @@ import pytest
 
 from tests.common import machine
 from tests.common.machine import ROOT
-from tests.distributed.partitioners import COLLECTIVES
+from tests.distributed.test_sharding import COLLECTIVES
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("torch_xla") is None, reason="torch_xla is not installed")
 
