@@ -43,6 +43,8 @@ WIDE = {
     "head_dim": 64,
     "v_head_dim": 128,
 }
+# A block of kv_b_proj has rows for keys and rows for values, and of two heads.
+ACROSS_BLOCKS = {"qk_nope_head_dim": 96, "qk_head_dim": 160, "v_head_dim": 64}
 # Of a head and a latent of DeepSeek V2 and V3.
 OF_DEEPSEEK = {
     "kv_lora_rank": 512,
@@ -193,10 +195,14 @@ def test_queries_that_grow_with_their_position(dtype, tolerance, tmp_path):
     assert max(short) < tolerance, short
 
 
-@pytest.mark.parametrize("layout", ["fp8-blocks", "compressed-tensors-int4"])
-def test_quantised_weights(layout, tmp_path):
+@pytest.mark.parametrize(
+    ("layout", "sizes"),
+    [("fp8-blocks", {}), ("fp8-blocks", ACROSS_BLOCKS), ("compressed-tensors-int4", {})],
+    ids=["fp8-blocks", "fp8-blocks-of-several-heads", "compressed-tensors-int4"],
+)
+def test_quantised_weights(layout, sizes, tmp_path):
     """The matrix that makes keys and values is quantised too."""
-    stored, meant = test_quantization.save(tmp_path, layout, WIDE, "deepseek_v3")
+    stored, meant = test_quantization.save(tmp_path, layout, WIDE | sizes, "deepseek_v3")
     llm, model = engines.make(str(stored)), tiny.Reference(str(meant))
     prompts = tiny.prompts((5, 37, 100))
     assert tokens(llm, prompts, greedy(16)) == [model.greedy(prompt, 16) for prompt in prompts]
