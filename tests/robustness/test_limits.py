@@ -339,6 +339,7 @@ from xla_gpu._runtime.call_frame import Frame
 from xla_gpu._runtime.scratch import all_results
 from xla_gpu._core.operator import ArraySpec
 from xla_gpu.ops.bidirectional_attention import OPERATOR as BIDIRECTIONAL
+from xla_gpu.ops.mla_attention import OPERATOR as MLA, OPERATOR_WITH_LSE as MLA_WITH_LSE
 from xla_gpu.ops.paged_attention import OPERATOR
 
 def spec(dtype, *shape): return ArraySpec(shape, dtype)
@@ -362,6 +363,16 @@ for tokens, heads in ((num_tokens, num_heads), (2**31 - 128, 1)):
         Frame(call, targets.lookup(call.target, "CUDA"), all_results(call)).run([4096] * 5, [4096], 0, 0)
     except ValueError as e:
         print(e)
+for operator, tokens, pages, page_size in ((MLA, num_tokens, 4, 16), (MLA_WITH_LSE, 1, 0, 2**32)):
+    call = operator.bind(
+        query=spec("bfloat16", tokens, num_heads, 8), kv_cache=spec("bfloat16", pages, page_size, 8),
+        context_lens=spec("int32", 2), block_tables=spec("int32", 2, 1), query_start_loc=spec("int32", 3),
+        num_seqs=spec("int32", 1), scale=1.0, value_dim=8)
+    results = all_results(call)
+    try:
+        Frame(call, targets.lookup(call.target, "CUDA"), results).run([4096] * 6, [4096] * len(results), 0, 0)
+    except ValueError as e:
+        print(e)
 torch.cuda.synchronize()
 """
 
@@ -371,6 +382,7 @@ torch.cuda.synchronize()
 def test_more_rows_than_a_grid_counts_is_an_error(frontend):
     del frontend
     text = process.run(TOO_MANY_ROWS, timeout=120)
-    for operator in ("paged_attention", "bidirectional_attention"):
+    for operator in ("paged_attention", "bidirectional_attention", "mla_attention"):
         assert f"\n{operator}: query: expected fewer than 2^31 rows" in f"\n{text}"
+    assert f"mla_attention_with_lse: kv_cache: expected a page_size below 2^31, got {2**32}" in text
     assert f"bidirectional_attention: query: expected at most {2**31 - 129} tokens, got {2**31 - 128}" in text

@@ -43,6 +43,8 @@ WIDE = {
     "head_dim": 64,
     "v_head_dim": 128,
 }
+# A block of kv_b_proj has rows for keys and rows for values, and of two heads.
+ACROSS_BLOCKS = {"qk_nope_head_dim": 96, "qk_head_dim": 160, "v_head_dim": 64}
 # Of a head and a latent of DeepSeek V2 and V3.
 OF_DEEPSEEK = {
     "kv_lora_rank": 512,
@@ -165,10 +167,42 @@ def test_yarn_of_deepseek_v2(tmp_path):
     assert tokens(engines.make(folder), prompts, greedy(16)) == [reference.greedy(prompt, 16) for prompt in prompts]
 
 
-@pytest.mark.parametrize("layout", ["fp8-blocks", "compressed-tensors-int4"])
-def test_quantised_weights(layout, tmp_path):
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-4), ("bfloat16", 0.5)])
+def test_queries_that_grow_with_their_position(dtype, tolerance, tmp_path):
+    """As those of Mistral Large 3 (llama_4_scaling), by factors that are float32 in a model of any dtype."""
+    # Of experts two may be as likely in 16 bits.
+    folder = tiny.save("deepseek_v3", tmp_path, {"first_k_dense_replace": 2})
+    path, scaling = Path(folder) / "config.json", {"original_max_position_embeddings": 16, "beta": 0.5}
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"llama_4_scaling": scaling}))
+    prompts = tiny.prompts((5, 37, 130))
+    got = tokens(engines.make(folder, dtype=dtype), prompts, greedy(16))
+    model = tiny.Reference(folder, getattr(torch, dtype))
+
+    def scaled(_module, _args, query):  # rotation keeps factors
+        return query * (1 + 0.5 * torch.log1p(torch.arange(query.shape[1]) // 16))[:, None].to(query.dtype)
+
+    plain = [model.logits(prompt) for prompt in prompts]
+    for layer in model.model.model.layers:
+        layer.self_attn.q_b_proj.register_forward_hook(scaled)
+    assert all(
+        (model.logits(prompt) - rows)[20:].abs().max() > 0.1
+        for prompt, rows in zip(prompts[1:], plain[1:], strict=True)
+    )
+    short = []
+    for prompt, chosen in zip(prompts, got, strict=True):
+        logits = model.logits(prompt + chosen)[len(prompt) - 1 : -1]
+        short.append(max(row.max().item() - row[token].item() for row, token in zip(logits, chosen, strict=True)))
+    assert max(short) < tolerance, short
+
+
+@pytest.mark.parametrize(
+    ("layout", "sizes"),
+    [("fp8-blocks", {}), ("fp8-blocks", ACROSS_BLOCKS), ("compressed-tensors-int4", {})],
+    ids=["fp8-blocks", "fp8-blocks-of-several-heads", "compressed-tensors-int4"],
+)
+def test_quantised_weights(layout, sizes, tmp_path):
     """The matrix that makes keys and values is quantised too."""
-    stored, meant = test_quantization.save(tmp_path, layout, WIDE, "deepseek_v3")
+    stored, meant = test_quantization.save(tmp_path, layout, WIDE | sizes, "deepseek_v3")
     llm, model = engines.make(str(stored)), tiny.Reference(str(meant))
     prompts = tiny.prompts((5, 37, 100))
     assert tokens(llm, prompts, greedy(16)) == [model.greedy(prompt, 16) for prompt in prompts]

@@ -3,6 +3,7 @@
 // on every run.
 #include <algorithm>
 #include <cstdint>
+#include <string>
 
 #include "ffi/base/cuda_status.h"
 #include "ffi/device/aligned_vector.h"
@@ -85,7 +86,9 @@ Status LaunchVectors(const ConcatAndCacheMlaParams& params, Stream stream) {
   const int64_t blocks = (params.num_slots + tokens_per_block - 1) / tokens_per_block;
   if (row_vectors >= int64_t{1} << 30 || blocks >= int64_t{1} << 31) {
     return Status::InvalidArgument(
-        "concat_and_cache_mla: kv_c: expected fewer than 2^29 elements in a token and 2^38 tokens");
+        "concat_and_cache_mla: kv_c: expected fewer than 2^29 elements in a token, k_pe's included, and 2^38 tokens, "
+        "got " +
+        std::to_string(params.kv_lora_rank + params.rope_dim) + " and " + std::to_string(params.num_slots));
   }
   ConcatAndCacheMlaKernel<Vector><<<static_cast<unsigned>(blocks), kLatentThreads, /*shared_mem=*/0, stream>>>(
       params, static_cast<int>(tokens_per_block), static_cast<int>(latent_vectors), FastDivisor::Make(row_vectors));

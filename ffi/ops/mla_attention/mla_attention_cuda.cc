@@ -9,7 +9,11 @@
 namespace xla_gpu {
 namespace {
 
-// Vectors of 16 bytes are read and written whole. Rows are counted in 32 bits.
+Status Wrong(const MlaAttentionParams& params, const std::string& text) {
+  return Status::InvalidArgument((params.lse != nullptr ? "mla_attention_with_lse: " : "mla_attention: ") + text);
+}
+
+// Vectors of 16 bytes are read and written whole. Rows, and the slots of a page, are counted in 32 bits.
 Status CheckLayout(const MlaAttentionParams& params) {
   const struct {
     const char* name;
@@ -17,20 +21,21 @@ Status CheckLayout(const MlaAttentionParams& params) {
   } arrays[] = {{"query", params.query}, {"kv_cache", params.kv_cache}, {"out", params.out}};
   for (const auto& array : arrays) {
     if (reinterpret_cast<uintptr_t>(array.pointer) % 16 != 0) {
-      return Status::InvalidArgument(std::string("mla_attention: ") + array.name +
-                                     ": expected an address aligned to 16 bytes, got one that is not");
+      return Wrong(params, std::string(array.name) + ": expected an address aligned to 16 bytes, got one that is not");
     }
   }
   if (params.head_dim % 8 != 0 || params.head_dim > kMaxMlaHeadDim || params.value_dim % 8 != 0 ||
       params.value_dim > kMaxMlaValueDim || params.value_dim > params.head_dim) {
-    return Status::InvalidArgument("mla_attention: kv_cache: expected a head_dim of at most " +
-                                   std::to_string(kMaxMlaHeadDim) + " and a value_dim of at most " +
-                                   std::to_string(kMaxMlaValueDim) + " and of head_dim, multiples of 8, got " +
-                                   std::to_string(params.head_dim) + " and " + std::to_string(params.value_dim));
+    return Wrong(params, "kv_cache: expected a head_dim of at most " + std::to_string(kMaxMlaHeadDim) +
+                             " and a value_dim of at most " + std::to_string(kMaxMlaValueDim) +
+                             " and of head_dim, multiples of 8, got " + std::to_string(params.head_dim) + " and " +
+                             std::to_string(params.value_dim));
+  }
+  if (params.page_size >= int64_t{1} << 31) {  // of a cache without pages
+    return Wrong(params, "kv_cache: expected a page_size below 2^31, got " + std::to_string(params.page_size));
   }
   if (const int64_t rows = params.num_tokens * params.num_heads; rows >= int64_t{1} << 31) {
-    return Status::InvalidArgument("mla_attention: query: expected fewer than 2^31 rows of head_dim, got " +
-                                   std::to_string(rows));
+    return Wrong(params, "query: expected fewer than 2^31 rows of head_dim, got " + std::to_string(rows));
   }
   return Status::Ok();
 }

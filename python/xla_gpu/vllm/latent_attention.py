@@ -188,7 +188,7 @@ def _forward(
         of_positions, k_pe = module.rotary_emb(positions, of_positions, k_pe)
         query = torch.cat([of_keys, of_positions], -1)
     if llama_4_scaling is not None:
-        query = query * llama_4_scaling
+        query = (query * llama_4_scaling).to(query.dtype)  # factors are float32 in models of any dtype
     attended = module.mla_attn(query, module.kv_a_layernorm(kv_c), k_pe)
     output, _bias = module.o_proj(attended)
     return output
