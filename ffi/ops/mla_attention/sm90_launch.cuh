@@ -86,7 +86,7 @@ Status LaunchSm90As(const MlaAttentionParams& params, Stream stream) {
   sm90.scale_log2 = params.scale * kLog2E;
   if (Status status = LaunchTilesAs<T>(sm90, stream); !status.ok()) return status;
   return LaunchKernel(MlaCombineKernel<T>, dim3(static_cast<unsigned>(CombineCtas(sm90))), dim3(kCombineThreads), 0,
-                      stream, LaunchOrder::kDependent, sm90);
+                      stream, LaunchOrder::kDependent, sm90, PaddingCtas(sm90));
 }
 
 }  // namespace xla_gpu::mla
