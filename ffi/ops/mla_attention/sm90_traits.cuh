@@ -35,7 +35,7 @@ struct Sm90Params {
 };
 
 inline constexpr int kTileKeys = 64;
-inline constexpr int kProducerThreads = 128;  // a warpgroup, of which warp 0 loads
+inline constexpr int kProducerThreads = 128;  // a warpgroup
 inline constexpr int kConsumerThreads = 256;  // two warpgroups
 inline constexpr int kThreads = kProducerThreads + kConsumerThreads;
 // Registers of a thread after setmaxnreg; together no more than the launch has allocated.
