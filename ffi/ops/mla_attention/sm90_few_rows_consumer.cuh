@@ -36,9 +36,10 @@ class FewRowsConsumer {
       cta_.tiles.WaitFull(work);
       const WorkTile& tile = cta_.Tile(work);
       if (tile.kind == WorkTile::kEnd) return;
-      const bool wrong = IsWrong(params_, tile, at_.thread, Traits::kGroupBarrier + at_.warpgroup);
+      PageCheck<2> pages(params_, tile, at_.thread);
       Accumulators o;
       Compute(tile, o);
+      const bool wrong = pages.IsWrong(Traits::kGroupBarrier + at_.warpgroup);
       FewRowsResults<T>(cta_, at_).Store(tile, wrong, max_, sum_, o);
       cta_.Arrive(cta_.tiles.Empty(work));
       work.Advance();

@@ -115,10 +115,52 @@ __device__ inline SequenceInfo LoadSequenceInline(const PagedAttentionParams& pa
   return info;
 }
 
-class Schedule {
- public:
+// Asks for the page numbers of sequence s to come to L2. Each CTA does so for other sequences.
+__device__ inline void PrefetchPages(const Sm90Params& params, int s, int context_len) {
+  constexpr int kLine = 128, kMaxLines = 16;
+  if (static_cast<unsigned>(s) % gridDim.x != blockIdx.x) return;
+  const int64_t slots = params.attention.pages_per_seq * params.attention.page_size;
+  if (context_len <= 0 || context_len > slots) return;
+  const int pages = static_cast<int>(params.page.Divide(static_cast<uint32_t>(context_len - 1))) + 1;
+  const auto* const table =
+      reinterpret_cast<const char*>(params.attention.block_tables + s * params.attention.pages_per_seq);
+  const int bytes = min(pages * 4, kMaxLines * kLine);
+#pragma unroll 1
+  for (int at = 0; at < bytes; at += kLine) asm volatile("prefetch.global.L2 [%0];" ::"l"(table + at));
+}
+
+// What follows from the metadata as such. A thread's first sequence is read before it is known how many are live, so
+// that what follows finds all of it in L1, and does not wait for memory several times. By all threads of the CTA.
+struct LiveMetadata {
   int num_live;  // -1: no sequence is live, since num_seqs is wrong
   bool in_order;
+
+  __device__ explicit LiveMetadata(const Sm90Params& params) {
+    const PagedAttentionParams& attention = params.attention;
+    auto s = static_cast<int>(threadIdx.x);
+    int begin = 0, end = 0, context_len = 0;
+    if (s < attention.max_seqs) {
+      begin = LoadBehindWait(attention.query_start_loc + s);
+      end = LoadBehindWait(attention.query_start_loc + s + 1);
+      context_len = LoadBehindWait(attention.context_lens + s);
+    }
+    num_live = LiveSequences(attention);
+    bool ok = true;
+    if (s < num_live) {
+      ok = 0 <= begin && begin <= end && end <= attention.num_tokens;
+      PrefetchPages(params, s, context_len);
+    }
+    for (s += static_cast<int>(blockDim.x); s < num_live; s += static_cast<int>(blockDim.x)) {
+      begin = __ldg(attention.query_start_loc + s);
+      end = __ldg(attention.query_start_loc + s + 1);
+      ok = ok && 0 <= begin && begin <= end && end <= attention.num_tokens;
+    }
+    in_order = __syncthreads_and(ok);
+  }
+};
+
+class Schedule : public LiveMetadata {
+ public:
   UnitLength length;
   int64_t share;       // of a CTA group
   int64_t begin, end;  // this CTA group's; nothing to do where begin >= end
@@ -127,9 +169,7 @@ class Schedule {
 
   // By all threads of the CTA. Contains barriers of all of them.
   __device__ Schedule(const Sm90Params& params, ScheduleStorage& shared)
-      : num_live(LiveSequences(params.attention)),
-        in_order(QueryStartsInOrder(params.attention, max(num_live, 0))),
-        length{1, params.unit_cost} {
+      : LiveMetadata(params), length{1, params.unit_cost} {
     const int threads = static_cast<int>(blockDim.x), warps = threads / 32;
     const int lane = static_cast<int>(threadIdx.x) % 32;
     const int warp = static_cast<int>(threadIdx.x) / 32;
@@ -138,7 +178,8 @@ class Schedule {
     int64_t cost = 0, units = 0;
     int longest = 0;
     for (int s = static_cast<int>(threadIdx.x); s < num_live; s += threads) {
-      const SequenceUnits mine(params, LoadSequenceInline(params.attention, s, in_order));
+      const SequenceInfo sequence = LoadSequenceInline(params.attention, s, in_order);
+      const SequenceUnits mine(params, sequence);
       if (mine.count == 0) continue;
       cost += mine.Length(length);
       units += mine.count;
@@ -268,8 +309,15 @@ class TileCursor {
     tile->key_tiles = info_.valid ? max(min(KeyTilesOf(tile->key_end), key_end) - key_begin, 0) : 0;
     tile->block_table = sequence_;
     const auto context = static_cast<uint32_t>(info_.context_len);
+    tile->first_page = 0;
     tile->pages = context == 0 ? 0 : static_cast<int>(params.page.Divide(context - 1)) + 1;
     const bool begins_here = key_begin == 0, ends_here = key_end == unit_tiles;
+    // The parts of a sequence's only unit have all its pages together, and a row is NaN if one of its parts is.
+    if (units_.count == 1) {
+      tile->first_page = static_cast<int>(params.page.Divide(static_cast<uint32_t>(key_begin * kTileKeys)));
+      if (!ends_here)
+        tile->pages = static_cast<int>(params.page.Divide(static_cast<uint32_t>(key_end * kTileKeys - 1))) + 1;
+    }
     tile->slot = begins_here && ends_here ? -1 : static_cast<int>(blockIdx.x) * 2 + (begins_here ? 1 : 0);
     if (begins_here && !ends_here) {
       const int64_t unit_end = start_ + schedule_.length.Of(unit_tiles);
