@@ -93,7 +93,7 @@ class FewRowsProducer {
       // A page outside the cache reads nothing: the consumers find it.
       if (box.used) {
         TmaLoadCacheBox(cta_.Part(part_) + cta_.lane * box_bytes, params_.cache_map, barrier, part * kPartAtoms,
-                        box.atom_row, box.page);
+                        box.atom_row, box.page, params_.keys_policy);
       }
       __syncwarp();
       part_.Advance();

@@ -124,7 +124,7 @@ class Producer {
     // A page outside the cache reads nothing: the consumers find it.
     if (box.used) {
       TmaLoadCacheBox(cta_.Piece(key_.stage, piece) + cta_.lane * box_bytes, params_.cache_map, barrier, piece,
-                      box.atom_row, box.page);
+                      box.atom_row, box.page, params_.keys_policy);
     }
     __syncwarp();
   }

@@ -31,6 +31,7 @@ struct Sm90Params {
   FastDivisor heads;      // num_heads
   FastDivisor page;       // page_size
   float scale_log2;       // scale · log2(e)
+  uint64_t keys_policy;   // of L2; a parameter stands in a uniform register, a literal would not
   CUtensorMap q_map;      // [num_tokens * num_heads][kSlotDim], in boxes of tile_rows rows
   CUtensorMap cache_map;  // in boxes of box_rows slots and kPieceDim columns; for tiles of few rows kPartColumns
 };
