@@ -1,7 +1,8 @@
 // Which work a CTA of the sm_90a kernels takes. Units, the row tiles of a sequence that a CTA group takes at a time,
 // lie behind each other in a linearised space of key tiles, sequence by sequence; a unit is as long as its key tiles
 // and unit_cost. Each CTA group takes an equal share of the space, so that a unit may belong to several, which then
-// share its keys; or as many whole units as any other, where sharing keys would cost more than it saves.
+// share its keys; or as many whole units as any other, where sharing keys would cost more than it saves; or one of as
+// many equal parts of a unit as there are CTA groups for, where units are about equally long.
 #ifndef XLA_GPU_OPS_MLA_ATTENTION_SM90_SCHEDULE_CUH_
 #define XLA_GPU_OPS_MLA_ATTENTION_SM90_SCHEDULE_CUH_
 
@@ -15,10 +16,12 @@ namespace xla_gpu::mla {
 // In the time of a key tile: to begin and to end a unit (unit_cost), and to share its keys.
 inline constexpr int kUnitCost = 3, kFewRowsUnitCost = 1;
 inline constexpr int kSplitCost = 5;
+// And for a CTA to take the end of a unit and the begin of another instead of one part.
+inline constexpr int kSecondUnitCost = 2;
 
 // How a unit's length follows from its key tiles.
 struct UnitLength {
-  int per_key_tile;  // 0 or 1
+  int per_key_tile;  // 0 or 1; 0: the unit is `constant` equal parts, or whole
   int constant;
 
   __device__ int Of(int key_tiles) const { return per_key_tile * key_tiles + constant; }
@@ -211,6 +214,14 @@ class Schedule : public LiveMetadata {
       length = {0, 1};
       total = all_units;
       share = whole_units;
+    } else if (all_units > 0 && all_units <= groups) {
+      const int parts = groups / static_cast<int>(all_units);
+      const int longest_part = (longest - params.unit_cost + parts - 1) / parts + params.unit_cost;
+      if (parts > 1 && longest_part <= share + kSecondUnitCost) {
+        length = {0, parts};
+        total = all_units * parts;
+        share = 1;
+      }
     }
     begin = group * share;
     end = min(begin + share, total);
@@ -288,12 +299,20 @@ class TileCursor {
     const int num_heads = static_cast<int>(params.attention.num_heads);
     const int unit_tiles = units_.KeyTiles(unit_);
     int key_begin = 0, key_end = unit_tiles;  // key tiles of the unit that are this CTA group's
+    int unit_parts = 0;                       // where they are equal
     if (schedule_.length.per_key_tile != 0) {
       const int64_t low = max(schedule_.begin - start_, int64_t{0});
       const int64_t high = min(schedule_.end - start_, int64_t{unit_tiles + params.unit_cost});
       key_begin = max(static_cast<int>(low) - params.unit_cost, 0);
       key_end = max(static_cast<int>(high) - params.unit_cost, 0);
       if (key_begin == key_end && (unit_tiles > 0 || low > 0)) return false;
+    } else if (schedule_.length.constant > 1) {
+      const int parts = schedule_.length.constant, part_tiles = max((unit_tiles + parts - 1) / parts, 1);
+      const int part = static_cast<int>(schedule_.begin - start_);
+      key_begin = part * part_tiles;
+      key_end = min(key_begin + part_tiles, unit_tiles);
+      if (key_begin >= unit_tiles && part > 0) return false;
+      unit_parts = (unit_tiles + part_tiles - 1) / part_tiles;
     }
     const int group_cta = static_cast<int>(blockIdx.x) % params.group_ctas;
     tile->sequence_row = (unit_ * params.group_ctas + group_cta) * params.tile_rows;
@@ -324,7 +343,7 @@ class TileCursor {
       const int group = static_cast<int>(blockIdx.x) / params.group_ctas;
       split->first_row = tile->first_row;
       split->rows = tile->rows;
-      split->parts = static_cast<int>((unit_end - 1) / schedule_.share) - group + 1;
+      split->parts = unit_parts > 0 ? unit_parts : static_cast<int>((unit_end - 1) / schedule_.share) - group + 1;
       split->cta_step = params.group_ctas;
     }
     return true;
