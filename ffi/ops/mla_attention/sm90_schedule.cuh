@@ -178,7 +178,7 @@ class Schedule : public LiveMetadata {
     const int warp = static_cast<int>(threadIdx.x) / 32;
 
     // ---- How much there is
-    int64_t cost = 0, units = 0;
+    int64_t cost = 0, units = 0;  // of this thread's sequences, then up to them in the warp
     int longest = 0;
     for (int s = static_cast<int>(threadIdx.x); s < num_live; s += threads) {
       const SequenceInfo sequence = LoadSequenceInline(params.attention, s, in_order);
@@ -188,6 +188,7 @@ class Schedule : public LiveMetadata {
       units += mine.count;
       longest = max(longest, length.Of(mine.last_key_tiles));
     }
+    const int64_t own_cost = cost, own_units = units;
     cost = InclusiveWarpSum(cost, lane);
     units = InclusiveWarpSum(units, lane);
     longest = static_cast<int>(__reduce_max_sync(~0u, static_cast<unsigned>(longest)));
@@ -198,11 +199,17 @@ class Schedule : public LiveMetadata {
     }
     __syncthreads();
     int64_t total = 0, all_units = 0;
+    int64_t cost_before = 0, units_before = 0;  // of the warps before this one
     longest = 0;
-    for (int w = 0; w < warps; ++w) {
-      total += shared.warp_costs[w];
-      all_units += shared.warp_units[w];
-      longest = max(longest, shared.warp_longest[w]);
+#pragma unroll
+    for (int w = 0; w < kThreads / 32; ++w) {
+      const bool there = w < warps, before = w < warp;
+      const int64_t warp_cost = shared.warp_costs[w], warp_units = shared.warp_units[w];
+      total += there ? warp_cost : 0;
+      all_units += there ? warp_units : 0;
+      cost_before += before ? warp_cost : 0;
+      units_before += before ? warp_units : 0;
+      longest = max(longest, there ? shared.warp_longest[w] : 0);
     }
 
     // ---- This CTA group's share
@@ -230,6 +237,31 @@ class Schedule : public LiveMetadata {
     if (begin >= end) return;
 
     // ---- The sequence in which it begins
+    if (num_live <= threads) {
+      const bool by_cost = length.per_key_tile != 0;
+      const int64_t up_to = by_cost ? cost_before + cost : (units_before + units) * length.constant;
+      const int64_t mine = by_cost ? own_cost : own_units * length.constant;
+      FindHere(static_cast<int>(threadIdx.x), up_to - mine, up_to, shared);
+    } else {
+      FindInBatches(params, threads, shared);
+    }
+    __syncthreads();
+    sequence = shared.found_sequence;
+    start = shared.found_start;
+  }
+
+ private:
+  // Sequence s lies at [first, end).
+  __device__ void FindHere(int s, int64_t first, int64_t end, ScheduleStorage& shared) const {
+    if (begin < first || begin >= end) return;
+    shared.found_sequence = s;
+    shared.found_start = first;
+  }
+
+  // Where there are more sequences than threads. By all threads of the CTA.
+  __device__ void FindInBatches(const Sm90Params& params, int threads, ScheduleStorage& shared) const {
+    const int lane = static_cast<int>(threadIdx.x) % 32;
+    const int warp = static_cast<int>(threadIdx.x) / 32;
     int64_t before = 0;
     for (int first = 0; first < num_live; first += threads) {
       const int s = first + static_cast<int>(threadIdx.x);
@@ -239,21 +271,14 @@ class Schedule : public LiveMetadata {
       __syncthreads();
       if (lane == 31) shared.warp_costs[warp] = up_to;
       __syncthreads();
-      int64_t base = before, batch = 0;
-      for (int w = 0; w < warps; ++w) {
+      int64_t base = before;
+      for (int w = 0; w < threads / 32; ++w) {
         if (w < warp) base += shared.warp_costs[w];
-        batch += shared.warp_costs[w];
+        before += shared.warp_costs[w];
       }
-      if (base + up_to - mine <= begin && begin < base + up_to) {
-        shared.found_sequence = s;
-        shared.found_start = base + up_to - mine;
-      }
-      before += batch;
-      if (begin < before) break;  // the same in all threads
+      FindHere(s, base + up_to - mine, base + up_to, shared);
+      if (begin < before) return;  // the same in all threads
     }
-    __syncthreads();
-    sequence = shared.found_sequence;
-    start = shared.found_start;
   }
 };
 
