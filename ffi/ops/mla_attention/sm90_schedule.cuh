@@ -181,8 +181,7 @@ class Schedule : public LiveMetadata {
     int64_t cost = 0, units = 0;  // of this thread's sequences, then up to them in the warp
     int longest = 0;
     for (int s = static_cast<int>(threadIdx.x); s < num_live; s += threads) {
-      const SequenceInfo sequence = LoadSequenceInline(params.attention, s, in_order);
-      const SequenceUnits mine(params, sequence);
+      const SequenceUnits mine(params, LoadSequenceInline(params.attention, s, in_order));
       if (mine.count == 0) continue;
       cost += mine.Length(length);
       units += mine.count;
