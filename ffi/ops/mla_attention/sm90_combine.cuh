@@ -22,6 +22,12 @@ inline constexpr int kSlices = kLatentDim / kSliceColumns;
 inline constexpr int kVectorsAtATime = 8;  // that a lane has loads of under way
 // A warp merges by itself two slices of rows of few parts, or a slice; more parts are divided among the warps of a CTA.
 inline constexpr int kFewParts = kVectorsAtATime / 2, kPartsOfOneWarp = 16;
+// The parts that a warp merges by itself. Where there is a slice for each SM at most, several warps read it, so that no
+// loads wait for others.
+__device__ inline int WarpParts(const Sm90Params& params) {
+  const int64_t slices = params.attention.num_tokens * params.attention.num_heads * kSlices;
+  return slices <= params.ctas ? kFewParts : kPartsOfOneWarp;
+}
 static_assert(kMaxCtas <= kCombineThreads && kSliceColumns == 32 * 4);
 
 // The kernel's CTAs: those that fill padding rows first, then those that merge. No more than have something to do: a
@@ -116,9 +122,9 @@ __device__ inline float ResultFactor(AttentionState state) { return state.sum ==
 // What a CTA merges at a time: slices of several rows of a work tile, or a slice of a row of many parts.
 __device__ inline int SlicesOfWarp(int parts) { return parts <= kFewParts ? 2 : 1; }
 __device__ inline int RowsOfItem(int parts) { return kCombineWarps * SlicesOfWarp(parts) / kSlices; }
-__device__ inline int ItemsOf(const SplitTile& tile) {
+__device__ inline int ItemsOf(const SplitTile& tile, int warp_parts) {
   if (tile.rows <= 0) return 0;
-  if (tile.parts > kPartsOfOneWarp) return tile.rows * kSlices;
+  if (tile.parts > warp_parts) return tile.rows * kSlices;
   const int rows = RowsOfItem(tile.parts);
   return (tile.rows + rows - 1) / rows;
 }
@@ -189,8 +195,9 @@ __global__ void __launch_bounds__(kCombineThreads, kMergingCtas)
   const auto thread = static_cast<int>(threadIdx.x);
   const int lane = thread % 32;
   const int warp = __shfl_sync(~0u, thread / 32, 0);
+  const int warp_parts = WarpParts(params);
   // Thread i looks at the work tile that CTA i has written down.
-  const int items = thread < params.ctas ? ItemsOf(params.split_tiles[thread]) : 0;
+  const int items = thread < params.ctas ? ItemsOf(params.split_tiles[thread], warp_parts) : 0;
   const int up_to = InclusiveWarpSum(items, lane);
   if (lane == 31) shared.warp_items[warp] = up_to;
   __syncthreads();
@@ -210,7 +217,7 @@ __global__ void __launch_bounds__(kCombineThreads, kMergingCtas)
     __syncthreads();
     const SplitTile tile = shared.tile;
     RowParts row{params, shared.first_cta, tile.cta_step, tile.parts, 0};
-    if (tile.parts > kPartsOfOneWarp) {
+    if (tile.parts > warp_parts) {
       row.row = shared.item / kSlices;
       CombineOnCta<T>(row, int64_t{tile.first_row} + row.row, shared.item % kSlices * kSliceColumns, warp, lane,
                       shared);
