@@ -18,6 +18,8 @@ inline constexpr int kUnitCost = 3, kFewRowsUnitCost = 1;
 inline constexpr int kSplitCost = 5;
 // And for a CTA to take the end of a unit and the begin of another instead of one part.
 inline constexpr int kSecondUnitCost = 2;
+// The least key tiles of equal parts. With fewer the parts would be more, and merging them dearer, than with shares.
+inline constexpr int kMinEqualPart = 2;
 
 // How a unit's length follows from its key tiles.
 struct UnitLength {
@@ -222,8 +224,8 @@ class Schedule : public LiveMetadata {
       share = whole_units;
     } else if (all_units > 0 && all_units <= groups) {
       const int parts = groups / static_cast<int>(all_units);
-      const int longest_part = (longest - params.unit_cost + parts - 1) / parts + params.unit_cost;
-      if (parts > 1 && longest_part <= share + kSecondUnitCost) {
+      const int longest_part = (longest - params.unit_cost + parts - 1) / parts;  // key tiles
+      if (parts > 1 && longest_part >= kMinEqualPart && longest_part + params.unit_cost <= share + kSecondUnitCost) {
         length = {0, parts};
         total = all_units * parts;
         share = 1;
