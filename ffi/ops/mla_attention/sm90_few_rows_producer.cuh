@@ -10,6 +10,7 @@
 #include "ffi/ops/mla_attention/sm90_few_rows_traits.cuh"
 #include "ffi/ops/mla_attention/sm90_producer.cuh"
 #include "ffi/ops/mla_attention/sm90_schedule.cuh"
+#include "ffi/ops/mla_attention/sm90_tile_cursor.cuh"
 
 namespace xla_gpu::mla {
 

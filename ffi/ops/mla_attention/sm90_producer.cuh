@@ -7,6 +7,7 @@
 #include "ffi/device/mbarrier.cuh"
 #include "ffi/device/tensor_map.cuh"
 #include "ffi/ops/mla_attention/sm90_schedule.cuh"
+#include "ffi/ops/mla_attention/sm90_tile_cursor.cuh"
 #include "ffi/ops/mla_attention/sm90_traits.cuh"
 
 namespace xla_gpu::mla {
