@@ -1,5 +1,5 @@
 // mla_attention in float16 and bfloat16 on sm_90a, for latents of 512 and keys of 576 elements. A CTA computes work
-// tiles (sm90_schedule.cuh) of 64 rows, (token, head), of a sequence: a producer warp loads Q and key tiles of 64 keys
+// tiles (sm90_schedule.cuh) of 64 rows, (token, head), of a sequence: producer warps load Q and key tiles of 64 keys
 // by TMA, two consumer warpgroups compute (sm90_consumer.cuh). The kernel in sm90_combine.cuh follows.
 #ifndef XLA_GPU_OPS_MLA_ATTENTION_SM90_CUH_
 #define XLA_GPU_OPS_MLA_ATTENTION_SM90_CUH_
@@ -32,7 +32,7 @@ __device__ inline void InitBarriers(const Cta& cta) {
     };
     init(cta.keys.barriers, kStages * kPieces, 4);
     init(cta.query.barriers, 1, 8);
-    init(cta.tiles.barriers, 2, 8);
+    init(cta.tiles.barriers, 2, 8 + kProducerThreads / 32 - 1);  // the producer's other warps, too
     FenceProxyAsync();
   }
   __syncwarp();
@@ -52,7 +52,7 @@ __global__ void __launch_bounds__(XLA_GPU_HAS_WGMMA ? kThreads : 32, 1)
   const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0);
   if (warp < kProducerThreads / 32) {
     DecreaseRegisters<kProducerRegisters>();
-    if (warp == 0) Producer(cta).Run(schedule);
+    Producer(cta, warp).Run(schedule);
   } else {
     IncreaseRegisters<kConsumerRegisters>();
     Consumer<T>(cta, (warp - kProducerThreads / 32) / 4).Run();

@@ -37,7 +37,7 @@ class Consumer {
       if (tile.kind == WorkTile::kEnd) return;
       float o[kDimTiles][4];
       Clear(o);
-      const bool wrong = IsWrong(params_, tile, thread_, kGroupBarrier + warpgroup_);
+      const bool wrong = PageCheck<0>(params_, tile, thread_).IsWrong(kGroupBarrier + warpgroup_);
       Compute(tile, o);
       Store(tile, index % 2, wrong, o);
       cta_.Arrive(cta_.tiles.Empty(work));

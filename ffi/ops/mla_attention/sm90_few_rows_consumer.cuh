@@ -36,9 +36,10 @@ class FewRowsConsumer {
       cta_.tiles.WaitFull(work);
       const WorkTile& tile = cta_.Tile(work);
       if (tile.kind == WorkTile::kEnd) return;
-      const bool wrong = IsWrong(params_, tile, at_.thread, Traits::kGroupBarrier + at_.warpgroup);
+      PageCheck<2> pages(params_, tile, at_.thread);
       Accumulators o;
       Compute(tile, o);
+      const bool wrong = pages.IsWrong(Traits::kGroupBarrier + at_.warpgroup);
       FewRowsResults<T>(cta_, at_).Store(tile, wrong, max_, sum_, o);
       cta_.Arrive(cta_.tiles.Empty(work));
       work.Advance();
@@ -49,6 +50,9 @@ class FewRowsConsumer {
   static constexpr int kBlocks = Traits::kBlocks;
   static constexpr int kDimTiles = Traits::kDimTiles;
   static constexpr int kGroupBarrier = Traits::kGroupBarrier;
+  // The last part of a key tile whose stage had a part of the key tile three before: the last one of that.
+  static constexpr int kSharedPart = Traits::kStages - 2 * kTileParts - 1;
+  static_assert(kSharedPart >= 0 && kSharedPart < kTileParts);
   using Accumulators = FewRowsAccumulators;
   using Rows = FewRowsOfThread;
 
@@ -120,6 +124,9 @@ class FewRowsConsumer {
   __device__ void Scores(int i, float (&s)[kBlocks][4]) const {
     float odd[kBlocks][4];
     const uint64_t query = MakeSmemDescKMajor(cta_.Query());
+    // A stage's parts belong to one warpgroup or to the other, and a wait for a parity cannot tell a round from the one
+    // two before it. So first the other warpgroup must have given back what lay here: the last of it, behind the rest.
+    cta_.parts.WaitEmpty(State(i, kSharedPart));
 #pragma unroll
     for (int part = 0; part < kTileParts; ++part) {
       const PartState state = State(i, part);

@@ -10,6 +10,7 @@
 #include "ffi/ops/mla_attention/sm90_few_rows_traits.cuh"
 #include "ffi/ops/mla_attention/sm90_producer.cuh"
 #include "ffi/ops/mla_attention/sm90_schedule.cuh"
+#include "ffi/ops/mla_attention/sm90_tile_cursor.cuh"
 
 namespace xla_gpu::mla {
 
@@ -93,7 +94,7 @@ class FewRowsProducer {
       // A page outside the cache reads nothing: the consumers find it.
       if (box.used) {
         TmaLoadCacheBox(cta_.Part(part_) + cta_.lane * box_bytes, params_.cache_map, barrier, part * kPartAtoms,
-                        box.atom_row, box.page);
+                        box.atom_row, box.page, params_.keys_policy);
       }
       __syncwarp();
       part_.Advance();

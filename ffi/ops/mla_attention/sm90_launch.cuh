@@ -84,9 +84,14 @@ Status LaunchSm90As(const MlaAttentionParams& params, Stream stream) {
   sm90.heads = FastDivisor::Make(params.num_heads);
   sm90.page = FastDivisor::Make(params.page_size);
   sm90.scale_log2 = params.scale * kLog2E;
+  // Keys that one CTA reads, once where sequences have a unit each on average, leave L2 to the accumulators of shared
+  // rows.
+  const bool read_once =
+      sm90.group_ctas == 1 && params.num_tokens * params.num_heads <= sm90.tile_rows * params.max_seqs;
+  sm90.keys_policy = read_once ? kEvictFirst : kEvictNormal;
   if (Status status = LaunchTilesAs<T>(sm90, stream); !status.ok()) return status;
   return LaunchKernel(MlaCombineKernel<T>, dim3(static_cast<unsigned>(CombineCtas(sm90))), dim3(kCombineThreads), 0,
-                      stream, LaunchOrder::kDependent, sm90);
+                      stream, LaunchOrder::kDependent, sm90, PaddingCtas(sm90));
 }
 
 }  // namespace xla_gpu::mla

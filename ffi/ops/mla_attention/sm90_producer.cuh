@@ -1,4 +1,4 @@
-// The warp of the sm_90a kernel (sm90.cuh) that finds a CTA's work tiles, and loads Q and the latents by TMA.
+// The warps of the sm_90a kernel (sm90.cuh) that find a CTA's work tiles, and load Q and the latents by TMA.
 #ifndef XLA_GPU_OPS_MLA_ATTENTION_SM90_PRODUCER_CUH_
 #define XLA_GPU_OPS_MLA_ATTENTION_SM90_PRODUCER_CUH_
 
@@ -7,6 +7,7 @@
 #include "ffi/device/mbarrier.cuh"
 #include "ffi/device/tensor_map.cuh"
 #include "ffi/ops/mla_attention/sm90_schedule.cuh"
+#include "ffi/ops/mla_attention/sm90_tile_cursor.cuh"
 #include "ffi/ops/mla_attention/sm90_traits.cuh"
 
 namespace xla_gpu::mla {
@@ -28,11 +29,24 @@ __device__ inline CacheBox FindBox(const Sm90Params& params, int lane, const Wor
   return box;
 }
 
+// Of the producer's warps the first finds work tiles and loads Q; the pieces of key tiles are divided among all of
+// them, since with small pages a piece is several boxes, and a warp issues one after the other.
 class Producer {
  public:
-  __device__ explicit Producer(const Cta& cta) : cta_(cta), params_(cta.params) {}
+  __device__ Producer(const Cta& cta, int warp) : cta_(cta), params_(cta.params), warp_(warp) {}
 
   __device__ void Run(const Schedule& schedule) {
+    if (warp_ == 0) {
+      FindAndLoad(schedule);
+    } else {
+      LoadFound();
+    }
+  }
+
+ private:
+  static constexpr int kWarps = kProducerThreads / 32;
+
+  __device__ void FindAndLoad(const Schedule& schedule) {
     SplitTile split{};
     TileState work;
     if (schedule.begin < schedule.end) {
@@ -52,7 +66,19 @@ class Producer {
     if (cta_.lane == 0) params_.split_tiles[blockIdx.x] = split;
   }
 
- private:
+  __device__ void LoadFound() {
+    TileState work;
+#pragma unroll 1
+    for (;;) {
+      cta_.tiles.WaitFull(work);
+      const WorkTile tile = cta_.Tile(work);
+      cta_.Arrive(cta_.tiles.Empty(work));
+      work.Advance();
+      if (tile.kind == WorkTile::kEnd) return;
+      if (tile.key_tiles > 0) LoadKeys(tile);
+    }
+  }
+
   __device__ void Publish(const WorkTile& tile, TileState* work) const {
     cta_.tiles.WaitEmpty(*work);
     if (cta_.lane == 0) cta_.Tile(*work) = tile;
@@ -72,22 +98,25 @@ class Producer {
     query_.Advance();
   }
 
+  // This warp's pieces.
   __device__ void LoadKeys(const WorkTile& tile) {
     const int end = tile.first_key_tile + tile.key_tiles;
+    CacheBox next = FindBox(params_, cta_.lane, tile, tile.first_key_tile);
 #pragma unroll 1
     for (int i = tile.first_key_tile; i < end; ++i) {
-      const CacheBox box = FindBox(params_, cta_.lane, tile, i);
+      const CacheBox box = next;
+      if (i + 1 < end) next = FindBox(params_, cta_.lane, tile, i + 1);
       // The warpgroup that computes the scores begins with its own half of the latents, which it is also the first to
       // have no more use for; the rotated columns come last.
       const int first_piece = (i - tile.first_key_tile) % 2 * kHalfPieces;
 #pragma unroll 1
-      for (int n = 0; n < kPieces; ++n) LoadPiece(n < 2 * kHalfPieces ? n ^ first_piece : n, box);
+      for (int n = warp_; n < kPieces; n += kWarps) LoadPiece(n < 2 * kHalfPieces ? n ^ first_piece : n, box);
       key_.Advance();
     }
   }
 
   __device__ void LoadPiece(int piece, const CacheBox& box) const {
-    if (piece % kHalfPieces == 0) cta_.keys.WaitEmpty(key_, piece);
+    WaitBarrier(cta_.EmptyPart(key_, piece / kHalfPieces), key_.phase ^ 1);
     const uint32_t barrier = cta_.keys.Full(key_, piece);
     const int box_bytes = params_.box_rows * kPieceDim * 2;
     const int bytes = __popc(__ballot_sync(~0u, box.used)) * box_bytes;
@@ -96,13 +125,14 @@ class Producer {
     // A page outside the cache reads nothing: the consumers find it.
     if (box.used) {
       TmaLoadCacheBox(cta_.Piece(key_.stage, piece) + cta_.lane * box_bytes, params_.cache_map, barrier, piece,
-                      box.atom_row, box.page);
+                      box.atom_row, box.page, params_.keys_policy);
     }
     __syncwarp();
   }
 
   const Cta& cta_;
   const Sm90Params& params_;
+  const int warp_;
   KeyState key_;
   QueryState query_;
 };

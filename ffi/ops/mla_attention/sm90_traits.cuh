@@ -7,6 +7,7 @@
 
 #include "ffi/device/async_copy.cuh"
 #include "ffi/device/attention_state.cuh"
+#include "ffi/device/dependent_launch.cuh"
 #include "ffi/device/fast_divisor.h"
 #include "ffi/device/mbarrier.cuh"
 #include "ffi/device/tensor_map.cuh"
@@ -30,12 +31,13 @@ struct Sm90Params {
   FastDivisor heads;      // num_heads
   FastDivisor page;       // page_size
   float scale_log2;       // scale · log2(e)
+  uint64_t keys_policy;   // of L2; a parameter stands in a uniform register, a literal would not
   CUtensorMap q_map;      // [num_tokens * num_heads][kSlotDim], in boxes of tile_rows rows
   CUtensorMap cache_map;  // in boxes of box_rows slots and kPieceDim columns; for tiles of few rows kPartColumns
 };
 
 inline constexpr int kTileKeys = 64;
-inline constexpr int kProducerThreads = 128;  // a warpgroup, of which warp 0 loads
+inline constexpr int kProducerThreads = 128;  // a warpgroup
 inline constexpr int kConsumerThreads = 256;  // two warpgroups
 inline constexpr int kThreads = kProducerThreads + kConsumerThreads;
 // Registers of a thread after setmaxnreg; together no more than the launch has allocated.
@@ -56,25 +58,45 @@ struct WorkTile {
   int offset;        // row i of the tile sees the keys up to offset + (sequence_row + i) / num_heads
   int first_key_tile;
   int key_tiles;
-  int key_end;      // no row sees a key from here on
-  int block_table;  // of the sequence
-  int pages;        // of the sequence's context
-  int slot;         // of scratch memory; -1: all keys of the rows are here
+  int key_end;            // no row sees a key from here on
+  int block_table;        // of the sequence
+  int first_page, pages;  // of the sequence: this CTA looks at the numbers [first_page, pages)
+  int slot;               // of scratch memory; -1: all keys of the rows are here
 };
 
-// Whether a page of the sequence lies outside the cache, or its context is wrong: then its rows are NaN. By the threads
-// of a warpgroup, in all of which it is the same; `barrier` is a named barrier of theirs.
-__device__ inline bool IsWrong(const Sm90Params& params, const WorkTile& tile, int thread, int barrier) {
-  bool wrong = tile.kind == WorkTile::kNan;
-  const int32_t* const table = params.attention.block_tables + tile.block_table * params.attention.pages_per_seq;
-  const auto num_pages = static_cast<uint64_t>(params.attention.num_pages);
+// Whether a page of the work tile lies outside the cache, or its sequence's context is wrong: then its rows are NaN. By
+// the threads of a warpgroup, in all of which it is the same; `barrier` is a named barrier of theirs. The first numbers
+// are on their way from the constructor on.
+template <int kEarly>
+class PageCheck {
+ public:
+  __device__ PageCheck(const Sm90Params& params, const WorkTile& tile, int thread)
+      : num_pages_(static_cast<uint64_t>(params.attention.num_pages)), wrong_(tile.kind == WorkTile::kNan) {
+    const int32_t* const table = params.attention.block_tables + tile.block_table * params.attention.pages_per_seq;
+    int page = wrong_ ? tile.pages : tile.first_page + thread;
+#pragma unroll
+    for (int i = 0; i < kEarly; ++i) {
+      numbers_[i] = 0;  // a page that there is
+      if (page < tile.pages) numbers_[i] = LoadBehindWait(table + page);
+      page += 128;
+    }
 #pragma unroll 4
-  for (int page = wrong ? tile.pages : thread; page < tile.pages; page += 128) {
-    const int32_t number = __ldg(table + page);
-    wrong |= number < 0 || static_cast<uint64_t>(number) >= num_pages;
+    for (; page < tile.pages; page += 128) wrong_ |= IsOutside(__ldg(table + page));
   }
-  return NamedBarrierSyncOr(barrier, 128, wrong);
-}
+
+  __device__ bool IsWrong(int barrier) {
+#pragma unroll
+    for (int i = 0; i < kEarly; ++i) wrong_ |= IsOutside(numbers_[i]);
+    return NamedBarrierSyncOr(barrier, 128, wrong_);
+  }
+
+ private:
+  __device__ bool IsOutside(int32_t number) const { return number < 0 || static_cast<uint64_t>(number) >= num_pages_; }
+
+  uint64_t num_pages_;
+  bool wrong_;
+  int32_t numbers_[kEarly + 1];
+};
 
 // ---- Shared memory
 inline constexpr int kStages = 2;  // key tiles
