@@ -25,7 +25,7 @@ class Kind:
       base: the tiny model.
       architecture: vLLM's, in the place of transformers'.
       prefix: of the layer's tensors, with the model's number of layers.
-      norms: of the token's embedding, of the state, and of the result.
+      norms: of the token's embedding, of the state, and of the result, if there is one.
       projection: of the first two, joined.
       embedding_first: in the join.
       reads_normed: whether the layer reads the model's state behind its norm, and its own result in front of its norm;
@@ -35,7 +35,7 @@ class Kind:
     base: str
     architecture: str
     prefix: str
-    norms: tuple[str, str, str]
+    norms: tuple[str, ...]
     projection: str
     embedding_first: bool
     reads_normed: bool
@@ -61,13 +61,33 @@ KINDS = {
         reads_normed=False,
     ),
     "deepseek": _DEEPSEEK,
+    # Without experts in the layer.
+    "ernie": Kind(
+        base="ernie4_5_moe",
+        architecture="Ernie4_5_MoeForCausalLM",
+        prefix="model.mtp_block.0.",
+        norms=("mtp_emb_norm", "mtp_hidden_norm"),
+        projection="mtp_linear_proj",
+        embedding_first=True,
+        reads_normed=True,
+    ),
     "glm": dataclasses.replace(_DEEPSEEK, base="glm4_moe", architecture="Glm4MoeForCausalLM"),
 }
+
+
+def stored_name(kind: str, num_layers: int, name: str) -> str:
+    """What a checkpoint of a model with so many layers calls a tensor of its MTP layer."""
+    if name.startswith("mtp_"):  # ERNIE's, with the layer's number behind the name
+        return f"model.{name.replace('.', '.0.', 1)}"
+    return KINDS[kind].prefix.format(num_layers) + name
 
 
 def layer_of(folder: str) -> t.PreTrainedModel:
     """A decoder layer as an MTP layer has one, as a model of transformers without a norm behind it."""
     config = t.AutoConfig.from_pretrained(folder)
+    if config.model_type == "ernie4_5_moe":
+        size = config.hidden_size // config.num_attention_heads
+        config = t.Ernie4_5Config(**{**config.to_dict(), "model_type": "ernie4_5", "head_dim": size})
     config.num_hidden_layers = 1
     if hasattr(config, "first_k_dense_replace"):
         config.first_k_dense_replace = 0
@@ -99,12 +119,17 @@ def save_copy(kind: str, folder: Path) -> str:
 
     The embedding's rows are as they are after a norm.
     """
-    sizes = {"num_hidden_layers": 1, "layer_types": ["full_attention"]} if kind == "mimo" else {"num_hidden_layers": 1}
-    if kind != "mimo":
-        sizes["first_k_dense_replace"] = 0
+    sizes: dict[str, Any] = {"num_hidden_layers": 1, "first_k_dense_replace": 0}
+    if kind == "mimo":
+        sizes["layer_types"] = ["full_attention"]
+    if kind == "ernie":  # whose MTP layer is as the first one; vLLM wants one with experts too, which adds nothing here
+        sizes["num_hidden_layers"] = 2
     target = tiny.save(KINDS[kind].base, folder, {"tie_word_embeddings": False, **sizes})
     path = Path(target) / "model.safetensors"
     stored = load_file(path)
+    for name, tensor in stored.items():
+        if name.startswith("model.layers.1.") and ("o_proj" in name or "down_proj" in name):
+            tensor.zero_()
     embedding = stored["model.embed_tokens.weight"]
     hidden = embedding.shape[1]
     stored["model.embed_tokens.weight"] = functional.rms_norm(embedding, (hidden,))
@@ -114,9 +139,8 @@ def save_copy(kind: str, folder: Path) -> str:
     parts = [torch.eye(hidden), torch.zeros(hidden, hidden)]
     joined = parts if KINDS[kind].embedding_first else parts[::-1]
     tensors[f"{KINDS[kind].projection}.weight"] = torch.cat(joined, 1)
-    token, state, result = KINDS[kind].norms
-    tensors |= {f"{name}.weight": torch.ones(hidden) for name in (token, state)}
-    tensors[f"{result}.weight"] = stored["model.norm.weight"]
+    # The model's own norm has ones too.
+    tensors |= {f"{name}.weight": torch.ones(hidden) for name in KINDS[kind].norms}
     return add(kind, target, tensors)
 
 
@@ -125,12 +149,11 @@ def add(kind: str, target: str, tensors: Mapping[str, torch.Tensor], own_output:
     path, described = Path(target) / "model.safetensors", Path(target) / "config.json"
     config = json.loads(described.read_text())
     stored = load_file(path)
-    prefix = KINDS[kind].prefix.format(config["num_hidden_layers"])
-    stored |= {f"{prefix}{name}": tensor for name, tensor in tensors.items()}
-    if kind != "mimo":
-        stored[f"{prefix}embed_tokens.weight"] = stored["model.embed_tokens.weight"]
-        output = stored["lm_head.weight"] if own_output is None else own_output
-        stored[f"{prefix}shared_head.head.weight"] = output
+    tensors = dict(tensors)
+    if "shared_head.norm.weight" in tensors:
+        tensors["embed_tokens.weight"] = stored["model.embed_tokens.weight"]
+        tensors["shared_head.head.weight"] = stored["lm_head.weight"] if own_output is None else own_output
+    stored |= {stored_name(kind, config["num_hidden_layers"], name): tensor for name, tensor in tensors.items()}
     save_file({name: tensor.contiguous().clone() for name, tensor in stored.items()}, path, {"format": "pt"})
     config |= {"architectures": [KINDS[kind].architecture], "num_nextn_predict_layers": 1}
     described.write_text(json.dumps(config))
@@ -143,13 +166,14 @@ class Reference:
     def __init__(self, kind: str, folder: str) -> None:
         self.kind = KINDS[kind]
         self.target = t.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-        prefix = self.kind.prefix.format(self.target.config.num_hidden_layers)
-        stored = load_file(Path(folder) / "model.safetensors")
-        self.weights = {name.removeprefix(prefix): t for name, t in stored.items() if name.startswith(prefix)}
-        self.output = self.weights.get("shared_head.head.weight", stored["lm_head.weight"])
+        stored, layers = load_file(Path(folder) / "model.safetensors"), self.target.config.num_hidden_layers
         self.layer = layer_of(folder)
-        own = self.layer.layers[0].state_dict()
+        own = list(self.layer.layers[0].state_dict())
+        named = [*own, *(f"{name}.weight" for name in (*self.kind.norms, self.kind.projection))]
+        self.weights = {name: stored[stored_name(kind, layers, name)] for name in named}
         self.layer.layers[0].load_state_dict({name: self.weights[name] for name in own})
+        output = stored_name(kind, layers, "shared_head.head.weight")
+        self.output = stored.get(output, stored["lm_head.weight"])
 
     def _norm(self, name: str, x: torch.Tensor) -> torch.Tensor:
         return functional.rms_norm(
@@ -172,12 +196,12 @@ class Reference:
         """(what logits are computed from, what the next row reads) of each row."""
         embedded = self.target.model.embed_tokens.weight[torch.tensor(tokens)].clone()
         embedded[0] = 0
-        token, state, result = self.kind.norms
+        token, state, *of_result = self.kind.norms
         parts = [self._norm(token, embedded), self._norm(state, states)]
         joined = torch.cat(parts if self.kind.embedding_first else parts[::-1], -1)
         projected = functional.linear(joined, self.weights[f"{self.kind.projection}.weight"])
         out = self.layer(inputs_embeds=projected[None], use_cache=False).last_hidden_state[0]
-        normed = self._norm(result, out)
+        normed = self._norm(of_result[0], out) if of_result else out
         return normed, out if self.kind.reads_normed else normed
 
     @torch.no_grad()

@@ -23,9 +23,13 @@ class Form:
       state_norm: of the model's state.
       projection: what joins the two.
       embedding_first: whether the embedding stands in front of the state there.
-      norm: of the decoder layer's result, in front of the output matrix.
+      norm: of the decoder layer's result, in front of the output matrix; None: there is none.
       next_reads_normed: whether the next draft reads the result behind that norm, not the one in front of it.
       output: the output matrix, in the layer; None: the model's.
+      rotates_as_model: whether the layer is to have the model's rotary embedding. ERNIE's checkpoints rotate neighbours,
+        which vLLM's class for them does not.
+      scales_float16: whether layers of this kind divide what they add to the residual stream by routed_scaling_factor in
+        float16, and the model's first one the stream itself.
     """
 
     target: str
@@ -34,9 +38,11 @@ class Form:
     state_norm: str
     projection: str
     embedding_first: bool
-    norm: str
+    norm: str | None
     next_reads_normed: bool
     output: str | None
+    rotates_as_model: bool = False
+    scales_float16: bool = False
 
 
 _OF_DEEPSEEK = Form(
@@ -49,11 +55,24 @@ _OF_DEEPSEEK = Form(
     norm="shared_head.norm",
     next_reads_normed=False,
     output="shared_head.head",
+    scales_float16=True,
 )
 # By what vLLM calls the architecture of the layers.
 FORMS = {
     "DeepSeekMTPModel": _OF_DEEPSEEK,
-    "Glm4MoeMTPModel": dataclasses.replace(_OF_DEEPSEEK, target="Glm4MoeForCausalLM"),
+    "Glm4MoeMTPModel": dataclasses.replace(_OF_DEEPSEEK, target="Glm4MoeForCausalLM", scales_float16=False),
+    "ErnieMTPModel": Form(
+        target="Ernie4_5_MoeForCausalLM",
+        layers="layers",
+        token_norm="mtp_emb_norm",
+        state_norm="mtp_hidden_norm",
+        projection="mtp_linear_proj",
+        embedding_first=True,
+        norm=None,
+        next_reads_normed=False,
+        output=None,
+        rotates_as_model=True,
+    ),
     "MiMoMTPModel": Form(
         target="MiMoForCausalLM",
         layers="mtp_layers",

@@ -33,7 +33,12 @@ class MtpHead(nn.Module):
         self.state_norm = layer.get_submodule(form.state_norm)
         self.fc = fc
         self.block = layer.mtp_block
-        self.norm = layer.get_submodule(form.norm)
+        if form.rotates_as_model:
+            self.block.self_attn.rotary_emb = model.model.layers[0].self_attn.rotary_emb
+        self._scale = 1.0
+        if form.scales_float16 and fc.weight.dtype is torch.float16:
+            self._scale /= self.block.routed_scaling_factor
+        self.norm = None if form.norm is None else layer.get_submodule(form.norm)
         self.lm_head = model.lm_head
         if form.output is not None:
             output = layer.get_submodule(form.output)
@@ -55,9 +60,11 @@ class MtpHead(nn.Module):
         embedded = torch.where((positions == 0)[:, None], 0.0, self.embed_tokens(input_ids))
         read = [self.token_norm(embedded), self.state_norm(hidden_states)]
         joined = self.fc(torch.cat(read if self._form.embedding_first else read[::-1], -1))
+        if self._scale != 1.0:
+            joined = joined * self._scale
         hidden, residual = self.block(positions=positions, hidden_states=joined, residual=None)
         hidden = residual + hidden
-        normed = self.norm(hidden)
+        normed = hidden if self.norm is None else self.norm(hidden)
         return normed, normed if self._form.next_reads_normed else hidden
 
 
