@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -98,8 +98,15 @@ def layer_of(folder: str) -> t.PreTrainedModel:
     return model
 
 
-def save(kind: str, folder: Path, sizes: Mapping[str, Any] | None = None) -> str:
-    """A model whose MTP layer has random weights; sizes: in the place of the configuration's."""
+def save(kind: str, folder: Path, sizes: Mapping[str, Any] | None = None, own_output: bool = False) -> str:
+    """A model whose MTP layer has random weights.
+
+    Args:
+      kind: of KINDS.
+      folder: of the checkpoint.
+      sizes: in the place of the configuration's.
+      own_output: the layer has another output matrix than the model.
+    """
     target = tiny.save(KINDS[kind].base, folder, {"tie_word_embeddings": False, **(sizes or {})})
     generator = torch.Generator().manual_seed(7)
     layer = layer_of(target)
@@ -111,6 +118,8 @@ def save(kind: str, folder: Path, sizes: Mapping[str, Any] | None = None) -> str
     tensors[f"{KINDS[kind].projection}.weight"] = torch.randn(hidden, 2 * hidden, generator=generator) * 0.2
     for name in KINDS[kind].norms:
         tensors[f"{name}.weight"] = 1 + 0.1 * torch.randn(hidden, generator=generator)
+    if own_output:
+        tensors["shared_head.head.weight"] = torch.randn(tiny.VOCAB_SIZE, hidden, generator=generator) * 0.2
     return add(kind, target, tensors)
 
 
@@ -144,20 +153,44 @@ def save_copy(kind: str, folder: Path) -> str:
     return add(kind, target, tensors)
 
 
-def add(kind: str, target: str, tensors: Mapping[str, torch.Tensor], own_output: torch.Tensor | None = None) -> str:
-    """Adds an MTP layer to a checkpoint; own_output: its output matrix, where that is not the model's."""
+def add(kind: str, target: str, tensors: Mapping[str, torch.Tensor]) -> str:
+    """Adds an MTP layer to a checkpoint."""
     path, described = Path(target) / "model.safetensors", Path(target) / "config.json"
     config = json.loads(described.read_text())
     stored = load_file(path)
     tensors = dict(tensors)
     if "shared_head.norm.weight" in tensors:
         tensors["embed_tokens.weight"] = stored["model.embed_tokens.weight"]
-        tensors["shared_head.head.weight"] = stored["lm_head.weight"] if own_output is None else own_output
+        tensors.setdefault("shared_head.head.weight", stored["lm_head.weight"])
     stored |= {stored_name(kind, config["num_hidden_layers"], name): tensor for name, tensor in tensors.items()}
     save_file({name: tensor.contiguous().clone() for name, tensor in stored.items()}, path, {"format": "pt"})
     config |= {"architectures": [KINDS[kind].architecture], "num_nextn_predict_layers": 1}
     described.write_text(json.dumps(config))
     return target
+
+
+def quantise(folder: str, stored: Path, quantize: Callable[[torch.Tensor], Any], settings: Mapping[str, Any]) -> str:
+    """A checkpoint in ``stored`` of layers that are quantised, MTP's too; ``folder`` gets the weights that they mean.
+
+    quantize: gives the tensors of a matrix by their names behind the layer's, and what they mean.
+    """
+    tensors, path = {}, Path(folder) / "model.safetensors"
+    meant = load_file(path)
+    for name, tensor in meant.items():
+        plain = tensor.dim() != 2 or not name.startswith("model.layers.")
+        if plain or any(part in name for part in (".gate.", "eh_proj", "embed_tokens", "shared_head")):
+            tensors[name] = tensor
+        else:
+            made, meant[name] = quantize(tensor)
+            tensors |= {f"{name.removesuffix('.weight')}.{part}": value for part, value in made.items()}
+    save_file(meant, path, {"format": "pt"})
+    stored.mkdir()
+    for file in Path(folder).glob("*.json"):
+        (stored / file.name).write_bytes(file.read_bytes())
+    save_file(tensors, stored / "model.safetensors", {"format": "pt"})
+    config = json.loads((stored / "config.json").read_text())
+    (stored / "config.json").write_text(json.dumps({**config, "quantization_config": settings}))
+    return str(stored)
 
 
 class Reference:
@@ -176,9 +209,7 @@ class Reference:
         self.output = stored.get(output, stored["lm_head.weight"])
 
     def _norm(self, name: str, x: torch.Tensor) -> torch.Tensor:
-        return functional.rms_norm(
-            x, (x.shape[-1],), self.weights[f"{name}.weight"], self.target.config.rms_norm_eps
-        )
+        return functional.rms_norm(x, (x.shape[-1],), self.weights[f"{name}.weight"], self.target.config.rms_norm_eps)
 
     def _states(self, tokens: list[int]) -> torch.Tensor:
         """The model's, in front of its norm or behind it."""

@@ -26,10 +26,10 @@ class Form:
       norm: of the decoder layer's result, in front of the output matrix; None: there is none.
       next_reads_normed: whether the next draft reads the result behind that norm, not the one in front of it.
       output: the output matrix, in the layer; None: the model's.
-      rotates_as_model: whether the layer is to have the model's rotary embedding. ERNIE's checkpoints rotate neighbours,
-        which vLLM's class for them does not.
-      scales_float16: whether layers of this kind divide what they add to the residual stream by routed_scaling_factor in
-        float16, and the model's first one the stream itself.
+      rotates_as_model: whether the layer is to have the model's rotary embedding. ERNIE's checkpoints rotate
+        neighbours, which vLLM's class for them does not.
+      scales_float16: whether layers of this kind divide what they add to the residual stream by
+        routed_scaling_factor in float16, and the model's first one the stream itself.
     """
 
     target: str
