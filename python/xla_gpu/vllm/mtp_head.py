@@ -13,7 +13,7 @@ from .eagle import same_matrix
 from .mtp import Form, form_of
 
 
-class MtpHead(nn.Module):
+class MtpHead(nn.Module):  # type: ignore[misc]
     """The parts of vLLM's class that drafts need, and the model's embedding and output matrix.
 
     vLLM's own forward methods set rows to zero by a mask, whose number of rows XLA does not know when it compiles.
