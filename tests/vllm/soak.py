@@ -7,7 +7,7 @@ Prompts and outputs have random lengths, some requests share prefixes, one in tw
 the sampling parameters are mixed. It ends with 1 unless every request was answered in full or aborted, all pages and
 slots are free at the end, nothing was compiled after the start, memory stayed flat, and requests that ran in the crowd,
 greedy or with a seed, have the tokens that they have alone. With --drafts K steps verify up to K drafts of a request,
-of n-grams, or with --head of an EAGLE head that computes what the model does.
+of n-grams, or with --head of an EAGLE head or an MTP layer that computes what the model does.
 """
 
 from __future__ import annotations
