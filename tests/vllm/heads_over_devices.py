@@ -1,10 +1,10 @@
-"""What engines with EAGLE heads over several CPU devices do, in a process of its own: test_heads_over_devices.py.
+"""What engines with heads that draft do over several CPU devices, in a process of its own: test_heads_over_devices.py.
 
     PJRT_DEVICE=CPU XLA_FLAGS="--xla_dump_to=FOLDER --xla_dump_hlo_as_text" \\
         python -m tests.vllm.heads_over_devices DEVICES CASE [CASE ...]
 
-A case is JSON: target, method, head, and options of the engine. One line of output starts with "RESULT " and is JSON:
-what ``draft`` has of each case, or why its engine was refused.
+A case is JSON: target, method, head (null where it is the model's own layer), and options of the engine. One line of
+output starts with "RESULT " and is JSON: what ``draft`` has of each case, or why its engine was refused.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ SAMPLED = [engines.random(NEW_TOKENS, seed=5, temperature=0.3), engines.greedy(N
 DUMP = re.search(r"--xla_dump_to=(\S+)", os.environ.get("XLA_FLAGS", ""))
 
 
-def draft(devices: int, target: str, method: str, head: str, **options: object) -> dict | str:
+def draft(devices: int, target: str, method: str, head: str | None, **options: object) -> dict | str:
     """Tokens, drafts as heads.Recorder has them, how weights and caches are divided, and the texts' names.
 
     And the bytes of a device that the engine counts for the model and the head, and those that they take.
@@ -41,7 +41,7 @@ def draft(devices: int, target: str, method: str, head: str, **options: object) 
     folder = Path(DUMP[1])
     before, spec = set(dumped(folder)), torch_xla._XLAC._get_xla_sharding_spec
     placed = 0 if (active := tensor_parallel.active()) is None else active.bytes_per_device
-    drafts = {"method": method, "model": head, "num_speculative_tokens": NUM_DRAFTS}
+    drafts = {"method": method, "num_speculative_tokens": NUM_DRAFTS, **({} if head is None else {"model": head})}
     try:
         with cache_shardings() as caches:
             llm = engines.make(target, tensor_parallel_size=devices, speculative_config=drafts, **options)

@@ -7,7 +7,7 @@ Prompts and outputs have random lengths, some requests share prefixes, one in tw
 the sampling parameters are mixed. It ends with 1 unless every request was answered in full or aborted, all pages and
 slots are free at the end, nothing was compiled after the start, memory stayed flat, and requests that ran in the crowd,
 greedy or with a seed, have the tokens that they have alone. With --drafts K steps verify up to K drafts of a request,
-of n-grams, or with --head of an EAGLE head that computes what the model does.
+of n-grams, or with --head of an EAGLE head or an MTP layer that computes what the model does.
 """
 
 from __future__ import annotations
@@ -185,11 +185,11 @@ def main() -> int:
     parser.add_argument(
         "--drafts", type=int, default=0, metavar="K", help="tokens that a draft has (default: no drafts)"
     )
-    parser.add_argument("--head", choices=("eagle", "eagle3"), help="which drafts (default: n-grams)")
+    parser.add_argument("--head", choices=("eagle", "eagle3", "mtp"), help="which drafts (default: n-grams)")
     arguments = parser.parse_args()
 
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    from tests.vllm import engines, heads
+    from tests.vllm import engines, heads, mtp_heads
     from vllm import LLM
     from xla_gpu.vllm.program import compilations
     from xla_gpu.vllm.speculation import take_drafts
@@ -200,6 +200,9 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         if arguments.head is None:
             Path(folder, "config.json").write_text(json.dumps(MODEL))
+        elif arguments.head == "mtp":
+            model = mtp_heads.save_copy("mimo", Path(folder))
+            drafts = {"method": "mtp", "num_speculative_tokens": arguments.drafts}
         else:
             model, head = heads.save_copy(arguments.head, Path(folder))
             drafts = {"method": arguments.head, "model": head, "num_speculative_tokens": arguments.drafts}

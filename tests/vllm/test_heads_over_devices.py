@@ -15,9 +15,9 @@ from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.layernorm import RMSNorm
 
 from tests.vllm import engines, heads, test_quantization, tiny
+from tests.vllm.copied_heads import CLOSE
 from tests.vllm.heads_over_devices import NEW_TOKENS, NUM_DRAFTS, PROMPTS, SAMPLED
 from tests.vllm.tensor_parallel import ON_A_CPU, exchanged, run_module
-from tests.vllm.test_eagle import CLOSE
 from tests.vllm.test_tensor_parallel import Devices
 from xla_gpu.vllm.divided_sums import PendingSum, take_sums
 from xla_gpu.vllm.residual_streams import ResidualStreams

@@ -343,17 +343,6 @@ def test_heads_that_draft_are_refused(folder, llama, tmp_path):
         engines.make(folder, speculative_config=drafts)
 
 
-def test_layers_that_predict_more_tokens_are_refused(tmp_path):
-    """MTP layers, which a checkpoint of DeepSeek V3 has, are left out otherwise."""
-    folder = tiny.save("deepseek_v3", tmp_path)
-    options = {
-        "hf_overrides": {"num_nextn_predict_layers": 1},
-        "speculative_config": {"method": "deepseek_mtp", "num_speculative_tokens": 1},
-    }
-    with pytest.raises(Exception, match=r"method: expected ngram, eagle or eagle3, got \w*mtp"):
-        engines.make(folder, **options)
-
-
 def test_float8_caches_of_whole_keys_and_values(folder):
     """With VLLM_MLA_DISABLE=1, which vLLM reads when it is imported."""
     program = (

@@ -105,6 +105,9 @@ CONFIGS = {
         topk_group=2,
         routed_scaling_factor=2.5,
     ),
+    "ernie4_5_moe": lambda: t.Ernie4_5_MoeConfig(
+        **COMMON, pad_token_id=0, moe_num_experts=8, moe_k=2, moe_intermediate_size=48, moe_layer_start_index=1
+    ),
     # Latent attention, with and without a latent of queries too.
     "deepseek_v2": lambda: t.DeepseekV2Config(**_LATENT, topk_method="group_limited_greedy", n_group=4, topk_group=2),
     "deepseek_v2_lite": lambda: t.DeepseekV2Config(

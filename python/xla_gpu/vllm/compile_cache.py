@@ -18,7 +18,7 @@ from typing import Any
 
 from .._core.environment import pjrt_device
 from .._runtime import executable_cache
-from . import eagle
+from . import draft_heads
 
 # The folder; empty: nothing is kept.
 ENVIRONMENT = "XLA_GPU_VLLM_CACHE"
@@ -128,7 +128,7 @@ def configuration_hash(config: Any) -> str:
         described["whole_experts"] = True
     if config.speculative_config is not None:
         numbers.append(config.speculative_config.num_speculative_tokens)
-        if eagle.has_head(config):
+        if draft_heads.has_head(config):
             described["head"] = config.speculative_config.draft_model_config.hf_config.to_dict()
     if config.lora_config is not None:
         numbers += [config.lora_config.max_loras, config.lora_config.max_lora_rank]

@@ -28,7 +28,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, 
 import xla_gpu.torch as xg
 
 from ..quantization.weights import GROUP
-from . import moe, repeated_kv_heads
+from . import draft_heads, moe, repeated_kv_heads
 from .divided_sums import PendingSum, take_sums
 from .quantization import CheckpointLinearMethod
 from .tensor_parallel import TensorParallel
@@ -51,7 +51,7 @@ def divide(
       model: whole, as for one device, its weights in the form that they have on the device.
       random: the numbers of weights that are not quantised are to be drawn, and do not matter here.
       whole_experts: each device is to have experts of its own, instead of a part of every expert's width.
-      head: one that drafts tokens, see eagle.py; what it shares with the model is divided once.
+      head: one that drafts tokens, see draft_heads.py; what it shares with the model is divided once.
 
     Raises:
       ValueError: a layer cannot be divided.
@@ -60,7 +60,7 @@ def divide(
     embeddings = {id(module.weight) for _, module in layers if _is_embedding(module)}
     for name, module in layers:
         repeated_kv_heads.repeat(devices.size, name, module, random)
-        if head is not None and module is head.model.fc:
+        if head is not None and module is draft_heads.fc(head):
             # A sum more, and 1 / size of the matrix to read.
             _divide_inputs(devices, name, module, random)
             module.quant_method = _DividedInputsOfWhole(devices)

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from vllm.config import VllmConfig
 
-from . import divided_layers, eagle, tensor_parallel
+from . import divided_layers, draft_heads, eagle, tensor_parallel
 from .attention import StepMetadata
 from .block_tables import BlockTables
 from .kv_cache import KVCaches
@@ -76,9 +76,9 @@ class DraftPrograms:
         self._caches = caches
         self._tables = tables
         self._device = device
-        self._last_layer = LastLayer(head.model.layers[-1])
+        self._last_layer = LastLayer(draft_heads.last_layer(head))
         self.num_drafts: int = config.speculative_config.num_speculative_tokens
-        self.length = eagle.head_length(config)
+        self.length = draft_heads.head_length(config)
         names = attention_names(head)
         self.groups = caches.groups_of(names)
         self._stored = caches.indices_of(names)

@@ -24,39 +24,13 @@ TARGETS = ("LlamaForCausalLM", "MistralForCausalLM", "Phi3ForCausalLM", "Qwen2Fo
 NUM_STREAMS = 3
 
 
-def has_head(config: Any) -> bool:
-    """Whether drafts of a VllmConfig come from a head."""
-    return config.speculative_config is not None and config.speculative_config.method in METHODS
-
-
-def head_length(config: Any) -> int:
-    """Positions at which the head drafts: those that it has, and no more than the model's."""
-    return int(min(config.speculative_config.draft_model_config.max_model_len, config.model_config.max_model_len))
-
-
 def refusals(config: Any) -> list[str]:
-    """What of a VllmConfig with a head is not supported."""
-    model, speculative = config.model_config, config.speculative_config
-    name = f"--speculative-config: {speculative.method}"
-    found = []
-    if (size := config.parallel_config.tensor_parallel_size) > 1:
-        found += _tensor_parallel_refusals(speculative, size)
-    chain = [(0,) * (i + 1) for i in range(speculative.num_speculative_tokens)]
-    if speculative.speculative_token_tree not in (None, str(chain)):
-        found.append("--speculative-config: speculative_token_tree: expected none, got a tree")
-    if model is None:
-        return found
+    """What of a VllmConfig with such a head is not supported."""
+    model, speculative, found = config.model_config, config.speculative_config, []
     if model.architecture not in TARGETS:
+        name = f"--speculative-config: {speculative.method}"
         found.append(f"{name}: expected a model of {', '.join(TARGETS)}, got {model.architecture}")
     return found + _head_refusals(model, speculative)
-
-
-def _tensor_parallel_refusals(speculative: Any, size: int) -> list[str]:
-    """Of a head over several devices, which is divided as the model is."""
-    if (got := speculative.draft_tensor_parallel_size) in (None, size):
-        return []
-    name = "--speculative-config: draft_tensor_parallel_size"
-    return [f"{name}: expected --tensor-parallel-size, {size}, got {got}"]
 
 
 def _head_refusals(model: Any, speculative: Any) -> list[str]:
@@ -96,7 +70,7 @@ def share_weights(model: Any, head: Any, random: bool) -> None:
         ("lm_head", head, model.lm_head, head.has_own_lm_head),
     ):
         mine = getattr(owner, name, None)
-        if mine is None or (_size(mine) == _size(theirs) and (not is_own or _equal(mine, theirs))):
+        if mine is None or (_size(mine) == _size(theirs) and (not is_own or same_matrix(mine, theirs))):
             setattr(owner, name, theirs)
         elif not is_own and not random:
             raise ValueError(
@@ -110,7 +84,8 @@ def _size(matrix: Any) -> tuple[int, int]:
     return int(matrix.org_vocab_size), int(matrix.embedding_dim)
 
 
-def _equal(one: Any, other: Any) -> bool:
+def same_matrix(one: Any, other: Any) -> bool:
+    """Whether two embeddings or output matrices have the same numbers."""
     return bool(one.weight.shape == other.weight.shape and torch.equal(one.weight, other.weight))
 
 
@@ -120,7 +95,7 @@ def stream_layers(config: Any, model: Any) -> tuple[int, ...]:
     Raises:
       ValueError: they are not three of the model's.
     """
-    if not has_head(config) or config.speculative_config.method != "eagle3":
+    if config.speculative_config is None or config.speculative_config.method != "eagle3":
         return ()
     settings = config.speculative_config.draft_model_config.hf_config
     chosen = getattr(settings, "eagle_aux_hidden_state_layer_ids", None) or model.get_eagle3_aux_hidden_state_layers()

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from .._core.environment import pjrt_device
-from . import buckets, eagle, images, supported, tensor_parallel
+from . import buckets, draft_heads, eagle, images, supported, tensor_parallel
 
 _GIB = 1 << 30
 
@@ -222,7 +222,7 @@ def step_bytes(config: Any) -> int:
     lora = config.lora_config
     between = 0 if lora is None else 2 * 3 * lora.max_loras * lora.max_lora_rank
     # Of a head that drafts, what it reads of the model, and its first layer's row, which is that and an embedding.
-    states = 0 if not eagle.has_head(config) else 2 * (eagle.NUM_STREAMS + 1) * model.get_hidden_size()
+    states = 0 if not draft_heads.has_head(config) else 2 * (eagle.NUM_STREAMS + 1) * model.get_hidden_size()
     # Of images, what the first layers add.
     added = 2 * (images.num_streams(model) - 1) * model.get_hidden_size() if images.are_served(model) else 0
     rows = tokens * (8 * model.get_hidden_size() + attention + 3 * width + between + states + added) * item + experts

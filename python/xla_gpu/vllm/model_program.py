@@ -13,7 +13,7 @@ from vllm.config import VllmConfig
 from vllm.forward_context import set_forward_context
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 
-from . import eagle, layer_operators, tensor_parallel
+from . import draft_heads, eagle, layer_operators, tensor_parallel
 from .attention import BatchMetadata, StepMetadata
 from .block_tables import BlockTables
 from .buckets import logits_rows, most_rows
@@ -65,7 +65,7 @@ class ModelPrograms:
         self._last_layer = None if divided or adapters is not None else LastLayer.of(model)
         layers = eagle.stream_layers(config, model)
         self._streams = ResidualStreams(model, layers) if layers else None
-        self._states_are_read = eagle.has_head(config)
+        self._states_are_read = draft_heads.has_head(config)
         if self._states_are_read and self._streams is None:  # by the head, which needs the result of every row
             self._last_layer = None
         # A program takes and returns what it stores in: not the caches that the head's layers alone use.

@@ -21,7 +21,7 @@ from . import buckets, images, mrope, weights
 from .ahead import QUIET_STEPS, LaunchedAhead
 from .block_tables import BlockTables
 from .draft_programs import DraftPrograms
-from .eagle_drafter import EagleDrafter, StepOfHead
+from .head_drafter import HeadDrafter, StepOfHead
 from .image_encoder import TileEncoder
 from .image_rows import ImageRows
 from .kv_cache import KVCaches
@@ -135,7 +135,7 @@ class ModelRunner:
         if self.head is None:
             return NgramDrafter(proposer(self.config), self.requests)
         programs = DraftPrograms(self.config, self.head, self.caches, self.tables, self.device)
-        return EagleDrafter(programs, self.requests, self.tables, self.config.model_config.max_model_len)
+        return HeadDrafter(programs, self.requests, self.tables, self.config.model_config.max_model_len)
 
     def layout(self, num_tokens: int, has_images: bool = False) -> StepLayout:
         """The layout of steps of up to ``num_tokens`` tokens, which is one of the buckets."""
@@ -191,7 +191,7 @@ class ModelRunner:
         """Runs the model's program of ``layout``, and waits for its end."""
         greedy, _, _, for_head = self._launch(layout, packed)
         greedy.tokens.cpu()
-        if for_head is not None and isinstance(self._drafter, EagleDrafter):
+        if for_head is not None and isinstance(self._drafter, HeadDrafter):
             self._drafter.warm_up(for_head, greedy.tokens)
 
     def _compile(self, layout: StepLayout) -> None:
@@ -215,7 +215,7 @@ class ModelRunner:
         self._prompts.compile(states)
         if not self._sampler.has_programs(rows):
             self._sampler.compile(rows)
-        if isinstance(self._drafter, EagleDrafter):
+        if isinstance(self._drafter, HeadDrafter):
             self._drafter.compile(layout, rows)
 
     def supported_tasks(self) -> tuple[str, ...]:
@@ -300,7 +300,7 @@ class ModelRunner:
         if "prompt_logprobs" in flags:
             prompts = self._prompt_logprobs(batch, np.flatnonzero(flags["prompt_logprobs"]), counts, step.states)
         if drafts is not None and self._drafter is not None:
-            if step.for_head is not None and isinstance(self._drafter, EagleDrafter):
+            if step.for_head is not None and isinstance(self._drafter, HeadDrafter):
                 self._drafter.launch(step.for_head, batch, counts, drafts, sampled, chosen.tokens)
             verified = DraftOutput(drafts, sampled, chosen.tokens, chosen.logprobs, prompts, step.failed)
             # Where a prompt is read further, the next token is the prompt's.

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from . import buckets, eagle, images, ngram
+from . import buckets, draft_heads, eagle, images, ngram
 from .options import Options
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -35,10 +35,10 @@ def refusals(config: Any) -> list[str]:
     if config.lora_config is not None:
         found += _lora_refusals(config)
     if (speculative := config.speculative_config) is not None:
-        if speculative.method in eagle.METHODS:
-            found += eagle.refusals(config)
+        if speculative.method in draft_heads.METHODS:
+            found += draft_heads.refusals(config)
         elif speculative.method != ngram.METHOD:
-            found += _unexpected("--speculative-config: method", "ngram, eagle or eagle3", speculative.method)
+            found += _unexpected("--speculative-config: method", "ngram, eagle, eagle3 or mtp", speculative.method)
         found += _given("--speculative-config: disable_by_batch_size", speculative.disable_by_batch_size)
     found += _given("--kv-transfer-config", config.kv_transfer_config)
     found += _given("--ec-transfer-config", config.ec_transfer_config)
@@ -184,8 +184,8 @@ def _tensor_parallel_refusals(config: Any) -> list[str]:
         )
     # Latents have no heads, and vLLM sees to it that queries' can be divided.
     parts = {} if model.use_mla else {"the model's": (model, "kv heads")}
-    if eagle.has_head(config):
-        # What divides them would divide these matrices.
+    if config.speculative_config is not None and config.speculative_config.method in eagle.METHODS:
+        # MTP's heads are the model's. What divides them would divide these matrices.
         head = config.speculative_config.draft_model_config
         parts["the head's"] = head, "kv heads (self_attn.k_proj and v_proj)"
     for owner, (part, name) in parts.items():

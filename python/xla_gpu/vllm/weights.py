@@ -12,7 +12,18 @@ from vllm.model_executor.model_loader import get_model_loader
 from vllm.model_executor.model_loader.utils import initialize_model, process_weights_after_loading
 from vllm.utils.torch_utils import set_default_torch_dtype
 
-from . import divided_layers, eagle, encoders, images, latent_attention, layer_operators, tensor_parallel
+from . import (
+    divided_layers,
+    draft_heads,
+    eagle,
+    encoders,
+    images,
+    latent_attention,
+    layer_operators,
+    mtp,
+    mtp_head,
+    tensor_parallel,
+)
 
 # vLLM's range of random weights (load format "dummy").
 _DUMMY_RANGE = 1e-3
@@ -37,17 +48,28 @@ def load_model(config: VllmConfig, device: torch.device) -> tuple[nn.Module, nn.
     take_operators(model, length)
     encoders.take(model, config.model_config.dtype)
     head = None
-    if eagle.has_head(config):
-        head = _on_host(config, config.speculative_config.draft_model_config)
-        eagle.share_weights(model, head, random)
-        check_positions(head, eagle.head_length(config))
-        take_operators(head, eagle.head_length(config))
+    if draft_heads.has_head(config):
+        head = _head(config, model, random)
     if random:
         torch_xla.manual_seed(config.model_config.seed)
     move(model, device, random, config.parallel_config.enable_expert_parallel, head)
     if tower is not None:
         move(tower.eval(), device, random, divided=False)
     return model.eval(), head, tower
+
+
+def _head(config: VllmConfig, model: nn.Module, random: bool) -> nn.Module:
+    """The head that drafts tokens, on the host beside ``model``."""
+    head = _on_host(config, config.speculative_config.draft_model_config)
+    if config.speculative_config.method == mtp.METHOD:
+        head = mtp_head.take(config, head, model, random)
+    else:
+        eagle.share_weights(model, head, random)
+    length = draft_heads.head_length(config)
+    check_positions(head, length)
+    latent_attention.take(head, config.model_config.dtype, random)
+    take_operators(head, length)
+    return head
 
 
 def _on_host(config: VllmConfig, model_config: Any) -> nn.Module:

@@ -1,4 +1,4 @@
-"""Drafts of an EAGLE head, launched behind each step and taken when vLLM asks for them."""
+"""Drafts of a head, launched behind each step and taken when vLLM asks for them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class StepOfHead:
     states: torch.Tensor
 
 
-class EagleDrafter(Drafter):
+class HeadDrafter(Drafter):
     """Of one engine."""
 
     def __init__(self, programs: DraftPrograms, table: RequestTable, tables: BlockTables, max_model_len: int) -> None:
