@@ -9,6 +9,7 @@ from typing import Any
 from vllm.v1.metrics.stats import IterationStats, SchedulerStats
 
 from vllm import LLM, SamplingParams, TokensPrompt
+from xla_gpu.vllm import versions
 from xla_gpu.vllm.program import compilations
 from xla_gpu.vllm.speculation import take_drafts
 
@@ -57,6 +58,9 @@ def greedy(new: int, **others: Any) -> SamplingParams:
 def random(new: int, **others: Any) -> SamplingParams:
     return SamplingParams(max_tokens=new, ignore_eos=True, **{"temperature": 1.0, **others})
 
+
+# vLLM's name of whether embeddings are normalised.
+NORMALIZE = "use_activation" if versions.vllm_version() >= "0.16" else "normalize"
 
 METRICS = {
     "vllm:num_preemptions",

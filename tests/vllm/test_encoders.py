@@ -55,7 +55,7 @@ def test_embeddings(embedder):
     expected = states(model)
     for got, rows in zip(embeddings(llm, PROMPTS), expected, strict=True):
         torch.testing.assert_close(got, normalized(rows[0]), **TOLERANCE)
-    for got, rows in zip(embeddings(llm, PROMPTS, normalize=False), expected, strict=True):
+    for got, rows in zip(embeddings(llm, PROMPTS, **{engines.NORMALIZE: False}), expected, strict=True):
         torch.testing.assert_close(got, rows[0], rtol=1e-4, atol=1e-4)
     outputs = llm.encode(wrapped(PROMPTS), pooling_task="token_embed", use_tqdm=False)
     for output, rows in zip(outputs, expected, strict=True):
