@@ -34,11 +34,7 @@ def states(folder: str) -> list[torch.Tensor]:
 
 
 def add(llm, name: str, prompt: list[int], task: str, **options) -> None:
-    from vllm import PoolingParams
-
-    params = PoolingParams(**options)
-    params.verify(task, llm.llm_engine.vllm_config.model_config)  # as vLLM's LLM and server do
-    llm.llm_engine.add_request(name, {"prompt_token_ids": prompt}, params)
+    llm.llm_engine.add_request(name, {"prompt_token_ids": prompt}, engines.pooling(llm, task, **options))
 
 
 def finish(llm) -> dict[str, torch.Tensor]:
