@@ -139,7 +139,7 @@ def test_images_make_room_for_others(llm, reference, encoded):
     assert encoder._num_free + kept == 4 * TOKENS
 
 
-@pytest.mark.skipif(versions.vllm_version() < "0.15", reason="of vLLM 0.15")
+@pytest.mark.skipif(versions.vllm_version() < "0.16", reason="of vLLM 0.16")
 def test_images_are_forgotten_with_the_schedulers_cache(llm, reference, encoded):
     encoder = engines.runner_of(llm).images
     prompts = [(f"{IMAGE} {index}", [image]) for index, image in enumerate(pictures(4, seed=8))]

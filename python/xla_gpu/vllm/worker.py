@@ -117,7 +117,7 @@ class Worker(WorkerBase):  # type: ignore[misc]
         return self.model_runner.take_draft_token_ids()
 
     def reset_encoder_cache(self) -> None:
-        """Called where vLLM 0.15 has forgotten which images were encoded (``/reset_encoder_cache``)."""
+        """Called where vLLM 0.16 has forgotten which images were encoded (``/reset_encoder_cache``)."""
         if self.model_runner.images is not None:
             self.model_runner.images.let_all_go()
 
