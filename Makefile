@@ -2,7 +2,7 @@
 # A fresh machine needs Python 3.11 or newer and gcc.
 #
 # PYTHON       the interpreter that .venv is made with
-# VLLM         the version of vLLM that demo-vllm and test-vllm run: 0.12.0, 0.13.0 or 0.14.1
+# VLLM         the version of vLLM that demo-vllm and test-vllm run: 0.12.0, 0.13.0, 0.14.1, 0.15.1 or 0.16.0
 # XLA_GPU_CUDA ON or OFF: whether the library holds CUDA handlers; ON where a GPU is found, and in wheels
 # TEST_JOBS    processes of `make test`, `test-vllm`, `test-oldest`, `test-newest` and `sanitize`, 2 by default; each takes 3 GB and more
 # GROUP_SOURCES ON or OFF: short sources compiled together, as pip install does; for `make library` and `library-cuda`

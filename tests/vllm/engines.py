@@ -8,7 +8,8 @@ from typing import Any
 
 from vllm.v1.metrics.stats import IterationStats, SchedulerStats
 
-from vllm import LLM, SamplingParams, TokensPrompt
+from vllm import LLM, PoolingParams, SamplingParams, TokensPrompt
+from xla_gpu.vllm import versions
 from xla_gpu.vllm.program import compilations
 from xla_gpu.vllm.speculation import take_drafts
 
@@ -56,6 +57,22 @@ def greedy(new: int, **others: Any) -> SamplingParams:
 
 def random(new: int, **others: Any) -> SamplingParams:
     return SamplingParams(max_tokens=new, ignore_eos=True, **{"temperature": 1.0, **others})
+
+
+# vLLM's name of whether embeddings are normalised.
+NORMALIZE = "use_activation" if versions.vllm_version() >= "0.16" else "normalize"
+
+
+def pooling(llm: LLM, task: str, **options: Any) -> PoolingParams:
+    """Parameters of a request, checked as vLLM's LLM and server do."""
+    model = llm.llm_engine.vllm_config.model_config
+    if versions.vllm_version() >= "0.16":
+        params = PoolingParams(task=task, **options)
+        params.verify(model)
+    else:
+        params = PoolingParams(**options)
+        params.verify(task, model)
+    return params
 
 
 METRICS = {

@@ -55,7 +55,7 @@ def test_embeddings(embedder):
     expected = states(model)
     for got, rows in zip(embeddings(llm, PROMPTS), expected, strict=True):
         torch.testing.assert_close(got, normalized(rows[0]), **TOLERANCE)
-    for got, rows in zip(embeddings(llm, PROMPTS, normalize=False), expected, strict=True):
+    for got, rows in zip(embeddings(llm, PROMPTS, **{engines.NORMALIZE: False}), expected, strict=True):
         torch.testing.assert_close(got, rows[0], rtol=1e-4, atol=1e-4)
     outputs = llm.encode(wrapped(PROMPTS), pooling_task="token_embed", use_tqdm=False)
     for output, rows in zip(outputs, expected, strict=True):
@@ -82,12 +82,9 @@ def test_no_memory_is_taken_for_caches(embedder):
 
 def test_requests_that_end_early(embedder):
     model, llm = embedder
-    from vllm import PoolingParams
-
     engine = llm.llm_engine
     for index in range(20):
-        params = PoolingParams()
-        params.verify(("embed", "token_embed")[index % 2], engine.vllm_config.model_config)
+        params = engines.pooling(llm, ("embed", "token_embed")[index % 2])
         engine.add_request(f"many-{index}", {"prompt_token_ids": PROMPTS[2]}, params)
     found = {output.request_id: output.outputs.data for output in engine.step() if output.finished}
     engine.abort_request(["many-18", "many-19"])

@@ -11,7 +11,7 @@ from vllm.sampling_params import StructuredOutputsParams
 
 from tests.vllm import engines, tiny
 from tests.vllm.engines import greedy, random, run, tokens
-from vllm import SamplingParams
+from vllm import SamplingParams, TokensPrompt
 from xla_gpu.vllm import versions
 from xla_gpu.vllm.program import compilations
 
@@ -321,18 +321,38 @@ def test_models_with_images_are_refused_by_transformers(tmp_path):
         engines.make(model, model_impl="transformers", limit_mm_per_prompt={"image": 0})
 
 
-@pytest.mark.skipif(versions.vllm_version() in ("0.12.0", "0.13.0"), reason="options of vLLM 0.14")
 @pytest.mark.parametrize(
-    ("options", "text"),
+    ("since", "options", "text"),
     [
-        ({"ubatch_size": 2}, "--ubatch-size: expected 0, got 2"),
-        ({"enable_return_routed_experts": True}, "--enable-return-routed-experts: not supported"),
-        ({"enable_lora": True, "enable_tower_connector_lora": True}, "--enable-tower-connector-lora: not supported"),
+        ("0.14", {"ubatch_size": 2}, "--ubatch-size: expected 0, got 2"),
+        ("0.14", {"enable_return_routed_experts": True}, "--enable-return-routed-experts: not supported"),
+        (
+            "0.14",
+            {"enable_lora": True, "enable_tower_connector_lora": True},
+            "--enable-tower-connector-lora: not supported",
+        ),
+        ("0.16", {"weight_transfer_config": {"backend": "nccl"}}, "--weight-transfer-config: not supported"),
+        (
+            "0.16",
+            {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "parallel_drafting": True}},
+            "--speculative-config: parallel_drafting: not supported",
+        ),
     ],
 )
-def test_newer_options_refused_at_start(llama, options, text):
+def test_newer_options_refused_at_start(llama, since, options, text):
+    if versions.vllm_version() < since:
+        pytest.skip(f"an option of vLLM {since}")
     with pytest.raises(Exception, match=text):
         engines.make(llama, **options)
+
+
+@pytest.mark.skipif(versions.vllm_version() < "0.15", reason="of vLLM 0.15")
+def test_prompts_in_parts_are_refused(engine):
+    process = engine.llm_engine.input_processor.process_inputs
+    prompt = TokensPrompt(prompt_token_ids=[5, 6, 7])
+    with pytest.raises(ValueError, match=r"a prompt: expected it whole, got a part of one \(StreamingInput\)"):
+        process("in-parts", prompt, greedy(4), resumable=True)
+    assert process("whole", prompt, greedy(4)).prompt_token_ids == [5, 6, 7]
 
 
 def test_a_length_below_one(llama):

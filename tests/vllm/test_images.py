@@ -10,7 +10,7 @@ import pytest
 from tests.vllm import engines, image_checks, tiny_images
 from tests.vllm.image_checks import NEW, ask, make
 from tests.vllm.tiny_images import IMAGE, pictures
-from xla_gpu.vllm import images
+from xla_gpu.vllm import images, versions
 
 NAMES = sorted(tiny_images.CONFIGS) if os.environ.get("XLA_GPU_TEST_ALL_MODELS") else ("llava",)
 # Of these models' images.
@@ -139,6 +139,19 @@ def test_images_make_room_for_others(llm, reference, encoded):
     assert encoder._num_free + kept == 4 * TOKENS
 
 
+@pytest.mark.skipif(versions.vllm_version() < "0.16", reason="of vLLM 0.16")
+def test_images_are_forgotten_with_the_schedulers_cache(llm, reference, encoded):
+    encoder = engines.runner_of(llm).images
+    prompts = [(f"{IMAGE} {index}", [image]) for index, image in enumerate(pictures(4, seed=8))]
+    expected = [reference.greedy(*prompt, NEW) for prompt in prompts]
+    for _ in range(3):
+        llm.llm_engine.engine_core.engine_core.reset_encoder_cache()
+        llm.reset_prefix_cache()
+        assert encoder._num_free == 4 * TOKENS
+        assert ask(llm, prompts) == expected
+    assert sum(encoded) == 3 * 4
+
+
 def test_preemption_and_abort(folder, reference):
     """With pages for two of six requests."""
     llm = make(folder, max_model_len=256, num_gpu_blocks_override=18, enable_prefix_caching=False)
@@ -170,6 +183,8 @@ REFUSED = [
     ({"runner": "pooling"}, "--runner pooling: expected --limit-mm-per-prompt"),
     ({"mm_processor_kwargs": {"crop_size": 28}}, "--mm-processor-kwargs: not supported"),
 ]
+if versions.vllm_version() >= "0.15":
+    REFUSED.append(({"mm_encoder_only": True}, "--mm-encoder-only: not supported"))
 
 
 @pytest.mark.parametrize(("options", "message"), REFUSED, ids=lambda value: str(value)[:40])

@@ -34,11 +34,7 @@ def states(folder: str) -> list[torch.Tensor]:
 
 
 def add(llm, name: str, prompt: list[int], task: str, **options) -> None:
-    from vllm import PoolingParams
-
-    params = PoolingParams(**options)
-    params.verify(task, llm.llm_engine.vllm_config.model_config)  # as vLLM's LLM and server do
-    llm.llm_engine.add_request(name, {"prompt_token_ids": prompt}, params)
+    llm.llm_engine.add_request(name, {"prompt_token_ids": prompt}, engines.pooling(llm, task, **options))
 
 
 def finish(llm) -> dict[str, torch.Tensor]:
@@ -75,7 +71,7 @@ def test_embeddings(embedder):
         for got, rows in zip(embeddings(llm, PROMPTS), expected, strict=True):
             torch.testing.assert_close(got, normalized(rows[-1]), **TOLERANCE)
     assert engines.metric(llm, "vllm:prefix_cache_hits") > 0
-    for got, rows in zip(embeddings(llm, PROMPTS, normalize=False, dimensions=24), expected, strict=True):
+    for got, rows in zip(embeddings(llm, PROMPTS, dimensions=24, **{engines.NORMALIZE: False}), expected, strict=True):
         torch.testing.assert_close(got, rows[-1, :24], rtol=1e-4, atol=1e-4)
     assert engines.compiled_since_start(llm) == 0
 
@@ -96,10 +92,10 @@ def test_tasks_and_options_beside_each_other(embedder):
     expected = states(folder)
     wanted = [
         (0, "embed", {}, lambda rows: normalized(rows[-1])),
-        (1, "token_embed", {"normalize": False}, lambda rows: rows),
+        (1, "token_embed", {engines.NORMALIZE: False}, lambda rows: rows),
         (2, "token_embed", {}, normalized),
         (2, "embed", {"dimensions": 16}, lambda rows: normalized(rows[-1, :16])),
-        (3, "embed", {"normalize": False}, lambda rows: rows[-1]),
+        (3, "embed", {engines.NORMALIZE: False}, lambda rows: rows[-1]),
     ]
     for index, (prompt, task, options, _) in enumerate(wanted):
         add(llm, f"beside-{index}", PROMPTS[prompt], task, **options)

@@ -29,7 +29,7 @@ def installed(monkeypatch):
 
 
 def test_what_is_taken(installed):
-    for vllm in ("0.12.0", "0.12.0+cpu", "0.13.0", "0.13.0+cu129", "0.14.1"):
+    for vllm in ("0.12.0", "0.12.0+cpu", "0.13.0", "0.13.0+cu129", "0.14.1", "0.15.1", "0.16.0"):
         installed(vllm=vllm, torch_xla="2.9.0")
         assert versions.problem() is None
     installed(vllm_tpu="0.12.0", torch_xla="2.9.0")
@@ -42,7 +42,7 @@ def test_what_is_taken(installed):
         ({"torch_xla": "2.9.0"}, "vLLM is not installed; install it with: pip install 'vllm==0.12.0'"),
         (
             {"vllm": "0.22.1", "torch_xla": "2.9.0"},
-            "expected vLLM 0.12.0, 0.13.0 or 0.14.1, got 0.22.1; install it with",
+            "expected vLLM 0.12.0, 0.13.0, 0.14.1, 0.15.1 or 0.16.0, got 0.22.1; install it with",
         ),
         ({"vllm": "0.12.0"}, "expected torch_xla 2.9.0, got none; install it with: pip install"),
         ({"vllm": "0.12.0", "torch_xla": "2.8.0"}, "expected torch_xla 2.9.0, got 2.8.0"),

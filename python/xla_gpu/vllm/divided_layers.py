@@ -14,7 +14,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
-from vllm.attention.layer import MLAAttention
 from vllm.model_executor.layers.fused_moe.layer import FusedMoE
 from vllm.model_executor.layers.linear import (
     ColumnParallelLinear,
@@ -32,6 +31,11 @@ from . import draft_heads, moe, repeated_kv_heads
 from .divided_sums import PendingSum, take_sums
 from .quantization import CheckpointLinearMethod
 from .tensor_parallel import TensorParallel
+
+try:
+    from vllm.model_executor.layers.attention import MLAAttention
+except ImportError:  # before vLLM 0.16
+    from vllm.attention.layer import MLAAttention
 
 # What linear's kernels take: of n and k a multiple of this.
 _UNIT = 16

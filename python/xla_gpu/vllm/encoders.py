@@ -19,7 +19,7 @@ def _take_modernbert(module: Any, dtype: torch.dtype) -> None:
     """Windows of transformers' width, angles in the model's dtype.
 
     ``local_attention`` counts the keys of both sides, so that a query sees half of them on each, and its own. vLLM
-    leaves the last one of each side out, and rounds the table of cosines and sines to float16 (0.12.0 to 0.14.1).
+    leaves the last one of each side out, and rounds the table of cosines and sines to float16 (0.12.0 to 0.16.0).
     """
     if module.attn.impl.sliding_window is not None:
         module.attn.impl.sliding_window = module.config.local_attention // 2 + 1

@@ -95,6 +95,11 @@ class ImageRows:
             raise RuntimeError(f"xla_gpu.vllm: the image {image.identifier} was read before it was encoded")
         return self._rows_of[image.identifier]
 
+    def let_all_go(self) -> None:
+        """Frees the rows of all images."""
+        for identifier in list(self._rows_of):
+            self._let_go(identifier)
+
     def _let_go(self, identifier: str) -> None:
         rows = self._rows_of.pop(identifier, None)
         if rows is not None:

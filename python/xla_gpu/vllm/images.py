@@ -152,10 +152,16 @@ def most_rows(config: Any) -> int:
     vLLM's largest video may have more tokens than a prompt; see scheduler.py.
     """
     from vllm.multimodal import MULTIMODAL_REGISTRY
-    from vllm.v1.core.encoder_cache_manager import compute_encoder_budget
 
     model, scheduler = config.model_config, config.scheduler_config
-    _, num_rows = compute_encoder_budget(model, scheduler, MULTIMODAL_REGISTRY)
+    try:
+        from vllm.v1.core.encoder_cache_manager import compute_encoder_budget
+
+        _, num_rows = compute_encoder_budget(model, scheduler, MULTIMODAL_REGISTRY)
+    except ImportError:  # since vLLM 0.16
+        from vllm.multimodal.encoder_budget import MultiModalBudget
+
+        num_rows = MultiModalBudget(config, MULTIMODAL_REGISTRY).encoder_cache_size
     if takes_videos(model):
         num_rows = min(num_rows, max(model.max_model_len, scheduler.max_num_batched_tokens))
     return int(num_rows)

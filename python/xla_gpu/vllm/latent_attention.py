@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.mla import MultiHeadLatentAttentionWrapper
 
 import xla_gpu.torch as xg
@@ -23,9 +24,13 @@ from .attention import StepMetadata, XlaGpuAttentionBackend
 from .quantization import CheckpointLinearMethod
 
 try:
-    from vllm.v1.attention.backend import MLAAttentionImpl
+    from vllm.v1.attention.backend import AttentionImpl
 except ImportError:  # before vLLM 0.14
-    from vllm.attention.backends.abstract import MLAAttentionImpl
+    from vllm.attention.backends.abstract import AttentionImpl
+try:
+    from vllm.model_executor.layers.attention import MLAAttention
+except ImportError:  # before vLLM 0.16
+    from vllm.attention.layer import MLAAttention
 
 
 class XlaGpuLatentBackend(XlaGpuAttentionBackend):
@@ -44,7 +49,7 @@ class XlaGpuLatentBackend(XlaGpuAttentionBackend):
         return (num_blocks, block_size, head_size)
 
 
-class XlaGpuLatentAttention(MLAAttentionImpl):  # type: ignore[misc]
+class XlaGpuLatentAttention(AttentionImpl):  # type: ignore[misc]
     """One layer: stores the new latents and rotary keys in its cache, and attends to it."""
 
     def __init__(
@@ -192,3 +197,27 @@ def _forward(
     attended = module.mla_attn(query, module.kv_a_layernorm(kv_c), k_pe)
     output, _bias = module.o_proj(attended)
     return output
+
+
+def _attend(
+    layer: Any,
+    query: torch.Tensor,
+    kv_c: torch.Tensor,
+    k_pe: torch.Tensor,
+    output_shape: torch.Size | None = None,
+) -> torch.Tensor:
+    """MLAAttention.forward: since vLLM 0.16 that stores latents itself, and divides a step by its requests."""
+    context = get_forward_context()
+    metadata, kv_cache = context.attn_metadata, layer.kv_cache[context.virtual_engine]
+    if isinstance(metadata, dict):
+        metadata = metadata[layer.layer_name]
+    attended: torch.Tensor = layer.impl.forward(layer, query, kv_c, k_pe, kv_cache, metadata)
+    return attended
+
+
+def _leave_projection(layer: Any, act_dtype: torch.dtype) -> None:
+    """MLAAttention.process_weights_after_loading: since vLLM 0.16 that splits kv_b_proj, as ``take`` does."""
+
+
+MLAAttention.forward = _attend
+MLAAttention.process_weights_after_loading = _leave_projection

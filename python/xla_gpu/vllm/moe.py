@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import nn
+from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
 from vllm.model_executor.layers.fused_moe.layer import FusedMoE
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 
@@ -99,18 +101,33 @@ def order_halves(layer: Any) -> None:
                 parameter.data = in_halves(parameter.data)
 
 
-@UnquantizedFusedMoEMethod.register_oot
-class XlaGpuMoEMethod(UnquantizedFusedMoEMethod):  # type: ignore[misc]
-    """vLLM's method for unquantized experts."""
+class _RoutesItself:
+    """A method of vLLM's that is given the router's logits; vLLM 0.12 passes the layer's options as arguments too."""
 
-    def forward_oot(self, layer: Any, x: torch.Tensor, router_logits: torch.Tensor, **_: Any) -> torch.Tensor:
-        """T[rows, hidden] from x: T[rows, hidden].
+    # vLLM 0.15 chooses the experts itself for other methods, and calls ``apply`` with them.
+    is_monolithic = True
 
-        vLLM 0.12 passes the layer's options as arguments too; 0.13 passes the layer alone.
-        """
+    def apply(self, layer: Any, x: torch.Tensor, router_logits: torch.Tensor, **_: Any) -> torch.Tensor:
+        """T[rows, hidden] from x: T[rows, hidden]."""
         return apply(layer, x, router_logits)
 
-    forward_native = forward_oot
+    apply_monolithic = apply
+
+
+class OwnMoEMethod(_RoutesItself, FusedMoEMethodBase):  # type: ignore[misc]
+    """Of experts with weights of this back end's own."""
+
+    def get_fused_moe_quant_config(self, layer: nn.Module) -> None:
+        """Of vLLM's kernels."""
+
+
+@UnquantizedFusedMoEMethod.register_oot
+class XlaGpuMoEMethod(_RoutesItself, UnquantizedFusedMoEMethod):  # type: ignore[misc]
+    """vLLM's method for unquantized experts."""
+
+    def _select_monolithic(self) -> Any:
+        """What vLLM 0.16 replaces ``apply_monolithic`` by."""
+        return self.apply
 
     def process_weights_after_loading(self, layer: Any) -> None:
         """Brings the rows of gate and up into the order of ``weighted_sum``."""

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import nn
 from vllm.config import get_current_vllm_config
-from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
 from vllm.model_executor.layers.fused_moe.layer import FusedMoE
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
@@ -34,7 +33,7 @@ class Mxfp4Quantization(OwnQuantization):
         return UnquantizedLinearMethod() if isinstance(layer, LinearBase) else None
 
 
-class Mxfp4MoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
+class Mxfp4MoEMethod(moe.OwnMoEMethod):
     """Experts with the checkpoint's tensors, whose rows of gate and up are brought into expert_products.py's order."""
 
     def create_weights(
@@ -91,13 +90,6 @@ class Mxfp4MoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
         for kind in ("weight", "weight_scale", "bias"):
             part = getattr(layer, f"w13_{kind}")
             part.data = moe.in_halves(part.data)
-
-    def get_fused_moe_quant_config(self, layer: Any) -> None:
-        """Of vLLM's kernels."""
-
-    def apply(self, layer: Any, x: torch.Tensor, router_logits: torch.Tensor, **_: Any) -> torch.Tensor:
-        """T[rows, hidden] from x: T[rows, hidden]."""
-        return moe.apply(layer, x, router_logits)
 
 
 def _store(parameter: nn.Parameter, loaded: torch.Tensor, **_: Any) -> None:

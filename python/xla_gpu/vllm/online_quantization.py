@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import nn
 from vllm.config import get_current_vllm_config
-from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
 from vllm.model_executor.layers.fused_moe.layer import FusedMoE
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.linear import (
@@ -93,7 +92,7 @@ class OnlineLinearMethod(CheckpointLinearMethod):
 WEIGHT_LOADER_V2_SUPPORTED.append(OnlineLinearMethod.__name__)
 
 
-class OnlineMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
+class OnlineMoEMethod(moe.OwnMoEMethod):
     """Experts with plain weights until they are loaded, then with rounded ones."""
 
     def create_weights(self, layer: nn.Module, *arguments: Any, **attributes: Any) -> None:
@@ -111,10 +110,3 @@ class OnlineMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
             parts = {name: weight.view(stored.shape), f"{name}_scale": scale.view(stored.shape[:2])}
             for part, value in parts.items():
                 layer.register_parameter(part, nn.Parameter(value, requires_grad=False))
-
-    def get_fused_moe_quant_config(self, layer: Any) -> None:
-        """Of vLLM's kernels."""
-
-    def apply(self, layer: Any, x: torch.Tensor, router_logits: torch.Tensor, **_: Any) -> torch.Tensor:
-        """T[rows, hidden] from x: T[rows, hidden]."""
-        return moe.apply(layer, x, router_logits)

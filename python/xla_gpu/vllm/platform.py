@@ -94,6 +94,8 @@ class XlaGpuPlatform(Platform):  # type: ignore[misc]
         """Raises ValueError for a request that a step could not take; the server answers with 400."""
         from vllm.sampling_params import SamplingParams
 
+        if request_limits.has_more_to_come():
+            raise ValueError("xla_gpu.vllm: a prompt: expected it whole, got a part of one (StreamingInput)")
         prompt_token_ids = processed_inputs.get("prompt_token_ids") or []
         limits = request_limits.of_the_request_being_processed()
         if isinstance(params, SamplingParams):

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from vllm.attention.layer import Attention
 from vllm.config import get_current_vllm_config
 from vllm.model_executor.layers.fused_moe.layer import FusedMoE
 from vllm.model_executor.layers.linear import (
@@ -44,6 +43,11 @@ from ..quantization.weights import GROUP
 from . import mxfp4_experts
 from .quantization_config import NAME, OwnQuantization
 from .quantized_experts import CheckpointMoEMethod
+
+try:
+    from vllm.model_executor.layers.attention import Attention
+except ImportError:  # before vLLM 0.16
+    from vllm.attention.layer import Attention
 
 # What config.json calls the methods that are taken.
 METHODS = ("compressed-tensors", "fp8", "awq", "gptq", mxfp4_experts.METHOD)

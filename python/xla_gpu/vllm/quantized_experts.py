@@ -13,7 +13,6 @@ import torch
 from torch import nn
 from vllm.config import get_current_vllm_config
 from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
-from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
 
 from .. import quantization
 from ..quantization import CheckpointFormat, LinearWeight
@@ -43,7 +42,7 @@ _SHARDS = {"w13": ("w1", "w3"), "w2": ("w2",)}
 _Stored = dict[tuple[str, int], torch.Tensor]  # by shard and expert
 
 
-class CheckpointMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
+class CheckpointMoEMethod(moe.OwnMoEMethod):
     """Experts with the checkpoint's tensors until they are loaded, then with those that ``linear`` would take."""
 
     def __init__(self, settings: dict[str, Any], layout: CheckpointFormat, experts: FusedMoEConfig) -> None:
@@ -146,13 +145,6 @@ class CheckpointMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
             if self._has_blocks:
                 one = one._replace(weight_scale=torch.ones(-(-n // GROUP), -(-k // GROUP)))
         return LinearWeight(*(None if part is None else part.expand(num_experts, *part.shape) for part in one))
-
-    def get_fused_moe_quant_config(self, layer: Any) -> None:
-        """Of vLLM's kernels."""
-
-    def apply(self, layer: Any, x: torch.Tensor, router_logits: torch.Tensor, **_: Any) -> torch.Tensor:
-        """T[rows, hidden] from x: T[rows, hidden]."""
-        return moe.apply(layer, x, router_logits)
 
 
 def _keep(

@@ -30,7 +30,8 @@ def repeat(size: int, name: str, module: nn.Module, random: bool) -> None:
     children = list(module.children())
     attention: Any = next((child for child in children if isinstance(child, AttentionLayerBase)), None)
     kv_heads = getattr(attention, "num_kv_heads", size)
-    if kv_heads % size == 0:
+    # Latents have no heads; since vLLM 0.16 their layers say that they have one.
+    if kv_heads % size == 0 or hasattr(attention, "kv_lora_rank"):
         return
     projection: Any = next((child for child in children if isinstance(child, QKVParallelLinear)), None)
     norms = [child for child in children if not isinstance(child, (AttentionLayerBase, LinearBase))]

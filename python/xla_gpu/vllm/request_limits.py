@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+from types import FrameType
 from typing import Any
 
 from . import images, supported
 
-_NAME = "_xla_gpu_request_limits"  # of the attribute of a VllmConfig
+# Of the attribute of an engine's ModelConfig: vLLM 0.16 makes no copy of a VllmConfig with attributes that are not its
+# own.
+_NAME = "_xla_gpu_request_limits"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,14 +34,16 @@ class RequestLimits:
     @classmethod
     def of(cls, vllm_config: Any) -> RequestLimits:
         """Of a VllmConfig."""
-        found = vars(vllm_config).get(_NAME)
+        model = vllm_config.model_config
+        found = None if model is None else vars(model).get(_NAME)
         return cls.keep(vllm_config) if found is None else found
 
     @classmethod
     def keep(cls, vllm_config: Any) -> RequestLimits:
         """Computes them, and has the VllmConfig keep them: copies of it in other processes, which are pickled, too."""
         found = cls._make(vllm_config)
-        object.__setattr__(vllm_config, _NAME, found)
+        if vllm_config.model_config is not None:
+            object.__setattr__(vllm_config.model_config, _NAME, found)
         return found
 
     @classmethod
@@ -63,12 +68,21 @@ def of_the_request_being_processed() -> RequestLimits:
     another one would refuse what this one serves, or let through what ends it. So this looks for the InputProcessor
     among the callers.
     """
+    frame = _processing()
+    return RequestLimits() if frame is None else RequestLimits.of(frame.f_locals["self"].vllm_config)
+
+
+def has_more_to_come() -> bool:
+    """Whether the request being processed is a part of one that comes in parts (StreamingInput of vLLM 0.15)."""
+    frame = _processing()
+    return frame is not None and bool(frame.f_locals.get("resumable"))
+
+
+def _processing() -> FrameType | None:
+    """The caller that is an InputProcessor's method."""
     from vllm.v1.engine.input_processor import InputProcessor
 
     frame = inspect.currentframe()
-    while frame is not None:
-        processor = frame.f_locals.get("self")
-        if isinstance(processor, InputProcessor):
-            return RequestLimits.of(processor.vllm_config)
+    while frame is not None and not isinstance(frame.f_locals.get("self"), InputProcessor):
         frame = frame.f_back
-    return RequestLimits()
+    return frame

@@ -40,8 +40,11 @@ def refusals(config: Any) -> list[str]:
         elif speculative.method != ngram.METHOD:
             found += _unexpected("--speculative-config: method", "ngram, eagle, eagle3 or mtp", speculative.method)
         found += _given("--speculative-config: disable_by_batch_size", speculative.disable_by_batch_size)
+        # Of vLLM 0.16.
+        found += _given("--speculative-config: parallel_drafting", getattr(speculative, "parallel_drafting", None))
     found += _given("--kv-transfer-config", config.kv_transfer_config)
     found += _given("--ec-transfer-config", config.ec_transfer_config)
+    found += _given("--weight-transfer-config", getattr(config, "weight_transfer_config", None))  # of vLLM 0.16
     found += _cache_refusals(config)
     load_format = str(config.load_config.load_format)
     # vLLM sets it for a checkpoint of that quantisation, which is refused below.
@@ -248,6 +251,8 @@ def _model_refusals(config: Any) -> list[str]:
 def _multimodal_refusals(config: Any) -> list[str]:
     if (name := config.model_config.architecture) not in TEXT_OF:
         return [f"a model with images or sound ({name}): expected text alone"]
+    if getattr(config.model_config.multimodal_config, "mm_encoder_only", False):  # of vLLM 0.15
+        return ["--mm-encoder-only: not supported"]
     return images.refusals(config) if images.are_served(config.model_config) else []
 
 

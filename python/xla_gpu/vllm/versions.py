@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from importlib import metadata
 
-VLLM = ("0.12.0", "0.13.0", "0.14.1")
+VLLM = ("0.12.0", "0.13.0", "0.14.1", "0.15.1", "0.16.0")
 TORCH_XLA = "2.9.0"
 
 # vLLM's own distribution, and its pure-Python build for TPUs, which has the same modules.

@@ -116,6 +116,11 @@ class Worker(WorkerBase):  # type: ignore[misc]
         """Drafts of the next step's tokens."""
         return self.model_runner.take_draft_token_ids()
 
+    def reset_encoder_cache(self) -> None:
+        """Called where vLLM 0.16 has forgotten which images were encoded (``/reset_encoder_cache``)."""
+        if self.model_runner.images is not None:
+            self.model_runner.images.let_all_go()
+
     def add_lora(self, lora_request: Any) -> bool:
         """Reads a LoRA adapter."""
         return self._adapters().add(lora_request)
