@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import importlib
 import os
-import subprocess
 import sys
 from typing import Any
 
@@ -18,7 +17,7 @@ import pytest
 from PIL import Image
 
 from tests.common import machine
-from tests.vllm import engines, tiny_images
+from tests.vllm import engines, processes, tiny_images
 
 NEW = 12
 SMALL = 16  # tokens of the smaller of two programs of an encoder for images of any size
@@ -114,10 +113,8 @@ def check_two_devices(module: str, folder: str) -> None:
     """--tensor-parallel-size, in a process of its own. ``module``: see main."""
     if os.environ.get("PJRT_DEVICE", "").upper() == "GPU" and machine.gpu_count() < 2:
         pytest.skip(f"2 GPUs are needed, this machine has {machine.gpu_count()}")
-    command = [sys.executable, "-m", "tests.vllm.image_checks", module, folder]
-    done = subprocess.run(command, cwd=machine.ROOT, capture_output=True, text=True, timeout=600)
-    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT")]
-    assert lines == ["RESULT True 0"], done.stderr[-3000:]
+    done = processes.run(["-m", "tests.vllm.image_checks", module, folder])
+    assert done.line() == "True 0", done.stderr[-3000:]
 
 
 def main(module: str, folder: str) -> None:

@@ -13,7 +13,6 @@ import contextlib
 import json
 import os
 import re
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,7 +25,7 @@ from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 
 from tests.common import machine
-from tests.vllm import tiny
+from tests.vllm import processes, tiny
 from tests.vllm.engines import compiled_since_start, greedy, make, metric, random, run, runner_of, tokens
 
 PROMPTS = tiny.prompts((5, 70, 33, 1))
@@ -184,17 +183,10 @@ def run_module(name: str, devices: int, arguments: list[str], dump: Path) -> tup
     """
     if os.environ.get("PJRT_DEVICE", "").upper() == "GPU" and machine.gpu_count() < devices:
         pytest.skip(f"{devices} GPUs are needed, this machine has {machine.gpu_count()}")
-    root = Path(__file__).parents[2]
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")]),
-        "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} --xla_dump_to={dump} --xla_dump_hlo_as_text",
-    }
-    command = [sys.executable, "-m", f"tests.vllm.{name}", *arguments]
-    done = subprocess.run(command, env=environment, cwd=root, capture_output=True, text=True, timeout=1200)
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_dump_to={dump} --xla_dump_hlo_as_text"
+    done = processes.run(["-m", f"tests.vllm.{name}", *arguments], 1200, XLA_FLAGS=flags)
     assert done.returncode == 0, done.stderr[-3000:]
-    (line,) = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-    return json.loads(line.removeprefix("RESULT ")), {path.name: path.read_text() for path in dumped(dump)}
+    return json.loads(done.line()), {path.name: path.read_text() for path in dumped(dump)}
 
 
 def dumped(folder: Path) -> list[Path]:

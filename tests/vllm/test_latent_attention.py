@@ -7,10 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -19,7 +16,7 @@ from safetensors.torch import load_file
 from vllm.engine.arg_utils import EngineArgs
 from vllm.lora.request import LoRARequest
 
-from tests.vllm import engines, heads, test_lora, test_pooling, test_quantization, tiny
+from tests.vllm import engines, heads, processes, test_lora, test_pooling, test_quantization, tiny
 from tests.vllm.engines import greedy, metric, run, tokens
 from tests.vllm.latent_over_devices import NEW_TOKENS, PROMPTS
 from tests.vllm.tensor_parallel import ON_A_CPU, exchanged, run_module
@@ -349,10 +346,7 @@ def test_float8_caches_of_whole_keys_and_values(folder):
         "import sys\nfrom tests.vllm import engines\nllm = engines.make(sys.argv[1], kv_cache_dtype='fp8')\n"
         "print('RESULT', len(engines.runner_of(llm).caches.tensors[0].shape))"
     )
-    environment = {**os.environ, "VLLM_MLA_DISABLE": "1"}
-    command = [sys.executable, "-c", program, folder]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
-    assert "RESULT 4" in done.stdout, done.stderr[-3000:]
+    assert processes.run_anew(["-c", program, folder], VLLM_MLA_DISABLE="1").line() == "4"
 
 
 # ---- Parts -----------------------------------------------------------------------------------------------------------

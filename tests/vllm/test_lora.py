@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
-import sys
 import urllib.error
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +15,7 @@ import torch
 from safetensors.torch import save_file
 from vllm.lora.request import LoRARequest
 
-from tests.vllm import engines, tiny
+from tests.vllm import engines, processes, tiny
 from tests.vllm.engines import greedy
 from vllm import SamplingParams, TokensPrompt
 from xla_gpu._runtime import cuda_driver
@@ -287,11 +285,8 @@ def test_models(name, modules, options, tmp_path):
         "tensor_parallel_size", 1
     ):
         pytest.skip("needs two GPUs")
-    command = [sys.executable, "-c", PROGRAM, name, str(tmp_path), repr(modules), repr(options)]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=600)
-    lines = [line for line in result.stdout.splitlines() if line.startswith("RESULT")]
-    assert lines, result.stderr[-3000:]
-    _, equal, compiled, details = lines[-1].split(maxsplit=3)
+    result = processes.run(["-c", PROGRAM, name, str(tmp_path), repr(modules), repr(options)])
+    equal, compiled, details = result.line().split(maxsplit=2)
     assert equal == "True", details
     assert compiled == "0"
 

@@ -7,13 +7,11 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.vllm import tiny
+from tests.vllm import processes, tiny
 
 EVERY_TIME = ("qwen3", "gemma3", "mixtral", "glm4_moe", "gpt_oss", "deepseek_v2_lite", "deepseek_v3", "cohere2")
 NAMES = sorted(tiny.CONFIGS) if os.environ.get("XLA_GPU_TEST_ALL_MODELS") else EVERY_TIME
@@ -49,12 +47,9 @@ print("RESULT", got == expected, groups, engines.compiled_since_start(llm), len(
 def serve(name: str, folder, program: str = PROGRAM, latents: bool = True, **options) -> list[str]:
     """latents: where the model has latent attention, its caches have latents, and not whole keys and values."""
     saved = tiny.save(name, folder)
-    command = [sys.executable, "-c", program, saved, repr(options)]
-    environment = {**os.environ, "VLLM_MLA_DISABLE": str(int(not latents))}
-    result = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment)
-    lines = [line for line in result.stdout.splitlines() if line.startswith("RESULT")]
-    assert lines, result.stderr[-3000:]
-    return lines[-1].split(maxsplit=5)[1:]
+    command = ["-c", program, saved, repr(options)]
+    result = processes.run(command) if latents else processes.run_anew(command, VLLM_MLA_DISABLE="1")
+    return result.line().split(maxsplit=4)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -19,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.models.utils import WeightsMapper
 
-from tests.vllm import engines, tiny
+from tests.vllm import engines, processes, tiny
 from xla_gpu import quantization
 from xla_gpu.vllm import supported
 from xla_gpu.vllm.quantization import CheckpointQuantization
@@ -266,11 +264,7 @@ def test_scales_of_a_float8_cache(k_name, v_name, tmp_path):
         tensors[f"model.layers.{index}.{k_name}"] = torch.tensor(0.25 + index)
         tensors[f"model.layers.{index}.{v_name}"] = torch.tensor(0.75 + index)
     save_file(tensors, stored / "model.safetensors")
-    command = [sys.executable, "-c", CACHE_SCALES_PROGRAM, str(stored)]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=600)
-    lines = [line for line in result.stdout.splitlines() if line.startswith("RESULT")]
-    assert lines, result.stderr[-3000:]
-    assert lines[-1] == "RESULT [(0.25, 0.75), (1.25, 1.75)]"
+    assert processes.run(["-c", CACHE_SCALES_PROGRAM, str(stored)]).line() == "[(0.25, 0.75), (1.25, 1.75)]"
 
 
 @pytest.mark.parametrize("layout", NAMES)
@@ -280,11 +274,8 @@ def test_tokens_equal_transformers(layout, tmp_path):
 
 def check(stored: Path, meant: Path, blocks: str = "attention_block_,gated_mlp") -> None:
     """blocks: the halves of a layer that are one call each, in steps of few rows."""
-    command = [sys.executable, "-c", PROGRAM, str(stored), str(meant)]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=600)
-    lines = [line for line in result.stdout.splitlines() if line.startswith("RESULT")]
-    assert lines, result.stderr[-3000:]
-    _, equal, compiled, made, tokens = lines[-1].split(maxsplit=4)
+    result = processes.run(["-c", PROGRAM, str(stored), str(meant)])
+    equal, compiled, made, tokens = result.line().split(maxsplit=3)
     assert (equal, compiled, made) == ("True", "0", blocks), tokens
 
 
