@@ -6,7 +6,7 @@ import collections
 import weakref
 from typing import Any
 
-from vllm.v1.metrics.stats import IterationStats, SchedulerStats
+from vllm.v1.metrics.stats import IterationStats
 
 from vllm import LLM, PoolingParams, SamplingParams, TokensPrompt
 from xla_gpu.vllm import versions
@@ -88,21 +88,25 @@ _counts: weakref.WeakKeyDictionary[LLM, collections.Counter[str]] = weakref.Weak
 def count(llm: LLM) -> LLM:
     """Counts what this engine's steps report from now on, for ``metric``."""
     counts = _counts[llm] = collections.Counter()
-    manager = llm.llm_engine.logger_manager
-    record = manager.record
+    manager, scheduler = llm.llm_engine.logger_manager, llm.llm_engine.engine_core.engine_core.scheduler
+    record, make_stats = manager.record, scheduler.make_stats
 
-    def counting(*args: Any, **kwargs: Any) -> Any:
+    def counting_record(*args: Any, **kwargs: Any) -> Any:
         for stats in (*args, *kwargs.values()):
-            if isinstance(stats, SchedulerStats):
-                counts["vllm:prefix_cache_hits"] += stats.prefix_cache_stats.hits
-                if drafts := stats.spec_decoding_stats:
-                    counts["vllm:spec_decode_num_draft_tokens"] += drafts.num_draft_tokens
-                    counts["vllm:spec_decode_num_accepted_tokens"] += drafts.num_accepted_tokens
-            elif isinstance(stats, IterationStats):
+            if isinstance(stats, IterationStats):
                 counts["vllm:num_preemptions"] += stats.num_preempted_reqs
         return record(*args, **kwargs)
 
-    manager.record = counting
+    def counting_make_stats(*args: Any, **kwargs: Any) -> Any:
+        if stats := make_stats(*args, **kwargs):
+            counts["vllm:prefix_cache_hits"] += stats.prefix_cache_stats.hits
+            if drafts := stats.spec_decoding_stats:
+                counts["vllm:spec_decode_num_draft_tokens"] += drafts.num_draft_tokens
+                counts["vllm:spec_decode_num_accepted_tokens"] += drafts.num_accepted_tokens
+        return stats
+
+    # Since vLLM 0.17 steps without a new token are not recorded.
+    manager.record, scheduler.make_stats = counting_record, counting_make_stats
     return llm
 
 

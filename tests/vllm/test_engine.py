@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import numpy as np
@@ -276,6 +277,8 @@ def test_another_engine_with_longer_sequences(llama, reference):
 
 # ---- What is refused -------------------------------------------------------------------------------------------------
 
+NGRAM = {"method": "ngram", "num_speculative_tokens": 2}
+
 
 @pytest.mark.parametrize(
     ("options", "text"),
@@ -294,10 +297,6 @@ def test_another_engine_with_longer_sequences(llama, reference):
         (
             {"additional_config": {"async_scheduling": "false"}},
             "additional_config: async_scheduling: expected true or false, got 'false'",
-        ),
-        (
-            {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "disable_by_batch_size": 4}},
-            "--speculative-config: disable_by_batch_size: not supported",
         ),
         ({"cpu_offload_gb": 1}, "--cpu-offload-gb: expected 0, got 1"),
         ({"logits_processors": ["a:B"]}, "--logits-processors: not supported: logits are results of an XLA program"),
@@ -321,6 +320,12 @@ def test_models_with_images_are_refused_by_transformers(tmp_path):
         engines.make(model, model_impl="transformers", limit_mm_per_prompt={"image": 0})
 
 
+@pytest.mark.skipif(versions.vllm_version() >= "0.17", reason="until vLLM 0.16")
+def test_drafts_of_some_batches_are_refused(llama):
+    with pytest.raises(Exception, match="--speculative-config: disable_by_batch_size: not supported"):
+        engines.make(llama, speculative_config={**NGRAM, "disable_by_batch_size": 4})
+
+
 @pytest.mark.parametrize(
     ("since", "options", "text"),
     [
@@ -334,9 +339,22 @@ def test_models_with_images_are_refused_by_transformers(tmp_path):
         ("0.16", {"weight_transfer_config": {"backend": "nccl"}}, "--weight-transfer-config: not supported"),
         (
             "0.16",
-            {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "parallel_drafting": True}},
+            {"speculative_config": {**NGRAM, "parallel_drafting": True}},
             "--speculative-config: parallel_drafting: not supported",
         ),
+        ("0.17", {"offload_group_size": 2}, "--offload-group-size: expected 0, got 2"),
+        ("0.17", {"offload_backend": "uva"}, "--offload-backend: expected auto, got uva"),
+        (
+            "0.17",
+            {"speculative_config": {**NGRAM, "draft_load_config": {}}},
+            "--speculative-config: draft_load_config: not supported",
+        ),
+        (
+            "0.18",
+            {"speculative_config": {**NGRAM, "rejection_sample_method": "probabilistic"}},
+            "--speculative-config: rejection_sample_method: expected strict, got probabilistic",
+        ),
+        ("0.18", {"enable_ep_weight_filter": True}, "--enable-ep-weight-filter: not supported"),
     ],
 )
 def test_newer_options_refused_at_start(llama, since, options, text):
@@ -349,6 +367,8 @@ def test_newer_options_refused_at_start(llama, since, options, text):
 @pytest.mark.skipif(versions.vllm_version() < "0.15", reason="of vLLM 0.15")
 def test_prompts_in_parts_are_refused(engine):
     process = engine.llm_engine.input_processor.process_inputs
+    if versions.vllm_version() >= "0.17":
+        process = functools.partial(process, supported_tasks=("generate",))
     prompt = TokensPrompt(prompt_token_ids=[5, 6, 7])
     with pytest.raises(ValueError, match=r"a prompt: expected it whole, got a part of one \(StreamingInput\)"):
         process("in-parts", prompt, greedy(4), resumable=True)

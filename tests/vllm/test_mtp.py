@@ -230,7 +230,6 @@ def test_refusals(mimo, tmp_path):
         ({"model": other}, "model: expected none with mtp, whose layer is the model's own, got .*other"),
         ({"model": mimo, "quantization": "fp8"}, "quantization: expected the model's, None, got fp8"),
         ({"speculative_token_tree": "[(0,), (1,)]"}, "speculative_token_tree: expected none, got a tree"),
-        ({"disable_by_batch_size": 4}, "disable_by_batch_size: not supported"),
     ):
         with pytest.raises(Exception, match=f"--speculative-config: {text}"):
             engines.make(mimo, load_format="dummy", speculative_config={**drafts, **more})

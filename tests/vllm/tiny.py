@@ -176,14 +176,14 @@ def save(name: str, folder: Path, sizes: Mapping[str, int] | None = None) -> str
     if name.startswith("gemma") and name not in WITH_IMAGES:
         model.config.hidden_act = "gelu_pytorch_tanh"  # as in the files of real checkpoints
     model.save_pretrained(folder)
-    save_tokenizer(folder)
+    save_tokenizer(folder, ("<|end|>",) if name == "gpt_oss" else ())  # which vLLM looks for since 0.17
     return str(folder)
 
 
-def save_tokenizer(folder: Path, *, types: bool = False) -> None:
-    """Writes a tokenizer with a token for each byte; types: with BERT's form of one text and of two, told by types."""
+def save_tokenizer(folder: Path, tokens: Sequence[str] = (), *, types: bool = False) -> None:
+    """Writes ``tokenizer(tokens)``; types: with BERT's form of one text and of two, told by types."""
     names = ["input_ids", "attention_mask", *(["token_type_ids"] if types else [])]
-    saved = tokenizer(pad_token="<unk>", model_input_names=names)
+    saved = tokenizer(tokens, pad_token="<unk>", model_input_names=names)
     if types:
         saved.backend_tokenizer.post_processor = processors.TemplateProcessing(
             single="<s>:0 $A:0 </s>:0",

@@ -19,6 +19,11 @@ from .tensor_parallel import TensorParallel
 IN_TURN = ("swigluoai",)
 
 
+def activation_of(layer: Any) -> str:
+    """The name of the function of a layer's gates, which is an enumeration's value since vLLM 0.17."""
+    return str(getattr(layer.activation, "value", layer.activation))
+
+
 def apply(layer: Any, x: torch.Tensor, router_logits: torch.Tensor) -> torch.Tensor:
     """What a layer of vLLM computes.
 
@@ -38,14 +43,14 @@ def apply(layer: Any, x: torch.Tensor, router_logits: torch.Tensor) -> torch.Ten
     refused = {
         "zero experts": bool(getattr(layer, "zero_expert_num", 0)),
         "apply_router_weight_on_input": layer.apply_router_weight_on_input,
-        f"activation={layer.activation}": layer.activation not in ACTIVATIONS,
+        f"activation={activation_of(layer)}": activation_of(layer) not in ACTIVATIONS,
     }
     if names := [name for name, given in refused.items() if given]:
         raise NotImplementedError(f"xla_gpu.vllm: experts with {', '.join(names)} are not supported")
     weights, chosen = routing.of_layer(layer, x, router_logits)
     w13, w2 = matrices(layer, "w13"), matrices(layer, "w2")
     if (devices := tensor_parallel.active()) is None:
-        return bias_of_sum(w2, weights, chosen, weighted_sum(x, w13, w2, weights, chosen, layer.activation))
+        return bias_of_sum(w2, weights, chosen, weighted_sum(x, w13, w2, weights, chosen, activation_of(layer)))
     parts = on_each(devices, layer, x, w13, w2._replace(bias=None), weights, chosen)
     return bias_of_sum(w2, weights, chosen, devices.sum(parts))
 
@@ -77,7 +82,7 @@ def on_each(
         count = len(given_of[0])
         own13 = Matrices(**dict(zip(given_of[0], parts[:count], strict=True)))
         own2 = Matrices(**dict(zip(given_of[1], parts[count:], strict=True)))
-        return weighted_sum(x, own13, own2, weights, chosen, layer.activation, whole)[None]
+        return weighted_sum(x, own13, own2, weights, chosen, activation_of(layer), whole)[None]
 
     return devices.on_each(on_one, operands, 0)
 
@@ -95,7 +100,7 @@ def in_halves(rows: torch.Tensor) -> torch.Tensor:
 
 def order_halves(layer: Any) -> None:
     """Brings the rows of gate and up of plain experts into the order of ``weighted_sum``."""
-    if layer.activation in IN_TURN:
+    if activation_of(layer) in IN_TURN:
         for parameter in (layer.w13_weight, getattr(layer, "w13_bias", None)):
             if parameter is not None:
                 parameter.data = in_halves(parameter.data)
@@ -137,7 +142,11 @@ class XlaGpuMoEMethod(_RoutesItself, UnquantizedFusedMoEMethod):  # type: ignore
 
 def _forward(layer: Any, hidden_states: torch.Tensor, router_logits: torch.Tensor) -> Any:
     """FusedMoE.forward_native without the opaque operator around it, which would hide the experts from XLA."""
-    return layer.forward_impl(hidden_states, router_logits)
+    runner = getattr(layer, "runner", None)
+    if runner is None:  # before vLLM 0.17
+        return layer.forward_impl(hidden_states, router_logits)
+    runner.moe_forward = lambda x, logits, shared_input, _: runner.forward_impl(layer, x, logits, shared_input)
+    return runner.forward(hidden_states, router_logits)
 
 
 # Not a class registered in its place: vLLM's subclasses, with shared experts or loaders of their own, would not be it.

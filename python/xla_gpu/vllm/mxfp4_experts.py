@@ -51,10 +51,10 @@ class Mxfp4MoEMethod(moe.OwnMoEMethod):
           ValueError: the experts are not gpt-oss's, or their sizes are no whole groups.
         """
         # Of vLLM's models gpt-oss alone loads the tensors of all experts at once, with the rows of gate and up in turn.
-        if layer.activation not in moe.IN_TURN:
+        if moe.activation_of(layer) not in moe.IN_TURN:
             raise ValueError(
                 f"xla_gpu.vllm: {layer.layer_name}: mxfp4: expected gpt-oss's experts, whose activation is swigluoai, "
-                f"got {layer.activation}"
+                f"got {moe.activation_of(layer)}"
             )
         width = intermediate_size_per_partition
         if hidden_size % mxfp4.GROUP or width % mxfp4.GROUP:

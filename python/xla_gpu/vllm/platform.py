@@ -82,6 +82,7 @@ class XlaGpuPlatform(Platform):  # type: ignore[misc]
             # The engine's process would be told of an image once. Where that request is refused the engine has no image
             # for the next one, which ends its input (vLLM 0.12, 0.13) or is an error (0.14).
             vllm_config.model_config.multimodal_config.mm_processor_cache_gb = 0
+            request_checks.watch_renderer()
         request_limits.RequestLimits.keep(vllm_config)
         from . import scheduler
 
@@ -90,10 +91,14 @@ class XlaGpuPlatform(Platform):  # type: ignore[misc]
         logger.info_once("xla_gpu.vllm: serving through torch_xla, PJRT_DEVICE=%s", pjrt_device())
 
     @classmethod
-    def validate_request(cls, prompt: Any, params: Any, processed_inputs: Any) -> None:
-        """Raises ValueError for a request that a step could not take; the server answers with 400."""
+    def validate_request(cls, prompt: Any, params: Any, processed_inputs: Any = None) -> None:
+        """Raises ValueError for a request that a step could not take; the server answers with 400.
+
+        Since vLLM 0.18 ``prompt`` is what the prompt became, and there is no other argument.
+        """
         from vllm.sampling_params import SamplingParams
 
+        processed_inputs = prompt if processed_inputs is None else processed_inputs
         if request_limits.has_more_to_come():
             raise ValueError("xla_gpu.vllm: a prompt: expected it whole, got a part of one (StreamingInput)")
         prompt_token_ids = processed_inputs.get("prompt_token_ids") or []
@@ -102,6 +107,7 @@ class XlaGpuPlatform(Platform):  # type: ignore[misc]
             request_checks.check(params, prompt_token_ids, limits.vocab_size)
         else:  # of a pooling model
             request_checks.check_prompt(prompt_token_ids, limits.vocab_size)
+            request_checks.check_late_interaction(params)
             request_checks.check_token_types(params, prompt_token_ids, limits.takes_token_types)
         request_checks.check_images(prompt, processed_inputs, limits.image_tokens, limits.image_room)
 

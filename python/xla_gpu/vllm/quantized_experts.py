@@ -67,10 +67,10 @@ class CheckpointMoEMethod(moe.OwnMoEMethod):
         Raises:
           ValueError: the experts have biases, or their rows of gate and up come in turn.
         """
-        if self.moe.has_bias or layer.activation in moe.IN_TURN:
+        if self.moe.has_bias or moe.activation_of(layer) in moe.IN_TURN:
             raise ValueError(
                 f"xla_gpu.vllm: {layer.layer_name}: {self._format.method}: expected experts without biases whose "
-                f"activation is silu or gelu, got {'biases and ' * self.moe.has_bias}{layer.activation}"
+                f"activation is silu or gelu, got {'biases and ' * self.moe.has_bias}{moe.activation_of(layer)}"
             )
         layer.params_dtype = params_dtype
         layer.shapes_of_matrices = {

@@ -7,6 +7,7 @@ need another back end than the one that the engine has.
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -60,6 +61,15 @@ def check_prompt(token_ids: list[int], vocab_size: int | None) -> None:
     _expect_tokens("prompt", token_ids, vocab_size)
 
 
+def check_late_interaction(params: Any) -> None:
+    """Raises ValueError for scores of all tokens of two texts that the device is to compute, as vLLM 0.18 has them."""
+    if getattr(params, "late_interaction_params", None) is not None:
+        raise ValueError(
+            "late_interaction_params: not supported; expected the embeddings of tokens (token_embed), of which the "
+            "score can be computed"
+        )
+
+
 def check_token_types(params: Any, token_ids: list[int], takes_types: bool | None) -> None:
     """Raises ValueError for a pair of texts that are told by token types, of a model that would not be told.
 
@@ -76,6 +86,33 @@ def check_token_types(params: Any, token_ids: list[int], takes_types: bool | Non
         )
 
 
+def check_processor_kwargs(given: Any) -> None:
+    """Raises ValueError for a request whose images are to be made otherwise than the model's processor says."""
+    if given:
+        raise ValueError(f"mm_processor_kwargs: expected none, got {given}")
+
+
+def watch_renderer() -> None:
+    """Has vLLM's renderer refuse a request's mm_processor_kwargs.
+
+    Since vLLM 0.17 it uses them before the platform is told of the request, which it gets without them.
+    """
+    try:
+        from vllm.renderers.base import BaseRenderer
+    except ImportError:
+        return
+    process = getattr(BaseRenderer, "_process_multimodal", None)
+    if process is None or hasattr(process, "__wrapped__"):
+        return
+
+    @functools.wraps(process)
+    def checked(renderer: Any, *arguments: Any, **named: Any) -> Any:
+        check_processor_kwargs(named.get("mm_processor_kwargs"))
+        return process(renderer, *arguments, **named)
+
+    BaseRenderer._process_multimodal = checked
+
+
 def check_images(prompt: Any, processed_inputs: Any, most_tokens: int | None, room: int | None) -> None:
     """Raises ValueError for a request with an image or a video of another size than the encoder was compiled for.
 
@@ -89,8 +126,8 @@ def check_images(prompt: Any, processed_inputs: Any, most_tokens: int | None, ro
     """
     if processed_inputs.get("type") != "multimodal":
         return
-    if isinstance(prompt, dict) and prompt.get("mm_processor_kwargs"):
-        raise ValueError(f"mm_processor_kwargs: expected none, got {prompt['mm_processor_kwargs']}")
+    if isinstance(prompt, dict):
+        check_processor_kwargs(prompt.get("mm_processor_kwargs"))
     for modality, places in processed_inputs.get("mm_placeholders", {}).items():
         for place, data in zip(places, processed_inputs["mm_kwargs"][modality], strict=True):
             times, *_ = images.grid_of(data, modality) or (1,)

@@ -39,9 +39,11 @@ def refusals(config: Any) -> list[str]:
             found += draft_heads.refusals(config)
         elif speculative.method != ngram.METHOD:
             found += _unexpected("--speculative-config: method", "ngram, eagle, eagle3 or mtp", speculative.method)
-        found += _given("--speculative-config: disable_by_batch_size", speculative.disable_by_batch_size)
-        # Of vLLM 0.16.
-        found += _given("--speculative-config: parallel_drafting", getattr(speculative, "parallel_drafting", None))
+        # The first until vLLM 0.16, the second since then, the third since 0.17, the last since 0.18.
+        for name in ("disable_by_batch_size", "parallel_drafting", "draft_load_config"):
+            found += _given(f"--speculative-config: {name}", getattr(speculative, name, None))
+        method = getattr(speculative, "rejection_sample_method", "strict")
+        found += _unexpected("--speculative-config: rejection_sample_method", "strict", method)
     found += _given("--kv-transfer-config", config.kv_transfer_config)
     found += _given("--ec-transfer-config", config.ec_transfer_config)
     found += _given("--weight-transfer-config", getattr(config, "weight_transfer_config", None))  # of vLLM 0.16
@@ -117,6 +119,8 @@ def _parallel_refusals(config: Any) -> list[str]:
     found += _unexpected("--nnodes", 1, parallel.nnodes)
     found += _given("--enable-eplb", parallel.enable_eplb)
     found += _given("--enable-dbo", parallel.enable_dbo)
+    # Of vLLM 0.18: leaves out weights while they are loaded, which are divided here afterwards.
+    found += _given("--enable-ep-weight-filter", getattr(parallel, "enable_ep_weight_filter", None))
     if (rows := getattr(parallel, "ubatch_size", 0)) > 1:  # of vLLM 0.14
         found += _unexpected("--ubatch-size", 0, rows)
     # "mp" is what vLLM sets itself for several devices.
@@ -128,7 +132,7 @@ def _parallel_refusals(config: Any) -> list[str]:
 
 def _cache_refusals(config: Any) -> list[str]:
     model, cache = config.model_config, config.cache_config
-    found = _unexpected("--cpu-offload-gb", 0, cache.cpu_offload_gb)
+    found = _offload_refusals(config)
     found += _given("--kv-offloading-size", cache.kv_offloading_size)
     found += _given("--calculate-kv-scales", cache.calculate_kv_scales)
     found += _given("--kv-sharing-fast-prefill", cache.kv_sharing_fast_prefill)
@@ -150,6 +154,16 @@ def _cache_refusals(config: Any) -> list[str]:
                 f"got {blocks}: a request of that length would wait for ever"
             )
     return found
+
+
+def _offload_refusals(config: Any) -> list[str]:
+    """Of weights."""
+    offload = getattr(config, "offload_config", None)
+    if offload is None:  # before vLLM 0.17
+        return _unexpected("--cpu-offload-gb", 0, config.cache_config.cpu_offload_gb)
+    found = _unexpected("--cpu-offload-gb", 0, offload.uva.cpu_offload_gb)
+    found += _unexpected("--offload-group-size", 0, offload.prefetch.offload_group_size)
+    return found + _unexpected("--offload-backend", "auto", offload.offload_backend)
 
 
 def _lora_refusals(config: Any) -> list[str]:
