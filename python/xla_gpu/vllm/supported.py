@@ -39,10 +39,10 @@ def refusals(config: Any) -> list[str]:
             found += draft_heads.refusals(config)
         elif speculative.method != ngram.METHOD:
             found += _unexpected("--speculative-config: method", "ngram, eagle, eagle3 or mtp", speculative.method)
-        # The first until vLLM 0.16, the second since then, the third since 0.17, the last since 0.18.
+        # Until vLLM 0.16; since 0.16; since 0.17.
         for name in ("disable_by_batch_size", "parallel_drafting", "draft_load_config"):
             found += _given(f"--speculative-config: {name}", getattr(speculative, name, None))
-        method = getattr(speculative, "rejection_sample_method", "strict")
+        method = getattr(speculative, "rejection_sample_method", "strict")  # of vLLM 0.18
         found += _unexpected("--speculative-config: rejection_sample_method", "strict", method)
     found += _given("--kv-transfer-config", config.kv_transfer_config)
     found += _given("--ec-transfer-config", config.ec_transfer_config)
