@@ -250,5 +250,7 @@ def test_a_checkpoint_without_the_layer(tmp_path):
     folder = mtp_heads.save("deepseek", tmp_path)
     path = tmp_path / "model.safetensors"
     save_file({name: tensor for name, tensor in load_file(path).items() if "layers.2." not in name}, path)
-    with pytest.raises(Exception, match=r"not initialized from checkpoint.*model.layers.2"):
+    with pytest.raises(
+        Exception, match=r"not initialized from checkpoint.*model.layers.2|layer 2 weights missing from"
+    ):
         make(folder)
