@@ -44,6 +44,8 @@ def run(command: list[str], timeout: float = 600, **environment: str) -> Result:
     context.set_forkserver_preload(IMPORTED)
     with tempfile.TemporaryDirectory() as folder:
         paths = Path(folder, "stdout"), Path(folder, "stderr")
+        for path in paths:  # which are read also where the process ends before it has begun
+            path.touch()
         process = context.Process(target=_main, args=(command, environment, *map(str, paths)))
         process.start()
         process.join(timeout)
@@ -70,7 +72,7 @@ def run_anew(command: list[str], timeout: float = 600, **environment: str) -> Re
 
 def _main(command: list[str], environment: dict[str, str], *paths: str) -> None:
     for descriptor, path in enumerate(paths, start=1):
-        file = os.open(path, os.O_WRONLY | os.O_CREAT)
+        file = os.open(path, os.O_WRONLY)
         os.dup2(file, descriptor)
         os.close(file)
     os.environ.update(environment)

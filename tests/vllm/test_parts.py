@@ -72,6 +72,14 @@ def test_requests_that_a_step_cannot_take(prompt, fields, text):
         request_checks.check(SamplingParams(**fields), prompt, vocab_size=320)
 
 
+def test_late_interaction_is_refused():
+    """Of vLLM 0.18: scores that a worker would compute."""
+    request_checks.check_late_interaction(SimpleNamespace())
+    request_checks.check_late_interaction(SimpleNamespace(late_interaction_params=None))
+    with pytest.raises(ValueError, match=r"late_interaction_params: not supported; expected .*token_embed"):
+        request_checks.check_late_interaction(SimpleNamespace(late_interaction_params=object()))
+
+
 def test_rows_of_logits_with_drafts():
     scheduler = SimpleNamespace(max_num_seqs=32, max_num_batched_tokens=100)
     config = SimpleNamespace(scheduler_config=scheduler, speculative_config=None)

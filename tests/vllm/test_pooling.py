@@ -107,7 +107,7 @@ def test_results_do_not_depend_on_the_batch(embedder):
     together = embeddings(llm, prompts)
     llm.reset_prefix_cache()
     alone = [embeddings(llm, [prompt])[0] for prompt in prompts]
-    # XLA chooses how products are summed by the rows of a step: on GPUs, and on some CPUs (with AVX2 and no AVX-512).
+    # XLA chooses how products are summed by the rows of a step: on GPUs, and on some CPUs.
     torch.testing.assert_close(together, alone, **TOLERANCE)
 
 
