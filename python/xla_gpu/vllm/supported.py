@@ -157,7 +157,7 @@ def _cache_refusals(config: Any) -> list[str]:
 
 
 def _offload_refusals(config: Any) -> list[str]:
-    """Of weights."""
+    """Of options that keep weights in the host's memory."""
     offload = getattr(config, "offload_config", None)
     if offload is None:  # before vLLM 0.17
         return _unexpected("--cpu-offload-gb", 0, config.cache_config.cpu_offload_gb)
